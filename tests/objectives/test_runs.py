@@ -82,7 +82,7 @@ def test_pairs_are_learned(thrifty: CommandLine) -> None:
     changed = {"objective__name": "sequence_to_sequence", "model__preset": "marian-nano", "evaluation__examples": 40}
     words = ("--data", str(thrifty.folder / "pairs.tsv"))
     refused = thrifty(*thrifty.recipe("no", *words, objective__rate=0.2, **changed), exit_code=2).stderr
-    assert "objective.rate is set, and nothing is cut out of the pairs" in refused
+    assert "objective.rate is set, but no spans are cut out of the pairs" in refused
     told = thrifty(*thrifty.recipe("cut", *words, steps=1, data__length=4, **changed)).stderr
     assert told.count("of the pairs are longer than data.length = 4 and are cut") == 1
     summary = thrifty.train("pairs", *words, steps=60, data__length=16, data__vocabulary=270, **changed)
@@ -170,5 +170,5 @@ def test_tokenizer_without_required_tokens_is_refused(thrifty: CommandLine, tmp_
 
 @pytest.mark.usefixtures("own_cache")
 def test_plain_text_without_labels_is_refused(thrifty: CommandLine) -> None:
-    with pytest.raises(UsageError, match="no file called train"):
+    with pytest.raises(UsageError, match="no file such as train"):
         open_examples(Recipe(data=settings(thrifty), objective=ObjectiveSettings("classification")))

@@ -100,8 +100,8 @@ TOOL, DEVELOPER = {"role": "tool", "content": "3"}, {"role": "developer", "conte
 @pytest.mark.parametrize(
     ("source", "messages", "why"),
     [
-        (ZEPHYR_LIKE, [ASKED, TOOL, SAID], "leaves out what the role 'tool' says"),
-        (ZEPHYR_LIKE, [DEVELOPER, ASKED, SAID], "leaves out what the role 'developer' says"),
+        (ZEPHYR_LIKE, [ASKED, TOOL, SAID], "leaves out messages of the role 'tool'"),
+        (ZEPHYR_LIKE, [DEVELOPER, ASKED, SAID], "leaves out messages of the role 'developer'"),
         (VICUNA_LIKE, [ASKED, TOOL, SAID], "writes the role 'tool' as 'assistant'"),
         (ALPACA, [ASKED, TOOL, SAID], "no role tool"),
         (CHATML, [ASKED, CALL, TOOL, SAID], "leaves out calls of tools"),
@@ -143,7 +143,7 @@ def test_tools_are_given_to_the_template_and_one_that_leaves_them_out_is_refused
         ("{% for a in range(10**5) %}{% for b in range(10**5) %}{% endfor %}{% endfor %}", "more than 2 s"),
         ("{{ 'a' * 10**9 }}", "more than 512 MB"),
         ("{% for a in range(10**5) %}{{ 'a' * 10**4 }}{% endfor %}", "more than 512 MB"),
-        ("{{ 'a' * 10**8 }}", "writes 100,000,000 characters, of at most 1,000,000"),
+        ("{{ 'a' * 10**8 }}", "writes 100,000,000 characters, but at most 1,000,000"),
         ("{{ '%1000000000d' % 1 }}", "more than 512 MB"),
         ("{{ " + "(" * 10**5, "does not accept"),
     ],

@@ -81,7 +81,7 @@ def test_what_follows_the_last_answer_is_dropped_and_rows_without_one_are_passed
 @pytest.mark.parametrize(
     ("row", "what"),
     [
-        ('{"text": "no conversation"}', "line 2: no conversation, but text"),
+        ('{"text": "no conversation"}', "line 2: no conversation, but the keys text"),
         ('{"messages": "hello"}', "line 2: 'messages' holds str, not a list"),
         ('{"messages": [{"role": "user", "content": "a"}, "b"]}', "line 2, turn 2: not a message"),
         ('{"messages": [{"role": "usr", "content": "a"}]}', "line 2, turn 1: unknown role 'usr'.*\n.*'user'"),

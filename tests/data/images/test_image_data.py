@@ -129,12 +129,12 @@ def test_a_fork_on_other_labels_is_refused(tmp_path):
     data = opened()
     data.check_meaning(data.identity, tmp_path)
     for before in ({**data.identity, "labels": "cat/dog"}, {"tokenizer.json": "abc"}):
-        with pytest.raises(UsageError, match="labels are not the old run's"):
+        with pytest.raises(UsageError, match="other labels than the old run"):
             data.check_meaning(before, tmp_path)
 
 
 def test_settings_that_mean_nothing_for_images_are_refused():
-    with pytest.raises(UsageError, match=r"data.tokenizer is set, and digits holds images"):
+    with pytest.raises(UsageError, match=r"data.tokenizer is set, but digits holds images"):
         opened(tokenizer="some.json")
     for size in (0, 10**9):
         with pytest.raises(UsageError, match=f"data: size is {size}\n  fix: size must be at least 1 and at most 8192"):

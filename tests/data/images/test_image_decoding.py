@@ -110,7 +110,7 @@ def test_floating_point_pixels_are_refused(tmp_path):
 
 def test_without_pillow_it_is_said_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
-    with pytest.raises(UsageError, match="needs Pillow") as refused:
+    with pytest.raises(UsageError, match="requires Pillow") as refused:
         image_decoding.pillow()
     assert refused.value.fix == "pip install 'thrifty[images]'"
 

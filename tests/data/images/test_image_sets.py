@@ -114,7 +114,7 @@ def test_rows_of_png_files_become_cifars_images():
 
 @pytest.mark.parametrize("content", [b"", b"\x00\x00\x08", b"\x00\x00\x0d\x01\x00\x00\x00\x01a", idx(IMAGES)[:-1]])
 def test_what_is_no_array_of_bytes_is_refused(content):
-    with pytest.raises(IntegrityError, match="format IDX"):
+    with pytest.raises(IntegrityError, match="IDX format"):
         image_extractors.idx_array(content)
 
 

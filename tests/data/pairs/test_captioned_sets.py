@@ -137,7 +137,7 @@ def test_without_their_captions_they_are_images_without_labels(toy, monkeypatch)
     monkeypatch.setitem(entries(), "toy", toy)
     data = open_images(DataSettings(source="toy", batch=2), 0, None, print, labelled=False)
     assert data.train.at(0).fields.keys() == {"inputs", "key"}
-    with pytest.raises(UsageError, match="images with captions, and no labels"):
+    with pytest.raises(UsageError, match="images with captions, but no labels"):
         open_images(DataSettings(source="toy", batch=2), 0, None, print)
     with pytest.raises(UsageError, match="toy is a set of images with captions, not text"):
         open_source("toy")

@@ -234,7 +234,7 @@ def test_rows_whose_image_is_not_there_are_counted_and_named(tmp_path):
     assert {shade: captions for shade, (captions, _) in found.items()} == WANTED
     assert manifest["left_out"] == {"captions without an image": 2, "images or captions that cannot be read": 3}
     told = "\n".join(said)
-    assert "gone.png: no such file" in told and "nothing is fetched" in told and "its base64 is damaged" in told
+    assert "gone.png: no such file" in told and "not downloaded" in told and "its base64 is damaged" in told
 
 
 def test_nothing_is_refused_only_where_nothing_is_left(tmp_path):
@@ -247,7 +247,7 @@ def test_nothing_is_refused_only_where_nothing_is_left(tmp_path):
 def test_two_lists_of_different_length_are_refused_with_both_counts(tmp_path):
     source = as_list_in_order(tmp_path / "set")
     write_image(source / "one-more.png")
-    with pytest.raises(UsageError, match=r"captions.txt has 12 lines and .* has 13 images"):
+    with pytest.raises(UsageError, match=r"captions.txt has 12 lines, but .* has 13 images"):
         prepared(source)
 
 
@@ -256,13 +256,13 @@ def test_a_relative_path_must_not_lead_out_of_the_folder_and_an_absolute_one_is_
     write_images(tmp_path / "set", 11, 1)
     rows = [{"image": f"{n}.png", "caption": f"number {n}"} for n in range(1, COUNT)]
     for path in ("../else/0.png", "a/../../else/0.png"):
-        with pytest.raises(UsageError, match=r"line 12: the image .* lies outside of") as refused:
+        with pytest.raises(UsageError, match=r"line 12: the image .* is outside of") as refused:
             prepared(write_rows(tmp_path / "set" / "all.jsonl", [*rows, {"image": path, "caption": "x"}]))
         assert "absolute path" in refused.value.fix
     absolute = {"image": str(outside), "caption": "number 0"}
     said, found, _ = prepared(write_rows(tmp_path / "set" / "all.jsonl", [*rows, absolute]))
     assert {shade: captions for shade, (captions, _) in found.items()} == WANTED
-    assert f"1 of the images lie outside of the table's folder, by their absolute paths; the first: {outside}" in said
+    assert f"1 images are outside of the table's folder, by their absolute paths; the first: {outside}" in said
     inside = {"image": str(tmp_path / "set" / "1.png"), "caption": "number 1"}
     assert not any(
         "outside" in line for line in prepared(write_rows(tmp_path / "set" / "all.jsonl", [*rows, inside]))[0]
@@ -320,7 +320,7 @@ def test_what_has_changed_is_decoded_again(tmp_path):
     [
         ([{"picture": "0.png", "caption": "x"}], "no column image; there are: caption, picture"),
         ([{"image": "0.png", "words": "x"}], "no column caption; there are: image, words"),
-        ([{"image": 3, "caption": "x"}], "'image' holds int, no path or bytes"),
+        ([{"image": 3, "caption": "x"}], "'image' holds int, not a path or bytes"),
         ([{"image": "0.png", "caption": 3}], "a caption is int, not text"),
         ([{"image": "0.png", "caption": ["x", None]}], "a caption is NoneType, not text"),
         (["no row"], "a JSON str, not an object"),
@@ -336,7 +336,7 @@ def test_rows_that_are_no_pairs_are_refused_with_their_place(tmp_path, rows, wha
 def test_tables_that_cannot_be_read_are_refused_with_what_to_do(tmp_path):
     write_images(tmp_path)
     (tmp_path / "wide.tsv").write_text("0.png\tx\n1.png\ta\tb\n")
-    with pytest.raises(UsageError, match=r"line 2: 3 columns, where there should be 2"):
+    with pytest.raises(UsageError, match=r"line 2: 3 columns instead of 2"):
         prepared(tmp_path / "wide.tsv")
     (tmp_path / "latin.tsv").write_bytes("0.png\tStraße\n".encode("latin1"))
     with pytest.raises(UsageError, match=r"line 1: byte 0xdf is not UTF-8") as refused:

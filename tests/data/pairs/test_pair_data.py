@@ -104,7 +104,7 @@ def test_longer_captions_are_cut_and_the_share_is_said(shades):
     assert any("of the captions are longer than data.length = 4 and are cut" in line for line in lines)
     batch = data.train.at(0)
     assert bool((batch["tokens"][batch["keep"].all(1)][:, -1] == data.tokenizer.end_of_text).all())
-    with pytest.raises(UsageError, match=r"data.length is 1: a caption has no room"):
+    with pytest.raises(UsageError, match=r"data.length is 1, too short for a caption"):
         opened(shades, length=1)
 
 
@@ -205,7 +205,7 @@ def test_sources_that_hold_none_are_refused_with_what_to_do(shades, tmp_path):
         with pytest.raises(UsageError) as refused:
             opened(source)
         assert what in refused.value.what and fix in refused.value.fix
-    with pytest.raises(UsageError, match="how large images are to be"):
+    with pytest.raises(UsageError, match="the image size"):
         opened(shades, size=None)
     with pytest.raises(UsageError, match=r"images to train on, fewer than one batch of 99"):
         opened(shades, batch=99)

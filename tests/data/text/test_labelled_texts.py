@@ -96,16 +96,16 @@ def test_numbers_may_be_written_as_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("label", "objective", "match"),
     [
-        (0.5, "classification", r"line 1: column 'label' holds 0.5, a number and no class"),
-        ("0.37", "classification", r"line 1: column 'label' holds 0.37, a number and no class"),
-        (["a", "b"], "classification", r"holds \['a', 'b'\], a list and no single label"),
-        ("good", "regression", "holds 'good', no number"),
-        ("1e999", "regression", "no finite number"),
-        (3, "multi_label_classification", "holds 3, no list"),
-        ([0.0, 1.0, 0.0], "multi_label_classification", r"holds \[0.0, 1.0, 0.0\], which indicates classes"),
-        ("1, 0, 1", "multi_label_classification", "which indicates classes and names none"),
-        (float("inf"), "classification", "holds inf, a number and no class"),
-        pytest.param(10**400, "regression", "holds 10+, no number", id="huge"),
+        (0.5, "classification", r"line 1: column 'label' holds 0.5, a number and not a class"),
+        ("0.37", "classification", r"line 1: column 'label' holds 0.37, a number and not a class"),
+        (["a", "b"], "classification", r"holds \['a', 'b'\], a list and not a single label"),
+        ("good", "regression", "holds 'good', not a number"),
+        ("1e999", "regression", "not a finite number"),
+        (3, "multi_label_classification", "holds 3, not a list"),
+        ([0.0, 1.0, 0.0], "multi_label_classification", r"holds \[0.0, 1.0, 0.0\], a one-hot row"),
+        ("1, 0, 1", "multi_label_classification", "a one-hot row without class names"),
+        (float("inf"), "classification", "holds inf, a number and not a class"),
+        pytest.param(10**400, "regression", "holds 10+, not a number", id="huge"),
     ],
 )
 def test_a_label_of_another_form_is_refused_by_its_line(tmp_path: Path, label: Any, objective: str, match: str) -> None:
@@ -188,7 +188,7 @@ def test_a_held_out_label_that_none_to_train_on_has_is_refused(tmp_path: Path) -
     (tmp_path / "set").mkdir()
     write_jsonl(tmp_path / "set" / "train.jsonl", REVIEWS[:30])
     write_jsonl(tmp_path / "set" / "dev.jsonl", [*REVIEWS[30:], {"text": "so so", "label": "neutral"}])
-    with pytest.raises(UsageError, match=r"dev.jsonl, line 11: no text to train on has the label 'neutral'"):
+    with pytest.raises(UsageError, match=r"dev.jsonl, line 11: no training text has the label 'neutral'"):
         opened(tmp_path / "set")
 
 
@@ -245,7 +245,7 @@ def test_columns_of_labels_are_for_labelled_texts(tmp_path: Path) -> None:
     ("name", "content", "match"),
     [
         ("a.csv", "text,label\nso,1,2\n", "line 2: not as many columns as the heading"),
-        ("a.csv", 'text,label\n"so,1\n', "no readable table"),
+        ("a.csv", 'text,label\n"so,1\n', "not a readable table"),
         ("a.csv", "", "no train texts with labels"),
         ("a.csv", "text,label\n", "no train texts with labels"),
         ("a.txt", "so", "no table of texts with labels"),
@@ -259,7 +259,7 @@ def test_a_broken_table_is_refused(tmp_path: Path, name: str, content: str, matc
 
 def test_bytes_that_are_no_utf8_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes("text,label\nnaïve,1\n".encode("latin-1"))
-    with pytest.raises(UsageError, match="no readable table"):
+    with pytest.raises(UsageError, match="not a readable table"):
         opened(tmp_path / "a.csv")
 
 

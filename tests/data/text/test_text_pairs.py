@@ -188,5 +188,5 @@ def test_a_text_that_spells_the_end_of_text_is_refused(tmp_path):
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.save(str(tmp_path / "t.json"))
     file = write(tmp_path / "a.tsv", [(f"a b {'b ' * n}", "b </s> a") for n in range(100)])
-    with pytest.raises(UsageError, match="holds the tokenizer's end of text"):
+    with pytest.raises(UsageError, match="contains the tokenizer's end-of-text token"):
         opened(file, tokenizer=str(tmp_path / "t.json"))

@@ -1,1 +1,1 @@
-"""Conversations: templates, sources, packing."""
+"""Chat data: templates, sources and packing of conversations."""

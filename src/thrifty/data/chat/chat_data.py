@@ -1,8 +1,7 @@
-"""Conversations ready to learn answers from: tokenised once and kept in the cache, then given as rows.
+"""Conversations of a recipe: opened, tokenized once into the cache, and packed into rows.
 
-The prepared folder is that of plain text (`data/text/token_cache.py`), with two differences: a stored token also says
-whether it belongs to an answer and whether a conversation begins with it, and the chat template lies beside the
-tokenizer.
+The prepared folder is that of plain text (`data/text/token_cache.py`) with two additions. A stored token has two flags:
+it belongs to an answer, and it begins a conversation. The chat template is stored with the tokenizer.
 """
 
 import heapq
@@ -50,19 +49,19 @@ from thrifty.data.train_split import DataSplit, SplitPlan, plan_split
 
 FORMAT = 3
 AT_ONCE = 1_000
-"""Conversations tokenised together."""
+"""Number of conversations tokenized together."""
 REASONS = 5
-"""Printed of those for which conversations are left out."""
+"""Number of printed reasons for left-out conversations."""
 LeftOut = tuple[int, str]
-"""The number of conversations left out for each reason, and the place of the first."""
+"""Number of conversations left out for a reason, and the position of the first."""
 
 
 def open_instructions(
     settings: DataSettings, seed: int, learning: ChatLearningSettings, say: Callable[[str], None] = print_to_stderr
 ) -> TextData:
-    """Open the conversations of a recipe; the first time, they are tokenised and kept in the cache.
+    """Return the opened conversations of a recipe, which are tokenized into the cache the first time.
 
-    Raises UsageError where the source or a setting is not what it must be, or there is less than one batch.
+    Raises UsageError for an invalid source or setting, and for less than one batch.
     """
     prepared = prepare_instructions(settings, learning.template, say)
     tokenizer = read_chat_tokenizer(prepared.folder / TOKENIZER)
@@ -91,7 +90,7 @@ def open_instructions(
 def prepare_instructions(
     settings: DataSettings, template: str, say: Callable[[str], None]
 ) -> prepared_cache.TokenCache:
-    """Open the prepared conversations of these settings, building them first where they are missing or damaged."""
+    """Return the prepared conversations of these settings, built first if they are missing or damaged."""
     if not settings.tokenizer:
         check_vocabulary(settings.vocabulary, TURNS)
     source = open_conversations(settings.source)
@@ -110,16 +109,16 @@ def prepare_instructions(
 
 
 def documents(source: ConversationSource) -> Iterator[str]:
-    """Each conversation as one text."""
+    """Yield each conversation as one JSON text."""
     for document in conversations(source):
         yield json.dumps(document, ensure_ascii=False)
 
 
 def _question(document: str) -> str:
-    """Return the key that decides the split of a conversation: the first user message without case and spaces."""
+    """Return the key of a conversation in the split: the first user message without case and extra spaces."""
     messages = json.loads(document)[1]
-    asked = next((message for message in messages if message["role"] == "user"), messages[0])
-    return " ".join(asked["content"].casefold().split())
+    question = next((message for message in messages if message["role"] == "user"), messages[0])
+    return " ".join(question["content"].casefold().split())
 
 
 def _build(
@@ -133,18 +132,18 @@ def _build(
     if split.longest is not None:
         raise UsageError(
             f"{settings.source} has too few conversations to hold {100 * settings.held_out:g}% of them out, since all "
-            "that begin with the same question stay together",
-            fix="give conversations with more questions, or raise data.held_out",
+            "with the same first question stay together",
+            fix="add conversations with other questions, or raise data.held_out",
         )
     tokenizer = chat_tokenizer or _trained(settings, source, split, template)
-    with build_folder(folder) as aside:
-        tokenizer.save(aside)
-        counted, left_out = _write(split.parts(documents(source)), tokenizer, aside)
-        train, held_out = (counted[part] for part in DataSplit)
+    with build_folder(folder) as temporary:
+        tokenizer.save(temporary)
+        counts, left_out = _write(split.parts(documents(source)), tokenizer, temporary)
+        train, held_out = (counts[part] for part in DataSplit)
         if not (train.conversations and held_out.conversations):
             raise UsageError(
                 f"{settings.source} has too few conversations to train on and to hold out: {_left_out_text(left_out)}",
-                fix="choose another objective.template, such as chatml",
+                fix="set objective.template to another one, such as chatml",
             )
         manifest = {
             "format": FORMAT,
@@ -152,14 +151,14 @@ def _build(
             "tokenizer": settings.tokenizer or "byte-level BPE trained on the training conversations",
             "vocabulary": tokenizer.vocabulary,
             "type": "<u4",
-            "documents": {part: each.conversations for part, each in counted.items()},
-            "tokens": {part: each.tokens for part, each in counted.items()},
-            "answer_tokens": {part: int(each.answers.sum()) for part, each in counted.items()},
+            "documents": {part: each.conversations for part, each in counts.items()},
+            "tokens": {part: each.tokens for part, each in counts.items()},
+            "answer_tokens": {part: int(each.answers.sum()) for part, each in counts.items()},
             "unigram_entropy": unigram_entropy(train.answers, held_out.answers),
             "bytes_per_token": held_out.bytes / held_out.tokens,
             "left_out": left_out,
         }
-        prepared_cache.write_manifest(aside, manifest)
+        prepared_cache.write_manifest(temporary, manifest)
 
 
 def _trained(settings: DataSettings, source: ConversationSource, split: SplitPlan, template: str) -> ChatTokenizer:
@@ -170,7 +169,7 @@ def _trained(settings: DataSettings, source: ConversationSource, split: SplitPla
 
 
 class _PartCounts:
-    """What one part holds; `answers` counts every token of the vocabulary in its answers."""
+    """Counts of one part; `answers` counts each token of the vocabulary in its answers."""
 
     def __init__(self, vocabulary: int):
         self.conversations = self.tokens = self.bytes = 0
@@ -180,31 +179,33 @@ class _PartCounts:
 def _write(
     parts: Iterable[tuple[DataSplit, str]], tokenizer: ChatTokenizer, folder: Path
 ) -> tuple[dict[DataSplit, _PartCounts], dict[str, LeftOut]]:
-    """Write the conversations of each part, tokenised, as PART.bin in a folder. Returns the counts, and by reason those
-    that the template does not accept."""
-    counted = {part: _PartCounts(tokenizer.vocabulary) for part in DataSplit}
+    """Write the tokens of the conversations of each part to PART.bin in a folder.
+
+    Return the counts, and by reason the conversations that the template does not accept.
+    """
+    counts = {part: _PartCounts(tokenizer.vocabulary) for part in DataSplit}
     left_out: dict[str, LeftOut] = {}
     with ExitStack() as stack:
         files = {part: stack.enter_context((folder / f"{part}.bin").open("wb")) for part in DataSplit}
-        placed = _placed(parts, tokenizer, left_out)
-        while group := list(islice(placed, AT_ONCE)):
+        accepted = _accepted(parts, tokenizer, left_out)
+        while group := list(islice(accepted, AT_ONCE)):
             encoded_group = tokenizer.encode_pieces(pieces for _, _, pieces in group)
             for (part, messages, _), encoded in zip(group, encoded_group, strict=True):
                 words = stored_tokens(encoded)
                 files[part].write(words.tobytes())
-                count = counted[part]
+                count = counts[part]
                 count.conversations += 1
                 count.tokens += len(words)
                 count.bytes += sum(len(message["content"].encode()) for message in messages)
                 answers = np.array(encoded.tokens)[np.array(encoded.answer)]
                 count.answers += np.bincount(answers, minlength=len(count.answers))
-    return counted, left_out
+    return counts, left_out
 
 
-def _placed(
+def _accepted(
     parts: Iterable[tuple[DataSplit, str]], tokenizer: ChatTokenizer, left_out: dict[str, LeftOut]
 ) -> Iterator[tuple[DataSplit, list[Message], list[ChatSegment]]]:
-    """Each conversation that the template accepts; the others are counted in `left_out`."""
+    """Yield each conversation that the template accepts, and count the others in `left_out`."""
     for part, document in parts:
         where, messages, tools = json.loads(document)
         reason = "the chat template writes no answer"
@@ -213,7 +214,7 @@ def _placed(
             if any(piece.answer for piece in pieces):
                 yield part, messages, pieces
                 continue
-        except TemplateLimitError as error:  # others would use up their time as well
+        except TemplateLimitError as error:  # other conversations would reach the limit, too
             raise TemplateLimitError(f"{where}: {error.what}", fix=error.fix) from None
         except UsageError as error:
             reason = error.what
@@ -222,15 +223,15 @@ def _placed(
 
 
 def _left_out_text(left_out: Mapping[str, LeftOut]) -> str:
-    """Tell how many conversations are left out, and why most are."""
+    """Return a message with the number of left-out conversations and the most frequent reasons."""
     total = sum(count for count, _ in left_out.values())
-    often = heapq.nlargest(REASONS, left_out.items(), key=lambda each: each[1][0])
-    reasons = "".join(f"\n  {count} such as {first}: {reason}" for reason, (count, first) in often)
+    frequent = heapq.nlargest(REASONS, left_out.items(), key=lambda each: each[1][0])
+    reasons = "".join(f"\n  {count} such as {first}: {reason}" for reason, (count, first) in frequent)
     return f"{total:,} conversations are left out:{reasons}"
 
 
 def stored_tokens(encoded: EncodedChat) -> np.ndarray:
-    """A conversation as it is kept, up to the end of its last answer."""
+    """Return the stored tokens of a conversation, up to the end of its last answer."""
     answer = np.array(encoded.answer)
     stop = int(np.flatnonzero(answer)[-1]) + 1
     words = np.array(encoded.tokens[:stop], np.uint32) | np.where(answer[:stop], np.uint32(ANSWER), np.uint32(0))
@@ -239,7 +240,7 @@ def stored_tokens(encoded: EncodedChat) -> np.ndarray:
 
 
 class Chats(DataKind):
-    """Conversations, of which answers are learned."""
+    """Conversations, with a loss on the answers."""
 
     name = "chats"
 

@@ -1,4 +1,4 @@
-"""`thrifty data preview`: conversations as a model will be given them, and exactly which tokens it learns."""
+"""Preview of conversations with their trained tokens, for `thrifty data preview`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from thrifty.kernels.keyed_permutation import permute
 
 @dataclass(frozen=True)
 class ChatSpan:
-    """A run of tokens that are all learned, or all only read."""
+    """Consecutive tokens that are all trained on, or none of them."""
 
     text: str
     tokens: list[int]
@@ -27,31 +27,34 @@ class ChatSpan:
 
 @dataclass(frozen=True)
 class ChatPreview:
-    """Conversations as runs of tokens, and counts over all that is trained on."""
+    """Conversations as spans of tokens, and counts over the training part."""
 
     source: str
     conversations: int
     tokens: int
     learned: int
-    """Of all tokens, those that are predicted."""
+    """Number of predicted tokens."""
     cut: float
-    """Share of the conversations that are longer than the length allows."""
+    """Fraction of conversations that are cut at the length."""
     examples: list[list[ChatSpan]]
 
 
 def preview(
     settings: DataSettings, learning: ChatLearningSettings, examples: int, say: Callable[[str], None]
 ) -> ChatPreview:
-    """Prepare the conversations if need be and show some. Raises UsageError as `open_instructions` does."""
+    """Return a preview of conversations, which are prepared first if necessary.
+
+    Raises UsageError as `open_instructions` does.
+    """
     prepared = prepare_instructions(settings, learning.template, say)
     tokenizer = read_chat_tokenizer(prepared.folder / TOKENIZER)
     conversations = StoredConversations(prepared.tokens(DataSplit.TRAIN), settings.length, learning.everything)
 
     def shown(number: int) -> list[ChatSpan]:
-        tokens, wanted = conversations.at(number)
-        marked = zip(tokens.tolist(), [False, *wanted.tolist()], strict=True)  # nothing predicts the first token
-        runs = [([token for token, _ in run], learned) for learned, run in groupby(marked, key=lambda each: each[1])]
-        return [ChatSpan(tokenizer.decode(ids), ids, learned) for ids, learned in runs]
+        tokens, predicted = conversations.at(number)
+        marked = zip(tokens.tolist(), [False, *predicted.tolist()], strict=True)  # the first token is not predicted
+        spans = [([token for token, _ in span], learned) for learned, span in groupby(marked, key=lambda each: each[1])]
+        return [ChatSpan(tokenizer.decode(ids), ids, learned) for ids, learned in spans]
 
     chosen = permute(np.arange(min(examples, len(conversations))), len(conversations), 0)
     return ChatPreview(

@@ -1,8 +1,8 @@
-"""Chat templates in Jinja, such as tokenizers bring along, by which a conversation becomes text.
+"""Chat templates in Jinja, as distributed with tokenizers, which render a conversation as text.
 
-A template comes with a model and is a program, so it runs in a sandbox: it sees the messages and the spelling of a few
-special tokens, and nothing else, not even the date. One that is not ours runs in a process of its own, whose time and
-memory are limited.
+A template is a program of a third party, so it runs in a sandbox. It can read only the messages and the spelling of a
+few special tokens, not even the date. Any template but the built-in ones runs in a separate process with limits of time
+and memory.
 """
 
 import atexit
@@ -30,7 +30,7 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-"""The format of ChatML: every turn between two special tokens, its role on a line of its own."""
+"""ChatML: every turn is between two special tokens, after a line with its role."""
 
 ALPACA = (
     "{% set intro = 'Below is an instruction that describes a task' %}"
@@ -49,42 +49,48 @@ ALPACA = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '### Response:\\n' }}{% endif %}"
 )
-"""The prompts of Stanford Alpaca, for models that know no turns: plain headings, and an end of text after each answer.
-Needs no special token but that one."""
+"""Prompts of Stanford Alpaca, with plain headings, for models without special tokens for turns.
+
+An end of text follows each answer; no other special token is required.
+"""
 
 NAMED = {"chatml": CHATML, "alpaca": ALPACA}
 
 
 @dataclass(frozen=True)
 class WrittenConversation:
+    """The text of a conversation with the positions of its answers."""
+
     text: str
     answers: list[tuple[int, int]]
-    """The first and last place of each answer in the text."""
+    """Start and end of each answer in the text."""
 
 
 class TemplateLimitError(UsageError):
-    """A chat template used up its time or memory, as it would for other conversations too."""
+    """A chat template reached its limit of time or memory; it would do so for other conversations, too."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
+    """The Jinja source of a template and the spelling of special tokens."""
+
     source: str
     words: Mapping[str, str] = field(default_factory=dict)
-    """How special tokens are spelled, by the part they play: eos_token, bos_token, …"""
+    """Spelling of special tokens by their role: eos_token, bos_token, …"""
 
     def write(
         self, messages: Sequence[Message], prompt: bool = False, tools: Sequence[Any] = ()
     ) -> WrittenConversation:
-        """The conversation as text with its answers; with `prompt` up to where the next answer begins. `tools` are
-        those that it may call.
+        """Return the conversation as text with its answers; with `prompt` up to the start of the next answer.
 
-        Raises UsageError where the template is none, or does not accept these messages: also one that leaves the tools,
-        or a tool's or developer's message out, writes it as another role's, or writes earlier turns anew in later ones.
+        `tools` can be called in the conversation. Raises UsageError for an invalid template, and for a template that
+        does not accept these messages. It must write the tools and the messages of tools and developers, in their own
+        role, and must not change earlier turns when later ones follow.
         """
         return self._write(messages, prompt, tools, answers=True)
 
     def render(self, messages: Sequence[Message], prompt: bool = False) -> str:
-        """The text that the template makes of messages. Raises UsageError where it is none or refuses them."""
+        """Return the text of messages. Raises UsageError for an invalid template and for messages that it refuses."""
         return self._write(messages, prompt, (), answers=False).text
 
     def _write(
@@ -102,19 +108,19 @@ class ChatTemplate:
         if "error" in reply:
             raise UsageError(
                 f"the chat template does not accept these messages: {reply['error']}",
-                fix="let user and assistant take turns, or choose another objective.template, such as chatml",
+                fix="alternate user and assistant, or set objective.template to another one, such as chatml",
             )
         return WrittenConversation(**reply)
 
 
 class _SandboxProcess:
-    """The process that runs templates for this one; it is started when it is first needed, and again after a limit."""
+    """The process that runs templates; it is started for the first conversation, and again after a limit."""
 
     def __init__(self):
         self.lock, self.process, self.owner = Lock(), None, 0
 
     def write_conversation(self, **request: Any) -> dict[str, Any]:
-        """Do as `template_sandbox.write_conversation`. Raises TemplateLimitError."""
+        """Return the result of `template_sandbox.write_conversation`. Raises TemplateLimitError at a limit."""
         with self.lock:
             process = self._running()
             try:
@@ -123,7 +129,7 @@ class _SandboxProcess:
                 reply = process.stdout.readline()
             except BrokenPipeError:
                 reply = b""
-            except BaseException:  # whoever asks next must not read this answer
+            except BaseException:  # the next request must not read this reply
                 process.kill()
                 self.close()
                 raise
@@ -132,7 +138,7 @@ class _SandboxProcess:
                 limit = f"{template_sandbox.SECONDS} s" if is_late else f"{template_sandbox.MEGABYTES} MB"
                 raise TemplateLimitError(
                     f"the chat template takes more than {limit} for one conversation",
-                    fix="choose another objective.template, such as chatml",
+                    fix="set objective.template to another one, such as chatml",
                 )
         return json.loads(reply)
 
@@ -145,12 +151,12 @@ class _SandboxProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env=child_environment(),
-                start_new_session=True,  # an interrupt of this process is not meant for it
+                start_new_session=True,  # an interrupt of this process must not stop it
             )
         return self.process
 
     def close(self) -> int | None:
-        """End the process; return its exit status."""
+        """End the process and return its exit status."""
         process, self.process = self.process, None
         if process is None or self.owner != os.getpid():
             return None

@@ -1,8 +1,8 @@
-"""Conversations as tokens, with the tokens of the answers marked.
+"""Tokenization of conversations, with the tokens of answers marked.
 
-Where an answer begins is found by rendering: the conversation before it with the prompt for an answer, then with the
-answer, of which the first must begin the second. There the tokens are cut, so that an answer is learned behind exactly
-the tokens that a chat will put before it. The spelling of a special token inside a message is text like any other.
+The start of an answer is found by rendering the conversation twice: up to the prompt for the answer, and with the
+answer. The first text must be a prefix of the second. Tokens are cut there, so that an answer is trained after exactly
+the tokens that precede it in a chat. The spelling of a special token inside a message is ordinary text.
 """
 
 import json
@@ -22,32 +22,34 @@ TEMPLATE_FILE = "chat_template.jinja"
 CONFIG_FILE = "tokenizer_config.json"
 PARTS = ("bos_token", "eos_token", "pad_token", "unk_token")
 TURNS = ("<|im_start|>", "<|im_end|>")
-"""The special tokens of ChatML, which a tokenizer that is trained for conversations has."""
+"""Special tokens of ChatML, which a tokenizer trained on conversations has."""
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
-"""Unicode's noncharacters, meant for use inside a program: one that no message holds marks places in messages."""
+"""Noncharacters of Unicode, for use inside a program; one that no message contains marks positions in messages."""
 
 
 @dataclass(frozen=True)
 class ChatSegment:
-    """A stretch of a conversation: text, or the number of a special token that the template put there."""
+    """A segment of a conversation: text, or the number of a special token of the template."""
 
     content: str | int
     answer: bool
-    """Whether it belongs to an answer, the token that ends it included."""
+    """True for a segment of an answer, including the token that ends it."""
 
 
 @dataclass(frozen=True)
 class EncodedChat:
+    """Tokens of a conversation, with a mask of the answers."""
+
     tokens: list[int]
     answer: list[bool]
-    """Which of the tokens belong to answers."""
+    """True for each token of an answer."""
 
 
 class ChatTokenizer(TextTokenizer):
-    """A tokenizer with the template by which conversations are written.
+    """A tokenizer with a chat template.
 
-    Raises RefusedError for a tokenizer that cuts a text in another way behind a special token than by itself, and for a
-    template that ends answers with no special token: whoever learned from it would not know how to stop.
+    Raises RefusedError for a tokenizer that splits text differently after a special token, and for a template without a
+    special token at the end of answers, because a model trained with it would not stop.
     """
 
     def __init__(self, inner: Tokenizer, template: ChatTemplate, name: str = "the tokenizer"):
@@ -60,12 +62,14 @@ class ChatTokenizer(TextTokenizer):
         self.template = ChatTemplate(template.source, end | dict(template.words))
         self._check_pieces()
         self.end_of_turn = self._find_end_of_turn()
-        """The special token that ends an answer."""
+        """Special token that ends an answer."""
 
     def pieces(self, messages: Sequence[Message], prompt: bool = False, tools: Sequence[Any] = ()) -> list[ChatSegment]:
-        """The conversation in pieces, cut at special tokens and where answers begin and end; with `prompt` up to where
-        the next answer begins. `tools` are those that it may call. Raises UsageError where the template does not accept
-        the messages or the tools."""
+        """Return the segments of a conversation, cut at special tokens and at the start and end of answers.
+
+        With `prompt` the segments end at the start of the next answer. `tools` can be called in the conversation.
+        Raises UsageError if the template does not accept the messages or the tools.
+        """
         mark = self._unused_mark([*messages, *tools])
         written = self.template.write(self._mark(messages, mark), prompt, self._mark(tools, mark))
         segments, done = [], 0
@@ -77,11 +81,11 @@ class ChatTokenizer(TextTokenizer):
         return [*segments, *self._cut(written.text[done:], mark, False)]
 
     def encode_pieces(self, conversations: Iterable[Sequence[ChatSegment]]) -> Iterator[EncodedChat]:
-        """The tokens of each conversation."""
-        listed = list(conversations)
-        texts = [piece.content for pieces in listed for piece in pieces if isinstance(piece.content, str)]
+        """Yield the tokens of each conversation."""
+        all_pieces = list(conversations)
+        texts = [piece.content for pieces in all_pieces for piece in pieces if isinstance(piece.content, str)]
         encoded = iter(self.encode_batch(texts))
-        for pieces in listed:
+        for pieces in all_pieces:
             tokens: list[int] = []
             answer: list[bool] = []
             for piece in pieces:
@@ -91,18 +95,18 @@ class ChatTokenizer(TextTokenizer):
             yield EncodedChat(tokens, answer)
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """What a model is given to answer the last of these messages."""
+        """Return the prompt tokens for an answer to the last of these messages."""
         return next(self.encode_pieces([self.pieces(messages, prompt=True)])).tokens
 
     def files(self) -> dict[str, str]:
-        """tokenizer.json, and beside it the template and the spelling of special tokens, as transformers reads them."""
+        """Return tokenizer.json, the template and the spelling of special tokens, as files that transformers reads."""
         words = dict(self.template.words) | {"eos_token": self.inner.id_to_token(self.end_of_turn)}
         settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | words
-        beside = {TEMPLATE_FILE: self.template.source, CONFIG_FILE: json.dumps(settings, indent=2) + "\n"}
-        return super().files() | beside
+        chat_files = {TEMPLATE_FILE: self.template.source, CONFIG_FILE: json.dumps(settings, indent=2) + "\n"}
+        return super().files() | chat_files
 
     def _mark(self, value: Any, mark: str) -> Any:
-        """Messages, or any part of them, with a mark before each special token that they spell."""
+        """Return messages, or any part of them, with a mark before each spelling of a special token."""
         if isinstance(value, str):
             return self._special_words.sub(lambda word: mark + word[0], value)
         if isinstance(value, Mapping):
@@ -110,7 +114,7 @@ class ChatTokenizer(TextTokenizer):
         return [self._mark(inner, mark) for inner in value] if isinstance(value, Sequence) else value
 
     def _cut(self, text: str, mark: str, answer: bool) -> Iterator[ChatSegment]:
-        """Text in pieces at its special tokens, but for those that are marked as some message's own words."""
+        """Yield text in segments, cut at special tokens except for marked spellings in messages."""
         start = 0
         for match in self._special_words.finditer(text):
             if match.start() > 0 and text[match.start() - 1] == mark:
@@ -126,7 +130,7 @@ class ChatTokenizer(TextTokenizer):
         texts = json.dumps(messages, ensure_ascii=False)
         unused = next((mark for mark in _MARKS if mark not in texts), None)
         if unused is None:
-            raise UsageError("a message holds every noncharacter of Unicode", fix="remove those from the text")
+            raise UsageError("a message contains every noncharacter of Unicode", fix="remove one from the text")
         return unused
 
     def _find_end_of_turn(self) -> int:
@@ -135,8 +139,8 @@ class ChatTokenizer(TextTokenizer):
             if piece.answer and isinstance(piece.content, int):
                 return piece.content
         raise RefusedError(
-            f"the chat template ends an answer with no special token of {self.name}",
-            fix="set objective.template = alpaca, which needs an end of text only",
+            f"the chat template does not end answers with a special token of {self.name}",
+            fix="set objective.template = alpaca, which requires only an end of text",
         )
 
     def _check_pieces(self) -> None:
@@ -147,38 +151,40 @@ class ChatTokenizer(TextTokenizer):
             self.inner.encode_special_tokens = True
             if whole != [number, *self.encode(text)]:
                 raise RefusedError(
-                    f"{self.name} cuts a text in another way behind {word} than by itself, so that conversations "
-                    "cannot be put together from pieces",
-                    fix="use a byte-level tokenizer, as SmolLM2, Llama 3 and Qwen have",
+                    f"{self.name} splits text differently after {word}, so that conversations cannot be tokenized in "
+                    "segments",
+                    fix="use a byte-level tokenizer, such as those of SmolLM2, Llama 3 and Qwen",
                 )
 
 
 def _ended(answer: list[ChatSegment]) -> list[ChatSegment]:
-    """What the template writes behind the token that ends a turn is no part of the answer."""
-    last = max((place for place, piece in enumerate(answer) if isinstance(piece.content, int)), default=len(answer))
+    """Return the segments of an answer, without the answer flag after the token that ends the turn."""
+    last = max((index for index, piece in enumerate(answer) if isinstance(piece.content, int)), default=len(answer))
     return [*answer[: last + 1], *(ChatSegment(piece.content, False) for piece in answer[last + 1 :])]
 
 
 def read_chat_tokenizer(tokenizer_json: Path, template: str = "") -> ChatTokenizer:
-    """The tokenizer of a file with a template: one of NAMED, the path of a Jinja file, or with nothing said the one
-    that lies beside the tokenizer; where there is none, chatml if the tokenizer has its special tokens, and alpaca if
-    not. Raises UsageError where a file is not what it must be."""
+    """Return the tokenizer of a file with a template.
+
+    `template` is one of NAMED or the path of a Jinja file. By default it is the template in the tokenizer's folder,
+    otherwise chatml if the tokenizer has its special tokens, otherwise alpaca. Raises UsageError for an invalid file.
+    """
     plain = read_tokenizer(tokenizer_json)
-    words, own = _beside(tokenizer_json)
+    words, own = _stored_template(tokenizer_json)
     return set_template(plain, template_source(template) or own or "", words, str(tokenizer_json))
 
 
 def set_template(
     plain: TextTokenizer, source: str, words: Mapping[str, str] | None = None, name: str = "the tokenizer"
 ) -> ChatTokenizer:
-    """A tokenizer with this template, or where it is empty with the one that suits its special tokens."""
+    """Return a tokenizer with this template; if it is empty, with chatml or alpaca by its special tokens."""
     if not source:
         source = NAMED["chatml" if all(plain.inner.token_to_id(word) is not None for word in TURNS) else "alpaca"]
     return ChatTokenizer(plain.inner, ChatTemplate(source, words or {}), name)
 
 
 def template_source(template: str) -> str:
-    """The template of this name or in this file; nothing where nothing is said."""
+    """Return the template of this name or in this file, or an empty string for an empty name."""
     if template in NAMED or not template:
         return NAMED.get(template, "")
     path = Path(template).expanduser()
@@ -189,17 +195,17 @@ def template_source(template: str) -> str:
     )
 
 
-def _beside(tokenizer_json: Path) -> tuple[dict[str, str], str | None]:
-    """The special words and the template that lie beside a tokenizer, as transformers keeps them."""
+def _stored_template(tokenizer_json: Path) -> tuple[dict[str, str], str | None]:
+    """Return the special words and the template in a tokenizer's folder, as transformers stores them."""
     config: dict[str, Any] = {}
     path = tokenizer_json.with_name(CONFIG_FILE)
     if path.is_file():
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
-            raise UsageError(f"{path} is not readable JSON: {error}", fix="fetch the file again") from None
+            raise UsageError(f"{path} is not readable JSON: {error}", fix="download the file again") from None
         if not isinstance(config, dict):
-            raise UsageError(f"{path} holds no JSON object", fix="fetch the file again")
+            raise UsageError(f"{path} holds no JSON object", fix="download the file again")
     spelled = {part: config.get(part) for part in PARTS}
     spelled = {part: word.get("content") if isinstance(word, dict) else word for part, word in spelled.items()}
     words = {part: word for part, word in spelled.items() if word and isinstance(word, str)}
@@ -207,7 +213,7 @@ def _beside(tokenizer_json: Path) -> tuple[dict[str, str], str | None]:
     if template.is_file():
         return words, _template_text(template)
     own = config.get("chat_template")
-    if isinstance(own, list):  # several by name, as some tokenizers have
+    if isinstance(own, list):  # some tokenizers have several named templates
         named = (each for each in own if isinstance(each, dict))
         own = next((each.get("template") for each in named if each.get("name") == "default"), None)
     if not isinstance(own, str | None):

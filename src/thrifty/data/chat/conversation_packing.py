@@ -1,4 +1,4 @@
-"""Rows filled with whole conversations: as many to a row as fit, or one to each."""
+"""Packing of whole conversations into rows: as many in a row as fit, or one."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
@@ -15,36 +15,36 @@ from thrifty.kernels.keyed_permutation import permute
 ANSWER = 1 << 31
 BEGINS = 1 << 30
 TOKEN = BEGINS - 1
-"""A stored token is one word of 32 bits: its number, whether it belongs to an answer, whether a conversation begins."""
+"""Mask of the token number in a stored token of 32 bits; the two highest bits are ANSWER and BEGINS."""
 
 
 def arrange_rows(sizes: np.ndarray, length: int, seed: int, together: bool) -> list[np.ndarray]:
-    """The conversations of each row, of which these are the sizes: `together` as many as fit, otherwise one."""
+    """Return the conversations of each row, by their sizes: with `together` as many as fit, otherwise one."""
     return pack_rows(sizes, length, seed) if together else list(np.arange(len(sizes))[:, None])
 
 
 def pack_rows(sizes: np.ndarray, length: int, seed: int) -> list[np.ndarray]:
-    """Which conversations share a row of `length` places: the longest first, each into the row it fills best.
+    """Return the conversations of each row of `length` tokens, packed by best-fit decreasing.
 
-    Best-fit decreasing (Johnson et al. 1974), which needs at most 11/9 of the fewest rows possible, and one more.
-    Conversations of the same size come in an order that `seed` decides.
+    Best-fit decreasing (Johnson et al. 1974) requires at most 11/9 of the smallest number of rows, and one more. `seed`
+    determines the order of conversations of the same size.
     """
     shuffled = permute(np.arange(len(sizes)), len(sizes), seed)
     rows: list[list[int]] = []
-    with_space: dict[int, list[int]] = {}  # rows by the places left in them
-    spaces: list[int] = []  # the keys of that, ascending
-    for place in shuffled[np.argsort(-sizes[shuffled], kind="stable")]:
-        size = int(sizes[place])
-        at = bisect_left(spaces, size)
-        if at == len(spaces):
+    with_space: dict[int, list[int]] = {}  # rows by their free tokens
+    spaces: list[int] = []  # keys of `with_space`, ascending
+    for number in shuffled[np.argsort(-sizes[shuffled], kind="stable")]:
+        size = int(sizes[number])
+        fitting = bisect_left(spaces, size)
+        if fitting == len(spaces):
             row, space = len(rows), length
             rows.append([])
         else:
-            space = spaces[at]
+            space = spaces[fitting]
             row = with_space[space].pop()
             if not with_space[space]:
-                del with_space[space], spaces[at]
-        rows[row].append(int(place))
+                del with_space[space], spaces[fitting]
+        rows[row].append(int(number))
         left = space - size
         if left not in with_space:
             with_space[left] = []
@@ -56,8 +56,8 @@ def pack_rows(sizes: np.ndarray, length: int, seed: int) -> list[np.ndarray]:
 class StoredConversations:
     """A stream of stored tokens as conversations, each cut after `length` + 1 tokens.
 
-    `learned` counts the tokens of each that are to be predicted: those of answers, or with `everything` all but the
-    first. Conversations in which nothing is left to learn are left out.
+    `learned` counts the predicted tokens of each: those of answers, or with `everything` all but the first.
+    Conversations without a predicted token are left out.
     """
 
     def __init__(self, words: np.ndarray, length: int, everything: bool):
@@ -70,27 +70,29 @@ class StoredConversations:
         kept = learned > 0
         self.begins, self.sizes, self.learned = begins[kept], sizes[kept], learned[kept]
         self.cut = float((whole > sizes).mean()) if len(whole) else 0.0
-        """The share that is longer than it may be."""
+        """Fraction of conversations that are cut."""
 
     def __len__(self) -> int:
         return len(self.begins)
 
     def at(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """The tokens of one conversation (n,), and which are to be predicted (n - 1,), of those behind the first."""
+        """Return the tokens of one conversation (n,), and a mask of the predicted ones after the first (n - 1,)."""
         words = self.words[self.begins[number] : self.begins[number] + self.sizes[number]]
-        wanted = np.ones(len(words) - 1, bool) if self.everything else (words[1:] & ANSWER) != 0
-        return (words & TOKEN).astype(np.int64), wanted
+        predicted = np.ones(len(words) - 1, bool) if self.everything else (words[1:] & ANSWER) != 0
+        return (words & TOKEN).astype(np.int64), predicted
 
 
 @dataclass(frozen=True)
 class PackedConversations:
-    """Conversations in rows of `length` places, as examples with a row each.
+    """Conversations packed into rows of `length` tokens; an example is a row.
 
-    "tokens" and "targets" (b, t): what is read and what comes next. "segments" (b, t): the number of each token's
-    conversation in its row from 1 on, 0 where nothing is. "share" (b, t): how much each prediction counts in its row,
-    0 or as much as others, with a sum of 1. "amount" (b,): how much a row counts beside others.
-    By tokens every token to be learned counts alike, in a short answer and in a long one; by conversations every
-    conversation does.
+    "tokens", "targets"   (b, t), inputs and next tokens
+    "segments"            (b, t), number of each token's conversation in its row, from 1; 0 on padding
+    "share"               (b, t), weight of each prediction in its row, with a sum of 1; 0 for tokens without a loss
+    "amount"              (b,), relative weight of each row in a batch
+
+    Weighted by tokens, every predicted token counts the same, in short and long answers. Otherwise every conversation
+    does.
     """
 
     conversations: StoredConversations
@@ -114,17 +116,17 @@ class PackedConversations:
             amount[row] = learned.sum() if self.by_tokens else len(chosen)
             start = 0
             for segment, number in enumerate(chosen):
-                read, wanted = self.conversations.at(number)
-                here = slice(start, start + len(wanted))
-                tokens[row, here], targets[row, here] = read[:-1], read[1:]
-                segments[row, here], share[row, here] = segment + 1, wanted * each[segment]
-                start = here.stop
-        made = {"tokens": tokens, "targets": targets, "segments": segments, "share": share, "amount": amount}
-        return {name: torch.from_numpy(values) for name, values in made.items()}
+                words, predicted = self.conversations.at(number)
+                columns = slice(start, start + len(predicted))
+                tokens[row, columns], targets[row, columns] = words[:-1], words[1:]
+                segments[row, columns], share[row, columns] = segment + 1, predicted * each[segment]
+                start = columns.stop
+        arrays = {"tokens": tokens, "targets": targets, "segments": segments, "share": share, "amount": amount}
+        return {name: torch.from_numpy(values) for name, values in arrays.items()}
 
 
 class WeightedSource(WrappedSource):
-    """Another source whose examples weigh as much as their "amount" says, beside the others of their batch."""
+    """Another source with each example weighted by its "amount" relative to its batch."""
 
     def __init__(self, source: BatchSource):
         self.source, self.batch = source, source.batch
@@ -148,7 +150,7 @@ class WeightedSource(WrappedSource):
 
 
 class HeldOutConversations(HeldOutExamples):
-    """Conversations for evaluation: which they are depends neither on a seed nor on how they share rows."""
+    """Conversations for evaluation, whose choice depends neither on a seed nor on packing."""
 
     def __init__(self, rows: PackedConversations, together: bool):
         super().__init__(rows)
@@ -158,7 +160,8 @@ class HeldOutConversations(HeldOutExamples):
         return len(self.template.conversations)
 
     def batches(self, examples: int, batch: int) -> Iterator[Batch]:
-        """The first `examples` conversations in batches of at most `batch` rows; weights as in `HeldOutExamples`."""
+        """Yield the first `examples` conversations in batches of at most `batch` rows, weighted as in
+        `HeldOutExamples`."""
         like = self.template
         chosen = permute(np.arange(min(examples, len(self))), len(self), HELD_OUT_KEY)
         sizes = like.conversations.sizes[chosen] - 1

@@ -1,15 +1,15 @@
-"""Conversations to learn answers from: read from the forms in which instruction data are passed around.
+"""Sources of conversations in the usual forms of instruction data.
 
     {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}      any number of turns;
-                        a "content" may also be parts of text, [{"type": "text", "text": "…"}]; an answer may have
-                        "tool_calls", to which messages of the role "tool" reply; beside the messages, "tools" are those
-                        that can be called
-    {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]}          the same, as ShareGPT;
-                        "function_call" is an answer that calls a tool, "observation" is the reply
-    {"instruction": "…", "input": "…", "output": "…"}                                            Alpaca; no input needed
+                        "content" may also be parts of text, [{"type": "text", "text": "…"}]; an answer may have
+                        "tool_calls", and messages of the role "tool" have the results; a further key "tools" lists the
+                        tools that can be called
+    {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]}          ShareGPT;
+                        "function_call" is an answer that calls a tool, "observation" the result
+    {"instruction": "…", "input": "…", "output": "…"}                                            Alpaca; input optional
     {"prompt": "…", "completion": "…"}
 
-One per line of a .jsonl file, or all in one list of a .json file.
+A .jsonl file has one conversation per line, a .json file one list of all.
 """
 
 import json
@@ -33,12 +33,12 @@ ROLES = {
     "observation": "tool",
     **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
 }
-"""What speakers are called, and their roles."""
+"""Roles by the name of the speaker."""
 FORMS = '"messages", "conversations", "instruction" and "output", or "prompt" and "completion"'
 
 
 class Conversation(NamedTuple):
-    """Messages, the tools that they may call, and where they stand."""
+    """Messages, the tools that they may call, and the position of the row, for messages of errors."""
 
     where: str
     messages: list[Message]
@@ -46,31 +46,33 @@ class Conversation(NamedTuple):
 
 
 class ConversationSource(Protocol):
+    """A source of conversations."""
+
     def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """Each conversation in one of the forms above, with where it stands; always in the same order."""
+        """Yield each conversation in one of the forms above, with its position; always in the same order."""
 
     def identity(self) -> str:
-        """A hash that changes when the rows may have changed."""
+        """Return a hash that changes when the rows may have changed."""
 
 
 def conversations(source: ConversationSource) -> Iterator[Conversation]:
-    """The messages of each row up to the last answer; rows without one are passed over.
+    """Yield the messages of each row up to the last answer; rows without one are skipped.
 
-    Raises UsageError, with the number of the line, for what is in none of the forms.
+    Raises UsageError, with the line number, for a row in another form.
     """
     for where, row in source.rows():
         messages = read_messages(row, where)
-        answers = [at for at, each in enumerate(messages) if each["role"] == "assistant" and _says(each)]
+        answers = [index for index, each in enumerate(messages) if each["role"] == "assistant" and _has_content(each)]
         if answers:
             yield Conversation(where, messages[: answers[-1] + 1], _read_tools(row, where))
 
 
-def _says(message: Message) -> bool:
+def _has_content(message: Message) -> bool:
     return bool(message["content"].strip() or message.get("tool_calls"))
 
 
 def read_messages(row: Mapping[str, Any], where: str) -> list[Message]:
-    """A row of any form as messages."""
+    """Return a row of any form as messages."""
     if "messages" in row or "conversations" in row:
         form = "messages" if "messages" in row else "conversations"
         turns = row[form]
@@ -78,14 +80,16 @@ def read_messages(row: Mapping[str, Any], where: str) -> list[Message]:
             raise UsageError(f"{where}: {form!r} holds {type(turns).__name__}, not a list", fix="write a list of turns")
         return [_turn(turn, f"{where}, turn {number}") for number, turn in enumerate(turns, start=1)]
     if "instruction" in row and "output" in row:
-        asked = _asked(_text(row, "instruction", where), _text(row, "input", where))
+        question = _alpaca_question(_text(row, "instruction", where), _text(row, "input", where))
         system = _text(row, "system", where)
         opening = [{"role": "system", "content": system}] if system else []
-        return [*opening, asked, {"role": "assistant", "content": _text(row, "output", where)}]
+        return [*opening, question, {"role": "assistant", "content": _text(row, "output", where)}]
     if "prompt" in row and "completion" in row:
         sides = (("user", "prompt"), ("assistant", "completion"))
         return [{"role": role, "content": _text(row, key, where)} for role, key in sides]
-    raise UsageError(f"{where}: no conversation, but {', '.join(row) or 'nothing'}", fix=f"give {FORMS}")
+    raise UsageError(
+        f"{where}: no conversation, but the keys {', '.join(row) or '(none)'}", fix=f"write rows with {FORMS}"
+    )
 
 
 def _turn(turn: Any, where: str) -> Message:
@@ -106,7 +110,7 @@ def _turn(turn: Any, where: str) -> Message:
 
 
 def _named_calls(content: Any, where: str) -> list[dict[str, Any]]:
-    """Return the calls that a turn of ShareGPT holds as JSON: {"name": "…", "arguments": {…}}, or a list of these."""
+    """Return the tool calls in the JSON of a ShareGPT turn: {"name": "…", "arguments": {…}}, or a list of these."""
     calls = _parsed(content, where)
     calls = calls if isinstance(calls, list) else [calls]
     if not calls or not all(isinstance(call, Mapping) and "name" in call for call in calls):
@@ -133,14 +137,14 @@ def _parsed(value: Any, where: str) -> Any:
 
 
 def _joined(content: Any) -> Any:
-    """A turn that is given in parts, as one text if all of them are text: [{"type": "text", "text": "…"}]."""
+    """Return the parts of a turn as one text, if all of them are text: [{"type": "text", "text": "…"}]."""
     parts = content if isinstance(content, list) else []
     texts = [each["text"] for each in parts if isinstance(each, Mapping) and isinstance(each.get("text"), str)]
     return "".join(texts) if parts and len(texts) == len(parts) else content
 
 
-def _asked(instruction: str, context: str) -> Message:
-    """An Alpaca row's question. Templates that set the input apart find both by name."""
+def _alpaca_question(instruction: str, context: str) -> Message:
+    """Return the question of an Alpaca row, with instruction and input also as keys, for templates that use both."""
     if not context.strip():
         return {"role": "user", "content": instruction}
     return {"role": "user", "content": f"{instruction}\n\n{context}", "instruction": instruction, "input": context}
@@ -173,38 +177,42 @@ def _json_list(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
     try:
         rows = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
-        raise UsageError(f"{path}: not valid JSON ({error})", fix="give a list of objects, or a .jsonl file") from None
+        raise UsageError(
+            f"{path}: not valid JSON ({error})", fix="write a list of objects, or rename a file of JSON lines to .jsonl"
+        ) from None
     if not isinstance(rows, list):
-        raise UsageError(f"{path}: a JSON {type(rows).__name__}, not a list", fix="give a list of objects")
+        raise UsageError(f"{path}: a JSON {type(rows).__name__}, not a list", fix="write a list of objects")
     for number, row in enumerate(rows, start=1):
         if not isinstance(row, Mapping):
-            raise UsageError(f"{path}, row {number}: a JSON {type(row).__name__}, not an object", fix=f"give {FORMS}")
+            raise UsageError(
+                f"{path}, row {number}: a JSON {type(row).__name__}, not an object", fix=f"write rows with {FORMS}"
+            )
         yield f"{path}, row {number}", row
 
 
 @dataclass(frozen=True)
 class PythonFunctions:
-    """Functions of the running environment: their source is the answer to what their docstring says."""
+    """Python functions of the running environment: the docstring is the question, the source the answer."""
 
     def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         for path in python_files():
-            for number, (asked, answer) in enumerate(described_functions(path), start=1):
-                yield f"{path}, function {number}", {"prompt": asked, "completion": answer}
+            for number, (question, answer) in enumerate(described_functions(path), start=1):
+                yield f"{path}, function {number}", {"prompt": question, "completion": answer}
 
     def identity(self) -> str:
         return "functions " + FileSource(python_files()).identity()
 
 
 def open_conversations(source: str) -> ConversationSource:
-    """What `source` names: a known set of conversations first, then a .jsonl or .json file.
+    """Return the source of a name: a known set of conversations, otherwise a .jsonl or .json file.
 
-    Raises UsageError where it names nothing of that kind.
+    Raises UsageError for any other name.
     """
     known = entries().get(source)
     if known is not None and known.kind != "chats":
         raise UsageError(
             f"{source} is a {known.kind}, not a set of conversations",
-            fix=f"name one of {', '.join(name for name, entry in entries().items() if entry.kind == 'chats')}",
+            fix=f"choose one of {', '.join(name for name, entry in entries().items() if entry.kind == 'chats')}",
         )
     if source == PYTHON_FUNCTIONS:
         return PythonFunctions()
@@ -215,7 +223,7 @@ def open_conversations(source: str) -> ConversationSource:
     path = Path(source).expanduser()
     if not path.is_file() or path.suffix.lower() not in (".jsonl", ".json"):
         what = "is no .jsonl or .json file" if path.exists() else "is neither a file nor a known set"
-        raise UsageError(f"{source} {what} of conversations", fix=f"give a file of rows with {FORMS}")
+        raise UsageError(f"{source} {what} of conversations", fix=f"set data.source to a file of rows with {FORMS}")
     return ConversationFile(path)
 
 

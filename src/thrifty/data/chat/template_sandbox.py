@@ -1,7 +1,7 @@
-"""Conversations written by a chat template in Jinja's sandbox.
+"""Rendering of conversations by a chat template in Jinja's sandbox.
 
-Run as a program, it serves one parent process under limits of memory and processor time. It then imports nothing but
-Jinja, so that it starts at once and a limit ends no other work.
+Run as a program, this module serves one parent process under limits of memory and processor time. It imports only
+Jinja, so that it starts quickly and a limit ends no other work.
 """
 
 import json
@@ -20,18 +20,19 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 SECONDS = 2
-"""Processor time for one conversation."""
+"""Limit of processor time for one conversation in seconds."""
 MEGABYTES = 512
-"""Address space of the process."""
+"""Limit of the address space of the process in MB."""
 LEAST_TEXT, GROWTH = 1_000_000, 16
-"""A template may write this many characters, or so many times those of the conversation, whichever is more."""
-GIVEN_ROLES = ("tool", "developer")
-"""Roles that many templates do not know: they leave such messages out, or write them as another role's."""
+"""Limit of written characters: LEAST_TEXT, or GROWTH times the characters of the conversation if that is more."""
+CHECKED_ROLES = ("tool", "developer")
+"""Roles that many templates do not support: they omit such messages, or write them as another role."""
 MUST_DIFFER = ("user", "assistant")
+"""Roles whose text must differ from the text of a checked role."""
 
 
 class _Generation(Extension):
-    """{% generation %} … {% endgeneration %}, by which some templates mark answers: what is inside, as it is."""
+    """Tags {% generation %} … {% endgeneration %}, with which some templates mark answers; the content is unchanged."""
 
     tags = frozenset({"generation"})
 
@@ -41,7 +42,7 @@ class _Generation(Extension):
 
 
 class _Conversation:
-    """A template with the messages of a conversation."""
+    """A compiled template and the messages of a conversation."""
 
     def __init__(
         self, source: str, words: Mapping[str, str], messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]
@@ -49,11 +50,11 @@ class _Conversation:
         self.template, self.words, self.messages, self.tools = _compiled(source), words, messages, tools or None
 
     def render(self, messages: Sequence[Mapping[str, Any]], prompt: bool = False, **changes: Any) -> str:
-        given = {"messages": messages, "tools": self.tools, "add_generation_prompt": prompt, **self.words, **changes}
-        return self.template.render(given)
+        context = {"messages": messages, "tools": self.tools, "add_generation_prompt": prompt, **self.words, **changes}
+        return self.template.render(context)
 
     def answers(self, whole: str) -> list[tuple[int, int]]:
-        """Return the first and last place of each answer in the whole text."""
+        """Return the start and end of each answer in the whole text."""
         places = []
         for number, message in enumerate(self.messages):
             if message["role"] != "assistant":
@@ -62,21 +63,21 @@ class _Conversation:
             after = self.render(self.messages[: number + 1]) if number + 1 < len(self.messages) else whole
             if not (after.startswith(before) and whole.startswith(after)):
                 raise ValueError(
-                    "it writes earlier turns in another way once later ones are there, so that no one text shows "
-                    "every answer as it is given"
+                    "it changes earlier turns when later ones follow, so that no single text has every answer after "
+                    "its own prompt"
                 )
             places.append((len(before), len(after)))
         return places
 
     def check_roles(self, whole: str, prompt: bool) -> None:
-        """Raises ValueError where the tools, a call of them, or a tool's or developer's message are not written."""
+        """Raise ValueError if tools, tool calls, or messages of tools and developers are not written."""
         if self.tools and self.render(self.messages, prompt, tools=None) == whole:
             raise ValueError("it leaves out the tools that can be called")
         for number, message in enumerate(self.messages):
             role = message["role"]
-            if role in GIVEN_ROLES:
+            if role in CHECKED_ROLES:
                 if self._with(number, prompt, content=message["content"] + ".") == whole:
-                    raise ValueError(f"it leaves out what the role {role!r} says")
+                    raise ValueError(f"it leaves out messages of the role {role!r}")
                 for other in MUST_DIFFER:
                     if self._with(number, prompt, role=other) == whole:
                         raise ValueError(f"it writes the role {role!r} as {other!r}")
@@ -84,10 +85,9 @@ class _Conversation:
                 raise ValueError("it leaves out calls of tools")
 
     def _with(self, number: int, prompt: bool, **changes: Any) -> str | None:
-        changed = {**self.messages[number], **changes}
-        kept = {key: value for key, value in changed.items() if value is not None}
+        changed = {key: value for key, value in {**self.messages[number], **changes}.items() if value is not None}
         try:
-            return self.render([*self.messages[:number], kept, *self.messages[number + 1 :]], prompt)
+            return self.render([*self.messages[:number], changed, *self.messages[number + 1 :]], prompt)
         except (jinja2.TemplateError, TypeError):
             return None
 
@@ -100,29 +100,29 @@ def write_conversation(
     prompt: bool,
     answers: bool,
 ) -> dict[str, Any]:
-    """Return {"text": the conversation, "answers": [[begin, end], …] in it}, or {"error": why there is none}.
+    """Return {"text": the conversation, "answers": [[begin, end], …] in it}, or {"error": the reason}.
 
-    With `prompt` the text goes up to where the next answer begins. Without `answers` none is looked for.
+    With `prompt` the text ends at the start of the next answer. Without `answers` the list is empty.
     """
     try:
         conversation = _Conversation(source, words, messages, tools)
         whole = conversation.render(messages, prompt)
         limit = max(LEAST_TEXT, GROWTH * len(str((messages, tools))))
         if len(whole) > limit:
-            raise ValueError(f"it writes {len(whole):,} characters, of at most {limit:,}")
+            raise ValueError(f"it writes {len(whole):,} characters, but at most {limit:,} are allowed")
         if answers:
             conversation.check_roles(whole, prompt)
         return {"text": whole, "answers": conversation.answers(whole) if answers else []}
     except MemoryError:
         return {"error": f"it takes more than {MEGABYTES} MB"}
-    except Exception as error:  # a template is a program, which can fail in any way
+    except Exception as error:  # a template is a program that may raise anything
         return {"error": str(error) or type(error).__name__}
 
 
 @lru_cache(8)
 def _compiled(source: str) -> jinja2.Template:
     extensions = [_Generation, "jinja2.ext.loopcontrols"]
-    # what tokenizers expect of their surroundings: a block leaves no line of its own
+    # templates of tokenizers expect that a block tag leaves no empty line
     sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     sandbox.globals["raise_exception"] = _refuse
     sandbox.filters["tojson"] = _to_json
@@ -134,13 +134,13 @@ def _refuse(reason: str) -> NoReturn:
 
 
 def _to_json(value: Any, indent: int | None = None) -> str:
-    """As plain text: Jinja's own filter escapes for HTML."""
+    """Return JSON as plain text, because Jinja's own filter escapes for HTML."""
     return json.dumps(value, ensure_ascii=False, indent=indent)
 
 
 def serve() -> None:
-    """Answer requests, one a line, until there are no more; the system ends the process that uses up its time."""
-    with suppress(ValueError, OSError):  # some systems have no such limit
+    """Reply to requests, one per line, until the input ends. The system kills the process at its time limit."""
+    with suppress(ValueError, OSError):  # some systems do not support this limit
         resource.setrlimit(resource.RLIMIT_AS, (MEGABYTES << 20, MEGABYTES << 20))
     for line in sys.stdin:
         request = json.loads(line)

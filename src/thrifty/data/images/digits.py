@@ -2,8 +2,8 @@
 
 Optical Recognition of Handwritten Digits, by E. Alpaydin and C. Kaynak (1998), UCI Machine Learning Repository,
 https://doi.org/10.24432/C50P49, licensed under Creative Commons Attribution 4.0 International
-(https://creativecommons.org/licenses/by/4.0/). These are the images of its test file, which scikit-learn ships as well;
-the file format was changed, no pixel was. They are of 13 people, by whom the splits here do not divide.
+(https://creativecommons.org/licenses/by/4.0/). These are the images of its test file, which scikit-learn ships as well.
+Only the file format was changed. The images are of 13 people, and the splits here do not separate people.
 """
 
 from functools import cache
@@ -23,7 +23,7 @@ DIGITS = tuple("0123456789")
 
 
 TRAIN = 1300
-"""Images to train on; the other 497 are for testing."""
+"""Number of training images; the other 497 are test images."""
 SPLIT_KEY = 0x44494749
 BRIGHTEST = 16
 STORED = Path(__file__).with_name("digits.safetensors")
@@ -38,14 +38,14 @@ class LabelledDigits(NamedTuple):
 
 @cache
 def digits() -> LabelledDigits:
-    """All 1,797 of them."""
+    """Return all 1,797 images."""
     stored = load_file(STORED)
     return LabelledDigits(stored["images"].float() / BRIGHTEST, stored["labels"].long())
 
 
 @cache
 def _places(split: str) -> np.ndarray:
-    """Where the images of a split are: the same on every machine, for every seed."""
+    """Return the indices of the images of a split, the same on every machine and for every seed."""
     total = len(digits().labels)
     shuffled = permute(np.arange(total), total, SPLIT_KEY)
     parts = {"train": shuffled[:TRAIN], "test": shuffled[TRAIN:]}
@@ -55,7 +55,7 @@ def _places(split: str) -> np.ndarray:
 
 
 class FixedImages:
-    """Images (n, …) with labels (n,) of somebody's choice, each to be had by itself."""
+    """Images (n, …) with labels (n,) as indexed examples."""
 
     def __init__(self, images: Tensor, labels: Tensor):
         self.images, self.labels = images, labels
@@ -69,7 +69,7 @@ class FixedImages:
 
 
 class DigitImages(FixedImages):
-    """The images of a split."""
+    """Images of a split of the digits."""
 
     def __init__(self, split: Literal["train", "test"]):
         super().__init__(*(values[_places(split)] for values in digits()))

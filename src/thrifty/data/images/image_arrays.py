@@ -1,10 +1,10 @@
-"""Images ready to train on: a folder with the pixels and labels of each part, memory-mapped.
+"""Image arrays: a folder with the memory-mapped pixels and labels of each part.
 
 train.bin, held_out.bin                 pixels, uint8 (n, c, h, w)
 train_labels.bin, held_out_labels.bin   int32 (n,)
-train_names.json, held_out_names.json   the files they come from, where they come from files of their own
-images.json                             shape and number of images, names of labels, mean and deviation of training
-                                        pixels, and what the pixels came from
+train_names.json, held_out_names.json   names of the image files, if each image is a file
+images.json                             shape and number of images, names of labels, mean and standard deviation of
+                                        training pixels, and the source of the pixels
 """
 
 import json
@@ -33,41 +33,41 @@ LABEL = np.dtype("<i4")
 
 
 def normalized(images: Tensor, ends: ImageModelSpec) -> Tensor:
-    """Images (b, c, h, w) of 0 … 1 as models are given them: less the mean, over the deviation of each channel."""
+    """Return images (b, c, h, w) in 0 … 1 standardized by the mean and standard deviation of each channel."""
     mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (ends.mean, ends.std))
     return images.sub(mean).div_(std)
 
 
 def denormalized(images: Tensor, ends: ImageModelSpec) -> Tensor:
-    """Images (b, c, h, w) of 0 … 1 again, of those that `normalized` gives."""
+    """Return images (b, c, h, w) in 0 … 1 from the result of `normalized`."""
     mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (ends.mean, ends.std))
     return images.mul(std).add_(mean)
 
 
 @dataclass(frozen=True)
 class ImageArrays:
-    """The images of one part, each to be had by itself (see `IndexedExamples`)."""
+    """The images of one part, as `IndexedExamples`."""
 
     pixels: np.ndarray
     """uint8 (n, c, h, w), from 0 to `brightest`."""
     labels: np.ndarray
     ends: ImageModelSpec
-    """The side may be another than that of the pixels: images are then given out in that size."""
+    """Model inputs. If the side differs from that of the pixels, images are resized to it."""
     brightest: int = BRIGHTEST
     names: Sequence[str] = ()
-    """Of the files that the images come from, where they come from files of their own."""
+    """Names of the image files; empty unless each image is a file."""
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def shown(self, indices: np.ndarray) -> Tensor:
-        """Images of 0 … 1, float32 (b, c, side, side)."""
+        """Return images in 0 … 1, float32 (b, c, side, side)."""
         return self._scaled(self._stored(indices))
 
     def changed(self, indices: np.ndarray, keys: np.ndarray, how: AugmentationSettings) -> Tensor:
-        """The same, each changed by its own of the keys uint64 (b,), see `augmentation.augment`."""
+        """Return images in 0 … 1, augmented by their keys uint64 (b,), see `augmentation.augment`."""
         pixels = self._stored(indices)
-        if pixels.shape[-1] == self.ends.side and (how.crop or how.flip):  # bytes are moved faster, to the same effect
+        if pixels.shape[-1] == self.ends.side and (how.crop or how.flip):  # equal result, and faster on bytes
             pixels, how = crop_and_flip(pixels, keys, how.crop, how.flip), replace(how, crop=0, flip=False)
         return augment(self._scaled(pixels), keys, how, self.ends.mean)
 
@@ -78,11 +78,11 @@ class ImageArrays:
         return resize(pixels.float().div_(self.brightest), self.ends.side, self.ends.side)
 
     def labels_of(self, indices: np.ndarray) -> Tensor:
-        """int64 (b,)."""
+        """Return labels, int64 (b,)."""
         return torch.from_numpy(self.labels[indices].astype(np.int64))
 
     def example_index(self) -> ExampleIndex:
-        """Of the pixels as they are stored: given out in another size they are the same images."""
+        """Return the index of the stored images, which does not depend on the size they are resized to."""
         labels = self.labels_of(np.arange(len(self))) if self.ends.labels else None
         return ExampleIndex(len(self), self._fingerprint, labels, self.ends.labels)
 
@@ -91,11 +91,11 @@ class ImageArrays:
         return fingerprint(self.pixels, *([self.labels] if self.ends.labels else []), also=self.ends.labels)
 
     def unlabelled(self) -> "ImageArrays":
-        """The same images for whoever has no use for their labels."""
+        """Return these images without labels."""
         return replace(self, ends=replace(self.ends, labels=()))
 
     def fields(self, indices: np.ndarray) -> dict[str, Tensor]:
-        """{"inputs": (b, c, side, side)}, and "labels" (b,) where there are any."""
+        """Return {"inputs": (b, c, side, side)}, and "labels" (b,) if there are any."""
         labels = {"labels": self.labels_of(indices)} if self.ends.labels else {}
         return {"inputs": normalized(self.shown(indices), self.ends), **labels}
 
@@ -106,20 +106,20 @@ def names_file(part: DataSplit) -> str:
 
 @dataclass
 class ChannelStatistics:
-    """Mean and deviation of each channel, over images that come one at a time; sums of whole numbers, so exact."""
+    """Exact mean and standard deviation of each channel of a stream of images, from sums of whole numbers."""
 
     count: int = 0
     sums: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64))
     squares: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64))
 
     def add(self, pixels: np.ndarray) -> None:
-        """One image (c, h, w)."""
+        """Add one image (c, h, w)."""
         flat = pixels.reshape(len(pixels), -1).astype(np.int64)
         self.count += flat.shape[1]
         self.sums, self.squares = self.sums + flat.sum(1), self.squares + (flat * flat).sum(1)
 
     def statistics(self, brightest: int = BRIGHTEST) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """With pixels of 0 … 1; a channel without any variation has the deviation 1."""
+        """Return mean and standard deviation of pixels in 0 … 1; for a constant channel the latter is 1."""
         mean = self.sums / self.count
         std = np.sqrt(np.maximum(self.squares / self.count - mean**2, 0))
         return tuple((mean / brightest).tolist()), tuple((np.where(std > 0, std, brightest) / brightest).tolist())
@@ -128,8 +128,10 @@ class ChannelStatistics:
 def write_arrays(
     folder: Path, labels: Sequence[str], images: Iterable[tuple[DataSplit, np.ndarray, int]], **also: Any
 ) -> dict[DataSplit, int]:
-    """Images with their parts and labels, each uint8 (c, h, w) and all of one shape, as the files of a folder. Returns
-    how many images each part has; `also` goes into images.json."""
+    """Write images with their parts and labels to the files of a folder, and return the number of images per part.
+
+    Images are uint8 (c, h, w), all of one shape. `also` is added to images.json.
+    """
     counts, numbers = dict.fromkeys(DataSplit, 0), {part: [] for part in DataSplit}
     channels, shape = ChannelStatistics(), (0, 0, 0)
     files = {part: (folder / f"{part}.bin").open("wb") for part in DataSplit}
@@ -147,33 +149,32 @@ def write_arrays(
     for part, own in numbers.items():
         (folder / f"{part}_labels.bin").write_bytes(np.array(own, LABEL).tobytes())
     mean, std = channels.statistics() if channels.count else ((), ())
-    said = {"labels": list(labels), "shape": list(shape), "images": counts, "mean": mean, "std": std}
-    (folder / IMAGES).write_text(json.dumps(said | also, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    facts = {"labels": list(labels), "shape": list(shape), "images": counts, "mean": mean, "std": std}
+    (folder / IMAGES).write_text(json.dumps(facts | also, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
     return counts
 
 
 def open_arrays(folder: Path, side: int | None = None) -> dict[DataSplit, ImageArrays]:
-    """The parts of a folder written by `write_arrays`, images given out `side` pixels high and wide, or as large as
-    they are.
+    """Return the parts of a folder written by `write_arrays`, with images resized to `side` pixels if it is set.
 
-    Raises IntegrityError where a file has not the size that images.json says.
+    Raises IntegrityError if a file has another size than images.json states.
     """
     try:
-        said = json.loads((folder / IMAGES).read_text(encoding="utf-8"))
-        channels, height, _ = shape = tuple(said["shape"])
-        ends = ImageModelSpec(tuple(said["labels"]), height, channels, tuple(said["mean"]), tuple(said["std"]))
+        facts = json.loads((folder / IMAGES).read_text(encoding="utf-8"))
+        channels, height, _ = shape = tuple(facts["shape"])
+        ends = ImageModelSpec(tuple(facts["labels"]), height, channels, tuple(facts["mean"]), tuple(facts["std"]))
         parts = {}
         for part in DataSplit:
-            count = said["images"][part]
+            count = facts["images"][part]
             pixels = np.memmap(folder / f"{part}.bin", np.uint8, "r", shape=(count, *shape))
             labels = np.fromfile(folder / f"{part}_labels.bin", LABEL)
             if len(labels) != count:
                 raise ValueError(f"{len(labels)} labels for {count} images")
-            named = folder / names_file(part)
-            names = json.loads(named.read_text(encoding="utf-8")) if named.is_file() else ()
+            file = folder / names_file(part)
+            names = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else ()
             parts[part] = ImageArrays(pixels, labels, ends if side is None else replace(ends, side=side), names=names)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise IntegrityError(
-            f"{folder} is damaged: {error}", fix="delete the folder, so that it is made anew"
+            f"{folder} is damaged: {error}", fix="delete the folder, so that it is built again"
         ) from None
     return parts

@@ -1,4 +1,4 @@
-"""Images ready to learn from: what a recipe's data settings lead to where they name images."""
+"""Image data of a recipe: opened, decoded and ready for training."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -32,11 +32,11 @@ from thrifty.data.train_split import DataSplit, label_entropy
 
 DIGITS = "digits"
 LABELS = "labels"
-"""What stands for the labels' names in a data's identity."""
+"""Key of the label names in the identity of data."""
 
 
 def holds_images(source: str) -> bool:
-    """Whether a source is a known set of images, with labels or captions, or a folder with some in it."""
+    """Return True for a known set of images, with labels or captions, and for a folder with image files."""
     if source == DIGITS or (source in entries() and entries()[source].kind in ("images", "pairs")):
         return True
     path = Path(source).expanduser()
@@ -44,17 +44,16 @@ def holds_images(source: str) -> bool:
 
 
 def holds_mainly_images(source: str) -> bool:
-    """Whether a source is hardly meant as text: a known set of images, or a folder most of whose files are called like
-    images, a licence or a list beside them."""
+    """Return True for a known set of images, and for a folder most of whose files have names of images."""
     path = Path(source).expanduser()
     return holds_images(source) and (source in (DIGITS, *entries()) or image_share(path) > 0.5)
 
 
 class TrainingImages(EpochsByKey):
-    """Images in epochs, changed as the recipe says: a pure function of (seed, number of the example in the run).
+    """Augmented images in epochs, as a pure function of (seed, number of the example in the run).
 
-    {"inputs": (b, c, h, w), "labels": (b,), "key": (b,)}; labels are distributions (b, v) where images are mixed, and
-    there are none where the images have none. The key is random bits of the example's own in this run (see `draws`).
+    {"inputs": (b, c, h, w), "labels": (b,), "key": (b,)}. Labels of mixed images are distributions (b, v); unlabelled
+    images have none. The key has random bits of the example in this run.
     """
 
     contents: ImageArrays
@@ -86,7 +85,7 @@ class TrainingImages(EpochsByKey):
 
 @dataclass(frozen=True)
 class ImageData:
-    """See `run_data.RunData`."""
+    """Opened images, see `run_data.RunData`."""
 
     source: str
     train: BatchSource
@@ -95,11 +94,11 @@ class ImageData:
     identity: Mapping[str, str]
     parts: Mapping[DataSplit, ImageArrays]
     frequencies_entropy: float | None = None
-    """Nats per held-out image for who answers by how frequent each label is in training; None without labels."""
+    """Nats per held-out image under the training frequencies of labels; None without labels."""
     left_out: int = 0
-    """Image files that cannot be read."""
+    """Number of unreadable image files."""
     named: tuple[str, ...] = ()
-    """The first thousand of them, each with the reason."""
+    """Names of the first thousand unreadable files, each with the reason."""
 
     example_unit = 1
 
@@ -142,24 +141,23 @@ class ImageData:
     def check_meaning(self, before: Mapping[str, str], old: Path) -> None:
         if before.get(LABELS) != self.identity[LABELS]:
             raise UsageError(
-                "the fork's labels are not the old run's: its outputs would mean something else",
-                fix="name the images' folders as before, or start a new run",
+                "the fork has other labels than the old run: outputs would have another meaning",
+                fix="use the old names of the image folders, or start a new run",
             )
 
 
 def open_images(
     settings: DataSettings, seed: int, side: int | None, say: Callable[[str], None], labelled: bool = True
 ) -> ImageData:
-    """Open the images of a recipe; those of a folder are decoded once and kept in the cache.
+    """Return the opened images of a recipe; images of a folder are decoded once into the cache.
 
-    `side` is that of a folder's images in pixels where the settings do not say. Without `labelled` there need be no
-    labels, and none are given out. Raises UsageError where the source or a setting is not what it must be, or there
-    are fewer images than one batch.
+    `side` is the size in pixels of a folder's images unless the settings have one. Without `labelled`, labels are
+    optional and not returned. Raises UsageError for an invalid source or setting, and for fewer images than one batch.
     """
     if settings.tokenizer:
-        raise UsageError(f"data.tokenizer is set, and {settings.source} holds images", fix="leave data.tokenizer out")
+        raise UsageError(f"data.tokenizer is set, but {settings.source} holds images", fix="leave data.tokenizer out")
     _refuse_mixing(settings, labelled)
-    parts, identity, said = _open(settings, settings.size or side, say, labelled)
+    parts, identity, facts = _open(settings, settings.size or side, say, labelled)
     if not labelled:
         parts = {part: arrays.unlabelled() for part, arrays in parts.items()}
     train, held_out = (parts[part] for part in DataSplit)
@@ -173,13 +171,13 @@ def open_images(
         identity={**identity, LABELS: "/".join(labels)},
         parts=parts,
         frequencies_entropy=label_entropy(train.labels, held_out.labels, len(labels)) if labels else None,
-        left_out=said.get("left_out", 0),
-        named=tuple(said.get("named", ())),
+        left_out=facts.get("left_out", 0),
+        named=tuple(facts.get("named", ())),
     )
 
 
 Opened = tuple[dict[DataSplit, ImageArrays], dict[str, str], dict[str, Any]]
-"""The arrays, the sha256 of their files, and what else was said when they were made."""
+"""Arrays, sha256 of their files, and other facts of the manifest."""
 
 
 def _open(settings: DataSettings, side: int | None, say: Callable[[str], None], labelled: bool) -> Opened:
@@ -193,18 +191,16 @@ def _open(settings: DataSettings, side: int | None, say: Callable[[str], None], 
 
 
 def known_side(side: int | None) -> int:
-    """The side of images in pixels; raises UsageError where nothing says it."""
+    """Return the side of images in pixels. Raises UsageError if it is unknown."""
     if side is None:
-        raise UsageError(
-            "how large images are to be is known neither from the data nor from the model", fix="--set data.size=64"
-        )
+        raise UsageError("neither the data nor the model determines the image size", fix="--set data.size=64")
     return side
 
 
 def _fetched(entry: CatalogueEntry, side: int | None, labelled: bool) -> Opened:
     if labelled and entry.kind == "pairs":
         raise UsageError(
-            f"{entry.name} holds images with captions, and no labels", fix="set objective.name = contrastive"
+            f"{entry.name} holds images with captions, but no labels", fix="set objective.name = contrastive"
         )
     if not entry.present:
         raise UsageError(f"the set {entry.name!r} is not on this machine yet", fix=f"thrifty data get {entry.name}")
@@ -229,13 +225,13 @@ def _refuse_mixing(settings: DataSettings, labelled: bool) -> None:
     if how is not None and not labelled and (how.mixup or how.cutmix):
         name = "mixup" if how.mixup else "cutmix"
         raise UsageError(
-            f"data.augment.{name} mixes labels of images, and the objective learns from none",
+            f"data.augment.{name} mixes labels of images, but the objective uses none",
             fix=f"leave data.augment.{name} out",
         )
 
 
 class Images(DataKind):
-    """Images, with a label each or without."""
+    """Images, with or without labels."""
 
     name, own_settings = "images", ("size", "augment")
 

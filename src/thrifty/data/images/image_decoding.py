@@ -1,7 +1,8 @@
-"""Image files to arrays of one size, by Pillow (extra `images`), with limits: files come from anywhere.
+"""Decoding of untrusted image files to arrays of one size, by Pillow (extra `images`).
 
-What a file says of its own size is looked at before any pixel is decoded; what is cut off or damaged is an error, never
-a half-grey image. Turned as the camera noted (EXIF), transparency on white, and other colour spaces and depths as RGB.
+The size of an image is checked before any pixel is decoded. A truncated or damaged file is an error, never a half-grey
+image. Images are rotated by their EXIF orientation, transparency becomes white, and all colour spaces and depths
+become RGB.
 """
 
 import warnings
@@ -20,41 +21,40 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
 MOST_PIXELS = 100_000_000
-"""Of one file; what is larger is taken for a decompression bomb."""
+"""Largest number of pixels of a file; a larger one may be a decompression bomb."""
 DEEP = ("I", "I;16", "I;16B", "I;16L", "I;16N")
-"""Pillow's modes for grey of 16 bits."""
+"""Pillow's modes of 16-bit grey images."""
 
 
 class ImageDecodeError(Exception):
-    """An image file that cannot be used; says why."""
+    """Unusable image file, with the reason."""
 
 
 def pillow() -> ModuleType:
-    """`PIL.Image`; raises UsageError where Pillow is not installed."""
+    """Return `PIL.Image`. Raises UsageError if Pillow is not installed."""
     try:
         from PIL import Image
     except ImportError:
         raise UsageError(
-            "reading image files needs Pillow, which is not installed", fix="pip install 'thrifty[images]'"
+            "reading image files requires Pillow, which is not installed", fix="pip install 'thrifty[images]'"
         ) from None
     return Image
 
 
 def decode(source: Path | bytes, side: int) -> np.ndarray:
-    """The middle of an image file, given by its path or its contents, scaled so that its shorter side fits: uint8
-    (3, side, side). Of a file with several images it is the first.
+    """Return the central square of an image file, by its path or its contents, scaled to uint8 (3, side, side).
 
-    Raises ImageDecodeError for what is empty, no file, no image, too large, cut off or damaged, and OSError where it
-    cannot be read.
+    The first of several images in a file is used. Raises ImageDecodeError for a file that is missing, empty, no image,
+    too large, truncated or damaged, and OSError for a file that cannot be read.
     """
     image = pillow()
     if isinstance(source, Path) and not source.is_file():
-        raise ImageDecodeError("it is no file, or a link that leads nowhere")
+        raise ImageDecodeError("it is no file, or a broken link")
     if not (source if isinstance(source, bytes) else source.stat().st_size):
         raise ImageDecodeError("it is empty")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of metadata that is damaged, and of sizes, which are looked at below
+            warnings.simplefilter("ignore")  # about damaged metadata, and about sizes, which are checked below
             with image.open(BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS) as opened:
                 check_size(*opened.size)
                 opened.draft("RGB", (side, side))
@@ -77,7 +77,7 @@ def check_size(width: int, height: int) -> None:
 
 
 def as_rgb(opened: "Image") -> "Image":
-    """Any image upright and in RGB: 16 bits scaled to 8, transparent parts on white."""
+    """Return an upright RGB image, with 16 bits scaled to 8 and transparent parts on white."""
     from PIL import ImageOps
 
     opened.load()
@@ -95,7 +95,7 @@ def as_rgb(opened: "Image") -> "Image":
 
 
 def _fitted(image: "Image", side: int) -> "Image":
-    """The middle square, as large as it fits, scaled."""
+    """Return the largest central square, scaled to `side`."""
     width, height = image.size
     edge = min(width, height)
     left, top = (width - edge) / 2, (height - edge) / 2

@@ -1,8 +1,8 @@
-"""A folder of images, decoded once into arrays and kept in the cache; for each label it has a folder of its own.
+"""Folders of images, decoded once into cached arrays, with a subfolder for each label.
 
-Where the folder has parts of its own (train, and val or test), those are taken; otherwise images are held out by the
-hash of their file. Files that cannot be decoded are left out, counted, and the first few of them named. Who needs no
-labels takes images that lie anywhere; if all lie in folders of labels, the same arrays serve with and without.
+The split is that of the folders train, and val or test, if they exist; otherwise by the hash of each file. Undecodable
+files are left out, counted, and the first few named. Objectives without labels use images in any subfolder. If all
+images are in folders of labels, the same arrays are used with and without labels.
 """
 
 import json
@@ -27,48 +27,52 @@ FORMAT = 2
 
 @dataclass(frozen=True)
 class ImageFile:
+    """An image file with its label and its part."""
+
     path: Path
     label: str
-    """Empty where it lies in no folder of a label."""
+    """Name of the label's folder; empty outside of one."""
     part: DataSplit | None
-    """None where the hash of the file decides."""
+    """Part of the split; None for a split by the hash of the file."""
 
 
 def image_files(folder: Path, labelled: bool = True) -> list[ImageFile]:
-    """The image files of a folder, sorted.
+    """Return the sorted image files of a folder.
 
-    Raises UsageError where there are none, and with `labelled` where they do not lie in folders of two labels or more.
+    Raises UsageError if there are none, and with `labelled` unless they are in folders of at least two labels.
     """
     files = list(_listed(folder, labelled))
     if not labelled:
         if not files:
-            raise UsageError(f"{folder}: there are no images", fix="give a folder of .png, .jpg or .webp files")
+            raise UsageError(
+                f"{folder}: there are no images", fix="set data.source to a folder of .png, .jpg or .webp files"
+            )
         return files
     labels = sorted({file.label for file in files})
     if not files:
-        lying = "images lie in the folder itself" if image_listing.has_image_files(folder) else "there are no images"
+        what = "images are in the folder itself" if image_listing.has_image_files(folder) else "there are no images"
         raise UsageError(
-            f"{folder}: {lying}, and none in a folder that is called like its label",
+            f"{folder}: {what}, and none in a folder named after its label",
             fix=f"put them into folders such as {folder.name}/cat and {folder.name}/dog",
         )
-    if set(labels) <= image_listing.GIVEN.keys():
+    if set(labels) <= image_listing.PART_FOLDERS.keys():
         raise UsageError(
-            f"{folder}: {' and '.join(labels)} would be the labels, and those are names of parts",
-            fix=f"give {folder / labels[0]} by itself, or put two parts there: train, and val or test",
+            f"{folder}: {' and '.join(labels)} would be the labels, but they are names of parts",
+            fix=f"set data.source to {folder / labels[0]}, or add both parts: train, and val or test",
         )
     if len(labels) == 1:
         raise UsageError(
-            f"{folder}: all images have the label {labels[0]!r}, so there is nothing to tell apart",
-            fix="give a folder with a folder of images for each of two labels or more, or an objective that needs none",
+            f"{folder}: all images have the label {labels[0]!r}, but classification requires two labels",
+            fix="add a folder of images for a second label, or set objective.name to one without labels",
         )
     return files
 
 
 def prepare_folder(folder: Path, side: int, held_out: float, say: Callable[[str], None], labelled: bool = True) -> Path:
-    """The arrays of a folder's images, `side` pixels high and wide; decoded where they are not in the cache, or where
-    a file has another name, size or time of change than it had.
+    """Return the cached arrays of a folder's images, `side` pixels high and wide.
 
-    Raises UsageError as `image_files` does, and where no image of a label can be read.
+    Images are decoded if they are not cached, or if the name, size or modification time of a file has changed. Raises
+    UsageError as `image_files` does, and if no image of a label can be read.
     """
     pillow()
     files = image_files(folder, labelled)
@@ -79,8 +83,8 @@ def prepare_folder(folder: Path, side: int, held_out: float, say: Callable[[str]
     manifest = read_manifest(built)
     if labelled and manifest["unread"]:
         raise UsageError(
-            f"{folder}: not one image of the label {manifest['unread'][0]!r} can be read",
-            fix="give it images that can, or remove its folder",
+            f"{folder}: no image of the label {manifest['unread'][0]!r} can be read",
+            fix="add readable images to its folder, or remove the folder",
         )
     refuse_empty(str(folder), manifest["images"], held_out)
     return built
@@ -89,8 +93,8 @@ def prepare_folder(folder: Path, side: int, held_out: float, say: Callable[[str]
 def _listed(folder: Path, labelled: bool) -> Iterator[ImageFile]:
     for part, root in image_listing.split_folders(folder):
         if not labelled:
-            named = (path for path in sorted(root.iterdir()) if image_listing.is_image_name(path.name))
-            yield from (ImageFile(path, "", part) for path in named if not path.is_dir())
+            images = (path for path in sorted(root.iterdir()) if image_listing.is_image_name(path.name))
+            yield from (ImageFile(path, "", part) for path in images if not path.is_dir())
         for label, inner in image_listing.folders_in(root).items():
             shown = printable(label)
             yield from (ImageFile(path, shown, part) for path in image_listing.images_below(inner))
@@ -115,19 +119,19 @@ def _build(
             names[part].append(printable(str(file.path.relative_to(folder))))
             yield part, pixels, labels.index(file.label)
 
-    with build_folder(into) as aside:
-        counts = write_arrays(aside, labels, images())
+    with build_folder(into) as temporary:
+        counts = write_arrays(temporary, labels, images())
         for part, own in names.items():
-            (aside / names_file(part)).write_text(json.dumps(own), encoding="utf-8")
+            (temporary / names_file(part)).write_text(json.dumps(own), encoding="utf-8")
         if left_out.count:
             say(f"{left_out.count} of {len(files)} image files are left out: {left_out}")
         unread = [label for label in labels if not used[label]]
         about = {"source": printable(str(folder)), "left_out": left_out.count, "named": left_out.named}
-        write_manifest(aside, {"format": FORMAT, "images": counts, **about, "unread": unread})
+        write_manifest(temporary, {"format": FORMAT, "images": counts, **about, "unread": unread})
 
 
 def refuse_empty(source: str, counts: Mapping[str, int], held_out: float) -> None:
-    """Raises UsageError where there is no image to train on, or none is held out."""
+    """Raise UsageError if there is no training image or no held-out image."""
     if not counts[DataSplit.TRAIN] or not counts[DataSplit.HELD_OUT]:
         what = "to train on" if not counts[DataSplit.TRAIN] else f"when {held_out:.0%} are held out for evaluation"
-        raise UsageError(f"{source}: no image is left {what}", fix="give more images, or raise data.held_out")
+        raise UsageError(f"{source}: no image is left {what}", fix="add images, or raise data.held_out")

@@ -1,4 +1,4 @@
-"""What `thrifty data look` finds out about images, before anything is trained on them."""
+"""Summary of an image source before training, for `thrifty data look`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -13,33 +13,33 @@ from thrifty.data.images.image_data import DIGITS, open_images
 from thrifty.data.images.image_folder import image_files
 
 FOLDER_SIDE = 64
-"""Pixels to which the images of a folder are scaled where no size is given, and no model says one."""
+"""Default side in pixels of a folder's images, if neither the settings nor a model has one."""
 
 
 @dataclass(frozen=True)
 class ImageSummary:
-    """Counts are by part: "train" and "held_out"."""
+    """Summary of an image source, with counts by part ("train" and "held_out")."""
 
     source: str
     side: int
     channels: int
     images: dict[str, int]
     labels: dict[str, dict[str, int]]
-    """How many images of each label there are, by part; empty without labels."""
+    """Number of images of each label by part; empty without labels."""
     mean: list[float]
     std: list[float]
-    """Of each channel of the training images, pixels being 0 … 1."""
+    """Standard deviation of each channel of the training images, for pixels in 0 … 1."""
     label_entropy: float | None
-    """Nats per held-out image for who answers by how frequent each label is in training."""
+    """Nats per held-out image under the training frequencies of labels."""
     unlabelled: str
-    """Why nothing can be learned of labels, where that is so."""
+    """Reason for missing labels; empty for labelled images."""
     left_out: int
     named: list[str]
-    """The files that cannot be read, the first thousand, with the reasons."""
+    """Names of the first thousand unreadable files, with the reasons."""
 
 
 def inspect_images(settings: DataSettings, say: Callable[[str], None]) -> ImageSummary:
-    """Prepare a source of images if need be and describe it. Raises UsageError as `open_images` does."""
+    """Return the summary of a source, decoded first if necessary. Raises UsageError as `open_images` does."""
     unlabelled = _unlabelled(settings.source)
     data = open_images(replace(settings, batch=1), 0, FOLDER_SIDE, say, labelled=not unlabelled)
     names = data.ends.labels
@@ -60,7 +60,7 @@ def inspect_images(settings: DataSettings, say: Callable[[str], None]) -> ImageS
 
 
 def _unlabelled(source: str) -> str:
-    """Why images have no labels; nothing where they have some."""
+    """Return the reason for missing labels, or an empty string for labelled images."""
     if source == DIGITS or source in entries():
         return ""
     try:

@@ -1,4 +1,4 @@
-"""Which image files there are below a folder, which of them are held out, and what is said of those left out."""
+"""Image files below a folder, and their split into training and held-out files."""
 
 import hashlib
 import os
@@ -8,14 +8,14 @@ from pathlib import Path
 from thrifty.data.images.image_decoding import SUFFIXES
 from thrifty.data.train_split import DataSplit
 
-GIVEN = {
+PART_FOLDERS = {
     "train": DataSplit.TRAIN,
     "val": DataSplit.HELD_OUT,
     "valid": DataSplit.HELD_OUT,
     "validation": DataSplit.HELD_OUT,
     "test": DataSplit.HELD_OUT,
 }
-"""Folders by which a source says itself what to train and what to test on; of several to test on the first here."""
+"""Names of the folders of each part; of several held-out folders the first in this order is used."""
 
 
 def is_image_name(name: str) -> bool:
@@ -23,14 +23,14 @@ def is_image_name(name: str) -> bool:
 
 
 def has_image_files(folder: Path) -> bool:
-    """Whether there is any file below a folder that is called like an image."""
+    """Return True if any file below a folder has the name of an image."""
     return any(True for _ in images_below(folder))
 
 
 def image_share(folder: Path) -> float:
-    """The share of the files below a folder, hidden ones aside, that are called like images; 0 without any files."""
-    called = [is_image_name(path.name) for path in files_below(folder)]
-    return sum(called) / max(len(called), 1)
+    """Return the fraction of visible files below a folder with names of images; 0 without files."""
+    are_images = [is_image_name(path.name) for path in files_below(folder)]
+    return sum(are_images) / max(len(are_images), 1)
 
 
 def images_below(folder: Path) -> Iterator[Path]:
@@ -38,48 +38,50 @@ def images_below(folder: Path) -> Iterator[Path]:
 
 
 def files_below(folder: Path) -> Iterator[Path]:
-    """Every file below a folder that is not hidden, in sorted order. Links to folders are followed, to each folder
-    once: they may lead in a circle."""
-    seen: set[str] = set()
+    """Yield every visible file below a folder in sorted order.
+
+    Links to folders are followed, but each folder is visited once, because links may be circular.
+    """
+    visited: set[str] = set()
     for root, inner, names in os.walk(folder, followlinks=True):
         real = os.path.realpath(root)
-        if real in seen:
+        if real in visited:
             inner.clear()
             continue
-        seen.add(real)
+        visited.add(real)
         inner[:] = sorted(name for name in inner if not name.startswith("."))
         yield from (Path(root, name) for name in sorted(names) if not name.startswith("."))
 
 
 def folders_in(folder: Path) -> dict[str, Path]:
-    """The folders in a folder that are not hidden, by name."""
+    """Return the visible folders in a folder by name."""
     return {path.name: path for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith(".")}
 
 
 def split_folders(folder: Path) -> list[tuple[DataSplit | None, Path]]:
-    """The folders of the parts that a source has itself; the folder as a whole where it has none, its part unknown."""
+    """Return the folders of the training and the held-out part, or the whole folder with the part None."""
     inner = folders_in(folder)
-    tests = [name for name, part in GIVEN.items() if part is DataSplit.HELD_OUT and name in inner]
+    tests = [name for name, part in PART_FOLDERS.items() if part is DataSplit.HELD_OUT and name in inner]
     if "train" in inner and tests:
         return [(DataSplit.TRAIN, inner["train"]), (DataSplit.HELD_OUT, inner[tests[0]])]
     return [(None, folder)]
 
 
 def folder_state(paths: Iterable[Path]) -> str:
-    """A hash of files' paths, sizes and times of change, quick for any amount of data."""
+    """Return a hash of the paths, sizes and modification times of files, which is fast for large files."""
     digest = hashlib.blake2b(digest_size=16)
     for path in paths:
         try:
-            state = path.stat()
-            said = f"{state.st_size} {state.st_mtime_ns}"
+            stat = path.stat()
+            state = f"{stat.st_size} {stat.st_mtime_ns}"
         except OSError:
-            said = "gone"
-        digest.update(os.fsencode(path) + f" {said}\n".encode())
+            state = "gone"
+        digest.update(os.fsencode(path) + f" {state}\n".encode())
     return digest.hexdigest()
 
 
 def part_by_hash(image: Path | bytes, held_out: float) -> DataSplit:
-    """By the contents of the file alone, so that a copy under another name is on the same side."""
+    """Return the part of a file by a hash of its contents, so that a copy under another name has the same part."""
     if isinstance(image, bytes):
         digest = hashlib.blake2b(image, digest_size=8)
     else:

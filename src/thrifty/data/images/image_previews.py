@@ -13,20 +13,22 @@ from thrifty.data.images.image_arrays import denormalized
 from thrifty.kernels.image_resizing import resize
 
 LARGEST = 64
-"""Pixels of a picture's side; of larger images a smaller version is shown."""
+"""Largest side of a picture in pixels; larger images are scaled down."""
 
-LARGEST_SEEN = 128
-"""The same of what a model makes of an image, which a person wants to see patch by patch."""
+LARGEST_INPUT = 128
+"""Largest side in pixels of pictures of model inputs and outputs, in which patches must be visible."""
 
 
 def input_pictures(images: Tensor, ends: ImageModelSpec) -> list[str]:
-    """Images (b, c, h, w) as a model is given them, as addresses that hold a picture each."""
-    return [picture(image, LARGEST_SEEN) for image in denormalized(images.float().cpu(), ends)]
+    """Return a data URL of a picture for each model input (b, c, h, w)."""
+    return [picture(image, LARGEST_INPUT) for image in denormalized(images.float().cpu(), ends)]
 
 
 def picture(image: Tensor, largest: int = LARGEST) -> str:
-    """An image (c, h, w) of 0 … 1 as an address that holds a PNG of it, no side longer than `largest` pixels: colours
-    of three channels, grey of any other number, of which the first is shown."""
+    """Return a data URL of a PNG of an image (c, h, w) in 0 … 1, with sides of at most `largest` pixels.
+
+    An image of three channels is shown in colour, any other by its first channel in grey.
+    """
     _, height, width = image.shape
     if max(height, width) > largest:
         scale = largest / max(height, width)
@@ -37,7 +39,7 @@ def picture(image: Tensor, largest: int = LARGEST) -> str:
 
 
 def png(pixels: np.ndarray) -> bytes:
-    """A PNG file of uint8 pixels (h, w, c), c being 1 or 3 (W3C, Portable Network Graphics, sections 5 and 11)."""
+    """Return a PNG file of uint8 pixels (h, w, c) with c = 1 or 3 (W3C, Portable Network Graphics, sections 5, 11)."""
     height, width, channels = pixels.shape
 
     def chunk(kind: bytes, content: bytes) -> bytes:

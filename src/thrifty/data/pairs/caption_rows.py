@@ -1,9 +1,9 @@
-"""Captions of images: tokenised once, and given out as rows of equal length. In a folder of the cache:
+"""Captions of images: tokenized once into a cache folder, and padded to rows of equal length.
 
 train.bin, held_out.bin                 tokens of all captions
-train_counts.bin, held_out_counts.bin   int32 (n,), how many captions each image has
-train_ends.bin, held_out_ends.bin       int64 (m,), where each caption ends
-tokenizer.json                          the tokenizer they were made with
+train_counts.bin, held_out_counts.bin   int32 (n,), number of captions of each image
+train_ends.bin, held_out_ends.bin       int64 (m,), end of each caption
+tokenizer.json                          the tokenizer
 """
 
 from collections.abc import Callable, Iterator
@@ -29,14 +29,16 @@ from thrifty.kernels.example_rng import random_integers
 FORMAT = 1
 COUNT, END = np.dtype("<i4"), np.dtype("<i8")
 TOGETHER = 4096
-"""Images whose captions are tokenised at once."""
+"""Number of images whose captions are tokenized together."""
 START_OF_TEXT = "<|startoftext|>"
-"""What CLIP's own tokenizer puts in front of a text; a tokenizer that is trained has no such token."""
+"""First token of a text in CLIP's tokenizer; a trained tokenizer has no such token."""
 
 
 def prepare_captions(folder: Path, settings: DataSettings, source: str, say: Callable[[str], None]) -> TokenCache:
-    """The captions in a folder as tokens, kept in the cache; a tokenizer is trained on those to train on unless the
-    settings name one."""
+    """Return the cached tokens of the captions in a folder.
+
+    A tokenizer is trained on the training captions unless the settings name one.
+    """
     file = Path(settings.tokenizer).expanduser() if settings.tokenizer else None
     if file is None:
         tokenizer = f"trained {settings.vocabulary}"
@@ -54,15 +56,15 @@ def _build(folder: Path, file: Path | None, vocabulary: int, into: Path) -> None
     else:
         texts = (text for own in read_captions(folder, DataSplit.TRAIN) for text in own)
         tokenizer = train_tokenizer(texts, vocabulary)
-    with build_folder(into) as aside:
-        tokenizer.save(aside)
-        written = {part: _write(read_captions(folder, part), tokenizer, aside, part) for part in DataSplit}
+    with build_folder(into) as temporary:
+        tokenizer.save(temporary)
+        counts = {part: _write(read_captions(folder, part), tokenizer, temporary, part) for part in DataSplit}
         about = {"format": FORMAT, "type": token_type(tokenizer), "vocabulary": tokenizer.vocabulary}
-        write_manifest(aside, {**about, "captions": written})
+        write_manifest(temporary, {**about, "captions": counts})
 
 
 def _write(captions: Iterator[list[str]], tokenizer: TextTokenizer, folder: Path, part: DataSplit) -> int:
-    """The files of a part; returns how many captions there are."""
+    """Write the files of a part and return the number of captions."""
     counts, ends, end = [], [], 0
     with (folder / f"{part}.bin").open("wb") as file:
         while group := list(islice(captions, TOGETHER)):
@@ -78,16 +80,16 @@ def _write(captions: Iterator[list[str]], tokenizer: TextTokenizer, folder: Path
 
 @dataclass(frozen=True)
 class CaptionRows:
-    """The captions of one part's images, any of which can be had by itself, as rows of `length` tokens."""
+    """The captions of one part's images as rows of `length` tokens, with random access."""
 
     tokens: np.ndarray
-    """Of all captions, one after the other."""
+    """Tokens of all captions in sequence."""
     firsts: np.ndarray
-    """The number of each image's first caption (n,)."""
+    """Number of the first caption of each image (n,)."""
     counts: np.ndarray
-    """Captions of each image (n,), at least one."""
+    """Number of captions of each image (n,), at least one."""
     ends: np.ndarray
-    """Where each caption's tokens end (m,)."""
+    """End of the tokens of each caption (m,)."""
     tokenizer: TextTokenizer
     length: int
 
@@ -96,24 +98,26 @@ class CaptionRows:
 
     @property
     def sizes(self) -> np.ndarray:
-        """Tokens of each caption (m,)."""
+        """Number of tokens of each caption (m,)."""
         return np.diff(self.ends, prepend=0)
 
     @property
     def cut(self) -> float:
-        """The share of captions that are longer than a row."""
+        """Fraction of captions that are longer than a row."""
         return float((self.sizes > caption_length(self.tokenizer, self.length)).mean())
 
-    def said(self, image: int) -> list[str]:
-        """All captions of an image, as its tokens say them."""
-        places = range(self.firsts[image], self.firsts[image] + self.counts[image])
-        begins = (self.ends[place - 1] if place else 0 for place in places)
-        rows = (self.tokens[begin : self.ends[place]] for begin, place in zip(begins, places, strict=True))
+    def captions_of(self, image: int) -> list[str]:
+        """Return all captions of an image, decoded from their tokens."""
+        numbers = range(self.firsts[image], self.firsts[image] + self.counts[image])
+        begins = (self.ends[number - 1] if number else 0 for number in numbers)
+        rows = (self.tokens[begin : self.ends[number]] for begin, number in zip(begins, numbers, strict=True))
         return [self.tokenizer.decode(row.tolist()) for row in rows]
 
     def fields(self, indices: np.ndarray, keys: np.ndarray | None = None) -> dict[str, Tensor]:
-        """{"tokens": int64 (b, length), "keep": bool (b, length)} of these images (b,): of each the first caption, or
-        with keys uint64 (b,) the one that its key draws."""
+        """Return {"tokens": int64 (b, length), "keep": bool (b, length)} of images (b,).
+
+        The caption of an image is its first one, or with keys uint64 (b,) a random one seeded by its key.
+        """
         chosen = self.firsts[indices]
         if keys is not None:
             numbers = random_integers(keys, 1, skip=PER_PURPOSE * AugmentationDraw.CAPTION)[:, 0]
@@ -131,17 +135,17 @@ def open_captions(prepared: TokenCache, part: DataSplit, length: int) -> Caption
 
 
 def caption_rows(texts: list[str], tokenizer: TextTokenizer, length: int) -> dict[str, Tensor]:
-    """The rows that these texts are as captions, as a model is given them in training."""
+    """Return texts as rows of captions, as in training."""
     encoded = [np.array(tokens, np.int64) for tokens in tokenizer.encode_batch([clean_caption(text) for text in texts])]
     sizes = np.array([len(tokens) for tokens in encoded], np.int64)
     return _rows(np.concatenate([*encoded, np.zeros(0, np.int64)]), np.cumsum(sizes) - sizes, sizes, tokenizer, length)
 
 
 def caption_length(tokenizer: TextTokenizer, length: int) -> int:
-    """Tokens of a caption that a row has room for. Raises UsageError where that is none."""
+    """Return the largest number of caption tokens in a row. Raises UsageError for a row without room for any."""
     left = length - 1 - (_start(tokenizer) is not None)
     if left < 1:
-        raise UsageError(f"data.length is {length}: a caption has no room", fix="--set data.length=32")
+        raise UsageError(f"data.length is {length}, too short for a caption", fix="--set data.length=32")
     return left
 
 
@@ -152,8 +156,10 @@ def _start(tokenizer: TextTokenizer) -> int | None:
 def _rows(
     tokens: np.ndarray, begins: np.ndarray, sizes: np.ndarray, tokenizer: TextTokenizer, length: int
 ) -> dict[str, Tensor]:
-    """Captions that begin at these places of a stream (b,): [the start of text,] the caption, cut if need be, and the
-    end of text, which also fills the row up."""
+    """Return rows of captions that begin at these positions of a stream (b,).
+
+    A row has the start of text (if the tokenizer has one), the caption, cut if too long, and ends of text as padding.
+    """
     start, end = _start(tokenizer), tokenizer.end_of_text
     sizes = np.minimum(sizes, caption_length(tokenizer, length))
     before = 0 if start is None else 1

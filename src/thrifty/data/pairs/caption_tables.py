@@ -1,9 +1,13 @@
-"""Rows of images with captions out of .jsonl, .tsv and .parquet files.
+"""Tables of images with captions: .jsonl, .tsv and .parquet files.
 
-A row has its image under one of `IMAGES` or `CONTENTS`: a path, relative to the table's folder or absolute; the file's
-bytes, in JSON as base64; or, as data sets of the Hugging Face hub have it, {"bytes": ..., "path": ...}. It has its
-caption, or a list of several, under the column that was named, or one of `CAPTIONS`; and may say its part as "split".
-Several rows of one image are several captions of it. Nothing is ever fetched from an address.
+The image of a row is under one of `IMAGES` or `CONTENTS`:
+
+- a path, relative to the table's folder or absolute;
+- the bytes of the file, as base64 in JSON;
+- {"bytes": ..., "path": ...}, as in data sets of the Hugging Face hub.
+
+The caption, or a list of captions, is under the named column or one of `CAPTIONS`. The optional "split" is the part.
+Several rows of one image are several captions. URLs are never downloaded.
 """
 
 import base64
@@ -15,7 +19,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from thrifty.core.errors import UsageError, did_you_mean
-from thrifty.data.images.image_listing import GIVEN, is_image_name
+from thrifty.data.images.image_listing import PART_FOLDERS, is_image_name
 from thrifty.data.text.text_readers import arrow_for, check_characters, json_rows, lines, open_parquet
 from thrifty.data.train_split import DataSplit
 
@@ -28,7 +32,7 @@ SPLIT = "split"
 
 @dataclass(frozen=True)
 class CaptionedRow:
-    """An image and what is said of it. `image` is None where there is only a caption; `why` says what is wrong."""
+    """An image with its captions. `image` is None for captions without an image; `why` is the reason of an error."""
 
     name: str
     image: Path | bytes | None
@@ -36,11 +40,14 @@ class CaptionedRow:
     part: DataSplit | None = None
     why: str = ""
     outside: bool = False
-    """Whether an absolute path leads out of the table's folder."""
+    """True if an absolute path is outside of the table's folder."""
 
 
 def is_table(path: Path) -> bool:
-    """Whether a file is one of these, judged by its first row: tables of text have paths in them too."""
+    """Return True for a table of images with captions, judged by its first row.
+
+    Tables of text may contain paths, too.
+    """
     if path.suffix.lower() not in TABLES:
         return False
     try:
@@ -57,17 +64,17 @@ def is_table(path: Path) -> bool:
 
 
 def table_rows(path: Path, column: str = "") -> Iterator[CaptionedRow]:
-    """The rows of a table; `column` is that of the captions, where it is none of the known names.
+    """Yield the rows of a table; `column` is the column of captions, unless it has a known name.
 
-    Raises UsageError with the place of a row that is no pair: a column that is not there, another kind of value, a path
-    that leads out of the folder, a part that is none.
+    Raises UsageError with the position of an invalid row: a missing column, a value of another type, a relative path
+    out of the folder, or an unknown part.
     """
     for where, row in _dictionaries(path, column):
         yield _row(row, column, where, path.parent)
 
 
 def table_paths(path: Path, column: str = "") -> Iterator[Path]:
-    """The image files that a table names."""
+    """Yield the image files of a table."""
     if path.suffix.lower() == ".parquet" and not _names_files(path):
         return
     yield from (row.image for row in table_rows(path, column) if isinstance(row.image, Path))
@@ -87,7 +94,7 @@ def _row(row: Mapping[str, Any], column: str, where: str, root: Path) -> Caption
         return CaptionedRow(name, value, captions, part)
     if not isinstance(value, str):
         raise UsageError(
-            f"{where}: {key!r} holds {type(value).__name__}, no path or bytes", fix="name the image's file"
+            f"{where}: {key!r} holds {type(value).__name__}, not a path or bytes", fix="write the path of the image"
         )
     check_characters(value, f"{where}: the image")
     if embedded or value.startswith("data:"):
@@ -98,7 +105,7 @@ def _row(row: Mapping[str, Any], column: str, where: str, root: Path) -> Caption
 
 def _of_path(value: str, root: Path, row: CaptionedRow, where: str) -> CaptionedRow:
     if "://" in value or "\0" in value:
-        why = "an address, and nothing is fetched" if "://" in value else "its path holds a NUL character"
+        why = "a URL, which is not downloaded" if "://" in value else "its path contains a NUL character"
         return CaptionedRow(row.name, None, row.captions, row.part, why)
     path = Path(os.path.normpath(value))
     if path.is_absolute():
@@ -106,8 +113,8 @@ def _of_path(value: str, root: Path, row: CaptionedRow, where: str) -> Captioned
         return CaptionedRow(row.name, path, row.captions, row.part, outside=outside)
     if path.parts[:1] == ("..",):
         raise UsageError(
-            f"{where}: the image {value!r} lies outside of {root}",
-            fix="put it below that folder, or give its absolute path if it is meant",
+            f"{where}: the image {value!r} is outside of {root}",
+            fix="move it below that folder, or write its absolute path",
         )
     return CaptionedRow(row.name, root / path, row.captions, row.part)
 
@@ -117,7 +124,7 @@ def _captions(value: Any, where: str) -> tuple[str, ...]:
     for text in texts:
         if not isinstance(text, str):
             raise UsageError(
-                f"{where}: a caption is {type(text).__name__}, not text", fix="set data.column to a text one"
+                f"{where}: a caption is {type(text).__name__}, not text", fix="set data.column to a column of text"
             )
         check_characters(text, f"{where}: the caption")
     return tuple(texts)
@@ -126,13 +133,15 @@ def _captions(value: Any, where: str) -> tuple[str, ...]:
 def _part(value: Any, where: str) -> DataSplit | None:
     if value is None or value == "":
         return None
-    if not isinstance(value, str) or value not in GIVEN:
-        raise UsageError(f"{where}: {SPLIT!r} is {value!r}, which is no part", fix=did_you_mean(str(value), GIVEN))
-    return GIVEN[value]
+    if not isinstance(value, str) or value not in PART_FOLDERS:
+        raise UsageError(
+            f"{where}: {SPLIT!r} is {value!r}, not a known part", fix=did_you_mean(str(value), PART_FOLDERS)
+        )
+    return PART_FOLDERS[value]
 
 
 def _decoded(text: str) -> bytes:
-    """The bytes of base64, or of a data URI; none where it is damaged."""
+    """Return the bytes of base64 or of a data URL; empty if it is damaged."""
     try:
         return base64.b64decode(text.rpartition(",")[2], validate=True)
     except (binascii.Error, ValueError):
@@ -149,12 +158,12 @@ def _captions_column(row: Mapping[str, Any], column: str) -> str | None:
 
 def _refuse_columns(row: Mapping[str, Any], image: str | None, column: str, where: str) -> NoReturn:
     if image is None:
-        lacking, fix = "image", f"call the image's column one of {', '.join((*IMAGES, *CONTENTS))}"
+        missing, fix = "image", f"rename the image column to one of {', '.join((*IMAGES, *CONTENTS))}"
     elif column:
-        lacking, fix = repr(column), "set data.column to the one that holds the captions"
+        missing, fix = repr(column), "set data.column to the column of captions"
     else:
-        lacking, fix = "caption", f"set data.column, or call the captions' column one of {', '.join(CAPTIONS)}"
-    raise UsageError(f"{where}: no column {lacking}; there are: {', '.join(sorted(row)) or 'none'}", fix=fix)
+        missing, fix = "caption", f"set data.column, or rename the caption column to one of {', '.join(CAPTIONS)}"
+    raise UsageError(f"{where}: no column {missing}; there are: {', '.join(sorted(row)) or 'none'}", fix=fix)
 
 
 def _dictionaries(path: Path, column: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -164,7 +173,7 @@ def _dictionaries(path: Path, column: str) -> Iterator[tuple[str, Mapping[str, A
 
 
 def _tab_separated(path: Path, column: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """With a heading, or else of two columns, image and caption."""
+    """Yield the rows of a .tsv file with a heading, or of two columns, image and caption."""
     heading: list[str] | None = None
     for number, line in lines(path):
         if not line.strip():
@@ -172,33 +181,33 @@ def _tab_separated(path: Path, column: str) -> Iterator[tuple[str, dict[str, str
         values = line.split("\t")
         if heading is None:
             names = [value.strip() if value == column else value.strip().lower() for value in values]
-            titled = _first(dict.fromkeys(names), (*IMAGES, *CONTENTS))
-            heading = names if titled else [IMAGES[0], column or CAPTIONS[0]]
-            if titled:
+            is_heading = _first(dict.fromkeys(names), (*IMAGES, *CONTENTS)) is not None
+            heading = names if is_heading else [IMAGES[0], column or CAPTIONS[0]]
+            if is_heading:
                 continue
         if len(values) != len(heading):
             raise UsageError(
-                f"{path}, line {number}: {len(values)} columns, where there should be {len(heading)}",
+                f"{path}, line {number}: {len(values)} columns instead of {len(heading)}",
                 fix=f"write: {', tab, '.join(heading)}",
             )
         yield f"{path}, line {number}", dict(zip(heading, values, strict=True))
 
 
 def _parquet(path: Path, column: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Only the columns that are needed are read."""
+    """Yield the rows of a .parquet file, of which only the required columns are read."""
     with open_parquet(path) as file:
-        there = dict.fromkeys(file.schema_arrow.names)
-        image, caption = _first(there, (*IMAGES, *CONTENTS)), _captions_column(there, column)
+        names = dict.fromkeys(file.schema_arrow.names)
+        image, caption = _first(names, (*IMAGES, *CONTENTS)), _captions_column(names, column)
         if image is None or caption is None:
-            _refuse_columns(there, image, column, str(path))
-        wanted = [name for name in (image, caption, SPLIT) if name in there]
-        batches = file.iter_batches(batch_size=64, columns=wanted)
+            _refuse_columns(names, image, column, str(path))
+        required = [name for name in (image, caption, SPLIT) if name in names]
+        batches = file.iter_batches(batch_size=64, columns=required)
         for number, row in enumerate((row for rows in batches for row in rows.to_pylist()), start=1):
             yield f"{path}, row {number}", row
 
 
 def _names_files(path: Path) -> bool:
-    """Whether a Parquet file's images may be paths, not the files themselves."""
+    """Return True if the images of a Parquet file may be paths instead of bytes."""
     types = arrow_for(path).types
     try:
         with open_parquet(path) as file:
@@ -206,4 +215,4 @@ def _names_files(path: Path) -> bool:
             kind = None if image is None else file.schema_arrow.field(image).type
             return kind is not None and not types.is_binary(kind) and not types.is_large_binary(kind)
     except UsageError:
-        return False  # it is said when rows are read
+        return False  # the error is raised when rows are read

@@ -1,6 +1,6 @@
-"""Images with captions in a folder: the arrays of `image_arrays.py`, and beside them for each part
+"""Arrays of images with captions: a folder with the arrays of `image_arrays.py` and the captions of each part.
 
-train_captions.jsonl, held_out_captions.jsonl   a line for each image: the list of its captions
+train_captions.jsonl, held_out_captions.jsonl   one line for each image: the list of its captions
 """
 
 import json
@@ -16,7 +16,7 @@ from thrifty.data.train_split import DataSplit
 
 
 def clean_caption(text: str) -> str:
-    """A caption on one line: white space and control characters become single spaces."""
+    """Return a caption on one line, with white space and control characters replaced by single spaces."""
     return " ".join("".join(" " if unicodedata.category(sign) == "Cc" else sign for sign in text).split())
 
 
@@ -27,8 +27,10 @@ def captions_file(part: DataSplit) -> str:
 def write_captioned(
     folder: Path, images: Iterable[tuple[DataSplit, np.ndarray, list[str]]], **also: Any
 ) -> dict[DataSplit, int]:
-    """Images with their parts and captions as the files of a folder, see `write_arrays`. The list of an image's
-    captions may grow until all images have come."""
+    """Write images with their parts and captions to the files of a folder, see `write_arrays`.
+
+    The list of an image's captions may grow until `images` is exhausted.
+    """
     captions: dict[DataSplit, list[list[str]]] = {part: [] for part in DataSplit}
 
     def pixels() -> Iterator[tuple[DataSplit, np.ndarray, int]]:

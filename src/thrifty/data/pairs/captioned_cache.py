@@ -1,5 +1,6 @@
-"""Images with captions of a user's own files, decoded once into a folder of the cache; what cannot be used is left out,
-counted and named: images without a caption, captions without an image, and what cannot be read.
+"""Cache of a user's images with captions, decoded once.
+
+Images without a caption, captions without an image, and unreadable files are left out, counted and named.
 """
 
 import hashlib
@@ -24,9 +25,9 @@ FORMAT = 1
 
 
 def prepare_captioned(source: CaptionedSource, settings: DataSettings, side: int, say: Callable[[str], None]) -> Path:
-    """The arrays and captions of a source, images `side` pixels high and wide; decoded where they are not in the cache.
+    """Return the cached arrays and captions of a source, with images `side` pixels high and wide.
 
-    Raises UsageError where no image with a caption is left.
+    Raises UsageError if no image with a caption is left.
     """
     pillow()
     key = cache_key("image pairs", FORMAT, side, settings.held_out, settings.column, source.identity())
@@ -40,22 +41,25 @@ def prepare_captioned(source: CaptionedSource, settings: DataSettings, side: int
 
 def _build(source: CaptionedSource, settings: DataSettings, side: int, into: Path, say: Callable[[str], None]) -> None:
     reading = CaptionedImport(source, side, settings.held_out)
-    with build_folder(into) as aside:
-        counts = write_captioned(aside, reading.images())
-        found = {kind: left_out for kind, left_out in reading.left_out.items() if left_out.count}
-        for kind, left_out in found.items():
+    with build_folder(into) as temporary:
+        counts = write_captioned(temporary, reading.images())
+        skipped = {kind: left_out for kind, left_out in reading.left_out.items() if left_out.count}
+        for kind, left_out in skipped.items():
             say(f"left out, {kind}: {left_out.count} ({left_out})")
         if reading.outside:
             first, count = printable(str(reading.outside[0])), len(reading.outside)
-            say(f"{count} of the images lie outside of the table's folder, by their absolute paths; the first: {first}")
-        left_out_counts = {kind: left_out.count for kind, left_out in found.items()}
-        named = [name for left_out in found.values() for name in left_out.named]
+            say(f"{count} images are outside of the table's folder, by their absolute paths; the first: {first}")
+        left_out_counts = {kind: left_out.count for kind, left_out in skipped.items()}
+        named = [name for left_out in skipped.values() for name in left_out.named]
         about = {"source": printable(settings.source), "images": counts, "left_out": left_out_counts, "named": named}
-        write_manifest(aside, {"format": FORMAT, **about})
+        write_manifest(temporary, {"format": FORMAT, **about})
 
 
 class CaptionedImport:
-    """One pass over a source: every image once, with all its captions when the pass is over, and what is left out."""
+    """One pass over a source, which yields every image once and counts left-out rows.
+
+    The captions of an image are complete at the end of the pass.
+    """
 
     def __init__(self, source: CaptionedSource, side: int, held_out: float):
         self.source, self.side, self.share = source, side, held_out
@@ -70,7 +74,8 @@ class CaptionedImport:
         }
 
     def images(self) -> Iterator[tuple[DataSplit, np.ndarray, list[str]]]:
-        bare: dict[Path | bytes, str] = {}
+        """Yield the part, the pixels and the growing list of captions of each image."""
+        without_caption: dict[Path | bytes, str] = {}
         broken: set[Path | bytes] = set()
         for row in self.source.rows():
             own = [text for each in row.captions if (text := clean_caption(each))]
@@ -78,14 +83,14 @@ class CaptionedImport:
                 self.unreadable.add(row.name, row.why)
             elif row.image is None:
                 self.no_image.add(row.name, "no image")
-            elif (image := _known_by(row.image)) in broken:
+            elif (image := _image_id(row.image)) in broken:
                 continue
             elif not own:
-                bare.setdefault(image, row.name)
+                without_caption.setdefault(image, row.name)
             elif row.part and self.parts.get(image, row.part) is not row.part:
-                self.unreadable.add(row.name, f"its image is in the other part, {self.parts[image]}, already")
-            elif (known := self.captions.get(image)) is not None:
-                known += [text for text in own if text not in known]
+                self.unreadable.add(row.name, f"its image is already in the other part, {self.parts[image]}")
+            elif (captions := self.captions.get(image)) is not None:
+                captions += [text for text in own if text not in captions]
             elif (pixels := self._decoded(row, row.image)) is not None:
                 self.captions[image] = list(dict.fromkeys(own))
                 self.outside += [row.image] if row.outside and isinstance(row.image, Path) else []
@@ -93,7 +98,7 @@ class CaptionedImport:
                 yield self.parts[image], pixels, self.captions[image]
             else:
                 broken.add(image)
-        for image, name in bare.items():
+        for image, name in without_caption.items():
             if image not in self.captions:
                 self.no_caption.add(name, "no caption")
 
@@ -108,5 +113,5 @@ class CaptionedImport:
             return None
 
 
-def _known_by(image: Path | bytes) -> Path | bytes:
+def _image_id(image: Path | bytes) -> Path | bytes:
     return hashlib.blake2b(image, digest_size=16).digest() if isinstance(image, bytes) else image

@@ -1,8 +1,12 @@
-"""Where images with captions come from: a folder, or a table whose rows say which image goes with which text.
+"""Sources of images with captions: a folder, or a table of pairs.
 
-A folder has a table in it (captions.jsonl, captions.tsv, captions.parquet, metadata.jsonl), or captions.txt with a line
-for each image in the order of their names, or beside each image a text file of its name with a caption on each line.
-It may hold such folders called train, and val or test. A table's row names an image by its path, or holds it.
+A folder contains one of
+
+- a table: captions.jsonl, captions.tsv, captions.parquet or metadata.jsonl;
+- captions.txt with a line for each image, in the order of the file names;
+- for each image a text file of the same name, with a caption on each line.
+
+It may contain such folders named train, and val or test. A row of a table has the path or the bytes of an image.
 """
 
 import os
@@ -26,21 +30,21 @@ from thrifty.data.text.text_readers import lines
 NAMED_TABLES = ("captions.jsonl", "captions.tsv", "captions.parquet", "metadata.jsonl")
 IN_ORDER = "captions.txt"
 ANY_COLUMN = "text"
-"""What `data.column` is unless set: then a caption may stand in any of the columns that are known."""
+"""Default of `data.column`, with which captions may be in any of the known columns."""
 
 
 class CaptionedSource(Protocol):
-    """What gives images with captions."""
+    """A source of images with captions."""
 
     def rows(self) -> Iterator[CaptionedRow]:
-        """Every image with captions, and what lacks the one or the other; always in the same order."""
+        """Yield every image with captions, and rows without image or caption, always in the same order."""
 
     def identity(self) -> str:
-        """A hash that changes when the rows may have changed."""
+        """Return a hash that changes when the rows may have changed."""
 
 
 def holds_captioned(source: str) -> bool:
-    """Whether a path is a table of images with captions, or a folder of images with captions."""
+    """Return True for a table or a folder of images with captions."""
     path = Path(source).expanduser()
     if path.is_dir():
         return has_image_files(path) and any(_has_captions(root) for _, root in split_folders(path))
@@ -48,25 +52,30 @@ def holds_captioned(source: str) -> bool:
 
 
 def open_captioned(source: str, column: str) -> CaptionedSource:
-    """Raises UsageError where the path is none of what this file reads; `column` is that of a table's captions."""
-    path, wanted = Path(os.path.abspath(Path(source).expanduser())), "" if column == ANY_COLUMN else column
+    """Return the source of a path; `column` is the column of captions in a table.
+
+    Raises UsageError for a path of another kind.
+    """
+    path, captions = Path(os.path.abspath(Path(source).expanduser())), "" if column == ANY_COLUMN else column
     if path.is_file() and path.suffix.lower() in TABLES:
-        return CaptionTable(path, wanted)
+        return CaptionTable(path, captions)
     if path.is_dir() and has_image_files(path) and any(_has_captions(root) for _, root in split_folders(path)):
-        return CaptionedFolder(path, wanted)
+        return CaptionedFolder(path, captions)
     if path.is_dir():
         what = "images, but no captions" if has_image_files(path) else "no images"
         raise UsageError(
-            f"{path}: {what}", fix='put captions.jsonl there, with lines such as {"image": "a.jpg", "caption": "..."}'
+            f"{path}: {what}", fix='add captions.jsonl, with lines such as {"image": "a.jpg", "caption": "..."}'
         )
     if path.is_file():
-        raise UsageError(f"{path}: cannot read captions from {path.suffix} files", fix="give .jsonl, .tsv or .parquet")
+        raise UsageError(
+            f"{path}: cannot read captions from {path.suffix} files", fix="convert it to .jsonl, .tsv or .parquet"
+        )
     raise UsageError(f"{source}: no such file or folder", fix="check data.source, or see `thrifty data list`")
 
 
 @dataclass(frozen=True)
 class CaptionTable:
-    """A .jsonl, .tsv or .parquet file; images' paths are relative to its folder."""
+    """A .jsonl, .tsv or .parquet file, with paths of images relative to its folder."""
 
     path: Path
     column: str = ""
@@ -80,7 +89,7 @@ class CaptionTable:
 
 @dataclass(frozen=True)
 class CaptionedFolder:
-    """A folder, or folders of parts in it, each with its captions in one of the ways."""
+    """A folder of images with captions, or its folders of the parts."""
 
     path: Path
     column: str = ""
@@ -99,15 +108,15 @@ class CaptionedFolder:
 
     def _rows_of(self, root: Path) -> Iterator[CaptionedRow]:
         if table := _table_in(root):
-            named = set()
+            in_table = set()
             for row in table_rows(table, self.column):
-                named.add(row.image)
+                in_table.add(row.image)
                 yield row
-            yield from (CaptionedRow(_name(path, root), path) for path in images_below(root) if path not in named)
+            yield from (CaptionedRow(_name(path, root), path) for path in images_below(root) if path not in in_table)
         elif _is_list(root):
-            yield from _in_order(root)
+            yield from _rows_of_list(root)
         else:
-            yield from _beside(root)
+            yield from _rows_of_text_files(root)
 
 
 def _has_captions(root: Path) -> bool:
@@ -119,24 +128,24 @@ def _table_in(root: Path) -> Path | None:
 
 
 def _is_list(root: Path) -> bool:
-    """Whether captions.txt is a list of captions, not that of an image of this name."""
+    """Return True if captions.txt is a list of captions, and not the caption of an image of this name."""
     path = root / IN_ORDER
     return path.is_file() and not any(_caption_of(image) == path for image in images_below(root))
 
 
-def _in_order(root: Path) -> Iterator[CaptionedRow]:
+def _rows_of_list(root: Path) -> Iterator[CaptionedRow]:
     images = list(images_below(root))
     captions = [text for _, text in lines(root / IN_ORDER)]
     if len(images) != len(captions):
         raise UsageError(
-            f"{root / IN_ORDER} has {len(captions)} lines and {root} has {len(images)} images",
-            fix="give each image its line, or name both in captions.tsv: image, tab, caption",
+            f"{root / IN_ORDER} has {len(captions)} lines, but {root} has {len(images)} images",
+            fix="write one line for each image, or use captions.tsv with lines of image, tab, caption",
         )
     for path, text in zip(images, captions, strict=True):
         yield CaptionedRow(_name(path, root), path, (text,))
 
 
-def _beside(root: Path) -> Iterator[CaptionedRow]:
+def _rows_of_text_files(root: Path) -> Iterator[CaptionedRow]:
     used = set()
     for path in images_below(root):
         caption = _caption_of(path)

@@ -1,7 +1,6 @@
-"""Images with captions ready to learn from: what a recipe's data settings lead to where an objective learns from pairs.
+"""Image-text pairs of a recipe: opened, decoded once into the cache, and ready for training.
 
-Everything is decoded once and kept in the cache. What is held out is what the source says, else goes by the hash of the
-image file, so that copies are on the same side.
+The split is that of the source, or by the hash of each image file, so that copies are on the same side.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -36,13 +35,13 @@ from thrifty.data.train_split import DataSplit
 
 
 def holds_image_pairs(source: str) -> bool:
-    """Whether a source is a known set of images with captions, or a file or folder of them."""
+    """Return True for a known set of images with captions, and for a file or folder of them."""
     return entries()[source].kind == "pairs" if source in entries() else holds_captioned(source)
 
 
 @dataclass(frozen=True)
 class CaptionedImages:
-    """The images of one part, each with a caption (see `IndexedExamples`)."""
+    """The images of one part with captions, as `IndexedExamples`."""
 
     images: ImageArrays
     captions: CaptionRows
@@ -51,7 +50,10 @@ class CaptionedImages:
         return len(self.images)
 
     def fields(self, indices: np.ndarray) -> dict[str, Tensor]:
-        """{"inputs": (b, c, h, w), "tokens": (b, t), "keep": (b, t)}: images as they are, with their first captions."""
+        """Return images without augmentation and their first captions.
+
+        {"inputs": (b, c, h, w), "tokens": (b, t), "keep": (b, t)}.
+        """
         return {**self.images.fields(indices), **self.captions.fields(indices)}
 
     def example_index(self) -> ExampleIndex:
@@ -64,11 +66,11 @@ class CaptionedImages:
 
 
 class TrainingPairs(EpochsByKey):
-    """Images in epochs, changed as the recipe says, each with one of its captions: a pure function of (seed, number of
-    the example in the run).
+    """Augmented images in epochs, each with one of its captions.
 
-    {"inputs": (b, c, h, w), "tokens": int64 (b, t), "keep": bool (b, t), "key": int64 (b,)}. A caption ends with the
-    end of text, which also fills the row up; "keep" is False on the filling.
+    Examples are a pure function of (seed, number of the example in the run). {"inputs": (b, c, h, w), "tokens": int64
+    (b, t), "keep": bool (b, t), "key": int64 (b,)}. A caption ends with the end of text, which is also the padding;
+    "keep" is False on padding.
     """
 
     contents: CaptionedImages
@@ -85,7 +87,7 @@ class TrainingPairs(EpochsByKey):
 
 @dataclass(frozen=True)
 class PairData:
-    """See `run_data.RunData`."""
+    """Opened images with captions, see `run_data.RunData`."""
 
     source: str
     train: BatchSource
@@ -95,9 +97,9 @@ class PairData:
     identity: Mapping[str, str]
     parts: Mapping[DataSplit, CaptionedImages]
     left_out: Mapping[str, int]
-    """How many files or rows are left out, by the reason."""
+    """Number of left-out files or rows by reason."""
     named: tuple[str, ...] = ()
-    """The first of them, each with the reason."""
+    """Names of the first left-out files or rows, each with the reason."""
 
     example_unit = 1
 
@@ -119,7 +121,7 @@ class PairData:
         }
 
     def previews(self, numbers: Sequence[int]) -> list[ExamplePreview]:
-        raise RefusedError("images with captions cannot be shown", fix="look at images or text")
+        raise RefusedError("images with captions have no previews", fix="preview images or text")
 
     def pictures(self, inputs: Tensor) -> list[str]:
         return input_pictures(inputs, self.ends.images)
@@ -132,15 +134,15 @@ class PairData:
 
 
 def open_image_pairs(settings: DataSettings, seed: int, side: int | None, say: Callable[[str], None]) -> PairData:
-    """Open the images with captions of a recipe; the first time, images are decoded and captions tokenised.
+    """Return the opened images with captions of a recipe, decoded and tokenized the first time.
 
-    `side` is that of images in pixels where neither the settings nor a known set say. Raises UsageError where the
-    source or a setting is not what it must be, or there are fewer pairs than one batch.
+    `side` is the image size in pixels if neither the settings nor a known set has one. Raises UsageError for an invalid
+    source or setting, and for fewer pairs than one batch.
     """
     if not settings.tokenizer:
         check_vocabulary(settings.vocabulary)
     _refuse_settings(settings)
-    folder, identity, said = _open(settings, settings.size or side, say)
+    folder, identity, facts = _open(settings, settings.size or side, say)
     prepared = prepare_captions(folder, settings, settings.source, say)
     images = open_arrays(folder, settings.size)
     parts = {
@@ -159,13 +161,13 @@ def open_image_pairs(settings: DataSettings, seed: int, side: int | None, say: C
         tokenizer=prepared.tokenizer,
         identity={f"images/{name}": sha256 for name, sha256 in identity.items()} | hashes,
         parts=parts,
-        left_out=said.get("left_out", {}),
-        named=tuple(said.get("named", ())),
+        left_out=facts.get("left_out", {}),
+        named=tuple(facts.get("named", ())),
     )
 
 
 def _open(settings: DataSettings, side: int | None, say: Callable[[str], None]) -> tuple[Path, dict, dict]:
-    """The folder of arrays and captions, the sha256 of its files, and what was said when they were made."""
+    """Return the folder of arrays and captions, the sha256 of its files, and its manifest."""
     if settings.source in entries():
         entry = entries()[settings.source]
         if entry.kind != "pairs":
@@ -185,13 +187,13 @@ def _refuse_settings(settings: DataSettings) -> None:
     for name in ("mixup", "cutmix"):
         if how is not None and getattr(how, name):
             raise UsageError(
-                f"data.augment.{name} mixes labels of images, and captions cannot be mixed",
+                f"data.augment.{name} mixes labels of images, but captions cannot be mixed",
                 fix=f"leave data.augment.{name} out",
             )
 
 
 class ImagesWithCaptions(DataKind):
-    """Images, each with captions."""
+    """Images with captions."""
 
     name, own_settings = "pairs", ("size", "augment")
 

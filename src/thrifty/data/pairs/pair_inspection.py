@@ -1,4 +1,4 @@
-"""Summarize a source of images with captions."""
+"""Summary of a source of images with captions."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -15,7 +15,7 @@ from thrifty.kernels.keyed_permutation import permute
 
 @dataclass(frozen=True)
 class PairSummary:
-    """Counts are by part: "train" and "held_out"; what is said of captions is of those to train on."""
+    """Summary of a source, with counts by part ("train" and "held_out") and statistics of training captions."""
 
     source: str
     side: int
@@ -26,21 +26,23 @@ class PairSummary:
     std: list[float]
     vocabulary: int
     length: int
-    """Tokens of a caption that an example has room for."""
+    """Largest number of caption tokens in an example."""
     tokens_per_caption: float
     longest: int
     cut: float
-    """The share of captions that are longer."""
+    """Fraction of longer captions."""
     left_out: dict[str, int]
-    """How many files or rows are left out, by the reason."""
+    """Number of left-out files or rows by reason."""
     named: list[str]
     examples: list[list[str]]
-    """The captions of some training images, as tokens say them."""
+    """Captions of some training images, decoded from their tokens."""
 
 
 def inspect_pairs(settings: DataSettings, examples: int, say: Callable[[str], None]) -> PairSummary:
-    """Prepare a source of images with captions if need be and describe it. Raises UsageError as `open_image_pairs`
-    does."""
+    """Return the summary of a source of images with captions, which is prepared first if necessary.
+
+    Raises UsageError as `open_image_pairs` does.
+    """
     data = open_image_pairs(replace(settings, batch=1), 0, FOLDER_SIDE, say)
     train, ends = data.parts[DataSplit.TRAIN], data.ends.images
     sizes = train.captions.sizes
@@ -60,5 +62,5 @@ def inspect_pairs(settings: DataSettings, examples: int, say: Callable[[str], No
         cut=train.captions.cut,
         left_out=dict(data.left_out),
         named=list(data.named),
-        examples=[train.captions.said(int(place)) for place in chosen],
+        examples=[train.captions.captions_of(int(image)) for image in chosen],
     )

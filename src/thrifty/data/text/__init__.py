@@ -1,1 +1,1 @@
-"""Text: sources, readers, token cache, windows, pairs of texts."""
+"""Text data: sources, readers, token cache, windows and pairs of texts."""

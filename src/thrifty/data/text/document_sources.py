@@ -1,7 +1,7 @@
-"""Documents of a source, one at a time: a file, a folder, a known set, or a data set of the Hugging Face hub.
+"""Sources of documents: a file, a folder, a known set, or a data set of the Hugging Face hub.
 
-`open_source` finds out what was named; a `DocumentSource` can be read as often as needed and says when its contents
-changed.
+`open_source` finds the source of a name. A `DocumentSource` can be read repeatedly, and its identity changes with its
+contents.
 """
 
 import hashlib
@@ -35,23 +35,24 @@ UNREAD = {".csv", ".tsv", ".json", ".arrow", ".gz", ".zst", ".zip", ".tar"}
 
 
 class DocumentSource(Protocol):
-    """Where documents come from."""
+    """A source of documents."""
 
     def documents(self) -> Iterator[str]:
-        """Every document, none of them blank; always in the same order."""
+        """Yield every document that is not blank, always in the same order."""
 
     def identity(self) -> str:
-        """A hash that changes when the documents may have changed."""
+        """Return a hash that changes when the documents may have changed."""
 
     def left_out(self) -> str:
-        """Count and name the files that could not be read, once the documents have been; nothing where all were."""
+        """Return a message that counts and names unreadable files, after `documents`; empty if there are none."""
         return ""
 
 
 def open_source(source: str, column: str = "text") -> DocumentSource:
-    """What `source` names: a known set first, then a path (write ./kjv for a folder called kjv), or hub:owner/name.
+    """Return the source of a name: a known set, a path, or hub:owner/name.
 
-    Raises UsageError where it names nothing that can be read.
+    A known set is found before a path of the same name; write ./kjv for a folder named kjv. Raises UsageError for a
+    name without a readable source.
     """
     if source.startswith(HUB):
         return HubSource(source.removeprefix(HUB), column)
@@ -72,15 +73,17 @@ def open_source(source: str, column: str = "text") -> DocumentSource:
 
 @dataclass(frozen=True)
 class FileSource(DocumentSource):
-    """Files read in this order: .jsonl and .parquet row by row, any other file as text. Of a folder, text files that
-    cannot be read are left out."""
+    """Files in order: .jsonl and .parquet row by row, any other file as text.
+
+    Unreadable text files of a folder are left out.
+    """
 
     files: tuple[Path, ...]
     column: str = "text"
     folder: bool = False
-    """Whether each text file is one document; a text file given by itself is cut into passages."""
+    """True if each text file is one document; a single text file is cut into passages."""
     unread: dict[Path, str] = field(default_factory=dict, compare=False)
-    """Files of the folder that are left out, each with the reason."""
+    """Left-out files of the folder, each with the reason."""
 
     def documents(self) -> Iterator[str]:
         for path in self.files:
@@ -105,8 +108,7 @@ class FileSource(DocumentSource):
 
 @dataclass(frozen=True)
 class FetchedSet(DocumentSource):
-    """A set of texts or conversations that `thrifty data get` brought into the cache. Raises IntegrityError where its
-    files are damaged."""
+    """A downloaded set of texts or conversations. Raises IntegrityError if its files are damaged."""
 
     entry: CatalogueEntry
 
@@ -124,11 +126,11 @@ class FetchedSet(DocumentSource):
 
 @dataclass(frozen=True)
 class HubSource(DocumentSource):
-    """The training split of a data set by its name on the Hugging Face hub, or of a local folder of that name."""
+    """The training split of a data set of the Hugging Face hub, or of a local folder of that name."""
 
     dataset: str
     column: str
-    remedy: ClassVar[str] = "check the name, that it has a split called train, and that it can be reached"
+    remedy: ClassVar[str] = "check the name, the network, and that the set has a split called train"
 
     @property
     def label(self) -> str:
@@ -142,24 +144,25 @@ class HubSource(DocumentSource):
             yield from row_texts(((f"{self.label}, row {number}", row) for number, row in numbered), self.column)
 
     def splits(self) -> Mapping[str, Any]:
-        """Return the rows of every split by its name. Raises UsageError where the set cannot be read."""
+        """Return the rows of every split by its name. Raises UsageError if the set cannot be read."""
         with self._library() as datasets:
             return self.all_rows(datasets)
 
     @contextmanager
     def _library(self) -> Iterator[ModuleType]:
-        """Lend the datasets package. Raises UsageError where it is absent, and for its errors."""
+        """Yield the datasets package. Raises UsageError if it is not installed, and for its errors."""
         try:
             import datasets
         except ImportError:
             raise UsageError(
-                f"{self.label} needs the datasets package, which is not installed", fix="pip install 'thrifty[hub]'"
+                f"{self.label} requires the datasets package, which is not installed",
+                fix="pip install 'thrifty[hub]'",
             ) from None
         try:
             yield datasets
         except UsageError:
             raise
-        except Exception as error:  # the library raises errors of a dozen packages; all mean that the set is not there
+        except Exception as error:  # the library raises errors of many packages if the set cannot be read
             raise UsageError(f"{self.label} cannot be read: {reason_of(error)}", fix=self.remedy) from error
 
     def training_rows(self, datasets: ModuleType) -> Any:
@@ -169,15 +172,15 @@ class HubSource(DocumentSource):
         return datasets.load_dataset(self.dataset)
 
     def identity(self) -> str:
-        """The name alone: what was prepared once is used without asking the network again."""
+        """Return a hash of the name only, so that prepared tokens are reused without network access."""
         return _hash(self.label)
 
 
 @dataclass(frozen=True)
 class SavedDataset(HubSource):
-    """A folder that `datasets` wrote by `save_to_disk`: the data set, or its training split."""
+    """A folder written by `save_to_disk` of `datasets`: the data set, or its training split."""
 
-    remedy: ClassVar[str] = "write the folder again by `save_to_disk`, with a split called train if it has splits"
+    remedy: ClassVar[str] = "write the folder again with `save_to_disk`, with a split called train if it has splits"
 
     @property
     def label(self) -> str:
@@ -190,7 +193,7 @@ class SavedDataset(HubSource):
         rows = datasets.load_from_disk(self.dataset)
         splits = rows if isinstance(rows, dict) else {"train": rows}
         for each in splits.values():
-            each.data.validate(full=True)  # an offset beyond the end of a damaged file would be followed
+            each.data.validate(full=True)  # offsets of a damaged file may point beyond its end
         return splits
 
     def identity(self) -> str:
@@ -203,18 +206,18 @@ def is_saved_dataset(folder: Path) -> bool:
 
 
 _NO_TEXT = {
-    "model": ("a pretrained model", "name a text set: see `thrifty data list`"),
+    "model": ("a pretrained model", "set data.source to a text set, see `thrifty data list`"),
     "chats": ("a set of conversations", "set objective.name = chat_answers"),
     "images": (
         "a set of images",
-        "set objective.name = classification, and a model of images such as model.preset = vit-nano",
+        "set objective.name = classification, and an image model such as model.preset = vit-nano",
     ),
     "pairs": (
         "a set of images with captions",
-        "set objective.name = contrastive, and a model of both such as model.preset = clip-nano",
+        "set objective.name = contrastive, and an image-text model such as model.preset = clip-nano",
     ),
 }
-"""Kinds of entries that are no text, and what to do about each."""
+"""Kinds of entries without text, with their description and a fix."""
 
 
 def _named(entry: CatalogueEntry) -> DocumentSource:
@@ -229,12 +232,14 @@ def _named(entry: CatalogueEntry) -> DocumentSource:
 
 
 def _files_below(folder: Path, unread: dict[Path, str]) -> tuple[Path, ...]:
-    """Every file below the folder in sorted order, without hidden ones and binary ones (except .parquet); what is no
-    file that can be read goes into `unread`."""
+    """Return every file below the folder in sorted order, without hidden and binary files (except .parquet).
+
+    Unreadable files are added to `unread`.
+    """
     files: list[Path] = []
     for root, inner, names in os.walk(folder):
         if is_saved_dataset(Path(root)):
-            what = f"{folder} holds a data set of the datasets package in {root}, beside other files or sets"
+            what = f"{folder} holds a data set of the datasets package in {root}, and other files or sets"
             raise UsageError(what, fix=f"--data {root}")
         inner[:] = sorted(name for name in inner if not name.startswith("."))
         files += [Path(root, name) for name in sorted(names) if not name.startswith(".")]
@@ -243,7 +248,7 @@ def _files_below(folder: Path, unread: dict[Path, str]) -> tuple[Path, ...]:
         binary = len(files) - len(unread)
         kinds = f"{binary} binary files" if binary else "no files" if not files else ""
         what = " and ".join(filter(None, (kinds, "no text"))) + (f", and {_left_out(unread)}" if unread else "")
-        raise UsageError(f"{folder}: {what}", fix="give a folder of .txt, .jsonl or .parquet files")
+        raise UsageError(f"{folder}: {what}", fix="set data.source to a folder of .txt, .jsonl or .parquet files")
     return text
 
 
@@ -267,7 +272,7 @@ def _may_be_text(path: Path, unread: dict[Path, str]) -> bool:
 def _nothing_there(source: str) -> UsageError:
     path = Path(source)
     if path.exists():
-        return UsageError(f"{source}: not a regular file", fix="give a file or a folder")
+        return UsageError(f"{source}: not a regular file", fix="set data.source to a file or a folder")
     if path.suffix or len(path.parts) > 1:
         return UsageError(f"{source}: no such file or folder", fix="check data.source")
     texts = [entry.name for entry in entries().values() if entry.kind == "text"]
@@ -275,7 +280,7 @@ def _nothing_there(source: str) -> UsageError:
 
 
 def _file_states(files: Iterable[Path]) -> str:
-    """A hash of each file's path, size and time of change: quick for any amount of text."""
+    """Return a hash of each file's path, size and modification time, which is fast for large files."""
     states = ((path.absolute(), path.stat()) for path in files)
     return _hash("\n".join(f"{path} {state.st_size} {state.st_mtime_ns}" for path, state in states))
 

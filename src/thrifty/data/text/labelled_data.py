@@ -1,8 +1,7 @@
-"""Texts with labels ready to learn from: tokenised once by the tokenizer's own rules, kept in the cache, and padded to
-equal length.
+"""Labelled texts: tokenized once by the rules of the tokenizer, cached, and padded to equal length.
 
-    prepared/<key>/train.safetensors, held_out.safetensors   tokens of all texts, where each ends, labels
-                   tokenizer.json, manifest.json             as of plain text
+prepared/<key>/train.safetensors, held_out.safetensors   tokens of all texts, end of each text, labels
+               tokenizer.json, manifest.json             as for plain text
 """
 
 import hashlib
@@ -48,16 +47,18 @@ FORMAT = 1
 PADS = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>")
 """Usual names of padding tokens."""
 NO_LABEL = -100
-"""The label of a token without one, as transformers has it."""
+"""Label of a token without one, as in transformers."""
 AT_ONCE = 1_000
-"""Texts tokenised together."""
+"""Number of texts tokenized together."""
 
 Rows = dict[DataSplit, list[LabelledRow]]
 
 
 class PaddedTexts:
-    """Texts of any length as rows of equal length: {"inputs": (b, t), "keep": bool (b, t), "labels": (b, …)}, of pairs
-    also {"types": (b, t)}; see `objectives.labelled_text`. `t` is the length of the longest."""
+    """Texts padded to the length t of the longest, see `objectives.labelled_text`.
+
+    {"inputs": (b, t), "keep": bool (b, t), "labels": (b, …)}; for pairs also {"types": (b, t)}.
+    """
 
     def __init__(self, arrays: Mapping[str, np.ndarray], length: int, padding: int, names: tuple[str, ...], form: str):
         self.tokens, self.types, self.ends, self.labels = (
@@ -82,14 +83,14 @@ class PaddedTexts:
 
     @property
     def classes(self) -> np.ndarray:
-        """The labels of all texts, or of all words."""
+        """Labels of all texts, or of all words."""
         return self.labels[self.labels != NO_LABEL] if self.has_words else self.labels
 
     def texts(self, indices: np.ndarray, decode: Callable[[list[int]], str]) -> list[str]:
         return [decode(self.tokens[self.begins[i] : self.ends[i]].tolist()) for i in indices]
 
     def label_of(self, index: int) -> str:
-        """Return a label as a person reads it."""
+        """Return the label of a text for display."""
         if self.has_words:
             tags = self.labels[self.begins[index] : self.ends[index]]
             return " ".join(self.names[tag] for tag in tags if tag != NO_LABEL)
@@ -110,7 +111,7 @@ class PaddedTexts:
 
 @dataclass(frozen=True)
 class LabelledData:
-    """See `run_data.RunData`."""
+    """Opened labelled texts, see `run_data.RunData`."""
 
     train: BatchSource
     held_out: HeldOutExamples
@@ -118,13 +119,13 @@ class LabelledData:
     ends: TextModelSpec
     identity: Mapping[str, str]
     contents: PaddedTexts
-    """The training examples."""
+    """Training examples."""
     label_entropy: float | None = None
-    """Nats per held-out label under the training frequencies; None where a label is no single class."""
+    """Cross-entropy in nats per held-out label under the training frequencies; None unless a label is one class."""
 
     @property
     def example_unit(self) -> int:
-        """Labels of a text on average."""
+        """Mean number of labels per text."""
         return max(1, round(len(self.contents.classes) / len(self.contents)))
 
     @property
@@ -144,7 +145,7 @@ class LabelledData:
         ]
 
     def pictures(self, inputs: Tensor) -> list[str]:
-        raise RefusedError("there are no images in these data", fix="look at images")
+        raise RefusedError("these data have no images", fix="set data.source to images")
 
     def metadata(self) -> dict[str, str]:
         return self.tokenizer.files() | text_label_metadata(self.ends)
@@ -153,7 +154,7 @@ class LabelledData:
         refuse_other_tokenizer(before, self.identity, old)
         if before.get(TEXT_LABELS) != self.identity[TEXT_LABELS]:
             raise UsageError(
-                f"the fork's labels are not those of {old}: its outputs would mean something else",
+                f"the fork has other labels than {old}: outputs would have another meaning",
                 fix="use data with the same labels, or start a new run",
             )
 
@@ -195,7 +196,7 @@ class LabelledTexts(DataKind):
 
 
 def has_texts(data: Any) -> bool:
-    """Return True for a map-style dataset whose first example is a mapping with texts or words in it."""
+    """Return True for a map-style dataset whose first example is a mapping with texts or words."""
     try:
         parts = dataset_of(data)
         first = parts.dataset[0] if parts.is_map_style and len(parts.dataset) else None
@@ -208,35 +209,37 @@ def has_texts(data: Any) -> bool:
 
 
 def _read(objects: Any, settings: DataSettings, form: str, say: Callable[[str], None]) -> Rows:
-    """Return the rows to train on, and those held out where the source has such. Raises UsageError for none."""
+    """Return the training rows, and the held-out rows of a source that has them. Raises UsageError for no rows."""
     left_out: list[str] = []
     if objects.data is None:
         tables = open_tables(settings.source)
         if settings.held_out_source:
             tables[DataSplit.HELD_OUT] = open_tables(settings.held_out_source)[DataSplit.TRAIN]
     else:
-        given = {DataSplit.TRAIN: objects.data, DataSplit.HELD_OUT: objects.held_out}
-        plain = {part: dataset_of(each).dataset for part, each in given.items()}
-        tables = {part: [dataset_table(each, f"the {part} dataset")] for part, each in plain.items()}
+        objects_by_part = {DataSplit.TRAIN: objects.data, DataSplit.HELD_OUT: objects.held_out}
+        datasets = {part: dataset_of(each).dataset for part, each in objects_by_part.items()}
+        tables = {part: [dataset_table(each, f"the {part} dataset")] for part, each in datasets.items()}
     rows = {part: read_rows(each, settings, form, left_out) for part, each in tables.items()}
     if left_out:
         say(f"{len(left_out):,} rows without a text or a label are left out: {', '.join(left_out[:3])}")
     for part, each in rows.items():
         if not each:
-            raise UsageError(f"{settings.source or 'data'} has no {part} texts with labels", fix="give more rows")
+            raise UsageError(f"{settings.source or 'data'} has no {part} texts with labels", fix="add rows with labels")
     return rows
 
 
 def _split(rows: Sequence[LabelledRow], settings: DataSettings) -> Rows:
-    """Hold out a share of rows by the hash of each text, so that those of one text stay together, whatever their order.
-    Raises UsageError where that leaves none to train on."""
+    """Return rows split by the hash of each text, so that rows with the same text are on the same side.
+
+    The split does not depend on their order. Raises UsageError if no training rows remain.
+    """
     digests = [hashlib.blake2b(repr(row.texts[0]).encode(), digest_size=8).digest() for row in rows]
     ordered = sorted(set(digests))
     chosen = set(ordered[: math.ceil(settings.held_out * len(ordered))])
     if len(chosen) == len(ordered):
         raise UsageError(
             f"{settings.source} has too few texts to hold {100 * settings.held_out:g}% of them out",
-            fix="give more texts, or data.held_out_source",
+            fix="add texts, or --set data.held_out_source=FILE",
         )
     parts: Rows = {part: [] for part in DataSplit}
     for row, digest in zip(rows, digests, strict=True):
@@ -249,7 +252,7 @@ def _classes(row: LabelledRow) -> tuple[str, ...]:
 
 
 def _model_labels(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the model's labels in their order, or none."""
+    """Return the names of the model's labels in order, or an empty tuple."""
     known = config.get("id2label")
     if not isinstance(known, dict) or not all(key.isdecimal() for key in known):
         return ()
@@ -257,7 +260,7 @@ def _model_labels(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _with_names_of_numbers(rows: Rows, form: str, config: Mapping[str, Any]) -> Rows:
-    """Name the classes 0 to n - 1 as the model does, if it has n labels with names."""
+    """Return rows whose classes 0 to n - 1 have the names of the model's n labels, if it has names."""
     names = {str(number): name for number, name in enumerate(_model_labels(config)) if name != f"LABEL_{number}"}
     if form == "number" or names.keys() != {name for row in rows[DataSplit.TRAIN] for name in _classes(row)}:
         return rows
@@ -270,33 +273,33 @@ def _with_names_of_numbers(rows: Rows, form: str, config: Mapping[str, Any]) -> 
 
 
 def _names(rows: Rows, settings: DataSettings, form: str, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the classes: whole numbers in their order, others in that of the alphabet; those of the model
-    in its own order, where it has all. Of a number, the name of its column. Raises UsageError for a held-out label that
-    is not among those to train on, and where there is one class alone."""
+    """Return the names of the classes, or the column name of a number.
+
+    The order is that of the model if it has all classes, otherwise numerical or alphabetical. Raises UsageError for a
+    held-out label without training texts, and for a single class.
+    """
     if form == "number":
         return (settings.label_column or "score",)
-    there = {name for row in rows[DataSplit.TRAIN] for name in _classes(row)}
+    trained = {name for row in rows[DataSplit.TRAIN] for name in _classes(row)}
     own = _model_labels(config)
-    if there <= set(own) and len(own) == len(set(own)):
+    if trained <= set(own) and len(own) == len(set(own)):
         names = own
     else:
-        are_numbers = all(name.removeprefix("-").isdecimal() for name in there)
-        names = tuple(sorted(there, key=lambda name: (int(name), name)) if are_numbers else sorted(there))
+        are_numbers = all(name.removeprefix("-").isdecimal() for name in trained)
+        names = tuple(sorted(trained, key=lambda name: (int(name), name)) if are_numbers else sorted(trained))
     for row in rows.get(DataSplit.HELD_OUT, ()):
         if unknown := set(_classes(row)) - set(names):
             raise UsageError(
-                f"{row.where}: no text to train on has the label {min(unknown)!r}; there are: {', '.join(names[:20])}",
-                fix="correct the label, or add texts with it to those to train on",
+                f"{row.where}: no training text has the label {min(unknown)!r}; there are: {', '.join(names[:20])}",
+                fix="correct the label, or add training texts with it",
             )
     if len(names) < (1 if form == "classes" else 2):
-        raise UsageError(
-            f"every text has the label {names[0] if names else ''!r}", fix="give texts of two labels or more"
-        )
+        raise UsageError(f"every text has the label {names[0] if names else ''!r}", fix="add texts with a second label")
     return names
 
 
 def _padding(tokenizer: TextTokenizer, config: Mapping[str, Any]) -> int:
-    """Return the token that fills rows: the model's own, the tokenizer's, or the end of a text."""
+    """Return the padding token: that of the model, that of the tokenizer, or the end of text."""
     own = config.get("pad_token_id")
     if isinstance(own, int) and 0 <= own < tokenizer.vocabulary:
         return own
@@ -307,7 +310,7 @@ def _padding(tokenizer: TextTokenizer, config: Mapping[str, Any]) -> int:
 def _prepared(
     rows: Rows, names: tuple[str, ...], settings: DataSettings, form: str, say: Callable[[str], None]
 ) -> Path:
-    """Return the folder of tokenised rows, which is built where it is missing."""
+    """Return the folder of tokenized rows, built first if it is missing."""
     path = Path(settings.tokenizer).expanduser()
     tokenizer = read_tokenizer(path) if settings.tokenizer else None
     digest = hashlib.sha256()
@@ -319,20 +322,20 @@ def _prepared(
 
     def build(folder: Path) -> None:
         encoder = tokenizer or _trained(rows[DataSplit.TRAIN], settings.vocabulary)
-        with build_folder(folder) as aside:
-            encoder.save(aside)
+        with build_folder(folder) as temporary:
+            encoder.save(temporary)
             cut, longest = 0, 1
             for part, each in rows.items():
-                arrays, more = _encoded(each, names, form, encoder, settings.length)
-                cut, longest = cut + more, max(longest, int(np.diff(arrays["ends"], prepend=0).max()))
-                save_file(arrays, aside / f"{part}.safetensors")
-            write_manifest(aside, {"format": FORMAT, "cut": cut, "longest": longest})
+                arrays, cut_in_part = _encoded(each, names, form, encoder, settings.length)
+                cut, longest = cut + cut_in_part, max(longest, int(np.diff(arrays["ends"], prepend=0).max()))
+                save_file(arrays, temporary / f"{part}.safetensors")
+            write_manifest(temporary, {"format": FORMAT, "cut": cut, "longest": longest})
 
     return open_or_build(key, f"the texts of {settings.source or 'the dataset'}", build, say)
 
 
 def _trained(rows: Sequence[LabelledRow], vocabulary: int) -> TextTokenizer:
-    """Return a tokenizer trained on these texts, each of which begins and ends with the end of a text."""
+    """Return a tokenizer trained on these texts, which encodes a text between two end-of-text tokens."""
     texts = (text if isinstance(text, str) else " ".join(text) for row in rows for text in row.texts)
     tokenizer = train_tokenizer(texts, vocabulary, PADS[:1])
     one, two = f"{END_OF_TEXT} $A {END_OF_TEXT}", f"$B:1 {END_OF_TEXT}:1"
@@ -344,12 +347,12 @@ def _trained(rows: Sequence[LabelledRow], vocabulary: int) -> TextTokenizer:
 def _encoded(
     rows: Sequence[LabelledRow], names: tuple[str, ...], form: str, tokenizer: TextTokenizer, length: int
 ) -> tuple[dict[str, np.ndarray], int]:
-    """Return the arrays of `PaddedTexts`, and the number of texts that are cut."""
+    """Return the arrays of `PaddedTexts` and the number of cut texts."""
     inner, number = Tokenizer.from_str(tokenizer.inner.to_str()), {name: n for n, name in enumerate(names)}
     inner.encode_special_tokens = True
     try:
         inner.enable_truncation(length)
-    except Exception as error:  # tokenizers raises bare Exception where special tokens alone are longer
+    except Exception as error:  # tokenizers raises bare Exception if the special tokens alone are longer
         raise UsageError(f"data.length is {length}: {error}", fix="raise data.length") from None
     mark = " " if form == "tags" and '"ByteLevel"' in json.dumps(json.loads(inner.to_str())["pre_tokenizer"]) else ""
     tokens, types, sizes, labels, cut = [], [], [], [], 0
@@ -381,7 +384,7 @@ def _inputs(row: LabelledRow) -> Any:
 
 
 def _first_pieces(words: Sequence[int | None], tags: Sequence[int]) -> list[int]:
-    """Return for each token the tag of the word that begins with it."""
+    """Return the tag of the word that begins with each token, or NO_LABEL."""
     before = (None, *words[:-1])
     return [NO_LABEL if word is None or word == last else tags[word] for word, last in zip(words, before, strict=True)]
 

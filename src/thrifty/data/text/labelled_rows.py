@@ -1,5 +1,7 @@
-"""Rows of texts and labels: read from .csv, .tsv, .jsonl and .parquet files, from folders of these with a part to train
-on and one that is held out, and from data sets of the Hugging Face library or of the user's own."""
+"""Rows of texts and labels of .csv, .tsv, .jsonl and .parquet files, folders of them, and map-style datasets.
+
+A folder has files named by part, such as train.csv and test.csv.
+"""
 
 import csv
 import json
@@ -23,16 +25,16 @@ TEXTS = (
     ("text", "text_pair"), ("sentence1", "sentence2"), ("premise", "hypothesis"), ("question1", "question2"),
     ("question", "sentence"), ("text",), ("sentence",), ("review",), ("content",),
 )  # fmt: skip
-"""Columns of texts and of pairs of texts that are looked for, the surest first."""
+"""Usual columns of texts and of pairs of texts, in order of preference."""
 WORDS = (("tokens",), ("words",), ("text",))
 LABELS = ("label", "labels", "class", "target", "score", "stars")
 TAGS = ("tags", "ner_tags", "pos_tags", "labels", "label")
 PARTS = {DataSplit.TRAIN: ("train",), DataSplit.HELD_OUT: ("held_out", "validation", "valid", "dev", "eval", "test")}
 """First words of the names of files and splits, by part."""
 INDICATORS = {"0", "1", "true", "false"}
-"""Values of a row with a one or a zero for each class."""
+"""Values of one-hot rows, which have a one or a zero for each class."""
 DECIMAL = re.compile(r"-?\d+\.\d+")
-"""A number as tables of text write it."""
+"""A decimal number in a text table."""
 FORMS = "a .csv, .tsv, .jsonl or .parquet file with a column of texts and one of labels"
 Label = str | float | tuple[str, ...]
 
@@ -42,11 +44,12 @@ class LabelledRow(NamedTuple):
     """One or two texts; or the words of one."""
     label: Label
     where: str
+    """Position of the row, for messages."""
 
 
 @dataclass
 class Table:
-    """Rows by column, each with where it stands, and the names of numbered classes by column."""
+    """Rows by column, each with its position for messages, and the names of numbered classes by column."""
 
     name: str
     rows: Iterable[tuple[str, Mapping[str, Any]]]
@@ -54,8 +57,10 @@ class Table:
 
 
 def open_tables(source: str) -> dict[DataSplit, list[Table]]:
-    """Return the tables of a source by part; without a held-out part it is all one. Raises UsageError where there is
-    none."""
+    """Return the tables of a source by part; a source without a held-out part has only a training part.
+
+    Raises UsageError if there is no table.
+    """
     path = Path(source).expanduser()
     if source.startswith(HUB) or (path.is_dir() and is_saved_dataset(path)):
         return _datasets(source, path)
@@ -64,10 +69,8 @@ def open_tables(source: str) -> dict[DataSplit, list[Table]]:
     files = sorted(file for file in path.iterdir() if file.suffix.lower() in _READERS) if path.is_dir() else []
     if parts := _parts({file.name: file for file in files}):
         return {part: [_file(file) for file in chosen] for part, chosen in parts.items()}
-    what = (
-        "has no file called train.csv or alike" if path.is_dir() else "is neither a file, a folder nor hub:owner/name"
-    )
-    raise UsageError(f"{source} {what}", fix=f"give {FORMS}, or a folder with train.csv and test.csv")
+    what = "has no file such as train.csv" if path.is_dir() else "is neither a file, a folder nor hub:owner/name"
+    raise UsageError(f"{source} {what}", fix=f"set data.source to {FORMS}, or to a folder with train.csv and test.csv")
 
 
 def dataset_table(data: Any, name: str) -> Table:
@@ -79,11 +82,11 @@ def dataset_table(data: Any, name: str) -> Table:
 
 
 def read_rows(tables: Sequence[Table], settings: DataSettings, form: str, left_out: list[str]) -> list[LabelledRow]:
-    """Return the labelled texts of tables; rows without a text or a label go into `left_out` by where they stand.
+    """Return the labelled texts of tables, and add the position of each row without a text or a label to `left_out`.
 
-    `form` is an objective's `label_form`. Raises UsageError for missing columns, and for a label of another form.
+    `form` is an objective's `label_form`. Raises UsageError for missing columns and for a label of another form.
     """
-    read: list[LabelledRow] = []
+    rows: list[LabelledRow] = []
     for table in tables:
         columns: tuple[tuple[str, ...], str] | None = None
         for where, row in table.rows:
@@ -91,7 +94,10 @@ def read_rows(tables: Sequence[Table], settings: DataSettings, form: str, left_o
                 columns = _columns(row, settings, form, table.name)
             texts, label = columns
             if missing := next((name for name in (*texts, label) if name not in row), None):
-                raise UsageError(f"{where}: no column {missing!r}; there are: {', '.join(map(str, row))}", fix="add it")
+                columns_of_row = ", ".join(map(str, row))
+                raise UsageError(
+                    f"{where}: no column {missing!r}; there are: {columns_of_row}", fix="add the column to the row"
+                )
             words = [_words(row[name], f"{where}: column {name!r}", form == "tags") for name in texts]
             value = _label(_plain(row[label]), form, table.classes.get(label, ()), f"{where}: column {label!r}")
             if value is None or not words[0]:
@@ -99,16 +105,15 @@ def read_rows(tables: Sequence[Table], settings: DataSettings, form: str, left_o
                 continue
             if form == "tags" and isinstance(value, tuple) and len(value) != len(words[0]):
                 raise UsageError(
-                    f"{where}: {len(words[0])} words and {len(value)} labels", fix="give one label for each word"
+                    f"{where}: {len(words[0])} words and {len(value)} labels", fix="write one label for each word"
                 )
-            read.append(LabelledRow(tuple(words), value, where))  # type: ignore[arg-type]
-    return read
+            rows.append(LabelledRow(tuple(words), value, where))  # type: ignore[arg-type]
+    return rows
 
 
 def _columns(row: Mapping[str, Any], settings: DataSettings, form: str, name: str) -> tuple[tuple[str, ...], str]:
-    """Return the columns of texts and the column of labels. Raises UsageError, naming all columns, where one is not
-    there."""
-    there = ", ".join(map(str, row))
+    """Return the columns of texts and of labels. Raises UsageError, naming all columns, for a missing one."""
+    present = ", ".join(map(str, row))
     usual = WORDS if form == "tags" else TEXTS
     own = settings.column if settings.column in row or settings.column != "text" else ""
     pair = (settings.pair_column,) if settings.pair_column else ()
@@ -118,13 +123,13 @@ def _columns(row: Mapping[str, Any], settings: DataSettings, form: str, name: st
         likely = [names if names[1:] else (*names, *pair) for names in usual if not pair or names[1:] in ((), pair)]
         texts = next((names for names in likely if all(each in row for each in names)), None)
     label = settings.label_column or next((each for each in (TAGS if form == "tags" else LABELS) if each in row), "")
-    lost = next((each for each in texts or pair if each not in row), None)
-    if texts is None or lost:
-        what = f"no column {lost!r}" if lost else "no column of texts"
-        raise UsageError(f"{name}: {what}; there are: {there}", fix="--set data.column=NAME, of the texts")
+    missing = next((each for each in texts or pair if each not in row), None)
+    if texts is None or missing:
+        what = f"no column {missing!r}" if missing else "no column of texts"
+        raise UsageError(f"{name}: {what}; there are: {present}", fix="--set data.column=NAME, of the texts")
     if label not in row:
         what = f"no column {label!r}" if label else "no column of labels"
-        raise UsageError(f"{name}: {what}; there are: {there}", fix="--set data.label_column=NAME")
+        raise UsageError(f"{name}: {what}; there are: {present}", fix="--set data.label_column=NAME")
     return texts, label
 
 
@@ -147,7 +152,7 @@ def _words(value: Any, where: str, split: bool) -> Any:
 
 
 def _label(value: Any, form: str, names: Sequence[str], where: str) -> Label | None:
-    """Return a label in its form; None where there is none."""
+    """Return a label in the form of the objective, or None for a missing label."""
     if form == "number":
         return _number(value, where)
     if form == "class":
@@ -158,14 +163,16 @@ def _label(value: Any, form: str, names: Sequence[str], where: str) -> Label | N
     if value is None:
         return None
     if not isinstance(value, list | tuple):
-        raise UsageError(f"{where} holds {value!r:.60}, no list", fix="give a list of labels")
+        raise UsageError(f"{where} holds {value!r:.60}, not a list", fix="write a list of labels")
     each = [_class(one, names, where) for one in value]
     if None in each:
-        raise UsageError(f"{where} holds {value!r:.60}, of which one is no label", fix="give a label in its place")
+        raise UsageError(
+            f"{where} holds {value!r:.60}, with an element that is no label", fix="replace that element by a label"
+        )
     if form == "classes" and len({*each}) < len(each) and {*each} <= INDICATORS:
         raise UsageError(
-            f"{where} holds {value!r:.60}, which indicates classes and names none",
-            fix="give the names or numbers of the classes that the text has",
+            f"{where} holds {value!r:.60}, a one-hot row without class names",
+            fix="write the names or numbers of the classes of the text",
         )
     return tuple(one for one in each if one is not None)
 
@@ -182,12 +189,12 @@ def _class(value: Any, names: Sequence[str], where: str) -> str | None:
     if isinstance(value, int) or (isinstance(value, float) and value.is_integer()):
         number = int(value)
         if names and not 0 <= number < len(names):
-            return None  # as test sets without labels have it
+            return None  # test sets without labels have -1
         return names[number] if names else str(number)
     if isinstance(value, float):
-        raise UsageError(f"{where} holds {value!r}, a number and no class", fix="--loss regression")
+        raise UsageError(f"{where} holds {value!r}, a number and not a class", fix="--loss regression")
     raise UsageError(
-        f"{where} holds {value!r:.60}, a {type(value).__name__} and no single label",
+        f"{where} holds {value!r:.60}, a {type(value).__name__} and not a single label",
         fix="--set objective.name=multi_label_classification or token_classification",
     )
 
@@ -199,18 +206,21 @@ def _number(value: Any, where: str) -> float | None:
         number = float(value)
     except (TypeError, ValueError, OverflowError):
         raise UsageError(
-            f"{where} holds {value!r:.60}, no number",
+            f"{where} holds {value!r:.60}, not a number",
             fix="--set objective.name=classification, or --set data.label_column",
         ) from None
     if math.isnan(number):
         return None
     if not abs(number) <= np.finfo(np.float32).max:
-        raise UsageError(f"{where} holds {number}, which is no finite number", fix="remove the row")
+        raise UsageError(f"{where} holds {number}, not a finite number", fix="remove the row")
     return number
 
 
 def _parts(named: Mapping[str, Any]) -> dict[DataSplit, list[Any]]:
-    """Return what is named like a part; nothing without one to train on. Of several held-out ones the first kind."""
+    """Return the values whose names begin with the name of a part, or nothing without a training part.
+
+    If several kinds of held-out names exist, the first kind in PARTS is used.
+    """
     by_word = {
         word: [each for name, each in named.items() if name.lower().startswith(word)]
         for words in PARTS.values()
@@ -225,13 +235,15 @@ def _datasets(source: str, path: Path) -> dict[DataSplit, list[Table]]:
     splits = kind.splits()
     if parts := _parts(splits):
         return {part: [dataset_table(chosen[0], source)] for part, chosen in parts.items()}
-    raise UsageError(f"{source} has splits {', '.join(splits)}, and none called train", fix="save it with one")
+    raise UsageError(
+        f"{source} has the splits {', '.join(splits)}, but none called train", fix="save it with a split called train"
+    )
 
 
 def _file(path: Path) -> Table:
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
-        raise UsageError(f"{path} is no table of texts with labels", fix=f"give {FORMS}")
+        raise UsageError(f"{path} is no table of texts with labels", fix=f"set data.source to {FORMS}")
     return reader(path)
 
 
@@ -244,10 +256,10 @@ def _separated(path: Path, separator: str) -> Table:
                     where = f"{path}, line {reader.line_num}"
                     if None in row or None in row.values():
                         what = f"{where}: not as many columns as the heading"
-                        raise UsageError(what, fix=f"quote texts that hold {separator!r}")
+                        raise UsageError(what, fix=f"quote texts that contain {separator!r}")
                     yield where, row
         except (csv.Error, UnicodeDecodeError) as error:
-            raise UsageError(f"{path} is no readable table: {error}", fix="save it as CSV in UTF-8") from None
+            raise UsageError(f"{path} is not a readable table: {error}", fix="save it as CSV in UTF-8") from None
 
     csv.field_size_limit(LONGEST_LINE)
     return Table(str(path), rows())
@@ -255,10 +267,10 @@ def _separated(path: Path, separator: str) -> Table:
 
 def _parquet(path: Path) -> Table:
     with open_parquet(path) as file:
-        told = (file.schema_arrow.metadata or {}).get(b"huggingface", b"{}")
+        metadata = (file.schema_arrow.metadata or {}).get(b"huggingface", b"{}")
     classes = {}
-    with suppress(ValueError, AttributeError, KeyError, TypeError):  # another library wrote it
-        features = json.loads(told)["info"]["features"]
+    with suppress(ValueError, AttributeError, KeyError, TypeError):  # metadata of another library
+        features = json.loads(metadata)["info"]["features"]
         inner = {column: feature.get("feature", feature) for column, feature in features.items()}
         classes = {column: list(each["names"]) for column, each in inner.items() if "names" in each}
 

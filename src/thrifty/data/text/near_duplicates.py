@@ -1,13 +1,13 @@
-"""Near-duplicates: a document that shares most of its runs of words with one before it is left out.
+"""Near-duplicate removal by MinHash: leave out documents that share most of their 5-grams of words with an earlier one.
 
-Two documents are alike as the sets of their runs of five words are: what both have over what either has (Jaccard;
-Broder 1997, On the resemblance and containment of documents). That is estimated from 128 least hashes of each, with a
-standard error of 0.035 at 0.8; locality-sensitive hashing, by the library datasketch, finds whom to compare with. Of
-pairs that are exactly as alike as the threshold it overlooks about one in eight, of those 0.05 above it one in forty.
-On Python sources 10 MB a second of one core; 6 kB of memory for each document that stays.
+The similarity of two documents is the Jaccard index of their sets of 5-grams of words (Broder 1997, On the resemblance
+and containment of documents). MinHash estimates it from 128 hashes, with a standard error of 0.035 at 0.8.
+Locality-sensitive hashing (package datasketch) finds candidates. It misses about one in eight pairs at exactly the
+threshold, and one in forty at 0.05 above it. Throughput on Python sources is 10 MB per second and core; each kept
+document requires 6 kB of memory.
 
-A document is compared with those that were kept, so the first of a group stays, and no two that stay are found alike:
-the split that comes after cannot divide a pair between training and held-out text.
+A document is compared with kept documents only. The first of a group is kept, and no two kept documents are found
+similar, so that the later split cannot divide such a pair between training and held-out text.
 """
 
 import hashlib
@@ -25,23 +25,24 @@ from thrifty.data.text.document_sources import DocumentSource
 from thrifty.kernels.keyed_permutation import mix_bits
 
 RUN = 5
-"""Words that follow one another and are compared as one."""
+"""Number of consecutive words in an n-gram."""
 HASHES = 128
-OVERLOOKING = (0.1, 0.9)
-"""How bad it is to compare in vain, and to overlook a pair; what is found alike is compared in any case."""
+"""Number of MinHash values of a document."""
+LSH_WEIGHTS = (0.1, 0.9)
+"""Weights of false candidates and of missed pairs; candidates are compared by their MinHash values in any case."""
 METHOD = 1
-"""Changes whenever other documents would be left out."""
+"""Version of the method, increased whenever it would leave out other documents."""
 SHOWN, EXCERPT, BEFORE = 5, 160, 40
-"""Pairs that are told of; characters of each, and how many of those are before the first difference."""
+"""Number of reported pairs, characters of each excerpt, and characters before the first difference."""
 WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|\w+")
-"""Letters and digits together; where a script writes no spaces, each sign by itself."""
+"""A word of letters and digits, or one character of a script without spaces."""
 KNOWN_WORDS = 1_000_000
 _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 
 @dataclass(frozen=True)
 class DuplicatePair:
-    """A document that is left out for another; both by their numbers in the source, from 0."""
+    """A kept document and a left-out one, by their numbers in the source, from 0."""
 
     kept: int
     left_out: int
@@ -49,7 +50,7 @@ class DuplicatePair:
 
 
 class _WordHashes(dict[str, int]):
-    """A number of 64 bits for each word, the same on every machine."""
+    """Cache of a 64-bit hash of each word, the same on every machine."""
 
     def __missing__(self, word: str) -> int:
         if len(self) >= KNOWN_WORDS:
@@ -59,37 +60,39 @@ class _WordHashes(dict[str, int]):
 
 
 def runs_of_words(text: str, numbers: dict[str, int] | None = None) -> np.ndarray:
-    """The distinct runs of a text as numbers of 32 bits, ascending. A shorter text is one run, and one without any
-    words a single word."""
+    """Return the distinct n-grams of a text as 32-bit hashes, ascending.
+
+    A text with fewer words is one n-gram; a text without words is one word.
+    """
     numbers = _WordHashes() if numbers is None else numbers
     words = WORD.findall(text.lower()) or [text.strip()]
     each = np.fromiter(map(numbers.__getitem__, words), np.uint64, len(words))
     length = min(RUN, len(each))
     count = len(each) - length + 1
     runs = np.zeros(count, np.uint64)
-    for place in range(length):
-        runs = runs * _STEP + each[place : place + count]
+    for index in range(length):
+        runs = runs * _STEP + each[index : index + count]
     return np.unique((mix_bits(runs) >> np.uint64(32)).astype(np.uint32))
 
 
 def find_alike(texts: Iterable[str], threshold: float) -> Iterator[DuplicatePair]:
-    """Each document that is at least so alike to a kept one before it, with the most alike of those.
+    """Yield each document whose similarity to a kept one reaches the threshold, with the most similar kept one.
 
-    Raises UsageError where datasketch is not installed.
+    Raises UsageError if datasketch is not installed.
     """
     try:
         from datasketch import MinHash, MinHashLSH
     except ImportError:
         raise UsageError(
-            "finding near-duplicates needs datasketch, which is not installed",
+            "near-duplicate removal requires datasketch, which is not installed",
             fix="pip install 'thrifty[duplicates]', or leave data.near_duplicates out",
         ) from None
     blank = MinHash(HASHES, seed=1, scheme="affine32", hashfunc=int)
-    index, signatures, numbers = MinHashLSH(threshold, HASHES, weights=OVERLOOKING), {}, _WordHashes()
+    index, signatures, numbers = MinHashLSH(threshold, HASHES, weights=LSH_WEIGHTS), {}, _WordHashes()
     for number, text in enumerate(texts):
         own = blank.copy()
         runs = runs_of_words(text, numbers)
-        for start in range(0, len(runs), 4096):  # as many hashes at a time as a cache holds
+        for start in range(0, len(runs), 4096):  # hashes of one chunk fit into the processor cache
             own.update_batch(runs[start : start + 4096].tolist())
         candidates = ((own.jaccard(signatures[key]), -key) for key in index.query(own))
         similarity, key = max(candidates, default=(-1.0, 0))
@@ -102,7 +105,7 @@ def find_alike(texts: Iterable[str], threshold: float) -> Iterator[DuplicatePair
 
 @dataclass(frozen=True)
 class DeduplicatedSource(DocumentSource):
-    """The documents of a source without those that are at least so alike to one before."""
+    """The documents of a source without near-duplicates of earlier ones."""
 
     source: DocumentSource
     threshold: float
@@ -122,8 +125,7 @@ class DeduplicatedSource(DocumentSource):
         return self.source.left_out()
 
     def report(self) -> dict[str, Any]:
-        """What was left out: how many documents, their bytes, and the least alike of the pairs, by which a person can
-        judge the threshold."""
+        """Return the number and bytes of left-out documents, and the least similar pairs, to check the threshold."""
         left_out = {pair.left_out for pair in self.alike}
         shown = heapq.nsmallest(SHOWN, self.alike, key=lambda pair: (pair.similarity, pair.left_out))
         wanted, texts, size = {number for pair in shown for number in (pair.kept, pair.left_out)}, {}, 0
@@ -140,9 +142,9 @@ class DeduplicatedSource(DocumentSource):
 
 
 def difference(kept: str, left_out: str, similarity: float) -> dict[str, Any]:
-    """Two texts around the first place at which they differ."""
+    """Return excerpts of two texts around their first difference."""
     shorter = min(len(kept), len(left_out))
-    first = next((place for place in range(shorter) if kept[place] != left_out[place]), shorter)
+    first = next((index for index in range(shorter) if kept[index] != left_out[index]), shorter)
     start = max(0, first - BEFORE)
     excerpts = {"kept": kept[start : start + EXCERPT], "left_out": left_out[start : start + EXCERPT]}
     return {"similarity": similarity, **excerpts}

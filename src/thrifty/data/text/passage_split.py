@@ -1,27 +1,29 @@
-"""Cutting running text into documents at blank lines."""
+"""Splitting of running text into documents at blank lines."""
 
 from collections.abc import Iterable, Iterator
 
 from thrifty.data.tokenizer import text_pieces
 
 PASSAGE = 2_000
-"""Characters that a passage has at least, except the last one."""
+"""Smallest number of characters in a passage, except the last one."""
 LONGEST = 10 * PASSAGE
-"""Text without blank lines is cut at the next line end once it has this many characters; between words, if the line
-has as many again."""
+"""Number of characters after which text without blank lines is cut at the next line end.
+
+A line with as many characters again is cut between words.
+"""
 
 
 def passages(lines: Iterable[str]) -> Iterator[str]:
-    """Paragraphs (separated by blank lines) joined until a passage has at least PASSAGE characters."""
-    kept: list[str] = []
+    """Yield paragraphs (separated by blank lines), joined to passages of at least PASSAGE characters."""
+    pending: list[str] = []
     size = 0
     for line in lines:
-        kept.append(line)
+        pending.append(line)
         size += len(line) + 1
         if (size >= PASSAGE and not line.strip()) or size >= LONGEST:
-            yield from _cut(kept)
-            kept, size = [], 0
-    yield from _cut(kept)
+            yield from _cut(pending)
+            pending, size = [], 0
+    yield from _cut(pending)
 
 
 def _cut(lines: Iterable[str]) -> Iterator[str]:
@@ -29,7 +31,7 @@ def _cut(lines: Iterable[str]) -> Iterator[str]:
 
 
 def joined(lines: Iterable[str]) -> Iterator[str]:
-    """Lines as one text; nothing where they hold only white space."""
+    """Yield the lines as one text, or nothing if they have only white space."""
     text = "\n".join(lines).strip("\n")
     if text.strip():
         yield text

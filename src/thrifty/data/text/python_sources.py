@@ -1,5 +1,7 @@
-"""What every machine has: the Python sources of the running standard library and of torch, as they are, and as
-functions with what their docstrings ask for."""
+"""Python sources of the standard library and of torch, as files and as functions with their docstrings.
+
+Every machine has them.
+"""
 
 import ast
 import hashlib
@@ -11,18 +13,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SIZE = 40_000_000
-"""Bytes of source text taken at most."""
-SAYS_ENOUGH = 40
-"""Characters of a docstring from which on it asks for a function."""
+"""Largest total size of the source text in bytes."""
+SHORTEST_DOCSTRING = 40
+"""Smallest number of characters of a docstring that describes a function."""
 LONGEST_FUNCTION = 60
-"""Lines."""
-PASSED_OVER = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
+"""Largest number of lines of a function."""
+SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
 def python_files(size: int = SIZE) -> tuple[Path, ...]:
-    """The standard library's .py files and then torch's, up to `size` bytes, without tests; sorted by path.
+    """Return .py files of the standard library and then of torch, up to `size` bytes, without tests, sorted by path.
 
-    Torch's are taken in the order of a hash of their names, so that the cut spreads over the whole library.
+    Files of torch are chosen in the order of a hash of their names, so that they spread over the whole library.
     """
     library, torch = Path(sysconfig.get_path("stdlib")), _torch_folder()
     scattered = sorted(_sources(torch), key=lambda path: _name_hash(path.relative_to(torch)))
@@ -36,8 +38,10 @@ def python_files(size: int = SIZE) -> tuple[Path, ...]:
 
 
 def described_functions(path: Path) -> Iterator[tuple[str, str]]:
-    """The functions of a file that are short and say in a docstring what they do: what asks for each, and its source
-    without the docstring. A file that this Python cannot parse has none."""
+    """Yield a question for each short function of a file with a docstring, and its source without the docstring.
+
+    A file that this Python version cannot parse yields nothing.
+    """
     source = path.read_text(encoding="utf-8", errors="replace")
     try:
         tree = ast.parse(source)
@@ -47,13 +51,15 @@ def described_functions(path: Path) -> Iterator[tuple[str, str]]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.FunctionDef) or len(node.body) < 2 or node.end_lineno is None:
             continue
-        said = ast.get_docstring(node)
-        if said is None or len(said) < SAYS_ENOUGH or node.end_lineno - node.lineno >= LONGEST_FUNCTION:
+        docstring = ast.get_docstring(node)
+        lines_of_function = node.end_lineno - node.lineno
+        if docstring is None or len(docstring) < SHORTEST_DOCSTRING or lines_of_function >= LONGEST_FUNCTION:
             continue
-        described = node.body[0]
-        head = lines[node.lineno - 1 : described.lineno - 1]
-        body = lines[described.end_lineno : node.end_lineno]
-        yield f"Write the Python function `{node.name}`. {said}", textwrap.dedent("\n".join(head + body)).strip("\n")
+        statement = node.body[0]
+        head = lines[node.lineno - 1 : statement.lineno - 1]
+        source_lines = head + lines[statement.end_lineno : node.end_lineno]
+        question = f"Write the Python function `{node.name}`. {docstring}"
+        yield question, textwrap.dedent("\n".join(source_lines)).strip("\n")
 
 
 def _torch_folder() -> Path:
@@ -66,7 +72,7 @@ def _torch_folder() -> Path:
 def _sources(root: Path) -> list[Path]:
     files = []
     for folder, inner, names in os.walk(root):
-        inner[:] = sorted(set(inner) - PASSED_OVER)
+        inner[:] = sorted(set(inner) - SKIPPED)
         files += [Path(folder, name) for name in sorted(names) if name.endswith(".py")]
     return files
 

@@ -1,4 +1,4 @@
-"""Text ready to train on: what a recipe's data settings lead to."""
+"""Text data of a recipe: opened, tokenized and ready for training."""
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -29,35 +29,35 @@ from thrifty.data.train_split import DataSplit
 
 
 class ReadableExamples(Protocol):
-    """Examples of tokens that a person can read once they are decoded."""
+    """Examples that can be decoded to text."""
 
     def texts(self, indices: np.ndarray, decode: Callable[[list[int]], str]) -> list[str]: ...
 
 
 @dataclass(frozen=True)
 class TextData:
-    """Training examples, held-out examples, and what is known about the text (see `run_data.RunData`)."""
+    """Training and held-out examples of text, with statistics (see `run_data.RunData`)."""
 
     train: BatchSource
     held_out: HeldOutExamples
     tokenizer: TextTokenizer
     vocabulary: int
     unigram_entropy: float
-    """Nats per held-out token under the training frequencies of single tokens: what a model must beat."""
+    """Nats per held-out token under the training frequencies of single tokens, which a model must beat."""
     bytes_per_token: float
-    """Bytes of held-out text per token; nats per token / ln 2 / this = bits per byte."""
+    """Bytes of held-out text per token. Bits per byte are nats per token / ln 2 / this."""
     train_tokens: int
     held_out_tokens: int
     identity: Mapping[str, str]
-    """The sha256 of the token files and the tokenizer: what a resumed run must find again."""
+    """The sha256 of the token files and the tokenizer, which a resumed run must match."""
     folder: Path
-    """The prepared tokens, with tokenizer.json and manifest.json."""
+    """Folder of the prepared tokens, tokenizer.json and manifest.json."""
     length: int = 0
-    """Tokens of an example, as the recipe has it."""
+    """Length of an example in tokens, from the recipe."""
     readable: ReadableExamples | None = None
-    """The training examples, where they can be shown."""
+    """Training examples for previews; None if they cannot be decoded."""
     shares: Mapping[str, float] = field(default_factory=dict)
-    """The share of each of several sources of the examples."""
+    """Fraction of the examples from each of several sources."""
 
     @property
     def ends(self) -> TextModelSpec:
@@ -78,12 +78,12 @@ class TextData:
 
     def previews(self, numbers: Sequence[int]) -> list[ExamplePreview]:
         if self.readable is None:
-            raise RefusedError("examples of this kind cannot be shown", fix="look at images or text")
+            raise RefusedError("examples of this kind have no previews", fix="preview images or a single text source")
         texts = self.readable.texts(np.array(numbers, np.int64), self.tokenizer.decode)
         return [ExamplePreview(number, text=text) for number, text in zip(numbers, texts, strict=True)]
 
     def pictures(self, inputs: Tensor) -> list[str]:
-        raise RefusedError("there are no images in these data", fix="look at images")
+        raise RefusedError("these data have no images", fix="set data.source to images")
 
     def metadata(self) -> dict[str, str]:
         return self.tokenizer.files()
@@ -103,13 +103,12 @@ def open_text(
     special: Sequence[str] = (),
     pairs: bool = False,
 ) -> TextData:
-    """Open the data of a recipe; the first time, its text is tokenised and kept in the cache.
+    """Return the opened text of a recipe, which is tokenized into the cache the first time.
 
-    A tokenizer that is trained has the `special` tokens besides its own. With `pairs` the source is a file of pairs;
-    what is counted is then the targets. `say` receives a line when there is work to do that takes a while, when a
-    damaged cache is rebuilt, or when pairs are cut. Never touches the network, except for a hub: source that is opened
-    for the first time. Raises UsageError where the source or a setting is not what it must be, or the text is shorter
-    than one batch.
+    A trained tokenizer also has the `special` tokens. With `pairs` the source is a file of pairs, and counts are of
+    targets. `say` receives a line before long work, when a damaged cache is rebuilt, or when pairs are cut. The network
+    is used only for a hub: source that is opened for the first time. Raises UsageError for an invalid source or
+    setting, and for text shorter than one batch.
     """
     prepared = open_token_cache(settings, say, special, pairs)
     train, readable, held_out = (_pairs if pairs else _windows)(prepared, settings, seed, say)
@@ -119,8 +118,10 @@ def open_text(
 def open_mixture(
     settings: DataSettings, seed: int, say: Callable[[str], None], special: Sequence[str] = ()
 ) -> TextData:
-    """Open several sources of plain text, tokenized by the tokenizer of the first. Raises UsageError as `open_text`
-    does, and for weights that are none."""
+    """Return several opened sources of plain text, all with the tokenizer of the first.
+
+    Raises UsageError as `open_text` does, and for invalid weights.
+    """
     counts = example_counts(settings.sources)
     parts: list[TextData] = []
     for name in settings.sources:
@@ -130,8 +131,8 @@ def open_mixture(
         parts.append(open_text(own, seed_of(f"{seed}/{name}") % 2**31, say, special))
     train = MixedSource([part.train for part in parts], counts, settings.batch, seed)  # type: ignore[misc]
     shares = dict(zip(settings.sources, [count / sum(counts) for count in counts], strict=True))
-    told = ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
-    train.notices = (f"examples come from {told}",)
+    fractions = ", ".join(f"{name} {share:.1%}" for name, share in shares.items())
+    train.notices = (f"examples come from {fractions}",)
 
     def mean(name: str) -> float:
         return sum(share * getattr(part, name) for share, part in zip(shares.values(), parts, strict=True))
@@ -158,7 +159,7 @@ def text_data(
     tokenizer: TextTokenizer,
     readable: ReadableExamples | None = None,
 ) -> TextData:
-    """Prepared text with what was made of it, and what its manifest says."""
+    """Return the text data of prepared tokens, with the statistics of their manifest."""
     manifest = prepared.manifest
     return TextData(
         train=train,
@@ -192,14 +193,14 @@ def _pairs(
 
 
 class PlainText(DataKind):
-    """Plain text, cut into windows; what is read so is not known to be anything else."""
+    """Plain text, cut into windows; the default for sources that no other kind recognizes."""
 
     name, own_settings = "text", ("near_duplicates", "sources", "separate")
 
     def open(self, request: DataRequest) -> tuple[Objective, TextData]:
         settings, objective = request.recipe.data, request.objective
         length = settings.length
-        if settings.tokenizer:  # what it lacks should be known before a large text is prepared with it
+        if settings.tokenizer:  # missing special tokens are reported before a large text is tokenized
             objective.with_tokenizer(read_tokenizer(Path(settings.tokenizer).expanduser()), length)
         longer = replace(settings, length=objective.text_length(length))
         opening = open_mixture if settings.sources else open_text
@@ -211,7 +212,7 @@ class PlainText(DataKind):
 
 
 class PairsOfTexts(DataKind):
-    """Pairs of texts, which nothing has to be cut out of."""
+    """Pairs of texts, from which no spans are cut out."""
 
     name, own_settings = "text_pairs", ("near_duplicates",)
 
@@ -220,10 +221,10 @@ class PairsOfTexts(DataKind):
 
     def open(self, request: DataRequest) -> tuple[Objective, TextData]:
         settings, cutting = request.recipe.data, request.recipe.objective
-        if set_in_vain := [name for name in ("rate", "mean_span") if getattr(cutting, name) is not None]:
+        if unused := [name for name in ("rate", "mean_span") if getattr(cutting, name) is not None]:
             raise UsageError(
-                f"objective.{set_in_vain[0]} is set, and nothing is cut out of the pairs in {settings.source}",
-                fix=f"leave objective.{set_in_vain[0]} out",
+                f"objective.{unused[0]} is set, but no spans are cut out of the pairs in {settings.source}",
+                fix=f"leave objective.{unused[0]} out",
             )
         data = open_text(settings, request.recipe.seed, request.say, pairs=True)
         return request.objective, replace(data, length=settings.length)

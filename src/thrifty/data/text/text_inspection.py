@@ -1,4 +1,4 @@
-"""`thrifty data look`: what a source holds, before anything is trained on it."""
+"""Summary of a text source before training, for `thrifty data look`."""
 
 import hashlib
 from collections.abc import Callable
@@ -19,7 +19,7 @@ KEPT = ("split", "documents", "bytes", "tokens", "vocabulary", "bytes_per_token"
 
 @dataclass(frozen=True)
 class LengthBin:
-    """How many documents have at least `low` and fewer than `high` tokens."""
+    """Number of documents with at least `low` and fewer than `high` tokens."""
 
     low: int
     high: int
@@ -28,7 +28,7 @@ class LengthBin:
 
 @dataclass(frozen=True)
 class TextSummary:
-    """Counts are by part: "train" and "held_out"."""
+    """Summary of a text source, with counts by part ("train" and "held_out")."""
 
     source: str
     folder: str
@@ -39,18 +39,18 @@ class TextSummary:
     vocabulary: int
     bytes_per_token: float
     unigram_entropy: float
-    """Nats per held-out token under the training frequencies of single tokens."""
+    """Cross-entropy in nats per held-out token under the training frequencies of single tokens."""
     duplicates: float
-    """Share of documents whose exact text came before."""
+    """Fraction of documents with the exact text of an earlier one."""
     near_duplicates: dict | None
-    """Near-duplicate documents that were left out, as `DeduplicatedSource.report` lists them."""
+    """Left-out near-duplicates, as `DeduplicatedSource.report` lists them."""
     lengths: list[LengthBin]
     examples: list[str]
-    """Decoded training examples, as a model would see them."""
+    """Decoded training examples."""
 
 
 def inspect_text(settings: DataSettings, examples: int, say: Callable[[str], None]) -> TextSummary:
-    """Prepare the source if need be and describe it. Raises UsageError as `open_text` does."""
+    """Return the summary of a source, which is tokenized first if necessary. Raises UsageError as `open_text` does."""
     prepared = open_token_cache(settings, say)
     manifest, tokenizer = prepared.manifest, prepared.tokenizer
     train = prepared.tokens(DataSplit.TRAIN)
@@ -69,12 +69,12 @@ def inspect_text(settings: DataSettings, examples: int, say: Callable[[str], Non
 
 
 def document_lengths(tokens: np.ndarray, end_of_text: int) -> np.ndarray:
-    """Tokens of each document in a stream, its end of text not counted."""
+    """Return the number of tokens of each document in a stream, without its end of text."""
     return np.diff(np.flatnonzero(tokens == end_of_text), prepend=-1) - 1
 
 
 def histogram(lengths: np.ndarray) -> list[LengthBin]:
-    """Counted between powers of two, from the shortest to the longest."""
+    """Return the counts of lengths between powers of two, from the shortest to the longest."""
     powers = np.frexp(lengths)[1]  # a length of 2^(p-1) … 2^p - 1 has power p; 0 has power 0
     counts = np.bincount(powers)
     first = int(np.flatnonzero(counts)[0])

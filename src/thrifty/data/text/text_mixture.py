@@ -1,4 +1,4 @@
-"""Several texts in one run, each with its share of the examples."""
+"""Mixtures of several text sources, each with a fraction of the examples."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,27 +13,33 @@ from thrifty.data.epoch_sampler import HELD_OUT_KEY, EpochSource, HeldOutByKey, 
 from thrifty.kernels.keyed_permutation import permute
 
 PERIOD = 1000
-"""Examples in which every source has exactly its share, to the nearest of them."""
+"""Number of examples in which every source has its exact fraction, rounded to whole examples."""
 
 
 def example_counts(weights: Mapping[str, float], period: int = PERIOD) -> list[int]:
-    """Return how many of `period` examples come from each source, by its weight. Raises UsageError for weights that are
-    none."""
+    """Return the number of examples of each source among `period`, by its weight.
+
+    Raises UsageError for weights that are not positive, or too small for one example.
+    """
     for name, weight in weights.items():
         if not 0 < weight < float("inf"):
-            raise UsageError(f"data.sources: the weight of {name!r} is {weight}", fix="give a number above 0")
-    shares = np.array(list(weights.values())) / sum(weights.values()) * period
-    counts = np.floor(shares).astype(int)
-    counts[np.argsort(counts - shares, kind="stable")[: period - counts.sum()]] += 1
+            raise UsageError(f"data.sources: the weight of {name!r} is {weight}", fix="set it to a number above 0")
+    exact = np.array(list(weights.values())) / sum(weights.values()) * period
+    counts = np.floor(exact).astype(int)
+    counts[np.argsort(counts - exact, kind="stable")[: period - counts.sum()]] += 1
     if not counts.all():
         name = list(weights)[int(counts.argmin())]
-        raise UsageError(f"data.sources: {name!r} has less than one example in {period}", fix="leave it out")
+        raise UsageError(
+            f"data.sources: {name!r} has less than one example in {period}", fix="raise its weight, or leave it out"
+        )
     return counts.tolist()
 
 
 class MixedSource(BatchSource):
-    """Examples of several sources, each going through its own epochs. From which source an example comes is a keyed
-    permutation of every `PERIOD` examples, so that it depends on seed and step alone."""
+    """Training examples of several sources, each in its own epochs.
+
+    A keyed permutation of every `PERIOD` examples chooses the source, so that it depends only on seed and step.
+    """
 
     def __init__(self, sources: Sequence[EpochSource], counts: Sequence[int], batch: int, seed: int):
         self.sources, self.batch, self.seed = sources, batch, seed
@@ -45,18 +51,18 @@ class MixedSource(BatchSource):
         return Batch(fields, torch.full((stop - start,), 1 / self.batch))
 
     def places(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return for the run's examples of these numbers (b,) their source, and their number among its examples."""
-        cycles, places = np.divmod(numbers, PERIOD)
-        slots = np.empty_like(places)
+        """Return the source of each example number (b,) of the run, and its number among the source's examples."""
+        cycles, positions = np.divmod(numbers, PERIOD)
+        slots = np.empty_like(positions)
         for cycle in np.unique(cycles):
-            here = cycles == cycle
-            slots[here] = permute(places[here], PERIOD, self.seed, int(cycle))
+            in_cycle = cycles == cycle
+            slots[in_cycle] = permute(positions[in_cycle], PERIOD, self.seed, int(cycle))
         which = np.searchsorted(self.bounds, slots, side="right") - 1
         return which, cycles * np.diff(self.bounds)[which] + slots - self.bounds[which]
 
 
 class MixedExamples:
-    """Held-out examples of several sources, as many of each as its share of the most that all have."""
+    """Held-out examples of several sources in their fractions, as many as the smallest source allows."""
 
     def __init__(self, parts: Sequence[IndexedExamples], counts: Sequence[int]):
         total = min(len(part) * sum(counts) // count for part, count in zip(parts, counts, strict=True))
@@ -80,7 +86,7 @@ def mixed_held_out(parts: Sequence[IndexedExamples], counts: Sequence[int]) -> H
 
 
 def _gathered(which: np.ndarray, fields_of: Any) -> dict[str, Tensor]:
-    """Return rows in the order of `which`, the rows of each source being those that `fields_of` returns."""
+    """Return rows in the order of `which`; `fields_of` returns the rows of each source."""
     gathered: dict[str, Tensor] = {}
     for source in np.unique(which):
         here = which == source

@@ -1,4 +1,4 @@
-"""Pairs of texts, a source and a target to be made of it: read from a .tsv or .jsonl file, given as padded examples."""
+"""Pairs of source and target texts of a .tsv or .jsonl file, as padded examples."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -18,11 +18,11 @@ from thrifty.data.text.text_readers import check_characters, json_rows, lines
 
 SIDES = ("source", "target")
 SEPARATOR = "\0"
-"""Between source and target where a pair is one document; no text of a pair holds it."""
+"""Separator of source and target in a pair that is stored as one document; no text of a pair contains it."""
 
 
 def holds_pairs(source: str) -> bool:
-    """Whether a recipe's data source is a file of pairs: a .tsv, or a .jsonl whose first row has both sides."""
+    """Return True if a source is a file of pairs: a .tsv, or a .jsonl whose first row has both sides."""
     path = Path(source).expanduser()
     if not path.is_file() or path.suffix.lower() not in (".tsv", ".jsonl"):
         return False
@@ -39,11 +39,10 @@ def _is_pair(line: str) -> bool:
 
 @dataclass(frozen=True)
 class PairFile(DocumentSource):
-    """A .tsv file of two columns (a first line "source, tab, target" is a heading), or a .jsonl file of rows with
-    "source" and "target". Pairs of which one side is blank are passed over; those with one source stay on one side of
-    the split.
+    """A file of pairs: a .tsv file of two columns, or a .jsonl file of rows with "source" and "target".
 
-    Raises UsageError, with the number of the line, where a line is no pair.
+    A first line "source, tab, target" is a heading. Pairs with a blank side are skipped. Pairs with the same source are
+    on the same side of the split. Raises UsageError, with the line number, for a line that is no pair.
     """
 
     path: Path
@@ -67,7 +66,7 @@ def _tab_separated(path: Path) -> Iterator[tuple[str, list[str]]]:
             continue
         if len(pair) != len(SIDES):
             raise UsageError(
-                f"{path}, line {number}: {len(pair)} columns, where a pair has two", fix="write: source, tab, target"
+                f"{path}, line {number}: {len(pair)} columns, but a pair has two", fix="write: source, tab, target"
             )
         yield f"{path}, line {number}", pair
 
@@ -84,11 +83,11 @@ def _json_pairs(path: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 class TextPairs:
-    """A stream of tokens, each source and each target followed by the end of text, as examples of equal length.
+    """A stream of tokens, with an end of text after each source and each target, as examples of equal length.
 
     {"source": (b, s), "source_keep": bool (b, s), "tokens": (b, t+1), "counted": bool (b, t)} with s = t = `length`.
-    "tokens" is the target with the end of text in front, where a decoder starts. What is longer is cut; what is shorter
-    is filled up with the end of text, which is not kept and not counted.
+    "tokens" is the end of text, where a decoder starts, and the target. Longer texts are cut. Shorter texts are padded
+    with the end of text, where "source_keep" and "counted" are False.
     """
 
     def __init__(self, tokens: np.ndarray, length: int, end_of_text: int):
@@ -102,7 +101,7 @@ class TextPairs:
 
     @property
     def cut(self) -> float:
-        """The share of pairs that are longer than an example, on either side."""
+        """Fraction of pairs with a side that is longer than an example."""
         return float((self.sizes > self.length).any(axis=1).mean())
 
     def fields(self, indices: np.ndarray) -> dict[str, Tensor]:
@@ -113,7 +112,7 @@ class TextPairs:
         return {name: torch.from_numpy(values) for name, values in rows.items()}
 
     def texts(self, indices: np.ndarray, decode: Callable[[list[int]], str]) -> list[str]:
-        """The pairs of these numbers as a person reads them."""
+        """Return the decoded pairs with these numbers."""
         rows = self.fields(indices)
         sides = zip(rows["source"].tolist(), rows["tokens"][:, 1:].tolist(), strict=True)
         return [" → ".join(decode(self._unpadded(side)) for side in both) for both in sides]
@@ -129,7 +128,7 @@ class TextPairs:
         return fingerprint(self.tokens, also=self.length)
 
     def _side(self, indices: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
-        """One side of these pairs (b, length) with its end of text, and where it is no filling."""
+        """Return one side of these pairs with its end of text, and a mask without padding, (b, length) each."""
         offsets = np.arange(self.length)
         kept = offsets < self.sizes[indices, side, None]
         places = np.where(kept, self.begins[indices, side, None] + offsets, 0)

@@ -1,4 +1,4 @@
-"""Reading text out of files, one document at a time, with errors that name the file and the line."""
+"""Readers of text files, one document at a time, with errors that name the file and the line."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,68 +12,69 @@ from thrifty.data.text.passage_split import joined, passages
 
 BINARY_PROBE = 8192
 LONGEST_LINE = 1 << 28
-"""Bytes: a line is read as a whole."""
+"""Largest size of a line in bytes, since a line is read as a whole."""
 
 
 def open_data_file(path: Path) -> BinaryIO:
-    """Open a file of data. Raises UsageError for a link that leads nowhere, and for a pipe or a device, of which the
-    end may never come."""
+    """Return an open file. Raises UsageError for a broken link, and for a pipe or a device, which may never end."""
     if not path.is_file():
-        what = "is not a regular file" if path.exists() else "is no file, or a link that leads nowhere"
-        raise UsageError(f"{path} {what}", fix="give a file of data, or remove it from the folder")
+        what = "is not a regular file" if path.exists() else "is no file, or a broken link"
+        raise UsageError(f"{path} {what}", fix="remove it from the folder, or set data.source to a regular file")
     return path.open("rb")
 
 
 def looks_binary(path: Path) -> bool:
-    """Whether the file's first bytes hold a NUL, the rule by which git tells binary files."""
+    """Return True if the first bytes of a file contain a NUL, which is git's rule for binary files."""
     with open_data_file(path) as file:
         return b"\0" in file.read(BINARY_PROBE)
 
 
 def lines(path: Path) -> Iterator[tuple[int, str]]:
-    """The lines of a UTF-8 file with their numbers from 1, without line ends.
+    """Yield the lines of a UTF-8 file with their numbers from 1, without line ends.
 
-    Raises UsageError at a NUL byte, at bytes that are not UTF-8, and at a line above LONGEST_LINE.
+    Raises UsageError for a NUL byte, for bytes that are not UTF-8, and for a line longer than LONGEST_LINE.
     """
     with open_data_file(path) as file:
         for number, raw in enumerate(iter(lambda: file.readline(LONGEST_LINE), b""), start=1):
             if b"\0" in raw:
-                raise UsageError(f"{path}, line {number}: binary data, not text", fix="give a file of UTF-8 text")
+                raise UsageError(
+                    f"{path}, line {number}: binary data, not text", fix="set data.source to a file of UTF-8 text"
+                )
             if len(raw) == LONGEST_LINE:
                 limit = f"a line of more than {LONGEST_LINE >> 20} MB"
-                raise UsageError(f"{path}, line {number}: {limit}", fix="break the line")
+                raise UsageError(f"{path}, line {number}: {limit}", fix="split the line")
             try:
                 text = raw.decode("utf-8-sig" if number == 1 else "utf-8")
             except UnicodeDecodeError as error:
                 raise UsageError(
                     f"{path}, line {number}: byte 0x{raw[error.start]:02x} is not UTF-8 text",
-                    fix=f"save it as UTF-8, for instance: iconv -f LATIN1 -t UTF-8 {path.name} > utf8-{path.name}",
+                    fix=f"save it as UTF-8, for example: iconv -f LATIN1 -t UTF-8 {path.name} > utf8-{path.name}",
                 ) from None
             yield number, text.rstrip("\r\n")
 
 
 def whole_text(path: Path) -> Iterator[str]:
-    """The file as one document; nothing where it holds only white space."""
+    """Return the file as one document, or nothing if it has only white space."""
     return joined(line for _, line in lines(path))
 
 
 def text_passages(path: Path) -> Iterator[str]:
-    """The file's passages (see `passages`)."""
+    """Return the passages of a file (see `passages`)."""
     return passages(line for _, line in lines(path))
 
 
 def json_lines(path: Path, column: str) -> Iterator[str]:
-    """One document per line of a .jsonl file, the text under `column`; rows where it is null or blank are passed over.
+    """Return the text under `column` in each line of a .jsonl file; null and blank texts are skipped.
 
-    Raises UsageError at a line that is no JSON object, or lacks the column, or has something else than text in it.
+    Raises UsageError for a line that is no JSON object, lacks the column, or has another type in it.
     """
     return row_texts(json_rows(path), column)
 
 
 def json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The JSON objects of a .jsonl file, each with where it stands; blank lines are passed over.
+    """Yield the JSON objects of a .jsonl file, each with its position for messages; blank lines are skipped.
 
-    Raises UsageError at a line that is something else.
+    Raises UsageError for any other line.
     """
     for number, line in lines(path):
         if line.strip():
@@ -82,9 +83,9 @@ def json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def parquet_rows(path: Path, column: str) -> Iterator[str]:
-    """One document per row of a .parquet file; rows whose text is null or blank are passed over.
+    """Yield the text under `column` in each row of a .parquet file; null and blank texts are skipped.
 
-    Raises UsageError where pyarrow is absent, the file is damaged, or the column is missing or holds no text.
+    Raises UsageError without pyarrow, for a damaged file, and for a column that is missing or has another type.
     """
     with open_parquet(path) as file:
         schema, types = file.schema_arrow, arrow_for(path).types
@@ -92,25 +93,27 @@ def parquet_rows(path: Path, column: str) -> Iterator[str]:
         kind = schema.field(column).type
         kind = kind.value_type if types.is_dictionary(kind) else kind
         if not (types.is_string(kind) or types.is_large_string(kind) or types.is_string_view(kind)):
-            raise UsageError(f"{path}: column {column!r} holds {kind}, not text", fix="set data.column to a text one")
+            raise UsageError(
+                f"{path}: column {column!r} holds {kind}, not text", fix="set data.column to a column of text"
+            )
         for rows in file.iter_batches(batch_size=1024, columns=[column]):
             yield from (text for text in rows.column(0).to_pylist() if text and text.strip())
 
 
 def arrow_for(path: Path) -> ModuleType:
-    """pyarrow, to read this file; raises UsageError where it is absent."""
+    """Return the package pyarrow. Raises UsageError, naming this file, if it is not installed."""
     try:
         import pyarrow
     except ImportError:
         raise UsageError(
-            f"reading {path} needs pyarrow, which is not installed", fix="pip install 'thrifty[parquet]'"
+            f"reading {path} requires pyarrow, which is not installed", fix="pip install 'thrifty[parquet]'"
         ) from None
     return pyarrow
 
 
 @contextmanager
 def open_parquet(path: Path) -> Iterator[Any]:
-    """A .parquet file; raises UsageError where pyarrow is absent, or the file turns out to be damaged."""
+    """Yield an open .parquet file. Raises UsageError without pyarrow, and for a damaged file."""
     arrow = arrow_for(path)
     from pyarrow import parquet
 
@@ -118,7 +121,7 @@ def open_parquet(path: Path) -> Iterator[Any]:
         with open_data_file(path) as content, parquet.ParquetFile(content, page_checksum_verification=True) as file:
             names = file.schema_arrow.names
             if repeated := next((name for name in names if names.count(name) > 1), None):
-                raise UsageError(f"{path}: several columns are called {repeated!r}", fix="write it with other names")
+                raise UsageError(f"{path}: several columns are called {repeated!r}", fix="rename one of the columns")
             yield file
     except (arrow.ArrowException, UnicodeDecodeError, OSError) as error:  # a damaged page is an OSError
         raise UsageError(
@@ -130,43 +133,44 @@ def check_column(column: str, columns: list[str], where: str) -> None:
     if column not in columns:
         raise UsageError(
             f"{where}: no column {column!r}; there are: {', '.join(sorted(columns)) or 'none'}",
-            fix="set data.column to the one that holds the text",
+            fix="set data.column to the column of texts",
         )
 
 
 def _json_object(line: str, where: str) -> dict[str, Any]:
     try:
         row = json.loads(line)
-    except (ValueError, RecursionError) as error:  # also of numbers too long for Python
-        raise UsageError(f"{where}: not valid JSON ({error})", fix="each line must be one JSON object") from None
+    except (ValueError, RecursionError) as error:  # ValueError also for numbers too long for Python
+        raise UsageError(f"{where}: not valid JSON ({error})", fix="write one JSON object per line") from None
     if not isinstance(row, dict):
         raise UsageError(f"{where}: a JSON {type(row).__name__}, not an object", fix='write {"text": "..."} per line')
     return row
 
 
 def row_texts(rows: Iterable[tuple[str, Mapping[str, Any]]], column: str) -> Iterator[str]:
-    """Return the texts in a column of rows that stand somewhere; those that are null or blank are passed over."""
+    """Return the texts in a column of rows with positions; null and blank texts are skipped."""
     texts = (row_text(row, column, where) for where, row in rows)
     return (text for text in texts if text.strip())
 
 
 def row_text(row: Mapping[str, Any], column: str, where: str) -> str:
-    """Return the text in a column of a row; "" for null. Raises UsageError for a missing column and for no text."""
+    """Return the text in a column of a row, "" for null. Raises UsageError for a missing column or another type."""
     check_column(column, list(row), where)
     text = row[column]
     if text is None:
         return ""
     if not isinstance(text, str):
         raise UsageError(
-            f"{where}: column {column!r} holds {type(text).__name__}, not text", fix="set data.column to a text one"
+            f"{where}: column {column!r} holds {type(text).__name__}, not text",
+            fix="set data.column to a column of text",
         )
     check_characters(text, f"{where}: column {column!r}")
     return text
 
 
 def check_characters(text: str, what: str) -> None:
-    """Raises UsageError for half of a surrogate pair, which JSON can spell and no encoding can."""
+    """Raise UsageError for half of a surrogate pair, which JSON can represent but UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
-        raise UsageError(f"{what} holds half of a surrogate pair", fix="repair the line") from None
+        raise UsageError(f"{what} holds half of a surrogate pair", fix="remove that character") from None

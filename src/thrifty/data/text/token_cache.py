@@ -1,11 +1,11 @@
-"""Prepared tokens: a source tokenised once into two memory-mapped files, cached under a hash of its settings.
+"""Token cache: a source tokenized once into two memory-mapped files, under a hash of its settings.
 
-    prepared/<key>/train.bin, held_out.bin   tokens, uint16 or uint32, each document followed by the end of text, or
-                                             of pairs each source and each target
-                   tokenizer.json            the tokenizer they were made with
+    prepared/<key>/train.bin, held_out.bin   tokens, uint16 or uint32, with an end of text after each document, or
+                                             after each source and each target of pairs
+                   tokenizer.json            the tokenizer
                    manifest.json             counts, statistics, and the size and sha256 of the files
 
-Ranks that prepare at once wait for one another and share the result. A damaged folder is noticed and built again.
+Ranks that prepare the same data wait for one another and share the result. A damaged folder is rebuilt.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,10 +34,10 @@ FORMAT = 1
 def open_token_cache(
     settings: DataSettings, say: Callable[[str], None], special: Sequence[str] = (), pairs: bool = False
 ) -> TokenCache:
-    """Open the prepared tokens of these settings, building them first where they are missing or damaged.
+    """Return the prepared tokens of these settings, built first if they are missing or damaged.
 
-    A tokenizer that is trained has the `special` tokens besides its own. With `pairs` the source is a file of pairs.
-    `length` and `batch` play no part. Raises UsageError at a setting or an input that is not what it must be.
+    A trained tokenizer also has the `special` tokens. With `pairs` the source is a file of pairs. `length` and `batch`
+    have no effect. Raises UsageError for an invalid setting or input.
     """
     if not settings.tokenizer:
         check_vocabulary(settings.vocabulary, special)
@@ -55,7 +55,7 @@ def open_token_cache(
 
 
 def _key(settings: DataSettings, source: DocumentSource, special: Sequence[str]) -> str:
-    """A hash of everything that the tokens depend on."""
+    """Return a hash of everything that the tokens depend on."""
     if settings.tokenizer:
         path = Path(settings.tokenizer).expanduser()
         tokenizer = file_sha256(path) if path.is_file() else ""
@@ -69,16 +69,16 @@ def _build(settings: DataSettings, source: DocumentSource, special: Sequence[str
     own_tokenizer = read_tokenizer(Path(settings.tokenizer).expanduser()) if settings.tokenizer else None
     pieces: Callable[[str], list[str]] = (lambda text: text.split(SEPARATOR)) if pairs else (lambda text: [text])
     split = plan_split(source.documents(), settings.held_out, settings.source, lambda text: pieces(text)[0])
-    if split.longest is not None and pairs:  # what cuts a text in two would cut a pair in two
+    if split.longest is not None and pairs:  # a split within a text would split a pair
         raise UsageError(
             f"{settings.source} has too few pairs to hold {100 * settings.held_out:g}% of them out",
-            fix="give more pairs, or raise data.held_out",
+            fix="add pairs, or raise data.held_out",
         )
     texts = (piece for text in split.sample(source.documents(), TRAINING_TEXT) for piece in pieces(text))
     tokenizer = own_tokenizer or train_tokenizer(texts, settings.vocabulary, special)
-    with build_folder(folder) as aside:
-        tokenizer.save(aside)
-        streams = write_streams(split.parts(source.documents()), pieces, tokenizer, aside)
+    with build_folder(folder) as temporary:
+        tokenizer.save(temporary)
+        streams = write_streams(split.parts(source.documents()), pieces, tokenizer, temporary)
         train, held_out = streams[DataSplit.TRAIN], streams[DataSplit.HELD_OUT]
         if source.identity() != identity or not (train.tokens and held_out.tokens):
             raise UsageError(
@@ -101,4 +101,4 @@ def _build(settings: DataSettings, source: DocumentSource, special: Sequence[str
         }
         if isinstance(source, DeduplicatedSource):
             manifest["near_duplicates"] = source.report()
-        write_manifest(aside, manifest)
+        write_manifest(temporary, manifest)

@@ -1,4 +1,4 @@
-"""Tokens written to a file: all documents one after the other, each piece of them followed by the end of text."""
+"""Files of tokens: all documents in sequence, with an end of text after each of their pieces."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -10,14 +10,14 @@ from thrifty.data.tokenizer import TextTokenizer
 from thrifty.data.train_split import DataSplit
 
 AT_ONCE = 1_000_000
-"""Characters tokenised together."""
+"""Number of characters tokenized together."""
 
 
 class TokenFile:
-    """A file of tokens being written, with what is counted on the way.
+    """A file of tokens that is being written, with counts.
 
-    The last piece of a document is what is to be predicted: the document itself, or the target of a pair. Counts are of
-    those pieces.
+    The last piece of a document is predicted: the document itself, or the target of a pair. Only these pieces are
+    counted.
     """
 
     def __init__(self, path: Path, tokenizer: TextTokenizer):
@@ -28,24 +28,24 @@ class TokenFile:
         self.documents = self.bytes = 0
 
     def add(self, documents: Sequence[Sequence[str]], encoded: Sequence[list[int]]) -> None:
-        """Append documents in pieces, and the tokens of every piece."""
+        """Append the tokens `encoded` of every piece of these documents."""
         ended = ((*tokens, self.end_of_text) for tokens in encoded)
         numbers = np.fromiter((token for tokens in ended for token in tokens), dtype=self.type)
         self.file.write(numbers.tobytes())
         predicted = numbers
         if len(encoded) > len(documents):
-            self._refuse_spelt_ends(numbers, len(encoded))
-            is_last = [place == len(document) - 1 for document in documents for place in range(len(document))]
+            self._check_ends(numbers, len(encoded))
+            is_last = [index == len(document) - 1 for document in documents for index in range(len(document))]
             predicted = numbers[np.repeat(is_last, [len(tokens) + 1 for tokens in encoded])]
         self.counts += np.bincount(predicted, minlength=len(self.counts))
         self.documents += len(documents)
         self.bytes += sum(len(document[-1].encode()) for document in documents)
 
-    def _refuse_spelt_ends(self, numbers: np.ndarray, pieces: int) -> None:
+    def _check_ends(self, numbers: np.ndarray, pieces: int) -> None:
         if np.count_nonzero(numbers == self.end_of_text) != pieces:
             raise UsageError(
-                "a text holds the tokenizer's end of text, by which pairs are told apart",
-                fix="remove it from the text, or leave data.tokenizer out so that one is trained",
+                "a text contains the tokenizer's end-of-text token, which separates pairs",
+                fix="remove it from the text, or leave data.tokenizer out to train a tokenizer",
             )
 
     @property
@@ -56,7 +56,7 @@ class TokenFile:
 def write_streams(
     parts: Iterator[tuple[DataSplit, str]], pieces: Callable[[str], list[str]], tokenizer: TextTokenizer, folder: Path
 ) -> dict[DataSplit, TokenFile]:
-    """The documents of each part, tokenised piece by piece, as PART.bin in a folder."""
+    """Write the documents of each part, tokenized in pieces, to PART.bin in a folder, and return the counts."""
     streams = {part: TokenFile(folder / f"{part}.bin", tokenizer) for part in DataSplit}
     try:
         for group in _groups(parts):
@@ -70,7 +70,7 @@ def write_streams(
 
 
 def _groups(parts: Iterator[tuple[DataSplit, str]]) -> Iterator[list[tuple[DataSplit, str]]]:
-    """Consecutive documents, together at least AT_ONCE characters."""
+    """Yield groups of consecutive documents with at least AT_ONCE characters."""
     for first in parts:
         group, size = [first], len(first[1])
         while size < AT_ONCE and (following := next(parts, None)):
@@ -84,6 +84,6 @@ def token_type(tokenizer: TextTokenizer) -> str:
 
 
 def unigram_entropy(train: np.ndarray, held_out: np.ndarray) -> float:
-    """Nats per held-out token under the training frequencies, each count raised by one (Laplace 1812)."""
+    """Return nats per held-out token under the training frequencies with add-one smoothing (Laplace 1812)."""
     log_probability = np.log((train + 1) / (train.sum() + len(train)))
     return float(-(held_out * log_probability).sum() / held_out.sum())

@@ -1,4 +1,4 @@
-"""Examples cut from a stream of tokens: windows of equal length."""
+"""Windows of equal length in a stream of tokens, as examples."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -15,8 +15,8 @@ from thrifty.data.epoch_sampler import EpochsByKey, HeldOutByKey, fingerprint
 class TokenWindows:
     """A stream of tokens (any unsigned type, memory-mapped or not) as examples of `length` + 1 tokens each.
 
-    One window begins where the last token of the one before it lies, so that every token but the first is predicted
-    once. What is left at the end and fills no window is not used.
+    A window begins with the last token of the window before it, so that every token but the first is predicted once.
+    Tokens at the end that do not fill a window are not used.
     """
 
     def __init__(self, tokens: np.ndarray, length: int):
@@ -26,7 +26,7 @@ class TokenWindows:
         return max(0, (len(self.tokens) - 1) // self.length)
 
     def at(self, indices: np.ndarray) -> Tensor:
-        """The windows of these numbers (b,) as int64 (b, length + 1)."""
+        """Return the windows with these numbers (b,) as int64 (b, length + 1)."""
         places = indices[:, None] * self.length + np.arange(self.length + 1)
         return torch.from_numpy(self.tokens[places].astype(np.int64))
 
@@ -34,7 +34,7 @@ class TokenWindows:
         return {"tokens": self.at(indices)}
 
     def texts(self, indices: np.ndarray, decode: Callable[[list[int]], str]) -> list[str]:
-        """The windows of these numbers as a person reads them."""
+        """Return the decoded windows with these numbers."""
         return [decode(tokens) for tokens in self.at(indices).tolist()]
 
     def example_index(self) -> ExampleIndex:
@@ -46,10 +46,10 @@ class TokenWindows:
 
 
 class PackedTokens(EpochsByKey):
-    """Training examples: {"tokens": int64 (b, length + 1), "key": int64 (b,)}, in epochs.
+    """Training examples in epochs: {"tokens": int64 (b, length + 1), "key": int64 (b,)}.
 
-    The key is random bits of the example's own in this run (see `draws`): a window has another in each epoch.
-    Raises UsageError where the text has fewer windows than one batch.
+    The key has random bits; a window has a new key in each epoch. Raises UsageError for text with fewer windows than
+    one batch.
     """
 
     def __init__(self, tokens: np.ndarray, length: int, batch: int, seed: int):
@@ -64,9 +64,9 @@ class PackedTokens(EpochsByKey):
 
 
 class HeldOutWindows(HeldOutByKey):
-    """Windows for evaluation, with keys that are the same for every seed too.
+    """Windows for evaluation, with the same keys for every seed.
 
-    Raises UsageError where the held-out text does not fill one example.
+    Raises UsageError if the held-out text does not fill one example.
     """
 
     def __init__(self, tokens: np.ndarray, length: int):
@@ -83,4 +83,4 @@ def _smaller(tokens: int, windows: int, batch: int) -> str:
     shorter = f"data.length to at most {(tokens - 1) // batch}" if tokens > batch else ""
     fewer = f"data.batch to at most {windows}" if windows else ""
     either = " or ".join(choice for choice in (fewer, shorter) if choice)
-    return f"lower {either}" if either else "give more text"
+    return f"lower {either}" if either else "add text to data.source"
