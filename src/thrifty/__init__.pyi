@@ -14,6 +14,7 @@ from .interface import simulate as simulate
 from .interface import testing as testing
 from .interface.attention_traces import trace as trace
 from .interface.board import board as board
+from .interface.cards import show as show
 from .interface.chat import ChatSession as ChatSession
 from .interface.chat import chat as chat
 from .interface.comparisons import ComparisonResult as ComparisonResult
@@ -44,7 +45,6 @@ from .interface.scaling import recommend_size as recommend_size
 from .interface.studies import study as study
 from .interface.summaries import summary as summary
 from .interface.technique_profiles import TechniqueProfile as TechniqueProfile
-from .interface.technique_profiles import show as show
 from .interface.training import RunInterrupted as RunInterrupted
 from .interface.training import RunResult as RunResult
 from .interface.training import RunTerminated as RunTerminated

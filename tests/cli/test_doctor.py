@@ -34,7 +34,7 @@ def healthy() -> MachineInfo:
 
 
 @pytest.mark.slow
-def test_nothing_is_said_of_a_healthy_machine(healthy):
+def test_a_healthy_machine_has_no_findings(healthy):
     assert diagnose(healthy, True, CompileTrial(True, 10.0, "")) == []
 
 
@@ -58,7 +58,7 @@ def test_missing_parts_are_named_with_fixes_and_do_not_stop(healthy, changes, wh
     assert what in finding.what and fix in finding.fix and not finding.fatal
 
 
-def test_what_makes_training_impossible_is_fatal(healthy):
+def test_impossible_training_is_fatal(healthy):
     (old,) = diagnose(replace(healthy, torch="2.4.1"), True, None)
     (locked,) = diagnose(healthy, False, None)
     assert old.fatal and "2.11" in old.fix and locked.fatal
@@ -108,6 +108,6 @@ def test_it_tells_from_which_density_on_sparse_products_pay(tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("shape", ["32", "32x", "0x4", "32x48x2"])
-def test_what_is_no_shape_is_refused(shape):
+def test_invalid_shapes_are_refused(shape):
     done = CliRunner().invoke(command, ["--quick", "--sparse", shape])
     assert isinstance(done.exception, UsageError) and f"--sparse {shape!r} is no shape" in done.exception.what

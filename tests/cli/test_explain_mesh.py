@@ -30,7 +30,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize(("ranks", "meshes"), [(2, sample_of(TWO, 1)), pytest.param(4, FOUR, marks=pytest.mark.slow)])
-def test_one_process_says_what_each_of_several_states_and_holds(
+def test_one_process_prints_the_content_of_each_rank(
     text: Path, tmp_path: Path, ranks: int, meshes: tuple[str, ...]
 ) -> None:
     found = on_ranks(ranks, stated_and_held, text, tmp_path, meshes)
@@ -50,7 +50,7 @@ def test_one_process_says_what_each_of_several_states_and_holds(
 
 
 @pytest.mark.slow
-def test_a_mesh_of_three_axes_is_told_stage_by_stage(text: Path) -> None:
+def test_a_mesh_of_three_axes_is_explained_by_stage(text: Path) -> None:
     found = explained(recipe(text, "said", "pipeline=2,tensor=2,shard=2"))
     stages = found.ranks["stages"]
     assert [stage["notes"]["parallelism.pipeline"][0][-7:] for stage in stages] == ["stage 0", "stage 1"]
@@ -75,7 +75,7 @@ def test_techniques_refused_on_a_stage_are_named(text: Path) -> None:
     assert "parallelism.pipeline" not in [row["name"] for row in found["techniques"]]
 
 
-def test_what_is_refused_stands_first_and_decides_the_exit_code(text: Path) -> None:
+def test_refusals_are_first_and_set_the_exit_code(text: Path) -> None:
     layers = recipe(text, "said", "pipeline=2")
     layers.apply_changes((), (), ("techniques.parallelism.pipeline.micro_batches=1",))
     found = explained(layers)

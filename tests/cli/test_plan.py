@@ -101,7 +101,7 @@ def test_tokens_ask_for_the_model_that_suits_them() -> None:
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (("size",), "the compute to plan for is not given"),
+        (("size",), "there is no compute budget"),
         (("size", "--flops", "1e18", "--hours", "2"), "--flops and --hours exclude each other"),
         (("size", "--flops", "-1e18"), "--flops is -1e+18"),
         (("size", "--flops", "nan"), "--flops is nan"),
@@ -109,7 +109,7 @@ def test_tokens_ask_for_the_model_that_suits_them() -> None:
         (("size", "--tokens", "1e-9"), "the optimal sizes would be"),
         (("size", "--hours", "0"), "--hours is 0"),
         (("size", "--hours", "1", "--utilisation", "1.5"), "utilisation is 1.5"),
-        (("fit",), "there is nothing to fit"),
+        (("fit",), "there are no runs to fit"),
         (("fit", "--csv", "absent.csv"), "absent.csv cannot be read"),
         (("fit", "--csv", "/dev/zero"), "/dev/zero"),
         (("fit", "--csv", "absent.csv", "--flops", "-2"), "--flops is -2"),
@@ -117,7 +117,7 @@ def test_tokens_ask_for_the_model_that_suits_them() -> None:
     ],
     ids=" ".join,
 )
-def test_what_cannot_be_answered_is_refused_with_what_to_give(words: tuple[str, ...], says: str) -> None:
+def test_incomplete_size_requests_are_refused_with_the_fix(words: tuple[str, ...], says: str) -> None:
     assert says in refused(*words).what
 
 

@@ -27,19 +27,19 @@ def test_failing_builders_are_named_with_their_exception() -> None:
 
 
 @pytest.mark.parametrize("made", [lambda: None, lambda: {"width": 2}, lambda: nn.Linear])
-def test_a_builder_that_gives_no_module_is_told_so(made: Callable[[], Any]) -> None:
-    with pytest.raises(UsageError, match=r"lambda> gives a (NoneType|dict|type), and no torch\.nn\.Module") as error:
+def test_a_builder_that_returns_no_module_is_refused(made: Callable[[], Any]) -> None:
+    with pytest.raises(UsageError, match=r"lambda> returns a (NoneType|dict|type), not a torch\.nn\.Module") as error:
         UserObjects(made).build_model()
     assert "return the model" in error.value.fix
 
 
 @pytest.mark.parametrize("kind", [RefusedError, MemoryError, torch.OutOfMemoryError])
-def test_what_says_itself_what_to_do_is_left_as_it_is(kind: type[Exception]) -> None:
+def test_errors_with_a_fix_are_left_unchanged(kind: type[Exception]) -> None:
     with pytest.raises(kind, match="width"):
         UserObjects(partial(failing, kind)).build_model()
 
 
-def test_a_model_is_given_on_as_it_was_built() -> None:
+def test_a_built_model_is_used_unchanged() -> None:
     model = nn.Linear(2, 2)
     assert UserObjects(lambda: model).build_model() is model
 
@@ -47,9 +47,9 @@ def test_a_model_is_given_on_as_it_was_built() -> None:
 @pytest.mark.parametrize(
     ("code", "said", "fix"),
     [
-        ("import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'", "mend it"),
-        ("width = 1 / 0", "ZeroDivisionError", "mend it"),
-        ("def build(:", "SyntaxError", "mend it"),
+        ("import no_such_package", "ModuleNotFoundError: No module named 'no_such_package'", "correct the error"),
+        ("width = 1 / 0", "ZeroDivisionError", "correct the error"),
+        ("def build(:", "SyntaxError", "correct the error"),
     ],
 )
 def test_modules_failing_on_import_are_named_with_the_reason(

@@ -250,7 +250,7 @@ def test_the_process_counts_on_a_processor(recipe: str, monkeypatch: pytest.Monk
     assert "; the process 30" in run(recipe, "--no-probe").stdout
 
 
-def test_where_ranks_cannot_be_used_that_is_said(recipe: str) -> None:
+def test_unusable_ranks_are_refused_with_the_reason(recipe: str) -> None:
     error = refused(recipe, "--ranks", "2")
     assert "which --allow exact forbids" in error.what and error.fix == "--allow rounding"
     assert launch_command(2) == "thrifty train --ranks 2" and launch_command(1) == "thrifty train"
@@ -298,7 +298,7 @@ def test_infeasible_budgets_are_refused_with_what_they_require(recipe: str) -> N
         (("text", "--mesh", "tensor=2"), "a plan chooses one", "--ranks 2 for this machine"),
     ],
 )
-def test_what_cannot_be_planned_is_refused(words: tuple[str, ...], what: str, fix: str) -> None:
+def test_unplannable_recipes_are_refused(words: tuple[str, ...], what: str, fix: str) -> None:
     error = refused(*words)
     assert isinstance(error, UsageError) and what in error.what and fix in error.fix
 

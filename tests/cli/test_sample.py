@@ -89,7 +89,7 @@ def test_invalid_prompts_and_seeds_are_refused(folder):
     assert "9223372036854775807" in run(folder, "--seed", 2**63).output
 
 
-def test_what_cannot_be_sampled_from_is_refused(folder, tmp_path):
+def test_unusable_models_are_refused_for_sampling(folder, tmp_path):
     with pytest.raises(UsageError, match="there is no run"):
         run(tmp_path / "nothing")
     (folder / "tokenizer.json").unlink()

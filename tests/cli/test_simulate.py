@@ -51,7 +51,7 @@ def test_a_trillion_parameters_on_16384_ranks() -> None:
     assert len(found["memory"]) == 64 and all(rank["fits"] for rank in found["memory"])
 
 
-def test_a_published_run_is_shown_beside_what_was_measured() -> None:
+def test_a_published_run_is_printed_with_its_measurement() -> None:
     found = told("cluster", "--model", "narayanan-18b")
     assert found["published"]["measured"] == 135e12 and found["mesh"]["ranks"] == 256
     assert found["hardware_flops"] == found["published"]["simulated"]
@@ -60,7 +60,7 @@ def test_a_published_run_is_shown_beside_what_was_measured() -> None:
     assert changed["step_seconds"] < found["step_seconds"]
 
 
-def test_what_does_not_fit_is_said() -> None:
+def test_a_step_that_does_not_fit_is_reported() -> None:
     assert "DOES NOT FIT: rank 0 has 85.9 GB" in shown("cluster", "--model", "llama3-70b", "--mesh", "tensor=8")
 
 
@@ -109,7 +109,7 @@ def test_every_style_of_preset_can_be_simulated(preset: str) -> None:
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )
-def test_what_cannot_be_simulated_is_refused_with_what_to_give(words: tuple[str, ...], says: str) -> None:
+def test_invalid_simulations_are_refused_with_the_fix(words: tuple[str, ...], says: str) -> None:
     with pytest.raises(UsageError, match=says) as error:
         shown("cluster", *words)
     assert error.value.fix

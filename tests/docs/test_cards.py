@@ -1,5 +1,6 @@
 """Cards of techniques: one shape, settings that build, code that runs, evidence that is found."""
 
+import inspect
 import re
 import socket
 import sys
@@ -16,12 +17,16 @@ import torch
 import thrifty
 from thrifty import techniques
 from thrifty.core.card import SECTIONS, Card, read_card
+from thrifty.core.errors import UsageError
 from thrifty.core.mesh import clear_mesh
 from thrifty.core.setting_bounds import hints_of
 from thrifty.experiments.evidence import ASPECTS, evidence_by_technique
 from thrifty.experiments.findings import read_findings
 from thrifty.interface.own_loop import technique_of
+from thrifty.models.families import FAMILIES
+from thrifty.models.model_presets import PRESETS
 from thrifty.objectives import OBJECTIVES
+from thrifty.simulators.accelerator.accelerator_file import machine_names
 
 ROOT = Path(__file__).parents[2]
 TECHNIQUES = techniques.own_names()
@@ -79,6 +84,33 @@ def test_a_design_card_has_the_one_shape(module: str) -> None:
     assert not faults(docstring(module))
 
 
+@pytest.mark.parametrize("style", FAMILIES)
+def test_a_model_card_has_the_one_shape(style: str) -> None:
+    assert not faults(inspect.cleandoc(FAMILIES[style].__doc__ or ""))
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+def test_a_preset_shows_its_card_and_sizes(preset: str) -> None:
+    shown = thrifty.show(preset, kind="preset")
+    assert f'train("{preset}"' in shown.card and f"model.width = {PRESETS[preset].width}" in str(shown)
+
+
+@pytest.mark.parametrize("name", machine_names())
+def test_a_design_shows_its_card_and_settings(name: str) -> None:
+    shown = thrifty.show(name, kind="design")
+    assert read_card(shown.card).title and all(each["name"] in str(shown) for each in shown.settings)
+
+
+def test_one_name_of_two_kinds_shows_either_card() -> None:
+    assert thrifty.show("a3").name == "attention.a3"
+    assert thrifty.show("a3", kind="design").kind == "design"
+    assert thrifty.show("next_token").kind == "objective"
+    with pytest.raises(UsageError, match="there is no preset 'lora'"):
+        thrifty.show("lora", kind="preset")
+    with pytest.raises(UsageError, match="there is no technique 'lorra'"):
+        thrifty.show("lorra")
+
+
 def test_effects_are_unique() -> None:
     effects = [card_of(name).effect for name in TECHNIQUES]
     assert len(set(effects)) == len(effects)
@@ -110,6 +142,13 @@ def test_no_card_sections_repeat_unknown_settings(name: str) -> None:
 @pytest.mark.parametrize("name", TECHNIQUES)
 def test_the_use_lines_of_a_technique_card_run(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     run_use(card_of(name), tmp_path, monkeypatch)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("style", [style for style in FAMILIES if style != "clip"])
+def test_the_use_lines_of_a_model_card_run(style: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "my.txt").write_text("\n\n".join(f"the cat sat on the mat {i} times" * 9 for i in range(400)))
+    run_use(read_card(FAMILIES[style].__doc__), tmp_path, monkeypatch)
 
 
 @pytest.mark.slow

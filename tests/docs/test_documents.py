@@ -1,4 +1,4 @@
-"""What the documents say can be typed, can be typed: every command and every snippet of the README runs."""
+"""Commands and code in documents: every command and every snippet of the README runs."""
 
 import os
 import re

@@ -11,7 +11,7 @@ REPOSITORY = Path(__file__).parents[2]
 
 
 @pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
-def test_other_extras_are_installed_when_they_are_asked_for(tmp_path: Path) -> None:
+def test_other_extras_are_installed_on_request(tmp_path: Path) -> None:
     for name in ("Makefile", "pyproject.toml", "constraints.txt"):
         shutil.copyfile(REPOSITORY / name, tmp_path / name)
     bin_folder, log = tmp_path / ".venv" / "bin", tmp_path / "log"

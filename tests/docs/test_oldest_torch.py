@@ -70,7 +70,7 @@ def is_there(name: str) -> bool:
 
 
 @pytest.mark.slow
-def test_what_is_used_of_torch_was_found_in_the_oldest_version() -> None:
+def test_used_names_of_torch_exist_in_the_oldest_version() -> None:
     new = used() - set(LIST.read_text().split())
     assert not new, f"to be tried with torch 2.11: {', '.join(sorted(new))}"
 

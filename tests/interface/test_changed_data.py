@@ -116,7 +116,7 @@ class Stream(IterableDataset[tuple[Tensor, ...]]):
     ("data", "name", "message"),
     [
         (lambda: DataLoader(TensorDataset(torch.rand(8, 4)), 4), "sequence_length", "can truncate integers"),
-        (lambda: [{"x": torch.ones(4, 8).long(), "y": torch.ones(4, 6).long()}], "sequence_length", "has examples"),
+        (lambda: [{"x": torch.ones(4, 8).long(), "y": torch.ones(4, 6).long()}], "sequence_length", "yields examples"),
         (lambda: iter([(torch.ones(4, 8).long(), torch.ones(4, 6).long())]), "sequence_length", "of one length"),
         (lambda: iter([(torch.ones(4, 8).long(), torch.ones(4, 8, 8))]), "sequence_length", "of one length"),
         (lambda: iter([{"ids": torch.ones(4, 8).long(), "cu_seqlens": torch.ones(3)}]), "sequence_length", "one label"),
@@ -148,7 +148,7 @@ def test_the_same_is_not_changed_twice_and_other_things_are() -> None:
 
 
 @pytest.mark.parametrize("name", ["sequence_length", "resolution", "low_frequency", "prune"])
-def test_a_technique_of_data_names_what_it_is_to_be_applied_to(name: str) -> None:
+def test_a_data_technique_names_its_target(name: str) -> None:
     with pytest.raises(UsageError, match="changes the loader") as refused:
         thrifty.apply(nn.Linear(2, 2), name)
     assert refused.value.fix.startswith("thrifty.apply(loader, ")
@@ -158,7 +158,7 @@ def test_a_technique_of_data_names_what_it_is_to_be_applied_to(name: str) -> Non
 def test_a_technique_of_models_is_not_for_data() -> None:
     with pytest.raises(UsageError, match=r"adapters\.lora changes the model"):
         thrifty.apply(DataLoader(Texts(), 4), "lora")
-    with pytest.raises(UsageError, match="a share of a run"):
+    with pytest.raises(UsageError, match="a fraction of a run"):
         thrifty.apply(DataLoader(Texts(), 4), "low_frequency")
 
 

@@ -174,7 +174,7 @@ def measured(model: nn.Module, batch: Any, loss: Loss, optimizer: Any = torch.op
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_the_peak_of_a_step_is_what_the_allocator_gives_out(name: str) -> None:
+def test_the_peak_of_a_step_equals_the_allocators(name: str) -> None:
     build, batch, loss = CASES[name]
     torch.manual_seed(0)
     model = build()
@@ -209,13 +209,13 @@ def test_autocast_in_a_loss_is_counted() -> None:
 
 
 @pytest.mark.parametrize("number", [5, 8])
-def test_a_random_model_holds_what_is_predicted(number: int) -> None:
+def test_a_random_model_has_the_predicted_peak(number: int) -> None:
     _check_random_model(1000, number)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(30))
-def test_random_models_hold_what_is_predicted(number: int) -> None:
+def test_random_models_have_the_predicted_peak(number: int) -> None:
     _check_random_model(2000, number)
 
 
@@ -263,7 +263,7 @@ def test_a_builder_that_reads_values_requires_no_weights() -> None:
     assert fit.parts["parameters"] == 4 * fit.parameters and not fit.notes
 
 
-def test_what_does_not_fit_comes_with_options_that_do() -> None:
+def test_a_step_that_does_not_fit_has_options_that_do() -> None:
     whole = thrifty.estimate(stack, ROWS, loss=image_loss)
     assert whole.fits and not whole.options
     tight = thrifty.estimate(stack, ROWS, loss=image_loss, memory=0.6 * whole.peak)
@@ -282,7 +282,7 @@ def test_layers_that_are_left_out_at_random_are_counted(rate: float) -> None:
     assert fit.peak == pytest.approx(measured(LayersLeftOut(0.0), ROWS, image_loss), rel=0.01)
 
 
-def test_what_fits_keeps_a_reserve() -> None:
+def test_a_fitting_step_keeps_a_reserve() -> None:
     peak = thrifty.estimate(stack, ROWS, loss=image_loss).peak
     for factor in (1.01, 1.03):
         assert thrifty.estimate(stack, ROWS, loss=image_loss, memory=factor * peak).fits is (factor > 1.02)
@@ -372,7 +372,7 @@ def test_a_step_that_depends_on_values_needs_a_batch_with_values() -> None:
     assert "not on the meta device" in error.value.fix
 
 
-def test_the_process_holds_what_is_stated() -> None:
+def test_the_process_stays_within_the_stated_bounds() -> None:
     fit = thrifty.estimate(encoder, TOKENS, loss=token_loss)
     assert fit.process is not None
     low, high = fit.process
@@ -383,25 +383,25 @@ def test_the_process_holds_what_is_stated() -> None:
 @pytest.mark.parametrize(
     ("changed", "words"),
     [
-        ({"batch": "text"}, "no tensor with a row for each example"),
+        ({"batch": "text"}, "no tensor with one row per example"),
         ({"batch": TOKENS[:0]}, "no examples"),
         ({"batch": None}, "no batch"),
         ({"batch": torch.randn(8, 5)}, r"does not run on a batch of \(8, 5\) float32"),
-        ({"loss": None}, "there is no loss"),
+        ({"loss": None}, "without a loss"),
         ({"loss": lambda model, batch: None}, "is a NoneType"),
         ({"model": lambda: encoder().requires_grad_(False)}, "has no gradient"),
-        ({"model": 3}, "no module"),
+        ({"model": 3}, "neither a module"),
         ({"model": "gpt-nan"}, "neither a preset nor a folder"),
         ({"model": "clip-nano", "loss": None, "batch": 2}, "needs data"),
-        ({"memory": "many"}, "is no size"),
-        ({"memory": -1}, "is no size"),
+        ({"memory": "many"}, "is not a size"),
+        ({"memory": -1}, "is not a size"),
         ({"optimizer": "lora"}, "is no optimizer"),
         ({"optimizer": torch.optim.LBFGS}, "closure"),
         ({"device": "tpu"}, "unknown device 'tpu'"),
         ({"allow": "some"}, "is unknown"),
     ],
 )
-def test_what_cannot_be_estimated_is_refused_with_the_fix(
+def test_invalid_estimates_are_refused_with_the_fix(
     changed: dict[str, Any], words: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(UsageError, match=words) as error:

@@ -54,7 +54,7 @@ def test_a_merged_model_has_plain_names_and_equal_outputs(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", LEFT_ON)
-def test_what_no_weight_can_take_is_refused_and_left_on(name: str) -> None:
+def test_unmergeable_adapters_are_refused_and_stay(name: str) -> None:
     model, _, tokens = trained(technique(f"adapters.{name}"))
     expected, before = outputs(model, tokens), list(model.state_dict())
     with pytest.raises(RefusedError, match="cannot be folded into the weights"):

@@ -357,7 +357,7 @@ def tensors_in(value: Any, path: str, seen: set[int] | None = None) -> Iterator[
         yield from tensors_in(vars(value), path, seen)
 
 
-def test_a_closure_gives_its_loss_and_gradients() -> None:
+def test_a_closure_returns_its_loss_and_gradients() -> None:
     model = network()
     optimizer = thrifty.optim.Lion(model)
 

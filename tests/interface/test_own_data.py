@@ -258,7 +258,7 @@ class Exhausted(IterableDataset[Any]):
         (DataLoader(ROWS, batch_sampler=[[0, 1]]), "sampler of its own"),
     ],
 )
-def test_what_is_no_dataset_is_refused_with_the_fix(data: Any, words: str) -> None:
+def test_other_objects_than_datasets_are_refused_with_the_fix(data: Any, words: str) -> None:
     with pytest.raises(ThriftyError, match=words) as error:
         opened(data, None if isinstance(data, list) else ROWS).train.at(0)
     assert error.value.fix

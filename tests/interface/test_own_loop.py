@@ -125,7 +125,7 @@ def network() -> nn.Module:
 
 def test_stage_order_and_clashes_hold_in_both_orders() -> None:
     model = thrifty.apply(network(), "recompute")
-    with pytest.raises(UsageError, match=r"memory\.recompute is applied already") as refused:
+    with pytest.raises(UsageError, match=r"memory\.recompute is already applied") as refused:
         thrifty.apply(model, "lora", rank=2)
     assert refused.value.fix == "apply adapters.lora first"
     for names in (("lora", "rigl"), ("rigl", "lora")):
@@ -144,9 +144,9 @@ def test_stage_order_and_clashes_hold_in_both_orders() -> None:
 @pytest.mark.parametrize(
     ("wrapped", "message"),
     [
-        (lambda: torch.compile(network()), "in torch.compile already"),
-        (lambda: (model := network(), model.compile())[0], "in torch.compile already"),
-        (lambda: torch.jit.script(nn.Linear(2, 2)), "in torch.jit already"),
+        (lambda: torch.compile(network()), "already wrapped in torch.compile"),
+        (lambda: (model := network(), model.compile())[0], "already wrapped in torch.compile"),
+        (lambda: torch.jit.script(nn.Linear(2, 2)), "already wrapped in torch.jit"),
         (lambda: nn.Sequential(nn.LazyLinear(2), nn.Linear(2, 2)), "lazy layers"),
     ],
 )
@@ -242,7 +242,7 @@ def test_masks_in_company_are_where_they_were_after_a_restart(mask: str, other: 
         assert_a_restart_changes_nothing(lambda order=order: begin(order), 4)
 
 
-def test_an_activation_budget_leaves_what_was_applied_before() -> None:
+def test_an_activation_budget_keeps_applied_techniques() -> None:
     model, x = thrifty.apply(network(), "mixed"), torch.randn(4, 8)
     before = model(x)
     with thrifty.activation_budget(model, "50%"):

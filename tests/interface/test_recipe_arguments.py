@@ -47,7 +47,7 @@ def test_a_recipe_read_back_refuses_until_its_objects_are_passed() -> None:
     replace(stored, objects=UserObjects(user_work.build)).refuse_missing_objects("model")
 
 
-def test_what_is_passed_takes_the_place_of_what_the_recipe_has() -> None:
+def test_passed_arguments_override_the_recipe() -> None:
     changed = thrifty.recipe("gpt2-nano", "corpus.txt", loss="next_token", recipe=own(), seed=3)
     assert changed.objects == UserObjects(metrics=own().objects.metrics)
     changed.refuse_missing_objects()
@@ -240,7 +240,7 @@ def test_an_object_of_another_kind_is_refused_in_words(call: Any, tmp_path: Path
 
 
 @pytest.mark.parametrize("verb", [thrifty.explain, thrifty.check, thrifty.plan, thrifty.compare])
-def test_a_model_in_the_place_of_a_recipe_is_told_its_name(verb: Any) -> None:
+def test_a_model_instead_of_a_recipe_is_refused_with_the_fix(verb: Any) -> None:
     with pytest.raises(UsageError, match="the recipe is of the type 'Linear'") as error:
         verb(torch.nn.Linear(2, 2), quiet=True)
     assert "model=…, data=…" in error.value.fix

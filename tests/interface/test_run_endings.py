@@ -1,4 +1,4 @@
-"""What is told at the end of a run."""
+"""The printed end of a run."""
 
 import json
 from pathlib import Path
@@ -27,6 +27,6 @@ def test_a_run_that_did_not_measure_says_nothing_of_it(tmp_path: Path) -> None:
     assert "noise" not in "".join(ending(summary(tmp_path / "plain", "")))
 
 
-def test_of_a_budget_in_seconds_it_is_said_how_much_was_used(tmp_path: Path) -> None:
+def test_runs_print_the_used_part_of_a_time_budget(tmp_path: Path) -> None:
     told = summary(tmp_path / "timed", "") | {"seconds": 24.2, "budget_seconds": 60.0}
     assert ending(told)[0] == "finished after 2 steps, 24 s of training of the 60 s of its budget"

@@ -25,7 +25,7 @@ def test_designs_are_rows_of_a_table(tmp_path: Path) -> None:
         thrifty.simulate.attention(tmp_path / "t.safetensors", ["elsa"], equal_resources={"clocks": 1e9})
 
 
-def test_the_cluster_may_be_a_file_and_what_it_lacks_is_named(tmp_path: Path) -> None:
+def test_the_cluster_may_be_a_file_and_missing_keys_are_named(tmp_path: Path) -> None:
     (tmp_path / "mine.toml").write_text('device = "h100"\n')
     with pytest.raises(UsageError, match="has no 'per_node'"):
         thrifty.simulate.cluster("gpt3-175b", cluster=str(tmp_path / "mine.toml"))

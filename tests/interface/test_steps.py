@@ -71,6 +71,6 @@ def test_observer_exceptions_reach_the_caller_and_the_run(tmp_path: Path) -> Non
 
 
 def test_ranks_of_a_loop_are_those_that_torchrun_starts(tmp_path: Path) -> None:
-    with pytest.raises(thrifty.ThriftyError, match="2 ranks are 2 processes") as error:
+    with pytest.raises(thrifty.ThriftyError, match="2 ranks require 2 processes") as error:
         next(thrifty.steps(recipe("several"), ranks=2, runs=tmp_path))
     assert "torchrun --nproc-per-node 2 script.py" in str(error.value) and not (tmp_path / "several").exists()

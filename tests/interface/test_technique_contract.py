@@ -39,7 +39,7 @@ class Halved(thrifty.Technique):
 @pytest.mark.parametrize("kind", [Nothing, Halved, Halved(rate=0.1), "clip"])
 def test_a_technique_that_keeps_its_contract_is_reported(kind: Any) -> None:
     report = thrifty.testing.check_technique(kind)
-    assert not report.broken and {"settings", "resume", "a loop by hand"} <= {each.promise for each in report.verdicts}
+    assert not report.broken and {"settings", "resume", "own loop"} <= {each.promise for each in report.verdicts}
     assert "nothing is broken" in str(report)
 
 
@@ -133,7 +133,7 @@ def replace_logits(output: Any, extra: Tensor) -> Any:
 
 
 class HalfByHand(thrifty.Technique):
-    """A technique that says it works in a loop by hand, and does nothing there."""
+    """A technique that says it works in an own loop, but does nothing there."""
 
     stage, numerics = thrifty.Stage.OBJECTIVE, DIFFERENT
 
@@ -167,7 +167,7 @@ class Ordered(thrifty.Technique):
 BROKEN: dict[type[thrifty.Technique], str] = {
     Unstaged: "stage and numerics", Tolerant: "stage and numerics", Unequal: "settings", Unlearned: "claims",
     Renaming: "parameter names", NotExact: "exact", Forgetful: "resume", Unlearning: "it learns", Leaving: "export",
-    HalfByHand: "a loop by hand", Ordered: "data by step",
+    HalfByHand: "own loop", Ordered: "data by step",
 }  # fmt: skip
 
 

@@ -96,7 +96,9 @@ def test_a_data_loader_is_taken_apart_into_its_dataset(data: Any, tmp_path: Path
         ({"collate": lambda examples: {"x": 3}}, "has no row for each example"),
     ],
 )
-def test_what_does_not_fit_is_refused_with_the_fix(changed: dict[str, Any], words: str, tmp_path: Path) -> None:
+def test_arguments_that_do_not_fit_are_refused_with_the_fix(
+    changed: dict[str, Any], words: str, tmp_path: Path
+) -> None:
     with pytest.raises(ThriftyError, match=words) as error:
         train(tmp_path, **changed)
     assert error.value.fix
@@ -230,7 +232,7 @@ def test_a_refused_sampler_names_the_reason() -> None:
         open_user_data(DataLoader(user_work.NoisySums(9), sampler=[0, 1]), user_work.NoisySums(9), 2, 0)
 
 
-def test_a_recipe_gives_what_is_not_passed(tmp_path: Path) -> None:
+def test_a_recipe_provides_arguments_that_are_not_passed(tmp_path: Path) -> None:
     from thrifty.core.recipe import Budget, DataSettings, Recipe
 
     write_corpus(tmp_path / "corpus")

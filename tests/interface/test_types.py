@@ -75,7 +75,7 @@ def errors(tmp_path: Path) -> Any:
     return check
 
 
-def test_what_a_user_writes_passes_a_strict_checker(errors: Any) -> None:
+def test_user_code_passes_a_strict_type_checker(errors: Any) -> None:
     assert not errors((ROOT / "tests" / "support" / "typed_user.py").read_text(encoding="utf-8"))
 
 

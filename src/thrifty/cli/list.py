@@ -2,7 +2,7 @@
 
 import click
 
-KINDS = ("techniques", "recipes", "studies", "presets", "objectives")
+KINDS = ("techniques", "recipes", "studies", "presets", "objectives", "designs")
 
 
 @click.command()
@@ -10,7 +10,7 @@ KINDS = ("techniques", "recipes", "studies", "presets", "objectives")
 @click.option("--search", default="", metavar="WORDS", help="Print only entries that contain all of these words.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(kind: str, search: str, as_json: bool) -> None:
-    """List techniques by goal (the default), recipes, studies, presets or objectives.
+    """List techniques by goal (the default), recipes, studies, presets, objectives or accelerator designs.
 
     `thrifty data list` lists datasets.
     """

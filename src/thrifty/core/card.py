@@ -1,5 +1,6 @@
 """Cards: the docstring that describes a technique, an objective or an accelerator design, in sections."""
 
+import inspect
 import re
 import textwrap
 from collections.abc import Mapping
@@ -36,7 +37,7 @@ class Card:
 
 def read_card(docstring: str | None) -> Card:
     """Read a card from a docstring; a docstring of another shape becomes a card without sections."""
-    first, _, rest = textwrap.dedent((docstring or "").strip()).partition("\n\n")
+    first, _, rest = inspect.cleandoc(docstring or "").partition("\n\n")
     first = " ".join(first.split())
     before, *parts = _SECTION.split(f"\n{rest}")
     sections = {

@@ -11,7 +11,7 @@ from thrifty.core.cache_dir import cache_folder
 from thrifty.core.errors import UsageError
 from thrifty.dashboard.board_server import BoardServer, new_token
 from thrifty.dashboard.board_site import BoardSite
-from thrifty.interface.technique_profiles import profile_of, show
+from thrifty.interface.technique_profiles import profile_of, technique_profile
 
 
 def board(
@@ -48,7 +48,7 @@ def board(
 
 
 def _evidence(technique: str, folders: Sequence[Path]) -> tuple[Mapping[str, str], Sequence[str]]:
-    profile = show(technique, results=folders)
+    profile = technique_profile(techniques.find(technique), folders)
     return profile.verdicts(), profile.evidence.in_words()
 
 

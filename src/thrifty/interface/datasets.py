@@ -148,7 +148,7 @@ def preview(
     Example::
 
         rows = [f'{{"prompt": "{n} + 1?", "completion": "{n + 1}"}}' for n in range(40)]
-        Path("chats.jsonl").write_text("\n".join(rows))
+        Path("chats.jsonl").write_text("\\n".join(rows))
         print(thrifty.datasets.preview("chats.jsonl"))
     """
     if model is not None and tokenizer is None:

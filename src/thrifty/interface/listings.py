@@ -17,7 +17,7 @@ from thrifty.core.card import read_card
 from thrifty.core.errors import UsageError, refuse_unknown
 from thrifty.reporting.printed_result import PrintedResult, lines
 
-Kind = Literal["techniques", "recipes", "studies", "presets", "objectives"]
+Kind = Literal["techniques", "recipes", "studies", "presets", "objectives", "designs"]
 WIDTH = 120
 """Characters of a printed line."""
 
@@ -51,7 +51,7 @@ def _columns(rows: Mapping[str, str], width: int = 0) -> list[str]:
 
 
 def list_names(kind: Kind = "techniques", *, search: str = "") -> Listing:
-    """List techniques, recipes, studies, presets or objectives by name, with one line for each.
+    """List techniques, recipes, studies, presets, objectives or accelerator designs by name, with one line for each.
 
     `search` keeps the entries whose name, line or card has all of its words, in upper or lower case. Code of a third
     party's technique is not run. Raises UsageError for another kind, and if nothing matches.
@@ -147,10 +147,17 @@ def _objectives() -> Mapping[str, str]:
     return {name: read_card(sys.modules[make.__module__].__doc__).effect for name, make in OBJECTIVES.items()}
 
 
+def _designs() -> Mapping[str, str]:
+    from thrifty.simulators.accelerator.accelerator_file import find_machine, machine_names
+
+    return {name: find_machine(name).about for name in machine_names()}
+
+
 _KINDS: Mapping[Kind, Callable[[], Mapping[str, str]]] = {
     "techniques": _techniques,
     "recipes": _recipes,
     "studies": _studies,
     "presets": _presets,
     "objectives": _objectives,
+    "designs": _designs,
 }

@@ -169,7 +169,7 @@ def gemm(topology: str | Path, *, cfg: str | Path | None = None, csv: str | Path
 
     Example::
 
-        Path("layers.csv").write_text("Layer,M,N,K,\nscores,512,512,64,\n")
+        Path("layers.csv").write_text("Layer,M,N,K,\\nscores,512,512,64,\\n")
         print(thrifty.simulate.gemm("layers.csv"))
     """
     machine = find_machine("systolic") if cfg is None else read_cfg(Path(cfg))

@@ -1,4 +1,4 @@
-"""`show`: the card of a technique with its settings and its evidence."""
+"""A technique's card with its settings and its evidence."""
 
 import dataclasses
 import inspect
@@ -12,13 +12,11 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from thrifty import techniques
 from thrifty.core.card import read_card
 from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.core.setting_bounds import hints_of
 from thrifty.core.technique import Technique
 from thrifty.experiments.evidence import ASPECTS, Evidence, evidence_by_technique
-from thrifty.experiments.past_results import FOLDERS
 from thrifty.reporting.printed_result import PrintedResult, lines
 
 _SEAMS = ("model", "batches", "objective", "backward", "update", "changes", "footprint", "holds", "finish")
@@ -59,7 +57,6 @@ class TechniqueProfile(PrintedResult):
         return " | ".join([*shown, *quality, f"measured on {', '.join(self.evidence.machines()) or 'no machine'}"])
 
     def __rich__(self) -> RenderableType:
-        settings = [f"  {each['name']} = {each['default']!r}  ({each['type']})" for each in self.settings]
         start = read_card(self.card).start or f"{self.name}{self._example()}"
         evidence = self.evidence.in_words()
         comparison = f"thrifty compare RECIPE --variant '--with {self.name}'"
@@ -68,7 +65,7 @@ class TechniqueProfile(PrintedResult):
             f"{self.card}\n",
             *([f"{self.notes}\n"] if self.notes else []),
             "Settings",
-            *(settings or ["  none"]),
+            *setting_lines(self.settings),
             f"\nCommand line: --with {start}",
             f"\nEvidence: {self.chip()}",
             *(f"  {line}" for line in evidence or [f"nothing measured yet; measure it: {comparison}"]),
@@ -79,23 +76,14 @@ class TechniqueProfile(PrintedResult):
         return f":{simple[0]['name']}={json.dumps(simple[0]['default'])}" if simple else ""
 
 
-def show(technique: str | type[Technique], *, results: Sequence[Path] = FOLDERS) -> TechniqueProfile:
-    """Return the card of a technique with its settings, and its evidence below the folders `results`.
-
-    Raises UsageError for an unknown name.
-
-    Example::
-
-        card = thrifty.show("lora")
-        print(card, card.settings[0]["default"])
-    """
-    profile = profile_of(techniques.find(technique) if isinstance(technique, str) else technique)
+def technique_profile(kind: type[Technique], results: Sequence[Path]) -> TechniqueProfile:
+    """Return the card of a technique with its evidence below the folders `results`."""
+    profile = profile_of(kind)
     return replace(profile, evidence=evidence_by_technique(results).get(profile.name, Evidence()))
 
 
 def profile_of(kind: type[Technique]) -> TechniqueProfile:
     """Return the card of a technique without its evidence."""
-    hints = hints_of(kind)
     return TechniqueProfile(
         name=kind.name,
         stage=kind.stage.label,
@@ -104,11 +92,22 @@ def profile_of(kind: type[Technique]) -> TechniqueProfile:
         seams=tuple(seam for seam in _SEAMS if seam in vars(kind)),
         card=inspect.cleandoc(sys.modules[kind.__module__].__doc__ or ""),
         notes=_notes(kind),
-        settings=tuple(
-            {"name": field.name, "type": _type_name(hints[field.name]), "default": field.default}
-            for field in dataclasses.fields(kind)
-        ),
+        settings=settings_of(kind),
     )
+
+
+def settings_of(kind: type) -> tuple[dict[str, Any], ...]:
+    """Return the settings of a technique or an objective: "name", "type" in words and "default"."""
+    hints = hints_of(kind)
+    return tuple(
+        {"name": field.name, "type": _type_name(hints[field.name]), "default": field.default}
+        for field in dataclasses.fields(kind)
+    )
+
+
+def setting_lines(settings: Sequence[dict[str, Any]]) -> list[str]:
+    """Return a printed line for each setting."""
+    return [f"  {each['name']} = {each['default']!r}  ({each['type']})" for each in settings] or ["  none"]
 
 
 def _notes(kind: type[Technique]) -> str:
