@@ -1,4 +1,4 @@
-"""Functions of the user's own that build a model: what they do wrong is told by their name."""
+"""Errors of user functions that build a model, by the name of the function."""
 
 from collections.abc import Callable
 from functools import partial

@@ -1,4 +1,4 @@
-"""`thrifty simulate cluster` prints what a step would cost elsewhere, `published` how far off that is."""
+"""`thrifty simulate cluster` and `published`: simulated steps, and their deviation from published runs."""
 
 import json
 import subprocess

@@ -1,4 +1,4 @@
-"""What is used of torch is there in the oldest version that is promised, which CI does not install.
+"""Names of torch that the source uses exist in the oldest supported version, which CI does not install.
 
 `torch_2_11.txt` has the names that were found in it. A new one is to be tried there (pip install torch==2.11.0) before
 it is added: `python tests/docs/test_oldest_torch.py` says what the torch at hand does not have, and writes the list.
@@ -44,7 +44,7 @@ def names_in(file: ast.AST) -> Iterator[str]:
 
 
 def short_names(file: ast.AST) -> Iterator[tuple[str, str]]:
-    """What names of a file stand for in torch: `nn`, `F`, `dist`."""
+    """Yield the short names of torch modules in a file, such as `nn`, `F` and `dist`, with their full names."""
     for node in ast.walk(file):
         if isinstance(node, ast.Import):
             for alias in node.names:

@@ -1,4 +1,4 @@
-"""What errors, cards and documents say to type is taken by the command line of today."""
+"""Commands and options in errors, cards and documents are accepted by the command line."""
 
 import ast
 import re
