@@ -103,12 +103,12 @@ def test_only_plain_causal_cores_are_tiled():
 
 def test_optional_tiling_notes_a_model_without_attention():
     model = nn.ModuleList([Attention(8, heads=2, core=full_attention)])
-    with pytest.raises(RefusedError, match="no plain causal attention"):
+    with pytest.raises(RefusedError, match="cores is plain and causal"):
         TiledAttention().model(model)
     with collect_notes() as notes:
         TiledAttention(optional=True).model(model)
     assert model[0].core is full_attention
-    assert "nothing" in "".join(notes)
+    assert "unchanged" in "".join(notes)
 
 
 def test_the_kernel_in_triton_is_refused_away_from_a_gpu():

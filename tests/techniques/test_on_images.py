@@ -16,7 +16,7 @@ from thrifty.training.evaluation import evaluate
 
 OF_TEXT = {
     "adapters.prompt_tuning": "adapters.visual_prompt",
-    "attention.tiled": "no plain causal attention",
+    "attention.tiled": "cores is plain and causal",
     "data_selection.drop_masked_patches": "no masked autoencoder",
     "data_selection.drop_masked_tokens": "take a BERT",
     "growth.compound": "use it on plain text",

@@ -1,4 +1,4 @@
-"""Techniques that replace attention cores: what they compute, in which models, when, and what is found on the way."""
+"""Techniques that replace attention cores: results, supported models, phases and calibration."""
 
 from typing import Any
 
@@ -35,7 +35,7 @@ def started(name: str, steps: int = 4, **settings: Any) -> tuple[Any, TrainState
 
 
 def watched(model: nn.Module, *inputs: Tensor) -> dict[str, tuple[Tensor, ...]]:
-    """What each core was given and gave, in one forward pass."""
+    """Return the inputs and the output of each core in one forward pass."""
     seen: dict[str, tuple[Tensor, ...]] = {}
     for place in ATTENTION_SITES.of(model):
         core = place.module.core
@@ -57,7 +57,7 @@ def text(seed: int = 0, rows: int = 2, length: int = 16) -> Tensor:
 @pytest.mark.parametrize(
     "name", ["attention.elsa", "attention.sanger", "attention.dota", "attention.a3", "attention.spatten"]
 )
-def test_up_to_its_moment_a_filter_changes_nothing(name: str) -> None:
+def test_a_filter_changes_nothing_before_from_step(name: str) -> None:
     settings = {"weight": 0.0} if name == "attention.dota" else {}
     plain, _ = run_through(plain_run(), with_optimizer([]), 4)
     found, _ = run_through(plain_run(), with_optimizer([technique(name, **settings)]), 4)
@@ -65,7 +65,7 @@ def test_up_to_its_moment_a_filter_changes_nothing(name: str) -> None:
     assert losses(found)[START] != losses(plain)[START]
 
 
-def test_a_window_hides_what_is_further_back_in_a_decoder_and_an_image() -> None:
+def test_a_window_hides_distant_tokens_and_patches() -> None:
     for model, given, causal in ((plain_run().build(), text(), True), (tiny_vit(), PIXELS, False)):
         model = technique("attention.window", window=3, global_tokens=1, block=4).model(model)
         for q, k, v, output in watched(model, given).values():
@@ -74,7 +74,7 @@ def test_a_window_hides_what_is_further_back_in_a_decoder_and_an_image() -> None
 
 
 @pytest.mark.parametrize("name", FIXED)
-def test_texts_that_share_a_row_see_nothing_of_each_other(name: str) -> None:
+def test_packed_texts_do_not_attend_to_each_other(name: str) -> None:
     model = technique(name).model(plain_run().build())
     segments = torch.tensor([[0] * 5 + [1] * 11, [0] * 9 + [1] * 7])
     place = ATTENTION_SITES.of(model)[0]
@@ -89,7 +89,7 @@ def test_texts_that_share_a_row_see_nothing_of_each_other(name: str) -> None:
         assert output.shape == q.shape
 
 
-def test_a_window_as_long_as_the_text_is_plain_attention_in_values_and_gradients() -> None:
+def test_a_full_window_equals_plain_attention() -> None:
     tokens = text()
     models = [plain_run().build(), technique("attention.window", window=16, block=4).model(plain_run().build())]
     outputs = [model(tokens) for model in models]
@@ -102,13 +102,13 @@ def test_a_window_as_long_as_the_text_is_plain_attention_in_values_and_gradients
 
 
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
-def test_a_model_of_transformers_has_the_attention_back_that_it_had(implementation: str) -> None:
+def test_finishing_restores_the_attention_of_transformers(implementation: str) -> None:
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 48, "num_hidden_layers": 2}
     config = transformers.LlamaConfig(**sizes, vocab_size=300, attn_implementation=implementation)
     model = transformers.LlamaForCausalLM(config).eval()
     before = model(input_ids=text()).logits
     window = technique("attention.window", window=3, block=4, export_plain=True)
-    for _ in range(2):  # and may have it replaced again
+    for _ in range(2):  # a second replacement works too
         model = window.model(model)
         assert not torch.allclose(model(input_ids=text()).logits, before, atol=1e-4)
         model = window.finish(model)
@@ -116,7 +116,7 @@ def test_a_model_of_transformers_has_the_attention_back_that_it_had(implementati
         assert torch.equal(model(input_ids=text()).logits, before)
 
 
-def test_what_elsa_learns_is_the_mean_threshold_of_the_plain_steps_and_is_in_the_log() -> None:
+def test_elsa_logs_the_mean_threshold_of_plain_steps() -> None:
     _, state = started("attention.elsa")
     (plain, chosen) = [entry.decision for entry in state.log]
     assert plain["phase"] == "plain" and chosen["phase"] == "chosen"
@@ -144,8 +144,8 @@ def test_what_elsa_learns_is_the_mean_threshold_of_the_plain_steps_and_is_in_the
 
 
 @pytest.mark.parametrize("name", CALIBRATED)
-def test_calibration_moves_neither_weights_nor_random_numbers(name: str) -> None:
-    """With dropout, which would show either."""
+def test_calibration_changes_neither_weights_nor_random_state(name: str) -> None:
+    """Dropout is on, which would show both."""
     chosen = with_optimizer([technique(name, from_step=5)])
     found, _ = run_through(plain_run(style="gpt", dropout=0.3), chosen, 5)
     plain, _ = run_through(plain_run(style="gpt", dropout=0.3), with_optimizer([]), 5)
@@ -155,7 +155,7 @@ def test_calibration_moves_neither_weights_nor_random_numbers(name: str) -> None
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", CALIBRATED)
 @pytest.mark.parametrize("saved", [1, START, 3])
-def test_a_run_resumed_around_its_moment_is_the_run_that_was_not_stopped(name: str, saved: int) -> None:
+def test_resume_around_from_step_is_bit_identical(name: str, saved: int) -> None:
     run, straight = started(name, saved)
     kept = snapshot(straight)
     advance(run, straight, 5)
@@ -167,7 +167,7 @@ def test_a_run_resumed_around_its_moment_is_the_run_that_was_not_stopped(name: s
     assert all(torch.equal(x, snapshot(straight).tensors[n]) for n, x in snapshot(resumed).tensors.items())
 
 
-def test_sangers_cores_keep_what_its_prediction_says() -> None:
+def test_sanger_keeps_the_predicted_pairs() -> None:
     _, state = started("attention.sanger")
     found = state.log[-1].decision["found"]
     for name, (q, k, v, output) in watched(state.model, text()).items():
@@ -179,7 +179,7 @@ def test_sangers_cores_keep_what_its_prediction_says() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("products", ["dense", "rows"])
-def test_dota_keeps_as_many_keys_for_each_query_and_its_detector_learns(products: str) -> None:
+def test_dota_keeps_equally_many_keys_and_its_detector_learns(products: str) -> None:
     run, state = started("attention.dota", 1, products=products, weight=1.0)
     before = detector_error(state)
     advance(run, state, 5)
@@ -187,7 +187,7 @@ def test_dota_keeps_as_many_keys_for_each_query_and_its_detector_learns(products
     assert state.model is not None
     for place, detector in zip(ATTENTION_SITES.of(state.model), LOSING_CORES.of(state.model), strict=True):
         q, k, v = (torch.randn(1, heads, 16, 8) for heads in (4, 2, 2))
-        detector.given = torch.randn(1, 16, 32)
+        detector.input = torch.randn(1, 16, 32)
         with torch.no_grad():
             keep = dota_filter.keep_of(
                 dota_filter.balanced_keys(detector.estimate(), 3, visible_pairs(16, 16, True)), 16
@@ -197,14 +197,14 @@ def test_dota_keeps_as_many_keys_for_each_query_and_its_detector_learns(products
         assert place.module.core is detector
 
 
-def test_dotas_estimates_begin_at_size_one_and_tell_places_apart_where_the_model_turns_by_them() -> None:
+def test_dota_estimates_have_size_one_and_depend_on_position() -> None:
     _, state = started("attention.dota", 0)
     assert state.model is not None
     for detector in LOSING_CORES.of(state.model):
-        detector.given = torch.randn(8, 16, 32, generator=torch.Generator().manual_seed(0))
+        detector.input = torch.randn(8, 16, 32, generator=torch.Generator().manual_seed(0))
         with torch.no_grad():
             assert 0.4 < float(detector.estimate().std()) < 2.5
-            detector.given = detector.given[:, :1].expand(8, 16, 32)  # the same token everywhere
+            detector.input = detector.input[:, :1].expand(8, 16, 32)  # the same token everywhere
             last = detector.estimate()[:, :, -1]
         assert (last.std(-1) > 0.01).all()
 
@@ -214,7 +214,7 @@ def test_dotas_estimates_begin_at_size_one_and_tell_places_apart_where_the_model
 @pytest.mark.parametrize(
     "name", [*FIXED, *CALIBRATED, *(f"attention.{n}" for n in ("a3", "dota", "spatten", "vitcod"))]
 )
-def test_what_a_token_sees_depends_neither_on_later_tokens_nor_on_how_many_there_are(name: str, style: str) -> None:
+def test_visible_keys_do_not_depend_on_later_tokens(name: str, style: str) -> None:
     run = compose(plain_run(style=style), with_optimizer([technique(name)]), 6)
     state = run.start()
     advance(run, state, 4)
@@ -226,7 +226,7 @@ def test_what_a_token_sees_depends_neither_on_later_tokens_nor_on_how_many_there
             torch.testing.assert_close(model(tokens[:, :count]), whole[:, :count], rtol=1e-4, atol=1e-4)
 
 
-def test_how_many_keys_dota_keeps_in_a_decoder_is_known_again_when_a_run_is_resumed() -> None:
+def test_resume_restores_the_key_count_of_dota() -> None:
     run, state = started("attention.dota")
     resumed = restored(run, snapshot(state))
     short = text()[:, :8]
@@ -235,15 +235,15 @@ def test_how_many_keys_dota_keeps_in_a_decoder_is_known_again_when_a_run_is_resu
     assert torch.equal(found, expected)
 
 
-def test_in_an_encoder_dota_keeps_a_share_of_each_examples_own_tokens() -> None:
+def test_dota_keeps_a_share_of_each_example_in_an_encoder() -> None:
     model = technique("attention.dota", from_step=0).model(tiny_vit())
     (place, *_), (detector, *_) = ATTENTION_SITES.of(model), LOSING_CORES.of(model)
     q, k, v = (torch.randn(2, 4, 20, 8, generator=torch.Generator().manual_seed(i)) for i in range(3))
-    detector.given = torch.randn(2, 20, 32, generator=torch.Generator().manual_seed(3))
+    detector.input = torch.randn(2, 20, 32, generator=torch.Generator().manual_seed(3))
     seen = torch.arange(20) < torch.tensor([20, 10])[:, None]
     with torch.no_grad():
         together = detector(q, k, v, seen[:, None, None])
-        detector.given = detector.given[1:, :10]
+        detector.input = detector.input[1:, :10]
         alone = detector(q[1:, :, :10], k[1:, :, :10], v[1:, :, :10])
     torch.testing.assert_close(together[1:, :, :10], alone)
     assert place.module.longest_text == 0
@@ -269,19 +269,19 @@ def detector_error(state: TrainState) -> float:
     return sum(errors)
 
 
-def test_dotas_loss_is_the_same_when_blocks_are_run_again() -> None:
+def test_the_loss_of_dota_is_equal_with_recompute() -> None:
     runs = [run_through(plain_run(), with_optimizer([technique("attention.dota"), *also]), 4)[0]
             for also in ((), (Recompute(),))]  # fmt: skip
     assert losses(runs[0]) == losses(runs[1])
 
 
-def test_segments_that_run_again_together_are_refused_beside_a_loss_of_detectors() -> None:
+def test_segment_recompute_is_refused_with_detectors() -> None:
     run = compose(plain_run(), with_optimizer([technique("attention.dota"), Recompute(schedule="sqrt")]), 4)
     with pytest.raises(RefusedError, match="return an additional loss"):
         run.start()
 
 
-def test_held_out_losses_are_without_the_detectors_loss() -> None:
+def test_held_out_losses_exclude_the_detector_loss() -> None:
     run, state = started("attention.dota", weight=100.0)
     batch = run.source.at(0)
     with torch.no_grad():
@@ -293,7 +293,7 @@ def test_held_out_losses_are_without_the_detectors_loss() -> None:
 @pytest.mark.parametrize(
     "name", ["attention.window", "attention.elsa", "attention.a3", "attention.dota", "attention.spatten"]
 )
-def test_export_as_a_plain_model_is_refused_until_it_is_asked_for(name: str) -> None:
+def test_plain_export_requires_export_plain(name: str) -> None:
     _, state = started(name)
     with pytest.raises(RefusedError, match="would compute something else"):
         technique(name).finish(state.model)
@@ -304,7 +304,7 @@ def test_export_as_a_plain_model_is_refused_until_it_is_asked_for(name: str) -> 
     torch.testing.assert_close(finished(text()), bare(text()))
 
 
-def test_a_run_that_lost_its_phase_is_noticed() -> None:
+def test_a_missing_phase_in_the_log_is_an_error() -> None:
     run, state = started("attention.elsa")
     run.verify(state)
     del state.log[-1]
@@ -312,7 +312,7 @@ def test_a_run_that_lost_its_phase_is_noticed() -> None:
         run.verify(state)
 
 
-def test_models_without_plain_attention_are_refused_and_others_attentions_stay() -> None:
+def test_models_without_plain_attention_are_refused() -> None:
     with pytest.raises(RefusedError, match="no plain self-attention"):
         find_attention_sites(nn.Linear(2, 2))
     places = find_attention_sites(tiny_vit())
@@ -323,7 +323,7 @@ def test_models_without_plain_attention_are_refused_and_others_attentions_stay()
 class TestModelsOfTransformers:
     @pytest.mark.parametrize("kind", ["gpt2", "llama", "llama-grouped"])
     @pytest.mark.parametrize("rows", ["plain", "padded"])
-    def test_a_window_as_long_as_the_text_is_what_they_compute(self, kind: str, rows: str) -> None:
+    def test_a_full_window_equals_the_attention_of_transformers(self, kind: str, rows: str) -> None:
         mask = torch.ones_like(TOKENS)
         if rows == "padded":
             mask[0, :4] = 0
@@ -333,7 +333,7 @@ class TestModelsOfTransformers:
         found = model(TOKENS, attention_mask=mask).logits
         torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-5)
 
-    def test_a_narrow_window_hides_what_is_further_back(self) -> None:
+    def test_a_narrow_window_hides_distant_tokens(self) -> None:
         model = technique("attention.window", window=2, block=4).model(theirs("llama"))
         changed = TOKENS.clone()
         changed[:, 0] += 1
@@ -343,7 +343,7 @@ class TestModelsOfTransformers:
     @pytest.mark.parametrize(
         "name", ["attention.elsa", "attention.sanger", "attention.block_sparse", "attention.a3", "attention.spatten"]
     )
-    def test_filters_calibrate_and_train_in_them(self, name: str) -> None:
+    def test_filters_calibrate_and_train_in_transformers(self, name: str) -> None:
         plain = plain_run()
         changed = type(plain)(lambda: HuggingFaceCausalLM(theirs("llama")), plain.source, plain.objective)
         records, state = run_through(changed, with_optimizer([technique(name)]), 4)
@@ -356,14 +356,14 @@ class TestModelsOfTransformers:
         with pytest.raises(RefusedError, match="requires an attention with dropout"):
             model(TOKENS)
 
-    def test_their_own_attention_comes_back(self) -> None:
+    def test_finishing_restores_their_own_attention(self) -> None:
         model = theirs("llama")
         expected = model(TOKENS).logits
         one = technique("attention.window", export_plain=True)
         torch.testing.assert_close(one.finish(one.model(model))(TOKENS).logits, expected)
 
 
-def test_a_causal_text_tower_that_says_so_only_at_each_call_sees_nothing_of_the_future() -> None:
+def test_a_text_tower_causal_at_each_call_sees_no_future() -> None:
     shape = transformers.CLIPTextConfig(
         hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64,
         max_position_embeddings=16,

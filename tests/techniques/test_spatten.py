@@ -1,5 +1,4 @@
-"""SpAtten's pruning: what is left in each block, that no query learns of later ones, and what is handed on when blocks
-run again."""
+"""Pruning of SpAtten: kept tokens of each block, causality, and the state for recomputed blocks."""
 
 from typing import Any
 
@@ -27,10 +26,10 @@ def drawn(*shape: int, seed: int = 0) -> list[Tensor]:
     return [torch.randn(*shape, generator=generator, dtype=torch.float64) for _ in range(3)]
 
 
-def blocks_of_numbers(
+def random_blocks(
     depth: int, shape: tuple[int, ...], shares: list[KeptShares], causal: bool, seed: int = 0
 ) -> tuple[list[list[Tensor]], list[Tensor], list[CascadeState]]:
-    """Queries, keys and values of some blocks; what each puts out; what is known after each."""
+    """Return queries, keys and values of some blocks, and the output and cascade state of each."""
     inputs = [drawn(*shape, seed=seed + block) for block in range(depth)]
     visible, standing = visible_pairs(shape[2], shape[2], causal), None
     outputs, standings = [], []
@@ -50,10 +49,10 @@ def best(scores: dict[int, float], count: int) -> list[int]:
     tokens=st.integers(2, 9), heads=st.integers(1, 4), kept=st.floats(0.2, 1), values=st.floats(0.2, 1),
     seed=st.integers(0, 999),
 )  # fmt: skip
-def test_in_an_encoder_it_is_attention_from_which_tokens_and_heads_are_taken_out(tokens, heads, kept, values, seed):
-    """By hand, as the paper says it: tokens leave the sequence with their queries, keys and values."""
+def test_an_encoder_equals_attention_without_pruned_tokens(tokens, heads, kept, values, seed):
+    """As in the paper, pruned tokens leave the sequence with their queries, keys and values."""
     shares = [KeptShares(1.0, 1.0, values), KeptShares(kept, kept, values), KeptShares(kept**2, kept**2, values)]
-    inputs, found, _ = blocks_of_numbers(3, (1, heads, tokens, 4), shares, causal=False, seed=seed)
+    inputs, found, _ = random_blocks(3, (1, heads, tokens, 4), shares, causal=False, seed=seed)
     left, working = list(range(tokens)), list(range(heads))
     of_tokens, of_heads = dict.fromkeys(left, 0.0), dict.fromkeys(working, 0.0)
     for (q, k, v), output, keep in zip(inputs, found, shares, strict=True):
@@ -61,7 +60,7 @@ def test_in_an_encoder_it_is_attention_from_which_tokens_and_heads_are_taken_out
         working = best({h: of_heads[h] for h in working}, round(keep.heads * heads))
         for head in range(heads):
             if head not in working:
-                assert not bool(output[0, head, left].any())  # a token that left chooses heads for itself alone
+                assert not bool(output[0, head, left].any())  # a removed token selects heads for itself alone
                 continue
             weights = (3 * q[0, head, left] @ k[0, head, left].T / 2).softmax(-1)
             for row, i in enumerate(left):
@@ -73,9 +72,9 @@ def test_in_an_encoder_it_is_attention_from_which_tokens_and_heads_are_taken_out
                     of_tokens[j] += float(weights[row, place])
 
 
-def test_in_a_decoder_what_is_left_for_a_query_is_what_is_left_at_the_end_of_its_own_past() -> None:
+def test_a_decoder_query_prunes_by_its_own_past() -> None:
     shares = [KeptShares(1.0, 1.0, 1.0), KeptShares(0.6, 0.5, 0.7), KeptShares(0.3, 0.5, 0.7)]
-    inputs, outputs, standings = blocks_of_numbers(3, (2, 4, 8, 4), shares, causal=True)
+    inputs, outputs, standings = random_blocks(3, (2, 4, 8, 4), shares, causal=True)
     for end in range(1, 9):
         standing = None
         for (q, k, v), keep, output, whole in zip(inputs, shares, outputs, standings, strict=True):
@@ -88,9 +87,9 @@ def test_in_a_decoder_what_is_left_for_a_query_is_what_is_left_at_the_end_of_its
 
 
 @pytest.mark.parametrize("latest", [0.0, 0.5, 1.0])
-def test_of_what_a_query_of_a_decoder_keeps_a_share_are_the_latest_tokens(latest: float) -> None:
+def test_a_share_of_kept_tokens_are_the_latest(latest: float) -> None:
     shares = [KeptShares(1.0, 1.0, 1.0), KeptShares(0.7, 1.0, 1.0, latest), KeptShares(0.4, 1.0, 1.0, latest)]
-    *_, last = blocks_of_numbers(3, (2, 4, 20, 4), shares, causal=True)[2]
+    *_, last = random_blocks(3, (2, 4, 20, 4), shares, causal=True)[2]
     for query in range(20):
         kept = max(round(0.4 * (query + 1)), 1)
         near = max(round(latest * kept), 1)
@@ -98,13 +97,13 @@ def test_of_what_a_query_of_a_decoder_keeps_a_share_are_the_latest_tokens(latest
         assert last.alive[:, query].sum(-1).tolist() == [kept] * 2
 
 
-def test_the_latest_tokens_stay_in_decoders_alone() -> None:
+def test_the_latest_tokens_are_kept_in_decoders_only() -> None:
     for run, latest in ((plain_run, 0.5), (image_run, 0.0)):
         model = technique(NAME, from_step=0).model(run().build())
         assert [place.module.core.keep.latest for place in ATTENTION_SITES.of(model)][1:] == [latest] * 3
 
 
-def test_what_is_gone_never_comes_back_and_what_a_mask_hides_is_never_there() -> None:
+def test_removed_and_masked_tokens_never_return() -> None:
     q, k, v = drawn(2, 2, 6, 4)
     mask = torch.ones(2, 1, 1, 6, dtype=torch.bool)
     mask[0, ..., 4:] = False
@@ -115,10 +114,10 @@ def test_what_is_gone_never_comes_back_and_what_a_mask_hides_is_never_there() ->
         assert before is None or not bool((standing.alive & ~before.alive).any())
         assert before is None or not bool((standing.working & ~before.working).any())
         assert not bool(standing.alive[0, :, 4:].any())
-    assert standing.alive[0, 0].sum() == 2 and standing.alive[1, 0].sum() == 3  # half of what each can see
+    assert standing.alive[0, 0].sum() == 2 and standing.alive[1, 0].sum() == 3  # half of the visible tokens of each
 
 
-def test_gradients_are_those_of_what_is_left() -> None:
+def test_gradients_come_from_kept_tokens() -> None:
     q, k, v = (x.requires_grad_() for x in drawn(1, 2, 5, 3))
     visible = visible_pairs(5, 5, True)
     _, before = cascade_attention(q, k, v, visible, None, KeptShares(1.0, 1.0, 1.0))
@@ -129,7 +128,7 @@ def test_gradients_are_those_of_what_is_left() -> None:
     assert torch.autograd.gradcheck(attend, (q, k, v))
 
 
-def test_rounded_scores_have_the_gradients_of_exact_ones() -> None:
+def test_rounded_scores_have_the_gradients_of_exact_scores() -> None:
     q, k, v = (x.requires_grad_() for x in drawn(1, 2, 40, 16))
     visible, keep = visible_pairs(40, 40, True), KeptShares(1.0, 1.0, 1.0)
     exact, rounded = (cascade_attention(q, k, v, visible, None, keep, bits)[0] for bits in (0, 4))
@@ -138,18 +137,18 @@ def test_rounded_scores_have_the_gradients_of_exact_ones() -> None:
     torch.testing.assert_close(found[:2], wanted[:2])
 
 
-def test_shares_of_blocks_are_the_papers_line() -> None:
+def test_shares_of_blocks_equal_the_line_of_the_paper() -> None:
     one = technique(NAME, tokens=0.6, heads=0.8, values=0.5, spread=0.2)
-    kept = [one.kept_in(block, 20) for block in range(20)]
+    kept = [one.kept_shares(block, 20) for block in range(20)]
     assert [each.tokens for each in kept[:3]] == [1.0] * 3 and [each.heads for each in kept[:6]] == [1.0] * 6
     assert [kept[3].tokens, kept[-1].tokens] == pytest.approx([0.7, 0.5])
     assert [kept[6].heads, kept[-1].heads] == pytest.approx([0.9, 0.7])
     assert {each.values for each in kept} == {0.5}
-    assert [one.kept_in(block, 2).heads < 1 for block in range(2)] == [False, True]
-    assert {technique(NAME, tokens=1.0).kept_in(block, 20).tokens for block in range(20)} == {1.0}
+    assert [one.kept_shares(block, 2).heads < 1 for block in range(2)] == [False, True]
+    assert {technique(NAME, tokens=1.0).kept_shares(block, 20).tokens for block in range(20)} == {1.0}
 
 
-def test_nothing_pruned_is_plain_attention() -> None:
+def test_no_pruning_equals_plain_attention() -> None:
     whole = technique(NAME, tokens=1.0, heads=1.0, values=1.0)
     for run in (plain_run, image_run):
         found, _ = run_through(run(), with_optimizer([whole]), 4)
@@ -157,7 +156,7 @@ def test_nothing_pruned_is_plain_attention() -> None:
         assert losses(found) == pytest.approx(losses(plain), rel=1e-5)
 
 
-def test_a_decoder_with_it_knows_nothing_of_later_tokens() -> None:
+def test_a_decoder_does_not_see_later_tokens() -> None:
     model = technique(NAME).model(plain_run().build()).eval()
     tokens = torch.randint(0, 256, (2, 16), generator=torch.Generator().manual_seed(0))
     changed = tokens.clone()
@@ -168,7 +167,7 @@ def test_a_decoder_with_it_knows_nothing_of_later_tokens() -> None:
     assert not torch.allclose(before[:, 10:], after[:, 10:])
 
 
-def test_each_example_is_pruned_by_itself() -> None:
+def test_each_example_is_pruned_separately() -> None:
     model = technique(NAME).model(tiny_vit()).eval()
     with torch.no_grad():
         torch.testing.assert_close(torch.cat([model(image[None]) for image in PIXELS]), model(PIXELS))
@@ -176,8 +175,8 @@ def test_each_example_is_pruned_by_itself() -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["every", "sqrt", "selective"])
-def test_blocks_that_run_again_prune_what_they_pruned(schedule: Any) -> None:
-    """With accumulation, whose micro-batches must not be handed each other's."""
+def test_recomputed_blocks_prune_the_same_tokens(schedule: Any) -> None:
+    """Micro-batches of gradient accumulation must not receive each other's state."""
     chosen = with_optimizer([technique(NAME), GradientAccumulation(micro_batches=2)])
     straight, expected = run_through(plain_run(), chosen, 4)
     again, state = run_through(plain_run(), [*chosen, Recompute(schedule=schedule)], 4)
@@ -185,13 +184,13 @@ def test_blocks_that_run_again_prune_what_they_pruned(schedule: Any) -> None:
     assert all(torch.equal(x, state.tensors()[name]) for name, x in expected.tensors().items())
 
 
-def test_micro_batches_prune_as_the_whole_batch_does() -> None:
+def test_micro_batches_prune_like_the_whole_batch() -> None:
     together, _ = run_through(plain_run(), with_optimizer([technique(NAME)]), 4)
     apart, _ = run_through(plain_run(), with_optimizer([technique(NAME), GradientAccumulation(micro_batches=4)]), 4)
     assert losses(apart) == pytest.approx(losses(together), rel=1e-5)
 
 
-def test_two_forward_passes_before_a_backward_pass_are_refused_where_blocks_run_again() -> None:
+def test_two_forward_passes_are_refused_with_recompute() -> None:
     run = compose(plain_run(), with_optimizer([technique(NAME, from_step=0), Recompute()]), 2)
     model = run.start().model
     assert model is not None
@@ -201,10 +200,10 @@ def test_two_forward_passes_before_a_backward_pass_are_refused_where_blocks_run_
         both.backward()
     with torch.no_grad():
         model(tokens)
-    model(tokens).sum().backward()  # one without a gradient is none of them
+    model(tokens).sum().backward()  # a pass without gradients does not count
 
 
-def test_attention_over_another_number_of_keys_is_refused() -> None:
+def test_another_number_of_keys_is_refused() -> None:
     model = technique(NAME).model(tiny_vit())
     q, k, v = torch.randn(1, 4, 3, 8), torch.randn(1, 4, 5, 8), torch.randn(1, 4, 5, 8)
     with pytest.raises(UsageError, match="3 queries and 5 keys"):

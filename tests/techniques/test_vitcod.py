@@ -1,4 +1,4 @@
-"""ViTCoD's masks: what they are drawn from, where they stay, how they are worked on; and the code of heads."""
+"""Masks of ViTCoD: their maps, their storage and their products; and the autoencoder of heads."""
 
 from functools import partial
 from typing import Any
@@ -45,7 +45,7 @@ def started(steps: int, images: bool = True, **chosen: Any) -> tuple[Any, TrainS
 
 
 @given(drawn_masks)
-def test_masks_come_back_from_their_text(masks: Tensor) -> None:
+def test_masks_survive_a_round_trip_through_text(masks: Tensor) -> None:
     heads, tokens, _ = masks.shape
     text = vitcod_filter.written_masks(masks)
     assert np.array_equal(vitcod_filter.read_masks(text, heads, tokens), masks.numpy())
@@ -55,7 +55,7 @@ def test_masks_come_back_from_their_text(masks: Tensor) -> None:
 
 @settings(max_examples=25, deadline=None)
 @given(masks=drawn_masks, limit=st.integers(0, 12), block=st.integers(1, 5), shared=st.booleans())
-def test_attention_split_into_global_tokens_and_the_rest_is_attention_under_the_mask(masks, limit, block, shared):
+def test_split_attention_equals_masked_attention(masks, limit, block, shared):
     heads, tokens, _ = masks.shape
     masks = masks | torch.eye(tokens, dtype=torch.bool)
     order, kept = vitcod_filter.split_blocks(masks.numpy(), limit, block)
@@ -78,7 +78,7 @@ def test_attention_split_into_global_tokens_and_the_rest_is_attention_under_the_
     torch.testing.assert_close(*(torch.autograd.grad(x, (q, k, v), upstream) for x in (found, expected)))
 
 
-def test_the_average_map_leaves_out_examples_whose_query_sees_nothing() -> None:
+def test_the_average_map_skips_queries_without_keys() -> None:
     probabilities = torch.rand(3, 2, 4, 4)
     visible = torch.ones(3, 1, 4, 4, dtype=torch.bool)
     visible[0, :, 2:] = False
@@ -89,11 +89,13 @@ def test_the_average_map_leaves_out_examples_whose_query_sees_nothing() -> None:
 
 
 @pytest.mark.parametrize("images", [True, False], ids=["images", "text"])
-def test_masks_are_those_of_the_mean_maps_of_the_plain_steps(images: bool) -> None:
+def test_masks_follow_the_mean_maps_of_plain_steps(images: bool) -> None:
     _, state = started(START + 1, images)
     found = state.log[-1].decision["found"]
     plain = image_run() if images else plain_run()
-    again = compose(plain, with_optimizer([technique("attention.sanger")]), 6)  # watched, and plain up to the same step
+    again = compose(
+        plain, with_optimizer([technique("attention.sanger")]), 6
+    )  # observed, and plain up to the same step
     bare, maps = again.start(), {}
     for step in range(START):
         assert bare.model is not None
@@ -119,7 +121,7 @@ def add_map(maps: dict[str, list[Tensor]], name: str, causal: bool, q: Tensor, k
     maps.setdefault(name, []).append(scores.softmax(-1).double().mean(0))
 
 
-def test_a_run_goes_on_under_the_masks_of_its_log_and_a_changed_one_is_noticed() -> None:
+def test_resume_uses_the_logged_masks_and_detects_changes() -> None:
     run, state = started(START + 1)
     kept = snapshot(state)
     advance(run, state, 5)
@@ -128,12 +130,12 @@ def test_a_run_goes_on_under_the_masks_of_its_log_and_a_changed_one_is_noticed()
     advance(run, resumed, 5)
     assert all(torch.equal(x, snapshot(state).tensors[name]) for name, x in snapshot(resumed).tensors.items())
     ATTENTION_SITES.of(state.model)[1].module.kept_pairs[0, 3] = True
-    with pytest.raises(IntegrityError, match=r"the mask of blocks\.1\.attention is not the one in the log"):
+    with pytest.raises(IntegrityError, match=r"the mask of blocks\.1\.attention differs from the run"):
         run.verify(state)
 
 
 @pytest.mark.parametrize("images", [True, False], ids=["images", "text"])
-def test_in_blocks_it_trains_as_it_does_under_a_mask(images: bool) -> None:
+def test_training_in_blocks_equals_training_under_a_mask(images: bool) -> None:
     tokens, plain = (0, image_run) if images else (16, plain_run)
     runs = []
     for products in ("dense", "blocks"):
@@ -144,20 +146,20 @@ def test_in_blocks_it_trains_as_it_does_under_a_mask(images: bool) -> None:
     assert losses(runs[0])[:START] == losses(bare)[:START] and losses(runs[0])[START] != losses(bare)[START]
 
 
-def test_the_code_of_heads_learns_and_its_error_is_in_the_loss() -> None:
+def test_the_autoencoder_learns_and_its_error_is_in_the_loss() -> None:
     run = compose(image_run(repeated=True), with_optimizer([technique(NAME, tokens=0, weight=0.01)]), 30)
     state = run.start()
     batch = run.source.at(0)
-    first = code_error(run, state)
+    first = reconstruction_error(run, state)
     with torch.no_grad():
         judged = run.eval_objective.losses(run.eval_objective.predict(state.model, batch), batch)
     records = advance(run, state)
     assert records[0].loss == pytest.approx(float(judged.mean()) + 0.01 * first, rel=1e-5)
-    assert code_error(run, state) < first and records[-1].loss < 0.7 * records[0].loss
+    assert reconstruction_error(run, state) < first and records[-1].loss < 0.7 * records[0].loss
 
 
-def code_error(run: Any, state: TrainState) -> float:
-    """By hand: how far queries and keys are from what comes back of their code, in the mean of examples and blocks."""
+def reconstruction_error(run: Any, state: TrainState) -> float:
+    """Return the reconstruction error of queries and keys, averaged over examples and blocks, as a reference."""
     errors: list[float] = []
     places = ATTENTION_SITES.of(state.model)
     cores = [place.module.core for place in places]
@@ -179,13 +181,13 @@ def see_code(errors: list[float], module: Any, core: Any, q: Tensor, k: Tensor, 
     return core(q, k, v)
 
 
-def test_the_codes_error_is_the_same_when_blocks_are_run_again() -> None:
+def test_the_reconstruction_error_is_equal_with_recompute() -> None:
     runs = [run_through(plain_run(), with_optimizer([technique(NAME), *also]), 4)[0] for also in ((), (Recompute(),))]
     assert losses(runs[0]) == losses(runs[1])
 
 
-def test_export_is_refused_until_it_is_asked_for_and_then_leaves_nothing_behind() -> None:
-    for steps in (1, 3):  # with a code the function is another one from the first step
+def test_plain_export_requires_export_plain() -> None:
+    for steps in (1, 3):  # with an autoencoder the function differs from the first step on
         _, state = started(steps, autoencoder=True)
         with pytest.raises(RefusedError, match="would compute something else"):
             technique(NAME, autoencoder=True).finish(state.model)
@@ -196,27 +198,27 @@ def test_export_is_refused_until_it_is_asked_for_and_then_leaves_nothing_behind(
         torch.testing.assert_close(finished(PIXELS), bare(PIXELS))
 
 
-def test_a_text_longer_than_the_masks_is_refused_and_one_of_unknown_length() -> None:
-    with pytest.raises(UsageError, match="was given 16 tokens, and tokens is 8"):
+def test_longer_texts_and_unknown_lengths_are_refused() -> None:
+    with pytest.raises(UsageError, match=r"16 tokens of blocks\.0\.attention exceed tokens = 8"):
         started(1, images=False, tokens=8)
-    with pytest.raises(RefusedError, match="does not say how many tokens") as refused:
+    with pytest.raises(RefusedError, match="has no position table") as refused:
         started(1, images=False, tokens=0)
     assert "attention.vitcod.tokens" in refused.value.fix
     _, state = started(START + 1, images=False, tokens=16)
-    with pytest.raises(UsageError, match="masks for 16 tokens and was given 20"):
+    with pytest.raises(UsageError, match="20 tokens exceed the masks of"):
         state.model(torch.zeros(1, 20, dtype=torch.int64))
 
 
 class TestModelsOfTransformers:
     @pytest.mark.parametrize("code", [False, True])
-    def test_it_trains_in_decoders_that_share_keys(self, code: bool) -> None:
+    def test_training_in_decoders_with_shared_keys(self, code: bool) -> None:
         plain = plain_run()
         changed = type(plain)(lambda: HuggingFaceCausalLM(theirs("llama-grouped")), plain.source, plain.objective)
         records, state = run_through(changed, with_optimizer([technique(NAME, tokens=16, autoencoder=code)]), 4)
         assert losses(records)[-1] < losses(records)[0]
         assert len(state.log[-1].decision["found"]) == 2
 
-    def test_their_images_say_how_many_tokens_they_have_and_whole_masks_change_nothing(self) -> None:
+    def test_image_models_of_transformers_with_full_masks(self) -> None:
         shape = transformers.ViTConfig(
             hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, image_size=8,
             patch_size=2, num_channels=1, num_labels=10, attention_probs_dropout_prob=0.0, hidden_dropout_prob=0.0,

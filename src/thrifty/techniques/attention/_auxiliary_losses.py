@@ -1,4 +1,4 @@
-"""Losses of attention cores: left by each in the forward pass, and added to those of the objective."""
+"""Auxiliary losses of attention cores, added to the losses of the objective."""
 
 import torch
 from torch import Tensor, nn
@@ -9,8 +9,10 @@ from thrifty.modeling.attention_sites import LOSING_CORES
 
 
 class AuxiliaryLossObjective(WrappedObjective):
-    """Another objective plus λ times the mean of the losses (b,) that a model's `LOSING_CORES` leave during its
-    forward pass in their attribute `losses`, a list while somebody collects."""
+    """An objective plus λ times the mean auxiliary loss (b,) of the model's `LOSING_CORES`.
+
+    In the forward pass each core appends its loss to its attribute `losses`, which is a list during collection.
+    """
 
     def __init__(self, inner: Objective, weight: float):
         super().__init__(inner)
@@ -24,13 +26,13 @@ class AuxiliaryLossObjective(WrappedObjective):
         try:
             prediction = super().predict(model, batch)
         finally:
-            # what is run again in the backward pass leaves nothing
+            # recomputation in the backward pass appends nothing
             for core in cores:
                 core.losses = None
         if collected:
-            prediction.left_loss = torch.stack(collected).mean(0)  # type: ignore[attr-defined]
+            prediction.auxiliary_loss = torch.stack(collected).mean(0)  # type: ignore[attr-defined]
         return prediction
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
-        losses, auxiliary = super().losses(prediction, batch), getattr(prediction, "left_loss", None)
+        losses, auxiliary = super().losses(prediction, batch), getattr(prediction, "auxiliary_loss", None)
         return losses if auxiliary is None else losses + self.weight * auxiliary

@@ -1,8 +1,7 @@
-"""What techniques that replace attention cores have in common: plain attention first where the paper starts with it,
-calibration in passes of their own, and a change at a moment of the run, with what was found in its log.
+"""Base classes of techniques that replace attention cores at a step of the run, after calibration if required.
 
-A run has up to two phases, both in the log. In the second, cores are built of the settings and of what calibration
-found, which are plain numbers: the same on all ranks, and the same again when the run is resumed.
+A run has up to two phases, both in its log. In the second, cores are built from the settings and the calibrated values.
+These are plain numbers, equal on all ranks and after a resume.
 """
 
 from collections.abc import Callable, Mapping
@@ -41,9 +40,9 @@ from thrifty.modeling.attention_sites import (
 
 PLAIN, CHOSEN = "plain", "chosen"
 PHASE: ModuleNote[Mapping[str, Any]] = ModuleNote("attention_phase")
-"""On a model: the phase that is decided, and what calibration found."""
+"""The current phase of a model and its calibrated values."""
 SWAPPABLE_CORES: ModuleNote[dict[str, SwappableCore]] = ModuleNote("swappable_cores")
-"""On a model: the cores that are watched before they are replaced, by the name of their site."""
+"""The cores of a model that are observed before their replacement, by the name of their site."""
 
 
 def decided_phase(model: nn.Module | None) -> Mapping[str, Any]:
@@ -51,51 +50,51 @@ def decided_phase(model: nn.Module | None) -> Mapping[str, Any]:
 
 
 class ReplacedAttention(Technique):
-    """Another attention core from `from_step` on. A subclass says which, in `core`."""
+    """A technique with another attention core from `from_step` on, which a subclass defines in `core`."""
 
     stage, numerics = Stage.ATTENTION, Numerics.DIFFERENT
     claims = frozenset({Claim.ATTENTION_CORE})
 
     from_step: StepOrFraction = 0
-    """Attention is the plain one up to here."""
+    """First step with the replaced attention; attention is plain before."""
     export_plain: bool = False
-    """Whether the trained weights may be exported as a model with plain attention, which computes something else."""
+    """Allow export as a model with plain attention, which computes something else."""
 
     @property
     def optional_seams(self) -> frozenset[str]:
         return frozenset({"changes"} if self.from_step else {"changes", "hook_steps"})
 
-    def core(self, place: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
-        """What is to compute the attention there; `calibration` is what was calibrated, by the names of places."""
+    def core(self, site: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
+        """Return the core of one attention; `calibration` holds the calibrated values by the names of sites."""
         raise NotImplementedError
 
     @property
     def start(self) -> int:
-        """The step before which cores are replaced."""
+        """The first step with replaced cores."""
         return int(self.from_step)
 
-    def found(self, state: TrainState) -> dict[str, Any]:
-        """What calibration came to, as plain JSON by the names of places."""
+    def calibrated_values(self, state: TrainState) -> dict[str, Any]:
+        """Return the calibrated values as plain JSON, by the names of sites."""
         return {}
 
     def changes(self, step: int, state: TrainState) -> StructuralChange | None:
         decided = state.logged_decision(self.name, step)
         if decided is None and step == self.start:
-            decided = {"phase": CHOSEN, "found": self.found(state)}
+            decided = {"phase": CHOSEN, "found": self.calibrated_values(state)}
         elif decided is None and step == 0:
             decided = {"phase": PLAIN}
         if decided is None:
             return None
-        reason = "attention is the plain one" if decided["phase"] == PLAIN else "attention cores are replaced"
+        reason = "attention is plain" if decided["phase"] == PLAIN else "attention cores are replaced"
         return StructuralChange(reason, decided, partial(_mark, decided=decided))
 
     def model(self, model: nn.Module) -> nn.Module:
-        places, decided = ATTENTION_SITES.set(model, find_attention_sites(model)), decided_phase(model)
-        for place in places:
+        sites, decided = ATTENTION_SITES.set(model, find_attention_sites(model)), decided_phase(model)
+        for site in sites:
             if decided["phase"] == CHOSEN:
-                place.put(self.core(place, decided.get("found", {})))
-        phase = "replaced" if decided["phase"] == CHOSEN else "plain until the moment"
-        add_note(f"{len(places)} attention cores, {phase}")
+                site.put(self.core(site, decided.get("found", {})))
+        phase = "replaced" if decided["phase"] == CHOSEN else f"plain before step {self.start}"
+        add_note(f"{len(sites)} attention cores, {phase}")
         return model
 
     def change_forward(self, model: nn.Module) -> None:
@@ -103,39 +102,39 @@ class ReplacedAttention(Technique):
             PHASE.set(model, {"phase": PLAIN})
 
     def hook_steps(self, model: nn.Module, optimizer: Optimizer) -> None:
-        def follow(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        def replace_or_calibrate(model: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
             if decided_phase(model)["phase"] == CHOSEN:
                 return
             if (step := finished_steps(optimizer)) >= self.start:
-                found = self.found(TrainState(step, model))
-                for place in ATTENTION_SITES.of(model):
-                    place.take_away()
-                self.model(_mark(model, {"phase": CHOSEN, "found": found}))
+                values = self.calibrated_values(TrainState(step, model))
+                for site in ATTENTION_SITES.of(model):
+                    site.take_away()
+                self.model(_mark(model, {"phase": CHOSEN, "found": values}))
             elif model.training and torch.is_grad_enabled():
                 self.before_pass(model, step, args, kwargs)
 
         if self.start:
             count_steps(optimizer)
-            model.register_forward_pre_hook(follow, with_kwargs=True)
+            model.register_forward_pre_hook(replace_or_calibrate, with_kwargs=True)
 
     def before_pass(self, model: nn.Module, step: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Act before a forward pass of a training step with plain attention."""
+        """Run before each forward pass of a training step with plain attention."""
 
     def finish(self, model: nn.Module) -> nn.Module:
         phase = decided_phase(model)["phase"]
         if phase == CHOSEN:
             self.refuse_export()
-        for place in ATTENTION_SITES.remove(model):
-            place.take_away()
+        for site in ATTENTION_SITES.remove(model):
+            site.take_away()
         return model
 
     def refuse_export(self) -> None:
-        """Raises RefusedError unless the weights are to be exported for plain attention."""
+        """Raise RefusedError unless `export_plain` is set."""
         if not self.export_plain:
             raise RefusedError(
-                f"{self.name}: the plain architecture attends to everything, and would compute something else with "
+                f"{self.name}: the plain architecture attends to all tokens and would compute something else with "
                 "these weights",
-                fix=f"--set techniques.{self.name}.export_plain=true where that is wanted",
+                fix=f"--set techniques.{self.name}.export_plain=true to export it anyway",
             )
 
     def holds(self, state: TrainState) -> None:
@@ -143,7 +142,7 @@ class ReplacedAttention(Technique):
         expected = [PLAIN, CHOSEN] if self.start else [CHOSEN]
         if state.step < self.start:
             expected = [PLAIN]
-        # the change before a step is made when the step is
+        # the change takes effect with the first pass of the step
         if phases != expected and not (state.step == self.start and phases == [PLAIN]):
             raise IntegrityError(f"{self.name}: after {state.step} steps the log has the phases {phases}")
 
@@ -154,12 +153,14 @@ def _mark(model: nn.Module, decided: Mapping[str, Any]) -> nn.Module:
 
 
 class CalibrationBackward:
-    """A backward pass before which, in the last steps of plain attention, some examples go through the model and cores
-    are watched. `state` counts calls; what was seen is added up in buffers of the attentions."""
+    """A backward pass that calibrates on some examples in the last steps with plain attention.
+
+    `state` counts calls. Buffers of the attentions accumulate the measurements.
+    """
 
     def __init__(self, inner: Backward, settings: "CalibratedAttention"):
         self.inner, self.settings = inner, settings
-        # a value that can be read even where only shapes are traced, unlike that of torch.zeros
+        # readable while only shapes are traced, unlike torch.zeros
         self.state = {"calls": torch.tensor(0)}
 
     def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
@@ -173,20 +174,22 @@ class CalibrationBackward:
 
 
 class CalibratedAttention(ReplacedAttention):
-    """A core that needs numbers of the trained model. A subclass says what is measured at each call, in `measure`, and
-    what the means of that come to, in `settle`."""
+    """A technique whose core depends on values measured on the model during training.
+
+    A subclass defines in `measure` the values of each call, and in `settle` the logged result of their means.
+    """
 
     clashes: ClassVar[Mapping[Claim, str]] = {
-        Claim.DEPTH: "each block is calibrated once, and blocks that are added later are not",
+        Claim.DEPTH: "each block is calibrated once, and blocks added later are not",
         Claim.PIPELINE_PARALLELISM: "the whole model is calibrated in one pass",
     }
 
     from_step: StepOrFraction = 0.1
-    """Attention is the plain one up to here, for one step at least."""
+    """First step with the replaced attention; at least one step with plain attention precedes it."""
     steps: Positive = 4
-    """Before so many of the last plain steps examples are looked at."""
+    """Number of last steps with plain attention that calibrate."""
     examples: Positive = 8
-    """At most so many of each rank's."""
+    """Maximum number of calibration examples per step and rank."""
 
     @property
     def optional_seams(self) -> frozenset[str]:
@@ -196,28 +199,28 @@ class CalibratedAttention(ReplacedAttention):
     def start(self) -> int:
         return max(int(self.from_step), 1)
 
-    def measure(self, place: AttentionSite, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-        """Some numbers (n,) of a call, of which the mean over calls and ranks is wanted."""
+    def measure(self, site: AttentionSite, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+        """Return values (n,) of a call, to be averaged over calls and ranks."""
         raise NotImplementedError
 
-    def count(self, model: nn.Module, place: AttentionSite) -> int:
-        """How many numbers `measure` gives."""
+    def count(self, model: nn.Module, site: AttentionSite) -> int:
+        """Return the number of values that `measure` returns, n."""
         return 1
 
-    def settle(self, place: AttentionSite, means: Tensor) -> Any:
-        """What is written to the log, of the means (n,)."""
+    def settle(self, site: AttentionSite, means: Tensor) -> Any:
+        """Return the logged result, as plain JSON, of the means (n,)."""
         return means.tolist()
 
     def model(self, model: nn.Module) -> nn.Module:
         model = super().model(model)
         cores = SWAPPABLE_CORES.set(model, {})
         if decided_phase(model)["phase"] == PLAIN:
-            for place in ATTENTION_SITES.of(model):
-                device = next(place.module.parameters()).device
-                count = self.count(model, place)
-                place.module.register_buffer("calibration", torch.zeros(count + 1, dtype=torch.float64, device=device))
-                cores[place.name] = SwappableCore(place.plain)
-                place.put(cores[place.name])
+            for site in ATTENTION_SITES.of(model):
+                device = next(site.module.parameters()).device
+                count = self.count(model, site)
+                site.module.register_buffer("calibration", torch.zeros(count + 1, dtype=torch.float64, device=device))
+                cores[site.name] = SwappableCore(site.plain)
+                site.put(cores[site.name])
         return model
 
     def backward(self, backward: Backward) -> Backward:
@@ -225,13 +228,13 @@ class CalibratedAttention(ReplacedAttention):
 
     @torch.no_grad()
     def calibrate(self, model: nn.Module, forward: Callable[[], object]) -> None:
-        """One forward pass without dropout, watched; the mean over ranks is added to the buffers."""
-        places, cores = ATTENTION_SITES.of(model), SWAPPABLE_CORES.of(model)
-        if not cores:  # replaced already: only what a step takes is asked
+        """Measure one forward pass without dropout, and add the mean over ranks to the buffers."""
+        sites, cores = ATTENTION_SITES.of(model), SWAPPABLE_CORES.of(model)
+        if not cores:  # already replaced: only the cost of a step is counted
             return
-        seen: dict[str, list[Tensor]] = {place.name: [] for place in places}
-        for place in places:
-            cores[place.name].watch = partial(self._see, place, seen[place.name])
+        values: dict[str, list[Tensor]] = {site.name: [] for site in sites}
+        for site in sites:
+            cores[site.name].watch = partial(self._measure_call, site, values[site.name])
         training = model.training
         try:
             with preserved_draws(model.parameters()), torch.compiler.set_stance("force_eager"):
@@ -239,40 +242,42 @@ class CalibratedAttention(ReplacedAttention):
                 forward()
         finally:
             model.train(training)
-            for place in places:
-                cores[place.name].watch = None
-        for place in places:
-            if seen[place.name]:
-                mean = mean_over_ranks(torch.stack(seen[place.name]).double().mean(0))
-                place.module.calibration += torch.cat((mean.to(place.module.calibration), mean.new_ones(1)))
+            for site in sites:
+                cores[site.name].watch = None
+        for site in sites:
+            if values[site.name]:
+                mean = mean_over_ranks(torch.stack(values[site.name]).double().mean(0))
+                site.module.calibration += torch.cat((mean.to(site.module.calibration), mean.new_ones(1)))
 
-    def _see(self, place: AttentionSite, seen: list[Tensor], q: Tensor, k: Tensor, mask: Tensor | None) -> None:
-        seen.append(self.measure(place, q, k, mask).flatten())
+    def _measure_call(
+        self, site: AttentionSite, values: list[Tensor], q: Tensor, k: Tensor, mask: Tensor | None
+    ) -> None:
+        values.append(self.measure(site, q, k, mask).flatten())
 
     def before_pass(self, model: nn.Module, step: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        place = ATTENTION_SITES.of(model)[0].module
-        done = int(place.calibration[-1])  # in earlier steps, those before a checkpoint included
+        site = ATTENTION_SITES.of(model)[0].module
+        done = int(site.calibration[-1])  # including steps before a checkpoint
         first = max(self.start - self.steps, 0)
         if step < first or step - first < done:
             return
         count = next((len(each) for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor) and each.ndim), 0)
 
-        def some(value: Any) -> Any:
+        def first_rows(value: Any) -> Any:
             is_rows = isinstance(value, Tensor) and value.ndim and len(value) == count
             return value[: self.examples] if is_rows else value
 
-        few = tree_map(some, (args, kwargs))
-        self.calibrate(model, lambda: model(*few[0], **few[1]))
+        examples = tree_map(first_rows, (args, kwargs))
+        self.calibrate(model, lambda: model(*examples[0], **examples[1]))
 
-    def found(self, state: TrainState) -> dict[str, Any]:
+    def calibrated_values(self, state: TrainState) -> dict[str, Any]:
         if state.model is None:
             return {}
         calibration = {}
-        for place in ATTENTION_SITES.of(state.model):
-            sums, count = place.module.calibration[:-1], place.module.calibration[-1]
+        for site in ATTENTION_SITES.of(state.model):
+            sums, count = site.module.calibration[:-1], site.module.calibration[-1]
             if not count:
-                raise IntegrityError(f"{self.name}: {place.name} was not reached while it was calibrated")
-            calibration[place.name] = self.settle(place, sums / count)
+                raise IntegrityError(f"{self.name}: {site.name} was not called during calibration")
+            calibration[site.name] = self.settle(site, sums / count)
         return calibration
 
     def finish(self, model: nn.Module) -> nn.Module:

@@ -39,7 +39,7 @@ def _(q: Tensor, k: Tensor, visible: Tensor, rounds: float, percent: float) -> T
     return q.new_empty((*q.shape[:3], k.shape[2]), dtype=torch.bool)
 
 
-def _found(q: Tensor, k: Tensor, visible: Tensor, rounds: float, percent: float) -> Tensor:
+def _candidates(q: Tensor, k: Tensor, visible: Tensor, rounds: float, percent: float) -> Tensor:
     return torch.ops.thrifty.a3_keep(q, k, visible, rounds, percent)
 
 
@@ -51,10 +51,10 @@ class A3(ReplacedAttention):
     """
 
     rounds: Fraction = 0.5
-    """Rounds of the search, as a share of the keys that a query sees."""
+    """Search rounds as a fraction of the keys that a query sees."""
     percent: Annotated[float, SettingBound(above=0, most=100)] = 5.0
-    """Of the best candidate's weight, below which others are dropped."""
+    """Minimum weight of a kept candidate, in percent of the largest."""
     from_step: StepOrFraction = 0.1
 
-    def core(self, place: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
-        return partial(filtered_attention, partial(_found, rounds=self.rounds, percent=self.percent), place.causal)
+    def core(self, site: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
+        return partial(filtered_attention, partial(_candidates, rounds=self.rounds, percent=self.percent), site.causal)

@@ -28,13 +28,15 @@ from thrifty.techniques.attention._replaced_attention import ReplacedAttention
 
 
 def scattered_attention(
-    block: int, near: int, first: int, drawn: int, causal: bool, seed: int, q: Tensor, k: Tensor, v: Tensor,
+    block: int, near: int, first: int, sampled: int, causal: bool, seed: int, q: Tensor, k: Tensor, v: Tensor,
     mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention of q (b, h, t, k) over k and v (b, g, t, k) in the blocks of a `scattered_grid`, as far as a boolean
-    mask leaves them."""
+    """Return the attention of q (b, h, t, k) over k and v (b, g, t, k) in the blocks of a `scattered_grid`.
+
+    A boolean mask excludes further pairs.
+    """
     refuse_other_lengths(q.shape[2], k.shape[2])
-    grid = scattered_grid(q.shape[2], block, near, first, drawn, causal, seed, q.device)
+    grid = scattered_grid(q.shape[2], block, near, first, sampled, causal, seed, q.device)
     return block_attention(q, k, v, grid, mask)
 
 
@@ -46,16 +48,16 @@ class BlockSparseAttention(ReplacedAttention):
     """
 
     block: Positive = 64
-    """Tokens of a block's side."""
+    """Side of a block in tokens."""
     window_blocks: Natural = 1
-    """Blocks on either side of its own that a block sees."""
+    """Visible blocks on either side of each block."""
     global_blocks: Natural = 1
-    """Blocks at the beginning that all see, and that see all, or all before them."""
+    """Blocks at the beginning that attend to every block (in a decoder: every earlier one) and are visible to all."""
     random_blocks: Natural = 2
-    """Further blocks, drawn at random."""
+    """Number of further, random blocks."""
     seed: int = 0
 
-    def core(self, place: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
-        seed = seed_of(f"{self.seed}/{place.name}") % 2**16
+    def core(self, site: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
+        seed = seed_of(f"{self.seed}/{site.name}") % 2**16
         sizes = self.block, self.window_blocks, self.global_blocks, self.random_blocks
-        return partial(scattered_attention, *sizes, place.causal, seed)
+        return partial(scattered_attention, *sizes, site.causal, seed)

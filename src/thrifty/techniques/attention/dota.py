@@ -44,67 +44,73 @@ from thrifty.techniques.attention._auxiliary_losses import AuxiliaryLossObjectiv
 from thrifty.techniques.attention._replaced_attention import CHOSEN, ReplacedAttention, decided_phase
 
 DETECTOR = ("detector_of_queries", "detector_of_keys")
-BESIDE = ("detector_projection", "longest_text")
+DETECTOR_BUFFERS = ("detector_projection", "longest_text")
 
 
 class DetectorCore:
-    """The core of one attention, which is told the input (b, t, d) of each call. It leaves the detector's loss (b,) for
-    whoever collects those."""
+    """The core of one attention with a detector, which reads the attention's input (b, t, d) of each call.
 
-    def __init__(self, settings: "Dota", place: AttentionSite, is_chosen: bool):
-        self.settings, self.place, self.is_chosen = settings, place, is_chosen
-        self.given: Tensor | None = None
-        self.losses: list[Tensor] | None = None  # while somebody collects them
+    It appends the detector's loss (b,) to `losses` during collection.
+    """
+
+    def __init__(self, settings: "Dota", site: AttentionSite, is_active: bool):
+        self.settings, self.site, self.is_active = settings, site, is_active
+        self.input: Tensor | None = None
+        self.losses: list[Tensor] | None = None  # a list during collection
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-        visible = visible_pairs(q.shape[2], k.shape[2], self.place.causal, mask, q.device)
-        # a forward pass that is run again must save the same tensors, whether anybody collects the loss or not
-        learns = torch.is_grad_enabled()
-        estimated = self.estimate() if self.is_chosen or learns else None
-        if learns and estimated is not None:
+        visible = visible_pairs(q.shape[2], k.shape[2], self.site.causal, mask, q.device)
+        # a recomputed forward pass must save the same tensors, with or without collection
+        is_training = torch.is_grad_enabled()
+        estimated = self.estimate() if self.is_active or is_training else None
+        if is_training and estimated is not None:
             loss = detector_loss(estimated, exact_scores(q, k), visible)
             if self.losses is not None:
                 self.losses.append(loss)
-        if not self.is_chosen or estimated is None:
-            return self.place.plain(q, k, v) if mask is None else self.place.plain(q, k, v, mask)
-        most, counts = self.kept_of(visible)
+        if not self.is_active or estimated is None:
+            return self.site.plain(q, k, v) if mask is None else self.site.plain(q, k, v, mask)
+        most, counts = self.kept_counts(visible)
         keys = balanced_keys(estimated.detach(), most, visible, counts)
         if self.settings.products == "rows":
             return row_attention(q, k, v, keys)
         return attend_kept(q, k, v, keep_of(keys, k.shape[2]))
 
-    def kept_of(self, visible: Tensor) -> tuple[int, Tensor | None]:
-        """How many keys a query keeps at most, and in each example (b,) where those differ: an encoder keeps a share of
-        the example's own tokens, a decoder one of the longest text that it learned from, so that a query keeps as many
-        when it is the last one."""
+    def kept_counts(self, visible: Tensor) -> tuple[int, Tensor | None]:
+        """Return the maximum number of keys per query, and the number in each example (b,) if those differ.
+
+        An encoder keeps a share of the example's own tokens. A decoder keeps a share of the longest training text, so
+        that a query keeps as many keys when it is the last one.
+        """
         share, tokens = self.settings.density, visible.shape[-1]
-        if self.place.causal:
+        if self.site.causal:
             return max(round(share * self.longest(tokens)), 1), None
         counts = (visible.sum(-1).amax((1, 2)).double() * share).round().clamp(min=1)
         return max(round(share * tokens), 1), counts
 
     def longest(self, tokens: int) -> int:
-        """Tokens of the longest text so far, this one of so many among them; it is remembered if it is learned from."""
-        known = self.place.module.longest_text
+        """Return the length of the longest text so far, including this one; training stores it."""
+        known = self.site.module.longest_text
         if is_fake(known) or known.is_meta:
             return tokens
-        with _disable_current_modes():  # what records a block's operations must find the same ones each time
+        with _disable_current_modes():  # traces of a block must contain the same operations each time
             most = max(int(known), tokens)
             if torch.is_grad_enabled():
                 known.fill_(most)
         return most
 
     def estimate(self) -> Tensor:
-        module, x = self.place.module, self.given
+        module, x = self.site.module, self.input
         assert x is not None
         w_q, w_k = (self.rounded(getattr(module, name).float()) for name in DETECTOR)
         projection = module.detector_projection.float()
-        return detected_scores(self.rounded(x.float()), projection, w_q, w_k, self.turns(x.shape[1], w_q.shape[-1]))
+        return detected_scores(self.rounded(x.float()), projection, w_q, w_k, self.rotation(x.shape[1], w_q.shape[-1]))
 
-    def turns(self, tokens: int, width: int) -> tuple[Tensor, Tensor] | None:
-        """Cosines and sines (t, width / 2) of the model's rotary positions, from its fastest pair to its slowest; None
-        where it has others."""
-        tables = rotary_tables(self.place.module)
+    def rotation(self, tokens: int, width: int) -> tuple[Tensor, Tensor] | None:
+        """Return cosines and sines (t, width / 2) of the rotary positions, from the fastest to the slowest pair.
+
+        Return None for a model without rotary positions.
+        """
+        tables = rotary_tables(self.site.module)
         if tables is None:
             return None
         cos, sin = tables
@@ -116,22 +122,22 @@ class DetectorCore:
 
 
 def rotary_tables(module: nn.Module) -> tuple[Tensor, Tensor] | None:
-    """Cosines and sines (positions, head width / 2) by which an attention turns its queries and keys, where it does."""
+    """Return cosines and sines (positions, head width / 2) of the rotary positions of an attention, else None."""
     position = getattr(module, "position", None)
     return (position.cos, position.sin) if hasattr(position, "cos") else None
 
 
 DETECTOR_CORE: ModuleNote[DetectorCore] = ModuleNote("detector_core")
-"""On an attention: its core."""
+"""The core of an attention."""
 
 
 def with_input(module: nn.Module, inner: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     core = DETECTOR_CORE.of(module)
-    core.given = x
+    core.input = x
     try:
         return inner(x, *args, **kwargs)
     finally:
-        core.given = None
+        core.input = None
 
 
 class Dota(ReplacedAttention):
@@ -150,67 +156,67 @@ class Dota(ReplacedAttention):
 
     claims = ReplacedAttention.claims | {Claim.AUXILIARY_LOSSES}
     clashes: ClassVar[Mapping[Claim, str]] = {
-        Claim.WIDTH: "detectors are for one width, and it makes matrices wider",
-        Claim.HEADS_AND_NEURONS: "there is a detector for each head, and it takes heads out",
+        Claim.WIDTH: "detectors have one width, and it makes matrices wider",
+        Claim.HEADS_AND_NEURONS: "each head has a detector, and it removes heads",
         Claim.SHARED_PARAMETERS: "each block has a detector of its own",
         Claim.FROZEN_BASE_WEIGHTS: "its detectors would be frozen",
-        Claim.PIPELINE_PARALLELISM: "the loss of detectors in other stages is not known where the loss is",
-        Claim.TENSOR_PARALLELISM: "a detector sees the input of a whole attention",
-        Claim.COMPILED_BLOCKS: "detectors hand their loss on beside the block's result",
+        Claim.PIPELINE_PARALLELISM: "the last stage does not know the loss of detectors in other stages",
+        Claim.TENSOR_PARALLELISM: "a detector reads the input of a whole attention",
+        Claim.COMPILED_BLOCKS: "detectors return their loss in addition to the block's output",
     }
 
     density: Fraction = 0.25
-    """Keys of each query, as a share of all of a text's; in a decoder, of the longest that it learned from."""
+    """Kept keys of each query as a fraction of the tokens of a text; in a decoder, of the longest training text."""
     ratio: Fraction = 0.25
-    """The detector's width over the model's."""
+    """Width of the detector as a fraction of the model's width."""
     bits: Annotated[int, SettingBound(least=2, most=16)] = 4
-    """Of the detector's operands."""
+    """Bits of the detector's operands."""
     weight: Rate = 0.01
-    """λ, of the detectors' loss."""
+    """Weight λ of the detectors' loss."""
     products: Literal["dense", "rows"] = "dense"
-    """How attention over kept pairs is computed: under a mask, or from those pairs alone."""
+    """Computation of attention over kept pairs: under a mask, or from those pairs alone."""
     from_step: StepOrFraction = 0.1
     seed: int = 0
-    """Of the projections and the detectors' first values, together with each module's name."""
+    """Seed of the projections and the detectors' initial values, combined with each module's name."""
 
     def model(self, model: nn.Module) -> nn.Module:
         losing = LOSING_CORES.set(model, [])
         model = super().model(model)
-        chosen = decided_phase(model)["phase"] == CHOSEN
-        for place in ATTENTION_SITES.of(model):
-            self.attach(place)
-            detector = DetectorCore(self, place, chosen)
+        is_active = decided_phase(model)["phase"] == CHOSEN
+        for site in ATTENTION_SITES.of(model):
+            self.attach(site)
+            detector = DetectorCore(self, site, is_active)
             losing.append(detector)
-            place.put(detector)
-            DETECTOR_CORE.set(place.module, detector)
-            wrap_forward(place.module, with_input)
+            site.put(detector)
+            DETECTOR_CORE.set(site.module, detector)
+            wrap_forward(site.module, with_input)
         return model
 
-    def attach(self, place: AttentionSite) -> None:
-        """Give an attention its projection and its detector."""
-        qkv = getattr(place.module, "qkv", None)
+    def attach(self, site: AttentionSite) -> None:
+        """Add the projection and the detector to an attention."""
+        qkv = getattr(site.module, "qkv", None)
         if qkv is None:
             raise RefusedError(
-                f"{place.name} does not say how many heads it has, or what its input is",
+                f"{site.name} has no attribute `qkv` with its input width",
                 fix="use a preset such as gpt, llama, bert or vit",
             )
-        width, heads = qkv.weight.shape[1], place.module.heads
+        width, heads = qkv.weight.shape[1], site.module.heads
         reduced = max(round(self.ratio * width), 1)
-        if rotary_tables(place.module) is not None:
-            reduced += reduced % 2  # channels turn in pairs
-        draw = keyed_generator(f"{self.seed}/{place.name}.detector_projection", qkv.weight)
-        projection = sparse_projection(width, reduced, draw).to(qkv.weight.device)
-        place.module.register_buffer("detector_projection", projection, persistent=False)
-        place.module.register_buffer("longest_text", torch.zeros((), dtype=torch.int64, device=qkv.weight.device))
+        if rotary_tables(site.module) is not None:
+            reduced += reduced % 2  # channels rotate in pairs
+        generator = keyed_generator(f"{self.seed}/{site.name}.detector_projection", qkv.weight)
+        projection = sparse_projection(width, reduced, generator).to(qkv.weight.device)
+        site.module.register_buffer("detector_projection", projection, persistent=False)
+        site.module.register_buffer("longest_text", torch.zeros((), dtype=torch.int64, device=qkv.weight.device))
         for name in DETECTOR:
             weight = torch.empty(heads, reduced, reduced, device=qkv.weight.device)
             weight.normal_(
-                0, (width * reduced**0.5) ** -0.5, generator=keyed_generator(f"{self.seed}/{place.name}.{name}", weight)
+                0, (width * reduced**0.5) ** -0.5, generator=keyed_generator(f"{self.seed}/{site.name}.{name}", weight)
             )
-            place.module.register_parameter(name, nn.Parameter(weight))
+            site.module.register_parameter(name, nn.Parameter(weight))
 
-    def core(self, place: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
-        return place.plain  # `model` puts a detector in its place
+    def core(self, site: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
+        return site.plain  # `model` replaces it by a detector
 
     def objective(self, objective: Objective) -> Objective:
         return AuxiliaryLossObjective(objective, self.weight)
@@ -218,6 +224,6 @@ class Dota(ReplacedAttention):
     def finish(self, model: nn.Module) -> nn.Module:
         model = super().finish(model)
         for detector in LOSING_CORES.remove(model):
-            for name in (*DETECTOR, *BESIDE):
-                delattr(detector.place.module, name)
+            for name in (*DETECTOR, *DETECTOR_BUFFERS):
+                delattr(detector.site.module, name)
         return model

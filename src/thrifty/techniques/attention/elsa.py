@@ -32,13 +32,15 @@ from thrifty.kernels.attention_filters.keep_masks import filtered_attention, vis
 from thrifty.modeling.attention_sites import AttentionCore, AttentionSite
 from thrifty.techniques.attention._replaced_attention import CalibratedAttention
 
-Numbers = tuple[tuple[float, ...], ...]
-"""A small matrix, as numbers: they are there where shapes alone are traced."""
+PlainMatrix = tuple[tuple[float, ...], ...]
+"""A small matrix as plain numbers, which exist while only shapes are traced."""
 UNKNOWN = 0.5
-"""A threshold, where none is learned yet and only work is counted."""
+"""The threshold before one is learned, for counting work."""
 
 
-def _keep(q: Tensor, k: Tensor, visible: Tensor, factors: tuple[Numbers, ...], bias: float, threshold: float) -> Tensor:
+def _keep(
+    q: Tensor, k: Tensor, visible: Tensor, factors: tuple[PlainMatrix, ...], bias: float, threshold: float
+) -> Tensor:
     matrices = [torch.tensor(numbers, device=q.device) for numbers in factors]
     return elsa_keep(q, k, matrices, bias, threshold, visible)
 
@@ -56,22 +58,22 @@ class Elsa(CalibratedAttention):
     """
 
     p: Rate = 1.0
-    """A key matters that softmax gives more than p / n; 0 keeps all."""
+    """A key is kept if its softmax weight exceeds p / n; 0 keeps all."""
     seed: int = 0
-    """Of the projections."""
+    """Seed of the projections."""
 
-    def measure(self, place: AttentionSite, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-        visible = visible_pairs(q.shape[2], k.shape[2], place.causal, mask, q.device)
+    def measure(self, site: AttentionSite, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+        visible = visible_pairs(q.shape[2], k.shape[2], site.causal, mask, q.device)
         samples = threshold_samples(q, k, self.p, visible)
-        return samples[visible.any(-1).expand_as(samples)].mean()  # a padded query sees nothing, and needs nothing
+        return samples[visible.any(-1).expand_as(samples)].mean()  # a padded query sees no keys
 
-    def settle(self, place: AttentionSite, means: Tensor) -> float:
+    def settle(self, site: AttentionSite, means: Tensor) -> float:
         return float(means[0])
 
-    def core(self, place: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
+    def core(self, site: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
         if self.p == 0:
-            return place.plain
-        sizes, threshold = factor_sizes(place.head_width), calibration.get(place.name, UNKNOWN)
+            return site.plain
+        sizes, threshold = factor_sizes(site.head_width), calibration.get(site.name, UNKNOWN)
         factors = seeded_factors(sizes, self.seed)
         keep = partial(_keep, factors=factors, bias=angle_bias(sizes), threshold=threshold)
-        return partial(filtered_attention, keep, place.causal)
+        return partial(filtered_attention, keep, site.causal)

@@ -26,7 +26,7 @@ from thrifty.modeling.attention_sites import AttentionCore, AttentionSite
 from thrifty.techniques.attention._replaced_attention import CalibratedAttention
 
 UNKNOWN = (1.0, 1.0)
-"""Ranges, where none are found yet and only work is counted."""
+"""The ranges before calibration, for counting work."""
 
 
 class Sanger(CalibratedAttention):
@@ -40,17 +40,17 @@ class Sanger(CalibratedAttention):
     """
 
     threshold: Probability = 0.02
-    """Of the predicted softmax."""
+    """Minimum predicted softmax weight of a kept key."""
     bits: Annotated[int, SettingBound(least=2, most=16)] = 4
-    """Of queries and keys in the prediction, with their sign."""
+    """Bits of queries and keys in the prediction, including the sign."""
 
-    def measure(self, place: AttentionSite, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+    def measure(self, site: AttentionSite, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
         return torch.stack([unit_rows(x)[0].abs().amax((2, 3)).mean() for x in (q, k)])
 
-    def count(self, model: torch.nn.Module, place: AttentionSite) -> int:
+    def count(self, model: torch.nn.Module, site: AttentionSite) -> int:
         return 2
 
-    def core(self, place: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
-        largest = tuple(calibration.get(place.name, UNKNOWN))
+    def core(self, site: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
+        largest = tuple(calibration.get(site.name, UNKNOWN))
         keep = partial(sanger_keep, threshold=self.threshold, bits=self.bits, largest=largest)
-        return partial(filtered_attention, keep, place.causal)
+        return partial(filtered_attention, keep, site.causal)

@@ -41,52 +41,52 @@ from thrifty.techniques.attention._replaced_attention import CHOSEN, ReplacedAtt
 
 
 class CascadeRelay:
-    """What the blocks of one stack hand on in a forward pass."""
+    """The cascade state that the blocks of one stack pass on in a forward pass."""
 
     def __init__(self) -> None:
-        self.standing: CascadeState | None = None
-        self.learns = False
+        self.current: CascadeState | None = None
+        self.is_training = False
         self.passes = 0
-        """With a gradient, since blocks last ran again."""
+        """Number of forward passes with gradients since the last recomputation."""
 
     def begin(self, *called: Any) -> None:
-        """A forward pass has come to the first block."""
+        """Reset the state at the first block of a forward pass."""
         if not in_backward():
-            self.standing, self.learns = None, torch.is_grad_enabled()
-            self.passes += self.learns
+            self.current, self.is_training = None, torch.is_grad_enabled()
+            self.passes += self.is_training
 
 
 class CascadeCore:
-    """The core of one attention. It remembers what it was handed, for when its block runs again."""
+    """The core of one attention, which stores its incoming state for recomputation."""
 
-    def __init__(self, relay: CascadeRelay, place: AttentionSite, keep: KeptShares, bits: int):
-        self.relay, self.place, self.keep, self.bits = relay, place, keep, bits
-        self.handed: CascadeState | None = None
+    def __init__(self, relay: CascadeRelay, site: AttentionSite, keep: KeptShares, bits: int):
+        self.relay, self.site, self.keep, self.bits = relay, site, keep, bits
+        self.received: CascadeState | None = None
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
         refuse_other_lengths(q.shape[2], k.shape[2])
-        visible = visible_pairs(q.shape[2], k.shape[2], self.place.causal, mask, q.device)
+        visible = visible_pairs(q.shape[2], k.shape[2], self.site.causal, mask, q.device)
         if in_backward():
             self.refuse_several_passes()
-            return cascade_attention(q, k, v, visible, self.handed, self.keep, self.bits)[0]
-        before = self.relay.standing
-        if self.relay.learns:
-            self.handed = before
-        output, self.relay.standing = cascade_attention(q, k, v, visible, before, self.keep, self.bits)
+            return cascade_attention(q, k, v, visible, self.received, self.keep, self.bits)[0]
+        before = self.relay.current
+        if self.relay.is_training:
+            self.received = before
+        output, self.relay.current = cascade_attention(q, k, v, visible, before, self.keep, self.bits)
         return output
 
     def refuse_several_passes(self) -> None:
         passes, self.relay.passes = self.relay.passes, 0
         if passes > 1:
             raise RefusedError(
-                f"{Spatten.name}: {self.place.name} is to run again for one of {passes} forward passes, and knows what "
-                "it was handed in the last one alone",
+                f"{Spatten.name}: {self.site.name} cannot be recomputed for one of {passes} forward passes, because it "
+                "stores the state of the last one only",
                 fix="train without the technique that recomputes blocks",
             )
 
 
 def in_backward() -> bool:
-    """Whether this is called from a backward pass: what runs there runs again."""
+    """Return True during a backward pass, where forward code is recomputed."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -108,65 +108,67 @@ class Spatten(ReplacedAttention):
     """
 
     clashes: ClassVar[Mapping[Claim, str]] = {
-        Claim.HEADS_AND_NEURONS: "heads are compared from block to block, and it takes some out of each",
-        Claim.PIPELINE_PARALLELISM: "what mattered in earlier blocks is not known on another rank",
-        Claim.TENSOR_PARALLELISM: "a token matters by what all heads give it, and they would be on several ranks",
-        Claim.RANK_WIDE_PLAN: "the first block does something else than those that are handed what mattered",
-        Claim.COMPILED_BLOCKS: "blocks hand on what mattered beside their result",
-        Claim.TOKENS_OF_BLOCKS: "tokens are compared from block to block, and it leaves some out of a few blocks",
+        Claim.HEADS_AND_NEURONS: "heads are compared from block to block, and it removes some of each",
+        Claim.PIPELINE_PARALLELISM: "importance in earlier blocks is unknown on another rank",
+        Claim.TENSOR_PARALLELISM: "importance sums over all heads, which would be on several ranks",
+        Claim.RANK_WIDE_PLAN: "the first block computes something else than blocks that receive importance",
+        Claim.COMPILED_BLOCKS: "blocks pass on importance in addition to their output",
+        Claim.TOKENS_OF_BLOCKS: "tokens are compared from block to block, and it skips some in a few blocks",
     }
 
     tokens: Fraction = 0.7
-    """Tokens that are kept, on average over the blocks that prune; the first one, and 15 % of the blocks, do not."""
+    """Fraction of kept tokens, averaged over the pruning blocks; the first block and 15 % of the blocks keep all."""
     heads: Fraction = 0.9
-    """Heads that are kept, likewise; the first block, and 30 % of them, keep all."""
+    """Fraction of kept heads, averaged likewise; the first block and 30 % of the blocks keep all."""
     values: Fraction = 0.8
-    """Values that a query takes, of the tokens that are left for it."""
+    """Fraction of the remaining tokens whose values a query uses."""
     recent_fraction: Probability = 0.5
-    """In a decoder, of the tokens that are kept, those that are the latest before a query; 0 for its own alone."""
+    """In a decoder, the fraction of kept tokens that are the latest before a query; 0 keeps only its own."""
     spread: Probability = 0.2
-    """How much larger the share that goes is in the last block than in the first that prunes."""
+    """Difference of the pruned fractions of the last block and the first pruning block."""
     bits: Annotated[int, SettingBound(least=0, most=12)] = 0
-    """Of queries and keys with their sign, to begin with; 0 for exact scores."""
+    """Initial bits of queries and keys, including the sign; 0 for exact scores."""
     from_step: StepOrFraction = 0.1
 
-    def core(self, place: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
-        return place.plain  # `model` puts one that knows its block there
+    def core(self, site: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
+        return site.plain  # `model` replaces it by a core that knows its block
 
     def model(self, model: nn.Module) -> nn.Module:
         model = super().model(model)
         CASCADE_HOOKS.set(model, [])
         if decided_phase(model)["phase"] == CHOSEN:
-            placed = [place for name, blocks in find_stacks(model).items() for place in self.relay(model, name, blocks)]
-            for place in ATTENTION_SITES.of(model):
-                if place.name not in placed:
+            connected = [
+                site for name, blocks in find_stacks(model).items() for site in self.relay(model, name, blocks)
+            ]
+            for site in ATTENTION_SITES.of(model):
+                if site.name not in connected:
                     raise RefusedError(
-                        f"{self.name}: {place.name} is in no list of blocks, so that none is known to come before it",
+                        f"{self.name}: {site.name} is in no list of blocks, so the block before it is unknown",
                         fix="keep the repeated blocks of the model in one nn.ModuleList",
                     )
         return model
 
     def relay(self, model: nn.Module, stack: str, blocks: nn.ModuleList) -> list[str]:
-        """Connect the attentions of a stack of blocks; the names of their places."""
-        relay, placed = CascadeRelay(), []
+        """Connect the attentions of a stack of blocks and return their names."""
+        relay, connected = CascadeRelay(), []
         for number, block in enumerate(blocks):
-            for place in ATTENTION_SITES.of(model):
-                if is_under(place.name, f"{stack}.{number}"):
-                    latest = self.recent_fraction if place.causal else 0.0
-                    place.put(CascadeCore(relay, place, self.kept_in(number, len(blocks), latest), self.bits))
-                    placed.append(place.name)
+            for site in ATTENTION_SITES.of(model):
+                if is_under(site.name, f"{stack}.{number}"):
+                    latest = self.recent_fraction if site.causal else 0.0
+                    site.put(CascadeCore(relay, site, self.kept_shares(number, len(blocks), latest), self.bits))
+                    connected.append(site.name)
             if number == 0:
                 CASCADE_HOOKS.of(model).append(block.register_forward_pre_hook(relay.begin))
-        return placed
+        return connected
 
-    def kept_in(self, block: int, blocks: int, latest: float = 0.0) -> KeptShares:
-        if block == 0:  # nothing is known yet, however few blocks there are
+    def kept_shares(self, block: int, blocks: int, latest: float = 0.0) -> KeptShares:
+        if block == 0:  # no importance is known yet
             return KeptShares(1.0, 1.0, self.values)
-        of_tokens, of_heads = (
+        token_share, head_share = (
             1 - pruned_share(block, blocks, 1 - kept, self.spread if kept < 1 else 0.0, spared)
             for kept, spared in ((self.tokens, TOKENS_SPARED), (self.heads, HEADS_SPARED))
         )
-        return KeptShares(of_tokens, of_heads, self.values, latest)
+        return KeptShares(token_share, head_share, self.values, latest)
 
     def finish(self, model: nn.Module) -> nn.Module:
         model = super().finish(model)

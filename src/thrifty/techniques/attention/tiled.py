@@ -28,7 +28,7 @@ from thrifty.kernels.tiled_attention import causal_attention_reference, tiled_ca
 
 
 def triton_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, tile: int | None = None) -> Tensor:
-    """Causal attention of q (b, h, t, k) over k and v (b, g, t, k) by the kernel in Triton; under a mask by tiles."""
+    """Return causal attention of q (b, h, t, k) over k and v (b, g, t, k): by Triton, under a mask by tiles."""
     if mask is not None:
         return tiled_causal_attention(q, k, v, mask, tile)
     from thrifty.kernels.flash_attention_triton import TILE, flash_attention
@@ -48,19 +48,19 @@ class TiledAttention(Technique):
     tile: Natural = 0
     """Queries per tile; 0 takes a quarter of the tokens, between 64 and 512, and 64 in Triton."""
     kernel: Literal["torch", "triton"] = "torch"
-    """What computes it: torch's operations, or a kernel in Triton, on a GPU alone."""
+    """Implementation: torch's operations, or a Triton kernel on a GPU."""
     optional: bool = False
-    """Leave a model without such attention as it is and say so, in a recipe for models of many kinds."""
+    """Leave a model without such attention unchanged, with a note; for recipes that serve several kinds of models."""
 
     def model(self, model: nn.Module) -> nn.Module:
         attentions = [module for module in model.modules() if hasattr(module, "core")]
         causal = [module for module in attentions if module.core is causal_attention_reference]
         if not causal and self.optional:
-            add_note("nothing: the model has no plain causal attention with a replaceable core")
+            add_note("unchanged: the model has no plain causal attention with a replaceable core")
             return model
         if not causal:
             raise RefusedError(
-                f"no plain causal attention with a replaceable core was found, of {len(attentions)} with a core",
+                f"none of the {len(attentions)} replaceable attention cores is plain and causal",
                 fix=f"--without {self.name}, or use a model whose attention keeps causal_attention_reference of "
                 "thrifty.kernels.tiled_attention in an attribute `core`, such as the gpt and llama presets",
             )
@@ -70,13 +70,13 @@ class TiledAttention(Technique):
         for module in causal:
             module.core = partial(core, tile=self.tile or None)
         others = len(attentions) - len(causal)
-        add_note(f"{len(causal)} attention cores" + (f"; {others} stay: not plain and causal" if others else ""))
+        add_note(f"{len(causal)} attention cores" + (f"; {others} unchanged, not plain and causal" if others else ""))
         return model
 
     def refuse_without_triton(self, model: nn.Module) -> None:
         device = next(model.parameters()).device
         if device.type != "cuda" or not has_triton_package():
-            lacking = f"the model is on {device}" if device.type != "cuda" else "Triton is not installed"
+            reason = f"the model is on {device}" if device.type != "cuda" else "Triton is not installed"
             raise RefusedError(
-                f"the kernel in Triton is for GPUs, and {lacking}", fix=f"--set techniques.{self.name}.kernel=torch"
+                f"the Triton kernel runs on GPUs, but {reason}", fix=f"--set techniques.{self.name}.kernel=torch"
             )

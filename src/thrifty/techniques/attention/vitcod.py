@@ -42,53 +42,56 @@ from thrifty.modeling.attention_sites import ATTENTION_SITES, LOSING_CORES, Atte
 from thrifty.techniques.attention._auxiliary_losses import AuxiliaryLossObjective
 from thrifty.techniques.attention._replaced_attention import CHOSEN, SWAPPABLE_CORES, CalibratedAttention, decided_phase
 
-CODE = ("encode_queries", "decode_queries", "encode_keys", "decode_keys")
-MASK = ("kept_pairs", "kept_order", "kept_blocks")
+AUTOENCODER = ("encode_queries", "decode_queries", "encode_keys", "decode_keys")
+MASK_BUFFERS = ("kept_pairs", "kept_order", "kept_blocks")
 POSITIONS = ("position", "position_embeddings", "pos_embed")
-"""By what names models of images know their positions, (1, t, d)."""
+"""Names of position tables (1, t, d) in image models."""
 
 
 class AutoencodedCore:
-    """A core that is given queries and keys which went through a code. It leaves the code's error (b,)."""
+    """A core whose queries and keys pass an autoencoder; it appends the reconstruction error (b,) to `losses`."""
 
-    def __init__(self, place: AttentionSite, inner: AttentionCore):
-        self.place, self.inner = place, inner
-        self.losses: list[Tensor] | None = None  # while somebody collects them
+    def __init__(self, site: AttentionSite, inner: AttentionCore):
+        self.site, self.inner = site, inner
+        self.losses: list[Tensor] | None = None  # a list during collection
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, *mask: Tensor) -> Tensor:
-        coded = autoencode_attention(self.place, q, k)
-        # a forward pass that is run again must save the same tensors, whether anybody collects the loss or not
+        decoded = autoencode_attention(self.site, q, k)
+        # a recomputed forward pass must save the same tensors, with or without collection
         if torch.is_grad_enabled():
-            loss = vitcod_filter.autoencoder_loss(q, coded[0]) + vitcod_filter.autoencoder_loss(k, coded[1])
+            loss = vitcod_filter.autoencoder_loss(q, decoded[0]) + vitcod_filter.autoencoder_loss(k, decoded[1])
             if self.losses is not None:
                 self.losses.append(loss)
-        return self.inner(*coded, v, *mask)
+        return self.inner(*decoded, v, *mask)
 
 
-def autoencode_attention(place: AttentionSite, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Queries (b, h, t, k) and keys (b, g, t, k) as they come back from the codes of a place."""
-    of_queries, of_keys = (
-        [getattr(place.module, name).to(x.dtype) for name in names] for x, names in ((q, CODE[:2]), (k, CODE[2:]))
+def autoencode_attention(site: AttentionSite, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    """Return the reconstructed queries (b, h, t, k) and keys (b, g, t, k) of the site's autoencoders."""
+    query_weights, key_weights = (
+        [getattr(site.module, name).to(x.dtype) for name in names]
+        for x, names in ((q, AUTOENCODER[:2]), (k, AUTOENCODER[2:]))
     )
-    return vitcod_filter.autoencode_heads(q, *of_queries), vitcod_filter.autoencode_heads(k, *of_keys)
+    return vitcod_filter.autoencode_heads(q, *query_weights), vitcod_filter.autoencode_heads(k, *key_weights)
 
 
 def fixed_attention(
-    place: AttentionSite, block: int, count: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
+    site: AttentionSite, block: int, count: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 ) -> Tensor:
-    """Attention of q (b, h, t, k) over what the masks of a place leave of k and v (b, g, t, k), in `count` blocks of
-    each head, or under a mask where that is 0."""
-    t, kept = q.shape[2], place.module.kept_pairs
+    """Return the attention of q (b, h, t, k) over k and v (b, g, t, k) under the masks of a site.
+
+    Computed in `count` blocks of each head, or under a dense mask if that is 0.
+    """
+    t, kept = q.shape[2], site.module.kept_pairs
     refuse_other_lengths(t, k.shape[2])
     if t > kept.shape[-1] > 1:
         raise UsageError(
-            f"{place.name} has masks for {kept.shape[-1]} tokens and was given {t}",
+            f"{t} tokens exceed the masks of {site.name} for {kept.shape[-1]} tokens",
             fix=f"--set techniques.{Vitcod.name}.tokens={t}, from the start of the run",
         )
-    keep = visible_pairs(t, t, place.causal, mask, q.device) & kept[:, :t, :t]
+    keep = visible_pairs(t, t, site.causal, mask, q.device) & kept[:, :t, :t]
     if count and t == kept.shape[-1]:
-        codes = torch.where(place.module.kept_blocks, WHOLE, NONE).to(torch.int8)[None]
-        return vitcod_filter.split_attention(q, k, v, keep, place.module.kept_order, BlockGrid(codes, block, count))
+        codes = torch.where(site.module.kept_blocks, WHOLE, NONE).to(torch.int8)[None]
+        return vitcod_filter.split_attention(q, k, v, keep, site.module.kept_order, BlockGrid(codes, block, count))
     return attend_kept(q, k, v, keep)
 
 
@@ -109,34 +112,34 @@ class Vitcod(CalibratedAttention):
 
     clashes: ClassVar[Mapping[Claim, str]] = {
         **CalibratedAttention.clashes,
-        Claim.HEADS_AND_NEURONS: "there is a mask for each head, and it takes heads out",
-        Claim.TENSOR_PARALLELISM: "there is a mask for each head, and heads would be on several ranks",
-        Claim.ENCODER_INPUT: "masks are of places, and it leaves out others of each input",
-        Claim.RESOLUTION: "masks are of places, and it moves them",
+        Claim.HEADS_AND_NEURONS: "each head has a mask, and it removes heads",
+        Claim.TENSOR_PARALLELISM: "each head has a mask, and heads would be on several ranks",
+        Claim.ENCODER_INPUT: "masks belong to positions, and it drops other ones of each input",
+        Claim.RESOLUTION: "masks belong to positions, and it moves them",
     }
 
     cut: Fraction = 0.5
-    """Of a query's average weights, what the keys that it keeps come to."""
+    """Sum of a query's average attention weights that its kept keys reach."""
     first: Natural = 1
-    """Tokens at the beginning, such as a class token, that see all and that all see."""
+    """Tokens at the beginning, such as a class token, that attend to all tokens and are visible to all."""
     tokens: Natural = 0
-    """Of an input, at most; 0 asks a model of images for its positions."""
+    """Maximum number of tokens of an input; 0 reads it from the position table of an image model."""
     autoencoder: bool = False
-    """Whether queries and keys go through a code of half as many heads."""
+    """Pass queries and keys through an autoencoder with half as many heads."""
     weight: Rate = 1e-4
-    """Of the code's error in the loss."""
+    """Weight of the reconstruction error in the loss."""
     products: Literal["dense", "blocks"] = "dense"
-    """How attention over kept pairs is computed: under a mask, or in blocks of them."""
+    """Computation of attention over kept pairs: under a mask, or in blocks."""
     block: Positive = 16
-    """Tokens of a block's side."""
+    """Side of a block in tokens."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.autoencoder:
             refused = {
-                Claim.FROZEN_BASE_WEIGHTS: "its codes would be frozen",
-                Claim.SHARED_PARAMETERS: "each block has a code of its own",
-                Claim.COMPILED_BLOCKS: "codes hand their error on beside the block's result",
+                Claim.FROZEN_BASE_WEIGHTS: "its autoencoders would be frozen",
+                Claim.SHARED_PARAMETERS: "each block has an autoencoder of its own",
+                Claim.COMPILED_BLOCKS: "autoencoders return their error in addition to the block's output",
             }
             object.__setattr__(self, "claims", self.claims | {Claim.AUXILIARY_LOSSES})
             object.__setattr__(self, "clashes", {**self.clashes, **refused})
@@ -149,63 +152,65 @@ class Vitcod(CalibratedAttention):
         model = super().model(model)
         if self.autoencoder:
             LOSING_CORES.set(model, [])
-            for place in ATTENTION_SITES.of(model):
-                self.attach(place)
-                self.put_code(model, place)
+            for site in ATTENTION_SITES.of(model):
+                self.attach(site)
+                self.put_autoencoder(model, site)
         return model
 
-    def put_code(self, model: nn.Module, place: AttentionSite) -> None:
-        """Around the core that is there, whether it is watched or masked."""
-        decided, watched = decided_phase(model), SWAPPABLE_CORES.of(model).get(place.name)
-        coded = AutoencodedCore(place, place.plain if watched else self.core(place, decided.get("found", {})))
-        LOSING_CORES.of(model).append(coded)
-        if watched:
-            watched.core = coded
+    def put_autoencoder(self, model: nn.Module, site: AttentionSite) -> None:
+        """Wrap the current core of a site, observed or masked, in the autoencoder."""
+        decided, swappable = decided_phase(model), SWAPPABLE_CORES.of(model).get(site.name)
+        core = AutoencodedCore(site, site.plain if swappable else self.core(site, decided.get("found", {})))
+        LOSING_CORES.of(model).append(core)
+        if swappable:
+            swappable.core = core
         else:
-            place.put(coded)
+            site.put(core)
 
-    def attach(self, place: AttentionSite) -> None:
-        """Give an attention its codes: projections on a random half of the heads, to begin with."""
-        like = next(place.module.parameters())
-        for heads, names in ((place.heads, CODE[:2]), (place.key_heads, CODE[2:])):
-            draw = keyed_generator(f"{place.name}.{names[0]}", like)
-            drawn = torch.empty(heads, vitcod_filter.encode_heads(heads), device=like.device).normal_(generator=draw)
-            basis = torch.linalg.qr(drawn)[0]
+    def attach(self, site: AttentionSite) -> None:
+        """Add the autoencoders to an attention, initially projections on a random half of the heads."""
+        like = next(site.module.parameters())
+        for heads, names in ((site.heads, AUTOENCODER[:2]), (site.key_heads, AUTOENCODER[2:])):
+            generator = keyed_generator(f"{site.name}.{names[0]}", like)
+            values = torch.empty(heads, vitcod_filter.encode_heads(heads), device=like.device).normal_(
+                generator=generator
+            )
+            basis = torch.linalg.qr(values)[0]
             for name, weight in zip(names, (basis.mT, basis), strict=True):
-                place.module.register_parameter(name, nn.Parameter(weight.clone(memory_format=torch.contiguous_format)))
+                site.module.register_parameter(name, nn.Parameter(weight.clone(memory_format=torch.contiguous_format)))
 
-    def count(self, model: nn.Module, place: AttentionSite) -> int:
-        return place.heads * (self.tokens or positions_of(model, self.name)) ** 2
+    def count(self, model: nn.Module, site: AttentionSite) -> int:
+        return site.heads * (self.tokens or positions_of(model, self.name)) ** 2
 
-    def measure(self, place: AttentionSite, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-        side, t = side_of(place, len(place.module.calibration) - 1), q.shape[2]
+    def measure(self, site: AttentionSite, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
+        side, t = side_of(site, len(site.module.calibration) - 1), q.shape[2]
         refuse_other_lengths(t, k.shape[2])
         if t > side:
             raise UsageError(
-                f"{self.name}: {place.name} was given {t} tokens, and tokens is {side}",
+                f"{self.name}: {t} tokens of {site.name} exceed tokens = {side}",
                 fix=f"--set techniques.{self.name}.tokens={t}",
             )
-        q, k = autoencode_attention(place, q, k) if self.autoencoder else (q, k)
-        visible = visible_pairs(t, t, place.causal, mask, q.device)
+        q, k = autoencode_attention(site, q, k) if self.autoencoder else (q, k)
+        visible = visible_pairs(t, t, site.causal, mask, q.device)
         average = vitcod_filter.average_map(seen_softmax(exact_scores(q, k), visible), visible)
         return nn.functional.pad(average, (0, side - t, 0, side - t))
 
-    def settle(self, place: AttentionSite, means: Tensor) -> dict[str, Any]:
-        side = side_of(place, len(means))
+    def settle(self, site: AttentionSite, means: Tensor) -> dict[str, Any]:
+        side = side_of(site, len(means))
         masks = vitcod_filter.fixed_masks(means.view(-1, side, side), self.cut, self.first)
-        if place.causal:
+        if site.causal:
             masks = masks.tril()
         return {"tokens": side, "masks": vitcod_filter.written_masks(masks)}
 
-    def core(self, place: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
-        masks = masks_of(place, calibration)
+    def core(self, site: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
+        masks = masks_of(site, calibration)
         limit = round(vitcod_filter.GLOBAL / 197 * masks.shape[-1])
         order, blocks = vitcod_filter.split_blocks(masks, limit, self.block)
-        for name, array in zip(MASK, (masks, order, blocks), strict=True):
-            tensor = torch.tensor(array, device=next(place.module.parameters()).device)
-            place.module.register_buffer(name, tensor, persistent=False)
+        for name, array in zip(MASK_BUFFERS, (masks, order, blocks), strict=True):
+            tensor = torch.tensor(array, device=next(site.module.parameters()).device)
+            site.module.register_buffer(name, tensor, persistent=False)
         count = int(blocks.sum((1, 2)).max()) if self.products == "blocks" else 0
-        return partial(fixed_attention, place, self.block, count)
+        return partial(fixed_attention, site, self.block, count)
 
     def objective(self, objective: Objective) -> Objective:
         return AuxiliaryLossObjective(objective, self.weight) if self.autoencoder else objective
@@ -213,12 +218,12 @@ class Vitcod(CalibratedAttention):
     def finish(self, model: nn.Module) -> nn.Module:
         if self.autoencoder:
             self.refuse_export()
-        places = ATTENTION_SITES.of(model)
+        sites = ATTENTION_SITES.of(model)
         model = super().finish(model)
-        for place in places:
-            for name in (*CODE, *MASK):
-                if hasattr(place.module, name):
-                    delattr(place.module, name)
+        for site in sites:
+            for name in (*AUTOENCODER, *MASK_BUFFERS):
+                if hasattr(site.module, name):
+                    delattr(site.module, name)
         if self.autoencoder:
             LOSING_CORES.remove(model)
         return model
@@ -226,29 +231,29 @@ class Vitcod(CalibratedAttention):
     def holds(self, state: TrainState) -> None:
         super().holds(state)
         decided = decided_phase(state.model)
-        for place in ATTENTION_SITES.of(state.model) if state.model and decided["phase"] == CHOSEN else ():
-            if not np.array_equal(place.module.kept_pairs.cpu().numpy(), masks_of(place, decided.get("found", {}))):
-                raise IntegrityError(f"{self.name}: the mask of {place.name} is not the one in the log")
+        for site in ATTENTION_SITES.of(state.model) if state.model and decided["phase"] == CHOSEN else ():
+            if not np.array_equal(site.module.kept_pairs.cpu().numpy(), masks_of(site, decided.get("found", {}))):
+                raise IntegrityError(f"{self.name}: the mask of {site.name} differs from the run's log")
 
 
-def masks_of(place: AttentionSite, calibration: Mapping[str, Any]) -> np.ndarray:
-    """The masks (h, t, t) that were found for a place; one pair that stands for all where only work is counted."""
-    if place.name not in calibration:
+def masks_of(site: AttentionSite, calibration: Mapping[str, Any]) -> np.ndarray:
+    """Return the masks (h, t, t) of a site; a single pair while only work is counted."""
+    if site.name not in calibration:
         return np.ones((1, 1, 1), bool)
-    return vitcod_filter.read_masks(calibration[place.name]["masks"], place.heads, calibration[place.name]["tokens"])
+    return vitcod_filter.read_masks(calibration[site.name]["masks"], site.heads, calibration[site.name]["tokens"])
 
 
-def side_of(place: AttentionSite, count: int) -> int:
-    """Tokens of maps of so many numbers."""
-    return math.isqrt(count // place.heads)
+def side_of(site: AttentionSite, count: int) -> int:
+    """Return the side of square maps with `count` elements over all heads of a site."""
+    return math.isqrt(count // site.heads)
 
 
 def positions_of(model: nn.Module, name: str) -> int:
-    """Tokens of an image, by what a model has as positions."""
+    """Return the number of tokens of an image, from the position table of the model."""
     for path, tensor in (*model.named_parameters(), *model.named_buffers()):
         if path.rpartition(".")[2] in POSITIONS and tensor.ndim == 3:
             return tensor.shape[1]
     raise RefusedError(
-        f"{name}: {type(model).__name__} does not say how many tokens its inputs have at most",
-        fix=f"--set techniques.{name}.tokens=NUMBER, for masks of as many",
+        f"{name}: {type(model).__name__} has no position table that limits the number of tokens",
+        fix=f"--set techniques.{name}.tokens=NUMBER, the maximum number of tokens",
     )

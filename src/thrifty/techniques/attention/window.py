@@ -30,11 +30,11 @@ from thrifty.techniques.attention._replaced_attention import ReplacedAttention
 
 
 def window_attention(
-    sight: VisibilityRule, block: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
+    rule: VisibilityRule, block: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 ) -> Tensor:
-    """Attention of q (b, h, t, k) over those of k and v (b, g, t, k) that a sight, and a boolean mask, show."""
+    """Return attention of q (b, h, t, k) over k and v (b, g, t, k), limited by the rule and a boolean mask."""
     refuse_other_lengths(q.shape[2], k.shape[2])
-    return block_attention(q, k, v, window_grid(q.shape[2], sight, block, q.device), mask)
+    return block_attention(q, k, v, window_grid(q.shape[2], rule, block, q.device), mask)
 
 
 class WindowAttention(ReplacedAttention):
@@ -43,11 +43,11 @@ class WindowAttention(ReplacedAttention):
     """
 
     window: Positive = 512
-    """Tokens that one sees up to itself; in encoders as many from itself on."""
+    """Visible tokens up to and including each token; in encoders also as many after it."""
     global_tokens: Natural = 0
-    """Tokens at the beginning that all see, and that see all, or all before them."""
+    """Tokens at the beginning that attend to every token (in a decoder: every earlier one) and are visible to all."""
     block: Positive = 64
-    """Tokens of a block's side."""
+    """Side of a block in tokens."""
 
-    def core(self, place: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
-        return partial(window_attention, VisibilityRule(place.causal, self.window, self.global_tokens), self.block)
+    def core(self, site: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
+        return partial(window_attention, VisibilityRule(site.causal, self.window, self.global_tokens), self.block)
