@@ -1,4 +1,4 @@
-"""What the probe says of this machine is what other sources say of it."""
+"""Results of the machine probe agree with other sources."""
 
 import os
 import sys
@@ -21,7 +21,7 @@ def machine() -> MachineInfo:
     return probe(quick=True)
 
 
-def test_the_machine_is_the_one_this_test_runs_on(machine):
+def test_probe_agrees_with_other_sources(machine):
     assert machine.torch == torch.__version__ and machine.thrifty == thrifty.__version__
     assert machine.python == ".".join(map(str, sys.version_info[:3]))
     assert 0 < machine.memory_available <= machine.memory <= psutil.virtual_memory().total
@@ -31,7 +31,7 @@ def test_the_machine_is_the_one_this_test_runs_on(machine):
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs Linux")
-def test_only_cores_this_process_may_run_on_count():
+def test_only_usable_cores_count():
     allowed = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {min(allowed)})
     try:
@@ -41,7 +41,7 @@ def test_only_cores_this_process_may_run_on_count():
     assert machine.physical_cores == machine.logical_cores == machine.cores == 1
 
 
-def test_quick_leaves_out_what_takes_long(machine):
+def test_quick_probe_skips_slow_measurements(machine):
     assert machine.memory_rate is None and machine.disk_rate is None
     assert set(machine.matmul) == {"float32", "bfloat16"}
 
@@ -52,12 +52,12 @@ def test_rates_have_a_median_within_their_spread(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-def test_a_disk_without_room_or_permission_is_not_written_to(tmp_path):
+def test_disk_without_space_or_permission_is_not_written(tmp_path):
     assert disk_rate(tmp_path, size=1 << 60) is None
     assert disk_rate(tmp_path / "absent") is None
 
 
-def test_peak_is_of_the_order_a_plain_product_reaches():
+def test_peak_flops_are_near_those_of_a_plain_product():
     import time
 
     a = torch.randn(1024, 1024)
@@ -69,12 +69,12 @@ def test_peak_is_of_the_order_a_plain_product_reaches():
     assert 0.2 < peak_flops("cpu", torch.float32) / (2 * 1024**3 / min(times)) < 5
 
 
-def test_extras_are_those_of_pyproject():
+def test_extras_equal_those_of_pyproject():
     project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
     declared = {
         extra: tuple(requirement.split(">=")[0].replace("-", "_") for requirement in requirements)
         for extra, requirements in project["optional-dependencies"].items()
-        if extra not in ("test", "triton")  # which nobody needs to train with
+        if extra not in ("test", "triton")  # not needed for training
     }
     assert {extra: tuple(modules) for extra, modules in EXTRAS.items()} == declared
 
@@ -88,7 +88,7 @@ def write_groups(root: Path, files: dict[str, str], membership: str) -> tuple[Pa
     return root / "fs", root / "membership"
 
 
-def test_the_tightest_limit_of_nested_control_groups_counts(tmp_path):
+def test_tightest_limit_of_nested_cgroups_counts(tmp_path):
     files = {
         "job/task/cpu.max": "max 100000\n",
         "job/cpu.max": "150000 100000\n",
@@ -98,7 +98,7 @@ def test_the_tightest_limit_of_nested_control_groups_counts(tmp_path):
     assert cgroup_limits(*write_groups(tmp_path, files, "0::/job/task\n")) == (1.5, 8_000_000_000)
 
 
-def test_control_groups_of_version_1_are_read(tmp_path):
+def test_cgroups_of_version_1_are_read(tmp_path):
     files = {
         "cpu,cpuacct/box/cpu.cfs_quota_us": "200000\n",
         "cpu,cpuacct/box/cpu.cfs_period_us": "100000\n",
@@ -108,24 +108,24 @@ def test_control_groups_of_version_1_are_read(tmp_path):
     assert cgroup_limits(*groups) == (2.0, None)
 
 
-def test_without_control_groups_there_is_no_limit(tmp_path):
+def test_no_cgroups_means_no_limit(tmp_path):
     assert cgroup_limits(tmp_path, tmp_path / "absent") == (None, None)
 
 
 @pytest.mark.slow
-def test_compiling_is_really_tried(monkeypatch):
+def test_compile_trial_compiles(monkeypatch):
     assert try_compile().works
     monkeypatch.setenv("CXX", "/no/such/compiler")
     failed = try_compile()
     assert not failed.works and failed.message
 
 
-def test_a_trial_that_hangs_is_given_up():
+def test_compile_trial_times_out():
     trial = try_compile(timeout=0.2)
     assert not trial.works and "0 s" in trial.message
 
 
-def test_a_product_whose_repeats_would_take_longer_than_there_is_time_is_left_out(monkeypatch):
+def test_too_slow_product_sizes_are_skipped(monkeypatch):
     tried = []
 
     def repeated(function, work, seconds, device):

@@ -1,4 +1,4 @@
-"""A process is told apart from a later one with its number, whatever the machine's clock does meanwhile."""
+"""Start time of a process: it distinguishes processes with one pid, and is independent of the clock."""
 
 import os
 import subprocess
@@ -10,7 +10,7 @@ import pytest
 from thrifty.machine.process_start import is_running, process_start
 
 
-def test_a_process_is_itself_until_it_has_ended() -> None:
+def test_process_is_running_until_it_has_ended() -> None:
     start = process_start(os.getpid())
     assert start is not None and is_running(os.getpid(), start) and not is_running(os.getpid(), start - 1)
     child = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
@@ -18,19 +18,19 @@ def test_a_process_is_itself_until_it_has_ended() -> None:
     assert born is not None and born >= start and is_running(child.pid, born)
     child.kill()
     child.stdin.close()  # type: ignore[union-attr]
-    while process_start(child.pid) is not None:  # ended, though nobody has waited for it
+    while process_start(child.pid) is not None:  # it has ended, but was not waited for
         pass
     assert not is_running(child.pid, born)
     child.wait()
 
 
 @pytest.mark.parametrize("pid", [2**22 + 1, 2**40, -1])
-def test_a_number_that_no_process_has_is_none(pid: int) -> None:
+def test_impossible_pid_has_no_start_time(pid: int) -> None:
     assert process_start(pid) is None
 
 
 @pytest.mark.skipif(not os.path.exists("/proc/self/stat"), reason="there is no /proc")
-def test_a_step_of_the_clock_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_clock_change_does_not_affect_the_start_time(monkeypatch: pytest.MonkeyPatch) -> None:
     start = process_start(os.getpid())
     monkeypatch.setattr(psutil.Process, "create_time", lambda self: 0.0)
     monkeypatch.setattr(psutil, "boot_time", lambda: 1e9)

@@ -1,4 +1,4 @@
-"""Records reach a tracker once each, in order, over several calls and while a run goes on."""
+"""Each record reaches a tracker once, in order, over several calls and during the run."""
 
 import json
 import shutil
@@ -17,13 +17,13 @@ from thrifty.trackers.tracker import KINDS, open_tracker
 from thrifty.training.run_folder import RunFolder
 
 
-class Kept:
-    """A tracker that keeps what it is told."""
+class RecordingTracker:
+    """A tracker that stores all calls."""
 
-    opened: "list[Kept]"
+    opened: "list[RecordingTracker]"
 
     def __init__(self, run):
-        self.run, self.id = run, run.id or "made here"
+        self.run, self.id = run, run.id or "new id"
         self.logged, self.notes, self.finished = [], [], None
 
     def log(self, step, values, moment):
@@ -37,13 +37,13 @@ class Kept:
 
 
 @pytest.fixture
-def told(monkeypatch):
-    """What trackers that were opened were told, in their order."""
+def trackers(monkeypatch):
+    """The opened trackers, in order."""
     opened = []
 
     def open_tracker(kind, folder, run, online):
         folder.mkdir(parents=True, exist_ok=True)
-        opened.append(Kept(run))
+        opened.append(RecordingTracker(run))
         return opened[-1]
 
     monkeypatch.setattr(record_follower, "open_tracker", open_tracker)
@@ -55,18 +55,18 @@ def run(tmp_path):
     return write_run_folder(tmp_path / "runs" / "kjv", 60)
 
 
-def append(run, made):
+def append(run, new_records):
     with (run / "records.jsonl").open("a") as file:
-        file.write("".join(json.dumps(record) + "\n" for record in made))
+        file.write("".join(json.dumps(record) + "\n" for record in new_records))
 
 
-def test_every_number_of_every_record_is_passed_on(run, tmp_path, told):
+def test_every_value_of_every_record_is_logged(run, tmp_path, trackers):
     written = track(run, "tensorboard", tmp_path / "out")
-    (tracker,) = told
-    made = records(60, every=5)
-    assert written.records == len(made) and not written.again
+    (tracker,) = trackers
+    new_records = records(60, every=5)
+    assert written.records == len(new_records) and not written.again
     assert [(step, values) for step, values, _ in tracker.logged] == [
-        (record["step"], scalars(record)) for record in made if record["kind"] in ("step", "evaluation")
+        (record["step"], scalars(record)) for record in new_records if record["kind"] in ("step", "evaluation")
     ]
     assert ("growth.stacking: 3 to 6 blocks" in dict(tracker.notes).values()) and len(tracker.notes) == 2
     assert tracker.run.settings["model.depth"] == "6" and tracker.finished["status"] == "finished"
@@ -74,7 +74,7 @@ def test_every_number_of_every_record_is_passed_on(run, tmp_path, told):
     assert moments == sorted(moments) and moments[0] > 1.7e9
 
 
-def test_scalars_have_names_by_where_they_come_from():
+def test_scalar_names_have_the_prefix_of_their_record():
     step = {
         "kind": "step",
         "step": 3,
@@ -91,7 +91,7 @@ def test_scalars_have_names_by_where_they_come_from():
     assert scalars({"kind": "checkpoint", "step": 3, "bytes": 1}) == {}
 
 
-def test_another_call_goes_on_where_the_last_one_stopped(run, tmp_path, told):
+def test_next_call_continues_at_the_stored_position(run, tmp_path, trackers):
     track(run, "tensorboard", tmp_path / "out")
     append(run, [{"kind": "step", "step": 61, "loss": 1.0}, {"kind": "step", "step": 62, "loss": 0.9}])
     with (run / "records.jsonl").open("a") as file:
@@ -101,16 +101,16 @@ def test_another_call_goes_on_where_the_last_one_stopped(run, tmp_path, told):
         file.write('ep": 63, "loss": 0.8}\n')
     again = track(run, "tensorboard", tmp_path / "out")
     assert again.records == 1 and again.again
-    assert [step for tracker in told[1:] for step, _, _ in tracker.logged] == [61, 62, 63]
-    assert told[2].run.id == "made here" and told[2].run.step == 62
+    assert [step for tracker in trackers[1:] for step, _, _ in tracker.logged] == [61, 62, 63]
+    assert trackers[2].run.id == "new id" and trackers[2].run.step == 62
 
 
-def test_trackers_do_not_share_how_far_they_came(run, tmp_path, told):
+def test_each_tracker_has_its_own_position(run, tmp_path, trackers):
     for kind in KINDS:
         assert track(run, kind, tmp_path / "out").records > 60
 
 
-def test_a_run_is_followed_to_its_end(run, tmp_path, told, monkeypatch):
+def test_run_is_followed_to_its_end(run, tmp_path, trackers, monkeypatch):
     append(run, [])
     script = (
         "import sys; from pathlib import Path; from thrifty.training.run_folder import RunFolder\n"
@@ -123,40 +123,40 @@ def test_a_run_is_followed_to_its_end(run, tmp_path, told, monkeypatch):
     )
     with process:
         process.stdout.readline()
-        looked = []
+        sleeps = []
 
         def sleep(seconds):
-            if not looked:
+            if not sleeps:
                 process.stdin.write("\n")
                 process.stdin.close()
-            looked.append(process.poll())
+            sleeps.append(process.poll())
 
         monkeypatch.setattr(record_follower.time, "sleep", sleep)
         track(run, "tensorboard", tmp_path / "out", follow=True)
-    assert looked and told[0].logged[-1][0] == 61
+    assert sleeps and trackers[0].logged[-1][0] == 61
 
 
-def test_without_follow_a_run_that_goes_on_is_written_as_far_as_it_is(run, tmp_path, told):
+def test_running_run_without_follow_is_written_once(run, tmp_path, trackers):
     with RunFolder(run).lock():
         assert track(run, "tensorboard", tmp_path / "out").records > 60
 
 
-def test_what_was_passed_on_counts_as_done_when_a_later_record_fails(run, tmp_path, told, monkeypatch):
+def test_logged_records_count_as_done_if_a_later_one_fails(run, tmp_path, trackers, monkeypatch):
     def log(self, step, values, moment):
         if step == 61:
             raise OSError("no room")
         self.logged.append((step, values, moment))
 
     track(run, "tensorboard", tmp_path / "out")
-    monkeypatch.setattr(Kept, "log", log)
+    monkeypatch.setattr(RecordingTracker, "log", log)
     append(run, [{"kind": "step", "step": 61, "loss": 1.0}])
     with pytest.raises(OSError, match="no room"):
         track(run, "tensorboard", tmp_path / "out")
-    assert told[-1].finished is not None
+    assert trackers[-1].finished is not None
     monkeypatch.undo()
 
 
-def test_another_run_of_the_same_name_is_refused(run, tmp_path, told):
+def test_another_run_of_the_same_name_is_refused(run, tmp_path, trackers):
     track(run, "tensorboard", tmp_path / "out")
     (run / "environment.json").write_text(json.dumps({"started": "2026-01-01T00:00:00+00:00"}))
     with pytest.raises(UsageError, match="another run") as refused:
@@ -164,20 +164,20 @@ def test_another_run_of_the_same_name_is_refused(run, tmp_path, told):
     assert "--out" in refused.value.fix
 
 
-def test_a_damaged_position_is_said(run, tmp_path, told):
+def test_damaged_position_is_refused(run, tmp_path, trackers):
     track(run, "tensorboard", tmp_path / "out")
     (tmp_path / "out" / "tensorboard" / "kjv.position.json").write_text("{")
-    with pytest.raises(IntegrityError, match="how far"):
+    with pytest.raises(IntegrityError, match="no valid position"):
         track(run, "tensorboard", tmp_path / "out")
 
 
-def test_the_run_folder_is_only_read(run, tmp_path, told):
+def test_run_folder_is_only_read(run, tmp_path, trackers):
     before = {path: path.stat().st_mtime_ns for path in run.rglob("*")}
     track(run, "tensorboard", tmp_path / "out")
     assert {path: path.stat().st_mtime_ns for path in run.rglob("*")} == before
 
 
-def test_a_missing_package_names_the_extra(run, tmp_path, monkeypatch):
+def test_missing_package_names_the_extra(run, tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     for kind in KINDS:
         with pytest.raises(UsageError, match=f"{kind} is not installed") as refused:
@@ -194,7 +194,7 @@ def test_every_tracker_is_an_extra():
     assert {*KINDS} <= project["optional-dependencies"].keys()
 
 
-def test_an_unknown_tracker_and_a_needless_online_are_refused(run, tmp_path):
+def test_unknown_tracker_and_unsupported_online_are_refused(run, tmp_path):
     with pytest.raises(UsageError, match="no tracker") as refused:
         open_tracker("tensorbord", tmp_path, None)
     assert "'tensorboard'" in refused.value.fix
@@ -202,7 +202,7 @@ def test_an_unknown_tracker_and_a_needless_online_are_refused(run, tmp_path):
         open_tracker("tensorboard", tmp_path, None, online=True)
 
 
-def test_the_command_says_where_and_how_to_look(run, tmp_path, told):
+def test_command_prints_the_folder_and_a_viewer(run, tmp_path, trackers):
     out = tmp_path / "out"
     lines = CliRunner().invoke(command, [str(run), "--to", "tensorboard", "--out", str(out)]).stdout.splitlines()
     assert lines == [
@@ -211,11 +211,11 @@ def test_the_command_says_where_and_how_to_look(run, tmp_path, told):
     ]
 
 
-def test_a_run_that_is_removed_meanwhile_leaves_what_was_written(run, tmp_path, told, monkeypatch):
+def test_run_removed_while_followed_keeps_written_records(run, tmp_path, trackers, monkeypatch):
     def sleep(seconds):
         shutil.rmtree(run)
 
     monkeypatch.setattr(record_follower.time, "sleep", sleep)
     with RunFolder(run).lock():
         assert track(run, "tensorboard", tmp_path / "out", follow=True).records > 60
-    assert told[0].finished == {} and (tmp_path / "out" / "tensorboard" / "kjv.position.json").is_file()
+    assert trackers[0].finished == {} and (tmp_path / "out" / "tensorboard" / "kjv.position.json").is_file()

@@ -1,4 +1,4 @@
-"""What the trackers' own packages read back, where they are installed."""
+"""Content of the trackers' files, as their installed packages read it."""
 
 import importlib.util
 import json
@@ -22,23 +22,23 @@ def append(run, step, loss):
         file.write(json.dumps({"kind": "step", "step": step, "loss": loss}) + "\n")
 
 
-def test_tensorboard_shows_the_losses_and_after_a_resume_the_later_ones(run, tmp_path):
+def test_tensorboard_shows_losses_of_a_resumed_run(run, tmp_path):
     accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     track(run, "tensorboard", tmp_path)
 
-    def shown(name):
+    def displayed(name):
         events = accumulator.EventAccumulator(str(tmp_path / "tensorboard" / "kjv")).Reload()
         return {event.step: event.value for event in events.Scalars(name)}
 
-    assert shown("train/loss") == pytest.approx(LOSSES)
-    assert shown("held_out/loss").keys() == {*range(5, 61, 5)}
+    assert displayed("train/loss") == pytest.approx(LOSSES)
+    assert displayed("held_out/loss").keys() == {*range(5, 61, 5)}
     append(run, 41, 7.5)
     track(run, "tensorboard", tmp_path)
-    again = shown("train/loss")
+    again = displayed("train/loss")
     assert again.keys() == {*range(1, 42)} and again[41] == 7.5 and again[40] == pytest.approx(LOSSES[40])
 
 
-def test_mlflow_has_the_losses_the_settings_and_one_run(run, tmp_path):
+def test_mlflow_has_losses_settings_and_one_run(run, tmp_path):
     tracking = pytest.importorskip("mlflow.tracking")
     pytest.importorskip("sqlalchemy")
     track(run, "mlflow", tmp_path)
@@ -46,30 +46,30 @@ def test_mlflow_has_the_losses_the_settings_and_one_run(run, tmp_path):
     track(run, "mlflow", tmp_path)
     client = tracking.MlflowClient(tracking_uri=f"sqlite:///{tmp_path}/mlflow/mlflow.db")
     experiment = client.get_experiment_by_name("thrifty")
-    (found,) = client.search_runs([experiment.experiment_id])
-    assert found.data.params["model.depth"] == "6" and found.info.status == "FINISHED"
-    losses = {metric.step: metric.value for metric in client.get_metric_history(found.info.run_id, "train/loss")}
+    (tracked,) = client.search_runs([experiment.experiment_id])
+    assert tracked.data.params["model.depth"] == "6" and tracked.info.status == "FINISHED"
+    losses = {metric.step: metric.value for metric in client.get_metric_history(tracked.info.run_id, "train/loss")}
     assert losses == pytest.approx(LOSSES | {61: 7.5})
 
 
-def test_wandb_keeps_an_offline_run_and_sends_nothing(run, tmp_path, monkeypatch):
+def test_wandb_writes_an_offline_run_and_uploads_nothing(run, tmp_path, monkeypatch):
     pytest.importorskip("wandb")
     for proxy in ("HTTP_PROXY", "HTTPS_PROXY"):
         monkeypatch.setenv(proxy, "http://127.0.0.1:9")
     track(run, "wandb", tmp_path)
-    (kept,) = (tmp_path / "wandb").glob("wandb/offline-run-*/run-*.wandb")
-    content = kept.read_bytes()
+    (database,) = (tmp_path / "wandb").glob("wandb/offline-run-*/run-*.wandb")
+    content = database.read_bytes()
     assert b"train/loss" in content and b"held_out/loss" in content and b"model.depth" in content
 
 
 def test_trackio_has_every_record_once(run, tmp_path):
-    if importlib.util.find_spec("trackio") is None:  # importing it here would settle where it writes
+    if importlib.util.find_spec("trackio") is None:  # an import here would fix its folder
         pytest.skip("trackio is not installed")
     track(run, "trackio", tmp_path)
     append(run, 61, 7.5)
     track(run, "trackio", tmp_path)
-    with sqlite3.connect(tmp_path / "trackio" / "thrifty.db") as kept:
-        rows = kept.execute("select step, metrics from metrics order by id").fetchall()
-    told = [(step, json.loads(metrics)) for step, metrics in rows]
-    losses = {step: metrics["train/loss"] for step, metrics in told if "train/loss" in metrics}
+    with sqlite3.connect(tmp_path / "trackio" / "thrifty.db") as database:
+        rows = database.execute("select step, metrics from metrics order by id").fetchall()
+    logged = [(step, json.loads(metrics)) for step, metrics in rows]
+    losses = {step: metrics["train/loss"] for step, metrics in logged if "train/loss" in metrics}
     assert losses == pytest.approx(LOSSES | {61: 7.5}) and len(rows) == len(LOSSES) + 12 + 1

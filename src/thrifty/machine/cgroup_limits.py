@@ -1,4 +1,4 @@
-"""What the control groups of Linux (containers, batch systems) allow this process."""
+"""CPU and memory limits of Linux control groups, such as those of containers and batch systems."""
 
 from pathlib import Path
 
@@ -6,7 +6,7 @@ from pathlib import Path
 def cgroup_limits(
     root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> tuple[float | None, int | None]:
-    """The cores and the bytes of memory that this process's control groups allow, version 1 or 2; None: no limit."""
+    """Return this process's limits of cores and memory bytes, for cgroup version 1 or 2; None means no limit."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:
@@ -22,7 +22,7 @@ def cgroup_limits(
                 break
             cores += _core_quota(group)
             memory += _integers(group / "memory.max") + _integers(group / "memory.limit_in_bytes")
-    unlimited = 1 << 60  # what version 1 writes for "no limit" is near 2**63
+    unlimited = 1 << 60  # version 1 writes a value near 2**63 for "no limit"
     return min(cores, default=None), min((size for size in memory if size < unlimited), default=None)
 
 
@@ -34,7 +34,7 @@ def _core_quota(group: Path) -> list[float]:
 
 
 def _integers(file: Path) -> list[int]:
-    """The numbers in a file; none if it is not there or says "max"."""
+    """Return the integers in a file; none if it is missing or contains "max"."""
     try:
         return [int(word) for word in file.read_text().split()]
     except (OSError, ValueError):

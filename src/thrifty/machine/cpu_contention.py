@@ -1,4 +1,4 @@
-"""How much of this machine's processors other programs take meanwhile."""
+"""CPU time that other programs use during a measurement."""
 
 import os
 import time
@@ -10,12 +10,14 @@ from thrifty.core.ranks import ranks
 from thrifty.machine.cpu_features import usable_cores
 
 LEAST = 0.3
-"""Seconds below which the ticks of the system's clocks say nothing."""
+"""Shortest measurement in seconds; below it, the ticks of the system's clocks are too coarse."""
 
 
 class CpuContention:
-    """Counts from when it is made: what all programs worked on the processors that this process may use, less what it
-    and those that it started did; of several ranks, less what the process did that started them, and all of its."""
+    """Counter of other programs' CPU time on the cores of this process, from its construction.
+
+    The total excludes this process and its children; on several ranks, also the launcher and all its children.
+    """
 
     def __init__(self) -> None:
         self.cores = usable_cores()
@@ -23,7 +25,7 @@ class CpuContention:
         self.began, self.all, self.own = time.perf_counter(), _all_work(self.cores), _own_work(self.head)
 
     def taken(self) -> float:
-        """Cores that others kept busy since then; 0 where that was too short a while to tell."""
+        """Return the mean number of cores that others kept busy; 0 if the time is too short."""
         seconds = time.perf_counter() - self.began
         if seconds < LEAST:
             return 0.0
@@ -32,7 +34,7 @@ class CpuContention:
 
 
 def _all_work(cores: list[int]) -> float:
-    """Seconds of work on these processors since the machine was started; what a host took away counts as well."""
+    """Return seconds of work on these cores since boot, including time stolen by the host."""
     times = psutil.cpu_times(percpu=True)
     kinds = ("user", "nice", "system", "irq", "softirq", "steal")
     return sum(getattr(times[core], kind, 0.0) for core in cores if core < len(times) for kind in kinds)
@@ -44,8 +46,8 @@ def _own_work(head: int) -> float:
 
 
 def _of(process: psutil.Process) -> float:
-    """Its own seconds and those of its children that have ended."""
-    with suppress(psutil.Error):  # it ended meanwhile
+    """Return the CPU seconds of a process and of its children that have ended."""
+    with suppress(psutil.Error):  # the process may have ended
         spent = process.cpu_times()
         return spent.user + spent.system + spent.children_user + spent.children_system
     return 0.0

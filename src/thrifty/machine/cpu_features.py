@@ -1,4 +1,4 @@
-"""What this machine has that decides whether a technique pays."""
+"""Hardware and software features of this machine that techniques depend on."""
 
 import os
 import platform
@@ -13,21 +13,21 @@ from pathlib import Path
 import torch
 
 CHUNK_ELEMENTS = 256 * 1024
-"""Numbers in a piece, about: the caches of a core hold it with its gradient and state, and calls are few."""
+"""Elements per chunk. A core's caches hold a chunk with its gradient and state, and calls are few."""
 
 GPU_CHUNK_ELEMENTS = 16 * 1024 * 1024
-"""Large enough for its cores, small enough that temporaries stay below a hundred megabytes."""
+"""Elements per chunk on a GPU: enough for all cores, with temporary tensors below a hundred megabytes."""
 
 
 def usable_cores() -> list[int]:
-    """The numbers of the processors that this process may run on."""
+    """Return the indices of the cores that this process may run on."""
     if hasattr(os, "sched_getaffinity"):
         return sorted(os.sched_getaffinity(0))
     return list(range(os.cpu_count() or 1))
 
 
 def cpp_compiler() -> str | None:
-    """The path of the compiler, by torch's rule: $CXX, or the platform's usual one; None where it is not installed."""
+    """Return the path of the C++ compiler by torch's rule, $CXX or the platform's default; None if it is missing."""
     usual = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
     return shutil.which(os.environ.get("CXX", usual))
 
@@ -37,7 +37,7 @@ def has_python_headers() -> bool:
 
 
 def can_compile() -> bool:
-    """Whether torch.compile can build CPU code here, as far as can be seen without trying."""
+    """Return True if torch.compile can probably build CPU code here. Nothing is compiled."""
     return cpp_compiler() is not None and has_python_headers()
 
 
@@ -46,7 +46,7 @@ _ASSUMED: ContextVar[bool | None] = ContextVar("assumed", default=None)
 
 @contextmanager
 def assume_bfloat16(units: bool) -> Iterator[None]:
-    """Inside the block, `has_fast_bfloat16` answers for another device."""
+    """Make `has_fast_bfloat16` return `units` inside the block, to plan for another device."""
     before = _ASSUMED.set(units)
     try:
         yield
@@ -55,8 +55,10 @@ def assume_bfloat16(units: bool) -> Iterator[None]:
 
 
 def has_fast_bfloat16(device: str = "") -> bool:
-    """Return True if a device of this type has hardware units for bfloat16 matrix products. By default it is the GPU,
-    or the CPU without one."""
+    """Return True if a device of this type has hardware units for bfloat16 matrix products.
+
+    By default, the device is the GPU, or the CPU without one.
+    """
     if (assumed := _ASSUMED.get()) is not None:
         return assumed
     if device != "cpu" and torch.cuda.is_available():

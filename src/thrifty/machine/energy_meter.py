@@ -1,6 +1,6 @@
-"""Energy that the machine took, where it counts that itself: processors by RAPL, GPUs by NVML.
+"""Energy use of the machine, from its own counters: CPUs by RAPL, GPUs by NVML.
 
-Both count the whole package or device, so everything else that runs there too.
+Both counters cover the whole package or device, including other programs.
 """
 
 import ctypes
@@ -15,17 +15,17 @@ POWERCAP = Path("/sys/class/powercap")
 @dataclass(frozen=True)
 class EnergyCounter:
     read: Callable[[], float]
-    """Joules since some moment. Raises OSError where it cannot be read."""
+    """Function that returns joules since some moment. Raises OSError if the counter cannot be read."""
     wraps: float = 0.0
-    """Joules after which it starts again at 0; 0 for never."""
+    """Joules after which the counter restarts at 0; 0 if it never does."""
 
 
 @dataclass
 class EnergyMeter:
-    """Joules since it was made. Ask it at least every minute: a processor's counter may start again after some."""
+    """Meter of joules since its construction. Read it at least every minute, because a CPU counter wraps around."""
 
     counters: dict[str, EnergyCounter]
-    """None of them any more once one could not be read."""
+    """Counters by name; empty after one could not be read."""
     last: dict[str, float] = field(default_factory=dict)
     joules: float = 0.0
 
@@ -33,7 +33,7 @@ class EnergyMeter:
         self.read_joules()
 
     def read_joules(self) -> float | None:
-        """What was taken so far; None where nothing counts it, or not all of it."""
+        """Return the joules so far; None without counters, or if one could not be read."""
         try:
             for name, counter in self.counters.items():
                 now = counter.read()
@@ -46,13 +46,15 @@ class EnergyMeter:
 
 
 def counters(powercap: Path = POWERCAP) -> dict[str, EnergyCounter]:
-    """What counts energy here and may be read; {} for nothing."""
+    """Return the readable energy counters of this machine; {} if there are none."""
     return {**_processors(powercap), **_gpus()}
 
 
 def _processors(powercap: Path) -> dict[str, EnergyCounter]:
-    """Packages alone: cores and memory controllers inside of them are parts of those. Some machines show a package
-    twice, by another way to the same counter."""
+    """Return the counters of CPU packages, which include cores and memory controllers.
+
+    Some machines list a package twice, with two paths to the same counter.
+    """
     meters: dict[str, EnergyCounter] = {}
     for zone in sorted(powercap.glob("*:*")):
         with suppress(OSError, ValueError):
@@ -90,5 +92,5 @@ def _gpus() -> dict[str, EnergyCounter]:
 def _millijoules(library: ctypes.CDLL, device: ctypes.c_void_p) -> int:
     value = ctypes.c_ulonglong()
     if error := library.nvmlDeviceGetTotalEnergyConsumption(device, ctypes.byref(value)):
-        raise OSError(f"NVML says {error}")
+        raise OSError(f"NVML returned error {error}")
     return value.value

@@ -1,4 +1,4 @@
-"""Owner of a lock file: the process that holds it, as the file says, and only while that process exists."""
+"""Owner of a lock file: the process that the file names, if that process exists."""
 
 import json
 import socket
@@ -9,12 +9,12 @@ from thrifty.machine.process_start import is_running
 
 
 def lock_owner(file: Path) -> dict[str, Any]:
-    """Return who holds a lock: {"pid", "host", "started"}, or {} if nobody does.
+    """Return the owner of a lock as {"pid", "host", "started"}, or {} if there is none.
 
-    An owner on another machine is believed. The lock itself is not touched, so that a start at this moment is not
-    refused.
+    An owner on another machine counts as alive. The lock itself is not acquired, so that a start at this moment
+    succeeds.
     """
-    if not file.is_file():  # to open a pipe would be to wait for somebody who writes into it
+    if not file.is_file():  # opening a pipe would block until another process writes into it
         return {}
     try:
         with file.open("rb") as opened:
@@ -25,7 +25,7 @@ def lock_owner(file: Path) -> dict[str, Any]:
 
 
 def read_owner(content: bytes) -> dict[str, Any]:
-    """Return who wrote the file last and did not empty it; {} if nobody, or if it is not readable as that."""
+    """Return the owner that a lock file's content names; {} if it is empty or invalid."""
     try:
         owner = json.loads(content)
         return {"pid": int(owner["pid"]), "host": str(owner["host"]), "started": float(owner["started"])}
@@ -34,5 +34,5 @@ def read_owner(content: bytes) -> dict[str, Any]:
 
 
 def is_alive(owner: dict[str, Any]) -> bool:
-    """Return True if this very process exists, not a later one with the same number."""
+    """Return True if the owner's process exists, not a later process with the same pid."""
     return is_running(owner["pid"], owner["started"])

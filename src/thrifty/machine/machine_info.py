@@ -1,4 +1,4 @@
-"""This machine: what it has, what of that this process may use, and what is installed."""
+"""Hardware of this machine, the part that this process may use, and installed software."""
 
 import importlib.metadata
 import platform
@@ -36,13 +36,13 @@ EXTRAS = {
     "wandb": ("wandb",),
     "trackio": ("trackio",),
 }
-"""Optional parts of Thrifty and the packages each one needs."""
+"""Optional extras of Thrifty, and the packages of each."""
 
 INSTRUCTIONS = {
     "avx2": "AVX2", "avx512f": "AVX512", "avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX-BF16",
     "avx512_vnni": "VNNI", "avx_vnni": "VNNI", "asimd": "NEON", "sve": "SVE", "bf16": "BF16",
 }  # fmt: skip
-"""Processor flags as Linux names them, and the instruction sets they stand for."""
+"""Instruction sets by the name of their processor flag on Linux."""
 
 
 @dataclass(frozen=True)
@@ -56,18 +56,18 @@ class GpuInfo:
 
 @dataclass(frozen=True)
 class MachineInfo:
-    """Sizes in bytes, rates in FLOP/s and bytes/s; what could not be found out or was not measured is None or empty."""
+    """Sizes in bytes, rates in FLOP/s and bytes/s. Unknown or unmeasured values are None or empty."""
 
     platform: str
     cpu: str
     physical_cores: int
     logical_cores: int
-    """Both count only cores this process may run on."""
+    """Physical and logical cores, counting only those that this process may run on."""
     core_quota: float | None
-    """Cores' worth of time the control group grants."""
+    """CPU time limit of the control group, in cores."""
     instructions: tuple[str, ...]
     torch_instructions: str
-    """The widest vector instructions torch itself uses."""
+    """Widest vector instructions that torch uses."""
     gpus: tuple[GpuInfo, ...]
     memory: int
     memory_available: int
@@ -76,10 +76,10 @@ class MachineInfo:
     torch: str
     thrifty: str
     compiler: str | None
-    """The C++ compiler `torch.compile` would call for CPU code."""
+    """The C++ compiler that `torch.compile` calls for CPU code."""
     python_headers: bool
     backends: tuple[str, ...]
-    """Of torch.distributed."""
+    """Available backends of torch.distributed."""
     missing_extras: dict[str, tuple[str, ...]]
     matmul: dict[str, MeasuredRate] = field(default_factory=dict)
     """FLOP/s of the CPU by dtype."""
@@ -88,7 +88,7 @@ class MachineInfo:
 
     @property
     def cores(self) -> float:
-        """Cores this process can keep busy."""
+        """Number of cores that this process can keep busy."""
         return min(self.logical_cores, self.core_quota or self.logical_cores)
 
 
@@ -97,13 +97,13 @@ class CompileTrial:
     works: bool
     seconds: float
     message: str
-    """The last line of what went wrong."""
+    """Last line of the error, empty without one."""
 
 
 def probe(quick: bool = False, folder: Path = Path()) -> MachineInfo:
-    """Measure this machine: about 4 s, or 1 s with `quick`, which leaves memory and disk unmeasured.
+    """Measure this machine in about 4 s, or 1 s with `quick`, which skips memory and disk rates.
 
-    `folder` is the disk that counts: free space and write rate are those of where runs are kept.
+    `folder` selects the disk for free space and write rate, such as the folder of runs.
     """
     cores = usable_cores()
     quota, limit = cgroup_limits()
@@ -135,7 +135,7 @@ def probe(quick: bool = False, folder: Path = Path()) -> MachineInfo:
 
 
 def free_memory(device: torch.device) -> float:
-    """Bytes that a run may take on a device now: free ones, within what the control group allows."""
+    """Return the free bytes of a device, within the control group's limit."""
     if device.type == "cuda":
         return float(torch.cuda.mem_get_info(device)[0])
     available, (_, limit) = psutil.virtual_memory().available, cgroup_limits()
@@ -143,19 +143,19 @@ def free_memory(device: torch.device) -> float:
 
 
 def peak_flops(device: torch.device | str, dtype: torch.dtype) -> float:
-    """FLOP/s of matrix products here, measured in about 0.3 s: what a training step's rate can be held against.
+    """Return the peak FLOP/s of matrix products, measured in about 0.3 s, to compare a training step's rate with.
 
-    The best repeat counts: a peak is what the machine can do while nobody else is using it.
+    The fastest repeat counts, because a peak is the rate without other users of the machine.
     """
     return matmul_rate(device, dtype, 0.3).high
 
 
 def try_compile(timeout: float = 120.0) -> CompileTrial:
-    """Compile and run a small CPU function with `torch.compile` in a process of its own, with nothing cached."""
+    """Compile and run a small CPU function with `torch.compile` in a new process, with an empty cache."""
     program = "import torch; f = torch.compile(lambda x: (2 * x + 1).relu().sum()); assert f(torch.ones(64)) == 192"
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as cache:
-        # One compile thread: a pool of workers would outlive a process that is killed at the timeout.
+        # One compile thread: a pool of workers would survive a process that is killed at the timeout.
         settings = {"TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         try:
             done = subprocess.run(
@@ -173,7 +173,7 @@ def try_compile(timeout: float = 120.0) -> CompileTrial:
 
 
 def _physical_cores(logical: list[int]) -> int:
-    """Distinct cores among these hardware threads."""
+    """Return the number of physical cores of these logical ones."""
     cores = set()
     for index in logical:
         topology = Path(f"/sys/devices/system/cpu/cpu{index}/topology")
@@ -194,7 +194,7 @@ def cpu_model() -> str:
 def _instructions() -> tuple[str, ...]:
     flags = (_cpuinfo("flags") or _cpuinfo("Features")).split()
     if not flags and platform.machine() == "arm64":
-        flags = ["asimd"]  # every 64-bit ARM processor has it, also where the system does not list flags
+        flags = ["asimd"]  # all 64-bit ARM processors have it, though some systems list no flags
     return tuple(dict.fromkeys(INSTRUCTIONS[flag] for flag in INSTRUCTIONS if flag in flags))
 
 
@@ -235,7 +235,7 @@ def _missing_extras() -> dict[str, tuple[str, ...]]:
 
 
 def _is_installed(package: str) -> bool:
-    """By the name under which it is installed, which is not always that under which it is imported."""
+    """Return True if a distribution is installed. Its name may differ from its import name."""
     try:
         importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -244,7 +244,7 @@ def _is_installed(package: str) -> bool:
 
 
 def machine_identity(device: str) -> dict[str, Any]:
-    """What must be the same for a kept timing to hold: processor or GPU, its cores, versions."""
+    """Return the facts that must be equal for a saved timing to be valid: CPU or GPU, cores, threads, versions."""
     name = torch.cuda.get_device_name() if device == "cuda" else cpu_model()
     versions = {"torch": torch.__version__, "thrifty": thrifty.__version__}
     return {"device": name, "cores": len(usable_cores()), "threads": torch.get_num_threads(), **versions}

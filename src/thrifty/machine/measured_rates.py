@@ -1,6 +1,6 @@
-"""How fast this machine multiplies matrices, moves memory and writes to disk, measured.
+"""Measured rates of this machine: matrix products, memory bandwidth, disk writes.
 
-Other programs share the machine, so a rate is a median with its spread, never a single timing.
+Other programs share the machine, so a rate is a median with its spread, not a single timing.
 """
 
 import os
@@ -26,12 +26,14 @@ class MeasuredRate:
 
 
 LEAST_REPEATS = 3
-"""Timed of a function, however long they take."""
+"""Fewest timed repeats, also beyond the time limit."""
 
 
 def matmul_rate(device: torch.device | str, dtype: torch.dtype, seconds: float) -> MeasuredRate:
-    """FLOP/s of the fastest of a few square matrix products; one whose repeats would take longer than `seconds` is
-    left out."""
+    """Return the FLOP/s of the fastest of a few square matrix products.
+
+    A size whose repeats would take longer than `seconds` is skipped.
+    """
     device = torch.device(device)
     sizes = (512, 1024, 2048) if device.type == "cpu" else (2048, 4096, 8192)
     best: MeasuredRate | None = None
@@ -47,16 +49,16 @@ def matmul_rate(device: torch.device | str, dtype: torch.dtype, seconds: float) 
 
 
 def memory_rate(seconds: float) -> MeasuredRate:
-    """Bytes/s read and written by a copy in main memory, several times larger than the last cache."""
+    """Return the bytes/s read and written by a copy in main memory, of several times the last cache's size."""
     count = min(max(4 * _last_cache(), 64 << 20), 512 << 20)
     source, target = torch.ones(count, dtype=torch.uint8), torch.zeros(count, dtype=torch.uint8)
     return _repeated(lambda: target.copy_(source), 2 * count, seconds, torch.device("cpu"))
 
 
 def disk_rate(folder: Path, size: int = 32 << 20, repeats: int = 3) -> MeasuredRate | None:
-    """Bytes/s written to a file in `folder` and flushed to the device; None without room or permission.
+    """Return the bytes/s written to a file in `folder` and flushed; None without space or permission.
 
-    The file is removed again; `size` is what one repeat writes, in bytes.
+    One repeat writes `size` bytes. The file is deleted.
     """
     block = os.urandom(1 << 20)
     times = []
@@ -77,7 +79,7 @@ def disk_rate(folder: Path, size: int = 32 << 20, repeats: int = 3) -> MeasuredR
 
 
 def _repeated(function: Callable[[], object], work: float, seconds: float, device: torch.device) -> MeasuredRate:
-    """Time `function` until `seconds` are used, some times at least, after one run that is not counted."""
+    """Time `function` until `seconds` are used, at least `LEAST_REPEATS` times, after one warm-up run."""
     _timed(function, device)
     times: list[float] = []
     while len(times) < LEAST_REPEATS or sum(times) < seconds:
@@ -100,7 +102,7 @@ def _rate(work: float, times: list[float]) -> MeasuredRate:
 
 
 def _last_cache() -> int:
-    """Bytes of the last-level cache; 32 MiB where the system does not say."""
+    """Return the bytes of the last-level cache; 32 MiB if the system does not report them."""
     try:
         text = Path("/sys/devices/system/cpu/cpu0/cache/index3/size").read_text().strip()
         return int(text.removesuffix("K")) << 10

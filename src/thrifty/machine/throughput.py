@@ -1,4 +1,4 @@
-"""How many FLOPs this machine can put into training in a time."""
+"""Training throughput of this machine in FLOP/s."""
 
 from dataclasses import dataclass
 
@@ -13,25 +13,25 @@ class Throughput:
     device: str
     devices: int
     dtype: str
-    """The number format whose products are fastest here."""
+    """Data type with the fastest matrix products here."""
     peak: float
     """FLOP/s of matrix products, measured on one device and multiplied by the number of devices."""
     utilisation: float
 
     @property
     def sustained(self) -> float:
-        """FLOP/s of training."""
+        """Assumed FLOP/s of training."""
         return self.peak * self.utilisation
 
 
 def measure_throughput(utilisation: float) -> Throughput:
-    """Measures matrix products for about half a second.
+    """Measure matrix products for about half a second.
 
-    `utilisation` is the share of them that whole training steps are assumed to reach; `thrifty train` shows what a run
-    of yours does.
+    `utilisation` is the fraction of their rate that whole training steps are assumed to reach. `thrifty train` reports
+    the value of a run.
     """
     if not 0 < utilisation <= 1:
-        raise UsageError(f"utilisation is {utilisation:g}", fix="give a share of the measured peak, such as 0.4")
+        raise UsageError(f"utilisation is {utilisation:g}", fix="use a fraction of the measured peak, such as 0.4")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     devices = max(1, torch.cuda.device_count())
     rates = {dtype: peak_flops(device, dtype) for dtype in (torch.float32, torch.bfloat16)}

@@ -1,1 +1,1 @@
-"""What a run recorded, written as other trackers have it, by a process of its own that only reads the run folder."""
+"""Export of a run's records to experiment trackers, by a process that only reads the run folder."""

@@ -1,4 +1,4 @@
-"""From the records of a run to a tracker: each once, also over several starts and while the run goes on."""
+"""Transfer of a run's records to a tracker, each once, over several calls and during the run."""
 
 import json
 import time
@@ -18,65 +18,64 @@ from thrifty.reporting.run_tables import settings
 from thrifty.trackers.tracker import TrackedRun, Tracker, open_tracker
 
 EVERY = 1.0
-"""Seconds between two looks at a run that goes on."""
+"""Seconds between two reads of a running run."""
 SUMMARY = ("status", "steps", "tokens", "held_out_loss", "best_held_out_loss", "peak_memory", "predicted_memory")
 PREFIX = {"step": "train", "evaluation": "held_out"}
 
 
 @dataclass(frozen=True)
 class WriteReport:
-    """What one call wrote."""
+    """Result of one call of `track`."""
 
     records: int
     folder: Path
     again: bool
-    """Whether an earlier call was gone on with."""
+    """True if the call continued an earlier one."""
 
 
 @dataclass(frozen=True)
 class _Position:
-    """How far the records of a run were passed on."""
+    """Position up to which a run's records were transferred."""
 
     offset: int = 0
     id: str = ""
     started: str = ""
-    """When the run was, by which it is told from another of its name."""
+    """Start time of the run, which distinguishes it from another run of the same name."""
     step: int = -1
 
 
 def track(run: Path, kind: str, out: Path, *, follow: bool = False, online: bool = False) -> WriteReport:
-    """Writes what is new of a run's records as a tracker's own files into `out`/`kind`, and with `follow` whatever is
-    added, until nobody trains the run any more.
+    """Write new records of a run as a tracker's own files into `out`/`kind`.
 
-    How far it came is kept beside those files, so that another call goes on from there. Raises UsageError where the
-    folder is not a run's, the tracker's package is missing or `out` holds another run of that name, IntegrityError
-    where what was kept is damaged.
+    With `follow`, it continues with new records until no process trains the run. The position is stored next to the
+    files, so that another call continues there. Raises UsageError if the folder is not a run's, the tracker's package
+    is missing, or `out` has another run of that name; IntegrityError if the stored position is damaged.
     """
     record = read_run(run, records=())
     folder = out / kind
-    place = folder / f"{record.name}.position.json"
-    kept = _kept(place)
+    file = folder / f"{record.name}.position.json"
+    before = _read_position(file)
     started = str(record.environment.get("started", ""))
-    tail = FileTail(record.folder / "records.jsonl", kept.offset)
-    if kept.id and (kept.started != started or tail.size < kept.offset):
-        raise UsageError(f"{folder} holds another run that was called {record.name}", fix="give another --out")
-    tracker = open_tracker(kind, folder, _tracked(record, kept), online)
-    passing = _RecordForwarder(tracker, _seconds(started), kept.step)
+    tail = FileTail(record.folder / "records.jsonl", before.offset)
+    if before.id and (before.started != started or tail.size < before.offset):
+        raise UsageError(f"{folder} already has another run named {record.name!r}", fix="use another folder: --out NEW")
+    tracker = open_tracker(kind, folder, _tracked(record, before), online)
+    forwarder = _RecordForwarder(tracker, _seconds(started), before.step)
     try:
         for lines in _new_lines(tail, record.folder, follow):
             for line in lines:
-                passing.take(line)
+                forwarder.take(line)
     finally:
-        # what was passed on is written down by the tracker before it counts as done
+        # the tracker writes the records before the position counts them as done
         summary = _summary(run)
         tracker.finish({name: summary[name] for name in SUMMARY if summary.get(name) is not None})
-        position = _Position(tail.offset, tracker.id, started, passing.step)
-        AtomicFiles().swap_text(place, json.dumps(asdict(position)) + "\n")
-    return WriteReport(passing.records, folder, bool(kept.id))
+        position = _Position(tail.offset, tracker.id, started, forwarder.step)
+        AtomicFiles().swap_text(file, json.dumps(asdict(position)) + "\n")
+    return WriteReport(forwarder.records, folder, bool(before.id))
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """The numbers of a record by the names that trackers show: train/loss, held_out/accuracy, notes/noise_scale."""
+    """Return a record's numbers by the names for trackers: train/loss, held_out/accuracy, notes/noise_scale."""
     prefix = PREFIX.get(str(record.get("kind")))
     if prefix is None:
         return {}
@@ -87,7 +86,7 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
 
 def _new_lines(tail: FileTail, run: Path, follow: bool) -> Iterator[list[bytes]]:
     while True:
-        running = follow and bool(lock_owner(run / "lock"))  # before the reading, so that its last records are read too
+        running = follow and bool(lock_owner(run / "lock"))  # before the read, so that the last records are included
         while lines := tail.read():
             yield lines
         if not running:
@@ -96,7 +95,7 @@ def _new_lines(tail: FileTail, run: Path, follow: bool) -> Iterator[list[bytes]]
 
 
 class _RecordForwarder:
-    """Passes records on."""
+    """Forwards records to a tracker."""
 
     def __init__(self, tracker: Tracker, started: float, step: int):
         self.tracker, self.moment, self.started, self.step = tracker, started, started, step
@@ -108,7 +107,7 @@ class _RecordForwarder:
             return
         self.records += 1
         step = int(record["step"])
-        # an evaluation has no time of its own: it follows its step
+        # an evaluation has no time of its own and takes that of its step
         self.moment = self.started + seconds if (seconds := number(record.get("seconds"))) is not None else self.moment
         if values := scalars(record):
             self.tracker.log(step, values, self.moment)
@@ -118,14 +117,14 @@ class _RecordForwarder:
             self.tracker.note(step, redact_text(str(text)))
 
 
-def _tracked(record: RunRecord, kept: _Position) -> TrackedRun:
+def _tracked(record: RunRecord, before: _Position) -> TrackedRun:
     about = str(record.recipe.get("about", ""))
     values = {path: value for path, value, _ in settings(record).rows}
-    return TrackedRun(record.name, about, values, record.recipe_text, kept.id, kept.step)
+    return TrackedRun(record.name, about, values, record.recipe_text, before.id, before.step)
 
 
 def _summary(run: Path) -> Mapping[str, Any]:
-    """As it is at the end; nothing where the run was removed meanwhile."""
+    """Return the run's present summary; {} if the run was removed."""
     try:
         record = read_run(run, records=())
         return {**record.summary, "status": record.state.name}
@@ -134,19 +133,19 @@ def _summary(run: Path) -> Mapping[str, Any]:
 
 
 def _seconds(started: str) -> float:
-    """Since 1970 until the run was first started, or until now where it does not say."""
+    """Return the run's first start in seconds since 1970, or the present time if it is unknown."""
     try:
         return datetime.fromisoformat(started).timestamp()
     except ValueError:
         return time.time()
 
 
-def _kept(place: Path) -> _Position:
-    if not place.is_file():
+def _read_position(file: Path) -> _Position:
+    if not file.is_file():
         return _Position()
     try:
-        kept = json.loads(place.read_bytes())
-        return _Position(int(kept["offset"]), str(kept["id"]), str(kept["started"]), int(kept["step"]))
+        position = json.loads(file.read_bytes())
+        return _Position(int(position["offset"]), str(position["id"]), str(position["started"]), int(position["step"]))
     except (ValueError, KeyError, TypeError) as error:
-        fix = f"remove {place.parent}, and what it holds is written again"
-        raise IntegrityError(f"{place} does not say how far the records were read", fix) from error
+        fix = f"remove {file.parent}; its content is then written again"
+        raise IntegrityError(f"{file} has no valid position in the records", fix) from error

@@ -1,4 +1,4 @@
-"""MLflow: a run of the experiment `thrifty` in the database FOLDER/mlflow.db, since stores of files are given up."""
+"""MLflow: a run of the experiment `thrifty` in the database FOLDER/mlflow.db. MLflow's file stores are deprecated."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,11 +10,11 @@ from thrifty.trackers.tracker import TrackedRun
 
 EXPERIMENT = "thrifty"
 AT_ONCE = 900
-"""Metrics of a batch; MLflow takes up to 1,000."""
+"""Metrics per batch; MLflow accepts up to 1,000."""
 STATUS = {"finished": "FINISHED", "interrupted": "KILLED", "killed": "KILLED", "stopped": "FAILED"}
-"""MLflow's words for how a run ended; one that goes on stays RUNNING."""
+"""MLflow's status for each status of a run; a running one stays RUNNING."""
 LONGEST = 6000
-"""Characters of a setting, as MLflow allows."""
+"""Most characters of a setting in MLflow."""
 
 
 class _Store:
@@ -38,7 +38,7 @@ class _Store:
 
     @property
     def _files(self) -> str:
-        """Where files of runs go, which otherwise is where the command happens to be called."""
+        """Location for files of runs. MLflow's default depends on the working folder."""
         return (self.folder / "files").as_uri()
 
     def log(self, step: int, values: Mapping[str, float], moment: float) -> None:
@@ -47,7 +47,7 @@ class _Store:
             self._write()
 
     def note(self, step: int, text: str) -> None:
-        """Not kept: MLflow has metrics, settings and files, and no line of time for words."""
+        """Ignore the note: MLflow has metrics, settings and files, but no text events."""
 
     def finish(self, summary: Mapping[str, float]) -> None:
         self._write()

@@ -17,7 +17,7 @@ class _EventFiles:
             self._writer.add_text("recipe", "    " + run.recipe.replace("\n", "\n    "), 0)  # as code in Markdown
 
     def log(self, step: int, values: Mapping[str, float], moment: float) -> None:
-        if step < self._last:  # a resume: what came after this step is forgotten
+        if step < self._last:  # a resumed run: remove the later steps
             self._writer.close()
             self._writer = SummaryWriter(str(self.folder), purge_step=step)
         self._last = step

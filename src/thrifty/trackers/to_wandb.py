@@ -1,4 +1,4 @@
-"""Weights & Biases: files of an offline run in FOLDER, to be sent by `wandb sync`, or sent at once where asked."""
+"""Weights & Biases: files of an offline run in FOLDER for `wandb sync`, or direct upload on request."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -26,7 +26,7 @@ class _WandbRun:
             ),
         )
         self.id = self._run.id
-        # steps of ours: its own may never go back, and those of a resumed run do
+        # our own step metric: wandb's step cannot decrease, but steps of a resumed run do
         self._run.define_metric("step")
         self._run.define_metric("*", step_metric="step")
 
@@ -34,7 +34,7 @@ class _WandbRun:
         self._run.log({**values, "step": step, "moment": moment})
 
     def note(self, step: int, text: str) -> None:
-        """Not kept: it would be a table of media for every line."""
+        """Ignore the note: wandb would create a media table for every line."""
 
     def finish(self, summary: Mapping[str, float]) -> None:
         self._run.summary.update(dict(summary))

@@ -1,4 +1,4 @@
-"""What a tracker is asked to do, and which there are."""
+"""Tracker protocol, and the supported trackers."""
 
 import importlib
 import importlib.util
@@ -15,50 +15,51 @@ KINDS = {
     "wandb": "wandb sync --sync-all, in {folder}",
     "trackio": "TRACKIO_DIR={folder} trackio show",
 }
-"""How what was written is looked at. The name is that of the package, and of the extra that brings it."""
+"""Command that displays each tracker's files. The key is the name of the package and of the extra that installs it."""
 
 
 class Tracker(Protocol):
-    """One run in a tracker's own files. Steps may be repeated after a resume: then the later values count."""
+    """One run in a tracker's own files. Steps may repeat after a resume; later values replace earlier ones."""
 
     id: str
-    """By which a later start finds the same run again."""
+    """Id by which a later call finds the same run."""
 
     def log(self, step: int, values: Mapping[str, float], moment: float) -> None:
-        """Numbers by name after a step, at a moment in seconds since 1970."""
+        """Log values by name after a step, at a time in seconds since 1970."""
         ...
 
     def note(self, step: int, text: str) -> None: ...
 
     def finish(self, summary: Mapping[str, float]) -> None:
-        """The end of what is written now; the run itself may go on. `summary` are its numbers as a whole."""
+        """End the current writing; the run itself may continue. `summary` has values of the whole run."""
         ...
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """What a tracker is told of a run before its first record."""
+    """Description of a run that a tracker receives before the first record."""
 
     name: str
     about: str
     settings: Mapping[str, str]
-    """The resolved recipe by dotted paths."""
+    """Resolved recipe by dotted paths."""
     recipe: str
-    """The same as TOML."""
+    """Resolved recipe as TOML."""
     id: str = ""
-    """Of the tracker's run that is gone on with; empty for a new one."""
+    """Id of the tracker's existing run to continue; empty for a new one."""
     step: int = -1
-    """The last step of which numbers were passed on before."""
+    """Last step whose values were logged before."""
 
 
 def open_tracker(kind: str, folder: Path, run: TrackedRun, online: bool = False) -> Tracker:
-    """A tracker that writes into `folder`. Raises UsageError for an unknown one and where its package is missing.
+    """Return a tracker that writes into `folder`.
 
-    Nothing is sent anywhere unless `online`, which only Weights & Biases has.
+    Nothing is uploaded unless `online`, which only Weights & Biases supports. Raises UsageError for an unknown tracker,
+    or if its package is missing.
     """
     refuse_unknown("there is no tracker", kind, KINDS)
     if online and kind != "wandb":
-        raise UsageError(f"{kind} writes files only: there is nothing to send", fix="leave out --online")
+        raise UsageError(f"{kind} writes files only: there is nothing to upload", fix="leave out --online")
     if importlib.util.find_spec(kind) is None:
         raise UsageError(f"{kind} is not installed", fix=f"pip install 'thrifty[{kind}]'")
     module: Any = importlib.import_module(f"thrifty.trackers.to_{kind}")
