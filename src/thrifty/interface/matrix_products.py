@@ -96,7 +96,7 @@ def describe_product(product: SpgemmProduct, result: SimulationResult) -> dict[s
         "numbers": product.a.nnz,
         "multiplies": product.multiplies,
         "adds": product.adds,
-        "found": int(product.found.sum()),
+        "found": int(product.result_counts.sum()),
         "traffic": moved,
         "traffic_over_least": sum(moved.values()) / (moved["A"] + moved["B"] + moved["Z"]),
         "operations_per_second": 2 * product.multiplies / result.seconds,

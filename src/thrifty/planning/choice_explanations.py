@@ -39,7 +39,7 @@ class ChoiceReason:
 
 def verdict_on(name: str, before: Iterable[Technique], after: Iterable[Technique]) -> str:
     """Return the verdict on a technique from recipe to plan: added, kept, changed, taken out or not taken."""
-    own, planned = (next((each for each in some if each.name == name), None) for some in (before, after))
+    own, planned = (next((each for each in group if each.name == name), None) for group in (before, after))
     if planned is None:
         return "not taken" if own is None else "taken out"
     return "added" if own is None else "kept" if own == planned else "changed"

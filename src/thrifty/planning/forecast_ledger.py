@@ -33,7 +33,7 @@ class LedgerEntry:
 
 def entries(device: str) -> list[LedgerEntry]:
     """Return the ledger's entries of runs on this machine's devices of a type."""
-    here = machine_identity(device)
+    machine = machine_identity(device)
     ledger_entries = []
     try:
         lines = ledger_file().read_text(encoding="utf-8", errors="replace").splitlines()
@@ -43,7 +43,7 @@ def entries(device: str) -> list[LedgerEntry]:
         with suppress(ValueError, LookupError, TypeError):
             row = json.loads(line)
             entry = LedgerEntry(row["run"], row["predicted"], row["measured"], row["machine"], row.get("ranks", 1))
-            if all(entry.machine[name] == here[name] for name in ("device", "cores")):
+            if all(entry.machine[name] == machine[name] for name in ("device", "cores")):
                 ledger_entries.append(entry)
     return ledger_entries
 

@@ -39,8 +39,7 @@ SOME_PROBE = 10.0
 NO_ROOM = "does not fit the disk"
 
 TimeOf = Callable[[PlanCandidate, float], StepTiming]
-"""Return the timing of a candidate by a probe, which may skip the rest if a step takes longer than the given seconds.
-Raises ProbeError."""
+"""A probe of a candidate, which may skip the rest if a step takes longer than these seconds. Raises ProbeError."""
 
 
 @dataclass
@@ -56,14 +55,14 @@ class PlanSearch(SingleOptionCosts):
     time: TimeOf | None = None
     finalists: int = FINALISTS
     no_room: Callable[[PlanCandidate], str] = lambda candidate: ""
-    """Return the reason why a counted candidate lacks a resource other than memory; "" if it lacks none."""
+    """Function from a counted candidate to the resource other than memory that it lacks; "" for none."""
     shared: bool = False
     """True if the memory is for all ranks together, not for each."""
     process: float = 0.0
     free: float = inf
     """Bytes of this machine that are free for a probe."""
     allowance: Callable[[float], float] = lambda step: inf
-    """Return the time limit of a plan in seconds, from the seconds of the fastest step (infinite before the first)."""
+    """Function from the seconds of the fastest step (infinite before the first) to the time limit of a plan."""
     began: float = field(default_factory=monotonic)
 
     def __post_init__(self) -> None:

@@ -65,7 +65,7 @@ class ProbeJob:
 
 
 Probe = Callable[[ProbeJob], StepTiming]
-"""Run a job and return its timing. Raises ProbeError."""
+"""A function that runs a job and returns its timing. Raises ProbeError."""
 
 
 def sizes(batch: int, parts: int, compiled: bool, fixed: bool = False) -> tuple[int, ...]:
@@ -83,11 +83,11 @@ def sizes(batch: int, parts: int, compiled: bool, fixed: bool = False) -> tuple[
 def cache_probe(probe: Probe, device: str) -> Probe:
     """Return a probe whose results are cached for this machine, except those disturbed by other processes."""
     # the key "counts" excludes older results, whose memory included mapped files
-    here = machine_identity(device) | {"counts": "what the system cannot drop"}
+    machine = machine_identity(device) | {"counts": "what the system cannot drop"}
 
     def cached(job: ProbeJob) -> StepTiming:
         identity = {name: value for name, value in job.as_dict().items() if name != "bar"}
-        key = json.dumps(identity | here, sort_keys=True, default=str)
+        key = json.dumps(identity | machine, sort_keys=True, default=str)
         path = cache_folder() / "plans" / "probes" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
         with suppress(OSError, ValueError, TypeError, LookupError):  # missing or damaged
             timing = StepTiming.from_dict(json.loads(path.read_text(encoding="utf-8"))["timing"])
@@ -99,7 +99,7 @@ def cache_probe(probe: Probe, device: str) -> Probe:
         with suppress(OSError):  # no space or no permission: measured again next time
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-                json.dump({"timing": timing.as_dict(), "job": job.as_dict(), "machine": here}, file, default=str)
+                json.dump({"timing": timing.as_dict(), "job": job.as_dict(), "machine": machine}, file, default=str)
             os.replace(file.name, path)
         return timing
 

@@ -47,7 +47,7 @@ class OptionTemplate:
     techniques: Mapping[str, Mapping[str, Any]]
     factor: float
     lacks: Callable[[str], str] = _nothing
-    """Return the missing requirement on a device of a type; "" if there is none."""
+    """Function from a device type to its missing requirement; "" for none."""
     mesh: Mesh = ONE_RANK
     """Mesh of the option, over all ranks."""
     on_processors: float = 1.0

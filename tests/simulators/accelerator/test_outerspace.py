@@ -86,7 +86,7 @@ def test_counts_equal_plain_loops(product: SpgemmProduct) -> None:
             places.add((int(i), int(j)))
             chunks.add((int(i), int(k)))
     assert product.multiplies == multiplies == product.partial.sum()
-    assert product.adds == multiplies - len(places) and product.found.sum() == len(places)
+    assert product.adds == multiplies - len(places) and product.result_counts.sum() == len(places)
     assert product.chunks.sum() == len(chunks)
     result = simulate_product(MACHINE, product)
     assert result.layers[0].macs == multiplies and result.cycles >= sum(layer.bound for layer in result.layers) > 0

@@ -41,7 +41,7 @@ def test_block_activations_of_korthikanti_2022_table_2(
     recompute: Recompute, tensor: int, sequence_parallel: bool, expected: float
 ) -> None:
     block = transformer("gpt3", gpt(96, H, A)).blocks[0]
-    assert block.kept(recompute).per_rank(tensor, sequence_parallel) == pytest.approx(S * H * expected, rel=1e-12)
+    assert block.saved_with(recompute).per_rank(tensor, sequence_parallel) == pytest.approx(S * H * expected, rel=1e-12)
 
 
 @pytest.mark.parametrize(("depth", "width", "heads"), [(24, 2304, 24), (96, 12_288, 96), (128, 25_600, 160)])
@@ -149,9 +149,9 @@ def test_activations_of_torch_encoder_layers() -> None:
     result = trace_workload("encoders", lambda: Encoders(2, width, heads, 1000), length, flash=False).blocks[0]
     stream = length * width
     assert result.saved.total == pytest.approx(stream * (34 + 5 * heads * length / width), rel=0.01)
-    assert result.kept("selective").total == pytest.approx(stream * 34, rel=0.01)
+    assert result.saved_with("selective").total == pytest.approx(stream * 34, rel=0.01)
     assert result.saved.whole == pytest.approx(stream * 10, rel=0.01)
-    assert result.kept("every").total == stream * 2
+    assert result.saved_with("every").total == stream * 2
     assert result.forward.reduces == result.backward.reduces == 2
 
 
@@ -263,4 +263,6 @@ def test_amounts_are_divided_per_rank() -> None:
 def test_parts_of_a_workload() -> None:
     workload: Workload = transformer("gpt", gpt(3, 64, 2))
     assert [part.name for part in workload.parts] == ["embedding", "block", "block", "block", "head"]
-    assert workload.head.again("every").flops.total == 0 and workload.head.kept("every") == workload.head.saved
+    assert (
+        workload.head.recomputed("every").flops.total == 0 and workload.head.saved_with("every") == workload.head.saved
+    )

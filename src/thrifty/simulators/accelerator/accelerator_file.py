@@ -77,7 +77,9 @@ def read_machine(path: Path) -> AcceleratorSpec:
     try:
         content = parse_toml(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
-        raise UsageError(f"{path} cannot be read as a machine: {error}") from error
+        raise UsageError(
+            f"{path} cannot be read as a machine: {error}", fix="pass a TOML file with design, clock, source and grade"
+        ) from error
     machine = machine_from(path.stem, content)
     published = next((one for one in map(_packaged, machine_names()) if _has_modules_of(machine, one)), None)
     return machine if published is None else _resized(machine, published)

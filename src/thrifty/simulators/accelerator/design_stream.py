@@ -66,17 +66,17 @@ class AcceleratorDesign:
     stations: tuple[str, ...]
     """Stations in the order in which items pass them."""
     lower: Callable[[Any, AcceleratorSpec], ItemStream]
-    """Return the items of an `AttentionLayer`, or of another `workload`."""
+    """Function from an `AttentionLayer`, or another `workload`, and a machine to its items."""
     multipliers: Callable[[AcceleratorSpec], int]
-    """Return the multipliers of scores and values in one copy, which a budget counts."""
+    """Function from a machine to the multipliers of scores and values in one copy, which a budget counts."""
     settings: Mapping[str, Setting] = field(default_factory=dict)
     """Settings of a machine in addition to its stations, with their defaults."""
     sizes: tuple[str, ...] = ()
     """Names of the settings that are hardware sizes."""
     resized: Callable[[AcceleratorSpec, int], AcceleratorSpec] | None = None
-    """Return one copy with at most this many multipliers. None for a design of one size: a budget changes `copies`."""
+    """Function from a machine and a budget of multipliers to one resized copy; None if only `copies` can change."""
     least: Callable[[AcceleratorSpec], int] = lambda machine: 1
-    """Return the fewest multipliers of a resized copy."""
+    """Function from a machine to the fewest multipliers of a resized copy."""
     grows: bool = False
     """True if a larger budget enlarges the copy; otherwise it adds copies."""
     activities: tuple[str, ...] = ()

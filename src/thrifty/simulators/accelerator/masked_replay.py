@@ -31,8 +31,8 @@ def replay_with_masks(model: nn.Module, trace: AttentionTrace) -> Iterator[None]
     A query that keeps no pair outputs zeros. Raises UsageError for other examples. Raises RefusedError if the model
     computes attention neither by torch's scaled_dot_product_attention nor in a core.
     """
-    with track_running_module(model) as where:
-        replay = _Replay({layer.name: layer for layer in trace.layers}, where)
+    with track_running_module(model) as current_module:
+        replay = _Replay({layer.name: layer for layer in trace.layers}, current_module)
         with replace_attention(model, replay.plain), replay:
             yield
     if missing := [name for name, layer in replay.layers.items() if replay.seen.get(name, 0) != layer.examples]:
@@ -45,7 +45,7 @@ def replay_with_masks(model: nn.Module, trace: AttentionTrace) -> Iterator[None]
 @dataclass
 class _Replay(TorchFunctionMode):
     layers: dict[str, AttentionLayer]
-    where: Callable[[], str]
+    current_module: Callable[[], str]
     seen: dict[str, int] = field(default_factory=dict)
     """Number of examples that each layer has computed."""
 
@@ -56,7 +56,7 @@ class _Replay(TorchFunctionMode):
         if func is not F.scaled_dot_product_attention:
             return func(*args, **(kwargs or {}))
         arguments = attention_arguments(args, kwargs)
-        kept = self.kept(self.where() or "attention", arguments["query"], arguments)
+        kept = self.kept(self.current_module() or "attention", arguments["query"], arguments)
         mask, bias = kept, arguments.get("attn_mask")
         if bias is not None and bias.dtype != torch.bool:  # the trace has visible pairs, but no biases
             mask = bias.masked_fill(~kept, float("-inf"))

@@ -69,7 +69,9 @@ def read_topology(path: Path) -> list[GemmShape]:
     try:
         lines = list(csv.reader(path.read_text(encoding="utf-8-sig").splitlines()))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UsageError(f"{path} cannot be read as a topology: {error}") from error
+        raise UsageError(
+            f"{path} cannot be read as a topology: {error}", fix="pass a CSV file that begins with Layer,M,N,K"
+        ) from error
     titles = [word.strip().lower() for word in lines[0]] if lines else []
     if titles[:4] != ["layer", "m", "n", "k"]:
         raise UsageError(f"{path} is not a topology of matrix products", fix="begin it with the line Layer,M,N,K")

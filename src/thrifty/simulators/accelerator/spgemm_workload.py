@@ -68,14 +68,14 @@ class SpgemmProduct:
         return summed[self.a.indptr[1:]] - summed[self.a.indptr[:-1]]
 
     @cached_property
-    def found(self) -> np.ndarray:
+    def result_counts(self) -> np.ndarray:
         """(m,) nonzero values in each row of the result."""
         ones = [sparse.csr_array((np.ones(x.nnz, np.float32), x.indices, x.indptr), x.shape) for x in (self.a, self.b)]
         return np.diff((ones[0] @ ones[1]).indptr).astype(np.int64)
 
     @property
     def adds(self) -> int:
-        return self.multiplies - int(self.found.sum())
+        return self.multiplies - int(self.result_counts.sum())
 
     @property
     def dense_macs(self) -> float:
@@ -135,11 +135,13 @@ def read_matrix(path: Path) -> SpgemmProduct:
             raise UsageError(f"{path} has {size}", fix=f"pass a matrix with at most {MOST:.0e} of each")
         matrix = sparse.csr_array(io.mmread(path, spmatrix=False))
     except (ValueError, TypeError, OverflowError, StopIteration, EOFError) as error:
-        raise IntegrityError(f"{path} cannot be read as a Matrix Market file: {error}") from error
+        raise IntegrityError(
+            f"{path} cannot be read as a Matrix Market file: {error}", fix="download or write the file again"
+        ) from error
     matrix.sum_duplicates()  # before zeros are removed, because duplicate entries may cancel
     matrix.eliminate_zeros()
     if not np.isfinite(matrix.data).all():
-        raise IntegrityError(f"{path} has NaN or infinite values")
+        raise IntegrityError(f"{path} has NaN or infinite values", fix="remove them from the file")
     square = matrix.shape[0] == matrix.shape[1]
     return SpgemmProduct(path.stem, matrix, matrix if square else sparse.csr_array(matrix.T))
 

@@ -48,7 +48,9 @@ def load_trace(path: Path) -> AttentionTrace:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (SafetensorError, OSError, ValueError) as error:
-        raise IntegrityError(f"{path} cannot be read as a safetensors file: {error}") from error
+        raise IntegrityError(
+            f"{path} cannot be read as a safetensors file: {error}", fix="write the trace again with thrifty trace"
+        ) from error
     if metadata.get("format") != FORMAT:
         raise UsageError(f"{path} is not an attention trace", fix="write one with thrifty trace")
     try:
@@ -57,7 +59,9 @@ def load_trace(path: Path) -> AttentionTrace:
         provenance = {str(key): str(value) for key, value in about["provenance"].items()}
         return AttentionTrace(str(about["name"]), layers, provenance)
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
-        raise IntegrityError(f"{path} lacks an entry of a trace: {error}") from error
+        raise IntegrityError(
+            f"{path} lacks an entry of a trace: {error}", fix="write the trace again with thrifty trace"
+        ) from error
 
 
 def _layer(number: int, sizes: dict, tensors: dict[str, np.ndarray]) -> AttentionLayer:
@@ -77,7 +81,9 @@ def load_pruned_masks(path: Path, width: int = 64) -> AttentionTrace:
     try:
         pruned = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
-        raise UsageError(f"{path} cannot be read as an .npy file of masks: {error}") from error
+        raise UsageError(
+            f"{path} cannot be read as an .npy file of masks: {error}", fix="save masks with numpy.save"
+        ) from error
     if pruned.ndim != 4 or pruned.dtype != np.bool_ or pruned.shape[2] != pruned.shape[3] or not pruned.size:
         raise UsageError(
             f"{path} holds {pruned.dtype} of shape {pruned.shape}, expected booleans (layers, heads, t, t)",

@@ -45,7 +45,7 @@ class _AttentionCall:
 class _Recorder(TorchFunctionMode):
     """Recorder of calls of torch's attention, by the name of the innermost running module."""
 
-    where: Callable[[], str]
+    current_module: Callable[[], str]
     calls: dict[str, list[_AttentionCall]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -66,7 +66,7 @@ class _Recorder(TorchFunctionMode):
         return sum(map(len, self.calls.values()))
 
     def note(self, call: _AttentionCall) -> None:
-        self.calls.setdefault(self.where() or "attention", []).append(call)
+        self.calls.setdefault(self.current_module() or "attention", []).append(call)
 
 
 def record_attention(
@@ -84,8 +84,8 @@ def record_attention(
     was_training = model.training
     model.eval()
     try:
-        with torch.no_grad(), track_running_module(model) as where:
-            recorder = _Recorder(where)
+        with torch.no_grad(), track_running_module(model) as current_module:
+            recorder = _Recorder(current_module)
             with replace_attention(model, lambda core: _recorded(core, recorder)):
                 for batch in batches:
                     with recorder:

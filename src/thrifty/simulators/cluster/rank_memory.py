@@ -72,11 +72,11 @@ class RankMemory:
 
 def activation_bytes(parts: Sequence[WorkloadPart], tensor: int, settings: StepSettings) -> float:
     """Return the activations of one micro-batch that a stage keeps between its passes, per rank of a tensor group."""
-    sizes = [part.kept(settings.recompute).per_rank(tensor, settings.sequence_parallel) for part in parts]
+    sizes = [part.saved_with(settings.recompute).per_rank(tensor, settings.sequence_parallel) for part in parts]
     return sum(sizes) * settings.micro_batch
 
 
 def recomputed_bytes(parts: Sequence[WorkloadPart], tensor: int, settings: StepSettings) -> float:
     """Return the additional bytes that a stage holds while it recomputes one block's activations."""
-    recomputed = [part.saved - part.kept(settings.recompute) for part in parts]
+    recomputed = [part.saved - part.saved_with(settings.recompute) for part in parts]
     return max(each.per_rank(tensor, settings.sequence_parallel) for each in recomputed) * settings.micro_batch

@@ -43,7 +43,7 @@ class LayoutCosts:
     def _actions(self, stage: SimulatedStage) -> dict[str, ActionSeconds]:
         recompute = self.settings.recompute
         forward, forward_sums = self._passes((part, part.forward, 1) for part in stage.parts)
-        recomputed, recomputed_sums = self._passes((part, part.again(recompute), 1) for part in stage.parts)
+        recomputed, recomputed_sums = self._passes((part, part.recomputed(recompute), 1) for part in stage.parts)
         backward, backward_sums = self._passes((part, part.backward, 2) for part in stage.parts)
         weights, _ = self._passes((part, PassWork(flops=part.for_weights), 1) for part in stage.parts)
         compute, tensor = recomputed + backward, recomputed_sums + backward_sums

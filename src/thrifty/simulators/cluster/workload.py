@@ -83,13 +83,13 @@ class WorkloadPart:
     is_block: bool = True
     """True for a block; other parts are never recomputed."""
 
-    def again(self, recompute: Recompute) -> PassWork:
+    def recomputed(self, recompute: Recompute) -> PassWork:
         """Return the work that is recomputed before the backward pass."""
         if not self.is_block:
             return PassWork()
         return {"none": PassWork(), "selective": self.core, "every": self.forward}[recompute]
 
-    def kept(self, recompute: Recompute) -> DividedAmount:
+    def saved_with(self, recompute: Recompute) -> DividedAmount:
         """Return the bytes of activations saved for the backward pass of one example."""
         if recompute == "none" or not self.is_block:
             return self.saved
@@ -128,4 +128,4 @@ class Workload:
 
     def hardware_flops(self, recompute: Recompute) -> float:
         """Return the FLOPs of one example forward and backward, with recompute."""
-        return self.model_flops + sum(block.again(recompute).flops.total for block in self.blocks)
+        return self.model_flops + sum(block.recomputed(recompute).flops.total for block in self.blocks)

@@ -54,7 +54,10 @@ def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
         counts = layer.count("candidates")
         candidates = kept if counts is None else np.maximum(counts, kept)
         if (candidates > keys).any():
-            raise UsageError(f"layer {layer.name}: a query has {candidates.max()} candidates of {layer.keys} keys")
+            raise UsageError(
+                f"layer {layer.name!r}: a query has {candidates.max()} candidates of {layer.keys} keys",
+                fix=f"count at most {layer.keys} candidates",
+            )
         iterations = np.ceil(machine.number("iterations") * keys).astype(np.int64) if searched is None else searched
         depth, width = int(machine.number("depth")), machine.stations["score"].width
         selecting = search_cycles(iterations, depth, layer.width, 2 * width)

@@ -42,7 +42,7 @@ def traffic(product: SpgemmProduct, machine: AcceleratorSpec) -> dict[str, float
         "A": float(NUMBER * product.a.nnz + POINTER * product.a.shape[1]),
         "B": float((NUMBER * product.rows * reads + POINTER)[used].sum()),
         "T": float((2 * partial * passes).sum()),
-        "Z": float((NUMBER * product.found + ROW).sum()),
+        "Z": float((NUMBER * product.result_counts + ROW).sum()),
     }
 
 
@@ -114,7 +114,7 @@ def _merge(product: SpgemmProduct, machine: AcceleratorSpec) -> ItemStream:
     sorting = ceil_div(product.chunks, 2 * int(machine.number("sorted")))
     working = latency + product.partial * passes * (latency + sorting)
     moved = 2 * passes - 1  # read in each pass, written in all but the last
-    row_bytes = moved * (NUMBER * product.partial + CHUNK * product.chunks + ROW) + NUMBER * product.found + ROW
+    row_bytes = moved * (NUMBER * product.partial + CHUNK * product.chunks + ROW) + NUMBER * product.result_counts + ROW
     cycles = np.stack([0 * working, working, row_bytes * machine.clock / _outer(machine).bandwidth])
     stream = _stream(
         _by_tile(cycles, np.arange(len(working)) % machine.copies, machine.copies),

@@ -73,8 +73,8 @@ def column_loads(kept: np.ndarray, elements: int, rows: int) -> np.ndarray:
     counts = np.zeros(grouped.shape[:3], dtype=np.int64)
     loads = np.zeros(grouped.shape[:2], dtype=np.int64)
     for bits in np.moveaxis(grouped, -1, 0):
-        wanted = bits.any(-1)
-        begins = wanted & ((loads == 0) | ((counts + bits) > elements).any(-1))
+        nonempty = bits.any(-1)
+        begins = nonempty & ((loads == 0) | ((counts + bits) > elements).any(-1))
         loads += begins
         counts = np.where(begins[..., None], 0, counts) + bits
     return loads
