@@ -71,7 +71,7 @@ def test_techniques_refused_on_a_stage_are_named(text: Path) -> None:
     layers = recipe(text, "said", "pipeline=2")
     layers.apply_changes((), (), ("techniques.parallelism.pipeline.micro_batches=1",))
     found = explained(layers).as_dict()
-    assert "1f1b needs as many micro-batches as stages" in found["refused"]["parallelism.pipeline"]
+    assert "1f1b requires at least as many micro-batches as stages" in found["refused"]["parallelism.pipeline"]
     assert "parallelism.pipeline" not in [row["name"] for row in found["techniques"]]
 
 

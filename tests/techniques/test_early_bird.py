@@ -212,7 +212,7 @@ def test_the_decision_is_replayed_from_the_log_and_not_made_again(monkeypatch: p
     def never(*_: object) -> StructuralChange:
         raise AssertionError("decided anew")
 
-    monkeypatch.setattr(EarlyBird, "_drawn", never)
+    monkeypatch.setattr(EarlyBird, "_draw_ticket", never)
     monkeypatch.setattr(EarlyBird, "masks", never)
     resumed = restored(run_of(6), saved)
     assert kept_in(resumed) == kept_in(state)

@@ -69,7 +69,7 @@ def test_the_density_falls_by_the_schedule_and_what_is_pruned_stays_pruned(distr
     [
         ({"start": 0.8}, r"until is 0\.75, before the start at 0\.8"),
         ({"start": 5, "until": 4}, "until is 4, before the start at 5"),
-        ({"until": 1.0}, "no update follows that could reach the final density"),
+        ({"until": 1.0}, "no update could reach the final density"),
     ],
 )
 def test_moments_between_which_nothing_could_be_pruned_are_refused(moments: dict[str, float], words: str) -> None:

@@ -90,10 +90,10 @@ def test_what_it_cannot_treat_is_named_with_the_reason() -> None:
     with collect_notes() as notes:
         assert list(treated(NOfM().model(model()))) == ["blocks.0.fits", "blocks.1.fits"]
     text = " ".join(notes)
-    assert "blocks.0.narrow: its 30 inputs and 32 outputs are no whole groups of 4" in text
+    assert "blocks.0.narrow: its 30 inputs and 32 outputs do not divide into groups of 4" in text
     assert "blocks.1.odd: the product of a Odd is unknown" in text
     assert "blocks.0.a.out_proj: its attention reads the weight directly" in text
-    with pytest.raises(RefusedError, match="its 32 inputs and 6 outputs are no whole groups of 4"):
+    with pytest.raises(RefusedError, match="its 32 inputs and 6 outputs do not divide into groups of 4"):
         NOfM(transposable=True, where="fits").model(model())
 
 
@@ -221,7 +221,7 @@ def test_a_dense_finish_is_a_plain_run_from_the_weights_it_finds() -> None:
     for name, tensor in bare.tensors().items():
         assert torch.equal(tensor, state.tensors()[name]), name
     getattr(treated(model)["blocks.0.mlp.up"], MASK)[0, 0] = False
-    with pytest.raises(IntegrityError, match=r"sparsity\.n_of_m: blocks\.0\.mlp\.up is still masked in step 5"):
+    with pytest.raises(IntegrityError, match=r"sparsity\.n_of_m: blocks\.0\.mlp\.up is masked at step 5"):
         run.verify(state)
 
 
@@ -299,8 +299,8 @@ def test_a_mask_that_keeps_too_much_is_noticed(transposable: bool) -> None:
 @pytest.mark.parametrize(
     ("other", "reason"),
     [
-        ("sparsity.rigl", "two masks that know nothing of each other"),
-        ("adapters.lora", "not N:M sparse once it is merged"),
+        ("sparsity.rigl", "two independent masks"),
+        ("adapters.lora", "a merged adapter is not N:M sparse"),
         ("precision.float8", "both decide the linear products"),
     ],
 )

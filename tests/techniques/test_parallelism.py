@@ -117,7 +117,7 @@ def test_a_batch_that_cannot_be_shared_equally_is_refused_with_the_next_that_can
 
 
 def test_sharding_one_process_without_a_group_is_refused_with_the_command_that_starts_more() -> None:
-    with pytest.raises(RefusedError, match="there is only one process") as refused:
+    with pytest.raises(RefusedError, match="it requires several processes") as refused:
         compose(plain_run(), with_optimizer([technique("parallelism.shard")]), 2).start()
     assert "torchrun" in refused.value.fix
 

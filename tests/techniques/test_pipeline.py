@@ -251,8 +251,8 @@ REFUSED = {
     "growth.stacking": "cannot fill 2 stages",
     "memory.activation_budget": "cannot go together",
     "memory.share_parameters": "would be on different ranks",
-    "sparsity.dynamic_heads": "heads of all blocks are known to one rank alone",
-    "sparsity.early_bird": "a ticket is drawn of all blocks",
+    "sparsity.dynamic_heads": "one rank must know the heads of all blocks",
+    "sparsity.early_bird": "a ticket covers all blocks",
     "sparsity.grasp": "first derivatives only",
 }
 LOOSE = {
@@ -348,7 +348,12 @@ def test_several_processes_refuse_alike_what_does_not_fit() -> None:
         Case(piped({"memory.share_parameters": {}})),
     ]
     first, second = on_ranks(2, on_mesh, {"pipeline": 2}, cases)
-    words = ["1f1b needs as many micro-batches", "equal rounds", "3 blocks cannot fill 4 stages", "blocks is [1, 2]"]
+    words = [
+        "1f1b requires at least as many micro-batches",
+        "equal rounds",
+        "3 blocks cannot fill 4 stages",
+        "blocks [1, 2] do not divide",
+    ]
     words += ["both decide the recomputation", "cannot go together"]
     for mine, theirs, word in zip(first, second, words, strict=True):
         assert word in mine.refused and mine.refused == theirs.refused

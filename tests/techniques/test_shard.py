@@ -166,7 +166,7 @@ def test_a_pipeline_takes_stage_1_alone(four: list) -> None:
     for *_, (first, *others) in four:
         assert not first
         for zero, (what, fix) in zip((2, 3), others, strict=True):
-            assert f"zero = {zero} sends the gradients of each micro-batch" in what
+            assert f"zero = {zero} reduces the gradients of each micro-batch" in what
             assert fix == "--set techniques.parallelism.shard.zero=1"
 
 

@@ -141,7 +141,7 @@ def test_at_high_densities_products_are_dense_and_the_run_is_bitwise_the_one_wit
     records, state = run_through(plain_run(), with_optimizer(sparse(0.9)), 4)
     assert_same(snapshot(state), snapshot(wanted))
     assert records[-1].notes["sparse_products"] == 0
-    assert all("sparse products would take" in product.said for product in products(state).values())
+    assert all("sparse products would take" in product.summary for product in products(state).values())
 
 
 def test_products_turn_sparse_when_pruning_has_gone_far_enough() -> None:
@@ -149,7 +149,7 @@ def test_products_turn_sparse_when_pruning_has_gone_far_enough() -> None:
     records, state = run_through(plain_run(), with_optimizer([pruning, technique("sparsity.sparse_products")]), 7)
     counts = [record.notes["sparse_products"] for record in records]
     assert counts[0] == 0 and counts[-1] == LAYERS and counts == sorted(counts)
-    assert all(product.said.startswith("csr: at density") for product in products(state).values())
+    assert all(product.summary.startswith("csr: at density") for product in products(state).values())
 
 
 def test_evaluation_is_dense() -> None:
@@ -184,10 +184,10 @@ def block_mask(density: float) -> Tensor:
 def test_whole_blocks_are_multiplied_as_blocks_and_single_weights_one_by_one() -> None:
     mask = block_mask(0.3)
     product = SPARSE_PRODUCT.of(layer_under(mask))
-    assert isinstance(product.patterns[torch.float32], BlockSparseMatrix) and product.said.startswith("blocks: ")
+    assert isinstance(product.patterns[torch.float32], BlockSparseMatrix) and product.summary.startswith("blocks: ")
     scattered = torch.rand(64, 96, generator=torch.Generator().manual_seed(3)) < 0.3
     product = SPARSE_PRODUCT.of(layer_under(scattered))
-    assert isinstance(product.patterns[torch.float32], CsrMatrix) and product.said.startswith("csr: ")
+    assert isinstance(product.patterns[torch.float32], CsrMatrix) and product.summary.startswith("csr: ")
 
 
 def test_a_mask_that_moved_is_followed_and_one_that_did_not_is_not_looked_at_again() -> None:
@@ -210,7 +210,7 @@ def test_a_weight_that_is_not_zero_outside_its_mask_stays_dense_until_it_is() ->
     layer = layer_under(mask)
     mask[16:32] = False
     SPARSE_PRODUCT.of(layer).follow(mask, layer.weight)
-    assert not SPARSE_PRODUCT.of(layer).patterns and "not zero outside" in SPARSE_PRODUCT.of(layer).said
+    assert not SPARSE_PRODUCT.of(layer).patterns and "nonzero outside" in SPARSE_PRODUCT.of(layer).summary
     with torch.no_grad():
         layer.weight.mul_(mask)
     SPARSE_PRODUCT.of(layer).follow(mask, layer.weight)
@@ -236,7 +236,7 @@ def test_each_dtype_is_chosen_for_and_told_apart() -> None:
     slow = {torch.bfloat16: {"csr": DensityTimeFit(1.0, 0.0, 20.0), "blocks": DensityTimeFit(1.0, 0.0, 10.0)}}
     use_sparse_product(layer, lines() | slow)  # type: ignore[arg-type]
     SPARSE_PRODUCT.of(layer).follow(mask, layer.weight)
-    one, other = SPARSE_PRODUCT.of(layer).said.split("; ")
+    one, other = SPARSE_PRODUCT.of(layer).summary.split("; ")
     assert one.startswith("blocks: ") and one.endswith(" in float32")
     assert other.startswith("dense: ") and other.endswith(" in bfloat16")
     for enabled in (False, True):

@@ -34,7 +34,7 @@ REFUSED = {
     "memory.optimal_recompute": "layers compute on several",
     "precision.float8": "computes with more than its weight",
     "sparsity.dynamic_heads": "heads are compared with each other",
-    "sparsity.early_bird": "a ticket is drawn of whole layers",
+    "sparsity.early_bird": "a ticket covers whole layers",
     "sparsity.n_of_m": "computes with more than its weight",
     "sparsity.grasp": "the sums over ranks inside a layer have no second derivative",
 }

@@ -58,24 +58,27 @@ SEVERAL_STAGES: dict[str, Any] = {
 
 
 def stage_places(schedule: str, ranks: int, chunks: int) -> list[int]:
-    """The rank of each stage: round and round, or for zbv down the ranks and up again."""
+    """Return the rank of each stage: cyclic, or for zbv descending the ranks and back."""
     if schedule == "zbv":
         return [*range(ranks), *reversed(range(ranks))]
     return [*range(ranks)] * chunks
 
 
 def most_ends(places: Sequence[int]) -> tuple[int, int]:
-    """Of the rank that has most: ends of its stages where hidden states arrive, or from which they leave and their
-    gradients arrive, and how many of these have another rank behind them."""
-    between = list(pairwise(places))
-    ends = [(place, place != other) for pair in between for place, other in (pair, pair[::-1])]
-    own = [[is_apart for place, is_apart in ends if place == rank] for rank in set(places)]
-    return max(map(len, own)), max(map(sum, own))
+    """Return the largest number of stage ends on a rank, and of ends that connect to another rank.
+
+    An end receives hidden states, or sends them and receives their gradients.
+    """
+    ends = [(place, place != other) for pair in pairwise(places) for place, other in (pair, pair[::-1])]
+    by_rank = [[is_remote for place, is_remote in ends if place == rank] for rank in set(places)]
+    return max(map(len, by_rank)), max(map(sum, by_rank))
 
 
 def most_alive(schedule: str, ranks: int, parts: int, chunks: int) -> float:
-    """How many micro-batches the rank that has most of them holds activations of, at the most, those of one of its
-    stages counted as a share of a micro-batch."""
+    """Return the largest number of micro-batches whose activations a rank holds at once.
+
+    Activations of one of a rank's `chunks` stages count as a fraction of a micro-batch.
+    """
     if schedule == "gpipe":
         return parts
     if schedule in ("1f1b", "zbv"):
@@ -89,8 +92,11 @@ LINE: ModuleNote[PipelineRunner] = ModuleNote("pipeline")
 
 
 class PipelineObjective(WrappedObjective):
-    """Another objective whose predictions go through all stages. What follows from them (losses, scores) is known to
-    the last stage, and told to all. While a stage runs by itself, this is the objective as it is."""
+    """A wrapped objective whose predictions pass through all stages.
+
+    The last stage computes losses and scores, and broadcasts them to all ranks. While a stage runs by itself, calls
+    pass to the wrapped objective.
+    """
 
     line: PipelineRunner | None = None
 
@@ -99,38 +105,42 @@ class PipelineObjective(WrappedObjective):
         if self.line.running:
             return self.inner.predict(model, batch)
         if torch.is_grad_enabled():
-            raise UsageError("gradients of a pipeline come from its schedule alone", fix="predict under no_grad")
+            raise UsageError(
+                "a pipeline computes gradients only in its schedule",
+                fix="with torch.no_grad(): objective.predict(model, batch)",
+            )
         return self.line.predict(self.inner, model, batch)
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
-        return self._told(self.inner.losses, prediction, batch)
+        return self._broadcast(self.inner.losses, prediction, batch)
 
     def scores(self, prediction: Prediction, batch: Batch) -> Tensor:
-        return self._told(self.inner.scores, prediction, batch)
+        return self._broadcast(self.inner.scores, prediction, batch)
 
     def normalizers(self, prediction: Prediction, batch: Batch) -> Tensor:
-        return self._told(self.inner.normalizers, prediction, batch)
+        return self._broadcast(self.inner.normalizers, prediction, batch)
 
     def measures(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
-        def find(name: str) -> Any:
+        def measure(name: str) -> Any:
             return lambda prediction, batch: self.inner.measures(prediction, batch)[name]
 
-        return {name: self._told(find(name), prediction, batch) for name in self.measured + self.collected}
+        return {name: self._broadcast(measure(name), prediction, batch) for name in self.measured + self.collected}
 
     def image_previews(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
-        return {}  # the last stage alone has something to show
+        return {}  # only the last stage has images
 
-    def _told(self, find: Any, prediction: Prediction, batch: Batch) -> Tensor:
+    def _broadcast(self, compute: Any, prediction: Prediction, batch: Batch) -> Tensor:
         assert self.line is not None
         if self.line.running:
-            return find(prediction, batch)
-        return self.line.broadcast_last(find(prediction, batch) if self.line.has_last else None)
+            return compute(prediction, batch)
+        return self.line.broadcast_last(compute(prediction, batch) if self.line.has_last else None)
 
 
 class ScheduledLossObjective(WrappedObjective):
-    """Another objective whose losses come with their gradients: asking for them runs the schedule, backward passes
-    included, for the weights that the batch says each will count with. They are leaves of the autograd graph, so that
-    the backward pass of whoever asked ends there."""
+    """A wrapped objective whose `losses` run the schedule, backward passes included, with the weights of the batch.
+
+    The returned losses are leaves of the autograd graph, so that the caller's backward pass ends there.
+    """
 
     def __init__(self, inner: Objective, parts: int):
         super().__init__(inner)
@@ -180,33 +190,33 @@ class PipelineParallel(Technique):
     claims = frozenset({Claim.PIPELINE_PARALLELISM})
     clashes: ClassVar[Mapping[Claim, str]] = {
         Claim.SHARED_PARAMETERS: "blocks that share their parameters would be on different ranks",
-        Claim.SELECTED_EXAMPLES: "each stage would draw examples of its own",
-        Claim.RANK_WIDE_PLAN: "each stage has other blocks to plan for",
+        Claim.SELECTED_EXAMPLES: "each stage would select other examples",
+        Claim.RANK_WIDE_PLAN: "each stage has other blocks in its plan",
     }
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = "1f1b"
     micro_batches: Positive = 4
-    """Micro-batches."""
+    """Number of micro-batches per step."""
     chunks: Positive = 2
-    """Stages on each rank; of meaning for interleaved and zero_bubble alone."""
+    """Number of stages per rank, for interleaved and zero_bubble."""
     recompute: bool = False
-    """Whether stages keep only the blocks' inputs, of all micro-batches but the one that goes back first."""
+    """True to keep only the blocks' inputs, except of the micro-batch whose backward pass comes first."""
     blocks: tuple[int, ...] = ()
-    """How many each stage has, in their order; empty divides them by what they cost."""
+    """Number of blocks per stage, in order; by default divided by cost."""
     cost_source: Literal["counted", "measured"] = "counted"
-    """What they cost: FLOPs, so that a resumed run has the same stages, or seconds of a real forward pass on the first
-    rank."""
+    """Source of the blocks' costs: FLOPs, so that a resumed run has the same stages, or seconds of a forward pass on
+    the first rank."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.recompute:
             object.__setattr__(self, "claims", self.claims | {Claim.RECOMPUTATION})
         if self.schedule in ("zero_bubble", "zbv"):
-            halves = f"{self.schedule} takes backward passes in halves, which"
+            halves = f"{self.schedule} splits backward passes into halves, which"
             refused = {
-                Claim.COMPILED_BLOCKS: f"{halves} a compiler puts together",
-                Claim.DROPPED_BLOCKS: f"{halves} a stage does not have when all of its blocks are dropped",
-                Claim.PARAMETER_SHARDING: f"{halves} go past what sums up the gradients",
+                Claim.COMPILED_BLOCKS: f"{halves} a compiler fuses",
+                Claim.DROPPED_BLOCKS: f"{halves} a stage without remaining blocks does not have",
+                Claim.PARAMETER_SHARDING: f"{halves} bypass the reduction of gradients",
             }
             object.__setattr__(self, "clashes", {**self.clashes, **refused})
 
@@ -236,7 +246,7 @@ class PipelineParallel(Technique):
             return objective
         if objective.joint:
             raise RefusedError(
-                "an example's loss depends on all of the batch, and the stages see a micro-batch at a time",
+                "a loss that compares all examples of a batch cannot be computed on micro-batches",
                 fix="--with parallelism.shard or parallelism.tensor in its place",
             )
         return PipelineObjective(objective)
@@ -264,7 +274,7 @@ class PipelineParallel(Technique):
         inside = alive * saved + max(footprint.inside - footprint.saved, 0.0)
         loss = at_end * saved + (at_end - 1) * ends + footprint.passes - footprint.saved
         gradients = fraction * footprint.gradients
-        # all are in flight before there is one: they appear while the activations of one go
+        # with all micro-batches alive, gradients appear while activations of one are freed
         if alive >= self.micro_batches:
             gradients = max(gradients - saved, 0.0)
         activations = max(alive * saved, at_end * (saved + ends))
@@ -276,7 +286,7 @@ class PipelineParallel(Technique):
         return divided.peaking(max(loss, inside) + gradients).add(buffers=buffered * hidden, traffic=sent * hidden)
 
     def _per_rank(self, ranks: int) -> list[int]:
-        """The blocks that were given, by rank."""
+        """Return the number of configured blocks on each rank."""
         places = stage_places(self.schedule, ranks, self._chunks)
         pairs = list(zip(self.blocks, places, strict=True))
         return [sum(count for count, at in pairs if at == place) for place in range(ranks)]
@@ -286,20 +296,21 @@ class PipelineParallel(Technique):
         return 1 if self.schedule in ONE_STAGE else 2 if self.schedule == "zbv" else self.chunks
 
     def _check(self, ranks: int) -> None:
-        """Raises RefusedError for what torch's schedules cannot take."""
+        """Raise RefusedError for settings that torch's schedules do not support."""
         if self.schedule in ("zero_bubble", "zbv") and not supports_split_backward():
             raise RefusedError(
-                f"torch {torch.__version__} cannot take the backward pass of the loss in halves",
-                fix="schedule=interleaved, or a newer torch",
+                f"torch {torch.__version__} cannot split the backward pass of the loss for schedule {self.schedule!r}",
+                fix=f"--set techniques.{self.name}.schedule=interleaved, or a newer torch",
             )
         if self.schedule == "1f1b" and self.micro_batches < ranks:
             raise RefusedError(
-                f"1f1b needs as many micro-batches as stages, {ranks}", fix=f"set micro_batches = {ranks} or more"
+                f"1f1b requires at least as many micro-batches as stages: {ranks}, not {self.micro_batches}",
+                fix=f"--set techniques.{self.name}.micro_batches={ranks}, or more",
             )
         if self.schedule in ("interleaved", "zero_bubble") and self.micro_batches % max(1, self.micro_batches // ranks):
             raise RefusedError(
-                f"{self.micro_batches} micro-batches do not go in equal rounds over {ranks} ranks",
-                fix=f"set micro_batches = {-(-self.micro_batches // ranks) * ranks}",
+                f"{self.micro_batches} micro-batches do not divide into equal rounds over {ranks} ranks",
+                fix=f"--set techniques.{self.name}.micro_batches={-(-self.micro_batches // ranks) * ranks}",
             )
 
     def _counts(self, model: nn.Module, costs: Sequence[float], stages: int) -> list[int]:
@@ -311,15 +322,15 @@ class PipelineParallel(Technique):
             return [int(count) for count in from_first_rank(torch.tensor(counts))]
         if len(self.blocks) != stages or sum(self.blocks) != depth or 0 in self.blocks:
             raise RefusedError(
-                f"blocks is {list(self.blocks)}, and there are {depth} for {stages} stages",
-                fix="say how many each stage has, at least one, or leave blocks out",
+                f"blocks {list(self.blocks)} do not divide {depth} blocks into {stages} stages",
+                fix=f"--set techniques.{self.name}.blocks=[], or {stages} positive numbers that sum to {depth}",
             )
         return list(self.blocks)
 
     def _schedule(self, stages: list[PipelineStage]) -> Any:
         kind = ONE_STAGE.get(self.schedule)
-        made = partial(kind, stages[0]) if kind else partial(SEVERAL_STAGES[self.schedule], stages)
-        return made(self.micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False)
+        new_schedule = partial(kind, stages[0]) if kind else partial(SEVERAL_STAGES[self.schedule], stages)
+        return new_schedule(self.micro_batches, loss_fn=lambda loss, _: loss, scale_grads=False)
 
     def _keeps(self, stage: StageModel, part: int) -> bool:
         return part == 0 or (stage.is_last and self.schedule != "gpipe")

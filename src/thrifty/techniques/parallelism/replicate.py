@@ -35,11 +35,11 @@ from thrifty.core.written_buffers import broadcast_buffers
 from thrifty.distributed.after_backward import call_after_backward
 
 BUCKET = 8_000_000
-"""Elements summed in one collective: enough to fill a link, little enough to stay out of peak memory."""
+"""Number of elements per collective: enough for full bandwidth, and small in memory."""
 
 
 def sum_over(group: dist.ProcessGroup | None, tensors: list[torch.Tensor]) -> None:
-    """Replace each tensor by its sum over a group of ranks (None: all), several at a time in flat buckets."""
+    """Replace each tensor by its sum over a group of ranks (None: all), in flat buckets."""
     bucket: list[torch.Tensor] = []
     for index, tensor in enumerate(tensors):
         bucket.append(tensor)
@@ -53,7 +53,7 @@ def sum_over(group: dist.ProcessGroup | None, tensors: list[torch.Tensor]) -> No
 
 
 def summed(backward: Backward, group: dist.ProcessGroup | None) -> Backward:
-    """A backward pass over this rank's share, then the sum of gradients and loss over a group of ranks (None: all)."""
+    """Return a backward pass over this rank's examples that sums gradients and loss over a group (None: all ranks)."""
 
     def over_ranks(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         outcome = backward(model, objective, batch)
@@ -72,14 +72,14 @@ def summed(backward: Backward, group: dist.ProcessGroup | None) -> Backward:
 
 
 def average_over(data: MeshAxis, model: nn.Module) -> None:
-    """Replace gradients by their mean over ranks; one that no rank has stays None."""
+    """Replace gradients by their mean over ranks. A gradient that no rank has stays None."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    reached = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
-    reached = reached.to(parameters[0].device) if parameters else reached
-    dist.all_reduce(reached, dist.ReduceOp.MAX, data.group)
+    has_gradient = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
+    has_gradient = has_gradient.to(parameters[0].device) if parameters else has_gradient
+    dist.all_reduce(has_gradient, dist.ReduceOp.MAX, data.group)
     gradients = []
-    for parameter, is_reached in zip(parameters, reached.tolist(), strict=True):
-        if is_reached:
+    for parameter, is_needed in zip(parameters, has_gradient.tolist(), strict=True):
+        if is_needed:
             parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad.div_(data.size)
             gradients.append(parameter.grad)
     sum_over(data.group, local_tensors(gradients))
@@ -126,7 +126,7 @@ class ReplicatedDataParallel(Technique):
         size = axis("data").size
         if size == 1:
             return footprint
-        # what is summed at a time is there when activations are not
+        # buckets are allocated when activations are freed
         summing = footprint.gradients + min(4 * BUCKET, footprint.gradients)
         sent = 2 * footprint.gradients * (1 - 1 / size)
         return footprint.peaking(max(footprint.peak, summing)).add(traffic=sent)

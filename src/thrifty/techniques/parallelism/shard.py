@@ -44,7 +44,7 @@ Zero = Literal[1, 2, 3]
 
 
 def sharded(model: nn.Module, zero: Zero, policy: MixedPrecisionPolicy, averages: bool = False) -> nn.Module:
-    """FSDP2 on each block, then on the rest, over the data axis; gradients are summed unless it `averages` them."""
+    """Apply FSDP2 to each block, then to the model, over the data axis. Gradients are summed unless `averages`."""
     device = next(model.parameters()).device.type
     copies = axis("replicate").size
     mesh = submesh("replicate", "shard", device=device) if copies > 1 else submesh("shard", device=device)
@@ -52,7 +52,7 @@ def sharded(model: nn.Module, zero: Zero, policy: MixedPrecisionPolicy, averages
     for blocks in stacks.values():
         for block in dict.fromkeys(blocks):
             fully_shard(block, mesh=mesh, reshard_after_forward=zero == 3, mp_policy=policy)
-    # the head is used outside the model's own forward pass, so what the root gathers stays until the backward pass
+    # the head runs outside the model's forward pass, so the root stays gathered until the backward pass
     fully_shard(model, mesh=mesh, reshard_after_forward=False, mp_policy=policy)
     for module in () if averages else parts_of(model):
         module.set_gradient_divide_factor(1.0)
@@ -63,13 +63,16 @@ def sharded(model: nn.Module, zero: Zero, policy: MixedPrecisionPolicy, averages
 
 
 def parts_of(model: nn.Module) -> Iterator[FSDPModule]:
-    """The blocks and the rest: whatever is gathered by itself."""
+    """Return the modules that are gathered separately: the blocks and the root."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 class ShardingObjective(WrappedObjective):
-    """Another objective that says beforehand what a backward pass shall do with what is whole, and that frees it where
-    no backward pass follows, once the losses are known."""
+    """A wrapped objective that configures the next backward pass of FSDP.
+
+    It sets whether gradients are synchronized and parameters resharded. Without a backward pass, parameters are
+    resharded after the losses.
+    """
 
     model: nn.Module | None = None
 
@@ -85,12 +88,12 @@ class ShardingObjective(WrappedObjective):
         return super().predict(model, batch)
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
-        return self._given_back(super().losses(prediction, batch))
+        return self._resharded(super().losses(prediction, batch))
 
     def scores(self, prediction: Prediction, batch: Batch) -> Tensor:
-        return self._given_back(super().scores(prediction, batch))
+        return self._resharded(super().scores(prediction, batch))
 
-    def _given_back(self, result: Tensor) -> Tensor:
+    def _resharded(self, result: Tensor) -> Tensor:
         if self.model is not None and not torch.is_grad_enabled():
             for part in parts_of(self.model):
                 part.reshard()
@@ -115,10 +118,9 @@ class ShardedDataParallel(Technique):
     claims = frozenset({Claim.DATA_PARALLELISM, Claim.PARAMETER_SHARDING})
 
     zero: Zero = 3
-    """What is divided: 1 the optimizer state, 2 also gradients, 3 also parameters."""
+    """Sharded tensors: 1 the optimizer state, 2 also gradients, 3 also parameters."""
     gather_dtype: Literal["parameter", "bfloat16"] = "parameter"
-    """The format of parameters while they are whole, and of all that is computed with them; gradients are summed, and
-    the update is made, in float32."""
+    """Format of gathered parameters and of computation. Gradients are summed, and parameters updated, in float32."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -139,8 +141,8 @@ class ShardedDataParallel(Technique):
         refuse_no_group(self.name)
         if self.zero == 1:
             raise NeedsTrainer(
-                f"{self.name}: zero=1 sends gradients after the last micro-batch, which only the trainer knows",
-                fix="zero=2, which does the same without accumulation",
+                f"{self.name}: zero=1 reduces gradients after the last micro-batch, which only the trainer knows",
+                fix="zero=2, which is the same without accumulation",
             )
         if axis("data").size > 1:
             sharded(model, self.zero, self.policy, averages=True)
@@ -151,13 +153,13 @@ class ShardedDataParallel(Technique):
             return model
         if not dist.is_initialized():
             raise RefusedError(
-                "there is only one process", fix="start with: torchrun --nproc-per-node 2 -m thrifty train …"
+                "it requires several processes, and there is one", fix="torchrun --nproc-per-node 2 -m thrifty train …"
             )
         if axis("data").size == 1:
             return model
         if self.zero > 1 and axis("pipeline").size > 1:
             raise RefusedError(
-                f"zero = {self.zero} sends the gradients of each micro-batch, and a pipeline has many of those",
+                f"zero={self.zero} reduces the gradients of each micro-batch, and a pipeline has many micro-batches",
                 fix=f"--set techniques.{self.name}.zero=1",
             )
         return sharded(model, self.zero, self.policy)
@@ -181,16 +183,19 @@ class ShardedDataParallel(Technique):
         return over_ranks if data.size > 1 else backward
 
     def footprint(self, footprint: Footprint) -> Footprint:
-        """For N ranks along shard, R along replicate, G bytes of gradients, W of parameters as they are gathered, of
-        which O are outside the blocks and B in the largest one, whose gradients are b:
+        """Return the footprint of a rank, for one micro-batch.
 
-            peak, stage 1   W beside that of a single process with a rank's share of the examples
-            stages 2, 3     the larger of W, at 3 of O, while the loss is made, and of W + (2 - 1 / N) b, at 3 of
-                            O + 2 B + (2 - 1 / N) b, in a block: it and the next are whole, and so are its own
-                            gradients and those that are on their way; beside those there is 1 / N of the gradients
-            traffic         (W + G) (1 - 1 / N) + 2 G / N (1 - 1 / R), with 2 W less what is outside for W at stage 3
+        N is the number of ranks along shard, R along replicate. G is the size of gradients in bytes, W that of gathered
+        parameters. O of W is outside the blocks; the largest block has B of W, and gradients of size b.
 
-        of one micro-batch. Gradients of stage 1 are whole, as they are with accumulation."""
+            peak, stage 1   single-process peak with the examples of a rank, plus W
+            peak, stage 2   maximum of W during the loss, and of W + (2 - 1 / N) b in a block
+            peak, stage 3   maximum of O during the loss, and of O + 2 B + (2 - 1 / N) b in a block
+            traffic         (W + G) (1 - 1 / N) + 2 G / N (1 - 1 / R), with 2 W - O instead of W at stage 3
+
+        In a block of stages 2 and 3 the block and the next are gathered, and the block's gradients and those in
+        transfer are whole; 1 / N of all other gradients is added. Stage 1 has whole gradients, as with accumulation.
+        """
         data, copies = axis("data").size, axis("replicate").size
         if data == 1:
             return footprint
@@ -199,10 +204,10 @@ class ShardedDataParallel(Technique):
         whole, outside, block = (bytes_of * size for size in (footprint.parameters, footprint.outside, footprint.block))
         sent, peak = whole, footprint.peak + whole
         if self.zero > 1:
-            standing, ahead = (outside, 2 * block) if self.zero == 3 else (whole, 0.0)
-            # the peak grows with the share of gradients that is kept, and never faster than in proportion
+            resident, gathered = (outside, 2 * block) if self.zero == 3 else (whole, 0.0)
+            # the peak grows at most in proportion to the kept fraction of gradients
             loss, inside = (each + (footprint.peak - each) / shards for each in (footprint.passes, footprint.inside))
-            peak = standing + max(loss, inside + ahead + (2 - 1 / shards) * footprint.block)
+            peak = resident + max(loss, inside + gathered + (2 - 1 / shards) * footprint.block)
         if self.zero == 3:
             sent = 2 * whole - outside
         traffic = (sent + footprint.gradients) * (1 - 1 / shards) + 2 * footprint.gradients / shards * (1 - 1 / copies)

@@ -34,17 +34,19 @@ from thrifty.core.technique import Numerics, Technique
 from thrifty.distributed.after_backward import call_after_backward
 from thrifty.distributed.tensor_parallel_model import TensorParallelizer, split_model
 
-STAYS, STAYS_ALONG_TOKENS = 0.27, 0.125
-"""The share of the activations that every rank has whole, measured on gpt and llama blocks: what split layers and norms
-are given; along tokens what the layers are given alone."""
+WHOLE, WHOLE_WITH_SEQUENCE_PARALLEL = 0.27, 0.125
+"""Fraction of the activations that every rank holds whole, measured on gpt and llama blocks: inputs of split layers and
+norms, and with sequence parallelism inputs of layers only."""
 
 
 SPLITTING: ModuleNote[TensorParallelizer] = ModuleNote("splitting")
 
 
 class VocabularyParallelHead(WrappedObjective):
-    """Another objective that is given a divided head as a bare linear layer, so that the loss works on each rank's part
-    of the vocabulary. Called as a module the head gives all logits."""
+    """A wrapped objective whose head is a plain linear layer with a divided weight.
+
+    The loss then works on each rank's part of the vocabulary, while the head as a module returns all logits.
+    """
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         prediction = super().predict(model, batch)
@@ -58,8 +60,11 @@ class VocabularyParallelHead(WrappedObjective):
 
 @torch.no_grad()
 def settle_gradients(model: nn.Module, summed: set[str], group: dist.ProcessGroup | None) -> None:
-    """Makes gradients that are still parts of a sum the sum: of whole parameters that each rank used on its own part
-    only, and of DTensors that were left partial."""
+    """Sum partial gradients over ranks.
+
+    These belong to whole parameters that each rank used on its own part of the data, `summed`, and to DTensors with
+    partial placements.
+    """
     partial: list[Tensor] = []
     for name, parameter in model.named_parameters():
         if parameter.grad is None:
@@ -68,16 +73,18 @@ def settle_gradients(model: nn.Module, summed: set[str], group: dist.ProcessGrou
             partial += local_tensors([parameter.grad])
         elif isinstance(parameter, DTensor) and parameter.grad.placements != parameter.placements:
             parameter.grad = parameter.grad.redistribute(placements=parameter.placements)
-    for dtype in dict.fromkeys(gradient.dtype for gradient in partial):  # in one order on all ranks
-        alike = [gradient for gradient in partial if gradient.dtype == dtype]
-        flat = torch.cat([gradient.flatten() for gradient in alike])
+    for dtype in dict.fromkeys(gradient.dtype for gradient in partial):  # the same order on all ranks
+        group_gradients = [gradient for gradient in partial if gradient.dtype == dtype]
+        flat = torch.cat([gradient.flatten() for gradient in group_gradients])
         dist.all_reduce(flat, group=group)
-        for gradient, values in zip(alike, flat.split([gradient.numel() for gradient in alike]), strict=True):
+        for gradient, values in zip(
+            group_gradients, flat.split([gradient.numel() for gradient in group_gradients]), strict=True
+        ):
             gradient.copy_(values.view_as(gradient))
 
 
 def is_divided(parameter: Tensor) -> bool:
-    """Whether ranks of the tensor axis hold different parts of a parameter."""
+    """Return whether ranks of the tensor axis hold different parts of a parameter."""
     if not isinstance(parameter, DTensor):
         return False
     names = parameter.device_mesh.mesh_dim_names or ()
@@ -102,11 +109,10 @@ class TensorParallel(Technique):
     claims = frozenset({Claim.TENSOR_PARALLELISM})
 
     sequence_parallel: bool = False
-    """Whether hidden states between split layers are divided along tokens: norms and residuals, and what is saved of
-    them, divided too."""
+    """True to divide hidden states between split layers along tokens: norms, residuals and their saved tensors."""
     plan: tuple[str, ...] = ()
-    """Entries "pattern=style" for layers of a model that is not known here, or to be split otherwise: column, row,
-    summed or whole (`distributed/tensor_parallel_plan.py`)."""
+    """Entries "pattern=style" for layers of unknown models, or with another split than by default. A style is column,
+    row, summed or whole (`distributed/tensor_parallel_plan.py`)."""
 
     @property
     def optional_seams(self) -> frozenset[str]:
@@ -139,16 +145,19 @@ class TensorParallel(Technique):
         return settled if tensor.size > 1 else backward
 
     def footprint(self, footprint: Footprint) -> Footprint:
-        """For N ranks: matrices are divided, vectors are not. Each of the sums of hidden states, four in a block and
-        two outside, sends 2 (1 - 1/N) of their bytes from each rank (a ring), once for each micro-batch."""
+        """Return the footprint of one of N ranks. Matrices are divided, vectors are whole.
+
+        There are four sums of hidden states per block and two outside, for each micro-batch. A rank sends 2 (1 - 1/N)
+        of their bytes (ring all-reduce).
+        """
         ranks = axis("tensor").size
         if ranks == 1 or not footprint.parameters:
             return footprint
         fraction = (footprint.vectors + (footprint.parameters - footprint.vectors) / ranks) / footprint.parameters
-        stays = STAYS_ALONG_TOKENS if self.sequence_parallel else STAYS
+        whole = WHOLE_WITH_SEQUENCE_PARALLEL if self.sequence_parallel else WHOLE
         blocks = (footprint.parameters - footprint.outside) / footprint.block if footprint.block else 0
         divided = ("parameters", "outside", "block", "gradients", "optimizer", "temporary")
-        partly = dict.fromkeys(("activations", "saved", "passes", "inside"), stays + (1 - stays) / ranks)
+        partly = dict.fromkeys(("activations", "saved", "passes", "inside"), whole + (1 - whole) / ranks)
         return footprint.scale(**dict.fromkeys(divided, fraction), **partly).add(
             traffic=(4 * blocks + 2) * 2 * (1 - 1 / ranks) * footprint.hidden
         )
@@ -169,6 +178,6 @@ class TensorParallel(Technique):
         least, most = sums.clone(), sums
         dist.all_reduce(least, dist.ReduceOp.MIN, tensor.group)
         dist.all_reduce(most, dist.ReduceOp.MAX, tensor.group)
-        for name, apart in zip(whole, (most - least > 1e-3 * most.abs()).tolist(), strict=True):
-            if apart:
-                raise IntegrityError(f"{self.name}: {name} should be the same on all ranks of the axis, and is not")
+        for name, differs in zip(whole, (most - least > 1e-3 * most.abs()).tolist(), strict=True):
+            if differs:
+                raise IntegrityError(f"{self.name}: {name} differs between ranks of the tensor axis, and must be equal")

@@ -1,4 +1,4 @@
-"""What techniques that keep weights under masks have in common, beside what each decides (`MaskPolicy`)."""
+"""Base classes of techniques with weight masks. Each technique implements a `MaskPolicy`."""
 
 import math
 import re
@@ -40,34 +40,34 @@ from thrifty.optim.weight_masks import LayerReader, MaskedUpdate, MaskPolicy, ch
 
 
 class DensityLogger:
-    """A backward pass that notes the density of the masks, and how many masked weights have nothing left."""
+    """A backward pass that records the density of the masks and the number of empty masked weights."""
 
     def __init__(self, inner: Backward):
         self.inner = inner
         self.known = WeakIdKeyDictionary()
-        """By mask, the version of it that was counted, and its places."""
+        """Counted version and number of kept elements, by mask."""
 
     def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         outcome = self.inner(model, objective, batch)
         masks = [mask for parameter in model.parameters() if (mask := mask_of(parameter)) is not None]
-        # a stage of a pipeline sees its own blocks only, and fake masks have no values
+        # a pipeline stage has only its own blocks, and fake masks have no values
         if not masks or axis("pipeline").size > 1 or isinstance(masks[0], FakeTensor):
             return outcome
-        kept = [self._kept(mask) for mask in masks]
-        density = sum(kept) / sum(mask.numel() for mask in masks)
-        notes = {"density": density, "empty_weights": float(kept.count(0))}
+        counts = [self._count(mask) for mask in masks]
+        density = sum(counts) / sum(mask.numel() for mask in masks)
+        notes = {"density": density, "empty_weights": float(counts.count(0))}
         return replace(outcome, notes=outcome.notes | notes)
 
-    def _kept(self, mask: Tensor) -> int:
-        version, kept = self.known.get(mask, (-1, 0))
+    def _count(self, mask: Tensor) -> int:
+        version, count = self.known.get(mask, (-1, 0))
         if version != mask._version:
-            kept = int(mask.sum())
-            self.known[mask] = mask._version, kept
-        return kept
+            count = int(mask.sum())
+            self.known[mask] = mask._version, count
+        return count
 
 
 class MaskTechnique(Technique):
-    """A technique that is its own `MaskPolicy`; masks are at rest until a subclass says otherwise."""
+    """A technique that is its own `MaskPolicy`. Masks are fixed unless a subclass moves them."""
 
     stage, numerics = Stage.SPARSITY, Numerics.DIFFERENT
     claims = frozenset({Claim.WEIGHT_MASKS})
@@ -82,7 +82,7 @@ class MaskTechnique(Technique):
         return DensityLogger(backward)
 
     def update(self, transform: GradientTransform) -> GradientTransform:
-        refuse_shares(self, self.name)  # in a loop of one's own
+        refuse_shares(self, self.name)  # in a loop of the user
         return MaskedUpdate(transform, self)
 
     def masked(self, shapes: Shapes) -> list[str]:
@@ -103,12 +103,12 @@ class MaskTechnique(Technique):
 
 
 class MatrixMaskTechnique(MaskTechnique):
-    """Masks of the matrices that a pattern names, full at first."""
+    """A technique that masks the matrices whose names match a pattern; masks are full at first."""
 
     density: Fraction = 0.2
     """Kept fraction of the weights in the blocks' matrices, in (0, 1]."""
     where: str = r"\.\d+\."
-    """Pattern of the names of masked matrices; those of numbered blocks by default."""
+    """Pattern of the names of masked matrices; by default those in numbered blocks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -118,20 +118,23 @@ class MatrixMaskTechnique(MaskTechnique):
         parameters = dict(model.named_parameters())
         chosen = self.masked(masked_shapes(parameters))
         if not chosen:
-            raise RefusedError(f"no matrix has a name that matches {self.where!r}", fix="give another pattern as where")
+            raise RefusedError(
+                f"no matrix has a name that matches {self.where!r}",
+                fix=f"--set techniques.{self.name}.where=PATTERN, a pattern of parameter names",
+            )
         tables = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
         if self.where == type(self).where and (inside := tables.intersection(chosen)):
             raise RefusedError(
-                f"{self.where!r} would mask {min(inside)}, which is an embedding: rows that a batch has no token for "
+                f"{self.where!r} would mask the embedding {min(inside)!r}, where rows without a token in the batch "
                 "would be pruned first",
-                fix=f"leave it out: where = '^(?!{'|'.join(map(re.escape, sorted(inside)))}).*{self.where}'",
+                fix=f"where = '^(?!{'|'.join(map(re.escape, sorted(inside)))}).*{self.where}'",
             )
         computed = [name for name, module in model.named_modules() if computes_weight(module)]
         if parts := [name for name in chosen if any(is_under(name, layer) for layer in computed)]:
             raise RefusedError(
-                f"{self.where!r} would mask {parts[0]}, from which a weight is computed: a zero there need not be a "
-                "zero of the weight",
-                fix="leave such layers out by where, or take weight_norm and the like off the model",
+                f"{self.where!r} would mask {parts[0]!r}, from which a weight is computed: a zero there is no zero of "
+                "the weight",
+                fix="set where to a pattern without such layers, or remove weight_norm and the like from the model",
             )
         dense = [name for name, each in parameters.items() if each.ndim > 1 and name not in chosen]
         left = ", ".join(dict.fromkeys(re.sub(r"\d+", "N", name) for name in dense))
@@ -146,23 +149,27 @@ class MatrixMaskTechnique(MaskTechnique):
         return {name: full_mask(parameter) for name, parameter in parameters.items()}
 
     def shapes(self, state: TrainState) -> dict[str, tuple[int, ...]]:
-        """Of the masked weights of a state."""
+        """Return the shapes of the masked weights of a state by name."""
         assert state.optimizer is not None
         all_shapes = masked_shapes(dict(zip(state.optimizer.names, state.optimizer.parameters, strict=True)))
         return {name: all_shapes[name] for name in self.masked(all_shapes)}
 
     def allowed(self, state: TrainState, density: float, distribution: str) -> dict[str, int]:
-        """How many weights each layer may keep. Masks that a growth has carried along are those of the smaller model,
-        of which ERK would give other shares where stacks have grown in another proportion: up to a tenth more is
-        taken for that."""
+        """Return the largest number of kept weights of each layer.
+
+        After a growth, masks are those of the smaller model. ERK densities of the larger model can differ if stacks
+        grow in different proportions, so that a tenth more is allowed.
+        """
         counts = layer_counts(self.shapes(state), density, distribution)
         if distribution == "erk" and any(entry.step for entry in state.log):
             return {name: math.ceil(1.1 * count) for name, count in counts.items()}
         return counts
 
     def check_total(self, state: TrainState, density: float) -> None:
-        """Raises IntegrityError where all masked weights together have more values, or their masks more places, than
-        this density, unless a change of structure has carried masks along since: then the share is what came of it."""
+        """Raise IntegrityError if the masked weights, or their masks, have more nonzero elements than `density`.
+
+        After a structural change the density is not checked.
+        """
         assert state.optimizer is not None
         if any(entry.step for entry in state.log):
             return
@@ -170,29 +177,29 @@ class MatrixMaskTechnique(MaskTechnique):
         parameters = dict(zip(state.optimizer.names, state.optimizer.parameters, strict=True))
         nonzero = _nonzero({name: parameters[name] for name in shapes})
         if nonzero > (most := global_count(shapes, density)):
-            raise IntegrityError(f"{self.name}: {nonzero} weights are not zero, at most {most} promised")
-        places = _nonzero(masks_in(state))
-        if places > most:
-            raise IntegrityError(f"{self.name}: masks keep {places} weights, at most {most} promised")
+            raise IntegrityError(f"{self.name}: {nonzero} weights are nonzero, and at most {most} are allowed")
+        kept = _nonzero(masks_in(state))
+        if kept > most:
+            raise IntegrityError(f"{self.name}: masks keep {kept} weights, and at most {most} are allowed")
 
 
 def _nonzero(tensors: Mapping[str, Tensor]) -> int:
-    """Numbers that are not zero, on all stages of a pipeline together."""
+    """Return the number of nonzero elements over all pipeline stages."""
     counts = {name: int(full_value(tensor).count_nonzero()) for name, tensor in tensors.items()}
     return sum(merge_over_stages(counts).values())
 
 
 class DynamicMaskTechnique(MatrixMaskTechnique):
-    """Masks drawn at random, of which every so often a share moves: as many connections grow as are dropped."""
+    """A technique with random masks that moves a fraction of the connections every `every` steps."""
 
     clashes: ClassVar[Mapping[Claim, str]] = {Claim.FROZEN_BASE_WEIGHTS: "it moves weights that adapters keep frozen"}
 
     distribution: Literal["erk", "uniform"] = "erk"
-    """How the density is spread over layers; "erk" is for matrices that of Erdős and Rényi (ER)."""
+    """Density of layers: "erk" (for matrices Erdős–Rényi, ER) or the same for all."""
     every: Positive = 100
-    """Steps between moves."""
+    """Number of steps between moves."""
     alpha: Probability = 0.3
-    """Share of the active connections moved at first; it anneals by cosine."""
+    """Initial fraction of active connections that move; annealed by cosine."""
     until: StepOrFraction = 0.75
     seed: int = 0
 
@@ -210,7 +217,7 @@ class DynamicMaskTechnique(MatrixMaskTechnique):
         return 0 < step < int(self.until) and step % self.every == 0 and self.fraction(step) > 0
 
     def fraction(self, step: int) -> float:
-        """Of the active connections that move at this step."""
+        """Return the fraction of active connections that move at a step."""
         return drop_fraction(step, self.alpha, int(self.until))
 
     def holds(self, state: TrainState) -> None:
@@ -218,14 +225,14 @@ class DynamicMaskTechnique(MatrixMaskTechnique):
 
 
 class SaliencyMaskedUpdate(MaskedUpdate):
-    """Masks that are full until the gradients of the first steps have been summed and all are chosen by them."""
+    """Masks that are full during the scoring steps, and then chosen by the summed gradients."""
 
     def __init__(self, rest: GradientTransform, masking: MaskPolicy, steps: int):
         super().__init__(rest, masking)
         self.steps = steps
 
     def scalars(self, step: int, age: int) -> dict[str, float]:
-        # moments begin when scoring is over: until then there is nothing in them whose age could count
+        # moments start after scoring, so that scoring steps do not count in their age
         scored = max(min(step, self.steps) - (step - age), 0)
         whole = age if isinstance(age, StateAge) else StateAge(age)
         return {"scoring": float(step < self.steps), **super().scalars(step, whole.less(scored))}
@@ -253,14 +260,14 @@ class SaliencyMaskedUpdate(MaskedUpdate):
 
 
 class SaliencyMaskTechnique(MatrixMaskTechnique):
-    """Masks chosen once, over all layers together, by scores of the gradients of the first steps."""
+    """A technique whose masks are chosen once, over all layers, by gradients of the first steps."""
 
     density: Fraction = 0.1
     scoring_steps: Positive = 1
-    """Steps whose gradients are summed and then scored; they make no other update."""
+    """Number of steps whose gradients are summed and scored. They make no other update."""
 
     def scores(self, weight: Tensor, gradient: Tensor) -> Tensor:
-        """Of each weight; the largest are kept."""
+        """Return the score of each weight, in its shape; the largest are kept."""
         raise NotImplementedError
 
     def update(self, transform: GradientTransform) -> GradientTransform:

@@ -34,20 +34,23 @@ from thrifty.techniques.sparsity._mask_techniques import MaskTechnique
 
 
 def by_piece(values: Tensor, pieces: int) -> Tensor:
-    """The numbers of a writer's weight (out, in) that belong to each piece: (pieces, out · in / pieces)."""
+    """Return a writer's weight (out, in) grouped by piece: (pieces, out · in / pieces)."""
     return values.unflatten(1, (pieces, -1)).transpose(0, 1).flatten(1)
 
 
 def columns_of(kept: Tensor, shape: Sequence[int]) -> Tensor:
-    """A mask of pieces (n,) as one of the writer's weight, in its shape."""
+    """Return a mask of pieces (n,) expanded to the writer's weight, in its shape (out, in)."""
     return kept.repeat_interleave(shape[1] // len(kept)).expand(*shape).contiguous()
 
 
 def moved_pieces(kept: Tensor, weight: Tensor, gradient: Tensor, fraction: float) -> Tensor:
-    """The mask of pieces (n,) after dropping the `fraction` of the kept ones with the least |sum of weight · gradient|
-    and growing as many with the largest norm of the gradient. Weight and gradient are the writer's (out, in)."""
-    worth = by_piece(weight.double() * gradient, len(kept)).sum(1).abs()
-    return replace_connections(kept, worth, by_piece(gradient.double(), len(kept)).norm(dim=1), fraction)
+    """Return the mask of pieces (n,) after a move.
+
+    The `fraction` of kept pieces with the smallest |sum of weight · gradient| is dropped. As many are grown, those with
+    the largest gradient norm. Weight and gradient are the writer's, (out, in).
+    """
+    importance = by_piece(weight.double() * gradient, len(kept)).sum(1).abs()
+    return replace_connections(kept, importance, by_piece(gradient.double(), len(kept)).norm(dim=1), fraction)
 
 
 class DynamicHeads(MaskTechnique):
@@ -64,48 +67,48 @@ class DynamicHeads(MaskTechnique):
     claims = frozenset({Claim.WEIGHT_MASKS, Claim.HEADS_AND_NEURONS})
     clashes: ClassVar[Mapping[Claim, str]] = {
         Claim.FROZEN_BASE_WEIGHTS: "it moves weights that adapters keep frozen",
-        Claim.TENSOR_PARALLELISM: "heads are compared with each other, and each rank has some",
-        Claim.PIPELINE_PARALLELISM: "heads of all blocks are known to one rank alone",
-        Claim.SHARED_PARAMETERS: "each block keeps heads of its own",
-        Claim.WIDTH: "both decide how wide the blocks are",
+        Claim.TENSOR_PARALLELISM: "heads are compared with each other, and each rank has only some",
+        Claim.PIPELINE_PARALLELISM: "one rank must know the heads of all blocks",
+        Claim.SHARED_PARAMETERS: "each block keeps its own heads",
+        Claim.WIDTH: "both change the width of the blocks",
     }
 
     density: Fraction = 0.5
-    """Share of the heads of each block that is kept; one at least."""
+    """Kept fraction of the heads of each block, at least one head."""
     neurons: Fraction = 1.0
-    """The same of the neurons of its feed-forward network."""
+    """Kept fraction of the neurons of each feed-forward network."""
     every: Positive = 100
-    """Steps between moves."""
+    """Number of steps between moves."""
     alpha: Probability = 0.5
-    """Share of the kept heads moved at first; it anneals by cosine."""
+    """Initial fraction of kept heads that move; annealed by cosine."""
     until: StepOrFraction = 0.8
     seed: int = 0
 
     @cached_property
     def counts(self) -> dict[str, tuple[int, int]]:
-        """By the name of a masked weight how many pieces it has, and how many are kept; known once there is a model."""
+        """Numbers of pieces and of kept pieces by masked weight, filled by `model`."""
         return {}
 
     def model(self, model: nn.Module) -> nn.Module:
         for pieces in self._masked(model):
-            left = self.left(pieces)
-            self.counts[f"{pieces.name}.weight"] = pieces.count, left
-            moves = self.moves_at(self.every) and round(self.fraction(self.every) * left)
-            add_note(f"{left} of {pieces.count} {pieces.kind} a block" + ("" if moves else ", which never move"))
+            kept = self.kept_count(pieces)
+            self.counts[f"{pieces.name}.weight"] = pieces.count, kept
+            moves = self.moves_at(self.every) and round(self.fraction(self.every) * kept)
+            add_note(f"{kept} of {pieces.count} {pieces.kind} a block" + ("" if moves else ", which never move"))
         return model
 
     def _masked(self, model: nn.Module) -> list[PrunableUnits]:
-        return [pieces for pieces in find_units(model).values() if self.left(pieces) < pieces.count]
+        return [pieces for pieces in find_units(model).values() if self.kept_count(pieces) < pieces.count]
 
-    def left(self, pieces: PrunableUnits) -> int:
-        """How many of the pieces of a branch are kept."""
+    def kept_count(self, pieces: PrunableUnits) -> int:
+        """Return the number of kept pieces of a branch."""
         return max(round((self.density if pieces.kind == "heads" else self.neurons) * pieces.count), 1)
 
     def moves_at(self, step: int) -> bool:
         return 0 < step < int(self.until) and step % self.every == 0 and self.alpha > 0
 
     def fraction(self, step: int) -> float:
-        """Of the kept pieces that move at this step."""
+        """Return the fraction of kept pieces that move at a step."""
         return drop_fraction(step, self.alpha, int(self.until))
 
     def masked(self, shapes: Shapes) -> list[str]:
@@ -114,9 +117,9 @@ class DynamicHeads(MaskTechnique):
     def initial_masks(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         masks = {}
         for name, parameter in parameters.items():
-            count, left = self.counts[name]
-            drawn = torch.rand(count, generator=keyed_generator(f"{self.seed}/{name}"))
-            masks[name] = shard_like_parameter(columns_of(largest(drawn, left), parameter.shape), parameter)
+            count, kept = self.counts[name]
+            random_scores = torch.rand(count, generator=keyed_generator(f"{self.seed}/{name}"))
+            masks[name] = shard_like_parameter(columns_of(largest(random_scores, kept), parameter.shape), parameter)
         return masks
 
     def next_masks(self, names: Sequence[str], layer: LayerReader, step: int) -> Iterator[tuple[str, Tensor]]:
@@ -127,10 +130,10 @@ class DynamicHeads(MaskTechnique):
             yield name, columns_of(pieces, matrix.mask.shape)
 
     def finish(self, model: nn.Module) -> nn.Module:
-        """Without the heads that were dropped: what they would write is zero."""
+        """Remove the dropped heads, whose output is zero."""
         for pieces in self._masked(model):
             sizes = by_piece(pieces.writer.weight.detach(), pieces.count).norm(dim=1)
-            prune_units(pieces, largest(sizes, self.left(pieces)).nonzero().flatten().tolist())
+            prune_units(pieces, largest(sizes, self.kept_count(pieces)).nonzero().flatten().tolist())
         return model
 
     def holds(self, state: TrainState) -> None:
@@ -138,7 +141,9 @@ class DynamicHeads(MaskTechnique):
         masks, units = masks_in(state), {f"{each.name}.weight": each for each in self._masked(state.model)}
         for name, pieces in units.items():
             mask = by_piece(full_value(masks[name], order_of(masks[name])), pieces.count)
-            if not torch.equal(mask.any(1), mask.all(1)) or int(mask.any(1).sum()) != self.left(pieces):
+            if not torch.equal(mask.any(1), mask.all(1)) or int(mask.any(1).sum()) != self.kept_count(pieces):
                 kept = f"{int(mask.any(1).sum())} {pieces.kind}, not all whole"
-                raise IntegrityError(f"{self.name}: {name} keeps {kept}, {self.left(pieces)} whole ones were promised")
+                raise IntegrityError(
+                    f"{self.name}: {name} keeps {kept}, and must keep {self.kept_count(pieces)} whole ones"
+                )
         check_masks(self.name, state, {})

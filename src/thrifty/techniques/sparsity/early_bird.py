@@ -50,47 +50,47 @@ Draw = Literal["coefficients", "random", "late"]
 SEARCH, TRAIN = "search", "train"
 KINDS = ("heads", "neurons")
 KIND_OF_PIECES: ModuleNote[str] = ModuleNote("kind_of_pieces")
-"""On a writer: what its coefficients are of."""
+"""Kind of the pieces that a writer's coefficients multiply."""
 KEPT_PIECES: ModuleNote[Mapping[str, Any]] = ModuleNote("kept_pieces")
-"""On a model: the ticket, once it is drawn."""
+"""Ticket of a model, once drawn."""
 
 
 def kept_of_each(scores: Mapping[str, Tensor], removed: float) -> dict[str, Tensor]:
-    """Masks of what stays when the share `removed` with the smallest scores (n,) goes, of each by itself; one stays."""
+    """Return masks (n,) without the fraction `removed` of smallest scores, entry by entry; one always stays."""
     return {name: largest(each, max(len(each) - round(removed * len(each)), 1)) for name, each in scores.items()}
 
 
 def kept_of_all(scores: Mapping[str, Tensor], removed: float) -> dict[str, Tensor]:
-    """The same of all together by one threshold; the best of each stays."""
+    """Return masks (n,) without the fraction `removed` of smallest scores over all entries; the best of each stays."""
     total = sum(len(each) for each in scores.values())
     best = {name: each.masked_fill(largest(each, 1), torch.inf) for name, each in scores.items()}
     return largest_of_all(best, max(total - round(removed * total), len(scores)))
 
 
 def mask_distance(masks: Tensor) -> float:
-    """Of masks (q, n), the newest first: the largest share of places in which another differs from the newest."""
+    """Return the largest fraction of elements in which any of the masks (q, n) differs from the first, the newest."""
     return float((masks[1:] != masks[0]).float().mean(1).max()) if len(masks) > 1 else 0.0
 
 
 def as_hex(mask: Tensor) -> str:
-    """A mask (n,) as text, four places a digit."""
+    """Return a mask (n,) as hexadecimal text."""
     bits = "".join("01"[bit] for bit in mask.tolist())
     return f"{int(bits, 2):0{-(-len(bits) // 4)}x}"
 
 
 def from_hex(text: str, count: int) -> list[int]:
-    """The places that a mask of `count` keeps."""
+    """Return the indices that a hexadecimal mask of `count` elements keeps."""
     return [place for place, bit in enumerate(f"{int(text, 16):0{count}b}") if bit == "1"]
 
 
 def prune_model(model: nn.Module, kept: Mapping[str, Any]) -> None:
-    """Take out of a whole model what a ticket's decision, `kept`, does not keep."""
+    """Remove from a whole model the heads and neurons outside the ticket `kept`."""
     for name, pieces in find_units(model).items():
         prune_units(pieces, kept[name] if pieces.kind == "heads" else from_hex(kept[name], pieces.count))
 
 
 class AddSignPenalty(SelectiveTransform):
-    """The gradient of penalty · |c| for each coefficient c."""
+    """Gradient of penalty · |c|, added for each coefficient c."""
 
     name = "add_signs"
     reach = TransformScope.ROWS
@@ -106,8 +106,10 @@ class AddSignPenalty(SelectiveTransform):
 
 
 class EarlyBirdBackward:
-    """A backward pass after which, every so often, coefficients are made into masks and kept for a while. `state`
-    counts calls; the masks are buffers of the layers that have coefficients."""
+    """A backward pass that turns coefficients into masks every `spacing` calls.
+
+    `state` has the number of calls. The recent masks are buffers of the layers with coefficients.
+    """
 
     def __init__(self, inner: Backward, settings: "EarlyBird"):
         self.inner, self.settings = inner, settings
@@ -144,34 +146,34 @@ class EarlyBird(Technique):
     stage, numerics = Stage.SPARSITY, Numerics.DIFFERENT
     claims = frozenset({Claim.HEADS_AND_NEURONS})
     clashes: ClassVar[Mapping[Claim, str]] = {
-        Claim.FROZEN_BASE_WEIGHTS: "its coefficients would be frozen, and what it trains anew is the base",
-        Claim.WEIGHT_MASKS: "masks are for matrices of one size, and it makes them smaller",
-        Claim.DEPTH: "a ticket is drawn of all blocks, at their first values",
-        Claim.WIDTH: "both decide how wide the blocks are",
-        Claim.TENSOR_PARALLELISM: "a ticket is drawn of whole layers",
-        Claim.PIPELINE_PARALLELISM: "a ticket is drawn of all blocks together",
-        Claim.SHARED_PARAMETERS: "each block keeps heads and neurons of its own",
+        Claim.FROZEN_BASE_WEIGHTS: "its coefficients would be frozen, and it retrains the base weights",
+        Claim.WEIGHT_MASKS: "masks have a fixed size, and it shrinks the matrices",
+        Claim.DEPTH: "a ticket covers all blocks, from their initialization",
+        Claim.WIDTH: "both change the width of the blocks",
+        Claim.TENSOR_PARALLELISM: "a ticket covers whole layers",
+        Claim.PIPELINE_PARALLELISM: "a ticket covers all blocks together",
+        Claim.SHARED_PARAMETERS: "each block keeps its own heads and neurons",
     }
 
     heads: Part = 1 / 3
-    """Share of the heads of each block that goes."""
+    """Removed fraction of the heads of each block."""
     neurons: Part = 0.4
-    """Share of the feed-forward neurons that goes."""
+    """Removed fraction of the feed-forward neurons."""
     spread: Literal["global", "layerwise"] = "global"
-    """Whether neurons of all blocks are compared, or those of each by themselves."""
+    """Scope in which neurons are compared: all blocks, or each block separately."""
     penalty: Rate = 1e-4
-    """Of the sum of all |coefficients|, added to the loss that is trained on."""
+    """Weight of the sum of all |coefficients| in the training loss."""
     every: StepOrFraction = 0.01
-    """Steps from one mask to the next, one at least."""
+    """Number of steps between masks, at least one."""
     queue: Positive = 5
-    """Masks that are compared, the newest with all others."""
+    """Number of compared masks: the newest with all others."""
     distance: Probability = 0.1
-    """The ticket is drawn when all others differ from the newest in less than this share of places."""
+    """Largest fraction of differing elements between the newest and other masks with which a ticket is drawn."""
     latest: StepOrFraction = 0.15
-    """The ticket is drawn here if it was not before."""
+    """Last step at which the ticket is drawn."""
     criterion: Draw = "coefficients"
     seed: int = 0
-    """Of random tickets."""
+    """Seed of random tickets."""
 
     @property
     def spacing(self) -> int:
@@ -183,15 +185,17 @@ class EarlyBird(Technique):
             for pieces in units.values():
                 add_coefficients(pieces)
                 KIND_OF_PIECES.set(pieces.writer, pieces.kind)
-                memory = torch.zeros(self.queue, pieces.count, dtype=torch.bool, device=pieces.writer.weight.device)
-                pieces.writer.register_buffer("recent_masks", memory)
+                recent_masks = torch.zeros(
+                    self.queue, pieces.count, dtype=torch.bool, device=pieces.writer.weight.device
+                )
+                pieces.writer.register_buffer("recent_masks", recent_masks)
             for kind in KINDS:
                 add_note(f"{sum(each.count for each in units.values() if each.kind == kind)} {kind} have a coefficient")
             return model
         prune_model(model, kept)
         for kind in KINDS:
             own = [each for each in find_units(model).values() if each.kind == kind]
-            add_note(f"{sum(each.count for each in own)} {kind} are left")
+            add_note(f"{sum(each.count for each in own)} {kind} remain")
         return model
 
     def backward(self, backward: Backward) -> Backward:
@@ -201,21 +205,21 @@ class EarlyBird(Technique):
         return chain(AddSignPenalty(self.penalty), transform)
 
     def masks(self, model: nn.Module) -> dict[str, Tensor]:
-        """What would be kept now, by the name of the writer."""
+        """Return the masks that the current coefficients imply, by writer."""
         scores: dict[str, dict[str, Tensor]] = {"heads": {}, "neurons": {}}
         for name, coefficients in coefficients_of(model).items():
             scores[KIND_OF_PIECES.of(model.get_submodule(name))][name] = full_value(coefficients).abs()
-        of_neurons = kept_of_all if self.spread == "global" else kept_of_each
-        return kept_of_each(scores["heads"], self.heads) | of_neurons(scores["neurons"], self.neurons)
+        mask_neurons = kept_of_all if self.spread == "global" else kept_of_each
+        return kept_of_each(scores["heads"], self.heads) | mask_neurons(scores["neurons"], self.neurons)
 
     @torch.no_grad()
     def remember(self, model: nn.Module) -> None:
         for name, mask in self.masks(model).items():
-            memory = model.get_submodule(name).recent_masks
-            memory.copy_(torch.cat((mask[None].to(memory.device), memory[:-1])))
+            recent = model.get_submodule(name).recent_masks
+            recent.copy_(torch.cat((mask[None].to(recent.device), recent[:-1])))
 
     def distances(self, model: nn.Module, known: int) -> dict[str, float]:
-        """Of the newest mask to the others of the `known` newest, of heads and of neurons."""
+        """Return the distance of the newest mask to the others of the `known` newest, for heads and for neurons."""
         writers = [model.get_submodule(name) for name in coefficients_of(model)]
         kinds = {kind: [w.recent_masks[:known] for w in writers if KIND_OF_PIECES.of(w) == kind] for kind in KINDS}
         return {kind: mask_distance(torch.cat(masks, 1)) for kind, masks in kinds.items() if masks}
@@ -223,14 +227,14 @@ class EarlyBird(Technique):
     def changes(self, step: int, state: TrainState) -> StructuralChange | None:
         decided, reason = state.logged_decision(self.name, step), ""
         if decided is None and step == 0:
-            decided, reason = {"phase": SEARCH}, "look for a ticket"
+            decided, reason = {"phase": SEARCH}, "search for a ticket"
         elif decided is None:
             if state.model is None or not coefficients_of(state.model):
                 return None
             reason = self._why_now(step, state, state.model)
             if not reason:
                 return None
-            decided = {"phase": TRAIN, "kept": self._drawn(state.model)}
+            decided = {"phase": TRAIN, "kept": self._draw_ticket(state.model)}
         if decided["phase"] == SEARCH:
             return StructuralChange(reason, decided)
         kept = decided["kept"]
@@ -247,10 +251,10 @@ class EarlyBird(Technique):
             distances = self.distances(model, self.queue)
             if max(distances.values()) < self.distance:
                 return "the masks agree: " + ", ".join(f"{kind} {each:.3f}" for kind, each in distances.items())
-        return "the latest moment to draw a ticket" if step >= self.latest else ""
+        return "the latest step to draw a ticket" if step >= self.latest else ""
 
-    def _drawn(self, model: nn.Module) -> dict[str, Any]:
-        """What is kept, by the name of the writer: numbers of heads, or a mask of neurons as text."""
+    def _draw_ticket(self, model: nn.Module) -> dict[str, Any]:
+        """Return the ticket by writer: indices of kept heads, or a hexadecimal mask of neurons."""
         masks = self.masks(model)
         if self.criterion == "random":
             for name, mask in masks.items():
@@ -263,7 +267,7 @@ class EarlyBird(Technique):
         }
 
     def finish(self, model: nn.Module) -> nn.Module:
-        """A ticket's model is as small as it is; coefficients that are still there are folded into the weights."""
+        """Fold remaining coefficients into the weights."""
         for name in coefficients_of(model):
             writer = model.get_submodule(name)
             KIND_OF_PIECES.remove(writer)
@@ -275,14 +279,16 @@ class EarlyBird(Technique):
         assert state.model is not None
         phases = [entry.decision for entry in state.log if entry.technique == self.name]
         if not phases:
-            raise IntegrityError(f"{self.name}: the run's log does not say whether a ticket was drawn")
+            raise IntegrityError(f"{self.name}: the run's log has no entry about a ticket")
         units, coefficients = find_units(state.model), coefficients_of(state.model)
         if phases[-1]["phase"] == SEARCH:
             if coefficients.keys() != units.keys():
-                raise IntegrityError(f"{self.name}: {len(coefficients)} of {len(units)} layers have their coefficients")
+                raise IntegrityError(
+                    f"{self.name}: {len(coefficients)} of {len(units)} layers have coefficients, and all must"
+                )
             return
         for name, pieces in units.items():
             kept = phases[-1]["kept"][name]
             count = len(kept) if pieces.kind == "heads" else int(kept, 16).bit_count()
             if pieces.count != count or name in coefficients:
-                raise IntegrityError(f"{self.name}: {name} has {pieces.count} {pieces.kind}, the ticket {count}")
+                raise IntegrityError(f"{self.name}: {name} has {pieces.count} {pieces.kind}, and the ticket {count}")

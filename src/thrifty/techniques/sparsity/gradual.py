@@ -26,14 +26,13 @@ from thrifty.techniques.sparsity._mask_techniques import MatrixMaskTechnique
 
 
 def cubic_density(step: int, start: int, until: int, initial: float, final: float) -> float:
-    """final + (initial - final) · (1 - (step - start) / (until - start))³ between the two steps, and what stands at
-    its ends before and behind them."""
-    passed = min(max((step - start) / max(until - start, 1), 0.0), 1.0) if step < until else 1.0
-    return final + (initial - final) * (1 - passed) ** 3
+    """Return final + (initial - final) · (1 - progress)³, with progress from 0 at `start` to 1 at `until`."""
+    progress = min(max((step - start) / max(until - start, 1), 0.0), 1.0) if step < until else 1.0
+    return final + (initial - final) * (1 - progress) ** 3
 
 
 def magnitudes(weight: Tensor, mask: Tensor) -> Tensor:
-    """|weight|, and less than any of those where the mask has nothing, so that this never comes back."""
+    """Return |weight|, and -1 outside the mask, so that pruned weights never return."""
     return weight.abs().masked_fill(~mask, -1.0)
 
 
@@ -45,12 +44,12 @@ class GradualPruning(MatrixMaskTechnique):
     replaces_update: ClassVar[bool] = False
 
     initial_density: Fraction = 1.0
-    """Density from `start` on."""
+    """Density at `start`."""
     start: StepOrFraction = 0.0
     until: StepOrFraction = 0.75
-    """When the final density is reached."""
+    """Step at which the final density is reached."""
     every: Positive = 100
-    """Steps between prunings; there is one more at `until`."""
+    """Number of steps between prunings; one more is at `until`."""
     distribution: Literal["uniform", "erk", "global"] = "uniform"
 
     def __post_init__(self) -> None:
@@ -60,15 +59,15 @@ class GradualPruning(MatrixMaskTechnique):
                 f"{self.name}: initial_density {self.initial_density} is below density {self.density}",
                 fix=f"--set techniques.{self.name}.initial_density=1.0",
             )
-        # two shares of the run or two steps; of one of each nothing can be said yet
+        # fractions of the run and steps cannot be compared yet
         if type(self.start) is type(self.until) and self.until < self.start:
             raise UsageError(
                 f"{self.name}: until is {self.until}, before the start at {self.start}",
-                fix=f"set until to {self.start} or later",
+                fix=f"--set techniques.{self.name}.until={self.start}, or later",
             )
         if isinstance(self.until, float) and self.until >= 1:
             raise UsageError(
-                f"{self.name}: until is {self.until}, and no update follows that could reach the final density",
+                f"{self.name}: until is {self.until}, after which no update could reach the final density",
                 fix=f"--set techniques.{self.name}.until=0.75",
             )
 
@@ -77,7 +76,7 @@ class GradualPruning(MatrixMaskTechnique):
         return step == until or (start <= step < until and (step - start) % self.every == 0)
 
     def density_at(self, step: int) -> float:
-        """After the update of this step, if it is due then."""
+        """Return the density after the update of a step with pruning."""
         return cubic_density(step, int(self.start), int(self.until), self.initial_density, self.density)
 
     def next_masks(self, names: Sequence[str], layer: LayerReader, step: int) -> Iterator[tuple[str, Tensor]]:

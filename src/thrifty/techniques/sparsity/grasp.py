@@ -34,14 +34,19 @@ from thrifty.techniques.sparsity._mask_techniques import SaliencyMaskTechnique
 
 
 def grasp_scores(weight: Tensor, hessian_gradient: Tensor) -> Tensor:
-    """weight · (H g), elementwise: half of what the squared norm of the gradient loses, to first order, if a weight is
-    removed. The largest are kept. H is the Hessian of the loss, g its gradient; all have one shape."""
+    """Return weight · (H g), elementwise; the largest scores are kept.
+
+    To first order, this is half of the decrease of the squared gradient norm if a weight is removed. H is the Hessian
+    of the loss and g its gradient. All tensors have the weight's shape.
+    """
     return weight * hessian_gradient
 
 
 class TemperatureHead(nn.Module):
-    """A head whose logits are divided by a number. It is no plain linear layer, so that losses build the logits
-    outright, which can be differentiated twice."""
+    """A head whose logits are divided by `temperature`.
+
+    It is no plain linear layer, so that losses compute all logits at once, which can be differentiated twice.
+    """
 
     def __init__(self, head: nn.Module, temperature: float):
         super().__init__()
@@ -52,8 +57,7 @@ class TemperatureHead(nn.Module):
 
 
 class TemperedObjective(WrappedObjective):
-    """Another objective with the gradients of losses whose logits were divided by a temperature; losses keep their
-    values."""
+    """A wrapped objective with unchanged loss values, and gradients for logits divided by a temperature."""
 
     def __init__(self, inner: Objective, temperature: float):
         super().__init__(inner)
@@ -72,8 +76,10 @@ class TemperedObjective(WrappedObjective):
 
 
 class DirectionalObjective(WrappedObjective):
-    """Another objective whose weighted losses sum to the product of their gradient with a given vector: the gradient of
-    that is the Hessian's product with the vector."""
+    """A wrapped objective whose weighted losses sum to the product of their gradient with a vector.
+
+    The gradient of that sum is the product of the Hessian with the vector.
+    """
 
     def __init__(self, inner: Objective, parameters: Sequence[Tensor], vector: Sequence[Tensor]):
         super().__init__(inner)
@@ -81,12 +87,13 @@ class DirectionalObjective(WrappedObjective):
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
         loss = (super().losses(prediction, batch) * batch.weight).sum()
-        slopes = torch.autograd.grad(
+        gradients = torch.autograd.grad(
             loss, self.parameters, create_graph=True, allow_unused=True, materialize_grads=True
         )
-        along = torch.stack([(slope * each).sum() for slope, each in zip(slopes, self.vector, strict=True)]).sum()
-        # as losses of examples that have this sum once they are weighted
-        return along * batch.weight / batch.weight.square().sum().clamp_min(torch.finfo(torch.float32).tiny)
+        products = [(gradient * each).sum() for gradient, each in zip(gradients, self.vector, strict=True)]
+        product = torch.stack(products).sum()
+        # distributed over the examples, so that the weighted losses have this sum
+        return product * batch.weight / batch.weight.square().sum().clamp_min(torch.finfo(torch.float32).tiny)
 
 
 def hessian_gradient(
@@ -97,8 +104,10 @@ def hessian_gradient(
     parameters: Sequence[Tensor],
     temperature: float,
 ) -> BackwardResult:
-    """Two backward passes over a batch that leave H g in `.grad`, the loss taken as a function of these parameters,
-    logits divided by the temperature. Both draw the same random values."""
+    """Run two backward passes over a batch with equal random values, and leave H g in `.grad`.
+
+    H and g are derivatives with respect to `parameters`. Logits are divided by the temperature.
+    """
     tempered = TemperedObjective(objective, temperature)
     with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
         with preserved_draws(parameters):
@@ -111,12 +120,15 @@ def hessian_gradient(
 
 
 class GraspBackward:
-    """A backward pass that leaves H g in place of gradients in the first steps. `state` counts those that the loop
-    takes, which are those with finite numbers."""
+    """A backward pass that leaves H g instead of gradients in the scoring steps.
+
+    `state` has the number of scored steps. Steps with values that are not finite are skipped by the loop and not
+    counted.
+    """
 
     def __init__(self, inner: Backward, settings: "Grasp"):
         self.inner, self.settings = inner, settings
-        # a value that can be read even where nothing but shapes is traced
+        # torch.tensor is readable while shapes are traced
         self.state = {"scored": torch.tensor(0)}
 
     def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
@@ -143,21 +155,21 @@ class Grasp(SaliencyMaskTechnique):
         **SaliencyMaskTechnique.clashes,
         Claim.COMPILED_BLOCKS: "compiled blocks have no second derivative",
         Claim.ATTENTION_CORE: "tiled attention has no second derivative",
-        Claim.LINEAR_PRODUCTS: "products in 8 bits have no second derivative",
-        Claim.SAVED_TENSORS: "what replaces saved tensors is not differentiated a second time",
-        Claim.PARAMETER_SHARDING: "a second derivative through parameters that are gathered in between is not defined",
+        Claim.LINEAR_PRODUCTS: "8-bit products have no second derivative",
+        Claim.SAVED_TENSORS: "replaced saved tensors have no second derivative",
+        Claim.PARAMETER_SHARDING: "parameters gathered in between have no second derivative",
         Claim.TENSOR_PARALLELISM: "the sums over ranks inside a layer have no second derivative",
-        Claim.PIPELINE_PARALLELISM: "stages of a pipeline hand each other first derivatives only",
+        Claim.PIPELINE_PARALLELISM: "pipeline stages exchange first derivatives only",
         Claim.SELECTED_EXAMPLES: "both passes of a scoring step must see the same examples",
     }
 
     temperature: Annotated[float, SettingBound(above=0)] = 200.0
-    """Logits are divided by it while scoring."""
+    """Divisor of the logits during scoring."""
 
     def objective(self, objective: Objective) -> Objective:
         if objective.joint:
             raise RefusedError(
-                "a loss of several examples together has no second derivative here",
+                "a loss that compares several examples has no second derivative here",
                 fix="--with sparsity.snip in its place",
             )
         return objective

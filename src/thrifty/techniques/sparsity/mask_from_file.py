@@ -39,7 +39,7 @@ from thrifty.optim.weight_masks import check_masks, masks_in
 from thrifty.techniques.sparsity._mask_techniques import MaskTechnique
 
 KEY = "thrifty-ticket"
-"""Of a ticket's metadata: one entry of JSON, since the order of several is not the same each time they are written."""
+"""Metadata key of a ticket. Its value is one JSON object, since the order of several entries would vary."""
 
 Weights = Mapping[str, Tensor]
 Scope = Literal["global", "layerwise"]
@@ -48,28 +48,32 @@ Scope = Literal["global", "layerwise"]
 def prune_by_magnitude(
     weights: Weights, masks: Weights, prune: float, scope: str = "global", half: Collection[str] = ()
 ) -> Weights:
-    """The masks without the share `prune` of the weights they keep that are smallest in magnitude: of all together
-    ("global"), or of each ("layerwise"). Those named in `half` lose half that share, each of its own. Of equal weights
-    the last go first."""
-    apart = set(weights) if scope == "layerwise" else set(half)
-    kept = {name: _smallest_cut([name], weights, masks, prune / (1 + (name in half))) for name in sorted(apart)}
-    rest = sorted(set(weights) - apart)
-    pruned_masks = {name: mask for masks in kept.values() for name, mask in masks.items()}
+    """Return masks without the fraction `prune` of their smallest kept weights, by magnitude.
+
+    The fraction is of all weights together ("global"), or of each weight ("layerwise"). Weights named in `half` lose
+    half of it, each separately. Among equal magnitudes the last elements are removed first.
+    """
+    separate = set(weights) if scope == "layerwise" else set(half)
+    pruned = [_smallest_cut([name], weights, masks, prune / (1 + (name in half))) for name in sorted(separate)]
+    rest = sorted(set(weights) - separate)
+    pruned_masks = {name: mask for masks in pruned for name, mask in masks.items()}
     return {**pruned_masks, **(_smallest_cut(rest, weights, masks, prune) if rest else {})}
 
 
 def _smallest_cut(names: Sequence[str], weights: Weights, masks: Weights, prune: float) -> Weights:
     sizes = [weights[name].abs().double().masked_fill(~masks[name], -1.0).flatten() for name in names]
-    now = sum(int(masks[name].sum()) for name in names)
-    mask = largest(torch.cat(sizes), now - round(prune * now))
+    kept = sum(int(masks[name].sum()) for name in names)
+    mask = largest(torch.cat(sizes), kept - round(prune * kept))
     parts = mask.split([len(size) for size in sizes])
     return {name: part.view_as(masks[name]) for name, part in zip(names, parts, strict=True)}
 
 
 @torch.no_grad()
 def shuffle_values(parameters: Mapping[str, Tensor], key: str) -> None:
-    """The values of every parameter in another order, each layer's among themselves where a parameter fuses several:
-    first values stay a draw from the law they came from."""
+    """Shuffle the values of every parameter; in a fused parameter, those of each layer separately.
+
+    Initial values keep their distribution.
+    """
     cuts = fused_slices(list(parameters), list(parameters.values()))
     for (name, parameter), cut in zip(parameters.items(), cuts, strict=True):
         generator = keyed_generator(f"{key}/{name}")
@@ -79,8 +83,10 @@ def shuffle_values(parameters: Mapping[str, Tensor], key: str) -> None:
 
 
 def mask_file_bytes(masks: Weights, drawn: str, weights: Weights) -> bytes:
-    """A ticket as a file has it: safetensors of booleans by parameter name, and where it was drawn, of which weights
-    (their sha256) and at what density. The same ticket is the same bytes."""
+    """Return a ticket in safetensors format: booleans by parameter name, with metadata. It is deterministic.
+
+    The metadata are the origin `drawn`, the density and the sha256 of the weights.
+    """
     digest = hashlib.sha256()
     for name in sorted(weights):
         digest.update(name.encode() + weights[name].contiguous().flatten().view(torch.uint8).numpy().tobytes())
@@ -89,17 +95,17 @@ def mask_file_bytes(masks: Weights, drawn: str, weights: Weights) -> bytes:
 
 
 def counts_of(masks: Weights) -> dict[str, int]:
-    """How many weights each mask keeps."""
+    """Return the number of kept weights by mask."""
     return {name: int(mask.sum()) for name, mask in masks.items()}
 
 
 def density_of(masks: Weights) -> float:
+    """Return the kept fraction of all masked weights."""
     return sum(counts_of(masks).values()) / sum(mask.numel() for mask in masks.values())
 
 
 def read_mask_file(file: str, sha256: str) -> dict[str, Tensor]:
-    """The masks of a ticket. Raises UsageError where there is none, IntegrityError where its bytes are not those that
-    this sha256 was taken of."""
+    """Return the masks of a ticket. Raise UsageError if there is none, IntegrityError if its sha256 differs."""
     path = Path(file).expanduser()
     try:
         content = path.read_bytes()
@@ -107,30 +113,32 @@ def read_mask_file(file: str, sha256: str) -> dict[str, Tensor]:
         raise UsageError(f"there is no ticket {path}: {error.strerror}", fix="draw one: thrifty lottery") from error
     actual = hashlib.sha256(content).hexdigest()
     if not sha256:
-        raise UsageError(f"the ticket {path} is given without its hash", fix=f"set sha256 = {actual!r}")
+        raise UsageError(
+            f"the ticket {path} requires its sha256", fix=f"--set techniques.sparsity.mask_from_file.sha256={actual}"
+        )
     if actual != sha256:
         raise IntegrityError(
-            f"{path} is not the ticket that the recipe means: its sha256 is {actual[:12]}…, not {sha256[:12]}…",
-            fix="bring the old file back, or set sha256 anew in another run",
+            f"{path} is not the recipe's ticket: its sha256 is {actual[:12]}…, not {sha256[:12]}…",
+            fix="restore the old file, or start another run with the new sha256",
         )
     try:
-        stored = dict(sorted(deserialize(content)))  # come in another order in each process; ranks need one
+        stored = dict(sorted(deserialize(content)))  # sorted, since the order differs between processes
     except SafetensorError as error:
         raise IntegrityError(f"{path} is no safetensors file: {error}", fix="draw the ticket again") from error
-    with untraced(), unset_fake_temporarily():  # real where all else is counted on fake tensors, and gone before a step
+    with untraced(), unset_fake_temporarily():  # real tensors even during fake-tensor tracing
         return {name: _mask(path, name, entry) for name, entry in stored.items()}
 
 
 def _mask(path: Path, name: str, entry: Mapping[str, Any]) -> Tensor:
     if entry["dtype"] != "BOOL":
-        raise UsageError(f"{path} has {entry['dtype']} for {name}", fix="a ticket has booleans, one for each weight")
+        raise UsageError(f"{path} has {entry['dtype']} for {name}, and must have BOOL", fix="draw one: thrifty lottery")
     shape = tuple(entry["shape"])
     values = torch.frombuffer(bytearray(entry["data"]), dtype=torch.bool) if math.prod(shape) else torch.empty(0)
     return values.bool().view(shape)
 
 
 class MaskFileContents(NamedTuple):
-    """What a run must know of a ticket all the time: the shape of each mask, and how many weights it keeps."""
+    """Summary of a ticket: shape and number of kept weights of each mask."""
 
     shapes: Mapping[str, tuple[int, ...]]
     counts: Mapping[str, int]
@@ -155,18 +163,18 @@ class MaskFromFile(MaskTechnique):
 
     clashes: ClassVar[Mapping[Claim, str]] = {
         **MaskTechnique.clashes,
-        Claim.DEPTH: "a ticket is drawn for the blocks of one model",
-        Claim.WIDTH: "a ticket is drawn for matrices of one size",
-        Claim.SHARED_PARAMETERS: "a ticket has a mask for each block, and they have one matrix together",
+        Claim.DEPTH: "a ticket belongs to the blocks of one model",
+        Claim.WIDTH: "a ticket belongs to matrices of one size",
+        Claim.SHARED_PARAMETERS: "a ticket has a mask for each block, and shared blocks have one matrix",
     }
 
     file: str = ""
-    """The ticket: safetensors of booleans by parameter name; empty for none yet, which masks nothing."""
+    """Ticket file: safetensors of booleans by parameter name; empty masks nothing."""
     sha256: str = ""
-    """Of the file's bytes, in hexadecimal: a file that has changed is refused."""
+    """Hexadecimal sha256 of the file. A file that has changed is refused."""
     control: Literal["", "random-mask", "reinitialise"] = ""
     seed: int = 0
-    """Of the control, together with each parameter's name."""
+    """Seed of the control, together with each parameter's name."""
 
     @property
     def contents(self) -> MaskFileContents:
@@ -176,21 +184,21 @@ class MaskFromFile(MaskTechnique):
         return "" if self.file else "without a file no weight is masked"
 
     def model(self, model: nn.Module) -> nn.Module:
-        parameters, drawn = dict(model.named_parameters()), self.contents
-        for name, shape in drawn.shapes.items():
+        parameters, ticket = dict(model.named_parameters()), self.contents
+        for name, shape in ticket.shapes.items():
             if name not in parameters:
                 raise RefusedError(
-                    f"the ticket masks {name}, which the model has not", fix=did_you_mean(name, parameters)
+                    f"the ticket masks {name!r}, which the model does not have", fix=did_you_mean(name, parameters)
                 )
             if not masked_shapes({name: parameters[name]}) or parameters[name].shape != shape:
                 raise RefusedError(
-                    f"the ticket's mask of {name} is {shape}, the weight {tuple(parameters[name].shape)}",
-                    fix="take the model it was drawn in; masks are for matrices, and tables of positions are none",
+                    f"the ticket's mask of {name!r} is {shape}, and the weight {tuple(parameters[name].shape)}",
+                    fix="use the model that the ticket was drawn in; only matrices, no position tables, have masks",
                 )
         if self.control == "reinitialise":
             shuffle_values(parameters, f"{self.seed}")
-        summary = f"{len(drawn.shapes)} matrices, density {drawn.density:.4g}" if drawn.shapes else "no ticket yet"
-        add_note(f"{summary}; all other weights stay" + (f"; control: {self.control}" if self.control else ""))
+        summary = f"{len(ticket.shapes)} matrices, density {ticket.density:.4g}" if ticket.shapes else "no ticket"
+        add_note(f"{summary}; all other weights stay dense" + (f"; control: {self.control}" if self.control else ""))
         return model
 
     def masked(self, shapes: Shapes) -> list[str]:
@@ -200,8 +208,8 @@ class MaskFromFile(MaskTechnique):
         if not parameters:
             return {}
         if self.control != "random-mask":
-            drawn = read_mask_file(self.file, self.sha256)
-            return {name: shard_like_parameter(drawn[name], parameter) for name, parameter in parameters.items()}
+            masks = read_mask_file(self.file, self.sha256)
+            return {name: shard_like_parameter(masks[name], parameter) for name, parameter in parameters.items()}
         counts = self.contents.counts
         return {
             name: random_mask(each, counts[name] / each.numel(), f"{self.seed}/{name}")
@@ -211,9 +219,11 @@ class MaskFromFile(MaskTechnique):
     def holds(self, state: TrainState) -> None:
         assert state.model is not None
         counts, parameters = self.contents.counts, dict(state.model.named_parameters())
-        own = {name: parameters[name] for name in counts if name in parameters}  # the others are another stage's
+        own = {
+            name: parameters[name] for name in counts if name in parameters
+        }  # without those of other pipeline stages
         check_masks(self.name, state, {name: counts[name] for name in own})
         masks = masks_in(state)
         for name, mask in self.initial_masks(own).items():
             if name in masks and not torch.equal(full_value(masks[name]), full_value(mask)):
-                raise IntegrityError(f"{self.name}: {name} is under another mask than the ticket's")
+                raise IntegrityError(f"{self.name}: the mask of {name} is not the ticket's")

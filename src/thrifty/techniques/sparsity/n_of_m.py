@@ -44,7 +44,7 @@ from thrifty.modeling.module_surgery import find_stacks, is_under, select, weigh
 from thrifty.modeling.residual_branches import is_transposed
 
 MASK = "n_of_m_mask"
-"""The buffer of a treated layer, in the shape of its weight."""
+"""Name of the mask buffer of a treated layer, in the shape of its weight."""
 PRODUCTS: ModuleNote[NOfMProducts] = ModuleNote("n_of_m")
 IS_DENSE: ModuleNote[bool] = ModuleNote("n_of_m_dense")
 MADE_AT: ModuleNote[int | None] = ModuleNote("n_of_m_made_at")
@@ -52,8 +52,10 @@ MADE_AT: ModuleNote[int | None] = ModuleNote("n_of_m_made_at")
 
 
 def use_masked_product(layer: nn.Module, products: NOfMProducts) -> None:
-    """Let a linear layer (or `Conv1D`) compute with n of each m weights. A training loop must call `remake` after each
-    update; otherwise the next forward pass in training warns."""
+    """Make a linear layer (or `Conv1D`) compute with n of each m weights.
+
+    A training loop must call `remake` after each update; otherwise the next forward pass in training warns.
+    """
     PRODUCTS.set(layer, products)
     IS_DENSE.set(layer, False)
     MADE_AT.set(layer, layer.weight._version)
@@ -62,7 +64,7 @@ def use_masked_product(layer: nn.Module, products: NOfMProducts) -> None:
 
 
 def remove_masked_product(layer: nn.Module) -> None:
-    """Undo `use_masked_product`, with the weights as they acted."""
+    """Undo `use_masked_product`, and set masked weights to zero."""
     with torch.no_grad():
         layer.weight.mul_(layer.n_of_m_mask)
     for note in (PRODUCTS, IS_DENSE, MADE_AT):
@@ -76,8 +78,8 @@ def _multiply(layer: nn.Module, inner: Any, x: Tensor) -> Tensor:
     weight, mask = layer.weight, layer.n_of_m_mask
     if layer.training and torch.is_grad_enabled() and MADE_AT.of(layer) not in (None, weight._version):
         warnings.warn(
-            "sparsity.n_of_m: weights have changed since their masks were made. Outside a trainer masks stay as they "
-            "are unless each update is followed by remake(masked_layers(model)), from the technique's module",
+            "sparsity.n_of_m: weights have changed since their masks were computed. In your own loop, call "
+            "remake(masked_layers(model)) of thrifty.techniques.sparsity.n_of_m after each update",
             stacklevel=2,
         )
     if is_transposed(layer):
@@ -92,13 +94,13 @@ def _mask_for(layer: nn.Module) -> Tensor:
 
 
 def masked_layers(model: nn.Module) -> list[nn.Module]:
+    """Return the layers with an N:M mask."""
     return [module for module in model.modules() if hasattr(module, MASK)]
 
 
 @torch.no_grad()
 def remake(layers: Iterable[nn.Module]) -> Tensor:
-    """New masks from the weights as they are; on all ranks together. Returns how many places changed, and how many
-    there are (2,)."""
+    """Compute new masks from the weights, on all ranks. Return the numbers of changed and of all elements (2,)."""
     changed = []
     for layer in layers:
         mask = _mask_for(layer)
@@ -110,7 +112,7 @@ def remake(layers: Iterable[nn.Module]) -> Tensor:
 
 @torch.no_grad()
 def decay_masked(layers: Iterable[nn.Module], decay: float) -> None:
-    """Adds the masked decay to the gradients of these layers' weights, of each once."""
+    """Add the masked decay to the gradients of the layers' weights, once per weight."""
     for layer in {id(layer.weight): layer for layer in layers}.values():
         if layer.weight.grad is None:
             continue
@@ -121,12 +123,14 @@ def decay_masked(layers: Iterable[nn.Module], decay: float) -> None:
 
 
 class NOfMBackward:
-    """A backward pass, of all micro-batches and over all ranks, under masks that are made before it where they are due.
-    `state` holds the step that comes next and how often masks were made; the first time they always are."""
+    """A backward pass over all micro-batches and ranks that first computes new masks if due.
+
+    `state` has the next step and the number of mask computations. The first call always computes masks.
+    """
 
     def __init__(self, inner: Backward, settings: "NOfM"):
         self.inner, self.settings = inner, settings
-        # values that can be read even where nothing but shapes is traced
+        # torch.tensor is readable while shapes are traced
         self.state = {name: torch.tensor(0) for name in ("step", "made")}
 
     def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
@@ -138,9 +142,9 @@ class NOfMBackward:
             fill_masks(layers)
         elif step % self.settings.every == 0 or not made:
             self.state["made"].add_(1)
-            changed, places = mean_over_ranks(remake(layers).to(batch.weight.device))
+            changed, elements = mean_over_ranks(remake(layers).to(batch.weight.device))
             if not isinstance(changed, FakeTensor):
-                notes["mask_flip_rate"] = float(changed / places.clamp_min(1))
+                notes["mask_flip_rate"] = float(changed / elements.clamp_min(1))
         for layer in layers:
             MADE_AT.set(layer, None)
         outcome = self.inner(model, objective, batch)
@@ -150,7 +154,7 @@ class NOfMBackward:
 
 
 def fill_masks(layers: Iterable[nn.Module]) -> None:
-    """From here on layers are dense."""
+    """Make the layers dense: fill their masks."""
     for layer in layers:
         if not IS_DENSE.of(layer):
             layer.n_of_m_mask.fill_(True)
@@ -173,25 +177,26 @@ class NOfM(Technique):
     stage, numerics = Stage.SPARSITY, Numerics.DIFFERENT
     claims = frozenset({Claim.LINEAR_PRODUCTS})
     clashes: ClassVar[Mapping[Claim, str]] = {
-        Claim.WEIGHT_MASKS: "a weight would be under two masks that know nothing of each other",
-        Claim.FROZEN_BASE_WEIGHTS: "what an adapter adds is not N:M sparse once it is merged",
+        Claim.WEIGHT_MASKS: "a weight would have two independent masks",
+        Claim.FROZEN_BASE_WEIGHTS: "a merged adapter is not N:M sparse",
     }
 
     n: Positive = 2
-    """Weights kept of each m neighbours along a layer's inputs."""
+    """Kept weights of each m neighbors along a layer's inputs."""
     m: Annotated[int, SettingBound(least=2, most=32)] = 4
     transposable: bool = False
-    """Whether masks are N:M along a layer's outputs too; of those, the best in each tile (m up to 4)."""
+    """True for masks that are N:M along a layer's outputs too; in each tile the best of these (m up to 4)."""
     decay: Rate = 2e-4
-    """Times a masked weight is added to its gradient; 0 is the plain straight-through estimate."""
+    """Factor with which a masked weight is added to its gradient; 0 is the plain straight-through estimator."""
     every: Positive = 1
-    """Steps from one making of the masks to the next."""
+    """Number of steps between mask computations."""
     dense_from: StepOrFraction = 1.0
-    """From this step on masks keep everything."""
+    """First step of dense training at the end of the run."""
     mvue: bool = False
-    """Make the weight's gradient from the minimum-variance unbiased N:M estimate of the output's, along tokens."""
+    """True to compute weight gradients from a minimum-variance unbiased N:M estimate of output gradients, along
+    tokens."""
     where: str = ""
-    """Pattern that the name of a linear layer must contain; the papers on Transformers take "mlp"."""
+    """Pattern in the names of treated layers; the papers on Transformers use "mlp"."""
 
     @property
     def optional_seams(self) -> frozenset[str]:
@@ -200,7 +205,7 @@ class NOfM(Technique):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_pattern(self, self.name, "where")
-        _ = self.pattern  # refuses what is none
+        _ = self.pattern  # raises for an invalid pattern
 
     @property
     def pattern(self) -> NOfMPattern:
@@ -213,13 +218,11 @@ class NOfM(Technique):
         on_units = has_sparse_units(next(model.parameters()).device, self.pattern)
         for layer in self.layers(model).values():
             use_masked_product(layer, NOfMProducts(self.pattern, self.mvue, on_units))
-        add_note(
-            "sparse products on the device's units, in 16 bits" if on_units else "dense products of masked weights"
-        )
+        add_note("sparse products on 2:4 units, in 16 bits" if on_units else "dense products of masked weights")
         return model
 
     def layers(self, model: nn.Module) -> Mapping[str, nn.Module]:
-        """The layers to be treated, by name. Raises RefusedError where there is none."""
+        """Return the treated layers by name. Raise RefusedError if there are none."""
         stacks = find_stacks(model)
         kinds = {type(layer) for layer in weight_layers(model).values() if is_transposed(layer)}
 
@@ -254,7 +257,7 @@ class NOfM(Technique):
         optimizer.register_step_post_hook(follow)
 
     def changes(self, step: int, state: TrainState) -> None:
-        """Changes no structure. A run that was forked from one without masks begins to count where it begins."""
+        """Set the step counter, for a run that was forked from one without masks. The structure stays."""
         if state.model is not None:
             state.techniques[self.name]["step"].fill_(step)
 
@@ -271,10 +274,10 @@ class NOfM(Technique):
             if mask is None:
                 continue
             if dense and not mask.all():
-                raise IntegrityError(f"{self.name}: {name} is still masked in step {state.step}, dense was promised")
+                raise IntegrityError(f"{self.name}: {name} is masked at step {state.step}, after dense_from")
             if not dense and not self.pattern.admits(mask.T if is_transposed(module) else mask):
-                ways = " along inputs and outputs" if self.transposable else ""
-                raise IntegrityError(f"{self.name}: the mask of {name} keeps more than {self.pattern}{ways}")
+                directions = " along inputs and outputs" if self.transposable else ""
+                raise IntegrityError(f"{self.name}: the mask of {name} keeps more than {self.pattern}{directions}")
 
 
 def _reason_to_skip(layer: nn.Module, pattern: NOfMPattern) -> str | None:
@@ -284,5 +287,5 @@ def _reason_to_skip(layer: nn.Module, pattern: NOfMPattern) -> str | None:
         return f"the product of a {type(layer).__name__} is unknown"
     shape = tuple(layer.weight.shape[::-1] if is_transposed(layer) else layer.weight.shape)
     if not pattern.fits(shape):
-        return f"its {shape[1]} inputs and {shape[0]} outputs are no whole groups of {pattern.m}"
+        return f"its {shape[1]} inputs and {shape[0]} outputs do not divide into groups of {pattern.m}"
     return None

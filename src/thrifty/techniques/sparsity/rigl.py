@@ -20,8 +20,11 @@ from thrifty.techniques.sparsity._mask_techniques import DynamicMaskTechnique
 
 
 def moved_mask(mask: Tensor, weight: Tensor, gradient: Tensor, fraction: float) -> Tensor:
-    """The mask after dropping the `fraction` smallest |weight| of the active and growing as many inactive places
-    (just-dropped ones included) with the largest |gradient|. All tensors have the weight's shape."""
+    """Return the mask after a move; all tensors have the weight's shape.
+
+    The `fraction` of active connections with the smallest |weight| is dropped. As many inactive ones, including those
+    just dropped, are grown: those with the largest |gradient|.
+    """
     return replace_connections(mask, weight.abs(), gradient.abs(), fraction)
 
 

@@ -23,10 +23,13 @@ from thrifty.techniques.sparsity._mask_techniques import DynamicMaskTechnique
 
 
 def regrown_mask(mask: Tensor, weight: Tensor, fraction: float, key: str) -> Tensor:
-    """The mask after dropping the `fraction` smallest |weight| of the active and growing as many inactive places
-    (just-dropped ones included), each with the same chance, drawn from `key` alone. Both have the weight's shape."""
-    chance = torch.rand(mask.shape, generator=keyed_generator(key), dtype=torch.float64).to(mask.device)
-    return replace_connections(mask, weight.abs(), chance, fraction)
+    """Return the mask after a move, in the weight's shape.
+
+    The `fraction` of active connections with the smallest |weight| is dropped. As many inactive ones, including those
+    just dropped, are grown at random. The random values depend on `key` only.
+    """
+    random_scores = torch.rand(mask.shape, generator=keyed_generator(key), dtype=torch.float64).to(mask.device)
+    return replace_connections(mask, weight.abs(), random_scores, fraction)
 
 
 class SparseEvolution(DynamicMaskTechnique):

@@ -18,8 +18,10 @@ from thrifty.techniques.sparsity._mask_techniques import SaliencyMaskTechnique
 
 
 def snip_scores(weight: Tensor, gradient: Tensor) -> Tensor:
-    """|gradient · weight|, elementwise: how much the loss changes, to first order, if a weight is multiplied by a
-    little less than 1. Weight and gradient of the loss have one shape."""
+    """Return |gradient · weight|, elementwise, in the weight's shape.
+
+    To first order, it is the change of the loss per relative change of a weight.
+    """
     return (gradient * weight).abs()
 
 

@@ -48,36 +48,36 @@ from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.optim.weight_masks import masks_in
 
 WORTH = 0.9
-"""Of the time of dense products that sparse ones may take at most to be chosen."""
-UNMASKED = "dense: its weight is under no mask"
+"""Largest time of sparse products, relative to dense ones, with which they are chosen."""
+UNMASKED = "dense: its weight has no mask"
 Lines = dict[torch.dtype, dict[Form, DensityTimeFit]]
-"""Times of products over density, by their dtype and by form."""
+"""Fitted times of products over density, by dtype and form."""
 
 
 class LayerProducts:
-    """What a layer knows of the mask that its weight is under, and which products it has chosen."""
+    """Choice between sparse and dense products for a layer with a masked weight."""
 
     def __init__(self, lines: Lines):
         self.lines = lines
         self.patterns: dict[torch.dtype, SparsityPattern] = {}
-        """By the dtype of products, where sparse ones are chosen."""
+        """Sparsity pattern by dtype, where sparse products are chosen."""
         self.is_sparse = False
-        """In some dtype."""
+        """True if sparse products are chosen for any dtype."""
         self.used = False
-        """Whether the last forward pass was sparse."""
-        self.said = UNMASKED
+        """True if the last forward pass was sparse."""
+        self.summary = UNMASKED
         self.dense_gradient = False
         self._known: tuple[Tensor, int] | None = None
 
     def follow(self, mask: Tensor | None, weight: Tensor) -> None:
-        """Chooses anew where the mask has moved. A weight that is not zero outside its mask stays dense."""
+        """Choose products again if the mask has moved. A weight that is nonzero outside its mask stays dense."""
         if mask is None or is_dtensor(mask) or mask.device != weight.device:
             self.patterns, self._known = {}, None
-            self.said = UNMASKED if mask is None else "dense: its mask is divided among ranks, or on another device"
+            self.summary = UNMASKED if mask is None else "dense: its mask is divided among ranks, or on another device"
         elif self._known is None or self._known[0] is not mask or self._known[1] != mask._version:
             self.patterns, self._known = {}, None
             if bool(weight.detach().masked_fill(mask, 0).any()):
-                self.said = "dense: its weight is not zero outside the mask"
+                self.summary = "dense: its weight is nonzero outside the mask"
             else:
                 self._known = mask, mask._version
                 self._choose(mask)
@@ -87,21 +87,25 @@ class LayerProducts:
         densities: dict[Form, float] = {"csr": float(mask.sum()) / mask.numel()}
         if "blocks" in forms_of(*mask.shape):
             densities["blocks"] = float(kept_blocks(mask, LANES).float().mean())
-        made: dict[Form, SparsityPattern] = {}
-        said: dict[str, str] = {}
+        patterns: dict[Form, SparsityPattern] = {}
+        summaries: dict[str, str] = {}
         for dtype, lines in self.lines.items():
             form, ratio = best_form(lines, densities)
             if ratio <= WORTH:
-                made[form] = made.get(form) or (CsrMatrix.of(mask) if form == "csr" else BlockSparseMatrix.of(mask))
-                self.patterns[dtype] = made[form]
-            said.setdefault(format_products(form, densities["csr"], ratio), str(dtype).removeprefix("torch."))
-        self.said = "; ".join(f"{words} in {dtype}" if len(said) > 1 else words for words, dtype in said.items())
+                patterns[form] = patterns.get(form) or (
+                    CsrMatrix.of(mask) if form == "csr" else BlockSparseMatrix.of(mask)
+                )
+                self.patterns[dtype] = patterns[form]
+            summaries.setdefault(format_products(form, densities["csr"], ratio), str(dtype).removeprefix("torch."))
+        self.summary = "; ".join(
+            f"{text} in {dtype}" if len(summaries) > 1 else text for text, dtype in summaries.items()
+        )
 
 
 def format_products(form: Form, density: float, ratio: float) -> str:
-    """Which products a layer chose and why."""
+    """Return which products a layer chose, and why."""
     if ratio <= WORTH:
-        return f"{form}: at density {density:.3g} it takes {ratio:.2f} of the time of dense products"
+        return f"{form}: at density {density:.3g} they take {ratio:.2f} of the time of dense products"
     return f"dense: at density {density:.3g} sparse products would take {ratio:.2f} of the time"
 
 
@@ -109,7 +113,7 @@ SPARSE_PRODUCT: ModuleNote[LayerProducts] = ModuleNote("sparse_product")
 
 
 def use_sparse_product(layer: nn.Linear, lines: Lines) -> None:
-    """Let a linear layer use sparse products while it is trained, once its note `SPARSE_PRODUCT` follows a mask."""
+    """Make a linear layer use sparse products in training mode, once its note `SPARSE_PRODUCT` follows a mask."""
     SPARSE_PRODUCT.set(layer, LayerProducts(lines))
     wrap_forward(layer, _multiply)
 
@@ -121,7 +125,7 @@ def remove_sparse_product(layer: nn.Linear) -> None:
 
 
 def _multiply(layer: Any, inner: Any, x: Tensor) -> Tensor:
-    # no more than this is looked at by a compiler: what it has seen change it compiles for anew
+    # a compiler guards only on this condition
     return _sparse(layer, inner, x) if layer.training and SPARSE_PRODUCT.of(layer).is_sparse else inner(x)
 
 
@@ -136,12 +140,12 @@ def _sparse(layer: Any, inner: Any, x: Tensor) -> Tensor:
 
 
 def products_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """The layers that may use sparse products, by name; `SPARSE_PRODUCT.of(layer).said` tells what they chose."""
+    """Return the layers that may use sparse products, by name. `SPARSE_PRODUCT.of(layer).summary` is their choice."""
     return SPARSE_PRODUCT.noted(model)
 
 
 class SparseProductCounter:
-    """A backward pass that notes how many layers used sparse products."""
+    """A backward pass that records the number of layers with sparse products."""
 
     def __init__(self, inner: Backward):
         self.inner = inner
@@ -172,9 +176,9 @@ class SparseProducts(Technique):
     claims = frozenset({Claim.LINEAR_PRODUCTS})
 
     where: str = r"\.\d+\."
-    """Pattern of the names of layers that may use sparse products; those of numbered blocks by default."""
+    """Pattern of the names of layers that may use sparse products; by default those in numbered blocks."""
     tokens: Positive = 2048
-    """Rows of a product for which times are compared: about the tokens of a micro-batch."""
+    """Rows of the measured products, about the tokens of a micro-batch."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -183,7 +187,10 @@ class SparseProducts(Technique):
     def model(self, model: nn.Module) -> nn.Module:
         layers = {name: layer for name, layer in weight_layers(model).items() if re.search(self.where, name)}
         if not layers:
-            raise RefusedError(f"no layer has a name that matches {self.where!r}", fix="give another pattern as where")
+            raise RefusedError(
+                f"no layer has a name that matches {self.where!r}",
+                fix=f"--set techniques.{self.name}.where=PATTERN, a pattern of layer names",
+            )
         reasons = {name: reason for name, layer in layers.items() if (reason := _reason_to_skip(layer))}
         shapes: dict[tuple[int, ...], list[str]] = {}
         for name, layer in layers.items():
@@ -197,7 +204,7 @@ class SparseProducts(Technique):
         return model
 
     def lines(self, weight: Tensor) -> Lines:
-        """The times of a layer's products over density, for each dtype in which it may compute them."""
+        """Return the fitted times of a layer's products over density, for each possible dtype."""
         device, fits = weight.device.type, {}
         for dtype in dict.fromkeys((weight.dtype, torch.bfloat16, torch.float16)):
             if dtype is not weight.dtype and not has_fast_bfloat16():
@@ -211,16 +218,16 @@ class SparseProducts(Technique):
         lines = SPARSE_PRODUCT.of(layer).lines[layer.weight.dtype]
         when = ", ".join(f"{form} below a density of {line.crossover:.2f}" for form, line in lines.items())
         subject = f"{len(names)} layers of {shape[0]} x {shape[1]}, such as {names[0]}"
-        return f"{subject}, take less time as {when}; chosen where it is at most {WORTH:g} of the dense"
+        return f"{subject}, are faster as {when}; sparse products are chosen up to {WORTH:g} of the dense time"
 
     def changes(self, step: int, state: TrainState) -> StructuralChange | None:
-        """No change of structure: layers follow their masks, which may have moved in the last update."""
+        """Update the layers after a move of their masks. The structure stays."""
         if state.model is not None and state.optimizer is not None:
             self.follow_masks(state)
         return None
 
     def follow_masks(self, state: TrainState) -> None:
-        """Let each layer choose its products by the mask that its weight is under now."""
+        """Choose the products of each layer by the current mask of its weight."""
         masks = {} if state.optimizer.site.behind else masks_in(state)
         by_parameter = dict(zip(map(id, state.optimizer.parameters), state.optimizer.names, strict=True))
         moving = bool(masks) and state.optimizer.will_move_masks()
@@ -235,7 +242,7 @@ class SparseProducts(Technique):
     def hook_steps(self, model: nn.Module, optimizer: Optimizer) -> None:
         if not isinstance(optimizer, TransformOptimizer):
             raise UsageError(
-                f"{self.name} follows the masks that an optimizer keeps, and {type(optimizer).__name__} has none",
+                f"{self.name} uses the masks of an optimizer, and {type(optimizer).__name__!r} has none",
                 fix="use an optimizer of thrifty.optim, such as thrifty.optim.AdamW(model, lr=1e-3)",
             )
 
@@ -256,9 +263,9 @@ class SparseProducts(Technique):
 
 def _reason_to_skip(layer: nn.Module) -> str | None:
     if isinstance(layer, NonDynamicallyQuantizableLinear | nn.MultiheadAttention):
-        return "attention that reads its weights itself"
+        return "its attention reads the weights directly"
     if not isinstance(layer, nn.Linear) or type(layer).forward is not nn.Linear.forward:
-        return f"what a {type(layer).__name__} computes is not x Wᵀ + b"
+        return f"a {type(layer).__name__} does not compute x Wᵀ + b"
     if "forward" in vars(layer):
         return "another technique changes its product"
     if is_dtensor(layer.weight):

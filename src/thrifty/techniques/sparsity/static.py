@@ -38,9 +38,9 @@ class StaticMask(MatrixMaskTechnique):
     the weights of that run: criterion = "magnitude" is then one-shot pruning followed by training."""
 
     criterion: Literal["random", "magnitude"] = "random"
-    """What decides which weights are kept: chance, or the size of their first values."""
+    """Selection of the kept weights: random, or by magnitude of the initial values."""
     distribution: Literal["erk", "uniform", "global"] = "erk"
-    """How the density is spread over layers; "global" compares the weights of all layers."""
+    """Density of layers; "global" compares the weights of all layers."""
     seed: int = 0
 
     def initial_masks(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
