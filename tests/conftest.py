@@ -59,7 +59,7 @@ def pytest_runtest_logfinish() -> None:
 
 
 def keep_what_is_there() -> None:
-    """What was imported stays to the end: each of the thousands of collections that tests ask for need not look."""
+    """Freeze imported objects, so that the thousands of garbage collections of tests skip them."""
     gc.collect()
     gc.freeze()
     KEPT.append(len(sys.modules))
@@ -110,7 +110,7 @@ def counted_products() -> Iterator[None]:
 
 @pytest.fixture
 def measured_products(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What sparse products cost on this machine after all."""
+    """Restore the measured costs of sparse products on this machine."""
     monkeypatch.setattr(BreakevenCase, "measured", MEASURED)
 
 

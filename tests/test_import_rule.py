@@ -1,4 +1,4 @@
-"""Who may import whom, and what no file may use: the table of DESIGN.md, checked."""
+"""The import rule of DESIGN.md, and names that no file may use."""
 
 import ast
 import re

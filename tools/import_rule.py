@@ -108,6 +108,6 @@ def _reason(importer: str, imported: str, rule: Rule) -> str:
 
 
 def _covered(one: str, other: str, rule: Rule) -> bool:
-    """Whether a row names a package, or the folder that holds it from outside of that folder."""
+    """Return True if a row names a package, or, for importers outside of its folder, the folder."""
     parent = other.partition("/")[0]
     return other in rule[one] or (parent in rule[one] and one.partition("/")[0] != parent)

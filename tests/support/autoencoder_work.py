@@ -1,4 +1,4 @@
-"""What the tests of the masked autoencoder let each rank do; here, so that a fresh process can import it."""
+"""Work of each rank in tests of the masked autoencoder, in a module that a new process can import."""
 
 from image_runs import autoencoder_run
 from tiny_runs import advance, losses, technique, with_optimizer

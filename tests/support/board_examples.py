@@ -1,4 +1,4 @@
-"""What the tests of the board show on it."""
+"""Runs and results that tests of the board show."""
 
 TOKEN = "a-token-of-the-tests-0123456789"  # noqa: S105
 LION = {

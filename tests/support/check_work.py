@@ -1,4 +1,4 @@
-"""What the tests of `thrifty check` let each rank do; here, so that a fresh process can import it."""
+"""Work of each rank in tests of `thrifty check`, in a module that a new process can import."""
 
 from pathlib import Path
 

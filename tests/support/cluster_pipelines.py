@@ -8,7 +8,7 @@ import torch.distributed as dist
 from thrifty.simulators.cluster.pipeline_schedules import Result, ScheduleAction, leaves, needs, placement, schedule
 
 Seconds = dict[tuple[str, int], float]
-"""How long an action takes by its kind and stage."""
+"""Seconds of an action by its kind and stage."""
 Case = tuple[str, int, int, Seconds]
 """A schedule by name, with so many micro-batches and chunks."""
 Times = list[tuple[float, float]]
@@ -16,7 +16,7 @@ Times = list[tuple[float, float]]
 
 
 def run_each(cases: list[Case], repeats: int) -> list[list[Times]]:
-    """What this rank did when, in each repeat of each case."""
+    """Return the actions of this rank with their times, for each repeat of each case."""
     found = []
     for name, parts, chunks, seconds in cases:
         orders = schedule(name, dist.get_world_size(), parts, chunks)

@@ -60,15 +60,16 @@ class CommandLine:
     folder: Path
     environment: dict[str, str] = field(default_factory=dict)
     fresh: bool = False
-    """Whether each command, and each rank, starts a Python of its own, as from a shell, and not only a process of its
-    own. One that is given more than pipes always does."""
+    """True starts a new Python process for each command and rank, instead of a fork. Descriptors other than pipes
+    require it.
+    """
 
     def variables(self) -> dict[str, str]:
         inherited = {name: value for name, value in os.environ.items() if name not in ("RANK", "WORLD_SIZE")}
         return {**inherited, "OMP_NUM_THREADS": "1", "COLUMNS": "200", **self.environment}
 
     def start(self, *words: str | Path, ranks: int = 0, restarts: int = 0, **options: Any) -> Running:
-        """A running process, under torchrun where `ranks` are given, which starts them again so many times."""
+        """Start a process and return it; with `ranks` under torchrun, which restarts them `restarts` times."""
         launch: list[str] = []
         if ranks:
             launch = ["--nnodes=1", f"--nproc-per-node={ranks}", "--master-addr=127.0.0.1"]
@@ -161,7 +162,7 @@ def kill(process: Running) -> None:
 
 
 def wait_until(there: Callable[[], Any], process: Running | None = None, seconds: float = 60) -> bool:
-    """Whether something came true before the process ended; fails when neither happens in time."""
+    """Wait until a condition holds or the process ends, and return whether it held. Fails after the timeout."""
     end = time.monotonic() + seconds
     while not there():
         if process is not None and process.poll() is not None:

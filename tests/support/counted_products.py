@@ -1,4 +1,4 @@
-"""What sparse products cost by their shapes alone, so that tests on tiny models choose them on every machine."""
+"""Costs of sparse products by their shapes alone, so that tests on tiny models choose them on every machine."""
 
 import pytest
 

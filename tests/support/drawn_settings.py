@@ -13,7 +13,7 @@ from thrifty.core.errors import UsageError
 from thrifty.core.setting_bounds import SettingBound, hints_of
 
 NOT_DRAWN = {"batch", "cost_source", "kernel", "offload", "time_source", "to"}
-"""What the run fills in, what is measured, and what depends on the machine."""
+"""Settings that the run fills in, that are measured, or that depend on the machine."""
 ATTEMPTS = 12
 """Draws of which at least one must be accepted."""
 CHANGED = 2

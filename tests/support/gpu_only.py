@@ -1,4 +1,4 @@
-"""What only a GPU can show: such tests are skipped where torch sees none."""
+"""Mark of tests that require a GPU; they are skipped if torch has none."""
 
 import pytest
 import torch

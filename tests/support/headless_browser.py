@@ -81,7 +81,7 @@ class Browser:
         self.until("!window.isOld && document.readyState == 'complete'")
 
     def value(self, expression: str) -> Any:
-        """Of a JavaScript expression in the page, which may be a promise."""
+        """Return the value of a JavaScript expression in the page, which may be a promise."""
         result = self.tell("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
         assert "exceptionDetails" not in result, result
         return result["result"].get("value")

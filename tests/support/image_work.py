@@ -1,4 +1,4 @@
-"""What the tests of images let each rank do; here, so that a fresh process can import it."""
+"""Work of each rank in tests of images, in a module that a new process can import."""
 
 import torch
 from image_runs import image_run

@@ -67,7 +67,7 @@ def sddmm_reference(left: Tensor, right: Tensor, pattern: SparsityPattern) -> Te
 
 
 def round_reference(numbers: Tensor, format: Float8Format) -> Tensor:
-    """What `cast` makes of scaled numbers, by arithmetic in float64 instead of torch's dtypes; values, not codes."""
+    """Return the values of `cast` for scaled values, by arithmetic in float64 instead of torch's dtypes."""
     exact = numbers.double()
     exponent = torch.frexp(exact).exponent - 1
     spacing = torch.ldexp(torch.ones_like(exact), exponent.clamp(min=format.least_exponent) - format.mantissa_bits)

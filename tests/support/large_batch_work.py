@@ -1,4 +1,4 @@
-"""What the tests of large batches let each rank do; here, so that a fresh process can import it."""
+"""Work of each rank in tests of large batches, in a module that a new process can import."""
 
 from tiny_runs import advance, plain_run, run_through, technique, with_optimizer
 

@@ -1,4 +1,4 @@
-"""What the tests of encoders that read no masks let each rank do; here, so that a fresh process can import it."""
+"""Work of each rank in tests of encoders that read no masks, in a module that a new process can import."""
 
 from collections.abc import Mapping, Sequence
 

@@ -1,4 +1,4 @@
-"""What a rank of a small mesh is predicted to hold at its peak, and what it then holds, by the allocator's events."""
+"""Predicted and measured peak memory of a rank of a small mesh, by the allocator's events."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field

@@ -1,4 +1,4 @@
-"""What the tests of offloading let each rank do; here, so that a fresh process can import it."""
+"""Work of each rank in tests of offloading, in a module that a new process can import."""
 
 from typing import Any
 
@@ -31,8 +31,9 @@ def differences(strategy: str, offload: tuple[str, dict[str, Any]], others: list
 
 
 def differences_of_slices(tiers: list[str], others: dict[str, dict[str, Any]]) -> list[str]:
-    """Where a run whose fused layers are divided over these ranks, each of their slices by itself, is not bit for bit
-    what it is without the offload: with which technique, and on which tier."""
+    """Return techniques and tiers for which offload changes a bit of a run whose fused layers are sharded slice by
+    slice.
+    """
     found = []
     for name, settings in others.items():
         chosen = with_optimizer([technique("parallelism.tensor"), technique(name, **settings)])

@@ -1,4 +1,4 @@
-"""What is opened while a run is prepared, counted where every kind of data opens its files."""
+"""Counter of files that every kind of data opens while a run is prepared."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager

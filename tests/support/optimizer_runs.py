@@ -77,7 +77,7 @@ def trained(transform: GradientTransform, steps: int = STEPS, dtype: torch.dtype
 
 
 def trained_sharded() -> dict[str, dict[str, list]]:
-    """What each optimizer makes of the same parameters when every rank holds some of their rows, as plain numbers."""
+    """Return the parameters of each optimizer after training with sharded rows, as plain tensors."""
     mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
 
     def part(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What the tests of parallelism let each rank do; here, so that a fresh process can import it."""
+"""Work of each rank in tests of parallelism, in a module that a new process can import."""
 
 import hashlib
 from collections.abc import Sequence
@@ -35,7 +35,7 @@ class Run:
     tensors: dict[str, str]
     """A digest of every tensor that this rank holds whole; of the others that they are divided."""
     sharded: int
-    """How many parameters are held in part only."""
+    """Number of sharded parameters."""
     evaluated: float
     """The loss of the values that are evaluated, which an average may be, on the first batch."""
 

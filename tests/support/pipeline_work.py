@@ -1,4 +1,4 @@
-"""What the tests of the pipeline let each rank do; here, so that a fresh process can import it."""
+"""Work of each rank in tests of the pipeline, in a module that a new process can import."""
 
 import gc
 import weakref
@@ -44,12 +44,12 @@ THEIRS: dict[str, dict[str, Any]] = {
         "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
     },
 }  # fmt: skip
-"""Models of transformers: with a free head; with a tied one and more behind it; with a tied one and positions."""
+"""Models of transformers: with a free head; with a tied head and later layers; with a tied head and positions."""
 
 
 @dataclass
 class Found:
-    """What one rank found in a run; tensors as arrays, which a pipe between processes carries."""
+    """Results of one rank; tensors are arrays, which a pipe between processes can carry."""
 
     refused: str = ""
     losses: list[float] = field(default_factory=list)
@@ -61,7 +61,7 @@ class Found:
 
 @dataclass(frozen=True)
 class Case:
-    """A run, by the techniques and settings that it has beside those of tiny runs."""
+    """A run with techniques and settings in addition to those of tiny runs."""
 
     techniques: Mapping[str, Mapping[str, Any]]
     model: Mapping[str, Any] = field(default_factory=dict)
@@ -166,7 +166,7 @@ def save_after(case: Case, steps: int, folder: Path, stages: int, resume: bool =
 
 
 def footprints(cases: Sequence[Case]) -> list[tuple[Footprint, Footprint]]:
-    """What each is explained to hold without techniques and with them."""
+    """Return the explained footprints without techniques and with them."""
     mesh.set_mesh(AXES | {"pipeline": torch.distributed.get_world_size()}, "cpu")
     try:
         explained = [explain(case.compose()) for case in cases]
@@ -189,7 +189,7 @@ class Sent(TorchDispatchMode):
 
 
 def sent_and_buffered(cases: Sequence[Case]) -> list[tuple[int, int]]:
-    """For each case what this rank sends in a step that is not the first, and what stays beside the state."""
+    """Return, for each case, the bytes that this rank sends in a later step, and its buffers besides the state."""
     mesh.set_mesh(AXES | {"pipeline": torch.distributed.get_world_size()}, "cpu")
     measured = []
     for case in cases:
@@ -227,7 +227,7 @@ def most_alive(cases: Sequence[Case]) -> list[list[int]]:
 
 
 class Alive:
-    """How many of a layer's inputs that a backward pass needs are there at once."""
+    """Counter of the inputs of a layer that are saved for a backward pass at one time."""
 
     def __init__(self, layer: nn.Module):
         self.now, self.peak = 0, 0

@@ -43,9 +43,10 @@ def in_a_group_of_one() -> Iterator[None]:
 
 
 def on_ranks(size: int, work: Callable[..., Any], *args: Any, strangers: bool = False) -> list[Any]:
-    """What `work(*args)` returned on each rank; AssertionError with the traceback if it raised on any, or hung.
+    """Return the result of `work(*args)` on each rank. Raises AssertionError with the traceback if a rank raised or
+    hung.
 
-    `strangers` have nothing from a common server: as under torchrun each has its own order of what is hashed.
+    `strangers` are not forked from a common server: as under torchrun, each has its own hash order.
     """
     context: Any = multiprocessing.get_context("spawn") if strangers else PROCESSES
     meeting = dist.TCPStore("localhost", 0, size, is_master=True, wait_for_workers=False)

@@ -1,4 +1,4 @@
-"""What the ranks of a test do, each in a process of its own."""
+"""Work of the ranks in a test, each in its own process."""
 
 import os
 import time
@@ -24,7 +24,9 @@ SECONDS = 30
 
 
 def on_ranks(size: int, work: Callable[..., Any], *args: Any) -> list[Any]:
-    """What `work(*args)` returned on each rank of a gloo group; None for a rank that died; raises if any raised."""
+    """Return the result of `work(*args)` on each rank of a gloo group; None for a rank that died. Raises if a rank
+    raised.
+    """
     receivers, processes = [], []
     rendezvous = args[0].parent / f"rendezvous {time.monotonic_ns()}"
     for rank in range(size):
@@ -76,7 +78,7 @@ def whole_tensors(seed: int = 0) -> dict[str, torch.Tensor]:
 
 
 def sharded(tensors: dict[str, torch.Tensor], dim: int = 0) -> dict[str, torch.Tensor]:
-    """Each tensor as a DTensor over all ranks, and as plain and replicated tensors beside it."""
+    """Return each tensor as a DTensor over all ranks, and as plain and replicated tensors."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     placed = {name: distribute_tensor(tensor, mesh, [Shard(dim)]) for name, tensor in tensors.items()}
     placed["replicated"] = distribute_tensor(tensors["square"], mesh, [Replicate()])

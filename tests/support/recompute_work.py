@@ -29,7 +29,7 @@ def same_run(one: tuple[list[float], Snapshot], other: tuple[list[float], Snapsh
 
 
 def same_on_ranks(strategy: str, settings: Sequence[tuple[str, dict[str, Any]]]) -> list[bool]:
-    """Whether each technique leaves a distributed run as it is."""
+    """Return True for each technique that leaves a distributed run unchanged."""
     plain = trained(technique(strategy))
     return [same_run(trained(technique(strategy), technique(name, **given)), plain) for name, given in settings]
 

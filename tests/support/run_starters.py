@@ -1,4 +1,4 @@
-"""What the processes of the run folder tests do."""
+"""Processes of the tests of run folders."""
 
 import os
 import time

@@ -1,4 +1,4 @@
-"""What the tests of sampling by gradient norms let each rank do; here, so that a fresh process can import it."""
+"""Work of each rank in tests of sampling by gradient norms, in a module that a new process can import."""
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,7 @@ def sampled_runs(strategy: str) -> tuple[Gates, Gates]:
 
 
 def a_number_is_missing_on_one_rank() -> tuple[float, float]:
-    """Whether examples were drawn, and tau after it."""
+    """Return True if examples were sampled, and tau after that."""
     scores = torch.tensor([1.0, float("nan") if dist.get_rank() else 2.0, 1.0, 1.0])
     sampler = GradientNormBackward(
         lambda model, objective, batch: BackwardResult(objective.losses(Prediction(), batch).sum()), 2, 0.5

@@ -1,4 +1,4 @@
-"""What the tests of sharding let each rank do; here, so that a fresh process can import it."""
+"""Work of each rank in tests of sharding, in a module that a new process can import."""
 
 import gc
 import time
@@ -40,7 +40,7 @@ from thrifty.training.rank_sync import ProcessGroupSync, SingleProcess
 
 STEPS, BATCH = 20, 8
 DEMANDING = ("optimizers.lamb", "gradients.clip", "large_batch.gradient_accumulation")
-"""What needs whole norms and sums over micro-batches."""
+"""Techniques that require whole norms and sums over micro-batches."""
 
 
 @contextmanager
@@ -254,11 +254,11 @@ class Resumed:
     """A digest of every whole tensor of the state as it was found."""
     after: dict[str, str]
     examples: list[list[int]]
-    """Of each step, those of all ranks in their order."""
+    """Examples of all ranks in order, for each step."""
 
 
 def resume_each(ways: Mapping[str, Way], folder: Path, steps: int) -> dict[str, Resumed]:
-    """Each goes on from its newest checkpoint, or starts, for some steps, and saves."""
+    """Resume each run from its newest checkpoint, or start it, train some steps, and save."""
     return {name: _resume(way, folder / name, steps) for name, way in ways.items()}
 
 
@@ -298,9 +298,9 @@ def _tokens_of_all(batch: Batch) -> list[int]:
 class Formats:
     losses: list[float]
     given: set[torch.dtype]
-    """Of what linear layers compute with."""
+    """Dtypes of the inputs of linear layers."""
     kept: set[torch.dtype]
-    """Of the parameters between steps."""
+    """Dtypes of the parameters between steps."""
 
 
 def formats(way: Way) -> Formats:
@@ -324,7 +324,7 @@ def formats(way: Way) -> Formats:
 
 
 def on_two(ways: Mapping[str, Way], low: Way) -> tuple[dict[str, Trained], Trained, Formats, Formats]:
-    """Ways in float64, the last of them with an encoder-decoder too, and in float32 beside a lower precision."""
+    """Return results in float64, the last with an encoder-decoder too, and in float32 with a lower precision."""
     last = list(ways.values())[-1]
     return all_trained(ways), trained(last, style="t5", steps=6), formats(last), formats(low)
 

@@ -34,10 +34,10 @@ class Simulated:
     """Starts runs that end at once. The loss is that of the seed, changed by what the recipe is."""
 
     effect: Callable[[Recipe], float] = lambda recipe: 0.0
-    """What is added to the loss, as a share of it."""
+    """Relative change of the loss."""
     step_time: Callable[[Recipe], float] = lambda recipe: 0.01
     spread: float = 0.02
-    """Of the losses of pairs, as a share of the loss."""
+    """Relative spread of the losses of pairs."""
     label_entropy: Callable[[Recipe], float] = lambda recipe: 2.3
     fails: Collection[str] = ()
     stops_at: str = ""

@@ -1,4 +1,4 @@
-"""What the tests of weight masks let each rank do; here, so that a fresh process can import it."""
+"""Work of each rank in tests of weight masks, in a module that a new process can import."""
 
 from collections.abc import Sequence
 

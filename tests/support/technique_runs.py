@@ -24,7 +24,7 @@ def masked_run(batch: int = 4, repeated: bool = False, dropout: float = 0.0, len
 
 
 def untied_run(**settings: Any) -> BaseRun:
-    """Of text, by a model whose head is its own."""
+    """Return a run on text with a model whose head has its own weight."""
     return plain_run(tied=False, **settings)
 
 

@@ -1,4 +1,4 @@
-"""What the tests of tensor parallelism let each rank do, and the same in one process."""
+"""Work of each rank in tests of tensor parallelism, and the same in one process."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -162,7 +162,7 @@ def runs_on_four() -> dict[str, Run]:
 
 
 def gradients(made: nn.Module, *inputs: Any) -> dict[str, np.ndarray]:
-    """What a model gives, and the gradients of all of its parameters from a fixed weighting of that."""
+    """Return the output of a model, and the gradients of all parameters from a fixed weighting of it."""
     hidden = made(*inputs)
     weighting = torch.linspace(-1, 1, hidden.numel(), dtype=torch.float64).view_as(hidden)
     (made.head(hidden).square().mean() + (hidden * weighting).mean()).backward()
@@ -198,8 +198,7 @@ def families_on_two() -> dict[tuple[str, bool], dict[str, np.ndarray]]:
 
 
 def finished() -> tuple[bool, bool]:
-    """Whether a split model that is put together again has the names, values and results of the plain one, and
-    nothing that a plain one has not."""
+    """Return True if a gathered split model has the names, values and results of the plain one, and nothing else."""
     with laid(tensor=2):
         one = technique(TENSOR)
         plain, made = model("llama", kv_heads=2), one.model(model("llama", kv_heads=2))
@@ -212,7 +211,7 @@ def finished() -> tuple[bool, bool]:
 
 
 def noticed() -> str:
-    """What is said when the first rank's norm is no longer that of the others."""
+    """Return the error when the first rank's norm differs from the others'."""
     with laid(tensor=2):
         run = composed(lambda: model("gpt"), [(TENSOR, {})], 2)
         state = run.start()
@@ -228,7 +227,7 @@ def noticed() -> str:
 
 
 class Widths(TorchDispatchMode):
-    """How wide the rows are of all matrices that are made."""
+    """Recorder of the row widths of all matrices."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -276,8 +275,9 @@ def losses_on_ranks() -> list[tuple[list[np.ndarray], set[int]]]:
 
 
 def dropped_model() -> nn.Module:
-    """With half of the numbers dropped at two places of each block: what its attention is given, and between the
-    matrices of its feed-forward network."""
+    """Return a model with dropout of half of the elements at two places of each block: the input of attention, and
+    between the matrices of the feed-forward network.
+    """
     made = model("gpt")
     for block in made.blocks:
         block.attention_norm = nn.Sequential(block.attention_norm, nn.Dropout(0.5))
@@ -286,7 +286,7 @@ def dropped_model() -> nn.Module:
 
 
 def masks(settings: Mapping[str, Any], again: bool) -> tuple[dict[str, list[np.ndarray]], Run]:
-    """What each place dropped, every time that it was asked, in one step; and two steps."""
+    """Return the dropout masks of each place and call, for one step; and two steps."""
     chosen = [(TENSOR, settings), *([("memory.recompute", {})] if again else [])]
     run = composed(dropped_model, chosen, 2)
     state = run.start()
@@ -316,7 +316,7 @@ class Held:
     parameters: int
     optimizer: int
     sent: dict[str, int]
-    """How often each kind of collective was called in one step."""
+    """Number of calls of each kind of collective in one step."""
 
 
 def held_on_two(along_tokens: bool) -> Held:
@@ -347,7 +347,7 @@ def predicted_on_two() -> tuple[Footprint, int]:
 
 
 def refusals() -> list[str]:
-    """What is said to models that cannot be split as asked."""
+    """Return the errors for models that cannot be split as requested."""
     found = []
     with laid(tensor=dist.get_world_size()):
         over = mesh.submesh("tensor")
@@ -402,14 +402,14 @@ def digests(state: TrainState) -> dict[str, str]:
 
 
 def checkpoints_on_two(folder: Path) -> tuple[dict[str, str], dict[str, str]]:
-    """What two ranks save, and what they find of what one process saved."""
+    """Return the checkpoint of two ranks, and their reading of the checkpoint of one process."""
     with laid(tensor=2):
         chosen = [(TENSOR, {})]
         return written(folder, "of two", chosen), read(folder, "of one", chosen)
 
 
 def checkpoints_on_four(folder: Path) -> list[dict[str, str]]:
-    """What four ranks find of what two have saved, along one axis and along two; they save it again."""
+    """Return four ranks' reading of the checkpoint of two, along one axis and along two, and save it again."""
     with laid(tensor=4):
         along_one = read(folder, "of two", [(TENSOR, {})], again="of four")
     with laid(tensor=2, shard=2):

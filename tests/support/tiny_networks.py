@@ -17,7 +17,7 @@ def bert() -> BertForMaskedLM:
 
 
 class HeadApart(nn.Module):
-    """A BERT that gives hidden states, its last linear layer (with a bias) beside them."""
+    """A BERT that returns hidden states, and a separate last linear layer with a bias."""
 
     def __init__(self, inner: BertForMaskedLM):
         super().__init__()

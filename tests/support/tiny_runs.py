@@ -30,7 +30,7 @@ from thrifty.training.evaluation import held_out_loss
 from thrifty.training.loop import Record, train
 
 DEVICE = torch.device(os.environ.get("THRIFTY_TEST_DEVICE", "cpu"))
-"""Where tiny runs run: `make test-gpu` says cuda."""
+"""Device of tiny runs: `make test-gpu` sets cuda."""
 VOCABULARY = 256
 SETTINGS: dict[str, dict[str, Any]] = {
     "adapters.bias_only": {"add": True},
@@ -147,7 +147,7 @@ def plain_run(batch: int = 4, repeated: bool = False, **model: Any) -> BaseRun:
 
 @dataclass
 class Snapshot:
-    """What a checkpoint would hold, kept in memory."""
+    """The content of a checkpoint, in memory."""
 
     tensors: dict[str, Tensor]
     scalars: dict[str, Any]
