@@ -347,7 +347,7 @@ def test_several_adapters_share_the_tensors_of_one_base() -> None:
     merge(model, {"french": 0.5, "default": -2.0})
     layer = model.model.layers[0].self_attn.q_proj
     a, b, scale = factors_of(layer, "french")
-    torch.testing.assert_close(layer.weight, LORA.of(layer).kept + 0.5 * scale * b @ a)
+    torch.testing.assert_close(layer.weight, LORA.of(layer).original_weight + 0.5 * scale * b @ a)
     unmerge(model)
     for name in ("french", "default", "verse"):
         remove(model, name)

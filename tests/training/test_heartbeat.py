@@ -203,6 +203,6 @@ def test_a_lock_of_another_host_is_freed_by_its_own_job_only(tmp_path: Path) -> 
     (tmp_path / "lock").write_text(left)
     with pytest.raises(UsageError, match="a-host-that-is-lost"):
         RunLock(tmp_path / "lock")
-    taken = RunLock(tmp_path / "lock", ours=True)
+    taken = RunLock(tmp_path / "lock", is_same_job=True)
     assert "taken over" in taken.notice
     taken.release()

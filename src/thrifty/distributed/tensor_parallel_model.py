@@ -79,8 +79,8 @@ def split_model(
     splitting.swap_parameters(model)
     for name, parameter in model.named_parameters():
         style = next((style for module, style in plan.items() if is_under(name, module)), None)
-        of_tokens = along_tokens and style != "whole" and any(is_under(name, stack) for stack in stacks)
-        if not isinstance(parameter, DTensor) and (style == "summed" or of_tokens):
+        uses_token_parts = along_tokens and style != "whole" and any(is_under(name, stack) for stack in stacks)
+        if not isinstance(parameter, DTensor) and (style == "summed" or uses_token_parts):
             splitting.summed.add(name)
     if along_tokens:
         for stack in stacks.values():

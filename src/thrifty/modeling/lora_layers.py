@@ -46,14 +46,14 @@ class LayerAdapters:
 
     factors: dict[str, LoraFactors] = field(default_factory=dict)
     active: tuple[str, ...] = ()
-    kept: Tensor | None = None
+    original_weight: Tensor | None = None
     """The original weight while additions are merged into it, else None."""
     former: Callable[..., Any] | None = None
     """The layer's previous wrapped forward, if any."""
 
     @property
     def adding(self) -> tuple[str, ...]:
-        return () if self.kept is not None else self.active
+        return () if self.original_weight is not None else self.active
 
 
 LORA: ModuleNote[LayerAdapters] = ModuleNote("lora_adapters")

@@ -119,7 +119,7 @@ def merge(model: nn.Module, weights: Mapping[str, float] | None = None) -> None:
         layer_adapters = LORA.of(layer)
         wanted = dict.fromkeys(layer_adapters.active, 1.0) if weights is None else weights
         own = {name: factor for name, factor in wanted.items() if name in layer_adapters.factors}
-        if layer_adapters.kept is not None or not own:
+        if layer_adapters.original_weight is not None or not own:
             continue
         if f"{path}.{weight_name(layer)}" in {*aliases, *aliases.values()}:
             raise RefusedError(
@@ -129,7 +129,7 @@ def merge(model: nn.Module, weights: Mapping[str, float] | None = None) -> None:
         chosen[layer] = own
     for layer, own in chosen.items():
         weight = getattr(layer, weight_name(layer))
-        LORA.of(layer).kept = weight.detach().clone()
+        LORA.of(layer).original_weight = weight.detach().clone()
         weight.copy_(with_products(layer, own))
 
 
@@ -138,20 +138,20 @@ def unmerge(model: nn.Module) -> None:
     """Restore the weights that `merge` kept, bit for bit in any precision."""
     for layer in adapted_layers(model).values():
         layer_adapters = LORA.of(layer)
-        if layer_adapters.kept is not None:
-            getattr(layer, weight_name(layer)).copy_(layer_adapters.kept)
-            layer_adapters.kept = None
+        if layer_adapters.original_weight is not None:
+            getattr(layer, weight_name(layer)).copy_(layer_adapters.original_weight)
+            layer_adapters.original_weight = None
 
 
 def is_merged(model: nn.Module) -> bool:
-    return any(LORA.of(layer).kept is not None for layer in adapted_layers(model).values())
+    return any(LORA.of(layer).original_weight is not None for layer in adapted_layers(model).values())
 
 
 def merge_and_remove(model: nn.Module) -> None:
     """Merge the active adapters permanently and remove all adapters."""
     merge(model)
     for layer in adapted_layers(model).values():
-        LORA.of(layer).kept = None
+        LORA.of(layer).original_weight = None
     for name in adapters(model):
         remove(model, name)
 

@@ -44,20 +44,22 @@ def select(
     `skip` returns a reason to skip a module. Modules with a computed weight are skipped. Raise RefusedError with the
     available names if nothing matches, since a filter without a match should not pass silently.
     """
-    of_kind = {name: module for name, module in model.named_modules() if isinstance(module, kind)}
+    candidates = {name: module for name, module in model.named_modules() if isinstance(module, kind)}
     computed = "its weight is computed from other parameters"
     reasons = {
         name: computed if computes_weight(module) else skip(name, module)
-        for name, module in of_kind.items()
+        for name, module in candidates.items()
         if re.search(where, name)
     }
-    matched = {name: of_kind[name] for name, reason in reasons.items() if not reason}
+    matched = {name: candidates[name] for name, reason in reasons.items() if not reason}
     skipped = {name: reason for name, reason in reasons.items() if reason}
     if not matched:
-        seen = ", ".join(sorted({re.sub(r"\d+", "N", name) for name in of_kind})) or "the model has none of that kind"
+        available = (
+            ", ".join(sorted({re.sub(r"\d+", "N", name) for name in candidates})) or "the model has none of that kind"
+        )
         why = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
         what = f"no module matches {where!r}" if where else "no module is left to change"
-        raise RefusedError(what + (f" ({why})" if why else ""), fix=f"match one of: {seen}")
+        raise RefusedError(what + (f" ({why})" if why else ""), fix=f"match one of: {available}")
     selection = ModuleSelection(matched, skipped)
     add_note(str(selection))
     return selection

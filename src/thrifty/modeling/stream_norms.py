@@ -22,8 +22,8 @@ def is_norm(module: nn.Module) -> bool:
 
     torch's modules that act on weights (`torch.nn.utils.parametrizations.weight_norm`) are no norms.
     """
-    of_weights = type(module).__module__.startswith("torch.nn.utils")
-    return "norm" in type(module).__name__.lower() and not any(module.children()) and not of_weights
+    acts_on_weights = type(module).__module__.startswith("torch.nn.utils")
+    return "norm" in type(module).__name__.lower() and not any(module.children()) and not acts_on_weights
 
 
 def stream_norms(model: nn.Module) -> ModuleSelection:
@@ -78,8 +78,10 @@ def bypass_norms(model: nn.Module) -> ModuleSelection:
     norms = stream_norms(model)
     for norm in norms.matched.values():
         bypass_norm(norm)
-    kept = {re.sub(r"\d+", "N", name): why for name, why in norms.skipped.items()}
-    add_note(f"{len(norms.matched)} norms bypassed" + "".join(f"; {name} stays: {why}" for name, why in kept.items()))
+    skipped = {re.sub(r"\d+", "N", name): why for name, why in norms.skipped.items()}
+    add_note(
+        f"{len(norms.matched)} norms bypassed" + "".join(f"; {name} stays: {why}" for name, why in skipped.items())
+    )
     return norms
 
 

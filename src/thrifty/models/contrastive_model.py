@@ -97,8 +97,8 @@ class ContrastiveModel(nn.Module):
     def forward(
         self, images: Tensor, tokens: Tensor, keep: Tensor | None = None, visible: Tensor | None = None
     ) -> Tensor:
-        of_images, of_captions = self.of_images(images, visible), self.of_captions(tokens, keep)
-        return torch.stack((self.scale.to(of_images.dtype) * of_images, of_captions), 1)
+        image_vectors, caption_vectors = self.of_images(images, visible), self.of_captions(tokens, keep)
+        return torch.stack((self.scale.to(image_vectors.dtype) * image_vectors, caption_vectors), 1)
 
     def of_images(self, images: Tensor, visible: Tensor | None = None) -> Tensor:
         """Return unit vectors (b, e)."""

@@ -33,7 +33,7 @@ class HuggingFaceModel(nn.Module):
         self.has_separate_head = self._is_head_separate()
         self.check_visibility()
 
-    def inputs(self, *given: Tensor | None) -> dict[str, Any]:
+    def inputs(self, *tensors: Tensor | None) -> dict[str, Any]:
         raise NotImplementedError
 
     def probe(self, tokens: Tensor) -> tuple[Tensor, ...]:
@@ -54,13 +54,13 @@ class HuggingFaceModel(nn.Module):
     def vocabulary(self) -> int:
         return self.lm.get_input_embeddings().weight.shape[0]
 
-    def forward(self, *given: Tensor | None) -> Tensor:
+    def forward(self, *tensors: Tensor | None) -> Tensor:
         if self.has_separate_head:
-            return self.lm.base_model(**self.inputs(*given)).last_hidden_state
-        return self.logits(*given)
+            return self.lm.base_model(**self.inputs(*tensors)).last_hidden_state
+        return self.logits(*tensors)
 
-    def logits(self, *given: Tensor | None) -> Tensor:
-        return self.lm(**self.inputs(*given)).logits
+    def logits(self, *tensors: Tensor | None) -> Tensor:
+        return self.lm(**self.inputs(*tensors)).logits
 
     def attends_to_later(self) -> bool:
         """Return True if a change of the last token changes the predictions at earlier ones."""

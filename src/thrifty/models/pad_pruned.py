@@ -29,7 +29,7 @@ def pad_pruned_model(model: Model, shape: ModelConfig) -> tuple[Model, ModelConf
     model, family = deepcopy(model), FAMILIES[shape.style]
     heads, neurons = _by_kind(model)
     together, count = heads[0].group or 1, max(each.count for each in heads)
-    # transformers takes only numbers of heads that divide the width of the model, even where they need not
+    # transformers requires that the number of heads divides the width of the model, even if head_dim is set
     while shape.width % (count * together) or not (family.free_heads or count * together == shape.heads):
         count += 1
     hidden = max(each.count for each in neurons) if family.free_hidden else shape.hidden

@@ -167,19 +167,19 @@ def _share(tensors: Tensors, ranks: SingleProcess) -> Parts:
             raise UsageError(
                 "a sharded state cannot be saved by one rank", "save it with ranks=process_group_sync() on all"
             )
-        return {name: [_where(part) for part in own] for name, own in parts.items()}
+        return {name: [_box_of(part) for part in own] for name, own in parts.items()}
 
     earlier = ranks.gather_or_raise(all_parts)[: ranks.rank]
     own_parts = {}
     for name, own in local_parts(tensors).items():
         written_before = [part for rank_parts in earlier for part in rank_parts.get(name, ())]
         is_empty = not tensors[name].numel()
-        if new := [part for part in own if _where(part) not in written_before and (part.box.numel or is_empty)]:
+        if new := [part for part in own if _box_of(part) not in written_before and (part.box.numel or is_empty)]:
             own_parts[name] = new
     return own_parts
 
 
-def _where(part: LocalShard) -> list[list[int]]:
+def _box_of(part: LocalShard) -> list[list[int]]:
     return [list(part.box.offset), list(part.box.shape)]
 
 

@@ -68,14 +68,14 @@ class CheckpointWriter:
         return self.name
 
     @_explained
-    def write_pieces(self, tensors: dict[str, torch.Tensor], mine: Parts, ranks: SingleProcess) -> dict[str, Any]:
+    def write_pieces(self, tensors: dict[str, torch.Tensor], parts: Parts, ranks: SingleProcess) -> dict[str, Any]:
         """Write the parts of this rank; return the length and sha256 of its file by name, or {} if it writes none."""
-        if not mine and ranks.rank > 0:
+        if not parts and ranks.rank > 0:
             return {}
         name = "tensors.safetensors"
         if ranks.size > 1:
             name = f"tensors-{ranks.rank:05d}-of-{ranks.size:05d}.safetensors"
-        written = self.files.write_file(self.aside / name, stream(tensors, mine))
+        written = self.files.write_file(self.aside / name, stream(tensors, parts))
         return {name: [written.bytes, written.sha256]}
 
     @_explained

@@ -184,8 +184,8 @@ class Heartbeat:
             known = self._store.check(["verdict"])
             charge = None if known else self._findings.find_failure(tick, self._lost) or self._charge
             if known or charge:
-                said = self._store.compare_set("verdict", "", charge.as_json() if charge else "")
-                verdict = FailureVerdict.from_json(said)
+                stored = self._store.compare_set("verdict", "", charge.as_json() if charge else "")
+                verdict = FailureVerdict.from_json(stored)
                 mute = verdict.silent and verdict.rank == self.rank
                 self._judge(verdict, not mute and self._store.add(f"told/{self.meeting.process.host}", 1) == 1)
 

@@ -84,7 +84,7 @@ class RunFolder:
         refuse_links(self.path.resolve(), self.checkpoints)
         if self._lock is None:
             self.again = self._is_of(agents)
-            self._lock = RunLock(self.path / "lock", ours=self.again)
+            self._lock = RunLock(self.path / "lock", is_same_job=self.again)
             self.remove_leftovers()
             if agents:
                 self.write_json("job", sorted(agents))

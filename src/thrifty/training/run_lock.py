@@ -21,11 +21,11 @@ from thrifty.machine.process_start import process_start
 class RunLock:
     """A lock, held from creation until `release`. Raise UsageError if another process holds it.
 
-    `ours` is True if the previous owner was a process of this job that torchrun has restarted.
+    `is_same_job` is True if the previous owner was a process of this job that torchrun has restarted.
     """
 
-    def __init__(self, file: Path, ours: bool = False):
-        self.file, self.ours = file, ours
+    def __init__(self, file: Path, is_same_job: bool = False):
+        self.file, self.is_same_job = file, is_same_job
         self.notice = ""
         """Notice about an earlier owner or about the file system, or ""."""
         try:
@@ -49,10 +49,10 @@ class RunLock:
                     "be detected"
                 )
         except BlockingIOError as error:
-            raise self._taken(self._owner()) from error
+            raise self._in_use_error(self._owner()) from error
         owner = self._owner()
-        if owner and (is_alive(owner) if owner["host"] == socket.gethostname() else not self.ours):
-            raise self._taken(owner)
+        if owner and (is_alive(owner) if owner["host"] == socket.gethostname() else not self.is_same_job):
+            raise self._in_use_error(owner)
         if owner:
             self.notice = f"process {owner['pid']} ended without releasing the lock of this run, which was taken over"
         mine = {"pid": os.getpid(), "host": socket.gethostname(), "started": process_start(os.getpid())}
@@ -62,7 +62,7 @@ class RunLock:
     def _owner(self) -> dict[str, Any]:
         return read_owner(os.pread(self._descriptor, 4096, 0))
 
-    def _taken(self, owner: dict[str, Any]) -> UsageError:
+    def _in_use_error(self, owner: dict[str, Any]) -> UsageError:
         who = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
         fix = "wait for it to end, or choose another --name for this run"
         if owner and owner["host"] != socket.gethostname():

@@ -45,7 +45,7 @@ SHOWN = 8
 class TrainSession:
     """A run in training: its data, folder, settings and observers."""
 
-    kept: Mapping[str, Any]
+    resume_facts: Mapping[str, Any]
     """Plain data stored in each checkpoint in addition to the state: recipe, number of steps, identity of the data.
 
     A resume compares them to detect changes.
@@ -287,7 +287,12 @@ class _Observer:
             self.folder.checkpoints,
             self.state.step,
             self.state.tensors(),
-            {**self.state.scalars(), **self.session.kept, **records, "source": self.session.run.plain.source.state()},
+            {
+                **self.state.scalars(),
+                **self.session.resume_facts,
+                **records,
+                "source": self.session.run.plain.source.state(),
+            },
             best=best,
             keep=self.recipe.checkpoints.keep,
             also=self.also,

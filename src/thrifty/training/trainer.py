@@ -315,8 +315,10 @@ def _run(
         for text in notices:
             folder.append({"kind": "notice", "step": state.step, "text": text})
     examples = list(data.held_out.batches(recipe.evaluation.examples, recipe.data.batch))
-    kept = {"recipe": recipe_to_data(recipe), "steps": run.steps, "data": dict(data.identity)}
-    session = TrainSession(kept, recipe, run, examples, folder, facts, notices, quiet, remedy, data.pictures, observers)
+    resume_facts = {"recipe": recipe_to_data(recipe), "steps": run.steps, "data": dict(data.identity)}
+    session = TrainSession(
+        resume_facts, recipe, run, examples, folder, facts, notices, quiet, remedy, data.pictures, observers
+    )
     with set_freed_memory_policy(run):
         summary = yield from session.steps(state, meter)
     if rank() == 0:
