@@ -94,8 +94,8 @@ def source_file(name: str) -> Path | None:
 
 def third_party() -> dict[str, EntryPoint]:
     """Return unloaded entry points by technique name, without names that this package already has."""
-    own = set(_walk(list(__path__)))
-    return {entry.name: entry for entry in _installed() if entry.name not in own}
+    files = set(_walk(list(__path__)))
+    return {entry.name: entry for entry in _installed() if entry.name not in files}
 
 
 @cache
@@ -149,14 +149,14 @@ def find(name: str) -> type[Technique]:
         package = importlib.import_module(f"{__name__}.{'.'.join(group)}")
         package.__path__ = [str(Path(path, *group)) for path in __path__ if Path(path, *group).is_dir()]
     module = _imported(name, lambda: importlib.import_module(f"{__name__}.{name}"))
-    own = [
+    classes = [
         value
         for value in vars(module).values()
         if inspect.isclass(value) and issubclass(value, Technique) and value.__module__ == module.__name__
     ]
-    if len(own) != 1:
-        raise UsageError(f"{module.__file__} defines {len(own)} techniques, and must define exactly one")
-    return own[0]
+    if len(classes) != 1:
+        raise UsageError(f"{module.__file__} defines {len(classes)} techniques, and must define exactly one")
+    return classes[0]
 
 
 def _imported(name: str, load: Callable[[], Any]) -> Any:

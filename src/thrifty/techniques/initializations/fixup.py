@@ -57,8 +57,8 @@ def branches_in_path(stacks: Mapping[str, Blocks], depths: Mapping[str, int]) ->
 def are_joined(stacks: Mapping[str, Blocks]) -> bool:
     """Return whether the stacks form one path.
 
-    They do if there is only one, if one attends to another, or if each has half of every block, as with attentions in
-    one list and MLPs in another.
+    They do if there is only one stack, or if one attends to another. They also do if each has half of every block, as
+    with attentions in one list and MLPs in another.
     """
     halves = all(len(blocks[0]) == 1 for blocks in stacks.values())
     return len(stacks) == 1 or halves or any(is_decoder(blocks) for blocks in stacks.values())

@@ -64,8 +64,8 @@ class QuantizingObjective(WrappedObjective):
 class QuantizingBackward:
     """A backward pass whose forward passes quantize their activations.
 
-    `state` has the number of calls. With `adaptive` it also has the numbers of tensors and rows in the first forward
-    pass of the last call, the number of tensors with decided bits, and these bits.
+    `state` has the number of calls. With `adaptive` it also has the decided bits, the number of tensors that have them,
+    and the numbers of tensors and rows in the first forward pass of the last call.
     """
 
     def __init__(self, inner: Backward, settings: "CompressActivations"):

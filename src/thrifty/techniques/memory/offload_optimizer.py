@@ -89,7 +89,7 @@ class HostCopyUpdate(UpdateLocation):
         ]
         self.rest = self.transform.part(keys)
         groups = tiles([copy.numel() for copy in local_tensors(self.copies)], TILE)
-        self.tiles = [(own, update_tail(self.rest.subset(own), [self.copies[i] for i in own])) for own in groups]
+        self.tiles = [(tile, update_tail(self.rest.subset(tile), [self.copies[i] for i in tile])) for tile in groups]
 
     def update(self, gradients: list[Tensor], parameters: list[Tensor], step: int, age: int) -> None:
         numbers = self.transform.scalars(step, age)
@@ -123,17 +123,17 @@ class HostCopyUpdate(UpdateLocation):
         if self.head_remembers:
             updates = [gradient(i) for i in range(len(handles))]
             updates = self.head.update(updates, self.state, self.copies, numbers)
-        for own, work in self.tiles:
-            gradients = [updates[i] if updates else gradient(i) for i in own]
-            state = {slot: [tensors[i] for i in own] for slot, tensors in self.state.items()}
-            work.apply(gradients, state, [self.copies[i] for i in own], numbers)
-            on_tile(own)
+        for tile, work in self.tiles:
+            gradients = [updates[i] if updates else gradient(i) for i in tile]
+            state = {slot: [tensors[i] for i in tile] for slot, tensors in self.state.items()}
+            work.apply(gradients, state, [self.copies[i] for i in tile], numbers)
+            on_tile(tile)
         self.transform.after_step(self.state, self.copies, numbers)
 
     @torch.no_grad()
-    def bring(self, own: Sequence[int], parameters: list[Tensor]) -> None:
+    def bring(self, indices: Sequence[int], parameters: list[Tensor]) -> None:
         copies, on_device = local_tensors(self.copies), local_tensors(parameters)
-        for i in own:
+        for i in indices:
             self.tier.bring(copies[i], on_device[i])
 
     def landed(self, parameters: list[Tensor]) -> None:
@@ -198,7 +198,7 @@ class DelayedUpdate(HostCopyUpdate):
         numbers = self.transform.scalars(step, age)
         handles = self.send(gradients, parameters, numbers)
         self.tier.still()
-        self.work = self.thread.submit(self.move, handles, numbers, lambda own: None)
+        self.work = self.thread.submit(self.move, handles, numbers, lambda tile: None)
 
     def eval_weights(self, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
         self.join()

@@ -152,8 +152,8 @@ class ScaleByOrthogonalization(GradientTransform):
         for group in [[i] for i in everything] if sharded else [everything]:
             matrices = {i: full_values(updates[i], order_of(parameters[i])) for i in group}
             for side in (False, True):
-                own = [(i, matrix) for i, matrix in matrices.items() if self.transposed[i] is side]
-                self._orthogonalize([layer for i, matrix in own for layer in self._layers(i, matrix)], side)
+                group_matrices = [(i, matrix) for i, matrix in matrices.items() if self.transposed[i] is side]
+                self._orthogonalize([layer for i, matrix in group_matrices for layer in self._layers(i, matrix)], side)
             for i, matrix in matrices.items():
                 if matrix is not updates[i]:
                     updates[i].copy_(match_layout(matrix, updates[i], order_of(parameters[i])))

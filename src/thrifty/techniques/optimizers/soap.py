@@ -63,9 +63,9 @@ def direction(
 
 def find_axes(axes: Sides, spread: Sides) -> None:
     """Set axes to the eigenvectors of `spread`, by descending eigenvalue."""
-    for own, side in zip(axes, spread, strict=True):
-        if own is not None and side is not None:
-            own.copy_(eigenvectors(side).flip(1))
+    for side_axes, side in zip(axes, spread, strict=True):
+        if side_axes is not None and side is not None:
+            side_axes.copy_(eigenvectors(side).flip(1))
 
 
 def eigenvectors(side: Tensor) -> Tensor:
@@ -87,12 +87,12 @@ def follow_axes(axes: Sides, spread: Sides, mean: Tensor, square: Tensor) -> Non
     As in the paper, the mean is rotated into the new axes, and squares are permuted with their axes.
     """
     plain = rotated_back(mean, axes)
-    for dim, (own, side) in enumerate(zip(axes, spread, strict=True)):
-        if own is not None and side is not None:
-            product = side @ own
-            order = (own * product).sum(0).argsort(descending=True)
+    for dim, (side_axes, side) in enumerate(zip(axes, spread, strict=True)):
+        if side_axes is not None and side is not None:
+            product = side @ side_axes
+            order = (side_axes * product).sum(0).argsort(descending=True)
             square.copy_(square.index_select(dim, order))
-            own.copy_(torch.linalg.qr(product[:, order]).Q)
+            side_axes.copy_(torch.linalg.qr(product[:, order]).Q)
     mean.copy_(rotated(plain, axes))
 
 

@@ -194,8 +194,8 @@ class EarlyBird(Technique):
             return model
         prune_model(model, kept)
         for kind in KINDS:
-            own = [each for each in find_units(model).values() if each.kind == kind]
-            add_note(f"{sum(each.count for each in own)} {kind} remain")
+            units = [each for each in find_units(model).values() if each.kind == kind]
+            add_note(f"{sum(each.count for each in units)} {kind} remain")
         return model
 
     def backward(self, backward: Backward) -> Backward:
@@ -225,25 +225,25 @@ class EarlyBird(Technique):
         return {kind: mask_distance(torch.cat(masks, 1)) for kind, masks in kinds.items() if masks}
 
     def changes(self, step: int, state: TrainState) -> StructuralChange | None:
-        decided, reason = state.logged_decision(self.name, step), ""
-        if decided is None and step == 0:
-            decided, reason = {"phase": SEARCH}, "search for a ticket"
-        elif decided is None:
+        decision, reason = state.logged_decision(self.name, step), ""
+        if decision is None and step == 0:
+            decision, reason = {"phase": SEARCH}, "search for a ticket"
+        elif decision is None:
             if state.model is None or not coefficients_of(state.model):
                 return None
             reason = self._why_now(step, state, state.model)
             if not reason:
                 return None
-            decided = {"phase": TRAIN, "kept": self._draw_ticket(state.model)}
-        if decided["phase"] == SEARCH:
-            return StructuralChange(reason, decided)
-        kept = decided["kept"]
+            decision = {"phase": TRAIN, "kept": self._draw_ticket(state.model)}
+        if decision["phase"] == SEARCH:
+            return StructuralChange(reason, decision)
+        kept = decision["kept"]
 
         def mark(model: nn.Module) -> nn.Module:
             KEPT_PIECES.set(model, kept)
             return model
 
-        return StructuralChange(reason, decided, mark, origin=lambda parameter: None, moments="reset")
+        return StructuralChange(reason, decision, mark, origin=lambda parameter: None, moments="reset")
 
     def _why_now(self, step: int, state: TrainState, model: nn.Module) -> str:
         known = (int(state.techniques[self.name]["calls"]) - 1) // self.spacing
