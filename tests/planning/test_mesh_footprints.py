@@ -28,5 +28,5 @@ def on_two_ranks() -> dict[str, list[tuple[float, int]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_predicted_peak_of_a_rank(name: str) -> None:
-    predicted, held = (max(values) for values in zip(*on_two_ranks()[name], strict=True))
-    assert (1 - LESS) * held <= predicted <= (1 + MORE) * held
+    predicted, measured = (max(values) for values in zip(*on_two_ranks()[name], strict=True))
+    assert (1 - LESS) * measured <= predicted <= (1 + MORE) * measured

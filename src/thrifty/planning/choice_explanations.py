@@ -138,7 +138,7 @@ class ChoiceExplainer:
             if technique.overrides("batches"):
                 run.source.at(0)
             touched_modules(run)
-        except Exception as refusal:  # a bug of one option is no reason to end the plan
+        except Exception as refusal:  # a bug in one option must not end the plan
             return reason_of(refusal)
         return ""
 

@@ -220,7 +220,7 @@ class ClusterPlanner:
             try:
                 techniques = self._techniques(layout)
                 footprint = self._footprint(layout, techniques)
-            except Exception as refusal:  # a bug of one option is no reason to end the plan
+            except Exception as refusal:  # a bug in one option must not end the plan
                 misfits[layout.label] = reason_of(refusal)
                 continue
             if footprint.memory * OVER_MESH_HIGH > self._limit:

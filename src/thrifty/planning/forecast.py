@@ -204,7 +204,8 @@ class Forecaster:
 
 
 def _step(seconds: float, timing: StepTiming, past: PredictionRecord) -> Estimate:
-    """Return the estimate of a step; for a disturbed probe, the lower bound falls by the cores of other processes."""
+    """Return the estimate of a step; for a disturbed probe, its lower bound is reduced by the fraction of cores that
+    other processes used."""
     error = max(SURE, 2 * timing.spread)
     step = past.around(seconds, 1 / (1 + error), 1 + error)
     if not timing.is_disturbed:

@@ -266,7 +266,7 @@ class PlanSearch(SingleOptionCosts):
         try:
             footprint = self._footprint(candidate.options)
             undivided = self._footprint(tuple(option for option in candidate.options if option.mesh == ONE_RANK))
-        except Exception as refusal:  # a bug of one option is no reason to end the plan
+        except Exception as refusal:  # a bug in one option must not end the plan
             self.misfits[candidate.options] = reason_of(refusal)
             return None
         counted = replace(candidate, footprint=footprint, undivided=undivided)

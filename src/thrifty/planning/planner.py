@@ -51,7 +51,7 @@ class Plan:
     past: Mapping[str, PredictionRecord]
     """The ledger's records of "memory" and "step"."""
     stopped: str = ""
-    """Notice of the time limit of planning with the skipped work; empty if it was not reached."""
+    """Notice that planning stopped at its time limit, with the skipped work; empty otherwise."""
 
     def as_dict(self) -> dict[str, Any]:
         return {

@@ -94,7 +94,7 @@ class SingleOptionCosts:
             try:
                 self.singles[option] = self.counted((option,))
                 self.say(f"{option.label}: {self.singles[option].memory / 1e6:,.0f} MB counted")
-            except Exception as refusal:  # a bug of one option is no reason to end the plan
+            except Exception as refusal:  # a bug in one option must not end the plan
                 self.refused[option] = reason_of(refusal)
 
     def _interpolate(self, options: Sequence[PlanOption], leanest: PlanOption, last: PlanOption | None) -> None:

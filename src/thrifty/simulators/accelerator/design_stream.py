@@ -39,7 +39,8 @@ class ItemStream:
     servers: Mapping[str, int] = field(default_factory=dict)
     """Items that a station serves at a time, if not one; requires the event engine."""
     windows: Mapping[str, int] = field(default_factory=dict)
-    """Items in order of which a station takes the first that has arrived, if not one; requires the event engine."""
+    """Reorder windows by station, if not 1: the station takes the first arrived of its next items, up to this number.
+    Requires the event engine."""
 
     @property
     def needs_events(self) -> bool:

@@ -27,7 +27,7 @@ class StationUnit:
     """Items that fit between this station and the next; 0 for no limit."""
     servers: int = 1
     window: int = 1
-    """Number of items in order of which the station takes the first that has arrived; 1 keeps the order."""
+    """Reorder window: the station takes the first arrived of its next `window` items; 1 keeps the order."""
     memory: str = ""
     """Memory that transfers the items after their service; empty for none."""
     bytes: np.ndarray | None = None

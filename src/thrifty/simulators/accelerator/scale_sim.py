@@ -65,7 +65,7 @@ def read_cfg(path: Path) -> AcceleratorSpec:
 
 
 def read_topology(path: Path) -> list[GemmShape]:
-    """Matrix products of a CSV with columns Layer, M, N, K. Raises UsageError with the line that is wrong."""
+    """Read the matrix products of a CSV with columns Layer, M, N, K. Raises UsageError with the invalid line."""
     try:
         lines = list(csv.reader(path.read_text(encoding="utf-8-sig").splitlines()))
     except (OSError, UnicodeDecodeError, csv.Error) as error:

@@ -4,10 +4,10 @@ Paper       Pal et al. 2018, OuterSPACE: An Outer Product Based Sparse Matrix Mu
             The body was not read; byte counts follow TeAAL's model of it (released code).
 Promise     Zeros are neither read nor multiplied.
 Use         product = thrifty.simulate.spgemm(size=200, density=0.02, measure=False)
-Start with  `outerspace`, 16 tiles with a share of 128 GB/s.
+Start with  `outerspace`, 16 tiles that share 128 GB/s.
 Cost        Partial products are written to memory and read back, once or more.
-Avoid       Comparing with the abstract's 7.9, 13.0 and 14.0 times over MKL, cuSPARSE and CUSP, libraries of 2017. Trust
-            no latency-bound result: the latency of 100 ns is from memory (unverified).
+Avoid       Comparing with the speedups of the abstract, which are over libraries of 2017. Relying on the latency of
+            100 ns, which is from memory (unverified).
 Does not    Compute attention. Simulate the processors of the paper's comparison."""
 
 # A machine is one tile with its share of the memory's channels. The tiles are `copies`; columns and rows are dealt to
@@ -67,6 +67,9 @@ def lower(phase: SpgemmPhase, machine: AcceleratorSpec) -> ItemStream:
     value of A at a time, because its chunk must first be allocated and linked. A merging element loads one value at a
     time, because the next is known only after the last is sorted in. The latency is a round 100 ns, from notes that
     have 80 to 150 (unverified), not fitted.
+
+    The abstract's 7.9, 13.0 and 14.0 times over MKL, cuSPARSE and CUSP are over libraries and processors of 2017. Only
+    the accelerator is simulated here.
     """
     lowered = {"multiply": _multiply, "merge": _merge}
     return lowered[phase.name](phase.product, machine)

@@ -34,9 +34,9 @@ def survivors(layer: AttentionLayer) -> tuple[np.ndarray, np.ndarray]:
 def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
     """Return the items of a layer: each query passes scores, softmax, a top-k of its weights, and values.
 
-    Dropped tokens are known before the layer begins. Keys that no query keeps are dropped, and so are queries for which
-    the trace counts no "alive"; without that count all queries remain. Among the remaining tokens every score is
-    computed, whatever the mask says of single pairs. Values are computed for kept pairs.
+    Dropped tokens are known before the layer begins. Keys that no query keeps are dropped, and so are queries whose
+    "alive" count is 0; a trace without counts drops no queries. Among the remaining tokens every score is computed,
+    for any mask. Values are computed for kept pairs.
 
     Queries and keys are read with their high bits. The share `again` of the queries also needs the low bits, and their
     scores are computed twice; a trace may count "again" for each query. The quick-select engine takes n / 8 cycles for
