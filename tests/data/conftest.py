@@ -1,4 +1,4 @@
-"""Every test here has a cache folder of its own, and no network."""
+"""Fixtures: each test of data has its own cache folder, and no network."""
 
 from pathlib import Path
 

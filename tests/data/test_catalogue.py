@@ -8,7 +8,7 @@ from thrifty.data.download import text_extractors
 
 
 @pytest.mark.parametrize("name", entries())
-def test_every_entry_is_whole(name):
+def test_every_entry_is_complete(name):
     item = entry(name)
     assert item.about and item.licence and item.origin and item.size > 0
     assert not item.documents or callable(getattr(text_extractors, item.documents))
@@ -20,14 +20,14 @@ def test_every_entry_is_whole(name):
 
 
 @pytest.mark.parametrize("name", [name for name, item in entries().items() if item.packages])
-def test_fetching_never_runs_code_of_a_package(name):
+def test_download_never_runs_code_of_a_package(name):
     for package in entry(name).packages:
         command = package.command()
         of_pip = {"--only-binary=:all:", "--no-deps"} <= set(command)
         assert of_pip or "--ignore-scripts" in command or command[:2] == ["apt-get", "download"]
 
 
-def test_only_the_python_sources_are_there_from_the_start():
+def test_only_python_sources_are_present_at_first():
     assert [name for name, item in entries().items() if item.present] == ["python-stdlib", "python-functions"]
 
 

@@ -50,7 +50,7 @@ def test_a_new_folder_replaces_the_old_one(tmp_path):
     assert [path.name for path in (tmp_path / "set").iterdir()] == ["new"]
 
 
-def test_a_full_disk_says_what_can_be_done_and_keeps_the_old_folder(tmp_path):
+def test_full_disk_is_refused_and_keeps_the_old_folder(tmp_path):
     with build_folder(tmp_path / "set") as aside:
         (aside / "old").write_text("old")
     with pytest.raises(ThriftyError, match="disk is full") as caught, build_folder(tmp_path / "set"):
@@ -60,7 +60,7 @@ def test_a_full_disk_says_what_can_be_done_and_keeps_the_old_folder(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_lock_is_held_by_one_process_and_freed_when_it_is_killed(tmp_path):
+def test_lock_is_exclusive_and_released_by_a_kill(tmp_path):
     def start():
         command = [sys.executable, "-c", WAIT_FOR_THE_LOCK, str(tmp_path / "set")]
         return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
@@ -76,7 +76,7 @@ def test_a_lock_is_held_by_one_process_and_freed_when_it_is_killed(tmp_path):
 
 
 @pytest.mark.parametrize("write", [build_folder, written_aside])
-def test_what_a_killed_writer_left_is_removed_by_the_next_and_that_of_a_living_one_is_not(tmp_path, write):
+def test_leftovers_of_killed_writers_are_removed(tmp_path, write):
     dead = subprocess.run(
         [sys.executable, "-c", KILLED_WRITER, write.__module__, write.__name__, str(tmp_path / "set")], check=False
     )
@@ -90,7 +90,7 @@ def test_what_a_killed_writer_left_is_removed_by_the_next_and_that_of_a_living_o
     assert (tmp_path / "set").is_dir()
 
 
-def test_a_pipe_in_the_place_of_a_lock_is_refused_at_once(tmp_path):
+def test_pipe_in_place_of_a_lock_is_refused(tmp_path):
     os.mkfifo(tmp_path / ".set.lock")
     with pytest.raises(UsageError, match="cannot write to the cache folder"), lock_folder(tmp_path / "set"):
         pass

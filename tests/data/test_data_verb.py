@@ -19,7 +19,7 @@ def run(*arguments):
     return result
 
 
-def test_list_shows_what_there_is_and_whether_it_is_here(cache):
+def test_list_shows_sets_and_their_presence(cache):
     listed = json.loads(run("list", "--json").stdout)
     assert listed["cache"] == str(cache)
     by_name = {entry["name"]: entry for entry in listed["entries"]}
@@ -28,12 +28,12 @@ def test_list_shows_what_there_is_and_whether_it_is_here(cache):
     assert "thrifty data get kjv" in run("list").stdout
 
 
-def test_get_of_what_is_always_here_fetches_nothing(cache):
+def test_get_of_python_sources_downloads_nothing(cache):
     assert json.loads(run("get", "python-stdlib", "--json").stdout)["entries"][0]["present"]
     assert not cache.exists()
 
 
-def test_get_checks_every_name_before_it_fetches_any(cache):
+def test_get_checks_all_names_before_a_download(cache):
     with pytest.raises(UsageError, match="did you mean 'kjv'"):
         run("get", "moby-dick", "kvj")
     assert not cache.exists()
@@ -57,7 +57,7 @@ def test_look_works_on_text_shorter_than_an_example(tmp_path):
     assert len(seen["examples"]) == 1 and seen["examples"][0].startswith("A short")
 
 
-def test_look_does_not_promise_more_names_than_were_kept(tmp_path, monkeypatch):
+def test_look_reports_the_number_of_kept_names(tmp_path, monkeypatch):
     monkeypatch.setattr(skipped_files, "KEPT", 6)
     folder = write_folder(tmp_path / "set")
     for number in range(8):
@@ -65,7 +65,7 @@ def test_look_does_not_promise_more_names_than_were_kept(tmp_path, monkeypatch):
     assert "and 3 more, of which --json names 1" in run("look", folder, "--size", "8", "--held-out", "0.3").stdout
 
 
-def test_look_describes_images_with_labels_and_says_why_others_have_none(tmp_path):
+def test_look_describes_images_with_and_without_labels(tmp_path):
     folder = write_folder(tmp_path / "set")
     (folder / "dark" / "empty.png").write_bytes(b"")
     seen = json.loads(run("look", folder, "--size", "8", "--held-out", "0.3", "--json").stdout)
@@ -77,8 +77,8 @@ def test_look_describes_images_with_labels_and_says_why_others_have_none(tmp_pat
         *(f"dark/{number}.jpg" for number in range(6)),
         "dark/empty.png",
     ]
-    told = run("look", folder, "--size", "8", "--held-out", "0.3").stdout
-    assert "and 2 more, which --json names" in told and told.count("no image of a known format") == 5
+    stdout_text = run("look", folder, "--size", "8", "--held-out", "0.3").stdout
+    assert "and 2 more, which --json names" in stdout_text and stdout_text.count("no image of a known format") == 5
     write_image(tmp_path / "flat" / "deep" / "a.png", seed=8)
     for number in range(20):
         write_image(tmp_path / "flat" / f"{number}.png", seed=number)

@@ -28,14 +28,14 @@ def no_threads_within(seconds):
 
 
 @pytest.mark.parametrize("depth", [1, 2, 5])
-def test_batches_are_those_of_the_source_in_order(depth):
+def test_batches_equal_the_source_in_order(depth):
     ahead = list(prefetch(source(), 3, 20, depth))
     assert len(ahead) == 17
     for step, batch in enumerate(ahead, start=3):
         assert torch.equal(batch["tokens"], source().at(step)["tokens"])
 
 
-def test_without_a_stop_it_goes_on():
+def test_without_a_stop_it_continues():
     steps = prefetch(source(), 0, None)
     assert len(list(islice(steps, 50))) == 50
     steps.close()
@@ -55,7 +55,7 @@ class Fails(BatchSource):
         return source().rows(step, start, stop)
 
 
-def test_an_error_surfaces_at_its_own_step():
+def test_error_is_raised_at_its_step():
     steps = prefetch(Fails(), 0, 10, depth=3)
     assert len(list(islice(steps, 4))) == 4
     with pytest.raises(OSError, match="the disk went away"):
@@ -81,10 +81,10 @@ class Counts(BatchSource):
     batch = 8
 
     def __init__(self):
-        self.asked = []
+        self.requested = []
 
     def rows(self, step, start, stop):
-        self.asked.append(step)
+        self.requested.append(step)
         return source().rows(step, start, stop)
 
 
@@ -93,5 +93,5 @@ def test_no_more_than_depth_steps_are_computed_ahead():
     steps = prefetch(counting, 0, None, depth=2)
     next(steps)
     time.sleep(0.2)
-    assert counting.asked == [0, 1, 2]
+    assert counting.requested == [0, 1, 2]
     steps.close()

@@ -1,4 +1,4 @@
-"""A part of a source's examples: the same kind of source, whatever is done to what it gives."""
+"""Subsets of a source's examples, through wrapped sources and augmentation."""
 
 import numpy as np
 import pytest
@@ -32,20 +32,20 @@ def numbers(source: BatchSource, steps: int) -> list[int]:
 
 
 @given(seed=some.integers(0, 100), batch=some.integers(1, 8), kept=some.sets(some.integers(0, 32), min_size=8))
-def test_each_epoch_goes_through_the_chosen_examples_once(seed: int, batch: int, kept: set[int]) -> None:
+def test_each_epoch_reads_the_chosen_examples_once(seed: int, batch: int, kept: set[int]) -> None:
     source = packed(batch, seed).subset(ExampleSubset(torch.tensor(sorted(kept))))
     seen = numbers(source, 2 * len(kept))[: 2 * len(kept)]
     assert sorted(seen[: len(kept)]) == sorted(seen[len(kept) :]) == sorted(kept)
     assert float(source.at(0).weight.sum()) == pytest.approx(1.0)
 
 
-def test_a_choice_of_a_choice_is_of_the_whole() -> None:
+def test_subset_of_a_subset_has_numbers_of_the_whole() -> None:
     twice = packed().subset(EVEN).subset(ExampleSubset(torch.arange(4, 12)))
     assert twice.selected_subset is not None and twice.selected_subset.kept.tolist() == list(range(8, 24, 2))
     assert set(numbers(twice, 4)) == set(range(8, 24, 2))
 
 
-def test_who_changes_what_a_source_gives_passes_the_choice_on() -> None:
+def test_wrapped_sources_pass_the_subset_on() -> None:
     source = packed(4)
     chosen = source.subset(EVEN)
     wrappers = [
@@ -86,7 +86,7 @@ def test_examples_without_numbers_are_refused() -> None:
             source.example_index()
 
 
-def test_the_fingerprint_tells_other_examples_and_nothing_else() -> None:
+def test_fingerprint_depends_on_the_examples_only() -> None:
     same = packed().example_index()
     assert same.count == 33 and same.labels is None
     assert packed(7, seed=5).example_index() == same
@@ -96,7 +96,7 @@ def test_the_fingerprint_tells_other_examples_and_nothing_else() -> None:
     assert fingerprint(TOKENS) != fingerprint(TOKENS.astype(np.uint32))
 
 
-def test_images_have_labels_and_are_the_same_in_another_size_and_however_they_are_changed() -> None:
+def test_image_index_ignores_size_and_augmentation() -> None:
     whole = digits().example_index()
     assert whole.labels is not None and len(whole.labels) == whole.count == 1300
     assert digits(AugmentationSettings(crop=1), seed=3).example_index().fingerprint == whole.fingerprint
@@ -106,7 +106,7 @@ def test_images_have_labels_and_are_the_same_in_another_size_and_however_they_ar
     assert first.labels is not None and torch.equal(first.labels, whole.labels[:40])
 
 
-def test_chosen_images_are_mixed_with_chosen_ones_only() -> None:
+def test_chosen_images_are_mixed_with_chosen_images_only() -> None:
     labels = digits().example_index().labels
     assert labels is not None
     zeros = (labels == 0).nonzero().squeeze(1)
@@ -115,7 +115,7 @@ def test_chosen_images_are_mixed_with_chosen_ones_only() -> None:
         assert source.at(step)["labels"].argmax(1).eq(0).all()
 
 
-def test_one_by_one_gives_every_example_in_its_own_order_as_it_is_judged() -> None:
+def test_sequential_batches_are_in_order_without_augmentation() -> None:
     plain, moved = digits(), digits(AugmentationSettings(crop=2, flip=True, mixup=0.4))
     whole = torch.cat([batch["inputs"] for batch in moved.sequential_batches(500)])
     assert torch.equal(whole, torch.cat([batch["inputs"] for batch in plain.sequential_batches(77)]))
@@ -124,7 +124,7 @@ def test_one_by_one_gives_every_example_in_its_own_order_as_it_is_judged() -> No
     assert sum(float(batch.weight.sum()) for batch in moved.sequential_batches(500)) == pytest.approx(1.0)
 
 
-def test_texts_one_by_one_have_keys_that_do_not_depend_on_the_seed() -> None:
+def test_sequential_texts_have_keys_independent_of_the_seed() -> None:
     (one,), (other,) = packed(seed=0).sequential_batches(100), packed(seed=1).subset(EVEN).sequential_batches(100)
     assert torch.equal(one["key"][EVEN.kept], other["key"]) and len(one["key"].unique()) == 33
     assert torch.equal(one["tokens"][EVEN.kept], other["tokens"])

@@ -16,11 +16,11 @@ TRAINED = train_tokenizer(TEXTS, 400)
 
 
 @given(st.text())
-def test_any_text_comes_back(text):
+def test_any_text_is_decoded_back(text):
     assert TRAINED.decode(TRAINED.encode(text)) == text
 
 
-def test_a_batch_is_encoded_as_its_texts_are():
+def test_batch_encoding_equals_single_encoding():
     assert TRAINED.encode_batch(TEXTS[:20]) == [TRAINED.encode(text) for text in TEXTS[:20]]
 
 
@@ -44,7 +44,7 @@ def test_two_processes_train_the_same_tokenizer(tmp_path):
     )
     digests = set()
     for seed in (0, 1):
-        lines = random.Random(seed).sample(TEXTS, len(TEXTS))  # nor does the order of documents matter
+        lines = random.Random(seed).sample(TEXTS, len(TEXTS))  # the order of documents does not matter either
         (tmp_path / "texts").write_text("\n".join(lines))
         (folder := tmp_path / str(seed)).mkdir()
         subprocess.run([sys.executable, "-c", program, tmp_path / "texts", folder], check=True)
@@ -60,7 +60,7 @@ def test_a_saved_tokenizer_is_read_back(tmp_path):
 
 
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"model": 3}', b"\x00\x01binary", b"not json"])
-def test_a_file_that_is_no_tokenizer_is_named(tmp_path, content):
+def test_invalid_tokenizer_file_is_named(tmp_path, content):
     (tmp_path / "odd.json").write_bytes(content)
     with pytest.raises(UsageError, match=r"odd\.json is not a tokenizer\.json"):
         read_tokenizer(tmp_path / "odd.json")
@@ -77,18 +77,18 @@ def test_a_tokenizer_without_end_of_text_is_refused(tmp_path):
         read_tokenizer(tmp_path / "t.json")
 
 
-def test_the_end_of_text_of_other_families_is_found(tmp_path):
+def test_end_of_text_of_known_tokenizers(tmp_path):
     Tokenizer(models.WordLevel({"a": 0, "b": 1, "</s>": 7}, "a")).save(str(tmp_path / "t.json"))
     tokenizer = read_tokenizer(tmp_path / "t.json")
     assert (tokenizer.end_of_text, tokenizer.vocabulary) == (7, 8)
 
 
-def test_a_vocabulary_without_room_for_all_bytes_is_refused():
+def test_vocabulary_smaller_than_all_bytes_is_refused():
     with pytest.raises(UsageError, match=r"data\.vocabulary is 256"):
         train_tokenizer(TEXTS, 256)
 
 
-def test_special_tokens_are_set_apart_only_when_asked_for():
+def test_special_tokens_exist_only_on_request():
     assert TRAINED.special == {TRAINED.end_of_text}
     special = ("<mask>", "<extra_id_0>")
     tokenizer = train_tokenizer(TEXTS, 400, special)
@@ -98,14 +98,14 @@ def test_special_tokens_are_set_apart_only_when_asked_for():
     assert not numbers & set(tokenizer.encode(text)) and tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_a_saved_tokenizer_still_has_its_special_tokens(tmp_path):
+def test_saved_tokenizer_keeps_special_tokens(tmp_path):
     tokenizer = train_tokenizer(TEXTS, 400, ("<mask>",))
     tokenizer.save(tmp_path)
     again = read_tokenizer(tmp_path / "tokenizer.json")
     assert again.special == tokenizer.special and again.number_of("<mask>") == tokenizer.number_of("<mask>")
 
 
-def test_a_token_is_found_by_any_of_its_names_and_missed_with_what_to_do(tmp_path):
+def test_token_by_any_of_its_names_or_refused_with_a_fix(tmp_path):
     Tokenizer(models.WordLevel({"a": 0, "[SEP]": 1, "[MASK]": 2}, "a")).save(str(tmp_path / "t.json"))
     tokenizer = read_tokenizer(tmp_path / "t.json")
     assert tokenizer.number_of("<mask>", "[MASK]") == 2
@@ -114,6 +114,6 @@ def test_a_token_is_found_by_any_of_its_names_and_missed_with_what_to_do(tmp_pat
     assert "t.json has no token <extra_id_0>" in caught.value.what and "data.tokenizer" in caught.value.fix
 
 
-def test_a_vocabulary_without_room_for_special_tokens_is_refused():
+def test_vocabulary_too_small_for_special_tokens_is_refused():
     with pytest.raises(UsageError, match=r"data\.vocabulary is 258, fewer than .* 2 special tokens"):
         train_tokenizer(TEXTS, 258, ("<mask>", "<extra_id_0>"))

@@ -25,16 +25,16 @@ def test_held_out_split_does_not_depend_on_order():
     assert sorted(one[DataSplit.TRAIN]) == sorted(other[DataSplit.TRAIN])
 
 
-def test_a_document_keeps_its_side_when_others_come():
+def test_document_keeps_its_side_when_others_are_added():
     before, after = parts(many(400)), parts(many(600))
     assert set(before[DataSplit.HELD_OUT]) <= set(after[DataSplit.HELD_OUT])
 
 
-def test_the_share_is_about_the_one_asked_for():
+def test_held_out_fraction_is_about_the_setting():
     assert 0.15 < len(parts(many(2000))[DataSplit.HELD_OUT]) / 2000 < 0.25
 
 
-def test_equal_documents_fall_on_the_same_side():
+def test_equal_documents_are_on_the_same_side():
     divided = parts(many() * 2)
     assert not set(divided[DataSplit.TRAIN]) & set(divided[DataSplit.HELD_OUT])
 
@@ -46,14 +46,14 @@ def test_a_single_document_is_divided_into_two_pieces(text, held_out):
     assert divided[DataSplit.TRAIN][0] and divided[DataSplit.HELD_OUT][0]
 
 
-def test_of_few_documents_the_longest_gives_its_end_whatever_the_order():
+def test_few_documents_hold_out_the_end_of_the_longest():
     documents = ["short", "b" * 100, "a" * 100, "tiny"]
     one, other = parts(documents, 0.05), parts(documents[::-1], 0.05)
     assert one[DataSplit.HELD_OUT] == other[DataSplit.HELD_OUT] == ["b" * 5]
     assert sorted(one[DataSplit.TRAIN]) == sorted(["short", "b" * 95, "a" * 100, "tiny"])
 
 
-def test_a_sample_of_the_training_text_has_about_the_size_asked_for():
+def test_sample_of_training_text_has_about_its_size():
     documents = many(2000)
     split = plan_split(documents, 0.2, "here")
     sample = list(split.sample(documents, 10_000))

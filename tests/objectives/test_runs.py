@@ -83,8 +83,8 @@ def test_pairs_are_learned(thrifty: CommandLine) -> None:
     words = ("--data", str(thrifty.folder / "pairs.tsv"))
     refused = thrifty(*thrifty.recipe("no", *words, objective__rate=0.2, **changed), exit_code=2).stderr
     assert "objective.rate is set, but no spans are cut out of the pairs" in refused
-    told = thrifty(*thrifty.recipe("cut", *words, steps=1, data__length=4, **changed)).stderr
-    assert told.count("of the pairs are longer than data.length = 4 and are cut") == 1
+    stderr = thrifty(*thrifty.recipe("cut", *words, steps=1, data__length=4, **changed)).stderr
+    assert stderr.count("of the pairs are longer than data.length = 4 and are cut") == 1
     summary = thrifty.train("pairs", *words, steps=60, data__length=16, data__vocabulary=270, **changed)
     assert summary["held_out_loss"] < 0.9 * summary["unigram_entropy"]
 

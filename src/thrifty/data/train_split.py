@@ -22,8 +22,8 @@ class DataSplit(StrEnum):
 class SplitPlan:
     """A split of the documents of a source, and the size of the training part.
 
-    A document is held out if the hash of its text is below the held-out fraction. If few documents leave next to
-    nothing on one side, the end of the longest document is held out instead and all the rest is trained on.
+    A document is held out if the hash of its text is below the held-out fraction. With few documents, this may leave
+    next to nothing on one side. The end of the longest document is then held out instead.
     """
 
     held_out: float

@@ -25,7 +25,7 @@ LLAMA_LIKE = """{{- bos_token }}
 {% if add_generation_prompt %}
     {{- '<|head|>assistant<|end|>\\n\\n' }}
 {% endif %}"""
-"""Blocks on lines of their own, a default system message, trimmed contents."""
+"""Template with blocks on separate lines, a default system message and trimmed contents."""
 
 LOOPING = """{% for message in messages %}
   {% if loop.index > 3 %}{% break %}{% endif %}
@@ -54,14 +54,14 @@ def theirs():
 @pytest.mark.parametrize("source", [CHATML, ALPACA, LLAMA_LIKE, LOOPING])
 @settings(max_examples=40)
 @given(messages=conversation(), prompt=st.booleans())
-def test_a_template_gives_the_text_that_transformers_gives(theirs, source, messages, prompt):
+def test_template_text_equals_transformers(theirs, source, messages, prompt):
     expected = theirs.apply_chat_template(
         messages, chat_template=source, tokenize=False, add_generation_prompt=prompt, **WORDS
     )
     assert ChatTemplate(source, WORDS).render(messages, prompt) == expected
 
 
-def test_the_prompt_of_alpaca_is_the_published_one_with_and_without_an_input():
+def test_alpaca_prompt_equals_the_published_one():
     ask = {"role": "user", "content": "Add.\n\n1 and 2", "instruction": "Add.", "input": "1 and 2"}
     assert ChatTemplate(ALPACA, WORDS).render([ask], prompt=True) == (
         "Below is an instruction that describes a task, paired with an input that provides further context. Write a "
@@ -82,7 +82,7 @@ ZEPHYR_LIKE = """{% for message in messages %}
 {% endif %}
 {% endfor %}
 {% if add_generation_prompt %}<|assistant|>{% endif %}"""
-"""Other roles are left out without a word."""
+"""Template that silently leaves out other roles."""
 VICUNA_LIKE = (
     "{% for message in messages %}{{ 'USER: ' if message.role == 'user' else 'ASSISTANT: ' }}{{ message.content }}"
     "{{ eos_token }}{% endfor %}{% if add_generation_prompt %}{{ 'ASSISTANT: ' }}{% endif %}"
@@ -107,12 +107,12 @@ TOOL, DEVELOPER = {"role": "tool", "content": "3"}, {"role": "developer", "conte
         (CHATML, [ASKED, CALL, TOOL, SAID], "leaves out calls of tools"),
     ],
 )
-def test_a_role_that_the_template_does_not_know_is_refused(source, messages, why):
+def test_role_unknown_to_the_template_is_refused(source, messages, why):
     with pytest.raises(UsageError, match=f"the chat template does not accept these messages: .*{why}"):
         ChatTemplate(source, WORDS).write(messages)
 
 
-def test_roles_and_calls_that_the_template_knows_are_written():
+def test_known_roles_and_calls_are_written():
     for source, messages in (
         (KNOWS_TOOLS, [DEVELOPER, ASKED, CALL, TOOL, SAID]),
         (CHATML, [DEVELOPER, ASKED, TOOL, SAID]),
@@ -124,7 +124,7 @@ def test_roles_and_calls_that_the_template_knows_are_written():
         assert answers[-1].startswith("3") and all(message["content"] in written.text for message in messages)
 
 
-def test_tools_are_given_to_the_template_and_one_that_leaves_them_out_is_refused():
+def test_template_must_write_the_tools():
     tools, messages = [{"type": "function", "function": {"name": "add"}}], [ASKED, CALL, TOOL, SAID]
     source = "{% if tools is not none %}{{ tools | tojson }}{{ eos_token }}{% endif %}" + KNOWS_TOOLS
     written = ChatTemplate(source, WORDS).write(messages, tools=tools)
@@ -148,7 +148,7 @@ def test_tools_are_given_to_the_template_and_one_that_leaves_them_out_is_refused
         ("{{ " + "(" * 10**5, "does not accept"),
     ],
 )
-def test_a_template_that_loops_or_multiplies_strings_is_stopped_and_the_next_one_is_written(source, why):
+def test_template_at_its_limit_is_stopped_and_the_next_runs(source, why):
     with pytest.raises(UsageError, match=f"the chat template .*{why}"):
         ChatTemplate(source).render([ASKED])
     assert ChatTemplate(VICUNA_LIKE, WORDS).render([ASKED], prompt=True) == "USER: 1 and 2?</s>ASSISTANT: "
@@ -177,6 +177,6 @@ def test_many_conversations_are_written_by_one_process():
         "{% if %}",
     ],
 )
-def test_a_template_that_reaches_for_more_than_messages_is_refused(source):
+def test_template_cannot_read_more_than_messages(source):
     with pytest.raises(UsageError, match="the chat template does not accept"):
         print(ChatTemplate(source).render([{"role": "user", "content": "a"}]))

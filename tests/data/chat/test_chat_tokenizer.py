@@ -29,7 +29,7 @@ awkward = st.lists(
     ),
     max_size=6,
 ).map("".join)
-"""Texts that look like what a template writes, end within a special token, or hold what marks places."""
+"""Texts that look like a template's output, end within a special token, or contain marks of positions."""
 
 
 @st.composite
@@ -57,7 +57,7 @@ def learned_runs(found):
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=150)
 @given(messages=conversation())
-def test_what_is_learned_is_each_answer_and_the_token_that_ends_it(name, messages):
+def test_answers_and_their_end_tokens_are_trained(name, messages):
     tokenizer = TOKENIZERS[name]
     found = encoded(tokenizer, messages)
     answers = [message["content"] for message in messages if message["role"] == "assistant"]
@@ -73,7 +73,7 @@ def test_what_is_learned_is_each_answer_and_the_token_that_ends_it(name, message
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=150)
 @given(messages=conversation())
-def test_no_message_can_write_a_special_token(name, messages):
+def test_message_cannot_write_a_special_token(name, messages):
     tokenizer = TOKENIZERS[name]
     harmless = [message | {"content": "a"} for message in messages]
     special, expected = (
@@ -87,7 +87,7 @@ def test_no_message_can_write_a_special_token(name, messages):
 @pytest.mark.parametrize("name", TEMPLATES)
 @settings(max_examples=100)
 @given(messages=conversation())
-def test_an_answer_stands_behind_exactly_the_tokens_that_a_chat_begins_with(name, messages):
+def test_answer_follows_exactly_the_tokens_of_a_chat(name, messages):
     tokenizer = TOKENIZERS[name]
     found = encoded(tokenizer, messages)
     begins = [at for at, learned in enumerate(found.answer) if learned and not found.answer[at - 1]]
@@ -98,15 +98,17 @@ def test_an_answer_stands_behind_exactly_the_tokens_that_a_chat_begins_with(name
 @pytest.mark.parametrize("name", ["chatml", "with system"])
 @settings(max_examples=60)
 @given(messages=conversation(st.text(st.characters(codec="utf-8", exclude_characters="<\ufdd0"), max_size=10)))
-def test_the_tokens_are_those_of_transformers_where_no_message_spells_a_special_one(name, messages):
+def test_tokens_equal_transformers_without_special_spellings(name, messages):
     tokenizer = TOKENIZERS[name]
-    messages = [message | {"content": "x" + message["content"]} for message in messages]  # no white space to merge with
+    messages = [
+        message | {"content": "x" + message["content"]} for message in messages
+    ]  # without white space, which could merge
     theirs = PreTrainedTokenizerFast(tokenizer_object=Tokenizer.from_str(tokenizer.inner.to_str()))
     expected = theirs.apply_chat_template(messages, chat_template=TEMPLATES[name], return_dict=False)
     assert encoded(tokenizer, messages).tokens == expected
 
 
-def test_what_stands_beside_a_tokenizer_is_read_and_written_as_transformers_does(tmp_path):
+def test_tokenizer_files_are_those_of_transformers(tmp_path):
     TOKENIZERS["with system"].save(tmp_path)
     again = read_chat_tokenizer(tmp_path / "tokenizer.json")
     messages = [{"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"}]
@@ -124,7 +126,7 @@ def test_what_stands_beside_a_tokenizer_is_read_and_written_as_transformers_does
     assert read_chat_tokenizer(tmp_path / "tokenizer.json", "alpaca").template.source == ALPACA
 
 
-def test_without_a_template_the_special_tokens_decide(tmp_path):
+def test_special_tokens_choose_the_default_template(tmp_path):
     plain = small_tokenizer()
     assert plain.template.source == CHATML
     plain.inner.save(str(tmp_path / "tokenizer.json"))
@@ -147,7 +149,7 @@ def byte_level(special, splitter=None):
     return inner
 
 
-def test_a_template_that_writes_earlier_turns_anew_is_refused():
+def test_template_that_changes_earlier_turns_is_refused():
     only_last = (
         "{% for message in messages %}{{ '<|im_start|>' + message.role + '\n' }}"
         "{{ message.content if loop.last or message.role == 'user' else '(left out)' }}{{ '<|im_end|>\n' }}{% endfor %}"
@@ -160,7 +162,7 @@ def test_a_template_that_writes_earlier_turns_anew_is_refused():
         tokenizer.pieces(turns)
 
 
-def test_what_cannot_be_learned_from_is_refused(tmp_path):
+def test_untrainable_templates_and_tokenizers_are_refused(tmp_path):
     endless = "{% for message in messages %}{{ message.role + ': ' + message.content + '\n' }}{% endfor %}"
     with pytest.raises(RefusedError, match="does not end answers with a special token"):
         small_tokenizer(endless)
@@ -188,7 +190,7 @@ def test_what_cannot_be_learned_from_is_refused(tmp_path):
         ("chat_template.jinja", b"\xff", "is not UTF-8 text"),
     ],
 )
-def test_a_damaged_file_beside_a_tokenizer_is_refused_by_name(tmp_path, name, content, what):
+def test_damaged_file_of_a_tokenizer_is_named(tmp_path, name, content, what):
     small_tokenizer().save(tmp_path)
     for beside in ("tokenizer_config.json", "chat_template.jinja"):
         (tmp_path / beside).unlink()
@@ -197,7 +199,7 @@ def test_a_damaged_file_beside_a_tokenizer_is_refused_by_name(tmp_path, name, co
         read_chat_tokenizer(tmp_path / "tokenizer.json")
 
 
-def test_special_words_of_another_kind_beside_a_tokenizer_are_passed_over(tmp_path):
+def test_special_words_of_another_type_are_ignored(tmp_path):
     small_tokenizer().save(tmp_path)
     config = {"eos_token": {"word": "a"}, "bos_token": ["b"], "chat_template": [3, {"name": "default"}]}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))

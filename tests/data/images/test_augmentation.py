@@ -1,4 +1,4 @@
-"""Augmentation: each image by its own key, whatever else is in the batch, and each operation what it says."""
+"""Augmentation of each image by its key, and every operation."""
 
 import numpy as np
 import pytest
@@ -49,7 +49,7 @@ def pictures(count: int, side: int = 8, seed: int = 0) -> torch.Tensor:
 
 @settings(max_examples=20)
 @given(seed=st.integers(0, 99), rows=st.lists(st.integers(0, 11), min_size=1, max_size=12))
-def test_what_becomes_of_an_image_depends_on_its_key_alone(seed, rows):
+def test_augmentation_depends_only_on_the_key(seed, rows):
     images, others, all_keys = pictures(12), pictures(12, seed=1), keys(12, seed)
     whole = mix_examples(augment(images, all_keys, EVERYTHING, FILL), others, all_keys, EVERYTHING)
     some = all_keys[rows]
@@ -57,7 +57,7 @@ def test_what_becomes_of_an_image_depends_on_its_key_alone(seed, rows):
     assert all(torch.equal(a, b[rows]) for a, b in zip(part, whole, strict=True))
 
 
-def test_no_generator_has_a_part_in_it():
+def test_augmentation_uses_no_generator():
     before = torch.get_rng_state()
     first = augment(pictures(8), keys(8), EVERYTHING, FILL)
     torch.manual_seed(17)
@@ -66,7 +66,7 @@ def test_no_generator_has_a_part_in_it():
     assert not torch.equal(augment(pictures(8), keys(8, seed=1), EVERYTHING, FILL), first)
 
 
-def test_switching_one_thing_on_does_not_change_another():
+def test_augmentations_are_independent():
     only_flip = crop_and_flip(pictures(32), keys(32), 0, True)
     both = AugmentationSettings(flip=True, erase=1.0)
     after = augment(pictures(32), keys(32), both, FILL)
@@ -74,7 +74,7 @@ def test_switching_one_thing_on_does_not_change_another():
     assert same.all() and (after != only_flip).any()
 
 
-def test_crops_and_flips_are_those_of_a_plain_loop():
+def test_crops_and_flips_equal_a_plain_loop():
     images, chosen = pictures(64), keys(64)
     found = crop_and_flip(images, chosen, 2, True)
     shifts, mirrored = (
@@ -87,7 +87,7 @@ def test_crops_and_flips_are_those_of_a_plain_loop():
     assert {0, 4} <= set(shifts.flatten().tolist()) and 16 < int(mirrored.sum()) < 48
 
 
-def test_a_rectangle_of_the_promised_size_is_erased_in_the_promised_share():
+def test_size_and_fraction_of_erased_rectangles():
     images = torch.zeros(2000, 1, 32, 32)
     found = erase_rectangles(images, keys(2000), 0.25, torch.ones(1, 1, 1, 1))
     areas = found.mean((1, 2, 3))
@@ -100,14 +100,14 @@ def test_a_rectangle_of_the_promised_size_is_erased_in_the_promised_share():
         assert NARROWEST / 1.6 < float(columns.sum() / rows.sum()) < 1.6 / NARROWEST
 
 
-def test_shares_of_mixed_images_follow_the_beta_distribution():
+def test_mixing_weights_follow_the_beta_distribution():
     images, others = torch.zeros(4000, 1, 4, 4), torch.ones(4000, 1, 4, 4)
     found, own = mix_examples(images, others, keys(4000), AugmentationSettings(mixup=0.4))
     torch.testing.assert_close(found.mean((1, 2, 3)), 1 - own)
     assert stats.kstest(own.numpy(), stats.beta(0.4, 0.4).cdf).pvalue > 0.01
 
 
-def test_the_share_of_a_cut_image_is_what_is_left_of_it():
+def test_cutmix_weight_is_the_remaining_area():
     images, others = torch.zeros(500, 1, 16, 16), torch.ones(500, 1, 16, 16)
     found, own = mix_examples(images, others, keys(500), AugmentationSettings(cutmix=1.0))
     assert set(found.unique().tolist()) == {0.0, 1.0}
@@ -124,7 +124,7 @@ def test_partners_are_any_of_all_images():
     assert not (other_keys == keys(3000)).any() and len(np.unique(other_keys)) == 3000
 
 
-def test_operations_are_what_they_are_called():
+def test_operations_match_their_names():
     images = pictures(3)
     torch.testing.assert_close(brightness(images, -ONE, COLOUR), images * 0.1)
     flat = contrast(images, -ONE / 0.9, COLOUR)
@@ -138,7 +138,7 @@ def test_operations_are_what_they_are_called():
     assert torch.equal(solarize(images, ONE, COLOUR), torch.where(images > 0, 1 - images, images))
 
 
-def test_geometry_turns_around_the_middle_and_fills_with_a_colour():
+def test_geometry_rotates_around_the_centre_and_fills():
     bar = torch.zeros(1, 1, 33, 33)
     bar[..., 16, :] = 1.0
     turned = rotate(bar, ONE, torch.zeros(1, 1, 1, 1))
@@ -150,7 +150,7 @@ def test_geometry_turns_around_the_middle_and_fills_with_a_colour():
 
 
 @pytest.mark.parametrize("operation", OPERATIONS)
-def test_strength_zero_leaves_an_image_nearly_as_it_is_and_none_leaves_0_to_1(operation):
+def test_strength_zero_is_identity_and_range_is_kept(operation):
     images = pictures(4)
     images[:, :, 0, 0], images[:, :, 7, 7] = 0.0, 1.0
     ones = ONE.expand(4, 1, 1, 1)
@@ -160,11 +160,11 @@ def test_strength_zero_leaves_an_image_nearly_as_it_is_and_none_leaves_0_to_1(op
         assert found.shape == images.shape and found.min() > -1e-5 and found.max() < 1 + 1e-5
 
 
-def test_each_operation_comes_about_as_often():
+def test_operations_are_equally_frequent():
     images = torch.full((3000, 1, 1, 1), 0.7)
     found = apply_operations(images, keys(3000), 1, 1.0, torch.zeros(1, 1, 1, 1))
     brighter = (found == 1.0).float().mean()
-    assert 1 / (3 * len(OPERATIONS)) < brighter < 1 / len(OPERATIONS)  # half of those that change brightness
+    assert 1 / (3 * len(OPERATIONS)) < brighter < 1 / len(OPERATIONS)  # half of the images whose brightness changes
 
 
 def test_settings_out_of_bounds_are_refused():

@@ -10,7 +10,7 @@ from thrifty.data.epoch_sampler import HeldOutExamples
 from thrifty.data.images.digits import DigitEpochs, DigitImages, digits
 
 
-def test_the_images_are_those_of_the_repository():
+def test_images_equal_the_repository():
     images, labels = digits()
     assert images.shape == (1797, 8, 8) and images.dtype == torch.float32
     assert labels.shape == (1797,) and labels.dtype == torch.int64
@@ -33,7 +33,7 @@ def rows_of(part):
     return {(tuple(image.flatten().tolist()), int(label)) for image, label in zip(*part, strict=True)}
 
 
-def test_the_splits_share_no_image_and_leave_none_out():
+def test_splits_are_disjoint_and_complete():
     train, test = DigitImages("train"), DigitImages("test")
     assert (len(train), len(test)) == (1300, 497)
     parts = [rows_of((part.images, part.labels)) for part in (train, test)]
@@ -43,7 +43,7 @@ def test_the_splits_share_no_image_and_leave_none_out():
 
 
 @given(step=st.integers(0, 10**6), start=st.integers(0, 31), count=st.integers(1, 32), seed=st.integers(0, 99))
-def test_any_rows_are_those_of_the_whole_batch(step, start, count, seed):
+def test_any_rows_equal_the_whole_batch(step, start, count, seed):
     source = DigitEpochs("train", 32, seed)
     stop = min(start + count, 32)
     part, whole = source.rows(step, start, stop), source.at(step).rows(start, stop)
@@ -52,7 +52,7 @@ def test_any_rows_are_those_of_the_whole_batch(step, start, count, seed):
     assert torch.equal(part.weight, whole.weight)
 
 
-def test_an_epoch_shows_every_image_once_in_another_order_each_time():
+def test_epoch_has_every_image_once_in_a_new_order():
     source, train = DigitEpochs("train", 130, seed=1), DigitImages("train")
     epochs = [[source.at(step) for step in range(first, first + 10)] for first in (0, 10)]
     for epoch in epochs:

@@ -1,4 +1,4 @@
-"""Images as a run's data: batches as a function of (seed, number), held-out images, and what is known of them."""
+"""Image data of a run: batches as a function of (seed, number), held-out images, and statistics."""
 
 import numpy as np
 import pytest
@@ -25,7 +25,7 @@ def opened(seed=0, **changed):
     return open_images(DataSettings(**{"source": "digits", "batch": 16} | changed), seed, None, print)
 
 
-def test_digits_are_those_of_the_splits_normalised_by_their_training_pixels():
+def test_digits_are_standardized_by_training_pixels():
     data, train = opened(), DigitImages("train")
     assert (len(data.parts[DataSplit.TRAIN]), len(data.parts[DataSplit.HELD_OUT])) == (1300, 497)
     assert data.ends.labels == tuple("0123456789") and (data.ends.side, data.ends.channels) == (8, 1)
@@ -39,7 +39,7 @@ def test_digits_are_those_of_the_splits_normalised_by_their_training_pixels():
 
 @settings(max_examples=25)
 @given(step=st.integers(0, 10**6), start=st.integers(0, 15), count=st.integers(1, 16), seed=st.integers(0, 99))
-def test_any_rows_are_those_of_the_whole_batch(step, start, count, seed):
+def test_any_rows_equal_the_whole_batch(step, start, count, seed):
     source = opened(seed, augment=MIXED).train
     stop = min(start + count, 16)
     part, whole = source.rows(step, start, stop), source.at(step).rows(start, stop)
@@ -47,7 +47,7 @@ def test_any_rows_are_those_of_the_whole_batch(step, start, count, seed):
     torch.testing.assert_close(part["labels"].sum(1), torch.ones(stop - start))
 
 
-def test_an_image_is_changed_in_another_way_in_every_epoch_and_for_every_seed():
+def test_augmentation_differs_by_epoch_and_seed():
     def first(seed, epoch):
         source = opened(seed, batch=130, augment=AugmentationSettings(crop=2, operations=1)).train
         rows = [source.at(10 * epoch + step) for step in range(10)]
@@ -59,7 +59,7 @@ def test_an_image_is_changed_in_another_way_in_every_epoch_and_for_every_seed():
         assert float(same.float().mean()) < 0.5
 
 
-def test_every_image_has_a_key_of_its_own_in_this_run_and_held_out_ones_always_the_same():
+def test_training_keys_are_unique_and_held_out_keys_fixed():
     def keys(seed, **how):
         source = opened(seed, batch=130, **how).train
         return torch.cat([source.at(step)["key"] for step in range(20)])
@@ -73,7 +73,7 @@ def test_every_image_has_a_key_of_its_own_in_this_run_and_held_out_ones_always_t
     assert torch.equal(one, other) and len(set(one.tolist())) == 497
 
 
-def test_without_labels_none_are_given_out():
+def test_no_labels_without_labelled():
     data = open_images(DataSettings(source="digits", batch=4), 0, None, print, labelled=False)
     assert data.train.at(0).fields.keys() == {"inputs", "key"} and data.ends.labels == ()
     changed = DataSettings(source="digits", batch=4, augment=AugmentationSettings(crop=1, flip=True))
@@ -81,21 +81,21 @@ def test_without_labels_none_are_given_out():
     assert torch.equal(data.train.at(5)["inputs"], opened(batch=4).train.at(5)["inputs"])
 
 
-def test_what_is_held_out_is_not_changed_and_the_same_for_every_seed():
+def test_held_out_images_are_not_augmented():
     one, other = (opened(seed, augment=MIXED).held_out for seed in (0, 1))
     (first,), (second,) = (list(held_out.batches(64, 64)) for held_out in (one, other))
     assert torch.equal(first["inputs"], second["inputs"]) and first["labels"].dtype == torch.int64
 
 
 @pytest.mark.parametrize("size", [8, 12])
-def test_bytes_are_moved_to_the_same_effect_as_images(size):
+def test_crops_of_bytes_equal_crops_of_images(size):
     arrays, keys = opened(size=size).parts[DataSplit.TRAIN], example_keys(0, np.arange(50)).view(np.uint64)
     chosen = np.arange(50)
     by_images = augment(arrays.shown(chosen), keys, MIXED, arrays.ends.mean)
     assert torch.equal(arrays.changed(chosen, keys, MIXED), by_images)
 
 
-def test_images_can_be_given_out_in_another_size():
+def test_images_are_resized_to_another_side():
     data = opened(size=16)
     assert data.ends.side == 16 and data.train.at(0)["inputs"].shape == (16, 1, 16, 16)
     picture = torch.rand(1, 3, 12, 12)
@@ -104,18 +104,18 @@ def test_images_can_be_given_out_in_another_size():
     torch.testing.assert_close(resize(picture, 4, 4).mean(), picture.mean(), rtol=0.05, atol=0)
 
 
-def test_normalised_pixels_have_each_channels_own_mean_and_deviation():
+def test_pixels_are_standardized_by_channel():
     ends = ImageModelSpec(("a",), 2, 2, (0.5, 0.25), (0.5, 0.125))
     found = normalized(torch.tensor([[[[1.0, 0.0], [0.5, 0.5]], [[0.25, 0.5], [0.0, 0.25]]]]), ends)
     assert found.tolist() == [[[[1.0, -1.0], [0.0, 0.0]], [[0.0, 2.0], [-2.0, 0.0]]]]
 
 
-def test_what_is_known_beforehand_is_the_entropy_of_the_labels():
+def test_label_entropy_of_image_data():
     assert opened().facts == {"unit": "images", "label_entropy": pytest.approx(2.307, abs=0.01)}
     assert opened().description()["train_images"] == 1300 and opened().example_unit == 1
 
 
-def test_a_run_folder_keeps_what_a_model_is_used_with(tmp_path):
+def test_run_folder_has_the_model_spec(tmp_path):
     data = opened(size=12)
     for name, text in data.metadata().items():
         (tmp_path / name).write_text(text)
@@ -133,7 +133,7 @@ def test_a_fork_on_other_labels_is_refused(tmp_path):
             data.check_meaning(before, tmp_path)
 
 
-def test_settings_that_mean_nothing_for_images_are_refused():
+def test_unsupported_settings_of_images_are_refused():
     with pytest.raises(UsageError, match=r"data.tokenizer is set, but digits holds images"):
         opened(tokenizer="some.json")
     for size in (0, 10**9):

@@ -1,4 +1,4 @@
-"""Image files of every kind, whole and broken."""
+"""Decoding of image files of every format, whole and damaged."""
 
 import struct
 import sys
@@ -20,7 +20,7 @@ from thrifty.data.images.image_decoding import ImageDecodeError, decode
 
 
 def colour(path, side=4):
-    """The mean colour of what is decoded."""
+    """Return the mean colour of a decoded image."""
     return decode(path, side).mean((1, 2)).round().astype(int).tolist()
 
 
@@ -31,7 +31,7 @@ def test_every_format_is_decoded_to_one_size(tmp_path, suffix):
     assert 85 < pixels.mean() < 115
 
 
-def test_it_is_the_middle_that_is_taken_and_scaled_to_fit(tmp_path):
+def test_central_square_is_scaled_to_fit(tmp_path):
     picture = np.zeros((10, 30, 3), np.uint8)
     picture[:, 10:20] = 200
     Image.fromarray(picture).save(tmp_path / "wide.png")
@@ -39,7 +39,7 @@ def test_it_is_the_middle_that_is_taken_and_scaled_to_fit(tmp_path):
     assert (decode(tmp_path / "wide.png", 5)[:, :, 1:-1] == 200).all()
 
 
-def test_modes_become_rgb_and_what_is_clear_becomes_white(tmp_path):
+def test_modes_become_rgb_and_transparency_white(tmp_path):
     for mode, value, wanted in (
         ("L", 90, [90] * 3),
         ("LA", (90, 0), [255] * 3),
@@ -64,12 +64,12 @@ def test_sixteen_bits_are_scaled_to_eight(tmp_path):
     assert colour(tmp_path / "deep.png") == colour(tmp_path / "deep.tif") == [100] * 3
 
 
-def test_an_image_is_turned_as_the_camera_noted(tmp_path):
+def test_image_is_rotated_by_exif(tmp_path):
     picture = np.zeros((8, 8, 3), np.uint8)
     picture[:4] = 255
     image = Image.fromarray(picture)
     noted = image.getexif()
-    noted[0x0112] = 6  # to be turned clockwise by a quarter
+    noted[0x0112] = 6  # rotate clockwise by a quarter turn
     image.save(tmp_path / "turned.png", exif=noted)
     found = decode(tmp_path / "turned.png", 8)
     assert (found[:, :, 4:] == 255).all() and not found[:, :, :4].any()
@@ -86,14 +86,14 @@ def test_an_image_is_turned_as_the_camera_noted(tmp_path):
         ("vector.png", b"%!PS-Adobe-3.0 EPSF-3.0\n", "no image of a known format"),
     ],
 )
-def test_a_broken_file_says_why_and_nothing_large_is_decoded(tmp_path, name, content, why):
+def test_damaged_file_has_a_reason_and_large_ones_are_refused(tmp_path, name, content, why):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ImageDecodeError, match=why):
         decode(tmp_path / name, 8)
 
 
 @pytest.mark.parametrize("suffix", [".jpg", ".png", ".gif", ".webp", ".tif"])
-def test_a_file_cut_off_anywhere_is_never_half_an_image(tmp_path, suffix):
+def test_truncated_file_is_never_half_an_image(tmp_path, suffix):
     whole = write_image(tmp_path / f"whole{suffix}", size=(64, 64)).read_bytes()
     for share in (0.05, 0.3, 0.6, 0.9):
         cut = tmp_path / f"cut{suffix}"
@@ -108,7 +108,7 @@ def test_floating_point_pixels_are_refused(tmp_path):
         decode(tmp_path / "f.tif", 8)
 
 
-def test_without_pillow_it_is_said_what_to_install(monkeypatch):
+def test_error_without_pillow_names_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "PIL", None)
     with pytest.raises(UsageError, match="requires Pillow") as refused:
         image_decoding.pillow()
@@ -116,13 +116,13 @@ def test_without_pillow_it_is_said_what_to_install(monkeypatch):
 
 
 def giant(path, side):
-    """A whole PNG file of so many black pixels of one bit, high and wide."""
+    """Return a whole PNG file of black one-bit pixels of this height and width."""
     packer = zlib.compressobj(1)
     lines = bytes(1000 * (1 + side // 8))
     path.write_bytes(png(side, side, b"".join(packer.compress(lines) for _ in range(side // 1000)) + packer.flush(), 1))
 
 
-def test_a_whole_png_of_forty_thousand_pixels_a_side_is_refused_without_decoding_it(tmp_path):
+def test_huge_png_is_refused_without_decoding(tmp_path):
     giant(tmp_path / "small.png", 2000)
     assert decode(tmp_path / "small.png", 4).max() == 0
     giant(tmp_path / "giant.png", 40_000)
@@ -135,10 +135,10 @@ def test_a_whole_png_of_forty_thousand_pixels_a_side_is_refused_without_decoding
 
 
 @pytest.mark.parametrize("turned", range(1, 9))
-def test_each_of_the_ways_a_camera_can_be_held_is_undone(tmp_path, turned):
+def test_each_exif_orientation_is_undone(tmp_path, turned):
     upright = np.zeros((16, 16, 3), np.uint8)
     upright[:8, :8], upright[:8, 8:], upright[8:, :8] = 250, 150, 80
-    # as the standard EXIF 2.3 says where the first row and column of what is stored are to be
+    # positions of the first stored row and column by EXIF 2.3
     stored = {
         1: upright, 2: upright[:, ::-1], 3: upright[::-1, ::-1], 4: upright[::-1], 5: upright.transpose(1, 0, 2),
         6: np.rot90(upright), 7: upright.transpose(1, 0, 2)[::-1, ::-1], 8: np.rot90(upright, 3),
@@ -152,7 +152,7 @@ def test_each_of_the_ways_a_camera_can_be_held_is_undone(tmp_path, turned):
 
 
 @pytest.mark.parametrize("suffix", ["gif", "webp", "png", "tif"])
-def test_of_several_images_in_a_file_it_is_the_first(tmp_path, suffix):
+def test_first_of_several_images_in_a_file(tmp_path, suffix):
     first, *others = (Image.new("RGB", (8, 8), (shade,) * 3) for shade in (200, 100, 0))
     first.save(tmp_path / f"a.{suffix}", save_all=True, append_images=others, duration=50, lossless=True)
     with Image.open(tmp_path / f"a.{suffix}") as opened:
@@ -160,7 +160,7 @@ def test_of_several_images_in_a_file_it_is_the_first(tmp_path, suffix):
     assert all(abs(value - 200) < 3 for value in colour(tmp_path / f"a.{suffix}"))
 
 
-def test_palettes_with_alpha_grey_with_alpha_and_colours_of_sixteen_bits(tmp_path):
+def test_palettes_alpha_and_sixteen_bit_colours(tmp_path):
     palette = Image.new("P", (8, 8), 1)
     palette.putpalette([0, 0, 0, 200, 0, 0] + [0] * 762)
     palette.save(tmp_path / "half.png", transparency=bytes([255, 51]))  # the red a fifth opaque
@@ -176,7 +176,7 @@ def test_palettes_with_alpha_grey_with_alpha_and_colours_of_sixteen_bits(tmp_pat
     assert colour(tmp_path / "deep.png") == [100, 200, 255]
 
 
-def test_contents_are_decoded_like_the_file_they_are_of(tmp_path):
+def test_bytes_decode_like_their_file(tmp_path):
     path = write_image(tmp_path / "a.jpg", 100)
     assert np.array_equal(decode(path, 6), decode(path.read_bytes(), 6))
     with pytest.raises(ImageDecodeError, match="it is empty"):
@@ -187,7 +187,7 @@ def test_contents_are_decoded_like_the_file_they_are_of(tmp_path):
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_a_damaged_file_is_an_image_of_the_right_size_or_undecodable_and_nothing_else(data):
+def test_damaged_file_decodes_fully_or_is_refused(data):
     content = bytearray(data.draw(st.sampled_from(WHOLE)))
     for place in data.draw(st.lists(st.integers(0, len(content) - 1), min_size=1, max_size=8)):
         content[place] = data.draw(st.integers(0, 255))

@@ -1,4 +1,4 @@
-"""A folder of images: which are taken, which are held out, which are left out, and when they are decoded again."""
+"""Folders of images: used, held-out and left-out files, and repeated decoding."""
 
 import os
 import shutil
@@ -20,21 +20,21 @@ from thrifty.data.train_split import DataSplit
 
 
 def said_of(folder, **changed):
-    """What was said, and the arrays."""
-    said: list[str] = []
+    """Return the printed messages and the arrays."""
+    printed: list[str] = []
     wanted = {"side": 8, "held_out": 0.3} | changed
-    prepared = prepare_folder(folder, wanted["side"], wanted["held_out"], said.append, wanted.get("labelled", True))
-    return said, open_arrays(prepared), prepared
+    prepared = prepare_folder(folder, wanted["side"], wanted["held_out"], printed.append, wanted.get("labelled", True))
+    return printed, open_arrays(prepared), prepared
 
 
-def test_images_come_with_the_label_of_their_folder_at_any_depth(tmp_path):
+def test_label_is_the_folder_at_any_depth(tmp_path):
     folder = write_folder(tmp_path / "set")
     shutil.move(folder / "dark" / "00.png", folder / "dark" / "deeper.png")
     write_image(folder / "light" / "inner" / "x.JPG", 210, seed=99)
     write_image(folder / ".hidden" / "x.png")
     (folder / "light" / "notes.txt").write_text("no image")
-    said, opened, _ = said_of(folder)
-    assert len(said) == 1 and "preparing the images of" in said[0]
+    printed, opened, _ = said_of(folder)
+    assert len(printed) == 1 and "preparing the images of" in printed[0]
     train, held_out = (opened[part] for part in DataSplit)
     assert len(train) + len(held_out) == 25 and min(len(train), len(held_out)) > 0
     assert train.ends.labels == ("dark", "light") and train.pixels.shape[1:] == (3, 8, 8)
@@ -43,7 +43,7 @@ def test_images_come_with_the_label_of_their_folder_at_any_depth(tmp_path):
         assert np.array_equal(bright, arrays.labels == 1)
 
 
-def test_what_is_held_out_goes_by_the_file_and_not_by_its_name(tmp_path):
+def test_split_depends_on_contents_not_on_names(tmp_path):
     folder = write_folder(tmp_path / "set", 20)
     for path in (folder / "dark").iterdir():
         shutil.copy(path, path.with_name(f"copy-of-{path.name}"))
@@ -53,7 +53,7 @@ def test_what_is_held_out_goes_by_the_file_and_not_by_its_name(tmp_path):
     assert all(own.count(image) == 2 for own in dark.values() for image in own)
 
 
-def test_parts_that_a_folder_has_itself_are_taken(tmp_path):
+def test_parts_of_a_folder_are_used(tmp_path):
     write_folder(tmp_path / "set" / "train", 6)
     write_folder(tmp_path / "set" / "test", 3)
     write_image(tmp_path / "set" / "train" / ".hidden" / "x.png")
@@ -62,23 +62,23 @@ def test_parts_that_a_folder_has_itself_are_taken(tmp_path):
     assert opened[DataSplit.TRAIN].ends.labels == ("dark", "light")
 
 
-def test_broken_files_are_left_out_counted_and_named(tmp_path):
+def test_damaged_files_are_left_out_counted_and_named(tmp_path):
     folder = write_folder(tmp_path / "set")
     (folder / "dark" / "empty.png").write_bytes(b"")
     (folder / "dark" / "bomb.png").write_bytes(bomb(40_000, 40_000))
     for number in range(6):
         (folder / "light" / f"text{number}.jpg").write_text("no image")
-    said, opened, _ = said_of(folder)
-    told = said[-1]
-    assert "8 of 32 image files are left out" in told and "and 3 more" in told
-    assert "dark/bomb.png: it has more than" in told and "dark/empty.png: it is empty" in told
+    printed, opened, _ = said_of(folder)
+    message = printed[-1]
+    assert "8 of 32 image files are left out" in message and "and 3 more" in message
+    assert "dark/bomb.png: it has more than" in message and "dark/empty.png: it is empty" in message
     assert sum(map(len, opened.values())) == 24
-    data = open_images(DataSettings(source=str(folder), batch=4, size=8, held_out=0.3), 0, None, said.append)
+    data = open_images(DataSettings(source=str(folder), batch=4, size=8, held_out=0.3), 0, None, printed.append)
     assert data.left_out == len(data.named) == 8 and data.description()["left_out"] == 8
-    assert told in said and len(said) == 2  # not decoded and told about again
+    assert message in printed and len(printed) == 2  # decoded and reported once
 
 
-def test_images_are_decoded_again_only_when_a_file_or_a_setting_has_changed(tmp_path):
+def test_images_are_decoded_again_only_after_a_change(tmp_path):
     folder = write_folder(tmp_path / "set")
     _, _, first = said_of(folder)
     assert said_of(folder)[0] == []
@@ -89,17 +89,17 @@ def test_images_are_decoded_again_only_when_a_file_or_a_setting_has_changed(tmp_
     assert said_of(folder, held_out=0.5)[2] != first
 
 
-def test_a_damaged_cache_is_made_anew(tmp_path):
+def test_damaged_cache_is_rebuilt(tmp_path):
     folder = write_folder(tmp_path / "set")
     _, before, prepared = said_of(folder)
     pixels = np.array(before[DataSplit.TRAIN].pixels)
     (prepared / "train.bin").write_bytes(b"damaged")
-    said, after, _ = said_of(folder)
-    assert "again, since train.bin has another size" in said[0]
+    printed, after, _ = said_of(folder)
+    assert "again, since train.bin has another size" in printed[0]
     assert np.array_equal(after[DataSplit.TRAIN].pixels, pixels)
 
 
-def test_folders_that_cannot_be_learned_from_are_refused_with_what_to_do(tmp_path):
+def test_unusable_folders_are_refused_with_a_fix(tmp_path):
     one = write_folder(tmp_path / "one", labels=("cat",))
     with pytest.raises(UsageError, match="all images have the label 'cat'"):
         image_files(one)
@@ -127,14 +127,14 @@ def test_folders_that_cannot_be_learned_from_are_refused_with_what_to_do(tmp_pat
     assert "data.size=64" in refused.value.fix
 
 
-def test_a_folder_named_from_where_one_stands_is_decoded_once(tmp_path, monkeypatch):
+def test_relative_folder_is_decoded_once(tmp_path, monkeypatch):
     folder = write_folder(tmp_path / "set")
     assert said_of(folder)[0]
     monkeypatch.chdir(tmp_path)
     assert said_of(Path("set"))[0] == []
 
 
-def test_what_holds_images_is_told_from_what_holds_text(tmp_path):
+def test_image_folders_are_distinguished_from_text(tmp_path):
     folder = write_folder(tmp_path / "set", 1)
     assert holds_images(str(folder)) and holds_mainly_images(str(folder))
     (folder / "LICENSE").write_text("some text")
@@ -157,23 +157,27 @@ def test_a_label_may_have_any_name(tmp_path_factory, name):
     assert {file.label for file in image_files(folder)} == {name, name + "2"}
 
 
-def test_without_labels_images_may_lie_anywhere_and_the_held_out_ones_are_the_same(tmp_path):
+def test_unlabelled_images_anywhere_have_the_same_split(tmp_path):
     folder = write_folder(tmp_path / "set")
-    asked = DataSettings(source=str(folder), batch=4, size=8, held_out=0.3)
-    said: list[str] = []
-    labelled = open_images(asked, 0, None, said.append)
-    bare = open_images(asked, 0, None, said.append, labelled=False)
-    assert len(said) == 1  # decoded once for both
+    data_settings = DataSettings(source=str(folder), batch=4, size=8, held_out=0.3)
+    printed: list[str] = []
+    labelled = open_images(data_settings, 0, None, printed.append)
+    bare = open_images(data_settings, 0, None, printed.append, labelled=False)
+    assert len(printed) == 1  # decoded once for both
     assert bare.ends.labels == () and "label_entropy" not in bare.facts and bare.description()["labels"] == []
     (one,), (other,) = (list(data.held_out.batches(99, 99)) for data in (labelled, bare))
     assert other.fields.keys() == {"inputs", "key"} and torch.equal(one["inputs"], other["inputs"])
     write_image(folder / "flat.png", 99)
-    assert sum(map(len, open_images(asked, 0, None, said.append).parts.values())) == 24
-    assert sum(map(len, open_images(asked, 0, None, said.append, labelled=False).parts.values())) == 25
+    assert sum(map(len, open_images(data_settings, 0, None, printed.append).parts.values())) == 24
+    assert sum(map(len, open_images(data_settings, 0, None, printed.append, labelled=False).parts.values())) == 25
     write_folder(tmp_path / "flat", 20, labels=(".",))
     write_image(tmp_path / "flat" / "deep" / "er" / "x.png", 99)
     flat = open_images(
-        DataSettings(source=str(tmp_path / "flat"), batch=4, size=8, held_out=0.3), 0, None, said.append, labelled=False
+        DataSettings(source=str(tmp_path / "flat"), batch=4, size=8, held_out=0.3),
+        0,
+        None,
+        printed.append,
+        labelled=False,
     )
     assert sum(map(len, flat.parts.values())) == 21
     with pytest.raises(UsageError, match="there are no images"):
@@ -181,7 +185,7 @@ def test_without_labels_images_may_lie_anywhere_and_the_held_out_ones_are_the_sa
         image_files(tmp_path / "void", labelled=False)
 
 
-def test_without_labels_one_class_is_enough_and_given_parts_are_taken(tmp_path):
+def test_unlabelled_images_accept_one_class_and_parts(tmp_path):
     one = write_folder(tmp_path / "one", labels=("cat",))
     with pytest.raises(UsageError, match="all images have the label 'cat'") as refused:
         image_files(one)
@@ -194,17 +198,17 @@ def test_without_labels_one_class_is_enough_and_given_parts_are_taken(tmp_path):
     assert {part: len(arrays) for part, arrays in opened.items()} == {DataSplit.TRAIN: 5, DataSplit.HELD_OUT: 3}
 
 
-def test_a_label_none_of_whose_images_can_be_read_does_not_matter_without_labels(tmp_path):
+def test_unreadable_label_does_not_matter_without_labels(tmp_path):
     blind = write_folder(tmp_path / "blind")
     for path in (blind / "dark").iterdir():
         path.write_bytes(b"")
-    said, opened, _ = said_of(blind, labelled=False)
-    assert sum(map(len, opened.values())) == 12 and "12 of 24 image files are left out" in said[-1]
+    printed, opened, _ = said_of(blind, labelled=False)
+    assert sum(map(len, opened.values())) == 12 and "12 of 24 image files are left out" in printed[-1]
     with pytest.raises(UsageError, match="no image of the label 'dark'"):
         said_of(blind)
 
 
-def test_links_are_followed_once_and_what_is_no_file_is_left_out(tmp_path):
+def test_links_are_followed_once_and_broken_ones_left_out(tmp_path):
     folder = write_folder(tmp_path / "set", 6)
     other = write_folder(tmp_path / "other", 3)
     (folder / "dark" / "more").symlink_to(other / "dark", target_is_directory=True)
@@ -213,23 +217,25 @@ def test_links_are_followed_once_and_what_is_no_file_is_left_out(tmp_path):
     (folder / "light" / "nowhere.png").symlink_to(tmp_path / "gone.png")
     (folder / "light" / "loop.png").symlink_to(folder / "light" / "loop.png")
     os.mkfifo(folder / "light" / "pipe.png")
-    said, opened, _ = said_of(folder, held_out=0.5)
+    printed, opened, _ = said_of(folder, held_out=0.5)
     assert sum(map(len, opened.values())) == 6 + 3 + 6 + 1
-    assert "3 of 19 image files are left out" in said[-1] and "light/nowhere.png: it is no file" in said[-1]
+    assert "3 of 19 image files are left out" in printed[-1] and "light/nowhere.png: it is no file" in printed[-1]
 
 
-def test_names_that_are_no_text_are_taken_too(tmp_path):
+def test_names_that_are_not_utf8_are_accepted(tmp_path):
     strange = os.fsdecode(b"caf\xe9")
     folder = write_folder(tmp_path / "set", labels=("dark", strange))
     (folder / "dark" / f"{strange}.png").write_bytes(b"")
-    said, opened, _ = said_of(folder)
+    printed, opened, _ = said_of(folder)
     assert opened[DataSplit.TRAIN].ends.labels == ("caf\ufffd", "dark")
-    assert "dark/caf\ufffd.png: it is empty" in said[-1]
-    "".join([*said, *opened[DataSplit.TRAIN].ends.labels]).encode()
+    assert "dark/caf\ufffd.png: it is empty" in printed[-1]
+    "".join([*printed, *opened[DataSplit.TRAIN].ends.labels]).encode()
 
 
-def test_mixing_needs_labels(tmp_path):
+def test_mixing_requires_labels(tmp_path):
     folder = write_folder(tmp_path / "set")
-    asked = DataSettings(source=str(folder), batch=4, size=8, held_out=0.3, augment=AugmentationSettings(mixup=0.2))
+    data_settings = DataSettings(
+        source=str(folder), batch=4, size=8, held_out=0.3, augment=AugmentationSettings(mixup=0.2)
+    )
     with pytest.raises(UsageError, match=r"data.augment.mixup mixes labels"):
-        open_images(asked, 0, None, print, labelled=False)
+        open_images(data_settings, 0, None, print, labelled=False)

@@ -1,4 +1,4 @@
-"""Named sets of images: from the files of a package to arrays, on small files of the same formats."""
+"""Named sets of images: arrays from the files of a package, with small files of the same formats."""
 
 import gzip
 import hashlib
@@ -39,7 +39,7 @@ def mnist_members():
 
 
 def debian(members):
-    """A package as `dpkg` makes it: an archive with a tarball in it, behind a member of odd length."""
+    """Return a package as `dpkg` writes it: an archive with a tarball after a member of odd length."""
     tarball = io.BytesIO()
     with tarfile.open(fileobj=tarball, mode="w:xz") as file:
         for name, content in members.items():
@@ -63,10 +63,10 @@ def test_a_debian_package_becomes_arrays_of_images(cache):
     members = {f"{name}.gz": gzip.compress(content) for name, content in mnist_members().items()}
     archives_folder().mkdir(parents=True)
     (archives_folder() / "toy-images_1.0-1_all.deb").write_bytes(debian(members))
-    entry, said = toy(members, "fashion_mnist"), []
+    entry, printed = toy(members, "fashion_mnist"), []
     assert entry.kind == "images" and not entry.present
-    folder = download_dataset(entry, said.append)
-    assert said == [f"toy: images in {folder}; licence: CC0-1.0"] and not find_damage(entry)
+    folder = download_dataset(entry, printed.append)
+    assert printed == [f"toy: images in {folder}; licence: CC0-1.0"] and not find_damage(entry)
     opened = open_arrays(folder)
     train, held_out = (opened[part] for part in DataSplit)
     assert np.array_equal(train.pixels[:, 0], IMAGES[:8]) and np.array_equal(held_out.labels, LABELS[8:])
@@ -83,7 +83,7 @@ def test_a_debian_package_becomes_arrays_of_images(cache):
 
 
 @pytest.mark.parametrize("cut", [0, 7, 60, 100, 150])
-def test_a_debian_package_that_is_cut_off_is_no_archive(cache, cut):
+def test_truncated_debian_package_is_refused(cache, cut):
     archives_folder().mkdir(parents=True)
     whole = debian(mnist_members())
     (archives_folder() / "toy-images_1.0-1_all.deb").write_bytes(whole[:cut])
@@ -91,12 +91,12 @@ def test_a_debian_package_that_is_cut_off_is_no_archive(cache, cut):
         download_dataset(toy(mnist_members(), "mnist"), print)
 
 
-def test_what_apt_is_asked_for_is_one_version():
+def test_apt_command_requests_one_version():
     package = entries()["fashion-mnist"].packages[0]
     assert package.command() == ["apt-get", "download", f"dataset-fashion-mnist={package.version}"]
 
 
-def test_rows_of_png_files_become_cifars_images():
+def test_rows_of_png_files_become_cifar_images():
     pixels = np.random.default_rng(1).integers(0, 256, (12, 32, 32, 3), np.uint8)
     members = {"train_lables.json": json.dumps(list(range(10))).encode(), "test_lables.json": b"[3, 4]"}
     for number in range(6):
@@ -113,12 +113,12 @@ def test_rows_of_png_files_become_cifars_images():
 
 
 @pytest.mark.parametrize("content", [b"", b"\x00\x00\x08", b"\x00\x00\x0d\x01\x00\x00\x00\x01a", idx(IMAGES)[:-1]])
-def test_what_is_no_array_of_bytes_is_refused(content):
+def test_content_that_is_no_idx_array_is_refused(content):
     with pytest.raises(IntegrityError, match="IDX format"):
         image_extractors.idx_array(content)
 
 
-def test_a_set_that_is_not_here_or_no_text_is_refused_with_what_to_do(cache):
+def test_missing_or_textless_set_is_refused_with_a_fix(cache):
     with pytest.raises(UsageError, match="'cifar10' is not on this machine yet") as refused:
         open_images(DataSettings(source="cifar10"), 0, None, print)
     assert refused.value.fix == "thrifty data get cifar10"

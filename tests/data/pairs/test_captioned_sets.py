@@ -1,4 +1,4 @@
-"""Named sets of images with captions: from the files of packages to arrays, on small files of the same formats."""
+"""Named sets of images with captions: arrays from the files of packages, with small files of the same formats."""
 
 import io
 import json
@@ -31,7 +31,7 @@ def shades(rows):
     return [(str(part), int(pixels.mean().round()), captions) for part, pixels, captions in rows]
 
 
-def test_emoji_are_called_by_their_names_and_tags_and_twitters_are_held_out():
+def test_emoji_have_names_and_tags_and_twitter_is_held_out():
     wave = [{"label": "waving hand: light skin tone", "hexcode": "1F44B-1F3FB"}]
     named = [
         {"label": "keycap: #", "hexcode": "0023-FE0F-20E3", "tags": ["keycap", "hash"]},
@@ -56,7 +56,7 @@ def test_emoji_are_called_by_their_names_and_tags_and_twitters_are_held_out():
     ]
 
 
-def test_emoji_by_pip_alone_are_called_by_their_shortcodes():
+def test_emoji_from_pip_are_named_by_shortcodes():
     names = {"😀": {"en": ":grinning_face:", "alias": [":grinning:"]}, "👋": {"en": ":waving_hand:"}}
     names |= {"👋🏻": {"en": ":waving_hand_light_skin_tone:"}}
     members = {"emoji/unicode_codes/emoji.json": json.dumps(names).encode()}
@@ -79,7 +79,7 @@ def svg(title: str, *subjects: str) -> bytes:
     ).encode()
 
 
-def test_openclipart_is_called_by_titles_and_keywords_or_else_by_file_names():
+def test_openclipart_captions_are_titles_or_file_names():
     named = {
         "food/apple": (drawing(10), svg("Apple &amp; leaf", "fruit", "clip art", "apple &amp; leaf", "red_food")),
         "food/pear_arc_01": (drawing(20), svg("Part of the Fruit Collection")),
@@ -99,7 +99,7 @@ def test_openclipart_is_called_by_titles_and_keywords_or_else_by_file_names():
 
 @pytest.fixture
 def toy(cache) -> CatalogueEntry:
-    """A set of three packages of two clients, put by hand where archives are looked for."""
+    """A set of three packages of two clients, with archives in the cache folder."""
     google = {"0023-fe0f-20e3.png": drawing(10), "1f44b.png": drawing(20)}
     twitter = {"1f44b.png": drawing(60)}
     names = json.dumps([{"label": "keycap: #", "hexcode": "0023-FE0F-20E3"}, {"label": "wave", "hexcode": "1F44B"}])
@@ -119,10 +119,10 @@ def toy(cache) -> CatalogueEntry:
     return CatalogueEntry("toy", "signs", 999, "CC0-1.0", "this test", packages, members, pairs="emoji", together=True)
 
 
-def test_a_set_of_several_packages_becomes_arrays_with_captions_beside_them(toy):
-    said = []
-    folder = download_dataset(toy, said.append)
-    assert toy.kind == "pairs" and not find_damage(toy) and said[-1].startswith("toy: images in")
+def test_set_of_several_packages_becomes_arrays_with_captions(toy):
+    printed = []
+    folder = download_dataset(toy, printed.append)
+    assert toy.kind == "pairs" and not find_damage(toy) and printed[-1].startswith("toy: images in")
     parts = open_arrays(folder)
     assert {part: len(arrays) for part, arrays in parts.items()} == {DataSplit.TRAIN: 2, DataSplit.HELD_OUT: 1}
     assert parts[DataSplit.TRAIN].ends.labels == () and parts[DataSplit.TRAIN].pixels.shape == (2, 3, 64, 64)
@@ -132,7 +132,7 @@ def test_a_set_of_several_packages_becomes_arrays_with_captions_beside_them(toy)
     assert find_damage(toy) == "train_captions.jsonl is damaged"
 
 
-def test_without_their_captions_they_are_images_without_labels(toy, monkeypatch):
+def test_captioned_set_as_unlabelled_images(toy, monkeypatch):
     download_dataset(toy, lambda text: None)
     monkeypatch.setitem(entries(), "toy", toy)
     data = open_images(DataSettings(source="toy", batch=2), 0, None, print, labelled=False)
@@ -148,7 +148,7 @@ def test_every_named_set_has_its_function(name):
     assert callable(getattr(caption_extractors, entries()[name].pairs))
 
 
-def test_a_debian_version_with_an_epoch_is_found_under_the_name_that_apt_gives_it(tmp_path):
+def test_debian_version_with_an_epoch_has_apt_file_name(tmp_path):
     package = CataloguePackage("apt", "toy", "1:2.0-1", "0" * 64, 1, "usr/")
     (tmp_path / "toy_1%3a2.0-1_all.deb").write_bytes(b"")
     assert package.archive(tmp_path) == tmp_path / "toy_1%3a2.0-1_all.deb"

@@ -1,4 +1,4 @@
-"""Users' own images with captions: every way to name them, and everything that can be wrong with them."""
+"""Users' images with captions in every form, and every error in them."""
 
 import base64
 import json
@@ -26,7 +26,7 @@ COUNT = 12
 
 
 def write_images(root: Path, count: int = COUNT, first: int = 0) -> list[Path]:
-    """Noise in ever lighter shades: 0.png, 1.png, …"""
+    """Write noise images of increasing brightness: 0.png, 1.png, …"""
     return [write_image(root / f"{n}.png", 20 + 10 * n, seed=n) for n in range(first, first + count)]
 
 
@@ -36,15 +36,15 @@ def write_rows(path: Path, rows, encoding: str = "utf-8") -> Path:
 
 
 def prepared(source, column="text", held_out=0.3):
-    """What was said, all (captions of image, part) by the shade of the image, and the manifest."""
-    said: list[str] = []
-    asked = DataSettings(source=str(source), column=column, held_out=held_out)
-    folder = prepare_captioned(open_captioned(asked.source, column), asked, 8, said.append)
+    """Return the printed messages, the (captions, part) of each image by its shade, and the manifest."""
+    printed: list[str] = []
+    data_settings = DataSettings(source=str(source), column=column, held_out=held_out)
+    folder = prepare_captioned(open_captioned(data_settings.source, column), data_settings, 8, printed.append)
     found = {}
     for part, arrays in open_arrays(folder).items():
         for pixels, captions in zip(arrays.pixels, read_captions(folder, part), strict=True):
             found[round((pixels.mean() - 20) / 10)] = (captions, part)
-    return said, found, read_manifest(folder)
+    return printed, found, read_manifest(folder)
 
 
 def captions_of(source, **settings):
@@ -138,29 +138,29 @@ WAYS = (
 
 
 @pytest.mark.parametrize("way", WAYS)
-def test_every_way_to_name_images_and_captions_leads_to_the_same(way, tmp_path):
+def test_every_form_of_captions_yields_the_same_pairs(way, tmp_path):
     source = way(tmp_path / "set")
-    said, found, manifest = prepared(source)
+    printed, found, manifest = prepared(source)
     assert {shade: captions for shade, (captions, _) in found.items()} == WANTED
     assert {part for _, part in found.values()} == set(DataSplit)
     assert holds_captioned(str(source)) and manifest["left_out"] == {}
-    assert len(said) == 1 and prepared(source)[0] == []  # decoded once
+    assert len(printed) == 1 and prepared(source)[0] == []  # decoded once
 
 
-def test_the_same_image_is_on_the_same_side_however_it_is_named(tmp_path):
+def test_same_image_is_on_the_same_side_in_every_form(tmp_path):
     sides = [
         {shade: part for shade, (_, part) in prepared(way(tmp_path / way.__name__ / "set"))[1].items()} for way in WAYS
     ]
     assert all(own == sides[0] for own in sides)
 
 
-def test_a_column_of_another_name_can_be_given(tmp_path):
+def test_caption_column_of_another_name(tmp_path):
     write_images(tmp_path)
     rows = ({"image": f"{n}.png", "caption": "wrong", "alt": f"number {n}"} for n in range(COUNT))
     assert captions_of(write_rows(tmp_path / "all.jsonl", rows), column="alt") == WANTED
 
 
-def test_several_rows_of_an_image_are_several_captions_of_it_each_once(tmp_path):
+def test_rows_of_one_image_are_distinct_captions(tmp_path):
     images = write_images(tmp_path)
     rows = [{"image": path.name, "caption": f"number {n}"} for n, path in enumerate(images)]
     rows += [{"image": "./3.png", "caption": ["three", "number 3"]}, {"image": "3.png", "caption": "drei"}]
@@ -184,7 +184,7 @@ def test_copies_among_bytes_are_one_image(tmp_path):
     assert captions_of(tmp_path / "all.parquet") == WANTED | {5: ["number 5", "five"]}
 
 
-def test_parts_that_a_source_says_itself_are_taken(tmp_path):
+def test_parts_of_a_captioned_source_are_used(tmp_path):
     images = write_images(tmp_path / "rows")
     parts = ["train", "validation", None]
     rows = [{"image": path.name, "caption": "x", "split": parts[n % 3]} for n, path in enumerate(images)]
@@ -202,7 +202,7 @@ def test_parts_that_a_source_says_itself_are_taken(tmp_path):
     assert "test" in refused.value.fix
 
 
-def test_images_and_captions_without_the_other_are_counted_and_named_and_the_rest_is_learned(tmp_path):
+def test_incomplete_pairs_are_counted_and_named(tmp_path):
     images = write_images(tmp_path)
     for n, path in enumerate(images[3:], start=3):
         path.with_suffix(".txt").write_text(f"number {n}")
@@ -211,47 +211,47 @@ def test_images_and_captions_without_the_other_are_counted_and_named_and_the_res
     (tmp_path / "alone.txt").write_text("a caption of nothing")
     images[5].write_bytes(b"")
     images[6].write_bytes(images[7].read_bytes()[:60])
-    said, found, manifest = prepared(tmp_path)
+    printed, found, manifest = prepared(tmp_path)
     assert {shade: captions for shade, (captions, _) in found.items()} == {n: WANTED[n] for n in range(7, COUNT)}
     assert manifest["left_out"] == {
         "captions without an image": 1,
         "images without a caption": 4,
         "images or captions that cannot be read": 3,
     }
-    told = "\n".join(said)
+    message = "\n".join(printed)
     for each in ("alone.txt: no image", "0.png: no caption", "3.png: no caption", "5.png: it is empty", "6.png: it is"):
-        assert each in told
-    assert "4.txt: byte 0xdf is not UTF-8 text" in told
+        assert each in message
+    assert "4.txt: byte 0xdf is not UTF-8 text" in message
 
 
-def test_rows_whose_image_is_not_there_are_counted_and_named(tmp_path):
+def test_rows_with_missing_images_are_counted_and_named(tmp_path):
     write_images(tmp_path)
     rows = [{"image": f"{n}.png", "caption": f"number {n}"} for n in range(COUNT)]
     rows += [{"image": "gone.png", "caption": "x"}, {"image": None, "caption": "x"}]
     rows += [{"image": "https://example.org/a.png", "caption": "x"}, {"image": "a\0.png", "caption": "x"}]
     rows += [{"bytes": "no base64!", "caption": "x"}, {"image": "0.png", "caption": None}]
-    said, found, manifest = prepared(write_rows(tmp_path / "all.jsonl", rows))
+    printed, found, manifest = prepared(write_rows(tmp_path / "all.jsonl", rows))
     assert {shade: captions for shade, (captions, _) in found.items()} == WANTED
     assert manifest["left_out"] == {"captions without an image": 2, "images or captions that cannot be read": 3}
-    told = "\n".join(said)
-    assert "gone.png: no such file" in told and "not downloaded" in told and "its base64 is damaged" in told
+    message = "\n".join(printed)
+    assert "gone.png: no such file" in message and "not downloaded" in message and "its base64 is damaged" in message
 
 
-def test_nothing_is_refused_only_where_nothing_is_left(tmp_path):
+def test_source_is_refused_only_if_no_pair_is_left(tmp_path):
     write_images(tmp_path / "half", 2)
     (tmp_path / "half" / "captions.tsv").write_text("7.png\tx\n8.png\ty\n")
     with pytest.raises(UsageError, match=r"without an image: 2, images without a caption: 2.*no image is left"):
         prepared(tmp_path / "half")
 
 
-def test_two_lists_of_different_length_are_refused_with_both_counts(tmp_path):
+def test_lists_of_different_lengths_are_refused(tmp_path):
     source = as_list_in_order(tmp_path / "set")
     write_image(source / "one-more.png")
     with pytest.raises(UsageError, match=r"captions.txt has 12 lines, but .* has 13 images"):
         prepared(source)
 
 
-def test_a_relative_path_must_not_lead_out_of_the_folder_and_an_absolute_one_is_said(tmp_path):
+def test_paths_out_of_the_folder_are_refused_or_reported(tmp_path):
     (outside,) = write_images(tmp_path / "else", 1)
     write_images(tmp_path / "set", 11, 1)
     rows = [{"image": f"{n}.png", "caption": f"number {n}"} for n in range(1, COUNT)]
@@ -260,16 +260,16 @@ def test_a_relative_path_must_not_lead_out_of_the_folder_and_an_absolute_one_is_
             prepared(write_rows(tmp_path / "set" / "all.jsonl", [*rows, {"image": path, "caption": "x"}]))
         assert "absolute path" in refused.value.fix
     absolute = {"image": str(outside), "caption": "number 0"}
-    said, found, _ = prepared(write_rows(tmp_path / "set" / "all.jsonl", [*rows, absolute]))
+    printed, found, _ = prepared(write_rows(tmp_path / "set" / "all.jsonl", [*rows, absolute]))
     assert {shade: captions for shade, (captions, _) in found.items()} == WANTED
-    assert f"1 images are outside of the table's folder, by their absolute paths; the first: {outside}" in said
+    assert f"1 images are outside of the table's folder, by their absolute paths; the first: {outside}" in printed
     inside = {"image": str(tmp_path / "set" / "1.png"), "caption": "number 1"}
     assert not any(
         "outside" in line for line in prepared(write_rows(tmp_path / "set" / "all.jsonl", [*rows, inside]))[0]
     )
 
 
-def test_a_folder_named_from_where_one_stands_is_the_same_folder(tmp_path, monkeypatch):
+def test_relative_folder_is_the_same_folder(tmp_path, monkeypatch):
     root = tmp_path / "set"
     write_images(root)
     rows = ({"image": str(root / f"{n}.png") if n % 2 else f"{n}.png", "caption": f"number {n}"} for n in range(COUNT))
@@ -280,7 +280,7 @@ def test_a_folder_named_from_where_one_stands_is_the_same_folder(tmp_path, monke
     assert prepared(root)[0] == []
 
 
-def test_a_name_that_begins_with_two_dots_leads_nowhere_else(tmp_path):
+def test_name_with_two_leading_dots_is_inside(tmp_path):
     write_images(tmp_path)
     (tmp_path / "0.png").rename(tmp_path / "..0.png")
     rows = [{"image": "..0.png", "caption": "number 0"}]
@@ -288,7 +288,7 @@ def test_a_name_that_begins_with_two_dots_leads_nowhere_else(tmp_path):
     assert captions_of(write_rows(tmp_path / "all.jsonl", rows)) == WANTED
 
 
-def test_links_to_files_are_followed_and_what_leads_nowhere_or_in_a_circle_ends(tmp_path):
+def test_links_to_files_broken_links_and_cycles(tmp_path):
     root = tmp_path / "set"
     root.mkdir()
     for n, path in enumerate(write_images(tmp_path / "else")):
@@ -304,7 +304,7 @@ def test_links_to_files_are_followed_and_what_leads_nowhere_or_in_a_circle_ends(
     assert manifest["left_out"] == {"captions without an image": 2}
 
 
-def test_what_has_changed_is_decoded_again(tmp_path):
+def test_changed_images_are_decoded_again(tmp_path):
     source = as_folder_of_both(tmp_path / "set")
     assert prepared(source)[0] and not prepared(source)[0]
     (source / "deeper" / "3.txt").write_text("another text")
@@ -326,14 +326,14 @@ def test_what_has_changed_is_decoded_again(tmp_path):
         (["no row"], "a JSON str, not an object"),
     ],
 )
-def test_rows_that_are_no_pairs_are_refused_with_their_place(tmp_path, rows, what):
+def test_invalid_rows_are_refused_with_their_position(tmp_path, rows, what):
     write_images(tmp_path, 1)
     with pytest.raises(UsageError, match="line 1") as refused:
         prepared(write_rows(tmp_path / "all.jsonl", rows))
     assert what in refused.value.what and refused.value.fix
 
 
-def test_tables_that_cannot_be_read_are_refused_with_what_to_do(tmp_path):
+def test_unreadable_tables_are_refused_with_a_fix(tmp_path):
     write_images(tmp_path)
     (tmp_path / "wide.tsv").write_text("0.png\tx\n1.png\ta\tb\n")
     with pytest.raises(UsageError, match=r"line 2: 3 columns instead of 2"):
@@ -364,7 +364,7 @@ def test_tables_that_cannot_be_read_are_refused_with_what_to_do(tmp_path):
     assert "captions.jsonl" in refused.value.fix
 
 
-def test_text_and_pairs_of_texts_are_not_taken_for_images(tmp_path):
+def test_text_and_pairs_of_texts_are_not_images(tmp_path):
     (tmp_path / "text.tsv").write_text("a source\ta target\n")
     write_rows(tmp_path / "text.jsonl", [{"source": "a", "target": "b"}])
     write_rows(tmp_path / "plain.jsonl", [{"text": "a"}])
@@ -379,7 +379,7 @@ def test_text_and_pairs_of_texts_are_not_taken_for_images(tmp_path):
 SCRIPTS = ("ein Schwan, Öl auf Leinwand", "一只天鹅", "بجعة على الماء", "Лебедь", "ཆུ", "👩🏽‍🚀 im All")
 
 
-def test_captions_in_any_script_are_kept_as_they_are(tmp_path):
+def test_captions_in_any_script_are_unchanged(tmp_path):
     write_images(tmp_path, len(SCRIPTS))
     rows = ({"image": f"{n}.png", "caption": text} for n, text in enumerate(SCRIPTS))
     found = captions_of(write_rows(tmp_path / "all.jsonl", rows), held_out=0.5)
@@ -388,7 +388,7 @@ def test_captions_in_any_script_are_kept_as_they_are(tmp_path):
 
 @settings(max_examples=200, deadline=None)
 @given(st.text(st.characters(exclude_categories=["Cs"])))
-def test_a_tidied_caption_is_one_line_without_control_characters_and_stays_so(text):
+def test_clean_caption_is_one_line_and_idempotent(text):
     found = clean_caption(text)
     assert found == clean_caption(found) and not any(ord(sign) < 32 or 0x7F <= ord(sign) < 0xA0 for sign in found)
     assert found == found.strip() and len(found.splitlines()) <= 1

@@ -1,4 +1,4 @@
-"""Images with captions as a run's data: batches as a function of (seed, number), rows of tokens, what is kept."""
+"""Images with captions as the data of a run: batches as a function of (seed, number), rows of tokens, metadata."""
 
 import json
 
@@ -25,7 +25,7 @@ LENGTH = 8
 
 @pytest.fixture(scope="module")
 def shades(tmp_path_factory):
-    """Thirty images with one to three captions each."""
+    """A source of thirty images with one to three captions each."""
     folder = tmp_path_factory.mktemp("shades")
     rows = []
     for n in range(30):
@@ -37,16 +37,16 @@ def shades(tmp_path_factory):
 
 
 def opened(folder, seed=0, **changed):
-    asked = {"source": str(folder), "batch": 4, "length": LENGTH, "size": 8, "held_out": 0.3, "vocabulary": 300}
-    return open_image_pairs(DataSettings(**asked | changed), seed, None, lambda text: None)
+    data_settings = {"source": str(folder), "batch": 4, "length": LENGTH, "size": 8, "held_out": 0.3, "vocabulary": 300}
+    return open_image_pairs(DataSettings(**data_settings | changed), seed, None, lambda text: None)
 
 
-def said(data, batch):
+def printed(data, batch):
     rows = zip(batch["tokens"], batch["keep"], strict=True)
     return [data.tokenizer.decode(tokens[keep].tolist()) for tokens, keep in rows]
 
 
-def test_a_row_is_an_image_with_its_caption_that_ends_with_the_end_of_text_inside_the_length(shades):
+def test_row_is_an_image_and_a_caption_with_end_of_text(shades):
     data = opened(shades)
     batch = data.train.at(0)
     assert {name: (tuple(each.shape), each.dtype) for name, each in batch.fields.items()} == {
@@ -61,13 +61,13 @@ def test_a_row_is_an_image_with_its_caption_that_ends_with_the_end_of_text_insid
     assert torch.equal(batch["keep"], torch.arange(LENGTH) < kept[:, None])
 
 
-def test_a_caption_goes_with_its_image_and_is_another_from_epoch_to_epoch(shades):
+def test_captions_match_images_and_vary_by_epoch(shades):
     data = opened(shades, batch=1)
     ends, seen = data.ends.images, {}
     for step in range(4 * len(data.parts[DataSplit.TRAIN])):
         batch = data.train.at(step)
         pixels = batch["inputs"][0] * torch.tensor(ends.std).view(3, 1, 1) + torch.tensor(ends.mean).view(3, 1, 1)
-        seen.setdefault(round((float(pixels.mean()) * 255 - 30) / 6), []).append(said(data, batch)[0])
+        seen.setdefault(round((float(pixels.mean()) * 255 - 30) / 6), []).append(printed(data, batch)[0])
     for shade, captions in seen.items():
         assert len(captions) == 4
         for text in captions:
@@ -83,21 +83,21 @@ def test_a_caption_goes_with_its_image_and_is_another_from_epoch_to_epoch(shades
 
 @settings(deadline=None, max_examples=20)
 @given(step=st.integers(0, 10**5), start=st.integers(0, 3), count=st.integers(1, 4), seed=st.integers(0, 9))
-def test_any_rows_are_those_of_the_whole_batch(shades, tmp_path_factory, step, start, count, seed):
+def test_any_rows_equal_the_whole_batch(shades, tmp_path_factory, step, start, count, seed):
     source = opened(shades, seed, augment=AugmentationSettings(crop=1, flip=True)).train
     stop = min(start + count, 4)
     part, whole = source.rows(step, start, stop), source.at(step).rows(start, stop)
     assert all(torch.equal(part[name], whole[name]) for name in whole.fields)
 
 
-def test_what_is_held_out_has_its_first_caption_and_is_the_same_for_every_seed(shades):
+def test_held_out_pairs_have_first_captions_for_every_seed(shades):
     (first,), (second,) = (list(opened(shades, seed).held_out.batches(99, 99)) for seed in (0, 1))
     assert all(torch.equal(first[name], second[name]) for name in first.fields)
-    assert all(text.startswith("shade ") for text in said(opened(shades), first))
+    assert all(text.startswith("shade ") for text in printed(opened(shades), first))
     assert len(set(first["key"].tolist())) == len(first)
 
 
-def test_longer_captions_are_cut_and_the_share_is_said(shades):
+def test_longer_captions_are_cut_and_reported(shades):
     lines = []
     wanted = DataSettings(source=str(shades), batch=4, length=4, size=8, held_out=0.3, vocabulary=300)
     data = open_image_pairs(wanted, 0, None, lines.append)
@@ -116,7 +116,7 @@ def given_tokenizer(path, *special):
     return str(path)
 
 
-def test_a_given_tokenizer_is_used_and_its_start_of_text_put_in_front_as_clip_has_it(shades, tmp_path):
+def test_own_tokenizer_adds_the_start_of_text_like_clip(shades, tmp_path):
     plain = opened(shades, tokenizer=given_tokenizer(tmp_path / "plain.json"))
     assert plain.ends.text.vocabulary == 4 and 3 not in plain.train.at(0)["tokens"][:, 0]
     started = opened(shades, tokenizer=given_tokenizer(tmp_path / "started.json", "<|startoftext|>"))
@@ -128,7 +128,7 @@ def test_a_given_tokenizer_is_used_and_its_start_of_text_put_in_front_as_clip_ha
 
 @settings(max_examples=50, deadline=None)
 @given(st.lists(st.text(max_size=20), max_size=5), st.integers(2, 12))
-def test_rows_of_texts_are_what_a_plain_loop_makes_of_them(texts, length):
+def test_rows_of_texts_equal_a_plain_loop(texts, length):
     tokenizer = _bytes_tokenizer()
     rows = caption_rows(texts, tokenizer, length)
     assert rows["tokens"].shape == rows["keep"].shape == (len(texts), length)
@@ -150,7 +150,7 @@ def _bytes_tokenizer() -> TextTokenizer:
     return TextTokenizer(inner)
 
 
-def test_images_are_changed_by_the_recipe_and_cannot_be_mixed(shades):
+def test_images_of_pairs_are_augmented_but_not_mixed(shades):
     plain, changed = (
         opened(shades, augment=how).train.at(0) for how in (None, AugmentationSettings(flip=True, crop=2))
     )
@@ -159,7 +159,7 @@ def test_images_are_changed_by_the_recipe_and_cannot_be_mixed(shades):
         opened(shades, augment=AugmentationSettings(cutmix=1.0))
 
 
-def test_a_run_folder_keeps_what_a_model_of_both_is_used_with(shades, tmp_path):
+def test_run_folder_has_the_spec_of_images_and_text(shades, tmp_path):
     data = opened(shades)
     for name, text in data.metadata().items():
         (tmp_path / name).write_text(text)
@@ -180,7 +180,7 @@ def test_a_fork_with_another_tokenizer_is_refused(shades, tmp_path):
         data.check_meaning(data.identity | {"tokenizer.json": "another"}, tmp_path)
 
 
-def test_some_examples_can_be_chosen_by_number(shades):
+def test_subset_of_pairs_by_number(shades):
     source = opened(shades).train
     inventory = source.example_index()
     assert inventory.count == len(opened(shades).parts[DataSplit.TRAIN]) and inventory.labels is None
@@ -188,15 +188,17 @@ def test_some_examples_can_be_chosen_by_number(shades):
     assert inventory.fingerprint != opened(shades, held_out=0.5).train.example_index().fingerprint
 
 
-def test_an_objective_that_learns_from_pairs_is_given_them(shades):
-    asked = DataSettings(source=str(shades), batch=4, length=LENGTH, size=8, held_out=0.3, vocabulary=300)
-    recipe = Recipe(model=ModelSettings(preset="clip-nano"), data=asked, objective=ObjectiveSettings("contrastive"))
+def test_objective_on_pairs_opens_pairs(shades):
+    data_settings = DataSettings(source=str(shades), batch=4, length=LENGTH, size=8, held_out=0.3, vocabulary=300)
+    recipe = Recipe(
+        model=ModelSettings(preset="clip-nano"), data=data_settings, objective=ObjectiveSettings("contrastive")
+    )
     objective, data = open_examples(recipe, lambda text: None)
     assert objective.learns_from == ("pairs",) and isinstance(data.ends, PairModelSpec)
     assert next(data.held_out.batches(2, 2)).fields.keys() == {"inputs", "tokens", "keep", "key"}
 
 
-def test_sources_that_hold_none_are_refused_with_what_to_do(shades, tmp_path):
+def test_sources_without_pairs_are_refused_with_a_fix(shades, tmp_path):
     for source, what, fix in (
         ("emojis", "no such file or folder", "data list"),
         ("kjv", "kjv has no images with captions", "emoji"),

@@ -44,13 +44,13 @@ def test_windows_line_ends_and_byte_order_mark_vanish(tmp_path):
     assert read(write(tmp_path / "a.txt", b"\xef\xbb\xbfone\r\ntwo\r\n")) == ["one\ntwo"]
 
 
-def test_json_lines_give_their_column(tmp_path):
+def test_json_lines_yield_their_column(tmp_path):
     rows = [{"text": "one\ntwo", "id": 1}, {"text": None}, {"text": "  "}, {"text": "three"}]
     path = write(tmp_path / "a.jsonl", "\n".join(map(json.dumps, rows)) + "\n\n")
     assert read(path) == ["one\ntwo", "three"]
 
 
-def test_parquet_gives_its_column(tmp_path):
+def test_parquet_yields_its_column(tmp_path):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     path = tmp_path / "a.parquet"
     parquet.write_table(arrow.table({"story": ["one", None, "two", " "], "n": [1, 2, 3, 4]}), path)
@@ -59,7 +59,7 @@ def test_parquet_gives_its_column(tmp_path):
     assert "holds int64, not text" in refused(path, "n")
 
 
-def test_parquet_of_repeated_or_viewed_strings_is_text_and_two_columns_of_one_name_are_refused(tmp_path):
+def test_parquet_string_types_and_duplicate_columns(tmp_path):
     arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     texts = arrow.array(["one", None, "two", "one"])
     for number, column in enumerate((texts.dictionary_encode(), texts.cast(arrow.string_view()))):
@@ -74,12 +74,12 @@ def test_a_damaged_parquet_file_is_named(tmp_path):
     assert "a.parquet is not a readable Parquet file" in refused(write(tmp_path / "a.parquet", b"PAR1 broken"))
 
 
-def test_parquet_without_pyarrow_says_what_to_install(tmp_path, monkeypatch):
+def test_error_without_pyarrow_names_the_package(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     assert "pip install 'thrifty[parquet]'" in refused(write(tmp_path / "a.parquet", b"PAR1"))
 
 
-def test_a_folder_gives_each_text_file_as_a_document_in_sorted_order(tmp_path):
+def test_folder_yields_sorted_text_files_as_documents(tmp_path):
     (tmp_path / "b").mkdir()
     write(tmp_path / "b" / "2.txt", "two\n\nstill two\n")
     write(tmp_path / "a.md", "one")
@@ -110,7 +110,7 @@ def test_text_that_is_not_utf8_is_refused_with_its_line(tmp_path):
 
 
 @pytest.mark.parametrize("suffix", [".csv", ".json", ".gz"])
-def test_formats_that_are_not_read_are_refused(tmp_path, suffix):
+def test_unsupported_formats_are_refused(tmp_path, suffix):
     assert f"cannot read {suffix} files" in refused(write(tmp_path / f"a{suffix}", "x"))
 
 
@@ -140,11 +140,11 @@ def test_a_model_is_not_text():
     assert "smollm2-135m is a pretrained model" in refused("smollm2-135m")
 
 
-def test_a_set_that_was_not_fetched_says_how():
+def test_missing_set_is_refused_with_its_command():
     assert "fix: thrifty data get kjv" in refused("kjv")
 
 
-def test_a_known_name_wins_over_a_folder_of_that_name(tmp_path, monkeypatch):
+def test_known_set_precedes_a_folder_of_that_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "kjv").mkdir()
     write(tmp_path / "kjv" / "a.txt", "mine")
@@ -161,10 +161,10 @@ def test_identity_follows_changes(tmp_path):
     assert open_source(str(path)).identity() != before
 
 
-def test_a_hub_data_set_is_read_by_name(tmp_path, monkeypatch):
-    """The library takes a local folder of that name for the data set, so no network is needed."""
+def test_hub_data_set_is_read_by_name(tmp_path, monkeypatch):
+    """A local folder of that name is read as the data set, so that no network is required."""
     pytest.importorskip("datasets")
-    for package in ("datasets.config", "huggingface_hub.constants"):  # which would be asked for what is absent
+    for package in ("datasets.config", "huggingface_hub.constants"):  # which would request missing files
         monkeypatch.setattr(f"{package}.HF_HUB_OFFLINE", True)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HOME", str(tmp_path / "hf"))
@@ -175,25 +175,25 @@ def test_a_hub_data_set_is_read_by_name(tmp_path, monkeypatch):
     assert "hub:me/absent cannot be read" in refused("hub:me/absent")
 
 
-def test_hub_without_its_package_says_what_to_install(monkeypatch):
+def test_error_without_datasets_names_the_package(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
     assert "pip install 'thrifty[hub]'" in refused("hub:owner/name")
 
 
 @pytest.mark.parametrize(("damage", "by"), [(b"\xff", b"sixth"), (b"\xff\xff\xff\x7f", (6 * 5).to_bytes(4, "little"))])
-def test_a_damaged_folder_that_datasets_has_saved_is_refused(damage: bytes, by: bytes, tmp_path: Path) -> None:
-    """A byte that is no UTF-8, and an offset beyond the end of the file."""
+def test_damaged_saved_dataset_is_refused(damage: bytes, by: bytes, tmp_path: Path) -> None:
+    """The damage is a byte that is no UTF-8, or an offset beyond the end of the file."""
     datasets = pytest.importorskip("datasets")
     datasets.Dataset.from_dict({"text": ["first", "secnd", "third", "forth", "fifth", "sixth"]}).save_to_disk(tmp_path)
     (file,) = tmp_path.glob("*.arrow")
     content = file.read_bytes()
     place = content.rindex(by)
     file.write_bytes(content[:place] + damage + content[place + len(damage) :])
-    assert f"{tmp_path} cannot be read: " in (said := refused(tmp_path)) and "save_to_disk" in said
+    assert f"{tmp_path} cannot be read: " in (printed := refused(tmp_path)) and "save_to_disk" in printed
 
 
 @pytest.mark.parametrize("splits", [False, True])
-def test_a_folder_that_datasets_has_saved_is_read_as_its_rows(splits: bool, tmp_path: Path) -> None:
+def test_saved_dataset_is_read_as_rows(splits: bool, tmp_path: Path) -> None:
     datasets = pytest.importorskip("datasets")
     rows = datasets.Dataset.from_dict({"text": ["one", "", "two"], "body": [1, 2, 3]})
     saved = datasets.DatasetDict({"train": rows, "test": rows.select([0])}) if splits else rows
@@ -204,6 +204,6 @@ def test_a_folder_that_datasets_has_saved_is_read_as_its_rows(splits: bool, tmp_
     before = open_source(str(tmp_path / "saved")).identity()
     datasets.Dataset.from_dict({"text": ["three"], "body": [1]}).save_to_disk(tmp_path / "other")
     assert open_source(str(tmp_path / "other")).identity() != before
-    # beside other things it is named, not read as the JSON files that describe it
+    # among other files it is refused by name, not read as the JSON files that describe it
     (tmp_path / "more.txt").write_text("more")
-    assert f"in {tmp_path}" in (said := refused(str(tmp_path))) and "a data set of the datasets package" in said
+    assert f"in {tmp_path}" in (printed := refused(str(tmp_path))) and "a data set of the datasets package" in printed

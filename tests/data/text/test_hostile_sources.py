@@ -1,4 +1,4 @@
-"""Sources with what no data are: each is refused with its place, or left out, counted and named; none hangs."""
+"""Sources with invalid files: each is refused with its position, or left out, counted and named; none hangs."""
 
 import json
 import os
@@ -24,23 +24,23 @@ def documents(path):
     return list(open_source(str(path)).documents())
 
 
-def test_what_cannot_be_read_of_a_folder_is_left_out_counted_and_named(stories):
+def test_unreadable_files_of_a_folder_are_counted_and_named(stories):
     os.mkfifo(stories / "pipe.txt")
     (stories / "nowhere.txt").symlink_to(stories / "absent")
     (stories / "endless.jsonl").symlink_to("/dev/zero")
     (stories / "latin.txt").write_bytes("naïve".encode("latin-1"))
     (stories / "late.txt").write_bytes(b"text\n" * 4000 + b"\0")
-    said = []
-    prepared = open_token_cache(DataSettings(source=str(stories), vocabulary=300), said.append)
+    printed = []
+    prepared = open_token_cache(DataSettings(source=str(stories), vocabulary=300), printed.append)
     assert sum(prepared.manifest["documents"].values()) == 60
     for _ in range(2):
-        assert "5 files are left out" in said[-1] and len(said) <= 3
+        assert "5 files are left out" in printed[-1] and len(printed) <= 3
         for name in ("pipe.txt: is not a regular file", "nowhere.txt: is no file", "latin.txt: line 1: byte 0xef"):
-            assert f"{stories}/{name}" in said[-1]
-        open_token_cache(DataSettings(source=str(stories), vocabulary=300), said.append)
+            assert f"{stories}/{name}" in printed[-1]
+        open_token_cache(DataSettings(source=str(stories), vocabulary=300), printed.append)
 
 
-def test_a_folder_of_which_nothing_can_be_read_is_refused(tmp_path):
+def test_folder_without_readable_files_is_refused(tmp_path):
     os.mkfifo(tmp_path / "pipe.txt")
     with pytest.raises(UsageError, match=r"no text, and 1 files are left out: .*pipe\.txt: is not a regular file"):
         open_source(str(tmp_path))
@@ -62,7 +62,7 @@ def test_a_line_that_is_too_long_is_refused_by_its_number(tmp_path, monkeypatch)
         documents(tmp_path / "a.txt")
 
 
-def test_a_number_of_too_many_digits_is_refused_by_its_line(tmp_path):
+def test_number_with_too_many_digits_is_refused_by_its_line(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n{"text": "b", "n": 1' + "0" * 5000 + "}\n")
     with pytest.raises(UsageError, match=r"line 2: not valid JSON \(Exceeds the limit"):
         documents(tmp_path / "a.jsonl")
@@ -81,7 +81,7 @@ def test_a_damaged_page_of_parquet_is_refused(tmp_path):
             documents(path)
 
 
-def test_files_whose_names_are_not_utf8_are_read_and_a_source_of_such_a_name_is_refused(stories, tmp_path):
+def test_file_names_that_are_not_utf8(stories, tmp_path):
     name = os.fsencode(stories) + b"/caf\xe9.txt"
     with open(name, "wb") as file:
         file.write(b"A story of its own.")
@@ -92,7 +92,7 @@ def test_files_whose_names_are_not_utf8_are_read_and_a_source_of_such_a_name_is_
 
 
 @pytest.mark.slow
-def test_text_in_one_long_line_needs_little_memory(tmp_path):
+def test_one_long_line_requires_little_memory(tmp_path):
     path = tmp_path / "long.txt"
     path.write_text("the whale swam past the harbour at dawn, or so they say. " * 60_000)
     rows = [{"text": path.read_text()[:1_700_000] + str(number)} for number in range(2)]
@@ -115,7 +115,7 @@ def tokenizer():
     return train_tokenizer(["the whale swam, past 12 harbours; it's naïve\n\n  日本語 " * 20], 400)
 
 
-def test_a_long_text_is_tokenised_in_small_groups_of_short_pieces(tokenizer):
+def test_long_text_is_tokenized_in_groups_of_short_pieces(tokenizer):
     groups = []
 
     def encode(pieces, **options):
@@ -132,13 +132,13 @@ def test_a_long_text_is_tokenised_in_small_groups_of_short_pieces(tokenizer):
 
 @settings(max_examples=30)
 @given(words=st.lists(st.sampled_from(["whale ", "it's", "\n", "  ", "12,", "harbour;", "日本語", "。", "_a", "é"])))
-def test_a_long_text_has_the_tokens_that_it_has_uncut(tokenizer, words):
+def test_long_text_has_the_same_tokens_as_uncut(tokenizer, words):
     text = "".join(words) * 100 + "the end"
     assert tokenizer.encode(text) == tokenizer.inner.encode(text, add_special_tokens=False).ids
     assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
-def test_what_has_no_white_space_is_trained_on_in_pieces(tokenizer):
+def test_text_without_spaces_is_trained_on_in_pieces(tokenizer):
     start = time.process_time()
     text = "".join(f"{number:x}z" for number in range(20_000))
     trained = train_tokenizer([text], 400)
@@ -146,7 +146,7 @@ def test_what_has_no_white_space_is_trained_on_in_pieces(tokenizer):
     assert trained.decode(trained.encode(text)) == text
 
 
-def test_a_long_line_is_cut_between_words_into_passages(tmp_path):
+def test_long_line_is_cut_between_words(tmp_path):
     line = "the whale swam past " * 10_000
     (tmp_path / "a.txt").write_text(f"short\n\n{line}\n\nlast")
     *cut, last = documents(tmp_path / "a.txt")

@@ -1,4 +1,4 @@
-"""Labelled texts: which columns are read, what a label is, what is held out, and what is refused."""
+"""Labelled texts: columns, forms of labels, held-out rows, and errors."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -21,16 +21,16 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THRIFTY_CACHE", str(tmp_path / "cache"))
 
 
-def opened(source: Path | str, objective: str = "classification", said: list[str] | None = None, **data: Any) -> Any:
+def opened(source: Path | str, objective: str = "classification", printed: list[str] | None = None, **data: Any) -> Any:
     settings = {"batch": 4, "length": 64, "vocabulary": 300, "held_out": 0.25} | data
     recipe = Recipe(data=DataSettings(str(source), **settings), objective=ObjectiveSettings(objective))
-    _, found = open_examples(recipe, (said if said is not None else []).append)
+    _, found = open_examples(recipe, (printed if printed is not None else []).append)
     assert isinstance(found, LabelledData)
     return found
 
 
 def shown(data: LabelledData) -> list[tuple[str, str]]:
-    """Texts and labels of the training part, without special tokens."""
+    """Return texts and labels of the training part, without special tokens."""
     previews = data.previews(range(len(data.contents)))
     return sorted((each.text.replace("<|endoftext|>", ""), each.label) for each in previews)
 
@@ -61,7 +61,7 @@ def test_tables_of_every_form_hold_the_same_texts(tmp_path: Path, form: str) -> 
     assert len(data.held_out) == 11
 
 
-def test_texts_that_are_the_same_stay_on_one_side(tmp_path: Path) -> None:
+def test_equal_texts_are_on_one_side_of_the_split(tmp_path: Path) -> None:
     data = opened(write_jsonl(tmp_path / "twice.jsonl", REVIEWS * 3))
     assert len(data.held_out) == 30 and len({text for text, _ in shown(data)}) == 30
 
@@ -80,14 +80,12 @@ def test_texts_that_are_the_same_stay_on_one_side(tmp_path: Path) -> None:
         (["1.0", "0.0", 1], ("0", "1")),
     ],
 )
-def test_classes_are_names_or_whole_numbers_in_their_order(
-    tmp_path: Path, values: list, names: tuple[str, ...]
-) -> None:
+def test_classes_are_names_or_ordered_whole_numbers(tmp_path: Path, values: list, names: tuple[str, ...]) -> None:
     rows = [{"text": row["text"], "label": values[n % len(values)]} for n, row in enumerate(REVIEWS)]
     assert opened(write_jsonl(tmp_path / "rows.jsonl", rows)).ends.labels == names
 
 
-def test_numbers_may_be_written_as_text(tmp_path: Path) -> None:
+def test_numbers_are_read_from_text(tmp_path: Path) -> None:
     rows = [{"text": row["text"], "label": f"{n}.5"} for n, row in enumerate(REVIEWS)]
     labels = opened(write_csv(tmp_path / "rows.csv", rows), "regression").train.at(0)["labels"]
     assert labels.dtype.is_floating_point and set(labels.tolist()) <= {n + 0.5 for n in range(40)}
@@ -108,14 +106,14 @@ def test_numbers_may_be_written_as_text(tmp_path: Path) -> None:
         pytest.param(10**400, "regression", "holds 10+, not a number", id="huge"),
     ],
 )
-def test_a_label_of_another_form_is_refused_by_its_line(tmp_path: Path, label: Any, objective: str, match: str) -> None:
+def test_label_of_another_form_is_refused_by_its_line(tmp_path: Path, label: Any, objective: str, match: str) -> None:
     rows = [{"text": row["text"], "label": label} for row in REVIEWS]
     with pytest.raises(UsageError, match=match):
         opened(write_jsonl(tmp_path / "rows.jsonl", rows), objective)
 
 
 @pytest.mark.parametrize(("typed", "fix"), [(True, "--loss regression"), (False, 'loss="regression"')])
-def test_numbers_that_are_no_classes_have_a_fix_in_the_words_of_the_reader(
+def test_fix_for_numeric_labels_suits_the_interface(
     typed: bool, fix: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv(TYPED, raising=False)
@@ -129,27 +127,27 @@ def test_numbers_that_are_no_classes_have_a_fix_in_the_words_of_the_reader(
 
 def test_rows_without_a_text_or_a_label_are_left_out_and_counted(tmp_path: Path) -> None:
     empty = [{"text": " ", "label": "positive"}, {"text": "a film", "label": None}, {"text": "a", "label": ""}]
-    said: list[str] = []
-    data = opened(write_jsonl(tmp_path / "rows.jsonl", [*empty, *REVIEWS]), said=said)
+    printed: list[str] = []
+    data = opened(write_jsonl(tmp_path / "rows.jsonl", [*empty, *REVIEWS]), printed=printed)
     assert len(data.contents) + len(data.held_out) == 40
     assert any(
-        "3 rows without a text or a label are left out" in line and "rows.jsonl, line 1" in line for line in said
+        "3 rows without a text or a label are left out" in line and "rows.jsonl, line 1" in line for line in printed
     )
 
 
-def test_texts_longer_than_a_row_are_cut_and_counted(tmp_path: Path) -> None:
-    said: list[str] = []
+def test_longer_texts_are_cut_and_counted(tmp_path: Path) -> None:
+    printed: list[str] = []
     long = [*REVIEWS, {"text": "a film with actors " * 100, "label": "positive"}]
-    data = opened(write_jsonl(tmp_path / "rows.jsonl", long), length=16, said=said)
+    data = opened(write_jsonl(tmp_path / "rows.jsonl", long), length=16, printed=printed)
     batch = data.train.at(0)
     assert batch["inputs"].shape == (4, 16) and any(
-        "are longer than data.length = 16 and are cut" in line for line in said
+        "are longer than data.length = 16 and are cut" in line for line in printed
     )
     short = opened(write_jsonl(tmp_path / "short.jsonl", REVIEWS), length=512).train.at(0)
     assert short["keep"].sum(1).max() <= short["inputs"].shape[1] < 64
 
 
-def test_columns_of_other_names_are_given_and_missing_ones_are_named(tmp_path: Path) -> None:
+def test_other_column_names_and_missing_columns(tmp_path: Path) -> None:
     rows = [{"body": row["text"], "title": "x", "sentiment": row["label"]} for row in REVIEWS]
     path = write_csv(tmp_path / "rows.csv", rows)
     with pytest.raises(UsageError, match=r"no column of texts; there are: body, title, sentiment") as caught:
@@ -165,7 +163,7 @@ def test_columns_of_other_names_are_given_and_missing_ones_are_named(tmp_path: P
     assert data.ends.labels == ("negative", "positive") and int(batch["types"].max()) == 1
 
 
-def test_a_second_column_alone_is_paired_with_the_one_that_is_found(tmp_path: Path) -> None:
+def test_pair_column_is_combined_with_the_usual_column(tmp_path: Path) -> None:
     rows = [{"sentence": row["text"], "other": "x", "label": row["label"]} for row in REVIEWS]
     path = write_csv(tmp_path / "rows.csv", rows)
     assert "types" not in opened(path).train.at(0).fields
@@ -174,7 +172,7 @@ def test_a_second_column_alone_is_paired_with_the_one_that_is_found(tmp_path: Pa
         opened(path, pair_column="others")
 
 
-def test_a_folder_brings_its_own_held_out_texts(tmp_path: Path) -> None:
+def test_folder_with_held_out_texts(tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     write_jsonl(tmp_path / "set" / "train.jsonl", REVIEWS[:30])
     write_csv(tmp_path / "set" / "test.csv", REVIEWS[30:])
@@ -184,7 +182,7 @@ def test_a_folder_brings_its_own_held_out_texts(tmp_path: Path) -> None:
     assert other.identity == data.identity
 
 
-def test_a_held_out_label_that_none_to_train_on_has_is_refused(tmp_path: Path) -> None:
+def test_held_out_label_without_training_texts_is_refused(tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     write_jsonl(tmp_path / "set" / "train.jsonl", REVIEWS[:30])
     write_jsonl(tmp_path / "set" / "dev.jsonl", [*REVIEWS[30:], {"text": "so so", "label": "neutral"}])
@@ -197,14 +195,14 @@ def test_one_class_is_refused(tmp_path: Path) -> None:
         opened(write_jsonl(tmp_path / "rows.jsonl", [{**row, "label": "positive"} for row in REVIEWS]))
 
 
-def test_words_and_labels_of_unequal_number_are_refused_by_their_line(tmp_path: Path) -> None:
+def test_unequal_numbers_of_words_and_labels_are_refused(tmp_path: Path) -> None:
     rows = labelled_texts.tagged(10)
     rows[6]["ner_tags"] = rows[6]["ner_tags"][1:]
     with pytest.raises(UsageError, match=r"line 7: 8 words and 7 labels|line 7: \d words and \d labels"):
         opened(write_jsonl(tmp_path / "rows.jsonl", rows), "token_classification")
 
 
-def test_the_first_token_of_a_word_has_its_label_and_no_other(tmp_path: Path) -> None:
+def test_only_the_first_token_of_a_word_has_a_label(tmp_path: Path) -> None:
     rows = [{"tokens": ["unbelievable", "film"], "tags": ["GOOD", "O"]}] * 2 + labelled_texts.tagged(30)
     for row in rows[2:]:
         row["tags"] = row.pop("ner_tags")
@@ -214,11 +212,11 @@ def test_the_first_token_of_a_word_has_its_label_and_no_other(tmp_path: Path) ->
     for tokens, keep, labels in zip(batch["inputs"], batch["keep"], batch["labels"], strict=True):
         text = data.tokenizer.decode(tokens[keep].tolist()).replace("<|endoftext|>", "").strip()
         assert [data.ends.labels[tag] for tag in labels if tag != -100] == words[text]
-        assert (labels != -100).sum() < keep.sum() - 2  # of several pieces, and special tokens
+        assert (labels != -100).sum() < keep.sum() - 2  # words of several pieces, and special tokens
 
 
 @pytest.mark.parametrize("form", ["saved", "parquet"])
-def test_names_of_numbered_classes_come_with_data_sets_of_hugging_face(tmp_path: Path, form: str) -> None:
+def test_class_names_of_hugging_face_data_sets(tmp_path: Path, form: str) -> None:
     datasets = pytest.importorskip("datasets")
     names = datasets.ClassLabel(names=["positive", "negative"])
     rows = [{**row, "label": names.str2int(row["label"])} for row in REVIEWS]
@@ -235,7 +233,7 @@ def test_names_of_numbered_classes_come_with_data_sets_of_hugging_face(tmp_path:
     assert data.ends.labels == ("negative", "positive") and set(shown(data)) < texts_of(REVIEWS)
 
 
-def test_columns_of_labels_are_for_labelled_texts(tmp_path: Path) -> None:
+def test_label_columns_require_labelled_texts(tmp_path: Path) -> None:
     recipe = Recipe(data=DataSettings(str(tmp_path), label_column="label"))
     with pytest.raises(UsageError, match=r"data.label_column is set, which is for labelled texts"):
         open_examples(recipe)
@@ -251,26 +249,26 @@ def test_columns_of_labels_are_for_labelled_texts(tmp_path: Path) -> None:
         ("a.txt", "so", "no table of texts with labels"),
     ],
 )
-def test_a_broken_table_is_refused(tmp_path: Path, name: str, content: str, match: str) -> None:
+def test_damaged_table_is_refused(tmp_path: Path, name: str, content: str, match: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(UsageError, match=match):
         opened(tmp_path / name)
 
 
-def test_bytes_that_are_no_utf8_are_refused(tmp_path: Path) -> None:
+def test_invalid_utf8_is_refused(tmp_path: Path) -> None:
     (tmp_path / "a.csv").write_bytes("text,label\nnaïve,1\n".encode("latin-1"))
     with pytest.raises(UsageError, match="not a readable table"):
         opened(tmp_path / "a.csv")
 
 
-def test_texts_are_prepared_once_and_again_where_labels_change(tmp_path: Path) -> None:
-    said: list[str] = []
+def test_texts_are_prepared_again_if_labels_change(tmp_path: Path) -> None:
+    printed: list[str] = []
     path = write_jsonl(tmp_path / "rows.jsonl", REVIEWS)
-    one, again = opened(path, said=said), opened(path, said=said)
-    assert one.identity == again.identity and sum("preparing" in line for line in said) == 1
+    one, again = opened(path, printed=printed), opened(path, printed=printed)
+    assert one.identity == again.identity and sum("preparing" in line for line in printed) == 1
     swapped = [{**row, "label": "mixed" if n == 3 else row["label"]} for n, row in enumerate(REVIEWS)]
-    other = opened(write_jsonl(path, swapped), said=said)
-    assert other.ends.labels == ("mixed", "negative", "positive") and sum("preparing" in line for line in said) == 2
+    other = opened(write_jsonl(path, swapped), printed=printed)
+    assert other.ends.labels == ("mixed", "negative", "positive") and sum("preparing" in line for line in printed) == 2
     with pytest.raises(UsageError, match="labels"):
         replace(other, identity={**other.identity, "tokenizer.json": one.identity["tokenizer.json"]}).check_meaning(
             one.identity, tmp_path

@@ -1,4 +1,4 @@
-"""Near-duplicates of text: who is found alike, who stays, and what is told."""
+"""Near-duplicate documents: similarity, kept documents and the report."""
 
 import json
 import random
@@ -36,7 +36,7 @@ def with_words_changed(text: str, count: int, seed: int = 0) -> str:
 
 
 def jaccard(one: str, other: str) -> float:
-    """By the definition, with sets of tuples."""
+    """Return the Jaccard similarity by its definition, with sets of tuples."""
     sets = []
     for text in (one, other):
         words = re.findall(r"\w+", text.lower())
@@ -45,7 +45,7 @@ def jaccard(one: str, other: str) -> float:
 
 
 class Given:
-    """Documents as they are."""
+    """A source of a list of documents."""
 
     def __init__(self, *texts: str):
         self.texts = texts
@@ -59,14 +59,14 @@ class Given:
 
 @settings(max_examples=40, deadline=None)
 @given(st.integers(5, 80), st.integers(5, 80), st.integers(0, 99))
-def test_runs_of_words_overlap_as_sets_of_tuples_do(length: int, other_length: int, seed: int) -> None:
+def test_ngrams_overlap_like_sets_of_tuples(length: int, other_length: int, seed: int) -> None:
     one = made_up(length, seed)
     other = f"{' '.join(one.split()[: length // 2])} {made_up(other_length, seed + 1)}"
     runs = [set(runs_of_words(text).tolist()) for text in (one, other)]
     assert len(runs[0] & runs[1]) / len(runs[0] | runs[1]) == pytest.approx(jaccard(one, other), abs=1e-9)
 
 
-def test_what_is_compared_are_words_whatever_their_case_and_what_stands_between() -> None:
+def test_words_are_compared_without_case_and_punctuation() -> None:
     assert (
         runs_of_words("One two, three!\nFOUR five six").tolist()
         == runs_of_words("one Two three four-five(six)").tolist()
@@ -74,18 +74,18 @@ def test_what_is_compared_are_words_whatever_their_case_and_what_stands_between(
     assert runs_of_words("one two").tolist() != runs_of_words("two one").tolist()
 
 
-def test_a_script_without_spaces_is_compared_sign_by_sign() -> None:
+def test_script_without_spaces_is_compared_by_characters() -> None:
     text = "吾輩は猫である名前はまだ無いどこで生れたか頓と見当がつかぬ"
     assert len(runs_of_words(text)) == len(text) - 4
 
 
 @pytest.mark.parametrize("text", ["word", "a few words", "?!", "((()))"])
-def test_a_text_with_next_to_no_words_is_one_run(text: str) -> None:
+def test_text_with_few_words_is_one_ngram(text: str) -> None:
     assert len(runs_of_words(text)) == 1
     assert runs_of_words(text).tolist() != runs_of_words("something else").tolist()
 
 
-def test_estimates_are_those_of_the_definition_within_five_standard_errors() -> None:
+def test_estimates_equal_jaccard_within_five_standard_errors() -> None:
     for seed in range(12):
         one = made_up(400, seed)
         other = with_words_changed(one, 2 + seed)
@@ -94,7 +94,7 @@ def test_estimates_are_those_of_the_definition_within_five_standard_errors() -> 
         assert abs(found.similarity - true) < 5 * (true * (1 - true) / 128) ** 0.5 + 1e-9
 
 
-def test_the_first_of_a_group_stays_and_the_order_decides_alone() -> None:
+def test_first_document_of_a_group_is_kept() -> None:
     original = made_up(300, 0)
     close, closer = with_words_changed(original, 4), with_words_changed(original, 1)
     others = [made_up(300, seed) for seed in (5, 6)]
@@ -105,15 +105,15 @@ def test_the_first_of_a_group_stays_and_the_order_decides_alone() -> None:
     assert found == list(find_alike(texts, 0.8))
 
 
-def test_a_chain_is_cut_where_a_link_is_not_alike_to_one_that_stays() -> None:
-    """Each is alike to the one before it and the third not to the first: what is left out is judged by what stays."""
+def test_chain_of_similar_documents_is_compared_to_kept_ones() -> None:
+    """Each document is similar to the one before it, but the third is not similar to the first, which is kept."""
     words, tail, other = made_up(300, 0).split(), made_up(33, 1).split(), made_up(33, 2).split()
     chain = [" ".join(text) for text in (words, words[:267] + tail, words[:234] + other + tail)]
     assert min(jaccard(chain[0], chain[1]), jaccard(chain[1], chain[2])) > 0.77 > 0.65 > jaccard(chain[0], chain[2])
     assert [(pair.kept, pair.left_out) for pair in find_alike(chain, 0.72)] == [(0, 1)]
 
 
-def test_almost_all_pairs_above_the_threshold_are_found() -> None:
+def test_almost_all_pairs_above_the_threshold_are_detected() -> None:
     texts = []
     for seed in range(40):
         text = made_up(200, seed)
@@ -123,11 +123,11 @@ def test_almost_all_pairs_above_the_threshold_are_found() -> None:
     assert len(list(find_alike(texts, 0.8))) >= 39
 
 
-def test_different_texts_are_left_alone_however_many_there_are() -> None:
+def test_different_texts_are_all_kept() -> None:
     assert list(find_alike((made_up(60, seed) for seed in range(150)), 0.5)) == []
 
 
-def test_the_report_shows_the_least_alike_where_they_differ() -> None:
+def test_report_shows_the_least_similar_pairs() -> None:
     text = made_up(200, 0)
     copies = [with_words_changed(text, count, seed=count) for count in (0, 1, 3)]
     report = DeduplicatedSource(Given(text, *copies), 0.7).report()
@@ -147,7 +147,7 @@ def test_two_texts_are_shown_around_their_first_difference() -> None:
 
 @pytest.fixture
 def copied(tmp_path, cache):
-    """Sixty texts, and after them a slightly changed copy of each of the first twenty."""
+    """Source of sixty texts, followed by a slightly changed copy of each of the first twenty."""
     folder = tmp_path / "texts"
     folder.mkdir()
     for seed in range(60):
@@ -162,9 +162,9 @@ def chosen(folder, **changes) -> DataSettings:
 
 
 def test_no_near_duplicate_is_on_both_sides_of_the_split(copied) -> None:
-    said: list[str] = []
-    plain = open_token_cache(chosen(copied), said.append)
-    distinct = open_token_cache(chosen(copied, near_duplicates=0.8), said.append)
+    printed: list[str] = []
+    plain = open_token_cache(chosen(copied), printed.append)
+    distinct = open_token_cache(chosen(copied, near_duplicates=0.8), printed.append)
     assert plain.folder != distinct.folder
     assert sum(plain.manifest["documents"].values()) == 80 and "near_duplicates" not in plain.manifest
     assert sum(distinct.manifest["documents"].values()) == 60
@@ -173,7 +173,7 @@ def test_no_near_duplicate_is_on_both_sides_of_the_split(copied) -> None:
 
 
 def straddling(folder, prepared) -> int:
-    """How many of the pairs of files have one on each side."""
+    """Return the number of pairs of files that are on different sides."""
     ends = prepared.tokenizer.end_of_text
     sides = {}
     for part in DataSplit:
@@ -186,11 +186,13 @@ def straddling(folder, prepared) -> int:
     return sum(one in sides and other in sides and sides[one] != sides[other] for one, other in pairs)
 
 
-def test_each_threshold_is_prepared_by_itself_and_found_again(copied) -> None:
-    said: list[str] = []
-    folders = [open_token_cache(chosen(copied, near_duplicates=share), said.append).folder for share in (0.8, 0.9, 0.8)]
+def test_each_threshold_has_its_own_cache_entry(copied) -> None:
+    printed: list[str] = []
+    folders = [
+        open_token_cache(chosen(copied, near_duplicates=share), printed.append).folder for share in (0.8, 0.9, 0.8)
+    ]
     assert folders[0] == folders[2] != folders[1]
-    assert len(said) == 2
+    assert len(printed) == 2
 
 
 def test_pairs_of_texts_are_compared_as_a_whole(tmp_path, cache) -> None:
@@ -202,22 +204,22 @@ def test_pairs_of_texts_are_compared_as_a_whole(tmp_path, cache) -> None:
     assert prepared.manifest["near_duplicates"]["documents"] == 1
 
 
-def test_look_tells_what_was_left_out_and_shows_it(copied) -> None:
+def test_look_shows_left_out_documents(copied) -> None:
     options = ["look", str(copied), "--vocabulary", "300", "--held-out", "0.3", "--near-duplicates", "0.8"]
-    told = CliRunner().invoke(command, options, catch_exceptions=False).stdout
-    assert re.search(r"near-duplicates  20 documents, [\d.]+ kB left out, at least 80.0 % alike to one before", told)
-    assert told.count("% alike\n") == 5 and "changed" in told
+    output = CliRunner().invoke(command, options, catch_exceptions=False).stdout
+    assert re.search(r"near-duplicates  20 documents, [\d.]+ kB left out, at least 80.0 % alike to one before", output)
+    assert output.count("% alike\n") == 5 and "changed" in output
     plain = CliRunner().invoke(command, options[:-2], catch_exceptions=False).stdout
     assert "near-duplicates" not in plain
 
 
 @pytest.mark.parametrize("share", [0.0, -0.5, 1.5])
-def test_a_threshold_that_is_no_share_is_refused(copied, share: float) -> None:
+def test_threshold_outside_zero_to_one_is_refused(copied, share: float) -> None:
     with pytest.raises(UsageError, match="data: near_duplicates is"):
         open_token_cache(chosen(copied, near_duplicates=share), lambda text: None)
 
 
-def test_without_datasketch_the_error_says_what_to_install(copied, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_error_without_datasketch_names_the_package(copied, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "datasketch", None)
     with pytest.raises(UsageError, match=r"thrifty\[duplicates\]"):
         open_token_cache(chosen(copied, near_duplicates=0.8), lambda text: None)
@@ -225,7 +227,7 @@ def test_without_datasketch_the_error_says_what_to_install(copied, monkeypatch: 
 
 
 @pytest.mark.parametrize("objective", ["classification", "chat_answers"])
-def test_what_is_no_plain_text_has_no_near_duplicates_to_look_for(objective: str) -> None:
+def test_near_duplicates_require_plain_text(objective: str) -> None:
     recipe = RECIPES["vit-digits"]()
     given = replace(recipe, objective=ObjectiveSettings(objective), data=replace(recipe.data, near_duplicates=0.8))
     with pytest.raises(UsageError, match=f"for plain text, but {objective} learns from other data"):

@@ -8,7 +8,7 @@ from thrifty.data.text.document_sources import open_source
 from thrifty.data.text.python_sources import python_files
 
 
-def test_the_sources_of_the_library_and_of_torch_are_there_without_tests():
+def test_sources_include_library_and_torch_but_no_tests():
     files = python_files()
     library, own = Path(sysconfig.get_path("stdlib")), Path(torch.__file__).parent
     assert library / "json" / "decoder.py" in files
@@ -17,7 +17,7 @@ def test_the_sources_of_the_library_and_of_torch_are_there_without_tests():
 
 
 @pytest.mark.parametrize("size", [15_000_000, 40_000_000])
-def test_the_cap_holds_and_is_nearly_reached(size):
+def test_size_limit_is_nearly_reached(size):
     taken = sum(path.stat().st_size for path in python_files(size))
     assert 0.9 * size < taken <= size
 

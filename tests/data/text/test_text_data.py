@@ -30,7 +30,7 @@ def quiet(text):
     pass
 
 
-def test_everything_about_the_text_is_known(stories):
+def test_statistics_of_text_data(stories):
     data = open_text(settings(stories), 0, quiet)
     assert data.train.at(0)["tokens"].shape == (4, 17)
     assert data.vocabulary == data.tokenizer.vocabulary == 300
@@ -49,7 +49,7 @@ def test_examples_are_the_text(stories):
         assert all(piece in everything for piece in pieces)
 
 
-def test_the_seed_orders_training_and_leaves_evaluation_alone(stories):
+def test_seed_orders_training_but_not_evaluation(stories):
     one, other = (open_text(settings(stories), seed, quiet) for seed in (1, 2))
     assert not torch.equal(one.train.at(0)["tokens"], other.train.at(0)["tokens"])
     first, second = (next(data.held_out.batches(8, 8)) for data in (one, other))
@@ -57,7 +57,7 @@ def test_the_seed_orders_training_and_leaves_evaluation_alone(stories):
 
 
 @pytest.mark.slow
-def test_two_processes_see_the_same_examples(stories, tmp_path):
+def test_two_processes_read_the_same_examples(stories, tmp_path):
     rows = set()
     for name in ("one", "other"):
         environment = os.environ | {"THRIFTY_CACHE": str(tmp_path / name)}
@@ -77,7 +77,7 @@ def test_a_data_set_shorter_than_one_batch_is_refused(stories):
     ("origin", "name"),
     [(json.dumps({"files": {"documents.jsonl": "0" * 64}}), "documents.jsonl"), ("{", "ORIGIN.json")],
 )
-def test_a_set_damaged_after_it_was_fetched_is_refused(cache, origin, name):
+def test_damaged_downloaded_set_is_refused(cache, origin, name):
     folder = cache / "sets" / "kjv"
     folder.mkdir(parents=True)
     (folder / "documents.jsonl").write_text('{"text": "In the beginning."}\n')

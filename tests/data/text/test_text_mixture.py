@@ -1,4 +1,4 @@
-"""Several texts in one run, and documents of one row that are kept apart."""
+"""Mixtures of several text sources, and separate documents in a row."""
 
 from itertools import chain
 from pathlib import Path
@@ -26,7 +26,7 @@ LENGTH, END = 4, 255
 
 
 def text(first: int, windows: int) -> np.ndarray:
-    """Tokens of which the first of each window is a number of its own."""
+    """Return tokens whose first token of each window is unique."""
     return np.arange(first * LENGTH, (first + windows) * LENGTH + 1).astype(np.uint32)
 
 
@@ -35,7 +35,7 @@ def mixed(batch: int = 10) -> MixedSource:
     return MixedSource(sources, example_counts({"a": 3.0, "b": 1.0}), batch, 0)
 
 
-def test_each_source_has_its_share_and_goes_through_its_own_epochs() -> None:
+def test_each_source_has_its_fraction_and_its_own_epochs() -> None:
     source = mixed()
     firsts = torch.cat([source.at(step)["tokens"][:, 0] for step in range(PERIOD // 10)]) // LENGTH
     of_a = firsts[firsts < 1000]
@@ -46,7 +46,7 @@ def test_each_source_has_its_share_and_goes_through_its_own_epochs() -> None:
     assert firsts[:40].tolist() != mixed(5).at(0)["tokens"][:, 0].tolist()
 
 
-def test_an_example_depends_on_seed_and_step_alone() -> None:
+def test_example_depends_only_on_seed_and_step() -> None:
     source, other = mixed(), mixed()
     whole = source.at(7)
     parts = [other.rows(7, start, start + 5) for start in (0, 5)]
@@ -55,7 +55,7 @@ def test_an_example_depends_on_seed_and_step_alone() -> None:
     assert whole["key"].unique().numel() == 10
 
 
-def test_held_out_examples_have_the_same_shares() -> None:
+def test_held_out_examples_have_the_same_fractions() -> None:
     parts = [TokenWindows(text(0, 30), LENGTH), TokenWindows(text(1000, 100), LENGTH)]
     examples = MixedExamples(parts, [750, 250])
     firsts = examples.fields(np.arange(len(examples)))["tokens"][:, 0] // LENGTH
@@ -65,7 +65,7 @@ def test_held_out_examples_have_the_same_shares() -> None:
 @pytest.mark.parametrize(
     ("weights", "words"), [({"a": 0.0}, "is 0.0"), ({"a": 1.0, "b": 1e-6}, "less than one example")]
 )
-def test_weights_that_are_none_are_refused(weights: dict[str, float], words: str) -> None:
+def test_invalid_weights_are_refused(weights: dict[str, float], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         example_counts(weights)
 
@@ -75,7 +75,7 @@ DOCUMENTS = [[5, 6, 7, 8, END], [9, 3, END], [4, 4, 2, 1, 7, END, 12]]
 
 @pytest.mark.parametrize("style", ["gpt", "llama"])
 @pytest.mark.parametrize("micro_batches", [1, 2])
-def test_documents_that_are_kept_apart_are_learned_as_each_alone(style: str, micro_batches: int) -> None:
+def test_separate_documents_equal_single_documents(style: str, micro_batches: int) -> None:
     rows = torch.tensor([[*chain(*DOCUMENTS)], [*chain(*reversed(DOCUMENTS))]])
     documents = [*DOCUMENTS[:2], DOCUMENTS[2][:6], [12], [4, 4, 2, 1, 7, END], [12, 9, 3, END], [5, 6, 7, 8, END]]
     assert sum(map(len, documents)) == rows.numel()
@@ -108,7 +108,7 @@ def recipe(folder: Path, **more: Any) -> Recipe:
     return Recipe("mixed", data=settings, budget=Budget(steps=6), techniques=(thrifty.AdamW(),), **more)
 
 
-def test_a_run_on_several_sources_reports_their_shares_and_resumes_to_the_same_bits(tmp_path: Path) -> None:
+def test_mixture_run_resumes_bit_identically(tmp_path: Path) -> None:
     chosen = recipe(tmp_path)
     options = {"recipe": chosen, "runs": tmp_path, "quiet": True}
     whole = thrifty.train(**options, name="whole")
@@ -121,7 +121,7 @@ def test_a_run_on_several_sources_reports_their_shares_and_resumes_to_the_same_b
     assert same.loss == whole.loss
 
 
-def test_only_the_next_token_is_learned_of_documents_that_are_kept_apart(tmp_path: Path) -> None:
+def test_separate_documents_require_next_token_prediction(tmp_path: Path) -> None:
     masked = recipe(tmp_path, objective=ObjectiveSettings("masked_token"), model=ModelSettings("bert-nano"))
     with pytest.raises(UsageError, match=r"data\.separate is set, but MaskedToken"):
         thrifty.train(recipe=masked, runs=tmp_path, quiet=True)

@@ -42,7 +42,7 @@ def opened(file, seed=0, **changes):
 
 
 def texts(data, batch):
-    """The pairs of a batch as texts, without their filling and the end of text."""
+    """Return the pairs of a batch as texts, without padding and the end of text."""
     end = data.tokenizer.end_of_text
     for source, keep, tokens, counted in zip(*(batch[n] for n in ("source", "source_keep", "tokens", "counted")),
                                              strict=True):  # fmt: skip
@@ -53,7 +53,7 @@ def texts(data, batch):
         )
 
 
-def test_every_pair_comes_back_whole_on_one_side_of_the_split(file):
+def test_every_pair_is_whole_on_one_side_of_the_split(file):
     data = opened(file, length=64)
     train = set()
     for step in range(-(-data.train.examples // 8)):
@@ -64,7 +64,7 @@ def test_every_pair_comes_back_whole_on_one_side_of_the_split(file):
     assert 0 < data.unigram_entropy < math.log(300) and 1 < data.bytes_per_token < 10
 
 
-def test_pairs_with_the_same_source_stay_on_one_side_of_the_split(tmp_path):
+def test_pairs_with_one_source_are_on_one_side_of_the_split(tmp_path):
     pairs = [(source, f"{target} {way}") for source, target in PAIRS[:60] for way in "abcd"]
     data = opened(write(tmp_path / "pairs.tsv", pairs), length=64)
     train = {source for step in range(-(-data.train.examples // 8)) for source, _ in texts(data, data.train.at(step))}
@@ -72,7 +72,7 @@ def test_pairs_with_the_same_source_stay_on_one_side_of_the_split(tmp_path):
     assert train and held_out and not train & held_out and len(train | held_out) == 60
 
 
-def test_both_formats_hold_the_same_pairs(tmp_path):
+def test_tsv_and_jsonl_have_the_same_pairs(tmp_path):
     batches = []
     for name in ("pairs.tsv", "pairs.jsonl"):
         data = opened(write(tmp_path / name, PAIRS))
@@ -80,21 +80,21 @@ def test_both_formats_hold_the_same_pairs(tmp_path):
     assert all(torch.equal(batches[0][name], batches[1][name]) for name in batches[0].fields)
 
 
-def test_shapes_are_fixed_and_what_is_longer_is_cut(file):
-    said = []
-    data = open_text(settings(file, length=6), 0, said.append, pairs=True)
+def test_shapes_are_fixed_and_longer_pairs_are_cut(file):
+    printed = []
+    data = open_text(settings(file, length=6), 0, printed.append, pairs=True)
     batch = data.train.at(0)
     shapes = {name: tuple(batch[name].shape) for name in batch.fields}
     assert shapes == {"source": (8, 6), "source_keep": (8, 6), "tokens": (8, 7), "counted": (8, 6)}
     assert batch["source_keep"].all() and batch["counted"].all()
-    assert "100.0% of the pairs are longer than data.length = 6" in said[-1]
+    assert "100.0% of the pairs are longer than data.length = 6" in printed[-1]
     longer = opened(file, length=64).train.at(0)
     assert torch.equal(longer["source"][:, :6], batch["source"])
     assert torch.equal(longer["tokens"][:, :7], batch["tokens"])
 
 
 @given(step=st.integers(0, 10**6), start=st.integers(0, 7), count=st.integers(1, 8), seed=st.integers(0, 99))
-def test_rows_and_shares_are_parts_of_the_whole_batch(step, start, count, seed):
+def test_rows_are_parts_of_the_whole_batch(step, start, count, seed):
     rng = np.random.default_rng(0)
     stream = np.concatenate([np.append(rng.integers(1, 50, rng.integers(0, 9)), 0) for _ in range(80)])
     source = EpochSource(TextPairs(stream.astype(np.uint16), 6, 0), 8, seed)
@@ -106,14 +106,14 @@ def test_rows_and_shares_are_parts_of_the_whole_batch(step, start, count, seed):
         assert torch.equal(torch.cat([share[name] for share in shares]), whole[name])
 
 
-def test_the_seed_orders_training_and_leaves_evaluation_alone(file):
+def test_seed_orders_training_but_not_evaluation(file):
     one, other = opened(file, seed=0), opened(file, seed=1)
     assert not torch.equal(one.train.at(0)["tokens"], other.train.at(0)["tokens"])
     first, second = (next(data.held_out.batches(8, 8)) for data in (one, other))
     assert all(torch.equal(first[name], second[name]) for name in first.fields)
 
 
-def test_the_held_out_pairs_do_not_depend_on_the_order_of_the_file(tmp_path):
+def test_held_out_pairs_do_not_depend_on_the_order(tmp_path):
     one, other = (opened(write(tmp_path / f"{name}.tsv", pairs), length=64)
                   for name, pairs in (("one", PAIRS), ("other", PAIRS[::-1])))  # fmt: skip
     held_out = [{pair for batch in data.held_out.batches(999, 16) for pair in texts(data, batch)}
@@ -121,17 +121,17 @@ def test_the_held_out_pairs_do_not_depend_on_the_order_of_the_file(tmp_path):
     assert held_out[0] == held_out[1]
 
 
-def test_what_is_opened_twice_is_prepared_once_and_changes_are_seen(file):
-    said = []
-    folders = [open_text(settings(file), 0, said.append, pairs=True).folder for _ in range(2)]
-    assert folders[0] == folders[1] and len([line for line in said if "preparing" in line]) == 1
+def test_data_is_prepared_once_and_again_after_changes(file):
+    printed = []
+    folders = [open_text(settings(file), 0, printed.append, pairs=True).folder for _ in range(2)]
+    assert folders[0] == folders[1] and len([line for line in printed if "preparing" in line]) == 1
     write(file, PAIRS[:-1])
     changed = opened(file)
     assert changed.folder != folders[0]
     assert changed.identity.keys() == {"train.bin", "held_out.bin", "tokenizer.json"}
 
 
-def test_a_file_of_pairs_is_told_from_text(tmp_path, file):
+def test_file_of_pairs_is_recognized(tmp_path, file):
     assert holds_pairs(str(file))
     (tmp_path / "text.jsonl").write_text('{"text": "no pair"}\n')
     (tmp_path / "broken.jsonl").write_text("{source target\n")
@@ -141,7 +141,7 @@ def test_a_file_of_pairs_is_told_from_text(tmp_path, file):
     assert not holds_pairs("python-stdlib")
 
 
-def test_a_heading_blank_lines_and_blank_sides_are_passed_over(tmp_path):
+def test_heading_blank_lines_and_blank_sides_are_skipped(tmp_path):
     (tmp_path / "a.tsv").write_text("source\ttarget\n\none\tzwei\n \tdrei\nvier\t\n")
     assert list(PairFile(tmp_path / "a.tsv").documents()) == [f"one{SEPARATOR}zwei"]
     (tmp_path / "a.jsonl").write_text('{"source": "one", "target": null}\n{"source": "one", "target": "zwei"}\n')
@@ -160,7 +160,7 @@ def test_a_heading_blank_lines_and_blank_sides_are_passed_over(tmp_path):
         ("a.jsonl", '{"source": "a", "target": "\\ud800"}', "line 2: 'target' holds half of a surrogate pair"),
     ],
 )
-def test_a_line_that_is_no_pair_is_named(tmp_path, name, line, what):
+def test_line_that_is_no_pair_is_named(tmp_path, name, line, what):
     write(tmp_path / name, [("a", "b")])
     with (tmp_path / name).open("a") as file:
         file.write(line + "\n")
@@ -169,7 +169,7 @@ def test_a_line_that_is_no_pair_is_named(tmp_path, name, line, what):
     assert what in caught.value.what and str(tmp_path / name) in caught.value.what and caught.value.fix
 
 
-def test_sides_of_one_letter_are_told_apart(tmp_path):
+def test_sides_of_one_letter_are_separated(tmp_path):
     data = opened(write(tmp_path / "a.tsv", [(chr(97 + n % 26), chr(97 + n // 26)) for n in range(400)]), length=4)
     assert {len(side) for pair in texts(data, data.train.at(0)) for side in pair} == {1}
     assert data.train_tokens == 2 * data.train.examples
@@ -183,7 +183,7 @@ def test_too_few_pairs_are_refused(tmp_path):
         opened(write(tmp_path / "more.tsv", PAIRS), batch=500)
 
 
-def test_a_text_that_spells_the_end_of_text_is_refused(tmp_path):
+def test_text_that_spells_the_end_of_text_is_refused(tmp_path):
     words = Tokenizer(models.WordLevel({"a": 0, "b": 1, "</s>": 2}, "a"))
     words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     words.save(str(tmp_path / "t.json"))

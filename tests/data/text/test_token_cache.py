@@ -52,7 +52,7 @@ def documents_of(prepared, part):
     return [prepared.tokenizer.decode(tokens[low + 1 : high]) for low, high in pairwise(borders)]
 
 
-def test_the_tokens_are_the_documents_in_order_each_with_its_end(stories):
+def test_tokens_are_ordered_documents_with_ends(stories):
     prepared = open_token_cache(settings(stories), quiet)
     held_out, train = documents_of(prepared, DataSplit.HELD_OUT), documents_of(prepared, DataSplit.TRAIN)
     texts = [path.read_text() for path in sorted(stories.iterdir())]
@@ -62,21 +62,21 @@ def test_the_tokens_are_the_documents_in_order_each_with_its_end(stories):
 
 
 def test_the_second_opening_does_no_work(stories):
-    said = []
-    first = open_token_cache(settings(stories), said.append)
-    second = open_token_cache(settings(stories), said.append)
-    assert len(said) == 1 and "preparing the tokens" in said[0]
+    printed = []
+    first = open_token_cache(settings(stories), printed.append)
+    second = open_token_cache(settings(stories), printed.append)
+    assert len(printed) == 1 and "preparing the tokens" in printed[0]
     assert first.folder == second.folder and first.manifest == second.manifest
 
 
-def test_what_does_not_change_tokens_does_not_prepare_again(stories):
+def test_other_settings_do_not_prepare_tokens_again(stories):
     first = open_token_cache(settings(stories), quiet)
     assert open_token_cache(settings(stories, length=16, batch=2), quiet).folder == first.folder
     for change in ({"held_out": 0.3}, {"vocabulary": 290}):
         assert open_token_cache(settings(stories, **change), quiet).folder != first.folder
 
 
-def test_special_tokens_are_part_of_what_tokens_depend_on(stories):
+def test_cache_key_includes_special_tokens(stories):
     first, with_mask = (
         open_token_cache(settings(stories), quiet),
         open_token_cache(settings(stories), quiet, ("<mask>",)),
@@ -116,11 +116,11 @@ def test_two_processes_prepare_identical_files(stories, tmp_path):
 
 
 @pytest.mark.slow
-def test_ranks_that_start_together_build_once_and_share(stories, cache):
+def test_concurrent_ranks_build_once(stories, cache):
     command = [sys.executable, "-c", PREPARE, str(stories)]
     ranks = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    said, folders = zip(*(rank.communicate(timeout=60)[0].split() for rank in ranks), strict=True)
-    assert sorted(said) == ["0", "1"]
+    printed, folders = zip(*(rank.communicate(timeout=60)[0].split() for rank in ranks), strict=True)
+    assert sorted(printed) == ["0", "1"]
     assert len(set(folders)) == 1
     left = sorted(path.name for path in (cache / "prepared").iterdir() if not path.name.endswith(".lock"))
     assert left == [os.path.basename(folders[0])]
@@ -128,7 +128,7 @@ def test_ranks_that_start_together_build_once_and_share(stories, cache):
 
 @pytest.mark.parametrize("name", ["train.bin", "held_out.bin", "tokenizer.json", "manifest.json"])
 @pytest.mark.parametrize("harm", ["flip", "truncate", "remove"])
-def test_a_damaged_file_is_noticed_and_built_again(stories, name, harm):
+def test_damaged_file_is_rebuilt(stories, name, harm):
     first = open_token_cache(settings(stories), quiet)
     before = digests(first.folder)
     path = first.folder / name
@@ -137,20 +137,20 @@ def test_a_damaged_file_is_noticed_and_built_again(stories, name, harm):
     path.unlink()
     if harm != "remove":
         path.write_bytes(content if harm == "flip" else content[: len(content) // 2])
-    said = []
-    again = open_token_cache(settings(stories), said.append)
-    assert len(said) == 1 and "again, since" in said[0] and name in said[0]
+    printed = []
+    again = open_token_cache(settings(stories), printed.append)
+    assert len(printed) == 1 and "again, since" in printed[0] and name in printed[0]
     assert digests(again.folder) == before
 
 
 @pytest.mark.parametrize("is_dated_back", [False, True])
-def test_large_files_are_hashed_once_a_day_and_when_they_were_touched(stories, monkeypatch, is_dated_back):
+def test_large_files_are_hashed_daily_and_after_changes(stories, monkeypatch, is_dated_back):
     monkeypatch.setattr(prepared_cache, "HASHED", 0)
     hashed = []
     plain = prepared_cache.file_sha256
     monkeypatch.setattr(prepared_cache, "file_sha256", lambda path: (hashed.append(path.name), plain(path))[1])
     folder = open_token_cache(settings(stories), quiet).folder
-    open_token_cache(settings(stories), quiet)  # looked at for the first time
+    open_token_cache(settings(stories), quiet)  # first opening
     hashed.clear()
     open_token_cache(settings(stories), quiet)
     assert not hashed
@@ -162,9 +162,9 @@ def test_large_files_are_hashed_once_a_day_and_when_they_were_touched(stories, m
         file.write(bytes([byte[0] ^ 0x80]))
     if is_dated_back:
         os.utime(folder / "train.bin", ns=(state.st_atime_ns, state.st_mtime_ns))
-    said = []
-    open_token_cache(settings(stories), said.append)
-    assert len(said) == 1 and "again, since train.bin has another sha256" in said[0]
+    printed = []
+    open_token_cache(settings(stories), printed.append)
+    assert len(printed) == 1 and "again, since train.bin has another sha256" in printed[0]
     open_token_cache(settings(stories), quiet)
     hashed.clear()
     now = prepared_cache.time.time() + prepared_cache.VERIFIED_FOR + 1
@@ -174,7 +174,7 @@ def test_large_files_are_hashed_once_a_day_and_when_they_were_touched(stories, m
 
 
 @pytest.mark.slow
-def test_a_killed_build_leaves_nothing_that_is_used(tmp_path, cache):
+def test_killed_build_leaves_no_usable_folder(tmp_path, cache):
     source = tmp_path / "long.txt"
     words = random.Random(0)
     lines = (" ".join(str(words.randrange(500)) for _ in range(20)) for _ in range(60_000))
@@ -191,7 +191,7 @@ def test_a_killed_build_leaves_nothing_that_is_used(tmp_path, cache):
     assert sum(prepared.manifest["bytes"].values()) > 4_000_000
 
 
-def test_a_given_tokenizer_is_used_and_large_vocabularies_fit(stories, tmp_path):
+def test_own_tokenizer_and_large_vocabulary(stories, tmp_path):
     words = sorted({word for path in stories.iterdir() for word in path.read_text().split()})
     numbers = {word: 70_000 + place for place, word in enumerate(words)} | {"<|endoftext|>": 0, "?": 1}
     given = Tokenizer(models.WordLevel(numbers, "?"))
@@ -205,7 +205,7 @@ def test_a_given_tokenizer_is_used_and_large_vocabularies_fit(stories, tmp_path)
     assert open_token_cache(settings(stories, tokenizer=str(tmp_path / "given.json")), quiet).folder != prepared.folder
 
 
-def test_a_source_that_changes_while_it_is_read_is_refused_and_nothing_is_kept_of_it(stories, cache, monkeypatch):
+def test_source_that_changes_during_reading_is_refused(stories, cache, monkeypatch):
     def write_slowly(parts, *rest):
         (stories / "00.txt").write_text("changed while the tokens are written")
         return write_streams(parts, *rest)
@@ -216,7 +216,7 @@ def test_a_source_that_changes_while_it_is_read_is_refused_and_nothing_is_kept_o
     assert not list((cache / "prepared").glob("*/"))
 
 
-def test_a_single_text_holds_out_its_end(tmp_path):
+def test_end_of_a_single_text_is_held_out(tmp_path):
     (tmp_path / "one.txt").write_text("".join(f"word{number} " for number in range(300)))
     prepared = open_token_cache(settings(tmp_path / "one.txt"), quiet)
     assert prepared.manifest["split"] == "end of the longest document"
@@ -247,7 +247,7 @@ def test_an_empty_file_is_refused_by_name(tmp_path, content):
         open_token_cache(settings(tmp_path / "empty.txt"), quiet)
 
 
-def test_a_cache_that_cannot_be_written_says_how_to_move_it(stories, tmp_path, monkeypatch):
+def test_unwritable_cache_is_refused_with_a_fix(stories, tmp_path, monkeypatch):
     (tmp_path / "file").write_text("in the way")
     monkeypatch.setenv("THRIFTY_CACHE", str(tmp_path / "file" / "cache"))
     with pytest.raises(UsageError, match="THRIFTY_CACHE"):

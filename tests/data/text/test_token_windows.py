@@ -16,7 +16,7 @@ def source(tokens=1001, length=10, batch=8, seed=3):
 
 
 @given(step=st.integers(0, 10**7), cuts=st.lists(st.integers(0, 8), max_size=5), seed=st.integers(0, 2**40))
-def test_rows_in_any_parts_make_up_the_effective_batch(step, cuts, seed):
+def test_rows_in_any_parts_form_the_effective_batch(step, cuts, seed):
     packed = source(seed=seed)
     whole = packed.at(step)
     borders = [0, *sorted(cuts), 8]
@@ -26,13 +26,13 @@ def test_rows_in_any_parts_make_up_the_effective_batch(step, cuts, seed):
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4, 8])
-def test_ranks_together_see_the_same_batch(ranks):
+def test_ranks_together_read_the_same_batch(ranks):
     packed = source()
     shares = [RankShard(packed, rank, ranks).at(17)["tokens"] for rank in range(ranks)]
     assert torch.equal(torch.cat(shares), packed.at(17)["tokens"])
 
 
-def test_what_was_asked_before_does_not_matter():
+def test_batches_do_not_depend_on_earlier_requests():
     one, other = source(), source()
     for step in range(20):
         one.at(step)
@@ -40,7 +40,7 @@ def test_what_was_asked_before_does_not_matter():
 
 
 @given(tokens=st.integers(90, 400), length=st.integers(1, 10), batch=st.integers(1, 8), epochs=st.integers(1, 3))
-def test_an_epoch_shows_every_window_once_though_batches_cross_its_border(tokens, length, batch, epochs):
+def test_epoch_has_every_window_once_across_batches(tokens, length, batch, epochs):
     packed = source(tokens, length, batch)
     n = packed.examples
     steps = -(-epochs * n // batch)
@@ -66,7 +66,7 @@ def test_weights_sum_to_one():
     assert source().at(0).weight.sum().item() == pytest.approx(1)
 
 
-def test_text_shorter_than_one_batch_says_what_to_lower():
+def test_text_shorter_than_one_batch_is_refused_with_a_fix():
     with pytest.raises(UsageError) as caught:
         source(tokens=71, length=10, batch=8)
     assert "71 tokens: 7 examples of length 10, fewer than one batch of 8" in caught.value.what
@@ -75,7 +75,7 @@ def test_text_shorter_than_one_batch_says_what_to_lower():
 
 
 @given(tokens=st.integers(2, 200), length=st.integers(1, 60), batch=st.integers(1, 60))
-def test_the_advice_given_for_short_text_works(tokens, length, batch):
+def test_fix_for_short_text_works(tokens, length, batch):
     try:
         source(tokens, length, batch)
     except UsageError as error:

@@ -84,8 +84,8 @@ class ChatTemplate:
         """Return the conversation as text with its answers; with `prompt` up to the start of the next answer.
 
         `tools` can be called in the conversation. Raises UsageError for an invalid template, and for a template that
-        does not accept these messages. It must write the tools and the messages of tools and developers, in their own
-        role, and must not change earlier turns when later ones follow.
+        does not accept these messages. A template must write the tools, and messages of tools and developers in their
+        own role. It must not change earlier turns when later ones follow.
         """
         return self._write(messages, prompt, tools, answers=True)
 

@@ -48,8 +48,8 @@ class EncodedChat:
 class ChatTokenizer(TextTokenizer):
     """A tokenizer with a chat template.
 
-    Raises RefusedError for a tokenizer that splits text differently after a special token, and for a template without a
-    special token at the end of answers, because a model trained with it would not stop.
+    Raises RefusedError for a tokenizer that splits text differently after a special token. A template without a special
+    token at the end of answers is refused, too, because a model trained with it would not stop.
     """
 
     def __init__(self, inner: Tokenizer, template: ChatTemplate, name: str = "the tokenizer"):

@@ -6,8 +6,8 @@ Locality-sensitive hashing (package datasketch) finds candidates. It misses abou
 threshold, and one in forty at 0.05 above it. Throughput on Python sources is 10 MB per second and core; each kept
 document requires 6 kB of memory.
 
-A document is compared with kept documents only. The first of a group is kept, and no two kept documents are found
-similar, so that the later split cannot divide such a pair between training and held-out text.
+A document is compared with kept documents only, so that the first of a group is kept. No two kept documents are found
+similar. The later split therefore cannot divide such a pair between training and held-out text.
 """
 
 import hashlib
