@@ -117,7 +117,7 @@ def test_an_exported_model_reconstructs_the_same_in_transformers(desk: CommandLi
 def test_explain_describes_images_without_labels(desk: CommandLine) -> None:
     told = desk("explain", "mae-digits", *settings(**SMALL)).stdout
     assert "1,300 training images of 8 x 8 x 1\n" in told.replace("x 1 \n", "x 1\n")
-    assert "2 blocks go through visible patches, 1 through all" in told
+    assert "2 blocks process visible patches, 1 all patches" in told
 
 
 @pytest.mark.sampled(1)

@@ -1,4 +1,4 @@
-"""An encoder without blanks: what goes through it, what that saves, how it is judged, and over ranks."""
+"""Encoders without masked patches: inputs, saved work, evaluation and ranks."""
 
 import pytest
 import torch
@@ -27,7 +27,7 @@ def composed(*chosen: str, **changed) -> Run:
 
 
 def tokens_through(run: Run, blocks: nn.ModuleList, model: nn.Module) -> set[int]:
-    """How many tokens of an image go through a stack in a step."""
+    """Return the number of tokens of an image that a stack processes in a step."""
     seen = set()
     hooks = [block.register_forward_pre_hook(lambda _, args: seen.add(args[0].shape[1])) for block in blocks]
     run.objective.predict(model, run.source.at(0))
@@ -37,7 +37,7 @@ def tokens_through(run: Run, blocks: nn.ModuleList, model: nn.Module) -> set[int
 
 
 @pytest.mark.parametrize(("rate", "visible"), [(0.5, 8), (0.75, 4)])
-def test_the_encoder_goes_through_visible_patches_and_the_decoder_through_all(rate: float, visible: int) -> None:
+def test_the_encoder_sees_visible_patches_the_decoder_all(rate: float, visible: int) -> None:
     model = tiny_mae()
     plain, without = composed(rate=rate), composed("data_selection.drop_masked_patches", rate=rate)
     assert tokens_through(plain, model.blocks, model) == {17}
@@ -47,7 +47,7 @@ def test_the_encoder_goes_through_visible_patches_and_the_decoder_through_all(ra
 
 
 @pytest.mark.slow
-def test_the_encoders_share_of_the_work_falls_as_the_tokens_do() -> None:
+def test_the_work_of_the_encoder_falls_with_its_tokens() -> None:
     flops = {}
     for depth in (4, 8):
         for name in ((), ("data_selection.drop_masked_patches",)):
@@ -55,12 +55,12 @@ def test_the_encoders_share_of_the_work_falls_as_the_tokens_do() -> None:
             flops[depth, bool(name)] = count(run, run.techniques)[1].flops
     for without, tokens in ((False, 17), (True, 5)):
         matrices = 3 * tokens * 2 * (4 * 32 * 32 + 2 * 32 * 64)
-        attention = (1 + 2.5) * 4 * tokens**2 * 32  # the backward pass computes the scores again
+        attention = (1 + 2.5) * 4 * tokens**2 * 32  # the backward pass recomputes the scores
         assert flops[8, without] - flops[4, without] == 4 * 4 * (matrices + attention)  # 4 examples, 4 blocks more
 
 
-def test_patches_are_seen_where_they_stood() -> None:
-    """The encoder's states of visible patches are those of a model whose attention masks out all others."""
+def test_visible_patches_keep_their_positions() -> None:
+    """States of visible patches equal those of a model whose attention masks all other patches."""
     model, run = tiny_mae().eval(), composed()
     batch = run.source.at(0)
     whole = model.embedding(batch["inputs"])
@@ -73,7 +73,7 @@ def test_patches_are_seen_where_they_stood() -> None:
         torch.testing.assert_close(model.encode(batch["inputs"], batch["visible"]), wanted, rtol=1e-5, atol=1e-5)
 
 
-def test_held_out_losses_are_judged_without_blanks_too() -> None:
+def test_evaluation_uses_visible_patches_too() -> None:
     run = composed("data_selection.drop_masked_patches")
     assert isinstance(run.eval_objective, VisiblePatchObjective) and isinstance(
         composed().eval_objective, MaskedReconstruction
@@ -90,16 +90,16 @@ def test_the_trained_model_is_the_plain_architecture() -> None:
     assert torch.equal(plain(images), finished(images))
 
 
-def test_it_says_why_it_has_no_place_on_other_models() -> None:
-    with pytest.raises(RefusedError, match="VisionTransformer is no masked autoencoder") as refused:
+def test_other_models_are_refused_with_a_reason() -> None:
+    with pytest.raises(RefusedError, match="VisionTransformer is not a masked autoencoder") as refused:
         DropMaskedPatches().model(tiny_vit())
-    assert "objective.name = masked_reconstruction" in refused.value.fix
+    assert "objective.name=masked_reconstruction" in refused.value.fix
     with pytest.raises(UsageError, match="both decide the encoder input"):
         composed("data_selection.drop_masked_patches", "data_selection.drop_masked_tokens")
 
 
 @pytest.mark.slow
-def test_ranks_along_every_axis_are_the_single_process() -> None:
+def test_ranks_along_every_axis_equal_a_single_process() -> None:
     run = composed("data_selection.drop_masked_patches", batch=8)
     alone = losses(advance(run, run.start(), STEPS))
     for rank in on_ranks(2, trained_along, AXES):
@@ -107,6 +107,6 @@ def test_ranks_along_every_axis_are_the_single_process() -> None:
             assert found == pytest.approx(alone, rel=1e-4), name
 
 
-def test_a_pipeline_says_that_there_are_two_stacks() -> None:
+def test_a_pipeline_of_two_stacks_is_refused() -> None:
     with pytest.raises(RefusedError, match=r"2 stacks of blocks, blocks and decoder\.blocks"):
         partition_model(tiny_mae(), timed=False)

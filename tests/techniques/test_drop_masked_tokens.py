@@ -1,4 +1,4 @@
-"""Encoders that never read a mask: against transformers, against loops, exported, over ranks."""
+"""Encoders without mask tokens, compared with transformers and loops, exported and over ranks."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +40,7 @@ def encoder(tied: bool = True) -> Encoder:
     model = assemble(replace(SHAPE, tied=tied))
     initialize(model, 0, std=0.2)
     assert isinstance(model, Encoder)
-    with torch.no_grad():  # norms and biases that are not what they start as
+    with torch.no_grad():  # norms and biases unlike their initial values
         for name, values in model.named_parameters():
             if values.ndim == 1:
                 values += 0.1 * torch.randn(values.shape, generator=torch.Generator().manual_seed(len(name)))
@@ -57,9 +57,7 @@ def batch(length: int = 24, rows: int = 3, step: int = 0, objective: MaskedToken
 
 
 @given(length=some.integers(1, 12), data=some.data())
-def test_what_is_put_back_is_where_it_was_taken_and_masks_are_everywhere_else(
-    length: int, data: some.DataObject
-) -> None:
+def test_states_return_to_their_positions_among_masks(length: int, data: some.DataObject) -> None:
     kept = data.draw(some.integers(0, length))
     places = [sorted(data.draw(some.permutations(range(length)))[:kept]) for _ in range(2)]
     visible = torch.tensor(places, dtype=torch.int64).view(2, kept)
@@ -87,8 +85,8 @@ def test_the_encoder_reads_tokens_at_their_own_positions() -> None:
 
 
 @pytest.mark.parametrize("blocks", [1, 2])
-def test_predictions_and_loss_are_those_of_two_models_of_transformers_joined(blocks: int, tmp_path: Path) -> None:
-    """One BERT reads what is visible; the blocks of another go through its states and masks put together by a loop."""
+def test_predictions_equal_two_joined_models_of_transformers(blocks: int, tmp_path: Path) -> None:
+    """One BERT reads the visible tokens; the blocks of another process its states and masks, joined by a loop."""
     model, objective = with_decoder(blocks=blocks)
     rows = batch()
     reader, filler = (as_transformers(model, stack, tmp_path) for stack in ("blocks", "mask_decoder.blocks"))
@@ -112,7 +110,7 @@ def test_predictions_and_loss_are_those_of_two_models_of_transformers_joined(blo
 
 
 def as_transformers(model: nn.Module, stack: str, folder: Path) -> nn.Module:
-    """A BertForMaskedLM whose blocks are one of a model's stacks."""
+    """Return a BertForMaskedLM with the blocks of one of the model's stacks."""
     plain = assemble(replace(SHAPE, depth=len(model.get_submodule(stack))))
     values = dict(model.named_parameters())
     taken = {name: values[name.replace("blocks", stack)] for name, _ in plain.named_parameters()}
@@ -121,7 +119,7 @@ def as_transformers(model: nn.Module, stack: str, folder: Path) -> nn.Module:
     return transformers.BertForMaskedLM.from_pretrained(folder / stack, attn_implementation="eager").eval()
 
 
-def test_attention_over_the_encoders_states_is_that_of_torch() -> None:
+def test_cross_attention_equals_torch() -> None:
     ours = DecoderCrossAttention(encoder().blocks[0].attention, "key")
     theirs = nn.MultiheadAttention(32, 4, batch_first=True)
     with torch.no_grad():
@@ -135,7 +133,7 @@ def test_attention_over_the_encoders_states_is_that_of_torch() -> None:
     torch.testing.assert_close(ours(x, memory), theirs(x, memory, memory)[0], rtol=1e-5, atol=1e-5)
 
 
-def test_with_cross_the_decoder_goes_through_the_tokens_to_predict_and_no_others() -> None:
+def test_cross_decoders_process_predicted_tokens_only() -> None:
     model, objective = with_decoder(attend="cross", blocks=2)
     rows, seen = batch(), []
     for block in model.mask_decoder.blocks:
@@ -145,7 +143,7 @@ def test_with_cross_the_decoder_goes_through_the_tokens_to_predict_and_no_others
 
 
 @pytest.mark.parametrize("attend", ATTEND)
-def test_nothing_that_is_hidden_reaches_a_prediction(attend: str) -> None:
+def test_masked_tokens_do_not_reach_predictions(attend: str) -> None:
     model, objective = with_decoder(encoder(tied=False), attend=attend)
     rows = batch()
     hidden = torch.ones_like(rows["tokens"], dtype=torch.bool).scatter(1, rows["visible"], False)
@@ -162,13 +160,13 @@ def test_nothing_that_is_hidden_reaches_a_prediction(attend: str) -> None:
 
 
 @pytest.mark.parametrize("attend", ATTEND)
-def test_each_place_to_predict_depends_on_where_it_is(attend: str) -> None:
+def test_predictions_depend_on_their_position(attend: str) -> None:
     model, objective = with_decoder(attend=attend)
     prediction = objective.predict(model, batch()).hidden
     assert torch.pdist(prediction[0]).min() > 1e-3
 
 
-def test_tokens_that_are_neither_hidden_nor_replaced_are_all_read() -> None:
+def test_every_unmasked_token_is_read() -> None:
     for rate, length in ((0.15, 40), (0.5, 40), (0.5, 24), (0.3, 10)):
         objective = replace(OBJECTIVE, rate=rate)
         packed = PackedTokens(corpus(), length, 50, seed=1).at(0)
@@ -184,7 +182,7 @@ def test_tokens_that_are_neither_hidden_nor_replaced_are_all_read() -> None:
         assert (seen | chosen).all() and (rows["visible"].diff(dim=1) > 0).all()
 
 
-def test_the_work_is_that_of_fewer_tokens_as_explain_counts_it() -> None:
+def test_counted_flops_are_those_of_fewer_tokens() -> None:
     def flops(*chosen: DropMaskedTokens) -> float:
         plain = BaseRun(long, PackedTokens(corpus(), 120, 2, seed=0), OBJECTIVE)
         run = compose(plain, with_optimizer(chosen), 2)
@@ -194,7 +192,7 @@ def test_the_work_is_that_of_fewer_tokens_as_explain_counts_it() -> None:
         return assemble(replace(SHAPE, depth=6, length=120, vocabulary=VOCABULARY))
 
     def step(decoder: str = "") -> float:
-        """By hand, three passes of 2 FLOPs a weight and token; attention 4 t² d forward and 2.5 times that backward."""
+        """Three passes of 2 FLOPs per weight and token; attention 4 t² d forward and 2.5 times that backward."""
         text, k = 120, 60
         read = text - round(0.8 * k) if decoder else text
 
@@ -216,14 +214,14 @@ def test_the_work_is_that_of_fewer_tokens_as_explain_counts_it() -> None:
     assert through_some == pytest.approx(step("cross"), rel=0.02) and through_some < 0.85 * plain
 
 
-def test_memory_is_counted_as_the_allocator_finds_it() -> None:
+def test_counted_memory_equals_the_allocator() -> None:
     run = compose(masked_run(batch=8), with_optimizer([technique("data_selection.drop_masked_tokens")]), 3)
     predicted, measured = explain(run).footprint, measure_allocations(run)
     assert predicted.parameters == measured.parameters and predicted.optimizer == measured.optimizer
     assert predicted.memory == pytest.approx(measured.peak, rel=0.05)
 
 
-def test_whole_texts_are_read_as_before_and_longer_ones_than_there_are_positions_are_refused() -> None:
+def test_whole_texts_are_unchanged_and_longer_ones_refused() -> None:
     model, objective = with_decoder()
     plain, tokens, keep = encoder(), batch()["tokens"], torch.ones(3, 24, dtype=torch.bool)
     keep[:, 20:] = False
@@ -234,14 +232,14 @@ def test_whole_texts_are_read_as_before_and_longer_ones_than_there_are_positions
         objective.predict(model, batch(length=48))
 
 
-def test_with_cross_it_learns() -> None:
+def test_cross_decoders_learn() -> None:
     records, _ = run_through(
         masked_run(repeated=True), with_optimizer([DropMaskedTokens(blocks=1, attend="cross")]), 40
     )
     assert losses(records)[-1] < losses(records)[0] - 1
 
 
-def test_held_out_losses_are_judged_with_the_decoder() -> None:
+def test_evaluation_uses_the_decoder() -> None:
     chosen = with_optimizer([technique("data_selection.drop_masked_tokens"), technique("losses.z_loss")])
     run = compose(masked_run(), chosen, 2)
     model, rows = run.build_model(), run.source.at(0)
@@ -249,7 +247,7 @@ def test_held_out_losses_are_judged_with_the_decoder() -> None:
     assert torch.equal(judged.hidden, model(rows["tokens"], visible=rows["visible"], places=rows["places"]))
 
 
-def test_what_is_exported_is_the_encoder_and_loads_in_transformers(tmp_path: Path) -> None:
+def test_the_exported_encoder_loads_in_transformers(tmp_path: Path) -> None:
     plain = BaseRun(encoder, PackedTokens(corpus(), 24, 4, seed=0), OBJECTIVE)
     dropping = DropMaskedTokens(blocks=1)
     _, state = run_through(plain, with_optimizer([dropping]), 3)
@@ -271,7 +269,7 @@ def test_what_is_exported_is_the_encoder_and_loads_in_transformers(tmp_path: Pat
 
 
 @pytest.mark.slow
-def test_two_ranks_are_the_single_process_along_the_data_and_inside_the_layers() -> None:
+def test_two_ranks_equal_a_single_process() -> None:
     found = on_ranks(2, trained_along)
     for name, chosen in SETTINGS.items():
         alone, state = run_through(double(), with_optimizer(chosen), 4)
@@ -286,12 +284,12 @@ def test_two_ranks_are_the_single_process_along_the_data_and_inside_the_layers()
 @pytest.mark.parametrize(
     ("model", "objective", "what"),
     [
-        (lambda: tiny_model(), OBJECTIVE, "no encoder"),
-        (encoder, replace(OBJECTIVE, rate=1.0, mask_share=1.0, random_share=0.0), "none to read"),
-        (encoder, plain_run().objective, "do not say which tokens are visible"),
+        (lambda: tiny_model(), OBJECTIVE, "is not an encoder of this package"),
+        (encoder, replace(OBJECTIVE, rate=1.0, mask_share=1.0, random_share=0.0), "the encoder has no input"),
+        (encoder, plain_run().objective, "have no visible tokens"),
     ],
 )
-def test_what_it_cannot_work_on_is_refused_in_words(model, objective, what: str) -> None:
+def test_unsupported_models_and_batches_are_refused(model, objective, what: str) -> None:
     plain = BaseRun(model, PackedTokens(corpus(), 16, 2, seed=0), objective)
     with pytest.raises(RefusedError, match=what) as refused:
         run_through(plain, with_optimizer([DropMaskedTokens()]), 1)
@@ -311,5 +309,5 @@ def test_an_encoder_of_transformers_is_refused() -> None:
         vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
         max_position_embeddings=20,
     )  # fmt: skip
-    with pytest.raises(RefusedError, match="no encoder whose embedding, blocks and head are known"):
+    with pytest.raises(RefusedError, match="is not an encoder of this package"):
         DropMaskedTokens().model(HuggingFaceMaskedLM(transformers.RobertaForMaskedLM(config)))

@@ -1,4 +1,4 @@
-"""Which patches an image is seen through, by which models, when, and what that costs."""
+"""Random patch subsets: sampling, supported models, schedule and cost."""
 
 import pytest
 import torch
@@ -31,7 +31,7 @@ def keys(count: int, seed: int = 0) -> torch.Tensor:
 
 
 @given(st.integers(1, 70), st.floats(0.01, 0.99), st.integers(0, 99))
-def test_so_many_patches_of_each_image_are_seen_once_each_and_in_order(patches, rate, seed):
+def test_visible_patches_are_distinct_and_ascending(patches, rate, seed):
     visible = visible_patches(keys(3, seed), patches, rate)
     assert visible.shape == (3, max(1, round(patches * (1 - rate))))
     assert (visible.diff() > 0).all()
@@ -39,12 +39,12 @@ def test_so_many_patches_of_each_image_are_seen_once_each_and_in_order(patches, 
     assert visible.max() < patches
 
 
-def test_each_patch_is_seen_as_often_as_any_other():
+def test_each_patch_is_equally_likely():
     often = visible_patches(keys(20_000), 16, 0.75).flatten().bincount(minlength=16) / 20_000
     assert (often - 0.25).abs().max() < 0.015
 
 
-def test_what_is_seen_depends_on_the_key_alone():
+def test_visible_patches_depend_on_the_key_only():
     whole = visible_patches(keys(8), 16, 0.5)
     assert torch.equal(visible_patches(keys(8)[5:6], 16, 0.5), whole[5:6])
     assert len({tuple(row) for row in whole.tolist()}) == 8
@@ -95,7 +95,7 @@ class Theirs(nn.Module):
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_blocks_see_the_visible_patches_at_their_places_and_nothing_of_the_others(kind):
+def test_blocks_see_visible_patches_only_at_their_positions(kind):
     torch.manual_seed(0)
     model, own = MODELS[kind]().eval(), keys(2)
     images = torch.randn(2, 1, 8, 8)
@@ -108,7 +108,7 @@ def test_blocks_see_the_visible_patches_at_their_places_and_nothing_of_the_other
     with torch.no_grad():
         before = model.logits(images)
         model = DropPatches().model(model)
-        assert torch.equal(model.logits(images), before)  # all is seen while nothing says otherwise
+        assert torch.equal(model.logits(images), before)  # all patches are visible outside of the context
         lengths: list[int] = []
         hook = model.get_submodule(stack_of(model)).register_forward_pre_hook(
             lambda module, args: lengths.append(args[0].shape[1])
@@ -123,7 +123,7 @@ def test_blocks_see_the_visible_patches_at_their_places_and_nothing_of_the_other
 
 
 def stack_of(model: nn.Module) -> str:
-    """The first block of the tower for images."""
+    """Return the stack of the image tower."""
     return next(
         name
         for name, module in model.named_modules()
@@ -132,7 +132,7 @@ def stack_of(model: nn.Module) -> str:
     )  # fmt: skip
 
 
-def test_what_is_seen_is_what_our_models_see_when_told_which():
+def test_outputs_equal_our_models_with_explicit_patches():
     model, own = tiny_vit().eval(), keys(3)
     images = torch.randn(3, 1, 8, 8)
     with torch.no_grad():
@@ -142,7 +142,7 @@ def test_what_is_seen_is_what_our_models_see_when_told_which():
 
 
 @pytest.mark.parametrize("plain", [image_run, pair_run])
-def test_patches_are_dropped_until_the_moment_and_never_of_what_is_held_out(plain):
+def test_patches_are_dropped_in_training_before_until(plain):
     run = compose(plain(), with_optimizer([DropPatches(rate=0.75, until=0.5)]), STEPS)
     assert [FIELD in run.source.at(step).fields for step in range(STEPS)] == [True, True, False, False]
     assert not isinstance(run.eval_objective, type(run.objective))
@@ -155,7 +155,7 @@ def test_patches_are_dropped_until_the_moment_and_never_of_what_is_held_out(plai
     assert not torch.allclose(seen, whole, atol=1e-4)
 
 
-def test_other_patches_are_dropped_in_the_next_epoch_and_with_another_seed():
+def test_dropped_patches_change_with_epoch_and_seed():
     plain = image_run(batch=4)
     epoch = plain.source.examples
     source = DropPatches(until=10_000).batches(plain.source)
@@ -169,7 +169,7 @@ def test_other_patches_are_dropped_in_the_next_epoch_and_with_another_seed():
     assert not torch.equal(other[FIELD], wholes[0][FIELD])
 
 
-def test_micro_batches_see_what_the_whole_batch_sees():
+def test_micro_batches_see_the_same_patches():
     drop = technique("data_selection.drop_patches", until=1.0)
     parts = technique("large_batch.gradient_accumulation", micro_batches=3)
     whole, split = (
@@ -180,7 +180,7 @@ def test_micro_batches_see_what_the_whole_batch_sees():
 
 
 def test_smaller_images_have_fewer_patches_to_drop():
-    """With curriculum.resolution: of images of 4 x 4 pixels, 4 patches, 2 are seen."""
+    """With curriculum.resolution, images of 4 × 4 pixels have 4 patches, of which 2 are visible."""
     chosen = [technique("data_selection.drop_patches", until=1.0), technique("curriculum.resolution", until=1.0)]
     run = compose(image_run(), with_optimizer(chosen), STEPS)
     state, lengths = run.start(), []
@@ -189,7 +189,7 @@ def test_smaller_images_have_fewer_patches_to_drop():
     assert lengths[0] == 1 + kept_patches(4, 0.5)
 
 
-def test_blocks_cost_what_they_see_while_patches_are_dropped():
+def test_counted_flops_fall_with_dropped_patches():
     flops = {
         until: explain(
             compose(image_run(), with_optimizer([DropPatches(rate=0.5, until=until)]), STEPS)
@@ -198,11 +198,11 @@ def test_blocks_cost_what_they_see_while_patches_are_dropped():
     }
     assert (
         0.45 < flops[1.0] / flops[0.5] < 0.6
-    )  # a footprint is of the last step, which sees all where until is below 1
+    )  # a footprint is that of the last step, with whole images if until is below 1
 
 
-def test_who_has_masks_of_its_own_or_no_patches_is_refused():
-    with pytest.raises(RefusedError, match="say themselves which patches are visible"):
+def test_models_without_patches_or_with_masks_are_refused():
+    with pytest.raises(RefusedError, match="itself chooses the visible patches"):
         run = compose(autoencoder_run(), with_optimizer([DropPatches()]), STEPS)
         advance(run, run.start())
     with pytest.raises(UsageError, match="both decide the encoder input"):
@@ -211,7 +211,7 @@ def test_who_has_masks_of_its_own_or_no_patches_is_refused():
         compose(plain_run(), with_optimizer([DropPatches()]), STEPS).start()
 
 
-def test_a_model_that_adds_positions_elsewhere_is_refused():
+def test_positions_added_outside_the_embedding_are_refused():
     model = nn.ModuleDict(
         {
             "cut": nn.Conv2d(1, 8, 2, 2),
@@ -227,7 +227,7 @@ class WithoutKeys(MappedSource):
         super().__init__(source, lambda step, batch: Batch({n: batch[n] for n in ("inputs", "labels")}, batch.weight))
 
 
-def test_data_without_keys_is_refused_with_what_to_add():
+def test_data_without_keys_is_refused_with_a_fix():
     plain = image_run()
     run = compose(BaseRun(plain.build, WithoutKeys(plain.source), plain.objective), with_optimizer([DropPatches()]), 3)
     with pytest.raises(RefusedError, match="no keys") as refused:

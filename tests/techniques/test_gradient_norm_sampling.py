@@ -1,4 +1,4 @@
-"""Sampling by gradient norms: unbiased, gated by tau."""
+"""Sampling by gradient norms: unbiased, active by tau."""
 
 import itertools
 import math
@@ -24,15 +24,15 @@ from thrifty.core.recipe import Budget
 from thrifty.recipes import RECIPES
 from thrifty.techniques.data_selection.gradient_norm_sampling import (
     GradientNormBackward,
-    draw,
-    shares,
+    probabilities,
+    sample,
     variance_reduction,
     weighted_scores,
 )
 from thrifty.training.run_setup import prepare_run
 
 
-def test_tau_is_the_formula_and_one_for_equal_scores() -> None:
+def test_tau_equals_the_formula() -> None:
     scores = torch.tensor([1.0, 2.0, 3.0, 10.0], dtype=torch.float64)
     share = [score / 16 for score in (1, 2, 3, 10)]
     assert float(variance_reduction(scores)) == pytest.approx(math.sqrt(4 * sum(g * g for g in share)))
@@ -56,29 +56,29 @@ def test_tau_is_at_least_one_and_one_only_for_equal_scores(values: list[float]) 
 
 
 def expectation(batch: Batch, scores: Tensor, count: int, of: str, monkeypatch: pytest.MonkeyPatch) -> tuple:
-    """The mean and the mean square of the drawn weighted sum, over every draw that there can be."""
-    probability = shares(scores)
+    """Return the mean and mean square of the sampled weighted sum, over all possible samples."""
+    probability = probabilities(scores)
     first, second = 0.0, 0.0
     for rows in itertools.product(range(len(batch)), repeat=count):
         taken = torch.tensor(rows)
         monkeypatch.setattr(torch, "multinomial", lambda *_, taken=taken, **__: taken)
-        drawn = draw(batch, scores, count)
+        drawn = sample(batch, scores, count)
         chance, found = float(probability[taken].prod()), drawn.weight @ drawn[of]
         if chance > 0:
             first, second = first + chance * found, second + chance * found.square().sum()
     return first, second
 
 
-def test_every_draw_counted_the_drawn_gradient_is_the_whole_one(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_expected_sampled_gradient_is_the_whole_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     generator = torch.Generator().manual_seed(1)
     values, weight = (torch.randn(5, 3, generator=generator).double(), torch.rand(5, generator=generator).double())
-    values[2] = 0  # an example that moves nothing has no score, is never drawn, and is not missed
+    values[2] = 0  # an example with a zero score is never sampled, without bias
     scores = (torch.rand(5, generator=generator) + 0.1).double() * values.norm(dim=1).sign()
     mean, _ = expectation(Batch({"value": values}, weight), scores, 2, "value", monkeypatch)
     torch.testing.assert_close(mean, weight @ values)
 
 
-def test_the_variance_of_single_draws_falls_by_tau_squared(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_variance_of_single_samples_falls_by_tau_squared(monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.tensor([0.1, 0.3, 0.5, 4.0, 0.2], dtype=torch.float64)[:, None]
     batch, norms = Batch({"value": values}, torch.full((5,), 0.2, dtype=torch.float64)), values.squeeze(1)
     _, uniform = expectation(batch, torch.ones(5, dtype=torch.float64), 1, "value", monkeypatch)
@@ -86,11 +86,11 @@ def test_the_variance_of_single_draws_falls_by_tau_squared(monkeypatch: pytest.M
     assert float(uniform / by_norm) == pytest.approx(float(variance_reduction(norms)) ** 2)
 
 
-def test_scores_that_are_all_zero_draw_uniformly() -> None:
-    assert shares(torch.zeros(4)).tolist() == [0.25] * 4
+def test_zero_scores_sample_uniformly() -> None:
+    assert probabilities(torch.zeros(4)).tolist() == [0.25] * 4
 
 
-def test_the_drawn_batch_has_the_expected_weighted_sum_of_the_whole() -> None:
+def test_the_expected_weighted_sum_is_that_of_the_batch() -> None:
     generator = torch.Generator().manual_seed(0)
     values, scores = torch.randn(9, 3, generator=generator), torch.rand(9, generator=generator) + 0.1
     weight = torch.rand(9, generator=generator)
@@ -98,7 +98,7 @@ def test_the_drawn_batch_has_the_expected_weighted_sum_of_the_whole() -> None:
     torch.manual_seed(0)
     sums = []
     for _ in range(4000):
-        drawn = draw(batch, scores, 3)
+        drawn = sample(batch, scores, 3)
         assert len(drawn) == 3
         sums.append(drawn.weight @ drawn["value"])
     found = torch.stack(sums)
@@ -106,19 +106,19 @@ def test_the_drawn_batch_has_the_expected_weighted_sum_of_the_whole() -> None:
     assert ((found.mean(0) - weight @ values).abs() < 4 * error).all()
 
 
-def test_drawing_in_proportion_to_the_norm_has_less_variance_than_uniformly() -> None:
+def test_sampling_by_norm_has_less_variance_than_uniform() -> None:
     generator = torch.Generator().manual_seed(0)
     values = torch.randn(30, 1, generator=generator).exp()
     batch = Batch({"value": values}, torch.full((30,), 1 / 30))
     torch.manual_seed(0)
     by_norm, uniform = (
-        torch.stack([(d := draw(batch, scores, 5)).weight @ d["value"] for _ in range(500)]).std()
+        torch.stack([(d := sample(batch, scores, 5)).weight @ d["value"] for _ in range(500)]).std()
         for scores in (values.squeeze(1), torch.ones(30))
     )
     assert by_norm < uniform / 5
 
 
-def test_the_scores_are_the_norms_of_the_loss_gradient_at_the_logits() -> None:
+def test_scores_equal_norms_of_the_logit_gradient() -> None:
     plain = plain_run()
     model, batch = plain.build(), plain.source.at(0)
     prediction = plain.objective.predict(model, batch)
@@ -130,7 +130,7 @@ def test_the_scores_are_the_norms_of_the_loss_gradient_at_the_logits() -> None:
 
 
 class Heard:
-    """A backward pass that keeps what it was given."""
+    """A backward pass that records its arguments."""
 
     def __init__(self) -> None:
         self.batches: list[Batch] = []
@@ -141,7 +141,7 @@ class Heard:
         return BackwardResult((losses * batch.weight).sum().detach())
 
 
-def test_the_gate_opens_when_tau_exceeds_what_scoring_costs() -> None:
+def test_sampling_starts_when_tau_exceeds_the_cost() -> None:
     plain = plain_run(batch=12)
     inner = Heard()
     sampler = GradientNormBackward(inner, times=3, momentum=0.9)
@@ -159,7 +159,7 @@ def test_the_gate_opens_when_tau_exceeds_what_scoring_costs() -> None:
     assert all(tuple(row) in rows for row in inner.batches[1]["tokens"].tolist())
 
 
-def test_while_the_gate_is_closed_examples_weigh_among_those_that_are_trained_on() -> None:
+def test_inactive_sampling_normalizes_weights_of_trained_rows() -> None:
     plain, inner = plain_run(batch=12), Heard()
     amounts = torch.arange(1.0, 13.0)
     batch = plain.source.at(0).weighted(amounts / amounts.sum())
@@ -167,7 +167,7 @@ def test_while_the_gate_is_closed_examples_weigh_among_those_that_are_trained_on
     torch.testing.assert_close(inner.batches[0].weight, amounts[:4] / amounts[:4].sum())
 
 
-def test_while_the_gate_is_closed_it_is_the_plain_run_of_every_third_batch() -> None:
+def test_inactive_sampling_equals_a_plain_run() -> None:
     plain = plain_run()
     run = compose(plain, with_optimizer([technique("data_selection.gradient_norm_sampling")]), 3)
     assert torch.equal(run.source.at(2)["tokens"][:4], plain.source.at(6)["tokens"])
@@ -181,7 +181,7 @@ def test_while_the_gate_is_closed_it_is_the_plain_run_of_every_third_batch() -> 
         torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-5, atol=1e-7)
 
 
-def test_an_open_gate_is_resumed_bit_for_bit() -> None:
+def test_resume_of_active_sampling_is_bit_identical() -> None:
     chosen = with_optimizer(
         [technique("data_selection.gradient_norm_sampling"), technique("large_batch.gradient_accumulation")]
     )
@@ -198,7 +198,7 @@ def test_an_open_gate_is_resumed_bit_for_bit() -> None:
     assert_same(snapshot(resumed), snapshot(state))
 
 
-def test_a_step_without_finite_scores_leaves_the_gate_as_it_was() -> None:
+def test_a_step_without_finite_scores_keeps_tau() -> None:
     sampler = GradientNormBackward(
         lambda model, objective, batch: BackwardResult(objective.losses(None, batch).sum()), 2, 0.5
     )
@@ -209,9 +209,9 @@ def test_a_step_without_finite_scores_leaves_the_gate_as_it_was() -> None:
     assert outcome.notes["sampled"] == 0.0 and float(sampler.state["tau"]) == 9.0
 
 
-def test_a_share_that_cannot_be_divided_is_refused() -> None:
+def test_an_indivisible_batch_is_refused() -> None:
     batch = Batch({"tokens": torch.zeros(5, 3, dtype=torch.int64)}, torch.full((5,), 0.2))
-    with pytest.raises(RefusedError, match="not 3 times a whole number"):
+    with pytest.raises(RefusedError, match="not a multiple of presample = 3"):
         GradientNormBackward(lambda *_: BackwardResult(torch.zeros(())), 3, 0.9)(
             torch.nn.Identity(), ScoredAs(torch.ones(5)), batch
         )
@@ -222,7 +222,7 @@ def dropped(seed: int = 0) -> tuple[nn.Module, Objective, Batch]:
     return plain.build().train(), plain.objective, plain.source.at(seed)
 
 
-def test_scores_are_taken_without_dropout_and_leave_model_and_randomness_as_they_were() -> None:
+def test_scoring_has_no_dropout_and_no_side_effects() -> None:
     model, objective, batch = dropped()
     torch.manual_seed(0)
     before = torch.get_rng_state()
@@ -233,7 +233,7 @@ def test_scores_are_taken_without_dropout_and_leave_model_and_randomness_as_they
     assert torch.equal(found, wanted)
 
 
-def test_scores_are_the_same_however_many_are_taken_at_once() -> None:
+def test_scores_do_not_depend_on_the_scoring_batch() -> None:
     model, objective, batch = dropped()
     whole = weighted_scores(model, objective, batch, 6)
     for at_once in (1, 4):
@@ -241,7 +241,7 @@ def test_scores_are_the_same_however_many_are_taken_at_once() -> None:
 
 
 class Seeing(WrappedObjective):
-    """Another objective that keeps the sizes of the batches that are predicted, and whether for gradients."""
+    """An objective that records the sizes of predicted batches, and whether gradients are enabled."""
 
     def __init__(self, inner: Objective):
         super().__init__(inner)
@@ -252,7 +252,7 @@ class Seeing(WrappedObjective):
         return super().predict(model, batch)
 
 
-def test_an_open_gate_with_accumulation_scores_and_trains_in_small_parts_with_the_gradient_of_the_whole() -> None:
+def test_accumulation_scores_and_trains_in_micro_batches() -> None:
     found = []
     for parts, at_once, sizes in ((1, 0, [(4, False)] * 3 + [(4, True)]), (2, 2, [(2, False)] * 6 + [(2, True)] * 2)):
         chosen = [
@@ -271,7 +271,7 @@ def test_an_open_gate_with_accumulation_scores_and_trains_in_small_parts_with_th
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
-def test_a_weight_counts_like_a_score_in_what_is_drawn() -> None:
+def test_a_weight_acts_like_a_score() -> None:
     model, objective, batch = dropped()
     model.eval()
     uneven = batch.weighted(torch.tensor([0.5, 0.1, 0.1, 0.1, 0.1, 0.1]))
@@ -279,7 +279,7 @@ def test_a_weight_counts_like_a_score_in_what_is_drawn() -> None:
     torch.testing.assert_close(ratio, uneven.weight / batch.weight)
 
 
-def test_a_gradient_that_was_not_finite_and_is_answered_stays_answered() -> None:
+def test_a_handled_overflow_stays_handled() -> None:
     batch = Batch({"tokens": torch.zeros(4, 3, dtype=torch.int64)}, torch.full((4,), 0.25))
 
     def overflowing(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
@@ -292,17 +292,17 @@ class Contrasting(ScoredAs):
     joint = True
 
 
-def test_losses_that_belong_to_several_examples_are_refused() -> None:
-    with pytest.raises(RefusedError, match="a loss of Contrasting is one of several"):
+def test_losses_across_examples_are_refused() -> None:
+    with pytest.raises(RefusedError, match="the loss of Contrasting compares several examples"):
         technique(NAME).objective(WrappedObjective(Contrasting(torch.ones(2))))
 
 
-def test_an_objective_without_scores_is_refused_before_the_first_step() -> None:
+def test_an_objective_without_scores_is_refused() -> None:
     with pytest.raises(RefusedError, match="Objective has no gradient-norm scores"):
         technique(NAME).objective(WrappedObjective(Objective()))
 
 
-def test_with_a_growing_batch_an_open_gate_draws_a_third_of_what_each_step_looks_at() -> None:
+def test_active_sampling_follows_a_growing_batch() -> None:
     chosen = [technique(NAME), technique("large_batch.batch_ramp", start=0.25, until=4, multiple=2)]
     run = compose(plain_run(batch=8), with_optimizer(chosen), 6)
     state, heard = run.start(), Heard()
@@ -314,7 +314,7 @@ def test_with_a_growing_batch_an_open_gate_draws_a_third_of_what_each_step_looks
     assert [len(batch) for batch in heard.batches] == [2, 4, 8]
 
 
-def test_each_rank_draws_of_its_own_share_and_together_they_expect_the_whole_gradient(
+def test_ranks_together_expect_the_whole_gradient(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     source = plain_run(batch=6).source
@@ -356,7 +356,7 @@ class Fixed(BatchSource):
         "sparsity.rigl",
     ],
 )
-def test_an_open_gate_stays_open_beside_what_acts_on_forward_and_backward_passes(other: str) -> None:
+def test_active_sampling_combines_with_other_techniques(other: str) -> None:
     torch._dynamo.reset()
     run = compose(plain_for(NAME, other), with_optimizer([technique(NAME), technique(other)]), 3)
     state = run.start()
@@ -366,7 +366,7 @@ def test_an_open_gate_stays_open_beside_what_acts_on_forward_and_backward_passes
 
 
 @pytest.mark.parametrize("strategy", ["parallelism.replicate", "parallelism.shard"])
-def test_the_gate_is_one_for_all_ranks_and_closed_it_is_that_of_a_single_process(strategy: str) -> None:
+def test_all_ranks_start_sampling_together(strategy: str) -> None:
     alone, _ = run_through(plain_run(), with_optimizer([technique(NAME)]), 3)
     closed, opened = zip(*on_ranks(2, sampled_runs, strategy), strict=True)
     for records in closed:
@@ -375,11 +375,11 @@ def test_the_gate_is_one_for_all_ranks_and_closed_it_is_that_of_a_single_process
     assert all(sampled for _, sampled in opened[0]) and not any(sampled for _, sampled in closed[0])
 
 
-def test_a_score_without_a_number_on_one_rank_closes_the_gate_on_both() -> None:
+def test_a_nan_score_on_one_rank_stops_sampling_on_both() -> None:
     assert on_ranks(2, a_number_is_missing_on_one_rank) == [(0.0, 9.0), (0.0, 9.0)]
 
 
-def test_a_budget_of_tokens_counts_what_is_looked_at() -> None:
+def test_a_token_budget_counts_scored_examples() -> None:
     recipe = replace(RECIPES["vit-digits"](), budget=Budget(tokens=400.0), device="cpu")
     sampling = replace(recipe, techniques=(*recipe.techniques, technique(NAME)))
     assert prepare_run(recipe, quiet=True).run.steps == 6

@@ -1,4 +1,4 @@
-"""Small images first, by averaging pixels or by low frequencies."""
+"""Curricula from small to full images, by averaged pixels or low frequencies."""
 
 from dataclasses import replace
 
@@ -23,7 +23,7 @@ SIDE = 16
 
 
 class Images(BatchSource):
-    """Random images of two kinds, told apart by their brightness."""
+    """Random images of two classes with different brightness."""
 
     batch = 4
 
@@ -38,7 +38,7 @@ class Images(BatchSource):
 
 
 class Patches(nn.Module):
-    """Blocks on patches of 4 by 4 pixels, their mean classified: takes images of any size."""
+    """A classifier of the mean of patches of 4 × 4 pixels, for images of any size."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -79,7 +79,7 @@ def test_resolution_rises_in_phases_and_ends_full() -> None:
     assert torch.equal(run.source.at(5)["labels"], plain["labels"])
 
 
-def test_low_frequencies_come_first_for_as_long_as_it_says() -> None:
+def test_low_frequencies_come_first_until_their_moments() -> None:
     run = run_of(LowFrequencyCurriculum(multiple=4), 10)
     assert sides(run, 10) == [12] * 6 + [12] * 2 + [16] * 2  # 160 and 192 of 224 are 11.4 and 13.7 of 16
     found = sides(run_of(LowFrequencyCurriculum(fractions=(0.25, 0.5), until=(0.3, 0.5), multiple=4), 10), 10)
@@ -90,7 +90,7 @@ def test_low_frequencies_come_first_for_as_long_as_it_says() -> None:
 @pytest.mark.parametrize(
     "one", [ResolutionCurriculum(until=3, multiple=4), LowFrequencyCurriculum(until=(2, 3), multiple=4)]
 )
-def test_a_model_trains_on_small_images_and_is_evaluated_on_full_ones(one: Technique) -> None:
+def test_training_uses_small_images_and_evaluation_full_ones(one: Technique) -> None:
     run = run_of(one, 4)
     state = run.start()
     advance(run, state)
@@ -106,7 +106,7 @@ def test_a_model_trains_on_small_images_and_is_evaluated_on_full_ones(one: Techn
 @pytest.mark.parametrize(
     "one", [ResolutionCurriculum(until=2, multiple=4), LowFrequencyCurriculum(until=(1, 2), multiple=4)]
 )
-def test_grey_images_without_colours_are_images_too(one: Technique) -> None:
+def test_grayscale_images_are_supported(one: Technique) -> None:
     assert one.batches(Images(0)).at(0)["inputs"].shape[1:] < (SIDE, SIDE)
 
 
@@ -120,7 +120,7 @@ def test_texts_are_refused(one: Technique) -> None:
 @pytest.mark.parametrize(
     "one", [ResolutionCurriculum(until=5, multiple=16), LowFrequencyCurriculum(until=(5, 8), multiple=16)]
 )
-def test_images_that_cannot_be_smaller_stay_full_and_that_is_said(one: Technique) -> None:
+def test_small_images_stay_full_with_a_note(one: Technique) -> None:
     with collect_notes() as notes:
         assert torch.equal(one.batches(Images()).at(0)["inputs"], Images().at(0)["inputs"])
     assert notes == ["images of 16 x 16 have their full size from the start: lower multiple or the initial size"]
@@ -129,7 +129,7 @@ def test_images_that_cannot_be_smaller_stay_full_and_that_is_said(one: Technique
     assert not notes
 
 
-def test_images_of_whole_numbers_are_refused() -> None:
+def test_integer_images_are_refused() -> None:
     class Bytes(Images):
         def rows(self, step: int, start: int, stop: int) -> Batch:
             batch = super().rows(step, start, stop)
@@ -139,7 +139,7 @@ def test_images_of_whole_numbers_are_refused() -> None:
         ResolutionCurriculum().batches(Bytes()).at(0)
 
 
-def test_shares_and_moments_must_fit_each_other() -> None:
+def test_fractions_and_moments_must_match() -> None:
     with pytest.raises(UsageError, match="2 fractions end at"):
         LowFrequencyCurriculum(until=(0.5,))
     with pytest.raises(UsageError, match="rising"):

@@ -17,8 +17,8 @@ from thrifty.training.evaluation import evaluate
 OF_TEXT = {
     "adapters.prompt_tuning": "adapters.visual_prompt",
     "attention.tiled": "cores is plain and causal",
-    "data_selection.drop_masked_patches": "no masked autoencoder",
-    "data_selection.drop_masked_tokens": "take a BERT",
+    "data_selection.drop_masked_patches": "is not a masked autoencoder",
+    "data_selection.drop_masked_tokens": "is not an encoder of this package",
     "growth.compound": "use it on plain text",
     "large_batch.gradient_cache": "need no second forward pass",
     "curriculum.sequence_length": "use it on plain text",

@@ -1,4 +1,4 @@
-"""Patches that become smaller: what each gives when it is enlarged, and a plain model at the end."""
+"""Shrinking patches: equal tokens of enlarged patches, and a plain model at the end."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def run_of(*others: str, plain: BaseRun | None = None, one: PatchSizeCurriculum 
 
 
 @given(st.integers(1, 5), st.integers(2, 3), st.integers(1, 3), st.integers(0, 9))
-def test_a_smaller_patch_gives_what_it_gave_enlarged(side: int, times: int, channels: int, seed: int) -> None:
+def test_a_smaller_patch_equals_its_enlarged_patch(side: int, times: int, channels: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(4, channels, side * times, side * times, generator=generator, dtype=torch.float64)
     patch = torch.randn(1, channels, side, side, generator=generator, dtype=torch.float64)
@@ -33,7 +33,7 @@ def test_a_smaller_patch_gives_what_it_gave_enlarged(side: int, times: int, chan
     torch.testing.assert_close(resized_patches(resized_patches(smaller, side * times), side), smaller)
 
 
-def test_patches_start_large_and_end_as_the_recipe_says() -> None:
+def test_patches_start_large_and_end_at_the_final_size() -> None:
     run = run_of()
     state = run.start()
     seen = []
@@ -47,7 +47,7 @@ def test_patches_start_large_and_end_as_the_recipe_says() -> None:
     assert {n: p.shape for n, p in state.model.named_parameters()} == {n: p.shape for n, p in plain.named_parameters()}
 
 
-def test_a_model_that_never_trained_grows_into_the_plain_one_but_for_positions() -> None:
+def test_an_untrained_model_ends_as_the_plain_model() -> None:
     run = run_of()
     state = run.start()
     assert state.model.embedding.patch.weight.shape[-1] == 8
@@ -61,7 +61,7 @@ def test_a_model_that_never_trained_grows_into_the_plain_one_but_for_positions()
     assert finished.logits(PIXELS).shape == (2, 10)
 
 
-def test_at_a_change_tokens_of_smooth_images_hardly_change() -> None:
+def test_tokens_of_smooth_images_hardly_change() -> None:
     run = run_of()
     state = run.start()
     advance(run, state, 1)
@@ -80,7 +80,7 @@ def _bias(model: nn.Module) -> torch.Tensor:
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("others", [(), ("growth.stacking", "averaging.ema"), ("sparsity.rigl",)])
 @pytest.mark.parametrize("saved", [1, 2, 3])
-def test_a_resumed_run_is_the_run_that_was_not_stopped(saved: int, others: tuple[str, ...]) -> None:
+def test_resume_is_bit_identical(saved: int, others: tuple[str, ...]) -> None:
     whole, stopped, again = run_of(*others), run_of(*others), run_of(*others)
     end, half = whole.start(), stopped.start()
     advance(whole, end)
@@ -90,7 +90,7 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(saved: int, others: tuple
     assert_same(snapshot(state), snapshot(end))
 
 
-def test_the_image_tower_of_a_contrastive_model_has_patches_too() -> None:
+def test_the_image_tower_of_a_contrastive_model_is_supported() -> None:
     run = run_of(plain=pair_run(), one=PatchSizeCurriculum(at=(2,)))
     state = run.start()
     first = advance(run, state, 1)[-1]
@@ -99,28 +99,28 @@ def test_the_image_tower_of_a_contrastive_model_has_patches_too() -> None:
     run.verify(state)
 
 
-def test_what_has_no_patches_to_change_is_refused() -> None:
+def test_models_without_patches_are_refused() -> None:
     with pytest.raises(RefusedError, match="texts have no patches"):
         run_of(plain=plain_run()).objective  # noqa: B018
-    with pytest.raises(RefusedError, match="no model of ours that reads images"):
+    with pytest.raises(RefusedError, match="is not a model of this package with image patches"):
         run_of(plain=autoencoder_run()).start()
     with pytest.raises(RefusedError, match="8 x 8 pixels cannot be cut into patches of 16 x 16"):
         run_of(one=PatchSizeCurriculum(at=(1, 2, 3))).start()
 
 
-def test_patches_of_another_size_than_the_log_says_are_noticed() -> None:
+def test_a_patch_size_unlike_the_log_is_an_error() -> None:
     run = run_of()
     state = run.start()
     state.model.embedding.patch_size = 2
-    with pytest.raises(IntegrityError, match="a side of 2, the run's log says 4 times the final 2"):
+    with pytest.raises(IntegrityError, match="side of patches is 2; the run's log has 4 times the final 2"):
         run.verify(state)
 
 
-def test_images_that_grow_in_steps_smaller_than_the_first_patches_are_refused_with_what_to_set() -> None:
+def test_images_smaller_than_multiples_of_patches_are_refused() -> None:
     grows = technique("curriculum.resolution", start=0.5, until=3, multiple=2, phases=3)
     run = compose(image_run(), with_optimizer([HALVING, grows]), 4)
     with pytest.raises(
-        UsageError, match="made smaller, to 4 x 4 pixels, cannot be cut into patches of 8 x 8"
+        UsageError, match="reduced to 4 x 4 pixels cannot be cut into the initial patches of 8 x 8"
     ) as refused:
         advance(run, run.start())
     assert "curriculum.resolution.multiple=8" in refused.value.fix and "data.size" not in refused.value.fix

@@ -1,4 +1,4 @@
-"""Pruning by scores: which examples are kept, and what is refused."""
+"""Pruning by scores: kept examples and refused settings."""
 
 import hashlib
 from dataclasses import replace
@@ -22,7 +22,7 @@ FEW = torch.tensor([0.1, 0.9, 0.5, 0.7, 0.3, 0.2, 0.8, 0.6])
 
 
 def scored(plain: BaseRun, **facts: object) -> ExampleScores:
-    """Scores that rise with an example's number."""
+    """Return scores that rise with the index of the example."""
     there = plain.source.example_index()
     scores = torch.arange(there.count).float()
     told = ScoreProvenance(method="el2n", fingerprint=there.fingerprint, flops=2e9, seconds=4.0, **facts)  # type: ignore[arg-type]
@@ -30,7 +30,7 @@ def scored(plain: BaseRun, **facts: object) -> ExampleScores:
 
 
 def written(scores: ExampleScores, path: Path) -> dict[str, str]:
-    """The settings that name a file of scores."""
+    """Return the settings for a file of scores."""
     path.write_bytes(scores_bytes(scores))
     return {"scores": str(path), "sha256": hashlib.sha256(path.read_bytes()).hexdigest()}
 
@@ -43,7 +43,7 @@ def test_hard_easy_and_the_offset_on_eight_scores() -> None:
     assert kept_examples(torch.zeros(6), None, 0.5).tolist() == [0, 1, 2]
 
 
-def test_the_floor_keeps_the_hardest_of_a_class_that_is_easy() -> None:
+def test_min_class_share_keeps_the_hardest_of_an_easy_class() -> None:
     labels = torch.tensor([0, 1, 0, 1, 0, 0, 1, 1])  # 1 is hard, 0 is easy
     assert kept_examples(FEW, labels, 0.5).tolist() == [1, 3, 6, 7]
     assert kept_examples(FEW, labels, 0.5, min_class_share=0.5).tolist() == [1, 2, 3, 6]
@@ -60,12 +60,12 @@ Case = some.tuples(
 
 
 @given(Case)
-def test_what_is_kept_obeys_keep_offset_and_floor_for_any_scores(case: tuple) -> None:
+def test_kept_examples_obey_all_settings_for_any_scores(case: tuple) -> None:
     rows, keep, offset, floor, order = case
     scores, labels = torch.tensor([row[0] for row in rows]), torch.tensor([row[1] for row in rows])
     count, left_out = max(round(keep * len(rows)), 1), round(offset * len(rows))
     if keep + offset > 1 or left_out == len(rows):
-        with pytest.raises(RefusedError, match="more than all"):
+        with pytest.raises(RefusedError, match="exceed 1 together"):
             kept_examples(scores, labels, keep, order, offset, floor)
         return
     kept, count = kept_examples(scores, labels, keep, order, offset, floor), min(count, len(rows) - left_out)
@@ -79,11 +79,11 @@ def test_what_is_kept_obeys_keep_offset_and_floor_for_any_scores(case: tuple) ->
 
 
 @pytest.mark.parametrize(("examples", "keep", "offset", "kept"), [(1315, 0.9, 0.1, 1183), (3, 0.5, 0.5, 1)])
-def test_shares_that_make_up_the_whole_are_never_too_much(examples: int, keep: float, offset: float, kept: int) -> None:
+def test_fractions_that_sum_to_one_are_accepted(examples: int, keep: float, offset: float, kept: int) -> None:
     assert len(kept_examples(torch.arange(float(examples)), None, keep, drop_hardest=offset)) == kept
 
 
-def test_random_ones_depend_on_the_seed_alone() -> None:
+def test_random_examples_depend_on_the_seed_only() -> None:
     one, same, other = (kept_examples(torch.zeros(100), None, 0.5, "random", seed=seed) for seed in (0, 0, 1))
     assert torch.equal(one, same) and not torch.equal(one, other)
     assert torch.equal(one, kept_examples(torch.rand(100), None, 0.5, "random"))
@@ -103,7 +103,7 @@ def seen(plain: BaseRun, technique: PrunedExamples, steps: int) -> list[Batch]:
     return [source.at(step) for step in range(steps)]
 
 
-def test_a_run_sees_the_kept_examples_only_and_is_judged_on_all(tmp_path: Path) -> None:
+def test_a_run_trains_on_kept_examples_and_evaluates_on_all(tmp_path: Path) -> None:
     plain = image_run(batch=50)
     scores = scored(plain)
     technique = PrunedExamples(**written(scores, tmp_path / "scores"), keep=0.25, drop_hardest=0.1, min_class_share=0)
@@ -130,7 +130,7 @@ def test_texts_are_pruned_alike(tmp_path: Path) -> None:
     assert len(records) == 3
 
 
-def test_it_tells_what_is_kept_of_each_class_and_what_scoring_cost(tmp_path: Path) -> None:
+def test_notes_list_kept_classes_and_the_cost_of_scoring(tmp_path: Path) -> None:
     plain = image_run()
     named = {"label_names": tuple(map(str, range(10)))}
     technique = PrunedExamples(**written(scored(plain, **named), tmp_path / "scores"), keep=0.5)
@@ -159,14 +159,14 @@ def test_scores_of_other_data_are_refused_by_hash(tmp_path: Path) -> None:
         compose(plain_run(), with_optimizer([PrunedExamples(**right)]), 3).source.at(0)
 
 
-def test_a_file_without_its_hash_or_with_another_is_refused(tmp_path: Path) -> None:
+def test_a_missing_or_wrong_hash_is_refused(tmp_path: Path) -> None:
     named = written(scored(image_run()), tmp_path / "scores")
     for settings, kind, told in (
-        ({"scores": named["scores"]}, UsageError, "without their hash"),
-        ({**named, "sha256": "a" * 64}, IntegrityError, "is not the file of scores that the recipe means"),
+        ({"scores": named["scores"]}, UsageError, "have no hash in the settings"),
+        ({**named, "sha256": "a" * 64}, IntegrityError, "is not the file of scores in the recipe"),
         ({**named, "scores": str(tmp_path / "none")}, UsageError, "there is no scores file"),
-        ({}, UsageError, "no file says how hard"),
-        ({"order": "random", "drop_hardest": 0.1}, UsageError, "no file says which are the hardest"),
+        ({}, UsageError, "requires a file of scores"),
+        ({"order": "random", "drop_hardest": 0.1}, UsageError, "drop_hardest requires a file of scores"),
     ):
         run = compose(image_run(), with_optimizer([PrunedExamples(**settings)]), 3)
         with pytest.raises(kind, match=told) as error:
@@ -176,13 +176,13 @@ def test_a_file_without_its_hash_or_with_another_is_refused(tmp_path: Path) -> N
         compose(image_run(), with_optimizer([PrunedExamples(scores=named["scores"])]), 3).source.at(0)
 
 
-def test_a_trained_model_is_used_without_the_file() -> None:
+def test_a_trained_model_does_not_require_the_file() -> None:
     run = compose(image_run(), with_optimizer([PrunedExamples(scores="gone", sha256="a" * 64)]), 3)
     run.build_model()
     assert "there is no scores file gone" in run.notes["data_selection.prune"][0]
 
 
-def test_a_file_of_scores_is_read_as_it_was_written(tmp_path: Path) -> None:
+def test_a_file_of_scores_survives_a_round_trip(tmp_path: Path) -> None:
     scores = scored(image_run(), seeds=(3, 4), label_names=("a", "b"), recipe={"seed": 3}, steps=7)
     scores = replace(scores, guesses=PredictedLabels(scores.labels, scores.scores / 1300, scores.scores / 2600))  # type: ignore[arg-type]
     path = tmp_path / "scores"
@@ -213,6 +213,6 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
         read_scores(path)
 
 
-def test_suspicion_is_how_much_more_another_label_is_believed() -> None:
+def test_suspicion_is_the_margin_of_another_label() -> None:
     guesses = PredictedLabels(torch.tensor([1, 1, 0]), torch.tensor([0.9, 0.9, 0.6]), torch.tensor([0.1, 0.9, 0.3]))
     assert guesses.suspicion(torch.tensor([0, 1, 1])).tolist() == pytest.approx([0.8, 0.0, 0.3])

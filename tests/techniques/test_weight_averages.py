@@ -1,4 +1,4 @@
-"""Averages of the weights, against torch's own AveragedModel and against sums written out."""
+"""Weight averages, compared with torch's AveragedModel and explicit sums."""
 
 import copy
 import json
@@ -30,7 +30,7 @@ AVERAGES = {"averaging.latest": "latest_weight_average", "averaging.ema": "expon
 
 
 class Walk:
-    """A model on its way, and all that it was after each update."""
+    """A model and its weights after each update."""
 
     def __init__(self, element: GradientTransform, dtype: torch.dtype = torch.float32):
         torch.manual_seed(0)
@@ -55,7 +55,7 @@ class Walk:
 
 
 @pytest.mark.parametrize("steps", [3, 5, 8, 9, 20, 21])
-def test_the_latest_mean_is_torchs_equal_mean_of_the_last_copies(steps: int) -> None:
+def test_the_latest_mean_equals_torch(steps: int) -> None:
     walk = Walk(LatestWeightsTransform(copies=4, start=3, every=2)).go(steps)
     taken = [walk.been[updates - 1] for updates in range(3, steps + 1, 2)][-4:]
     theirs = AveragedModel(taken[0], avg_fn=get_swa_avg_fn())
@@ -64,8 +64,8 @@ def test_the_latest_mean_is_torchs_equal_mean_of_the_last_copies(steps: int) -> 
     walk.assert_judged(theirs.module)
 
 
-def test_an_exponential_mean_is_torchs() -> None:
-    """With a small decay the warm-up is over at once: 1.1 / 11 is more than 0.1 from the second weights on."""
+def test_an_exponential_mean_equals_torch() -> None:
+    """With a small decay the warmup ends at once: (1 + 1) / (10 + 1) exceeds 0.1 from the second weights on."""
     walk = Walk(EmaTransform(0.1))
     theirs = AveragedModel(walk.model, avg_fn=get_ema_avg_fn(0.1))
     for _ in range(12):
@@ -74,7 +74,7 @@ def test_an_exponential_mean_is_torchs() -> None:
 
 
 @given(decay=some.floats(0.0, 0.9999), steps=some.integers(1, 60))
-def test_debiased_decays_weigh_the_past_by_powers_that_sum_to_one(decay: float, steps: int) -> None:
+def test_debiased_weights_of_the_past_sum_to_one(decay: float, steps: int) -> None:
     shares: list[float] = []
     for averaged in range(steps):
         kept = decay_after(averaged, decay, "debiased")
@@ -83,20 +83,20 @@ def test_debiased_decays_weigh_the_past_by_powers_that_sum_to_one(decay: float, 
     assert shares == pytest.approx([power / sum(powers) for power in powers], rel=1e-6, abs=1e-9)
 
 
-def test_the_warm_up_of_the_decay_starts_with_the_weights_themselves_and_ends_at_the_decay() -> None:
+def test_the_decay_warms_up_from_zero() -> None:
     assert [decay_after(t, 0.999, "warmup") for t in (0, 1, 2, 90)] == pytest.approx([0, 2 / 11, 3 / 12, 91 / 100])
     assert decay_after(10_000, 0.999, "warmup") == 0.999
 
 
 @pytest.mark.parametrize("beginning", ["warmup", "debiased"])
-def test_nothing_from_before_the_start_is_in_an_exponential_mean(beginning: Beginning) -> None:
+def test_an_exponential_mean_excludes_weights_before_start(beginning: Beginning) -> None:
     walk = Walk(EmaTransform(0.99, beginning, start=4)).go(4)
     assert walk.optimizer.eval_weights() is None
     walk.go(1).assert_judged(walk.been[-1])
 
 
-def test_copies_are_copies_and_not_names_for_the_weights_in_training() -> None:
-    """w + 1, w + 2 and w + 3 average to w + 2, in place on a CPU too, where a copy to the CPU is none."""
+def test_copies_do_not_share_memory_with_the_weights() -> None:
+    """w + 1, w + 2 and w + 3 average to w + 2, also on a CPU, where `.cpu()` does not copy."""
     weight = torch.tensor([1.0, -2.0])
     element = LatestWeightsTransform(copies=3, start=1, every=1)
     slots = element.init(["weight"], [weight])
@@ -107,7 +107,7 @@ def test_copies_are_copies_and_not_names_for_the_weights_in_training() -> None:
     assert torch.equal(found, torch.tensor([3.0, 0.0])) and torch.equal(weight, torch.tensor([4.0, 1.0]))
 
 
-def test_until_there_are_enough_the_mean_is_of_those_there_are_and_before_the_first_there_is_none() -> None:
+def test_the_mean_covers_the_existing_copies() -> None:
     walk = Walk(LatestWeightsTransform(copies=3, start=4, every=3)).go(3)
     assert walk.optimizer.eval_weights() is None
     walk.go(1).assert_judged(walk.been[3])
@@ -122,10 +122,10 @@ def test_until_there_are_enough_the_mean_is_of_those_there_are_and_before_the_fi
     start=some.integers(0, 9), every=some.integers(1, 4), copies=some.integers(1, 4), born=some.integers(0, 12),
     updates=some.integers(0, 12),
 )  # fmt: skip
-def test_what_counts_is_what_was_copied_since_the_state_was_fresh(
+def test_the_mean_covers_copies_since_the_last_reset(
     start: int, every: int, copies: int, born: int, updates: int
 ) -> None:
-    """The weight after n updates is n: the mean says which copies are in it."""
+    """The weight after n updates is n, so the mean reveals its copies."""
     element, weight = LatestWeightsTransform(copies, start, every), torch.tensor([float(born)])
     slots = element.init(["weight"], [torch.tensor([-1e6])])
     for step in range(born, born + updates):
@@ -137,7 +137,7 @@ def test_what_counts_is_what_was_copied_since_the_state_was_fresh(
 
 
 @pytest.mark.parametrize("element", [LatestWeightsTransform(2, 1, 1), EmaTransform(0.5)])
-def test_means_of_narrow_weights_are_kept_wide(element: GradientTransform) -> None:
+def test_means_of_16_bit_weights_are_float32(element: GradientTransform) -> None:
     walk = Walk(element, torch.bfloat16).go(3)
     assert all(value.dtype == torch.float32 for value in walk.optimizer.eval_weights() or [])
     with walk.optimizer.use_eval_weights():
@@ -145,7 +145,7 @@ def test_means_of_narrow_weights_are_kept_wide(element: GradientTransform) -> No
 
 
 @pytest.mark.parametrize("name", AVERAGES)
-def test_training_is_the_plain_run_bit_for_bit_and_stays_fused(name: str) -> None:
+def test_training_is_bit_identical_and_stays_fused(name: str) -> None:
     plain, expected = run_through(plain_run(), with_optimizer([]), 6)
     records, state = run_through(plain_run(), with_optimizer([technique(name)]), 6)
     assert losses(records) == losses(plain)
@@ -157,14 +157,14 @@ def test_training_is_the_plain_run_bit_for_bit_and_stays_fused(name: str) -> Non
 
 
 @pytest.mark.parametrize("name", AVERAGES)
-def test_an_average_that_is_only_kept_is_not_judged(name: str) -> None:
+def test_an_average_without_evaluate_is_not_evaluated(name: str) -> None:
     _, state = run_through(plain_run(), with_optimizer([technique(name, evaluate=False)]), 3)
     assert state.optimizer is not None and state.optimizer.eval_weights() is None
     assert any(AVERAGES[name] in tensor for tensor in state.tensors())
 
 
 @pytest.mark.parametrize("name", AVERAGES)
-def test_after_a_growth_that_resets_the_optimizer_an_average_is_collected_anew(name: str) -> None:
+def test_a_growth_with_reset_restarts_the_average(name: str) -> None:
     chosen = with_optimizer([technique(name), technique("growth.stacking", at=(3,))])
     run = compose(plain_run(), chosen, 5)
     state = run.start()
@@ -183,7 +183,7 @@ def test_one_average_at_a_time() -> None:
         compose(plain_run(), with_optimizer([technique(name) for name in AVERAGES]), 2)
 
 
-def test_a_run_is_judged_and_exported_by_its_mean_and_its_weights_in_training_are_kept(tmp_path: Path) -> None:
+def test_a_run_evaluates_and_exports_its_mean(tmp_path: Path) -> None:
     (tmp_path / "my.txt").write_text("\n\n".join(Path(json.__file__).read_text().split("\n\n")))
     recipe = Recipe(
         name="averaged",

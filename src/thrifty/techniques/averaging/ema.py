@@ -35,12 +35,13 @@ class ExponentialMovingAverage(Technique):
     claims = frozenset({Claim.AVERAGED_WEIGHTS})
 
     decay: Annotated[float, SettingBound(least=0, most=0.999999)] = 0.999
-    """How much of the mean each step keeps, in the long run."""
+    """Fraction of the average that each step keeps, after the warmup."""
     ramp: Beginning = "warmup"
+    """Early averages: a decay that warms up, or the bias correction of Adam."""
     start: StepOrFraction = 0
-    """The first step whose weights are averaged."""
+    """First step whose weights are averaged."""
     evaluate: bool = True
-    """Whether the mean is what is evaluated and exported; otherwise it is only kept in the checkpoints."""
+    """Evaluate and export the average; otherwise it is only stored in the checkpoints."""
 
     def update(self, transform: GradientTransform) -> GradientTransform:
         return chain(EmaTransform(self.decay, self.ramp, int(self.start), self.evaluate), transform)

@@ -28,8 +28,8 @@ from thrifty.optim.weight_average import high_precision_copy
 
 
 def uniform_mean(copies: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """The mean of several models' weights, each given as a list of tensors in one and the same order."""
-    # one by one: some may be divided over ranks, and torch's operations on lists take no mixed ones
+    """Return the mean of the weights of several models, lists of tensors in the same order."""
+    # one by one: torch's operations on lists do not accept a mixture with tensors sharded over ranks
     means = []
     for first, *others in zip(*copies, strict=True):
         total = first.clone()
@@ -39,15 +39,15 @@ def uniform_mean(copies: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     return means
 
 
-def moments_passed(updates: int, start: int, every: int) -> int:
-    """How many of the moments start, start + every, … have come when `updates` are finished."""
+def copies_taken(updates: int, start: int, every: int) -> int:
+    """Return the number of copies at start, start + every, … after `updates` updates."""
     return (updates - start) // every + 1 if updates >= start else 0
 
 
 class LatestWeightsTransform(GradientTransform):
-    """Copies the parameters into one of `copies` places after the other; updates pass through as they are.
+    """Copies of the parameters in a ring of `copies` slots; updates pass unchanged.
 
-    Which places are filled is a function of (step, age) alone: a copy counts when it is younger than the state.
+    The filled slots are a function of (step, age) alone: a copy counts if it is younger than the state.
     """
 
     name = "latest_weight_average"
@@ -57,28 +57,26 @@ class LatestWeightsTransform(GradientTransform):
         self.copies, self.start, self.every, self.evaluate = copies, start, every, evaluate
 
     def scalars(self, step: int, age: int) -> dict[str, float]:
-        before, now, then = (
-            moments_passed(updates, self.start, self.every) for updates in (step - age, step, step + 1)
-        )
-        return {"taken": now - before, "due": then - now}
+        before, now, after = (copies_taken(updates, self.start, self.every) for updates in (step - age, step, step + 1))
+        return {"taken": now - before, "due": after - now}
 
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
         return {
-            f"copy_{place}": [high_precision_copy(parameter) for parameter in parameters]
-            for place in range(self.copies)
+            f"copy_{index}": [high_precision_copy(parameter) for parameter in parameters]
+            for index in range(self.copies)
         }
 
     def after_step(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
         if numbers["due"]:
-            place = slots[f"copy_{int(numbers['taken']) % self.copies}"]
-            for copy, parameter in zip(place, parameters, strict=True):
+            slot = slots[f"copy_{int(numbers['taken']) % self.copies}"]
+            for copy, parameter in zip(slot, parameters, strict=True):
                 copy.copy_(parameter)
 
     def eval_weights(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
-        there = min(int(numbers["taken"]), self.copies)
-        if not there or not self.evaluate:
+        count = min(int(numbers["taken"]), self.copies)
+        if not count or not self.evaluate:
             return None
-        return uniform_mean([slots[f"copy_{place}"] for place in range(there)])
+        return uniform_mean([slots[f"copy_{index}"] for index in range(count)])
 
 
 class LatestWeightAverage(Technique):
@@ -91,13 +89,13 @@ class LatestWeightAverage(Technique):
     claims = frozenset({Claim.AVERAGED_WEIGHTS})
 
     copies: Positive = 6
-    """How many of the latest copies are averaged."""
+    """Number of latest copies in the average."""
     every: StepOrFraction = 0.01
     """Steps between copies, at least one."""
     start: StepOrFraction = 0.1
-    """When the first copy is taken."""
+    """Step of the first copy."""
     evaluate: bool = True
-    """Whether the mean is what is evaluated and exported; otherwise it is only kept in the checkpoints."""
+    """Evaluate and export the mean; otherwise it is only stored in the checkpoints."""
 
     def update(self, transform: GradientTransform) -> GradientTransform:
         return chain(

@@ -36,22 +36,23 @@ class LowFrequencyCurriculum(Technique):
     claims = frozenset({Claim.RESOLUTION})
 
     fractions: Annotated[tuple[float, ...], SettingBound(above=0, most=1)] = (160 / 224, 192 / 224)
-    """Sides of the images in each phase but the last, as shares of the full side; the last phase has full images."""
+    """Sides of the images as fractions of the full side, in each phase except the last, which has full images."""
     until: tuple[StepOrFraction, ...] = (0.6, 0.8)
-    """When each of these phases ends."""
+    """End of each of these phases."""
     multiple: Positive = 8
+    """Sides are multiples of this number of pixels."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.fractions) != len(self.until) or list(self.until) != sorted(self.until):
             raise UsageError(
                 f"{self.name}: {len(self.fractions)} fractions end at {list(self.until)}",
-                fix="give one rising moment for each share: fractions = [0.7, 0.85], until = [0.6, 0.8]",
+                fix="use one rising moment per fraction: fractions = [0.7, 0.85], until = [0.6, 0.8]",
             )
 
     def side_at(self, step: int, side: int) -> int:
-        share = next((share for share, end in zip(self.fractions, self.until, strict=True) if step < end), 1.0)
-        return scaled_side(side, share, self.multiple)
+        fraction = next((each for each, end in zip(self.fractions, self.until, strict=True) if step < end), 1.0)
+        return scaled_side(side, fraction, self.multiple)
 
     def batches(self, source: BatchSource) -> BatchSource:
         return resized_images(source, self.name, self.side_at, crop_spectrum)

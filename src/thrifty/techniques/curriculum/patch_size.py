@@ -29,29 +29,35 @@ from thrifty.core.technique import Numerics, Technique
 from thrifty.kernels.image_resizing import resized_patches, resized_positions
 
 FINAL_PATCH: ModuleNote[int] = ModuleNote("final_patch")
-PARTS = ("patch", "patch_size", "position", "before", "side")
-"""What a module that cuts images into patches has."""
+EMBEDDING_ATTRIBUTES = ("patch", "patch_size", "position", "before", "side")
+"""Attributes of a module that cuts images into patches."""
 
 
 def find_embedding(model: nn.Module) -> tuple[str, Any]:
-    """The module that makes tokens of patches, by name. Raises RefusedError where there is none, or another that would
-    have to change with it."""
-    embeddings = [(name, each) for name, each in model.named_modules() if all(hasattr(each, part) for part in PARTS)]
+    """Return the name and module of the patch embedding.
+
+    Raises RefusedError without one, or if other modules would have to change with it.
+    """
+    embeddings = [
+        (name, each)
+        for name, each in model.named_modules()
+        if all(hasattr(each, part) for part in EMBEDDING_ATTRIBUTES)
+    ]
     if len(embeddings) != 1 or not isinstance(embeddings[0][1].position, nn.Parameter) or hasattr(model, "decoder"):
         raise RefusedError(
-            f"{type(model).__name__} is no model of ours that reads images in patches at learned positions",
-            fix="use it on a Vision Transformer, such as --set model.preset=vit-nano",
+            f"{type(model).__name__} is not a model of this package with image patches at learned positions",
+            fix="use a Vision Transformer, such as --set model.preset=vit-nano",
         )
     return embeddings[0]
 
 
 @torch.no_grad()
 def resize_patches(embedding: Any, patch: int) -> None:
-    """Let an embedding cut images into patches of another side, its values resized."""
+    """Change the side of the patches of an embedding and resize its weights and positions."""
     if embedding.side % patch:
         raise RefusedError(
             f"images of {embedding.side} x {embedding.side} pixels cannot be cut into patches of {patch} x {patch}",
-            fix="give fewer moments in curriculum.patch_size.at, or other sides: --set data.size",
+            fix="use fewer moments in curriculum.patch_size.at, or another image side, such as --set data.size=32",
         )
     weight = embedding.patch.weight
     embedding.patch.weight = nn.Parameter(resized_patches(weight, patch), weight.requires_grad)
@@ -63,14 +69,13 @@ def resize_patches(embedding: Any, patch: int) -> None:
 
 
 def _refuse_uneven_images(embedding: Any, args: tuple[Any, ...]) -> None:
-    """Images of the full size can be cut, or `resize_patches` would have refused; these were made smaller."""
+    """Raise UsageError for images of another size that cannot be cut; `resize_patches` checks the full size."""
     (height, width), patch = args[0].shape[-2:], embedding.patch_size
     if height % patch or width % patch:
         raise UsageError(
-            f"images made smaller, to {height} x {width} pixels, cannot be cut into patches of {patch} x {patch}, with "
-            "which the run begins",
-            fix=f"let their sides be multiples of {patch}, as by curriculum.resolution.multiple={patch}, or give fewer "
-            "moments in curriculum.patch_size.at",
+            f"images reduced to {height} x {width} pixels cannot be cut into the initial patches of {patch} x {patch}",
+            fix=f"use sides that are multiples of {patch}, such as with curriculum.resolution.multiple={patch}, or "
+            "fewer moments in curriculum.patch_size.at",
         )
 
 
@@ -82,12 +87,10 @@ class PatchSizeCurriculum(Technique):
 
     stage, numerics = Stage.GROW, Numerics.DIFFERENT
     claims = frozenset({Claim.PATCH_SIZE})
-    clashes: ClassVar[Mapping[Claim, str]] = {
-        Claim.PIPELINE_PARALLELISM: "one stage of a pipeline alone knows of patches"
-    }
+    clashes: ClassVar[Mapping[Claim, str]] = {Claim.PIPELINE_PARALLELISM: "only one stage of a pipeline has patches"}
 
     at: tuple[StepOrFraction, ...] = (0.5,)
-    """When the side of a patch is halved; at first it is so often doubled."""
+    """Steps at which the side of a patch is halved; the initial side is doubled as often."""
 
     def objective(self, objective: Objective) -> Objective:
         if not objective.sees_images:
@@ -115,11 +118,11 @@ class PatchSizeCurriculum(Technique):
             before = find_embedding(state.model)[1].before
             return resized_positions(value, (round((shape[1] - before) ** 0.5),) * 2, before)
 
-        why = "large patches first" if step == 0 else "smaller patches"
-        return StructuralChange(why, {"patch_factor": factor}, restructure, resize=resize, moments="reset")
+        reason = "large patches first" if step == 0 else "smaller patches"
+        return StructuralChange(reason, {"patch_factor": factor}, restructure, resize=resize, moments="reset")
 
     def finish(self, model: nn.Module) -> nn.Module:
-        """Patches of the final size, as the plain architecture has."""
+        """Return the model with patches of the final size, as in the plain architecture."""
         resize_patches(find_embedding(model)[1], FINAL_PATCH.of(model))
         return model
 
@@ -129,6 +132,6 @@ class PatchSizeCurriculum(Technique):
         _, embedding = find_embedding(state.model)
         if not factors or embedding.patch_size != FINAL_PATCH.of(state.model) * factors[-1]:
             raise IntegrityError(
-                f"{self.name}: patches have a side of {embedding.patch_size}, the run's log says "
-                f"{factors[-1] if factors else 'nothing'} times the final {FINAL_PATCH.of(state.model)}"
+                f"{self.name}: the side of patches is {embedding.patch_size}; the run's log has "
+                f"{factors[-1] if factors else 'no'} times the final {FINAL_PATCH.of(state.model)}"
             )

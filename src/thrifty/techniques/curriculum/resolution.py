@@ -34,11 +34,13 @@ class ResolutionCurriculum(Technique):
     claims = frozenset({Claim.RESOLUTION})
 
     start: Fraction = 0.5
-    """Side of the first images, as a share of the full side."""
+    """Side of the first images as a fraction of the full side."""
     until: StepOrFraction = 0.8
-    """When images are full."""
+    """First step with full images."""
     phases: Positive = 4
+    """Number of phases with smaller images."""
     multiple: Positive = 8
+    """Sides are multiples of this number of pixels."""
 
     def side_at(self, step: int, side: int) -> int:
         return phased_size(step, self.start * side, side, int(self.until), self.multiple, self.phases)

@@ -24,13 +24,15 @@ from thrifty.kernels.token_gather import gather_tokens
 
 
 def reconstruct_patches(model: nn.Module, images: Tensor, visible: Tensor, removed: Tensor) -> Tensor:
-    """The pixels (b, m, p · p · c) that a model gives for the `removed` patches (b, m) of images (b, c, h, w), its
-    encoder having looked at the `visible` ones (b, n) alone."""
+    """Return the predicted pixels (b, m, p · p · c) of the `removed` patches (b, m) of images (b, c, h, w).
+
+    The encoder sees the `visible` patches (b, n) only.
+    """
     return model.head(gather_tokens(model(images, visible), removed))
 
 
 class VisiblePatchObjective(WrappedObjective):
-    """Another objective of masked patches, whose encoder is shown no blanks."""
+    """A masked-patch objective whose encoder sees visible patches only."""
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         return Prediction(given=reconstruct_patches(model, batch["inputs"], batch["visible"], batch["removed"]))
@@ -48,10 +50,10 @@ class DropMaskedPatches(Technique):
     def model(self, model: nn.Module) -> nn.Module:
         if getattr(model, "task", None) != "masked_reconstruction":
             raise RefusedError(
-                f"{type(model).__name__} is no masked autoencoder, whose encoder could go without removed patches",
-                fix="set objective.name = masked_reconstruction, and model.preset = mae-nano",
+                f"{type(model).__name__} is not a masked autoencoder",
+                fix="--set objective.name=masked_reconstruction, and --set model.preset=mae-nano",
             )
-        add_note(f"{len(model.blocks)} blocks go through visible patches, {len(model.decoder.blocks)} through all")
+        add_note(f"{len(model.blocks)} blocks process visible patches, {len(model.decoder.blocks)} all patches")
         return model
 
     def objective(self, objective: Objective) -> Objective:

@@ -39,33 +39,35 @@ Attend = Literal["self", "cross"]
 
 
 def attention_over(q: Tensor, kv: Tensor, head_width: int) -> Tensor:
-    """Softmax attention of queries (b, k, d) over keys and values side by side (b, n, 2 d): (b, k, d)."""
+    """Return softmax attention (b, k, d) of queries (b, k, d) over concatenated keys and values (b, n, 2 d)."""
     queries = q.unflatten(-1, (-1, head_width)).transpose(1, 2)
     keys, values = kv.unflatten(-1, (-1, head_width)).transpose(1, 2).chunk(2, dim=1)
     return F.scaled_dot_product_attention(queries, keys, values).transpose(1, 2).flatten(2)
 
 
 @torch.no_grad()
-def drawn_like(pattern: Tensor, key: str, shape: Sequence[int] = ()) -> nn.Parameter:
-    """A parameter of this shape, the pattern's own unless given, with normal values of the pattern's standard
-    deviation, drawn from a generator keyed by `key`."""
+def random_like(pattern: Tensor, key: str, shape: Sequence[int] = ()) -> nn.Parameter:
+    """Return a parameter with normal values of the pattern's standard deviation, seeded by `key`.
+
+    Its shape is `shape`, by default the pattern's.
+    """
     values = pattern.new_empty(shape or pattern.shape)
     return nn.Parameter(values.normal_(generator=keyed_generator(key, values)) * pattern.std())
 
 
 def block_like(block: nn.Module, key: str) -> nn.Module:
-    """A block, or a part of one, with matrices drawn anew; vectors (norms, biases, gains) are copies."""
-    made = {
-        id(values): drawn_like(values, f"{key}.{name}")
+    """Return a copy of a block, or of a part of it, with new random matrices; vectors are copied."""
+    parameters = {
+        id(values): random_like(values, f"{key}.{name}")
         if is_matrix(name, values)
         else nn.Parameter(values.detach().clone(), values.requires_grad)
         for name, values in block.named_parameters()
     }
-    return deepcopy(block, made)  # type: ignore[arg-type]
+    return deepcopy(block, parameters)  # type: ignore[arg-type]
 
 
 class DecoderCrossAttention(nn.Module):
-    """Attention of tokens over the encoder's states, with the sizes of a block's attention, drawn by `key`."""
+    """Cross-attention over the encoder's states with the sizes of a block's attention, initialized by `key`."""
 
     def __init__(self, attention: nn.Module, key: str):
         super().__init__()
@@ -77,7 +79,7 @@ class DecoderCrossAttention(nn.Module):
         self.out = nn.Linear(width, attention.out.out_features, **like)
         for name in ("q", "kv", "out"):
             layer = getattr(self, name)
-            layer.weight = drawn_like(pattern, f"{key}.{name}", layer.weight.shape)
+            layer.weight = random_like(pattern, f"{key}.{name}", layer.weight.shape)
             nn.init.zeros_(layer.bias)
 
     def forward(self, x: Tensor, memory: Tensor) -> Tensor:
@@ -85,14 +87,16 @@ class DecoderCrossAttention(nn.Module):
 
 
 class MaskDecoder(nn.Module):
-    """The vector of a mask, and blocks like the encoder's first with matrices drawn anew; with "cross" each of them
-    also looks at what the encoder gives."""
+    """The mask vector and blocks like the encoder's first one with new random matrices.
+
+    With "cross" each block also attends to the encoder's states.
+    """
 
     def __init__(self, model: nn.Module, blocks: int, attend: Attend, seed: int):
         super().__init__()
         table, first, key = model.embedding.token.weight, model.blocks[0], f"{seed}/mask_decoder"
         self.attend = attend
-        self.mask = drawn_like(table, f"{key}.mask", table.shape[1:])
+        self.mask = random_like(table, f"{key}.mask", table.shape[1:])
         self.blocks = nn.ModuleList(block_like(first, f"{key}.{index}") for index in range(blocks))
         if attend == "cross":
             for index, block in enumerate(self.blocks):
@@ -100,8 +104,10 @@ class MaskDecoder(nn.Module):
                 block.cross_attention = DecoderCrossAttention(block.attention, f"{key}.{index}.cross_attention")
 
     def forward(self, states: Tensor, absent: Tensor, visible: Tensor, places: Tensor) -> Tensor:
-        """States (b, k, d) at the places to predict, from the encoder's (b, n, d) and what a mask is at each place of
-        a text (1, t, d)."""
+        """Return the states (b, k, d) at the predicted positions `places` (b, k).
+
+        `states` (b, n, d) are those of the `visible` positions (b, n), `absent` (1, t, d) the mask at each position.
+        """
         x = scatter_tokens(states, visible, absent, absent.shape[1])
         if self.attend == "self":
             for block in self.blocks:
@@ -122,8 +128,10 @@ def read_around_masks(
     places: Tensor | None = None,
     **named: Any,
 ) -> Tensor:
-    """What an encoder gives at `places` (b, k) of texts (b, t) of which it reads the `visible` places (b, n) alone; the
-    plain forward pass where these are not given."""
+    """Return the states (b, k, d) at `places` (b, k) of texts (b, t); the encoder reads `visible` (b, n) only.
+
+    Without `visible`, run the plain forward pass.
+    """
     if visible is None:
         return inner(tokens, *context, **named)
     absent = model.embedding.placed(model.mask_decoder.mask.expand(1, tokens.shape[1], -1))
@@ -134,16 +142,16 @@ def read_around_masks(
 
 
 class VisibleTokenObjective(WrappedObjective):
-    """Another objective of masked tokens, predicted by an encoder that reads what is visible."""
+    """A masked-token objective whose encoder reads visible tokens only."""
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         if "visible" not in batch.fields:
             raise RefusedError(
-                "these batches do not say which tokens are visible", fix="set objective.name = masked_token"
+                "the batches have no visible tokens (`visible`)", fix="--set objective.name=masked_token"
             )
         if not batch["visible"].shape[1]:
             raise RefusedError(
-                "every token of a text is hidden, and the encoder has none to read", fix="lower objective.rate"
+                "every token of a text is masked, so the encoder has no input", fix="--set objective.rate=0.5 or less"
             )
         hidden = model(batch["tokens"], visible=batch["visible"], places=batch["places"])
         return Prediction(hidden=hidden, head=model.head)
@@ -165,30 +173,29 @@ class DropMaskedTokens(Technique):
     stage, numerics = Stage.ARCHITECTURE, Numerics.DIFFERENT
     claims = frozenset({Claim.ENCODER_INPUT, Claim.TOKENS_OF_BLOCKS})
     clashes: ClassVar[Mapping[Claim, str]] = {
-        Claim.FROZEN_BASE_WEIGHTS: "the decoder starts with random values, and frozen ones could not learn",
-        Claim.HEADS_AND_NEURONS: "a ticket is drawn of one stack of blocks, and the decoder is a second",
-        Claim.PIPELINE_PARALLELISM: "the decoder is a second stack of blocks, and a pipeline's stages are cut of one",
+        Claim.FROZEN_BASE_WEIGHTS: "the decoder has random initial values, which cannot learn if frozen",
+        Claim.HEADS_AND_NEURONS: "a ticket covers one stack of blocks, and the decoder is a second one",
+        Claim.PIPELINE_PARALLELISM: "the decoder is a second stack of blocks, and a pipeline divides one",
     }
 
     blocks: Positive = 2
-    """Of the decoder, as wide as the encoder's."""
+    """Number of decoder blocks, as wide as the encoder's."""
     attend: Attend = "self"
-    """Whether the decoder goes through the whole text, or only through the tokens to predict, which then look at the
-    encoder's states."""
+    """Decoder input: the whole text, or only the tokens to predict, which then attend to the encoder's states."""
     seed: int = 0
-    """Of the decoder's first values."""
+    """Seed of the decoder's initial values."""
 
     def model(self, model: nn.Module) -> nn.Module:
         parts = (getattr(model, "embedding", None), "placed"), (model, "blocks"), (model, "transform"), (model, "head")
         if not all(hasattr(owner, part) for owner, part in parts):
             raise RefusedError(
-                f"{type(model).__name__} is no encoder whose embedding, blocks and head are known here",
-                fix="take a BERT: model.preset = bert-micro, or the folder of a BertForMaskedLM",
+                f"{type(model).__name__} is not an encoder of this package",
+                fix="--set model.preset=bert-micro, or the folder of a BertForMaskedLM",
             )
         model.mask_decoder = MaskDecoder(model, self.blocks, self.attend, self.seed)
         wrap_forward(model, read_around_masks)
         parameters = sum(parameter.numel() for parameter in model.mask_decoder.parameters())
-        add_note(f"a decoder of {self.blocks} blocks behind {len(model.blocks)}, {parameters:,} parameters")
+        add_note(f"a decoder of {self.blocks} blocks after {len(model.blocks)}, {parameters:,} parameters")
         return model
 
     def objective(self, objective: Objective) -> Objective:

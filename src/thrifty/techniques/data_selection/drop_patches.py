@@ -36,36 +36,40 @@ from thrifty.kernels.token_gather import gather_tokens
 from thrifty.modeling.module_surgery import find_stacks, is_under, wrap_forward
 
 FIELD = "patch_key"
-"""Of a batch whose patches are dropped: random bits of each example (b,), by which it is decided which."""
+"""Name of the batch field with random bits of each example (b,), which select its patches."""
 
 
 def kept_patches(patches: int, rate: float) -> int:
-    """How many of an image's patches are seen: the nearest whole number, and at least one."""
+    """Return the number of visible patches of an image: the nearest whole number, at least one."""
     return max(1, round(patches * (1 - rate)))
 
 
 def visible_patches(keys: Tensor, patches: int, rate: float) -> Tensor:
-    """The numbers of the patches that are seen, int64 (b, kept), in ascending order, drawn by keys int64 (b,): each
-    choice of so many is as likely."""
+    """Return the indices of visible patches, int64 (b, kept), ascending, by keys int64 (b,).
+
+    Every subset of this size has the same probability.
+    """
     return random_subset_torch(random_integers_torch(keys, patches), kept_patches(patches, rate))
 
 
 def without_patches(tokens: Tensor, visible: Tensor, before: int) -> Tensor:
-    """Tokens (b, before + t, d) of which only the first `before` and the `visible` patches (b, n) stay."""
+    """Return the first `before` tokens and the `visible` patches (b, n) of tokens (b, before + t, d)."""
     return torch.cat((tokens[:, :before], gather_tokens(tokens[:, before:], visible)), 1)
 
 
 def find_embedding(model: nn.Module) -> tuple[str, nn.Module, nn.Conv2d]:
-    """The module that makes tokens of an image, by name, and the convolution in it that cuts the patches: the largest
-    one around it that has no blocks in it. Raises RefusedError where there is none, or where positions are added
-    elsewhere, so that patches that are left out would lose theirs."""
+    """Return the name and module of the patch embedding, and its convolution.
+
+    The embedding is the largest module around the convolution without blocks. Raises RefusedError without one, or if
+    positions are added outside of it, because the kept patches would lose theirs.
+    """
     stacks = find_stacks(model)
     convolutions = {name: module for name, module in model.named_modules() if isinstance(module, nn.Conv2d)}
     cuts = {name: module for name, module in convolutions.items() if module.kernel_size == module.stride}
     if not cuts:
         raise RefusedError(
             f"no convolution that cuts images into patches was found in {type(model).__name__}",
-            fix="take a model of images: model.preset = vit-nano, or clip-nano",
+            fix="use an image model, such as --set model.preset=vit-nano",
         )
     name, cut = next(iter(cuts.items()))
     parts = name.split(".")
@@ -75,40 +79,40 @@ def find_embedding(model: nn.Module) -> tuple[str, nn.Module, nn.Conv2d]:
     tensors = (*embedding.named_parameters(), *embedding.named_buffers())
     if not any("pos" in path for path, _ in tensors):
         raise RefusedError(
-            f"positions are not added in {owner}, where the patches are cut: those left out would lose theirs",
-            fix="take a model whose patch embedding adds positions",
+            f"positions are not added in {owner}, which cuts the patches: the kept patches would lose theirs",
+            fix="use a model whose patch embedding adds positions, such as --set model.preset=vit-nano",
         )
     return owner, embedding, cut
 
 
-SEEN_BY: ModuleNote[tuple[Tensor, float] | None] = ModuleNote("seen_by")
-"""Keys of the examples and the rate while patches are dropped."""
+DROPPING: ModuleNote[tuple[Tensor, float] | None] = ModuleNote("patch_dropping")
+"""The keys of the examples and the rate while patches are dropped."""
 
 
 def _embedded(cut: nn.Conv2d, embedding: nn.Module, inner: Any, images: Tensor, *args: Any, **kwargs: Any) -> Any:
     tokens = inner(images, *args, **kwargs)
-    if (seen_by := SEEN_BY.of(embedding)) is None:
+    if (dropping := DROPPING.of(embedding)) is None:
         return tokens
-    keys, rate = seen_by
+    keys, rate = dropping
     patches = (images.shape[-2] // cut.stride[0]) * (images.shape[-1] // cut.stride[1])
     return without_patches(tokens, visible_patches(keys, patches, rate), tokens.shape[1] - patches)
 
 
 @contextmanager
 def drop_patches(model: nn.Module, keys: Tensor, rate: float) -> Iterator[None]:
-    """Inside, the model sees images through the patches that these keys (b,) leave."""
-    places = [module for _, module in SEEN_BY.noted(model)]
-    for module in places:
-        SEEN_BY.set(module, (keys, rate))
+    """Let the model see only the patches that the keys (b,) select inside the context."""
+    embeddings = [module for _, module in DROPPING.noted(model)]
+    for module in embeddings:
+        DROPPING.set(module, (keys, rate))
     try:
         yield
     finally:
-        for module in places:
-            SEEN_BY.set(module, None)
+        for module in embeddings:
+            DROPPING.set(module, None)
 
 
 class PatchDropObjective(WrappedObjective):
-    """Another objective, predicted of what is seen of the images while the batch says that some of it is not."""
+    """An objective predicted from visible patches while the batch has keys."""
 
     def __init__(self, inner: Objective, rate: float):
         super().__init__(inner)
@@ -117,8 +121,8 @@ class PatchDropObjective(WrappedObjective):
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         if "visible" in batch.fields:
             raise RefusedError(
-                "data_selection.drop_patches: the examples of this objective say themselves which patches are visible",
-                fix="--with data_selection.drop_masked_patches in its place, or choose classification or contrastive",
+                "data_selection.drop_patches: the objective itself chooses the visible patches of its examples",
+                fix="--with data_selection.drop_masked_patches instead, or --set objective.name=classification",
             )
         if FIELD not in batch.fields:
             return super().predict(model, batch)
@@ -142,31 +146,31 @@ class DropPatches(Technique):
     claims = frozenset({Claim.ENCODER_INPUT})
 
     rate: Annotated[float, SettingBound(above=0, below=1)] = 0.5
-    """The share of the patches that is left out."""
+    """Fraction of dropped patches."""
     until: StepOrFraction = 0.9
-    """When images are whole."""
+    """First step with whole images."""
     seed: int = 0
-    """Of the draws, together with each example's key."""
+    """Seed of the random subsets, combined with each example's key."""
 
     def model(self, model: nn.Module) -> nn.Module:
         name, embedding, cut = find_embedding(model)
-        SEEN_BY.set(embedding, None)
+        DROPPING.set(embedding, None)
         wrap_forward(embedding, partial(_embedded, cut))
-        add_note(f"behind {name}, {self.rate:.0%} of the patches are left out before step {self.until}")
+        add_note(f"after {name}, {self.rate:.0%} of the patches are dropped before step {self.until}")
         return model
 
     def batches(self, source: BatchSource) -> BatchSource:
-        turned = seed_of(f"{self.name}/{self.seed}")
+        seed = seed_of(f"{self.name}/{self.seed}")
 
         def change(step: int, batch: Batch) -> Batch:
             if step >= self.until:
                 return batch
             if "key" not in batch.fields:
                 raise RefusedError(
-                    f"{self.name}: the data gives its examples no keys to draw patches by",
-                    fix='add random bits of each example\'s own to its batches, "key" int64 (b,)',
+                    f"{self.name}: the examples have no keys, which select their patches",
+                    fix='add "key", int64 (b,), to the batches, with random bits of each example',
                 )
-            return Batch({**batch.fields, FIELD: batch["key"] ^ turned}, batch.weight, batch.last)
+            return Batch({**batch.fields, FIELD: batch["key"] ^ seed}, batch.weight, batch.last)
 
         return MappedSource(source, change)
 

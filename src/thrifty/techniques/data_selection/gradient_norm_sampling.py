@@ -30,32 +30,34 @@ from thrifty.core.technique import Numerics, Technique
 
 
 def variance_reduction(scores: Tensor) -> Tensor:
-    """tau = sqrt(B · sum g²) for scores (B,) normalised to g: the batch-size factor that sampling by them is worth;
-    1 for equal scores, without a number where all are 0. Over ranks, all of which have as many scores, it is that of
-    the scores of all."""
+    """Return tau = sqrt(B · sum g²) for scores (B,) normalized to g: the gain of sampling as a batch-size factor.
+
+    It is 1 for equal scores and NaN if all are 0. Over ranks with equally many scores it covers all scores.
+    """
     mean, mean_square = mean_over_ranks(torch.stack([scores.mean(), scores.square().mean()]).double().cpu())
     return mean_square.sqrt() / mean
 
 
-def shares(scores: Tensor) -> Tensor:
-    """The probabilities (B,) in proportion to scores; equal ones where all scores are 0."""
+def probabilities(scores: Tensor) -> Tensor:
+    """Return probabilities (B,) in proportion to scores; uniform ones if all scores are 0."""
     total = scores.sum()
     return torch.where(total > 0, scores / total, 1 / len(scores))
 
 
-def draw(batch: Batch, scores: Tensor, count: int) -> Batch:
-    """`count` examples drawn with replacement in proportion to their scores (B,), weighted so that the expected
-    weighted sum over them is the weighted sum over the whole batch."""
-    share = shares(scores)
-    rows = torch.multinomial(share, count, replacement=True)
-    drawn = batch.take(rows)
-    return drawn.weighted(drawn.weight / (count * share[rows]))
+def sample(batch: Batch, scores: Tensor, count: int) -> Batch:
+    """Sample `count` examples with replacement in proportion to their scores (B,).
+
+    Their weights make the expected weighted sum equal to the weighted sum over the whole batch.
+    """
+    chances = probabilities(scores)
+    rows = torch.multinomial(chances, count, replacement=True)
+    sampled = batch.take(rows)
+    return sampled.weighted(sampled.weight / (count * chances[rows]))
 
 
 @torch.no_grad()
 def weighted_scores(model: nn.Module, objective: Objective, batch: Batch, at_once: int) -> Tensor:
-    """How much each example of a batch would move the model (b,): its weight times its score, with dropout off, so many
-    examples at a time."""
+    """Return the weight times the score of each example (b,), without dropout, `at_once` examples at a time."""
     was_training = model.training
     model.eval()
     parts = [batch.rows(start, start + at_once) for start in range(0, len(batch), at_once)]
@@ -65,48 +67,48 @@ def weighted_scores(model: nn.Module, objective: Objective, batch: Batch, at_onc
 
 
 class GradientNormObjective(WrappedObjective):
-    """Another objective that keeps the weighted scores of what it is asked the losses of."""
+    """An objective that stores the weighted scores of the examples whose losses it computes."""
 
     def __init__(self, inner: Objective):
         super().__init__(inner)
-        self.seen: list[Tensor] = []
+        self.recorded: list[Tensor] = []
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
-        self.seen.append(batch.weight * self.scores(prediction, batch))
+        self.recorded.append(batch.weight * self.scores(prediction, batch))
         return super().losses(prediction, batch)
 
 
 class GradientNormBackward:
-    """A backward pass over the drawn examples. `state["tau"]` is the running average that opens the gate."""
+    """A backward pass over sampled examples. `state["tau"]` is the running average that activates sampling."""
 
     def __init__(self, inner: Backward, times: int, momentum: float, at_once: int = 0):
         self.inner, self.times, self.momentum, self.at_once = inner, times, momentum, at_once
-        # a plain step costs 3 per example, scoring costs 1: sampling must be worth the ratio
+        # a plain step costs 3 per example and scoring 1: the gain must exceed the ratio
         self.threshold = (times + 3) / 3
         self.state = {"tau": torch.zeros(())}
 
     def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         if len(batch) % self.times:
             raise RefusedError(
-                f"{len(batch)} examples on this rank are not {self.times} times a whole number",
-                fix="choose data.batch as a multiple of the number of ranks",
+                f"{len(batch)} examples on this rank are not a multiple of presample = {self.times}",
+                fix="--batch with a multiple of the number of ranks",
             )
-        count, drawn = len(batch) // self.times, None
+        count, sampled = len(batch) // self.times, None
         if float(self.state["tau"]) > self.threshold:
             scores = weighted_scores(model, objective, batch, self.at_once or count)
             tau = variance_reduction(scores)
-            if tau.isfinite():  # on every rank or on none
-                drawn = draw(batch, scores, count)
-        if drawn is not None:
-            outcome = self.inner(model, objective, drawn)
+            if tau.isfinite():  # equal on every rank
+                sampled = sample(batch, scores, count)
+        if sampled is not None:
+            outcome = self.inner(model, objective, sampled)
         else:
             scoring, plain = GradientNormObjective(objective), batch.rows(0, count)
-            all_seen, trained_on = mean_over_ranks(torch.stack([batch.weight.sum(), plain.weight.sum()]))
-            outcome = self.inner(model, scoring, plain.weighted(plain.weight * (all_seen / trained_on)))
-            tau = variance_reduction(torch.cat(scoring.seen))
-        if tau.isfinite():  # the loop skips such a step; it must not close the gate for ever
+            total_weight, trained_weight = mean_over_ranks(torch.stack([batch.weight.sum(), plain.weight.sum()]))
+            outcome = self.inner(model, scoring, plain.weighted(plain.weight * (total_weight / trained_weight)))
+            tau = variance_reduction(torch.cat(scoring.recorded))
+        if tau.isfinite():  # the loop skips a non-finite step; tau must stay finite
             self.state["tau"].mul_(self.momentum).add_(tau, alpha=1 - self.momentum)
-        notes = {"tau": float(self.state["tau"]), "sampled": float(drawn is not None)}
+        notes = {"tau": float(self.state["tau"]), "sampled": float(sampled is not None)}
         return replace(outcome, notes=outcome.notes | notes)
 
 
@@ -122,26 +124,25 @@ class GradientNormSampling(Technique):
     claims = frozenset({Claim.SELECTED_EXAMPLES})
 
     presample: Positive = 3
-    """How many times more examples are looked at than trained on."""
+    """Ratio of scored to trained examples."""
     momentum: Probability = 0.9
-    """Of the running average of tau."""
+    """Momentum of the running average of tau."""
     scoring_batch: Natural = 0
-    """How many examples are scored at a time; 0 for as many as are trained on. With many micro-batches, give the size
-    of one, or scoring holds more than training does."""
+    """Examples scored at a time; 0 for as many as are trained on. With many micro-batches, set the size of one:
+    otherwise scoring needs more memory than training."""
 
     def batches(self, source: BatchSource) -> BatchSource:
         return OversampledSource(source, self.presample)
 
     def objective(self, objective: Objective) -> Objective:
-        learned = objective.baseline
-        kind = type(learned).__name__
+        baseline = objective.baseline
+        kind = type(baseline).__name__
         if objective.joint:
             raise RefusedError(
-                f"a loss of {kind} is one of several examples together, and has no share of an example by "
-                "itself to be drawn in proportion to",
+                f"the loss of {kind} compares several examples, so single examples have no score",
                 fix=f"--without {self.name}",
             )
-        if type(learned).scores is Objective.scores:
+        if type(baseline).scores is Objective.scores:
             raise RefusedError(f"{kind} has no gradient-norm scores", fix=f"--without {self.name}")
         return objective
 
@@ -149,5 +150,5 @@ class GradientNormSampling(Technique):
         return GradientNormBackward(backward, self.presample, self.momentum, self.scoring_batch)
 
     def footprint(self, footprint: Footprint) -> Footprint:
-        # which way the gate stands depends on values; this is the step with the gate open
+        # activation depends on values; this is a step with active sampling
         return footprint.scale(flops=1 + self.presample / 3)

@@ -35,8 +35,8 @@ from thrifty.core.technique import Numerics, Technique
 from thrifty.core.tensor_tracing import untraced
 
 Order = Literal["hard", "easy", "auto", "random"]
-NAMED = 10
-"""Classes of which a note says by name how many are kept; of more, only the ones with the fewest and the most."""
+LISTED_CLASSES = 10
+"""Maximum number of classes listed in a note; of more, only those with the fewest and the most kept examples."""
 
 
 def kept_examples(
@@ -48,18 +48,18 @@ def kept_examples(
     min_class_share: float = 0.0,
     seed: int = 0,
 ) -> Tensor:
-    """The numbers (k,) of the examples to train on, ascending: round(keep · n), and 1 at least.
+    """Return the indices (k,) of the kept examples, ascending; k is round(keep · n), at least 1.
 
-    The round(drop_hardest · n) hardest by the scores (n,) are left out. Of each class in `labels` (n,) at least
-    floor(min_class_share · k / classes) stay, or all that are left of it; the rest are the hardest, the easiest, or
-    random ones. Of equal scores the first example counts as harder. Raises RefusedError where too few are left.
+    The round(drop_hardest · n) hardest by the scores (n,) are dropped. Of each class in `labels` (n,) at least
+    floor(min_class_share · k / classes) are kept, or all that remain. The others are the hardest, the easiest, or
+    random ones. With equal scores the first example counts as harder. Raises RefusedError if too few remain.
     """
-    count, left_out = max(round(keep * len(scores)), 1), round(drop_hardest * len(scores))
-    chosen = scores.argsort(descending=True, stable=True)[left_out:]
+    count, dropped = max(round(keep * len(scores)), 1), round(drop_hardest * len(scores))
+    chosen = scores.argsort(descending=True, stable=True)[dropped:]
     if keep + drop_hardest > 1 + 1e-9 or not len(chosen):
         raise RefusedError(
-            f"keep {keep:g} and drop_hardest {drop_hardest:g} together are more than all examples",
-            fix="lower one of them",
+            f"keep {keep:g} and drop_hardest {drop_hardest:g} exceed 1 together",
+            fix=f"lower one of them, such as keep = {max(1 - drop_hardest, 0):g}",
         )
     count = min(count, len(chosen))  # both may have been rounded up
     if order == "easy":
@@ -72,15 +72,14 @@ def kept_examples(
 
 
 def _classes_first(chosen: Tensor, labels: Tensor, min_class_share: float, count: int) -> Tensor:
-    """Examples in another order: the first ones of each class, as many as `min_class_share` keeps, before all
-    others."""
+    """Reorder examples: as many of each class as `min_class_share` keeps come before all others."""
     classes, own = labels.unique(return_inverse=True)
     by_class = own.argsort(stable=True)
-    begins = own.bincount().cumsum(0) - own.bincount()
+    starts = own.bincount().cumsum(0) - own.bincount()
     rank = torch.empty_like(own)
-    rank[by_class] = torch.arange(len(own)) - begins[own[by_class]]
-    wanted = rank < int(min_class_share * count / len(classes))
-    return torch.cat([chosen[wanted], chosen[~wanted]])
+    rank[by_class] = torch.arange(len(own)) - starts[own[by_class]]
+    is_first = rank < int(min_class_share * count / len(classes))
+    return torch.cat([chosen[is_first], chosen[~is_first]])
 
 
 def order_by_abundance(count: int, labels: Tensor | None, abundant_from: int) -> Literal["hard", "easy"]:
@@ -94,11 +93,11 @@ def _read(file: str, sha256: str) -> ExampleScores:
     path = Path(file).expanduser()
     actual = file_hash(path)
     if not sha256:
-        raise UsageError(f"the scores {path} are given without their hash", fix=f"set sha256 = {actual!r}")
+        raise UsageError(f"the scores {path} have no hash in the settings", fix=f"set sha256 = {actual!r}")
     if actual != sha256:
         raise IntegrityError(
-            f"{path} is not the file of scores that the recipe means: its sha256 is {actual[:12]}…, not {sha256[:12]}…",
-            fix="bring the old file back, or set sha256 anew in another run",
+            f"{path} is not the file of scores in the recipe: its sha256 is {actual[:12]}…, not {sha256[:12]}…",
+            fix=f"restore the old file, or start another run with sha256 = {actual!r}",
         )
     return read_scores(path)
 
@@ -113,29 +112,29 @@ class PrunedExamples(Technique):
     stage, numerics = Stage.SOURCE, Numerics.DIFFERENT
 
     scores: str = ""
-    """The file that `thrifty data score` wrote."""
+    """Path of a file that `thrifty data score` wrote."""
     sha256: str = ""
-    """Of the file's bytes, in hexadecimal: a file that has changed is refused."""
+    """Hexadecimal SHA-256 of the file; a changed file is refused."""
     keep: Fraction = 0.5
-    """Share of the training examples that is kept."""
+    """Fraction of the training examples to keep."""
     order: Order = "hard"
-    """Which are kept: "hard", "easy", "auto" by abundance, or "random" ones."""
+    """Examples to keep: "hard", "easy", "auto" by abundance, or "random"."""
     drop_hardest: Annotated[float, SettingBound(least=0, below=1)] = 0.0
-    """Share of all examples, the very hardest, that is left out first: what is mislabelled or broken is there."""
+    """Fraction of all examples, the hardest, to drop first, because mislabeled and broken examples are there."""
     min_class_share: Probability = 0.5
-    """Of each class at least this share of an equal part of what is kept stays; 0 for no balance."""
+    """Minimum of each class, as a fraction of an equal part of the kept examples; 0 for no balance."""
     abundant_from: Positive = 50
-    """Of order "auto": examples kept of each class, on average, from which on the hardest are kept."""
+    """Minimum average of kept examples per class at which order "auto" keeps the hardest."""
     seed: int = 0
-    """Of order "random"."""
+    """Seed of order "random"."""
 
     @property
     def optional_seams(self) -> frozenset[str]:
         return frozenset({"model"})
 
     def kept(self, scores: Tensor, labels: Tensor | None) -> Tensor:
-        """The numbers of the examples that are trained on (k,), of all with these scores and labels (n,)."""
-        with untraced(), unset_fake_temporarily():  # real where all else is counted on fake tensors
+        """Return the indices (k,) of the kept examples, of all with these scores and labels (n,)."""
+        with untraced(), unset_fake_temporarily():  # real tensors, also while work is counted on fake ones
             order = self.chosen_order(len(scores), labels)
             return kept_examples(scores, labels, self.keep, order, self.drop_hardest, self.min_class_share, self.seed)
 
@@ -145,42 +144,45 @@ class PrunedExamples(Technique):
         return order_by_abundance(max(round(self.keep * count), 1), labels, self.abundant_from)
 
     def read(self) -> ExampleScores | None:
-        """The scores, or None where none are needed. Raises UsageError and IntegrityError as reading them does."""
+        """Return the scores, None if none are required. Raises UsageError or IntegrityError for a wrong file."""
         if self.scores:
             return _read(self.scores, self.sha256)
         if self.order != "random":
             raise UsageError(
-                f"{self.name}: order is {self.order!r}, and no file says how hard each example is",
+                f"{self.name}: order is {self.order!r}, which requires a file of scores",
                 fix="thrifty data score RECIPE --method el2n --out FILE, then set scores and sha256; or order = random",
             )
         if self.drop_hardest:
-            raise UsageError(f"{self.name}: drop_hardest is set, and no file says which are the hardest", "give scores")
+            raise UsageError(
+                f"{self.name}: drop_hardest requires a file of scores",
+                fix="thrifty data score RECIPE --method el2n --out FILE, then set scores and sha256",
+            )
         return None
 
     def batches(self, source: BatchSource) -> BatchSource:
         table = self.read()
         try:
-            there = source.example_index()
+            index = source.example_index()
             if table is None:
-                return source.subset(ExampleSubset(self.kept(torch.zeros(there.count), there.labels)))
-            if there.fingerprint != table.facts.fingerprint:
+                return source.subset(ExampleSubset(self.kept(torch.zeros(index.count), index.labels)))
+            if index.fingerprint != table.facts.fingerprint:
                 raise RefusedError(
-                    f"{self.scores} holds the scores of {len(table):,} other examples than the {there.count:,} of this "
-                    f"data: their hash is {table.facts.fingerprint[:12]}…, not {there.fingerprint[:12]}…",
+                    f"{self.scores} has scores of {len(table):,} other examples than the {index.count:,} of this "
+                    f"data: their hash is {table.facts.fingerprint[:12]}…, not {index.fingerprint[:12]}…",
                     fix="score this data: thrifty data score RECIPE --out FILE",
                 )
             return source.subset(ExampleSubset(self.kept(table.scores, table.labels), table.scores))
-        except RefusedError as refused:
-            raise RefusedError(f"{self.name}: {refused.what}", fix=refused.fix) from None
+        except RefusedError as error:
+            raise RefusedError(f"{self.name}: {error.what}", fix=error.fix) from None
 
     def model(self, model: nn.Module) -> nn.Module:
         try:
             table = self.read()
-        except ThriftyError as error:  # a trained model needs no scores; a run that trains is refused by its batches
-            add_note(f"what is kept is not known: {error.what}")
+        except ThriftyError as error:  # a trained model requires no scores; `batches` refuses a training run
+            add_note(f"the kept examples are unknown: {error.what}")
             return model
         if table is None:
-            add_note(f"keeps {self.keep:.3g} of the examples at random")
+            add_note(f"keeps a random {self.keep:.3g} of the examples")
             return model
         kept, facts = self.kept(table.scores, table.labels), table.facts
         order = self.chosen_order(len(table), table.labels)
@@ -200,7 +202,7 @@ def _by_class(table: ExampleScores, kept: Sequence[int]) -> str:
         whole = table.labels.bincount().tolist()
         rest = table.labels[kept].bincount(minlength=len(whole)).tolist()
     rows = [(rest[label], f"{table.label(label)} {rest[label]:,}/{whole[label]:,}") for label in range(len(whole))]
-    if len(rows) > NAMED:
+    if len(rows) > LISTED_CLASSES:
         rows.sort()
         rows = [*rows[:3], (0, "…"), *rows[-2:]]
     return ", ".join(text for _, text in rows)

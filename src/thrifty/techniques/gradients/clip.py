@@ -22,7 +22,7 @@ class GradientClipping(Technique):
     stage, numerics = Stage.CLIP, Numerics.DIFFERENT
 
     max_norm: Annotated[float, SettingBound(above=0)] = 1.0
-    """Largest 2-norm of all gradients taken as one vector."""
+    """Maximum 2-norm of all gradients as one vector."""
 
     def update(self, transform: GradientTransform) -> GradientTransform:
         return chain(ClipByGlobalNorm(self.max_norm), transform)
