@@ -1,9 +1,9 @@
-"""GPT-2-small with a budget of half its activations: what `thrifty explain` promises, and what the run then holds.
+"""Predicted and measured memory of GPT-2-small with a budget of half its activations.
 
-Promise: the measured peak of a step is within 5 % of the promised one. The promise is what the command line prints. The
-run is made by `thrifty train`, which reports resident memory; then a step of that run's recipe is measured in two
-ways that know nothing of the plan: by following each storage until it is freed, and by the allocator's own events.
-Parameters and optimizer state are there before the step and left out. With a file name the figures are kept.
+Promise: the measured peak of a step is within 5 % of the peak that `thrifty explain` predicts. `thrifty train` makes
+the run and reports resident memory. A step of its recipe is then measured in two ways independent of the plan: by
+tracing each storage until it is freed, and by the allocator's events. Parameters and optimizer state exist before the
+step and are excluded. With a file name, the results are saved.
 """
 
 import json
@@ -28,7 +28,7 @@ from thrifty.training.run_setup import prepare_run
 
 BUDGET, STEPS = "memory.activation_budget", 2
 UNPLANNED = [t.name for t in text().techniques if t.name in ("compile", "attention.tiled")]
-"""Of the recipe: a plan follows single operations, and tiles do not pay where they are not compiled."""
+"""Techniques of the recipe that are removed: a plan requires single operations, and uncompiled tiles are slow."""
 WORDS = [
     *("text", "--model", "gpt-small", "--budget", f"{STEPS}steps", "--set", "device=cpu"),
     *(
@@ -47,7 +47,7 @@ WORDS = [
 
 
 def thrifty(verb: str, *more: str) -> dict:
-    """What the command line says, as JSON."""
+    """Return the JSON output of a command."""
     command = [sys.executable, "-m", "thrifty", verb, *WORDS, "--json", *more]
     return json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout)
 
@@ -62,27 +62,27 @@ def counted(run: Run, model: nn.Module) -> int:
 
 
 def allocated(run: Run, model: nn.Module) -> int:
-    """Scratch memory inside operations included."""
+    """Return the allocator's peak, including temporary memory inside operations."""
     batch = run.source.at(1)
-    with gc_disabled(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+    with gc_disabled(), profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         run.backward(model, run.objective, batch)
     model.zero_grad()
-    events = [event for event in seen.profiler.kineto_results.events() if event.name() == "[memory]"]
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
     return max(accumulate(event.nbytes() for event in sorted(events, key=lambda event: event.start_ns())))
 
 
 def measured(recipe: Path) -> dict[str, float]:
-    """Bytes at the peak of a step, of the recipe and of the one without a budget."""
+    """Return bytes at the peak of a step, with the budget and without."""
     plain = prepare_run(build_recipe(str(recipe), removals=(BUDGET,)).recipe(), quiet=True).run
     without = counted(plain, plain.build_model().train())
     run = prepare_run(build_recipe(str(recipe)).recipe(), quiet=True).run
     model = run.build_model().train()
-    found = counted(run, model)
+    peak = counted(run, model)
     ((_, plan),) = ACTIVATION_PLANNER.of(model).plans.values()  # type: ignore[union-attr]
     return {
         "without a budget, counted": without,
         "planned": plan.peak,
-        "counted": found,
+        "counted": peak,
         "allocated": allocated(run, model),
     }
 
@@ -94,28 +94,28 @@ def main() -> None:
     print(f"explained in {seconds:.1f} s", *explained["decisions"], sep="\n  ")
     with tempfile.TemporaryDirectory() as folder:
         summary = thrifty("train", "--quiet", "--name", "measured", "--runs", folder)
-        found = measured(Path(folder) / "measured" / "recipe.toml")
+        result = measured(Path(folder) / "measured" / "recipe.toml")
     footprint = explained["footprint"]
     promised = max(footprint["gradients"], footprint["activations"]) + footprint["temporary"]
-    found |= {
+    result |= {
         "promised": promised,
         "whole run, promised": footprint["memory"],
         "whole run, resident": summary["peak_memory"],
     }
     ratios = {
-        "counted of promised": found["counted"] / promised,
-        "allocated of promised": found["allocated"] / promised,
-        "counted of without a budget": found["counted"] / found["without a budget, counted"],
+        "counted of promised": result["counted"] / promised,
+        "allocated of promised": result["allocated"] / promised,
+        "counted of without a budget": result["counted"] / result["without a budget, counted"],
         "resident of promised": summary["peak_memory"] / footprint["memory"],
     }
     print(f"\n{explained['parameters']:,} parameters, torch {torch.__version__}")
-    for name, value in found.items():
+    for name, value in result.items():
         print(f"  {name:<40} {value / 1e6:10.2f} MB")
     for name, value in ratios.items():
         print(f"  {name:<40} {value:10.4f}")
     if len(sys.argv) > 1:
         facts = {"benchmark": "activation budget", "thrifty": WORDS, "parameters": explained["parameters"]}
-        facts |= {"seconds to explain": seconds, "bytes at the peak": found, "ratios": ratios}
+        facts |= {"seconds to explain": seconds, "bytes at the peak": result, "ratios": ratios}
         write(Path(sys.argv[1]), facts | {"decisions": explained["decisions"]})
 
 

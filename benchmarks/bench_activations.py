@@ -1,10 +1,9 @@
-"""What memory for activations costs in time: a step of a 12-block model with each way of saving it, and the plain one.
+"""Time cost of saving activation memory: a step of a 12-block model with each technique, against a plain step.
 
-Promise: at equal memory the joint plan is no slower than the best single way; compression to 4 bits costs at most 30 %
-of a step on a processor. Bytes are those of live tensors at the peak of a step, parameters and gradients left out. One
-way at a time stands beside the plain step and takes turns with it. Time is that of the processor, with one thread: what
-else the machine does hardly counts, nor does waiting for a disk, which the wall clock beside it has. With a file name
-the table is kept, and a plot of memory against slowdown beside it.
+Promise: at equal memory the joint plan is no slower than the best single technique, and compression to 4 bits costs at
+most 30 % of a CPU step. Bytes are live tensors at the peak of a step, without parameters and gradients. Each technique
+alternates with the plain step. The time is CPU time on one thread, so other processes and disk waits hardly count; wall
+time is recorded too. With a file name, the table is saved, and a plot of memory against slowdown.
 """
 
 import sys
@@ -44,15 +43,15 @@ PLAIN, PLANS = "nothing", ("plan", "plan with 4 bits")
 
 @dataclass(frozen=True)
 class Point:
-    """One way of saving memory, as measured."""
+    """Measured memory and time of one technique."""
 
     way: str
     memory: int
     """Bytes at the peak."""
     ratios: tuple[float, ...] = (1.0,)
-    """In each round a step's time of the processor, by that of the plain one."""
+    """CPU time of a step relative to the plain step, per round."""
     by_the_wall: tuple[float, ...] = (1.0,)
-    """The same by the clock on the wall."""
+    """Wall time of a step relative to the plain step, per round."""
 
     @property
     def slowdown(self) -> float:
@@ -63,7 +62,7 @@ class Point:
         return self.way.partition(",")[0]
 
     def beats(self, other: "Point") -> bool:
-        """In one of both, and in the other it is no worse."""
+        """True if this is better in memory or time, and no worse in the other."""
         mine, theirs = (self.memory, self.slowdown), (other.memory, other.slowdown)
         return mine != theirs and all(a <= b for a, b in zip(mine, theirs, strict=True))
 
@@ -78,8 +77,9 @@ def plain_run() -> BaseRun:
 
 
 def ways() -> dict[str, Technique]:
-    """By name; what stands before the comma is the kind. A plan may make again and offload, or compress too."""
-    found: dict[str, Technique] = {
+    """Return the techniques by name; the part before the comma is the kind. Plans combine recompute, offload and
+    compression."""
+    techniques: dict[str, Technique] = {
         "recompute, every block": Recompute(),
         "recompute, selective": Recompute(schedule="selective"),
         "recompute, sqrt": Recompute(schedule="sqrt"),
@@ -89,15 +89,15 @@ def ways() -> dict[str, Technique]:
         "compress, 2 bits": CompressActivations(bits=2),
     }
     for share in BUDGETS:
-        found[f"optimal recompute, {share:.0%}"] = OptimalRecompute(bytes=share)
-        found[f"{PLANS[0]}, {share:.0%}"] = ActivationBudget(bytes=share, offload="disk")
-        found[f"{PLANS[1]}, {share:.0%}"] = ActivationBudget(bytes=share, offload="disk", bits=4)
-    return found
+        techniques[f"optimal recompute, {share:.0%}"] = OptimalRecompute(bytes=share)
+        techniques[f"{PLANS[0]}, {share:.0%}"] = ActivationBudget(bytes=share, offload="disk")
+        techniques[f"{PLANS[1]}, {share:.0%}"] = ActivationBudget(bytes=share, offload="disk", bits=4)
+    return techniques
 
 
 @contextmanager
-def gradients_let_go(model: nn.Module) -> Iterator[None]:
-    """As they come, so that only activations add up."""
+def gradients_freed(model: nn.Module) -> Iterator[None]:
+    """Free each gradient at once, so that only activations accumulate."""
     hooks = [p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)) for p in model.parameters()]
     yield
     for hook in hooks:
@@ -107,7 +107,7 @@ def gradients_let_go(model: nn.Module) -> Iterator[None]:
 def peak_bytes(run: Run, model: nn.Module) -> int:
     batch = run.source.at(0)
     known = [*model.parameters(), *model.buffers(), *batch.fields.values(), batch.weight]
-    with gradients_let_go(model), gc_disabled(), StepTrace(*known) as live:
+    with gradients_freed(model), gc_disabled(), StepTrace(*known) as live:
         run.backward(model, run.objective, batch)
     return live.peak
 
@@ -120,7 +120,7 @@ def step_and_peak(plain: BaseRun, techniques: Sequence[Technique]) -> tuple[Call
         run.backward(model, run.objective, batch)
         model.zero_grad()
 
-    step()  # what is planned is planned at the first
+    step()  # the first step makes the plan
     return step, peak_bytes(run, model)
 
 
@@ -130,16 +130,16 @@ def measured() -> list[Point]:
     plain_step, plain_peak = step_and_peak(plain, [])
     points = [Point(PLAIN, plain_peak)]
     print(f"{DEPTH} blocks of width {WIDTH}, {BATCH} x {LENGTH} tokens, torch {torch.__version__}, {ROUNDS} rounds")
-    print(f"  {'':<24} {'at the peak':>19}   {'processor time':<22}   wall clock")
+    print(f"  {'':<24} {'peak memory':>19}   {'CPU time':<22}   wall clock")
     for name, technique in ways().items():
         step, peak = step_and_peak(plain, [technique])
-        points.append(Point(name, peak, *beside(plain_step, step)))
-        tell(points[-1], plain_peak)
+        points.append(Point(name, peak, *alternate(plain_step, step)))
+        print_point(points[-1], plain_peak)
     return points
 
 
-def beside(plain_step: Callable[[], None], step: Callable[[], None]) -> tuple[tuple[float, ...], tuple[float, ...]]:
-    """In each round the step's time by the plain one's, of the processor and by the wall; their order takes turns."""
+def alternate(plain_step: Callable[[], None], step: Callable[[], None]) -> tuple[tuple[float, ...], tuple[float, ...]]:
+    """Return the ratio of the step's CPU time and wall time to the plain step's, per round, in alternating order."""
     clocks = time.process_time, time.perf_counter
     ratios = []
     for turn in range(ROUNDS):
@@ -153,19 +153,21 @@ def beside(plain_step: Callable[[], None], step: Callable[[], None]) -> tuple[tu
     return processor, wall
 
 
-def tell(point: Point, plain_peak: int) -> None:
+def print_point(point: Point, plain_peak: int) -> None:
     times = "   ".join(f"{median(r):6.3f} [{min(r):.3f}, {max(r):.3f}]" for r in (point.ratios, point.by_the_wall))
     print(f"  {point.way:<24} {point.memory / 1e6:8.1f} MB {point.memory / plain_peak:7.1%}   {times}", flush=True)
 
 
 def front_of(points: Sequence[Point]) -> list[Point]:
-    """The ways that no other one beats, by memory."""
+    """Return the Pareto front, ordered by memory."""
     return sorted((p for p in points if not any(other.beats(p) for other in points)), key=lambda p: p.memory)
 
 
 def verdicts(points: Sequence[Point]) -> list[str]:
-    """Each plan against the best single way whose peak is within the plan's budget; one that is exact against those
-    that are exact."""
+    """Compare each plan with the best single technique whose peak is within the plan's budget.
+
+    Exact plans are compared with exact techniques only.
+    """
     lines = []
     for plan in (point for point in points if point.kind in PLANS):
         budget = float(plan.way.partition(", ")[2].rstrip("%")) / 100 * points[0].memory
@@ -194,7 +196,7 @@ COLOURS = {
 
 
 def heights_of_names(points: Sequence[Point]) -> dict[str, float]:
-    """Where each way's name stands: beside its dot, or as far above as names of neighbours need."""
+    """Return the height of each label: next to its dot, or above it to avoid overlap."""
     apart = 0.03 * (max(max(point.ratios) for point in points) - min(min(point.ratios) for point in points))
     placed: dict[Point, float] = {}
     for point in sorted(points, key=lambda point: point.slowdown):
@@ -207,7 +209,7 @@ def heights_of_names(points: Sequence[Point]) -> dict[str, float]:
 
 
 def plot(path: Path, points: Sequence[Point]) -> None:
-    """Memory against slowdown: a point for each way, a line through those that no other way beats."""
+    """Plot memory against slowdown: a point per technique, and a line through the Pareto front."""
     front, heights = front_of(points), heights_of_names(points)
     rows = [
         {"way": point.way, "kind": point.kind, "share": point.memory / points[0].memory, "slowdown": point.slowdown}
@@ -215,10 +217,10 @@ def plot(path: Path, points: Sequence[Point]) -> None:
         for point in points
     ]
     shown = altair.Chart(altair.Data(values=rows)).encode(
-        altair.X("share:Q", title="activations at the peak, share of keeping everything")
+        altair.X("share:Q", title="peak activations, relative to saving all")
         .axis(format="%", tickCount=10)
         .scale(domain=[0.05, 1.1]),
-        altair.Y("slowdown:Q", title="processor time of a step, multiple of the plain one").scale(
+        altair.Y("slowdown:Q", title="CPU time of a step, relative to the plain step").scale(
             domainMin=0.98 * min(row["low"] for row in rows), nice=False
         ),
     )
@@ -231,7 +233,7 @@ def plot(path: Path, points: Sequence[Point]) -> None:
     )
     title = altair.Title(
         f"Memory against time, {DEPTH} blocks of width {WIDTH}, {BATCH} x {LENGTH} tokens",
-        subtitle="grey line: ways that no other one beats in both; bars: least and most of the rounds",
+        subtitle="grey line: Pareto front; bars: minimum and maximum over rounds",
         anchor="start",
     )
     chart = (line + spreads + dots + names).properties(width=820, height=520, title=title)
@@ -240,10 +242,10 @@ def plot(path: Path, points: Sequence[Point]) -> None:
 
 def main() -> None:
     points = measured()
-    print("\nways that no other one beats in memory and time")
+    print("\nPareto front of memory and time")
     for point in front_of(points):
-        tell(point, points[0].memory)
-    print("\nplans against the best single way within the same budget", *verdicts(points), sep="\n  ")
+        print_point(point, points[0].memory)
+    print("\nplans against the best single technique within the same budget", *verdicts(points), sep="\n  ")
     if len(sys.argv) > 1:
         path = Path(sys.argv[1])
         shape = {"depth": DEPTH, "width": WIDTH, "heads": HEADS, "length": LENGTH, "batch": BATCH, "rounds": ROUNDS}

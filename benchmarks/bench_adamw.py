@@ -1,6 +1,7 @@
-"""AdamW as a chain of transforms against torch.optim.AdamW(fused=True), on the parameters of a 30M-parameter model.
+"""Time of AdamW as a chain of transforms against torch.optim.AdamW(fused=True), on a 30M-parameter model.
 
-Promise: at most 1.1 times its time, compiled or not; equal to it within 1e-7 (tests/optim/test_transform_elements.py).
+Promise: at most 1.1 times its time, compiled or not; results agree within 1e-7
+(tests/optim/test_transform_elements.py).
 """
 
 import sys
@@ -9,7 +10,7 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from side_by_side import keep, side_by_side, tell
+from side_by_side import print_timings, save_timings, side_by_side
 from thrifty.core.recipe import ModelSettings
 from thrifty.modeling.parameter_kinds import is_matrix
 from thrifty.models import build_model
@@ -45,9 +46,9 @@ def main() -> None:
     optimizers["lion chain"] = TransformOptimizer(model().named_parameters(), lion(1e-4))
     timings = side_by_side({name: optimizer.step for name, optimizer in optimizers.items()}, rounds=20, warmup=3)
     parameters = sum(parameter.numel() for parameter in chained.parameters)
-    tell(f"AdamW on {parameters:,} parameters", timings, "torch fused", parameters, "parameters/s")
+    print_timings(f"AdamW on {parameters:,} parameters", timings, "torch fused", parameters, "parameters/s")
     if len(sys.argv) > 1:
-        keep(Path(sys.argv[1]), {"benchmark": "adamw", "parameters": parameters}, timings, "torch fused")
+        save_timings(Path(sys.argv[1]), {"benchmark": "adamw", "parameters": parameters}, timings, "torch fused")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Tiled causal attention against torch's: forward and backward, side by side, interleaved, in one process.
+"""Tiled causal attention against torch's: forward and backward, interleaved in one process.
 
     python benchmarks/bench_attention.py [--shapes 8,6,6,512,64] [--tiles 64 128 256] [--rounds 9] [--json FOLDER]
 
-A shape is batch, heads, key-value heads, tokens, head width. `kept` is what autograd keeps between forward and
-backward; the first call, which compiles unless a cache already has it, is reported apart.
+A shape is batch, heads, key-value heads, tokens, head width. `kept` is the memory that autograd saves for the backward
+pass. The first call, which compiles unless cached, is reported separately.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from side_by_side import keep, side_by_side, tell
+from side_by_side import print_timings, save_timings, side_by_side
 from thrifty.kernels.tiled_attention import causal_attention_reference, tiled_causal_attention
 
 
@@ -30,7 +30,7 @@ def inputs(b: int, h: int, g: int, t: int, k: int) -> list[Tensor]:
 
 
 def kept_bytes(core: Callable[..., Tensor], qkv: list[Tensor]) -> int:
-    """Bytes of the distinct storages autograd keeps for the backward pass."""
+    """Return the bytes of the distinct storages that autograd saves for the backward pass."""
     storages: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -57,13 +57,13 @@ def compare(shape: str, tiles: list[int], rounds: int, folder: Path | None) -> N
         both(core)
         first[name] = time.perf_counter() - began
     timings = side_by_side({name: partial(both, core) for name, core in cores.items()}, rounds)
-    tell(f"causal attention {shape}, forward and backward, bfloat16", timings, "torch")
+    print_timings(f"causal attention {shape}, forward and backward, bfloat16", timings, "torch")
     kept = {name: kept_bytes(core, qkv) for name, core in cores.items()}
     for name in cores:
-        print(f"  {name:<34} {kept[name] / 1e6:9.1f} MB kept   first call {first[name]:.1f} s")
+        print(f"  {name:<34} {kept[name] / 1e6:9.1f} MB saved   first call {first[name]:.1f} s")
     if folder:
         facts = {"benchmark": "attention", "shape": shape, "kept_bytes": kept, "first_call": first}
-        keep(folder / f"attention-{shape.replace(',', '-')}.json", facts, timings, "torch")
+        save_timings(folder / f"attention-{shape.replace(',', '-')}.json", facts, timings, "torch")
 
 
 def main() -> None:

@@ -1,7 +1,7 @@
-"""What simulating a cluster costs: seconds and memory of one step, each case in a process of its own.
+"""Cost of simulating a cluster: seconds and memory of one simulated step, each case in its own process.
 
-Promise: 16,384 ranks with tensor, pipeline and data parallelism in under 10 s and 2 GB. With a file name the figures
-are kept.
+Promise: 16,384 ranks with tensor, pipeline and data parallelism take less than 10 s and 2 GB. With a file name, the
+results are saved.
 """
 
 import json
@@ -24,34 +24,34 @@ REPEATS = 3
 
 
 def once(words: str) -> dict[str, float]:
-    """Of the whole command, with starting Python and all imports."""
+    """Measure the whole command, including the start of Python and all imports."""
     program = "import sys; from thrifty.cli.main import main; main(sys.argv[1:])"
     began = time.perf_counter()
     process = subprocess.Popen(
         [sys.executable, "-c", program, "simulate", "cluster", *words.split(), "--json"], stdout=subprocess.PIPE
     )
     assert process.stdout is not None
-    found = json.loads(process.stdout.read())
+    result = json.loads(process.stdout.read())
     _, status, used = os.wait4(process.pid, 0)
     assert status == 0
     return {
         "seconds": time.perf_counter() - began,
         "processor_seconds": used.ru_utime + used.ru_stime,
         "bytes": used.ru_maxrss * 1024.0,
-        "step_seconds": found["step_seconds"],
-        "mfu": found["mfu"],
+        "step_seconds": result["step_seconds"],
+        "mfu": result["mfu"],
     }
 
 
 def main() -> None:
     best = {}
     for name, words in CASES.items():
-        taken = [once(words) for _ in range(REPEATS)]
-        best[name] = min(taken, key=lambda each: each["seconds"])
+        runs = [once(words) for _ in range(REPEATS)]
+        best[name] = min(runs, key=lambda each: each["seconds"])
         row = best[name]
         print(
-            f"{name:<34} {row['seconds']:6.2f} s ({row['processor_seconds']:.2f} of a processor) "
-            f"{row['bytes'] / 1e6:7.0f} MB   a step of {row['step_seconds']:.2f} s, MFU {row['mfu']:.1%}"
+            f"{name:<34} {row['seconds']:6.2f} s ({row['processor_seconds']:.2f} CPU s) "
+            f"{row['bytes'] / 1e6:7.0f} MB   simulated step {row['step_seconds']:.2f} s, MFU {row['mfu']:.1%}"
         )
     if len(sys.argv) > 1:
         from side_by_side import write

@@ -1,11 +1,11 @@
-"""Activations in codes of 8, 4 and 2 bits: coding against copying, and steps of a 12-block model with and without.
+"""Activations quantized to 8, 4 and 2 bits: speed against copying, and steps of a 12-block model.
 
     python benchmarks/bench_compress_activations.py [--width 512 --length 256 --batch 8] [--json PATH]
 
-Aim: coding and decoding move bytes at half the rate of a copy or more, and with 4 bits a step takes at most 1.3 times
-as long (1.15 on a GPU). On the processor of the kept figures steps and float32 do (8 bits just miss it); bfloat16, of
-which a copy moves half the bytes in half the time, is coded at a quarter to half of the rate. Bytes are what is alive
-when the forward pass ends, counted on the step itself.
+Aim: quantizing and dequantizing reach half the byte rate of a copy or more, and with 4 bits a step takes at most 1.3
+times as long (1.15 on a GPU). On the CPU of the saved results, steps and float32 meet it, except that 8 bits just miss
+it. bfloat16, of which a copy moves half the bytes in half the time, reaches a quarter to half of the rate. Bytes are
+live activations at the end of the forward pass, counted on the step itself.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from side_by_side import ratio, rows, side_by_side, tell, write
+from side_by_side import print_timings, ratio, rows, side_by_side, write
 from thrifty.composition.compose import BaseRun, Run, compose
 from thrifty.composition.step_footprint import CountedPasses
 from thrifty.core.technique import Technique
@@ -36,37 +36,40 @@ BITS = (8, 4, 2)
 
 
 def race_kernels(numbers: int) -> dict[str, object]:
-    """Both directions beside copies of the same tensor: coding beside one into memory that is there, decoding, which
-    makes a tensor as large, beside one into new memory."""
+    """Time both directions against copies of the same tensor.
+
+    Quantizing is compared with a copy into existing memory; dequantizing, which allocates a tensor, with a copy into
+    new memory.
+    """
     facts: dict[str, object] = {}
     for dtype in (torch.float32, torch.bfloat16):
         tensor = torch.randn(numbers, device=DEVICE).to(dtype)
-        there = torch.empty_like(tensor)
+        target = torch.empty_like(tensor)
         ways: dict[str, Callable[[], object]] = {
-            "copy": lambda tensor=tensor, there=there: there.copy_(tensor),
+            "copy": lambda tensor=tensor, target=target: target.copy_(tensor),
             "copy, new memory": tensor.clone,
         }
         for bits in BITS:
             ways[f"encode, {bits} bits"] = lambda bits=bits, tensor=tensor: quantize_tensor(tensor, bits, 1)
-            ways[f"decode, {bits} bits"] = _coded(tensor, bits).decode
+            ways[f"decode, {bits} bits"] = _quantized(tensor, bits).decode
         timings = side_by_side(ways, rounds=20, warmup=3)
         name, size = str(dtype).removeprefix("torch."), tensor.element_size()
-        tell(f"{numbers:,} numbers in {name}", timings, "copy", numbers, "numbers/s")
+        print_timings(f"{numbers:,} elements in {name}", timings, "copy", numbers, "elements/s")
         shares = {}
         for way in list(ways)[2:]:
             copy = "copy" if way.startswith("encode") else "copy, new memory"
             moved = size + (int(way.split()[1]) + 1 / 8) / 8
             shares[way] = moved / (2 * size) / ratio(timings, way, copy)
-        told = ", ".join(f"{way} {share:.2f}" for way, share in shares.items())
-        print(f"  bytes a second as a share of the copy's: {told}")
+        text = ", ".join(f"{way} {share:.2f}" for way, share in shares.items())
+        print(f"  bytes per second relative to the copy: {text}")
         facts[name] = {"seconds": rows(timings, "copy"), "share of copy bandwidth": shares}
     return facts
 
 
-def _coded(tensor: Tensor, bits: int) -> QuantizedTensor:
-    coded = quantize_tensor(tensor, bits, 1)
-    assert coded is not None
-    return coded
+def _quantized(tensor: Tensor, bits: int) -> QuantizedTensor:
+    quantized = quantize_tensor(tensor, bits, 1)
+    assert quantized is not None
+    return quantized
 
 
 def composed(arguments: argparse.Namespace, *chosen: Technique) -> Run:
@@ -104,7 +107,9 @@ def race_steps(arguments: argparse.Namespace) -> dict[str, object]:
 
         steps[name] = step
     timings = side_by_side(steps, rounds=arguments.rounds, warmup=2)
-    tell(f"12 blocks of width {arguments.width}, {arguments.batch} x {arguments.length} tokens", timings, "plain")
+    print_timings(
+        f"12 blocks of width {arguments.width}, {arguments.batch} x {arguments.length} tokens", timings, "plain"
+    )
     for name, size in saved.items():
         print(f"  {name:<34} {size / 1e6:9.1f} MB of activations, {size / saved['plain']:.3f} of plain")
     return {"seconds": rows(timings, "plain"), "bytes": saved}

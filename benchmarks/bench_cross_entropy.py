@@ -1,9 +1,9 @@
-"""The chunked cross-entropy against the plain one: forward and backward, side by side, interleaved, in one process.
+"""Chunked cross-entropy against the plain one: forward and backward, interleaved in one process.
 
     python benchmarks/bench_cross_entropy.py [--tokens 4096 --width 384 --vocabulary 8192 --rounds 9] [--json PATH]
 
-`three products` is the floor: the matrix products of forward and backward and nothing else. Peak memory is the largest
-sum of tensors alive at once beyond the inputs, from torch's own allocator records.
+`three products` is the lower bound: only the matrix products of forward and backward. Peak memory is the largest sum of
+live tensors besides the inputs, from torch's allocator records.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 
-from side_by_side import keep, side_by_side, tell
+from side_by_side import print_timings, save_timings, side_by_side
 from thrifty.kernels.chunked_cross_entropy import chunk_step, linear_cross_entropy
 
 
@@ -24,7 +24,7 @@ def contenders(n: int, d: int, v: int) -> dict[str, Callable[[], object]]:
     hidden = torch.randn(n, d).to(dtype).requires_grad_()
     weight = (torch.randn(v, d) * 0.02).requires_grad_()
     targets = torch.randint(v, (n,))
-    share = torch.full((n,), 1 / n)
+    weights = torch.full((n,), 1 / n)
     compiled = torch.compile(chunk_step, dynamic=False)
 
     def clear() -> None:
@@ -43,7 +43,7 @@ def contenders(n: int, d: int, v: int) -> dict[str, Callable[[], object]]:
     def chunked(step: Callable, expected: torch.Tensor | None, chunk: int) -> Callable[[], None]:
         def run() -> None:
             losses, _ = linear_cross_entropy(hidden, weight, targets, expected, chunk=chunk, step=step)
-            (losses * share).sum().backward()
+            (losses * weights).sum().backward()
             clear()
 
         return run
@@ -51,16 +51,16 @@ def contenders(n: int, d: int, v: int) -> dict[str, Callable[[], object]]:
     return {
         "three products": three_products,
         "plain": plain,
-        "chunks of 512": chunked(chunk_step, share, 512),
-        "chunks of 256, compiled": chunked(compiled, share, 256),
-        "chunks of 512, compiled": chunked(compiled, share, 512),
-        "chunks of 1024, compiled": chunked(compiled, share, 1024),
+        "chunks of 512": chunked(chunk_step, weights, 512),
+        "chunks of 256, compiled": chunked(compiled, weights, 256),
+        "chunks of 512, compiled": chunked(compiled, weights, 512),
+        "chunks of 1024, compiled": chunked(compiled, weights, 1024),
         "512, compiled, not as expected": chunked(compiled, None, 512),
     }
 
 
 def allocated(run: Callable[[], object]) -> int:
-    """Bytes at the peak of `run` beyond what was allocated before it, on the CPU."""
+    """Return the bytes at the peak of `run` beyond the allocations before it, on the CPU."""
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
         run()
     with tempfile.TemporaryDirectory() as folder:
@@ -84,12 +84,12 @@ def main() -> None:
     runs = contenders(options.tokens, options.width, options.vocabulary)
     timings = side_by_side(runs, options.rounds)
     title = f"head and loss, forward and backward, bfloat16: {options.tokens} x {options.width} x {options.vocabulary}"
-    tell(title, timings, "plain", options.tokens, "tokens/s")
+    print_timings(title, timings, "plain", options.tokens, "tokens/s")
     peaks = {name: allocated(run) for name, run in runs.items()}
     for name, peak in peaks.items():
-        print(f"  {name:<34} {peak / 1e6:9.1f} MB at the peak")
+        print(f"  {name:<34} {peak / 1e6:9.1f} MB peak")
     if options.json:
-        keep(options.json, {"benchmark": "cross_entropy", "work": title, "peak_bytes": peaks}, timings, "plain")
+        save_timings(options.json, {"benchmark": "cross_entropy", "work": title, "peak_bytes": peaks}, timings, "plain")
 
 
 if __name__ == "__main__":

@@ -2,13 +2,13 @@
 
     python benchmarks/bench_estimate.py FILE.json --seeds 11 12 13 [--models 30] [--only NUMBER …]
 
-Promise, over the models of any seed: median error of the tensor peak at most 1 %, largest at most 8 %, none called
-fitting that does not fit, process memory within its interval in 95 %.
+Promise, for the models of any seed: median error of the tensor peak at most 1 %, largest at most 8 %. No model is
+predicted to fit that does not fit. Process memory is within its interval in 95 % of cases.
 
-Measured without any code that predictions share: torch's profiler reports the blocks that its allocator gives out in a
-plain loop (forward, backward, `optimizer.step()`, `zero_grad()`), to which is added what stands before: parameters,
-buffers, optimizer state and the batch. Process memory is the kernel's own peak of resident pages over steps without a
-profiler. Each model has a process of its own; models that FILE holds already are not run again.
+The measurement shares no code with predictions. torch's profiler reports the allocated blocks of a plain loop (forward,
+backward, `optimizer.step()`, `zero_grad()`). Memory from before is added: parameters, buffers, optimizer state and the
+batch. Process memory is the kernel's peak of resident pages over steps without a profiler. Each model has its own
+process; models already in FILE are skipped.
 """
 
 import argparse
@@ -33,26 +33,26 @@ WARM, STEPS = 2, 2
 
 
 def measured_peak(model: nn.Module, optimizer: torch.optim.Optimizer, step: Any, batch: Any) -> int:
-    """Bytes at the peak of steps after the first ones, which make the optimizer's state."""
+    """Return the bytes at the peak of steps after warm-up steps, which allocate the optimizer state."""
     for _ in range(WARM):
         step()
     gc.collect()
     state = [leaf for leaf in tree_leaves([*optimizer.state.values()]) if isinstance(leaf, Tensor)]
-    # state of optimizers of thrifty is in views of it that torch's `state` need not have
+    # thrifty's optimizers keep state in views, which torch's `state` may omit
     state += [tensor for tensors in getattr(optimizer, "slots", {}).values() for tensor in tensors]
     standing = {
         tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
         for tensor in [*model.parameters(), *model.buffers(), *tree_leaves(batch), *state]
         if isinstance(tensor, Tensor)
     }
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as watched:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         for _ in range(STEPS):
             step()
-    assert watched.profiler is not None and watched.profiler.kineto_results is not None
-    events, waiting = [], list(watched.profiler.kineto_results.experimental_event_tree())
-    while waiting:
-        events.append(event := waiting.pop())
-        waiting += event.children
+    assert profiler.profiler is not None and profiler.profiler.kineto_results is not None
+    events, pending = [], list(profiler.profiler.kineto_results.experimental_event_tree())
+    while pending:
+        events.append(event := pending.pop())
+        pending += event.children
     now = most = 0
     for event in sorted(events, key=lambda event: event.start_time_ns):
         if event.tag.name == "Allocation":
@@ -62,7 +62,7 @@ def measured_peak(model: nn.Module, optimizer: torch.optim.Optimizer, step: Any,
 
 
 def measured_process(step: Any) -> tuple[int, int]:
-    """Resident bytes before steps, and the most over some."""
+    """Return the resident bytes before some steps, and the peak over them."""
     status = Path("/proc/self/status")
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")
@@ -84,7 +84,7 @@ def mean(result: Any) -> Tensor:
 
 
 def one(seed: int, number: int) -> dict[str, Any]:
-    """One model: what is predicted, then what a plain loop in this process takes."""
+    """Return prediction and measurement of one model, trained by a plain loop in this process."""
     import thrifty
     from random_models import random_step
 
@@ -106,28 +106,28 @@ def one(seed: int, number: int) -> dict[str, Any]:
     row["seconds"] = time.perf_counter() - began
     try:
         model = case.build()
-        made: Any = case.optimizer
-        if isinstance(made, str):
-            made = getattr(thrifty.optim, made)(model, lr=1e-4)
+        optimizer: Any = case.optimizer
+        if isinstance(optimizer, str):
+            optimizer = getattr(thrifty.optim, optimizer)(model, lr=1e-4)
         else:
-            made = made([p for p in model.parameters() if p.requires_grad], lr=1e-4)
+            optimizer = optimizer([p for p in model.parameters() if p.requires_grad], lr=1e-4)
         loss = case.loss or (lambda model, batch: model(**batch).loss)
 
         def step() -> None:
             mean(loss(model, case.batch)).backward()
-            made.step()
-            made.zero_grad()
+            optimizer.step()
+            optimizer.zero_grad()
 
         row["process_before"], row["process"] = measured_process(step)
-        row["measured"] = measured_peak(model, made, step, case.batch)
-    except Exception as error:  # a model that torch does not train here is no case
+        row["measured"] = measured_peak(model, optimizer, step, case.batch)
+    except Exception as error:  # skip models that torch cannot train here
         row["skipped"] = f"{type(error).__name__}: {error}"[:300]
     return row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("path", type=Path, help="where to keep the figures, and to find those that are there")
+    parser.add_argument("path", type=Path, help="results file; existing results are kept")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--models", type=int, default=30)
     parser.add_argument("--only", type=int, nargs="+")
@@ -181,11 +181,11 @@ def line(row: dict[str, Any]) -> str:
 
 
 def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    judged = [row for row in rows if "predicted" in row and "measured" in row]
-    errors = sorted(abs(row["predicted"] / row["measured"] - 1) for row in judged)
-    within = [row["process_predicted"][0] <= row["process"] <= row["process_predicted"][1] for row in judged]
+    complete = [row for row in rows if "predicted" in row and "measured" in row]
+    errors = sorted(abs(row["predicted"] / row["measured"] - 1) for row in complete)
+    within = [row["process_predicted"][0] <= row["process"] <= row["process_predicted"][1] for row in complete]
     return {
-        "models": len(judged), "skipped": sum("skipped" in row for row in rows),
+        "models": len(complete), "skipped": sum("skipped" in row for row in rows),
         "crashes": sum("crash" in row and "skipped" not in row for row in rows),
         "median_error": round(median(errors), 5) if errors else None, "largest_error": round(max(errors, default=0), 5),
         "process_within": round(sum(within) / max(len(within), 1), 3),
@@ -201,9 +201,9 @@ def write(path: Path, rows: list[dict[str, Any]]) -> None:
         "summary": {seed: summary([row for row in rows if row["seed"] == seed]) for seed in seeds},
         "cases": rows,
     }
-    aside = path.with_suffix(".tmp")
-    aside.write_text(json.dumps(content, indent=1) + "\n")
-    aside.rename(path)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(content, indent=1) + "\n")
+    temporary.rename(path)
 
 
 if __name__ == "__main__":

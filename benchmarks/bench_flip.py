@@ -1,10 +1,10 @@
-"""A step of a contrastive model that sees part of each image against one that sees it whole; and the loss in tiles.
+"""Training step of a contrastive model with dropped patches, against whole images; and its loss computed in tiles.
 
     python benchmarks/bench_flip.py [--images 32 --preset clip-vit-b16 --depth 2 --pairs 4096] [--json FOLDER]
 
-A step is forward pass, backward pass and update, of the preset's widths with fewer blocks and a caption of 32 tokens:
-what is gained is the image tower's share. The loss alone is that of so many pairs of 512 numbers, forward and backward,
-in tiles and with the whole matrix; beside its time the largest tensor that either makes.
+A step is forward, backward and update, with the preset's widths, fewer blocks and captions of 32 tokens, so only the
+image encoder gains. The loss alone uses this many pairs of vectors with 512 elements, forward and backward, in tiles
+and with the whole matrix; its largest tensor is reported too.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from side_by_side import keep, ratio, side_by_side, tell
+from side_by_side import print_timings, ratio, save_timings, side_by_side
 from steps import SameRows, whole_step
 from thrifty.composition.compose import BaseRun, Run, compose
 from thrifty.core.technique import Technique
@@ -37,7 +37,7 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
 def pairs(count: int, shape: ModelConfig) -> SameRows:
-    """Random images and captions."""
+    """Return a batch of random images and captions."""
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(count, shape.channels, shape.image, shape.image, generator=generator)
     return SameRows({"inputs": inputs, "tokens": torch.randint(shape.vocabulary, (count, LENGTH), generator=generator)})
@@ -54,18 +54,18 @@ def composed(shape: ModelConfig, count: int, techniques: list[Technique]) -> Run
 
 def loss_alone(losses: Callable[[Tensor, Tensor], Tensor], pairs: int) -> Callable[[], None]:
     generator = torch.Generator().manual_seed(0)
-    drawn = (torch.randn(pairs, SPACE, generator=generator) for _ in range(2))
-    images, captions = (torch.nn.functional.normalize(each).to(DEVICE).requires_grad_() for each in drawn)
+    random = (torch.randn(pairs, SPACE, generator=generator) for _ in range(2))
+    images, captions = (torch.nn.functional.normalize(each).to(DEVICE).requires_grad_() for each in random)
 
-    def both_ways() -> None:
+    def forward_backward() -> None:
         losses(14 * images, captions).mean().backward()
         images.grad = captions.grad = None
 
-    return both_ways
+    return forward_backward
 
 
 class Largest(TorchDispatchMode):
-    """Bytes of the largest tensor that any operation gives."""
+    """Dispatch mode that records the bytes of the largest tensor that any operation returns."""
 
     size = 0
 
@@ -77,9 +77,9 @@ class Largest(TorchDispatchMode):
 
 
 def largest(work: Callable[[], None]) -> int:
-    with Largest() as seen:
+    with Largest() as recorder:
         work()
-    return seen.size
+    return recorder.size
 
 
 def main() -> None:
@@ -90,28 +90,35 @@ def main() -> None:
     parser.add_argument("--pairs", type=int, default=4096)
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--json", type=Path, metavar="FOLDER")
-    asked = parser.parse_args()
-    shape = replace(PRESETS[asked.preset], depth=asked.depth, text_depth=asked.depth, vocabulary=4096, length=LENGTH)
-    steps = {WHOLE: whole_step(composed(shape, asked.images, []))}
+    options = parser.parse_args()
+    depth = options.depth
+    shape = replace(PRESETS[options.preset], depth=depth, text_depth=depth, vocabulary=4096, length=LENGTH)
+    steps = {WHOLE: whole_step(composed(shape, options.images, []))}
     for rate in RATES:
         steps[f"{100 * rate:g} % dropped"] = whole_step(
-            composed(shape, asked.images, [DropPatches(rate=rate, until=10)])
+            composed(shape, options.images, [DropPatches(rate=rate, until=10)])
         )
-    timings = side_by_side(steps, rounds=asked.rounds, warmup=1)
-    tell(f"a step, {asked.preset}, {asked.depth} blocks", timings, WHOLE, asked.images, "images/s")
+    timings = side_by_side(steps, rounds=options.rounds, warmup=1)
+    print_timings(
+        f"training step, {options.preset}, {options.depth} blocks", timings, WHOLE, options.images, "images/s"
+    )
     gains = {name: 1 / ratio(timings, name, WHOLE) for name in steps}
     print(*(f"  {name}: {gain:.2f} times as fast" for name, gain in gains.items()), sep="\n")
-    losses = {MATRIX: loss_alone(contrastive_losses_reference, asked.pairs)}
-    losses["tiles"] = loss_alone(contrastive_losses, asked.pairs)
-    held = {name: largest(work) for name, work in losses.items()}
-    of_loss = side_by_side(losses, rounds=asked.rounds, warmup=1)
-    tell(f"the loss of {asked.pairs} pairs, forward and backward", of_loss, MATRIX, asked.pairs, "pairs/s")
-    print(*(f"  {name}: the largest tensor has {size / 2**20:.1f} MiB" for name, size in held.items()), sep="\n")
-    if asked.json:
-        facts = {"preset": asked.preset, "blocks": asked.depth, "images": asked.images, "times_as_fast": gains}
-        keep(asked.json / f"flip-step-{DEVICE.type}.json", {"benchmark": "a step of FLIP", **facts}, timings, WHOLE)
-        facts = {"benchmark": "the contrastive loss", "pairs": asked.pairs, "largest_tensor": held}
-        keep(asked.json / f"contrastive-loss-{DEVICE.type}.json", facts, of_loss, MATRIX)
+    losses = {MATRIX: loss_alone(contrastive_losses_reference, options.pairs)}
+    losses["tiles"] = loss_alone(contrastive_losses, options.pairs)
+    largest_tensor = {name: largest(work) for name, work in losses.items()}
+    loss_timings = side_by_side(losses, rounds=options.rounds, warmup=1)
+    print_timings(
+        f"the loss of {options.pairs} pairs, forward and backward", loss_timings, MATRIX, options.pairs, "pairs/s"
+    )
+    print(*(f"  {name}: largest tensor {size / 2**20:.1f} MiB" for name, size in largest_tensor.items()), sep="\n")
+    if options.json:
+        facts = {"preset": options.preset, "blocks": options.depth, "images": options.images, "times_as_fast": gains}
+        save_timings(
+            options.json / f"flip-step-{DEVICE.type}.json", {"benchmark": "a step of FLIP", **facts}, timings, WHOLE
+        )
+        facts = {"benchmark": "the contrastive loss", "pairs": options.pairs, "largest_tensor": largest_tensor}
+        save_timings(options.json / f"contrastive-loss-{DEVICE.type}.json", facts, loss_timings, MATRIX)
 
 
 if __name__ == "__main__":

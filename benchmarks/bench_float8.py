@@ -1,10 +1,10 @@
-"""Linear layers in 8-bit floats against bfloat16: forward and backward, side by side, interleaved, in one process.
+"""Linear layers in float8 against bfloat16: forward and backward, interleaved in one process.
 
     python benchmarks/bench_float8.py [--shapes 4096,1024,4096] [--rounds 9] [--json FOLDER]
 
-A shape is tokens, inputs, outputs. On a GPU with units for these formats products run there and casts are compiled;
-elsewhere they are emulated, to see what 8 bits do to the numbers of a run, and slower than plain. torchao is beside it
-where it is installed.
+A shape is tokens, inputs, outputs. On a GPU with float8 units, products use them and casts are compiled. On other
+devices they are emulated: the values are those of float8, but the step is slower than plain. torchao is included if it
+is installed.
 """
 
 import argparse
@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from side_by_side import keep, side_by_side, tell
+from side_by_side import print_timings, save_timings, side_by_side
 from thrifty.kernels.float8 import has_units
 from thrifty.kernels.float8_linear import CastRule, DelayedScaling, float8_linear
 
@@ -26,7 +26,7 @@ BASELINE = "bfloat16, torch"
 
 
 def contenders(weight: nn.Parameter) -> dict[str, Callable[[Tensor], Tensor]]:
-    """Layers of one weight, by name, as functions of their input."""
+    """Return layers with one weight, as functions of their input, by name."""
     casting = CastRule(emulated=not has_units(DEVICE))
     delayed = DelayedScaling(torch.full((3,), 64.0, device=DEVICE), torch.zeros(3, device=DEVICE))
     ways: dict[str, Callable[[Tensor], Tensor]] = {BASELINE: lambda x: nn.functional.linear(x, weight)}
@@ -43,7 +43,7 @@ def contenders(weight: nn.Parameter) -> dict[str, Callable[[Tensor], Tensor]]:
         layer.weight = weight
         config = Float8LinearConfig(emulate=casting.emulated)
         ways["current scales, torchao"] = convert_to_float8_training(nn.Sequential(layer), config=config)
-    # without a GPU there is nothing to fuse that would matter beside the emulation
+    # without a GPU, compiling gains nothing compared with the emulation
     return ways if casting.emulated else {name: torch.compile(way, dynamic=False) for name, way in ways.items()}
 
 
@@ -58,10 +58,12 @@ def compare(shape: str, rounds: int, folder: Path | None) -> None:
 
     timings = side_by_side({name: partial(both, way) for name, way in contenders(weight).items()}, rounds)
     flops = 6 * tokens * inputs * outputs
-    tell(f"linear layer {shape}, forward and backward, on {DEVICE.type}", timings, BASELINE, flops / 1e9, "GFLOP/s")
+    print_timings(
+        f"linear layer {shape}, forward and backward, on {DEVICE.type}", timings, BASELINE, flops / 1e9, "GFLOP/s"
+    )
     if folder:
         facts = {"benchmark": "float8", "shape": shape, "on units": has_units(DEVICE)}
-        keep(folder / f"float8-{shape.replace(',', '-')}.json", facts, timings, BASELINE)
+        save_timings(folder / f"float8-{shape.replace(',', '-')}.json", facts, timings, BASELINE)
 
 
 def main() -> None:

@@ -2,10 +2,9 @@
 
     python benchmarks/bench_footprints.py [FILE.json] [--models gpt …] [--only TECHNIQUE …] [--device cuda]
 
-Promise: parameters, gradients and optimizer state to the byte; the median error of the predicted peak within 5 %.
-Predicted is `explain(run).footprint`, counted on fake tensors; measured are the allocator's events over a short run, on
-a GPU the most that its allocator says it had given out. A process for each model: bytes do not depend on what else goes
-on.
+Promise: parameters, gradients and optimizer state are exact to the byte; the median error of the predicted peak is
+within 5 %. The prediction is `explain(run).footprint` on fake tensors. The measurement is the allocator's events over a
+short run, or on a GPU its peak of allocated memory. Each model has its own process; other load does not affect bytes.
 """
 
 import argparse
@@ -58,7 +57,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "optimizers.soap": {"every": 2},
     "sparsity.rigl": {"every": 2, "density": 0.5},
 }
-"""Where the defaults make no sense in so few steps of a small model."""
+"""Settings for techniques whose defaults do not suit a short run of a small model."""
 VARIANTS: dict[str, dict[str, dict[str, Any]]] = {
     "recompute, sqrt": {"memory.recompute": {"schedule": "sqrt"}},
     "recompute, selective": {"memory.recompute": {"schedule": "selective"}},
@@ -107,13 +106,13 @@ def ours(style: Any, depth: int, width: int, vocabulary: int = BYTES) -> Callabl
 
 
 def gpt_neox() -> nn.Module:
-    """As users bring it: separate head, dropout."""
+    """Return a model in the user's form: separate head, with dropout."""
     sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 2, "num_attention_heads": 4}
     shape = transformers.GPTNeoXConfig(
         **sizes, vocab_size=BYTES, max_position_embeddings=160, hidden_dropout=0.1, attention_dropout=0.1
     )
     torch.manual_seed(0)
-    with unset_fake_temporarily():  # it is tried out, with values, when it is wrapped
+    with unset_fake_temporarily():  # wrapping calls the model with real values
         return HuggingFaceCausalLM(transformers.GPTNeoXForCausalLM(shape))
 
 
@@ -123,7 +122,7 @@ MODELS = {
     "llama, wide": Model(ours("llama", 2, 128, 4096), 4, 16),
     "gpt_neox": Model(gpt_neox, 8, 64),
 }
-"""Activations outweigh all else but in the wide one, where weights and their state do."""
+"""Activations dominate in all models but the wide one, where weights and their state do."""
 
 
 @dataclass(frozen=True)
@@ -133,7 +132,7 @@ class Case:
     predicted: float
     measured: int
     exact: bool
-    """Whether parameters, gradients and optimizer state were predicted to the byte."""
+    """True if parameters, gradients and optimizer state were predicted to the byte."""
 
     @property
     def error(self) -> float:
@@ -145,32 +144,35 @@ class Case:
 
 
 def combinations() -> dict[str, dict[str, dict[str, Any]]]:
-    """Every technique there is, alone, and several together."""
+    """Return every technique alone, and several combinations."""
     return {name: {name: {}} for name in techniques.names()} | VARIANTS
 
 
 def chosen(settings: Mapping[str, Mapping[str, Any]]) -> list[Technique]:
-    found = [techniques.find(name)(**(SETTINGS.get(name, {}) | given)) for name, given in settings.items()]
-    has_optimizer = any(Claim.OPTIMIZER in technique.claims for technique in found)
-    return found if has_optimizer else [*found, AdamW()]
+    chosen_techniques = [techniques.find(name)(**(SETTINGS.get(name, {}) | own)) for name, own in settings.items()]
+    has_optimizer = any(Claim.OPTIMIZER in technique.claims for technique in chosen_techniques)
+    return chosen_techniques if has_optimizer else [*chosen_techniques, AdamW()]
 
 
 def measured(model: str, label: str, settings: Mapping[str, Mapping[str, Any]], device: torch.device) -> Case:
     torch._dynamo.reset()
     run = compose(MODELS[model].run(), chosen(settings), STEPS, device)
-    said = explain(run).footprint
+    predicted = explain(run).footprint
     if device == CPU:
-        found = measure_allocations(run)
-        states, peak = (found.parameters, found.gradients, found.optimizer), found.peak
+        report = measure_allocations(run)
+        states, peak = (report.parameters, report.gradients, report.optimizer), report.peak
     else:
-        *states, peak = given_out(run)
-    exact = (said.parameters, said.gradients, said.optimizer) == tuple(states)
-    return Case(model, label, said.memory, peak, exact)
+        *states, peak = cuda_allocated(run)
+    exact = (predicted.parameters, predicted.gradients, predicted.optimizer) == tuple(states)
+    return Case(model, label, predicted.memory, peak, exact)
 
 
-def given_out(run: Run) -> tuple[int, int, int, int]:
-    """Bytes of parameters, gradients and optimizer state, and the most that CUDA's allocator had given out in any step
-    that changed no structure, in its blocks of 512 bytes."""
+def cuda_allocated(run: Run) -> tuple[int, int, int, int]:
+    """Return bytes of parameters, gradients and optimizer state, and the peak of CUDA's allocator, in blocks of 512
+    bytes.
+
+    Steps with a structural change are excluded from the peak.
+    """
     gc.collect()
     torch.cuda.empty_cache()
     before, peaks, gradients = torch.cuda.memory_allocated(), [], [0]
@@ -180,7 +182,7 @@ def given_out(run: Run) -> tuple[int, int, int, int]:
             gc.collect()
             assert state.model is not None and state.optimizer is not None
             hook = state.optimizer.register_step_pre_hook(
-                lambda optimizer, *given: gradients.append(
+                lambda optimizer, *arguments: gradients.append(
                     bytes_of(p.grad for p in optimizer.parameters if p.grad is not None)
                 )
             )
@@ -193,14 +195,14 @@ def given_out(run: Run) -> tuple[int, int, int, int]:
 
 
 def bytes_of(tensors: Iterable[Tensor]) -> int:
-    """Of all memory that they lie in."""
+    """Return the bytes of all storages of these tensors."""
     storages = [tensor.untyped_storage() for tensor in local_tensors([*tensors])]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
 @contextmanager
 def one_rank() -> Iterator[None]:
-    """A process group of this process alone, which the techniques for several ask for."""
+    """Start a process group of this process alone, for the techniques that require one."""
     with tempfile.TemporaryDirectory() as folder:
         store = dist.FileStore(str(Path(folder, "store")), 1)
         backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
@@ -210,12 +212,12 @@ def one_rank() -> Iterator[None]:
 
 
 def grid(model: str, labels: Sequence[str], device: torch.device) -> tuple[list[Case], dict[str, str]]:
-    """All cases of a model, and the words in which others were refused."""
+    """Return all cases of a model, and the messages of refused ones."""
     cases: list[Case] = []
     refused: dict[str, str] = {}
-    gc.freeze()  # each prediction collects cycles, which what is imported has none of
+    gc.freeze()  # speed up garbage collection, since imported modules contain no cycles
     with one_rank():
-        if device != CPU:  # libraries take room of their own when they are first asked for something
+        if device != CPU:  # CUDA libraries allocate memory at their first use
             measured(model, "", {}, device)
         for label in labels:
             try:
@@ -229,22 +231,22 @@ def grid(model: str, labels: Sequence[str], device: torch.device) -> tuple[list[
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("path", nargs="?", type=Path, help="where to keep the figures")
+    parser.add_argument("path", nargs="?", type=Path, help="results file")
     parser.add_argument("--models", choices=MODELS, nargs="+", default=list(MODELS))
     parser.add_argument("--only", choices=combinations(), nargs="+", default=list(combinations()), metavar="TECHNIQUE")
     parser.add_argument("--device", type=torch.device, default=CPU)
     options = parser.parse_args()
-    given = [[each] * len(options.models) for each in (options.only, options.device)]
+    arguments = [[each] * len(options.models) for each in (options.only, options.device)]
     with ProcessPoolExecutor(len(options.models), multiprocessing.get_context("spawn")) as processes:
-        found = list(processes.map(grid, options.models, *given))
-    cases = [case for some, _ in found for case in some]
-    refused = {label: what for _, some in found for label, what in some.items()}
+        results = list(processes.map(grid, options.models, *arguments))
+    cases = [case for model_cases, _ in results for case in model_cases]
+    refused = {label: what for _, model_refused in results for label, what in model_refused.items()}
     for label, what in refused.items():
         print(f"refused: {label}: {what}")
     errors = sorted(abs(case.error) for case in cases)
     worst = max(cases, key=lambda case: abs(case.error))
     inexact = sum(not case.exact for case in cases)
-    print(f"{len(cases)} cases: error of the peak {median(errors):.4%} median, {errors[-1]:.2%} at worst: {worst}")
+    print(f"{len(cases)} cases: error of the peak {median(errors):.4%} median, {errors[-1]:.2%} largest: {worst}")
     print(f"{inexact} with parameters, gradients or optimizer state other than predicted")
     if options.path:
         summary = {"median error": median(errors), "largest error": errors[-1], "state differs": inexact}

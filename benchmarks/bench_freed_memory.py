@@ -1,11 +1,10 @@
-"""Steps on a processor that keep the memory they free, against steps that give it back as glibc does by itself.
+"""CPU steps that keep freed memory, against steps that return it to the kernel as glibc does by default.
 
     python benchmarks/bench_freed_memory.py [--rounds 5] [--json results/benchmarks/freed-memory-cpu.json]
 
-Runs keep it (`training/memory_meter.py`). Promise: a step takes no longer, and the process holds at most a tenth more
-at its
-peak. glibc's own limits move and cannot be brought back once they are set, so each way has processes of its own; they
-take turns.
+Runs keep it (`training/memory_meter.py`). Promise: a step takes no longer, and the peak of the process is at most a
+tenth higher. glibc's dynamic thresholds cannot be restored once set, so each variant has its own processes, in
+alternating order.
 """
 
 import argparse
@@ -21,7 +20,7 @@ from resource import RUSAGE_SELF, getrusage
 import torch
 
 from bench_waiting import training_step
-from side_by_side import Timing, rows, tell, write
+from side_by_side import Timing, print_timings, rows, write
 from thrifty.training.memory_meter import MemoryMeter, keep_freed_memory
 
 CPU = torch.device("cpu")
@@ -30,16 +29,16 @@ STEPS = {
     "llama-micro, 32 x 256 tokens": ("llama-micro", 32, 256, 5),
     "llama-mini, 8 x 512 tokens": ("llama-mini", 8, 512, 4),
 }
-"""Name -> preset, examples, tokens of each, and how many steps are timed in one process."""
+"""Name -> preset, examples, tokens of each, and number of timed steps in one process."""
 WAYS = ("given back", "kept")
 
 
 def measured(name: str, way: str) -> dict[str, float]:
-    """The median time of a step in this process, page faults of a step, and the peak of what it holds."""
+    """Return the median time of a step in this process, its page faults, and the peak memory."""
     preset, batch, length, times = STEPS[name]
-    keeping: AbstractContextManager[None] = keep_freed_memory(CPU) if way == "kept" else nullcontext()
+    allocator: AbstractContextManager[None] = keep_freed_memory(CPU) if way == "kept" else nullcontext()
     meter, seconds = MemoryMeter(CPU), []
-    with keeping:
+    with allocator:
         step = training_step(preset, batch, length)
         for _ in range(2):
             step()
@@ -52,13 +51,13 @@ def measured(name: str, way: str) -> dict[str, float]:
         return {"seconds": statistics.median(seconds), "faults": faults / times, "peak": meter.peak()}
 
 
-def in_turns(name: str, rounds: int) -> dict[str, list[dict[str, float]]]:
-    found: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
-    for turn in range(rounds):
-        for way in WAYS if turn % 2 else WAYS[::-1]:
+def alternate(name: str, rounds: int) -> dict[str, list[dict[str, float]]]:
+    results: dict[str, list[dict[str, float]]] = {way: [] for way in WAYS}
+    for round_number in range(rounds):
+        for way in WAYS if round_number % 2 else WAYS[::-1]:
             command = [sys.executable, __file__, "--one", name, way]
-            found[way].append(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout))
-    return found
+            results[way].append(json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout))
+    return results
 
 
 def main() -> None:
@@ -72,14 +71,14 @@ def main() -> None:
         return
     cases = {}
     for name in STEPS:
-        found = in_turns(name, options.rounds)
-        timings = {way: Timing(tuple(each["seconds"] for each in found[way])) for way in WAYS}
+        results = alternate(name, options.rounds)
+        timings = {way: Timing(tuple(each["seconds"] for each in results[way])) for way in WAYS}
         faults, peaks = (
-            {way: statistics.median(each[key] for each in found[way]) for way in WAYS} for key in ("faults", "peak")
+            {way: statistics.median(each[key] for each in results[way]) for way in WAYS} for key in ("faults", "peak")
         )
-        tell(name, timings, "given back")
+        print_timings(name, timings, "given back")
         for way in WAYS:
-            print(f"  {way:<34} {faults[way]:9,.0f} page faults a step, peak {peaks[way] / 1e6:,.0f} MB")
+            print(f"  {way:<34} {faults[way]:9,.0f} page faults per step, peak {peaks[way] / 1e6:,.0f} MB")
         cases[name] = {"seconds": rows(timings, "given back"), "faults": faults, "peaks": peaks}
     if options.json:
         write(options.json, {"benchmark": "freed memory", "baseline": "given back", "cases": cases})

@@ -1,12 +1,11 @@
-"""Steps of GPT-2-small on a GPU, with each technique that promises speed or memory there, beside plain PyTorch.
+"""GPU steps of GPT-2-small with each technique that promises speed or memory there, against plain PyTorch.
 
     python benchmarks/bench_gpu_steps.py [--preset gpt-small --length 1024 --batch 16] [--only WAY …] [--json PATH]
 
-Plain is the loop that one would write by hand: bfloat16 autocast and fused AdamW on the same model, not compiled. One
-way at a time takes turns with it, `torch, compiled` being that loop compiled; `ratio` is a step's time by the plain
-one's in the same round. `peak` is the most that CUDA's allocator had given out in a step, `told` what `explain` says of
-it before anything is made. With `same bits` only kernels are used that give the same bits each time, as a run does
-unless its recipe says otherwise; the other ways are timed without.
+Plain is a hand-written loop: bfloat16 autocast and fused AdamW on the same model, not compiled; `torch, compiled` is
+that loop compiled. Each variant alternates with the plain loop; `ratio` is its step time divided by the plain one's in
+the same round. `peak` is the peak of CUDA's allocator in a step, `told` the prediction of `explain` before it. `same
+bits` uses deterministic kernels only, the default of a run; all other variants allow nondeterministic ones.
 """
 
 import argparse
@@ -75,8 +74,8 @@ WAYS: dict[str, Settings] = {
 
 
 @dataclass(frozen=True)
-class Way:
-    """One way of making a step, as measured."""
+class VariantTiming:
+    """Measured time and memory of a step with one technique."""
 
     seconds: float
     torch_seconds: float
@@ -85,18 +84,19 @@ class Way:
     peak: int
     told: float | None
     prepared: float
-    """Seconds until the second step was made: building, planning, compiling."""
+    """Seconds until the second step had finished: building, planning, compiling."""
 
     def __str__(self) -> str:
-        told = "" if self.told is None else f", told {self.told / 1e9:6.2f} GB ({self.told / self.peak - 1:+.1%})"
+        error = "" if self.told is None else f" ({self.told / self.peak - 1:+.1%})"
+        predicted = "" if self.told is None else f", predicted {self.told / 1e9:6.2f} GB{error}"
         return (
             f"{self.seconds * 1e3:8.1f} ms, {self.ratio:.3f} [{min(self.ratios):.3f}, {max(self.ratios):.3f}] of "
-            f"torch's, peak {self.peak / 1e9:6.2f} GB{told}, ready after {self.prepared:.0f} s"
+            f"torch's, peak {self.peak / 1e9:6.2f} GB{predicted}, ready after {self.prepared:.0f} s"
         )
 
 
 def torch_step(plain: BaseRun, compiled: bool = False) -> Callable[[], None]:
-    """What one would write by hand."""
+    """Return a step of a hand-written PyTorch loop."""
     model, batch = plain.build().to(GPU).train(), plain.objective.examples(plain.source.at(0)).to(GPU)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
@@ -126,8 +126,8 @@ def peak_of(step: Callable[[], object], before: int) -> int:
 
 
 def chosen(settings: Settings) -> list[Technique]:
-    found = [techniques.find(name)(**given) for name, given in settings.items()]
-    return [*found, AdamW(lr=1e-4), GradientClipping()]
+    from_settings = [techniques.find(name)(**own) for name, own in settings.items()]
+    return [*from_settings, AdamW(lr=1e-4), GradientClipping()]
 
 
 def own_step(run: Run, name: str) -> Callable[[], None]:
@@ -142,7 +142,7 @@ def own_step(run: Run, name: str) -> Callable[[], None]:
     return with_same_bits if name.endswith(SAME_BITS) else step
 
 
-def measured(plain: BaseRun, name: str, theirs: Callable[[], None], rounds: int) -> Way:
+def measured(plain: BaseRun, name: str, theirs: Callable[[], None], rounds: int) -> VariantTiming:
     torch._dynamo.reset()
     gc.collect()
     torch.cuda.empty_cache()
@@ -156,8 +156,9 @@ def measured(plain: BaseRun, name: str, theirs: Callable[[], None], rounds: int)
     peak = peak_of(mine, before)
     timings = side_by_side({TORCH: theirs, "mine": mine}, rounds, warmup=1)
     ratios = [a / b for a, b in zip(timings["mine"].seconds, timings[TORCH].seconds, strict=True)]
-    told = None if name == TORCH_COMPILED else explain(run).footprint.memory
-    return Way(timings["mine"].median, timings[TORCH].median, median(ratios), tuple(ratios), peak, told, prepared)
+    predicted = None if name == TORCH_COMPILED else explain(run).footprint.memory
+    seconds, torch_seconds = timings["mine"].median, timings[TORCH].median
+    return VariantTiming(seconds, torch_seconds, median(ratios), tuple(ratios), peak, predicted, prepared)
 
 
 def plain_run(preset: str, length: int, batch: int) -> BaseRun:
@@ -180,7 +181,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if not torch.cuda.is_available():
-        print("torch sees no GPU here, and there is nothing to measure")
+        print("torch finds no GPU: nothing to measure")
         return
     plain = plain_run(options.preset, options.length, options.batch)
     torch.backends.cuda.matmul.allow_tf32 = False
@@ -188,21 +189,21 @@ def main() -> None:
     alone = torch.cuda.memory_allocated()
     theirs()
     peak = peak_of(theirs, 0)
-    print(f"{options.preset}, {options.batch} x {options.length} tokens, {torch.cuda.get_device_name()}: torch's own")
-    print(f"holds {alone / 1e9:.2f} GB before its first step and {peak / 1e9:.2f} GB at its peak", flush=True)
-    found: dict[str, Way] = {}
+    print(f"{options.preset}, {options.batch} x {options.length} tokens, {torch.cuda.get_device_name()}: plain PyTorch")
+    print(f"uses {alone / 1e9:.2f} GB before its first step and {peak / 1e9:.2f} GB at its peak", flush=True)
+    results: dict[str, VariantTiming] = {}
     failed: dict[str, str] = {}
     for name in options.only:
         try:
-            found[name] = measured(plain, name, theirs, options.rounds)
-            print(f"  {name:<30} {found[name]}", flush=True)
-        except Exception as failure:  # one way that a card or a version cannot go is no reason to stop the others
+            results[name] = measured(plain, name, theirs, options.rounds)
+            print(f"  {name:<30} {results[name]}", flush=True)
+        except Exception as failure:  # a variant that fails on this card or version must not stop the others
             failed[name] = f"{type(failure).__name__}: {failure}"
             print(f"  {name:<30} failed: {failed[name][:2000]}", flush=True)
             traceback.print_exc()
         if options.json:
             facts = {"benchmark": "gpu_steps", "preset": options.preset, "tokens": [options.batch, options.length]}
-            ways = {name: asdict(way) for name, way in found.items()}
+            ways = {name: asdict(way) for name, way in results.items()}
             write(options.json, facts | {"torch peak": peak, "ways": ways, "failed": failed})
 
 

@@ -1,9 +1,9 @@
-"""Wall-clock to equal loss: a model that grows against the full model, each with a rate that is decayed to its own end.
+"""Wall-clock time to equal loss: a growing model against the full model, each with its rate decayed to its own end.
 
-The full model is trained for several budgets, which gives a curve of loss against seconds; the loss that a growing run
-ends at is looked up on it. Above 1, the full model takes longer to get there; null in the file where it never does. The
-runs of a seed come in an order drawn from it, so that a machine's drift meets all of them. Promise: none; this is a
-measurement, and "no faster" is an answer. On a quiet machine, with one thread for each core.
+The full model is trained for several budgets, which yields a curve of loss against seconds. The final loss of a growing
+run is looked up on it. A ratio above 1 means that the full model takes longer; null in the file means that it never
+gets there. The runs of a seed have a random order, so that a drift of the machine affects all. Promise: none; "no
+faster" is a valid result. Run it on a quiet machine with one thread per core.
 """
 
 import math
@@ -30,7 +30,7 @@ from thrifty.techniques.schedules.cosine import CosineDecay
 DEPTH, WIDTH, LENGTH, BATCH, RATE = 8, 128, 64, 16, 2e-3
 STEPS = 400
 CURVE = (0.5, 0.75, 1.0, 1.5, 2.0)
-"""Budgets of the full model, in growing runs."""
+"""Budgets of the full model, relative to a growing run."""
 WAYS: Mapping[str, Sequence[Technique]] = {
     "stacking": [ProgressiveStacking()],
     "stacking, silent copies": [ProgressiveStacking(start="zeroed")],
@@ -47,17 +47,17 @@ class Grown:
     seconds: float
     loss: float
     full_over_grown: float
-    """Infinite where the full model never gets as low."""
+    """Ratio of the full model's time to the growing run's; infinite if the full model never reaches the loss."""
 
     def as_data(self) -> dict[str, float | None]:
         return {name: value if math.isfinite(value) else None for name, value in asdict(self).items()}
 
 
-def run(ways: Sequence[Technique], steps: int, seed: int) -> tuple[float, float]:
-    """Seconds in steps, and the held-out loss."""
+def run(techniques: Sequence[Technique], steps: int, seed: int) -> tuple[float, float]:
+    """Return the seconds in steps and the held-out loss."""
     trained = train_on_bytes(
         lambda: llama(DEPTH, WIDTH, LENGTH, seed),
-        [AdamW(lr=RATE), CosineDecay(warmup=0.05), GradientClipping(), *ways],
+        [AdamW(lr=RATE), CosineDecay(warmup=0.05), GradientClipping(), *techniques],
         steps=steps,
         seed=seed,
         length=LENGTH,
@@ -67,8 +67,10 @@ def run(ways: Sequence[Technique], steps: int, seed: int) -> tuple[float, float]
 
 
 def seconds_to(loss: float, curve: Sequence[tuple[float, float]]) -> float:
-    """When a curve of (seconds, loss) reaches a loss, straight between its points in the logarithm of seconds; infinite
-    where it does not get there, the first of it where it begins below."""
+    """Return the time at which a curve of (seconds, loss) reaches a loss, linear in log seconds between its points.
+
+    Return infinity if it never does, and the first time if it begins below.
+    """
     if loss >= curve[0][1]:
         return curve[0][0]
     for (earlier, above), (later, below) in pairwise(curve):
@@ -78,14 +80,14 @@ def seconds_to(loss: float, curve: Sequence[tuple[float, float]]) -> float:
     return math.inf
 
 
-def in_turn(steps: int, seed: int) -> tuple[list[tuple[float, float]], dict[str, tuple[float, float]]]:
-    """The full model's curve, its budgets rising, and what each way of growing came to, as (seconds, loss)."""
+def run_shuffled(steps: int, seed: int) -> tuple[list[tuple[float, float]], dict[str, tuple[float, float]]]:
+    """Return the full model's curve by rising budget, and the result of each growing variant, as (seconds, loss)."""
     jobs = [*CURVE, *WAYS]
     random.Random(seed).shuffle(jobs)
-    found = {
+    results = {
         job: run(WAYS[job], steps, seed) if isinstance(job, str) else run([], round(job * steps), seed) for job in jobs
     }
-    return [found[share] for share in CURVE], {name: found[name] for name in WAYS}
+    return [results[share] for share in CURVE], {name: results[name] for name in WAYS}
 
 
 def main() -> None:
@@ -94,13 +96,13 @@ def main() -> None:
     curves: list[list[tuple[float, float]]] = []
     grown: dict[str, list[Grown]] = {name: [] for name in WAYS}
     for seed in seeds:
-        curve, ends = in_turn(steps, seed)
+        curve, ends = run_shuffled(steps, seed)
         curves.append(curve)
         print(f"seed {seed}, full:", ", ".join(f"{loss:.3f} in {seconds:.0f} s" for seconds, loss in curve))
         for name, (seconds, loss) in ends.items():
             ratio = seconds_to(loss, curve) / seconds
             grown[name].append(Grown(seconds, loss, ratio))
-            print(f"  {name:<26} {loss:.3f} in {seconds:6.1f} s; the full model takes {ratio:.2f} of that")
+            print(f"  {name:<26} {loss:.3f} in {seconds:6.1f} s; the full model takes {ratio:.2f} times as long")
     print()
     for name, each in grown.items():
         ratios = [one.full_over_grown for one in each]

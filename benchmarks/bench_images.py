@@ -1,11 +1,11 @@
-"""Images per second and core: decoded once into arrays, against files that are decoded in every epoch.
+"""Images per second and core: decoded once into arrays, against files decoded in every epoch.
 
     python benchmarks/bench_images.py [--images 512] [--batch 128] [--rounds 10] [--json FOLDER]
 
-Both give out the same: RGB of the wanted size, randomly cropped and flipped, normalised, in shuffled batches. The usual
-way is a data set of Pillow's operations, as torchvision's transforms call them on images of Pillow, behind a DataLoader
-without workers, so that both have one thread. What decoding costs once is timed apart; it is what the usual way pays
-in every epoch. Small images are PNG of 32 x 32 pixels, photographs JPEG of 500 x 375 at 64 x 64 and 160 x 160.
+Both return the same: RGB at the target size, randomly cropped and flipped, normalized, in shuffled batches. The usual
+pipeline is a dataset of Pillow operations, as in torchvision's transforms, with a DataLoader without workers, so both
+use one thread. Decoding once is timed separately; the usual pipeline pays it in every epoch. Small images are PNG of 32
+x 32 pixels; photographs are JPEG of 500 x 375 at 64 x 64 and 160 x 160.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from PIL import Image, ImageOps
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from side_by_side import rows, side_by_side, tell, write
+from side_by_side import print_timings, rows, side_by_side, write
 from thrifty.core.recipe import AugmentationSettings, DataSettings
 from thrifty.data.images.image_data import ImageData, open_images
 
@@ -33,7 +33,7 @@ LABELS = ("left", "right")
 
 
 def write_images(folder: Path, images: int, size: tuple[int, int], suffix: str) -> None:
-    """Noise in coarse and fine, so that files are about as large as those of photographs."""
+    """Write images of coarse and fine noise, whose files are about as large as those of photographs."""
     generator = np.random.default_rng(0)
     for number in range(images):
         coarse = generator.integers(0, 256, (8, 8, 3), np.uint8)
@@ -45,7 +45,7 @@ def write_images(folder: Path, images: int, size: tuple[int, int], suffix: str) 
 
 
 class Files(Dataset):
-    """A folder of labels whose files are decoded, fitted, cropped, flipped and normalised one at a time."""
+    """Dataset of a folder of labels that decodes, fits, crops, flips and normalizes one file at a time."""
 
     def __init__(self, folder: Path, side: int, data: ImageData):
         self.files = [path for label in LABELS for path in sorted((folder / label).iterdir())]
@@ -72,7 +72,7 @@ class Files(Dataset):
 
 
 @contextmanager
-def cache_of_its_own(folder: Path) -> Iterator[None]:
+def own_cache(folder: Path) -> Iterator[None]:
     before = os.environ.get("THRIFTY_CACHE")
     os.environ["THRIFTY_CACHE"] = str(folder)
     try:
@@ -85,17 +85,17 @@ def cache_of_its_own(folder: Path) -> Iterator[None]:
 
 
 def batches_of(loader: DataLoader) -> Callable[[], object]:
-    """The next batch, epoch after epoch."""
+    """Return a function that returns the next batch, epoch after epoch."""
     endless = (batch for _ in count() for batch in loader)
     return lambda: next(endless)
 
 
 def compare(folder: Path, side: int, batch: int, rounds: int) -> tuple[dict, float]:
-    """Timings of a batch, and the seconds that decoding all files once took."""
+    """Return the timings of a batch, and the seconds to decode all files once."""
 
-    def opened(how: AugmentationSettings | None) -> ImageData:
-        asked = DataSettings(source=str(folder), size=side, batch=batch, held_out=0.01, augment=how)
-        return open_images(asked, 0, None, lambda text: None)
+    def opened(augment: AugmentationSettings | None) -> ImageData:
+        settings = DataSettings(source=str(folder), size=side, batch=batch, held_out=0.01, augment=augment)
+        return open_images(settings, 0, None, lambda text: None)
 
     began = time.perf_counter()
     plain = opened(None)
@@ -108,8 +108,8 @@ def compare(folder: Path, side: int, batch: int, rounds: int) -> tuple[dict, flo
     }
     loader = DataLoader(Files(folder, side, plain), batch, shuffle=True, drop_last=True)
     ways: dict[str, Callable[[], object]] = {USUAL: batches_of(loader)}
-    for name, how in kinds.items():
-        source = opened(how).train
+    for name, augment in kinds.items():
+        source = opened(augment).train
         ways[name] = lambda source=source: source.at(next(steps))
     return side_by_side(ways, rounds), once
 
@@ -122,8 +122,8 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="folder for the figures")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    found = {}
-    with tempfile.TemporaryDirectory() as scratch, cache_of_its_own(Path(scratch, "cache")):
+    results = {}
+    with tempfile.TemporaryDirectory() as scratch, own_cache(Path(scratch, "cache")):
         sizes = {"small": ((32, 32), ".png", (32,)), "photographs": ((500, 375), ".jpg", (64, 160))}
         for kind, (size, suffix, sides) in sizes.items():
             folder = Path(scratch, kind)
@@ -131,11 +131,11 @@ def main() -> None:
             for side in sides:
                 timings, once = compare(folder, side, options.batch, options.rounds)
                 title = f"{kind}, {suffix} of {size[0]} x {size[1]} pixels at {side}"
-                tell(title, timings, USUAL, options.batch, "images/s")
-                print(f"  decoding all once: {options.images / once:,.0f} images/s")
-                found[title] = {"decoded_per_second": options.images / once, "batch": rows(timings, USUAL)}
+                print_timings(title, timings, USUAL, options.batch, "images/s")
+                print(f"  decoding once: {options.images / once:,.0f} images/s")
+                results[title] = {"decoded_per_second": options.images / once, "batch": rows(timings, USUAL)}
     if options.json:
-        facts = {"benchmark": "images", "images_per_batch": options.batch, "threads": 1, "found": found}
+        facts = {"benchmark": "images", "images_per_batch": options.batch, "threads": 1, "found": results}
         write(options.json / "images-cpu.json", facts)
 
 

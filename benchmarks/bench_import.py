@@ -1,8 +1,9 @@
-"""What a fresh Python takes to import this package, next to torch itself.
+"""Import time of this package in a fresh Python, against torch.
 
     python benchmarks/bench_import.py [--rounds 7] [--json results/benchmarks/import-cpu.json]
 
-`import thrifty` needs no torch. What trains, explains and composes imports it, and may take at most 1.5 times as long.
+`import thrifty` does not import torch. Modules that train, explain and compose do, and may take at most 1.5 times as
+long as torch.
 """
 
 import argparse
@@ -11,7 +12,7 @@ import sys
 from functools import partial
 from pathlib import Path
 
-from side_by_side import keep, side_by_side, tell
+from side_by_side import print_timings, save_timings, side_by_side
 
 MODULES = ("torch", "thrifty", "thrifty.cli.main", "thrifty.composition.compose", "thrifty.training.trainer")
 
@@ -23,9 +24,9 @@ def main() -> None:
     options = parser.parse_args()
     ways = {name: partial(subprocess.run, [sys.executable, "-c", f"import {name}"], check=True) for name in MODULES}
     timings = side_by_side(ways, options.rounds, warmup=1)
-    tell("seconds of a fresh Python", timings, "torch")
+    print_timings("seconds of a fresh Python", timings, "torch")
     if options.json:
-        keep(options.json, {}, timings, "torch")
+        save_timings(options.json, {}, timings, "torch")
 
 
 if __name__ == "__main__":

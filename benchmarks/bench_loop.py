@@ -1,7 +1,7 @@
-"""The training loop against a hand-written plain PyTorch loop doing the same work, step by step in turn.
+"""Training loop against a hand-written PyTorch loop with the same work, in alternating steps.
 
-Promise: step time at most 1.03 times the plain loop's. Both use the same model, data, loss and optimizer; what is
-measured is everything that the loop adds: records, seeds, checks for non-finite values, the seams.
+Promise: step time at most 1.03 times that of the plain loop. Both use the same model, data, loss and optimizer. The
+difference is the loop's overhead: records, seeds, checks for non-finite values, extension points.
 """
 
 import math
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from side_by_side import keep, side_by_side, tell
+from side_by_side import print_timings, save_timings, side_by_side
 from thrifty.composition.compose import BaseRun, compose
 from thrifty.core.batches import BatchSource
 from thrifty.core.recipe import DataSettings, ModelSettings
@@ -51,9 +51,9 @@ def main() -> None:
         run = compose(plain, [AdamW(lr=1e-3)], STEPS)
         ours, theirs = train(run, run.start(), seed=0), plain_loop(plain)
         timings = side_by_side({"plain loop": lambda: next(theirs), "thrifty": lambda: next(ours)}, 40, 5)  # noqa: B023
-        tell(f"one step of {preset}, 8 x 256 tokens", timings, "plain loop", 8 * 256, "tokens/s")
+        print_timings(f"one step of {preset}, 8 x 256 tokens", timings, "plain loop", 8 * 256, "tokens/s")
         if len(sys.argv) > 1:
-            keep(
+            save_timings(
                 Path(sys.argv[1]) / f"loop-{preset}.json",
                 {"benchmark": "loop", "preset": preset},
                 timings,

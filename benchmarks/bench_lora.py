@@ -1,7 +1,7 @@
-"""A training step with LoRA on a model of transformers against peft's on the same weights: time, and bytes held.
+"""Training step with LoRA on a transformers model against peft's on the same weights: time and memory.
 
-Promise: not slower, and no more memory, for queries and values alone as for all linear layers. Times are compared
-within a round; bytes are counted: what a step holds beyond the parameters at its peak and after its forward pass.
+Promise: no slower and no more memory, for queries and values alone and for all linear layers. Times are compared within
+a round. Bytes are counted: the memory of a step beyond the parameters, at its peak and after its forward pass.
 """
 
 import sys
@@ -14,7 +14,7 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from side_by_side import rows, side_by_side, tell, write
+from side_by_side import print_timings, rows, side_by_side, write
 from thrifty.core.tensor_tracing import StepTrace, gc_disabled
 from thrifty.techniques.adapters.lora import Lora
 
@@ -95,7 +95,7 @@ def main() -> None:
             timings = side_by_side({name: step(model) for name, model in models.items()}, rounds=16, warmup=3)
             bytes_held = {name: held(model) for name, model in models.items()}
             case = f"{title}, dropout {dropout:g}"
-            tell(f"{case}: {counts['ours']:,} trained parameters", timings, "peft")
+            print_timings(f"{case}: {counts['ours']:,} trained parameters", timings, "peft")
             for name, each in bytes_held.items():
                 sizes = [f"{count / 1e6:.2f} MB {when}" for when, count in each.items()]
                 print(f"  {name:<34} {', '.join(sizes)}")

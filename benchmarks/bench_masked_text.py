@@ -1,10 +1,11 @@
-"""A step of masked language modelling, with and without the masked tokens in the encoder, side by side with
-transformers' BertForMaskedLM of the same shape.
+"""Training step of masked language modelling, with and without masked tokens in the encoder, against transformers'
+BertForMaskedLM of the same shape.
 
     python benchmarks/bench_masked_text.py [--depth 12] [--width 256] [--length 128] [--batch 16] [--json FILE]
 
-A step is forward pass, loss, backward pass and fused AdamW on the same masked texts; the decoder has one block for six.
-Transformers gives logits at all places, and ours at those to predict: its way of being called, not what it could do.
+A step is forward, loss, backward and fused AdamW on the same masked texts; the decoder has one block per six of the
+encoder. transformers returns logits at all positions, ours only at predicted ones. This is the default of its API, not
+a limit of it.
 """
 
 import argparse
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from side_by_side import keep, side_by_side, tell
+from side_by_side import print_timings, save_timings, side_by_side
 from thrifty.core.batches import Batch
 from thrifty.core.objective import Objective
 from thrifty.data.text.token_windows import PackedTokens
@@ -92,10 +93,12 @@ def main() -> None:
     }
     timings = side_by_side(ways, options.rounds)
     title = f"{options.depth} blocks of width {options.width}, {options.batch} x {options.length} tokens"
-    tell(title, timings, PLAIN, options.batch, "texts/s")
+    print_timings(title, timings, PLAIN, options.batch, "texts/s")
     if options.json:
         shape_of = {name: getattr(options, name) for name in sizes}
-        keep(options.json, {"benchmark": "masked text", "shape": shape_of, "decoder blocks": blocks}, timings, PLAIN)
+        save_timings(
+            options.json, {"benchmark": "masked text", "shape": shape_of, "decoder blocks": blocks}, timings, PLAIN
+        )
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""What N:M training adds to a step where products are emulated: masks, decay, masking; interleaved, in one process.
+"""Overhead of N:M training in a step with emulated products: masks, decay, masking; interleaved in one process.
 
     python benchmarks/bench_n_of_m.py [--width 256] [--rounds 9] [--json FILE]
 
-First the making of masks alone, by magnitude (as here, by topk and by a sort) and transposable; then whole training
-steps of a small Llama-style model: dense, masks made at every step or every 40, and unbiased estimates of gradients.
+First mask computation alone: by magnitude (ours, topk, sort) and transposable. Then whole training steps of a small
+Llama-style model: dense, masks computed at every step or every 40, and unbiased gradient estimates.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from side_by_side import rows, side_by_side, tell, write
+from side_by_side import print_timings, rows, side_by_side, write
 from thrifty.composition.compose import BaseRun, compose
 from thrifty.core.technique import Technique
 from thrifty.data.text.token_windows import PackedTokens
@@ -28,7 +28,7 @@ DEPTH, LENGTH, BATCH, STEPS = 4, 128, 8, 100_000
 
 
 def mask_making(width: int) -> dict[str, Callable[[], object]]:
-    """Masks of one weight of (4 width, width)."""
+    """Return functions that compute masks of one weight of (4 width, width)."""
     generator = torch.Generator().manual_seed(0)
     weight, x = (torch.randn(size, width, generator=generator) for size in (4 * width, 1024))
     return {
@@ -41,7 +41,7 @@ def mask_making(width: int) -> dict[str, Callable[[], object]]:
 
 
 def one_step(width: int, *chosen: Technique) -> Callable[[], object]:
-    """A training step, without the loop around it."""
+    """Return a training step without the loop around it."""
     source = PackedTokens(source_text()[0], LENGTH, BATCH, 0)
     plain = BaseRun(lambda: llama(DEPTH, width, LENGTH, 0), source, NextToken())
     run = compose(plain, [*chosen, AdamW(lr=1e-3)], STEPS)
@@ -66,7 +66,7 @@ def main() -> None:
     options = parser.parse_args()
     making = side_by_side(mask_making(options.width), options.rounds)
     baseline = "a matrix product of 1024 tokens"
-    tell(f"masks of one weight of {4 * options.width} x {options.width}", making, baseline)
+    print_timings(f"masks of one weight of {4 * options.width} x {options.width}", making, baseline)
     steps = {
         "dense": one_step(options.width),
         "2:4, every 40 steps": one_step(options.width, NOfM(every=40)),
@@ -76,7 +76,7 @@ def main() -> None:
     }
     timings = side_by_side(steps, options.rounds)
     title = f"a training step, {DEPTH} blocks of width {options.width}, {BATCH} x {LENGTH} tokens"
-    tell(title, timings, "dense", BATCH * LENGTH, "tokens/s")
+    print_timings(title, timings, "dense", BATCH * LENGTH, "tokens/s")
     if options.json:
         facts: dict[str, Any] = {"benchmark": "n_of_m", "width": options.width}
         write(options.json, {**facts, "masks": rows(making, baseline), "steps": rows(timings, "dense")})

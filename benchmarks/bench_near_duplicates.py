@@ -1,13 +1,13 @@
-"""Finding near-duplicates in the Python sources of this machine, in MB of text a second of one core.
+"""Near-duplicate search in the Python sources of this machine, in MB of text per second and core.
 
-Two ways of the same work are timed in turn: taking the documents apart into runs of words, and all of it, with the
-least hashes and the comparison by datasketch.
+Two parts are timed alternately: splitting documents into runs of words, and the whole search with minimum hashes and
+the comparison by datasketch.
 """
 
 import sys
 from pathlib import Path
 
-from side_by_side import side_by_side, tell, write
+from side_by_side import print_timings, side_by_side, write
 from thrifty.data.text.near_duplicates import find_alike, runs_of_words
 from thrifty.data.text.python_sources import python_files
 
@@ -17,17 +17,18 @@ SIZE, THRESHOLD = 4_000_000, 0.8
 def main() -> None:
     texts = [path.read_text(encoding="utf-8", errors="replace") for path in python_files(SIZE)]
     size = sum(len(text.encode()) for text in texts)
-    found = list(find_alike(texts, THRESHOLD))
-    print(f"{len(texts)} documents, {size / 1e6:.1f} MB, {len(found)} of them near-duplicates at {THRESHOLD}")
+    duplicates = list(find_alike(texts, THRESHOLD))
+    print(f"{len(texts)} documents, {size / 1e6:.1f} MB, {len(duplicates)} of them near-duplicates at {THRESHOLD}")
     ways = {
         "runs of words": lambda: [runs_of_words(text) for text in texts],
         "all of it": lambda: list(find_alike(texts, THRESHOLD)),
     }
     timings = side_by_side(ways, rounds=3, warmup=0)
-    tell("near-duplicates", timings, "all of it", size / 1e6, "MB/s")
+    print_timings("near-duplicates", timings, "all of it", size / 1e6, "MB/s")
     if len(sys.argv) > 1:
         rates = {name: size / 1e6 / timing.median for name, timing in timings.items()}
-        write(Path(sys.argv[1]), {"documents": len(texts), "bytes": size, "found": len(found), "mb_per_second": rates})
+        counts = {"documents": len(texts), "bytes": size, "found": len(duplicates)}
+        write(Path(sys.argv[1]), counts | {"mb_per_second": rates})
 
 
 if __name__ == "__main__":

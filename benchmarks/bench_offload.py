@@ -1,8 +1,8 @@
-"""The AdamW of an offloaded optimizer against torch's fused one, on the parameters of a 30M-parameter model.
+"""AdamW of an offloaded optimizer against torch's fused one, on a 30M-parameter model.
 
-Promise: at most 1.2 times the time of torch.optim.AdamW(fused=True), and of DeepSpeedCPUAdam where that is installed,
-with the state in memory, in a mapped file (while the system has room to keep it in its cache), and made tile by tile as
-gradients of a device would come; that way without the copies, which belong to the link.
+Promise: at most 1.2 times the time of torch.optim.AdamW(fused=True), and of DeepSpeedCPUAdam if it is installed. The
+state is in memory, in a mapped file (while the system can cache it), or updated tile by tile as for gradients from a
+device. The last variant excludes the copies, which depend on the link.
 """
 
 import importlib
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from bench_adamw import model, torch_adamw
-from side_by_side import keep, side_by_side, tell
+from side_by_side import print_timings, save_timings, side_by_side
 from thrifty.core.gradient_transform import TransformChain, chain
 from thrifty.memory.storage_tier import HostTier, OffloadHandle
 from thrifty.optim.torch_optimizer import TransformOptimizer, UpdateLocation
@@ -26,7 +26,7 @@ BASELINE = "torch fused"
 
 
 class NoLink(HostTier):
-    """A tier whose copies cost nothing, since it is the same memory."""
+    """Tier whose copies cost nothing, since source and target share memory."""
 
     def there(self, ticket: OffloadHandle) -> Tensor:
         return ticket.get()
@@ -52,8 +52,8 @@ def by_tiles() -> TransformChain:
 
 
 def deepspeed(module: nn.Module) -> torch.optim.Optimizer:
-    made = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
-    return made(module.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, adamw_mode=True)
+    optimizer_class = importlib.import_module("deepspeed.ops.adam").DeepSpeedCPUAdam
+    return optimizer_class(module.parameters(), lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, adamw_mode=True)
 
 
 def main() -> None:
@@ -69,9 +69,9 @@ def main() -> None:
         steps["DeepSpeedCPUAdam"] = deepspeed(model()).step
     timings = side_by_side(steps, rounds=20, warmup=3)
     parameters = sum(parameter.numel() for parameter in ours["ours, tile by tile"].parameters)
-    tell(f"AdamW on {parameters:,} parameters", timings, BASELINE, parameters, "parameters/s")
+    print_timings(f"AdamW on {parameters:,} parameters", timings, BASELINE, parameters, "parameters/s")
     if len(sys.argv) > 1:
-        keep(Path(sys.argv[1]), {"benchmark": "offload", "parameters": parameters}, timings, BASELINE)
+        save_timings(Path(sys.argv[1]), {"benchmark": "offload", "parameters": parameters}, timings, BASELINE)
 
 
 if __name__ == "__main__":

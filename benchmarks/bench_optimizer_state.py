@@ -1,9 +1,9 @@
-"""Optimizer steps with moments in 8 bits and in bfloat16 against float32, on the parameters of a 30M-parameter model.
+"""Optimizer steps with 8-bit and bfloat16 moments against float32, on a 30M-parameter model.
 
-Promise: a quarter of float32's state and a little (int8), or half of it (bfloat16), and steps at least five times as
-fast as those of torchao and bitsandbytes where they are installed: held on one machine, and 2.7 times on another
-(`results/benchmarks/optimizer-state-cpu.json`). Beside torch's fused kernel, which has only to read and write memory,
-rounding costs time on a processor: the table says how much.
+Promise: slightly more than a quarter of float32's state (int8), or half of it (bfloat16). Steps are at least five times
+as fast as those of torchao and bitsandbytes, if installed. This held on one machine, and 2.7 times on another
+(`results/benchmarks/optimizer-state-cpu.json`). Against torch's fused kernel, which is bound by memory, rounding costs
+CPU time; the table shows the amount.
 """
 
 import importlib
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from bench_adamw import model, torch_adamw
-from side_by_side import keep, side_by_side, tell
+from side_by_side import print_timings, save_timings, side_by_side
 from thrifty.core.gradient_transform import GradientTransform
 from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.techniques.optimizers.adamw import adamw
@@ -32,13 +32,13 @@ def state_bytes(optimizer: TransformOptimizer) -> int:
 
 
 def others() -> dict[str, Callable[[], object]]:
-    """Other 8-bit AdamWs, those that are installed; torchao compiles its own."""
-    found: dict[str, Callable[[], object]] = {}
+    """Return other installed 8-bit AdamWs; torchao compiles its own."""
+    optimizers: dict[str, Callable[[], object]] = {}
     for package, module in (("torchao", "torchao.optim"), ("bitsandbytes", "bitsandbytes.optim")):
         if importlib.util.find_spec(package):
-            made = importlib.import_module(module).AdamW8bit(model().parameters(), lr=1e-3, betas=(0.9, 0.95))
-            found[f"{package} AdamW8bit"] = made.step
-    return found
+            optimizer = importlib.import_module(module).AdamW8bit(model().parameters(), lr=1e-3, betas=(0.9, 0.95))
+            optimizers[f"{package} AdamW8bit"] = optimizer.step
+    return optimizers
 
 
 def main() -> None:
@@ -53,12 +53,12 @@ def main() -> None:
     steps: dict[str, Callable[[], object]] = {name: optimizer.step for name, optimizer in optimizers.items()}
     timings = side_by_side(steps | others(), rounds=12, warmup=2)
     parameters = sum(parameter.numel() for parameter in eight.parameters)
-    tell(f"AdamW on {parameters:,} parameters", timings, "float32, torch fused", parameters, "parameters/s")
+    print_timings(f"AdamW on {parameters:,} parameters", timings, "float32, torch fused", parameters, "parameters/s")
     each = {"int8": state_bytes(eight) / parameters, "bfloat16": state_bytes(sixteen) / parameters}
     print("  bytes of state per parameter:", ", ".join(f"{name} {count:.3f}" for name, count in each.items()))
     if len(sys.argv) > 1:
         facts = {"benchmark": "optimizer_state", "parameters": parameters, "bytes per parameter": each}
-        keep(Path(sys.argv[1]), facts, timings, "float32, torch fused")
+        save_timings(Path(sys.argv[1]), facts, timings, "float32, torch fused")
 
 
 if __name__ == "__main__":

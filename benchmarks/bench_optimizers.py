@@ -1,9 +1,8 @@
-"""Each optimizer's step on the parameters of a 30M-parameter model, against the implementations that install.
+"""Step of each optimizer on a 30M-parameter model, against other installable implementations.
 
-Promise: not slower than the fastest of them in one interleaved run, and beside parameters, gradients and state a step
-holds no more memory than its state; Adafactor, whose state is next to nothing, a few megabytes. Gradients are fresh
-before every step: some optimizers overwrite them, and numbers that shrink from step to step end as denormals, which are
-slow.
+Promise: no slower than the fastest of them in one interleaved run. Besides parameters, gradients and state, a step uses
+no more memory than its state; Adafactor, whose state is tiny, uses a few megabytes. Gradients are refreshed before
+every step, because some optimizers overwrite them, and shrinking values become slow denormals.
 """
 
 import argparse
@@ -19,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from bench_adamw import model
-from side_by_side import rows, side_by_side, tell, write
+from side_by_side import print_timings, rows, side_by_side, write
 from thrifty.core.gradient_transform import GradientTransform
 from thrifty.core.tensor_tracing import StepTrace, tensor_bytes
 from thrifty.modeling.parameter_kinds import is_hidden_matrix, is_matrix
@@ -128,7 +127,7 @@ RACES: dict[str, tuple[Callable[[], GradientTransform], dict[str, Make]]] = {
 
 @dataclass
 class Contender:
-    """An optimizer on a model of its own."""
+    """An optimizer with its own model."""
 
     make: Make
     fresh: list[Tensor]
@@ -158,19 +157,19 @@ def ours(make: Callable[[], GradientTransform]) -> Make:
 
 
 def memory(make: Make, fresh: list[Tensor], threads: int, depth: int) -> dict[str, int]:
-    """Bytes of state, and of the most that is alive beside parameters, gradients and state in a step.
+    """Return the bytes of state, and the peak of other memory in a step besides parameters, gradients and state.
 
-    Counted on one thread, which sees every allocation; where ours computes with several, each may hold as much.
+    Counted on one thread, which sees every allocation; ours may use this much per thread.
     """
-    here = torch.get_num_threads()
+    threads_before = torch.get_num_threads()
     torch.set_num_threads(1)
     contender = Contender(make, fresh, depth)
-    contender.step()  # torch's optimizers make their state in the first step
+    contender.step()  # torch's optimizers allocate their state in the first step
     contender.refresh()
     known: Iterable[Tensor] = [*contender.parameters, *(p.grad for p in contender.parameters), *contender.state()]
     with StepTrace(*known) as live:
         contender.step()
-    torch.set_num_threads(here)
+    torch.set_num_threads(threads_before)
     several = threads if isinstance(contender.optimizer, TransformOptimizer) else 1
     return {"state": sum(map(tensor_bytes, contender.state())), "extra": live.peak * several}
 
@@ -183,27 +182,29 @@ def race(name: str, fresh: list[Tensor], rounds: int, depth: int) -> dict[str, o
     steps = {label: contender.step for label, contender in contenders.items()}
     timings = side_by_side(steps, rounds, 2, {label: contender.refresh for label, contender in contenders.items()})
     fastest = min(rivals, key=lambda label: timings[label].median)
-    tell(name, timings, fastest)
-    for label, found in held.items():
+    print_timings(name, timings, fastest)
+    for label, sizes in held.items():
         print(
-            f"  {label:<34} {found['state'] / 1e6:9.1f} MB of state, {found['extra'] / 1e6:.1f} MB beside it in a step"
+            f"  {label:<34} {sizes['state'] / 1e6:9.1f} MB of state, {sizes['extra'] / 1e6:.1f} MB temporary in a step"
         )
     return {"seconds": rows(timings, fastest), "fastest other": fastest, "bytes": held}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("path", nargs="?", type=Path, help="where to keep the figures")
+    parser.add_argument("path", nargs="?", type=Path, help="results file")
     parser.add_argument("--rounds", type=int, default=15)
     parser.add_argument("--only", choices=RACES, nargs="+", default=list(RACES))
-    parser.add_argument("--depth", type=int, default=12, help="blocks; fewer where torch's Muon takes minutes a step")
+    parser.add_argument(
+        "--depth", type=int, default=12, help="blocks; use fewer if torch's Muon takes minutes per step"
+    )
     options = parser.parse_args()
     torch.manual_seed(0)
     fresh = [parameter.grad.clone() for parameter in model(options.depth).parameters()]
-    found = {name: race(name, fresh, options.rounds, options.depth) for name in options.only}
+    results = {name: race(name, fresh, options.rounds, options.depth) for name in options.only}
     if options.path:
         parameters = sum(gradient.numel() for gradient in fresh)
-        write(options.path, {"benchmark": "optimizers", "parameters": parameters, "races": found})
+        write(options.path, {"benchmark": "optimizers", "parameters": parameters, "races": results})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""Steps on several ranks against hand-written PyTorch doing the same on the same ranks, step by step in turn.
+"""Steps on several ranks against hand-written PyTorch on the same ranks, in alternating steps.
 
 Promise: step time at most 1.03 times that of DistributedDataParallel, FSDP2 or tensor parallelism by hand. Each pair
-uses the same model, rows, loss and optimizer, and both say the loss and the gradient's norm of the whole batch at every
+uses the same model, rows, loss and optimizer. Both compute the loss and the gradient norm of the whole batch at every
 step.
 
     python benchmarks/bench_parallel.py [results/benchmarks/parallel-cpu.json]
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 import llama_by_hand
-from side_by_side import Timing, rows, side_by_side, tell, write
+from side_by_side import Timing, print_timings, rows, side_by_side, write
 from thrifty.composition.compose import BaseRun, compose
 from thrifty.core import mesh
 from thrifty.core.batches import BatchSource
@@ -51,9 +51,9 @@ class Pair:
     divides: Technique
     axis: str
     by_hand: Callable[[BaseRun, ModelSettings], Iterator[float]]
-    """Steps of the plain model divided by torch alone."""
+    """Steps of the plain model, parallelized with torch alone."""
     tied: bool | None = None
-    """Whether the head shares the embedding's weights; as the preset has it unless given."""
+    """True if the head shares the embedding's weights; by default that of the preset."""
 
 
 def with_ddp(plain: BaseRun, settings: ModelSettings) -> Iterator[float]:
@@ -75,7 +75,7 @@ def on_own_rows(plain: BaseRun, model: nn.Module) -> Iterator[float]:
         hidden = model(batch["tokens"][:, :-1])
         losses = plain.objective.losses(Prediction(hidden=hidden, head=head), batch)
         loss = (losses * batch.weight).sum()
-        (loss * RANKS).backward()  # torch divides the sum of gradients by the ranks
+        (loss * RANKS).backward()  # torch divides the sum of gradients by the number of ranks
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), math.inf)
         total = loss.detach()
         dist.all_reduce(total)
@@ -102,7 +102,8 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
     plain, divided = [], []
     for parameter in model.parameters():
         (divided if isinstance(parameter, DTensor) else plain).append(parameter)
-    groups = [{"params": parameters} for parameters in (plain, divided) if parameters]  # a list of one kind each
+    # each group must contain one kind of tensor
+    groups = [{"params": parameters} for parameters in (plain, divided) if parameters]
     return torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
 
@@ -121,18 +122,18 @@ def timed(pair: Pair, plain: BaseRun, settings: ModelSettings) -> dict[str, Timi
     mesh.set_mesh({name: RANKS if name == pair.axis else 1 for name in mesh.AXES}, "cpu")
     run = compose(plain, [AdamW(lr=1e-3), pair.divides], STEPS)
     ours, theirs = train(run, run.start(), seed=0), pair.by_hand(plain, settings)
-    found = side_by_side({"by hand": lambda: next(theirs), "thrifty": lambda: next(ours)}, ROUNDS, 5)
+    timings = side_by_side({"by hand": lambda: next(theirs), "thrifty": lambda: next(ours)}, ROUNDS, 5)
     ours.close()
     mesh.clear_mesh()
-    return found
+    return timings
 
 
-def on_one_rank(rank: int, folder: str, kept: list[str]) -> None:
+def on_one_rank(rank: int, folder: str, paths: list[str]) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", store=dist.FileStore(f"{folder}/store", RANKS), rank=rank, world_size=RANKS)
     data = open_text(DATA, seed=0)
     source: BatchSource = data.train
-    found = {}
+    results = {}
     for preset in PRESETS:
         for name, pair in PAIRS.items():
             settings = ModelSettings(preset=preset, tied=pair.tied)
@@ -141,13 +142,13 @@ def on_one_rank(rank: int, folder: str, kept: list[str]) -> None:
                 return build_model(settings, data.vocabulary, DATA.length, 0)
 
             timings = timed(pair, BaseRun(build, source, find_objective("next_token")), settings)
-            found[f"{preset}, {name}"] = rows(timings, "by hand")
+            results[f"{preset}, {name}"] = rows(timings, "by hand")
             if rank == 0:
-                tell(
+                print_timings(
                     f"{name}: one step of {preset}, 8 x 256 tokens, {RANKS} ranks", timings, "by hand", 2048, "tokens/s"
                 )
-    if rank == 0 and kept:
-        write(Path(kept[0]), {"benchmark": "parallel", "ranks": RANKS, "baseline": "by hand", "seconds": found})
+    if rank == 0 and paths:
+        write(Path(paths[0]), {"benchmark": "parallel", "ranks": RANKS, "baseline": "by hand", "seconds": results})
     dist.destroy_process_group()
 
 

@@ -1,18 +1,18 @@
-"""What plans promise against what runs then take: peak memory, seconds of a step, and the order of plans.
+"""Predictions of plans against measured runs: peak memory, step time, and the order of plans.
 
     python benchmarks/bench_plan.py [FILE.json] [--models gpt GPT-2 …] [--only TECHNIQUES …] [--meshes shard=2 …]
                                     [--seconds N] [--no-steps]
 
-Promise: the predicted peak within 5 % in the median, what was measured under the upper bound in 95 % of configurations,
-and of those that were promised to fit none that does not; after probing a step's time within 10 % in the median; of
-pairs that differ by more than 10 % the faster one told in 90 %.
+Promise: the predicted peak is within 5 % in the median, and the measured one below the upper bound in 95 % of
+configurations. No configuration predicted to fit fails to fit. After probing, step time is within 10 % in the median,
+and the order of pairs that differ by more than 10 % is correct in 90 %.
 
-Peaks are those of the allocator's events. Models are those that bounds were found on, and small ones of `transformers`
-that they were not; over a mesh two gloo ranks train, and that which holds most is looked at; what the thread of a
-process group gives back is not seen, and counts as held until its place is taken. A step's time is predicted as a plan
-does, from a probe of whole steps (at two or three sizes of micro-batch; over a mesh as they are), and measured by the
-training loop afterwards; other programs disturb that, so the machine's load is kept beside it. Memory alone
-(--no-steps) needs no quiet machine.
+Peaks come from the allocator's events. The models are those used to find the bounds, and small unseen ones of
+`transformers`. Over a mesh two gloo ranks train, and the rank with the higher peak counts. Memory freed by the thread
+of a process group has no event, and counts until its place is reused. Step time is predicted as in a plan, from a probe
+of whole steps (at two or three micro-batch sizes; over a mesh at the given one). The training loop measures it
+afterwards; the machine's load is recorded, since other programs disturb it. Memory alone (--no-steps) requires no quiet
+machine.
 """
 
 import argparse
@@ -46,9 +46,9 @@ from thrifty.training.run_setup import prepare_run
 from unseen_models import UNSEEN, recipe_for, write_all
 
 STEPS, TIMED_STEPS = 6, 22
-"""Of the run whose memory is watched, and of that whose steps are timed."""
+"""Steps of the run whose memory is measured, and of the run whose steps are timed."""
 APART = 0.1
-"""By how much plans must differ for their order to count."""
+"""Relative difference from which the order of plans counts."""
 PLANS: dict[str, dict[str, dict[str, Any]]] = {
     "plain": {},
     "recompute": {"memory.recompute": {}},
@@ -86,12 +86,12 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, dict[str, Any]]]] = {
 }
 OVER_MESHES = ("GPT-2", "Llama")
 FOREVER = 600.0
-"""Seconds for a model and a mesh after which ranks hang."""
+"""Seconds per model and mesh after which ranks count as hanging."""
 
 
 @dataclass(frozen=True)
 class Case:
-    """Bytes and seconds, predicted and measured; seconds are 0 where steps were not timed."""
+    """Predicted and measured bytes and seconds; seconds are 0 if steps were not timed."""
 
     model: str
     techniques: str
@@ -100,9 +100,9 @@ class Case:
     predicted_step: float = 0.0
     measured_step: float = 0.0
     bound: float = COUNTED_HIGH
-    """How many times what was predicted a plan lets it be."""
+    """Ratio of the plan's upper bound to the prediction."""
     load: float = 0.0
-    """Processes that wanted a processor, over the last minute, when this was measured."""
+    """Load average of the last minute at the measurement."""
 
     @property
     def memory_error(self) -> float:
@@ -131,38 +131,38 @@ def measured(model: str, label: str, seconds: float, folder: Path) -> Case:
     case = Case(model, label, count_footprint(run).memory, measure_allocations(run).peak)
     if not seconds:
         return case
-    cutting = [technique for technique in techniques if Claim.MICRO_BATCHES in technique.claims]
-    parts = max((technique.micro_batches for technique in cutting), default=1)
-    probed = compose(plain, [technique for technique in techniques if technique not in cutting], TIMED_STEPS)
+    splitting = [technique for technique in techniques if Claim.MICRO_BATCHES in technique.claims]
+    parts = max((technique.micro_batches for technique in splitting), default=1)
+    probed = compose(plain, [technique for technique in techniques if technique not in splitting], TIMED_STEPS)
     return with_steps(case, probed, techniques, sizes(plain.source.batch, parts, compiled=False), parts, seconds)
 
 
 def with_steps(
     case: Case, probed: Run, techniques: Sequence[Technique], rows: Sequence[int], parts: int, seconds: float
 ) -> Case:
-    """The case with what a probe of these sizes tells of a step, and what training then took."""
+    """Return the case with the step time that a probe at these sizes predicts, and the measured one."""
     plain = probed.plain
     held_out = [plain.objective.examples(plain.source.at(0))]
     timing = time_steps(probed, rows, parts, held_out, seconds)
     run = compose(plain, techniques, TIMED_STEPS)
     with closing(train(run, run.start(), seed=0)) as records:
-        taken = [record.seconds for record in records][2:]
+        seconds_per_step = [record.seconds for record in records][2:]
     step = timing.step(plain.source.batch, parts)
-    return replace(case, predicted_step=step, measured_step=median(taken), load=os.getloadavg()[0])
+    return replace(case, predicted_step=step, measured_step=median(seconds_per_step), load=os.getloadavg()[0])
 
 
 def over_meshes(pairs: Sequence[tuple[str, str]], seconds: float, folder: Path) -> list[Case | str]:
-    """For each model and mesh that of two ranks which holds most, or the words in which it is refused."""
+    """Return for each model and mesh the case of the rank with the higher peak, or the message of a refusal."""
     spawned = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as meeting, spawned.Pool(2) as ranks:
-        given = [(rank, str(Path(meeting, "store")), pairs, seconds, folder) for rank in range(2)]
-        one, other = ranks.starmap_async(_on_rank, given, chunksize=1).get(FOREVER * len(pairs))
-    return [_worse(*answers) for answers in zip(one, other, strict=True)]
+        arguments = [(rank, str(Path(meeting, "store")), pairs, seconds, folder) for rank in range(2)]
+        one, other = ranks.starmap_async(_on_rank, arguments, chunksize=1).get(FOREVER * len(pairs))
+    return [_worse(*results) for results in zip(one, other, strict=True)]
 
 
-def _worse(*answers: Case | str) -> Case | str:
-    cases = [answer for answer in answers if isinstance(answer, Case)]
-    refusals = (answer for answer in answers if isinstance(answer, str))
+def _worse(*results: Case | str) -> Case | str:
+    cases = [result for result in results if isinstance(result, Case)]
+    refusals = (result for result in results if isinstance(result, str))
     return next(refusals, None) or max(cases, key=lambda case: case.measured_memory)
 
 
@@ -176,7 +176,7 @@ def _on_rank(rank: int, store: str, pairs: Sequence[tuple[str, str]], seconds: f
 
 
 def _over_mesh(model: str, label: str, seconds: float, folder: Path) -> Case | str:
-    """Steps of ranks are timed as they are, micro-batches and all, as plans do."""
+    """Measure one case on this rank; steps are timed with their micro-batches, as in plans."""
     sizes, settings = MESHES[label]
     try:
         run = prepare_run(recipe_for(model, folder, chosen(settings), STEPS, sizes), quiet=True).run
@@ -190,20 +190,21 @@ def _over_mesh(model: str, label: str, seconds: float, folder: Path) -> Case | s
 
 
 def in_order(cases: Sequence[Case]) -> tuple[int, int]:
-    """Of pairs on one model whose steps differ by more than a tenth, how many were told in their order, and all."""
-    right = told = 0
+    """Return the number of correctly ordered pairs on one model whose steps differ by more than a tenth, and of all
+    such pairs."""
+    correct = pairs = 0
     for one, other in combinations(cases, 2):
         if one.model != other.model or abs(one.measured_step / other.measured_step - 1) <= APART:
             continue
-        told += 1
-        right += (one.predicted_step < other.predicted_step) == (one.measured_step < other.measured_step)
-    return right, told
+        pairs += 1
+        correct += (one.predicted_step < other.predicted_step) == (one.measured_step < other.measured_step)
+    return correct, pairs
 
 
 def summary(cases: Sequence[Case]) -> Mapping[str, Any]:
     memory = sorted(abs(case.memory_error) for case in cases)
     under = sum(case.measured_memory <= case.predicted_memory * case.bound for case in cases)
-    found: dict[str, Any] = {
+    figures: dict[str, Any] = {
         "configurations": len(cases),
         "memory: median error": median(memory),
         "memory: largest error": memory[-1],
@@ -212,24 +213,24 @@ def summary(cases: Sequence[Case]) -> Mapping[str, Any]:
     }
     steps = [case for case in cases if case.load]
     if steps:
-        right, told = in_order(steps)
-        found |= {
+        correct, pairs = in_order(steps)
+        figures |= {
             "step: median error": median(abs(case.step_error) for case in steps),
-            "order: pairs": told,
-            "order: told right": right / told if told else None,
+            "order: pairs": pairs,
+            "order: told right": correct / pairs if pairs else None,
             "load: median": median(case.load for case in steps),
         }
-    return found
+    return figures
 
 
 def table(
     models: Sequence[str], plans: Sequence[str], meshes: Sequence[str], seconds: float, folder: Path
 ) -> tuple[list[Case], dict[str, str]]:
-    """All cases, told as they come, and the words in which others were refused."""
+    """Return all cases, printed as they finish, and the messages of refused ones."""
     cases: list[Case] = []
     refused: dict[str, str] = {}
 
-    def keep(model: str, label: str, case: Callable[[], Case]) -> None:
+    def add(model: str, label: str, case: Callable[[], Case]) -> None:
         try:
             cases.append(case())
             print(cases[-1], flush=True)
@@ -238,26 +239,26 @@ def table(
 
     with one_rank():
         for model, label in product(models, plans):
-            keep(model, label, lambda model=model, label=label: measured(model, label, seconds, folder))
+            add(model, label, lambda model=model, label=label: measured(model, label, seconds, folder))
     pairs = [*product(OVER_MESHES, meshes)]
-    for (model, label), answer in zip(pairs, over_meshes(pairs, seconds, folder) if pairs else [], strict=True):
-        if isinstance(answer, str):
-            refused[f"{model}: {label}"] = answer
+    for (model, label), result in zip(pairs, over_meshes(pairs, seconds, folder) if pairs else [], strict=True):
+        if isinstance(result, str):
+            refused[f"{model}: {label}"] = result
         else:
-            cases.append(answer)
-            print(answer, flush=True)
+            cases.append(result)
+            print(result, flush=True)
     return cases, refused
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("path", nargs="?", type=Path, help="where to keep the figures")
+    parser.add_argument("path", nargs="?", type=Path, help="results file")
     every = [*MODELS, *UNSEEN]
     parser.add_argument("--models", choices=every, nargs="*", default=every)
     parser.add_argument("--only", choices=PLANS, nargs="+", default=list(PLANS), metavar="TECHNIQUES")
     parser.add_argument("--meshes", choices=MESHES, nargs="*", default=list(MESHES), metavar="MESH")
-    parser.add_argument("--seconds", type=float, default=6.0, help="how long the steps of a probe may take")
-    parser.add_argument("--no-steps", action="store_true", help="memory alone")
+    parser.add_argument("--seconds", type=float, default=6.0, help="time limit of a probe's steps")
+    parser.add_argument("--no-steps", action="store_true", help="measure memory only")
     options = parser.parse_args()
     seconds = 0.0 if options.no_steps else options.seconds
     with tempfile.TemporaryDirectory() as folder:
@@ -265,11 +266,11 @@ def main() -> None:
         cases, refused = table(options.models, options.only, options.meshes, seconds, Path(folder))
     for label, what in refused.items():
         print(f"refused: {label}: {what}")
-    found = summary(cases)
-    for name, value in found.items():
+    figures = summary(cases)
+    for name, value in figures.items():
         print(f"{name:<32} {value:.4g}" if value is not None else f"{name:<32} –")
     if options.path:
-        write(options.path, {"benchmark": "plan", **found, "refused": refused, "cases": [asdict(c) for c in cases]})
+        write(options.path, {"benchmark": "plan", **figures, "refused": refused, "cases": [asdict(c) for c in cases]})
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
-"""Optimal against periodic recomputation: a step of a deep model in the same memory, side by side.
+"""Optimal against periodic recomputation: a step of a deep model at equal memory.
 
     python benchmarks/bench_recompute.py [--depth 16] [--width 128] [--length 128] [--batch 8] [--json FILE]
 
-Promise: at the peak of any periodic schedule the optimal one is no slower. Bytes are those of live tensors, parameters
-and their gradients left out; `after` is what the forward pass leaves, `peak` the most at any time of a step.
+Promise: at the peak of any periodic schedule the optimal one is no slower. Bytes are live tensors without parameters
+and their gradients: `after` is the end of the forward pass, `peak` the maximum of a step.
 """
 
 import argparse
@@ -13,7 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from side_by_side import keep, ratio, side_by_side, tell
+from side_by_side import print_timings, ratio, save_timings, side_by_side
 from thrifty.core.tensor_tracing import StepTrace, gc_disabled
 from thrifty.memory.block_recompute import BlockChain
 from thrifty.memory.planner.chain_schedule import periodic_schedule
@@ -36,15 +36,15 @@ def in_segments(every: int) -> Callable[[nn.Module], object]:
 
 
 def ways(depth: int) -> dict[str, Callable[[nn.Module], object]]:
-    found: dict[str, Callable[[nn.Module], object]] = {
+    techniques: dict[str, Callable[[nn.Module], object]] = {
         PLAIN: lambda model: None,
         "every block": Recompute().model,
         "every other block": Recompute(every=2).model,
         "sqrt": Recompute(schedule="sqrt").model,
         "selective": Recompute(schedule="selective").model,
     }
-    found |= {f"segments of {every}": in_segments(every) for every in (1, 2, depth // 4, depth // 2)}
-    return found | {f"optimal, {share:.0%}": OptimalRecompute(bytes=share).model for share in SHARES}
+    techniques |= {f"segments of {every}": in_segments(every) for every in (1, 2, depth // 4, depth // 2)}
+    return techniques | {f"optimal, {share:.0%}": OptimalRecompute(bytes=share).model for share in SHARES}
 
 
 def step_of(model: nn.Module, tokens: Tensor) -> Callable[[], None]:
@@ -94,13 +94,13 @@ def main() -> None:
             sizes[name] = live_bytes(models[name], tokens)
     timings = side_by_side({name: step_of(model, tokens) for name, model in models.items()}, options.rounds)
     title = f"{options.depth} blocks of width {options.width}, {options.batch} x {options.length} tokens"
-    tell(title, timings, PLAIN)
+    print_timings(title, timings, PLAIN)
     for name, (after, peak) in sorted(sizes.items(), key=lambda pair: -pair[1][1]):
         slowdown = ratio(timings, name, PLAIN)
         print(f"  {name:<36} after {after / 1e6:8.1f} MB   peak {peak / 1e6:8.1f} MB   {slowdown:6.3f} of {PLAIN}")
     if options.json:
         facts = {"benchmark": "recompute", "shape": vars(options) | {"json": None}, "bytes after, at peak": sizes}
-        keep(options.json, facts, timings, PLAIN)
+        save_timings(options.json, facts, timings, PLAIN)
 
 
 if __name__ == "__main__":

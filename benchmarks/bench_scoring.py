@@ -1,9 +1,10 @@
-"""Scores of examples by a ViT of 64 patches, in examples a second; and a step that samples against a plain one.
+"""Example scores by a ViT of 64 patches in examples per second; and a step with importance sampling against a plain
+one.
 
-EL2N is a forward pass. GraNd by torch.func (vmap of grad) is compared with a loop of single backward passes, at several
-numbers of gradients at a time; torch.func takes torch's fast attention one example after the other, and plain attention
-(MATH) all at once. A sampled step looks at three times as many examples as a plain one trains on, so 2 is
-what counting predicts; with the gate closed the scores come with the training pass.
+EL2N is a forward pass. GraNd by torch.func (vmap of grad) is compared with a loop of single backward passes, for
+several vmap sizes. torch.func runs fast attention one example at a time, and plain attention (MATH) for all at once. A
+sampled step scores three times as many examples as a plain one trains on, so the count predicts a factor of 2. With the
+gate closed, scores come from the training pass.
 """
 
 import sys
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from side_by_side import rows, side_by_side, tell, write
+from side_by_side import print_timings, rows, side_by_side, write
 from thrifty.core.backward import Backward, plain_backward
 from thrifty.core.batches import Batch
 from thrifty.kernels.example_scores import Fields, el2n, grand
@@ -47,8 +48,8 @@ def scoring(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
     fields, objective = examples(EXAMPLES), Classification()
     parameters = dict(model.named_parameters())
 
-    class Asked(nn.Module):
-        """The model with its loss, so that all of it can be called with other parameters."""
+    class ExampleLoss(nn.Module):
+        """Model with its loss, as a module, so that functional_call can replace its parameters."""
 
         def __init__(self) -> None:
             super().__init__()
@@ -58,11 +59,11 @@ def scoring(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
             batch = Batch({"inputs": inputs[None], "labels": labels[None]}, torch.ones(1))
             return F.cross_entropy(objective.predict(self.model, batch).logits, batch["labels"])
 
-    asked = Asked()
+    example_loss = ExampleLoss()
 
     def loss(parameters: Fields, example: Fields) -> Tensor:
         named = {f"model.{name}": parameter for name, parameter in parameters.items()}
-        return functional_call(asked, named, (example["inputs"], example["labels"]))
+        return functional_call(example_loss, named, (example["inputs"], example["labels"]))
 
     @torch.no_grad()
     def by_forward_pass() -> Tensor:
@@ -70,23 +71,23 @@ def scoring(model: nn.Module) -> dict[str, Callable[[], Tensor]]:
         return el2n(objective.predict(model, batch).logits, fields["labels"])
 
     def by_loop() -> Tensor:
-        found = []
+        norms = []
         for row in range(EXAMPLES):
             model.zero_grad()
-            asked(fields["inputs"][row], fields["labels"][row]).backward()
-            found.append(torch.stack([p.grad.square().sum() for p in model.parameters() if p.grad is not None]).sum())
-        return torch.stack(found).sqrt()
+            example_loss(fields["inputs"][row], fields["labels"][row]).backward()
+            norms.append(torch.stack([p.grad.square().sum() for p in model.parameters() if p.grad is not None]).sum())
+        return torch.stack(norms).sqrt()
 
     torch.testing.assert_close(grand(loss, parameters, fields, 8), by_loop(), rtol=1e-3, atol=1e-5)
 
-    def plainly(chunk: int) -> Tensor:
+    def with_math(chunk: int) -> Tensor:
         with sdpa_kernel(SDPBackend.MATH):
             return grand(loss, parameters, fields, chunk)
 
     chunks = {
         f"GraNd, vmap of {chunk}": lambda chunk=chunk: grand(loss, parameters, fields, chunk) for chunk in (4, 16)
     }
-    plain = {f"GraNd, vmap of {chunk}, MATH": lambda chunk=chunk: plainly(chunk) for chunk in (4, 16)}
+    plain = {f"GraNd, vmap of {chunk}, MATH": lambda chunk=chunk: with_math(chunk) for chunk in (4, 16)}
     return {"GraNd, a loop": by_loop, **chunks, **plain, "EL2N": by_forward_pass}
 
 
@@ -103,7 +104,7 @@ def step(model: nn.Module, count: int, backward: Backward) -> Callable[[], None]
 
 
 def sampling(tau: float) -> Backward:
-    sampler = GradientNormBackward(plain_backward, TIMES, momentum=1.0)  # tau stays what it is
+    sampler = GradientNormBackward(plain_backward, TIMES, momentum=1.0)  # tau stays constant
     sampler.state["tau"].fill_(tau)
     return sampler
 
@@ -112,14 +113,14 @@ def main() -> None:
     warnings.filterwarnings("ignore", message="There is a performance drop")
     torch.manual_seed(0)
     scored = side_by_side(scoring(vit().eval()), rounds=5, warmup=1)
-    tell("scores", scored, "GraNd, a loop", EXAMPLES, "examples/s")
+    print_timings("scores", scored, "GraNd, a loop", EXAMPLES, "examples/s")
     steps = {
         "plain step": step(vit(), BATCH, plain_backward),
         "gate open": step(vit(), TIMES * BATCH, sampling(OPEN)),
         "gate closed": step(vit(), TIMES * BATCH, sampling(CLOSED)),
     }
     trained = side_by_side(steps, rounds=10)
-    tell("steps", trained, "plain step", BATCH, "examples/s")
+    print_timings("steps", trained, "plain step", BATCH, "examples/s")
     if len(sys.argv) > 1:
         facts = {"examples": EXAMPLES, "batch": BATCH, "threads": torch.get_num_threads()}
         parts = {"scores": rows(scored, "GraNd, a loop"), "steps": rows(trained, "plain step")}

@@ -1,8 +1,8 @@
-"""What simulating accelerators costs: BERT-large through every design, and SCALE-Sim's own case beside SCALE-Sim.
+"""Cost of simulating accelerators: BERT-large through every design, and one matrix product against SCALE-Sim.
 
-Promise: 24 layers x 16 heads x 384 to 512 tokens through all designs in under 20 s on 2 cores, and one of SCALE-Sim's
-matrix products at least 100 times faster than by SCALE-Sim. That one needs NumPy 1, so it is asked in a Python of its
-own: --scale-sim PYTHON names one where scalesim 3.0.0 is installed. With a file name the figures are kept.
+Promise: 24 layers x 16 heads x 384 to 512 tokens through all designs take less than 20 s on 2 cores. A matrix product
+of SCALE-Sim is at least 100 times faster than in SCALE-Sim. SCALE-Sim requires NumPy 1, so it runs in another Python:
+--scale-sim PYTHON names one with scalesim 3.0.0. With a file name, the results are saved.
 """
 
 import argparse
@@ -64,17 +64,17 @@ TOPOLOGY = "Layer,M,N,K,\nscores,512,512,64,\n"
 
 
 def timed(work: Callable[[], Any], times: int = 3) -> tuple[float, Any]:
-    """The median of seconds, and what was found last."""
-    took, found = [], None
+    """Return the median of the seconds and the last result."""
+    seconds, result = [], None
     for _ in range(times):
         began = time.perf_counter()
-        found = work()
-        took.append(time.perf_counter() - began)
-    return statistics.median(took), found
+        result = work()
+        seconds.append(time.perf_counter() - began)
+    return statistics.median(seconds), result
 
 
 def bert_large(tokens: int, engine: str) -> dict[str, float]:
-    """Seconds of each machine on masks at density 0.25, and of drawing them."""
+    """Return the seconds of each machine on masks at density 0.25, and of generating the masks."""
     began = time.perf_counter()
     trace = synthetic_trace("uniform", 0.25, layers=LAYERS, heads=HEADS, tokens=tokens, width=WIDTH)
     seconds = {"the trace": time.perf_counter() - began}
@@ -85,7 +85,7 @@ def bert_large(tokens: int, engine: str) -> dict[str, float]:
 
 
 def own_filters(tokens: int) -> dict[str, float]:
-    """Seconds of each filter on random queries and keys of one layer."""
+    """Return the seconds of each filter on random queries and keys of one layer."""
     random = np.random.default_rng(0)
     q, k, v = (random.standard_normal((1, HEADS, tokens, WIDTH)).astype(np.float32) for _ in range(3))
     trace = AttentionTrace("random", (layer_of("layer", q=q, k=k, v=v),))
@@ -93,15 +93,15 @@ def own_filters(tokens: int) -> dict[str, float]:
 
 
 def scale_sim(python: str | None) -> dict[str, Any]:
-    """Seconds and cycles of one matrix product here, files read and all, and by SCALE-Sim where it is."""
+    """Return seconds and cycles of one matrix product, including file reading, here and optionally in SCALE-Sim."""
     with tempfile.TemporaryDirectory() as folder:
         cfg, topology = Path(folder, "a.cfg"), Path(folder, "t.csv")
         cfg.write_text(CFG)
         topology.write_text(TOPOLOGY)
         seconds, rows = timed(lambda: compute_report(read_topology(topology), read_cfg(cfg)), 20)
-        found = {"cycles": rows[0]["Total Cycles"], "seconds": seconds}
+        result = {"cycles": rows[0]["Total Cycles"], "seconds": seconds}
         if python is None:
-            return found
+            return result
         words = [python, "-m", "scalesim.scale", "-t", topology, "-l", topology, "-c", cfg, "-i", "gemm"]
         began = time.perf_counter()
         subprocess.run([*map(str, words), "-p", folder], check=True, capture_output=True, cwd=folder)
@@ -110,42 +110,42 @@ def scale_sim(python: str | None) -> dict[str, Any]:
         with (Path(folder) / "run" / "COMPUTE_REPORT.csv").open() as file:
             report = next(csv.DictReader(file, skipinitialspace=True))
         theirs = int(report["Total Cycles"])
-        assert theirs == found["cycles"], (theirs, found)
-        return found | {"scale_sim_seconds": took - start, "scale_sim_start": start, "times": (took - start) / seconds}
+        assert theirs == result["cycles"], (theirs, result)
+        return result | {"scale_sim_seconds": took - start, "scale_sim_start": start, "times": (took - start) / seconds}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("file", nargs="?", help="where the figures are kept")
+    parser.add_argument("file", nargs="?", help="results file")
     parser.add_argument("--scale-sim", metavar="PYTHON", help="a Python with scalesim 3.0.0")
     parser.add_argument("--tokens", type=int, nargs="+", default=[384, 512])
-    chosen = parser.parse_args()
-    found: dict[str, Any] = {"benchmark": "simulators", "threads": torch.get_num_threads(), "cases": {}}
-    for tokens in chosen.tokens:
+    options = parser.parse_args()
+    results: dict[str, Any] = {"benchmark": "simulators", "threads": torch.get_num_threads(), "cases": {}}
+    for tokens in options.tokens:
         for engine in ("scan", "event"):
             seconds = bert_large(tokens, engine)
-            found["cases"][f"{tokens} tokens, {engine}"] = seconds
+            results["cases"][f"{tokens} tokens, {engine}"] = seconds
             slowest = max((name for name in seconds if name != "the trace"), key=seconds.__getitem__)
             print(
                 f"{LAYERS} x {HEADS} heads, {tokens} tokens, {engine}: all designs {sum(seconds.values()):.2f} s, "
-                f"the masks drawn in {seconds['the trace']:.2f}, {slowest} the slowest with {seconds[slowest]:.2f}"
+                f"masks generated in {seconds['the trace']:.2f} s, slowest {slowest} with {seconds[slowest]:.2f} s"
             )
-    found["own filters, one layer of 384 tokens"] = own_filters(384)
-    for name, took in found["own filters, one layer of 384 tokens"].items():
+    results["own filters, one layer of 384 tokens"] = own_filters(384)
+    for name, took in results["own filters, one layer of 384 tokens"].items():
         print(f"own filter of {name}, one layer of {HEADS} heads x 384 tokens: {took:.2f} s")
-    found["scale_sim"] = case = scale_sim(chosen.scale_sim)
+    results["scale_sim"] = case = scale_sim(options.scale_sim)
     print(f"SCALE-Sim's 512 x 512 x 64: {case['cycles']:,} cycles in {case['seconds'] * 1e3:.2f} ms", end="")
     if "times" in case:
         print(
-            f"; by SCALE-Sim in {case['scale_sim_seconds']:.2f} s beside {case['scale_sim_start']:.2f} s of starting, "
+            f"; SCALE-Sim {case['scale_sim_seconds']:.2f} s plus {case['scale_sim_start']:.2f} s to start,  "
             f"{case['times']:,.0f} times as long"
         )
     else:
-        print("; SCALE-Sim was not asked (--scale-sim)")
-    if chosen.file:
+        print("; SCALE-Sim was not run (--scale-sim)")
+    if options.file:
         from side_by_side import write
 
-        write(Path(chosen.file), found)
+        write(Path(options.file), results)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
-"""Sparse products against torch's dense ones, torch.sparse and scipy: a layer's products over densities, and a step.
+"""Sparse products against torch's dense ones, torch.sparse and scipy: layer products by density, and a training step.
 
     python benchmarks/bench_sparse.py [--shape 2048,1024,4096] [--densities 0.5 0.1] [--rounds 3] [--json FOLDER]
 
-A shape is tokens, inputs, outputs. `forward` is x Wᵀ, `backward` the gradients of x and W, that of W at kept places.
-The first table has single weights kept at random, the second blocks of 16, 32 and 64. The step is forward, backward and
-SGD of a residual feed-forward block of this shape, its two matrices masked. SpGEMM multiplies two square matrices.
-scipy uses one thread.
+A shape is tokens, inputs, outputs. `forward` is x Wᵀ; `backward` is the gradients of x and of W at kept entries. The
+first table has random single weights, the second blocks of 16, 32 and 64. The step is forward, backward and SGD of a
+residual feed-forward block of this shape with two masked matrices. SpGEMM multiplies two square matrices. scipy uses
+one thread.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from side_by_side import Timing, rows, side_by_side, tell, write
+from side_by_side import Timing, print_timings, rows, side_by_side, write
 from thrifty.kernels.sparse.block_sparse_matrix import BlockSparseMatrix
 from thrifty.kernels.sparse.csr_matrix import CsrMatrix
 from thrifty.kernels.sparse.sparse_linear import sparse_linear
@@ -27,7 +27,7 @@ from thrifty.kernels.sparse.sparsity_pattern import SparsityPattern
 from thrifty.kernels.sparse.spgemm import spgemm_outer, spgemm_rows
 
 DENSE = "dense, torch"
-Ways = dict[str, Callable[[], object]]
+Variants = dict[str, Callable[[], object]]
 
 
 def random_mask(outputs: int, inputs: int, density: float, block: int = 1) -> Tensor:
@@ -46,65 +46,70 @@ def ours(x: Tensor, upstream: Tensor, weight: Tensor, pattern: SparsityPattern) 
     return forward, backward
 
 
-def by_torch(x: Tensor, upstream: Tensor, weight: Tensor, layout: Callable[[Tensor], Tensor]) -> Ways:
-    """torch.sparse computes S times columns, so that inputs and results are transposed views."""
+def by_torch(x: Tensor, upstream: Tensor, weight: Tensor, layout: Callable[[Tensor], Tensor]) -> Variants:
+    """Return the products by torch.sparse, which computes S times columns, so inputs and results are transposed
+    views."""
     matrix, turned = layout(weight), layout(weight.T.contiguous())
-    ways: Ways = {"forward": lambda: matrix @ x.T, "of x": lambda: turned @ upstream.T}
+    products: Variants = {"forward": lambda: matrix @ x.T, "of x": lambda: turned @ upstream.T}
     if matrix.layout is torch.sparse_csr:
         zeros = torch.sparse_csr_tensor(
             matrix.crow_indices(), matrix.col_indices(), torch.zeros_like(matrix.values()), matrix.shape
         )
-        ways["of W"] = lambda: torch.sparse.sampled_addmm(zeros, upstream.T, x, beta=0.0)
-    return ways
+        products["of W"] = lambda: torch.sparse.sampled_addmm(zeros, upstream.T, x, beta=0.0)
+    return products
 
 
-def by_scipy(x: Tensor, upstream: Tensor, weight: Tensor) -> Ways:
+def by_scipy(x: Tensor, upstream: Tensor, weight: Tensor) -> Variants:
     matrix = scipy.sparse.csr_array(weight.numpy())
     turned, columns, up = matrix.T.tocsr(), np.ascontiguousarray(x.numpy().T), np.ascontiguousarray(upstream.numpy().T)
     return {"forward": lambda: matrix @ columns, "of x": lambda: turned @ up}
 
 
 def time_layer(shape: tuple[int, int, int], density: float, block: int, rounds: int) -> dict[str, dict[str, Timing]]:
-    """Forward and backward of every way that has them."""
+    """Time forward and backward of every variant."""
     tokens, inputs, outputs = shape
     x, upstream = torch.randn(tokens, inputs), torch.randn(tokens, outputs)
     mask = random_mask(outputs, inputs, density, block)
     weight = torch.randn(outputs, inputs) * mask
-    forward: Ways = {DENSE: lambda: F.linear(x, weight)}
-    backward: Ways = {DENSE: lambda: (upstream @ weight, upstream.T @ x)}
+    forward: Variants = {DENSE: lambda: F.linear(x, weight)}
+    backward: Variants = {DENSE: lambda: (upstream @ weight, upstream.T @ x)}
     name = "csr" if block == 1 else f"blocks of {block}"
     forward[name], backward[name] = ours(
         x, upstream, weight, CsrMatrix.of(mask) if block == 1 else BlockSparseMatrix.of(mask)
     )
     if block == 1:
         theirs = {"torch.sparse csr": by_torch(x, upstream, weight, Tensor.to_sparse_csr)}
-        if density <= 0.1:  # it takes seconds above
+        if density <= 0.1:  # it takes seconds at higher densities
             theirs["scipy csr, forward and of x"] = by_scipy(x, upstream, weight)
     else:
         layout = partial(Tensor.to_sparse_bsr, blocksize=(block, block))
         theirs = {f"torch.sparse bsr {block}, forward and of x": by_torch(x, upstream, weight, layout)}
-        if block > 16:  # no compiled product takes them whole
+        if block > 16:  # no compiled kernel supports these block sizes
             name = "gather and bmm"
             forward[name], backward[name] = ours(x, upstream, weight, BlockSparseMatrix.of(mask, block))
-    for name, ways in theirs.items():
-        forward[name] = ways["forward"]
-        backward[name] = lambda ways=ways: [way() for part, way in ways.items() if part != "forward"]
+    for name, products in theirs.items():
+        forward[name] = products["forward"]
+        backward[name] = lambda products=products: [
+            product() for part, product in products.items() if part != "forward"
+        ]
     return {"forward": side_by_side(forward, rounds, 1), "backward": side_by_side(backward, rounds, 1)}
 
 
 def compare_layers(shape: tuple[int, int, int], densities: list[float], rounds: int, block: int) -> list[dict]:
-    found = []
+    results = []
     for density in densities:
         for direction, timings in time_layer(shape, density, block, rounds).items():
             kind = "single weights" if block == 1 else f"blocks of {block}"
             flops = 2 * shape[0] * shape[1] * shape[2] * density * (1 if direction == "forward" else 2)
-            tell(f"{direction}, {kind}, density {density:g}", timings, DENSE, flops / 1e9, "GFLOP/s at kept weights")
-            found.append({"kept": kind, "density": density, "direction": direction, "seconds": rows(timings, DENSE)})
-    return found
+            print_timings(
+                f"{direction}, {kind}, density {density:g}", timings, DENSE, flops / 1e9, "GFLOP/s of kept weights"
+            )
+            results.append({"kept": kind, "density": density, "direction": direction, "seconds": rows(timings, DENSE)})
+    return results
 
 
 class FeedForward(nn.Module):
-    """x + W₂ gelu(W₁ x), its weights under masks, its products dense or by these patterns."""
+    """Module x + W₂ gelu(W₁ x) with masked weights, and dense products or products by these patterns."""
 
     def __init__(self, masks: list[Tensor], patterns: list[SparsityPattern] | None):
         super().__init__()
@@ -133,28 +138,28 @@ class FeedForward(nn.Module):
 def compare_steps(shape: tuple[int, int, int], density: float, rounds: int) -> dict[str, Timing]:
     tokens, inputs, outputs = shape
     x = torch.randn(tokens, inputs, requires_grad=True)
-    ways: Ways = {}
+    variants: Variants = {}
     for block in (1, 16, 32, 64):
         masks = [random_mask(*pair, density, block) for pair in ((outputs, inputs), (inputs, outputs))]
         if block == 1:
-            ways["masked, dense products"] = partial(FeedForward(masks, None).step, x)
+            variants["masked, dense products"] = partial(FeedForward(masks, None).step, x)
         patterns: list[SparsityPattern] = [
             CsrMatrix.of(mask) if block == 1 else BlockSparseMatrix.of(mask) for mask in masks
         ]
-        ways["csr" if block == 1 else f"blocks of {block}"] = partial(FeedForward(masks, patterns).step, x)
-    return side_by_side(ways, rounds, 1)
+        variants["csr" if block == 1 else f"blocks of {block}"] = partial(FeedForward(masks, patterns).step, x)
+    return side_by_side(variants, rounds, 1)
 
 
 def compare_spgemm(size: int, density: float, rounds: int) -> dict[str, Timing]:
     a, b = ((torch.randn(size, size) * random_mask(size, size, density)).to_sparse_csr() for _ in range(2))
     theirs = [scipy.sparse.csr_array(matrix.to_dense().numpy()) for matrix in (a, b)]
-    ways: Ways = {
+    variants: Variants = {
         "torch.sparse": lambda: a @ b,
         "by rows": lambda: spgemm_rows(a, b),
         "by outer products": lambda: spgemm_outer(a, b),
         "scipy": lambda: theirs[0] @ theirs[1],
     }
-    return side_by_side(ways, rounds, 1)
+    return side_by_side(variants, rounds, 1)
 
 
 def main() -> None:
@@ -162,7 +167,7 @@ def main() -> None:
     parser.add_argument("--shape", default="2048,1024,4096")
     parser.add_argument("--densities", nargs="+", type=float, default=[0.5, 0.2, 0.1, 0.05, 0.02, 0.005])
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="folder for the figures")
+    parser.add_argument("--json", type=Path, help="folder for the results")
     options = parser.parse_args()
     torch.manual_seed(0)
     tokens, inputs, outputs = map(int, options.shape.split(","))
@@ -171,12 +176,12 @@ def main() -> None:
         row for block in (1, 16, 32, 64) for row in compare_layers(shape, options.densities, options.rounds, block)
     ]
     steps = compare_steps(shape, 0.1, 2 * options.rounds)
-    tell("step of a feed-forward block at density 0.1", steps, "masked, dense products")
+    print_timings("step of a feed-forward block at density 0.1", steps, "masked, dense products")
     squares: Mapping[float, dict[str, Timing]] = {
         density: compare_spgemm(inputs * 2, density, options.rounds) for density in (0.02, 0.005)
     }
     for density, timings in squares.items():
-        tell(f"SpGEMM, {inputs * 2} x {inputs * 2}, density {density:g}", timings, "torch.sparse")
+        print_timings(f"SpGEMM, {inputs * 2} x {inputs * 2}, density {density:g}", timings, "torch.sparse")
     if options.json:
         facts = {
             "benchmark": "sparse",

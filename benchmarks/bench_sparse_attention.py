@@ -1,12 +1,12 @@
-"""Block-sparse attention against torch's own, forward and backward, side by side, interleaved, in one process.
+"""Block-sparse attention against torch's, forward and backward, interleaved in one process.
 
     python benchmarks/bench_sparse_attention.py [--tokens 2048 4096 8192] [--heads 4] [--block 64] [--share 8]
         [--rounds 5] [--rows] [--json FOLDER]
 
-For each length and once for causal attention, once for that of all tokens: one example, heads of width 64, float32, and
-of the blocks that plain attention goes through one in `share`, its own block among them, drawn at random. `--rows` also
-times attention over single pairs at the same density. `held` is what autograd keeps between the passes and what the
-backward pass gives; `peak` is the most that tensors hold on the way, by torch's own count of what it hands out.
+For each length, causal and full attention on one example, with heads of width 64 in float32. One in `share` of the
+blocks of plain attention is kept at random, including the diagonal. `--rows` also times attention over single pairs at
+the same density. `held` is the memory that autograd saves plus the gradients; `peak` is the peak of live tensors, by
+torch's allocator events.
 """
 
 import argparse
@@ -19,7 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
 
-from side_by_side import keep, side_by_side, tell
+from side_by_side import print_timings, save_timings, side_by_side
 from thrifty.kernels.sparse_attention.block_attention import block_attention
 from thrifty.kernels.sparse_attention.block_grid import NONE, BlockGrid, blocks_of, encode_blocks
 from thrifty.kernels.sparse_attention.row_attention import row_attention
@@ -29,37 +29,37 @@ WIDTH = 64
 
 
 def grid_with(tokens: int, block: int, share: int, causal: bool) -> BlockGrid:
-    """Of what each block of queries sees one block in `share`, rounded to the nearest; its own among them."""
+    """Keep one visible block in `share`, rounded to the nearest, for each block of queries, including its own."""
     side, generator = blocks_of(tokens, block), torch.Generator().manual_seed(0)
     kept = torch.eye(side, dtype=torch.bool)
     for row in range(side):
-        seen = row + 1 if causal else side
-        others = [column for column in range(seen) if column != row]
-        more = max(round(seen / share) - 1, 0)
-        for place in torch.randperm(len(others), generator=generator)[:more].tolist():
-            kept[row, others[place]] = True
+        visible = row + 1 if causal else side
+        others = [column for column in range(visible) if column != row]
+        more = max(round(visible / share) - 1, 0)
+        for index in torch.randperm(len(others), generator=generator)[:more].tolist():
+            kept[row, others[index]] = True
     codes = encode_blocks(kept[None, None], VisibilityRule(causal), block)
     return BlockGrid(codes, block, int((codes != NONE).sum()), VisibilityRule(causal))
 
 
 def keys_with(tokens: int, share: int, causal: bool) -> Tensor:
-    """The same of single keys, (1, 1, t, t / share)."""
+    """Return the same density for single keys, (1, 1, t, t / share)."""
     ranked = torch.rand(1, 1, tokens, tokens, generator=torch.Generator().manual_seed(0))
     if causal:
         ranked = ranked.tril()
     best = ranked.topk(tokens // share, dim=-1)
-    seen = torch.arange(tokens)[:, None] + 1 if causal else tokens
-    wanted = torch.arange(tokens // share) < -(-seen // share) if causal else torch.ones(1, tokens // share).bool()
-    return torch.where(wanted & (best.values > 0), best.indices, -1)
+    visible = torch.arange(tokens)[:, None] + 1 if causal else tokens
+    keep = torch.arange(tokens // share) < -(-visible // share) if causal else torch.ones(1, tokens // share).bool()
+    return torch.where(keep & (best.values > 0), best.indices, -1)
 
 
 def peak_bytes(work: Callable[[], object]) -> int:
-    """The most that tensors hold at once during some work, beyond what was held before."""
+    """Return the peak of live tensors during some work, beyond those before it."""
     now = most = 0
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
         work()
     for event in sorted(
-        (event for event in profiled.profiler.kineto_results.events() if event.name() == "[memory]"),
+        (event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"),
         key=lambda event: event.start_ns(),
     ):
         now += event.nbytes()
@@ -67,8 +67,8 @@ def peak_bytes(work: Callable[[], object]) -> int:
     return most
 
 
-def held_bytes(core: Callable[..., Tensor], qkv: list[Tensor]) -> int:
-    """Of the distinct storages autograd keeps for the backward pass."""
+def saved_bytes(core: Callable[..., Tensor], qkv: list[Tensor]) -> int:
+    """Return the bytes of the distinct storages that autograd saves for the backward pass."""
     storages: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -83,8 +83,8 @@ def held_bytes(core: Callable[..., Tensor], qkv: list[Tensor]) -> int:
 def mask_of(grid: BlockGrid, tokens: int) -> Tensor:
     """Return the pairs that a grid keeps, (1, 1, t, t)."""
     blocks = (grid.codes != NONE).repeat_interleave(grid.block, -1).repeat_interleave(grid.block, -2)
-    place = torch.arange(tokens)
-    return blocks[..., :tokens, :tokens] & grid.sight.visible(place[:, None], place)
+    position = torch.arange(tokens)
+    return blocks[..., :tokens, :tokens] & grid.sight.visible(position[:, None], position)
 
 
 def compare(tokens: int, causal: bool, options: argparse.Namespace) -> None:
@@ -106,15 +106,17 @@ def compare(tokens: int, causal: bool, options: argparse.Namespace) -> None:
 
     ways = {name: partial(both, core) for name, core in cores.items()}
     timings = side_by_side(ways, options.rounds, warmup=1)
-    sees = "causal" if causal else "of all tokens"
-    tell(f"attention {sees}, {tokens} tokens, density {density:.3f}, forward and backward", timings, "torch")
-    sizes = {name: {"held": held_bytes(cores[name], qkv), "peak": peak_bytes(ways[name])} for name in cores}
+    kind = "causal" if causal else "full"
+    print_timings(f"{kind} attention, {tokens} tokens, density {density:.3f}, forward and backward", timings, "torch")
+    sizes = {name: {"held": saved_bytes(cores[name], qkv), "peak": peak_bytes(ways[name])} for name in cores}
     for name, size in sizes.items():
-        print(f"  {name:<34} {size['held'] / 1e6:9.1f} MB held   {size['peak'] / 1e6:9.1f} MB peak")
+        print(f"  {name:<34} {size['held'] / 1e6:9.1f} MB saved   {size['peak'] / 1e6:9.1f} MB peak")
     if options.json:
         facts = {"benchmark": "sparse attention", "tokens": tokens, "causal": causal, "density": density}
         facts |= {"heads": options.heads, "block": options.block, "bytes": sizes}
-        keep(options.json / f"sparse-attention-{tokens}-{'causal' if causal else 'all'}.json", facts, timings, "torch")
+        save_timings(
+            options.json / f"sparse-attention-{tokens}-{'causal' if causal else 'all'}.json", facts, timings, "torch"
+        )
 
 
 def main() -> None:

@@ -1,11 +1,11 @@
-"""The default recipe against Hugging Face's Trainer on the same model shape, data and tokens per step.
+"""Default recipe against Hugging Face's Trainer on the same model shape, data and tokens per step.
 
     python benchmarks/bench_trainer.py [--preset llama-mini --length 512 --batch 8 --vocabulary 8192] [--json PATH]
-    python benchmarks/bench_trainer.py --peak WAY      peak memory of one way, in a process of its own
+    python benchmarks/bench_trainer.py --peak WAY      peak memory of one variant, in its own process
 
-Ways: `thrifty` is the recipe `text` with its techniques; (a) `trainer` is Trainer as its documentation starts it; (b)
-`trainer, best` has bf16 and torch_compile on. Speeds are whole steps, data and records included,
-in segments that take turns in one process. Promise: 3 times (a) and 1.3 times (b) in tokens/s, at lower peak memory.
+Variants: `thrifty` is the recipe `text` with its techniques; (a) `trainer` is Trainer with its default arguments; (b)
+`trainer, best` adds bf16 and torch_compile. Speeds are whole steps with data and records, in alternating segments of
+one process. Promise: 3 times (a) and 1.3 times (b) in tokens/s, at lower peak memory.
 """
 
 import argparse
@@ -19,7 +19,7 @@ from pathlib import Path
 
 import torch
 
-from side_by_side import Timing, keep, side_by_side, tell
+from side_by_side import Timing, print_timings, save_timings, side_by_side
 from thrifty.composition.compose import BaseRun, compose
 from thrifty.core.recipe import DataSettings, ModelSettings
 from thrifty.data.text.text_data import open_text
@@ -35,7 +35,7 @@ STEPS_A_SEGMENT = 4
 
 
 def thrifty_steps(arguments: argparse.Namespace) -> Callable[[], object]:
-    """One call makes a segment of steps."""
+    """Return a function that runs a segment of steps."""
     data = open_text(settings_of(arguments), seed=0)
     model = ModelSettings(preset=arguments.preset)
     plain = BaseRun(
@@ -47,7 +47,7 @@ def thrifty_steps(arguments: argparse.Namespace) -> Callable[[], object]:
 
 
 def trainer_steps(arguments: argparse.Namespace, best: bool) -> Callable[[], object]:
-    """The same through Trainer, held back by a callback so that one call makes a segment of steps."""
+    """Return the same for Trainer, paused by a callback after each segment of steps."""
     from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainerCallback, TrainingArguments
 
     data = open_text(settings_of(arguments), seed=0)
@@ -64,12 +64,12 @@ def trainer_steps(arguments: argparse.Namespace, best: bool) -> Callable[[], obj
 
     may_go, has_stopped = threading.Semaphore(0), threading.Semaphore(0)
 
-    class HoldBack(TrainerCallback):
-        made = 0
+    class PauseCallback(TrainerCallback):
+        steps = 0
 
         def on_step_end(self, *unused: object, **more: object) -> None:
-            self.made += 1
-            if self.made % STEPS_A_SEGMENT == 0:
+            self.steps += 1
+            if self.steps % STEPS_A_SEGMENT == 0:
                 has_stopped.release()
                 may_go.acquire()
 
@@ -87,7 +87,7 @@ def trainer_steps(arguments: argparse.Namespace, best: bool) -> Callable[[], obj
             torch_compile=best,
         ),
         train_dataset=Examples(),
-        callbacks=[HoldBack()],
+        callbacks=[PauseCallback()],
     )
     threading.Thread(target=lambda: (may_go.acquire(), trainer.train()), daemon=True).start()
     return lambda: (may_go.release(), has_stopped.acquire())
@@ -102,11 +102,11 @@ def segments_of(way: str, arguments: argparse.Namespace) -> Callable[[], object]
 
 
 def peak_of(way: str) -> float:
-    """Peak bytes above the level before the model was built, in a fresh process with this one's arguments."""
-    found = subprocess.run(
+    """Return the peak bytes above the level before the model was built, in a fresh process with the same arguments."""
+    process = subprocess.run(
         [sys.executable, __file__, *sys.argv[1:], "--peak", way], check=True, capture_output=True, text=True
     )
-    return json.loads(found.stdout.strip().splitlines()[-1])
+    return json.loads(process.stdout.strip().splitlines()[-1])
 
 
 def main() -> None:
@@ -121,7 +121,7 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.peak:
         if arguments.peak != "thrifty":
-            import transformers  # noqa: F401  its code is not its memory
+            pass  # its code does not count as memory of the run
         meter = MemoryMeter(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
         segments_of(arguments.peak, arguments)()
         print(json.dumps(meter.peak()))
@@ -129,12 +129,12 @@ def main() -> None:
     timings = side_by_side({way: segments_of(way, arguments) for way in WAYS}, arguments.rounds, warmup=2)
     timings = {way: Timing(tuple(s / STEPS_A_SEGMENT for s in t.seconds)) for way, t in timings.items()}
     title = f"one step of {arguments.preset}, {arguments.batch} x {arguments.length}, vocabulary {arguments.vocabulary}"
-    tell(title, timings, "thrifty", arguments.batch * arguments.length, "tokens/s")
+    print_timings(title, timings, "thrifty", arguments.batch * arguments.length, "tokens/s")
     peaks = {way: peak_of(way) for way in WAYS}
     print("  peak memory: " + ", ".join(f"{way} {peak / 1e9:.2f} GB" for way, peak in peaks.items()))
     if arguments.json:
         facts = {"benchmark": "trainer", "peak_memory": peaks, **{k: str(v) for k, v in vars(arguments).items()}}
-        keep(arguments.json, facts, timings, "thrifty")
+        save_timings(arguments.json, facts, timings, "thrifty")
 
 
 if __name__ == "__main__":

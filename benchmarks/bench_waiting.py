@@ -1,10 +1,10 @@
-"""What a thread should do while it waits for its fellows: spin, sleep, or spin a little and then sleep.
+"""Wait policies of OpenMP threads: spin, sleep, or spin briefly and then sleep.
 
     python benchmarks/bench_waiting.py [--rounds 3] [--json results/benchmarks/waiting-cpu.json]
 
-OpenMP reads this once as it is loaded, so each way times its work in a process of its own; the ways take turns, first
-on the machine as it is, then beside a process that keeps one core busy. Work: training steps of two presets, and
-attention over one block in eight, whose products are many and small. The command line and `make bench` use `a little`.
+OpenMP reads the policy once when it is loaded, so each policy has its own processes. Policies alternate, first on the
+machine alone, then with another process that keeps one core busy. Work: training steps of two presets, and attention
+over one block in eight, with many small products. The command line and `make bench` use `a little`.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from bench_sparse_attention import WIDTH, grid_with
-from side_by_side import Timing, rows, tell, write
+from side_by_side import Timing, print_timings, rows, write
 from steps import SameRows, whole_step
 from thrifty.composition.compose import BaseRun, compose
 from thrifty.core.recipe import ModelSettings
@@ -59,14 +59,14 @@ WORK: dict[str, tuple[Callable[[], Callable[[], object]], int]] = {
     "llama-micro, 8 x 256 tokens": (partial(training_step, "llama-micro", 8, 256), 4),
     "block attention, 2,048 tokens": (partial(blocks, 2048), 10),
 }
-"""Name -> what makes it, and how often it is timed in one process."""
+"""Name -> constructor, and number of timed repetitions in one process."""
 
 
 def seconds_of_each() -> dict[str, float]:
-    """The median of each work in this process."""
+    """Return the median seconds of each work in this process."""
     medians = {}
-    for name, (made, times) in WORK.items():
-        work, seconds = made(), []
+    for name, (build, times) in WORK.items():
+        work, seconds = build(), []
         for _ in range(times + 2):
             began = time.perf_counter()
             work()
@@ -85,35 +85,37 @@ def busy_neighbour() -> Iterator[None]:
         process.wait()
 
 
-def in_turns(rounds: int) -> dict[str, dict[str, Timing]]:
-    """Of each work the time of each way, over processes of their own."""
+def alternate(rounds: int) -> dict[str, dict[str, Timing]]:
+    """Return the seconds of each work under each policy, over separate processes."""
     seconds: dict[str, dict[str, list[float]]] = {name: {way: [] for way in WAYS} for name in WORK}
     plain = {name: value for name, value in os.environ.items() if name not in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")}
-    for turn in range(rounds):
-        for way in list(WAYS)[turn % len(WAYS) :] + list(WAYS)[: turn % len(WAYS)]:
+    for round_number in range(rounds):
+        for way in list(WAYS)[round_number % len(WAYS) :] + list(WAYS)[: round_number % len(WAYS)]:
             command = [sys.executable, __file__, "--one"]
-            told = subprocess.run(command, env=plain | WAYS[way], stdout=subprocess.PIPE, check=True, text=True).stdout
-            for name, median in json.loads(told).items():
+            output = subprocess.run(
+                command, env=plain | WAYS[way], stdout=subprocess.PIPE, check=True, text=True
+            ).stdout
+            for name, median in json.loads(output).items():
                 seconds[name][way].append(median)
-    return {name: {way: Timing(tuple(of)) for way, of in ways.items()} for name, ways in seconds.items()}
+    return {name: {way: Timing(tuple(values)) for way, values in ways.items()} for name, ways in seconds.items()}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--json", type=Path, help="file for the figures")
+    parser.add_argument("--json", type=Path, help="results file")
     parser.add_argument("--one", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.one:
         print(json.dumps(seconds_of_each()))
         return
     cases = {}
-    for beside, neighbour in (("alone", nullcontext), ("beside a busy process", busy_neighbour)):
+    for load, neighbour in (("alone", nullcontext), ("beside a busy process", busy_neighbour)):
         with neighbour():
-            timings = in_turns(options.rounds)
+            timings = alternate(options.rounds)
         for name, ways in timings.items():
-            tell(f"{name}, {beside}", ways, "sleep")
-        cases[beside] = {name: rows(ways, "sleep") for name, ways in timings.items()}
+            print_timings(f"{name}, {load}", ways, "sleep")
+        cases[load] = {name: rows(ways, "sleep") for name, ways in timings.items()}
     if options.json:
         write(options.json, {"benchmark": "waiting threads", "ways": WAYS, "baseline": "sleep", "cases": cases})
 

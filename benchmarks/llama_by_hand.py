@@ -1,7 +1,7 @@
-"""A Llama divided over the ranks of a mesh by torch's own tensor parallelism, as one writes it without Thrifty.
+"""Llama with torch's own tensor parallelism, written by hand without Thrifty.
 
-Layers of their own for queries, keys and values; whole hidden states between layers; embedding, head and loss divided
-by the vocabulary.
+Separate layers for queries, keys and values; whole hidden states between layers; embedding, head and loss are divided
+along the vocabulary.
 """
 
 import torch
@@ -25,10 +25,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         q, k, v = (layer(x).unflatten(-1, (-1, self.head_width)).transpose(1, 2) for layer in (self.q, self.k, self.v))
-        seen = F.scaled_dot_product_attention(
+        mixed = F.scaled_dot_product_attention(
             rotate(q, cos, sin), rotate(k, cos, sin), v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
         )
-        return self.out(seen.transpose(1, 2).flatten(2))
+        return self.out(mixed.transpose(1, 2).flatten(2))
 
 
 class Block(nn.Module):
@@ -46,7 +46,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Tokens (b, t) to logits (b, t, v), divided by the vocabulary once it is."""
+    """Model from tokens (b, t) to logits (b, t, v), which are divided along the vocabulary after `divided`."""
 
     cos: Tensor
     sin: Tensor
@@ -72,7 +72,7 @@ class Llama(nn.Module):
 
 
 def divided(model: Llama, mesh: DeviceMesh) -> Llama:
-    """The same model with its layers in parts."""
+    """Return the model with its layers divided over the mesh."""
     columns, rows = ColwiseParallel, RowwiseParallel
     parallelize_module(
         model,
@@ -86,7 +86,7 @@ def divided(model: Llama, mesh: DeviceMesh) -> Llama:
 
 
 def backward(model: Llama, tokens: Tensor) -> Tensor:
-    """The mean loss of the next tokens; gradients are left in the parameters."""
+    """Return the mean next-token loss, and leave gradients in the parameters."""
     with loss_parallel():
         loss = F.cross_entropy(model(tokens[:, :-1]).flatten(0, 1).float(), tokens[:, 1:].flatten())
         loss.backward()
@@ -94,7 +94,7 @@ def backward(model: Llama, tokens: Tensor) -> Tensor:
 
 
 def whole_norm(model: nn.Module) -> Tensor:
-    """The norm of all gradients, those in parts and those that every rank has."""
+    """Return the norm of all gradients, divided and replicated."""
     norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if hasattr(p.grad, "full_tensor")])
     own = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if not hasattr(p.grad, "full_tensor")])
     return torch.hypot(norm.full_tensor(), own)

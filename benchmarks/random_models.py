@@ -1,7 +1,7 @@
-"""Random training steps that no bound was found on: a pure function of (seed, number).
+"""Random training steps on which no bound was tuned: a pure function of (seed, number).
 
-Hand-written architectures with random parts, models of `transformers` and, where it is installed, of `timm` at random
-sizes, each with a batch, a loss, an optimizer and a dtype. `random_step(seed, number)` is the whole interface.
+Hand-written architectures with random parts, and models of `transformers` and, if installed, `timm` at random sizes,
+each with a batch, a loss, an optimizer and a dtype. The interface is `random_step(seed, number)`.
 """
 
 import importlib
@@ -26,14 +26,16 @@ class RandomStep:
     build: Callable[[], nn.Module]
     batch: Any
     loss: Loss | None
-    """None for a model of transformers, which computes its own."""
+    """None for a model of transformers, which computes its own loss."""
     optimizer: Any
-    """A class of torch.optim, or the name of one of `thrifty.optim`."""
+    """Class of torch.optim, or name of an optimizer of `thrifty.optim`."""
 
 
 def random_step(seed: int, number: int) -> RandomStep:
-    """The step of this seed and number: a model of one family after the other, everything else random. Raises
-    ImportError where its library is not installed."""
+    """Return the step of this seed and number; families alternate, everything else is random.
+
+    Raise ImportError if its library is not installed.
+    """
     draw = random.Random(f"{seed}/{number}")
     families = [*HAND_WRITTEN, transformers_step, transformers_step, transformers_step, timm_step, timm_step]
     family = families[(number + seed) % len(families)]
@@ -50,7 +52,7 @@ def random_step(seed: int, number: int) -> RandomStep:
     if autocast:
         loss = partial(_under_autocast, loss or _own_loss)
     seed_of_values = draw.getrandbits(32)
-    return RandomStep(", ".join(words), partial(_built, build, dtype, frozen, seed_of_values), batch, loss, optimizer)
+    return RandomStep(", ".join(words), partial(_build, build, dtype, frozen, seed_of_values), batch, loss, optimizer)
 
 
 OPTIMIZERS = [
@@ -64,7 +66,7 @@ def _cast(batch: Any, dtype: torch.dtype) -> Any:
     return move(lambda leaf: leaf.to(dtype) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, batch)
 
 
-def _built(build: Callable[[], nn.Module], dtype: torch.dtype, frozen: bool, seed: int) -> nn.Module:
+def _build(build: Callable[[], nn.Module], dtype: torch.dtype, frozen: bool, seed: int) -> nn.Module:
     torch.manual_seed(seed)
     model = build().to(dtype)
     if frozen:
@@ -96,7 +98,7 @@ class RmsNorm(nn.Module):
 
 
 class Squared(torch.autograd.Function):
-    """A custom function that saves its input and computes in its backward pass."""
+    """Custom autograd function that saves its input and computes in its backward pass."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
@@ -186,7 +188,7 @@ class Mlp(nn.Module):
 
 
 class Experts(nn.Module):
-    """A mixture; routed by indices, whose shapes depend on values, or computed densely and weighted."""
+    """Mixture of experts, routed by indices with value-dependent shapes, or computed densely and weighted."""
 
     def __init__(self, shape: Shape):
         super().__init__()
@@ -239,7 +241,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """Blocks, of which `shared` names some that are the same, and `recomputed` tells those under torch's checkpoint."""
+    """Stack of blocks; optionally all share one block's weights, or run under torch's checkpoint."""
 
     def __init__(self, shape: Shape, depth: int, shared: bool, recomputed: bool, cross: bool = False):
         super().__init__()
@@ -279,7 +281,7 @@ class EncoderDecoder(nn.Module):
         return self.head(self.decoder(self.target(target), self.encoder(self.source(source))))
 
 
-# Losses of every form
+# Losses of all forms
 
 
 def token_mean(model: nn.Module, tokens: Tensor) -> Tensor:
@@ -440,21 +442,21 @@ def autoencoder(draw: random.Random) -> Family:
             self.first, self.last = nn.Conv2d(3, width, 3, padding=1), nn.Conv2d(width, 3, 3, padding=1)
             sizes = [width * 2**level for level in range(depth + 1)]
             self.down = nn.ModuleList(nn.Conv2d(a, b, 3, 2, 1) for a, b in pairwise(sizes))
-            self.up = nn.ModuleList(self.grown(b, a) for a, b in pairwise(sizes))
+            self.up = nn.ModuleList(self.upsample(b, a) for a, b in pairwise(sizes))
 
-        def grown(self, a: int, b: int) -> nn.Module:
+        def upsample(self, a: int, b: int) -> nn.Module:
             if upsampled:
                 return nn.Sequential(nn.Upsample(scale_factor=2), nn.Conv2d(a, b, 3, padding=1))
             return nn.ConvTranspose2d(a, b, 4, 2, 1)
 
         def forward(self, x: Tensor) -> Tensor:
-            x, kept = self.first(x), []
+            x, skipped = self.first(x), []
             for layer in self.down:
-                kept.append(x)
+                skipped.append(x)
                 x = F.silu(layer(x))
             for layer in reversed(self.up):
                 x = F.silu(layer(x))
-                x = x + kept.pop() if skips else x
+                x = x + skipped.pop() if skips else x
             return self.last(x)
 
     images = torch.randn(draw.choice([6, 16]), 3, side, side)
@@ -484,7 +486,7 @@ def recurrent(draw: random.Random) -> Family:
 
 
 def waveform(draw: random.Random) -> Family:
-    """Strided convolutions of a waveform before a transformer, as models of speech have."""
+    """Return a model with strided convolutions of a waveform before a transformer, as in speech models."""
     shape, samples, count = random_shape(draw, False), draw.choice([4000, 8000]), draw.choice([4, 8])
     depth = draw.randint(1, 3)
 
@@ -562,7 +564,7 @@ TOKENS = ("pad_token_id", "decoder_start_token_id", "eos_token_id", "bos_token_i
 
 
 def _config(kind: str, **values: Any) -> Any:
-    """The config of a kind with those of these values that it has a name for."""
+    """Return the config of a kind, with those of these values that it supports."""
     import transformers
 
     usual = transformers.CONFIG_MAPPING[kind]()
@@ -571,7 +573,7 @@ def _config(kind: str, **values: Any) -> Any:
 
 
 def transformers_step(draw: random.Random) -> Family:
-    """A model of transformers that computes its own loss of labels."""
+    """Return a model of transformers that computes its loss from labels."""
     import transformers
 
     task = draw.choice(["causal", "causal", "masked", "seq2seq", "images", "images", "speech"])
@@ -581,7 +583,7 @@ def transformers_step(draw: random.Random) -> Family:
     if task in ("causal", "masked"):
         auto = transformers.AutoModelForCausalLM if task == "causal" else transformers.AutoModelForMaskedLM
         kind, own = draw.choice([*(CAUSAL if task == "causal" else MASKED).items()])
-        stages = transformers.CONFIG_MAPPING[kind].attribute_map if own else {}  # of those, `own` has the sizes
+        stages = transformers.CONFIG_MAPPING[kind].attribute_map if own else {}  # sizes that `own` sets
         config = _config(kind, **{name: size for name, size in sizes.items() if name not in stages} | own)
         batch: dict[str, Tensor] = {"input_ids": tokens, "labels": tokens}
         if draw.random() < 0.4 and kind not in ("mamba", "fnet"):
@@ -641,7 +643,7 @@ def transformers_step(draw: random.Random) -> Family:
     def build() -> nn.Module:
         try:
             return auto.from_config(config, attn_implementation=attention)
-        except ValueError:  # knows one way alone
+        except ValueError:  # it supports one implementation only
             return auto.from_config(config, attn_implementation="eager")
 
     words = ", ".join(f"{name} {tuple(value.shape)}" for name, value in batch.items())
@@ -671,7 +673,7 @@ def timm_step(draw: random.Random) -> Family:
             settings = {"img_size": side}
         except TypeError:
             settings = {}
-        except Exception:  # windows that do not divide
+        except Exception:  # window sizes that do not divide the image
             settings, side = {}, 224
     fixed = ("_224", "levit", "coat", "focalnet", "sequencer")
     if not settings and any(word in name for word in fixed):

@@ -1,4 +1,4 @@
-"""Times several ways of doing the same work in one process, in turn, so that a machine's drift meets all of them."""
+"""Interleaved timing of several variants of the same work in one process, so that machine drift affects all equally."""
 
 import json
 import os
@@ -29,36 +29,38 @@ class Timing:
 
 
 def side_by_side(
-    ways: Mapping[str, Callable[[], object]],
+    variants: Mapping[str, Callable[[], object]],
     rounds: int = 10,
     warmup: int = 2,
     before: Mapping[str, Callable[[], object]] | None = None,
 ) -> dict[str, Timing]:
-    """Each way once a round, the order turning from round to round; the first `warmup` rounds are not counted, nor is
-    what a way needs `before` each of its turns."""
-    names = list(ways)
+    """Time each variant once per round, in rotating order; the first `warmup` rounds are discarded.
+
+    The functions in `before` run untimed before each call of their variant.
+    """
+    names = list(variants)
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for turn in range(warmup + rounds):
-        for name in names[turn % len(names) :] + names[: turn % len(names)]:
+    for round_number in range(warmup + rounds):
+        for name in names[round_number % len(names) :] + names[: round_number % len(names)]:
             if before is not None:
                 before[name]()
             began = time.perf_counter()
-            ways[name]()
-            if torch.cuda.is_initialized():  # what was started there is not done before it is waited for
+            variants[name]()
+            if torch.cuda.is_initialized():  # GPU kernels finish asynchronously
                 torch.cuda.synchronize()
-            if turn >= warmup:
+            if round_number >= warmup:
                 seconds[name].append(time.perf_counter() - began)
     return {name: Timing(tuple(values)) for name, values in seconds.items()}
 
 
 def ratio(timings: Mapping[str, Timing], name: str, baseline: str) -> float:
-    """The median over rounds of name's time divided by the baseline's in the same round."""
+    """Return the median over rounds of a variant's time divided by the baseline's in the same round."""
     pairs = zip(timings[name].seconds, timings[baseline].seconds, strict=True)
     return statistics.median(mine / theirs for mine, theirs in pairs)
 
 
-def tell(title: str, timings: Mapping[str, Timing], baseline: str, work: float = 0.0, unit: str = "") -> None:
-    """A table: median, spread, ratio to the baseline, and `work` (per call) over time in units a second."""
+def print_timings(title: str, timings: Mapping[str, Timing], baseline: str, work: float = 0.0, unit: str = "") -> None:
+    """Print a table of median, range and ratio to the baseline; `work` per call adds a rate in units per second."""
     print(f"\n{title}  (torch {torch.__version__}, {torch.get_num_threads()} threads)")
     for name, timing in timings.items():
         low, high = timing.spread
@@ -69,8 +71,8 @@ def tell(title: str, timings: Mapping[str, Timing], baseline: str, work: float =
         )
 
 
-def keep(path: Path, facts: Mapping[str, object], timings: Mapping[str, Timing], baseline: str) -> None:
-    """The figures as JSON, for results/: with the machine, the versions and the command that repeats them."""
+def save_timings(path: Path, facts: Mapping[str, object], timings: Mapping[str, Timing], baseline: str) -> None:
+    """Write timings as JSON for results/, with the machine, the versions and the command."""
     write(path, {**facts, "seconds": rows(timings, baseline), "baseline": baseline})
 
 
@@ -82,11 +84,11 @@ def rows(timings: Mapping[str, Timing], baseline: str) -> dict[str, dict[str, ob
 
 
 def write(path: Path, facts: Mapping[str, object]) -> None:
-    """Figures as JSON, with the machine, the versions and the command that repeats them."""
+    """Write results as JSON with the machine, the versions and the command."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    here = environment("cuda" if torch.cuda.is_available() else "cpu")
+    facts_of_machine = environment("cuda" if torch.cuda.is_available() else "cpu")
     names = ("cpu", "gpu", "cores", "device", "torch", "python", "started")
-    machine = {name: here[name] for name in names if name in here}
+    machine = {name: facts_of_machine[name] for name in names if name in facts_of_machine}
     openmp = {name: value for name, value in os.environ.items() if name.startswith(("OMP_", "GOMP_"))}
     command = shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]])
     path.write_text(json.dumps({**facts, **machine, "openmp": openmp, "command": command}, indent=1))

@@ -1,4 +1,4 @@
-"""Whole training steps of composed runs, for benchmarks to take turns with."""
+"""Whole training steps of composed runs, for interleaved benchmarks."""
 
 from collections.abc import Callable, Mapping
 
@@ -10,7 +10,7 @@ from thrifty.core.batches import Batch, BatchSource
 
 
 class SameRows(BatchSource):
-    """The same examples at every step: fields of b rows each."""
+    """Data source with the same examples at every step: fields of b rows each."""
 
     def __init__(self, fields: Mapping[str, Tensor]):
         self.batch = len(next(iter(fields.values())))
@@ -21,7 +21,7 @@ class SameRows(BatchSource):
 
 
 def whole_step(run: Run) -> Callable[[], None]:
-    """Forward pass, backward pass and update of a run's first batch."""
+    """Return a function that runs forward, backward and update on the run's first batch."""
     state, batch = run.start(), run.source.at(0).to(run.device)
     model, optimizer = state.model, state.optimizer
     assert model is not None and optimizer is not None

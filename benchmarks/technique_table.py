@@ -1,11 +1,11 @@
-"""Where each technique works: in a loop by hand, on one's own module in the trainer, on a model of transformers, and by
-the command line.
+"""Table of supported use per technique: hand-written loop, own module in the trainer, transformers model, command line.
 
     python benchmarks/technique_table.py                  # every cell that results/technique_table.json lacks
-    python benchmarks/technique_table.py --again lora     # the cells of one technique anew
+    python benchmarks/technique_table.py --again lora     # recompute the cells of one technique
 
-A cell is made by running it for a few steps of a tiny model. It says "yes" only if something differs from the run
-without the technique, and what; otherwise why it is refused. Cells that end in another error say so, and a test fails.
+A cell is computed by a few steps of a tiny model. It is "yes" only if something differs from the run without the
+technique, and names it; otherwise it has the reason of the refusal. A cell with another error contains it, and a test
+fails.
 """
 
 import argparse
@@ -49,9 +49,9 @@ from thrifty.techniques.sparsity.mask_from_file import mask_file_bytes  # noqa: 
 
 FILE, PAGE = ROOT / "results" / "technique_table.json", ROOT / "results" / "technique_table.md"
 COLUMNS = {
-    "own loop": "a nanoGPT by hand in a loop by hand",
+    "own loop": "a hand-written nanoGPT in a hand-written loop",
     "own module in the trainer": "the same module, a dataset and a loss in thrifty.train",
-    "transformers model": "a Llama of transformers in a loop by hand",
+    "transformers model": "a Llama of transformers in a hand-written loop",
     "command line": "thrifty train",
 }
 STEPS, BATCH, LENGTH, VOCABULARY, SECONDS = 4, 4, 16, 300, 120
@@ -61,7 +61,7 @@ RECIPES = {
     "data_selection.drop_patches": "vit-digits", "data_selection.drop_masked_patches": "mae-digits",
     "data_selection.drop_masked_tokens": "masked", "adapters.visual_prompt": "vit-digits",
 }  # fmt: skip
-"""Recipes of the command line for techniques that are not for text."""
+"""Command-line recipes for techniques that are not for text."""
 SETTINGS: dict[str, dict[str, Any]] = {
     "attention.vitcod": {"autoencoder": False},
     "gradients.clip": {"max_norm": 0.01},
@@ -70,12 +70,12 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "schedules.constant_then_decay": {"decay_from": 0.25},
     "parallelism.shard": {"zero": 3},
 }
-"""Only where others show nothing in a few steps."""
+"""Settings for techniques whose defaults have no visible effect in a few steps."""
 Facts = dict[str, Any]
 
 
 class Block(nn.Module):
-    """A block of a GPT as one writes it."""
+    """GPT block in the usual hand-written form."""
 
     def __init__(self, width: int = 32, heads: int = 4):
         super().__init__()
@@ -92,7 +92,7 @@ class Block(nn.Module):
 
 
 class NanoGPT(nn.Module):
-    """Logits (b, t, v) of tokens (b, t)."""
+    """Model from tokens (b, t) to logits (b, t, v)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -117,7 +117,7 @@ def llama() -> nn.Module:
 
 
 def losses(model: nn.Module, tokens: Tensor) -> Tensor:
-    """One loss per text (b,)."""
+    """Return one loss per text (b,)."""
     if hasattr(model, "config"):
         logits = model(input_ids=tokens[:, :-1], use_cache=False).logits
     else:
@@ -134,7 +134,7 @@ class Texts(Dataset[Tensor]):
 
 
 def facts_by_hand(build: Callable[[], nn.Module], chosen: Technique | None) -> Facts:
-    """What can be seen of a few steps of a loop by hand."""
+    """Return observable facts of a few steps of a hand-written loop."""
     clear_mesh()
     model, saved = build().train(), []
     is_optimizer = chosen is not None and Claim.OPTIMIZER in chosen.claims
@@ -146,7 +146,7 @@ def facts_by_hand(build: Callable[[], nn.Module], chosen: Technique | None) -> F
     if chosen is not None and not is_optimizer and not chosen.name.startswith("parallelism."):
         batch = {"batch": 256} if chosen.name == "large_batch.scale_learning_rate" else {}
         model, optimizer = thrifty.apply((model, optimizer), chosen, total_steps=STEPS, **batch)
-    seen: list[float] = []
+    step_losses: list[float] = []
 
     def pack(tensor: Tensor) -> Tensor:
         saved.append(tensor.numel())
@@ -162,10 +162,10 @@ def facts_by_hand(build: Callable[[], nn.Module], chosen: Technique | None) -> F
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        seen.append(float(loss.detach()))
+        step_losses.append(float(loss.detach()))
     states = [tensor for state in optimizer.state.values() for tensor in state.values() if isinstance(tensor, Tensor)]
     return {
-        "losses": seen,
+        "losses": step_losses,
         "parameters": {name: [*parameter.shape] for name, parameter in model.named_parameters()},
         "trained parameters": [name for name, parameter in model.named_parameters() if parameter.requires_grad],
         "saved tensors": sum(saved),
@@ -188,7 +188,7 @@ def by_hand(build: Callable[[], nn.Module], chosen: Technique) -> str:
         logits, target = torch.randn(4, 8), torch.arange(4)
         plain, changed = nn.CrossEntropyLoss()(logits, target), thrifty.apply(nn.CrossEntropyLoss(), chosen)
         return _difference({"losses": [float(plain)]}, {"losses": [float(changed(logits, target))]})
-    if [seam for seam in ("batches", "objective", "backward", "changes", "update") if chosen.overrides(seam)] == [
+    if [hook for hook in ("batches", "objective", "backward", "changes", "update") if chosen.overrides(hook)] == [
         "batches"
     ]:
         images = chosen.claims & {Claim.RESOLUTION}
@@ -207,7 +207,7 @@ def by_hand(build: Callable[[], nn.Module], chosen: Technique) -> str:
 
 
 def _on_ranks(family: str, chosen: Technique) -> str:
-    """The loop in two processes of torchrun, this file being their script."""
+    """Run the loop in two processes of torchrun, with this file as their script."""
     if chosen.name == "parallelism.pipeline":
         thrifty.apply(nn.Linear(2, 2), chosen)
     words = [
@@ -224,10 +224,10 @@ def _on_ranks(family: str, chosen: Technique) -> str:
     line = next((line for line in done.stdout.splitlines() if line.startswith("{")), "")
     if not line:
         raise RuntimeError(done.stderr[-500:])
-    found = json.loads(line)
-    if "refused" in found:
-        raise ThriftyError(*found["refused"])
-    return _difference(found["plain"], found["changed"])
+    facts = json.loads(line)
+    if "refused" in facts:
+        raise ThriftyError(*facts["refused"])
+    return _difference(facts["plain"], facts["changed"])
 
 
 def rank_cell(name: str, family: str) -> None:
@@ -235,11 +235,11 @@ def rank_cell(name: str, family: str) -> None:
     build = {"nano": nano, "llama": llama}[family]
     chosen = technique(name, **SETTINGS.get(name, {}))
     try:
-        found: Any = {"plain": facts_by_hand(build, None), "changed": facts_by_hand(build, chosen)}
+        facts: Any = {"plain": facts_by_hand(build, None), "changed": facts_by_hand(build, chosen)}
     except ThriftyError as refused:
-        found = {"refused": [refused.what, refused.fix]}
+        facts = {"refused": [refused.what, refused.fix]}
     if torch.distributed.get_rank() == 0:
-        print(json.dumps(found), flush=True)
+        print(json.dumps(facts), flush=True)
     torch.distributed.destroy_process_group()
 
 
@@ -309,25 +309,25 @@ def _command(folder: Path, recipe: str, run: str, chosen: Technique | None) -> N
             for key, value in changed.items()
             for word in ("--set", f"techniques.{chosen.name}.{key}={json.dumps(value)}")
         ]
-    here, errors = Path.cwd(), io.StringIO()
+    folder_before, errors = Path.cwd(), io.StringIO()
     os.chdir(folder)
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(errors):
             main(words)
     except SystemExit as ended:
         if ended.code:
-            said = errors.getvalue().strip().splitlines()
-            what = next((place for place, line in enumerate(said) if line.startswith("thrifty: ")), None)
+            printed = errors.getvalue().strip().splitlines()
+            what = next((index for index, line in enumerate(printed) if line.startswith("thrifty: ")), None)
             if what is None:
                 raise RuntimeError(errors.getvalue()[-500:]) from None
-            fix = said[what + 1].removeprefix("  fix: ") if len(said) > what + 1 else ""
-            raise ThriftyError(said[what].removeprefix("thrifty: "), fix) from None
+            fix = printed[what + 1].removeprefix("  fix: ") if len(printed) > what + 1 else ""
+            raise ThriftyError(printed[what].removeprefix("thrifty: "), fix) from None
     finally:
-        os.chdir(here)
+        os.chdir(folder_before)
 
 
 def _difference(plain: Facts, changed: Facts) -> str:
-    """Return the first thing that differs. Raises AssertionError if nothing does."""
+    """Return the first difference. Raise AssertionError if there is none."""
     for name, value in changed.items():
         if value != plain.get(name):
             return f"yes ({name})"
@@ -337,7 +337,7 @@ def _difference(plain: Facts, changed: Facts) -> str:
 @contextlib.contextmanager
 def _bounded() -> Iterator[None]:
     def stop(*_: object) -> None:
-        raise TimeoutError(f"no answer in {SECONDS} s")
+        raise TimeoutError(f"no result in {SECONDS} s")
 
     signal.signal(signal.SIGALRM, stop)
     signal.alarm(SECONDS)
@@ -348,7 +348,7 @@ def _bounded() -> Iterator[None]:
 
 
 def masks_for(column: str, folder: Path) -> dict[str, str]:
-    """Return the settings of a file of masks that keep half of each matrix in the blocks of a column's model."""
+    """Return the settings of a mask file that keeps half of each matrix in the blocks of a column's model."""
     file = folder / f"{column.replace(' ', '-')}-masks.safetensors"
     if column == "command line":
         _command(folder, "text", "drawn", technique("sparsity.static"))
@@ -361,7 +361,7 @@ def masks_for(column: str, folder: Path) -> dict[str, str]:
 
 
 def cell(column: str, name: str, folder: Path) -> str:
-    """Return what a cell says: "yes (what differs)", "needs the trainer: …", "refused: …", or "error: …"."""
+    """Return the content of a cell: "yes (what differs)", "needs the trainer: …", "refused: …", or "error: …"."""
     chosen = technique(name, **SETTINGS.get(name, {}))
     if name == "sparsity.mask_from_file":
         chosen = technique(name, **masks_for(column, folder))
@@ -379,23 +379,23 @@ def cell(column: str, name: str, folder: Path) -> str:
         return f"needs the trainer: {refused.what}; {refused.fix}"
     except ThriftyError as refused:
         return f"refused: {refused.what}" + (f"; {refused.fix}" if refused.fix else "")
-    except Exception as error:  # what a table must show
+    except Exception as error:  # the table shows every error
         return f"error: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
 
 def write(table: dict[str, dict[str, str]]) -> None:
     FILE.write_text(json.dumps({"columns": COLUMNS, "techniques": table}, indent=1, ensure_ascii=False) + "\n", "utf-8")
     lines = [
-        "# Where each technique works",
+        "# Supported use of each technique",
         "",
-        "Made by `python benchmarks/technique_table.py`: each cell is run.",
+        "Made by `python benchmarks/technique_table.py`; each cell is the result of a run.",
         "",
     ]
     lines += [f"- **{name}**: {about}" for name, about in COLUMNS.items()]
     counts = {column: sum(row.get(column, "").startswith("yes") for row in table.values()) for column in COLUMNS}
     loops = sum("yes" in row.get("own loop", "")[:3] + row.get("transformers model", "")[:3] for row in table.values())
     lines += ["", f"Yes: {', '.join(f'{count} {column}' for column, count in counts.items())}, of {len(table)};"]
-    lines += [f"{loops} in a loop by hand on one of the two models.", ""]
+    lines += [f"{loops} in a hand-written loop on one of the two models.", ""]
     lines += [f"| technique | {' | '.join(COLUMNS)} |", f"|---|{'---|' * len(COLUMNS)}"]
     reasons: list[str] = []
     for name, row in table.items():
@@ -412,20 +412,20 @@ def write(table: dict[str, dict[str, str]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--again", nargs="*", default=[], help="techniques whose cells are made anew")
+    parser.add_argument("--again", nargs="*", default=[], help="techniques whose cells are recomputed")
     parser.add_argument("--column", nargs="*", default=[*COLUMNS], choices=COLUMNS)
     parser.add_argument("--rank-of", nargs=2, help=argparse.SUPPRESS)
-    given = parser.parse_args()
-    if given.rank_of:
-        return rank_cell(*given.rank_of)
+    options = parser.parse_args()
+    if options.rank_of:
+        return rank_cell(*options.rank_of)
     torch.set_num_threads(1)
-    again = {techniques.find(name).name for name in given.again}
+    again = {techniques.find(name).name for name in options.again}
     known = json.loads(FILE.read_text("utf-8"))["techniques"] if FILE.exists() else {}
     table = {name: known.get(name, {}) if name not in again else {} for name in techniques.own_names()}
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         write_corpus(folder / "corpus")
-        for column in given.column:
+        for column in options.column:
             for name in techniques.own_names():
                 if column not in table[name] or table[name][column].startswith("error"):
                     table[name][column] = cell(column, name, folder)

@@ -1,4 +1,4 @@
-"""Small models of `transformers` that no bound of the planner was found on, with random weights, as recipes."""
+"""Small models of `transformers` with random weights that were not used to find the planner's bounds, as recipes."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -34,7 +34,7 @@ class Unseen:
     images: bool = False
 
     def write(self, folder: Path) -> None:
-        """Its config.json: all that an architecture with random weights is told by."""
+        """Write its config.json, which fully describes an architecture with random weights."""
         self.config().save_pretrained(folder)
 
 
@@ -57,7 +57,7 @@ UNSEEN: Mapping[str, Unseen] = {
 
 
 def write_all(folder: Path) -> None:
-    """Every model's folder, and a text to train them on."""
+    """Write every model's folder, and a text to train on."""
     for name, model in UNSEEN.items():
         model.write(folder / name)
     (folder / "text.txt").write_bytes(source_text()[0][:400_000].tobytes())

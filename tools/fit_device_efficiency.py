@@ -1,11 +1,11 @@
-"""Fit the efficiencies of devices to published throughput; write src/thrifty/simulators/cluster/device_efficiency.json.
+"""Fit device efficiencies to published throughput; write src/thrifty/simulators/cluster/device_efficiency.json.
 
-`python -m tools.fit_device_efficiency`. Rows: the tables of MosaicML's llm-foundry, 109 of them, in
-published_throughput.csv. Assumed of all rows: NVLink in a node, 1.6 Tb/s (A100) or 3.2 Tb/s (H100) between nodes, fused
-losses, collectives that overlap.
+Run it as `python -m tools.fit_device_efficiency`. The data are 109 rows of the tables in MosaicML's llm-foundry, in
+published_throughput.csv. Assumptions for all rows: NVLink within a node, 1.6 Tb/s (A100) or 3.2 Tb/s (H100) between
+nodes, fused losses, overlapping collectives.
 
-Every row is judged by a fit that has not seen its model size: five folds, whole sizes in each. For devices without
-rows, a chip's rows are judged by the fit of the other chips. "errors" are simulated over measured tokens/s - 1.
+Every row is tested with a fit that excludes its model size: five folds of whole sizes. For devices without rows, a
+chip's rows are tested with the fit of the other chips. "errors" are simulated over measured tokens/s - 1.
 """
 
 import csv
@@ -53,7 +53,7 @@ FOLDS = 5
 
 @dataclass(frozen=True)
 class ThroughputRow:
-    """One row of the published table."""
+    """A row of the published table."""
 
     model: str
     length: int
@@ -62,7 +62,7 @@ class ThroughputRow:
     micro_batch: int
     effective_batch: int
     measured: float
-    """Tokens/s of a device."""
+    """Tokens/s per device."""
     number_format: str
     recompute: bool
     zero: int
@@ -85,7 +85,7 @@ class ThroughputRow:
         return transformer(self.model, DecoderSizes(*SIZES[self.model], self.length, VOCABULARY))
 
     def simulated(self, rates: DeviceEfficiency) -> float:
-        """Tokens/s of a device."""
+        """Return the simulated tokens/s per device."""
         device, inside, between = HARDWARE[self.gpu]
         cluster = Cluster(DEVICES[device], 8, self.gpus // 8, LINKS[inside], LINKS[between])
         settings = StepSettings(
@@ -119,13 +119,15 @@ def read_rows() -> list[ThroughputRow]:
 
 
 def fit(rows: Sequence[ThroughputRow]) -> DeviceEfficiency:
-    """Least squares of the logarithm of simulated over measured throughput, by Gauss-Newton. A parameter that no row
-    depends on stays where it starts."""
+    """Fit by least squares of the log ratio of simulated to measured throughput, with Gauss-Newton.
+
+    A parameter that no row depends on keeps its initial value.
+    """
     point = np.log(START)
     for _ in range(ITERATIONS):
-        off = _log_ratios(rows, point)
-        slopes = [(_log_ratios(rows, point + STEP * axis) - off) / STEP for axis in np.eye(len(point))]
-        point = point - np.linalg.lstsq(np.stack(slopes, axis=1), off)[0]
+        residuals = _log_ratios(rows, point)
+        slopes = [(_log_ratios(rows, point + STEP * axis) - residuals) / STEP for axis in np.eye(len(point))]
+        point = point - np.linalg.lstsq(np.stack(slopes, axis=1), residuals)[0]
     return _efficiency(point)
 
 
@@ -138,14 +140,14 @@ def _log_ratios(rows: Sequence[ThroughputRow], point: np.ndarray) -> np.ndarray:
     return np.log([row.simulated(rates) / row.measured for row in rows])
 
 
-def judge(rows: Sequence[ThroughputRow], group: Callable[[ThroughputRow], int | str]) -> dict[str, Any]:
-    """The fit of all rows, and the errors of each group by the fit of the other groups."""
+def cross_validate(rows: Sequence[ThroughputRow], group: Callable[[ThroughputRow], int | str]) -> dict[str, Any]:
+    """Return the fit of all rows, and the errors of each group under the fit of the other groups."""
     groups = {}
     for key in sorted({group(row) for row in rows}, key=str):
         rates = fit([row for row in rows if group(row) != key])
         errors = [row.simulated(rates) / row.measured - 1 for row in rows if group(row) == key]
         groups[str(key)] = {"efficiency": _shares(rates), "errors": [round(error, 4) for error in errors]}
-    errors = [error for judged in groups.values() for error in judged["errors"]]
+    errors = [error for tested in groups.values() for error in tested["errors"]]
     low, high = np.quantile(1 + np.array(errors), [0.05, 0.95])
     return {
         "efficiency": _shares(fit(rows)),
@@ -164,9 +166,10 @@ def _shares(rates: DeviceEfficiency) -> dict[str, float]:
 def main() -> None:
     rows = read_rows()
     devices = {
-        name: judge([row for row in rows if row.device == name], lambda row: row.fold) for name, *_ in HARDWARE.values()
+        name: cross_validate([row for row in rows if row.device == name], lambda row: row.fold)
+        for name, *_ in HARDWARE.values()
     }
-    others = judge([row for row in rows if row.number_format == "bfloat16"], lambda row: row.chip)
+    others = cross_validate([row for row in rows if row.number_format == "bfloat16"], lambda row: row.chip)
     others["efficiency"]["float8"] = devices["h100"]["efficiency"]["float8"]
     content = {
         "written_by": "tools/fit_device_efficiency.py",
@@ -174,8 +177,8 @@ def main() -> None:
         "devices": {**devices, OTHERS: others},
     }
     TARGET.write_text(json.dumps(content, indent=2) + "\n")
-    for name, judged in content["devices"].items():
-        print(name, {key: value for key, value in judged.items() if key != "left_out"})
+    for name, fitted in content["devices"].items():
+        print(name, {key: value for key, value in fitted.items() if key != "left_out"})
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Import rule: the table of DESIGN.md and the finer rules below it, as a contract of import-linter.
 
-`offences` is plain: sets of pairs (importer, imported) in, sentences out, so that tests can put an offence back.
+`offences` maps sets of pairs (importer, imported) to sentences, so that tests can pass offending imports directly.
 """
 
 import re
@@ -27,8 +27,8 @@ class ImportRule(Contract):
     """Contract of import-linter that reads its rule from DESIGN.md."""
 
     def check(self, graph: ImportGraph, verbose: bool) -> ContractCheck:
-        found = offences(imports_of(graph), read_rule(DESIGN.read_text(encoding="utf-8")))
-        return ContractCheck(kept=not found, metadata={"offences": found})
+        broken = offences(imports_of(graph), read_rule(DESIGN.read_text(encoding="utf-8")))
+        return ContractCheck(kept=not broken, metadata={"offences": broken})
 
     def render_broken_contract(self, check: ContractCheck) -> None:
         for sentence in check.metadata["offences"]:
@@ -62,18 +62,18 @@ def package_of(module: str, rule: Rule) -> str:
 
 
 def offences(imports: Iterable[Import], rule: Rule) -> list[str]:
-    """List what breaks the rule, a sentence each."""
+    """Return a sentence for each import that breaks the rule."""
     imports = sorted(imports)
-    found = [
+    broken = [
         f"{importer} imports {imported}: {reason}"
         for importer, imported in imports
         if (reason := _reason(importer, imported, rule))
     ]
-    return found + [f"import circle: {', '.join(circle)}" for circle in circles(imports)]
+    return broken + [f"import circle: {', '.join(circle)}" for circle in circles(imports)]
 
 
 def circles(imports: Iterable[Import]) -> list[list[str]]:
-    """List the groups of modules that import one another, over whatever way."""
+    """Return the groups of modules that import one another directly or indirectly."""
     imports = list(imports)
     modules = sorted({module for pair in imports for module in pair})
     index = {module: number for number, module in enumerate(modules)}
@@ -87,7 +87,7 @@ def circles(imports: Iterable[Import]) -> list[list[str]]:
 
 
 def _reason(importer: str, imported: str, rule: Rule) -> str:
-    """Say why a module may not import another, "" where it may."""
+    """Return the reason why a module may not import another, or ""."""
     one, other = package_of(importer, rule), package_of(imported, rule)
     if imported != "thrifty" and one and one != other and not _covered(one, other, rule):
         return f"{one} may not import {other or 'the top'}"
@@ -108,6 +108,6 @@ def _reason(importer: str, imported: str, rule: Rule) -> str:
 
 
 def _covered(one: str, other: str, rule: Rule) -> bool:
-    """Return True if a row names a package, or, for importers outside of its folder, the folder."""
+    """True if a row names a package, or the folder that contains it for modules outside of that folder."""
     parent = other.partition("/")[0]
     return other in rule[one] or (parent in rule[one] and one.partition("/")[0] != parent)

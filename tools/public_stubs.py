@@ -1,6 +1,6 @@
-"""Stub of `thrifty.optim` and snapshot of the public interface, written by `python tools/public_stubs.py`.
+"""Generator of the stub of `thrifty.optim` and of the public interface snapshot: `python tools/public_stubs.py`.
 
-A test compares both with what is written here: a change of a public name or signature shows in a diff.
+A test compares both with its output, so a change of a public name or signature shows in a diff.
 """
 
 import inspect
@@ -20,7 +20,7 @@ SNAPSHOT = ROOT / "tests" / "interface" / "public_interface.txt"
 
 
 def plain_type(hint: object) -> str:
-    """Return a type without its bounds, as it is written."""
+    """Return a type without its bounds, as source text."""
     if typing.get_origin(hint) is typing.Annotated:
         return plain_type(typing.get_args(hint)[0])
     arguments = typing.get_args(hint)
@@ -65,7 +65,7 @@ def optimizer_stub() -> str:
 
 
 def snapshot() -> str:
-    """Return each public name with its signature, a line each."""
+    """Return each public name with its signature, one per line."""
     lines = []
     for name in dir(thrifty):
         value = getattr(thrifty, name)

@@ -6,11 +6,11 @@ from benchmarks.allocator_trace import AllocatedBlocks
 
 def test_live_bytes_of_allocations_and_frees() -> None:
     blocks = AllocatedBlocks()
-    blocks.give(1000, 100)
-    blocks.give(1100, 50)
+    blocks.allocate(1000, 100)
+    blocks.allocate(1100, 50)
     assert blocks.now == 150 and blocks.bytes_at({1100, 7}) == 50
-    blocks.take_back(1000)
-    blocks.take_back(1000)  # freed already
+    blocks.free(1000)
+    blocks.free(1000)  # freed already
     assert blocks.now == 50
 
 
@@ -20,8 +20,8 @@ def test_live_bytes_of_allocations_and_frees() -> None:
 )
 def test_reallocated_address_counts_as_freed(start: int, size: int, left: int) -> None:
     blocks = AllocatedBlocks()
-    blocks.give(1000, 100)
-    blocks.give(1100, 100)
-    blocks.give(1500, 200)
-    blocks.give(start, size)
+    blocks.allocate(1000, 100)
+    blocks.allocate(1100, 100)
+    blocks.allocate(1500, 200)
+    blocks.allocate(start, size)
     assert blocks.now == left
