@@ -8,7 +8,7 @@ from thrifty.core.shard_layout import FusedOrder, TensorBox, order_of, tag_order
 def test_fused_order_round_trip() -> None:
     order = FusedOrder(0, (4, 2, 2), ranks=2)
     whole = torch.arange(8)
-    kept = order.kept(whole)
+    kept = order.to_stored(whole)
     assert kept.tolist() == [0, 1, 4, 6, 2, 3, 5, 7]
     assert torch.equal(order.whole(kept), whole)
 
@@ -16,7 +16,7 @@ def test_fused_order_round_trip() -> None:
 def test_boxes_of_a_part_in_fused_order_address_its_values() -> None:
     order = FusedOrder(1, (6, 3), ranks=3)
     whole = torch.arange(36).view(4, 9)
-    kept = order.kept(whole)
+    kept = order.to_stored(whole)
     for first in range(9):
         for stop in range(first, 10):
             box = TensorBox((4, 9), (1, first), (2, stop - first))

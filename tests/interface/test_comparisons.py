@@ -27,7 +27,7 @@ def test_variants_of_the_users_own_objects_are_judged(verdict: thrifty.Compariso
     assert names == ["baseline", "lion", "small"]
     assert verdict.folder.name == "race" and "lion: undecided" in str(verdict)
     assert all(entry["status"] == "finished" for entry in verdict.as_dict()["runs"])
-    assert "all runs were made in one process" in str(verdict)
+    assert "all runs used one process" in str(verdict)
 
 
 @pytest.mark.parametrize("ending", [".pdf", ".png", ".svg"])

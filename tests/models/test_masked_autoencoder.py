@@ -80,7 +80,7 @@ def test_predictions_and_loss_equal_transformers(folder, normalize, rate):
         objective = MaskedReconstruction(rate=rate, normalize=normalize, patch=4)
         batch = Batch({"inputs": images(), "visible": visible, "removed": removed}, torch.full((3,), 1 / 3))
         hidden = ours(images(), visible).gather(1, removed[..., None].expand(-1, -1, 16))
-        losses = objective.losses(Prediction(given=ours.head(hidden)), batch)
+        losses = objective.losses(Prediction(output=ours.head(hidden)), batch)
         torch.testing.assert_close(losses @ batch.weight, wanted.loss, rtol=1e-5, atol=1e-5)
 
 
@@ -90,7 +90,8 @@ def test_gradients_equal_transformers(folder):
     batch = Batch({"inputs": images(), "visible": visible, "removed": removed}, torch.full((3,), 1 / 3))
     hidden = ours(images(), visible).gather(1, removed[..., None].expand(-1, -1, 16))
     (
-        MaskedReconstruction(normalize=False, patch=4).losses(Prediction(given=ours.head(hidden)), batch) @ batch.weight
+        MaskedReconstruction(normalize=False, patch=4).losses(Prediction(output=ours.head(hidden)), batch)
+        @ batch.weight
     ).backward()
     model(images(), noise=noise()).loss.backward()
     for mine, yours in (

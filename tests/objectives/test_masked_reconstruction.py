@@ -69,7 +69,7 @@ def test_loss_is_the_mean_over_pixels_then_removed_patches():
     for row in range(4):
         errors = [(predicted[row, i] - pixels[row, p]) ** 2 for i, p in enumerate(batch["removed"][row].tolist())]
         wanted.append(sum(float(error.mean()) for error in errors) / 12)
-    assert objective.losses(Prediction(given=predicted), batch).tolist() == pytest.approx(wanted, rel=1e-6)
+    assert objective.losses(Prediction(output=predicted), batch).tolist() == pytest.approx(wanted, rel=1e-6)
 
 
 @pytest.mark.parametrize("normalize", [True, False])
@@ -80,13 +80,13 @@ def test_visible_patches_are_no_targets(normalize: bool):
     for row in range(4):
         pixels[row, batch["visible"][row]] += 7.0
     other = Batch({**batch.fields, "inputs": unpatchify(pixels, 2, 8, 8)}, batch.weight)
-    prediction = Prediction(given=torch.zeros(4, 12, 4))
+    prediction = Prediction(output=torch.zeros(4, 12, 4))
     assert torch.equal(objective.losses(prediction, batch), objective.losses(prediction, other))
 
 
 def test_predicting_patch_means_has_normalized_loss_near_one():
     batch = MaskedReconstruction(patch=2).examples(pictures())
-    losses = MaskedReconstruction(patch=2).losses(Prediction(given=torch.zeros(4, 12, 4)), batch)
+    losses = MaskedReconstruction(patch=2).losses(Prediction(output=torch.zeros(4, 12, 4)), batch)
     assert losses.tolist() == pytest.approx([3 / 4] * 4, rel=1e-3)  # the unbiased variance of 4 pixels: 3/4 is left
 
 
@@ -108,7 +108,7 @@ def test_removed_pixels_reach_only_the_targets(dropped: bool):
 def test_scores_are_gradient_norms_at_the_predictions():
     objective, batch = MaskedReconstruction(patch=2), MaskedReconstruction(patch=2).examples(pictures())
     given = torch.randn(4, 12, 4, generator=torch.Generator().manual_seed(5), requires_grad=True)
-    prediction = Prediction(given=given)
+    prediction = Prediction(output=given)
     objective.losses(prediction, batch).sum().backward()
     assert given.grad is not None
     torch.testing.assert_close(objective.scores(prediction, batch), given.grad.flatten(1).norm(dim=1))
@@ -159,14 +159,14 @@ def test_objective_by_name_with_settings():
 def test_preview_merges_predicted_and_visible_patches(normalize: bool):
     objective = MaskedReconstruction(patch=2, normalize=normalize)
     batch = objective.examples(pictures())
-    right = Prediction(given=objective.targets(batch))
+    right = Prediction(output=objective.targets(batch))
     found = objective.image_previews(right, batch)
     assert list(found) == ["original", "masked", "reconstructed"]
     assert torch.equal(found["original"], batch["inputs"])
     torch.testing.assert_close(found["reconstructed"], batch["inputs"])
     cut = {
         name: patchify(images, 2)
-        for name, images in objective.image_previews(Prediction(given=right.logits + 1), batch).items()
+        for name, images in objective.image_previews(Prediction(output=right.logits + 1), batch).items()
     }
     for row in range(4):
         seen, removed = batch["visible"][row], batch["removed"][row]

@@ -44,7 +44,7 @@ class Matrices(nn.Module):
 
 
 def _laid(whole: Tensor, order: FusedOrder | None) -> Tensor:
-    whole = order.kept(whole) if order else whole
+    whole = order.to_stored(whole) if order else whole
     return distribute_tensor(whole, mesh.submesh("tensor"), [Shard(1)]) if mesh.axis("tensor").size > 1 else whole
 
 

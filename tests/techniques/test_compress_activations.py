@@ -366,7 +366,7 @@ class Lopsided(nn.Module):
 
 class MeanSquare(Objective):
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
-        return Prediction(given=model(batch["x"]))
+        return Prediction(output=model(batch["x"]))
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
         return (prediction.logits - 1).square().mean(1)

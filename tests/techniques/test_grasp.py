@@ -26,7 +26,7 @@ class Doubles(Objective):
     """Cross-entropy of classes, in the model's own precision."""
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
-        return Prediction(given=model(batch["inputs"]))
+        return Prediction(output=model(batch["inputs"]))
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
         return F.cross_entropy(prediction.logits, batch["labels"], reduction="none")
@@ -177,7 +177,7 @@ def test_an_overflow_that_either_pass_answered_is_answered(overflowing: int) -> 
     def scaled(*args: object) -> BackwardResult:
         nonlocal calls
         calls += 1
-        return replace(plain_backward(*args), answered=calls == overflowing)  # type: ignore[arg-type]
+        return replace(plain_backward(*args), overflow_handled=calls == overflowing)  # type: ignore[arg-type]
 
     model, batch = small()
     assert hessian_gradient(scaled, model, Doubles(), batch, matrices(model), 1.0).answered

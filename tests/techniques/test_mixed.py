@@ -194,7 +194,7 @@ def gradients_of(name: str, mixed: MixedPrecision | None) -> tuple[float, Tensor
     if mixed is not None:
         objective, backward = mixed.objective(objective), mixed.backward(backward)
     outcome = backward(model, objective, batch)
-    assert not outcome.answered
+    assert not outcome.overflow_handled
     found = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     assert all(gradient.dtype == torch.float32 for gradient in found)
     assert objective.scores(objective.predict(model, batch), batch).isfinite().all()

@@ -53,7 +53,7 @@ class Projected(Objective):
     """The loss of an example is its projection on the weights: its gradient is the example itself."""
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
-        return Prediction(given=batch["x"] @ torch.cat([model.first, model.second]))
+        return Prediction(output=batch["x"] @ torch.cat([model.first, model.second]))
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
         return prediction.logits

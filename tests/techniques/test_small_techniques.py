@@ -139,7 +139,7 @@ def test_the_z_loss_counts_predictions_as_the_loss_does(as_logits: bool) -> None
     plain = plain_run()
     model, batch = plain.build(), plain.source.at(0)
     logits = model.head(model(batch["tokens"][:, :-1]))
-    given = Prediction(given=logits) if as_logits else Prediction(model(batch["tokens"][:, :-1]), model.head)
+    given = Prediction(output=logits) if as_logits else Prediction(model(batch["tokens"][:, :-1]), model.head)
     objective = Weighed()
     wanted = (0.1 * logits.logsumexp(-1).square() * objective.shares(batch)).sum(1)
     losses = objective.losses(given, batch).detach()
@@ -150,7 +150,7 @@ def test_the_z_loss_counts_predictions_as_the_loss_does(as_logits: bool) -> None
 def test_normalizers_of_logits_are_computed_for_those_who_ask() -> None:
     plain = plain_run()
     model, batch = plain.build(), plain.source.at(0)
-    given = Prediction(given=model.head(model(batch["tokens"][:, :-1])))
+    given = Prediction(output=model.head(model(batch["tokens"][:, :-1])))
     NextToken().losses(given, batch)
     assert given.normalizers is None
     torch.testing.assert_close(NextToken().normalizers(given, batch), given.logits.logsumexp(-1))
@@ -160,7 +160,7 @@ class Doubles(Objective):
     """Cross-entropy in float64."""
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
-        return Prediction(given=model.logits(batch["tokens"][:, :-1]))
+        return Prediction(output=model.logits(batch["tokens"][:, :-1]))
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
         chosen = prediction.logits.log_softmax(-1).gather(-1, batch["tokens"][:, 1:, None])

@@ -17,7 +17,7 @@ from thrifty.objectives.chat_answers import ChatAnswers
 from thrifty.objectives.token_cross_entropy import TokenCrossEntropy
 
 PROMISE = "something is learned"
-FIX = "see with thrifty data preview which tokens are learned; raise data.length if answers are cut off"
+FIX = "thrifty data preview prints the learned tokens; raise data.length if answers are cut off"
 SHOWN = 600
 """Characters of an example to print."""
 

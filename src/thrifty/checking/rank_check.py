@@ -35,7 +35,7 @@ from thrifty.training.sent_objects import read_value, write_value
 PROMISE, ABOUT = "one rank or several", "ranks"
 SECONDS = 300
 """Timeout of the ranks; after it they count as hanging."""
-RECIPE, OBJECTS, OPTIONS, STORE = "recipe.toml", "objects", "told.json", "store"
+RECIPE, OBJECTS, OPTIONS, STORE = "recipe.toml", "objects", "options.json", "store"
 
 Start = Callable[[Path, int], str]
 """Function that runs `work_as_rank` on a folder with so many ranks; it returns an error, or ""."""

@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> Any:
     except ThriftyError as error:
         for number in (signal.SIGINT, signal.SIGTERM):  # the exit code is decided
             signal.signal(number, signal.SIG_IGN)
-        if not error.told and _is_first_to_report():
+        if not error.is_reported and _is_first_to_report():
             click.echo(f"thrifty: {error}", err=True)
         sys.exit(error.exit_code)
     except OSError as error:

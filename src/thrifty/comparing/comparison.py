@@ -51,7 +51,6 @@ EVALUATIONS = 20
 TRIAL_SEED = 10_000
 """Offset of trial seeds: a learning rate is not chosen on the seeds that are compared."""
 SAME_PROCESS = "all runs used one process, in which peak memory includes allocations of earlier runs"
-SAME_PROCESS = "all runs were made in one process, where peak memory includes what earlier runs left behind"
 Say = Callable[[str], None]
 
 

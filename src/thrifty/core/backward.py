@@ -19,7 +19,7 @@ class BackwardResult:
 
     loss: Tensor
     notes: dict[str, float] = field(default_factory=dict)
-    answered: bool = False
+    overflow_handled: bool = False
     """True if a lower loss scale already handles gradients that are not finite.
 
     Such a step is skipped like any other, but is no sign of divergence.
@@ -44,9 +44,9 @@ class BackwardResult:
                 "do not add up to that of all",
                 fix="return one loss for each example, losses and weights, or choose micro-batches of equal size",
             )
-        answered = self.answered or other.answered
+        overflow_handled = self.overflow_handled or other.overflow_handled
         return BackwardResult(
-            self.loss + other.loss, self.notes | other.notes, answered, parts, next(iter(sizes), None)
+            self.loss + other.loss, self.notes | other.notes, overflow_handled, parts, next(iter(sizes), None)
         )
 
 

@@ -10,7 +10,7 @@ class ThriftyError(Exception):
     """An error that Thrifty explains: the message and its fix."""
 
     exit_code = 1
-    told = False
+    is_reported = False
     """True if a process of the same run has already printed the error."""
 
     def __init__(self, what: str, fix: str = ""):

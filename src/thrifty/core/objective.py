@@ -21,7 +21,7 @@ class Prediction:
 
     hidden: Tensor | None = None
     head: nn.Module | None = None
-    given: Tensor | None = field(default=None, repr=False)
+    output: Tensor | None = field(default=None, repr=False)
     normalizers: Tensor | None = field(default=None, repr=False)
     """Softmax normalizers that a loss stores here for terms that need them too."""
     shares: Tensor | None = field(default=None, repr=False)
@@ -40,8 +40,8 @@ class Prediction:
 
     @cached_property
     def logits(self) -> Tensor:
-        if self.given is not None:
-            return self.given
+        if self.output is not None:
+            return self.output
         assert self.head is not None and self.hidden is not None
         return self.head(self.hidden)
 

@@ -80,7 +80,7 @@ class ModelSettings:
         if plain:
             raise UsageError(
                 f"model.{plain[0]} is set, and the function {self.build!r} builds the model",
-                fix=f"leave model.{plain[0]} out; what the function takes goes into model.arguments",
+                fix=f"leave model.{plain[0]} out, or pass it to the function in model.arguments",
             )
         object.__setattr__(self, "preset", "")
 

@@ -70,13 +70,13 @@ class FusedOrder:
     def _places(self) -> Tensor:
         return torch.cat([torch.arange(start, start + length) for start, length in self.stretches])
 
-    def kept(self, whole: Tensor) -> Tensor:
+    def to_stored(self, whole: Tensor) -> Tensor:
         """Return a whole tensor rearranged to the stored order."""
         return whole.index_select(self.dim, self._places.to(whole.device))
 
-    def whole(self, kept: Tensor) -> Tensor:
+    def whole(self, stored: Tensor) -> Tensor:
         """Return a tensor in stored order rearranged to the order of the whole."""
-        return kept.index_select(self.dim, self._places.argsort().to(kept.device))
+        return stored.index_select(self.dim, self._places.argsort().to(stored.device))
 
     def boxes(self, local_box: TensorBox) -> Iterator[tuple[TensorBox, TensorBox]]:
         """Yield the boxes of the whole tensor inside a box in stored order, each with its box in stored order."""
@@ -98,13 +98,13 @@ def _with(box: TensorBox, dim: int, start: int, length: int) -> TensorBox:
 
 def order_of(tensor: Tensor) -> FusedOrder | None:
     """Return the fused order of a tensor, or None for the plain order."""
-    return getattr(tensor, "kept_in_order", None)
+    return getattr(tensor, "fused_order", None)
 
 
 def tag_order(tensor: Tensor, order: FusedOrder | None) -> Tensor:
     """Tag a tensor with its fused order, and return it."""
     if order is not None:
-        tensor.kept_in_order = order  # type: ignore[attr-defined]
+        tensor.fused_order = order  # type: ignore[attr-defined]
     return tensor
 
 

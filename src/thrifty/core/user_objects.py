@@ -48,7 +48,7 @@ class UserObjects:
     """Import names of the objects that were passed by name."""
 
     @classmethod
-    def given(cls, **objects: Any) -> "UserObjects":
+    def from_arguments(cls, **objects: Any) -> "UserObjects":
         """Return the objects, importing those passed by name.
 
         For data, the name refers to a dataset, or to a function or class that returns one without arguments.
@@ -141,7 +141,7 @@ def _parameters(function: BuildModel) -> str:
     try:
         return str(inspect.signature(function))
     except ValueError:
-        return "what its documentation says"
+        return "the arguments in its documentation"
 
 
 def _shown(arguments: Mapping[str, Any]) -> str:

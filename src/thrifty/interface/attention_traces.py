@@ -85,7 +85,9 @@ def trace(
         recorded = load_pruned_masks(Path(source), width)
     else:
         text = None if data is None else Path(data)
-        recorded = with_dtype(_recorded(source, examples, length, text, seed, UserObjects.given(model=model)), dtype)
+        recorded = with_dtype(
+            _recorded(source, examples, length, text, seed, UserObjects.from_arguments(model=model)), dtype
+        )
     save_trace(recorded, path)
     return SavedTrace(recorded, path)
 

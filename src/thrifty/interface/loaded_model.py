@@ -20,7 +20,7 @@ from thrifty.training.trained_model import load_trained_model
 
 def own_model(run: Any, model: nn.Module | BuildModel | str | None) -> UserObjects:
     """Return the user's own model: the passed one, or the one that trained the run in this process."""
-    return getattr(run, "objects", UserObjects()) if model is None else UserObjects.given(model=model)
+    return getattr(run, "objects", UserObjects()) if model is None else UserObjects.from_arguments(model=model)
 
 
 def load_for_sampling(source: Any, objects: UserObjects) -> tuple[nn.Module, Path, int | None]:

@@ -116,7 +116,7 @@ def recipe(
         return base
     given = {"model": model, "data": data, "held_out": held_out, "loss": loss}
     typed = {key: value for key, value in given.items() if names_object(value, key in ("data", "held_out"))}
-    own = UserObjects.given(**typed)
+    own = UserObjects.from_arguments(**typed)
     model, data, held_out, loss = (getattr(own, key) if key in typed else value for key, value in given.items())
     passed: dict[str, Any] = {"metrics": dict(metrics) if metrics else None, "collate": collate}
     if isinstance(model, str | Path):

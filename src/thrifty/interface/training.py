@@ -218,7 +218,7 @@ def resume(
         run = thrifty.resume("runs/mine", model=build_model, data=train_set, held_out=test_set, loss=loss)
     """
     own = {"model": model, "data": data, "held_out": held_out, "loss": loss, "collate": collate}
-    objects = UserObjects.given(**own, metrics=dict(metrics or {}))
+    objects = UserObjects.from_arguments(**own, metrics=dict(metrics or {}))
     folder, chosen = _started(run, recipe, objects)
     options = {"fork": fork, "drop_weights": drop_weights, "origins": origins, "observers": observers, "quiet": quiet}
     summary = on_ranks(ranks, trainer.resume, folder, chosen, **options)
@@ -258,7 +258,7 @@ def steps(
         )
     if isinstance(run, RunResult) or (isinstance(run, str | Path) and is_run_folder(Path(run))):
         passed = {name: arguments[name] for name in OBJECTS if name in arguments}  # type: ignore[literal-required]
-        folder, chosen = _started(run, None, UserObjects.given(**passed))
+        folder, chosen = _started(run, None, UserObjects.from_arguments(**passed))
         summary = yield from trainer.resume_steps(folder, chosen, quiet=quiet)
     else:
         chosen = recipe_of(recipe=run, **arguments)

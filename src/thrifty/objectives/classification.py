@@ -62,8 +62,8 @@ class Classification(Objective):
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         if getattr(model, "task", None) == "classification":
-            return Prediction(given=model.head(model.pooled(model(batch["inputs"]))))  # type: ignore[operator]
-        return Prediction(given=logits_of(model, batch))
+            return Prediction(output=model.head(model.pooled(model(batch["inputs"]))))  # type: ignore[operator]
+        return Prediction(output=logits_of(model, batch))
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
         logits, smoothing = prediction.logits.float(), self.label_smoothing

@@ -26,7 +26,7 @@ class LabelledTextObjective(Objective):
     learns_from, needs_labels = ("labelled_text",), True
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
-        return Prediction(given=logits_of(model, batch))
+        return Prediction(output=logits_of(model, batch))
 
 
 def logits_of(model: nn.Module, batch: Batch) -> Tensor:

@@ -109,7 +109,7 @@ class MaskedReconstruction(Objective):
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         hidden = model(batch["inputs"], batch["visible"], blanks=True)
-        return Prediction(given=model.head(gather_tokens(hidden, batch["removed"])))
+        return Prediction(output=model.head(gather_tokens(hidden, batch["removed"])))
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
         return patch_losses(prediction.logits, self.targets(batch))

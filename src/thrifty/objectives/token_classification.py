@@ -46,7 +46,7 @@ class TokenClassification(LabelledTextObjective):
         return replace(self, labels=tuple(labels))
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
-        return Prediction(given=logits_of(model, batch), part_weights=(batch["labels"] != NO_LABEL).sum(1).float())
+        return Prediction(output=logits_of(model, batch), part_weights=(batch["labels"] != NO_LABEL).sum(1).float())
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
         """Return the loss summed over the words of each text, (b,); the trainer takes the mean over all words."""

@@ -31,7 +31,7 @@ def prediction_of(model: nn.Module, output: Any, places: Tensor | None = None) -
     values = output if head is not None else getattr(output, "logits", output)
     if places is not None:
         values = gather_tokens(values, places)
-    return Prediction(hidden=values, head=head) if head is not None else Prediction(given=values)
+    return Prediction(hidden=values, head=head) if head is not None else Prediction(output=values)
 
 
 def _is_plain_linear(head: nn.Module | None) -> bool:

@@ -75,7 +75,7 @@ class UserLoss(Objective):
             )
         is_mean = not values.ndim
         losses = values.expand(len(batch)) if is_mean else values
-        return UserPrediction(given=losses, part_weights=weights, is_mean=is_mean, model=model)
+        return UserPrediction(output=losses, part_weights=weights, is_mean=is_mean, model=model)
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
         return prediction.logits

@@ -297,7 +297,7 @@ def match_layout(tensor: Tensor, sharded: Tensor, order: FusedOrder | None = Non
     """Return a tensor that every rank has, of the shape of `sharded` or broadcastable to it, in its order and
     placements."""
     if order is not None:
-        tensor = order.kept(tensor)
+        tensor = order.to_stored(tensor)
     if not is_dtensor(sharded):
         return tensor
     return replicated_like(tensor, sharded)

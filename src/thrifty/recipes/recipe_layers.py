@@ -202,7 +202,7 @@ class RecipeLayers:
         names = {name: text for name, text in self.names.items() if name != "model" or recipe.model.build == text}
         if not names:
             return recipe
-        own, known = UserObjects.given(**names), recipe.objects
+        own, known = UserObjects.from_arguments(**names), recipe.objects
         passed = {name: getattr(own, name) for name in names}
         return replace(recipe, objects=replace(known, **passed, names={**known.names, **names}))
 

@@ -135,7 +135,7 @@ class Heartbeat:
         if verdict.rank != self.rank and verdict.text != str(error):
             error = verdict.as_error()
         if isinstance(error, ThriftyError):
-            error.told = True
+            error.is_reported = True
         return error
 
     def cause(self, error: BaseException) -> ThriftyError:

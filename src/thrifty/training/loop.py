@@ -98,7 +98,7 @@ def train(run: Run, state: TrainState, seed: int) -> Generator[Record, None, Non
         state.step += 1
         if moved:
             run.verify(state)
-        if not outcome.answered:
+        if not outcome.overflow_handled:
             skipped = 0 if finite else skipped + 1
         tokens = run.objective.tokens(batch) * axis("data").size
         _count(state, tokens=tokens, skipped=int(not finite), seconds=time.perf_counter() - began)

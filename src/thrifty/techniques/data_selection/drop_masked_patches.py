@@ -35,7 +35,7 @@ class VisiblePatchObjective(WrappedObjective):
     """A masked-patch objective whose encoder sees visible patches only."""
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
-        return Prediction(given=reconstruct_patches(model, batch["inputs"], batch["visible"], batch["removed"]))
+        return Prediction(output=reconstruct_patches(model, batch["inputs"], batch["visible"], batch["removed"]))
 
 
 class DropMaskedPatches(Technique):

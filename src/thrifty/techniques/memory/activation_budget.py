@@ -136,7 +136,7 @@ class ActivationPlanner:
                 prediction = objective.predict(model, batch)
                 self.rehearsal.settle()
                 outside = live.peak = live.now
-                ends = [end for end in (prediction.hidden, prediction.given) if end is not None and end.requires_grad]
+                ends = [end for end in (prediction.hidden, prediction.output) if end is not None and end.requires_grad]
                 edges = [get_gradient_edge(end) for end in ends]
                 loss = (objective.losses(prediction, batch) * batch.weight).sum()
                 del prediction, ends  # as in a step, where only the loss refers to them
@@ -187,7 +187,7 @@ class ForwardPass(Objective):
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         self.result = self.inner(*self.args, **self.kwargs)
         learned = (each for each in tree_leaves(self.result) if isinstance(each, Tensor) and each.requires_grad)
-        return Prediction(given=next(learned, None))
+        return Prediction(output=next(learned, None))
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
         return prediction.logits.float().mean().expand(len(batch))

@@ -103,8 +103,8 @@ class LossScalingBackward:
             )
         self._keep(then)
         notes, growth = outcome.notes | {"loss_scale": factor}, 2.0 ** (then.exponent - current.exponent)
-        answered = outcome.answered or not finite
-        return replace(outcome, loss=loss, notes=notes, answered=answered, scale_growth=growth)
+        overflow_handled = outcome.overflow_handled or not finite
+        return replace(outcome, loss=loss, notes=notes, overflow_handled=overflow_handled, scale_growth=growth)
 
     def scale(self) -> LossScale:
         doublings, clean_steps, passed = (int(tensor) for tensor in self.state.values())

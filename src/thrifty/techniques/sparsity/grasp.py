@@ -64,8 +64,8 @@ class TemperedObjective(WrappedObjective):
         self.temperature = temperature
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
-        if prediction.given is not None:
-            cooled = Prediction(given=prediction.given / self.temperature)
+        if prediction.output is not None:
+            cooled = Prediction(output=prediction.output / self.temperature)
         else:
             assert prediction.head is not None
             cooled = Prediction(hidden=prediction.hidden, head=TemperatureHead(prediction.head, self.temperature))
@@ -116,7 +116,7 @@ def hessian_gradient(
         for parameter in model.parameters():
             parameter.grad = None
         again = backward(model, DirectionalObjective(tempered, parameters, gradient), batch)
-    return replace(outcome, answered=outcome.answered or again.answered)
+    return replace(outcome, overflow_handled=outcome.overflow_handled or again.overflow_handled)
 
 
 class GraspBackward:
