@@ -283,7 +283,7 @@ def test_a_handled_overflow_stays_handled() -> None:
     batch = Batch({"tokens": torch.zeros(4, 3, dtype=torch.int64)}, torch.full((4,), 0.25))
 
     def overflowing(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
-        return BackwardResult((objective.losses(Prediction(), batch) * batch.weight).sum(), answered=True)
+        return BackwardResult((objective.losses(Prediction(), batch) * batch.weight).sum(), overflow_handled=True)
 
     assert GradientNormBackward(overflowing, 2, 0.9)(nn.Identity(), ScoredAs(torch.ones(4)), batch).answered
 

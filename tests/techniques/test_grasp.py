@@ -180,7 +180,7 @@ def test_an_overflow_that_either_pass_answered_is_answered(overflowing: int) -> 
         return replace(plain_backward(*args), overflow_handled=calls == overflowing)  # type: ignore[arg-type]
 
     model, batch = small()
-    assert hessian_gradient(scaled, model, Doubles(), batch, matrices(model), 1.0).answered
+    assert hessian_gradient(scaled, model, Doubles(), batch, matrices(model), 1.0).overflow_handled
 
 
 def test_nothing_but_scoring_steps_pays_for_two_passes() -> None:
