@@ -1,4 +1,4 @@
-"""One budget for activations: kept to, exact, explained, and no slower than any single way."""
+"""Activation budget: limit, exactness, explanation and speed."""
 
 import math
 from collections.abc import Iterator
@@ -42,7 +42,7 @@ from thrifty.techniques.memory.activation_budget import ACTIVATION_PLANNER, Acti
 
 
 def medium_run(style: str = "gpt", depth: int = 8, dropout: float = 0.1) -> BaseRun:
-    """Blocks large enough that everything else hardly counts."""
+    """Return blocks that dominate the memory of a step."""
 
     def build() -> nn.Module:
         shape = ModelConfig(style, depth, 64, 4, 4, 256, 256, 64, True)  # type: ignore[arg-type]
@@ -62,7 +62,7 @@ def run_of(plain: BaseRun, *names: str, **settings: Any) -> Run:
 
 @contextmanager
 def gradients_let_go(model: nn.Module) -> Iterator[None]:
-    """As they come, so that only activations add up."""
+    """Free gradients as they arrive, so that only activations accumulate."""
     hooks = [p.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None)) for p in model.parameters()]
     yield
     for hook in hooks:
@@ -70,7 +70,7 @@ def gradients_let_go(model: nn.Module) -> Iterator[None]:
 
 
 def peak_of(run: Run) -> tuple[float, ActivationPlanner]:
-    """Bytes at the peak of a real step beside parameters and gradients, and what had been planned."""
+    """Return the measured peak of a step without parameters and gradients, in bytes, and the planned peak."""
     model, batch = run.build_model(), run.source.at(0)
     run.backward(model, run.objective, batch)  # the plan is made
     model.zero_grad()
@@ -84,7 +84,7 @@ def peak_of(run: Run) -> tuple[float, ActivationPlanner]:
 @pytest.mark.parametrize("names", [(), ("precision.mixed",)], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("style", ["gpt", "llama"])
 @pytest.mark.parametrize("share", [0.5, 0.3, 0.8])
-def test_the_measured_peak_is_the_promised_one(style: str, share: float, names: tuple[str, ...]) -> None:
+def test_measured_peak_equals_predicted_peak(style: str, share: float, names: tuple[str, ...]) -> None:
     measured, planner = peak_of(run_of(medium_run(style), *names, bytes=share))
     ((blocks, plan),) = planner.plans.values()
     everything, _ = peak_of(run_of(medium_run(style), *names, bytes=1.0))
@@ -96,7 +96,7 @@ def test_the_measured_peak_is_the_promised_one(style: str, share: float, names: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("settings", [{"bits": 4, "recompute": False}, {"bits": 4}, {"offload": "disk"}])
-def test_the_promise_holds_for_what_is_compressed_or_offloaded(settings: dict[str, Any]) -> None:
+def test_prediction_holds_for_compressed_and_offloaded_tensors(settings: dict[str, Any]) -> None:
     measured, planner = peak_of(run_of(medium_run(), bytes=0.5, **settings))
     ((_, plan),) = planner.plans.values()
     assert measured <= plan.peak * 1.05
@@ -105,9 +105,7 @@ def test_the_promise_holds_for_what_is_compressed_or_offloaded(settings: dict[st
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("settings", [{}, {"offload": "disk"}, {"offload": "simulated"}, {"cost_source": "measured"}])
 @pytest.mark.parametrize("others", [(), ("large_batch.gradient_accumulation",), ("memory.none",)])
-def test_without_compression_every_step_is_bitwise_the_plain_one(
-    settings: dict[str, Any], others: tuple[str, ...]
-) -> None:
+def test_bit_identical_without_compression(settings: dict[str, Any], others: tuple[str, ...]) -> None:
     others = tuple(name for name in others if name != "memory.none")
     plain = plain_run(style="gpt", dropout=0.3)
     chosen = with_optimizer([technique(name) for name in others])
@@ -118,7 +116,7 @@ def test_without_compression_every_step_is_bitwise_the_plain_one(
     assert_same(snapshot(state), snapshot(expected))
 
 
-def test_under_mixed_precision_too() -> None:
+def test_bit_identical_under_mixed_precision() -> None:
     plain, chosen = plain_run(style="gpt", dropout=0.3), with_optimizer([technique("precision.mixed")])
     reference, expected = run_through(plain, chosen, 4)
     records, state = run_through(plain, [*chosen, technique("memory.activation_budget", bytes=0.5)], 4)
@@ -126,7 +124,7 @@ def test_under_mixed_precision_too() -> None:
     assert_same(snapshot(state), snapshot(expected))
 
 
-def test_what_is_made_again_is_of_few_bytes_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cheap_operations_are_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activation_budget, "OVERHEADS", (0.0, 0.0))  # as good as nothing where blocks are large
     _, planner = peak_of(run_of(medium_run(), bytes=0.7))
     ((blocks, plan),) = planner.plans.values()
@@ -139,8 +137,8 @@ def test_what_is_made_again_is_of_few_bytes_a_second(monkeypatch: pytest.MonkeyP
 
 
 @pytest.mark.parametrize("costs", ["counted", "measured"])
-def test_no_periodic_recompute_is_faster_by_its_account_at_the_same_peak(costs: str) -> None:
-    """Small blocks, whose single operations cost more to follow than to run."""
+def test_no_periodic_recompute_is_faster_at_the_same_peak(costs: str) -> None:
+    """Small blocks have operations that cost less than their Python overhead."""
     _, planner = peak_of(run_of(plain_run(style="gpt"), cost_source=costs))
     ((blocks, _),) = planner.plans.values()
     kept: list[dict[int, TensorAction]] = [
@@ -157,7 +155,7 @@ def test_no_periodic_recompute_is_faster_by_its_account_at_the_same_peak(costs: 
         assert plan is not None and plan.seconds <= seconds * 1.006
 
 
-def test_measured_costs_have_overheads_of_this_machine() -> None:
+def test_measured_costs_include_python_overhead() -> None:
     one_by_one, as_a_whole = measured_overheads()
     assert 0 < as_a_whole < one_by_one < 5e-3
     _, planner = peak_of(run_of(plain_run(style="gpt"), cost_source="measured"))
@@ -165,7 +163,7 @@ def test_measured_costs_have_overheads_of_this_machine() -> None:
     assert blocks[0].overhead == one_by_one * len(blocks[0].tape.operations)
 
 
-def test_blocks_that_are_made_again_as_a_whole_follow_no_operations_and_change_nothing() -> None:
+def test_whole_block_recompute_is_exact_without_op_tracing() -> None:
     plain = plain_run(style="gpt", dropout=0.3)
     reference, expected = run_through(plain, with_optimizer([]), 4)
     budget = technique("memory.activation_budget", bytes=0.05)
@@ -180,7 +178,7 @@ def test_blocks_that_are_made_again_as_a_whole_follow_no_operations_and_change_n
     assert_same(snapshot(state), snapshot(expected))
 
 
-def test_compression_is_noise_that_training_survives_and_a_resume_repeats() -> None:
+def test_compressed_training_learns_and_resumes_exactly() -> None:
     plain = plain_run(style="gpt", dropout=0.3, repeated=True)
     chosen = with_optimizer([technique("memory.activation_budget", bytes=0.4, bits=4)])
     assert chosen[0].numerics is Numerics.DIFFERENT
@@ -196,27 +194,27 @@ def test_compression_is_noise_that_training_survives_and_a_resume_repeats() -> N
     assert losses(records)[-1] == pytest.approx(losses(reference)[-1], abs=0.15)
 
 
-def test_a_budget_that_is_too_small_says_what_is_needed() -> None:
+def test_too_small_budget_names_the_smallest_peak() -> None:
     run = run_of(plain_run(), bytes=1e4)
     with pytest.raises(InfeasibleError, match=r"4 blocks do not fit 0\.01 MB; .* recomputed they take") as refused:
         run.backward(run.build_model(), run.objective, run.source.at(0))
     assert "techniques.memory.activation_budget.bytes=" in refused.value.fix
 
 
-def test_without_anything_made_again_a_budget_that_is_too_small_says_so() -> None:
+def test_too_small_budget_without_recompute_is_refused() -> None:
     run = run_of(plain_run(), bytes=0.1, bits=8, recompute=False)
     with pytest.raises(InfeasibleError) as refused:
         run.backward(run.build_model(), run.objective, run.source.at(0))
     assert "recompute=true" in refused.value.fix
 
 
-def test_a_share_that_no_plan_can_keep_to_is_the_least_there_is() -> None:
+def test_infeasible_fraction_becomes_the_smallest_peak() -> None:
     _, planner = peak_of(run_of(plain_run(), bytes=0.01))
     ((blocks, plan),) = planner.plans.values()
     assert plan.peak == least_peak(blocks)
 
 
-def test_a_batch_of_another_shape_gets_a_plan_of_its_own() -> None:
+def test_each_batch_shape_has_its_own_plan() -> None:
     plain = plain_run(style="gpt")
     records, state = run_through(
         plain, with_optimizer([technique("memory.activation_budget"), technique("curriculum.sequence_length")]), 4
@@ -227,7 +225,7 @@ def test_a_batch_of_another_shape_gets_a_plan_of_its_own() -> None:
 
 
 @pytest.mark.slow
-def test_the_plan_is_explained_tensor_by_tensor_before_the_run() -> None:
+def test_explain_lists_the_plan_of_each_tensor() -> None:
     plain = medium_run()
     explanation = explain(run_of(plain, bytes=0.5))
     first, *lines = explanation.decisions
@@ -238,7 +236,7 @@ def test_the_plan_is_explained_tensor_by_tensor_before_the_run() -> None:
 
 
 @pytest.mark.slow
-def test_explained_and_measured_peak_agree_with_a_hugging_face_model(tmp_path: Path) -> None:
+def test_explained_peak_is_measured_on_hugging_face_model(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     from thrifty.composition.explain import count
 
@@ -262,7 +260,7 @@ def test_explained_and_measured_peak_agree_with_a_hugging_face_model(tmp_path: P
 
 
 @pytest.mark.parametrize("offload", ["never", "simulated"])
-def test_heads_that_share_keys_are_planned_by_the_time_of_their_operations(offload: str) -> None:
+def test_grouped_query_heads_are_planned_by_measured_time(offload: str) -> None:
     transformers = pytest.importorskip("transformers")
     sizes = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4, "num_hidden_layers": 2}
     configuration = transformers.MistralConfig(**sizes, num_key_value_heads=2, vocab_size=256, use_cache=False)
@@ -282,6 +280,6 @@ def replace_cache(configuration: Any) -> Any:
     return configuration
 
 
-def test_settings_survive_a_copy_with_others() -> None:
+def test_settings_survive_replace() -> None:
     noisy = ActivationBudget(bits=8)
     assert noisy.numerics is Numerics.DIFFERENT and replace(noisy, bits=0).numerics is Numerics.EXACT

@@ -1,4 +1,4 @@
-"""One budget for activations is never worse than any single method within it, and reaches whatever one of them does."""
+"""Activation budget: never slower than any single method, and feasible wherever one of them is."""
 
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -82,7 +82,7 @@ def _budget(settings: dict[str, Any]) -> list[Any]:
 
 @cache
 def blocks_of(model: str) -> tuple[BlockCosts, ...]:
-    """What a model's blocks cost, by FLOPs and bytes."""
+    """Return the costs of a model's blocks, in FLOPs and bytes."""
     run = run_of(MODELS[model](), bytes=1.0, offload="simulated")
     built = run.build_model().train()
     run.objective.predict(built, run.source.at(0))
@@ -91,7 +91,7 @@ def blocks_of(model: str) -> tuple[BlockCosts, ...]:
 
 
 def by_blocks(blocks: Sequence[BlockCosts], operations: Sequence[ScheduledOperation]) -> list[ScheduledOperation]:
-    """A schedule of the blocks alone, with the stage for what is outside of them between forward and backward pass."""
+    """Simulate a schedule of the blocks, with a stage for the loss between forward and backward pass."""
     end, turn = len(blocks) - 1, next(i for i, (do, _) in enumerate(operations) if do is RecomputeAction.BACKWARD)
     return [
         *operations[:turn],
@@ -102,7 +102,7 @@ def by_blocks(blocks: Sequence[BlockCosts], operations: Sequence[ScheduledOperat
 
 
 def streamed(blocks: Sequence[BlockCosts], way: TensorAction, last: int = 0) -> tuple[list[BlockActions], int]:
-    """All that is saved waits elsewhere, but for the last blocks: the ways, and how many bytes."""
+    """Return the actions that offload all saved tensors but those of the last blocks, and the bytes."""
     ways, moved = list[BlockActions](), 0
     for place, block in enumerate(blocks):
         away = {n: sizes[way] for n, sizes in block.movable.items() if way in sizes and place < len(blocks) - 1 - last}
@@ -112,7 +112,7 @@ def streamed(blocks: Sequence[BlockCosts], way: TensorAction, last: int = 0) -> 
 
 
 def exact_methods(blocks: Sequence[BlockCosts]) -> Iterator[tuple[str, float, float]]:
-    """Each single method that changes no value: its extra seconds and its peak, written down anew."""
+    """Yield extra seconds and peak of each single exact method, computed independently."""
     inside, count = blocks[:-1], len(blocks) - 1
     kept: list[BlockActions] = [dict.fromkeys(saved_items(block.tape), TensorAction.KEEP) for block in blocks]
     for every in range(1, count + 1):
@@ -145,7 +145,7 @@ def exact_methods(blocks: Sequence[BlockCosts]) -> Iterator[tuple[str, float, fl
 def assert_best(
     blocks: Sequence[BlockCosts], singles: Sequence[tuple[str, float, float]], allowed: AllowedActions
 ) -> None:
-    """At the budget of each single method a plan fits and none of them is faster."""
+    """Check that a plan fits the budget of each single method and is no slower."""
     for name, _, peak in singles:
         plan = best_plan(blocks, peak, allowed)
         assert plan is not None and plan.peak <= peak * (1 + 1e-9), name
@@ -155,7 +155,7 @@ def assert_best(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
-def test_no_recomputation_is_faster_within_its_own_peak_or_reaches_lower(model: str) -> None:
+def test_no_recomputation_is_faster_or_smaller(model: str) -> None:
     blocks = blocks_of(model)
     singles = [single for single in exact_methods(blocks) if "recompute" in single[0]]
     assert_best(blocks, singles, AllowedActions())
@@ -163,7 +163,7 @@ def test_no_recomputation_is_faster_within_its_own_peak_or_reaches_lower(model: 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
-def test_no_offload_is_faster_within_its_own_peak_or_reaches_lower(model: str) -> None:
+def test_no_offloading_is_faster_or_smaller(model: str) -> None:
     blocks = blocks_of(model)
     singles = list(exact_methods(blocks))
     offloads = [single for single in singles if "offload" in single[0]]
@@ -176,7 +176,7 @@ def test_no_offload_is_faster_within_its_own_peak_or_reaches_lower(model: str) -
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("model", MODELS)
-def test_no_compression_is_faster_or_reaches_lower(model: str) -> None:
+def test_no_compression_is_faster_or_smaller(model: str) -> None:
     blocks = blocks_of(model)
     ways, moved = streamed(blocks, TensorAction.COMPRESS)
     seconds = COMPRESSION.seconds_per_byte * moved + sum(block.streaming for block in blocks if block.movable)
@@ -188,7 +188,7 @@ def test_no_compression_is_faster_or_reaches_lower(model: str) -> None:
 
 
 def measured(run: Run) -> tuple[int, Any]:
-    """Bytes at the peak of a real step beside parameters and their gradients, and what planned it."""
+    """Return the measured peak of a step without parameters and gradients, in bytes, and the planner."""
     model, batch = run.build_model().train(), run.source.at(0)
     run.backward(model, run.objective, batch)
     model.zero_grad()
@@ -212,7 +212,7 @@ SINGLES: list[tuple[str, dict[str, Any]]] = [
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model", MODELS)
-def test_a_step_reaches_what_each_single_method_reaches_and_holds_what_was_promised(model: str) -> None:
+def test_step_reaches_the_peak_of_each_single_method(model: str) -> None:
     plain = MODELS[model]()
     for name, settings in SINGLES:
         needed, _ = measured(compose(plain, with_optimizer([technique(name, **settings)]), 6))
@@ -231,7 +231,7 @@ SETTINGS: list[tuple[dict[str, Any], bool | None]] = [
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("settings", "is_schedule"), SETTINGS)
 @pytest.mark.parametrize("names", [(), ("precision.mixed",)], ids=["fp32", "bf16"])
-def test_every_kind_of_plan_is_the_plain_run_to_the_last_bit(
+def test_every_kind_of_plan_is_bit_identical(
     settings: dict[str, Any], is_schedule: bool | None, names: tuple[str, ...]
 ) -> None:
     plain, chosen = plain_run(style="gpt", depth=5, dropout=0.3), with_optimizer([technique(name) for name in names])
@@ -245,7 +245,7 @@ def test_every_kind_of_plan_is_the_plain_run_to_the_last_bit(
 
 
 def unlike_blocks() -> nn.Module:
-    """Of one kind and with the same parameters, though only some have dropout."""
+    """Return blocks of one class and size, of which only some have dropout."""
     model = nano().build()
     for block in model.blocks[1::2]:
         block.mlp.activation = block.mlp.activation[0]
@@ -259,7 +259,7 @@ def trained_head() -> nn.Module:
 
 
 @pytest.mark.parametrize("build", [unlike_blocks, trained_head])
-def test_blocks_that_save_unlike_tensors_or_none_train_as_without_it(build: Callable[[], nn.Module]) -> None:
+def test_blocks_with_different_saved_tensors_train_exactly(build: Callable[[], nn.Module]) -> None:
     plain = replace(nano(), build=build)
     reference, expected = run_through(plain, with_optimizer([]), 1)
     for settings in ({"bytes": 0.5, "offload": "simulated"}, {"bytes": 0.01}):
@@ -268,7 +268,7 @@ def test_blocks_that_save_unlike_tensors_or_none_train_as_without_it(build: Call
         assert_same(snapshot(state), snapshot(expected))
 
 
-def test_the_refusal_says_what_may_be_given_up() -> None:
+def test_refusal_names_the_allowed_actions() -> None:
     for settings, words in (({}, "recomputed"), ({"offload": "simulated"}, "recomputed or offloaded")):
         run = run_of(nano(), bytes=1000, **settings)
         with pytest.raises(InfeasibleError, match=f"6 blocks do not fit 0.00 MB; with everything {words} they take"):
@@ -276,14 +276,14 @@ def test_the_refusal_says_what_may_be_given_up() -> None:
 
 
 @pytest.mark.slow
-def test_the_explanation_says_which_kind_was_taken_and_why() -> None:
+def test_explain_names_the_chosen_kind_of_plan() -> None:
     first = explain(run_of(nano(), bytes=0.01)).decisions[0]
     assert "a schedule of whole blocks, which may recompute several together: decided tensor by tensor" in first
     first = explain(run_of(nano(), bytes=0.5)).decisions[0]
     assert "decided tensor by tensor: a schedule of whole blocks" in first and " takes " in first
 
 
-def test_an_input_that_somebody_else_holds_on_to_is_not_moved() -> None:
+def test_shared_inputs_are_not_offloaded() -> None:
     plain = nano()
 
     def build() -> nn.Module:
@@ -301,7 +301,7 @@ def test_an_input_that_somebody_else_holds_on_to_is_not_moved() -> None:
     assert [INPUT in block.movable for block in blocks[:-1]] == moved
 
 
-def test_a_plan_of_either_kind_is_the_same_after_it_was_told_in_numbers() -> None:
+def test_plans_survive_encoding_as_numbers() -> None:
     blocks = blocks_of("gpt")
     chain = chain_costs(blocks)
     assert chain is not None and len(chain) == len(blocks)
@@ -314,6 +314,6 @@ def test_a_plan_of_either_kind_is_the_same_after_it_was_told_in_numbers() -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["parallelism.shard"])
-def test_ranks_follow_one_plan_whatever_its_kind(strategy: str) -> None:
+def test_ranks_follow_one_plan(strategy: str) -> None:
     settings = [("memory.activation_budget", given | {"cost_source": "measured"}) for given, _ in SETTINGS[:3:2]]
     assert on_ranks(2, same_on_ranks, strategy, settings) == [[True] * len(settings)] * 2

@@ -1,4 +1,4 @@
-"""Weights in bfloat16: each is the rounded float32 sum, small updates are not lost, and everything else goes on."""
+"""bfloat16 weights: rounding of the float32 sum, small updates, and combinations with other techniques."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -68,7 +68,7 @@ OPTIMIZERS: dict[str, Callable[[], GradientTransform]] = {
 
 
 def made(transform: GradientTransform, dtype: torch.dtype = torch.bfloat16) -> TransformOptimizer:
-    """Parameters that bfloat16 can hold, in the given format."""
+    """Return parameters with bfloat16 values, in a format."""
     generator = torch.Generator().manual_seed(0)
     values = {name: torch.randn(shape, generator=generator).bfloat16() for name, shape in SHAPES.items()}
     return TransformOptimizer([(name, nn.Parameter(value.to(dtype))) for name, value in values.items()], transform)
@@ -89,7 +89,7 @@ numbers = arrays.arrays("float32", (2, 3), elements=finite).map(torch.from_numpy
 
 
 @given(weights=numbers, updates=numbers, seed=some.integers(0, 1000))
-def test_a_weight_becomes_exactly_the_rounded_float32_sum(weights: Tensor, updates: Tensor, seed: int) -> None:
+def test_new_weight_is_the_rounded_float32_sum(weights: Tensor, updates: Tensor, seed: int) -> None:
     held = weights.bfloat16()
     sums = held.float() + updates
     # beyond it the sum is lost in float32 already
@@ -101,14 +101,14 @@ def test_a_weight_becomes_exactly_the_rounded_float32_sum(weights: Tensor, updat
 
 
 @given(sums=numbers, seed=some.integers(-(2**15), 2**15 - 1))
-def test_two_halves_hold_16_bits_of_a_number(sums: Tensor, seed: int) -> None:
+def test_compensation_adds_8_bits(sums: Tensor, seed: int) -> None:
     near, cut = round_with_compensation(sums, seed)
     assert torch.equal(near, sums.bfloat16())
     assert ((near.float() + cut - sums).abs() <= 2.0**-16 * sums.abs() + 1e-37).all()
 
 
 @given(sums=numbers, seed=some.integers(-(2**15), 2**15 - 1))
-def test_rounded_by_chance_a_number_goes_to_a_neighbour_whichever_rows_are_held(sums: Tensor, seed: int) -> None:
+def test_stochastic_rounding_is_equal_for_any_rows(sums: Tensor, seed: int) -> None:
     found = round_stochastically(sums, seed)
     assert ((found.float() - sums).abs() <= 2.0**-7 * sums.abs() + 1e-37).all()
     assert torch.equal(round_stochastically(sums[1:], seed), found[1:])
@@ -119,7 +119,7 @@ def test_rounded_by_chance_a_number_goes_to_a_neighbour_whichever_rows_are_held(
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_a_first_step_is_the_float32_optimizers_rounded(name: str, rounding: Rounding) -> None:
+def test_first_step_is_the_rounded_float32_step(name: str, rounding: Rounding) -> None:
     plain, narrow = (
         trained(made(OPTIMIZERS[name](), torch.float32), 1),
         made(update_in_float32(OPTIMIZERS[name](), rounding)),
@@ -136,7 +136,7 @@ def test_a_first_step_is_the_float32_optimizers_rounded(name: str, rounding: Rou
 
 
 def moved_by(rounding: Rounding, update: float, steps: int) -> tuple[Tensor, Tensor]:
-    """Weights of 1 after so many equal updates, and how far they are from the exact sum, with what was cut off."""
+    """Return weights of 1 after `count` equal updates, and their distance from the exact sum with compensation."""
     weight = nn.Parameter(torch.ones(1, 4096, dtype=torch.bfloat16))
     optimizer = TransformOptimizer([("weight", weight)], update_in_float32(scale_by_learning_rate(1.0), rounding))
     gradient = torch.full_like(weight, -update)
@@ -148,20 +148,20 @@ def moved_by(rounding: Rounding, update: float, steps: int) -> tuple[Tensor, Ten
     return weight.detach(), weight.detach().double() + kept - exact
 
 
-def test_rounded_to_the_nearest_a_weight_of_1_never_moves_by_a_thousandth() -> None:
+def test_nearest_rounding_loses_small_updates() -> None:
     weights, _ = moved_by("nearest", 1e-3, 500)
     assert (weights == 1).all()
 
 
 @pytest.mark.parametrize(("rounding", "spread"), [("stochastic", 0.1), ("kahan", 1e-3)])
 @pytest.mark.parametrize("update", [1e-3, 1e-5])
-def test_otherwise_it_moves_as_far_as_it_should_on_average(rounding: Rounding, spread: float, update: float) -> None:
+def test_other_roundings_keep_small_updates_on_average(rounding: Rounding, spread: float, update: float) -> None:
     _, errors = moved_by(rounding, update, 500)
     assert abs(float(errors.mean())) < 3 * float(errors.std()) / errors.numel() ** 0.5
     assert 0 < errors.std() < spread
 
 
-def test_with_what_was_cut_off_every_weight_is_next_to_the_float32_sum() -> None:
+def test_kahan_weights_stay_next_to_the_float32_sum() -> None:
     weights, errors = moved_by("kahan", 1e-4, 500)
     assert (errors.abs() < 1e-3).all()
     nearest = torch.tensor(1 + 500 * float(torch.tensor(1e-4).bfloat16())).bfloat16()
@@ -169,7 +169,7 @@ def test_with_what_was_cut_off_every_weight_is_next_to_the_float32_sum() -> None
 
 
 @pytest.mark.slow
-def test_three_roundings_of_one_training_are_as_far_from_float32_as_they_should_be() -> None:
+def test_rounding_errors_of_training_are_ordered() -> None:
     plain = plain_run(batch=8, depth=2)
     slow = technique("optimizers.adamw", lr=3e-4)
     reference = losses(run_through(plain, [slow], 80)[0])
@@ -185,7 +185,7 @@ def test_three_roundings_of_one_training_are_as_far_from_float32_as_they_should_
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("name", ["adamw", "adamw in bfloat16", "lamb", "lion", "muon"])
-def test_pieces_and_threads_change_nothing(name: str, rounding: Rounding, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_and_threads_are_exact(name: str, rounding: Rounding, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for size, threads in ((10**6, 1), (1000, 1), (1000, 2)):
         monkeypatch.setattr(chunked_update, "CHUNK_ELEMENTS", size)
@@ -202,7 +202,7 @@ def test_pieces_and_threads_change_nothing(name: str, rounding: Rounding, monkey
             assert all(torch.equal(*pair) for pair in zip(other.slots[slot], tensors, strict=True)), slot
 
 
-def test_nothing_but_what_looks_at_all_gradients_runs_on_the_whole_model_at_once() -> None:
+def test_only_clipping_runs_on_all_gradients_at_once() -> None:
     optimizer = made(update_in_float32(chain(ClipByGlobalNorm(1.0), muon(1e-2))))
     assert [type(element) for element in optimizer.site.head.elements.values()] == [ClipByGlobalNorm]
     assert {element.reach for element in optimizer.transform.elements.values()} == {
@@ -215,7 +215,7 @@ def test_nothing_but_what_looks_at_all_gradients_runs_on_the_whole_model_at_once
     assert any(isinstance(element.kernel, FusedUpdate) for element in chains)
 
 
-def test_an_optimizer_that_must_see_all_parameters_still_sees_float32() -> None:
+def test_optimizers_of_all_parameters_receive_float32() -> None:
     class Joint(ScaleByAdam):
         reach = chunked_update.TransformScope.ALL
 
@@ -229,7 +229,7 @@ def test_an_optimizer_that_must_see_all_parameters_still_sees_float32() -> None:
         assert (found - wanted).abs().max() < 0.02
 
 
-def test_the_norm_of_gradients_in_bfloat16_is_no_bfloat16_number() -> None:
+def test_gradient_norm_is_more_precise_than_bfloat16() -> None:
     gradients = [torch.randn(100, generator=torch.Generator().manual_seed(0)).bfloat16() for _ in range(3)]
     found = global_norm(gradients)
     assert found.dtype == torch.float32
@@ -237,7 +237,7 @@ def test_the_norm_of_gradients_in_bfloat16_is_no_bfloat16_number() -> None:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_kind_of_model_computes_in_bfloat16_and_keeps_its_buffers(name: str) -> None:
+def test_every_model_computes_in_bfloat16_with_its_buffers(name: str) -> None:
     model, objective, batch = CASES[name]()
     narrow, _, _ = CASES[name]()
     chosen = Bfloat16Weights()
@@ -257,7 +257,7 @@ def test_every_kind_of_model_computes_in_bfloat16_and_keeps_its_buffers(name: st
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("rounding", ROUNDINGS)
-def test_explaining_shows_weights_and_gradients_halved_and_moments_as_they_were(rounding: Rounding) -> None:
+def test_explain_halves_weights_and_gradients(rounding: Rounding) -> None:
     def counted(*chosen: Technique) -> Footprint:
         run = compose(plain_run(depth=1), [technique("optimizers.adamw"), *chosen], 2)
         return count(run, run.techniques)[1]
@@ -282,7 +282,7 @@ def test_explaining_shows_weights_and_gradients_halved_and_moments_as_they_were(
     ],
     ids=" ".join,
 )
-def test_with_several_others_a_run_resumes_bit_exactly(others: tuple[str, ...], rounding: Rounding) -> None:
+def test_resume_is_bit_identical_with_other_techniques(others: tuple[str, ...], rounding: Rounding) -> None:
     chosen = [*(technique(name) for name in others), Bfloat16Weights(rounding=rounding)]
     run = compose(plain_run(), chosen, 4)
     state = run.start()
@@ -297,7 +297,7 @@ def test_with_several_others_a_run_resumes_bit_exactly(others: tuple[str, ...], 
     assert_same(snapshot(resumed), snapshot(state))
 
 
-def test_an_average_of_weights_has_more_bits_than_the_weights() -> None:
+def test_averaged_weights_have_more_bits() -> None:
     chosen = [technique("optimizers.adamw"), technique("averaging.ema"), Bfloat16Weights()]
     _, state = run_through(plain_run(), chosen, 6)
     assert state.optimizer is not None
@@ -309,7 +309,7 @@ def test_an_average_of_weights_has_more_bits_than_the_weights() -> None:
 
 
 @pytest.mark.slow
-def test_the_arithmetic_can_be_compiled() -> None:
+def test_update_can_be_compiled() -> None:
     torch._dynamo.reset()
     for rounding in ROUNDINGS:
         plain, compiled = (made(update_in_float32(lion(1e-2), rounding)) for _ in range(2))
@@ -319,7 +319,7 @@ def test_the_arithmetic_can_be_compiled() -> None:
 
 
 @pytest.mark.slow
-def test_a_run_is_kept_in_16_bits_and_comes_back_in_32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_finished_model_is_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THRIFTY_CACHE", str(tmp_path / "cache"))
     write_corpus(tmp_path / "corpus")
     recipe = Recipe(
@@ -337,20 +337,20 @@ def test_a_run_is_kept_in_16_bits_and_comes_back_in_32(tmp_path: Path, monkeypat
         assert torch.equal(parameter, kept[f"parameters/{name}"].float())
 
 
-def test_norms_that_keep_statistics_in_float32_are_refused() -> None:
+def test_batch_norm_is_refused() -> None:
     with pytest.raises(RefusedError, match="running statistics") as refused:
         technique("precision.bfloat16_weights").model(nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)))
     assert "--with precision.mixed" in refused.value.fix
 
 
-def test_one_technique_decides_the_format_of_products() -> None:
+def test_two_precision_techniques_are_refused() -> None:
     with pytest.raises(UsageError, match="both decide the precision"):
         compose(plain_run(), [technique("optimizers.adamw"), Bfloat16Weights(), technique("precision.mixed")], 2)
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 @pytest.mark.parametrize("optimizer", ["muon", "lamb", "adafactor", "schedule_free"])
-def test_nothing_is_kept_of_what_is_outside_a_mask(optimizer: str, rounding: Rounding) -> None:
+def test_masked_weights_have_no_compensation(optimizer: str, rounding: Rounding) -> None:
     chosen = [technique(f"optimizers.{optimizer}"), Bfloat16Weights(rounding=rounding), technique("sparsity.static")]
     run = compose(plain_run(), chosen, 3)
     state = run.start()

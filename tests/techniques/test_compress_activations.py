@@ -1,4 +1,4 @@
-"""Compressed activations: exact forward, gradients right on average, what stays exact, bytes, and bits that adapt."""
+"""Compressed activations: exact forward pass, unbiased gradients, exact tensors, memory, adaptive bits."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -41,7 +41,7 @@ DRAWS = 2000
 
 
 class Watching(QuantizedStore):
-    """Remembers what it was handed and what became of it."""
+    """A store that records each tensor and its stored form."""
 
     def __init__(self, *args, **options):
         super().__init__(*args, **({"smallest": 1} | options))
@@ -72,22 +72,22 @@ def gradients_of(model: nn.Module, loss: Callable[[], Tensor], store: QuantizedS
 
 
 def first_run(**settings: object) -> tuple[float, float]:
-    """The loss of the first step of a run with dropout, plain and compressed."""
+    """Return the first loss of a run with dropout."""
     plain = plain_run(style="gpt", dropout=0.3)
     runs = ([], [technique("memory.compress_activations", **settings)])
     return tuple(losses(run_through(plain, with_optimizer(chosen), 1)[0])[0] for chosen in runs)  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("bits", [2, 4, 8])
-def test_the_forward_pass_is_exact_dropout_included(bits: int) -> None:
+def test_forward_pass_is_exact(bits: int) -> None:
     plain, compressed = first_run(bits=bits, min_elements=1)
     assert plain == compressed
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [2, 4])
-def test_the_gradient_averaged_over_draws_is_the_exact_one(bits: int) -> None:
-    """Two layers with ReLU between: everything the gradient takes is linear in what is kept."""
+def test_mean_gradient_is_exact(bits: int) -> None:
+    """With two layers and a ReLU the gradient is linear in the saved tensors."""
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 8))
     x, y = torch.randn(16, 32), torch.randn(16, 8)
@@ -108,15 +108,15 @@ def test_the_gradient_averaged_over_draws_is_the_exact_one(bits: int) -> None:
     assert squares[0].max() > 0 and squares[2].max() > 0
 
 
-def test_numbers_of_8_bits_stay_as_they_are() -> None:
-    """Compiled products in FP8 keep their factors."""
+def test_float8_tensors_stay_exact() -> None:
+    """Compiled FP8 products save their factors."""
     store = small_codes(0)
     assert store.store(torch.randn(32, 64).to(torch.float8_e4m3fn)) is None
     assert store.store(torch.randn(32, 64)) is not None
 
 
-def test_two_forward_passes_before_one_backward_pass_do_not_mix() -> None:
-    """Published code keeps a reference to running ranges, and decodes the first pass with those of the second."""
+def test_two_forward_passes_do_not_mix() -> None:
+    """Published code stores a reference to running ranges, and so decodes the first pass with ranges of the second."""
     net = nn.Linear(64, 16, bias=False)
     quiet, loud = torch.randn(32, 64), 1000 * torch.randn(32, 64)
     with use_activation_store(small_codes(0), smallest=1):
@@ -128,7 +128,7 @@ def test_two_forward_passes_before_one_backward_pass_do_not_mix() -> None:
     assert (net.weight.grad - quiet.sum(0)).abs().max() < 32 * 0.5
 
 
-def test_the_same_pass_gives_the_same_codes_and_the_next_does_not() -> None:
+def test_rounding_depends_on_the_pass() -> None:
     net, x = nn.Linear(64, 16), torch.randn(32, 64)
     first, again, other = (gradients_of(net, lambda: net(x).square().sum(), small_codes(seed)) for seed in (7, 7, 8))
     assert torch.equal(first[0], again[0]) and not torch.equal(first[0], other[0])
@@ -136,7 +136,7 @@ def test_the_same_pass_gives_the_same_codes_and_the_next_does_not() -> None:
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("style", ["gpt", "llama"])
-def test_statistics_of_norms_and_of_attention_parameters_and_buffers_stay_exact(style: str, autocast: bool) -> None:
+def test_statistics_parameters_and_buffers_stay_exact(style: str, autocast: bool) -> None:
     model = assemble(ModelConfig(style, 2, 64, 4, 4, 128, 256, 32, True))  # type: ignore[arg-type]
     tokens = torch.arange(128).view(4, 32)
     alive = frozenset(buffer.untyped_storage()._cdata for buffer in model.buffers())
@@ -153,7 +153,7 @@ def test_statistics_of_norms_and_of_attention_parameters_and_buffers_stay_exact(
     assert len(coded) >= 2 * 8 and all(shape.numel() >= rows * 64 for shape, _, _ in coded)
 
 
-def test_masks_take_one_bit_exactly_as_truth_values_and_as_numbers() -> None:
+def test_masks_take_one_bit() -> None:
     store = Watching(0)
     x = torch.randn(64, 64, requires_grad=True)
     with use_activation_store(store, smallest=1):
@@ -171,7 +171,7 @@ def test_masks_take_one_bit_exactly_as_truth_values_and_as_numbers() -> None:
     assert few_values(lone) == (True, None)
 
 
-def test_an_additive_mask_with_infinities_passes_unharmed() -> None:
+def test_additive_masks_with_infinities_stay_exact() -> None:
     scores = torch.randn(4, 64, 64, requires_grad=True)
     mask = torch.full((64, 64), -torch.inf).triu(1)
     store = Watching(0)
@@ -188,7 +188,7 @@ def twelve_blocks() -> BaseRun:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bits", [2, 4, 8])
-def test_activations_that_explain_counts_are_the_bytes_that_are_held(bits: int) -> None:
+def test_explain_counts_the_stored_bytes(bits: int) -> None:
     run = compose(
         twelve_blocks(), with_optimizer([technique("memory.compress_activations", bits=bits, min_elements=512)]), 2
     )
@@ -215,7 +215,7 @@ def test_activations_that_explain_counts_are_the_bytes_that_are_held(bits: int) 
     assert predicted.activations < (bits + 3) / 32 * plain.activations + tensor_bytes(model.head.weight) * 2
 
 
-def test_memory_is_freed_while_the_forward_pass_goes_on() -> None:
+def test_memory_is_freed_during_the_forward_pass() -> None:
     x = torch.randn(128, 256)
     layers = nn.Sequential(*(nn.Sequential(nn.Linear(256, 256), nn.GELU()) for _ in range(8)))
     peaks = []
@@ -231,7 +231,7 @@ def test_memory_is_freed_while_the_forward_pass_goes_on() -> None:
     assert peaks[1] < 0.4 * peaks[0]
 
 
-def test_micro_batches_are_rounded_independently_and_evaluation_is_not_counted() -> None:
+def test_micro_batches_are_rounded_independently() -> None:
     """Two micro-batches of the same examples must not share their errors."""
     settings = CompressActivations(bits=2, min_elements=1)
     plain = plain_run(repeated=True)
@@ -257,7 +257,7 @@ def note_seed(store: QuantizedStore, seeds: list[int]) -> QuantizedStore:
 
 
 @pytest.mark.slow
-def test_with_recompute_the_inputs_of_blocks_are_compressed() -> None:
+def test_block_inputs_are_compressed_with_recompute() -> None:
     compress = technique("memory.compress_activations", min_elements=512)
     both, alone, recompute = (
         count(run, run.techniques)[1].activations
@@ -270,7 +270,7 @@ def test_with_recompute_the_inputs_of_blocks_are_compressed() -> None:
 
 
 @pytest.mark.slow
-def test_a_compiled_block_saves_in_codes_too() -> None:
+def test_compiled_blocks_are_compressed() -> None:
     torch._dynamo.reset()
     chosen = with_optimizer([technique("memory.compress_activations", min_elements=1), technique("compile")])
     records, _ = run_through(plain_run(repeated=True), chosen, 30)
@@ -278,7 +278,7 @@ def test_a_compiled_block_saves_in_codes_too() -> None:
 
 
 @pytest.mark.slow
-def test_a_hugging_face_model_learns_in_4_bits() -> None:
+def test_hugging_face_model_learns_in_4_bits() -> None:
     import transformers
 
     torch.manual_seed(0)
@@ -309,7 +309,7 @@ def adaptive(**settings: object) -> CompressActivations:
 
 
 @pytest.mark.slow
-def test_a_sensitivity_is_the_variance_that_coding_the_tensor_leaves_in_the_gradient() -> None:
+def test_sensitivity_is_the_added_gradient_variance() -> None:
     torch.manual_seed(0)
     net = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 4))
     x = torch.randn(64, 64) * torch.linspace(0.1, 3, 64)
@@ -335,7 +335,7 @@ def test_a_sensitivity_is_the_variance_that_coding_the_tensor_leaves_in_the_grad
 
 
 @pytest.mark.slow
-def test_bits_go_where_they_help_and_the_total_stays() -> None:
+def test_bits_are_allocated_by_sensitivity() -> None:
     plain = plain_run(repeated=True, style="gpt")
     run = compose(plain, with_optimizer([adaptive()]), 3)
     state = run.start()
@@ -351,7 +351,7 @@ def test_bits_go_where_they_help_and_the_total_stays() -> None:
 
 
 class Lopsided(nn.Module):
-    """Two stacks of layers, one of which hardly counts."""
+    """Two stacks of layers, one with little effect on the output."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -372,7 +372,7 @@ class MeanSquare(Objective):
         return (prediction.logits - 1).square().mean(1)
 
 
-def test_adaptive_bits_disturb_the_gradient_less_than_equal_ones() -> None:
+def test_adaptive_bits_add_less_variance_than_equal_bits() -> None:
     model, objective = Lopsided(), MeanSquare()
     batch = Batch({"x": torch.randn(64, 64)}, torch.full((64,), 1 / 64))
     backward = QuantizingBackward(plain_backward, adaptive())
@@ -415,7 +415,7 @@ def test_adaptive_bits_resume_exactly() -> None:
 
 
 @pytest.mark.slow
-def test_a_structural_change_is_answered_with_a_new_decision() -> None:
+def test_structural_change_triggers_new_allocation() -> None:
     chosen = with_optimizer([adaptive(every=1000), technique("growth.stacking", at=(4,))])
     run = compose(plain_run(depth=4), chosen, 8)
     state = run.start()
@@ -430,7 +430,7 @@ def test_a_structural_change_is_answered_with_a_new_decision() -> None:
 @pytest.mark.parametrize(
     "others", [["parallelism.shard"], ["large_batch.gradient_accumulation", "memory.recompute"]], ids=str
 )
-def test_adaptive_bits_go_together_with_others(others: list[str], request: pytest.FixtureRequest) -> None:
+def test_adaptive_bits_combine_with_other_techniques(others: list[str], request: pytest.FixtureRequest) -> None:
     if any(name.startswith("parallelism") for name in others):
         request.getfixturevalue("one_rank")
     chosen = with_optimizer([adaptive(every=2), *(technique(name) for name in others)])
@@ -439,8 +439,8 @@ def test_adaptive_bits_go_together_with_others(others: list[str], request: pytes
 
 
 @pytest.mark.slow
-def test_measuring_leaves_the_step_alone() -> None:
-    """Dropout draws, buffers and gradients of the step are what they are without a measurement."""
+def test_measuring_does_not_change_the_step() -> None:
+    """Dropout masks, buffers and gradients are equal without a measurement."""
     plain = plain_run(style="gpt", dropout=0.3)
     heard: list[Tensor] = []
 
@@ -460,7 +460,7 @@ def test_measuring_leaves_the_step_alone() -> None:
         assert torch.equal(heard[-1], state)
 
 
-def test_settings_that_make_no_sense_are_refused() -> None:
+def test_invalid_settings_are_refused() -> None:
     with pytest.raises(UsageError, match="multiple of 8"):
         CompressActivations(group=100)
     with pytest.raises(UsageError, match="adaptive"):

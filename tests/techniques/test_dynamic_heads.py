@@ -1,4 +1,4 @@
-"""Heads that come and go: which are dropped and grown, whole ones at every step, and a smaller model at the end."""
+"""Dynamic heads: dropped and grown heads, whole heads at every step, and the smaller final model."""
 
 import copy
 from pathlib import Path
@@ -35,7 +35,7 @@ def heads_of(mask: Tensor, heads: int = 4) -> list[bool]:
     return mask.view(mask.shape[0], heads, -1).any(2).any(0).tolist()
 
 
-def test_the_least_of_the_kept_goes_and_the_largest_gradient_comes() -> None:
+def test_move_drops_smallest_score_and_grows_largest_gradient() -> None:
     generator = torch.Generator().manual_seed(0)
     weight, gradient = torch.randn(2, 6, 12, generator=generator)
     kept = torch.tensor([True, True, True, False, False, False])
@@ -50,7 +50,7 @@ def test_the_least_of_the_kept_goes_and_the_largest_gradient_comes() -> None:
     assert set(found.nonzero().flatten().tolist()) == stay | {grown}
 
 
-def test_a_move_in_a_run_is_that_of_a_plain_loop_over_the_dense_gradient() -> None:
+def test_move_in_a_run_equals_plain_loop() -> None:
     plain = plain_run(style="gpt", depth=2)
     run = run_of(plain=plain)
     state = run.start()
@@ -70,7 +70,7 @@ def test_a_move_in_a_run_is_that_of_a_plain_loop_over_the_dense_gradient() -> No
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "lion", "sgd", "muon", "schedule_free"])
-def test_as_many_whole_heads_are_kept_after_every_step(optimizer: str) -> None:
+def test_number_of_whole_heads_is_constant(optimizer: str) -> None:
     others = () if optimizer == "schedule_free" else ("averaging.ema",)
     run = run_of(DynamicHeads(neurons=0.5, every=1, alpha=1.0, until=5), f"optimizers.{optimizer}", *others)
     state = run.start()
@@ -92,7 +92,7 @@ def test_as_many_whole_heads_are_kept_after_every_step(optimizer: str) -> None:
 
 
 @pytest.mark.parametrize("saved", [1, 3])
-def test_a_resumed_run_is_the_run_that_was_not_stopped(saved: int) -> None:
+def test_resume_is_exact(saved: int) -> None:
     whole, stopped, again = run_of(), run_of(), run_of()
     end, half = whole.start(), stopped.start()
     advance(whole, end)
@@ -107,7 +107,7 @@ def finished(model: nn.Module, one: DynamicHeads = MOVING) -> nn.Module:
 
 
 @pytest.mark.parametrize("style", ["gpt", "llama", "bert", "vit"])
-def test_the_model_without_the_dropped_heads_computes_the_same(style: str) -> None:
+def test_pruned_model_computes_the_same(style: str) -> None:
     plain = {"vit": image_run, "bert": masked_run}.get(style, lambda: plain_run(style=style, depth=2))()
     run = run_of(DynamicHeads(neurons=0.5, every=1, alpha=1.0, until=5), plain=plain)
     state = run.start()
@@ -123,7 +123,7 @@ def test_the_model_without_the_dropped_heads_computes_the_same(style: str) -> No
     assert parameters[0] < 0.8 * parameters[1]
 
 
-def test_what_is_exported_loads_in_transformers(tmp_path: Path) -> None:
+def test_export_loads_in_transformers(tmp_path: Path) -> None:
     one = DynamicHeads(neurons=0.5, every=1, alpha=1.0, until=5)
     run = run_of(one, plain=plain_run(style="llama", depth=2))
     state = run.start()
@@ -136,7 +136,7 @@ def test_what_is_exported_loads_in_transformers(tmp_path: Path) -> None:
         torch.testing.assert_close(loaded(tokens).logits, state.model.eval().logits(tokens), rtol=1e-5, atol=1e-5)
 
 
-def test_two_ranks_move_the_heads_that_one_process_moves() -> None:
+def test_two_ranks_move_the_same_heads() -> None:
     alone = masks_of_each("", [NAME])
     strategies = ("parallelism.replicate", "parallelism.shard")
     assert alone[NAME]
@@ -144,7 +144,7 @@ def test_two_ranks_move_the_heads_that_one_process_moves() -> None:
 
 
 @pytest.mark.parametrize("other", ["memory.offload_optimizer", "precision.bfloat16_weights"])
-def test_heads_are_masked_where_the_optimizer_has_copies_of_its_own(other: str) -> None:
+def test_heads_are_masked_with_offloaded_optimizer(other: str) -> None:
     run = run_of(MOVING, other)
     state = run.start()
     advance(run, state)
@@ -152,7 +152,7 @@ def test_heads_are_masked_where_the_optimizer_has_copies_of_its_own(other: str) 
     assert all(sum(heads_of(mask)) == 2 for mask in masks_in(state).values()) and len(masks_in(state)) == 2
 
 
-def test_half_a_head_is_noticed() -> None:
+def test_partial_head_raises_integrity_error() -> None:
     run = run_of()
     state = run.start()
     name, mask = next(iter(masks_in(state).items()))
@@ -161,7 +161,7 @@ def test_half_a_head_is_noticed() -> None:
         run.verify(state)
 
 
-def test_what_never_moves_is_told() -> None:
+def test_note_says_that_heads_never_move() -> None:
     with collect_notes() as notes:
         DynamicHeads(every=1, alpha=0.1, until=5).model(plain_run(style="gpt").build())
     assert "2 of 4 heads a block, which never move" in notes
@@ -176,11 +176,11 @@ def test_what_never_moves_is_told() -> None:
         ("growth.compound", "growth.compound"),
     ],
 )
-def test_what_cannot_go_with_it_is_refused(other: str, reason: str) -> None:
+def test_conflicting_techniques_are_refused(other: str, reason: str) -> None:
     with pytest.raises(UsageError, match=reason):
         run_of(MOVING, other)
 
 
-def test_a_model_whose_heads_cannot_be_told_apart_is_refused() -> None:
+def test_model_with_unknown_heads_is_refused() -> None:
     with pytest.raises(RefusedError, match="two stacks"):
         MOVING.model(plain_run(style="t5").build())

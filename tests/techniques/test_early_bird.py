@@ -49,7 +49,7 @@ def kept_in(state: TrainState) -> dict[str, int]:
 
 
 @given(SCORES, some.floats(0, 0.95))
-def test_of_each_the_largest_are_kept_and_at_least_one(scores: dict[str, Tensor], removed: float) -> None:
+def test_layerwise_masks_keep_the_largest_and_at_least_one(scores: dict[str, Tensor], removed: float) -> None:
     for name, mask in kept_of_each(scores, removed).items():
         values = scores[name].tolist()
         count = max(len(values) - round(removed * len(values)), 1)
@@ -58,7 +58,7 @@ def test_of_each_the_largest_are_kept_and_at_least_one(scores: dict[str, Tensor]
 
 
 @given(SCORES, some.floats(0, 0.95))
-def test_of_all_one_threshold_decides_but_the_best_of_each_stays(scores: dict[str, Tensor], removed: float) -> None:
+def test_global_mask_keeps_the_best_of_each_layer(scores: dict[str, Tensor], removed: float) -> None:
     masks = kept_of_all(scores, removed)
     places = [(name, i) for name in sorted(scores) for i in range(len(scores[name]))]
     count = max(len(places) - round(removed * len(places)), len(scores))
@@ -68,7 +68,7 @@ def test_of_all_one_threshold_decides_but_the_best_of_each_stays(scores: dict[st
 
 
 @given(some.lists(some.booleans(), min_size=1, max_size=70))
-def test_a_mask_comes_back_from_its_text(bits: list[bool]) -> None:
+def test_mask_survives_hexadecimal_text(bits: list[bool]) -> None:
     text = as_hex(torch.tensor(bits))
     assert from_hex(text, len(bits)) == [place for place, bit in enumerate(bits) if bit]
     assert len(text) == -(-len(bits) // 4)
@@ -76,13 +76,13 @@ def test_a_mask_comes_back_from_its_text(bits: list[bool]) -> None:
 
 @given(some.integers(1, 5), some.integers(1, 20), some.integers(0, 1000))
 @settings(max_examples=40)
-def test_the_distance_is_the_largest_share_of_places_that_differ(masks: int, places: int, seed: int) -> None:
+def test_mask_distance_is_the_largest_differing_fraction(masks: int, places: int, seed: int) -> None:
     rows = torch.rand(masks, places, generator=torch.Generator().manual_seed(seed)) < 0.5
     shares = [sum(a != b for a, b in zip(rows[0], row, strict=True)) / places for row in rows[1:]]
     assert mask_distance(rows) == pytest.approx(float(max(shares, default=0.0)))
 
 
-def test_it_goes_by_magnitude_where_a_signed_threshold_would_take_others() -> None:
+def test_masks_use_magnitudes() -> None:
     run = run_of()
     state = run.start()
     assert state.model is not None
@@ -100,8 +100,8 @@ def test_it_goes_by_magnitude_where_a_signed_threshold_would_take_others() -> No
 # when it is drawn
 
 
-def test_coefficients_are_pulled_to_zero_and_never_decayed() -> None:
-    """The update is that of a loss with penalty · |c| added: against one optimizer step by autograd."""
+def test_coefficients_have_l1_penalty_without_decay() -> None:
+    """The update equals an optimizer step by autograd on the loss plus penalty · |c|."""
     run = compose(plain_run(), [technique("sparsity.early_bird", penalty=0.5), technique("optimizers.sgd")], 4)
     state, batch = run.start(), run.source.at(0)
     assert state.model is not None and state.optimizer is not None
@@ -114,7 +114,7 @@ def test_coefficients_are_pulled_to_zero_and_never_decayed() -> None:
         torch.testing.assert_close(c.detach(), before[name] - rate * (gradients[name] + 0.5 * before[name].sign()))
 
 
-def test_the_ticket_is_drawn_when_all_masks_of_the_queue_are_near_the_newest() -> None:
+def test_ticket_is_drawn_when_masks_agree() -> None:
     run = run_of(20, every=2, queue=3, distance=0.2, latest=20)
     state = run.start()
     records = advance(run, state)
@@ -126,7 +126,7 @@ def test_the_ticket_is_drawn_when_all_masks_of_the_queue_are_near_the_newest() -
     assert drawn.step == first + 1 and "the masks agree" in drawn.reason
 
 
-def test_it_is_drawn_at_the_latest_moment_whatever_the_masks_do() -> None:
+def test_ticket_is_drawn_at_the_latest_step() -> None:
     for draw, distance in (("coefficients", 0.0), ("late", 1.0), ("random", 0.0)):
         bird = technique("sparsity.early_bird", latest=3, distance=distance, criterion=draw)
         _, state = run_through(plain_run(), [bird, technique("optimizers.adamw")], 5)
@@ -138,7 +138,7 @@ def test_it_is_drawn_at_the_latest_moment_whatever_the_masks_do() -> None:
 
 
 @pytest.mark.parametrize("style", ["gpt", "llama"])
-def test_the_run_goes_on_as_a_smaller_model_from_its_first_weights(style: str) -> None:
+def test_run_continues_as_smaller_model_from_initial_weights(style: str) -> None:
     run = run_of(6, style, latest=3)
     state = run.start()
     advance(run, state, 3)
@@ -162,8 +162,8 @@ def test_the_run_goes_on_as_a_smaller_model_from_its_first_weights(style: str) -
     assert not coefficients_of(state.model)
 
 
-def test_after_the_ticket_the_run_is_that_of_the_smaller_model_alone() -> None:
-    """Trained on the same batches from the same start by an optimizer as old, without the technique."""
+def test_ticket_run_equals_run_of_smaller_model() -> None:
+    """The reference trains on the same batches, from the same weights, with an optimizer of the same age."""
     run = run_of(6, latest=2)
     state = run.start()
     advance(run, state, 2)
@@ -185,7 +185,7 @@ def _copied(model: nn.Module | None) -> nn.Module:
 
 
 @pytest.mark.parametrize("saved", [1, 2, 3, 4])
-def test_resuming_in_the_search_at_the_ticket_and_after_it_is_exact(saved: int, tmp_path: Path) -> None:
+def test_resume_is_exact_in_every_phase(saved: int, tmp_path: Path) -> None:
     run = run_of(6, latest=3, queue=2, distance=0.0)
     straight = run.start()
     advance(run, straight)
@@ -203,7 +203,7 @@ def test_resuming_in_the_search_at_the_ticket_and_after_it_is_exact(saved: int, 
     assert_same(snapshot(resumed), snapshot(straight))
 
 
-def test_the_decision_is_replayed_from_the_log_and_not_made_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_decision_is_replayed_from_the_log(monkeypatch: pytest.MonkeyPatch) -> None:
     run = run_of(6)
     state = run.start()
     advance(run, state, 4)
@@ -218,7 +218,7 @@ def test_the_decision_is_replayed_from_the_log_and_not_made_again(monkeypatch: p
     assert kept_in(resumed) == kept_in(state)
 
 
-def test_a_random_ticket_keeps_as_many_of_each_block_elsewhere() -> None:
+def test_random_ticket_keeps_equal_counts() -> None:
     kept = {}
     for draw, seed in (("coefficients", 0), ("random", 0), ("random", 1), ("random", 1)):
         run = run_of(4, criterion=draw, seed=seed)
@@ -232,7 +232,7 @@ def test_a_random_ticket_keeps_as_many_of_each_block_elsewhere() -> None:
 
 
 @pytest.mark.parametrize("optimizer", ["optimizers.adamw", "optimizers.sgd", "optimizers.lion", "optimizers.muon"])
-def test_the_sizes_are_as_promised_with_every_kind_of_optimizer(optimizer: str) -> None:
+def test_sizes_are_correct_with_every_optimizer(optimizer: str) -> None:
     run = compose(plain_run(), [technique("sparsity.early_bird"), technique(optimizer)], 4)
     state = run.start()
     for step in range(1, 5):
@@ -241,14 +241,14 @@ def test_the_sizes_are_as_promised_with_every_kind_of_optimizer(optimizer: str) 
     assert {count for name, count in kept_in(state).items() if name.endswith("out")} == {1}  # of two groups
 
 
-def test_neurons_can_be_taken_from_each_block_alike() -> None:
+def test_layerwise_neurons_are_equal_per_block() -> None:
     run = run_of(4, spread="layerwise")
     state = run.start()
     advance(run, state, 3)
     assert {count for name, count in kept_in(state).items() if name.endswith("down")} == {64 - round(0.4 * 64)}
 
 
-def test_another_size_than_the_ticket_s_is_noticed() -> None:
+def test_wrong_size_raises_integrity_error() -> None:
     run = run_of(6)
     state = run.start()
     advance(run, state, 3)
@@ -258,6 +258,6 @@ def test_another_size_than_the_ticket_s_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("other", ["sparsity.rigl", "growth.stacking", "adapters.lora"])
-def test_what_cannot_go_with_it_is_refused_with_the_reason(other: str) -> None:
+def test_conflicting_techniques_are_refused(other: str) -> None:
     with pytest.raises(UsageError, match="cannot go together"):
         run_of(4, others=(other,))

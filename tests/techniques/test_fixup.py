@@ -1,4 +1,4 @@
-"""Fixup and T-Fixup: each matrix at the scale that the papers give it, and Fixup's scalars."""
+"""Fixup and T-Fixup: scale of each matrix as in the papers, and Fixup's scalars."""
 
 import math
 
@@ -24,7 +24,7 @@ def embedded_by_hand(model: nn.Module) -> Tensor:
     ("branches", "count", "factor"),
     [(16, 2, 1 / 4), (16, 3, 1 / 2), (64, 4, 1 / 2), (30, 2, 30**-0.5), (1, 4, 1.0), (9, 1, 1.0)],
 )
-def test_the_factor_of_a_branch_is_the_papers(branches: int, count: int, factor: float) -> None:
+def test_fixup_factor_equals_the_paper(branches: int, count: int, factor: float) -> None:
     assert depth_factor(branches, count) == pytest.approx(factor)
 
 
@@ -33,7 +33,7 @@ def largest(values: Tensor) -> float:
 
 
 def assert_uniform(values: Tensor, bound: float) -> None:
-    """Of hundreds of numbers the largest comes near to the bound, and the spread is that of a uniform law."""
+    """Check values for a uniform distribution: the largest is near the bound, and the variance matches."""
     assert 0.97 * bound < largest(values) <= bound * (1 + 1e-6)
     assert float(values.detach().std()) == pytest.approx(bound / math.sqrt(3), rel=0.07)
 
@@ -42,7 +42,7 @@ def xavier(fan_in: int, fan_out: int) -> float:
     return math.sqrt(6 / (fan_in + fan_out))
 
 
-def test_fixup_draws_each_matrix_at_its_scale_and_ends_every_branch_at_zero() -> None:
+def test_fixup_scales_matrices_and_zeros_branch_ends() -> None:
     model = Fixup().model(gpt(3, tied=False))
     for block in model.blocks:
         for part in block.attention.qkv.weight.chunk(3):
@@ -55,7 +55,7 @@ def test_fixup_draws_each_matrix_at_its_scale_and_ends_every_branch_at_zero() ->
     assert largest(model.head.weight) == 0
 
 
-def test_fixup_counts_gate_and_value_apart_and_leaves_a_tied_head_to_the_embedding() -> None:
+def test_fixup_counts_gates_and_keeps_tied_head() -> None:
     plain = tiny_model(depth=4, style="llama")
     before = plain.embedding.token.weight.detach().clone()
     with collect_notes() as notes:
@@ -66,7 +66,7 @@ def test_fixup_counts_gate_and_value_apart_and_leaves_a_tied_head_to_the_embeddi
     assert "head is tied to the embedding and keeps its values" in notes and "L is 8" in notes
 
 
-def test_fixup_counts_two_branches_per_encoder_block_and_three_per_decoder_block() -> None:
+def test_fixup_counts_branches_of_encoder_and_decoder() -> None:
     with collect_notes() as notes:
         model = Fixup().model(KINDS["marian"].model())
     length = 2 * 2 + 3 * 3
@@ -76,7 +76,7 @@ def test_fixup_counts_two_branches_per_encoder_block_and_three_per_decoder_block
     assert_uniform(model.model.decoder.layers[0].encoder_attn.k_proj.weight, xavier(32, 32) * length ** (-1 / 6))
 
 
-def test_fixup_counts_stacks_that_do_not_meet_apart() -> None:
+def test_fixup_counts_separate_stacks_separately() -> None:
     model = nn.Module()
     for name, depth in (("left", 2), ("right", 8)):
         model.add_module(name, nn.Module())
@@ -87,7 +87,7 @@ def test_fixup_counts_stacks_that_do_not_meet_apart() -> None:
 
 
 @torch.no_grad()
-def test_the_scalars_of_fixup_stand_before_each_layer_and_activation_and_at_the_end() -> None:
+def test_fixup_scalars_shift_layers_and_scale_ends() -> None:
     torch.manual_seed(0)
     model = Fixup(multiplier=1.0).model(tiny_model(depth=2, style="gpt"))
     scalars = {name: p for name, p in model.named_parameters() if is_scalar(name, p)}
@@ -117,7 +117,7 @@ def shifted_attention(x: Tensor, attention: nn.Module) -> Tensor:
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.5])
-def test_the_scalars_of_fixup_learn_at_a_share_of_the_rate(rate: float) -> None:
+def test_fixup_scalars_have_a_lower_rate(rate: float) -> None:
     fixup = Fixup(scalar_rate=rate)
     model = fixup.model(tiny_model(depth=2, style="gpt", tied=False))
     with torch.no_grad():
@@ -138,7 +138,7 @@ def test_the_scalars_of_fixup_learn_at_a_share_of_the_rate(rate: float) -> None:
 # --- T-Fixup ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_factors_of_t_fixup_are_the_papers() -> None:
+def test_t_fixup_factors_equal_the_paper() -> None:
     assert encoder_factor(16) == pytest.approx(0.67 / 2)
     assert decoder_factor(9) == pytest.approx(1 / 3)
 
@@ -148,8 +148,8 @@ def assert_normal(values: Tensor, std: float) -> None:
     assert abs(float(values.detach().mean())) < 0.1 * std
 
 
-def test_t_fixup_of_an_encoder_decoder_scales_each_side_by_its_own_depth() -> None:
-    """transformers' Marian: 2 encoder and 3 decoder blocks, separate layers, one table for everything."""
+def test_t_fixup_scales_encoder_and_decoder_by_their_depth() -> None:
+    """Marian of transformers has 2 encoder and 3 decoder blocks, separate layers and one table."""
     model = TFixup().model(KINDS["marian"].model())
     sides = ((model.model.encoder, 0.67 * 2**-0.25), (model.model.decoder, (9 * 3) ** -0.25))
     for side, factor in sides:
@@ -167,7 +167,7 @@ def test_t_fixup_of_an_encoder_decoder_scales_each_side_by_its_own_depth() -> No
     assert all(largest(p) == 0 for name, p in model.named_parameters() if name.endswith("bias") and "norm" not in name)
 
 
-def test_t_fixup_takes_a_fused_matrix_apart() -> None:
+def test_t_fixup_splits_fused_matrices() -> None:
     model = TFixup().model(KINDS["our t5"].model())  # 3 encoder blocks, 2 decoder blocks, heads 4 wide, gated
     factor = (9 * 2) ** -0.25
     cross = model.decoder.blocks[1].cross_attention
@@ -180,7 +180,7 @@ def test_t_fixup_takes_a_fused_matrix_apart() -> None:
     assert_uniform(model.encoder.blocks[0].attention.qkv.weight[32:], xavier(32, 16) * 0.67 * 3**-0.25)
 
 
-def test_t_fixup_of_a_decoder_alone_takes_the_encoders_factor_and_says_so() -> None:
+def test_t_fixup_of_a_decoder_uses_the_encoder_factor() -> None:
     with collect_notes() as notes:
         model = TFixup().model(gpt(4, tied=False))
     assert f"blocks uses the encoder's factor, {0.67 * 4**-0.25:.3g}" in notes
@@ -196,14 +196,14 @@ def test_t_fixup_of_a_decoder_alone_takes_the_encoders_factor_and_says_so() -> N
     [("our gpt", 0.0, math.sqrt(32)), ("our gpt", 3.0, 3.0), ("our marian", 0.0, 1.0), ("marian", 0.0, 1.0)],
 )
 @torch.no_grad()
-def test_t_fixup_multiplies_tokens_by_the_root_of_the_width_once(kind: str, multiplier: float, expected: float) -> None:
+def test_t_fixup_multiplies_tokens_by_sqrt_width_once(kind: str, multiplier: float, expected: float) -> None:
     model = TFixup(multiplier=multiplier).model(KINDS[kind].model())
     tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
     for table in (table for table in tables if table.num_embeddings == VOCABULARY):
         torch.testing.assert_close(table(TOKENS), table.weight[TOKENS] * expected)
 
 
-def test_t_fixup_draws_patches_and_classifier_and_leaves_class_token_and_positions() -> None:
+def test_t_fixup_initializes_patches_and_classifier() -> None:
     model, plain = TFixup().model(KINDS["vit"].model()), KINDS["vit"].model()
     embeddings = model.vit.embeddings
     assert_uniform(embeddings.patch_embeddings.projection.weight, xavier(3 * 4 * 4, 32))

@@ -1,4 +1,4 @@
-"""Training in 8-bit floats: what is treated, when scales move, and what they do to a run."""
+"""Float8 training: treated layers, scales, and combinations with other techniques."""
 
 import math
 from statistics import fmean
@@ -53,7 +53,7 @@ def scales_of(model: nn.Module) -> Tensor:
     return torch.stack([model.get_submodule(name).float8_scales for name in treated(model)])
 
 
-def test_layers_inside_blocks_are_treated_but_not_those_at_the_ends() -> None:
+def test_inner_blocks_are_treated() -> None:
     with collect_notes() as notes:
         model = Float8().model(tiny_model(depth=4))
     layers = ("attention.qkv", "attention.out", "mlp.up", "mlp.down")
@@ -66,7 +66,7 @@ def test_layers_inside_blocks_are_treated_but_not_those_at_the_ends() -> None:
     assert treated(Float8(where="up").model(tiny_model(depth=3))) == ["blocks.1.mlp.up"]
 
 
-def test_what_it_cannot_treat_is_named_with_the_reason() -> None:
+def test_skipped_layers_are_listed_with_reasons() -> None:
     class Odd(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x).relu()
@@ -91,13 +91,13 @@ def test_what_it_cannot_treat_is_named_with_the_reason() -> None:
         Float8(where="nowhere").model(tiny_model(depth=2))
 
 
-def test_rows_with_delayed_scales_are_refused_with_the_way_out() -> None:
+def test_row_granularity_with_delayed_scales_is_refused() -> None:
     with pytest.raises(UsageError, match="granularity 'row' has no history") as refused:
         Float8(granularity="row")
     assert "scaling=current" in refused.value.fix
 
 
-def test_a_layer_multiplies_the_numbers_that_its_codes_stand_for() -> None:
+def test_layer_multiplies_quantized_values() -> None:
     layer, x = nn.Linear(32, 48), torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
     use_float8(layer, CastRule(), history=4)
     with torch.no_grad():
@@ -121,7 +121,7 @@ def test_a_layer_multiplies_the_numbers_that_its_codes_stand_for() -> None:
     assert list(layer.state_dict()) == ["weight", "bias"] and "forward" not in vars(layer)
 
 
-def test_conv1d_of_transformers_is_treated_too() -> None:
+def test_conv1d_is_treated() -> None:
     conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
     model = nn.ModuleDict({"blocks": nn.ModuleList(nn.Sequential(conv1d(48, 32)) for _ in range(2))})
     Float8(scaling="current").model(model)
@@ -137,7 +137,7 @@ def test_conv1d_of_transformers_is_treated_too() -> None:
     assert torch.equal(convolution.weight.grad.T, linear.weight.grad)
 
 
-def test_scales_move_once_a_step_by_what_all_micro_batches_have_seen() -> None:
+def test_scales_follow_all_micro_batches_once_a_step() -> None:
     for parts in (1, 4):
         chosen = [Float8(history=3)] + (
             [technique("large_batch.gradient_accumulation", micro_batches=parts)] if parts > 1 else []
@@ -157,7 +157,7 @@ def test_scales_move_once_a_step_by_what_all_micro_batches_have_seen() -> None:
         assert float(layer.float8_history[0, 1]) == largest and not layer.float8_history[:, 2].any()
 
 
-def test_evaluation_and_forward_passes_without_gradients_leave_no_trace() -> None:
+def test_evaluation_does_not_change_scales() -> None:
     run, state, model = started(Float8())
     advance(run, state, 2)
     before = snapshot(state)
@@ -173,7 +173,7 @@ def test_evaluation_and_forward_passes_without_gradients_leave_no_trace() -> Non
     assert_same(snapshot(state), snapshot(again))
 
 
-def test_a_sudden_growth_is_clipped_by_delayed_scales_and_a_margin_or_current_scales_help() -> None:
+def test_margin_or_current_scaling_prevents_clipping() -> None:
     errors = {}
     for name, margin, history in (("delayed", 0, 8), ("margin", 3, 8), ("current", 0, 0)):
         layer = nn.Linear(64, 64, bias=False)
@@ -188,7 +188,7 @@ def test_a_sudden_growth_is_clipped_by_delayed_scales_and_a_margin_or_current_sc
     assert errors["delayed"] > 0.3 > 0.05 > max(errors["margin"], errors["current"])
 
 
-def test_gradients_whose_loss_scale_doubles_are_not_clipped() -> None:
+def test_doubled_loss_scale_does_not_clip_gradients() -> None:
     scaled = technique("precision.mixed", format="float16", init_scale=256.0, growth_interval=2)
     run, _, model = started(technique("precision.float8", history=4), scaled)
     layers = [module for module in model.modules() if hasattr(module, "float8_seen")]
@@ -203,7 +203,7 @@ def test_gradients_whose_loss_scale_doubles_are_not_clipped() -> None:
     assert factors == [256, 256, 512, 512, 1024, 1024]
 
 
-def test_numbers_that_are_none_reach_the_loss_and_not_the_history() -> None:
+def test_nan_reaches_the_loss_but_not_the_history() -> None:
     run, state, model = started(Float8(), steps=3)
     advance(run, state, 1)
     weight = model.get_submodule("blocks.0.mlp.down").weight  # of a layer before those in 8 bits
@@ -221,7 +221,7 @@ def test_numbers_that_are_none_reach_the_loss_and_not_the_history() -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"scaling": "current", "granularity": "row"}], ids=["delayed", "row"])
-def test_recompute_changes_nothing_scales_included(settings: dict[str, Any]) -> None:
+def test_recompute_is_exact(settings: dict[str, Any]) -> None:
     plain, float8 = plain_run(dropout=0.3, style="gpt"), Float8(**settings)
     _, expected = run_through(plain, with_optimizer([float8]), 4)
     _, state = run_through(plain, with_optimizer([float8, technique("memory.recompute")]), 4)
@@ -229,7 +229,7 @@ def test_recompute_changes_nothing_scales_included(settings: dict[str, Any]) -> 
 
 
 @pytest.mark.slow
-def test_compiled_blocks_compute_the_same_scales_included() -> None:
+def test_compiled_blocks_are_exact() -> None:
     torch._dynamo.reset()
     wanted, expected = run_through(plain_run(), with_optimizer([Float8()]), 4)
     found, state = run_through(plain_run(), with_optimizer([Float8(), technique("compile")]), 4)
@@ -240,7 +240,7 @@ def test_compiled_blocks_compute_the_same_scales_included() -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("format", ["bfloat16", "float16"])
-def test_it_goes_with_mixed_precision(format: str) -> None:
+def test_combines_with_mixed_precision(format: str) -> None:
     mixed = technique("precision.mixed", format=format)
     seen: list[torch.dtype] = []
     run, state, model = started(Float8(), mixed, steps=40, repeated=True)
@@ -251,7 +251,7 @@ def test_it_goes_with_mixed_precision(format: str) -> None:
     assert losses(records)[-1] == pytest.approx(losses(both)[-1], abs=0.15)
 
 
-def test_low_rank_factors_are_added_to_products_in_8_bits_and_the_base_stays() -> None:
+def test_lora_is_added_to_float8_products() -> None:
     lora = technique("adapters.lora", where="mlp")
     run, state, model = started(Float8(), lora, steps=6)
     alone = Float8().model(tiny_model())
@@ -267,7 +267,7 @@ def test_low_rank_factors_are_added_to_products_in_8_bits_and_the_base_stays() -
     assert not any("forward" in vars(module) for module in plain.modules())
 
 
-def test_blocks_that_are_born_take_the_histories_of_those_they_come_from() -> None:
+def test_grown_blocks_copy_histories() -> None:
     run = compose(plain_run(), with_optimizer([Float8(), technique("growth.stacking", at=(2,))]), 4)
     state = run.start()
     advance(run, state, 2)
@@ -287,7 +287,7 @@ def test_blocks_that_are_born_take_the_histories_of_those_they_come_from() -> No
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["parallelism.replicate", "parallelism.shard"])
-def test_two_ranks_keep_the_same_scales(strategy: str) -> None:
+def test_two_ranks_have_equal_scales(strategy: str) -> None:
     name = "precision.float8"
     first, second = (found[name] for found in on_ranks(2, train_with_each, [technique(strategy)], [name]))
     assert first.tensors == second.tensors and first.losses == second.losses
@@ -297,7 +297,7 @@ def test_two_ranks_keep_the_same_scales(strategy: str) -> None:
     assert first.losses == pytest.approx(losses(alone), rel=1e-2)
 
 
-def test_what_is_kept_for_the_backward_pass_is_counted() -> None:
+def test_explain_counts_float8_activations() -> None:
     explained = explain(compose(plain_run(), with_optimizer([Float8(skip_end_blocks=False)]), 2))
     rows, width, inner, depth = 4 * 16, 32, 64, 4
     # in each block the outputs of two norms and what goes into the last layer shrink from 4 bytes a number to 1;
@@ -308,14 +308,14 @@ def test_what_is_kept_for_the_backward_pass_is_counted() -> None:
 
 
 def final_loss(seed: int, *chosen: Technique) -> float:
-    """After 80 steps of a tiny model on text, the mean over the last 20."""
+    """Return the mean loss of the last 20 of 80 steps of a tiny text model."""
     plain = BaseRun(tiny_model, PackedTokens(corpus(), 16, 8, seed), NextToken())
     records, _ = run_through(plain, with_optimizer(list(chosen)), 80)
     return fmean(losses(records)[-20:])
 
 
 @pytest.mark.slow
-def test_a_run_ends_within_the_noise_of_bfloat16() -> None:
+def test_training_ends_within_bfloat16_noise() -> None:
     mixed, seeds = technique("precision.mixed"), range(2)
     wanted = [final_loss(seed, mixed) for seed in seeds]
     noise = max(max(wanted) - min(wanted), 0.05)

@@ -1,4 +1,4 @@
-"""A joint loss in micro-batches: the gradient of the whole batch, its cost, and who has no use for it."""
+"""Gradient cache: exact gradient of a joint loss in micro-batches, cost, and refusals."""
 
 import pytest
 import torch
@@ -23,7 +23,7 @@ def gradients_by(backward, parts: int = 0, **model) -> tuple[float, dict[str, to
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 10, 20])
-def test_it_is_the_gradient_of_the_whole_batch(parts):
+def test_gradient_equals_the_whole_batch(parts):
     wanted_loss, wanted = gradients_by(plain_backward)
     loss, found = gradients_by(cached(plain_backward, parts))
     assert loss == pytest.approx(wanted_loss, rel=1e-12)
@@ -33,8 +33,8 @@ def test_it_is_the_gradient_of_the_whole_batch(parts):
     assert found["logit_scale"].abs().item() > 0
 
 
-def test_what_is_drawn_is_drawn_alike_in_both_passes():
-    """With dropout one micro-batch is the plain step bit for bit in its masks; other draws would give another one."""
+def test_both_passes_have_equal_random_values():
+    """With dropout, a single micro-batch equals the plain step only if both passes have the same masks."""
     wanted_loss, wanted = gradients_by(plain_backward, dropout=0.5)
     loss, found = gradients_by(cached(plain_backward, 1), dropout=0.5)
     assert loss == pytest.approx(wanted_loss, rel=1e-12)
@@ -42,7 +42,7 @@ def test_what_is_drawn_is_drawn_alike_in_both_passes():
         torch.testing.assert_close(found[name], gradient, rtol=1e-10, atol=1e-12)
 
 
-def test_gradients_of_micro_batches_alone_would_be_others():
+def test_summed_micro_batch_gradients_differ():
     from thrifty.techniques.large_batch.gradient_accumulation import accumulated
 
     _, wanted = gradients_by(plain_backward)
@@ -51,7 +51,7 @@ def test_gradients_of_micro_batches_alone_would_be_others():
 
 
 @pytest.mark.slow
-def test_it_holds_the_activations_of_one_micro_batch_for_a_third_more_work():
+def test_memory_of_one_micro_batch_for_a_third_more_work():
     plain, one = (
         explain(compose(pair_run(batch=32), with_optimizer(more), 3)).footprint
         for more in ([], [GradientCache(micro_batches=8)])
@@ -60,7 +60,7 @@ def test_it_holds_the_activations_of_one_micro_batch_for_a_third_more_work():
     assert one.flops / plain.flops == pytest.approx(4 / 3, rel=0.03)
 
 
-def test_it_goes_with_a_scaled_loss_and_patches_that_are_dropped():
+def test_combines_with_loss_scaling_and_dropped_patches():
     together = ["precision.mixed", "data_selection.drop_patches", "memory.recompute"]
     chosen = [technique(name) for name in together]
     plain, _ = run_through(pair_run(batch=8), with_optimizer(chosen), 3)
@@ -68,7 +68,7 @@ def test_it_goes_with_a_scaled_loss_and_patches_that_are_dropped():
     assert losses(found) == pytest.approx(losses(plain), rel=2e-2)
 
 
-def test_losses_of_single_examples_are_left_to_accumulate():
+def test_losses_of_single_examples_are_refused():
     with pytest.raises(RefusedError, match=r"large_batch\.gradient_cache") as refused:
         compose(plain_run(), with_optimizer([GradientCache()]), 3)
     assert "large_batch.gradient_accumulation" in refused.value.fix

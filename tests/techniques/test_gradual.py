@@ -1,4 +1,4 @@
-"""Gradual pruning: the cubic schedule, and that weights once pruned stay so."""
+"""Gradual pruning: cubic schedule and pruned weights."""
 
 import pytest
 import torch
@@ -12,8 +12,8 @@ from thrifty.optim.weight_masks import masks_in
 from thrifty.techniques.sparsity.gradual import GradualPruning, cubic_density, magnitudes
 
 
-def test_the_schedule_is_the_paper_s_equation() -> None:
-    """s(t) = s_f + (s_i - s_f) · (1 - (t - t0) / (n Δt))³ in sparsities, here for s_i = 0.2 and s_f = 0.9."""
+def test_schedule_equals_the_paper() -> None:
+    """The paper has sparsities: s(t) = s_f + (s_i - s_f) · (1 - (t - t0) / (n Δt))³; here s_i = 0.2, s_f = 0.9."""
     for step in range(100, 501, 25):
         sparsity = 0.9 + (0.2 - 0.9) * (1 - (step - 100) / 400) ** 3
         assert cubic_density(step, 100, 500, initial=0.8, final=0.1) == pytest.approx(1 - sparsity)
@@ -23,9 +23,7 @@ def test_the_schedule_is_the_paper_s_equation() -> None:
 
 
 @given(start=some.integers(0, 50), length=some.integers(0, 50), every=some.integers(1, 60), steps=some.integers(1, 120))
-def test_pruning_is_due_at_the_start_every_so_often_and_at_the_end(
-    start: int, length: int, every: int, steps: int
-) -> None:
+def test_pruning_steps_are_periodic_with_start_and_end(start: int, length: int, every: int, steps: int) -> None:
     sparse = GradualPruning(density=0.1, start=start, until=start + length, every=every)
     due = [step for step in range(steps) if sparse.moves_at(step)]
     assert due == sorted({*range(start, start + length, every), start + length} & {*range(steps)})
@@ -33,13 +31,13 @@ def test_pruning_is_due_at_the_start_every_so_often_and_at_the_end(
     assert densities == sorted(densities, reverse=True)
 
 
-def test_what_is_under_no_mask_is_smaller_than_any_weight() -> None:
+def test_pruned_weights_score_lowest() -> None:
     weight, mask = torch.tensor([[0.0, -2.0], [3.0, 9.0]]), torch.tensor([[True, True], [True, False]])
     assert magnitudes(weight, mask).tolist() == [[0.0, 2.0], [3.0, -1.0]]
 
 
 @pytest.mark.parametrize("distribution", ["uniform", "erk", "global"])
-def test_the_density_falls_by_the_schedule_and_what_is_pruned_stays_pruned(distribution: str) -> None:
+def test_density_follows_the_schedule_without_regrowth(distribution: str) -> None:
     sparse = technique("sparsity.gradual", density=0.1, start=1, until=6, every=2, distribution=distribution)
     run = compose(plain_run(), with_optimizer([sparse]), 8)
     state = run.start()
@@ -72,11 +70,11 @@ def test_the_density_falls_by_the_schedule_and_what_is_pruned_stays_pruned(distr
         ({"until": 1.0}, "no update could reach the final density"),
     ],
 )
-def test_moments_between_which_nothing_could_be_pruned_are_refused(moments: dict[str, float], words: str) -> None:
+def test_invalid_start_and_until_are_refused(moments: dict[str, float], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         GradualPruning(**moments)
 
 
-def test_an_initial_density_below_the_final_one_is_refused() -> None:
+def test_initial_density_below_final_is_refused() -> None:
     with pytest.raises(UsageError, match=r"initial_density 0\.1 is below density 0\.5"):
         GradualPruning(initial_density=0.1, density=0.5)

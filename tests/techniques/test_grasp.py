@@ -1,4 +1,4 @@
-"""GraSP's Hessian products against differences of gradients, and what a scoring step leaves behind."""
+"""GraSP: Hessian-vector products against gradient differences, and scoring steps."""
 
 import math
 from collections.abc import Callable
@@ -23,7 +23,7 @@ from thrifty.techniques.sparsity.grasp import Grasp, grasp_scores, hessian_gradi
 
 
 class Doubles(Objective):
-    """Cross-entropy of classes, in the model's own precision."""
+    """Cross-entropy of classes in the model's precision."""
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         return Prediction(output=model(batch["inputs"]))
@@ -46,7 +46,7 @@ def matrices(model: nn.Module) -> list[Tensor]:
 def gradients_at(
     model: nn.Module, batch: Batch, temperature: float, moved: list[Tensor], backward: Backward
 ) -> list[Tensor]:
-    """The gradient of the tempered loss with the matrices moved by so much, drawing what the first pass drew."""
+    """Return the gradient of the tempered loss at shifted matrices, with the random values of the first pass."""
     objective = Doubles()
     objective.losses = lambda prediction, batch: F.cross_entropy(  # type: ignore[method-assign]
         prediction.logits / temperature, batch["labels"], reduction="none"
@@ -66,9 +66,7 @@ def gradients_at(
 @pytest.mark.parametrize("temperature", [1.0, 200.0])
 @pytest.mark.parametrize("backward", [plain_backward, accumulated(plain_backward, 3)], ids=["whole", "in parts"])
 @pytest.mark.parametrize("dropout", [0.0, 0.5])
-def test_what_is_left_in_the_gradients_is_the_hessian_times_the_whole_gradient(
-    temperature: float, backward: Backward, dropout: float
-) -> None:
+def test_scoring_gradient_is_the_hessian_vector_product(temperature: float, backward: Backward, dropout: float) -> None:
     model, batch = small(dropout)
     still = [torch.zeros_like(weight) for weight in matrices(model)]
     gradient = gradients_at(model, batch, temperature, still, backward)
@@ -86,8 +84,8 @@ def test_what_is_left_in_the_gradients_is_the_hessian_times_the_whole_gradient(
     assert float(outcome.loss) == pytest.approx(float(backward(model, Doubles(), batch).loss))
 
 
-def test_removing_the_weight_with_the_largest_score_takes_most_of_the_gradient_norm() -> None:
-    """The sign: scores rank weights by what the squared norm of the gradient loses when they shrink."""
+def test_largest_score_reduces_the_gradient_norm_most() -> None:
+    """Scores rank weights by the decrease of the squared gradient norm when they shrink."""
     model, batch = small()
     weights = matrices(model)
     hessian_gradient(plain_backward, model, Doubles(), batch, weights, 1.0)
@@ -104,7 +102,7 @@ def test_removing_the_weight_with_the_largest_score_takes_most_of_the_gradient_n
             assert 2 * float(score.view(-1)[place]) == pytest.approx(lost, rel=1e-4, abs=1e-9)
 
 
-def test_the_largest_signed_scores_over_all_layers_are_kept() -> None:
+def test_largest_signed_scores_are_kept() -> None:
     model, batch = small()
     sparse = Grasp(density=0.3, where="weight", temperature=1.0)
     optimizer = TransformOptimizer(model.named_parameters(), sparse.update(GradientTransform()))
@@ -136,7 +134,7 @@ def scored(*others: str, **model: object) -> dict[str, Tensor]:
         ("losses.z_loss", 0.98), ("precision.mixed", 0.9),
     ],
 )  # fmt: skip
-def test_masks_hardly_depend_on_how_a_step_is_computed(other: str, least: float) -> None:
+def test_masks_are_equal_over_micro_batches_and_ranks(other: str, least: float) -> None:
     plain, found = scored(), scored(other)
     same = sum(int((plain[name] == found[name]).sum()) for name in plain)
     assert same / sum(mask.numel() for mask in plain.values()) >= least
@@ -145,12 +143,12 @@ def test_masks_hardly_depend_on_how_a_step_is_computed(other: str, least: float)
 @pytest.mark.parametrize(
     "other", ["compile", "attention.tiled", "precision.float8", "memory.compress_activations", "parallelism.shard"]
 )
-def test_what_has_no_second_derivative_is_refused_with_the_reason(other: str) -> None:
+def test_missing_second_derivatives_are_refused(other: str) -> None:
     with pytest.raises(UsageError, match=r"sparsity\.grasp and .* cannot go together"):
         compose(plain_run(), with_optimizer([technique("sparsity.grasp"), technique(other)]), 2)
 
 
-def test_a_step_that_overflows_is_not_counted_as_scored() -> None:
+def test_overflowed_step_is_not_scored() -> None:
     run = compose(plain_run(), with_optimizer([technique("sparsity.grasp")]), 4)
     state = run.start()
     assert state.model is not None
@@ -171,7 +169,7 @@ def test_a_step_that_overflows_is_not_counted_as_scored() -> None:
 
 
 @pytest.mark.parametrize("overflowing", [1, 2])
-def test_an_overflow_that_either_pass_answered_is_answered(overflowing: int) -> None:
+def test_overflow_of_either_pass_is_handled(overflowing: int) -> None:
     calls = 0
 
     def scaled(*args: object) -> BackwardResult:
@@ -183,7 +181,7 @@ def test_an_overflow_that_either_pass_answered_is_answered(overflowing: int) -> 
     assert hessian_gradient(scaled, model, Doubles(), batch, matrices(model), 1.0).overflow_handled
 
 
-def test_nothing_but_scoring_steps_pays_for_two_passes() -> None:
+def test_only_scoring_steps_run_two_passes() -> None:
     calls = []
 
     def counted(inner: Callable) -> Callable:

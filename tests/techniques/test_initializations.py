@@ -1,4 +1,4 @@
-"""Initializations without norms, and LayerScale, against the papers' formulas and on models nobody told them about."""
+"""Initializations without norms and LayerScale: the papers' formulas, on many models."""
 
 import math
 
@@ -69,14 +69,14 @@ def kind_of(name: str) -> Kind:
     )  # fmt: skip
 
 
-def test_the_table_says_of_every_model_and_initialization_what_happens() -> None:
+def test_table_covers_every_model_and_initialization() -> None:
     assert RUNS | REFUSES.keys() == {(kind, name) for kind in (*KINDS, *PARTLY) for name in ALL}
     assert all((kind, name) in RUNS for kind in THEIRS for name in ALL)
 
 
 @pytest.mark.sampled(16)
 @pytest.mark.parametrize(("kind", "name"), sorted(RUNS))
-def test_it_runs_keeps_names_and_learns(kind: str, name: str) -> None:
+def test_initialized_models_learn_with_unchanged_names(kind: str, name: str) -> None:
     model = kind_of(kind).model()
     names = dict(model.named_parameters()).keys()
     model = ALL[name].model(model)
@@ -95,7 +95,7 @@ def test_it_runs_keeps_names_and_learns(kind: str, name: str) -> None:
 
 
 @pytest.mark.parametrize(("kind", "name"), sorted(REFUSES))
-def test_it_refuses_with_the_reason(kind: str, name: str) -> None:
+def test_refusals_name_the_reason(kind: str, name: str) -> None:
     with pytest.raises(RefusedError, match=REFUSES[kind, name]) as refused:
         ALL[name].model(kind_of(kind).model())
     assert refused.value.fix
@@ -105,7 +105,7 @@ def test_it_refuses_with_the_reason(kind: str, name: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", STARTS_AS_IDENTITY)
 @torch.no_grad()
-def test_every_stack_starts_as_the_identity(kind: str, name: str) -> None:
+def test_every_stack_starts_as_the_identity_map(kind: str, name: str) -> None:
     model = ALL[name].model(KINDS[kind].model())
     for stack in KINDS[kind].stacks:
         ends: list[Tensor] = []
@@ -118,7 +118,7 @@ def test_every_stack_starts_as_the_identity(kind: str, name: str) -> None:
         assert torch.equal(*ends)
 
 
-def test_only_one_of_them_can_start_a_run_and_none_with_adapters() -> None:
+def test_two_initializations_or_adapters_are_refused() -> None:
     names = [f"initializations.{name}" for name in ALL]
     for name in names:
         for other in (*names, "adapters.lora"):
@@ -128,14 +128,14 @@ def test_only_one_of_them_can_start_a_run_and_none_with_adapters() -> None:
 
 
 @pytest.mark.parametrize("name", WITHOUT_NORMS)
-def test_without_norms_there_is_no_plain_model_to_export(name: str) -> None:
+def test_model_without_norms_has_no_export(name: str) -> None:
     with pytest.raises(RefusedError, match="no weights of the plain architecture compute the same") as refused:
         ALL[name].finish(ALL[name].model(gpt()))
     assert "layer_scale" in refused.value.fix
 
 
 @pytest.mark.parametrize("name", WITHOUT_NORMS)
-def test_a_norm_that_is_trained_breaks_the_promise(name: str) -> None:
+def test_trained_norm_raises_integrity_error(name: str) -> None:
     model = ALL[name].model(gpt())
     ALL[name].holds(TrainState(model=model))
     model.blocks[1].mlp_norm.weight.requires_grad_(True)
@@ -144,7 +144,7 @@ def test_a_norm_that_is_trained_breaks_the_promise(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ("fixup", "t_fixup"))
-def test_what_is_drawn_depends_on_the_seed_and_each_name_alone(name: str) -> None:
+def test_values_depend_on_seed_and_name(name: str) -> None:
     def drawn(depth: int, seed: int = 0, tied: bool = True) -> dict[str, Tensor]:
         plain = gpt(depth, tied)
         before = torch.get_rng_state()
@@ -161,7 +161,7 @@ def test_what_is_drawn_depends_on_the_seed_and_each_name_alone(name: str) -> Non
             torch.testing.assert_close(*unit)  # the same draw at another scale
 
 
-def test_after_a_growth_new_blocks_have_the_scalars_of_those_they_were_copied_from() -> None:
+def test_grown_blocks_copy_scalars() -> None:
     chosen = with_optimizer([technique("initializations.rezero"), technique("growth.stacking", at=(3,))])
     run = compose(plain_run(depth=4), chosen, 6)
     state = run.start()
@@ -182,7 +182,7 @@ def gradient_norm(model: nn.Module) -> float:
 
 
 def unscaled(model: nn.Module) -> nn.Module:
-    """The same model without norms and without any of the methods: Xavier's values."""
+    """Return a model without norms, initialized by Xavier's values."""
     for branch in (branch for block in find_branches(model)["blocks"] for branch in block):
         draw_xavier(matrices(branch), seed=0)
     size_stream(model)
@@ -191,12 +191,12 @@ def unscaled(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("name", WITHOUT_NORMS)
-def test_the_first_gradient_does_not_grow_with_depth(name: str) -> None:
+def test_first_gradient_is_independent_of_depth(name: str) -> None:
     norms = [gradient_norm(ALL[name].model(gpt(depth))) for depth in (2, 8, 32, 64)]
     assert max(norms) < 2 * min(norms)
 
 
-def test_without_norms_and_without_a_method_it_explodes() -> None:
+def test_gradient_explodes_without_norms_or_method() -> None:
     shallow, deep = (gradient_norm(unscaled(gpt(depth))) for depth in (2, 8))
     assert deep > 1000 * shallow
     assert gpt_loss(unscaled(gpt(32))) > 1000
@@ -224,7 +224,7 @@ def embedded_by_hand(model: nn.Module) -> Tensor:
 
 
 @torch.no_grad()
-def test_rezero_is_x_plus_alpha_f_of_x_with_one_alpha_per_block() -> None:
+def test_rezero_scales_branches_by_one_alpha_per_block() -> None:
     model = ReZero(multiplier=1.0).model(tiny_model(depth=3, style="gpt"))
     alphas = {name: p for name, p in model.named_parameters() if name.endswith("gain")}
     assert list(alphas) == [f"blocks.{index}.attention.out.gain" for index in range(3)]
@@ -238,14 +238,14 @@ def test_rezero_is_x_plus_alpha_f_of_x_with_one_alpha_per_block() -> None:
     torch.testing.assert_close(model(TOKENS), x)
 
 
-def test_rezero_can_have_one_alpha_per_branch() -> None:
+def test_rezero_has_one_alpha_per_branch_on_request() -> None:
     model = ReZero(shared="branch").model(gpt(2))
     gpt_loss(model).backward()
     gains = [layer.gain.grad for block in model.blocks for layer in (block.attention.out, block.mlp.down)]
     assert len({float(gain) for gain in gains}) == 4 and all(gain != 0 for gain in gains)
 
 
-def test_at_first_only_the_alphas_and_the_ends_learn() -> None:
+def test_first_gradients_reach_only_alphas_and_ends() -> None:
     model = ReZero().model(gpt(2, tied=False))
     gpt_loss(model).backward()
     for name, parameter in model.named_parameters():
@@ -257,7 +257,7 @@ def test_at_first_only_the_alphas_and_the_ends_learn() -> None:
 
 
 @torch.no_grad()
-def test_skip_init_multiplies_the_end_of_each_branch() -> None:
+def test_skip_init_multiplies_branch_outputs() -> None:
     model = SkipInit(initial_value=0.5, multiplier=1.0).model(tiny_model(depth=3, style="gpt"))
     model.blocks[1].mlp.down.gain.fill_(-1.5)
     x = embedded_by_hand(model)
@@ -267,7 +267,7 @@ def test_skip_init_multiplies_the_end_of_each_branch() -> None:
     torch.testing.assert_close(model(TOKENS), x)
 
 
-def test_skip_init_starts_at_zero_or_at_most_at_the_root_of_the_depth() -> None:
+def test_skip_init_limits_the_initial_value() -> None:
     assert largest_start(16) == 0.25
     SkipInit(initial_value=0.5).model(gpt(4))
     with pytest.raises(RefusedError, match=r"initial_value 0\.6 is more than 1 / sqrt\(4 blocks\)") as refused:
@@ -280,7 +280,7 @@ def test_skip_init_starts_at_zero_or_at_most_at_the_root_of_the_depth() -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 @torch.no_grad()
-def test_folded_gains_compute_the_same_on_every_model(kind: str) -> None:
+def test_folded_gains_are_exact_on_every_model(kind: str) -> None:
     model = LayerScale(initial_value=0.5).model(KINDS[kind].model())
     for name, parameter in model.named_parameters():
         if name.endswith("gain"):
@@ -292,7 +292,7 @@ def test_folded_gains_compute_the_same_on_every_model(kind: str) -> None:
     torch.testing.assert_close(KINDS[kind].loss(plain), with_gains)
 
 
-def test_gains_start_by_the_depth_of_their_own_stack() -> None:
+def test_initial_gains_follow_the_depth_of_their_stack() -> None:
     model = nn.Module()
     model.shallow, model.deep = gpt(2).blocks, gpt(20).blocks
     parameters = dict(LayerScale().model(model).named_parameters())
@@ -301,7 +301,7 @@ def test_gains_start_by_the_depth_of_their_own_stack() -> None:
 
 
 @pytest.mark.parametrize(("kind", "more"), [("Gemma2", {"head_dim": 8}), ("Olmo2", {}), ("Llama", {})])
-def test_gains_that_a_norm_behind_them_would_undo_are_refused(kind: str, more: dict[str, int]) -> None:
+def test_gains_before_a_norm_are_refused(kind: str, more: dict[str, int]) -> None:
     sizes = {"hidden_size": 32, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 48}
     config = getattr(transformers, f"{kind}Config")(**sizes, vocab_size=60, num_hidden_layers=2, pad_token_id=0, **more)
     model = transformers.AutoModelForCausalLM.from_config(config).eval()

@@ -1,4 +1,4 @@
-"""Rates for other batch sizes, batches that grow, and what several ranks make of it all."""
+"""Learning rates for other batch sizes, batch ramps, and both on ranks."""
 
 from itertools import pairwise
 
@@ -21,11 +21,11 @@ from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.training.run_setup import _steps_in_tokens
 
 
-def test_the_linear_rule_is_that_of_the_one_hour_imagenet_run() -> None:
+def test_linear_rule_matches_one_hour_imagenet() -> None:
     assert 0.1 * scaled_rate(8192, 256, "linear") == pytest.approx(3.2)
 
 
-def test_the_square_root_rule_is_that_of_the_lamb_tables() -> None:
+def test_square_root_rule_matches_lamb_table() -> None:
     """You et al. 2020, table 4: 5 / (2^3 · 10^3) at a batch of 512, doubling with every fourfold batch."""
     for doublings in range(7):
         wanted = 5 / (2 ** (3 - doublings / 2) * 1e3)
@@ -33,7 +33,7 @@ def test_the_square_root_rule_is_that_of_the_lamb_tables() -> None:
 
 
 @given(factor=some.floats(1.0, 100.0), warmup=some.integers(0, 50))
-def test_the_warm_up_goes_from_the_base_rate_to_the_scaled_one_in_equal_amounts(factor: float, warmup: int) -> None:
+def test_warmup_is_linear_from_base_to_scaled_rate(factor: float, warmup: int) -> None:
     found = [warmed_up_from_base(step, factor, warmup) for step in range(warmup + 3)]
     assert found[warmup:] == [factor] * 3
     if warmup:
@@ -42,11 +42,11 @@ def test_the_warm_up_goes_from_the_base_rate_to_the_scaled_one_in_equal_amounts(
         assert amounts == pytest.approx([(factor - 1) / warmup] * warmup)
 
 
-def test_a_smaller_batch_has_its_smaller_rate_from_the_start() -> None:
+def test_smaller_batch_has_lower_rate_from_step_0() -> None:
     assert [warmed_up_from_base(step, 0.5, 4) for step in range(6)] == [0.5] * 6
 
 
-def test_the_rate_of_a_run_is_scaled_by_its_own_batch_times_any_schedule_and_stays_fused() -> None:
+def test_scaled_rate_multiplies_schedules_and_stays_fused() -> None:
     chosen = with_optimizer([technique("optimizers.adamw", lr=0.01), technique("schedules.linear", warmup=0)])
     scaled = technique("large_batch.scale_learning_rate", base_batch=2, rule="linear", warmup=2)
     plain, _ = run_through(plain_run(batch=8), chosen, 5)
@@ -57,7 +57,7 @@ def test_the_rate_of_a_run_is_scaled_by_its_own_batch_times_any_schedule_and_sta
     assert found is not None and isinstance(found[1], FusedAdamWUpdate)
 
 
-def test_a_batch_given_outright_takes_the_place_of_the_runs_own() -> None:
+def test_batch_setting_replaces_the_runs_batch() -> None:
     scaled = technique("large_batch.scale_learning_rate", base_batch=4, rule="linear", warmup=0, batch=64)
     records, _ = run_through(plain_run(batch=8), with_optimizer([technique("optimizers.adamw", lr=1e-4), scaled]), 1)
     assert records[0].learning_rate == pytest.approx(16e-4)
@@ -67,7 +67,7 @@ def test_a_batch_given_outright_takes_the_place_of_the_runs_own() -> None:
     start=some.floats(0.01, 600.0), full=some.integers(1, 512), until=some.integers(0, 60),
     multiple=some.sampled_from([1, 2, 8, 24]), shape=some.sampled_from(["doubling", "linear"]),
 )  # fmt: skip
-def test_sizes_rise_in_multiples_and_are_full_in_the_end(
+def test_ramp_sizes_are_multiples_up_to_the_full_batch(
     start: float, full: int, until: int, multiple: int, shape: str
 ) -> None:
     found = [size_at(step, start, full, until, multiple, shape) for step in range(until + 3)]  # type: ignore[arg-type]
@@ -77,7 +77,7 @@ def test_sizes_rise_in_multiples_and_are_full_in_the_end(
         assert all(size == full or size in (found[0] * 2**k for k in range(11)) for size in found)
 
 
-def test_doublings_take_equally_long_and_a_linear_ramp_adds_equal_amounts() -> None:
+def test_ramp_shapes_have_equal_phases() -> None:
     assert [size_at(step, 8, 64, 6, 8, "doubling") for step in range(7)] == [8, 8, 16, 16, 32, 32, 64]
     assert [size_at(step, 8, 64, 7, 8, "linear") for step in range(8)] == [8, 16, 24, 32, 40, 48, 56, 64]
     assert [size_at(step, 8, 64, 14, 8, "linear") for step in range(5)] == [8, 8, 16, 16, 24]
@@ -92,7 +92,7 @@ def joined(batches: list[Batch]) -> torch.Tensor:
     return torch.cat([batch["tokens"] for batch in batches])
 
 
-def test_a_ramped_run_sees_the_examples_of_the_plain_run_in_order() -> None:
+def test_ramp_keeps_the_order_of_examples() -> None:
     found = [ramped().source.at(step) for step in range(7)]
     assert [len(batch) for batch in found] == [2, 2, 4, 4, 8, 8, 8]
     wanted = joined([plain_run(batch=8).source.at(step) for step in range(5)])
@@ -100,7 +100,7 @@ def test_a_ramped_run_sees_the_examples_of_the_plain_run_in_order() -> None:
     assert all(torch.allclose(batch.weight, torch.full_like(batch.weight, 1 / len(batch))) for batch in found)
 
 
-def test_with_gradient_norm_sampling_three_times_as_many_are_looked_at_in_order() -> None:
+def test_ramp_with_gradient_norm_sampling_keeps_order() -> None:
     found = [ramped("data_selection.gradient_norm_sampling").source.at(step) for step in range(7)]
     assert [len(batch) for batch in found] == [6, 6, 12, 12, 24, 24, 24]
     wanted = joined([plain_run(batch=8).source.at(step) for step in range(14)])
@@ -115,7 +115,7 @@ def test_with_gradient_norm_sampling_three_times_as_many_are_looked_at_in_order(
         ("data_selection.gradient_norm_sampling", "large_batch.gradient_accumulation", "curriculum.sequence_length"),
     ],
 )
-def test_each_step_counts_the_tokens_it_has(others: tuple[str, ...]) -> None:
+def test_steps_count_their_own_tokens(others: tuple[str, ...]) -> None:
     records, _ = run_through(ramped().plain, list(ramped(*others).techniques), 7)
     run = ramped(*others)
     assert [record.tokens for record in records] == [run.objective.tokens(run.source.at(step)) for step in range(7)]
@@ -123,21 +123,21 @@ def test_each_step_counts_the_tokens_it_has(others: tuple[str, ...]) -> None:
     assert not any(record.skipped for record in records)
 
 
-def test_a_step_of_the_ramp_is_a_plain_step_on_its_examples() -> None:
-    """Two examples a step at first: the loss of the first step is their mean."""
+def test_ramp_step_equals_plain_step() -> None:
+    """The first step has two examples; its loss is their mean."""
     (first, *_), _ = run_through(plain_run(batch=8), list(ramped().techniques), 7)
     (plain,), _ = run_through(plain_run(batch=2), with_optimizer([]), 1)
     assert first.loss == pytest.approx(plain.loss, rel=1e-6)
     assert first.gradient_norm == pytest.approx(plain.gradient_norm, rel=1e-5)
 
 
-def test_sizes_that_ranks_cannot_share_are_refused_when_they_share() -> None:
+def test_sizes_not_divisible_by_ranks_are_refused() -> None:
     with pytest.raises(RefusedError, match="multiples of 2 examples cannot be divided equally among 4 ranks"):
         RankShard(ramped().source, 0, 4)
 
 
-def test_two_ranks_average_and_measure_what_one_process_does() -> None:
-    """How a ramp is shared is in tests/core/test_batches.py, its run on two ranks in test_parallelism.py."""
+def test_two_ranks_equal_one_process() -> None:
+    """tests/core/test_batches.py tests how ranks divide a ramp, test_parallelism.py its run on two ranks."""
     means, scales = averages(None), noise_scales(None)
     for found in on_ranks(2, with_each_strategy):
         for other_means, other_scales in found:
@@ -149,9 +149,7 @@ def test_two_ranks_average_and_measure_what_one_process_does() -> None:
 @pytest.mark.parametrize("until", [5, 0.3, 1.0])
 @pytest.mark.parametrize("full", [0, 4, 32])
 @pytest.mark.parametrize("budget", [700, 4_000, 33_333])
-def test_a_budget_of_tokens_is_spent_and_not_overspent_when_batches_grow(
-    until: int | float, full: int, budget: int
-) -> None:
+def test_token_budget_is_spent_exactly_with_a_ramp(until: int | float, full: int, budget: int) -> None:
     plain, per_step = plain_run(batch=8), 8 * 16
     ramp = BatchRamp(start=0.125, until=until, multiple=2, batch=full)
     steps = _steps_in_tokens(budget, per_step, Recipe(techniques=(AdamW(), ramp)), plain, torch.device("cpu"))

@@ -1,4 +1,4 @@
-"""Layer-wise learning-rate decay: the rate of each depth, in models of many makes, as torch's groups have it."""
+"""Layer-wise learning-rate decay: rates by depth in many models, compared with torch's groups."""
 
 from typing import Any
 
@@ -30,14 +30,14 @@ def factors(model: nn.Module, decay: float = 0.5, front: str = "") -> dict[str, 
 
 
 def table(model: nn.Module, **settings: Any) -> dict[float, set[str]]:
-    """The modules or parameters at each factor, blocks whole."""
+    """Return modules or parameters by factor, with blocks as a whole."""
     found: dict[float, set[str]] = {}
     for name, factor in factors(model, **settings).items():
         found.setdefault(factor, set()).add(name)
     return found
 
 
-def test_the_rates_of_a_vision_transformer_are_those_of_the_table_in_the_papers_code() -> None:
+def test_vit_rates_match_the_papers_code() -> None:
     model = tiny_vit(depth=3)
     written = {  # 0.75 to the power of 4, 3, 2, 1, 0
         "embedding": 0.31640625, "blocks.0": 0.421875, "blocks.1": 0.5625, "blocks.2": 0.75, "norm": 1.0, "head": 1.0,
@@ -69,7 +69,7 @@ OUTSIDE = {
 
 
 @pytest.mark.parametrize("name", OUTSIDE)
-def test_what_is_before_and_behind_the_blocks_of_models_of_many_makes(name: str) -> None:
+def test_modules_before_and_after_blocks_are_recognized(name: str) -> None:
     front, behind = OUTSIDE[name]
     kind = KINDS[name]
     for parameter, (depth, blocks) in depths(kind.model()).items():
@@ -83,7 +83,7 @@ def test_what_is_before_and_behind_the_blocks_of_models_of_many_makes(name: str)
         assert any(parameter == each or parameter.startswith(f"{each}.") for each in own), parameter
 
 
-def test_each_tower_and_each_stack_is_counted_from_its_own_end() -> None:
+def test_stacks_are_counted_from_their_own_end() -> None:
     found = factors(tiny_clip())
     assert found["logit_scale"] == 1.0 and found["image.projection.weight"] == found["text.projection.weight"] == 1.0
     for tower in ("image", "text"):
@@ -99,7 +99,7 @@ def test_each_tower_and_each_stack_is_counted_from_its_own_end() -> None:
     assert found["norm.weight"] == found["decoder.norm.weight"] == found["head.weight"] == 1.0
 
 
-def test_a_pattern_says_what_comes_before_the_blocks_where_names_do_not() -> None:
+def test_embedding_pattern_selects_modules_before_blocks() -> None:
     class Odd(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -111,7 +111,7 @@ def test_a_pattern_says_what_comes_before_the_blocks_where_names_do_not() -> Non
     assert table(Odd(), front="reader")[1.0] == {"writer.weight", "writer.bias"}
 
 
-def test_training_is_that_of_torchs_adamw_with_a_group_for_each_depth() -> None:
+def test_training_equals_torch_adamw_with_groups() -> None:
     ours, theirs = KINDS["bert"].model(), KINDS["bert"].model()
     named = factors(ours, 0.6)
     decayed = {name for name, p in theirs.named_parameters() if p.ndim > 1 and "position" not in name}
@@ -133,7 +133,7 @@ def test_training_is_that_of_torchs_adamw_with_a_group_for_each_depth() -> None:
 
 
 def moved(optimizer: Technique, decay: float) -> dict[str, float]:
-    """How far each parameter is from where it started after one step, per unit of the plain run's way."""
+    """Return the change of each parameter in one step, relative to the plain run."""
     ways = []
     for more in ([LayerwiseLearningRateDecay(decay=decay)], []):
         run = compose(plain_run(), [optimizer, *more], 1)
@@ -154,21 +154,21 @@ def moved(optimizer: Technique, decay: float) -> dict[str, float]:
         ("schedule_free", {"warmup": 0}),
     ],
 )
-def test_a_step_of_a_run_goes_as_far_as_the_table_says(optimizer: str, settings: dict[str, float]) -> None:
+def test_step_length_follows_the_factors(optimizer: str, settings: dict[str, float]) -> None:
     found = moved(technique(f"optimizers.{optimizer}", **settings), decay=0.5)
     for name, share in found.items():
         depth = 0 if name.startswith("embedding") else 5 if name.startswith("norm") else 1 + int(name.split(".")[1])
         assert share == pytest.approx(0.5 ** (5 - depth), rel=1e-3), name
 
 
-def test_a_decay_of_one_changes_nothing() -> None:
+def test_decay_of_one_is_exact() -> None:
     plain, _ = run_through(plain_run(), with_optimizer([]), 3)
     found, _ = run_through(plain_run(), with_optimizer([LayerwiseLearningRateDecay(decay=1.0)]), 3)
     assert losses(found) == pytest.approx(losses(plain), rel=1e-6)
 
 
 @pytest.mark.parametrize("delay", [False, True])
-def test_an_optimizer_beside_the_device_knows_the_rates_too(delay: bool) -> None:
+def test_offloaded_optimizer_uses_the_rates(delay: bool) -> None:
     away = technique("memory.offload_optimizer", to="simulated", delay=delay, after=2)
     here, there = (
         run_through(plain_run(), with_optimizer([LayerwiseLearningRateDecay(decay=0.5), *more]), 2)[0]
@@ -177,7 +177,7 @@ def test_an_optimizer_beside_the_device_knows_the_rates_too(delay: bool) -> None
     assert losses(there) == pytest.approx(losses(here), rel=1e-6)
 
 
-def test_low_rank_updates_inside_a_block_have_the_blocks_rate() -> None:
+def test_lora_factors_have_the_rate_of_their_block() -> None:
     run = compose(image_run(), with_optimizer([LayerwiseLearningRateDecay(decay=0.5), technique("adapters.lora")]), 2)
     model = run.build_model()
     rates = {name: p.own_factor for name, p in model.named_parameters() if "lora" in name}
@@ -186,7 +186,7 @@ def test_low_rank_updates_inside_a_block_have_the_blocks_rate() -> None:
         assert rate == (0.5 ** (4 - int(name.split(".")[1])) if name.startswith("blocks.") else 1.0)
 
 
-def test_a_stage_of_a_pipeline_counts_the_blocks_that_other_ranks_hold() -> None:
+def test_pipeline_stages_count_blocks_of_other_ranks() -> None:
     model, whole = tiny_vit(depth=4), factors(tiny_vit(depth=4))
     for place in (0, 3):
         model.blocks[place] = StagePlaceholder(model.blocks[place])
@@ -194,7 +194,7 @@ def test_a_stage_of_a_pipeline_counts_the_blocks_that_other_ranks_hold() -> None
     assert factors(model) == {name: whole[name] for name, _ in model.named_parameters()}
 
 
-def test_a_deeper_model_after_growth_has_the_rates_of_its_own_depth() -> None:
+def test_grown_model_has_rates_of_its_depth() -> None:
     growing = technique("growth.stacking", at=(1,))
     run = compose(plain_run(depth=4), with_optimizer([LayerwiseLearningRateDecay(decay=0.5), growing]), 3)
     state = run.start()
@@ -209,7 +209,7 @@ def test_a_deeper_model_after_growth_has_the_rates_of_its_own_depth() -> None:
     assert rates[1]["blocks.0.mlp.up.weight"] == 0.5 ** len(deep)
 
 
-def test_explain_tells_what_was_taken_for_before_and_behind() -> None:
+def test_explain_lists_modules_before_and_after_blocks() -> None:
     run = compose(image_run(), with_optimizer([LayerwiseLearningRateDecay()]), 2)
     run.build_model()
     assert run.notes["optimizers.layerwise_lr_decay"] == [
@@ -218,12 +218,12 @@ def test_explain_tells_what_was_taken_for_before_and_behind() -> None:
     ]
 
 
-def test_a_parameter_that_came_after_its_depth_was_found_is_an_error_and_no_silent_rate() -> None:
+def test_unknown_parameter_raises_integrity_error() -> None:
     with pytest.raises(IntegrityError, match="layerwise_lr_decay: 'weight' is not the parameter"):
         TransformOptimizer(nn.Linear(2, 2).named_parameters(), LayerwiseLearningRateDecay().update(adamw()))
 
 
-def test_what_it_cannot_do_is_refused_in_words() -> None:
+def test_invalid_models_and_settings_are_refused() -> None:
     with pytest.raises(RefusedError, match="no list of equal blocks"):
         LayerwiseLearningRateDecay().model(nn.Sequential(nn.Linear(2, 2)))
     with pytest.raises(UsageError, match="embedding_pattern is no regular expression"):
@@ -236,7 +236,7 @@ def test_what_it_cannot_do_is_refused_in_words() -> None:
 
 
 @pytest.mark.parametrize("traced", [False, True])
-def test_it_is_arithmetic_that_can_be_used_alone_and_traced(traced: bool) -> None:
+def test_factor_transform_works_alone_and_traced(traced: bool) -> None:
     parameters = {name: nn.Parameter(torch.ones(2)) for name in ("a", "b")}
     optimizer = TransformOptimizer(
         parameters.items(), ScaleByParameterFactor(lambda name, _: -0.5 if name == "a" else -1.0)

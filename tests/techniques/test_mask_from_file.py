@@ -1,4 +1,4 @@
-"""Tickets: how they are drawn against a plain loop, what they hold in every company, and what is refused."""
+"""Tickets: pruning against a plain loop, masks with other techniques, and refusals."""
 
 import hashlib
 from pathlib import Path
@@ -29,7 +29,7 @@ SIZES = some.lists(some.tuples(some.integers(1, 4), some.integers(1, 5)), min_si
 
 
 def kept(tmp_path: Path, masks: dict[str, Tensor], name: str = "ticket.safetensors") -> dict[str, str]:
-    """The settings of a ticket that is written."""
+    """Write a ticket and return its settings."""
     weights = {each: torch.zeros(mask.shape) for each, mask in masks.items()}
     content = mask_file_bytes(masks, "a test", weights)
     (tmp_path / name).write_bytes(content)
@@ -52,7 +52,7 @@ def weights_in(state: TrainState) -> dict[str, Tensor]:
 
 @given(SIZES, some.floats(0.05, 0.95), some.booleans(), some.integers(0, 10_000))
 @settings(max_examples=60)
-def test_the_smallest_of_what_is_left_goes(sizes: list[tuple[int, int]], prune: float, apart: bool, seed: int) -> None:
+def test_smallest_kept_weights_are_pruned(sizes: list[tuple[int, int]], prune: float, apart: bool, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     # few different magnitudes, so that many are equal
     weights = {f"w{i}": torch.randint(-3, 4, size, generator=generator).float() for i, size in enumerate(sizes)}
@@ -70,7 +70,7 @@ def test_the_smallest_of_what_is_left_goes(sizes: list[tuple[int, int]], prune: 
             assert set(found[name].flatten().nonzero().flatten().tolist()) == expected
 
 
-def test_a_ticket_comes_back_from_its_file_and_the_same_ticket_is_the_same_bytes(tmp_path: Path) -> None:
+def test_ticket_file_is_deterministic_and_readable(tmp_path: Path) -> None:
     masks = {"b.weight": torch.rand(3, 4) < 0.5, "a.weight": torch.ones(2, 2, dtype=torch.bool)}
     weights = {"a.weight": torch.rand(2, 2), "b.weight": torch.rand(3, 4).bfloat16()}
     contents = {mask_file_bytes(masks, "here", weights) for _ in range(8)}
@@ -82,7 +82,7 @@ def test_a_ticket_comes_back_from_its_file_and_the_same_ticket_is_the_same_bytes
     assert changed != (tmp_path / "t").read_bytes()  # it says of which weights it was drawn
 
 
-def test_masks_are_read_in_one_order_by_every_process(tmp_path: Path) -> None:
+def test_masks_are_read_in_sorted_order(tmp_path: Path) -> None:
     masks = {f"{number}.weight": torch.ones(1, 1, dtype=torch.bool) for number in range(40)}
     (tmp_path / "t").write_bytes(content := mask_file_bytes(masks, "here", {}))
     assert list(read_mask_file(str(tmp_path / "t"), hashlib.sha256(content).hexdigest())) == sorted(masks)
@@ -107,7 +107,7 @@ def test_masks_are_read_in_one_order_by_every_process(tmp_path: Path) -> None:
     ],
     ids=" and ".join,
 )
-def test_weights_moments_and_averages_stay_within_the_ticket_at_every_step(others: tuple[str, ...]) -> None:
+def test_weights_moments_and_averages_stay_masked(others: tuple[str, ...]) -> None:
     run, drawn = run_of(3, *others), load_file(FILE)
     state = run.start()
     for step in range(1, 4):
@@ -118,21 +118,21 @@ def test_weights_moments_and_averages_stay_within_the_ticket_at_every_step(other
         assert all(weights[name][mask].any() for name, mask in drawn.items())
 
 
-def test_it_starts_from_the_first_values_of_the_plain_run() -> None:
+def test_starts_from_the_plain_initialization() -> None:
     found, plain, drawn = weights_in(run_of().start()), weights_in(run_of(file="").start()), load_file(FILE)
     assert density_of(drawn) == 0.5
     for name, weight in plain.items():
         assert torch.equal(found[name], weight * drawn[name] if name in drawn else weight), name
 
 
-def test_without_a_file_it_is_the_dense_run() -> None:
+def test_without_a_file_equals_the_dense_run() -> None:
     dense, _ = run_through(plain_run(), with_optimizer([]), 4)
     under, state = run_through(plain_run(), with_optimizer([MaskFromFile()]), 4)
     assert losses(under) == pytest.approx(losses(dense), rel=1e-5)  # torch's fused kernel rounds in another order
     assert not masks_in(state)
 
 
-def test_a_random_mask_keeps_as_many_of_each_matrix_at_other_places() -> None:
+def test_random_mask_keeps_equal_counts() -> None:
     drawn = load_file(FILE)
     found = [masks_in(run_of(control="random-mask", seed=seed).start()) for seed in (0, 0, 1)]
     for name, mask in drawn.items():
@@ -141,7 +141,7 @@ def test_a_random_mask_keeps_as_many_of_each_matrix_at_other_places() -> None:
         assert not torch.equal(found[0][name], mask) and not torch.equal(found[0][name], found[2][name])
 
 
-def test_reinitialising_keeps_the_mask_and_draws_other_values_from_the_same_law() -> None:
+def test_reinitialise_shuffles_values_and_keeps_the_mask() -> None:
     plain = weights_in(run_of(file="").start())
     run, drawn = run_of(control="reinitialise"), load_file(FILE)
     state = run.start()
@@ -155,7 +155,7 @@ def test_reinitialising_keeps_the_mask_and_draws_other_values_from_the_same_law(
         assert torch.equal(weights_in(state)[name], value * drawn[name] if name in drawn else value)
 
 
-def test_values_of_fused_layers_are_shuffled_within_each_layer() -> None:
+def test_fused_layers_are_shuffled_separately() -> None:
     model = tiny_model()
     with torch.no_grad():
         for place, part in enumerate(model.blocks[0].attention.qkv.weight.split([32, 16, 16])):
@@ -168,8 +168,8 @@ def test_values_of_fused_layers_are_shuffled_within_each_layer() -> None:
     ]
 
 
-def test_a_network_of_ones_own_trains_under_a_ticket(tmp_path: Path) -> None:
-    """Any matrix by name, not only those of blocks."""
+def test_any_network_trains_under_a_ticket(tmp_path: Path) -> None:
+    """A ticket masks any matrix by name, not only those of blocks."""
     masks = {"0.weight": torch.rand(16, 32, generator=torch.Generator().manual_seed(0)) < 0.3}
     network = nn.Sequential(nn.Linear(32, 16), nn.ReLU(), nn.Linear(16, 4))
     assert MaskFromFile(**kept(tmp_path, masks)).model(network) is network
@@ -178,7 +178,7 @@ def test_a_network_of_ones_own_trains_under_a_ticket(tmp_path: Path) -> None:
 # what is refused
 
 
-def test_a_file_that_has_changed_is_refused(tmp_path: Path) -> None:
+def test_changed_file_is_refused(tmp_path: Path) -> None:
     settings = kept(tmp_path, {"blocks.0.mlp.down.weight": torch.rand(32, 64) < 0.5})
     run_of(**settings).start()
     kept(tmp_path, {"blocks.0.mlp.down.weight": torch.rand(32, 64) < 0.4})
@@ -186,7 +186,7 @@ def test_a_file_that_has_changed_is_refused(tmp_path: Path) -> None:
         run_of(**settings).start()
 
 
-def test_a_ticket_without_its_hash_is_refused_with_the_hash() -> None:
+def test_missing_hash_is_refused_with_the_hash() -> None:
     with pytest.raises(UsageError, match=SHA256):
         run_of(sha256="").start()
 
@@ -202,12 +202,12 @@ def test_a_ticket_without_its_hash_is_refused_with_the_hash() -> None:
         ({"norm.weight": torch.ones(32, dtype=torch.bool)}, "only matrices"),
     ],
 )
-def test_a_ticket_of_another_model_is_refused(masks: dict[str, Tensor], reason: str, tmp_path: Path) -> None:
+def test_ticket_of_another_model_is_refused(masks: dict[str, Tensor], reason: str, tmp_path: Path) -> None:
     with pytest.raises(RefusedError, match=reason):
         run_of(**kept(tmp_path, masks)).start()
 
 
-def test_what_is_no_ticket_is_refused(tmp_path: Path) -> None:
+def test_invalid_ticket_files_are_refused(tmp_path: Path) -> None:
     def settings(name: str) -> dict[str, str]:
         return {"file": str(tmp_path / name), "sha256": hashlib.sha256((tmp_path / name).read_bytes()).hexdigest()}
 
@@ -221,7 +221,7 @@ def test_what_is_no_ticket_is_refused(tmp_path: Path) -> None:
         read_mask_file(str(tmp_path / "nowhere"), "0")
 
 
-def test_another_mask_than_the_ticket_s_is_noticed() -> None:
+def test_wrong_mask_raises_integrity_error() -> None:
     run = run_of()
     state = run.start()
     mask = masks_in(state)["blocks.0.mlp.down.weight"]
@@ -233,6 +233,6 @@ def test_another_mask_than_the_ticket_s_is_noticed() -> None:
 
 
 @pytest.mark.parametrize("other", ["sparsity.rigl", "growth.stacking", "adapters.lora"])
-def test_what_cannot_go_with_it_is_refused_with_the_reason(other: str) -> None:
+def test_conflicting_techniques_are_refused(other: str) -> None:
     with pytest.raises(UsageError, match=r"cannot go together|both decide"):
         run_of(4, other)

@@ -1,4 +1,4 @@
-"""Every technique that decides weight masks, in every company: nothing is outside a mask after any step."""
+"""Every technique with weight masks: weights stay masked at every step, with other techniques."""
 
 import itertools
 
@@ -45,7 +45,7 @@ def density(state: TrainState) -> float:
 
 
 def assert_everything_is_inside(run: Run, state: TrainState) -> None:
-    """By this test's own eyes, and by the technique's."""
+    """Check weights against masks directly, and by the technique's own check."""
     run.verify(state)
     optimizer = state.optimizer
     assert optimizer is not None
@@ -60,7 +60,7 @@ def assert_everything_is_inside(run: Run, state: TrainState) -> None:
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("name", CHOOSING)
 @pytest.mark.parametrize(("optimizer", "others"), zip(OPTIMIZERS, itertools.cycle(COMPANY), strict=False))
-def test_nothing_is_outside_the_masks_after_any_step(name: str, optimizer: str, others: tuple[str, ...]) -> None:
+def test_weights_stay_masked_at_every_step(name: str, optimizer: str, others: tuple[str, ...]) -> None:
     if optimizer == "schedule_free":  # it brings its average
         others = ("growth.stacking",)
     chosen = [technique(f"optimizers.{optimizer}"), technique(name, density=0.3), *map(technique, others)]
@@ -80,7 +80,7 @@ def test_nothing_is_outside_the_masks_after_any_step(name: str, optimizer: str, 
 
 
 @pytest.mark.slow
-def test_ranks_have_the_masks_of_the_single_process() -> None:
+def test_ranks_have_single_process_masks() -> None:
     first, second = on_ranks(2, masks_under_each, STRATEGIES, CHOOSING)
     assert first == second
     alone = masks_of_each("", CHOOSING)
@@ -94,7 +94,7 @@ def test_ranks_have_the_masks_of_the_single_process() -> None:
 
 
 @pytest.mark.parametrize("name", ["sparsity.set", "sparsity.rigl", "sparsity.gradual"])
-def test_a_move_that_keeps_too_much_is_noticed_at_once(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_excess_density_raises_integrity_error(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run = compose(plain_run(depth=2), with_optimizer([technique(name, density=0.3)]), 6)
     greedy = next(each for each in run.techniques if each.name == name)
     keep_all = lambda self, names, layer, step: ((each, layer(each).mask | True) for each in names)  # noqa: E731
@@ -108,7 +108,7 @@ def test_a_move_that_keeps_too_much_is_noticed_at_once(name: str, monkeypatch: p
 
 
 @pytest.mark.parametrize("name", ["sparsity.rigl", "sparsity.gradual"])
-def test_in_a_loop_of_ones_own_moments_are_steps_and_masks_move(name: str) -> None:
+def test_masks_move_in_own_loop(name: str) -> None:
     model = nn.Module()
     model.blocks = nn.ModuleList([nn.Linear(8, 8), nn.Linear(8, 8)])
     with pytest.raises(UsageError, match=f"{name}: .* is 0.[0-9]+, a fraction of a run"):
@@ -127,8 +127,8 @@ def test_in_a_loop_of_ones_own_moments_are_steps_and_masks_move(name: str) -> No
 
 
 @pytest.mark.parametrize("name", ["sparsity.rigl", "sparsity.static"])
-def test_stacks_that_grow_in_another_proportion_break_no_promise(name: str) -> None:
-    """2 and 5 blocks start as 1 and 2: ERK gives the small model other shares than the whole one."""
+def test_erk_masks_allow_growth_in_other_proportions(name: str) -> None:
+    """Stacks of 2 and 5 blocks start as 1 and 2, for which ERK has other densities."""
 
     def build() -> nn.Module:
         model = assemble(ModelConfig("t5", 2, 32, 4, 4, 64, VOCABULARY, 24, True, decoder_depth=5))

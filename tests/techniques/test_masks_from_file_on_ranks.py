@@ -1,4 +1,4 @@
-"""Tickets on real ranks: the same masks, the same decision and the same run as in one process."""
+"""Tickets on real ranks: equal masks, decisions and runs as in one process."""
 
 import numpy as np
 import pytest
@@ -14,7 +14,7 @@ TICKETS = {"early bird": ("sparsity.early_bird", {"latest": 3}), "ticket": ("spa
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("dividing", ["parallelism.shard", "parallelism.replicate"])
 @pytest.mark.parametrize("case", TICKETS)
-def test_two_ranks_train_the_ticket_that_one_process_does(case: str, dividing: str) -> None:
+def test_two_ranks_train_the_same_ticket(case: str, dividing: str) -> None:
     name, settings = TICKETS[case]
     chosen = [technique(name, **settings), technique("optimizers.adamw")]
     expected_losses, expected, decided = trained_with(chosen)
@@ -28,6 +28,6 @@ def test_two_ranks_train_the_ticket_that_one_process_does(case: str, dividing: s
 
 
 @pytest.mark.parametrize("dividing", ["parallelism.tensor", "parallelism.pipeline"])
-def test_a_division_of_layers_or_blocks_is_refused_for_an_early_bird(dividing: str) -> None:
+def test_early_bird_refuses_tensor_and_pipeline_parallelism(dividing: str) -> None:
     with pytest.raises(UsageError, match="cannot go together"):
         trained_with([technique("sparsity.early_bird"), technique("optimizers.adamw"), technique(dividing)])

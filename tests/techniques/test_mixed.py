@@ -1,4 +1,4 @@
-"""Mixed precision in float16: the loss scale, what an overflow costs and what it does not, every kind of model."""
+"""Mixed precision in float16: loss scale, overflows, and every kind of model."""
 
 import math
 from dataclasses import replace
@@ -29,7 +29,7 @@ finite_or_not = some.lists(some.booleans(), max_size=40)
 
 
 @given(steps=finite_or_not, growth_interval=some.integers(1, 5))
-def test_the_scale_is_that_of_torchs_scaler(steps: list[bool], growth_interval: int) -> None:
+def test_scale_equals_torch_grad_scaler(steps: list[bool], growth_interval: int) -> None:
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16, growth_interval=growth_interval)
     weight = nn.Parameter(torch.zeros(2))
     optimizer = torch.optim.SGD([weight], lr=0.0)
@@ -43,7 +43,7 @@ def test_the_scale_is_that_of_torchs_scaler(steps: list[bool], growth_interval: 
         assert (2.0**scale.exponent, scale.clean_steps) == (scaler.get_scale(), scaler._get_growth_tracker())
 
 
-def test_with_hysteresis_the_first_overflow_since_the_scale_grew_leaves_it() -> None:
+def test_hysteresis_tolerates_the_first_overflow() -> None:
     scale, seen = LossScale(5), []
     for finite in (False, True, False, False, True, True, False, False):
         scale = next_scale(scale, finite, growth_interval=2, hysteresis=2)
@@ -52,7 +52,7 @@ def test_with_hysteresis_the_first_overflow_since_the_scale_grew_leaves_it() -> 
 
 
 @given(steps=finite_or_not, interval=some.integers(1, 5), hysteresis=some.integers(1, 4), least=some.integers(-3, 3))
-def test_the_scale_moves_by_factors_of_two_and_never_below_the_least(
+def test_scale_is_a_power_of_two_above_the_minimum(
     steps: list[bool], interval: int, hysteresis: int, least: int
 ) -> None:
     scale = LossScale(3)
@@ -66,7 +66,7 @@ def test_the_scale_moves_by_factors_of_two_and_never_below_the_least(
 
 
 @pytest.mark.parametrize("wrong", [float("inf"), -float("inf"), float("nan")])
-def test_gradients_are_divided_exactly_and_one_number_that_is_not_finite_is_found(wrong: float) -> None:
+def test_unscaling_is_exact_and_detects_non_finite_values(wrong: float) -> None:
     gradients = [torch.randn(3, 4), torch.randn(5, dtype=torch.float64), torch.randn(2, dtype=torch.bfloat16)]
     expected = [gradient / 1024 for gradient in gradients]
     assert unscale(gradients, 1 / 1024) == 0
@@ -84,7 +84,7 @@ def exponents(state: TrainState) -> list[int]:
 
 
 @pytest.mark.parametrize("value", [float("inf"), float("nan")])
-def test_an_overflow_skips_one_step_which_changes_neither_weights_nor_moments_nor_schedule(value: float) -> None:
+def test_overflow_skips_one_step_without_changes(value: float) -> None:
     schedule = technique("schedules.linear")
     run = run_of(float16(), schedule, Overflowing(at=(2,), value=value))
     state = run.start()
@@ -101,14 +101,14 @@ def test_an_overflow_skips_one_step_which_changes_neither_weights_nor_moments_no
     assert not records[3].notes.keys() - {"loss_scale"}
 
 
-def test_what_follows_a_skipped_step_is_what_would_have_followed_without_it() -> None:
+def test_skipped_step_does_not_change_later_steps() -> None:
     plain = plain_run(repeated=True)
     clean, _ = run_through(plain, with_optimizer([float16(init_scale=512.0)]), 5)
     spoiled, _ = run_through(plain, with_optimizer([float16(), Overflowing(at=(0,))]), 6)
     assert losses(spoiled)[1:] == losses(clean)
 
 
-def test_all_micro_batches_have_one_scale_and_an_overflow_in_one_of_them_skips_the_step() -> None:
+def test_micro_batch_overflow_skips_the_step() -> None:
     records = advance(
         run := run_of(float16(), technique("large_batch.gradient_accumulation"), Overflowing(at=(5,))), run.start()
     )
@@ -118,7 +118,7 @@ def test_all_micro_batches_have_one_scale_and_an_overflow_in_one_of_them_skips_t
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["parallelism.replicate", "parallelism.shard"])
-def test_an_overflow_on_one_rank_is_an_overflow_on_all(strategy: str) -> None:
+def test_overflow_on_one_rank_skips_on_all(strategy: str) -> None:
     first, second = on_ranks(2, train_with_overflows, strategy)
     assert first == second
     assert first["skipped"] == [3] and first["updates"] == 5
@@ -126,7 +126,7 @@ def test_an_overflow_on_one_rank_is_an_overflow_on_all(strategy: str) -> None:
     assert first["answered"] == PATIENCE + 1  # a lower scale has answered each of them: no sign of divergence
 
 
-def test_the_scale_comes_back_from_a_checkpoint(tmp_path: Path) -> None:
+def test_scale_is_restored_from_a_checkpoint(tmp_path: Path) -> None:
     chosen = with_optimizer([float16(growth_interval=3, hysteresis=2), Overflowing(at=(0, 1, 6))])
     expected = (run := compose(plain_run(), chosen, 9)).start()
     straight = advance(run, expected)
@@ -144,7 +144,7 @@ def test_the_scale_comes_back_from_a_checkpoint(tmp_path: Path) -> None:
     assert_same(snapshot(state), snapshot(expected))
 
 
-def test_the_scale_survives_a_structural_change() -> None:
+def test_scale_survives_structural_change() -> None:
     run = run_of(float16(), technique("growth.stacking", at=(3,)), Overflowing(at=(1,)))
     state = run.start()
     records = advance(run, state)
@@ -153,14 +153,14 @@ def test_the_scale_survives_a_structural_change() -> None:
     assert exponents(state) == [-1, 4, 0]
 
 
-def test_a_scale_that_starts_too_high_comes_down_and_is_no_divergence() -> None:
+def test_too_high_initial_scale_is_no_divergence() -> None:
     records = advance(run := run_of(float16(init_scale=2.0**40), steps=40), run.start())
     skipped = [record.step for record in records if record.skipped]
     assert skipped[: PATIENCE + 5] == list(range(1, PATIENCE + 6)) and len(skipped) < 30
     assert losses(records)[-1] < losses(records)[0] - 0.3
 
 
-def test_at_the_least_scale_the_run_stops_and_says_what_to_do() -> None:
+def test_overflow_at_min_scale_stops_the_run() -> None:
     run = run_of(float16(init_scale=16.0, min_scale=4.0, hysteresis=2), Overflowing(at=tuple(range(20))), steps=20)
     state = run.start()
     before = snapshot(state)
@@ -172,7 +172,7 @@ def test_at_the_least_scale_the_run_stops_and_says_what_to_do() -> None:
     assert all(torch.equal(kept[name], value) for name, value in before.tensors.items() if "techniques" not in name)
 
 
-def test_settings_that_make_no_scale_are_refused() -> None:
+def test_invalid_scales_are_refused() -> None:
     for wrong in (1000.0, 0.0, -2.0, float("inf"), float("nan")):
         with pytest.raises(UsageError, match="init_scale") as refused:
             MixedPrecision(format="float16", init_scale=wrong)
@@ -181,7 +181,7 @@ def test_settings_that_make_no_scale_are_refused() -> None:
         MixedPrecision(format="float16", init_scale=2.0, min_scale=4.0)
 
 
-def test_bfloat16_needs_no_scale_and_notes_none() -> None:
+def test_bfloat16_records_no_scale() -> None:
     assert MixedPrecision().backward(plain_backward) is plain_backward
     records, state = run_through(plain_run(), with_optimizer([technique("precision.mixed")]), 2)
     assert all("loss_scale" not in record.notes for record in records) and not state.techniques
@@ -202,7 +202,7 @@ def gradients_of(name: str, mixed: MixedPrecision | None) -> tuple[float, Tensor
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_every_kind_of_model_has_nearly_the_gradients_of_float32(name: str) -> None:
+def test_gradients_are_close_to_float32_on_every_model(name: str) -> None:
     loss, wanted = gradients_of(name, None)
     errors = {}
     for number_format in ("bfloat16", "float16"):
@@ -212,7 +212,7 @@ def test_every_kind_of_model_has_nearly_the_gradients_of_float32(name: str) -> N
     assert errors["float16"] < 0.01 and errors["float16"] < 0.5 * errors["bfloat16"] < 0.05
 
 
-def test_what_is_too_small_for_float16_is_kept_by_the_scale() -> None:
+def test_scale_preserves_small_gradients() -> None:
     model, objective, batch = CASES["llama"]()
     small = replace(batch, weight=batch.weight * 2.0**-18)
     kept = {}
@@ -234,7 +234,7 @@ def test_tiled_attention_trains_in_float16() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("optimizer", ["optimizers.adamw", "optimizers.sgd"])
-def test_a_short_training_ends_where_bfloat16_ends(optimizer: str) -> None:
+def test_training_ends_close_to_bfloat16(optimizer: str) -> None:
     plain = plain_run(batch=8, depth=2)
     reference, found = (
         losses(run_through(plain, [technique(optimizer), precision], 80)[0])
@@ -244,7 +244,7 @@ def test_a_short_training_ends_where_bfloat16_ends(optimizer: str) -> None:
     assert sum(found[-10:]) == pytest.approx(sum(reference[-10:]), rel=0.02)
 
 
-def test_who_measures_gradients_inside_is_told_nothing_of_the_scale() -> None:
+def test_inner_techniques_receive_unscaled_gradients() -> None:
     measured = []
     for precision in (technique("precision.mixed"), float16(growth_interval=2)):
         chosen = with_optimizer([precision, technique("measure.noise_scale"), technique("schedules.linear")])
@@ -254,7 +254,7 @@ def test_who_measures_gradients_inside_is_told_nothing_of_the_scale() -> None:
     assert measured[1] == pytest.approx(measured[0], rel=0.02)
 
 
-def test_the_share_of_peak_is_that_of_the_runs_own_format() -> None:
+def test_utilization_uses_the_runs_format() -> None:
     for technique_, wanted in ((MixedPrecision(), torch.bfloat16), (MixedPrecision(format="float16"), torch.float16)):
         assert _matrix_type(Recipe(techniques=(technique_,))) == wanted
     assert _matrix_type(Recipe()) == torch.float32

@@ -1,4 +1,4 @@
-"""Training with N:M masks: what acts, when masks are made, what is added to gradients, how it ends."""
+"""N:M sparsity: effective weights, mask computation, masked decay and the dense finish."""
 
 import warnings
 from typing import Any
@@ -58,11 +58,11 @@ def masks_of(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def acting(layer: nn.Module) -> Tensor:
-    """The weight (out, in) that a layer without a bias multiplies by, read off what it makes of unit vectors."""
+    """Return the effective weight (out, in) of a layer without bias, from unit vectors."""
     return layer(torch.eye(layer.in_features)).T
 
 
-def test_linear_layers_in_blocks_are_treated_and_nothing_else() -> None:
+def test_only_linear_layers_in_blocks_are_treated() -> None:
     with collect_notes() as notes:
         model = NOfM().model(tiny_model(depth=2))
     assert list(treated(model)) == [f"blocks.{block}.{layer}" for block in range(2) for layer in LAYERS]
@@ -74,7 +74,7 @@ def test_linear_layers_in_blocks_are_treated_and_nothing_else() -> None:
         NOfM(where="nowhere").model(tiny_model(depth=2))
 
 
-def test_what_it_cannot_treat_is_named_with_the_reason() -> None:
+def test_skipped_layers_are_listed_with_reasons() -> None:
     class Odd(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x).relu()
@@ -107,7 +107,7 @@ def test_what_it_cannot_treat_is_named_with_the_reason() -> None:
         ({"where": "("}, "where is no regular expression"),
     ],
 )
-def test_settings_without_sense_are_refused(settings: dict[str, Any], words: str) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(UsageError, match=words):
         NOfM(**settings)
 
@@ -117,7 +117,7 @@ def test_settings_without_sense_are_refused(settings: dict[str, Any], words: str
     [{}, {"transposable": True}, {"n": 1}, {"n": 4, "m": 8, "decay": 0.0}, {"mvue": True, "every": 2}],
     ids=str,
 )
-def test_what_acts_is_n_of_m_at_every_step(settings: dict[str, Any]) -> None:
+def test_effective_weights_are_n_of_m_at_every_step(settings: dict[str, Any]) -> None:
     chosen = NOfM(**settings)
     run, state, model = started(chosen, steps=4)
     for step in range(1, 5):
@@ -132,7 +132,7 @@ def test_what_acts_is_n_of_m_at_every_step(settings: dict[str, Any]) -> None:
             assert bool((layer.weight != 0).all())  # what is masked lives on
 
 
-def test_masks_are_made_of_the_weights_that_a_step_begins_with_and_only_when_due() -> None:
+def test_masks_follow_the_weights_when_due() -> None:
     run, state, model = started(NOfM(every=3), steps=5)
     before = masks_of(model)
     for step in range(5):
@@ -158,7 +158,7 @@ def gradients(*chosen: Technique) -> tuple[dict[str, Tensor], nn.Module]:
 
 
 @pytest.mark.parametrize("transposable", [False, True])
-def test_gradients_are_those_of_a_model_of_masked_weights(transposable: bool) -> None:
+def test_gradients_equal_a_model_of_masked_weights(transposable: bool) -> None:
     found, model = gradients(NOfM(decay=0.0, transposable=transposable))
     pattern, plain = NOfMPattern(transposable=transposable), compose(plain_run(), with_optimizer([]), 6)
     masked = plain.start().model
@@ -181,9 +181,7 @@ def test_gradients_are_those_of_a_model_of_masked_weights(transposable: bool) ->
         ("memory.recompute", {}), ("memory.share_parameters", {"groups": 2}),
     ],
 )  # fmt: skip
-def test_masked_decay_is_added_once_a_step_to_the_gradients_as_the_update_takes_them(
-    name: str, settings: dict[str, Any]
-) -> None:
+def test_masked_decay_is_added_once_a_step(name: str, settings: dict[str, Any]) -> None:
     others = [technique(name, **settings)] if name else []
     without, _ = gradients(NOfM(decay=0.0), *others)
     found, model = gradients(NOfM(decay=0.5), *others)
@@ -205,7 +203,7 @@ def test_decay_keeps_masks_from_flipping() -> None:
     assert rates[0.1] < 0.8 * rates[0.0]
 
 
-def test_a_dense_finish_is_a_plain_run_from_the_weights_it_finds() -> None:
+def test_dense_finish_equals_a_plain_run() -> None:
     run, state, model = started(NOfM(dense_from=2), steps=5)
     first = advance(run, state, 2)
     assert all("mask_flip_rate" in record.notes for record in first)
@@ -226,7 +224,7 @@ def test_a_dense_finish_is_a_plain_run_from_the_weights_it_finds() -> None:
 
 
 @pytest.mark.parametrize("settings", [{}, {"transposable": True}, {"dense_from": 0.5}], ids=str)
-def test_the_exported_model_is_plain_and_computes_the_same(settings: dict[str, Any]) -> None:
+def test_exported_model_computes_the_same(settings: dict[str, Any]) -> None:
     chosen = NOfM(**settings)
     run, state, model = started(chosen, steps=4)
     advance(run, state)
@@ -247,7 +245,7 @@ def test_the_exported_model_is_plain_and_computes_the_same(settings: dict[str, A
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("saved", [2, 3, 5])
 @pytest.mark.parametrize("mvue", [False, True])
-def test_a_run_resumed_between_two_makings_is_the_run_that_was_not_stopped(saved: int, mvue: bool) -> None:
+def test_resume_between_mask_computations_is_exact(saved: int, mvue: bool) -> None:
     chosen = with_optimizer([NOfM(every=3, dense_from=5, mvue=mvue)])
     records, expected = run_through(plain_run(), chosen, 7)
     run = compose(plain_run(), chosen, 7)
@@ -259,7 +257,7 @@ def test_a_run_resumed_between_two_makings_is_the_run_that_was_not_stopped(saved
     assert_same(snapshot(resumed), snapshot(expected))
 
 
-def test_a_run_forked_from_a_dense_one_masks_the_weights_it_finds_and_counts_its_steps() -> None:
+def test_fork_of_a_dense_run_masks_its_weights() -> None:
     plain = compose(plain_run(), with_optimizer([]), 6)
     bare = plain.start()
     advance(plain, bare, 3)
@@ -280,7 +278,7 @@ def test_a_run_forked_from_a_dense_one_masks_the_weights_it_finds_and_counts_its
 
 
 @pytest.mark.parametrize("transposable", [False, True])
-def test_a_mask_that_keeps_too_much_is_noticed(transposable: bool) -> None:
+def test_excess_density_raises_integrity_error(transposable: bool) -> None:
     run, state, model = started(NOfM(transposable=transposable))
     run.verify(state)
     mask = getattr(treated(model)["blocks.1.mlp.down"], MASK)
@@ -304,13 +302,13 @@ def test_a_mask_that_keeps_too_much_is_noticed(transposable: bool) -> None:
         ("precision.float8", "both decide the linear products"),
     ],
 )
-def test_what_it_cannot_go_with_is_refused_with_the_reason(other: str, reason: str) -> None:
+def test_conflicting_techniques_are_refused(other: str, reason: str) -> None:
     with pytest.raises(UsageError, match=reason) as refused:
         compose(plain_run(), with_optimizer([NOfM(), technique(other)]), 4)
     assert other in refused.value.what and "sparsity.n_of_m" in refused.value.what
 
 
-def test_in_16_bits_the_mask_is_that_of_the_whole_weight() -> None:
+def test_mask_is_computed_from_the_float32_weight() -> None:
     run, state, model = started(NOfM(), technique("precision.mixed"))
     layer = treated(model)["blocks.0.mlp.up"]
     with torch.no_grad():  # equal in bfloat16, where the first two would be kept
@@ -321,7 +319,7 @@ def test_in_16_bits_the_mask_is_that_of_the_whole_weight() -> None:
 
 
 @pytest.mark.slow
-def test_compiled_blocks_compute_the_same_masks_included() -> None:
+def test_compiled_blocks_are_exact() -> None:
     torch._dynamo.reset()
     chosen, plain = NOfM(dense_from=2), plain_run(depth=1)
     wanted, expected = run_through(plain, with_optimizer([chosen]), 3)
@@ -331,7 +329,7 @@ def test_compiled_blocks_compute_the_same_masks_included() -> None:
     assert all(torch.equal(mask, masks_of(state.model)[name]) for name, mask in masks_of(expected.model).items())
 
 
-def test_blocks_that_are_born_take_the_masks_of_those_they_come_from() -> None:
+def test_grown_blocks_copy_masks() -> None:
     chosen = NOfM(every=10), technique("growth.stacking", at=(2,))
     run, state, model = started(*chosen, steps=4)
     advance(run, state, 2)
@@ -349,7 +347,7 @@ def test_blocks_that_are_born_take_the_masks_of_those_they_come_from() -> None:
 
 
 @pytest.mark.parametrize("transposable", [False, True])
-def test_conv1d_of_transformers_is_masked_along_its_inputs(transposable: bool) -> None:
+def test_conv1d_is_masked_along_its_inputs(transposable: bool) -> None:
     conv1d = pytest.importorskip("transformers.pytorch_utils").Conv1D
     convolution, linear = conv1d(24, 16), nn.Linear(16, 24)
     with torch.no_grad():
@@ -374,7 +372,7 @@ def test_conv1d_of_transformers_is_masked_along_its_inputs(transposable: bool) -
     assert bool(((convolution.weight != 0).T.unflatten(-1, (-1, 4)).sum(-1) == 2).all())
 
 
-def test_gpt2_of_transformers_is_treated_and_exported() -> None:
+def test_gpt2_is_treated_and_exported() -> None:
     model = HuggingFaceCausalLM(random_model(FAMILIES["gpt2"]())).eval()
     names = list(model.state_dict())
     NOfM(transposable=True).model(model)
@@ -388,7 +386,7 @@ def test_gpt2_of_transformers_is_treated_and_exported() -> None:
 
 
 def updates_of_my_own(model: nn.Module, remakes: bool) -> list[dict[str, Tensor]]:
-    """The masks at three forward passes in training, with an update after each."""
+    """Return the masks at three forward passes in training, with an update after each."""
     optimizer, seen = torch.optim.SGD(model.parameters(), lr=3.0), []
     tokens = plain_run().source.at(0)["tokens"]
     for _ in range(3):
@@ -400,7 +398,7 @@ def updates_of_my_own(model: nn.Module, remakes: bool) -> list[dict[str, Tensor]
     return seen
 
 
-def test_a_loop_of_ones_own_is_warned_of_masks_that_stay_and_told_how_they_move() -> None:
+def test_own_loop_warns_of_stale_masks() -> None:
     model = NOfM().model(plain_run().build().train())
     with pytest.warns(UserWarning, match=r"remake\(masked_layers\(model\)\)"):
         first, *later = updates_of_my_own(model, remakes=False)
@@ -414,7 +412,7 @@ def test_a_loop_of_ones_own_is_warned_of_masks_that_stay_and_told_how_they_move(
 
 
 @pytest.mark.parametrize("every", [1, 3])
-def test_a_trainer_is_not_warned(every: int) -> None:
+def test_trainer_does_not_warn(every: int) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         run, state, _ = started(technique("sparsity.n_of_m", every=every))

@@ -1,4 +1,4 @@
-"""The gradient noise scale, measured on gradients whose mean and covariance are known."""
+"""Gradient noise scale, on gradients with known mean and covariance."""
 
 import math
 
@@ -32,16 +32,14 @@ SIGNAL, NOISE = float(MEAN.square().sum()), float(DEVIATION.square().sum())
 @given(
     signal=some.floats(1e-3, 1e3), noise=some.floats(1e-3, 1e3), small=some.integers(1, 50), more=some.integers(1, 500)
 )
-def test_expected_norms_at_two_batch_sizes_give_back_signal_and_noise(
-    signal: float, noise: float, small: int, more: int
-) -> None:
+def test_expected_norms_yield_signal_and_noise(signal: float, noise: float, small: int, more: int) -> None:
     big = small + more
     found = signal_and_noise(signal + noise / small, signal + noise / big, small, big)
     assert found == pytest.approx((signal, noise), rel=1e-5)
 
 
 class Weights(nn.Module):
-    """One vector in two parameters, and one that is frozen."""
+    """A vector in two parameters, and a frozen parameter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -50,7 +48,7 @@ class Weights(nn.Module):
 
 
 class Projected(Objective):
-    """The loss of an example is its projection on the weights: its gradient is the example itself."""
+    """An objective whose loss is the projection of an example on the weights; its gradient is the example."""
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         return Prediction(output=batch["x"] @ torch.cat([model.first, model.second]))
@@ -67,7 +65,7 @@ def drawn(rows: int, seed: int) -> Batch:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("rows", [2, 5, 16])
-def test_the_estimates_are_unbiased_where_mean_and_covariance_are_known(rows: int) -> None:
+def test_estimates_are_unbiased(rows: int) -> None:
     model = Weights()
     found = []
     for seed in range(3000):
@@ -81,7 +79,7 @@ def test_the_estimates_are_unbiased_where_mean_and_covariance_are_known(rows: in
 
 
 @pytest.mark.parametrize("rows", [2, 7])
-def test_what_is_left_is_the_gradient_and_the_loss_of_the_whole_batch(rows: int) -> None:
+def test_gradient_and_loss_equal_the_whole_batch(rows: int) -> None:
     whole, halved, batch = Weights(), Weights(), drawn(rows, 0)
     expected = plain_backward(whole, Projected(), batch)
     outcome, _ = measured_in_halves(plain_backward, halved, Projected(), batch)
@@ -91,7 +89,7 @@ def test_what_is_left_is_the_gradient_and_the_loss_of_the_whole_batch(rows: int)
     assert halved.frozen.grad is None
 
 
-def test_the_note_is_the_ratio_of_two_running_averages() -> None:
+def test_note_is_the_ratio_of_running_averages() -> None:
     measuring, model, signal, noise, scales = NoiseScaleBackward(plain_backward, 1, 0.98), Weights(), 0.0, 0.0, []
     for seed in range(400):
         model.zero_grad()
@@ -104,8 +102,8 @@ def test_the_note_is_the_ratio_of_two_running_averages() -> None:
     assert sum(scales[100:]) / 300 == pytest.approx(NOISE / SIGNAL, rel=0.1)
 
 
-def test_one_huge_gradient_is_soon_forgotten() -> None:
-    """One whose examples all agree, so that it looks like signal alone."""
+def test_one_huge_gradient_is_clamped() -> None:
+    """All its examples agree, so that it counts as signal only."""
     huge = Batch({"x": 1000 * MEAN.expand(64, 6)}, torch.full((64,), 1 / 64, dtype=torch.float64))
     scales = []
     for spoiled in (None, 100):
@@ -117,7 +115,7 @@ def test_one_huge_gradient_is_soon_forgotten() -> None:
     assert scales[1] == pytest.approx(scales[0], rel=0.1)
 
 
-def test_nothing_is_held_down_at_the_first_measurement_nor_of_the_usual_size() -> None:
+def test_first_and_usual_measurements_are_not_clamped() -> None:
     assert clamp_signal_and_noise(3.0, 8.0, 4, usual=0.5) == (3.0, 8.0)
     assert clamp_signal_and_noise(300.0, 800.0, 4, usual=5.0) == pytest.approx((30.0, 80.0))
     assert clamp_signal_and_noise(-1.0, 2.0, 4, usual=0.01) == (-1.0, 2.0)
@@ -129,7 +127,7 @@ def test_nothing_is_held_down_at_the_first_measurement_nor_of_the_usual_size() -
         assert measuring.usual(8) == pytest.approx(1.0)
 
 
-def test_it_measures_every_so_many_steps_and_notes_nothing_in_between() -> None:
+def test_measures_only_every_n_steps() -> None:
     chosen = with_optimizer([technique("measure.noise_scale", every=3)])
     plain, _ = run_through(plain_run(batch=16), with_optimizer([]), 8)
     records, state = run_through(plain_run(batch=16), chosen, 8)
@@ -138,14 +136,14 @@ def test_it_measures_every_so_many_steps_and_notes_nothing_in_between() -> None:
     assert losses(records) == pytest.approx(losses(plain), rel=1e-5)
 
 
-def test_a_negative_signal_is_no_noise_scale() -> None:
+def test_negative_signal_records_no_noise_scale() -> None:
     opposed = Batch({"x": torch.cat([torch.eye(6)[:1], -torch.eye(6)[:1]]).double()}, torch.full((2,), 0.5).double())
     measuring = NoiseScaleBackward(plain_backward, 1, 0.5)
     assert measuring(Weights(), Projected(), opposed).notes == {}
     assert float(measuring.state["signal"]) < 0
 
 
-def test_a_step_that_is_not_finite_leaves_the_averages_as_they_were() -> None:
+def test_non_finite_step_does_not_change_averages() -> None:
     measuring = NoiseScaleBackward(plain_backward, 1, 0.5)
     first = measuring(Weights(), Projected(), drawn(8, 0)).notes
     broken = drawn(8, 1)
@@ -153,15 +151,13 @@ def test_a_step_that_is_not_finite_leaves_the_averages_as_they_were() -> None:
     assert measuring(Weights(), Projected(), broken).notes == first
 
 
-def test_one_example_cannot_be_halved() -> None:
+def test_batch_of_one_is_refused() -> None:
     with pytest.raises(RefusedError, match="cannot be halved"):
         NoiseScaleBackward(plain_backward, 1, 0.5)(Weights(), Projected(), drawn(1, 0))
 
 
 @pytest.mark.parametrize(("batch", "is_more"), [(2, True), (64, False)])
-def test_a_measured_step_holds_no_more_than_is_claimed_and_that_is_more_only_where_activations_are_few(
-    batch: int, is_more: bool
-) -> None:
+def test_measured_step_memory_is_predicted(batch: int, is_more: bool) -> None:
     plain = plain_run(batch=batch)
 
     def counted(backward: Backward) -> Footprint:

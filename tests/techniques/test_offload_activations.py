@@ -1,4 +1,4 @@
-"""Activations on another tier: the same run bit for bit, most of its memory elsewhere, waits as a link's model says."""
+"""Activation offloading: bit-identical runs, device memory, and waiting times of the link model."""
 
 import gc
 import math
@@ -37,7 +37,7 @@ OTHERS = [
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("to", TIERS)
 @pytest.mark.parametrize("others", OTHERS, ids=lambda others: " and ".join(others) or "alone")
-def test_it_is_bit_for_bit_the_run_without_it(others: list[str], to: Where) -> None:
+def test_offloaded_run_is_bit_identical(others: list[str], to: Where) -> None:
     plain, chosen = plain_run(style="gpt", dropout=0.3), with_optimizer([technique(name) for name in others])
     torch._dynamo.reset()
     expected, state = run_through(plain, chosen, 4)
@@ -53,7 +53,7 @@ def test_it_is_bit_for_bit_the_run_without_it(others: list[str], to: Where) -> N
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["parallelism.shard", "parallelism.replicate"])
-def test_so_it_is_on_two_ranks(strategy: str) -> None:
+def test_offloaded_run_is_bit_identical_on_two_ranks(strategy: str) -> None:
     offload = ("memory.offload_activations", EARLY)
     assert on_ranks(
         2, differences, strategy, offload, [[], ["memory.recompute"], ["large_batch.gradient_accumulation"]]
@@ -61,7 +61,7 @@ def test_so_it_is_on_two_ranks(strategy: str) -> None:
 
 
 def saved_products(store: OffloadingStore, weights: list[Tensor]) -> Tensor:
-    """A chain of products, each of which saves its input; the input itself is a parameter and stays."""
+    """Compute a chain of products, each of which saves its input; the first input is a parameter and stays."""
     x = torch.ones(len(weights[0]), requires_grad=True)
     with use_activation_store(store, smallest=1):
         for weight in weights:
@@ -74,7 +74,7 @@ def chain_of(length: int, size: int = 100) -> list[Tensor]:
     return [torch.randn(size, requires_grad=True) for _ in range(length)]
 
 
-def test_the_last_stay_and_the_rest_goes_once_each_way() -> None:
+def test_all_but_the_last_tensors_cross_the_link_once() -> None:
     tier, weights = SimulatedTier(SimulatedLink()), chain_of(20)
     loss = saved_products(OffloadingStore(tier, prefetch=2, keep_last=5), weights)
     assert tier.account.sent == (19 - 5) * 400  # the first product saves parameters alone
@@ -83,7 +83,7 @@ def test_the_last_stay_and_the_rest_goes_once_each_way() -> None:
     assert tier.account.now == 0
 
 
-def test_a_graph_may_be_gone_through_twice() -> None:
+def test_graph_is_traversed_twice() -> None:
     weights = chain_of(8)
     loss = saved_products(OffloadingStore(SimulatedTier(SimulatedLink()), prefetch=1), weights)
     first = torch.autograd.grad(loss, weights, retain_graph=True)
@@ -93,7 +93,7 @@ def test_a_graph_may_be_gone_through_twice() -> None:
         assert torch.equal(mine, expected) and torch.equal(again, expected)
 
 
-def test_a_forward_pass_without_a_backward_pass_leaves_nothing() -> None:
+def test_forward_pass_without_backward_frees_everything() -> None:
     tier = SimulatedTier(SimulatedLink())
     loss = saved_products(OffloadingStore(tier, prefetch=1), chain_of(8))
     assert tier.account.now > 0
@@ -109,7 +109,7 @@ WINDOWS = (st.integers(1, 4), st.integers(0, 3))
 
 
 def seconds_taken(stages: list[tuple[int, float]], link: SimulatedLink, ahead: int, keep_last: int) -> float:
-    """Of a forward and a backward pass, twice as long, over stages of so many bytes and seconds."""
+    """Return simulated seconds of a forward pass and a backward pass twice as long, over stages (bytes, seconds)."""
     tier = SimulatedTier(link)
     store = OffloadingStore(tier, ahead, keep_last)
     saved = []
@@ -124,7 +124,7 @@ def seconds_taken(stages: list[tuple[int, float]], link: SimulatedLink, ahead: i
 
 
 def seconds_predicted(stages: list[tuple[int, float]], link: SimulatedLink, ahead: int, keep_last: int) -> float:
-    """The same on paper: when each tensor is gone, when each is back."""
+    """Return the seconds that the link model predicts, from the times at which tensors leave and return."""
     now, line_out, line_back = 0.0, 0.0, 0.0
     gone: list[float] = []
     for place, (_, seconds) in enumerate(stages):
@@ -150,7 +150,7 @@ def seconds_predicted(stages: list[tuple[int, float]], link: SimulatedLink, ahea
 
 
 @given(STAGES, st.floats(1e5, 1e12), st.floats(0, 1e-3), *WINDOWS)
-def test_waits_are_those_that_the_model_of_the_link_predicts(
+def test_waiting_times_match_the_link_model(
     stages: list[tuple[int, float]], bandwidth: float, latency: float, ahead: int, keep_last: int
 ) -> None:
     link = SimulatedLink(bandwidth, latency)
@@ -161,7 +161,7 @@ def test_waits_are_those_that_the_model_of_the_link_predicts(
 
 
 @given(STAGES, st.floats(1e-3, 1e12), *WINDOWS)
-def test_offloading_is_never_faster_than_keeping_and_costs_nothing_over_an_endless_link(
+def test_infinite_bandwidth_costs_no_time(
     stages: list[tuple[int, float]], bandwidth: float, ahead: int, keep_last: int
 ) -> None:
     keeping = 3 * sum(seconds for _, seconds in stages)
@@ -170,7 +170,7 @@ def test_offloading_is_never_faster_than_keeping_and_costs_nothing_over_an_endle
 
 
 @pytest.mark.slow
-def test_most_activations_are_not_in_the_devices_memory() -> None:
+def test_most_activations_leave_the_device() -> None:
     plain = plain_run(batch=8, depth=12)
     settings = {"prefetch": 2, "keep_last": 4}
     run = compose(plain, with_optimizer([technique("memory.offload_activations", **settings)]), 2)
@@ -181,7 +181,7 @@ def test_most_activations_are_not_in_the_devices_memory() -> None:
     assert explain(recomputed).footprint.activations < explanation.footprint.activations
 
 
-def test_the_host_is_refused_on_a_processor_with_what_to_do() -> None:
+def test_host_tier_is_refused_on_cpu() -> None:
     run = Run(plain_run(), (technique("memory.offload_activations", to="host"),), 2)
     with pytest.raises(RefusedError, match="cannot offload to host memory") as refused:
         run.build_model()

@@ -1,4 +1,4 @@
-"""Optimizer state on another tier: the same run bit for bit with any optimizer; a delayed update against an oracle."""
+"""Optimizer offloading: bit-identical runs with any optimizer, and delayed updates against a reference."""
 
 import statistics
 from collections.abc import Callable
@@ -50,7 +50,7 @@ DELAYED = {"to": "simulated", "delay": True, "after": 2}
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("to", TIERS)
 @pytest.mark.parametrize("name", ACTING)
-def test_it_is_bit_for_bit_the_run_without_it(name: str, to: Where, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_offloaded_run_is_bit_identical(name: str, to: Where, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(offload_optimizer, "TILE", 3000)
     plain = plain_run(style="gpt", dropout=0.3)
     others = {"gradients.clip", "large_batch.gradient_accumulation"} - {name}
@@ -65,7 +65,7 @@ def test_it_is_bit_for_bit_the_run_without_it(name: str, to: Where, monkeypatch:
 
 
 @pytest.mark.slow
-def test_so_it_is_under_compile() -> None:
+def test_offloaded_run_is_bit_identical_under_compile() -> None:
     chosen = with_optimizer([technique("compile")])
     runs = []
     for more in ([], [technique("memory.offload_optimizer"), technique("memory.offload_activations")]):
@@ -78,16 +78,16 @@ def test_so_it_is_under_compile() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["parallelism.shard", "parallelism.replicate"])
 @pytest.mark.parametrize("to", TIERS)
-def test_so_it_is_on_two_ranks(strategy: str, to: Where) -> None:
+def test_offloaded_run_is_bit_identical_on_two_ranks(strategy: str, to: Where) -> None:
     others = [["gradients.clip", "large_batch.gradient_accumulation"], ["optimizers.lamb"]]
     offload = ("memory.offload_optimizer", {"to": to})
     assert on_ranks(2, differences, strategy, offload, others) == [[], []]
 
 
 @pytest.mark.slow
-def test_what_stands_for_a_parameter_knows_in_which_order_its_lines_are_kept() -> None:
-    """Queries, keys and values of one layer are each divided over ranks, and each a layer of its own to Muon and LAMB;
-    SOAP and masks that move are of whole layers."""
+def test_host_copies_keep_the_order_of_rows() -> None:
+    """Queries, keys and values of a layer are divided separately over ranks, and are separate layers for Muon and LAMB.
+    SOAP and moving masks use whole layers."""
     others = {
         "optimizers.muon": {"slices": True},
         "optimizers.lamb": {"slices": True},
@@ -98,7 +98,7 @@ def test_what_stands_for_a_parameter_knows_in_which_order_its_lines_are_kept() -
     assert on_ranks(2, differences_of_slices, ["simulated", "disk"], others) == [[]] * 2
 
 
-def test_what_others_make_of_the_parameters_is_taken_over() -> None:
+def test_changed_parameters_are_copied_to_the_host() -> None:
     torch.manual_seed(0)
     first = nn.Parameter(torch.randn(8, 8))
     second = nn.Parameter(first.detach().clone())
@@ -114,7 +114,7 @@ def test_what_others_make_of_the_parameters_is_taken_over() -> None:
     assert torch.equal(first, second)
 
 
-def test_nothing_of_the_state_is_counted_as_the_devices_and_all_of_it_is_in_the_checkpoint() -> None:
+def test_state_leaves_the_device_and_is_in_checkpoints() -> None:
     chosen = with_optimizer([technique("memory.offload_optimizer")])
     run = compose(plain_run(), chosen, 2)
     explanation = explain(run)
@@ -124,13 +124,13 @@ def test_nothing_of_the_state_is_counted_as_the_devices_and_all_of_it_is_in_the_
     assert sum(tensor.nbytes for tensor in slots) == 2 * explanation.footprint.parameters
 
 
-def test_tiles_are_neighbours_of_a_certain_size_and_leave_nothing_out() -> None:
+def test_tiles_cover_all_parameters() -> None:
     assert tiles([5, 5, 5, 20, 1], elements=10) == [[0, 1], [2, 3], [4]]
     assert tiles([5, 5], elements=10) == [[0, 1]]
     assert tiles([7], elements=100) == [[0]]
 
 
-def test_gradients_and_values_cross_the_link_once_each_way() -> None:
+def test_gradients_and_values_cross_the_link_once() -> None:
     weight = nn.Parameter(torch.randn(100, 10))
     tier = tier_for("simulated", weight)
     assert isinstance(tier, SimulatedTier)
@@ -145,7 +145,7 @@ def test_gradients_and_values_cross_the_link_once_each_way() -> None:
 
 
 def delayed_adam(start: Tensor, gradient: Callable[[Tensor], Tensor], rate: float, after: int, steps: int) -> Tensor:
-    """By torch's Adam: from step `after` on each gradient is used a step after it was found."""
+    """Run torch's Adam with each gradient, from step `after` on, used one step later."""
     parameter = nn.Parameter(start.clone())
     adam = torch.optim.Adam([parameter], lr=rate, betas=(0.9, 0.999))
     pending = None
@@ -159,7 +159,7 @@ def delayed_adam(start: Tensor, gradient: Callable[[Tensor], Tensor], rate: floa
 
 
 @pytest.mark.parametrize(("after", "rate"), [(40, 0.03), (40, 0.1), (0, 0.03), (1000, 0.03)])
-def test_a_delayed_update_is_adam_with_gradients_of_the_step_before(after: int, rate: float) -> None:
+def test_delayed_update_is_adam_with_previous_gradients(after: int, rate: float) -> None:
     torch.manual_seed(0)
     start, curvature = torch.randn(20), torch.logspace(0, -1, 20)
     weight = nn.Parameter(start.clone())
@@ -177,7 +177,7 @@ def test_a_delayed_update_is_adam_with_gradients_of_the_step_before(after: int, 
 @pytest.mark.sampled(8)
 @pytest.mark.parametrize("saved", [1, 2, 3, 4])
 @pytest.mark.parametrize("other", ["gradients.clip", "growth.stacking", "sparsity.rigl", "optimizers.schedule_free"])
-def test_a_delayed_run_resumes_exactly_with_what_was_made_ahead(other: str, saved: int) -> None:
+def test_delayed_run_resumes_exactly(other: str, saved: int) -> None:
     chosen = with_optimizer([technique("memory.offload_optimizer", **DELAYED), technique(other)])
     run = compose(plain_run(), chosen, 6)
     state = run.start()
@@ -191,7 +191,7 @@ def test_a_delayed_run_resumes_exactly_with_what_was_made_ahead(other: str, save
     assert_same(snapshot(resumed), snapshot(state))
 
 
-def test_the_first_delayed_update_reaches_the_weights_a_step_later() -> None:
+def test_first_delayed_update_is_one_step_late() -> None:
     chosen = with_optimizer([technique("memory.offload_optimizer", **DELAYED)])
     weights = []
     run = compose(plain_run(), chosen, 5)
@@ -203,13 +203,13 @@ def test_the_first_delayed_update_reaches_the_weights_a_step_later() -> None:
     assert moved == [True, False, True, True]
 
 
-def test_only_a_delay_is_another_algorithm() -> None:
+def test_only_a_delay_changes_the_numerics() -> None:
     assert technique("memory.offload_optimizer").numerics is Numerics.EXACT
     assert technique("memory.offload_optimizer", **DELAYED).numerics is Numerics.DIFFERENT
 
 
 @pytest.mark.slow
-def test_a_language_model_learns_nearly_as_well_with_a_delay() -> None:
+def test_language_model_learns_with_a_delay() -> None:
     ends = []
     for delay in (False, True):
         plain = BaseRun(tiny_model, PackedTokens(corpus(), 16, 16, seed=0), NextToken())
@@ -219,7 +219,7 @@ def test_a_language_model_learns_nearly_as_well_with_a_delay() -> None:
     assert ends[1] == pytest.approx(ends[0], rel=0.05) and ends[1] < 4.0
 
 
-def test_a_tier_that_there_is_none_of_is_refused_with_those_that_there_are() -> None:
+def test_unknown_tier_is_refused_with_the_known_ones() -> None:
     with pytest.raises(UsageError, match="offload_optimizer: to is 'dsik'") as refused:
         OffloadOptimizer(to="dsik")  # type: ignore[arg-type]
     assert "disk" in refused.value.fix
@@ -228,20 +228,20 @@ def test_a_tier_that_there_is_none_of_is_refused_with_those_that_there_are() -> 
         TransformOptimizer([("weight", torch.nn.Parameter(torch.ones(2)))], optimizer)
 
 
-def test_there_is_nothing_to_delay_for_on_a_disk() -> None:
+def test_delay_is_refused_on_disk() -> None:
     chosen = with_optimizer([technique("memory.offload_optimizer", to="disk", delay=True)])
     with pytest.raises(RefusedError, match="a delay saves nothing") as refused:
         compose(plain_run(), chosen, 2).start()
     assert "delay=false" in refused.value.fix
 
 
-def test_a_delayed_update_that_talks_to_other_ranks_is_refused() -> None:
+def test_delayed_update_with_communication_is_refused() -> None:
     offload = ("memory.offload_optimizer", DELAYED)
     found = on_ranks(2, refusal, "parallelism.shard", offload, "optimizers.lamb")
     assert all("cannot communicate with other ranks" in what for what in found)
 
 
-def test_the_host_is_refused_on_a_processor_with_what_to_do() -> None:
+def test_host_tier_is_refused_on_cpu() -> None:
     with pytest.raises(RefusedError, match="runs on the processor") as refused:
         compose(plain_run(), with_optimizer([technique("memory.offload_optimizer", to="host")]), 2).start()
     assert 'to="disk"' in refused.value.fix
@@ -259,9 +259,7 @@ CHANGING = [
 @pytest.mark.sampled(9)
 @pytest.mark.parametrize("after", [1, 3])
 @pytest.mark.parametrize(("name", "settings"), CHANGING)
-def test_a_delayed_update_goes_with_what_changes_models_and_masks(
-    name: str, settings: dict[str, Any], after: int
-) -> None:
+def test_delay_combines_with_growth_and_masks(name: str, settings: dict[str, Any], after: int) -> None:
     delayed = technique("memory.offload_optimizer", **DELAYED | {"after": after})
     chosen = with_optimizer([technique(name, **settings), delayed])
     try:

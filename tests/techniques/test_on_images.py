@@ -1,4 +1,4 @@
-"""Every technique on a Vision Transformer: it learns from images, or says in words why it has no place there."""
+"""Every technique on a Vision Transformer: it learns from images, or is refused with the reason."""
 
 import pytest
 import torch
@@ -36,7 +36,7 @@ AXES = {
 
 @pytest.mark.sampled(14)
 @pytest.mark.parametrize("name", [name for name in techniques.names() if name not in OVER_RANKS])
-def test_every_technique_learns_from_images_or_says_why_not(name: str) -> None:
+def test_every_technique_learns_from_images_or_is_refused(name: str) -> None:
     chosen = with_optimizer([technique(name)])
     try:
         run = compose(image_run(batch=8, repeated=True), chosen, 4)
@@ -51,7 +51,7 @@ def test_every_technique_learns_from_images_or_says_why_not(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", TOUCHY)
-def test_a_resumed_run_is_the_run_that_was_not_stopped(name: str) -> None:
+def test_resume_is_exact_on_images(name: str) -> None:
     def run():
         return compose(image_run(batch=4, augment=AUGMENT), with_optimizer([technique(name)]), 4)
 
@@ -65,14 +65,14 @@ def test_a_resumed_run_is_the_run_that_was_not_stopped(name: str) -> None:
     assert_same(snapshot(state), snapshot(end))
 
 
-def test_explain_counts_what_a_vit_holds() -> None:
+def test_explain_counts_a_vit() -> None:
     run = compose(image_run(), with_optimizer([technique("adapters.lora")]), 4)
     explained = explain(run)
     assert explained.parameters == sum(p.numel() for p in tiny_vit().parameters())
     assert explained.footprint.gradients < explained.plain.gradients
 
 
-def test_only_matrices_are_decayed_and_only_those_of_blocks_are_hidden() -> None:
+def test_decay_and_muon_choose_matrices() -> None:
     parameters = dict(tiny_vit(1).named_parameters())
     of_block = {f"blocks.0.{name}.weight" for name in ("attention.qkv", "attention.out", "mlp.up", "mlp.down")}
     decayed = {name for name, parameter in parameters.items() if is_matrix(name, parameter)}
@@ -80,7 +80,7 @@ def test_only_matrices_are_decayed_and_only_those_of_blocks_are_hidden() -> None
     assert {name for name, parameter in parameters.items() if is_hidden_matrix(name, parameter)} == of_block
 
 
-def test_two_ranks_are_the_single_process_along_every_axis() -> None:
+def test_two_ranks_equal_one_process_on_every_axis() -> None:
     run = compose(image_run(batch=8, augment=AUGMENT), with_optimizer([]), STEPS)
     state = run.start()
     alone = losses(advance(run, state))
@@ -93,7 +93,7 @@ def test_two_ranks_are_the_single_process_along_every_axis() -> None:
             assert seen["accuracy"] == measured["accuracy"], name
 
 
-def test_ranks_have_rows_of_their_own_and_together_all_of_them() -> None:
+def test_ranks_have_disjoint_rows_that_cover_the_batch() -> None:
     found = on_ranks(2, own_rows, 1)
     whole = image_run(batch=8, augment=AUGMENT).source.at(1)["inputs"].flatten(1).tolist()
     assert [*found[0], *found[1]] == whole and len(found[0]) == 4

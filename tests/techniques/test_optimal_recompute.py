@@ -1,4 +1,4 @@
-"""Optimal recompute: the plain run to the last bit, within its budget, and no slower than any periodic schedule."""
+"""Optimal recompute: bit-identical runs, budgets, and cost compared with periodic schedules."""
 
 from typing import Any
 
@@ -37,7 +37,7 @@ TOKENS = torch.arange(512).view(8, 64) * 7 % 256
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("beside", [*BESIDE, "nothing"])
-def test_every_budget_is_the_run_without_it_to_the_last_bit(beside: str) -> None:
+def test_every_budget_is_bit_identical(beside: str) -> None:
     others = [technique(name, **given) for name, given in BESIDE.get(beside, {}).items()]
     plain = trained(*others)
     for given in SETTINGS:
@@ -46,7 +46,7 @@ def test_every_budget_is_the_run_without_it_to_the_last_bit(beside: str) -> None
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["parallelism.shard", "parallelism.replicate"])
-def test_it_is_the_same_on_two_ranks(strategy: str) -> None:
+def test_two_ranks_are_bit_identical(strategy: str) -> None:
     settings = [("memory.optimal_recompute", given) for given in SETTINGS]
     assert on_ranks(2, same_on_ranks, strategy, settings) == [[True] * len(settings)] * 2
 
@@ -54,7 +54,7 @@ def test_it_is_the_same_on_two_ranks(strategy: str) -> None:
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("share", [0.1, 0.5])
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_architecture_keeps_its_gradients(kind: str, share: float) -> None:
+def test_gradients_are_exact_on_any_architecture(kind: str, share: float) -> None:
     planned = OptimalRecompute(bytes=share).model(model_of_kind(kind))
     assert equal(gradients(planned, kind), gradients(model_of_kind(kind), kind))
 
@@ -70,7 +70,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("style", ["gpt", "llama"])
-def test_the_measured_peak_is_within_the_budget_and_near_it(style: str) -> None:
+def test_measured_peak_is_within_and_near_the_budget(style: str) -> None:
     _, plain = live_bytes(deep(style), TOKENS)
     for share in (0.9, 0.7, 0.5, 0.35, 0.25):
         budget = int(share * plain)
@@ -83,7 +83,7 @@ def test_the_measured_peak_is_within_the_budget_and_near_it(style: str) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", ["gpt2", "opt", "marian"])
-def test_the_measured_peak_of_models_of_transformers_is_within_the_budget(name: str) -> None:
+def test_hugging_face_peak_is_within_the_budget(name: str) -> None:
     def loss(model: nn.Module) -> int:
         for parameter in model.parameters():
             parameter.grad = torch.zeros_like(parameter)
@@ -101,7 +101,7 @@ def test_the_measured_peak_of_models_of_transformers_is_within_the_budget(name: 
 
 
 def cost_of(model: nn.Module) -> tuple[int, int]:
-    """FLOPs of a step, and its peak."""
+    """Return the FLOPs and the peak of a step."""
     _, peak = live_bytes(model, TOKENS)
     with StepTrace() as live:
         model(TOKENS).sum().backward()
@@ -109,7 +109,7 @@ def cost_of(model: nn.Module) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_no_periodic_schedule_does_less_work_in_the_same_memory() -> None:
+def test_no_periodic_schedule_is_cheaper_at_the_same_memory() -> None:
     activation = 8 * 64 * 128 * 4
     for every in (1, 2, 3, 4, 6):
         model = deep("gpt")
@@ -126,7 +126,7 @@ def test_no_periodic_schedule_does_less_work_in_the_same_memory() -> None:
 
 
 class Alternating(nn.Module):
-    """Blocks of two kinds in turn: one that keeps much and is computed soon, one that keeps less and takes long."""
+    """Blocks of two alternating kinds: many saved bytes and fast, or few saved bytes and slow."""
 
     class Block(nn.Module):
         def __init__(self, products: int, tanhs: int):
@@ -151,7 +151,7 @@ class Alternating(nn.Module):
 
 
 @pytest.mark.slow
-def test_unequal_blocks_are_told_apart() -> None:
+def test_unequal_blocks_have_different_decisions() -> None:
     x = torch.randn(4096, 512)
     _, plain = live_bytes(Alternating(), x)
     model = Alternating()
@@ -162,7 +162,7 @@ def test_unequal_blocks_are_told_apart() -> None:
     assert schedule.again and all(block % 2 == 0 for block in schedule.again)
 
 
-def test_a_budget_below_the_least_is_refused_with_the_least() -> None:
+def test_budget_below_the_minimum_names_the_minimum() -> None:
     run = compose(plain_run(depth=6), with_optimizer([OptimalRecompute(bytes=1000)]), 2)
     with pytest.raises(InfeasibleError, match="6 stages cannot be trained with 1,000 bytes") as infeasible:
         advance(run, run.start(), 1)
@@ -172,12 +172,12 @@ def test_a_budget_below_the_least_is_refused_with_the_least() -> None:
 
 
 @pytest.mark.parametrize("given", [0, -5, 0.0])
-def test_a_budget_that_is_none_is_refused(given: float) -> None:
+def test_invalid_budget_is_refused(given: float) -> None:
     with pytest.raises(UsageError, match="bytes must be above 0"):
         OptimalRecompute(bytes=given)
 
 
-def test_blocks_whose_shapes_depend_on_values_are_refused_with_what_runs_them() -> None:
+def test_value_dependent_shapes_are_refused() -> None:
     class Routed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -197,7 +197,7 @@ def test_blocks_whose_shapes_depend_on_values_are_refused_with_what_runs_them() 
 
 
 @pytest.mark.slow
-def test_each_shape_of_a_batch_has_its_own_schedule() -> None:
+def test_each_batch_shape_has_its_own_schedule() -> None:
     model = deep("gpt")
     planned = ScheduledRecompute(model, blocks_of(model), 20_000_000)
     for rows in (8, 2, 8):
@@ -210,8 +210,8 @@ def test_each_shape_of_a_batch_has_its_own_schedule() -> None:
     assert len(planned.schedules) == 2
 
 
-def test_a_run_goes_on_the_same_with_another_budget() -> None:
-    """What a resumed run measures may differ: its values do not."""
+def test_resume_with_another_budget_is_exact() -> None:
+    """A resumed run may measure other costs, and must compute equal values."""
     plain = plain_run(depth=6, dropout=0.3)
     run = compose(plain, with_optimizer([OptimalRecompute(bytes=0.2)]), 4)
     state = run.start()

@@ -1,4 +1,4 @@
-"""Every optimizer against the independent implementations that install, and where one of those differs, by what."""
+"""Optimizers compared with independent installed implementations, and their known differences."""
 
 import pytest
 import pytorch_optimizer
@@ -25,7 +25,7 @@ Named = dict[str, nn.Parameter]
 
 
 def decayed(held: Named, decay: float = 0.1) -> list[dict]:
-    """The groups of a torch optimizer that decay what ours does."""
+    """Return parameter groups of a torch optimizer with the same weight decay as ours."""
     return [
         {"params": [p for name, p in held.items() if is_matrix(name, p)], "weight_decay": decay},
         {"params": [p for name, p in held.items() if not is_matrix(name, p)], "weight_decay": 0.0},
@@ -81,7 +81,7 @@ ORACLES = {
 
 
 @pytest.mark.parametrize("name", ORACLES)
-def test_it_is_the_installable_one(name: str) -> None:
+def test_optimizers_equal_installed_implementations(name: str) -> None:
     ours, theirs = ORACLES[name]
     held = parameters()
     tolerance = 1e-6 if "soap" in name else 1e-12  # theirs decomposes in float32
@@ -89,9 +89,7 @@ def test_it_is_the_installable_one(name: str) -> None:
 
 
 @pytest.mark.parametrize(("warmup", "power", "rate_power"), [(0, 0.0, 2.0), (4, 0.0, 2.0), (4, 1.0, 0.0)])
-def test_schedule_free_is_schedulefree_in_training_and_in_evaluation(
-    warmup: int, power: float, rate_power: float
-) -> None:
+def test_schedule_free_equals_schedulefree(warmup: int, power: float, rate_power: float) -> None:
     held, theirs = parameters(), parameters()
     ours = TransformOptimizer(held.items(), schedule_free(0.01, (0.9, 0.99), 1e-8, 0.1, warmup, power, rate_power))
     reference = schedulefree.AdamWScheduleFree(
@@ -105,7 +103,7 @@ def test_schedule_free_is_schedulefree_in_training_and_in_evaluation(
 
 
 class MuonAndAdamW:
-    """torch's two optimizers, as its documentation says to use them."""
+    """torch's Muon and AdamW, combined as in its documentation."""
 
     def __init__(self, held: Named, scale: str):
         hidden = {name: p for name, p in held.items() if is_hidden_matrix(name, p)}
@@ -119,7 +117,7 @@ class MuonAndAdamW:
 
 
 @pytest.mark.parametrize(("ours", "theirs"), [("original", "original"), ("match_rms", "match_rms_adamw")])
-def test_muon_is_torchs_within_the_precision_that_it_computes_in(ours: str, theirs: str) -> None:
+def test_muon_equals_torch_within_bfloat16(ours: str, theirs: str) -> None:
     held = parameters(torch.float32)
     wanted = take_steps(MuonAndAdamW(held, theirs), held)
     found = trained(muon(0.01, 0.9, True, 0.1, ours, adamw_lr=0.02), dtype=torch.float32)
@@ -132,7 +130,7 @@ def test_muon_is_torchs_within_the_precision_that_it_computes_in(ours: str, thei
 
 @pytest.mark.parametrize("has_units", [False, True])
 @pytest.mark.parametrize("shape", [(6, 6), (16, 6), (6, 16), (40, 60), (301, 260)])
-def test_orthogonalizing_is_torchs_iteration(shape: tuple[int, int], has_units: bool) -> None:
+def test_orthogonalization_equals_torch(shape: tuple[int, int], has_units: bool) -> None:
     matrix = torch.randn(shape, generator=torch.Generator().manual_seed(0))
     wanted = _zeropower_via_newtonschulz(matrix, COEFFICIENTS, 5, 1e-7)
     with assume_bfloat16(has_units):
@@ -170,7 +168,7 @@ def large_embedding() -> Named:
     return held
 
 
-def test_the_lamb_of_pytorch_optimizer_differs_from_the_paper_by_three_changes() -> None:
+def test_pytorch_optimizer_lamb_has_three_changes() -> None:
     held, copied, plain = large_embedding(), large_embedding(), large_embedding()
     theirs = pytorch_optimizer.Lamb(decayed(held), lr=0.01, betas=(0.9, 0.99), eps=1e-6)
     found = take_steps(theirs, held)
@@ -183,8 +181,8 @@ def test_the_lamb_of_pytorch_optimizer_differs_from_the_paper_by_three_changes()
         assert (found[name] - paper[name]).norm() > 0.3 * moved, name
 
 
-def test_the_lars_of_pytorch_optimizer_differs_where_a_gradient_is_zero_all_over() -> None:
-    """There the ratio is still that of the decay, and a layer without gradient shrinks by its rate at every step."""
+def test_pytorch_optimizer_lars_differs_for_zero_gradients() -> None:
+    """Its ratio is then that of the decay, so that a layer without gradient shrinks at every step."""
     held, theirs = parameters(), parameters()
     ours = TransformOptimizer(held.items(), lars(0.5, 0.9, 0.1, 0.02))
     reference = pytorch_optimizer.LARS(decayed(theirs), lr=0.5, momentum=0.9, trust_coefficient=0.02)

@@ -1,4 +1,4 @@
-"""Moments in 8 bits and in bfloat16: what is stored how, that averages do not stall, that training does not notice."""
+"""Moments in int8 and bfloat16: storage, stochastic rounding of slow averages, and training quality."""
 
 from collections.abc import Callable, Sequence
 
@@ -53,7 +53,7 @@ def made(transform: GradientTransform, shapes: dict[str, tuple[int, ...]] = SHAP
 
 
 def gradients_of(step: int, optimizer: TransformOptimizer) -> list[Tensor]:
-    """Noise around a gradient that stays, of sizes over several decades."""
+    """Return noisy gradients around a constant, with magnitudes over several decades."""
     found = []
     for index, parameter in enumerate(optimizer.parameters):
         lasting, noise = (torch.Generator().manual_seed(seed) for seed in (index, 1000 * step + index))
@@ -77,7 +77,7 @@ def joined(tensors: Sequence[Tensor]) -> Tensor:
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_ten_steps_stay_near_those_with_float32_moments(name: str, form: str) -> None:
+def test_ten_steps_stay_close_to_float32(name: str, form: str) -> None:
     make = OPTIMIZERS[name]
     start = joined(made(make()).parameters)
     plain = joined(trained(made(make()), 10).parameters)
@@ -87,7 +87,7 @@ def test_ten_steps_stay_near_those_with_float32_moments(name: str, form: str) ->
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_only_large_moments_are_stored_in_fewer_bits(form: str) -> None:
+def test_only_large_moments_are_quantized(form: str) -> None:
     shapes = {
         "matrix": (64, 64),
         "just too small": (63, 65),
@@ -104,12 +104,12 @@ def test_only_large_moments_are_stored_in_fewer_bits(form: str) -> None:
         assert {tensor.dtype for tensor in found.values()} == {packed, torch.float32}
 
 
-def test_8_bits_cost_a_byte_and_a_scale_for_each_block() -> None:
+def test_int8_takes_a_byte_and_a_scale_per_block() -> None:
     optimizer = made(with_compact_state(lion()), {"matrix": (64, 512)})
     assert sum(tensor.nbytes for tensors in optimizer.slots.values() for tensor in tensors) == 64 * 512 + 64 * 2 * 4
 
 
-def test_weights_averages_bases_and_factors_are_left_alone() -> None:
+def test_weights_averages_and_factors_stay_exact() -> None:
     kept = {
         "schedule-free": ("schedule_free.ahead",),
         "adafactor": ("scale_by_factored_square.row", "scale_by_factored_square.column"),
@@ -125,7 +125,7 @@ def test_weights_averages_bases_and_factors_are_left_alone() -> None:
     assert torch.uint8 in {tensor.dtype for tensor in slots["scale_by_adam.mean"]}
 
 
-def test_what_is_judged_and_the_rate_are_the_elements_own() -> None:
+def test_eval_weights_and_rate_pass_through() -> None:
     plain, packed = (
         trained(made(chosen), 5)
         for chosen in (schedule_free(1e-2), with_compact_state(schedule_free(1e-2), Bfloat16Format, 1))
@@ -137,7 +137,7 @@ def test_what_is_judged_and_the_rate_are_the_elements_own() -> None:
 
 
 class CountingMean(GradientTransform):
-    """An element of somebody else's: a mean it follows up on, an integer, and a float64 moment."""
+    """A custom transform with a float32 mean, an integer and a float64 moment."""
 
     name = "counting_mean"
     reach = TransformScope.ROWS
@@ -158,7 +158,7 @@ class CountingMean(GradientTransform):
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_any_element_can_be_wrapped(form: str) -> None:
+def test_custom_elements_are_wrapped(form: str) -> None:
     optimizer = trained(made(with_compact_state(CountingMean(), FORMATS[form], 1), {"matrix": (8, 32)}), 3)
     assert {slot: tensors[0].dtype for slot, tensors in optimizer.slots.items() if "scales" not in slot} == {
         "counting_mean.mean": {"int8": torch.uint8, "bfloat16": torch.bfloat16}[form],
@@ -170,7 +170,7 @@ def test_any_element_can_be_wrapped(form: str) -> None:
     torch.testing.assert_close(optimizer.parameters[0], start + 1 + 2 + 4)
 
 
-def test_members_of_a_partition_are_stored_each_in_its_place() -> None:
+def test_partition_members_are_wrapped_separately() -> None:
     mixed = partition(
         ("wide", lambda name, parameter: parameter.shape[-1] == 300, lion(1e-2)),
         ("rest", lambda name, parameter: True, chain(ScaleByAdam(), scale_by_learning_rate(0.1))),
@@ -184,7 +184,7 @@ def test_members_of_a_partition_are_stored_each_in_its_place() -> None:
 
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("name", ["adamw", "lamb", "lion"])
-def test_pieces_and_threads_change_nothing(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pieces_and_threads_are_exact(name: str, form: str, monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     for size, threads in ((10**6, 1), (1000, 1), (1000, 2)):
         monkeypatch.setattr(chunked_update, "CHUNK_ELEMENTS", size)
@@ -220,7 +220,7 @@ def roots_after_a_fall(transform: GradientTransform) -> Tensor:
 
 
 class Nearest8Bits(ScaleByAdam):
-    """Adam whose second moment is rounded to the nearest code after each step."""
+    """Adam whose second moment is rounded to the nearest 8-bit value after each step."""
 
     def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         updates = super().update(updates, slots, parameters, numbers)
@@ -233,21 +233,21 @@ class Nearest8Bits(ScaleByAdam):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("form", "near"), [("int8", 0.15), ("bfloat16", 0.03)])
-def test_a_slow_second_moment_follows_gradients_that_fall(form: str, near: float) -> None:
+def test_slow_second_moment_follows_falling_gradients(form: str, near: float) -> None:
     assert (
         abs(float(roots_after_a_fall(with_compact_state(ScaleByAdam(0.9, 0.999), FORMATS[form])).median()) - 1) < near
     )
 
 
 @pytest.mark.slow
-def test_rounded_to_the_nearest_of_256_values_it_would_stall() -> None:
+def test_nearest_rounding_stalls() -> None:
     assert float(roots_after_a_fall(Nearest8Bits(0.9, 0.999)).median()) > 2
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("form", FORMATS)
 @pytest.mark.parametrize("optimizer", ["optimizers.adamw", "optimizers.lion"])
-def test_a_short_training_ends_where_float32_moments_end(optimizer: str, form: str) -> None:
+def test_training_ends_close_to_float32(optimizer: str, form: str) -> None:
     plain = plain_run(batch=8, depth=2)
     reference = losses(run_through(plain, [technique(optimizer)], 80)[0])
     packed = [technique(optimizer), technique("precision.optimizer_state", format=form)]
@@ -256,7 +256,7 @@ def test_a_short_training_ends_where_float32_moments_end(optimizer: str, form: s
     assert sum(found[-10:]) == pytest.approx(sum(reference[-10:]), rel=0.02)
 
 
-def test_explaining_shows_the_state_shrink() -> None:
+def test_explain_counts_the_smaller_state() -> None:
     def counted(*chosen: Technique) -> float:
         return explain(compose(plain_run(), [technique("optimizers.adamw"), *chosen], 2)).footprint.optimizer
 
@@ -270,7 +270,7 @@ def test_explaining_shows_the_state_shrink() -> None:
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_growth_copies_codes_with_their_scales_and_a_run_resumes_bit_exactly(form: str) -> None:
+def test_growth_copies_scales_and_resume_is_exact(form: str) -> None:
     def chosen() -> list[Technique]:
         return [
             technique("optimizers.adamw"),
@@ -297,7 +297,7 @@ def test_growth_copies_codes_with_their_scales_and_a_run_resumes_bit_exactly(for
 
 
 @pytest.mark.parametrize("form", FORMATS)
-def test_where_a_mask_moved_away_no_moment_stays(form: str) -> None:
+def test_moments_outside_moved_masks_are_zero(form: str) -> None:
     chosen = [technique(n) for n in ("optimizers.adamw", "sparsity.rigl")]
     run = compose(plain_run(), [*chosen, technique("precision.optimizer_state", format=form)], 3)
     state = run.start()
@@ -312,7 +312,7 @@ def test_where_a_mask_moved_away_no_moment_stays(form: str) -> None:
     assert seen
 
 
-def test_a_model_without_large_matrices_is_refused_with_the_setting_that_takes_it() -> None:
+def test_model_without_large_matrices_is_refused() -> None:
     with pytest.raises(RefusedError, match="no matrix of the model has 4096 elements") as refused:
         OptimizerState().model(nn.Linear(63, 64))
     assert "--set techniques.precision.optimizer_state.min_elements=1" in refused.value.fix

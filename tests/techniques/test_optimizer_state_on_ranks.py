@@ -1,4 +1,4 @@
-"""Moments in fewer bits of matrices that tensor parallelism divides by columns: stored so, and resumed on any mesh."""
+"""Quantized moments of matrices divided by columns (tensor parallelism): storage, and resume on any mesh."""
 
 from pathlib import Path
 from typing import Any
@@ -30,14 +30,14 @@ def two(folder: Path, of_one: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def assert_close(found: dict[str, np.ndarray], wanted: dict[str, np.ndarray]) -> None:
-    """To half the widest gap between codes, of the largest in a block."""
+    """Check equality up to half the widest quantization step of a block."""
     assert found.keys() == wanted.keys()
     for name, value in wanted.items():
         np.testing.assert_allclose(found[name], value, rtol=0, atol=0.008 * abs(value).max(), err_msg=name)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_moments_of_divided_rows_are_stored_in_fewer_bits(two: list[dict[str, Any]], form: str) -> None:
+def test_moments_of_divided_rows_are_quantized(two: list[dict[str, Any]], form: str) -> None:
     for rank in two:
         for name, dtype in rank["saved"][form]["dtypes"].items():
             is_divisible = form == "bfloat16" or "prime" not in name
@@ -45,7 +45,7 @@ def test_moments_of_divided_rows_are_stored_in_fewer_bits(two: list[dict[str, An
 
 
 @pytest.mark.parametrize("name", work.MODELS)
-def test_so_are_those_of_real_models(two: list[dict[str, Any]], name: str) -> None:
+def test_moments_of_real_models_are_quantized(two: list[dict[str, Any]], name: str) -> None:
     for rank in two:
         found = rank["models"][name]
         matrices = [moment for moment, value in found["numbers"].items() if value.ndim == 2]
@@ -54,14 +54,14 @@ def test_so_are_those_of_real_models(two: list[dict[str, Any]], name: str) -> No
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_on_the_same_mesh_they_go_on_bit_for_bit(two: list[dict[str, Any]], form: str) -> None:
+def test_resume_on_the_same_mesh_is_bit_identical(two: list[dict[str, Any]], form: str) -> None:
     for rank in two:
         for name, value in rank["went on"][form]["stored"].items():
             np.testing.assert_array_equal(rank["again"][form]["stored"][name], value, err_msg=name)
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_one_process_goes_on_with_what_two_ranks_saved(
+def test_one_process_resumes_from_two_ranks(
     two: list[dict[str, Any]], folder: Path, of_one: dict[str, Any], form: str
 ) -> None:
     found = work.loaded(form, folder / f"of two, {form}")
@@ -70,15 +70,13 @@ def test_one_process_goes_on_with_what_two_ranks_saved(
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_two_ranks_go_on_with_what_one_process_saved(
-    two: list[dict[str, Any]], of_one: dict[str, Any], form: str
-) -> None:
+def test_two_ranks_resume_from_one_process(two: list[dict[str, Any]], of_one: dict[str, Any], form: str) -> None:
     for rank in two:
         assert rank["of one"][form]["dtypes"] == rank["saved"][form]["dtypes"]
         assert_close(rank["of one"][form]["numbers"], of_one[form]["numbers"])
 
 
-def test_where_blocks_are_the_same_their_codes_are_too(
+def test_equal_blocks_have_equal_quantized_values(
     two: list[dict[str, Any]], folder: Path, of_one: dict[str, Any]
 ) -> None:
     found = work.loaded("int8", folder / "of two, int8")["stored"]
@@ -87,7 +85,7 @@ def test_where_blocks_are_the_same_their_codes_are_too(
 
 
 @pytest.mark.slow
-def test_four_ranks_along_two_axes_and_one_process_go_on_with_what_the_other_saved(folder: Path) -> None:
+def test_four_ranks_and_one_process_resume_each_other(folder: Path) -> None:
     of_one = work.saved_model([], folder / "of one, model")
     four = on_ranks(4, work.on_four, folder)
     found = work.loaded_model([], folder / "of four")

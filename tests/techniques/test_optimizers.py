@@ -1,4 +1,4 @@
-"""Every optimizer against its formula written out in float64, and the invariants that its paper promises."""
+"""Optimizers compared with their formulas in float64, and their invariants."""
 
 import math
 from collections.abc import Callable
@@ -84,14 +84,14 @@ def test_sgd_adds_decay_before_momentum(momentum: float, nesterov: bool) -> None
     assert_close(trained(sgd(0.05, momentum, nesterov, 0.1)), stepped(rule))
 
 
-def test_sgd_without_momentum_keeps_nothing() -> None:
+def test_sgd_without_momentum_has_no_state() -> None:
     optimizer = TransformOptimizer(parameters().items(), sgd(momentum=0.0))
     assert optimizer.slots == {}
 
 
 @pytest.mark.parametrize("rate", ["outside", "inside"])
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_lars_is_its_paper_with_the_rate_on_either_side_of_the_velocity(rate: str, nesterov: bool) -> None:
+def test_lars_equals_the_paper_with_either_rate_placement(rate: str, nesterov: bool) -> None:
     def rule(name: str, t: int, w: Tensor, g: Tensor, memory: dict[str, Tensor]) -> Tensor:
         if name in MATRICES:
             g = 0.02 * w.norm() / (g.norm() + 0.1 * w.norm()) * (g + 0.1 * w)
@@ -108,7 +108,7 @@ def test_lars_is_its_paper_with_the_rate_on_either_side_of_the_velocity(rate: st
 @pytest.mark.parametrize("correct", [True, False])
 @pytest.mark.parametrize("slices", [False, True])
 @pytest.mark.parametrize("bounds", [(0.0, math.inf), (2.0, 5.0)])
-def test_lamb_is_its_paper(correct: bool, slices: bool, bounds: tuple[float, float]) -> None:
+def test_lamb_equals_the_paper(correct: bool, slices: bool, bounds: tuple[float, float]) -> None:
     def rule(name: str, t: int, w: Tensor, g: Tensor, memory: dict[str, Tensor]) -> Tensor:
         memory["m"] = 0.9 * memory["m"] + 0.1 * g
         memory["v"] = 0.99 * memory["v"] + 0.01 * g * g
@@ -124,7 +124,7 @@ def test_lamb_is_its_paper(correct: bool, slices: bool, bounds: tuple[float, flo
     assert_close(trained(lamb(0.01, (0.9, 0.99), 1e-6, 0.1, correct, bounds, slices)), stepped(rule))
 
 
-def test_lion_is_its_paper() -> None:
+def test_lion_equals_the_paper() -> None:
     def rule(name: str, t: int, w: Tensor, g: Tensor, memory: dict[str, Tensor]) -> Tensor:
         u = (0.9 * memory["m"] + 0.1 * g).sign() + (0.5 * w if name in MATRICES else 0)
         memory["m"] = 0.99 * memory["m"] + 0.01 * g
@@ -143,7 +143,7 @@ def newton_schulz(g: Tensor) -> Tensor:
 @pytest.mark.parametrize("scale", ["original", "match_rms"])
 @pytest.mark.parametrize("slices", [False, True])
 @pytest.mark.parametrize("nesterov", [False, True])
-def test_muon_is_its_post_and_leaves_the_rest_to_adamw(scale: str, slices: bool, nesterov: bool) -> None:
+def test_muon_equals_the_post_with_adamw_for_the_rest(scale: str, slices: bool, nesterov: bool) -> None:
     def rule(name: str, t: int, w: Tensor, g: Tensor, memory: dict[str, Tensor]) -> Tensor:
         decay = 0.1 * w if name in MATRICES else 0
         if name not in HIDDEN:
@@ -163,7 +163,7 @@ def test_muon_is_its_post_and_leaves_the_rest_to_adamw(scale: str, slices: bool,
     assert_close(trained(ours), stepped(rule), 1e-10)
 
 
-def test_soap_is_adam_in_the_axes_of_shampoo() -> None:
+def test_soap_is_adam_in_shampoo_axes() -> None:
     def rule(name: str, t: int, w: Tensor, g: Tensor, memory: dict[str, Tensor]) -> Tensor:
         sides = [dim for dim in (0, 1) if w.ndim == 2 and w.shape[dim] <= 6]  # where gradients fill all axes at once
 
@@ -194,7 +194,7 @@ def test_soap_is_adam_in_the_axes_of_shampoo() -> None:
     assert_close(trained(soap(0.02, (0.9, 0.95), 1e-8, 0.1, every=3, max_dim=6)), stepped(rule), 1e-10)
 
 
-def test_soap_finds_axes_where_lapack_returns_what_is_no_number(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_soap_survives_nan_eigenvectors(monkeypatch: pytest.MonkeyPatch) -> None:
     plain = torch.linalg.eigh
 
     def eigh(side: Tensor) -> Any:
@@ -208,12 +208,12 @@ def test_soap_finds_axes_where_lapack_returns_what_is_no_number(monkeypatch: pyt
     assert torch.allclose(eigenvectors(side).abs(), torch.full((2, 2), 0.5**0.5))
 
 
-def test_soap_finds_axes_where_most_words_do_not_occur() -> None:
+def test_soap_survives_rows_of_zeros() -> None:
     records, _ = run_through(pair_run(), [technique("optimizers.soap")], 3)
     assert all(math.isfinite(record.loss) for record in records)
 
 
-def test_adafactor_is_its_paper_in_torchs_reading() -> None:
+def test_adafactor_equals_the_paper_as_torch_reads_it() -> None:
     def rule(name: str, t: int, w: Tensor, g: Tensor, memory: dict[str, Tensor]) -> Tensor:
         fresh, eps = t**-0.8, 1e-3
         memory["all"] = (1 - fresh) * memory["all"] + fresh * g * g
@@ -230,7 +230,7 @@ def test_adafactor_is_its_paper_in_torchs_reading() -> None:
 
 
 @pytest.mark.parametrize(("power", "rate_power", "warmup"), [(0.0, 2.0, 0), (0.0, 2.0, 4), (1.5, 1.0, 4)])
-def test_schedule_free_keeps_its_three_sequences(power: float, rate_power: float, warmup: int) -> None:
+def test_schedule_free_equals_its_three_sequences(power: float, rate_power: float, warmup: int) -> None:
     weights: list[float] = []
     averages: Tensors = {}
 
@@ -263,7 +263,7 @@ def test_schedule_free_keeps_its_three_sequences(power: float, rate_power: float
     assert_close(held, before, 0.0)
 
 
-def test_the_shares_of_an_average_do_not_depend_on_where_a_run_was_resumed() -> None:
+def test_schedule_free_average_is_independent_of_resume() -> None:
     straight, resumed = ScheduleFreeTransform(1.0, warmup=7, power=0.5), ScheduleFreeTransform(1.0, warmup=7, power=0.5)
     numbers = [straight.scalars(step, step) for step in range(30)]
     assert [resumed.scalars(step, step) for step in range(20, 30)] == numbers[20:]
@@ -272,7 +272,7 @@ def test_the_shares_of_an_average_do_not_depend_on_where_a_run_was_resumed() -> 
 
 
 def one_step(transform: GradientTransform, values: Tensors, given: Tensors) -> Tensors:
-    """By how much each parameter moves in the first step."""
+    """Return the change of each parameter in the first step."""
     held = {name: torch.nn.Parameter(value.clone()) for name, value in values.items()}
     optimizer = TransformOptimizer(held.items(), transform)
     for name, parameter in held.items():
@@ -288,7 +288,7 @@ def one_step(transform: GradientTransform, values: Tensors, given: Tensors) -> T
 )
 @settings(max_examples=20)
 @given(factor=some.floats(1e-4, 1e4), layer=some.sampled_from(MATRICES))
-def test_larger_weights_take_steps_larger_by_as_much(
+def test_trust_ratio_scales_steps_with_weights(
     make: Callable[[], GradientTransform], factor: float, layer: str
 ) -> None:
     values = random_tensors(0)
@@ -301,7 +301,7 @@ def test_larger_weights_take_steps_larger_by_as_much(
 
 @settings(max_examples=20)
 @given(factor=some.floats(1e-6, 1e6))
-def test_lion_does_not_see_the_scale_of_gradients(factor: float) -> None:
+def test_lion_ignores_the_scale_of_gradients(factor: float) -> None:
     given_all = gradients(0)
     scaled = {name: gradient * factor for name, gradient in given_all.items()}
     found, wanted = one_step(lion(), random_tensors(0), scaled), one_step(lion(), random_tensors(0), given_all)
@@ -310,7 +310,7 @@ def test_lion_does_not_see_the_scale_of_gradients(factor: float) -> None:
 
 @settings(max_examples=20)
 @given(decay=some.floats(0.0, 10.0), coefficient=some.floats(1e-3, 10.0), seed=some.integers(0, 99))
-def test_vectors_are_spared_decay_and_trust_ratio(decay: float, coefficient: float, seed: int) -> None:
+def test_vectors_have_no_decay_or_trust_ratio(decay: float, coefficient: float, seed: int) -> None:
     values, given_all = random_tensors(seed), gradients(seed)
     by_lars = one_step(lars(0.1, 0.9, decay, coefficient), values, given_all)
     by_lamb = one_step(lamb(0.1, weight_decay=decay), values, given_all)
@@ -320,7 +320,7 @@ def test_vectors_are_spared_decay_and_trust_ratio(decay: float, coefficient: flo
 
 
 @pytest.mark.parametrize("empty", ["weights", "gradient"])
-def test_a_layer_of_zeros_has_a_ratio_of_one(empty: str) -> None:
+def test_zero_layer_has_trust_ratio_one(empty: str) -> None:
     values, given_all = random_tensors(0), gradients(0)
     name = "blocks.0.attention.out.weight"
     (values if empty == "weights" else given_all)[name].zero_()
@@ -330,7 +330,7 @@ def test_a_layer_of_zeros_has_a_ratio_of_one(empty: str) -> None:
 
 @settings(max_examples=30)
 @given(rows=some.integers(1, 12), columns=some.integers(1, 12), factor=some.floats(1e-3, 1e3))
-def test_orthogonalizing_keeps_directions_and_forgets_sizes(rows: int, columns: int, factor: float) -> None:
+def test_orthogonalization_keeps_singular_vectors(rows: int, columns: int, factor: float) -> None:
     matrix = torch.randn(rows, columns, dtype=torch.float64, generator=torch.Generator().manual_seed(rows * columns))
     found = orthogonalized(matrix, dtype=torch.float64)
     torch.testing.assert_close(orthogonalized(matrix * factor, dtype=torch.float64), found)
@@ -344,7 +344,7 @@ def test_orthogonalizing_keeps_directions_and_forgets_sizes(rows: int, columns: 
     torch.testing.assert_close(together, torch.stack([found, found]))
 
 
-def test_sharded_optimizers_are_the_single_one() -> None:
+def test_sharded_optimizers_equal_the_single_process() -> None:
     first, second = on_ranks(2, trained_sharded)
     assert first == second
     for name, make in OPTIMIZERS.items():
@@ -366,7 +366,7 @@ def apart(tensor: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "lie", [(turned, torch.clone), (torch.clone, turned), (turned, turned), (apart, torch.clone), (torch.clone, apart)]
 )
-def test_it_does_not_matter_how_parameters_and_gradients_lie_in_memory(
+def test_memory_layout_does_not_matter(
     name: str, lie: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(chunked_update, "CHUNK_ELEMENTS", 16)  # rows of a matrix in pieces of their own
@@ -379,14 +379,14 @@ def test_it_does_not_matter_how_parameters_and_gradients_lie_in_memory(
     assert_close({key: value.detach() for key, value in held.items()}, trained(OPTIMIZERS[name]()), 1e-11)
 
 
-def test_a_schedule_multiplies_the_rates_of_every_optimizer() -> None:
+def test_schedules_multiply_every_rate() -> None:
     for name, make in OPTIMIZERS.items():
         if name != "schedule-free":
             stopped = chain(make(), ScaleBySchedule(lambda step: float(step == 0)))
             assert_close(trained(stopped), trained(make(), steps=1), 1e-14)
 
 
-def test_other_factors_multiply_the_steps_of_schedule_free_before_they_are_averaged() -> None:
+def test_factors_multiply_schedule_free_steps() -> None:
     halved = schedule_free(0.02, warmup=3, factors=ScaleBySchedule(lambda step: 0.5))
     assert_close(trained(halved), trained(schedule_free(0.01, warmup=3)), 1e-14)
 
@@ -402,22 +402,22 @@ WITH_EPS = {
 
 
 @pytest.mark.parametrize(("name", "eps"), WITH_EPS.items())
-def test_an_eps_that_would_divide_zero_by_zero_is_refused(name: str, eps: str) -> None:
+def test_zero_eps_is_refused(name: str, eps: str) -> None:
     for value in (0.0, 1e-30):
         with pytest.raises(UsageError, match=f"optimizers.{name}: {eps} is {value}"):
             technique(f"optimizers.{name}", **{eps: value})
 
 
 @pytest.mark.parametrize(("name", "eps"), WITH_EPS.items())
-def test_with_the_least_eps_weights_that_get_no_gradient_stay_finite(name: str, eps: str) -> None:
-    """The last positions of the tiny model's table are never reached."""
+def test_smallest_eps_keeps_unused_weights_finite(name: str, eps: str) -> None:
+    """The last positions of the tiny model's table are never used."""
     _, state = run_through(plain_run(style="gpt"), [technique(f"optimizers.{name}", **{eps: 1e-20})], 2)
     assert state.model is not None
     assert all(parameter.isfinite().all() for parameter in state.model.parameters())
 
 
 def with_linear_layers(model: nn.Module) -> nn.Module:
-    """The same model of transformers with `nn.Linear` in place of each `Conv1D`."""
+    """Replace each `Conv1D` of a transformers model by `nn.Linear`."""
     for name, layer in [*model.named_modules()]:
         if type(layer).__name__ == "Conv1D":
             linear = nn.Linear(*layer.weight.shape)
@@ -428,7 +428,7 @@ def with_linear_layers(model: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("scale", ["original", "match_rms"])
 @pytest.mark.parametrize("others", [[], ["precision.bfloat16_weights"], ["memory.offload_optimizer"]])
-def test_muon_steps_alike_whichever_side_of_a_matrix_is_the_inputs(scale: str, others: list[str]) -> None:
+def test_muon_step_is_equal_for_transposed_matrices(scale: str, others: list[str]) -> None:
     def stepped(change: Callable[[nn.Module], nn.Module]) -> dict[str, Tensor]:
         plain = plain_run()
         model = change(HuggingFaceCausalLM(random_model(FAMILIES["gpt2"]())))

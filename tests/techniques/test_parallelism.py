@@ -1,4 +1,4 @@
-"""Replicate and shard on two real ranks: together they are the single process, with every other technique."""
+"""Replicate and shard on two real ranks: equal to one process, with every other technique."""
 
 from dataclasses import replace
 from functools import cache
@@ -75,7 +75,7 @@ def goes_with(strategy: str) -> list[str]:
 
 
 @pytest.mark.parametrize(("strategy", "name"), [(s, name) for s in STRATEGIES for name in goes_with(s)])
-def test_two_ranks_are_the_single_process(strategy: str, name: str) -> None:
+def test_two_ranks_equal_one_process(strategy: str, name: str) -> None:
     first, second = together(strategy)
     if name not in first:
         with pytest.raises(UsageError, match="cannot go together"):
@@ -95,7 +95,7 @@ def test_two_ranks_are_the_single_process(strategy: str, name: str) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("strategy", CLAIMING)
-def test_processes_that_order_names_differently_do_the_same(strategy: str) -> None:
+def test_order_of_names_does_not_matter(strategy: str) -> None:
     first, second = on_ranks(2, train_with_each, [technique(strategy)], OTHERS, strangers=True)
     assert first.keys() == second.keys() and len(first) > len(OTHERS) / 2
     for name, run in first.items():  # of a parameter of one line one rank holds all, the other nothing
@@ -103,32 +103,32 @@ def test_processes_that_order_names_differently_do_the_same(strategy: str) -> No
 
 
 @pytest.mark.parametrize("strategy", CLAIMING)
-def test_ranks_have_the_same_statistics_of_norms_over_the_batch_and_judge_alike(strategy: str) -> None:
+def test_ranks_have_equal_batch_norm_statistics(strategy: str) -> None:
     first, second = on_ranks(2, trained_with_batch_norm, strategy)
     assert "buffers/blocks.0.norm.running_var" in first.tensors
     assert (first.tensors, first.evaluated) == (second.tensors, second.evaluated)
 
 
 @pytest.mark.parametrize("strategy", CLAIMING)
-def test_a_batch_that_cannot_be_shared_equally_is_refused_with_the_next_that_can(strategy: str) -> None:
+def test_indivisible_batch_names_the_next_size(strategy: str) -> None:
     for what, fix in on_ranks(2, refusals, strategy):
         assert "an effective batch of 3 examples cannot be divided equally among 2 ranks" in what
         assert fix == "--set data.batch=4"
 
 
-def test_sharding_one_process_without_a_group_is_refused_with_the_command_that_starts_more() -> None:
+def test_sharding_in_one_process_is_refused() -> None:
     with pytest.raises(RefusedError, match="it requires several processes") as refused:
         compose(plain_run(), with_optimizer([technique("parallelism.shard")]), 2).start()
     assert "torchrun" in refused.value.fix
 
 
-def test_one_way_to_distribute_at_a_time() -> None:
+def test_two_data_parallel_techniques_are_refused() -> None:
     with pytest.raises(UsageError, match="both decide the data parallelism"):
         compose(plain_run(), with_optimizer([technique(name) for name in CLAIMING]), 2)
 
 
 @pytest.mark.slow
-def test_what_each_rank_holds_and_sends_is_predicted() -> None:
+def test_memory_and_traffic_are_predicted() -> None:
     settings = [{"zero": 1}, {"zero": 2}, {"zero": 3}, {"zero": 2, "gather_dtype": "bfloat16"}]
     strategies = [technique("parallelism.replicate"), *(technique("parallelism.shard", **each) for each in settings)]
     for replicate, *sharded in on_ranks(2, predicted, strategies):
@@ -147,5 +147,5 @@ def test_what_each_rank_holds_and_sends_is_predicted() -> None:
         assert [after.traffic for _, after in sharded] == [whole, whole, (3 * whole - before.outside) / 2, 0.75 * whole]
 
 
-def test_masks_do_not_depend_on_sharding_and_a_full_value_is_a_copy() -> None:
+def test_masks_are_independent_of_sharding() -> None:
     assert on_ranks(2, masks_and_copies) == [(True, True, False)] * 2

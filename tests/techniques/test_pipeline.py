@@ -1,4 +1,4 @@
-"""Pipelines on real ranks: every schedule is the single process, and what a stage holds is what it should."""
+"""Pipelines on real ranks: every schedule equals one process; memory and traffic."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -34,7 +34,7 @@ LAMB = {
 
 
 def piped(others: Mapping[str, Mapping[str, Any]] = LAMB, **settings: Any) -> dict[str, Mapping[str, Any]]:
-    """The pipeline, with costs that are the same on every machine, beside other techniques."""
+    """Return the pipeline with counted costs, together with other techniques."""
     return {NAME: {"cost_source": "counted"} | settings, **others}
 
 
@@ -115,7 +115,7 @@ def two_by_two() -> dict[str, list[Found]]:
 
 
 def on_mesh_once(key: str, cases: Mapping[str, Case], mesh: Mapping[str, int]) -> dict[str, list[Found]]:
-    """What each rank of a mesh found in each case, by the case's name."""
+    """Return the results of each rank of a mesh, by case."""
 
     def ranks() -> list[Sequence[Found]]:
         return on_ranks(math.prod(mesh.values()), on_mesh, mesh, list(cases.values()))
@@ -139,7 +139,7 @@ def assert_the_single_process(ranks: Sequence[Found], case: Case, tolerance: flo
 
 
 @pytest.mark.parametrize("name", TWO_STAGES)
-def test_two_stages_are_the_single_process(two: dict[str, list[Found]], name: str) -> None:
+def test_two_stages_equal_one_process(two: dict[str, list[Found]], name: str) -> None:
     assert_the_single_process(two[name], TWO_STAGES[name])
     first, second = (rank.tensors.keys() for rank in two[name])
     assert first and second and not first & second  # also of a tied head there is one, on the first
@@ -147,43 +147,43 @@ def test_two_stages_are_the_single_process(two: dict[str, list[Found]], name: st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", FOUR)
-def test_four_stages_are_the_single_process(name: str) -> None:
+def test_four_stages_equal_one_process(name: str) -> None:
     assert_the_single_process(four()[name], FOUR[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ("free", "tied"))
-def test_optimizer_state_is_divided_beside_the_stages(divided: dict[str, list[Found]], name: str) -> None:
+def test_stages_combine_with_sharded_state(divided: dict[str, list[Found]], name: str) -> None:
     assert_the_single_process(divided[name], DIVIDED[name])
 
 
 @pytest.mark.slow
-def test_gradients_in_halves_and_in_pieces_do_not_go_together(divided: dict[str, list[Found]]) -> None:
+def test_split_backward_and_sharding_are_refused(divided: dict[str, list[Found]]) -> None:
     assert all("cannot go together" in rank.refused for rank in divided["in halves"])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", REPLICATED)
-def test_pipelines_side_by_side_are_the_single_process(name: str) -> None:
+def test_replicated_pipelines_equal_one_process(name: str) -> None:
     assert_the_single_process(two_by_two()[name], REPLICATED[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SPLIT)
-def test_stages_of_layers_that_are_split_are_the_single_process(name: str) -> None:
+def test_stages_with_tensor_parallelism_equal_one_process(name: str) -> None:
     assert_the_single_process(split()[name], SPLIT[name])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("beside", ALL_AT_ONCE)
-def test_eight_ranks_along_three_axes_are_the_single_process(beside: str) -> None:
+def test_eight_ranks_on_three_axes_equal_one_process(beside: str) -> None:
     sizes = {"pipeline": 2, "tensor": 2, beside: 2}
     ranks = on_ranks(8, on_mesh, sizes, [ALL_AT_ONCE[beside]])
     assert_the_single_process([rank[0] for rank in ranks], ALL_AT_ONCE[beside])
 
 
 @pytest.mark.slow
-def test_dropout_comes_back_when_stages_compute_again() -> None:
+def test_recomputed_stages_repeat_dropout() -> None:
     model = {"style": "gpt", "dropout": 0.3}
     cases = [
         Case(piped({}, schedule=schedule, recompute=again), model)
@@ -196,7 +196,7 @@ def test_dropout_comes_back_when_stages_compute_again() -> None:
             assert all(np.array_equal(one.tensors[name], other.tensors[name]) for name in one.tensors)
 
 
-def test_an_overflow_on_one_stage_is_answered_by_all() -> None:
+def test_overflow_on_one_stage_skips_on_all() -> None:
     mixed = {"precision.mixed": {"format": "float16", "init_scale": 2.0**18}}
     case = Case(piped(mixed), {"tied": False}, steps=8, double=False)
     first, second = (rank[0] for rank in on_ranks(2, on_mesh, {"pipeline": 2}, [case]))
@@ -204,7 +204,7 @@ def test_an_overflow_on_one_stage_is_answered_by_all() -> None:
     assert first.skipped == second.skipped and first.losses == second.losses
 
 
-def test_as_many_micro_batches_are_alive_as_the_schedule_says() -> None:
+def test_alive_micro_batches_match_the_schedule() -> None:
     parts = {"gpipe": 4, "1f1b": 4, "interleaved": 4, "zero_bubble": 4, "zbv": 4}
     cases = [Case(piped({}, schedule=schedule, micro_batches=count), {"batch": 8}) for schedule, count in parts.items()]
     again = Case(piped({}, schedule="gpipe", recompute=True), {"batch": 8})
@@ -218,7 +218,7 @@ def test_as_many_micro_batches_are_alive_as_the_schedule_says() -> None:
         assert most / 2 >= pipeline.most_alive(schedule, 2, 4, 2) >= most / 3  # peaks of both stages, not at one time
 
 
-def test_a_checkpoint_of_two_stages_goes_on_with_one_process_and_with_four(tmp_path: Path) -> None:
+def test_checkpoint_resumes_with_other_numbers_of_stages(tmp_path: Path) -> None:
     case = Case(piped(), {"batch": 6}, steps=9)
     alone = case.without(NAME)
     expected = found(alone)
@@ -276,7 +276,7 @@ WITH_EACH = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_every_other_technique_goes_through_stages_or_is_refused(with_each: dict[str, list[Found]], name: str) -> None:
+def test_other_techniques_combine_or_are_refused(with_each: dict[str, list[Found]], name: str) -> None:
     first, second = with_each[name]
     assert (name in REFUSED) == bool(first.refused) == bool(second.refused), first.refused
     assert REFUSED.get(name, "") in first.refused
@@ -286,7 +286,7 @@ def test_every_other_technique_goes_through_stages_or_is_refused(with_each: dict
         assert first.tensors.keys() | second.tensors.keys() == alone.tensors.keys()
 
 
-def test_blocks_are_divided_by_what_they_cost() -> None:
+def test_blocks_are_divided_by_cost() -> None:
     assert balanced_partition([0, 1, 1, 1, 1, 0], 2) == [2, 2]
     assert balanced_partition([0, 1, 1, 1, 1, 2], 2) == [3, 1]
     assert balanced_partition([2, 1, 1, 1, 1, 1, 1, 0], 2) == [2, 4]
@@ -296,7 +296,7 @@ def test_blocks_are_divided_by_what_they_cost() -> None:
 
 
 @pytest.mark.parametrize("timed", [True, False])
-def test_a_stage_with_a_heavy_head_has_fewer_blocks(timed: bool) -> None:
+def test_stage_with_expensive_head_has_fewer_blocks(timed: bool) -> None:
     model = tiny_model(depth=8)
     model.head = nn.Linear(32, 200_000, bias=False)  # heavy by far: times are of a shared machine
     parts = partition_model(model, timed)
@@ -306,14 +306,14 @@ def test_a_stage_with_a_heavy_head_has_fewer_blocks(timed: bool) -> None:
     assert first > last
 
 
-def test_stages_lie_round_and_round_or_in_a_v() -> None:
+def test_stage_order_is_cyclic_or_a_v() -> None:
     assert stage_places("1f1b", 3, 1) == [0, 1, 2]
     assert stage_places("interleaved", 2, 3) == [0, 1, 0, 1, 0, 1]
     assert stage_places("zbv", 3, 2) == [0, 1, 2, 2, 1, 0]
 
 
 @pytest.mark.slow
-def test_what_a_rank_holds_is_predicted() -> None:
+def test_memory_is_predicted() -> None:
     cases = [Case(piped({}), double=False), Case(piped({}, blocks=(1, 3), schedule="gpipe"), double=False)]
     for (plain, even), (_, uneven) in on_ranks(2, footprints, cases):
         assert even.parameters == pytest.approx(plain.outside + 2 * plain.block)
@@ -326,7 +326,7 @@ def test_what_a_rank_holds_is_predicted() -> None:
 
 
 @pytest.mark.slow
-def test_what_ranks_send_each_other_and_hold_for_it_is_predicted() -> None:
+def test_traffic_and_buffers_are_predicted() -> None:
     names = ("gpipe", "1f1b", "interleaved", "zbv")
     cases = [Case(piped({}, schedule=name), {"tied": False}, double=False) for name in names]
     measured = on_ranks(2, sent_and_buffered, cases)
@@ -338,7 +338,7 @@ def test_what_ranks_send_each_other_and_hold_for_it_is_predicted() -> None:
         assert held == pytest.approx(predicted.buffers + besides, rel=0.01), name
 
 
-def test_several_processes_refuse_alike_what_does_not_fit() -> None:
+def test_processes_refuse_invalid_settings_alike() -> None:
     cases = [
         Case(piped({}, micro_batches=1)),
         Case(piped({}, schedule="interleaved", micro_batches=5), {"depth": 8}),

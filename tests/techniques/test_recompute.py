@@ -1,4 +1,4 @@
-"""Recomputation that is not optimal: every schedule gives the plain run to the last bit, and saves what it says."""
+"""Periodic recomputation: bit-identical runs and memory of every schedule."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ BESIDE = {
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("beside", [*BESIDE, "nothing"])
-def test_every_schedule_is_the_run_without_it_to_the_last_bit(beside: str) -> None:
+def test_every_schedule_is_bit_identical(beside: str) -> None:
     others = [technique(name, **given) for name, given in BESIDE.get(beside, {}).items()]
     plain = trained(*others)
     for given in SETTINGS:
@@ -42,7 +42,7 @@ def test_every_schedule_is_the_run_without_it_to_the_last_bit(beside: str) -> No
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["parallelism.replicate", "parallelism.shard"])
-def test_it_is_the_same_on_two_ranks(strategy: str) -> None:
+def test_two_ranks_are_bit_identical(strategy: str) -> None:
     settings = [("memory.recompute", given) for given in SETTINGS]
     assert on_ranks(2, same_on_ranks, strategy, settings) == [[True] * len(settings)] * 2
 
@@ -50,13 +50,13 @@ def test_it_is_the_same_on_two_ranks(strategy: str) -> None:
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("schedule", ["sqrt", "selective"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_architecture_keeps_its_gradients(kind: str, schedule: Any) -> None:
+def test_gradients_are_exact_on_any_architecture(kind: str, schedule: Any) -> None:
     assert equal(gradients(Recompute(schedule=schedule).model(model_of_kind(kind)), kind),
                  gradients(model_of_kind(kind), kind))  # fmt: skip
 
 
 @pytest.mark.parametrize("schedule", ["every", "sqrt"])
-def test_a_mixture_of_experts_that_comes_back_rounded_is_refused_by_its_cause(schedule: Any) -> None:
+def test_rerouted_mixture_of_experts_is_refused(schedule: Any) -> None:
     plain = plain_run(batch=32)
     techniques = [Recompute(schedule=schedule), technique("memory.compress_activations", bits=2)]
     run = compose(BaseRun(RoutedModel, plain.source, plain.objective), with_optimizer(techniques), 2)
@@ -79,8 +79,8 @@ class Deep(nn.Module):
 
 
 @pytest.mark.parametrize(("segments", "megabytes"), [(1, 25.2), (2, 13.1), (4, 7.9), (8, 6.8), (16, 9.4)])
-def test_segments_keep_an_input_each_and_the_last_one_everything(segments: int, megabytes: float) -> None:
-    """512 rows: a block keeps 3 activations of half a megabyte; the figures are those of checkpoint_sequential."""
+def test_segments_save_one_input_each(segments: int, megabytes: float) -> None:
+    """With 512 rows a block saves 3 activations of half a megabyte; numbers are those of checkpoint_sequential."""
     model = Deep()
     BlockChain(list(model.blocks), RecomputeSchedule.of(periodic_schedule(16, 16 // segments)))
     activation = 512 * 256 * 4
@@ -89,14 +89,14 @@ def test_segments_keep_an_input_each_and_the_last_one_everything(segments: int, 
     assert peak <= (segments + 3 * 16 // segments + 4) * activation
 
 
-def test_the_square_root_is_taken_of_all_blocks() -> None:
+def test_segment_length_is_the_square_root_of_all_blocks() -> None:
     model = Recompute(schedule="sqrt").model(Deep())
     after_forward, _ = live_bytes(model, torch.randn(512, 256))
     assert after_forward / 1e6 == pytest.approx(7.9 - 0.5, abs=0.1)  # four segments of four, their first input apart
 
 
 @pytest.mark.slow
-def test_what_is_kept_and_computed_again_shows_in_the_footprint() -> None:
+def test_footprint_counts_saved_and_recomputed_tensors() -> None:
     def footprint(**given: Any) -> Footprint:
         chosen = with_optimizer([Recompute(**given)] if given else [])
         return explain(compose(plain_run(batch=16, depth=9, style="gpt"), chosen, 2)).footprint
@@ -107,6 +107,6 @@ def test_what_is_kept_and_computed_again_shows_in_the_footprint() -> None:
     assert plain.flops < sqrt.flops < every.flops < 4 / 3 * plain.flops  # each block is its forward pass in three
 
 
-def test_a_period_and_the_square_root_contradict_each_other() -> None:
+def test_every_with_sqrt_is_refused() -> None:
     with pytest.raises(UsageError, match="every is 2, and the schedule 'sqrt'"):
         Recompute(every=2, schedule="sqrt")

@@ -1,4 +1,4 @@
-"""RigL's mask against a loop that follows the paper, and its density in every company."""
+"""RigL: masks against a plain loop of the paper, and density with other techniques."""
 
 import math
 
@@ -22,7 +22,7 @@ STEPS = 8
 
 
 def by_hand(mask: Tensor, weight: Tensor, gradient: Tensor, fraction: float) -> set[int]:
-    """Algorithm 1 on flat lists: drop the smallest active weights, grow the largest gradients among the inactive."""
+    """Run algorithm 1 on flat lists: drop the smallest active weights, grow the largest inactive gradients."""
     active = [i for i in range(mask.numel()) if mask.flatten()[i]]
     moved = round(fraction * len(active))
     active.sort(key=lambda i: -abs(float(weight.flatten()[i])))
@@ -35,7 +35,7 @@ def by_hand(mask: Tensor, weight: Tensor, gradient: Tensor, fraction: float) -> 
 @given(
     rows=some.integers(1, 8), columns=some.integers(1, 8), fraction=some.floats(0, 1), seed=some.integers(0, 10_000)
 )  # fmt: skip
-def test_the_moved_mask_is_the_one_of_algorithm_one(rows: int, columns: int, fraction: float, seed: int) -> None:
+def test_moved_mask_equals_algorithm_1(rows: int, columns: int, fraction: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     weight, gradient = (torch.randn(rows, columns, generator=generator) for _ in range(2))
     mask = torch.rand(rows, columns, generator=generator) < 0.5
@@ -45,7 +45,7 @@ def test_the_moved_mask_is_the_one_of_algorithm_one(rows: int, columns: int, fra
         assert set(found.flatten().nonzero().flatten().tolist()) == by_hand(mask, weight, gradient, fraction)
 
 
-def test_the_share_moved_anneals_by_cosine_to_nothing() -> None:
+def test_moved_fraction_anneals_to_zero() -> None:
     assert drop_fraction(0, 0.3, 100) == pytest.approx(0.3)
     assert drop_fraction(50, 0.3, 100) == pytest.approx(0.15)
     assert drop_fraction(25, 0.4, 100) == pytest.approx(0.2 * (1 + math.sqrt(0.5)))
@@ -83,7 +83,7 @@ def assert_dense_as_promised(run: Run, state: TrainState) -> None:
     ids=" and ".join,
 )  # fmt: skip
 @pytest.mark.parametrize("distribution", ["erk", "uniform"])
-def test_the_density_holds_at_every_step(others: tuple[str, ...], distribution: str) -> None:
+def test_density_is_constant(others: tuple[str, ...], distribution: str) -> None:
     sparse = technique("sparsity.rigl", every=2, density=0.3, distribution=distribution, until=1.0)
     run = compose(plain_run(), with_optimizer([sparse, *map(technique, others)]), STEPS)
     state = run.start()
@@ -102,7 +102,7 @@ def test_the_density_holds_at_every_step(others: tuple[str, ...], distribution: 
         assert moved == [2, 4, 6]  # the update of these steps, counted from 0
 
 
-def test_the_step_that_moves_makes_no_other_update_and_grows_at_zero() -> None:
+def test_moving_step_grows_at_zero_without_update() -> None:
     run = compose(plain_run(), with_optimizer([technique("sparsity.rigl", every=2, until=1.0)]), 4)
     state = run.start()
     advance(run, state, 2)
@@ -119,7 +119,7 @@ def test_the_step_that_moves_makes_no_other_update_and_grows_at_zero() -> None:
             assert torch.equal(now, before[name])
 
 
-def test_full_density_is_the_dense_run_but_for_the_steps_that_move() -> None:
+def test_full_density_equals_the_dense_run() -> None:
     dense = compose(plain_run(), with_optimizer([]), 4)
     full = compose(plain_run(), with_optimizer([technique("sparsity.rigl", density=1.0, every=100)]), 4)
     found = []
@@ -129,7 +129,7 @@ def test_full_density_is_the_dense_run_but_for_the_steps_that_move() -> None:
     assert found[0] == pytest.approx(found[1], rel=1e-5)
 
 
-def test_a_weight_that_comes_back_is_noticed() -> None:
+def test_nonzero_masked_weight_raises_integrity_error() -> None:
     run = compose(plain_run(), with_optimizer([technique("sparsity.rigl")]), 4)
     state = run.start()
     assert state.model is not None
@@ -140,7 +140,7 @@ def test_a_weight_that_comes_back_is_noticed() -> None:
 
 
 @pytest.mark.parametrize(("every", "words"), [(3, ""), (6, "masks never move: every 6 steps, until step 6")])
-def test_masks_that_will_never_move_are_told_of(every: int, words: str) -> None:
+def test_note_says_that_masks_never_move(every: int, words: str) -> None:
     run = compose(plain_run(depth=1), with_optimizer([technique("sparsity.rigl", every=every)]), 8)
     run.build_model()
     said = [text for text in run.notes["sparsity.rigl"] if "never" in text]
@@ -148,13 +148,13 @@ def test_masks_that_will_never_move_are_told_of(every: int, words: str) -> None:
 
 
 @pytest.mark.parametrize("settings", [{"density": 0.0}, {"density": 1.5}, {"where": "nowhere"}])
-def test_settings_without_sense_are_refused(settings: dict[str, object]) -> None:
+def test_invalid_settings_are_refused(settings: dict[str, object]) -> None:
     with pytest.raises(UsageError):
         Rigl(**settings).model(plain_run().build())  # type: ignore[arg-type]
 
 
 class Spreading(GradientTransform):
-    """An update that reaches every weight, as an orthogonalised one does."""
+    """An update of every weight, like an orthogonalized one."""
 
     name = "spreading"
 
@@ -162,7 +162,7 @@ class Spreading(GradientTransform):
         return [update + 1.0 for update in updates]
 
 
-def test_an_update_that_spreads_over_all_weights_does_not_leave_the_mask() -> None:
+def test_dense_updates_stay_inside_the_mask() -> None:
     weight = torch.nn.Parameter(torch.randn(6, 6, generator=torch.Generator().manual_seed(0)))
     optimizer = TransformOptimizer(
         [("blocks.0.weight", weight)], MaskedUpdate(Spreading(), Rigl(density=0.5, until=10))

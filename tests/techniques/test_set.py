@@ -1,4 +1,4 @@
-"""SET's growth: anywhere with the same chance, by a key of its own."""
+"""SET: uniform random growth, determined by a key."""
 
 import torch
 from hypothesis import given
@@ -11,7 +11,7 @@ from thrifty.techniques.sparsity.set import regrown_mask
 
 
 @given(rows=some.integers(1, 8), columns=some.integers(1, 8), fraction=some.floats(0, 1), seed=some.integers(0, 9999))
-def test_as_many_grow_as_are_dropped_and_the_largest_stay(rows: int, columns: int, fraction: float, seed: int) -> None:
+def test_density_is_constant_and_largest_weights_stay(rows: int, columns: int, fraction: float, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(rows, columns, generator=generator)
     mask = torch.rand(rows, columns, generator=generator) < 0.5
@@ -22,7 +22,7 @@ def test_as_many_grow_as_are_dropped_and_the_largest_stay(rows: int, columns: in
     assert found.flatten()[largest].all()
 
 
-def test_every_place_that_was_not_kept_is_as_likely_to_grow() -> None:
+def test_growth_is_uniform_over_inactive_connections() -> None:
     weight = torch.arange(1.0, 61.0).view(6, 10)
     mask = torch.zeros(6, 10, dtype=torch.bool)
     mask.view(-1)[30:] = True  # of which the smaller half is dropped: 45 places are free, for 15 connections
@@ -32,7 +32,7 @@ def test_every_place_that_was_not_kept_is_as_likely_to_grow() -> None:
     assert (often[:45] - 1 / 3).abs().max() < 5 * (2 / 9 / 3000) ** 0.5
 
 
-def test_moves_depend_on_the_seed_the_name_and_the_step_alone() -> None:
+def test_moves_depend_on_seed_name_and_step() -> None:
     mask, weight = torch.eye(9, dtype=torch.bool), torch.ones(9, 9)
     keys = ["0/a/2", "1/a/2", "0/b/2", "0/a/4"]
     found = [regrown_mask(mask, weight, 0.5, key) for key in keys]

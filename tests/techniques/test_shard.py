@@ -1,4 +1,4 @@
-"""ZeRO's stages and replicate on real ranks: the single process in double precision, and the bytes of the formulas."""
+"""ZeRO stages and replicate on real ranks: equal to one process in float64, and predicted bytes."""
 
 import statistics
 from functools import cache
@@ -83,10 +83,8 @@ def assert_the_same(found: Trained, expected: Trained) -> None:
 
 
 @pytest.mark.parametrize("ranks", ["two", pytest.param("four", marks=pytest.mark.slow)])
-def test_losses_and_parameters_are_the_single_process_in_double_precision(
-    ranks: str, request: pytest.FixtureRequest
-) -> None:
-    """With LAMB, clipping, accumulation and tied embeddings, and evaluations between steps."""
+def test_float64_run_equals_one_process(ranks: str, request: pytest.FixtureRequest) -> None:
+    """The run has LAMB, clipping, accumulation, tied embeddings, and evaluations between steps."""
     assert alone().losses[-1] < alone().losses[0] - 0.5
     for found, *_ in request.getfixturevalue(ranks):
         for way, run in found.items():
@@ -94,14 +92,14 @@ def test_losses_and_parameters_are_the_single_process_in_double_precision(
             assert_the_same(run, alone())
 
 
-def test_both_stacks_of_an_encoder_decoder_are_sharded_block_by_block(two: list) -> None:
+def test_encoder_decoder_is_sharded_by_block(two: list) -> None:
     for _, found, *_ in two:
         assert found.parts == 2 + 2 + 1
         assert_the_same(found, alone(style="t5", steps=6))
 
 
 @pytest.mark.slow
-def test_with_dropout_losses_have_the_same_distribution() -> None:
+def test_losses_with_dropout_have_equal_distribution() -> None:
     draws, ways = 100, (REPLICATE, ZERO[1])
     (single,) = losses_with_dropout([Way(None)], draws)
     spread = statistics.stdev(single)
@@ -115,7 +113,7 @@ def test_with_dropout_losses_have_the_same_distribution() -> None:
 
 
 @pytest.mark.slow
-def test_bytes_held_and_sent_are_those_of_the_formulas(four: list) -> None:
+def test_memory_and_traffic_match_the_formulas(four: list) -> None:
     for _, found, _ in four:
         for name, (way, formula) in BYTES.items():
             assert found[name].held == pytest.approx(formula(2 if way.axes else 4), rel=0.02), name
@@ -130,8 +128,8 @@ def test_bytes_held_and_sent_are_those_of_the_formulas(four: list) -> None:
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_with_other_numbers_of_ranks_bit_by_bit(tmp_path: Path) -> None:
-    """4, 2, 1 and 4 ranks, three steps each: what one leaves the next one finds, and all see the same examples."""
+def test_resume_on_other_numbers_of_ranks_is_exact(tmp_path: Path) -> None:
+    """4, 2, 1 and 4 ranks resume each other, three steps each, with the same examples."""
     left: dict[str, dict[str, str]] = {}
     seen: dict[str, list[list[int]]] = {way: [] for way in FLAT}
     for ranks in (4, 2, 1, 4):
@@ -146,7 +144,7 @@ def test_a_run_goes_on_with_other_numbers_of_ranks_bit_by_bit(tmp_path: Path) ->
     assert all(examples == expected for examples in seen.values())
 
 
-def test_parameters_gathered_in_bfloat16_are_computed_with_and_stay_float32(two: list) -> None:
+def test_bfloat16_gathering_keeps_float32_parameters(two: list) -> None:
     for *_, plain, low in two:
         assert (plain.given, plain.kept) == ({torch.float32}, {torch.float32})
         assert (low.given, low.kept) == ({torch.bfloat16}, {torch.float32})
@@ -154,7 +152,7 @@ def test_parameters_gathered_in_bfloat16_are_computed_with_and_stay_float32(two:
     assert two[0][-1].losses == two[1][-1].losses
 
 
-def test_one_technique_decides_the_precision() -> None:
+def test_two_precision_techniques_are_refused() -> None:
     chosen = [technique(name) for name in ("precision.mixed", "optimizers.adamw")]
     shard = technique("parallelism.shard", gather_dtype="bfloat16")
     with pytest.raises(UsageError, match="both decide the precision"):
@@ -162,7 +160,7 @@ def test_one_technique_decides_the_precision() -> None:
 
 
 @pytest.mark.slow
-def test_a_pipeline_takes_stage_1_alone(four: list) -> None:
+def test_pipeline_requires_zero_1(four: list) -> None:
     for *_, (first, *others) in four:
         assert not first
         for zero, (what, fix) in zip((2, 3), others, strict=True):
@@ -170,7 +168,7 @@ def test_a_pipeline_takes_stage_1_alone(four: list) -> None:
             assert fix == "--set techniques.parallelism.shard.zero=1"
 
 
-def test_only_the_last_micro_batch_completes_a_sum() -> None:
+def test_gradients_are_reduced_after_the_last_micro_batch() -> None:
     seen: list[bool] = []
 
     def note(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
@@ -184,6 +182,6 @@ def test_only_the_last_micro_batch_completes_a_sum() -> None:
     assert batch.rows(0, 3).last and batch.to("cpu").weighted(batch.weight).last
 
 
-def test_one_rank_alone_changes_nothing() -> None:
+def test_one_rank_is_exact() -> None:
     shard = technique("parallelism.shard")
     assert shard.footprint(Footprint(parameters=8, gradients=8)) == Footprint(parameters=8, gradients=8)

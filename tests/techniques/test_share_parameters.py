@@ -1,4 +1,4 @@
-"""Sharing across blocks against transformers' ALBERT and against blocks that are copies; factorised embeddings."""
+"""Parameter sharing compared with transformers' ALBERT and with copied blocks; factorized embeddings."""
 
 import math
 from itertools import pairwise
@@ -27,7 +27,7 @@ def count(model: nn.Module) -> int:
     return sum(parameter.numel() for parameter in model.parameters())
 
 
-def test_groups_are_of_nearly_equal_size_in_order() -> None:
+def test_groups_have_nearly_equal_sizes() -> None:
     for depth in range(1, 14):
         for groups in range(1, depth + 1):
             firsts = [first_of_group(block, depth, groups) for block in range(depth)]
@@ -38,7 +38,7 @@ def test_groups_are_of_nearly_equal_size_in_order() -> None:
             assert max(sizes) - min(sizes) <= 1
 
 
-def test_the_parameters_of_twelve_blocks_are_those_of_alberts_one() -> None:
+def test_twelve_shared_blocks_match_albert() -> None:
     config = transformers.AlbertConfig(
         vocab_size=300, embedding_size=16, hidden_size=32, num_hidden_layers=12, num_attention_heads=4,
         intermediate_size=64, max_position_embeddings=64,
@@ -53,7 +53,7 @@ def test_the_parameters_of_twelve_blocks_are_those_of_alberts_one() -> None:
     assert thin.weight.numel() + thin.projection.numel() == tables
 
 
-def test_one_block_and_thin_tables_of_bert_base_are_the_twelve_million_of_the_paper() -> None:
+def test_shared_bert_base_has_12m_parameters() -> None:
     with torch.device("meta"):
         model = assemble(ModelConfig("bert", 12, 768, 12, 12, 3072, 30_000, 512, True))
     assert 108e6 < count(model) < 111e6
@@ -64,7 +64,7 @@ def test_one_block_and_thin_tables_of_bert_base_are_the_twelve_million_of_the_pa
 @pytest.mark.sampled(18)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("part", ["all", "attention", "feed_forward"])
-def test_a_shared_gradient_is_the_sum_over_its_uses(kind: str, part: str) -> None:
+def test_shared_gradient_is_the_sum_over_uses(kind: str, part: str) -> None:
     shared = ShareParameters(part=part).model(KINDS[kind].model())  # type: ignore[arg-type]
     tied = tied_names(shared)
     apart = KINDS[kind].model()
@@ -90,14 +90,14 @@ def test_a_shared_gradient_is_the_sum_over_its_uses(kind: str, part: str) -> Non
 
 
 @pytest.mark.parametrize(("part", "inside"), [("attention", "attention."), ("feed_forward", "mlp.")])
-def test_a_part_of_the_block_is_shared_and_the_rest_its_own(part: str, inside: str) -> None:
+def test_part_setting_shares_only_that_part(part: str, inside: str) -> None:
     model = ShareParameters(part=part, groups=2).model(tiny_model(depth=4))  # type: ignore[arg-type]
     tied = {name: first for name, first in tied_names(model).items() if name.startswith("blocks")}
     assert tied and all(inside in name and "norm" not in name for name in tied)
     assert {(name.split(".")[1], first.split(".")[1]) for name, first in tied.items()} == {("1", "0"), ("3", "2")}
 
 
-def test_first_values_of_a_factorised_table_keep_its_size_and_the_head_stays_tied() -> None:
+def test_factorized_table_keeps_scale_and_tied_head() -> None:
     model = tiny_model()
     std = model.embedding.token.weight.std()
     ShareParameters(embedding=8).model(model)
@@ -109,7 +109,7 @@ def test_first_values_of_a_factorised_table_keep_its_size_and_the_head_stays_tie
     torch.testing.assert_close(model.head(hidden), hidden @ (token.weight @ token.projection).T)
 
 
-def test_the_loss_of_a_factorised_head_never_builds_all_logits_and_is_the_same() -> None:
+def test_factorized_head_loss_is_exact_in_chunks() -> None:
     one = ShareParameters(embedding=8)
     model, plain = one.model(tiny_model()), plain_run()
     batch = plain.source.at(0)
@@ -127,7 +127,7 @@ def test_the_loss_of_a_factorised_head_never_builds_all_logits_and_is_the_same()
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_finishing_unties_the_blocks_and_multiplies_the_tables_out(kind: str) -> None:
+def test_finish_unties_blocks_and_expands_tables(kind: str) -> None:
     if "vit" in kind:
         pytest.skip("no token embedding")
     one = ShareParameters(embedding=8)
@@ -139,7 +139,7 @@ def test_finishing_unties_the_blocks_and_multiplies_the_tables_out(kind: str) ->
     assert tied_names(model) == tied_names(plain)
 
 
-def test_the_report_counts_each_shared_number_once() -> None:
+def test_report_counts_shared_parameters_once() -> None:
     run = compose(plain_run(), [ShareParameters(), technique("optimizers.adamw")], 4)
     plain = plain_run().build()
     block = count(plain.blocks[0])
@@ -149,7 +149,7 @@ def test_the_report_counts_each_shared_number_once() -> None:
     assert row.after.flops == row.before.flops
 
 
-def test_blocks_stay_one_while_they_are_trained() -> None:
+def test_blocks_stay_shared_during_training() -> None:
     run = compose(plain_run(), [ShareParameters(embedding=8), technique("optimizers.adamw")], 4)
     state = run.start()
     records = advance(run, state)
@@ -163,7 +163,7 @@ def test_blocks_stay_one_while_they_are_trained() -> None:
         run.verify(state)
 
 
-def test_a_parameter_that_a_block_uses_twice_is_shared_in_both_places() -> None:
+def test_parameters_used_twice_are_shared_twice() -> None:
     chosen = [technique(name) for name in ("initializations.rezero", "memory.share_parameters", "optimizers.adamw")]
     state = compose(plain_run(), chosen, 4).start()
     assert state.model is not None
@@ -171,14 +171,14 @@ def test_a_parameter_that_a_block_uses_twice_is_shared_in_both_places() -> None:
     assert len(gains) == 8 and len({*gains}) == 1
 
 
-def test_what_saves_nothing_is_refused() -> None:
+def test_settings_that_save_nothing_are_refused() -> None:
     with pytest.raises(RefusedError, match="embedding 32 saves nothing at width 32"):
         ShareParameters(embedding=32).model(tiny_model())
     with pytest.raises(RefusedError, match="2 blocks do not form 3 groups"):
         ShareParameters(groups=3).model(tiny_model(depth=2))
 
 
-def test_models_of_transformers_learn_with_shared_blocks() -> None:
+def test_hugging_face_models_learn_with_shared_blocks() -> None:
     model = ShareParameters(embedding=8).model(theirs("gpt2"))
     optimizer = torch.optim.Adam(model.parameters(), 1e-2)
     losses = []

@@ -1,4 +1,4 @@
-"""Formulas of the techniques that fit on half a page."""
+"""Formulas of small techniques."""
 
 import pytest
 import torch
@@ -29,7 +29,7 @@ TOKENS = torch.arange(16)[None]
 @pytest.mark.parametrize(
     ("depth", "gain"), [(1, 0.1), (12, 0.1), (18, 0.1), (19, 1e-5), (24, 1e-5), (25, 1e-6), (36, 1e-6)]
 )
-def test_gains_start_where_the_paper_says(depth: int, gain: float) -> None:
+def test_initial_gains_equal_the_paper(depth: int, gain: float) -> None:
     assert initial_gain(depth) == gain
     model = LayerScale().model(tiny_model(depth=depth))
     gains = [parameter for name, parameter in model.named_parameters() if name.endswith(".gain")]
@@ -37,7 +37,7 @@ def test_gains_start_where_the_paper_says(depth: int, gain: float) -> None:
     assert all(torch.equal(parameter, torch.full((32,), gain)) for parameter in gains)
 
 
-def test_gains_multiply_each_residual_branch() -> None:
+def test_gains_multiply_each_branch() -> None:
     model = LayerScale(initial_value=0.0625).model(tiny_model(depth=3, style="gpt"))
     plain = tiny_model(depth=3, style="gpt")
     with torch.no_grad():
@@ -52,9 +52,7 @@ def test_gains_multiply_each_residual_branch() -> None:
     start=some.integers(8, 64), full=some.integers(8, 512), until=some.integers(1, 100),
     phases=some.integers(1, 8), multiple=some.sampled_from([1, 8, 16]),
 )  # fmt: skip
-def test_lengths_rise_in_equal_phases_of_multiples_up_to_the_full_length(
-    start: int, full: int, until: int, phases: int, multiple: int
-) -> None:
+def test_lengths_grow_in_equal_phases(start: int, full: int, until: int, phases: int, multiple: int) -> None:
     found = [phased_size(step, min(start, full), full, until, multiple, phases) for step in range(until + 3)]
     assert found == sorted(found) and found[until:] == [full] * 3
     assert all(length % multiple == 0 or length == full for length in found)
@@ -62,14 +60,14 @@ def test_lengths_rise_in_equal_phases_of_multiples_up_to_the_full_length(
     assert len(set(found)) <= phases + 1
 
 
-def test_batches_are_cut_to_the_length_of_their_step() -> None:
+def test_batches_are_truncated_to_the_length() -> None:
     short = technique("curriculum.sequence_length", start=8, until=4, phases=2, multiple=4)
     run = compose(plain_run(), with_optimizer([short]), 6)
     assert [run.source.at(step)["tokens"].shape[1] - 1 for step in range(6)] == [8, 8, 12, 12, 16, 16]
     assert torch.equal(run.source.at(0)["tokens"], plain_run().source.at(0)["tokens"][:, :9])
 
 
-def test_examples_that_are_no_text_cannot_be_shortened() -> None:
+def test_only_texts_are_shortened() -> None:
     source = SequenceLengthWarmup().batches(compose(plain_run(), with_optimizer([]), 1).source)
     source.source.rows = lambda step, start, stop: Batch({"image": torch.zeros(4, 3)}, torch.ones(4))
     with pytest.raises(RefusedError, match="can truncate integers"):
@@ -77,11 +75,11 @@ def test_examples_that_are_no_text_cannot_be_shortened() -> None:
 
 
 @pytest.mark.parametrize(("old", "new"), [(3, 6), (2, 8), (1, 4), (3, 5)])
-def test_a_stack_is_repeated_whole(old: int, new: int) -> None:
+def test_whole_stack_is_repeated(old: int, new: int) -> None:
     assert [stacked_origin(block, old) for block in range(new)] == (list(range(old)) * new)[:new]
 
 
-def test_recomputing_frees_the_inner_activations_of_every_block_it_wraps() -> None:
+def test_recompute_frees_inner_activations() -> None:
     def activations(*names: str, **settings: object) -> float:
         chosen = with_optimizer([technique(name, **settings) for name in names])
         return explain(compose(plain_run(batch=16, depth=4), chosen, 2)).footprint.activations
@@ -93,7 +91,7 @@ def test_recomputing_frees_the_inner_activations_of_every_block_it_wraps() -> No
     assert whole < plain / 4 and whole > 4 * inputs
 
 
-def test_recomputed_blocks_run_twice_in_a_step_and_once_without_gradients() -> None:
+def test_recomputed_blocks_run_twice() -> None:
     model = tiny_model(depth=2)
     calls: list[int] = []
     for index, block in enumerate(model.blocks):
@@ -107,7 +105,7 @@ def test_recomputed_blocks_run_twice_in_a_step_and_once_without_gradients() -> N
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_the_z_loss_and_its_gradient_are_those_of_autograd(tied: bool) -> None:
+def test_z_loss_equals_autograd(tied: bool) -> None:
     plain = plain_run(tied=tied)
     run = compose(plain, with_optimizer([technique("losses.z_loss", coefficient=0.1)]), 1)
     state = run.start()
@@ -126,7 +124,7 @@ def test_the_z_loss_and_its_gradient_are_those_of_autograd(tied: bool) -> None:
 
 
 class Weighed(NextToken):
-    """Next tokens of which most do not count, and the others unequally."""
+    """Next tokens with unequal weights, most of them zero."""
 
     def shares(self, batch: Batch) -> Tensor:
         weights = torch.rand(batch["tokens"][:, 1:].shape, generator=torch.Generator().manual_seed(0))
@@ -135,7 +133,7 @@ class Weighed(NextToken):
 
 
 @pytest.mark.parametrize("as_logits", [False, True])
-def test_the_z_loss_counts_predictions_as_the_loss_does(as_logits: bool) -> None:
+def test_z_loss_uses_the_weights_of_the_loss(as_logits: bool) -> None:
     plain = plain_run()
     model, batch = plain.build(), plain.source.at(0)
     logits = model.head(model(batch["tokens"][:, :-1]))
@@ -147,7 +145,7 @@ def test_the_z_loss_counts_predictions_as_the_loss_does(as_logits: bool) -> None
     torch.testing.assert_close(found - losses, wanted, rtol=1e-4, atol=1e-6)
 
 
-def test_normalizers_of_logits_are_computed_for_those_who_ask() -> None:
+def test_normalizers_are_computed_on_request() -> None:
     plain = plain_run()
     model, batch = plain.build(), plain.source.at(0)
     given = Prediction(output=model.head(model(batch["tokens"][:, :-1])))
@@ -168,8 +166,8 @@ class Doubles(Objective):
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 5, 7, 10])
-def test_micro_batches_of_any_size_sum_to_the_whole_batch(parts: int) -> None:
-    """Weights of examples are fixed for the effective batch, equal or not, so no mean of means is taken."""
+def test_micro_batches_sum_to_the_whole_batch(parts: int) -> None:
+    """Example weights are fixed for the effective batch, so that no mean of means is computed."""
     batch = plain_run(batch=7).source.at(0)
     batch = batch.weighted(torch.rand(7, generator=torch.Generator().manual_seed(0), dtype=torch.float64))
     gradients, losses = [], []
@@ -182,7 +180,7 @@ def test_micro_batches_of_any_size_sum_to_the_whole_batch(parts: int) -> None:
         assert (found - wanted).abs().max() <= 1e-12 * max(1.0, float(wanted.abs().max()))
 
 
-def test_mixed_precision_keeps_states_and_losses_in_float32_and_products_in_bfloat16() -> None:
+def test_mixed_precision_keeps_losses_in_float32() -> None:
     seen: list[torch.dtype] = []
     plain = plain_run(depth=1)
 
@@ -199,14 +197,14 @@ def test_mixed_precision_keeps_states_and_losses_in_float32_and_products_in_bflo
 
 
 @pytest.mark.parametrize("style", ["llama", "gpt"])
-def test_mixed_precision_works_where_the_head_is_no_plain_linear_layer(style: str) -> None:
+def test_mixed_precision_works_with_any_head(style: str) -> None:
     plain = plain_run(depth=1, style=style, tied=False)
     chosen = with_optimizer([technique("precision.mixed"), technique("adapters.lora", where="head|mlp")])
     records, _ = run_through(plain, chosen, 2)
     assert all(not record.skipped for record in records)
 
 
-def test_compiling_needs_a_compiler_and_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_compile_requires_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
     monkeypatch.delenv("CXX", raising=False)
     run = compose(plain_run(), with_optimizer([technique("compile", backend="inductor")]), 1)
@@ -227,7 +225,7 @@ def test_one_compilation_serves_all_blocks() -> None:
 
 
 @pytest.mark.parametrize("others", [[], ["memory.optimal_recompute"]])
-def test_what_was_counted_before_is_compiled_nevertheless(others: list[str]) -> None:
+def test_blocks_are_compiled_after_counting(others: list[str]) -> None:
     torch._dynamo.reset()
     counters.clear()
     chosen = [technique("compile", backend="eager"), *map(technique, others)]

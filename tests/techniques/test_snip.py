@@ -1,4 +1,4 @@
-"""SNIP's mask against a plain loop, and its scoring steps."""
+"""SNIP: mask against a plain loop, and scoring steps."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ from thrifty.techniques.sparsity.snip import Snip, snip_scores
 
 
 def by_hand(weights: dict[str, Tensor], batches: list[dict[str, Tensor]], density: float) -> set[tuple[str, int]]:
-    """Sum the gradients of all batches, score each weight, keep the best of all layers."""
+    """Return masks of the best scores over all layers, from gradients summed over batches."""
     ranked = []
     for name, weight in sorted(weights.items()):
         for place in range(weight.numel()):
@@ -26,7 +26,7 @@ def by_hand(weights: dict[str, Tensor], batches: list[dict[str, Tensor]], densit
 
 @pytest.mark.parametrize("steps", [1, 3])
 @pytest.mark.parametrize("density", [0.07, 0.5, 1.0])
-def test_the_mask_is_the_plain_loop_s_and_the_next_update_is_the_first_of_adam(steps: int, density: float) -> None:
+def test_mask_equals_a_plain_loop(steps: int, density: float) -> None:
     generator = torch.Generator().manual_seed(steps)
 
     def draw(*shape: int) -> Tensor:
@@ -60,12 +60,12 @@ def test_the_mask_is_the_plain_loop_s_and_the_next_update_is_the_first_of_adam(s
         assert torch.allclose(moved, 0.1 * masks[name].double(), rtol=1e-5)
 
 
-def test_summing_after_the_absolute_value_would_keep_others() -> None:
+def test_gradients_are_summed_before_the_absolute_value() -> None:
     weight, first, second = torch.ones(2), torch.tensor([1.0, 0.6]), torch.tensor([-1.0, 0.6])
     assert snip_scores(weight, first + second).tolist() == pytest.approx([0.0, 1.2])
 
 
-def test_a_layer_that_loses_all_its_weights_is_told_not_refused() -> None:
+def test_emptied_layer_is_counted_in_a_note() -> None:
     run = compose(plain_run(), with_optimizer([technique("sparsity.snip", density=0.001)]), 3)
     state = run.start()
     records = advance(run, state)
@@ -75,7 +75,7 @@ def test_a_layer_that_loses_all_its_weights_is_told_not_refused() -> None:
     assert records[-1].notes["empty_weights"] == empty > 0
 
 
-def test_a_run_stopped_between_scoring_steps_resumes_exactly() -> None:
+def test_resume_between_scoring_steps_is_exact() -> None:
     chosen = with_optimizer([technique("sparsity.snip", scoring_steps=3)])
     run = compose(plain_run(), chosen, 5)
     state = run.start()

@@ -1,4 +1,4 @@
-"""Sparse products in a run: the same run but for rounding, chosen by density, through moves of masks and resumes."""
+"""Sparse products in runs: rounding, choice by density, moving masks and resume."""
 
 from typing import Any
 
@@ -52,7 +52,7 @@ def products(state: TrainState) -> dict[str, LayerProducts]:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("masks", ["sparsity.static", "sparsity.rigl", "sparsity.set"])
-def test_a_run_under_masks_is_the_same_but_for_rounding(masks: str) -> None:
+def test_sparse_run_is_equal_within_rounding(masks: str) -> None:
     under = technique(masks, density=0.1)
     dense, wanted = run_through(plain_run(), with_optimizer([under]), 5)
     records, state = run_through(plain_run(), with_optimizer([under, technique("sparsity.sparse_products")]), 5)
@@ -78,7 +78,7 @@ def test_a_run_under_masks_is_the_same_but_for_rounding(masks: str) -> None:
         "precision.optimizer_state",
     ],
 )
-def test_with_other_techniques_it_stays_sparse_and_resumes_bit_for_bit(other: str) -> None:
+def test_sparse_run_resumes_exactly_with_others(other: str) -> None:
     plain, chosen = plain_run(), with_optimizer([technique(other), *sparse()])
     run = compose(plain, chosen, 5)
     state = run.start()
@@ -95,7 +95,7 @@ def test_with_other_techniques_it_stays_sparse_and_resumes_bit_for_bit(other: st
 
 
 @pytest.mark.slow
-def test_ranks_that_share_the_data_are_sparse_and_ranks_that_share_weights_dense() -> None:
+def test_data_parallel_ranks_are_sparse() -> None:
     wanted, _ = run_through(plain_run(), with_optimizer(sparse()), 3)
     strategies = [[*sparse(), technique(f"parallelism.{way}")] for way in ("replicate", "shard")]
     for found in on_ranks(2, sparse_work.train, strategies, 3):
@@ -105,7 +105,7 @@ def test_ranks_that_share_the_data_are_sparse_and_ranks_that_share_weights_dense
 
 
 @pytest.mark.slow
-def test_compiled_blocks_compute_the_same_and_are_not_compiled_anew_when_masks_move() -> None:
+def test_moving_masks_do_not_recompile() -> None:
     torch._dynamo.reset()
     plain, under = plain_run(depth=1), technique("sparsity.rigl", density=0.1, every=1)
     wanted, _ = run_through(plain, with_optimizer([under]), 4)
@@ -119,7 +119,7 @@ def test_compiled_blocks_compute_the_same_and_are_not_compiled_anew_when_masks_m
     assert losses(records) == pytest.approx(losses(wanted), rel=1e-4)
 
 
-def test_the_gradient_is_dense_only_in_steps_that_move_masks() -> None:
+def test_dense_gradients_only_in_moving_steps() -> None:
     run = compose(plain_run(), with_optimizer(sparse()), 4)
     state = run.start()
     outside = []
@@ -136,7 +136,7 @@ def test_the_gradient_is_dense_only_in_steps_that_move_masks() -> None:
     assert [bool(number) for number in outside] == [False, False, True, False]
 
 
-def test_at_high_densities_products_are_dense_and_the_run_is_bitwise_the_one_without() -> None:
+def test_high_density_is_bit_identical() -> None:
     _, wanted = run_through(plain_run(), with_optimizer(sparse(0.9)[:1]), 4)
     records, state = run_through(plain_run(), with_optimizer(sparse(0.9)), 4)
     assert_same(snapshot(state), snapshot(wanted))
@@ -144,7 +144,7 @@ def test_at_high_densities_products_are_dense_and_the_run_is_bitwise_the_one_wit
     assert all("sparse products would take" in product.summary for product in products(state).values())
 
 
-def test_products_turn_sparse_when_pruning_has_gone_far_enough() -> None:
+def test_products_become_sparse_during_pruning() -> None:
     pruning = technique("sparsity.gradual", density=0.05, every=1, until=4)
     records, state = run_through(plain_run(), with_optimizer([pruning, technique("sparsity.sparse_products")]), 7)
     counts = [record.notes["sparse_products"] for record in records]
@@ -181,7 +181,7 @@ def block_mask(density: float) -> Tensor:
     return grid.repeat_interleave(16, 0).repeat_interleave(16, 1)
 
 
-def test_whole_blocks_are_multiplied_as_blocks_and_single_weights_one_by_one() -> None:
+def test_block_masks_use_block_products() -> None:
     mask = block_mask(0.3)
     product = SPARSE_PRODUCT.of(layer_under(mask))
     assert isinstance(product.patterns[torch.float32], BlockSparseMatrix) and product.summary.startswith("blocks: ")
@@ -190,7 +190,7 @@ def test_whole_blocks_are_multiplied_as_blocks_and_single_weights_one_by_one() -
     assert isinstance(product.patterns[torch.float32], CsrMatrix) and product.summary.startswith("csr: ")
 
 
-def test_a_mask_that_moved_is_followed_and_one_that_did_not_is_not_looked_at_again() -> None:
+def test_only_moved_masks_are_read_again() -> None:
     mask = block_mask(0.3)
     layer = layer_under(mask)
     before = SPARSE_PRODUCT.of(layer).patterns[torch.float32]
@@ -205,7 +205,7 @@ def test_a_mask_that_moved_is_followed_and_one_that_did_not_is_not_looked_at_aga
     torch.testing.assert_close(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
 
 
-def test_a_weight_that_is_not_zero_outside_its_mask_stays_dense_until_it_is() -> None:
+def test_weight_outside_its_mask_stays_dense() -> None:
     mask = block_mask(0.3)
     layer = layer_under(mask)
     mask[16:32] = False
@@ -219,7 +219,7 @@ def test_a_weight_that_is_not_zero_outside_its_mask_stays_dense_until_it_is() ->
     assert not SPARSE_PRODUCT.of(layer).patterns
 
 
-def test_products_in_a_dtype_that_was_not_compared_are_dense() -> None:
+def test_unmeasured_dtypes_are_dense() -> None:
     layer, x = layer_under(block_mask(0.2), torch.bfloat16), torch.randn(5, 96)
     assert torch.equal(layer(x), nn.functional.linear(x, layer.weight, layer.bias))
     with torch.autocast("cpu", torch.bfloat16):
@@ -228,7 +228,7 @@ def test_products_in_a_dtype_that_was_not_compared_are_dense() -> None:
     torch.testing.assert_close(found, dense, rtol=2e-2, atol=2e-2)
 
 
-def test_each_dtype_is_chosen_for_and_told_apart() -> None:
+def test_each_dtype_has_its_own_choice() -> None:
     mask = block_mask(0.3)
     layer = nn.Linear(96, 64)
     with torch.no_grad():
@@ -245,13 +245,13 @@ def test_each_dtype_is_chosen_for_and_told_apart() -> None:
         assert SPARSE_PRODUCT.of(layer).used is not enabled
 
 
-def test_a_layer_that_it_is_taken_off_is_as_before() -> None:
+def test_removal_restores_the_layer() -> None:
     layer = layer_under(block_mask(0.2))
     remove_sparse_product(layer)
     assert vars(layer).keys() == vars(nn.Linear(2, 2)).keys()
 
 
-def test_notes_tell_from_which_density_on_it_chooses_what_and_what_it_leaves_alone() -> None:
+def test_notes_list_crossover_densities() -> None:
     run = compose(plain_run(), with_optimizer([technique("sparsity.sparse_products")]), 2)
     run.build_model()
     notes = run.notes["sparsity.sparse_products"]
@@ -262,7 +262,7 @@ def test_notes_tell_from_which_density_on_it_chooses_what_and_what_it_leaves_alo
     assert any("another technique changes its product" in line for line in notes)
 
 
-def test_weights_that_are_an_update_behind_stay_dense() -> None:
+def test_delayed_weights_stay_dense() -> None:
     delayed = technique("memory.offload_optimizer", to="simulated", delay=True, after=1)
     records, _ = run_through(plain_run(), with_optimizer([delayed, *sparse()]), 3)
     assert [record.notes["sparse_products"] for record in records] == [0] * 3
@@ -271,7 +271,7 @@ def test_weights_that_are_an_update_behind_stay_dense() -> None:
 @pytest.mark.parametrize(
     ("where", "words"), [("nowhere", "no layer has a name"), ("(", "where is no regular expression")]
 )
-def test_a_pattern_without_a_layer_is_refused(where: str, words: str) -> None:
+def test_pattern_without_layers_is_refused(where: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         SparseProducts(where=where).model(plain_run().build())
 

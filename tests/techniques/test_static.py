@@ -1,4 +1,4 @@
-"""Static masks: chosen once, by chance or by size, layer by layer or over all."""
+"""Static masks: random or by magnitude, by layer or global."""
 
 import pytest
 import torch
@@ -12,7 +12,7 @@ from thrifty.optim.weight_masks import masks_in
 
 @pytest.mark.parametrize("by", ["random", "magnitude"])
 @pytest.mark.parametrize("distribution", ["erk", "uniform", "global"])
-def test_the_mask_is_of_the_promised_density_and_never_changes(by: str, distribution: str) -> None:
+def test_mask_has_the_density_and_never_changes(by: str, distribution: str) -> None:
     sparse = technique("sparsity.static", density=0.2, criterion=by, distribution=distribution)
     run = compose(plain_run(), with_optimizer([sparse]), 2)
     first = {name: parameter.detach().clone() for name, parameter in plain_run().build().named_parameters()}
@@ -38,7 +38,7 @@ def test_the_mask_is_of_the_promised_density_and_never_changes(by: str, distribu
     assert all(torch.equal(masks[name], mask) for name, mask in masks_in(state).items())
 
 
-def test_in_a_fork_the_weights_taken_over_decide_which_are_large() -> None:
+def test_fork_masks_by_the_weights_of_its_run() -> None:
     dense = compose(plain_run(depth=1), with_optimizer([]), 4)
     trained = dense.start()
     advance(dense, trained)
@@ -56,7 +56,7 @@ def test_in_a_fork_the_weights_taken_over_decide_which_are_large() -> None:
     run.verify(state)
 
 
-def test_another_seed_is_another_random_mask() -> None:
+def test_seed_changes_the_random_mask() -> None:
     found = []
     for seed in (0, 0, 1):
         run = compose(plain_run(depth=1), with_optimizer([technique("sparsity.static", seed=seed)]), 2)

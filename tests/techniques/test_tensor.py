@@ -1,4 +1,4 @@
-"""Tensor parallelism on two and four real ranks: the single process, in values, in what is drawn and what is saved."""
+"""Tensor parallelism on two and four real ranks: values, random masks and checkpoints equal to one process."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -70,7 +70,7 @@ def four(folder: Path, two: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def assert_same_run(found: list[Run], alone: Run) -> None:
-    """To 1e-10 the single process, and the same on all ranks; a record has its numbers in float32."""
+    """Check equality with one process to 1e-10, and between ranks; records are in float32."""
     for run in found:
         assert run.losses == pytest.approx(alone.losses, rel=1e-7)
         assert run.norms == pytest.approx(alone.norms, rel=1e-6)
@@ -81,7 +81,7 @@ def assert_same_run(found: list[Run], alone: Run) -> None:
 
 
 @pytest.mark.parametrize("name", work.TRAINED)
-def test_two_ranks_train_every_known_model_as_one_process_does(two: list[dict[str, Any]], name: str) -> None:
+def test_two_ranks_equal_one_process_on_every_model(two: list[dict[str, Any]], name: str) -> None:
     build, _ = MODELS[name]
     assert_same_run([rank["models"][name] for rank in two], trained(build, (), 4))
 
@@ -98,16 +98,14 @@ def test_two_ranks_train_every_known_model_as_one_process_does(two: list[dict[st
         ("growing x shard", lambda: model("gpt"), GROWING, 6),
     ],
 )
-def test_four_ranks_along_one_axis_and_along_two_train_as_one_process_does(
+def test_four_ranks_equal_one_process(
     four: list[dict[str, Any]], name: str, build: Callable[[], nn.Module], others: Any, steps: int
 ) -> None:
     assert_same_run([rank["runs"][name] for rank in four], trained(build, others, steps))
 
 
 @pytest.mark.parametrize("style", work.FAMILIES)
-def test_encoders_and_encoder_decoders_compute_the_same_with_the_same_gradients(
-    two: list[dict[str, Any]], style: str
-) -> None:
+def test_encoders_and_decoders_are_exact(two: list[dict[str, Any]], style: str) -> None:
     made, inputs = work.family(style)
     expected = work.gradients(made, *inputs)
     for rank in two:
@@ -119,9 +117,7 @@ def test_encoders_and_encoder_decoders_compute_the_same_with_the_same_gradients(
 
 
 @pytest.mark.parametrize("ranks", ["two", pytest.param("four", marks=pytest.mark.slow)])
-def test_the_loss_over_parts_of_the_vocabulary_is_the_reference_and_never_has_all_logits(
-    ranks: str, request: pytest.FixtureRequest
-) -> None:
+def test_vocabulary_parallel_loss_is_exact(ranks: str, request: pytest.FixtureRequest) -> None:
     hidden, weight, bias, targets, expected = loss_problem(torch.float64)
     for index, factor in enumerate((0.0, 0.1)):
         leaves = [tensor.clone().requires_grad_() for tensor in (hidden, weight, bias)]
@@ -138,11 +134,11 @@ def test_the_loss_over_parts_of_the_vocabulary_is_the_reference_and_never_has_al
 
 
 def assert_share(mask: np.ndarray, share: float) -> None:
-    """Within four standard deviations of independent draws."""
+    """Check a fraction within four standard deviations of independent samples."""
     assert np.mean(mask) == pytest.approx(share, abs=4 * (share * (1 - share) / mask.size) ** 0.5)
 
 
-def test_masks_are_equal_where_activations_are_whole_and_differ_elsewhere(two: list[dict[str, Any]]) -> None:
+def test_dropout_masks_follow_the_division(two: list[dict[str, Any]]) -> None:
     for along_tokens in (False, True):
         first, second = (rank["dropped"][along_tokens, False][0] for rank in two)
         for name, masks in first.items():
@@ -156,7 +152,7 @@ def test_masks_are_equal_where_activations_are_whole_and_differ_elsewhere(two: l
             assert ".1." in name or not np.array_equal(mask, first[name.replace(".0.", ".1.")][0])
 
 
-def test_masks_are_the_same_when_the_forward_pass_is_made_again(two: list[dict[str, Any]]) -> None:
+def test_recomputed_dropout_masks_are_equal(two: list[dict[str, Any]]) -> None:
     for rank in two:
         for along_tokens in (False, True):
             (masks, once), (masks_again, again) = (rank["dropped"][along_tokens, each] for each in (False, True))
@@ -168,7 +164,7 @@ def test_masks_are_the_same_when_the_forward_pass_is_made_again(two: list[dict[s
         np.testing.assert_array_equal(value, two[1]["dropped"][False, False][1].tensors[name], err_msg=name)
 
 
-def test_a_rank_holds_its_part_of_what_is_split_and_all_of_the_rest(two: list[dict[str, Any]]) -> None:
+def test_ranks_hold_their_part_of_split_layers(two: list[dict[str, Any]]) -> None:
     table, head, attention, mlp = 257 * 32, 257 * 32, 4 * 32 * 32 + 3 * 32, 2 * 32 * 64 + 64
     positions, norms, row_biases = 24 * 32, 5 * 2 * 32, 2 * 2 * 32
     assert (table + head + 2 * (attention + mlp) + positions + norms + row_biases) == sum(
@@ -181,7 +177,7 @@ def test_a_rank_holds_its_part_of_what_is_split_and_all_of_the_rest(two: list[di
             assert (rank["held"][along_tokens].parameters, rank["held"][along_tokens].optimizer) == (held, 2 * held)
 
 
-def test_each_block_sums_hidden_states_twice_forward_and_twice_backward(two: list[dict[str, Any]]) -> None:
+def test_each_block_has_four_collective_sums(two: list[dict[str, Any]]) -> None:
     blocks, chunks = 2, 1
     for rank in two:
         sent = rank["held"][False].sent  # beside the blocks: the embedding, and the gradient where the loss begins
@@ -191,7 +187,7 @@ def test_each_block_sums_hidden_states_twice_forward_and_twice_backward(two: lis
         assert sent["all_gather_into_tensor"] == 4 * blocks + 2 + chunks
 
 
-def test_what_each_rank_holds_and_sends_is_predicted(two: list[dict[str, Any]]) -> None:
+def test_memory_and_traffic_are_predicted(two: list[dict[str, Any]]) -> None:
     blocks, hidden = 4, 4 * 16 * 32 * 4
     for rank in two:
         footprint, held = rank["predicted"]
@@ -200,17 +196,17 @@ def test_what_each_rank_holds_and_sends_is_predicted(two: list[dict[str, Any]]) 
         assert footprint.traffic == pytest.approx((4 * blocks + 2) * hidden)  # 2 (1 - 1/2) times each
 
 
-def test_a_model_put_together_again_is_the_plain_one(two: list[dict[str, Any]]) -> None:
+def test_merged_model_is_the_plain_one(two: list[dict[str, Any]]) -> None:
     assert [rank["finished"] for rank in two] == [(True, True)] * 2
 
 
-def test_whole_parameters_that_come_apart_are_noticed_on_every_rank(two: list[dict[str, Any]]) -> None:
+def test_diverging_whole_parameters_raise_on_every_rank(two: list[dict[str, Any]]) -> None:
     for rank in two:
         assert "parallelism.tensor: norm.weight should be the same on all ranks" in rank["noticed"]
 
 
 @pytest.mark.slow
-def test_a_checkpoint_does_not_know_over_how_many_ranks_layers_were_split(
+def test_checkpoints_are_independent_of_the_split(
     folder: Path, of_one: dict[str, str], two: list[dict[str, Any]], four: list[dict[str, Any]]
 ) -> None:
     written = two[0]["checkpoints"][0]
@@ -223,7 +219,7 @@ def test_a_checkpoint_does_not_know_over_how_many_ranks_layers_were_split(
 
 
 @pytest.mark.slow
-def test_what_cannot_be_split_is_refused_with_what_is_missing(four: list[dict[str, Any]]) -> None:
+def test_indivisible_models_are_refused(four: list[dict[str, Any]]) -> None:
     for heads, no_plan, no_style, no_pair, tokens in (rank["refusals"] for rank in four):
         assert (
             "blocks.0.attention.qkv: 2 heads cannot be divided equally among 4 ranks" in heads and "tensor=2" in heads
@@ -235,7 +231,7 @@ def test_what_cannot_be_split_is_refused_with_what_is_missing(four: list[dict[st
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_it_goes_together_with_each_other_technique_or_says_why_not(two: list[dict[str, Any]], name: str) -> None:
+def test_other_techniques_combine_or_are_refused(two: list[dict[str, Any]], name: str) -> None:
     first, second = (rank["each"][name] for rank in two)
     if name in REFUSED:
         assert REFUSED[name] in first and first == second

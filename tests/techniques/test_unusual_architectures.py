@@ -44,7 +44,7 @@ def siglip() -> nn.Module:
     return theirs("SiglipModel", "Siglip", **sides, vision_config=TOWER | {"image_size": 16, "patch_size": 4})
 
 
-def test_blocks_that_are_gone_through_again_and_again_count_each_time() -> None:
+def test_repeated_blocks_count_each_time() -> None:
     with collect_notes() as notes:
         model = TFixup().model(albert(16))
     assert any("count as 16, since they run repeatedly" in note for note in notes)
@@ -60,7 +60,7 @@ def test_blocks_that_are_gone_through_again_and_again_count_each_time() -> None:
     assert "L is 32" in notes
 
 
-def test_two_towers_whose_outputs_are_compared_start_with_no_head_at_zero() -> None:
+def test_two_towers_have_no_zero_head() -> None:
     model = Fixup().model(siglip())
     loss = model(input_ids=TOKENS, pixel_values=PIXELS[:2], return_loss=True).loss
     loss.backward()
@@ -69,7 +69,7 @@ def test_two_towers_whose_outputs_are_compared_start_with_no_head_at_zero() -> N
 
 
 @torch.no_grad()
-def test_norms_in_lists_of_their_own_beside_the_blocks_are_norms_of_the_stream() -> None:
+def test_separate_norm_lists_are_stream_norms() -> None:
     settings = {"vocab_size": VOCABULARY, "emb_dim": WIDTH, "n_layers": 2, "n_heads": HEADS, "pad_index": 0}
     for one in WITHOUT_NORMS:
         with collect_notes() as notes:
@@ -83,7 +83,7 @@ def test_norms_in_lists_of_their_own_beside_the_blocks_are_norms_of_the_stream()
             assert torch.equal(found, stream[0])
 
 
-def test_a_norm_of_weights_is_no_norm_of_the_stream() -> None:
+def test_weight_norm_is_no_stream_norm() -> None:
     settings = {"conv_dim": [8], "conv_stride": [5], "conv_kernel": [10], "num_conv_pos_embeddings": 8}
     plain = theirs("Wav2Vec2Model", "Wav2Vec2", **SIZES, **settings, num_conv_pos_embedding_groups=2)
     kernel = plain.encoder.pos_conv_embed.conv.weight.detach().clone()
@@ -92,7 +92,7 @@ def test_a_norm_of_weights_is_no_norm_of_the_stream() -> None:
     assert torch.isfinite(model(torch.linspace(-1, 1, 400).view(1, 400)).last_hidden_state).all()
 
 
-def test_a_branch_without_weights_is_refused() -> None:
+def test_branch_without_weights_is_refused() -> None:
     for one in (*WITHOUT_NORMS, LayerScale()):
         with pytest.raises(
             RefusedError, match=r"fnet\.encoder\.layer\.0\.fourier has a norm and no layer with weights"
@@ -100,7 +100,7 @@ def test_a_branch_without_weights_is_refused() -> None:
             one.model(theirs("FNetForMaskedLM", "FNet", **SIZES))
 
 
-def test_a_norm_that_quantises_is_refused_where_norms_go_and_kept_where_they_stay() -> None:
+def test_quantizing_norm_is_refused_or_kept() -> None:
     def quantised() -> nn.Module:
         return theirs("IBertForMaskedLM", "IBert", **SIZES | {"max_position_embeddings": LENGTH + 2})
 
@@ -111,7 +111,7 @@ def test_a_norm_that_quantises_is_refused_where_norms_go_and_kept_where_they_sta
     LayerScale().model(quantised())(input_ids=TOKENS, labels=TARGETS).loss.backward()
 
 
-def test_a_table_that_gives_more_than_rows_is_multiplied() -> None:
+def test_tables_with_several_outputs_are_multiplied() -> None:
     sides = {f"num_{side}_{what}": 2 for side in ("encoder", "decoder") for what in ("layers", "attention_heads")}
     sizes = {"hidden_size": WIDTH, "encoder_ffn_dim": HIDDEN, "decoder_ffn_dim": HIDDEN, "vocab_size": VOCABULARY}
     model = ReZero().model(theirs("ProphetNetForConditionalGeneration", "ProphetNet", **sizes, **sides))
@@ -130,15 +130,13 @@ def test_a_table_that_gives_more_than_rows_is_multiplied() -> None:
         ("Esm", SIZES, 1.0),
     ],
 )  # fmt: skip
-def test_queries_are_divided_where_scores_are_not_even_if_the_model_does_not_say_so(
-    architecture: str, settings: dict[str, object], folded: float
-) -> None:
+def test_unscaled_scores_divide_queries(architecture: str, settings: dict[str, object], folded: float) -> None:
     model = theirs(f"{architecture}Model", architecture, **settings)
     found = [matrix for blocks in find_branches(model).values() for branch in blocks[0] for matrix in matrices(branch)]
     assert [matrix.folded for matrix in found if matrix.role == "query"] == [folded]
 
 
-def test_the_labels_of_images_are_learned_without_norms_by_a_sequence_of_patches_with_registers() -> None:
+def test_vit_with_registers_learns_without_norms() -> None:
     settings = TOWER | {"image_size": 16, "patch_size": 4, "num_labels": 4, "num_register_tokens": 2}
     for one in WITHOUT_NORMS:
         model = one.model(theirs("Dinov2WithRegistersForImageClassification", "Dinov2WithRegisters", **settings))
@@ -153,7 +151,7 @@ def test_the_labels_of_images_are_learned_without_norms_by_a_sequence_of_patches
 
 
 class Translator(nn.Module):
-    """torch's own encoder-decoder, whose decoder blocks hold two `nn.MultiheadAttention` side by side."""
+    """torch's encoder-decoder, whose decoder blocks have two `nn.MultiheadAttention`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +165,7 @@ class Translator(nn.Module):
 
 
 class InSequence(nn.Module):
-    """Blocks in an `nn.Sequential`, as timm keeps them."""
+    """A model with blocks in an `nn.Sequential`, as in timm."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -183,7 +181,7 @@ class InSequence(nn.Module):
     ("kind", "last", "branches"), [(Translator, "both.decoder.layers", 10), (InSequence, "blocks", 6)]
 )
 @pytest.mark.parametrize("one", [*WITHOUT_NORMS, LayerScale()], ids=lambda one: one.name)
-def test_torchs_decoder_and_blocks_in_sequence_are_treated(
+def test_torch_decoder_and_sequential_are_treated(
     kind: type[nn.Module], last: str, branches: int, one: Technique
 ) -> None:
     torch.manual_seed(0)
