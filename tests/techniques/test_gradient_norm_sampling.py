@@ -285,7 +285,7 @@ def test_a_handled_overflow_stays_handled() -> None:
     def overflowing(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         return BackwardResult((objective.losses(Prediction(), batch) * batch.weight).sum(), overflow_handled=True)
 
-    assert GradientNormBackward(overflowing, 2, 0.9)(nn.Identity(), ScoredAs(torch.ones(4)), batch).answered
+    assert GradientNormBackward(overflowing, 2, 0.9)(nn.Identity(), ScoredAs(torch.ones(4)), batch).overflow_handled
 
 
 class Contrasting(ScoredAs):
