@@ -14,7 +14,7 @@ AUGMENT = AugmentationSettings(crop=1, operations=1, mixup=0.4)
 
 
 def trained(name: str, axes: dict[str, int]) -> tuple[list[float], dict[str, float]]:
-    """Losses of each step over ranks that lie along these axes, and what is measured at the end."""
+    """Return the losses of each step over ranks on these axes, and the final metrics."""
     mesh.set_mesh({"pipeline": 1, "replicate": 1, "shard": 1, "tensor": 1} | axes, "cpu")
     run = compose(image_run(batch=8, augment=AUGMENT), with_optimizer([technique(name)]), STEPS)
     state = run.start()
@@ -28,12 +28,12 @@ def trained(name: str, axes: dict[str, int]) -> tuple[list[float], dict[str, flo
 
 
 def trained_along(axes: dict[str, dict[str, int]]) -> dict[str, tuple[list[float], dict[str, float]]]:
-    """The same for the techniques that use these axes, one after the other."""
+    """Return losses and metrics for each technique that uses these axes."""
     return {name: trained(name, sizes) for name, sizes in axes.items()}
 
 
 def own_rows(step: int) -> list[list[float]]:
-    """The images of a step that are this rank's, as numbers."""
+    """Return the indices of this rank's images in a step."""
     mesh.set_mesh({"pipeline": 1, "replicate": 2, "shard": 1, "tensor": 1}, "cpu")
     chosen = with_optimizer([technique("parallelism.replicate")])
     batch = compose(image_run(batch=8, augment=AUGMENT), chosen, STEPS).source.at(step)

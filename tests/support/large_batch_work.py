@@ -8,7 +8,7 @@ from thrifty.core.state import full_value
 
 
 def averages(strategy: str | None) -> list[float]:
-    """The norm of each average of two, after a few steps."""
+    """Return the norm of each of two averages after a few steps."""
     norms = []
     for name in ("averaging.latest", "averaging.ema"):
         chosen = [technique(name), *([technique(strategy)] if strategy else [])]
@@ -22,8 +22,10 @@ def averages(strategy: str | None) -> list[float]:
 
 
 def noise_scales(strategy: str | None) -> list[float]:
-    """The gradient noise scale at each step, of the same halves however many ranks share them: two ranks of four
-    examples halve theirs into the first and the second, and those are the even and the odd ones of all."""
+    """Return the gradient noise scale at each step, of equal halves on any number of ranks.
+
+    Two ranks of four examples have the first and second halves; together these are the even and odd examples.
+    """
     plain, chosen = plain_run(), [technique("measure.noise_scale", every=1, momentum=0.5)]
     if strategy:
         chosen.append(technique(strategy))

@@ -1,4 +1,4 @@
-"""Work of each rank in the tests of moments in fewer bits, and the same in one process."""
+"""Work of each rank in the tests of quantized moments, and in one process."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -30,11 +30,11 @@ WIDTHS: dict[str, tuple[int, ...]] = {
     "three_odd_slices": (1270, 1270, 1270),
     "prime_halves": (514,),
 }
-"""The slices of the columns of matrices, which tensor parallelism divides by columns."""
+"""Column slices of matrices that tensor parallelism divides by columns."""
 
 
 class Matrices(nn.Module):
-    """Matrices of these widths, each divided by columns, slice by slice, over the ranks that there are."""
+    """Return matrices of these widths, divided by columns, slice by slice, over all ranks."""
 
     def __init__(self, ranks: int):
         super().__init__()
@@ -49,7 +49,7 @@ def _laid(whole: Tensor, order: FusedOrder | None) -> Tensor:
 
 
 def moved(form: str, steps: int, state: TrainState | None = None) -> TrainState:
-    """A state after so many more steps of Adam on gradients that depend on step and name alone."""
+    """Return a state after more steps of Adam on gradients that depend only on step and name."""
     if state is None:
         matrices = Matrices(mesh.axis("tensor").size)
         transform = with_compact_state(chain(ScaleByAdam(0.9, 0.95)), FORMATS[form], 1)
@@ -79,7 +79,7 @@ def loaded(form: str, folder: Path, steps: int = 0) -> dict[str, Any]:
 
 
 def content(state: TrainState) -> dict[str, Any]:
-    """Whole tensors as they are stored, moments as numbers, and the dtype of each moment."""
+    """Return whole tensors as stored, dequantized moments, and the dtype of each moment."""
     assert state.optimizer is not None
     stored = {name: full_value(tensor) for name, tensor in state.tensors().items()}
     moments = [name for name in stored if name.startswith("optimizer/") and not is_scales(name)]
@@ -114,7 +114,7 @@ def on_two(folder: Path) -> dict[str, Any]:
         return {
             "saved": {form: saved(form, folder / f"of two, {form}") for form in FORMATS},
             "again": {form: loaded(form, folder / f"of two, {form}", 2) for form in FORMATS},
-            "went on": {form: content(moved(form, 5)) for form in FORMATS},
+            "resumed": {form: content(moved(form, 5)) for form in FORMATS},
             "of one": {form: loaded(form, folder / f"of one, {form}") for form in FORMATS},
             "models": of_models(),
         }

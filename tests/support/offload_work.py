@@ -14,7 +14,7 @@ STEPS = 4
 
 
 def differences(strategy: str, offload: tuple[str, dict[str, Any]], others: list[list[str]]) -> list[str]:
-    """With which other techniques a run on these ranks is not bit for bit what it is without the offload."""
+    """Return the other techniques with which an offloaded run on these ranks is not bit-identical."""
     name, settings = offload
     found = []
     for names in others:

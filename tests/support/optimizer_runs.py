@@ -1,5 +1,4 @@
-"""Ten steps of an optimizer on random tensors, in one process or sharded over several; here, so that a fresh process
-can import it."""
+"""Ten steps of an optimizer on random tensors, in one process or sharded, in a module that a new process can import."""
 
 from collections.abc import Callable
 
@@ -63,7 +62,7 @@ def parameters(dtype: torch.dtype = torch.float64) -> dict[str, nn.Parameter]:
 
 
 def take_steps(optimizer: torch.optim.Optimizer, held: dict[str, nn.Parameter], steps: int = STEPS) -> Tensors:
-    """The parameters after some steps of any optimizer on the gradients of each step."""
+    """Return the parameters after some steps of an optimizer on the gradients of each step."""
     for step in range(steps):
         for name, gradient in gradients(step, next(iter(held.values())).dtype).items():
             held[name].grad = gradient

@@ -1,4 +1,4 @@
-"""Gradients that overflow when told to, also for tests that let several ranks train."""
+"""Gradients that overflow on request, in one process or on ranks."""
 
 from typing import Any
 
@@ -33,7 +33,7 @@ class Overflows:
 
 
 class Overflowing(Technique):
-    """Spoils one number of one gradient, on the first rank only, in these passes over a micro-batch."""
+    """Make one gradient element overflow, on the first rank only, in these passes over a micro-batch."""
 
     stage, numerics = Stage.CLIP, Numerics.DIFFERENT
 
@@ -45,12 +45,12 @@ class Overflowing(Technique):
 
 
 def float16(**settings: Any) -> Technique:
-    """With a scale low enough that nothing overflows in a tiny run unless it is made to."""
+    """Return float16 precision with a scale so low that a tiny run does not overflow by itself."""
     return technique("precision.mixed", **{"format": "float16", "init_scale": 2.0**10, **settings})
 
 
 def train_with_overflows(strategy: str) -> dict[str, Any]:
-    """A short run of this rank in which the second of two micro-batches overflows, in the third step."""
+    """Run a few steps on this rank; the second of two micro-batches overflows in the third step."""
     others = [technique(name) for name in (strategy, "large_batch.gradient_accumulation")]
     run = compose(plain_run(), with_optimizer([*others, float16(), Overflowing(at=(5,))]), 6)
     state = run.start()

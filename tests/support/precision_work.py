@@ -1,4 +1,4 @@
-"""Every kind of model with an objective and a batch of its own, small: what a number format must get through."""
+"""Small models of every kind with an objective and a batch, for tests of number formats."""
 
 from collections.abc import Callable
 
@@ -28,7 +28,7 @@ def drawn(*shape: int) -> Tensor:
 
 
 def posed(kind: str) -> tuple[Objective, dict[str, Tensor]]:
-    """An objective and the fields of four examples, by the kind of model that learns it."""
+    """Return an objective and the fields of four examples for a kind of model."""
     if kind == "bert":
         places = torch.tensor([[1, 5, 6]]).expand(4, 3)
         return MaskedToken(), {"tokens": drawn(4, 16), "places": places, "targets": drawn(4, 3)}

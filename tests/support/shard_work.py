@@ -45,7 +45,7 @@ DEMANDING = ("optimizers.lamb", "gradients.clip", "large_batch.gradient_accumula
 
 @contextmanager
 def laid(**sizes: int) -> Iterator[None]:
-    """A mesh of all ranks with these axes."""
+    """Set a mesh of all ranks with these axes, and clear it afterwards."""
     mesh.set_mesh({name: sizes.get(name, 1) for name in mesh.AXES}, "cpu")
     try:
         yield
@@ -55,7 +55,7 @@ def laid(**sizes: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Way:
-    """One way of dividing the work, and the axes it is done on; without axes all ranks are along the data."""
+    """A strategy of data parallelism and its mesh axes; without axes all ranks are on the data axis."""
 
     divides: Technique | None
     axes: Mapping[str, int] | None = None
@@ -73,7 +73,7 @@ class Way:
 
 
 def in_float64(style: str = "llama") -> BaseRun:
-    """A model with tied embeddings on real text, in double precision."""
+    """Return a float64 run of a model with tied embeddings on real text."""
     if style == "llama":
         plain = plain_run(batch=BATCH)
         return BaseRun(lambda: plain.build().double(), plain.source, plain.objective)
@@ -91,7 +91,7 @@ def in_float64(style: str = "llama") -> BaseRun:
 
 
 def take_step(run: Run, state: TrainState, objective: Objective | None = None) -> float:
-    """The loss of one step in full precision; records have it in float32."""
+    """Return the loss of a step in float64; records have it in float32."""
     assert state.model is not None and state.optimizer is not None
     batch = run.source.at(state.step)
     loss = run.backward(state.model, objective or run.objective, batch).loss.item()
@@ -114,13 +114,13 @@ class Trained:
     losses: list[float]
     held_out: list[float]
     parameters: dict[str, Any]
-    """Whole, as arrays."""
+    """Whole parameters as arrays."""
     parts: int
-    """Modules that are gathered by themselves."""
+    """Modules that are gathered separately."""
 
 
 def trained(way: Way, names: Sequence[str] = DEMANDING, style: str = "llama", steps: int = STEPS) -> Trained:
-    """Some steps in float64, with an evaluation now and then, which must leave nothing behind."""
+    """Run some steps in float64 with evaluations between them, which must free all memory."""
     with way.placed():
         run = way.run(in_float64(style), [technique(name) for name in names], steps)
         state, losses, held_out = run.start(), [], []
@@ -138,8 +138,7 @@ def all_trained(ways: Mapping[str, Way]) -> dict[str, Trained]:
 
 
 class Watch(TorchDispatchMode):
-    """While open, knows every storage that an operation makes, at whatever size it later has, and adds up what this
-    rank sends to others if collectives run in a ring."""
+    """Record every storage that operations allocate, and the bytes that this rank sends in ring collectives."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -156,7 +155,7 @@ class Watch(TorchDispatchMode):
         return result
 
     def held(self) -> int:
-        """Bytes of all that stays alive: gloo's threads put tensors down a moment after their collective has ended."""
+        """Return the bytes of all live storages, after gloo's threads have freed the tensors of ended collectives."""
         gc.collect()
         least = self._alive()
         for _ in range(20):
@@ -169,7 +168,7 @@ class Watch(TorchDispatchMode):
 
 
 def sent_in_a_ring(collective: Any, args: tuple) -> float:
-    """Bytes that each rank passes on: all but its own part of what is gathered or scattered, both in an all-reduce."""
+    """Return the bytes that each rank sends: all but its own part in a gather or scatter, both in an all-reduce."""
     tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
     sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
     kind = collective._schema.name.removeprefix("c10d::")
@@ -184,7 +183,7 @@ def sent_in_a_ring(collective: Any, args: tuple) -> float:
 
 
 class Between(WrappedObjective):
-    """Another objective that notes what is held just before the last micro-batch."""
+    """A wrapped objective that records the live bytes before the last micro-batch."""
 
     def __init__(self, inner: Objective, watch: Watch):
         super().__init__(inner)
@@ -198,14 +197,14 @@ class Between(WrappedObjective):
 
 @dataclass
 class Bytes:
-    """For each number of the parameters."""
+    """Bytes per parameter element."""
 
     held: float
-    """Between two micro-batches."""
+    """Bytes between two micro-batches."""
     sent: float
-    """In a step."""
+    """Bytes sent in a step."""
     outside: float
-    """Share of the numbers that are in no block."""
+    """Fraction of the elements outside the blocks."""
 
 
 def held_and_sent(ways: Mapping[str, Way], parts: int) -> dict[str, Bytes]:
@@ -224,7 +223,7 @@ def _held_and_sent(way: Way, parts: int) -> Bytes:
         run = way.run(plain, others, 2)
         state = run.start()
         between = Between(run.objective, watch)
-        take_step(run, state, between)  # the first one also makes what is kept for all later ones
+        take_step(run, state, between)  # the first step also allocates buffers of later ones
         watch.sent = 0.0
         take_step(run, state, between)
     model = build()
@@ -233,7 +232,7 @@ def _held_and_sent(way: Way, parts: int) -> Bytes:
 
 
 def losses_with_dropout(ways: Sequence[Way], draws: int) -> list[list[float]]:
-    """For each way, those of one batch at the first parameters, drawn again and again."""
+    """Return losses of one batch at the initial parameters, with repeated dropout, by strategy."""
     found = []
     for way in ways:
         with way.placed():
@@ -251,10 +250,10 @@ def losses_with_dropout(ways: Sequence[Way], draws: int) -> list[list[float]]:
 @dataclass
 class Resumed:
     before: dict[str, str]
-    """A digest of every whole tensor of the state as it was found."""
+    """Digest of every whole tensor of the loaded state."""
     after: dict[str, str]
     examples: list[list[int]]
-    """Examples of all ranks in order, for each step."""
+    """Examples of all ranks in order, by step."""
 
 
 def resume_each(ways: Mapping[str, Way], folder: Path, steps: int) -> dict[str, Resumed]:

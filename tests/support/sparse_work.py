@@ -11,7 +11,7 @@ from thrifty.core.technique import Technique
 
 
 def train(strategies: Sequence[Sequence[Technique]], steps: int) -> list[tuple[list[float], float]]:
-    """For each strategy the losses, and how many layers used sparse products in the last step."""
+    """Return by strategy the losses, and the number of layers with sparse products in the last step."""
     count_products(pytest.MonkeyPatch())
     found = []
     for chosen in strategies:

@@ -13,7 +13,7 @@ STEPS = 3
 
 
 def masks_of_each(strategy: str, names: Sequence[str]) -> dict[str, dict[str, set[int]]]:
-    """By technique, the places that are kept of each weight at the end of a run."""
+    """Return the final mask of each weight, by technique."""
     found = {}
     for name in names:
         chosen = [technique(name, density=0.3), *([technique(strategy)] if strategy else [])]

@@ -1,4 +1,4 @@
-"""Work of each rank in tests of tensor parallelism, and the same in one process."""
+"""Work of each rank in tests of tensor parallelism, and in one process."""
 
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -39,13 +39,13 @@ from thrifty.training.rank_sync import ProcessGroupSync
 
 STEPS = 20
 VOCABULARY = 257
-"""Not a multiple of anything: parts of the vocabulary are unequal."""
+"""Vocabulary size that is divisible by no number of ranks, so that parts are unequal."""
 TENSOR = "parallelism.tensor"
 Chosen = Sequence[tuple[str, Mapping[str, Any]]]
 
 
 def model(style: str = "gpt", tied: bool = True, kv_heads: int = 4, depth: int = 2, **more: Any) -> nn.Module:
-    """In float64, with 4 heads, width 32, and biases and gains that are not what they start as."""
+    """Return a float64 model with 4 heads and width 32, and random biases and gains."""
     kv_heads = kv_heads if style == "llama" else 4
     made = assemble(ModelConfig(style, depth, 32, 4, kv_heads, 64, VOCABULARY, 24, tied, **more))  # type: ignore[arg-type]
     initialize(made, 0, std=0.1)
@@ -104,9 +104,9 @@ class Run:
     losses: list[float]
     norms: list[float]
     tensors: dict[str, np.ndarray]
-    """Every whole tensor of the state at the end."""
+    """Whole tensors of the final state."""
     evaluated: float
-    """The loss of the values that are evaluated, which an average may be, on the first batch."""
+    """Loss of the evaluated weights, which may be an average, on the first batch."""
 
 
 def composed(build: Callable[[], nn.Module], chosen: Chosen, steps: int) -> Composition:
@@ -135,7 +135,7 @@ GROWING = [("sparsity.rigl", {}), ("growth.stacking", {}), ("memory.recompute", 
 
 
 def models_on_two() -> dict[str, Run]:
-    """Every model, for the first steps."""
+    """Return the first steps of every model."""
     with laid(tensor=2):
         return {name: trained(build, [(TENSOR, settings)], 4) for name in TRAINED for build, settings in [MODELS[name]]}
 
@@ -240,7 +240,7 @@ class Widths(TorchDispatchMode):
 
 
 def loss_problem(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Hidden states, weight, bias, targets and what each loss counts."""
+    """Return hidden states, weight, bias, targets and loss weights."""
     generator = torch.Generator().manual_seed(3)
     hidden, weight, bias = (torch.randn(*size, generator=generator).to(dtype) for size in ((50, 8), (41, 8), (41,)))
     targets = torch.randint(41, (50,), generator=generator)
@@ -249,8 +249,10 @@ def loss_problem(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor, Te
 
 
 def loss_values(factor: float, divided: bool) -> tuple[list[np.ndarray], set[int]]:
-    """Losses, normalisers, the three gradients and the scores; the widths of what was made. With `factor` other than 0
-    a term of the normalisers is added, which nobody expected."""
+    """Return losses, normalizers, the three gradients and scores, and the widths of created matrices.
+
+    A `factor` other than 0 adds a term of the normalizers to the loss.
+    """
     hidden, weight, bias, targets, expected = loss_problem(torch.float64)
     losses_of, scores_of = chunked_cross_entropy.linear_cross_entropy, chunked_cross_entropy.gradient_norm_scores
     if divided:
@@ -316,11 +318,11 @@ class Held:
     parameters: int
     optimizer: int
     sent: dict[str, int]
-    """Number of calls of each kind of collective in one step."""
+    """Return the number of calls by kind of collective in one step."""
 
 
 def held_on_two(along_tokens: bool) -> Held:
-    """Bytes on this rank, and what it says to the others."""
+    """Return the bytes on this rank, and its collectives."""
     with laid(tensor=2):
         run = composed(lambda: model("gpt", tied=False), [(TENSOR, {"sequence_parallel": along_tokens})], 2)
         state = run.start()
@@ -337,7 +339,7 @@ def held_on_two(along_tokens: bool) -> Held:
 
 
 def predicted_on_two() -> tuple[Footprint, int]:
-    """The footprint that is claimed for a model in float32, and the bytes of the parameters that this rank has."""
+    """Return the predicted footprint of a float32 model, and the bytes of this rank's parameters."""
     with laid(tensor=2):
         run = compose(plain_run(style="gpt", tied=False), with_optimizer([technique(TENSOR)]), 2)
         state = run.start()
@@ -375,7 +377,7 @@ CHECKPOINTED: Chosen = [("optimizers.adafactor", {}), ("sparsity.rigl", {"every"
 
 
 def written(folder: Path, name: str, chosen: Chosen) -> dict[str, str]:
-    """Trains three steps and saves; digests of what was saved."""
+    """Train three steps and save; return digests of the saved tensors."""
     run = composed(lambda: model("gpt"), [*CHECKPOINTED, *chosen], 8)
     state = run.start()
     advance(run, state, 3)
@@ -385,7 +387,7 @@ def written(folder: Path, name: str, chosen: Chosen) -> dict[str, str]:
 
 
 def read(folder: Path, name: str, chosen: Chosen, again: str = "") -> dict[str, str]:
-    """Fills a fresh state; digests of what was found. Saves it `again` under another name."""
+    """Load a fresh state and save it as `again`; return digests of the loaded tensors."""
     run = composed(lambda: model("gpt"), [*CHECKPOINTED, *chosen], 8)
     ranks = ProcessGroupSync() if dist.is_initialized() else None
     found = checkpoint.find(folder / name, ranks=ranks)
@@ -418,7 +420,7 @@ def checkpoints_on_four(folder: Path) -> list[dict[str, str]]:
 
 
 def with_each(names: Sequence[str]) -> dict[str, Run | str]:
-    """A run with each other technique, or why there is none."""
+    """Return a run with each other technique, or the reason of its refusal."""
     found: dict[str, Run | str] = {}
     with laid(tensor=2):
         for name in names:

@@ -15,7 +15,7 @@ STEPS = 5
 
 
 def trained_with(chosen: Sequence[Technique]) -> tuple[list[float], dict[str, np.ndarray], list[Any]]:
-    """Losses, whole parameters at the end, and what was decided, by a run in double precision."""
+    """Return losses, final whole parameters and decisions of a float64 run."""
     run = compose(in_float64(), chosen, STEPS)
     state = run.start()
     records = advance(run, state)

@@ -72,7 +72,7 @@ def gradients_let_go(model: nn.Module) -> Iterator[None]:
 def peak_of(run: Run) -> tuple[float, ActivationPlanner]:
     """Return the measured peak of a step without parameters and gradients, in bytes, and the planned peak."""
     model, batch = run.build_model(), run.source.at(0)
-    run.backward(model, run.objective, batch)  # the plan is made
+    run.backward(model, run.objective, batch)  # computes the plan
     model.zero_grad()
     known = [*model.parameters(), *model.buffers(), *batch.fields.values(), batch.weight]
     with gradients_let_go(model), StepTrace(*known) as live:
@@ -125,7 +125,7 @@ def test_bit_identical_under_mixed_precision() -> None:
 
 
 def test_cheap_operations_are_recomputed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activation_budget, "OVERHEADS", (0.0, 0.0))  # as good as nothing where blocks are large
+    monkeypatch.setattr(activation_budget, "OVERHEADS", (0.0, 0.0))  # negligible for large blocks
     _, planner = peak_of(run_of(medium_run(), bytes=0.7))
     ((blocks, plan),) = planner.plans.values()
     kept, again = [], []

@@ -202,7 +202,7 @@ def measured(run: Run) -> tuple[int, Any]:
 
 
 POSITIONS = 64 * 8
-"""Bytes of the numbers that blocks are given for their tokens, counted as held though no backward pass needs them."""
+"""Bytes of the blocks' token inputs, which are counted although no backward pass reads them."""
 
 SINGLES: list[tuple[str, dict[str, Any]]] = [
     ("memory.recompute", {}), ("memory.optimal_recompute", {"bytes": 0.05}),
@@ -254,7 +254,7 @@ def unlike_blocks() -> nn.Module:
 
 def trained_head() -> nn.Module:
     model = nano().build().requires_grad_(False)
-    model.head.weight = nn.Parameter(model.head.weight.detach().clone())  # no longer that of the embedding
+    model.head.weight = nn.Parameter(model.head.weight.detach().clone())  # untied from the embedding
     return model
 
 
@@ -288,7 +288,7 @@ def test_shared_inputs_are_not_offloaded() -> None:
 
     def build() -> nn.Module:
         model = plain.build()
-        model.held = []  # what a user's hook may do, such as one that looks at hidden states
+        model.held = []  # as a user's hook on hidden states may do
         model.blocks[2].register_forward_hook(lambda block, args, output: model.held.append(output))
         return model
 

@@ -92,7 +92,7 @@ numbers = arrays.arrays("float32", (2, 3), elements=finite).map(torch.from_numpy
 def test_new_weight_is_the_rounded_float32_sum(weights: Tensor, updates: Tensor, seed: int) -> None:
     held = weights.bfloat16()
     sums = held.float() + updates
-    # beyond it the sum is lost in float32 already
+    # above it float32 loses the sum too
     sums = torch.where(sums.abs() * 2**14 >= held.float().abs(), sums, held.float())
     for target in (round_stochastically(sums, seed), sums.bfloat16()):
         added = held.clone()
@@ -180,7 +180,7 @@ def test_rounding_errors_of_training_are_ordered() -> None:
     last = {rounding: abs(sum(each[-10:]) - sum(reference[-10:])) / 10 for rounding, each in found.items()}
     assert sum(reference[-10:]) / 10 < reference[0] - 0.5
     assert last["kahan"] < 0.02 and last["stochastic"] < 0.04
-    assert sum(found["nearest"][-10:]) / 10 > sum(reference[-10:]) / 10 + 0.1  # what was lost
+    assert sum(found["nearest"][-10:]) / 10 > sum(reference[-10:]) / 10 + 0.1  # the lost updates
 
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)

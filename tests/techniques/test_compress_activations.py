@@ -148,7 +148,7 @@ def test_statistics_parameters_and_buffers_stay_exact(style: str, autocast: bool
         is_table = style == "llama" and shape.numel() <= 32 * 16
         assert not dtype.is_floating_point or is_table or shape.numel() in (rows, rows * 4), (shape, dtype)
     statistics = [shape for shape, _ in store.exact() if shape in (torch.Size([4, 4, 32]), torch.Size([4, 32, 4]))]
-    assert len(statistics) == 2  # the normalisers of both attentions
+    assert len(statistics) == 2  # the normalizers of both attentions
     coded = [entry for entry in store.seen if isinstance(entry[2], QuantizedTensor)]
     assert len(coded) >= 2 * 8 and all(shape.numel() >= rows * 64 for shape, _, _ in coded)
 
@@ -167,7 +167,7 @@ def test_masks_take_one_bit() -> None:
     assert values <= {0.0, torch.tensor(1 / 0.7).item()}
     assert few_values(torch.tensor([0.0, 1.0]).repeat(1000))[1] == (0.0, 1.0)
     lone = torch.zeros(100_000)
-    lone[17] = 3.0  # no sample sees it
+    lone[17] = 3.0  # outside every sample
     assert few_values(lone) == (True, None)
 
 
@@ -210,7 +210,7 @@ def test_explain_counts_the_stored_bytes(bits: int) -> None:
         )
         held += sum(map(tensor_bytes, parts))
     assert prediction.hidden is not None
-    # what is too small to be handed over, and what the loss keeps, are the rest
+    # the rest: small tensors, and those that the loss saves
     assert held < predicted.activations < held + 0.25 * plain.activations
     assert predicted.activations < (bits + 3) / 32 * plain.activations + tensor_bytes(model.head.weight) * 2
 
@@ -301,7 +301,7 @@ def test_hugging_face_model_learns_in_4_bits() -> None:
     assert losses(records)[-1] < losses(records)[0] - 1.0
 
 
-# Bits that adapt ------------------------------------------------------------------------------------------------------
+# Adaptive bits --------------------------------------------------------------------------------------------------------
 
 
 def adaptive(**settings: object) -> CompressActivations:

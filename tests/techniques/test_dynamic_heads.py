@@ -112,7 +112,7 @@ def test_pruned_model_computes_the_same(style: str) -> None:
     run = run_of(DynamicHeads(neurons=0.5, every=1, alpha=1.0, until=5), plain=plain)
     state = run.start()
     advance(run, state)
-    model = state.model.eval().double()  # in which order a machine adds does not matter then
+    model = state.model.eval().double()  # float64: the order of summation does not matter
     smaller = finished(model, DynamicHeads(neurons=0.5))
     given = image_run().source.at(9)["inputs"].double() if style == "vit" else torch.arange(12).view(1, 12)
     with torch.no_grad():

@@ -1,5 +1,4 @@
-"""Early-bird tickets: what is kept against plain loops, when they are drawn, and that the run afterwards is that of a
-smaller model from its first weights."""
+"""Early-bird tickets: masks against plain loops, the step of the draw, and the run of the smaller model."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -45,7 +44,7 @@ def kept_in(state: TrainState) -> dict[str, int]:
     return {name: pieces.count for name, pieces in find_units(state.model).items()}
 
 
-# what is kept
+# masks
 
 
 @given(SCORES, some.floats(0, 0.95))
@@ -97,7 +96,7 @@ def test_masks_use_magnitudes() -> None:
     assert not any(masks[name][2] for name in masks if name.endswith("out"))
 
 
-# when it is drawn
+# drawing a ticket
 
 
 def test_coefficients_have_l1_penalty_without_decay() -> None:
@@ -119,7 +118,7 @@ def test_ticket_is_drawn_when_masks_agree() -> None:
     state = run.start()
     records = advance(run, state)
     curve = [(record.step - 1, record.notes) for record in records if "mask_distance_of_heads" in record.notes]
-    assert [step for step, _ in curve] == list(range(4, curve[-1][0] + 1, 2))  # two masks are there after step 4
+    assert [step for step, _ in curve] == list(range(4, curve[-1][0] + 1, 2))  # two masks exist after step 4
     drawn = next(entry for entry in state.log if entry.decision["phase"] == "train")
     near = [max(notes.values()) < 0.2 for step, notes in curve]
     first = next(step for (step, _), is_near in zip(curve, near, strict=True) if is_near and step >= 6)

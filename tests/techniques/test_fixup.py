@@ -171,7 +171,7 @@ def test_t_fixup_splits_fused_matrices() -> None:
     model = TFixup().model(KINDS["our t5"].model())  # 3 encoder blocks, 2 decoder blocks, heads 4 wide, gated
     factor = (9 * 2) ** -0.25
     cross = model.decoder.blocks[1].cross_attention
-    assert_uniform(cross.q.weight, xavier(32, 16) / math.sqrt(4))  # T5 leaves 1 / sqrt(k) to its queries
+    assert_uniform(cross.q.weight, xavier(32, 16) / math.sqrt(4))  # T5 divides its queries by sqrt(k)
     key, value = cross.kv.weight.chunk(2)
     assert_uniform(key, xavier(32, 16))
     assert_uniform(value, xavier(32, 16) * factor)

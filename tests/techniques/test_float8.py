@@ -62,7 +62,7 @@ def test_inner_blocks_are_treated() -> None:
     assert "8 of 17 modules" in text and "skipped head: it is outside the blocks" in text
     assert "blocks.0 is skipped as the first block" in text and "blocks.3 is skipped as the last block" in text
     assert len(treated(Float8(skip_end_blocks=False).model(tiny_model(depth=4)))) == 16
-    assert len(treated(Float8().model(tiny_model(depth=2)))) == 8  # nothing would be left between its ends
+    assert len(treated(Float8().model(tiny_model(depth=2)))) == 8  # a stack of two has no inner blocks
     assert treated(Float8(where="up").model(tiny_model(depth=3))) == ["blocks.1.mlp.up"]
 
 
@@ -149,7 +149,7 @@ def test_scales_follow_all_micro_batches_once_a_step() -> None:
         advance(run, state, 1)
         hook.remove()
         assert len(inputs) == parts
-        assert torch.equal(layer.float8_history[:, 1:], torch.zeros(3, 2))  # one entry, not one for each micro-batch
+        assert torch.equal(layer.float8_history[:, 1:], torch.zeros(3, 2))  # one entry per step, not per micro-batch
         largest = max(float(x.abs().max()) for x in inputs)
         assert float(layer.float8_history[0, 0]) == largest
         assert float(layer.float8_scales[0]) == pytest.approx(448 / largest)
@@ -193,7 +193,7 @@ def test_doubled_loss_scale_does_not_clip_gradients() -> None:
     run, _, model = started(technique("precision.float8", history=4), scaled)
     layers = [module for module in model.modules() if hasattr(module, "float8_seen")]
     factors = []
-    for step in range(6):  # the same step again and again
+    for step in range(6):  # a repeated step
         before = scales_of(model)[:, GRADIENT]
         model.zero_grad()
         factors.append(run.backward(model, run.objective, run.source.at(0)).notes["loss_scale"])
@@ -206,7 +206,7 @@ def test_doubled_loss_scale_does_not_clip_gradients() -> None:
 def test_nan_reaches_the_loss_but_not_the_history() -> None:
     run, state, model = started(Float8(), steps=3)
     advance(run, state, 1)
-    weight = model.get_submodule("blocks.0.mlp.down").weight  # of a layer before those in 8 bits
+    weight = model.get_submodule("blocks.0.mlp.down").weight  # of a layer before the float8 layers
     known = scales_of(model)
     with torch.no_grad():
         kept = weight[0, 0].clone()
@@ -293,15 +293,15 @@ def test_two_ranks_have_equal_scales(strategy: str) -> None:
     assert first.tensors == second.tensors and first.losses == second.losses
     assert sum("float8_scales" in tensor for tensor in first.tensors) == 8
     alone, _ = run_through(plain_run(), with_optimizer([technique(name)]), 4)
-    # until there is a history each rank goes by its own part of the batch
+    # without a history each rank uses its own part of the batch
     assert first.losses == pytest.approx(losses(alone), rel=1e-2)
 
 
 def test_explain_counts_float8_activations() -> None:
     explained = explain(compose(plain_run(), with_optimizer([Float8(skip_end_blocks=False)]), 2))
     rows, width, inner, depth = 4 * 16, 32, 64, 4
-    # in each block the outputs of two norms and what goes into the last layer shrink from 4 bytes a number to 1;
-    # attention keeps its own result anyway, so that the codes of that come on top
+    # in each block the outputs of two norms and the input of the last layer shrink from 4 bytes per element to 1;
+    # attention saves its own result in addition to the float8 values
     saved = depth * rows * (3 * (2 * width + inner) - width)
     found = explained.plain.activations - explained.footprint.activations
     assert found == pytest.approx(saved, rel=0.01)

@@ -54,7 +54,7 @@ def test_density_follows_the_schedule_without_regrowth(distribution: str) -> Non
         wanted = 1.0 if latest is None else cubic_density(latest, 1, 6, 1.0, 0.1)
         assert kept == pytest.approx(wanted, abs=2e-3)
         assert not any((now[name] & ~masks[name]).any() for name in now)
-        for name, parameter in state.model.named_parameters():  # steps that prune train on
+        for name, parameter in state.model.named_parameters():  # pruning steps update too
             moved = parameter != before[name]
             assert moved.any() or (name in now and not now[name].any())
         masks = {name: mask.clone() for name, mask in now.items()}

@@ -112,7 +112,7 @@ def test_largest_signed_scores_are_kept() -> None:
     kept = torch.cat([mask.flatten() for mask in optimizer.slots["masks.mask"]])
     assert int(kept.sum()) == round(0.3 * len(scores))
     assert scores[kept].min() >= scores[~kept].max()
-    assert scores[~kept].min() < 0 < -float(scores.min())  # an absolute value would have kept others
+    assert scores[~kept].min() < 0 < -float(scores.min())  # an absolute value would keep others
     assert not torch.equal(kept, scores.abs() >= scores.abs().sort(descending=True).values[int(kept.sum()) - 1])
 
 
@@ -123,7 +123,7 @@ def scored(*others: str, **model: object) -> dict[str, Tensor]:
     run = compose(plain_run(**model), with_optimizer([technique("sparsity.grasp"), *map(technique, others)]), 4)  # type: ignore[arg-type]
     state = run.start()
     (record,) = advance(run, state, 1)
-    assert losses([record]) == pytest.approx([LN_256], rel=0.1)  # the loss itself, not that of cooled logits
+    assert losses([record]) == pytest.approx([LN_256], rel=0.1)  # the loss of the undivided logits
     return {name: mask.clone() for name, mask in masks_in(state).items()}
 
 
@@ -163,7 +163,7 @@ def test_overflowed_step_is_not_scored() -> None:
     advance(run, state, 2)
     assert int(state.techniques["sparsity.grasp"]["scored"]) == 1
     run.verify(state)
-    state.techniques["sparsity.grasp"]["scored"].zero_()  # as in a fork of a run that has not scored
+    state.techniques["sparsity.grasp"]["scored"].zero_()  # as in a fork of a run without scoring
     with pytest.raises(IntegrityError, match="0 of the first 1 steps were scored"):
         run.verify(state)
 

@@ -158,7 +158,7 @@ def test_values_depend_on_seed_and_name(name: str) -> None:
         if "blocks" in key:
             assert not torch.equal(value, other[key])
             unit = [matrix / matrix.norm() for matrix in (value[-WIDTH:], long[key][-WIDTH:])]
-            torch.testing.assert_close(*unit)  # the same draw at another scale
+            torch.testing.assert_close(*unit)  # the same random values at another scale
 
 
 def test_grown_blocks_copy_scalars() -> None:

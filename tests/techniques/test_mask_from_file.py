@@ -47,14 +47,14 @@ def weights_in(state: TrainState) -> dict[str, Tensor]:
     return {name: parameter.detach() for name, parameter in state.model.named_parameters()}
 
 
-# how tickets are drawn
+# drawing tickets
 
 
 @given(SIZES, some.floats(0.05, 0.95), some.booleans(), some.integers(0, 10_000))
 @settings(max_examples=60)
 def test_smallest_kept_weights_are_pruned(sizes: list[tuple[int, int]], prune: float, apart: bool, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
-    # few different magnitudes, so that many are equal
+    # few distinct magnitudes, so that many are equal
     weights = {f"w{i}": torch.randint(-3, 4, size, generator=generator).float() for i, size in enumerate(sizes)}
     masks = {name: torch.rand(each.shape, generator=generator) < 0.7 for name, each in weights.items()}
     half = {"w0"} if seed % 2 else set()
@@ -79,7 +79,7 @@ def test_ticket_file_is_deterministic_and_readable(tmp_path: Path) -> None:
     found = read_mask_file(str(tmp_path / "t"), hashlib.sha256((tmp_path / "t").read_bytes()).hexdigest())
     assert found.keys() == masks.keys() and all(torch.equal(found[name], masks[name]) for name in masks)
     changed = mask_file_bytes(masks, "here", {**weights, "a.weight": torch.zeros(2, 2)})
-    assert changed != (tmp_path / "t").read_bytes()  # it says of which weights it was drawn
+    assert changed != (tmp_path / "t").read_bytes()  # the metadata name the weights
 
 
 def test_masks_are_read_in_sorted_order(tmp_path: Path) -> None:
@@ -88,7 +88,7 @@ def test_masks_are_read_in_sorted_order(tmp_path: Path) -> None:
     assert list(read_mask_file(str(tmp_path / "t"), hashlib.sha256(content).hexdigest())) == sorted(masks)
 
 
-# what a run under a ticket is
+# runs under a ticket
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_any_network_trains_under_a_ticket(tmp_path: Path) -> None:
     assert MaskFromFile(**kept(tmp_path, masks)).model(network) is network
 
 
-# what is refused
+# refusals
 
 
 def test_changed_file_is_refused(tmp_path: Path) -> None:

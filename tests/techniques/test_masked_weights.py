@@ -24,9 +24,9 @@ from thrifty.techniques.optimizers.adamw import adamw
 
 MASKED = [name for name in techniques.names() if Claim.WEIGHT_MASKS in techniques.find(name).claims]
 BY_FILE = {"sparsity.mask_from_file"}
-"""Whose masks come from a file, and are full without."""
+"""Techniques whose masks come from a file, and are full without one."""
 BY_PIECE = {"sparsity.dynamic_heads"}
-"""Whose densities are whole heads: test_dynamic_heads.py."""
+"""Techniques whose density counts whole heads: test_dynamic_heads.py."""
 CHOOSING = [name for name in MASKED if name not in BY_FILE | BY_PIECE]
 OPTIMIZERS = ["adamw", "lion", "muon", "soap", "schedule_free", "lamb", "adafactor", "sgd", "lars"]
 STRATEGIES = ("parallelism.replicate", "parallelism.shard")
@@ -61,7 +61,7 @@ def assert_everything_is_inside(run: Run, state: TrainState) -> None:
 @pytest.mark.parametrize("name", CHOOSING)
 @pytest.mark.parametrize(("optimizer", "others"), zip(OPTIMIZERS, itertools.cycle(COMPANY), strict=False))
 def test_weights_stay_masked_at_every_step(name: str, optimizer: str, others: tuple[str, ...]) -> None:
-    if optimizer == "schedule_free":  # it brings its average
+    if optimizer == "schedule_free":  # it has its own average
         others = ("growth.stacking",)
     chosen = [technique(f"optimizers.{optimizer}"), technique(name, density=0.3), *map(technique, others)]
     try:
@@ -75,7 +75,7 @@ def test_weights_stay_masked_at_every_step(name: str, optimizer: str, others: tu
         advance(run, state, step)
         assert_everything_is_inside(run, state)
     shapes = {key: tuple(mask.shape) for key, mask in masks_in(state).items()}
-    most = 1.02 * global_count(shapes, 0.3) / global_count(shapes, 1.0)  # layers are rounded one by one
+    most = 1.02 * global_count(shapes, 0.3) / global_count(shapes, 1.0)  # counts are rounded by layer
     assert shapes and density(state) <= most
 
 
@@ -89,7 +89,7 @@ def test_ranks_have_single_process_masks() -> None:
         for name, masks in found.items():
             assert {key: len(kept) for key, kept in masks.items()} == {k: len(kept) for k, kept in alone[name].items()}
             same = sum(len(masks[key] & alone[name][key]) for key in masks)
-            # gradients are summed in another order: the last bit may decide between two weights
+            # another order of summation may change the choice between two weights
             assert same >= 0.999 * sum(map(len, masks.values())), (strategy, name)
 
 
@@ -100,11 +100,11 @@ def test_excess_density_raises_integrity_error(name: str, monkeypatch: pytest.Mo
     keep_all = lambda self, names, layer, step: ((each, layer(each).mask | True) for each in names)  # noqa: E731
     monkeypatch.setattr(type(greedy), "next_masks", keep_all)
     state = run.start()
-    # weights that have just been grown are zero: it is the mask that tells
+    # weights that were just grown are zero, so compare masks
     what = "non-zero weights" if name == "sparsity.gradual" else "the mask of .* keeps"
     with pytest.raises(IntegrityError, match=f"{name}: .*{what}"):
         advance(run, state)
-    assert state.step == 3  # the update of step 2 moved, and nothing may be trained with what it left
+    assert state.step == 3  # the update of step 2 moved masks; no step may follow it
 
 
 @pytest.mark.parametrize("name", ["sparsity.rigl", "sparsity.gradual"])

@@ -123,7 +123,7 @@ def test_overflow_on_one_rank_skips_on_all(strategy: str) -> None:
     assert first == second
     assert first["skipped"] == [3] and first["updates"] == 5
     assert first["scales"] == [1024] * 3 + [512] * 3
-    assert first["answered"] == PATIENCE + 1  # a lower scale has answered each of them: no sign of divergence
+    assert first["answered"] == PATIENCE + 1  # each overflow lowered the scale: no divergence
 
 
 def test_scale_is_restored_from_a_checkpoint(tmp_path: Path) -> None:

@@ -129,7 +129,7 @@ def test_effective_weights_are_n_of_m_at_every_step(settings: dict[str, Any]) ->
             assert bool((groups == chosen.n).all())
             if chosen.transposable:
                 assert bool(((weight != 0).T.unflatten(-1, (-1, chosen.m)).sum(-1) == chosen.n).all())
-            assert bool((layer.weight != 0).all())  # what is masked lives on
+            assert bool((layer.weight != 0).all())  # masked weights are kept
 
 
 def test_masks_follow_the_weights_when_due() -> None:
@@ -269,7 +269,7 @@ def test_fork_of_a_dense_run_masks_its_weights() -> None:
     state.load_scalars(values.scalars)
     wanted = {name: n_of_m_mask(layer.weight, 2, 4) for name, layer in treated(model).items()}
     assert any(not torch.equal(mask, wanted[name]) for name, mask in masks_of(model).items())
-    advance(run, state, 4)  # not a multiple of four, but there were none yet
+    advance(run, state, 4)  # no multiple of four, but no masks exist yet
     assert all(torch.equal(mask, wanted[name]) for name, mask in masks_of(model).items())
     advance(run, state, 5)
     assert not any(bool(mask.all()) for mask in masks_of(model).values())
@@ -283,7 +283,7 @@ def test_excess_density_raises_integrity_error(transposable: bool) -> None:
     run.verify(state)
     mask = getattr(treated(model)["blocks.1.mlp.down"], MASK)
     row = torch.tensor([True, True, False, False])
-    mask.copy_(row.repeat(mask.shape[0], mask.shape[1] // 4))  # right along inputs alone
+    mask.copy_(row.repeat(mask.shape[0], mask.shape[1] // 4))  # valid along inputs only
     if transposable:
         with pytest.raises(IntegrityError, match="keeps more than 2:4 along inputs and outputs"):
             run.verify(state)
@@ -311,7 +311,7 @@ def test_conflicting_techniques_are_refused(other: str, reason: str) -> None:
 def test_mask_is_computed_from_the_float32_weight() -> None:
     run, state, model = started(NOfM(), technique("precision.mixed"))
     layer = treated(model)["blocks.0.mlp.up"]
-    with torch.no_grad():  # equal in bfloat16, where the first two would be kept
+    with torch.no_grad():  # equal in bfloat16, which would keep the first two
         layer.weight[0, :4] = torch.tensor([1.0, 1.0005, 1.001, 1.0015])
     advance(run, state, 1)
     assert getattr(layer, MASK)[0, :4].tolist() == [False, False, True, True]

@@ -122,7 +122,7 @@ def test_first_and_usual_measurements_are_not_clamped() -> None:
     measuring = NoiseScaleBackward(plain_backward, 3, 0.9)
     assert measuring.usual(8) == 0.0
     measuring.state["signal"].fill_(1 - 0.9**2)
-    for calls in (5, 6, 7):  # the fifth comes after two measurements, at the first and the fourth; so does the seventh
+    for calls in (5, 6, 7):  # two measurements, of calls 1 and 4, precede calls 5 to 7
         measuring.state["calls"].fill_(calls)
         assert measuring.usual(8) == pytest.approx(1.0)
 

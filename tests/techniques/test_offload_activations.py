@@ -23,7 +23,7 @@ from thrifty.techniques.memory.offload_activations import OffloadingStore
 
 TIERS: tuple[Where, ...] = ("disk", "simulated")
 EARLY = {"prefetch": 2, "keep_last": 0, "min_elements": 1}
-"""Settings with which nearly everything of a tiny run goes."""
+"""Settings that offload nearly all activations of a tiny run."""
 OTHERS = [
     [],
     ["memory.recompute"],
@@ -77,9 +77,9 @@ def chain_of(length: int, size: int = 100) -> list[Tensor]:
 def test_all_but_the_last_tensors_cross_the_link_once() -> None:
     tier, weights = SimulatedTier(SimulatedLink()), chain_of(20)
     loss = saved_products(OffloadingStore(tier, prefetch=2, keep_last=5), weights)
-    assert tier.account.sent == (19 - 5) * 400  # the first product saves parameters alone
+    assert tier.account.sent == (19 - 5) * 400  # the first product saves only parameters
     loss.backward()
-    assert tier.account.returned == (19 - 5 - 2) * 400  # two were still on their way out
+    assert tier.account.returned == (19 - 5 - 2) * 400  # two were still in transfer
     assert tier.account.now == 0
 
 
@@ -135,7 +135,7 @@ def seconds_predicted(stages: list[tuple[int, float]], link: SimulatedLink, ahea
             gone.append(line_out)
         if len(gone) > ahead:
             now = max(now, gone[-1 - ahead])
-    left = max(len(gone) - ahead, 0)  # the others are still here
+    left = max(len(gone) - ahead, 0)  # the others are still on the device
     back = [0.0] * left
     next_back = left - 1
     for place in reversed(range(len(stages))):
@@ -157,7 +157,7 @@ def test_waiting_times_match_the_link_model(
     found = seconds_taken(stages, link, ahead, keep_last)
     assert found == pytest.approx(seconds_predicted(stages, link, ahead, keep_last))
     sent = sum(size for size, _ in stages[: max(len(stages) - keep_last - ahead, 0)])
-    assert found >= sent / bandwidth  # bytes that left the device cannot have done so faster
+    assert found >= sent / bandwidth  # a lower bound by bandwidth
 
 
 @given(STAGES, st.floats(1e-3, 1e12), *WINDOWS)

@@ -43,7 +43,7 @@ from thrifty.techniques.optimizers.adamw import adamw
 TIERS: tuple[Where, ...] = ("disk", "simulated")
 ACTING = [name for name in techniques.names() if name.startswith(("optimizers.", "sparsity.", "precision."))]
 ACTING += ["growth.stacking", "averaging.ema", "averaging.latest"]
-"""What moves parameters, keeps state, or changes the structure."""
+"""Techniques that change parameters, have state, or change the structure."""
 DELAYED = {"to": "simulated", "delay": True, "after": 2}
 
 
@@ -170,7 +170,7 @@ def test_delayed_update_is_adam_with_previous_gradients(after: int, rate: float)
         optimizer.step()
     expected = delayed_adam(start, lambda w: curvature * w, rate, after, 200)
     assert torch.allclose(weight, expected, rtol=1e-3, atol=1e-6)
-    if rate == 0.03:  # larger rates swing: the oracle's do too
+    if rate == 0.03:  # larger rates oscillate, in the reference too
         assert float((curvature * weight.detach() ** 2).sum()) < 1e-4 * float((curvature * start**2).sum())
 
 

@@ -23,7 +23,7 @@ OF_TEXT = {
     "large_batch.gradient_cache": "need no second forward pass",
     "curriculum.sequence_length": "use it on plain text",
 }
-"""What has no place on images, and what it says."""
+"""Techniques that are refused on images, with the message."""
 OVER_RANKS = {"parallelism.shard"}
 TOUCHY = ["adapters.lora", "growth.stacking", "sparsity.rigl", "memory.recompute", "precision.mixed"]
 AXES = {

@@ -78,7 +78,7 @@ def test_measured_peak_is_within_and_near_the_budget(style: str) -> None:
         ScheduledRecompute(model, blocks_of(model), budget)
         _, peak = live_bytes(model, TOKENS)
         assert peak <= budget
-        assert peak >= budget - 0.1 * plain  # what one block holds is a twelfth
+        assert peak >= budget - 0.1 * plain  # a block has a twelfth of the memory
 
 
 @pytest.mark.sampled(1)
@@ -96,7 +96,7 @@ def test_hugging_face_peak_is_within_the_budget(name: str) -> None:
     for share in (0.9, 0.7, 0.6):
         model = model_of_kind(name)
         ScheduledRecompute(model, blocks_of(model), share)
-        head = 2 * 32 * 48 * 4 * 3  # logits of 32 tokens, their gradient and the loss come on top
+        head = 2 * 32 * 48 * 4 * 3  # plus logits of 32 tokens, their gradient and the loss
         assert loss(model) <= share * plain + head
 
 
@@ -118,7 +118,7 @@ def test_no_periodic_schedule_is_cheaper_at_the_same_memory() -> None:
         model = deep("gpt")
         ScheduledRecompute(
             model, blocks_of(model), needed + 2 * activation
-        )  # its count is about one above what is measured
+        )  # the count is slightly above the measurement
         found, peak = cost_of(model)
         assert peak <= needed + 2 * activation
         assert found <= work
@@ -204,7 +204,7 @@ def test_each_batch_shape_has_its_own_schedule() -> None:
         model(TOKENS[:rows]).sum().backward()
     assert len(planned.schedules) == 2
     large, small = planned.schedules.values()
-    assert large.again and not small.again  # two rows fit as they are
+    assert large.again and not small.again  # two rows fit without recomputation
     with torch.no_grad():
         model(TOKENS[:4])
     assert len(planned.schedules) == 2

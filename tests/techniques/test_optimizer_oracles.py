@@ -84,7 +84,7 @@ ORACLES = {
 def test_optimizers_equal_installed_implementations(name: str) -> None:
     ours, theirs = ORACLES[name]
     held = parameters()
-    tolerance = 1e-6 if "soap" in name else 1e-12  # theirs decomposes in float32
+    tolerance = 1e-6 if "soap" in name else 1e-12  # the reference decomposes in float32
     assert largest_difference(trained(ours), take_steps(theirs(held), held)) < tolerance
 
 
@@ -124,7 +124,7 @@ def test_muon_equals_torch_within_bfloat16(ours: str, theirs: str) -> None:
     moved = {name: (value - random_tensors(0)[name]).abs().max() for name, value in wanted.items()}
     for name, value in wanted.items():
         difference = (found[name] - value).abs().max()
-        # the last bit of a bfloat16 is 1/256; theirs averages what ours sums, which rounds differently
+        # bfloat16 has a relative precision of 1/256; torch averages where ours sums, with other rounding
         assert difference < (0.05 * moved[name] if is_hidden_matrix(name, value) else 1e-6), name
 
 
@@ -157,8 +157,8 @@ class TheirLamb:
             self.square[name] = 0.99 * self.square[name] + 0.01 * g * g
             w -= 0.01 * (0.1 if is_matrix(name, w) else 0.0) * w  # decay outside the update whose length is scaled
             u = self.mean[name] / (self.square[name].sqrt() + 1e-6)  # without 1 / sqrt(1 - b2^t), ...
-            ratio = w.norm().clamp(max=10.0) / (u.norm() + 1e-6)  # the norm of the weights cut at 10
-            w -= 0.01 / (1 - 0.9**self.t) * ratio * u  # ... and 1 / (1 - b1^t) outside the ratio, which cannot undo it
+            ratio = w.norm().clamp(max=10.0) / (u.norm() + 1e-6)  # the weight norm is clipped at 10
+            w -= 0.01 / (1 - 0.9**self.t) * ratio * u  # ... and 1 / (1 - b1^t) outside the ratio
 
 
 def large_embedding() -> Named:

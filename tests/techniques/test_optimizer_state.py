@@ -199,8 +199,10 @@ def test_pieces_and_threads_are_exact(name: str, form: str, monkeypatch: pytest.
 
 
 def roots_after_a_fall(transform: GradientTransform) -> Tensor:
-    """Roots of second moments over what they should be, 2.5 time constants after half of the gradients fell to a
-    tenth; the others keep the scales of the blocks where they are."""
+    """Return roots of second moments relative to exact ones, 2.5 time constants after half of the gradients fell.
+
+    They fell to a tenth; the other half keeps the scales of the blocks constant.
+    """
     parameter = nn.Parameter(torch.zeros(16, 256))
     optimizer = TransformOptimizer([("matrix", parameter)], transform)
     generator = torch.Generator().manual_seed(0)

@@ -56,7 +56,7 @@ def test_moments_of_real_models_are_quantized(two: list[dict[str, Any]], name: s
 @pytest.mark.parametrize("form", FORMS)
 def test_resume_on_the_same_mesh_is_bit_identical(two: list[dict[str, Any]], form: str) -> None:
     for rank in two:
-        for name, value in rank["went on"][form]["stored"].items():
+        for name, value in rank["resumed"][form]["stored"].items():
             np.testing.assert_array_equal(rank["again"][form]["stored"][name], value, err_msg=name)
 
 

@@ -47,7 +47,7 @@ HIDDEN = [name for name in MATRICES if "embedding" not in name]
 SLICES = {"blocks.0.attention.qkv.weight": [6, 2, 2], "blocks.0.mlp.up.weight": [8, 8]}
 
 Rule = Callable[[str, int, Tensor, Tensor, dict[str, Tensor]], Tensor]
-"""(name, number of the step from 1, parameter, gradient, memory that starts at 0) to the parameter after it."""
+"""Function from (name, step from 1, parameter, gradient, state that starts at 0) to the new parameter."""
 
 
 class Memory(dict):
@@ -165,7 +165,9 @@ def test_muon_equals_the_post_with_adamw_for_the_rest(scale: str, slices: bool, 
 
 def test_soap_is_adam_in_shampoo_axes() -> None:
     def rule(name: str, t: int, w: Tensor, g: Tensor, memory: dict[str, Tensor]) -> Tensor:
-        sides = [dim for dim in (0, 1) if w.ndim == 2 and w.shape[dim] <= 6]  # where gradients fill all axes at once
+        sides = [
+            dim for dim in (0, 1) if w.ndim == 2 and w.shape[dim] <= 6
+        ]  # sides whose axes all have gradients at once
 
         def turn(x: Tensor, back: bool = False) -> Tensor:
             for dim in sides:
@@ -199,7 +201,7 @@ def test_soap_survives_nan_eigenvectors(monkeypatch: pytest.MonkeyPatch) -> None
 
     def eigh(side: Tensor) -> Any:
         found = plain(side)
-        if side.dtype == torch.float32:  # as LAPACK may for a side of which most rows are zero
+        if side.dtype == torch.float32:  # as LAPACK may fail if most rows are zero
             found.eigenvectors.fill_(torch.nan)
         return found
 
@@ -218,7 +220,7 @@ def test_adafactor_equals_the_paper_as_torch_reads_it() -> None:
         fresh, eps = t**-0.8, 1e-3
         memory["all"] = (1 - fresh) * memory["all"] + fresh * g * g
         second = memory["all"]
-        if w.ndim == 2:  # rows and columns of a mean are means of rows and columns
+        if w.ndim == 2:  # row and column means of the mean
             row, column = second.mean(1, keepdim=True), second.mean(0, keepdim=True)
             second = row @ column / max(float(row.mean()), eps)
         u = g / second.sqrt().clamp(min=eps)
@@ -360,7 +362,7 @@ def apart(tensor: Tensor) -> Tensor:
     return torch.stack([tensor, tensor], -1)[..., 0]
 
 
-# of axes in which no gradient has been, SOAP's decomposition returns what rounding makes of them
+# SOAP's axes without gradients depend on rounding
 @pytest.mark.sampled(20)
 @pytest.mark.parametrize("name", sorted(OPTIMIZERS.keys() - {"soap"}))
 @pytest.mark.parametrize(
@@ -369,7 +371,7 @@ def apart(tensor: Tensor) -> Tensor:
 def test_memory_layout_does_not_matter(
     name: str, lie: tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chunked_update, "CHUNK_ELEMENTS", 16)  # rows of a matrix in pieces of their own
+    monkeypatch.setattr(chunked_update, "CHUNK_ELEMENTS", 16)  # split matrices into pieces by row
     held = {key: nn.Parameter(lie[0](value)) for key, value in random_tensors(0).items()}
     optimizer = TransformOptimizer(held.items(), OPTIMIZERS[name]())
     for step in range(STEPS):

@@ -48,9 +48,9 @@ TOUCHY = [
     "sparsity.n_of_m",
     "sparsity.rigl",
 ]
-"""What looks at gradients, parameters or saved tensors while they may be whole."""
+"""Techniques that read gradients, parameters or saved tensors while these may be whole."""
 OWN_DATA = {"data_selection.gradient_norm_sampling", "memory.compress_activations"}
-"""Each rank draws by itself, examples or how to round: the same in expectation, not the same numbers."""
+"""Techniques with separate random values on each rank (examples, rounding): equal in expectation only."""
 LOOSE = {
     "attention.dota": 3e-3,
     "precision.mixed": 3e-3,
@@ -59,8 +59,8 @@ LOOSE = {
     "precision.optimizer_state": 1e-4,
     "optimizers.soap": 3e-3,
 }
-"""Tolerances of techniques that amplify last bits: choices of keys, 16 or 8 bits, and eigenvectors of null directions.
-In float8 each rank scales the first step by its own share."""
+"""Tolerances of techniques that amplify last bits: chosen keys, 16 or 8 bits, and eigenvectors of null directions. In
+float8 each rank scales the first step by its own examples."""
 
 
 @cache
@@ -98,7 +98,7 @@ def test_two_ranks_equal_one_process(strategy: str, name: str) -> None:
 def test_order_of_names_does_not_matter(strategy: str) -> None:
     first, second = on_ranks(2, train_with_each, [technique(strategy)], OTHERS, strangers=True)
     assert first.keys() == second.keys() and len(first) > len(OTHERS) / 2
-    for name, run in first.items():  # of a parameter of one line one rank holds all, the other nothing
+    for name, run in first.items():  # one rank holds all of a parameter with one row
         assert replace(run, sharded=0) == replace(second[name], sharded=0), name
 
 

@@ -86,7 +86,7 @@ ALL_AT_ONCE = {
     "replicate": Case(piped(LAMB | {"parallelism.tensor": {}, "parallelism.replicate": {}}), {"batch": 8}, 20),
     "shard": Case(piped(LAMB | {"parallelism.tensor": {}, "parallelism.shard": {"zero": 1}}), {"batch": 8}, 20),
 }
-"""By the axis that stands beside pipeline and tensor."""
+"""Technique by mesh axis, in addition to pipeline and tensor."""
 
 
 @cache
@@ -130,7 +130,7 @@ def assert_the_single_process(ranks: Sequence[Found], case: Case, tolerance: flo
     for rank in ranks:
         assert rank.losses == pytest.approx(alone.losses, rel=tolerance, abs=0)
         assert rank.held_out == pytest.approx(alone.held_out, rel=tolerance, abs=0)
-        assert rank.norms == pytest.approx(alone.norms, rel=1e-6)  # a record keeps float32
+        assert rank.norms == pytest.approx(alone.norms, rel=1e-6)  # records are float32
         assert rank.losses == ranks[0].losses and rank.norms == ranks[0].norms
     assert set().union(*(rank.tensors for rank in ranks)) == alone.tensors.keys()
     for rank in ranks:
@@ -142,7 +142,7 @@ def assert_the_single_process(ranks: Sequence[Found], case: Case, tolerance: flo
 def test_two_stages_equal_one_process(two: dict[str, list[Found]], name: str) -> None:
     assert_the_single_process(two[name], TWO_STAGES[name])
     first, second = (rank.tensors.keys() for rank in two[name])
-    assert first and second and not first & second  # also of a tied head there is one, on the first
+    assert first and second and not first & second  # a tied head is on the first stage only
 
 
 @pytest.mark.slow
@@ -212,10 +212,12 @@ def test_alive_micro_batches_match_the_schedule() -> None:
     gpipe, one_each, interleaved, zero_bubble, zbv, recomputed = range(6)
     assert first[gpipe] == [4, 4] and second[gpipe] == [4, 4]  # m
     assert first[one_each] == [2, 2] and second[one_each] == [1, 1]  # p - i at stage i
-    assert max(first[recomputed] + second[recomputed]) <= 2  # the one that is kept, and one that is made again
+    assert max(first[recomputed] + second[recomputed]) <= 2  # the kept micro-batch and a recomputed one
     for index, schedule in ((interleaved, "interleaved"), (zero_bubble, "zero_bubble"), (zbv, "zbv")):
         most = max(sum(first[index]), sum(second[index]))
-        assert most / 2 >= pipeline.most_alive(schedule, 2, 4, 2) >= most / 3  # peaks of both stages, not at one time
+        assert (
+            most / 2 >= pipeline.most_alive(schedule, 2, 4, 2) >= most / 3
+        )  # peaks of both stages, at different times
 
 
 def test_checkpoint_resumes_with_other_numbers_of_stages(tmp_path: Path) -> None:
@@ -262,7 +264,7 @@ LOOSE = {
     "precision.bfloat16_weights": 3e-3,
     "precision.float8": 1e-2,
 }
-"""Where micro-batches are rounded each by themselves, or the last bit of a sum decides more."""
+"""Techniques that round micro-batches separately, or amplify the last bit of a sum."""
 
 
 @pytest.fixture(scope="module")
@@ -298,10 +300,10 @@ def test_blocks_are_divided_by_cost() -> None:
 @pytest.mark.parametrize("timed", [True, False])
 def test_stage_with_expensive_head_has_fewer_blocks(timed: bool) -> None:
     model = tiny_model(depth=8)
-    model.head = nn.Linear(32, 200_000, bias=False)  # heavy by far: times are of a shared machine
+    model.head = nn.Linear(32, 200_000, bias=False)  # much more expensive, since a shared machine measures times
     parts = partition_model(model, timed)
     assert (parts.stack, parts.front, parts.back) == ("blocks", ("embedding.token",), ("norm", "head"))
-    assert len(set(parts.costs[1:-1])) == 1  # blocks that are alike cost alike
+    assert len(set(parts.costs[1:-1])) == 1  # equal blocks have equal costs
     first, last = balanced_partition(parts.costs, 2)
     assert first > last
 
@@ -319,9 +321,9 @@ def test_memory_is_predicted() -> None:
         assert even.parameters == pytest.approx(plain.outside + 2 * plain.block)
         assert uneven.parameters == pytest.approx(plain.outside + 3 * plain.block)
         assert even.gradients == even.parameters and even.optimizer == 2 * even.parameters
-        # half of the blocks, two parts of four; tables of positions are the same for any number of examples
+        # half of the blocks, two micro-batches of four; position tables do not depend on the examples
         assert even.activations == pytest.approx(plain.saved / 2 * 2 / 4, rel=0.03)
-        # all parts on both ranks, and of the last one the loss besides
+        # all micro-batches on both ranks, and the loss on the last
         assert uneven.activations > plain.saved * 3 / 4
 
 
@@ -333,7 +335,7 @@ def test_traffic_and_buffers_are_predicted() -> None:
     for index, (name, (plain, predicted)) in enumerate(zip(names, on_ranks(2, footprints, cases)[0], strict=True)):
         sent, held = (max(values) for values in zip(*(rank[index] for rank in measured), strict=True))
         assert sent == predicted.traffic > 0, name
-        # torch still has the last micro-batch; with zbv also what went from stage to stage on the rank
+        # torch still holds the last micro-batch, and with zbv hidden states between stages of the rank
         besides = plain.hidden / 4 + (plain.hidden if name == "zbv" else 0)
         assert held == pytest.approx(predicted.buffers + besides, rel=0.01), name
 

@@ -85,14 +85,14 @@ def test_segments_save_one_input_each(segments: int, megabytes: float) -> None:
     BlockChain(list(model.blocks), RecomputeSchedule.of(periodic_schedule(16, 16 // segments)))
     activation = 512 * 256 * 4
     after_forward, peak = live_bytes(model, torch.randn(512, 256))
-    assert (activation + after_forward) / 1e6 == pytest.approx(megabytes, abs=0.05)  # the input is kept as well
+    assert (activation + after_forward) / 1e6 == pytest.approx(megabytes, abs=0.05)  # the input is saved too
     assert peak <= (segments + 3 * 16 // segments + 4) * activation
 
 
 def test_segment_length_is_the_square_root_of_all_blocks() -> None:
     model = Recompute(schedule="sqrt").model(Deep())
     after_forward, _ = live_bytes(model, torch.randn(512, 256))
-    assert after_forward / 1e6 == pytest.approx(7.9 - 0.5, abs=0.1)  # four segments of four, their first input apart
+    assert after_forward / 1e6 == pytest.approx(7.9 - 0.5, abs=0.1)  # four segments of four, without their first input
 
 
 @pytest.mark.slow
@@ -104,7 +104,9 @@ def test_footprint_counts_saved_and_recomputed_tensors() -> None:
     plain, sqrt, selective, every = (footprint(), *(footprint(**SETTINGS[index]) for index in (2, 3, 0)))
     assert selective.flops == plain.flops and selective.activations < 0.8 * plain.activations
     assert every.activations < sqrt.activations < 0.5 * plain.activations
-    assert plain.flops < sqrt.flops < every.flops < 4 / 3 * plain.flops  # each block is its forward pass in three
+    assert (
+        plain.flops < sqrt.flops < every.flops < 4 / 3 * plain.flops
+    )  # the forward pass is a third of each block's work
 
 
 def test_every_with_sqrt_is_refused() -> None:

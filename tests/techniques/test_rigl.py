@@ -99,7 +99,7 @@ def test_density_is_constant(others: tuple[str, ...], distribution: str) -> None
             step for step in range(1, STEPS)
             if any(not torch.equal(a, b) for a, b in zip(seen[step - 1], seen[step], strict=True))
         ]  # fmt: skip
-        assert moved == [2, 4, 6]  # the update of these steps, counted from 0
+        assert moved == [2, 4, 6]  # steps with a move, counted from 0
 
 
 def test_moving_step_grows_at_zero_without_update() -> None:

@@ -25,10 +25,10 @@ def test_density_is_constant_and_largest_weights_stay(rows: int, columns: int, f
 def test_growth_is_uniform_over_inactive_connections() -> None:
     weight = torch.arange(1.0, 61.0).view(6, 10)
     mask = torch.zeros(6, 10, dtype=torch.bool)
-    mask.view(-1)[30:] = True  # of which the smaller half is dropped: 45 places are free, for 15 connections
+    mask.view(-1)[30:] = True  # the smaller half is dropped: 45 free elements for 15 connections
     often = torch.stack([regrown_mask(mask, weight, 0.5, f"{key}").flatten().float() for key in range(3000)]).mean(0)
     assert (often[45:] == 1).all()
-    # a third each; 3000 draws are off by more than 5 standard deviations once in ten thousand tests
+    # a third each; 3000 samples deviate by more than 5 standard deviations once in ten thousand tests
     assert (often[:45] - 1 / 3).abs().max() < 5 * (2 / 9 / 3000) ** 0.5
 
 

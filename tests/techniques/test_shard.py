@@ -45,7 +45,7 @@ def low(zero: int) -> Way:
 FLAT = {"replicate": REPLICATE, **{f"zero {zero}": way for zero, way in ZERO.items()}}
 HYBRID = {f"hybrid zero {zero}": Way(way.divides, {"replicate": 2, "shard": 2}) for zero, way in ZERO.items()}
 BYTES = {
-    # of P numbers in float32 divided among n ranks, with Adam and accumulation: held between two micro-batches
+    # bytes between two micro-batches: P float32 parameters over n ranks, Adam and accumulation
     "replicate": (REPLICATE, lambda n: 16),
     "zero 1": (ZERO[1], lambda n: 8 + 12 / n),
     "zero 2": (ZERO[2], lambda n: 4 + 16 / n),

@@ -57,7 +57,7 @@ def test_shared_bert_base_has_12m_parameters() -> None:
     with torch.device("meta"):
         model = assemble(ModelConfig("bert", 12, 768, 12, 12, 3072, 30_000, 512, True))
     assert 108e6 < count(model) < 111e6
-    thin = (30_000 + 512) * 128 + 128 * 768  # in the paper positions are of the thin width too
+    thin = (30_000 + 512) * 128 + 128 * 768  # the paper's positions have the thin width too
     assert 11e6 < count(model.blocks[0]) + thin < 12e6
 
 

@@ -55,7 +55,7 @@ def test_mask_equals_a_plain_loop(steps: int, density: float) -> None:
     for name in masked:
         assert torch.equal(parameters[name], weights[name] * masks[name])
     step(batches[-1])
-    for name in masked:  # Adam's first update moves every weight by the rate, whatever its gradient's size
+    for name in masked:  # Adam's first update moves every weight by the rate
         moved = (parameters[name] - weights[name] * masks[name]).abs()
         assert torch.allclose(moved, 0.1 * masks[name].double(), rtol=1e-5)
 

@@ -38,7 +38,7 @@ from thrifty.techniques.sparsity.sparse_products import (
 )
 
 LAYERS = 16
-"""Of the tiny model that may use sparse products: four in each block."""
+"""Layers of the tiny model that may use sparse products: four in each block."""
 
 
 def sparse(density: float = 0.1, **settings: Any) -> list[Technique]:
@@ -91,7 +91,7 @@ def test_sparse_run_resumes_exactly_with_others(other: str) -> None:
     assert_same(snapshot(resumed), snapshot(state))
     assert all(record.notes["sparse_products"] for record in records if not record.changes)
     dense, _ = run_through(plain, [one for one in chosen if one.name != "sparsity.sparse_products"], 5)
-    assert losses(records) == pytest.approx(losses(dense), rel=2e-2)  # 16 bits round otherwise
+    assert losses(records) == pytest.approx(losses(dense), rel=2e-2)  # 16-bit rounding differs
 
 
 @pytest.mark.slow
@@ -278,7 +278,7 @@ def test_pattern_without_layers_is_refused(where: str, words: str) -> None:
 
 @pytest.mark.usefixtures("measured_products")
 def test_costs_are_measured(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sparse_breakeven.measure, "__defaults__", (0.0,))  # as short as can be
+    monkeypatch.setattr(sparse_breakeven.measure, "__defaults__", (0.0,))  # as short as possible
     run = compose(plain_run(), with_optimizer([technique("sparsity.sparse_products", tokens=64)]), 1)
     state = run.start()
     assert all(line.dense > 0 for product in products(state).values() for line in product.lines[torch.float32].values())

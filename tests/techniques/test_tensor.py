@@ -45,7 +45,7 @@ LOOSE = {
     "precision.mixed": 3e-3,
     "precision.optimizer_state": 1e-3,
 }
-"""Where the last bit of a sum decides more, or where the parts of a tensor are rounded one by one."""
+"""Techniques that amplify the last bit of a sum, or round the parts of a tensor separately."""
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +145,7 @@ def test_dropout_masks_follow_the_division(two: list[dict[str, Any]]) -> None:
             (mine,), (theirs,) = masks, second[name]
             is_whole = "norm" in name and not along_tokens
             assert np.array_equal(mine, theirs) == is_whole, name
-            if not is_whole:  # independent: both drop a number half as often as one does
+            if not is_whole:  # independent masks: both ranks drop an element half as often
                 assert_share(mine & theirs, 0.25)
             assert_share(mine, 0.5)
         for name, (mask,) in first.items():
@@ -180,9 +180,9 @@ def test_ranks_hold_their_part_of_split_layers(two: list[dict[str, Any]]) -> Non
 def test_each_block_has_four_collective_sums(two: list[dict[str, Any]]) -> None:
     blocks, chunks = 2, 1
     for rank in two:
-        sent = rank["held"][False].sent  # beside the blocks: the embedding, and the gradient where the loss begins
+        sent = rank["held"][False].sent  # plus the embedding, and the gradient of the loss
         assert sent == {"all_reduce": 4 * blocks + 2, "all_gather_into_tensor": chunks}
-        sent = rank["held"][True].sent  # besides: where hidden states are divided and put together
+        sent = rank["held"][True].sent  # plus the split and the gather of hidden states
         assert sent["reduce_scatter_tensor"] == 4 * blocks
         assert sent["all_gather_into_tensor"] == 4 * blocks + 2 + chunks
 

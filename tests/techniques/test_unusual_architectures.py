@@ -1,5 +1,4 @@
-"""Initializations on architectures of transformers that have something of their own: shared groups, norms in lists, two
-towers, branches without weights. Each is treated as what it is, or refused with the reason."""
+"""Initializations on unusual architectures: shared groups, norms in lists, two towers, branches without weights."""
 
 import math
 
