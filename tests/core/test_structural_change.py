@@ -202,7 +202,7 @@ def test_post_norm_model_refuses_zeroed_blocks() -> None:
     chosen = [technique("growth.stacking", start="zeroed"), technique("optimizers.adamw")]
     with pytest.raises(RefusedError, match="norm after its sums"):
         compose(plain_run(style="gpt1"), chosen, 4).start()
-    with pytest.raises(UsageError, match="would stay silent"):
+    with pytest.raises(UsageError, match="would never contribute"):
         compose(plain_run(), [*chosen, technique("adapters.lora")], 4)
 
 

@@ -1,4 +1,4 @@
-"""Automatic growth: what is tried, what is decided of it, and that the log alone repeats it."""
+"""Automatic growth: tried sizes, decisions, and their replay from the log."""
 
 from collections.abc import Sequence
 
@@ -25,7 +25,7 @@ def run_of(settings: AutoGrow = THREE, steps: int = 20, depth: int = 4) -> Run:
 
 
 class Watched:
-    """What each step of a run trained: blocks computed and tokens of an example."""
+    """A record of the computed blocks and the tokens per example of each step."""
 
     def __init__(self, run: Run):
         self.run, self.state = run, run.start()
@@ -56,14 +56,14 @@ def watched() -> Watched:
     return Watched(run_of()).go(20)
 
 
-def test_a_search_trains_every_size_in_turn_and_stages_one_size(watched: Watched) -> None:
+def test_a_search_trains_all_sizes_in_turn(watched: Watched) -> None:
     assert watched.steps[:8] == [(2, 8)] * 8
     assert watched.steps[8:14] == [(4, 16), (4, 8), (3, 16), (3, 8), (2, 16), (2, 8)]
     assert len(set(watched.steps[14:16])) == 1 and watched.steps[14] in watched.steps[8:14]
     assert watched.steps[16:] == [(4, 16)] * 4
 
 
-def test_the_log_says_what_was_decided_and_of_what(watched: Watched) -> None:
+def test_the_log_has_decisions_with_their_evidence(watched: Watched) -> None:
     small, search, chosen, *rest = watched.state.log
     assert [entry.step for entry in (small, search, chosen)] == [0, 8, 14]
     found = chosen.decision
@@ -74,7 +74,7 @@ def test_the_log_says_what_was_decided_and_of_what(watched: Watched) -> None:
 
 
 @pytest.mark.parametrize("at", [8, 11, 14])
-def test_a_run_resumed_anywhere_replays_its_decisions(watched: Watched, at: int) -> None:
+def test_resume_replays_logged_decisions(watched: Watched, at: int) -> None:
     run = run_of()
     state = run.start()
     advance(run, state, at)
@@ -86,7 +86,7 @@ def test_a_run_resumed_anywhere_replays_its_decisions(watched: Watched, at: int)
     assert_same(snapshot(resumed), snapshot(watched.state))
 
 
-def test_a_decision_in_the_log_is_not_made_again() -> None:
+def test_a_logged_decision_is_not_repeated() -> None:
     run = run_of()
     state = run.start()
     advance(run, state, 15)
@@ -137,12 +137,12 @@ def test_a_run_of_fewer_steps_than_stages_is_full_from_the_start() -> None:
     assert [sizes for _, _, sizes in decisions(state)] == [[[1.0, 1.0]]]
 
 
-def test_a_model_ends_at_its_full_size_whatever_was_chosen() -> None:
+def test_the_final_model_has_the_full_size() -> None:
     run = run_of(AutoGrow(stages=3, until=9, search=2, depths=2, lengths=1, weight=50.0), 8)
     state = run.start()
     advance(run, state, 6)
     assert state.model is not None
-    assert decisions(state)[-1][2] == [[0.5, 1.0]]  # time weighs so much that the smallest is best
+    assert decisions(state)[-1][2] == [[0.5, 1.0]]  # a large weight of time makes the smallest size best
     assert len(find_blocks(state.model)[1]) == 2
     advance(run, state)
     assert len(find_blocks(state.model)[1]) == 4 and decisions(state)[-1][2] == [[1.0, 1.0]]
@@ -166,7 +166,7 @@ def traced_flops(depth: int, length: int) -> float:
     return trace.flops / len(batch)
 
 
-def test_costs_counted_from_shapes_rise_as_those_of_a_traced_step() -> None:
+def test_counted_costs_rise_like_a_traced_step() -> None:
     model = tiny_model(style="gpt")
     sizes = [(4, 16), (4, 8), (2, 16), (2, 8)]
     counted = [step_flops(model, {"blocks": depth}, length) for depth, length in sizes]
@@ -175,10 +175,10 @@ def test_costs_counted_from_shapes_rise_as_those_of_a_traced_step() -> None:
     assert max(ratios) < 1.03 * min(ratios)
 
 
-def test_evaluation_sees_the_blocks_there_are_and_whole_texts() -> None:
+def test_evaluation_uses_all_current_blocks_and_whole_texts() -> None:
     run = run_of()
     state = run.start()
-    advance(run, state, 10)  # in the search
+    advance(run, state, 10)  # during the search
     assert state.model is not None
     calls: list[Sequence[int]] = []
     for block in find_blocks(state.model)[1]:
@@ -188,14 +188,14 @@ def test_evaluation_sees_the_blocks_there_are_and_whole_texts() -> None:
     assert [shape[1] for shape in calls] == [16] * 4
 
 
-def test_what_cannot_be_is_refused() -> None:
-    with pytest.raises(UsageError, match="does not fit a stage"):
+def test_impossible_settings_and_combinations_are_refused() -> None:
+    with pytest.raises(UsageError, match="is not shorter than a stage"):
         AutoGrow(stages=4, search=0.3)
-    for until in (8, 9):  # the next stage would begin before anything is chosen
-        with pytest.raises(UsageError, match="a search of 2 does not fit a stage of 2"):
+    for until in (8, 9):  # the next stage would begin before a selection
+        with pytest.raises(UsageError, match="a search of 2 is not shorter than a stage of 2"):
             AutoGrow(stages=4, until=until, search=2)
     for other, reason in (
-        ("sparsity.rigl", "not under the masks"),
+        ("sparsity.rigl", "is not masked"),
         ("adapters.lora", "keep frozen"),
         ("parallelism.pipeline", "no stage of a pipeline"),
         ("memory.activation_budget", "leaves blocks out"),
@@ -204,11 +204,11 @@ def test_what_cannot_be_is_refused() -> None:
             compose(plain_run(), [AutoGrow(), technique(other), technique("optimizers.adamw")], 4)
 
 
-def test_a_stack_keeps_one_block_at_least() -> None:
+def test_a_stack_keeps_at_least_one_block() -> None:
     assert [blocks_at(share, 4) for share in (0.01, 0.5, 0.6, 1.0)] == [1, 2, 2, 4]
 
 
-def test_blocks_whose_layers_compute_their_weights_have_no_width_to_count_with() -> None:
+def test_blocks_without_plain_linear_layers_are_refused() -> None:
     norm = nn.utils.parametrizations.weight_norm
     blocks = nn.ModuleList(nn.Sequential(norm(nn.Linear(4, 4)), nn.ReLU()) for _ in range(2))
     with pytest.raises(RefusedError, match="no linear layer with a weight of its own"):

@@ -1,4 +1,4 @@
-"""Compound growth: wider without a change of function, pooled without a look ahead, and nothing lost on the way."""
+"""Compound growth: function-preserving width, causal pooling, and preserved optimizer state."""
 
 import pytest
 import torch
@@ -26,7 +26,7 @@ from thrifty.techniques.growth.compound import CompoundGrowth, divisor_at
 
 
 def wider(style: str = "llama", *others: Technique, **changed: object) -> tuple[Run, TrainState, TrainState]:
-    """A run that grows wider alone before step 2: the run, a copy of its state before, and its state after."""
+    """Return a run that only grows in width before step 2, a copy of its state before, and its state after."""
     settings = {"at": (2,), "depth": 1, "length": 1, "width": 2} | changed
     chosen = [CompoundGrowth(**settings), *(others or [technique("optimizers.adamw")])]
     run = compose(plain_run(style=style), chosen, 4)
@@ -44,7 +44,7 @@ def hidden(state: TrainState) -> int:
 
 @pytest.mark.parametrize("divisor", [2, 3])
 @pytest.mark.parametrize("style", ["gpt", "llama"])
-def test_growing_wider_keeps_the_function_of_plain_and_gated_networks(style: str, divisor: int) -> None:
+def test_growth_in_width_preserves_the_function(style: str, divisor: int) -> None:
     run, before, after = wider(style, width=divisor)
     full = {"gpt": 64, "llama": 64}[style]
     assert (hidden(before), hidden(after)) == (full // 2, full)
@@ -58,7 +58,7 @@ def test_growing_wider_keeps_the_function_of_plain_and_gated_networks(style: str
 
 @torch.no_grad()
 def widened(model: nn.Module, small: nn.Module) -> None:
-    """Fill a model from one whose feed-forward networks are narrower."""
+    """Copy the weights of a model with narrower feed-forward networks into a wider model."""
     own, inner = dict(small.named_parameters()), inner_parameters(small)
     for name, parameter in model.named_parameters():
         value = own[name]
@@ -88,7 +88,7 @@ def test_any_known_model_can_be_narrowed_and_widened(kind: str, divisor: int) ->
 
 @settings(max_examples=40)
 @given(some.integers(1, 9), some.integers(0, 12), some.floats(0, 2))
-def test_shares_of_copies_sum_to_what_the_origin_wrote(old: int, more: int, spread: float) -> None:
+def test_weights_of_copies_sum_to_the_origin(old: int, more: int, spread: float) -> None:
     value = torch.randn(3, old, dtype=torch.float64)
     new = old + more
     shares = divide_outputs(duplicate_units(value, 1, new), 1, old, spread, "key")
@@ -104,7 +104,7 @@ def test_gate_and_value_are_each_duplicated() -> None:
 
 
 def halves_apart(spread: float) -> float:
-    """How far the copies of units are from each other after some steps of training."""
+    """Return the distance between copies of units after some steps of training."""
     run, _, state = wider("gpt", spread=spread)
     advance(run, state)
     assert state.model is not None
@@ -112,12 +112,12 @@ def halves_apart(spread: float) -> float:
     return float((up[: len(up) // 2] - up[len(up) // 2 :]).abs().max())
 
 
-def test_copies_with_equal_shares_stay_equal_and_noise_parts_them() -> None:
+def test_noise_separates_copies_with_equal_weights() -> None:
     assert halves_apart(0.0) < 1e-7
     assert halves_apart(0.1) > 1e-4
 
 
-def test_moments_follow_their_units_and_what_writes_is_not_halved() -> None:
+def test_moments_follow_their_units_undivided() -> None:
     _, before, after = wider("gpt", moments="copy")
     assert after.optimizer is not None and (after.optimizer.updates, after.optimizer.born) == (2, 0)
     old, new = before.tensors(), after.tensors()
@@ -128,7 +128,7 @@ def test_moments_follow_their_units_and_what_writes_is_not_halved() -> None:
 
 
 @pytest.mark.parametrize("average", ["averaging.ema"])
-def test_an_average_of_weights_grows_as_the_weights_do(average: str) -> None:
+def test_a_weight_average_grows_like_the_weights(average: str) -> None:
     chosen = [technique(average, start=0), technique("optimizers.adamw")]
     run, before, after = wider("gpt", *chosen, moments="copy", spread=0.0)
     tokens = run.source.at(7)["tokens"][:, :-1]
@@ -142,20 +142,20 @@ def test_an_average_of_weights_grows_as_the_weights_do(average: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["adafactor", "lamb", "lion", "muon", "schedule_free", "sgd"])
-def test_optimizers_go_on_with_what_they_had(name: str) -> None:
+def test_optimizers_continue_with_their_state(name: str) -> None:
     run, _, state = wider("gpt", technique(f"optimizers.{name}"), moments="copy")
     assert all(record.loss < 10 for record in advance(run, state))
 
 
-def test_state_that_does_not_show_its_units_is_refused_with_the_way_out() -> None:
-    with pytest.raises(RefusedError, match="inner units, so it cannot be copied") as refused:
+def test_state_without_a_dim_of_units_is_refused() -> None:
+    with pytest.raises(RefusedError, match="inner units, so it cannot grow") as refused:
         wider("gpt", technique("optimizers.soap"), moments="copy")
     assert 'moments="reset"' in refused.value.fix
     run, _, state = wider("gpt", technique("optimizers.soap"))
     advance(run, state)
 
 
-def test_masks_and_adapters_are_refused_with_the_reason() -> None:
+def test_masks_and_adapters_are_refused() -> None:
     for other, reason in (("sparsity.rigl", "another density"), ("adapters.lora", "keep frozen")):
         with pytest.raises(UsageError, match=reason):
             compose(plain_run(), [CompoundGrowth(), technique(other), technique("optimizers.adamw")], 4)
@@ -168,7 +168,7 @@ def test_sizes_double_up_to_the_last_growth() -> None:
     assert [divisor_at(step, 1, (2, 5)) for step in range(7)] == [1] * 7
 
 
-def test_all_three_sizes_are_there_at_each_stage_and_full_at_the_end() -> None:
+def test_all_three_sizes_grow_to_the_full_size() -> None:
     run = compose(
         plain_run(), [CompoundGrowth(at=(1, 3), depth=4, width=4, length=4), technique("optimizers.adamw")], 5
     )
@@ -183,7 +183,7 @@ def test_all_three_sizes_are_there_at_each_stage_and_full_at_the_end() -> None:
 
 @settings(max_examples=20)
 @given(some.integers(1, 20), some.integers(1, 5))
-def test_pooling_is_the_mean_of_neighbours_and_the_target_stands_behind_them(length: int, group: int) -> None:
+def test_pooling_averages_neighbors_and_predicts_the_next(length: int, group: int) -> None:
     x, tokens = torch.randn(2, length, 3), torch.arange(length + 1).expand(2, -1)
     means, targets = pool_tokens(x, group), pool_targets(tokens, group)[:, 1:]
     assert means.shape[1] == targets.shape[1] == length // group
@@ -193,7 +193,7 @@ def test_pooling_is_the_mean_of_neighbours_and_the_target_stands_behind_them(len
         assert int(targets[0, place]) == max(neighbours) + 1
 
 
-def test_nothing_is_predicted_from_itself() -> None:
+def test_no_token_is_predicted_from_itself() -> None:
     model = tiny_model().train()
     add_pooling(model, 2)
     tokens = plain_run().source.at(0)["tokens"][:, :-1]
@@ -205,7 +205,7 @@ def test_nothing_is_predicted_from_itself() -> None:
     assert torch.equal(one[:, :3], other[:, :3]) and not torch.equal(one[:, 3], other[:, 3])
 
 
-def test_a_pooling_model_learns_is_evaluated_whole_and_ends_whole() -> None:
+def test_a_pooling_model_learns_and_evaluates_without_pooling() -> None:
     plain = plain_run(repeated=True)
     chosen = [CompoundGrowth(at=(15, 30), shorten="pool", depth=1, width=1), technique("optimizers.adamw")]
     records, state = run_through(plain, chosen, 40)
@@ -219,7 +219,7 @@ def test_a_pooling_model_learns_is_evaluated_whole_and_ends_whole() -> None:
         assert state.model.train()(tokens).shape[1] == tokens.shape[1] // 2
 
 
-def test_what_cannot_be_shortened_is_refused() -> None:
+def test_inputs_that_cannot_be_shortened_are_refused() -> None:
     class Masked(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -233,7 +233,7 @@ def test_what_cannot_be_shortened_is_refused() -> None:
     add_pooling(model, 2)
     with pytest.raises(RefusedError, match="a mask or positions"):
         model.blocks[0](torch.zeros(1, 4, 4), torch.ones(1, 4, 4))
-    with pytest.raises(RefusedError, match="both have to be pooled"):
+    with pytest.raises(RefusedError, match="pooling supports one stack"):
         add_pooling(KINDS["our t5"].model(), 2)
 
 

@@ -1,6 +1,6 @@
-"""Growth and dropped blocks in a pipeline of two real ranks: together they are the single process.
+"""Growth and dropped blocks in a pipeline of two ranks, equal to a single process.
 
-With the other axes every technique is tried by the tests of those.
+Tests of the other axes try every technique.
 """
 
 from functools import cache
@@ -30,11 +30,11 @@ def on_two() -> dict[str, list[Found]]:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", GROWING)
-def test_two_stages_grow_as_one_process_does(name: str) -> None:
+def test_two_pipeline_stages_grow_like_one_process(name: str) -> None:
     assert_the_same(on_two()[name], found(GROWING[name].without("parallelism.pipeline")))
 
 
-def test_dropped_blocks_do_not_go_with_backward_passes_in_halves() -> None:
+def test_dropped_blocks_with_split_backward_are_refused() -> None:
     with pytest.raises(UsageError, match="a stage without remaining blocks"):
         Case(SEVERAL).compose()
 

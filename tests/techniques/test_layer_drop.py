@@ -1,4 +1,4 @@
-"""Progressive layer dropping: which blocks, how often, by what factor, and that nothing else is touched."""
+"""Progressive layer dropping: probabilities, factors, gates and refused models."""
 
 from collections import Counter
 from itertools import pairwise
@@ -33,21 +33,21 @@ def test_theta_falls_from_one_to_its_limit() -> None:
 
 
 @pytest.mark.parametrize("blocks", [1, 4, 12])
-def test_in_the_long_run_three_quarters_of_the_blocks_are_kept(blocks: int) -> None:
+def test_three_quarters_of_the_blocks_are_kept_in_the_long_run(blocks: int) -> None:
     expected = sum(keep_probability(block, blocks, 0.5) for block in range(blocks))
     assert expected == pytest.approx((3 * blocks - 1) / 4)
     found = fmean(sum(kept_blocks(7, step, blocks)) for step in range(4000))
     assert found == pytest.approx(expected, abs=4 * (blocks / 4 / 4000) ** 0.5)
 
 
-def test_blocks_are_drawn_apart_from_each_other_and_from_step_to_step() -> None:
+def test_blocks_are_dropped_independently() -> None:
     pairs = Counter((kept_blocks(0, step, 2)[0], kept_blocks(0, step, 2)[1]) for step in range(4000))
     assert pairs[True, True] / 4000 == pytest.approx(0.75 * 0.5, abs=0.03)
     assert kept_blocks(0, 5, 12) == kept_blocks(0, 5, 12)
     assert [kept_blocks(0, step, 12) for step in range(5)] != [kept_blocks(1, step, 12) for step in range(5)]
 
 
-def test_the_factor_makes_up_for_what_is_dropped_where_the_published_one_adds() -> None:
+def test_the_factor_compensates_dropping_unlike_published() -> None:
     steps, blocks = 6000, 12
     probabilities = [keep_probability(block, blocks, 0.5) for block in range(blocks)]
     kept = [
@@ -64,8 +64,8 @@ def test_the_first_block_can_be_spared() -> None:
     assert [keep_probability(block, 4, 0.5, spare_first=True) for block in range(4)] == [1, 0.875, 0.75, 0.625]
 
 
-def by_hand(model: nn.Module, tokens: Tensor, step: int) -> Tensor:
-    """The pre-norm model with the blocks that this step keeps, branch by branch."""
+def reference_output(model: nn.Module, tokens: Tensor, step: int) -> Tensor:
+    """Compute the pre-norm model with the blocks that a step keeps, branch by branch."""
     blocks, theta = find_blocks(model)[1], theta_at(step, 0.5, 1)
     x = model.embedding(tokens)
     for index, block in enumerate(blocks):
@@ -77,7 +77,7 @@ def by_hand(model: nn.Module, tokens: Tensor, step: int) -> Tensor:
 
 
 @pytest.mark.parametrize("style", ["gpt", "llama"])
-def test_a_step_is_the_model_with_some_blocks_left_out_and_the_others_multiplied(style: str) -> None:
+def test_a_step_equals_the_model_without_dropped_blocks(style: str) -> None:
     plain, source = tiny_model(style=style), plain_run().source
     model = DROPPING.model(tiny_model(style=style)).train()
     seen: list[Tensor] = []
@@ -87,7 +87,7 @@ def test_a_step_is_the_model_with_some_blocks_left_out_and_the_others_multiplied
         batch = source.at(step)
         backward(model, plain_run().objective, batch)
         with torch.no_grad():
-            expected = by_hand(plain, batch["tokens"][:, :-1], step)
+            expected = reference_output(plain, batch["tokens"][:, :-1], step)
         torch.testing.assert_close(seen[-1], expected, rtol=1e-5, atol=1e-5)
 
 
@@ -114,7 +114,7 @@ def test_dropped_blocks_are_not_computed_and_have_no_gradient() -> None:
     assert calls == expected and min(calls) < 8
 
 
-def test_evaluation_is_the_whole_model_bit_by_bit() -> None:
+def test_evaluation_is_bit_identical_to_the_whole_model() -> None:
     _, state = run_through(plain_run(), [DROPPING, technique("optimizers.adamw")], 6)
     plain, tokens = plain_run().build(), plain_run().source.at(9)["tokens"][:, :-1]
     assert state.model is not None
@@ -125,7 +125,7 @@ def test_evaluation_is_the_whole_model_bit_by_bit() -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("other", ["memory.recompute", "memory.optimal_recompute", "compile"])
-def test_gates_are_the_same_when_a_block_runs_again(other: str) -> None:
+def test_recomputed_blocks_have_the_same_gates(other: str) -> None:
     torch._dynamo.reset()
     plain, chosen = plain_run(style="gpt", dropout=0.3), [DROPPING, technique("optimizers.adamw")]
     one, state = run_through(plain, chosen, 6)
@@ -143,7 +143,7 @@ def test_all_micro_batches_of_a_step_have_the_same_gates() -> None:
     assert losses(parts) == pytest.approx(losses(whole), rel=1e-4)
 
 
-def test_a_resumed_run_draws_what_the_other_would_have_drawn() -> None:
+def test_resume_drops_the_same_blocks() -> None:
     run = compose(plain_run(), [DROPPING, technique("optimizers.adamw")], 8)
     state = run.start()
     notes = [record.notes["kept_blocks"] for record in advance(run, state)]
@@ -167,8 +167,8 @@ THEIRS = {
 @pytest.mark.parametrize(
     ("kind", "more"), [("Gemma2", {"head_dim": 8}), ("Olmo2", {}), ("Llama", {}), ("OPT", {"ffn_dim": 48})]
 )
-def test_blocks_with_a_norm_behind_their_branches_are_refused(kind: str, more: dict[str, int]) -> None:
-    """The norm would undo the factor of what is kept. Blocks that want positions are tried on what the model gives."""
+def test_blocks_with_a_norm_after_their_branches_are_refused(kind: str, more: dict[str, int]) -> None:
+    """The norm would undo the factor. Blocks that require positions are tried with the inputs of the model."""
     model = HuggingFaceCausalLM(
         AutoModelForCausalLM.from_config(getattr(transformers, f"{kind}Config")(**THEIRS, **more))
     )
@@ -181,7 +181,7 @@ def test_blocks_with_a_norm_behind_their_branches_are_refused(kind: str, more: d
     assert not any("could not be run" in text for text in notes)
 
 
-def test_a_post_norm_model_whose_blocks_want_positions_is_refused() -> None:
+def test_a_post_norm_model_with_positional_blocks_is_refused() -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -206,7 +206,7 @@ def test_a_post_norm_model_whose_blocks_want_positions_is_refused() -> None:
 
 
 @pytest.mark.parametrize("error", ["KeyError", "AssertionError"])
-def test_a_block_that_misses_what_its_model_gives_is_tried_on_that(error: str) -> None:
+def test_block_trials_use_the_inputs_of_the_model(error: str) -> None:
     class Block(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -232,15 +232,15 @@ def test_a_block_that_misses_what_its_model_gives_is_tried_on_that(error: str) -
     assert not any("could not be run" in text for text in notes)
 
 
-def test_where_nothing_might_be_left_to_train_it_is_refused() -> None:
-    with pytest.raises(UsageError, match="nothing to train"):
+def test_frozen_base_weights_are_refused() -> None:
+    with pytest.raises(UsageError, match="would train nothing"):
         compose(plain_run(), [DROPPING, technique("adapters.lora"), technique("optimizers.adamw")], 4)
     with pytest.raises(UsageError, match="a dropped block does nothing"):
         chosen = [DROPPING, technique("memory.activation_budget"), technique("optimizers.adamw")]
         compose(plain_run(), chosen, 4)
 
 
-def test_a_block_that_gives_more_than_hidden_states_is_refused() -> None:
+def test_a_block_with_further_outputs_is_refused() -> None:
     class Pair(nn.Module):
         def __init__(self) -> None:
             super().__init__()

@@ -1,4 +1,4 @@
-"""The choice among sizes that were tried."""
+"""Selection among tried sizes."""
 
 import math
 
@@ -13,16 +13,16 @@ from thrifty.techniques.growth._size_choice import best_size, fitted_weight, siz
     some.floats(0.01, 2),
     some.lists(some.floats(1, 1e12), min_size=2, max_size=6, unique_by=lambda t: round(math.log(t), 1)),
 )
-def test_the_weight_of_a_power_law_is_found_from_its_points(weight: float, times: list[float]) -> None:
+def test_the_weight_of_a_power_law_is_fitted_to_points(weight: float, times: list[float]) -> None:
     assert fitted_weight([3 * time**-weight for time in times], times) == pytest.approx(weight, rel=1e-6)
 
 
-def test_no_weight_is_given_to_time_that_does_not_help() -> None:
+def test_the_weight_is_zero_if_time_does_not_help() -> None:
     assert fitted_weight([1.0, 2.0], [1.0, 2.0]) == 0.0
     assert fitted_weight([1.0], [5.0]) == 0.0 and math.copysign(1, fitted_weight([1.0], [5.0])) == 1.0
 
 
-def test_the_best_is_the_lowest_product() -> None:
+def test_the_best_size_has_the_lowest_product() -> None:
     losses, times = [2.0, 1.5, 1.4], [1.0, 2.0, 4.0]
     for weight in (0.0, 0.2, 1.0):
         worth = [loss * time**weight for loss, time in zip(losses, times, strict=True)]
@@ -36,7 +36,7 @@ def test_a_point_below_the_fitted_law_is_chosen() -> None:
     assert best_size(losses, times, fitted_weight(losses, times)) == 1
 
 
-def test_sizes_go_up_to_the_double_and_not_beyond_all() -> None:
+def test_sizes_rise_to_the_double_and_at_most_to_one() -> None:
     assert sizes_up(0.25, 3) == [0.5, 0.375, 0.25]
     assert sizes_up(0.75, 2) == [1.0, 0.75]
     assert sizes_up(0.5, 1) == [1.0]

@@ -1,6 +1,6 @@
-"""Blocks that can be left out of a forward pass: their input goes on to the next block, and nothing is computed.
+"""Gates that skip blocks in a forward pass: the input passes unchanged to the next block.
 
-Each technique has gates of its own, so that several may decide about one block.
+Each technique has its own gates, so that several may skip the same block.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,8 +15,10 @@ from thrifty.modeling.module_surgery import find_stacks, refuse_repeated, wrap_f
 
 
 def add_gates(model: nn.Module, owner: str) -> list[nn.Module]:
-    """Gives every block of every stack a gate of this owner, open at first, and knowledge of its place in the stack:
-    `gate_places[owner]` is (stack, number of the block counted from 0, number of blocks). Gives the blocks."""
+    """Add an open gate of this owner to every block of every stack, and return the blocks.
+
+    `gate_places[owner]` of a block is (stack, index of the block, number of blocks).
+    """
     gated = []
     for stack, blocks in find_stacks(model).items():
         refuse_repeated(stack, blocks)
@@ -29,7 +31,7 @@ def add_gates(model: nn.Module, owner: str) -> list[nn.Module]:
 
 
 def gated_blocks(model: nn.Module, owner: str) -> list[tuple[nn.Module, str, int, int]]:
-    """The blocks with a gate of this owner that are here, each with its stack, its number and that of its peers."""
+    """Return (block, stack, index of the block, number of blocks) for each block with a gate of this owner."""
     return [
         (module, *places[owner])
         for module in model.modules()
@@ -39,7 +41,7 @@ def gated_blocks(model: nn.Module, owner: str) -> list[tuple[nn.Module, str, int
 
 @contextmanager
 def gates(model: nn.Module, owner: str, is_open: Callable[[str, int, int], bool]) -> Iterator[None]:
-    """Every gate of this owner as `is_open(stack, block, blocks)` says, for as long as the context lasts."""
+    """Set every gate of this owner to `is_open(stack, index, blocks)` inside the context."""
     blocks = gated_blocks(model, owner)
     for block, *place in blocks:
         setattr(block, _attribute(owner), is_open(*place))
@@ -56,11 +58,11 @@ def _attribute(owner: str) -> str:
 
 def _gated(attribute: str, block: nn.Module, inner: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     if not getattr(block, attribute):
-        return x.view_as(x)  # a tensor of its own: some autograd hooks stand on what a block gives
+        return x.view_as(x)  # a new tensor, because some autograd hooks are registered on the output of a block
     output = inner(x, *args, **kwargs)
     if not isinstance(output, Tensor):
         raise RefusedError(
-            f"{type(block).__name__} gives a {type(output).__name__}, not hidden states: it cannot be left out",
-            fix="take a model whose blocks map hidden states to hidden states",
+            f"{type(block).__name__} returns a {type(output).__name__}, not hidden states, so it cannot be skipped",
+            fix="use a model whose blocks map hidden states to hidden states, such as --set model.preset=llama-nano",
         )
     return output

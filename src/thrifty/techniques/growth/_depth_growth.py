@@ -1,4 +1,4 @@
-"""Models that start with fewer blocks than they end with: cutting stacks short, and what taller ones start from."""
+"""Growth in depth: removal of blocks at the start, and the origins of added blocks."""
 
 import re
 from collections.abc import Callable
@@ -15,52 +15,55 @@ Order = Literal["ABCABC", "AABBCC"]
 
 
 def stacked_origin(block: int, old_depth: int, order: Order = "ABCABC") -> int:
-    """Which old block a block of the taller model starts from: the old stack repeated whole, or each block twice."""
+    """Return the index of the old block that initializes a block of the deeper model.
+
+    ABCABC repeats the whole stack, AABBCC each block.
+    """
     return block % old_depth if order == "ABCABC" else min(block // 2, old_depth - 1)
 
 
 def is_copied_block(block: int, old_depth: int, order: Order = "ABCABC") -> bool:
-    """Whether a block of the taller model is one more copy: not the first that starts from its origin."""
+    """Return True if a block of the deeper model is a further copy, not the first of its origin."""
     if order == "ABCABC":
         return block >= old_depth
     return block > 0 and stacked_origin(block, old_depth, order) == stacked_origin(block - 1, old_depth, order)
 
 
 def cut_stacks(model: nn.Module, depth: Callable[[int], int]) -> None:
-    """Leave the first `depth(blocks)` blocks of each stack, at least one."""
+    """Keep the first `depth(blocks)` blocks of each stack, at least one."""
     for blocks in find_stacks(model).values():
         del blocks[max(depth(len(blocks)), 1) :]
 
 
 @dataclass(frozen=True)
 class BlockParameter:
-    """Where a parameter is that belongs to a block."""
+    """The position of a parameter that belongs to a block."""
 
     stack: str
     block: int
     path: str
-    """Its name inside the block."""
+    """Name inside the block."""
     old_depth: int
-    """How many blocks that stack has before it grows."""
+    """Number of blocks of the stack before growth."""
 
 
 class DepthMapping:
-    """For names of a taller model's parameters, what they are in the model that a state has now."""
+    """A mapping from the parameter names of a deeper model to those of the current model of a state."""
 
     def __init__(self, state: TrainState, order: Order = "ABCABC"):
         self.state, self.order = state, order
 
     def origin(self, parameter: str) -> str:
-        place = self.place(parameter)
-        if place is None:
+        position = self.locate(parameter)
+        if position is None:
             return parameter
-        return f"{place.stack}.{stacked_origin(place.block, place.old_depth, self.order)}.{place.path}"
+        return f"{position.stack}.{stacked_origin(position.block, position.old_depth, self.order)}.{position.path}"
 
     def adds(self, parameter: str) -> bool:
-        place = self.place(parameter)
-        return place is not None and is_copied_block(place.block, place.old_depth, self.order)
+        position = self.locate(parameter)
+        return position is not None and is_copied_block(position.block, position.old_depth, self.order)
 
-    def place(self, parameter: str) -> BlockParameter | None:
+    def locate(self, parameter: str) -> BlockParameter | None:
         for stack, depth in self._depths.items():
             if match := re.fullmatch(rf"{re.escape(stack)}\.(\d+)\.(.*)", parameter):
                 return BlockParameter(stack, int(match[1]), match[2], depth)
@@ -70,5 +73,5 @@ class DepthMapping:
     def _depths(self) -> dict[str, int]:
         model = self.state.model
         assert model is not None
-        # with blocks of other pipeline stages
+        # including blocks of other pipeline stages
         return {name: len([*model.get_submodule(name).children()]) for name in find_stacks(model)}

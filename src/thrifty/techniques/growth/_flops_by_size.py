@@ -1,4 +1,4 @@
-"""What a step costs at another size of a model than the one that is there, counted from shapes."""
+"""FLOPs of a step at other sizes of a model, counted from shapes."""
 
 import math
 from collections.abc import Mapping
@@ -15,8 +15,10 @@ from thrifty.modeling.residual_branches import in_width
 
 
 def positions_of(model: nn.Module, batch: Batch) -> int:
-    """How many positions an example of a batch has: tokens that something is predicted of, or an image's patches as
-    the model's first convolution cuts them; 0 for what is neither."""
+    """Return the number of positions of an example: predicting tokens, or patches of the model's first convolution.
+
+    Return 0 for other examples.
+    """
     if "tokens" in batch.fields:
         return batch["tokens"].shape[1] - 1
     images = images_of(batch)
@@ -27,9 +29,11 @@ def positions_of(model: nn.Module, batch: Batch) -> int:
 
 
 def step_flops(model: nn.Module, depths: Mapping[str, int], positions: float) -> float:
-    """FLOPs of a forward and backward pass of one example of so many positions, with so many blocks of each stack: 6
-    for each weight of a matrix and position, 12 · width · positions² for the attention of a block. Tables cost
-    nothing, a head what its weight does."""
+    """Return the FLOPs of a forward and backward pass of one example, with `depths` blocks of each stack.
+
+    Each weight of a matrix costs 6 per position, the head included. The attention of a block costs
+    12 · width · positions². Embeddings cost nothing.
+    """
     stacks, head = find_stacks(model), find_head(model)
     flops = 6 * positions * head[1].weight.numel() if head else 0.0
     for stack, depth in depths.items():
@@ -38,8 +42,8 @@ def step_flops(model: nn.Module, depths: Mapping[str, int], positions: float) ->
         layers = list(weight_layers(block).values())
         if not layers:
             raise RefusedError(
-                f"{type(block).__name__} has no linear layer with a weight of its own, whose inputs tell its width",
-                fix="choose sizes without counting: growth.compound or growth.stacking",
+                f"{type(block).__name__} has no linear layer with a weight of its own, so its width is unknown",
+                fix="--with growth.compound or --with growth.stacking, which do not count FLOPs",
             )
         width = in_width(layers[0])
         flops += depth * (6 * positions * weights + 12 * width * positions**2)

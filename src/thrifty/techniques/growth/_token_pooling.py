@@ -1,7 +1,7 @@
-"""Texts that are pooled in front of the blocks: the mean of so many neighbours in the place of each of them.
+"""Pooling of neighboring token embeddings before the blocks, in training only.
 
-Only in training. What a group of k tokens gives is asked for the token behind the group, so that nothing is predicted
-from itself; targets in between are left out.
+The output of a group of k tokens predicts the token after the group, so that no token is predicted from itself. Targets
+in between are dropped.
 """
 
 from functools import partial
@@ -20,22 +20,26 @@ POOLED_IN: ModuleNote[int] = ModuleNote("pooled_in")
 
 
 def pool_tokens(x: Tensor, group: int) -> Tensor:
-    """x (b, t, d) to the means of groups of neighbours (b, t // group, d); what is left at the end is cut off."""
+    """Return the means (b, t // group, d) of groups of neighbors of x (b, t, d); an incomplete group is dropped."""
     whole = x.shape[1] // group * group
     return x[:, :whole].unflatten(1, (-1, group)).mean(2)
 
 
 def pool_targets(tokens: Tensor, group: int) -> Tensor:
-    """tokens (b, t + 1) to those of which all but the first stand behind a group: (b, t // group + 1)."""
+    """Return the first token and the token after each group, (b, t // group + 1), of tokens (b, t + 1)."""
     return tokens[:, ::group]
 
 
 def add_pooling(model: nn.Module, group: int) -> None:
-    """Let a model in training pool what its first block is given. Its note `POOLED_IN` says how many tokens
-    make one. Raises RefusedError for a model with several stacks."""
+    """Pool the input of the first block in training; the note `POOLED_IN` stores the group size.
+
+    Raises RefusedError for a model with several stacks.
+    """
     stacks = find_stacks(model)
     if len(stacks) > 1:
-        raise RefusedError(f"{' and '.join(stacks)} would both have to be pooled", fix='set shorten="truncate"')
+        raise RefusedError(
+            f"pooling supports one stack of blocks, not {' and '.join(stacks)}", fix='set shorten="truncate"'
+        )
     POOLED_IN.set(model, group)
     wrap_forward(next(iter(stacks.values()))[0], partial(_pooling, group))
 
@@ -45,14 +49,14 @@ def _pooling(group: int, block: nn.Module, inner: Any, x: Tensor, *args: Any, **
         return inner(x, *args, **kwargs)
     if any(isinstance(each, Tensor | tuple) for each in (*args, *kwargs.values())):
         raise RefusedError(
-            f"{type(block).__name__} is given a mask or positions beside its tokens, which would have to be pooled too",
+            f"{type(block).__name__} receives a mask or positions with its tokens, which pooling does not change",
             fix='set shorten="truncate"',
         )
     return inner(pool_tokens(x, group), *args, **kwargs)
 
 
 class PooledObjective(WrappedObjective):
-    """An objective whose targets are those of a model that pools, where it does."""
+    """An objective whose targets match the groups of a pooling model."""
 
     def __init__(self, inner: Objective):
         super().__init__(inner)
@@ -63,16 +67,16 @@ class PooledObjective(WrappedObjective):
         return super().predict(model, batch)
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
-        return super().losses(prediction, self._thinned(batch))
+        return super().losses(prediction, self._pooled_targets(batch))
 
     def scores(self, prediction: Prediction, batch: Batch) -> Tensor:
-        return super().scores(prediction, self._thinned(batch))
+        return super().scores(prediction, self._pooled_targets(batch))
 
     def normalizers(self, prediction: Prediction, batch: Batch) -> Tensor:
-        return super().normalizers(prediction, self._thinned(batch))
+        return super().normalizers(prediction, self._pooled_targets(batch))
 
-    def _thinned(self, batch: Batch) -> Batch:
+    def _pooled_targets(self, batch: Batch) -> Batch:
         if self.group == 1:
             return batch
-        refuse_more_than_tokens(batch, "pooling", "leave the length alone: length=1")
+        refuse_more_than_tokens(batch, "pooling", "keep the full length: length=1")
         return Batch({**batch.fields, "tokens": pool_targets(batch["tokens"], self.group)}, batch.weight, batch.last)

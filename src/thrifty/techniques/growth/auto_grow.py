@@ -46,15 +46,18 @@ from thrifty.techniques.growth._flops_by_size import positions_of, step_flops
 from thrifty.techniques.growth._size_choice import best_size, fitted_weight, sizes_up
 
 AVERAGE = "weights_behind"
+"""Name of the average's optimizer slots."""
 Size = tuple[float, float]
-"""Depth and length as shares of the full ones."""
+"""Depth and length as fractions of the full ones."""
 
 
 def shorten_examples(batch: Batch, share: float, multiple: int) -> Batch:
-    """A share of each text, from its beginning, or images of so much smaller sides; other examples, and images whose
-    patches are numbered, as they are."""
+    """Truncate texts to a fraction, or resize images to a fraction of their sides, in multiples of `multiple`.
+
+    Other examples, and images with patch indices, stay unchanged.
+    """
     images = images_of(batch)
-    if images is not None and "visible" not in batch.fields:  # numbers of patches belong to one size
+    if images is not None and "visible" not in batch.fields:  # patch indices belong to one size
         return replace_images(
             batch, resize(images, *(scaled_side(side, share, multiple) for side in images.shape[-2:]))
         )
@@ -65,14 +68,14 @@ def shorten_examples(batch: Batch, share: float, multiple: int) -> Batch:
 
 @dataclass(frozen=True)
 class GrownStructure:
-    """What a model carries along of the last decision."""
+    """The last growth decision of a model."""
 
     since: int
-    """The step before which it was made."""
+    """The step before which the decision was made."""
     sizes: tuple[Size, ...]
-    """Those that steps take in turn; one outside of searches."""
+    """Sizes that the steps train in turn; one outside of searches."""
     full: Mapping[str, int]
-    """Blocks of each stack at full depth."""
+    """Number of blocks of each stack at full depth."""
 
     def size_at(self, step: int) -> tuple[int, Size]:
         index = (step - self.since) % len(self.sizes)
@@ -87,17 +90,20 @@ def blocks_at(share: float, full: int) -> int:
 
 
 class GrowthSearchBackward:
-    """A backward pass of the size that is the step's turn. `state` counts steps, and for each size of the last search
-    how often it was tried, the sum of its losses and, where they are measured, of its seconds."""
+    """A backward pass at the size of the step.
+
+    `state` counts steps. For each size of the last search it has the number of trials and the sum of losses.
+    If time is measured, it also has the sum of seconds.
+    """
 
     def __init__(self, inner: Backward, settings: "AutoGrow"):
         self.inner, self.settings = inner, settings
-        # values that can be read even where only shapes are traced, unlike those of torch.zeros
+        # readable while only shapes are traced, unlike torch.zeros
         self.state = {"steps": torch.tensor(0), "positions": torch.tensor(0)}
         tried = settings.depths * settings.lengths
-        # seconds only where they decide: they would make two runs unlike
-        self.kept = ("count", "loss", *(["seconds"] if settings.time_source == "measured" else []))
-        self.state |= {name: torch.tensor([0.0] * tried).double() for name in self.kept}
+        # seconds only if they decide, because they differ between runs
+        self.recorded = ("count", "loss", *(["seconds"] if settings.time_source == "measured" else []))
+        self.state |= {name: torch.tensor([0.0] * tried).double() for name in self.recorded}
 
     def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         step = int(self.state["steps"])
@@ -108,20 +114,20 @@ class GrowthSearchBackward:
         index, (depth, length) = structure.size_at(step)
         searching = len(structure.sizes) > 1
         if searching and step == structure.since:
-            for name in self.kept:
+            for name in self.recorded:
                 self.state[name].zero_()
             self.state["positions"].fill_(positions_of(model, batch))
         began = time.perf_counter()
 
         def is_open(stack: str, block: int, _: int) -> bool:
-            full = structure.full.get(stack)  # None for a stack that another technique has added: it stays whole
+            full = structure.full.get(stack)  # None for a stack that another technique added, which stays whole
             return full is None or block < blocks_at(depth, full)
 
         with gates(model, self.settings.name, is_open):
             outcome = self.inner(model, objective, shorten_examples(batch, length, self.settings.multiple))
         if searching and 0 < (loss := float(outcome.loss)) < math.inf:
             values = {"count": 1.0, "loss": loss, "seconds": time.perf_counter() - began}
-            for name in self.kept:
+            for name in self.recorded:
                 self.state[name][index] += values[name]
         return outcome
 
@@ -144,38 +150,43 @@ class AutoGrow(Technique):
     clashes: ClassVar[Mapping[Claim, str]] = {
         Claim.FROZEN_BASE_WEIGHTS: "it copies weights that adapters keep frozen",
         Claim.TRAINED_START: "a run starts with the smallest model",
-        Claim.WEIGHT_MASKS: "the average that added blocks start from is not under the masks",
-        Claim.RANK_WIDE_PLAN: "what a block does is planned once, and a search leaves blocks out",
-        Claim.PIPELINE_PARALLELISM: "no stage of a pipeline has all blocks that a size is counted of",
+        Claim.WEIGHT_MASKS: "the average that initializes added blocks is not masked",
+        Claim.RANK_WIDE_PLAN: "the memory plan of a block is fixed, and a search skips blocks",
+        Claim.PIPELINE_PARALLELISM: "no stage of a pipeline has all blocks, from which sizes are counted",
     }
 
     stages: Annotated[int, SettingBound(least=2)] = 4
+    """Number of stages of equal length."""
     until: StepOrFraction = 1.0
-    """The end of the last stage."""
+    """End of the last stage."""
     search: StepOrFraction = 0.02
-    """Steps of each search; with 0 the model takes the largest size at once."""
+    """Steps of each search; with 0 the model grows to the largest size at once."""
     start: Fraction = 0.5
-    """Depth and length of the first stage, as shares of the full ones."""
+    """Depth and length of the first stage as fractions of the full ones."""
     depths: Positive = 3
-    """How many depths a search tries, and how many lengths at each of them."""
+    """Number of depths that a search tries."""
     lengths: Positive = 2
+    """Number of lengths that a search tries for each depth."""
     multiple: Positive = 8
-    """Lengths of texts, and sides of images, are multiples of this."""
+    """Lengths of texts and sides of images are multiples of this number."""
     weight: Rate = 0.0
-    """w; 0 fits it to the sizes that were tried."""
+    """Weight w of time; 0 fits it to the tried sizes."""
     time_source: Literal["counted", "measured"] = "counted"
+    """Time of a size: FLOPs counted from shapes, or measured seconds."""
     momentum: Probability = 0.998
-    """Of the average that added blocks start from."""
+    """Decay of the weight average that initializes added blocks."""
     moments: Moments = "copy"
+    """Optimizer state after a growth, as in growth.stacking."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         stage = self.until // self.stages if isinstance(self.until, int) else self.until / self.stages
-        # one that ends where the next stage begins would be cut off before anything is chosen
+        # a search that ends where the next stage begins would end without a selection
         if type(self.search) is type(self.until) and self.search and self.search >= stage:
+            half = stage // 2 if isinstance(stage, int) else stage / 2
             raise UsageError(
-                f"{self.name}: a search of {self.search:g} does not fit a stage of {stage:g}",
-                fix="search less, or have fewer stages",
+                f"{self.name}: a search of {self.search:g} is not shorter than a stage of {stage:g}",
+                fix=f"--set techniques.{self.name}.search={half:g}, or fewer stages",
             )
 
     def model(self, model: nn.Module) -> nn.Module:
@@ -192,19 +203,19 @@ class AutoGrow(Technique):
         decided = state.logged_decision(self.name, step) or self._decide(step, state)
         if decided is None:
             return None
-        taller, sizes = DepthMapping(state), tuple((depth, length) for depth, length in decided["sizes"])
+        mapping, sizes = DepthMapping(state), tuple((depth, length) for depth, length in decided["sizes"])
         return StructuralChange(
             str(decided["why"]),
             decided,
             restructure=lambda model: _cut(model, GrownStructure(step, sizes, _depths(model))),
-            origin=taller.origin,
-            added=taller.adds,
+            origin=mapping.origin,
+            added=mapping.adds,
             average=f"{AVERAGE}.mean",
             moments=self.moments,
         )
 
     def _decide(self, step: int, state: TrainState) -> dict[str, Any] | None:
-        """What is decided before this step, as plain JSON; None for nothing."""
+        """Return the decision before this step as plain JSON, None without one."""
         boundaries = [int(self.until) * stage // self.stages for stage in range(1, self.stages)]
         if step == 0:
             start = self.start if boundaries[-1] else 1.0  # fewer steps than stages
@@ -223,26 +234,31 @@ class AutoGrow(Technique):
         return None
 
     def _choose(self, sizes: Sequence[Sequence[float]], state: TrainState) -> dict[str, Any]:
-        # all ranks choose the same, whatever the last bits of a loss are on each
-        memory = {name: mean_over_ranks(state.techniques[self.name][name]).tolist() for name in ("count", "loss")}
-        tried = [index for index in range(len(sizes)) if memory["count"][index]]
+        # averaged, so that all ranks make the same choice
+        trials = {name: mean_over_ranks(state.techniques[self.name][name]).tolist() for name in ("count", "loss")}
+        tried = [index for index in range(len(sizes)) if trials["count"][index]]
         if not tried:
             return {"sizes": [list(sizes[0])]}
-        losses = [memory["loss"][index] / memory["count"][index] for index in tried]
+        losses = [trials["loss"][index] / trials["count"][index] for index in tried]
         times = self._times([sizes[index] for index in tried], tried, state)
         weight = self.weight or fitted_weight(losses, times)
         best = tried[best_size(losses, times, weight)]
-        trials = {"tried": [list(sizes[index]) for index in tried], "losses": losses, "times": times, "weight": weight}
-        return {"sizes": [list(sizes[best])], **trials}
+        evidence = {
+            "tried": [list(sizes[index]) for index in tried],
+            "losses": losses,
+            "times": times,
+            "weight": weight,
+        }
+        return {"sizes": [list(sizes[best])], **evidence}
 
     def _times(self, sizes: Sequence[Sequence[float]], tried: Sequence[int], state: TrainState) -> list[float]:
-        """Of one step of each size: FLOPs of an example, or seconds."""
-        memory, model = state.techniques[self.name], state.model
+        """Return the cost of one step of each size: FLOPs of an example, or seconds."""
+        trials, model = state.techniques[self.name], state.model
         assert model is not None
         if self.time_source == "measured":
-            return mean_over_ranks(memory["seconds"] / memory["count"].clamp(min=1))[list(tried)].tolist()
-        dims = 2 if any(isinstance(module, nn.Conv2d) for module in model.modules()) else 1  # along which it is short
-        positions, full = int(memory["positions"]) or 1, GROWN.of(model).full
+            return mean_over_ranks(trials["seconds"] / trials["count"].clamp(min=1))[list(tried)].tolist()
+        dims = 2 if any(isinstance(module, nn.Conv2d) for module in model.modules()) else 1  # shortened dims
+        positions, full = int(trials["positions"]) or 1, GROWN.of(model).full
         return [
             step_flops(model, {stack: blocks_at(depth, full[stack]) for stack in full}, positions * length**dims)
             for depth, length in sizes
@@ -251,7 +267,7 @@ class AutoGrow(Technique):
     def holds(self, state: TrainState) -> None:
         decisions = [entry.decision for entry in state.log if entry.technique == self.name]
         if not decisions:
-            raise IntegrityError(f"{self.name}: the run's log does not say how large the model is")
+            raise IntegrityError(f"{self.name}: the run's log has no growth decision")
 
 
 def _depths(model: nn.Module) -> dict[str, int]:

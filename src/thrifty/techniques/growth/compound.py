@@ -41,8 +41,7 @@ from thrifty.techniques.growth._width_growth import (
 
 
 def divisor_at(step: int, first: int, at: tuple[int | float, ...]) -> int:
-    """By what a size is divided at this step: `first` to begin with, at most 2 before the last growth, 4 before the one
-    before it, and so on."""
+    """Return the divisor of a size at a step: initially `first`, at most 2 before the last growth, 4 before that, …"""
     return min(first, 2 ** sum(1 for moment in at if moment > step))
 
 
@@ -61,25 +60,26 @@ class CompoundGrowth(Technique):
     clashes: ClassVar[Mapping[Claim, str]] = {
         Claim.FROZEN_BASE_WEIGHTS: "it copies weights that adapters keep frozen",
         Claim.TRAINED_START: "a run starts with the smallest model",
-        Claim.WEIGHT_MASKS: "a layer that grows wider would have another density than was promised for its shape",
-        Claim.SHARED_PARAMETERS: "what blocks share is not made of one block's units",
+        Claim.WEIGHT_MASKS: "a wider layer would have another density than its shape requires",
+        Claim.SHARED_PARAMETERS: "shared parameters do not belong to the units of one block",
     }
 
     at: tuple[StepOrFraction, ...] = (0.125, 0.3)
-    """When the model grows."""
+    """Steps at which the model grows."""
     depth: Positive = 4
-    """By what depth is divided at first, at most 2 for each growth; halved at each growth once that suffices to end at
-    1. 1 leaves it alone."""
+    """Initial divisor of the depth, at most 2 per growth. The last growths halve it to 1; a divisor of 1 keeps the
+    full depth."""
     width: Positive = 2
-    """The same for the inner units of feed-forward networks."""
+    """Initial divisor of the inner units of feed-forward networks, as for depth."""
     length: Positive = 2
-    """The same for the length of texts."""
+    """Initial divisor of the length of texts, as for depth."""
     shorten: Literal["truncate", "pool"] = "truncate"
+    """Truncate texts, or pool neighboring embeddings."""
     spread: Rate = 0.1
-    """How unlike the shares of copied units are, in standard deviations of the weights."""
+    """Noise in the outgoing weights of copied units, in standard deviations of the weights."""
     moments: Moments = "reset"
-    """Whether the optimizer starts afresh after a growth, copies the state of what grew, or copies it with the second
-    moments of added blocks at their mean over each layer."""
+    """Optimizer state after a growth: reset, copied, or copied with the second moments of added blocks at their mean
+    over each layer."""
     seed: int = 0
 
     def batches(self, source: BatchSource) -> BatchSource:
@@ -90,7 +90,7 @@ class CompoundGrowth(Technique):
             divisor = divisor_at(step, self.length, self.at)
             if divisor == 1:
                 return batch
-            refuse_more_than_tokens(batch, self.name, "leave the length alone: length=1")
+            refuse_more_than_tokens(batch, self.name, "keep the full length: length=1")
             return truncate_texts(batch, max((batch["tokens"].shape[1] - 1) // divisor, 1))
 
         return MappedSource(source, shorten)
@@ -105,14 +105,14 @@ class CompoundGrowth(Technique):
                 return None
             firsts = {"depth": self.depth, "width": self.width, "length": self.length}
             decided = {f"{size}_divisor": divisor_at(step, first, self.at) for size, first in firsts.items()}
-        taller, wider = DepthMapping(state), _WiderValues(self, state)
+        depth, width = DepthMapping(state), _WiderValues(self, state)
         return StructuralChange(
             "start small" if step == 0 else "grow in depth, width and length",
             decided,
             restructure=lambda model: self.small(model, decided),
-            origin=taller.origin,
-            resize=wider.resize,
-            value=wider.value,
+            origin=depth.origin,
+            resize=width.resize,
+            value=width.value,
             moments=self.moments,
         )
 
@@ -125,42 +125,42 @@ class CompoundGrowth(Technique):
 
     def holds(self, state: TrainState) -> None:
         if not any(entry.technique == self.name for entry in state.log):
-            raise IntegrityError(f"{self.name}: the run's log does not say how large the model is")
+            raise IntegrityError(f"{self.name}: the run's log has no growth decision")
 
 
 class _WiderValues:
-    """Values of a wider model from those of the model that a state has now."""
+    """The values of a wider model, computed from the current model of a state."""
 
     def __init__(self, settings: CompoundGrowth, state: TrainState):
-        self.settings, self.taller = settings, DepthMapping(state)
+        self.settings, self.mapping = settings, DepthMapping(state)
 
     def resize(self, parameter: str, value: Tensor, shape: torch.Size) -> Tensor:
-        """Whatever belongs to a layer with inner units and shows them along one dim."""
+        """Return a tensor with its inner units along one dim duplicated to a larger shape."""
         layer = parameter.rpartition(".")[0]
-        inner = next((own for name, own in self._parameters.items() if self._is_of(layer, name)), None)
+        inner = next((own for name, own in self._parameters.items() if self._owns(layer, name)), None)
         grown = [dim for dim, pair in enumerate(zip(value.shape, shape, strict=False)) if pair[0] != pair[1]]
         is_plain = inner is not None and len(grown) == 1 and value.ndim == len(shape)
         if not is_plain or value.shape[grown[0]] != inner.units * inner.parts:
             raise RefusedError(
-                f"what is kept for {parameter} is of shape {tuple(value.shape)}, which does not show "
-                f"{inner.units if inner else 'any'} inner units, so it cannot be copied to {tuple(shape)}",
+                f"optimizer state of shape {tuple(value.shape)} for {parameter} has no dim of "
+                f"{inner.units if inner else 'any'} inner units, so it cannot grow to {tuple(shape)}",
                 fix=f'--set techniques.{self.settings.name}.moments="reset", or width=1',
             )
         return duplicate_units(value, grown[0], shape[grown[0]], inner.parts)
 
     def value(self, parameter: str, value: Tensor) -> Tensor:
-        place = self.taller.place(parameter)
-        inner = self._parameters.get(place.path) if place else None
+        position = self.mapping.locate(parameter)
+        inner = self._parameters.get(position.path) if position else None
         if inner is None or not inner.writes or value.shape[inner.dim] == inner.units:
             return value
         return divide_outputs(value, inner.dim, inner.units, self.settings.spread, f"{self.settings.seed}/{parameter}")
 
-    def _is_of(self, layer: str, name: str) -> bool:
-        """Whether a layer of the model, by name, is the one that has a parameter of this name inside its block."""
-        place = self.taller.place(f"{layer}.")
-        return place is not None and place.path == f"{name.rpartition('.')[0]}."
+    def _owns(self, layer: str, name: str) -> bool:
+        """Return True if the named layer of the model has the parameter of this name inside its block."""
+        position = self.mapping.locate(f"{layer}.")
+        return position is not None and position.path == f"{name.rpartition('.')[0]}."
 
     @cached_property
     def _parameters(self) -> dict[str, InnerUnits]:
-        assert self.taller.state.model is not None
-        return inner_parameters(self.taller.state.model)
+        assert self.mapping.state.model is not None
+        return inner_parameters(self.mapping.state.model)

@@ -38,12 +38,12 @@ from thrifty.techniques.growth._block_gates import add_gates, gated_blocks, gate
 
 
 def theta_at(step: int, theta: float, settle: int) -> float:
-    """(1 - theta) · exp(-step / settle) + theta."""
+    """Return (1 - theta) · exp(-step / settle) + theta."""
     return (1 - theta) * math.exp(-step / max(settle, 1)) + theta
 
 
 def keep_probability(block: int, blocks: int, theta: float, spare_first: bool = False) -> float:
-    """Of a block, counted from 0: 1 - l / L · (1 - theta) with l counted from 1, or from 0 to spare the first."""
+    """Return 1 - l / L · (1 - theta) with l = `block` + 1, or l = `block` to spare the first."""
     return 1 - (block + (not spare_first)) / blocks * (1 - theta)
 
 
@@ -52,11 +52,11 @@ def is_kept(seed: int, step: int, stack: str, block: int, probability: float) ->
 
 
 class LayerDropBackward:
-    """A backward pass in which some blocks are left out; `state` counts the steps."""
+    """A backward pass that skips some blocks; `state` counts the steps."""
 
     def __init__(self, inner: Backward, settings: "LayerDrop"):
         self.inner, self.settings = inner, settings
-        # values that can be read even where only shapes are traced, unlike those of torch.zeros
+        # readable while only shapes are traced, unlike torch.zeros
         self.state = {"steps": torch.tensor(0)}
 
     def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
@@ -86,7 +86,7 @@ IS_MULTIPLIED: ModuleNote[bool] = ModuleNote("is_multiplied")
 
 
 def _multiply(block: nn.Module, factor: float | None) -> None:
-    """What the writers of a block give, by a factor, or as it is."""
+    """Multiply the outputs of a block's branches by a factor; None for none."""
     for writer in block.modules():
         if hasattr(writer, "kept_factor"):
             IS_MULTIPLIED.set(writer, factor is not None)
@@ -101,15 +101,15 @@ def _times_factor(writer: nn.Module, args: Any, output: Any) -> Any:
 
 
 def add_factor(writer: nn.Module, like: Tensor) -> None:
-    """A buffer, not a number: a compiled block need not be compiled again when it changes."""
+    """Register the factor as a buffer, so that a compiled block is not recompiled when it changes."""
     writer.register_buffer("kept_factor", torch.ones((), device=like.device), persistent=False)
     IS_MULTIPLIED.set(writer, False)
     writer.register_forward_hook(_times_factor)
 
 
 class LayerDrop(Technique):
-    """Block l of L (counted from 1) is kept with probability p = 1 - l / L · (1 - theta(t)), where theta(t) falls from
-    1 to `theta`. The output of each branch of a kept block is multiplied by 1 / p. The decisions of a step are a
+    """Block l of L (counted from 1) is kept with probability p = 1 - l / L · (1 - theta(t)). theta(t) falls from 1 to
+    `theta`. The output of each branch of a kept block is multiplied by 1 / p. The decisions of a step are a
     function of (seed, step, block), the same for all ranks, micro-batches and recomputed passes. The estimated
     footprint is that of a step that keeps all blocks.
 
@@ -123,21 +123,21 @@ class LayerDrop(Technique):
     stage, numerics = Stage.ARCHITECTURE, Numerics.DIFFERENT
     claims = frozenset({Claim.DROPPED_BLOCKS})
     clashes: ClassVar[Mapping[Claim, str]] = {
-        Claim.FROZEN_BASE_WEIGHTS: "a step that drops all blocks would have nothing to train",
-        Claim.RANK_WIDE_PLAN: "what a block does is planned once, and a dropped block does nothing",
+        Claim.FROZEN_BASE_WEIGHTS: "a step that drops all blocks would train nothing",
+        Claim.RANK_WIDE_PLAN: "the memory plan of a block is fixed, and a dropped block does nothing",
     }
 
     theta: Fraction = 0.5
-    """What theta falls to: the share of steps in which the last block is kept."""
+    """Limit of theta: the fraction of steps that keep the last block."""
     time_constant: StepOrFraction = 0.01
-    """In how many steps theta comes nearer to that by a factor of e; the paper's gamma is one over it."""
+    """Steps in which theta approaches its limit by a factor of e, the inverse of the paper's gamma."""
     keep_first_block: bool = False
     """Count blocks from 0, so that the first is never dropped."""
     seed: int = 0
 
     def model(self, model: nn.Module) -> nn.Module:
-        refuse_normed_sums(model, "to drop one is not to leave out what it adds")
-        refuse_normed_branches(model, "what is kept could not be multiplied to make up for what is dropped")
+        refuse_normed_sums(model, "dropping one does not only remove its addition")
+        refuse_normed_branches(model, "the norm undoes the factor of kept branches")
         for blocks in find_branches(model).values():
             for branch in (branch for block in blocks for branch in block):
                 add_factor(branch.writer, next(branch.writer.parameters()))

@@ -30,7 +30,7 @@ from thrifty.techniques.growth._depth_growth import DepthMapping, Order, cut_sta
 
 
 def written_by(model: nn.Module) -> set[str]:
-    """The parameters of the layers that write into the stream, by name inside a block."""
+    """Return the parameters of the layers that write into the residual stream, by name inside a block."""
     paths: set[str] = set()
     for stack, blocks in find_branches(model).items():
         for branch in blocks[0]:
@@ -51,23 +51,24 @@ class ProgressiveStacking(Technique):
 
     stage, numerics = Stage.GROW, Numerics.DIFFERENT
     claims = frozenset({Claim.DEPTH})
-    clashes: ClassVar[Mapping[Claim, str]] = {Claim.TRAINED_START: "a run starts with the first blocks alone"}
+    clashes: ClassVar[Mapping[Claim, str]] = {Claim.TRAINED_START: "a run starts with the first blocks only"}
 
     at: tuple[StepOrFraction, ...] = (0.125, 0.3)
-    """When the depth doubles, of each stack where a model has several."""
+    """Steps at which the depth of each stack doubles."""
     order: Order = "ABCABC"
+    """Order of the copies: the whole stack repeated, or each block."""
     start: Literal["copy", "zeroed"] = "copy"
-    """Whether copies start as they are, or with zeros in the layers that write into the stream."""
+    """Initial values of added blocks: copies, or zeros in the layers that write into the residual stream."""
     moments: Moments = "reset"
-    """Whether the optimizer starts afresh after a growth, copies the state of the block it grew from, or copies it with
-    second moments at their mean over each layer."""
+    """Optimizer state after a growth: reset, copied with the block, or copied with second moments at their mean over
+    each layer."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.start == "zeroed":
             refused = {
-                Claim.FROZEN_BASE_WEIGHTS: "copies that start with zeros would stay silent",
-                Claim.SHARED_PARAMETERS: "what blocks share cannot be zero in some of them",
+                Claim.FROZEN_BASE_WEIGHTS: "added blocks with zeros would never contribute",
+                Claim.SHARED_PARAMETERS: "shared parameters cannot be zero in some blocks only",
             }
             object.__setattr__(self, "clashes", refused)
 
@@ -76,42 +77,42 @@ class ProgressiveStacking(Technique):
         if decided is None and step != 0 and step not in self.at:
             return None
         divisor = decided["depth_divisor"] if decided else 2 ** sum(1 for moment in self.at if moment > step)
-        reason = "start shallow" if step == 0 else "copy the blocks on top of themselves"
-        taller = DepthMapping(state, self.order)
+        reason = "start shallow" if step == 0 else "duplicate the blocks"
+        mapping = DepthMapping(state, self.order)
         return StructuralChange(
             reason,
             {"depth_divisor": divisor},
             restructure=lambda model: self.cut(model, divisor),
-            origin=taller.origin,
-            added=taller.adds,
-            value=_ZeroedBlocks(taller) if self.start == "zeroed" else same_value,
+            origin=mapping.origin,
+            added=mapping.adds,
+            value=_ZeroedBlocks(mapping) if self.start == "zeroed" else same_value,
             moments=self.moments,
         )
 
     def cut(self, model: nn.Module, divisor: int) -> nn.Module:
         if self.start == "zeroed":
-            refuse_normed_sums(model, "copies of its blocks are not the identity, whatever they start with")
+            refuse_normed_sums(model, "added blocks cannot start as the identity")
         cut_stacks(model, lambda blocks: blocks // divisor)
         return model
 
     def holds(self, state: TrainState) -> None:
         divisors = [entry.decision["depth_divisor"] for entry in state.log if entry.technique == self.name]
         if not divisors:
-            raise IntegrityError(f"{self.name}: the run's log does not say at which depth it is")
+            raise IntegrityError(f"{self.name}: the run's log has no depth")
 
 
 class _ZeroedBlocks:
-    """Zeros for what added blocks write into the stream."""
+    """The values of added blocks, zero in the layers that write into the residual stream."""
 
-    def __init__(self, taller: DepthMapping):
-        self.taller = taller
+    def __init__(self, mapping: DepthMapping):
+        self.mapping = mapping
 
     def __call__(self, parameter: str, value: Tensor) -> Tensor:
-        place = self.taller.place(parameter)
-        silent = place is not None and self.taller.adds(parameter) and place.path in self._writing
-        return torch.zeros_like(value) if silent else value
+        position = self.mapping.locate(parameter)
+        is_zero = position is not None and self.mapping.adds(parameter) and position.path in self._writing
+        return torch.zeros_like(value) if is_zero else value
 
     @cached_property
     def _writing(self) -> set[str]:
-        assert self.taller.state.model is not None
-        return written_by(self.taller.state.model)
+        assert self.mapping.state.model is not None
+        return written_by(self.mapping.state.model)
