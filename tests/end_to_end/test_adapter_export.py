@@ -36,8 +36,8 @@ def by_peft(base: Path, adapter: Path) -> torch.Tensor:
 def test_peft_loads_an_exported_adapter_onto_the_exported_base(thrifty: CommandLine, preset: str) -> None:
     thrifty.train("run", *LORA, *QUICK, steps=12, model__preset=preset)
     thrifty("export", "run", "base", "--part", "base")
-    found = thrifty.json("export", "run", "adapter", "--part", "adapter")
-    assert found["files"] == ["adapter_config.json", "adapter_model.safetensors"]
+    exported = thrifty.json("export", "run", "adapter", "--part", "adapter")
+    assert exported["files"] == ["adapter_config.json", "adapter_model.safetensors"]
     folder = thrifty.folder
     wanted = as_trained(thrifty, "run")
     torch.testing.assert_close(by_peft(folder / "base", folder / "adapter"), wanted, rtol=1e-4, atol=1e-4)
@@ -63,11 +63,11 @@ def test_an_adapter_of_a_transformers_model_names_its_base(thrifty: CommandLine)
     settings = json.loads((thrifty.folder / "adapter" / "adapter_config.json").read_text())
     base = Path(settings["base_model_name_or_path"])
     assert base == model and settings["task_type"] == "CAUSAL_LM"
-    found = by_peft(base, thrifty.folder / "adapter")
-    torch.testing.assert_close(found, as_trained(thrifty, "run"), rtol=1e-4, atol=1e-4)
+    in_peft = by_peft(base, thrifty.folder / "adapter")
+    torch.testing.assert_close(in_peft, as_trained(thrifty, "run"), rtol=1e-4, atol=1e-4)
 
 
 def test_a_run_without_an_adapter_is_refused(thrifty: CommandLine) -> None:
     thrifty.train("run", steps=2)
-    told = thrifty("export", "run", "adapter", "--part", "adapter", exit_code=2).stderr
-    assert "no adapter" in told and not (thrifty.folder / "adapter").exists()
+    message = thrifty("export", "run", "adapter", "--part", "adapter", exit_code=2).stderr
+    assert "no adapter" in message and not (thrifty.folder / "adapter").exists()

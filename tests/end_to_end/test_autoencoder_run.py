@@ -115,9 +115,9 @@ def test_an_exported_model_reconstructs_the_same_in_transformers(desk: CommandLi
 
 
 def test_explain_describes_images_without_labels(desk: CommandLine) -> None:
-    told = desk("explain", "mae-digits", *settings(**SMALL)).stdout
-    assert "1,300 training images of 8 x 8 x 1\n" in told.replace("x 1 \n", "x 1\n")
-    assert "2 blocks process visible patches, 1 all patches" in told
+    output = desk("explain", "mae-digits", *settings(**SMALL)).stdout
+    assert "1,300 training images of 8 x 8 x 1\n" in output.replace("x 1 \n", "x 1\n")
+    assert "2 blocks process visible patches, 1 all patches" in output
 
 
 @pytest.mark.sampled(1)

@@ -70,18 +70,18 @@ def test_json_is_on_stdout_and_progress_on_stderr(
     assert summary["status"] == "finished" and summary["steps"] == 4
     assert summary == json.loads((thrifty.run("done") / "summary.json").read_text())
     words = [word for word in thrifty.recipe("other")[1:] if word != "--quiet"]
-    found = thrifty.json("explain", *words)
-    assert found["refused"] == {} and found["origins"]["budget.steps"] == "--budget"
+    explained = thrifty.json("explain", *words)
+    assert explained["refused"] == {} and explained["origins"]["budget.steps"] == "--budget"
 
 
 @pytest.mark.slow
 def test_a_new_python_process_trains_like_a_forked_one(thrifty: CommandLine) -> None:
     """The other tests start the same command as a person."""
     fresh = CommandLine(thrifty.folder, fresh=True)
-    told = [shell(*fresh.recipe(name)) for name, shell in (("own", fresh), ("fork", thrifty))]
+    outputs = [shell(*fresh.recipe(name)) for name, shell in (("own", fresh), ("fork", thrifty))]
     assert_equal(thrifty.tensors("fork"), thrifty.tensors("own"))
     # durations differ between runs
-    own, fork = (re.sub(r"\d+ s of training", "some s of training", each.stdout) for each in told)
+    own, fork = (re.sub(r"\d+ s of training", "some s of training", each.stdout) for each in outputs)
     assert "some s of training" in fork and own.replace("runs/own", "runs/fork") == fork
     commands, environments = [], []
     for name in ("own", "fork"):
@@ -103,14 +103,14 @@ def test_plain_lines_without_a_terminal(thrifty: CommandLine) -> None:
 
 def test_an_unwritable_file_is_named_without_a_traceback(thrifty: CommandLine) -> None:
     (thrifty.folder / "runs").touch()
-    said = thrifty(*thrifty.recipe("run"), exit_code=2).stderr
-    assert "runs/run: Not a directory\n  fix: check the path" in said and "Traceback" not in said
+    message = thrifty(*thrifty.recipe("run"), exit_code=2).stderr
+    assert "runs/run: Not a directory\n  fix: check the path" in message and "Traceback" not in message
 
 
 def test_full_or_closed_streams_raise_no_traceback(thrifty: CommandLine) -> None:
     with open("/dev/full", "w") as full:
-        said = thrifty("list", exit_code=2, stdout=full.fileno()).stderr
-    assert "standard output: No space left on device\n  fix: free some space" in said and "Traceback" not in said
+        message = thrifty("list", exit_code=2, stdout=full.fileno()).stderr
+    assert "standard output: No space left on device\n  fix: free some space" in message and "Traceback" not in message
     with patch("sys.stdin", None):
         assert list(_questions()) == []
 

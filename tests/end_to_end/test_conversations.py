@@ -67,18 +67,18 @@ def test_two_ranks_follow_the_single_process(thrifty: CommandLine, learned: str)
 def test_plain_transformers_generates_the_same_answers(thrifty: CommandLine, learned: str, exported: Path) -> None:
     question = "What is 5 and 3?"
     options = ("--prompt", question, "--temperature", 0, "--tokens", 20, "--json")
-    said = json.loads(thrifty("chat", learned, *options).stdout)["messages"]
-    assert said == json.loads(thrifty("chat", exported, *options).stdout)["messages"]
+    messages = json.loads(thrifty("chat", learned, *options).stdout)["messages"]
+    assert messages == json.loads(thrifty("chat", exported, *options).stdout)["messages"]
     tokenizer = AutoTokenizer.from_pretrained(exported)
     model = AutoModelForCausalLM.from_pretrained(exported, dtype=torch.float32)
-    asked = tokenizer.apply_chat_template(
+    prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": question}], add_generation_prompt=True, return_tensors="pt", return_dict=True
     )
-    found = model.generate(**asked, max_new_tokens=20, do_sample=False)[0, asked["input_ids"].shape[1] :]
-    assert tokenizer.decode(found, skip_special_tokens=True) == said[1]["content"]
+    generated = model.generate(**prompt, max_new_tokens=20, do_sample=False)[0, prompt["input_ids"].shape[1] :]
+    assert tokenizer.decode(generated, skip_special_tokens=True) == messages[1]["content"]
     assert model.generation_config.eos_token_id == tokenizer.convert_tokens_to_ids("<|im_end|>")
     sampled = thrifty.json("sample", learned, "--chat", "--prompt", question, "--temperature", 0, "--tokens", 20)
-    assert sampled["text"].removesuffix("<|im_end|>") == said[1]["content"]
+    assert sampled["text"].removesuffix("<|im_end|>") == messages[1]["content"]
 
 
 @pytest.mark.slow

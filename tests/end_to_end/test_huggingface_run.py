@@ -108,5 +108,7 @@ def test_an_export_generates_the_tokens_of_thrifty_sample(exported: tuple[Comman
     prompt = tokenizer("def heap(", return_tensors="pt")["input_ids"]
     theirs = transformers.AutoModelForCausalLM.from_pretrained(folder).eval()
     end = json.loads((folder / "config.json").read_text()).get("eos_token_id")
-    found = theirs.generate(prompt, max_new_tokens=16, do_sample=False, pad_token_id=end)[0, prompt.shape[1] :].tolist()
-    assert found[: len(shown["new_tokens"])] == shown["new_tokens"]
+    generated = theirs.generate(prompt, max_new_tokens=16, do_sample=False, pad_token_id=end)[
+        0, prompt.shape[1] :
+    ].tolist()
+    assert generated[: len(shown["new_tokens"])] == shown["new_tokens"]

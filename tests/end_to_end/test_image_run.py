@@ -113,8 +113,8 @@ def test_an_image_run_does_not_generate_text(desk: CommandLine, finished: dict[s
 def test_explain_describes_images(desk: CommandLine) -> None:
     _, *rest = words("explained")
     name = rest.index("--name")
-    told = desk("explain", *rest[:name], *rest[name:], "--with", "adapters.visual_prompt:tokens=2").stdout
-    assert "1,300 training images of 8 x 8 x 1, 10 labels" in told and "2 prompts in 2 of 2 blocks" in told
+    output = desk("explain", *rest[:name], *rest[name:], "--with", "adapters.visual_prompt:tokens=2").stdout
+    assert "1,300 training images of 8 x 8 x 1, 10 labels" in output and "2 prompts in 2 of 2 blocks" in output
 
 
 def test_a_folder_of_images_has_the_models_image_size(desk: CommandLine) -> None:

@@ -99,8 +99,8 @@ def test_a_ticket_starts_from_the_dense_runs_early_state(
     assert state.optimizer is not None and state.optimizer.born == 0
     state.optimizer.apply_constraints()
     assert [record.step for record in train(prepared.run, state, recipe.seed)] == [3, 4, 5, 6]
-    found = newest(runs / "tiny-round-2")
-    assert_equal({name: found[name] for name in state.tensors()}, state.tensors())
+    loaded = newest(runs / "tiny-round-2")
+    assert_equal({name: loaded[name] for name in state.tensors()}, state.tensors())
 
 
 def test_controls_have_as_many_weights(
@@ -192,8 +192,8 @@ def test_the_masks_of_a_run_are_a_ticket_for_other_runs(played: tuple[Path, dict
     runs, _ = played
     density, sha256 = export_masks(runs / "tiny-round-2", tmp_path / "kept.safetensors")
     assert density == 0.25
-    found, masks = read_mask_file(str(tmp_path / "kept.safetensors"), sha256), masks_of(newest(runs / "tiny-round-2"))
-    assert found.keys() == masks.keys() and all(torch.equal(found[name], masks[name]) for name in masks)
+    ticket, masks = read_mask_file(str(tmp_path / "kept.safetensors"), sha256), masks_of(newest(runs / "tiny-round-2"))
+    assert ticket.keys() == masks.keys() and all(torch.equal(ticket[name], masks[name]) for name in masks)
     with pytest.raises(UsageError, match="exists already"):
         export_masks(runs / "tiny-round-2", tmp_path / "kept.safetensors")
     with pytest.raises(UsageError, match="has no masks"):

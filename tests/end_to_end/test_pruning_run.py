@@ -70,21 +70,21 @@ def test_the_hardest_examples_have_most_wrong_labels(
 
 @pytest.mark.slow
 def test_a_page_shows_likely_mislabelled_files(desk: CommandLine, scored: dict[str, Any], names: list[str]) -> None:
-    told = json.loads(desk("data", "look", "images", "--scores", "scores.safetensors", "--json").stdout)
-    page = (desk.folder / told["page"]).read_text()
+    report = json.loads(desk("data", "look", "images", "--scores", "scores.safetensors", "--json").stdout)
+    page = (desk.folder / report["page"]).read_text()
     suspects = page.split('id="suspects"')[1].split("</section>")[0]
     shown = re.findall(r"\d/(?:right|wrong)-\d+\.png", suspects.split("<details>")[0])
     assert len(shown) == 24 and sum("wrong" in name for name in shown) >= 16  # one at random
-    assert shown == [names[number] for number in told["first"][:24]]
+    assert shown == [names[number] for number in report["first"][:24]]
 
 
 PRUNE = ("data", "prune", "scores.safetensors", "--keep-fraction", "0.5", "--drop-hardest", "0.05")
 
 
 def test_a_choice_is_counted_and_written_as_a_recipe(desk: CommandLine, scored: dict[str, Any]) -> None:
-    told = desk(*PRUNE, "--write", "chosen.toml").stdout
-    assert f"{scored['examples']:,}" in told and "left out as the very hardest: " in told
-    assert "written: thrifty train chosen.toml" in told and scored["sha256"] in told
+    output = desk(*PRUNE, "--write", "chosen.toml").stdout
+    assert f"{scored['examples']:,}" in output and "left out as the very hardest: " in output
+    assert "written: thrifty train chosen.toml" in output and scored["sha256"] in output
     settings = tomllib.loads((desk.folder / "chosen.toml").read_text())["techniques"]["data_selection"]["prune"]
     assert settings["sha256"] == scored["sha256"] and Path(settings["scores"]).is_absolute()
     again = desk(*PRUNE, "--write", "chosen.toml", exit_code=2).stderr
@@ -103,8 +103,10 @@ def test_the_report_shows_kept_and_removed_examples(desk: CommandLine, scored: d
         assert len(group) == 24
         assert all(each["picture"] in page and each["file"] in page for each in group)
     notes = json.loads((desk.run("pruned") / "explanation.json").read_text())["techniques"]
-    (told,) = (each["touched"] for each in notes if each["name"] == "data_selection.prune")
-    assert any(line.startswith("scoring cost") for line in told) and any("kept of each class" in line for line in told)
+    (touched,) = (each["touched"] for each in notes if each["name"] == "data_selection.prune")
+    assert any(line.startswith("scoring cost") for line in touched) and any(
+        "kept of each class" in line for line in touched
+    )
     assert desk.records("pruned", "evaluation")[-1]["step"] == 4
 
 

@@ -68,8 +68,8 @@ def test_weights_with_updates_lost_to_rounding_are_reported(
         techniques=(AdamW(), *techniques),
     )
     train(replace(recipe, objects=UserObjects(model=lambda: Blocks().to(dtype))), tmp_path, quiet=True)
-    told = [each["text"] for each in RunFolder(tmp_path / "run").read_records() if each["kind"] == "notice"]
-    assert any("in bfloat16: rounding loses small updates" in text for text in told) == is_told
+    notices = [each["text"] for each in RunFolder(tmp_path / "run").read_records() if each["kind"] == "notice"]
+    assert any("in bfloat16: rounding loses small updates" in text for text in notices) == is_told
 
 
 @pytest.mark.sampled(1)

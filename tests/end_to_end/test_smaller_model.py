@@ -49,16 +49,16 @@ def test_records_describe_search_and_ticket(run: Path) -> None:
 @torch.no_grad()
 def test_the_smaller_model_samples_and_loads_in_transformers(run: Path, tmp_path: Path) -> None:
     model, _ = load_trained_model(run)
-    found = find_units(model)
-    assert {pieces.count for pieces in found.values() if pieces.kind == "heads"} == {3}
-    assert sum(pieces.count for pieces in found.values() if pieces.kind == "neurons") == 48
+    units = find_units(model)
+    assert {pieces.count for pieces in units.values() if pieces.kind == "heads"} == {3}
+    assert sum(pieces.count for pieces in units.values() if pieces.kind == "neurons") == 48
     done = CliRunner().invoke(thrifty, ["export", str(run), str(tmp_path / "out"), "--json"], catch_exceptions=False)
     assert done.exit_code == 0
-    told = json.loads(done.stdout)
-    widest = max(pieces.count for pieces in found.values() if pieces.kind == "neurons")
+    report = json.loads(done.stdout)
+    widest = max(pieces.count for pieces in units.values() if pieces.kind == "neurons")
     loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out").eval()
     assert (loaded.config.num_attention_heads, loaded.config.intermediate_size) == (3, widest)
-    assert bool(told["notes"]) == (widest != 24) and all("filled up with zeros" in text for text in told["notes"])
+    assert bool(report["notes"]) == (widest != 24) and all("filled up with zeros" in text for text in report["notes"])
     tokens = torch.arange(24).view(2, 12)
     torch.testing.assert_close(loaded(tokens).logits, model.logits(tokens), rtol=1e-5, atol=1e-5)
     expected = loaded.generate(

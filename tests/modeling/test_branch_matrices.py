@@ -66,20 +66,20 @@ def test_attention_without_queries_is_uniform(name: str) -> None:
     """Keys no longer matter if queries and keys are identified correctly."""
     kind = KINDS[name]
     model = kind.model()
-    found = [matrix for branch in branches_of(model) if branch.kind != "mlp" for matrix in matrices(branch)]
+    in_attention = [matrix for branch in branches_of(model) if branch.kind != "mlp" for matrix in matrices(branch)]
     for branch in branches_of(model):
         for layer in branch.inner.values() if branch.kind != "mlp" else ():
             for bias in biases(layer):
                 bias.zero_()
-    for matrix in found:
+    for matrix in in_attention:
         if matrix.role == "query":
             matrix.values.zero_()
     before = kind.loss(model)
-    for matrix in found:
+    for matrix in in_attention:
         if matrix.role == "key":
             matrix.values.mul_(-3.0)
     assert kind.loss(model) == before
-    for matrix in found:
+    for matrix in in_attention:
         if matrix.role == "value":
             matrix.values.mul_(-3.0)
     assert kind.loss(model) != before
@@ -87,8 +87,8 @@ def test_attention_without_queries_is_uniform(name: str) -> None:
 
 def test_roles_and_sizes_of_fused_layers() -> None:
     def listed(name: str, branch: int) -> list[tuple[str, int, int]]:
-        found = matrices(branches_of(KINDS[name].model())[branch])
-        return [(matrix.role, matrix.fan_in, matrix.fan_out) for matrix in found]
+        branch_matrices = matrices(branches_of(KINDS[name].model())[branch])
+        return [(matrix.role, matrix.fan_in, matrix.fan_out) for matrix in branch_matrices]
 
     grouped = [("query", 32, 32), ("key", 32, 16), ("value", 32, 16), ("last", 32, 32)]
     for name in ("our llama", "llama", "phi3"):

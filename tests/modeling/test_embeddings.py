@@ -30,9 +30,9 @@ UNTIED = {"our untied gpt", "vit", "llama", "gpt_neox", "qwen3", "phi3", "a user
 @pytest.mark.parametrize("name", KINDS)
 def test_find_head_and_whether_it_is_tied(name: str) -> None:
     model = KINDS[name].model()
-    found = find_head(model)
-    assert found is not None and found[0] == HEADS[name]
-    assert is_tied(found[1], token_tables(model)) == (name not in UNTIED)
+    named_head = find_head(model)
+    assert named_head is not None and named_head[0] == HEADS[name]
+    assert is_tied(named_head[1], token_tables(model)) == (name not in UNTIED)
 
 
 def test_a_model_may_have_no_head() -> None:

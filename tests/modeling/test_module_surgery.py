@@ -29,18 +29,18 @@ FAMILIES = {
 
 
 def test_select_returns_modules_with_matching_names() -> None:
-    found = select(tiny_model(depth=2), nn.Linear, r"mlp\.up$")
-    assert list(found.matched) == ["blocks.0.mlp.up", "blocks.1.mlp.up"]
-    assert str(found) == "2 of 2 modules"
+    selection = select(tiny_model(depth=2), nn.Linear, r"mlp\.up$")
+    assert list(selection.matched) == ["blocks.0.mlp.up", "blocks.1.mlp.up"]
+    assert str(selection) == "2 of 2 modules"
 
 
 def test_select_names_what_it_skipped_and_why() -> None:
     model = tiny_model(depth=1)
     with collect_notes() as notes:
-        found = select(model, nn.Linear, "", lambda name, module: "tied" if name == "head" else None)
-    assert "head" not in found.matched
-    assert found.skipped == {"head": "tied"}
-    assert notes == [f"{len(found.matched)} of {len(found.matched) + 1} modules; skipped head: tied"]
+        selection = select(model, nn.Linear, "", lambda name, module: "tied" if name == "head" else None)
+    assert "head" not in selection.matched
+    assert selection.skipped == {"head": "tied"}
+    assert notes == [f"{len(selection.matched)} of {len(selection.matched) + 1} modules; skipped head: tied"]
 
 
 def test_select_without_a_match_names_the_modules() -> None:
@@ -66,8 +66,8 @@ def test_notes_go_once_to_the_innermost_collector() -> None:
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_the_blocks_of_a_transformers_model_are_found(name: str) -> None:
-    found, blocks = find_blocks(FAMILIES[name]())
-    assert (found, len(blocks)) == (name, 3)
+    found_name, blocks = find_blocks(FAMILIES[name]())
+    assert (found_name, len(blocks)) == (name, 3)
 
 
 def test_the_blocks_of_own_models_are_found() -> None:
@@ -87,8 +87,8 @@ def test_the_longest_then_largest_list_is_chosen() -> None:
 @pytest.mark.parametrize("name", KINDS)
 def test_only_outermost_stacks_are_found(name: str) -> None:
     kind = KINDS[name]
-    found = find_stacks(kind.model())
-    assert {stack: len(blocks) for stack, blocks in found.items()} == kind.stacks
+    stacks = find_stacks(kind.model())
+    assert {stack: len(blocks) for stack, blocks in stacks.items()} == kind.stacks
 
 
 def test_a_decoder_has_a_single_stack() -> None:

@@ -104,15 +104,17 @@ def meta_model(name: str) -> nn.Module:
 
 @pytest.mark.parametrize("name", MODELS)
 def test_hidden_matrices_exclude_embeddings_and_heads(name: str) -> None:
-    held = named(meta_model(name))
-    assert {key for key, p in held.items() if p.ndim > 1 and not is_hidden_matrix(key, p)} == ENDS[name]
+    parameters = named(meta_model(name))
+    assert {key for key, p in parameters.items() if p.ndim > 1 and not is_hidden_matrix(key, p)} == ENDS[name]
 
 
 @pytest.mark.parametrize("style", ["llama", "gpt"])
 def test_hidden_matrices_of_own_models_are_in_the_blocks(style: str) -> None:
-    held = named(tiny_model(style=style, tied=False))
-    found = {name for name, parameter in held.items() if is_hidden_matrix(name, parameter)}
-    assert found == {name for name, parameter in held.items() if parameter.ndim == 2 and name.startswith("blocks.")}
+    parameters = named(tiny_model(style=style, tied=False))
+    hidden = {name for name, parameter in parameters.items() if is_hidden_matrix(name, parameter)}
+    assert hidden == {
+        name for name, parameter in parameters.items() if parameter.ndim == 2 and name.startswith("blocks.")
+    }
 
 
 @pytest.mark.parametrize(
@@ -132,9 +134,9 @@ def test_names_of_ends_match_whole_words_only(name: str, hidden: bool) -> None:
 
 
 def slices_of(model: nn.Module) -> dict[str, FusedSlices]:
-    held = named(model)
-    found = fused_slices(list(held), list(held.values()))
-    return {name: cut for name, cut in zip(held, found, strict=True) if cut is not None}
+    parameters = named(model)
+    slices = fused_slices(list(parameters), list(parameters.values()))
+    return {name: cut for name, cut in zip(parameters, slices, strict=True) if cut is not None}
 
 
 @pytest.mark.parametrize(
@@ -189,5 +191,5 @@ def test_fused_layers_of_torchs_attention_are_found() -> None:
     ],
 )
 def test_slices_follow_from_the_next_layer(shapes: dict[str, tuple[int, int]], wanted: dict[str, FusedSlices]) -> None:
-    found = fused_slices(list(shapes), [torch.zeros(shape) for shape in shapes.values()])
-    assert {name: cut for name, cut in zip(shapes, found, strict=True) if cut} == wanted
+    slices = fused_slices(list(shapes), [torch.zeros(shape) for shape in shapes.values()])
+    assert {name: cut for name, cut in zip(shapes, slices, strict=True) if cut} == wanted

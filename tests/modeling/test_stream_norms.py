@@ -23,11 +23,11 @@ STAYS = {
 @pytest.mark.parametrize("name", KINDS)
 def test_norms_of_head_queries_and_keys_are_skipped(name: str) -> None:
     model = KINDS[name].model()
-    found = stream_norms(model)
-    assert found.skipped == STAYS.get(name, {})
+    norms = stream_norms(model)
+    assert norms.skipped == STAYS.get(name, {})
     every = {key for key, module in model.named_modules() if type(module).__name__.endswith("Norm")}
-    assert found.matched.keys() | found.skipped.keys() == every
-    assert len(found.matched) >= 2 * sum(KINDS[name].stacks.values())
+    assert norms.matched.keys() | norms.skipped.keys() == every
+    assert len(norms.matched) >= 2 * sum(KINDS[name].stacks.values())
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -67,8 +67,8 @@ def test_a_restored_or_trained_norm_is_detected() -> None:
 def test_skipped_norms_are_noted_once_for_all_blocks() -> None:
     with collect_notes() as notes:
         bypass_norms(KINDS["qwen3"].model())
-    (said,) = notes
-    assert said.startswith("7 norms bypassed; model.layers.N.self_attn.q_norm stays: it normalizes queries or keys")
+    (note,) = notes
+    assert note.startswith("7 norms bypassed; model.layers.N.self_attn.q_norm stays: it normalizes queries or keys")
 
 
 @pytest.mark.parametrize(("module", "answer"), [(nn.RMSNorm(2), True), (nn.Linear(2, 2), False), (nn.ReLU(), False)])

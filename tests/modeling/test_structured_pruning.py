@@ -103,9 +103,9 @@ def masked(model: nn.Module, kept: dict[str, list[int]]) -> Tensor:
 
 
 def test_every_branch_has_its_units(model: nn.Module) -> None:
-    found = list(find_units(model).values())
-    assert [pieces.kind for pieces in found] == ["heads", "neurons"] * 2
-    for pieces in found:
+    units = list(find_units(model).values())
+    assert [pieces.kind for pieces in units] == ["heads", "neurons"] * 2
+    for pieces in units:
         assert pieces.count * pieces.width == pieces.writer.weight.shape[1]
         assert not is_pruned(model)
 

@@ -52,11 +52,11 @@ def test_relative_positions_are_causal():
 def test_a_mask_excludes_keys_from_the_softmax():
     q, k, v = qkv()
     keep = torch.tensor([[1, 1, 0, 1, 0], [1, 1, 1, 1, 1], [0, 0, 0, 1, 1]]).bool()
-    found = full_attention(q, k, v, padding_mask(keep))
+    output = full_attention(q, k, v, padding_mask(keep))
     for row in range(3):
         seen = keep[row]
         expected = full_attention(q[row : row + 1], k[row : row + 1, :, seen], v[row : row + 1, :, seen])
-        torch.testing.assert_close(found[row : row + 1], expected)
+        torch.testing.assert_close(output[row : row + 1], expected)
 
 
 def test_unscaled_attention():
@@ -118,11 +118,13 @@ def test_the_kernel_in_triton_is_refused_away_from_a_gpu():
 
 
 def test_sinusoids_equal_the_original_transformer():
-    found = SinusoidalPositions(length=50, width=6)(torch.tensor([7, 49]))
+    positions = SinusoidalPositions(length=50, width=6)(torch.tensor([7, 49]))
     for row, position in enumerate((7, 49)):
         for pair in range(3):
             angle = torch.tensor(position / 10_000 ** (2 * pair / 6), dtype=torch.float64)
-            torch.testing.assert_close(found[row, [pair, 3 + pair]], torch.stack((angle.sin(), angle.cos())).float())
+            torch.testing.assert_close(
+                positions[row, [pair, 3 + pair]], torch.stack((angle.sin(), angle.cos())).float()
+            )
 
 
 def test_embedding_scale_excludes_positions():

@@ -140,8 +140,8 @@ def test_an_exported_folder_round_trips_bit_for_bit(tmp_path):
         wanted = loaded(tokens, images(), keep.long()).logits_per_image
         vectors = model(images(), tokens, keep).unbind(1)
     torch.testing.assert_close(vectors[0] @ vectors[1].T, wanted, rtol=1e-5, atol=1e-5)
-    again, found = import_folder(tmp_path / "out")
-    assert found == shape
+    again, own_shape = import_folder(tmp_path / "out")
+    assert own_shape == shape
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in model.state_dict().items())
 
 

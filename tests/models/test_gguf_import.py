@@ -113,12 +113,12 @@ def test_the_converted_folder_equals_the_original_model(tmp_path, tied):
 def test_quantized_blocks_are_dequantized(tmp_path, blocks):
     model = original()
     convert_gguf(write(tmp_path / "a.gguf", model, blocks=blocks), tmp_path / "folder")
-    found = AutoModelForCausalLM.from_pretrained(tmp_path / "folder").state_dict()
+    state = AutoModelForCausalLM.from_pretrained(tmp_path / "folder").state_dict()
     name = "model.layers.1.self_attn.q_proj.weight"
     stored = neighbouring(model.state_dict()[name].numpy(), 4)
     expected = half_split(torch.from_numpy(gguf.dequantize(gguf.quantize(stored, blocks), blocks).copy()), 4)
-    assert torch.equal(found[name], expected)
-    error = (found[name] - model.state_dict()[name]).norm() / found[name].norm()
+    assert torch.equal(state[name], expected)
+    error = (state[name] - model.state_dict()[name]).norm() / state[name].norm()
     assert 1e-4 < error < 0.15
 
 

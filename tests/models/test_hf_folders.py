@@ -72,8 +72,8 @@ def test_parameters_keep_their_names_under_one_prefix(architecture):
 def test_an_export_loads_in_transformers(architecture, tokenizer_json, tmp_path, dtype):
     _, folder, theirs = architecture
     export_model(load_causal_lm(folder), None, tmp_path / "ours", tokenizer_json, dtype)
-    again, found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
-    assert not found["missing_keys"] and not found["unexpected_keys"] and again.dtype == dtype
+    again, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and again.dtype == dtype
     for name, value in theirs.state_dict().items():
         assert torch.equal(value.to(dtype), again.state_dict()[name]), name
     assert transformers.AutoTokenizer.from_pretrained(tmp_path / "ours").eos_token_id == 0

@@ -91,8 +91,8 @@ def test_a_bias_after_the_head_is_included(tmp_path, texts):
 def test_an_export_loads_in_transformers(architecture, tokenizer_json, tmp_path, texts):
     _, folder, theirs, task = architecture
     export_model(load_model(folder, task), None, tmp_path / "ours", tokenizer_json)
-    again, found = type(theirs).from_pretrained(tmp_path / "ours", output_loading_info=True)
-    assert not any(found.values())
+    again, report = type(theirs).from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(report.values())
     torch.testing.assert_close(expected_logits(again, task, texts), expected_logits(theirs, task, texts))
     assert again.config.eos_token_id == 0
     if task == "sequence_to_sequence":

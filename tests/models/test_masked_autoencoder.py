@@ -115,11 +115,11 @@ def test_blanks_are_zero_patches_hidden_from_the_decoder(folder):
     ours = import_folder(folder)[0].eval()
     visible, _ = split_of(noise(), 6)
     with torch.no_grad():
-        found = ours(images(), visible, blanks=True)
+        states = ours(images(), visible, blanks=True)
         hidden = ours.encode(blank_patches(images(), visible, 4))
         at_places = torch.cat((hidden[:, :1], hidden[:, 1:].gather(1, visible[..., None].expand(-1, -1, 32))), 1)
-        torch.testing.assert_close(found, ours.decoder(at_places, visible, (4, 4)))
-        assert (found - ours(images(), visible)).abs().max() > 1e-3
+        torch.testing.assert_close(states, ours.decoder(at_places, visible, (4, 4)))
+        assert (states - ours(images(), visible)).abs().max() > 1e-3
         torch.testing.assert_close(ours(images(), blanks=True), ours(images()))
 
 
@@ -152,8 +152,8 @@ def test_an_exported_folder_loads_in_both_libraries(folder, tmp_path):
     assert type(loaded).__name__ == "ViTMAEForPreTraining"
     with torch.no_grad():
         assert torch.equal(loaded(images(), noise=noise()).logits, theirs()(images(), noise=noise()).logits)
-    said = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert "id2label" not in said and "vocab_size" not in said and said["decoder_num_hidden_layers"] == 3
+    config = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert "id2label" not in config and "vocab_size" not in config and config["decoder_num_hidden_layers"] == 3
     processor = json.loads((tmp_path / "out" / "preprocessor_config.json").read_text())
     assert processor["size"] == {"height": 16, "width": 16}
     again, _ = import_folder(tmp_path / "out")

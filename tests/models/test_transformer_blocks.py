@@ -136,8 +136,8 @@ def test_a_pre_norm_block_without_branches_is_the_identity():
 
 def test_a_post_norm_block_without_branches_normalizes():
     x, memory = torch.randn(2, 5, WIDTH), torch.randn(2, 3, WIDTH)
-    found = silent(block(PostNormBlock, full_attention, cross=True))(x, None, memory)
-    torch.testing.assert_close(found, nn.functional.layer_norm(x, (WIDTH,)), rtol=1e-4, atol=1e-4)
+    output = silent(block(PostNormBlock, full_attention, cross=True))(x, None, memory)
+    torch.testing.assert_close(output, nn.functional.layer_norm(x, (WIDTH,)), rtol=1e-4, atol=1e-4)
 
 
 def test_only_post_norm_blocks_have_outputs_of_unit_variance():

@@ -83,8 +83,8 @@ def test_an_exported_model_has_the_same_logits_in_transformers(family, texts, to
     folder, theirs = family
     ours, shape = import_folder(folder)
     export_folder(ours, shape, tmp_path / "ours", tokenizer_json)
-    again, found = AUTO[theirs.config.model_type].from_pretrained(tmp_path / "ours", output_loading_info=True)
-    assert not any(found.values())
+    again, report = AUTO[theirs.config.model_type].from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not any(report.values())
     assert_same_logits(ours, again, texts, padded=True)
     for name, value in theirs.state_dict().items():
         assert torch.equal(value, again.state_dict()[name]), name
@@ -95,11 +95,11 @@ def test_an_exported_model_generates_from_the_end_of_text(save, tokenizer_json, 
     export_folder(ours, shape, tmp_path / "ours", tokenizer_json)
     theirs = AUTO["t5"].from_pretrained(tmp_path / "ours")
     source = texts[0][:1, :9]
-    found = theirs.generate(source, max_new_tokens=6, do_sample=False, eos_token_id=None)
+    generated = theirs.generate(source, max_new_tokens=6, do_sample=False, eos_token_id=None)
     target = torch.zeros(1, 1, dtype=torch.long)
     for _ in range(6):
         target = torch.cat((target, ours.logits(source, target)[:, -1:].argmax(-1)), 1)
-    assert torch.equal(found, target)
+    assert torch.equal(generated, target)
 
 
 def test_an_exported_tokenizer_has_its_special_tokens(save, tokenizer_json, tmp_path):

@@ -43,8 +43,8 @@ def of_ours(given: ModelConfig) -> nn.Module:
 
 
 def load(folder: Path, auto: str) -> Any:
-    model, found = getattr(transformers, auto).from_pretrained(folder, output_loading_info=True)
-    assert not found["missing_keys"] and not found["unexpected_keys"] and not found["mismatched_keys"]
+    model, report = getattr(transformers, auto).from_pretrained(folder, output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
     return model.eval()
 
 
@@ -67,7 +67,7 @@ OURS: dict[str, tuple[ModelConfig, dict[str, int], str]] = {
 @torch.no_grad()
 @pytest.mark.parametrize("case", OURS)
 def test_a_pruned_own_model_has_the_same_logits_in_transformers(case: str, tmp_path: Path) -> None:
-    whole, sizes, said = OURS[case]
+    whole, sizes, note = OURS[case]
     model = of_ours(whole)
     before = {name: parameter.shape for name, parameter in model.named_parameters()}
     with collect_notes() as notes:
@@ -75,7 +75,7 @@ def test_a_pruned_own_model_has_the_same_logits_in_transformers(case: str, tmp_p
     loaded = load(tmp_path / "out", "AutoModelForMaskedLM" if whole.style == "bert" else "AutoModelForCausalLM")
     assert {name: getattr(loaded.config, name) for name in sizes} == sizes
     torch.testing.assert_close(loaded(TOKENS).logits, model.logits(TOKENS), rtol=1e-5, atol=1e-5)
-    assert any("filled up with zeros" in text and said in text for text in notes)
+    assert any("filled up with zeros" in text and note in text for text in notes)
     assert {name: parameter.shape for name, parameter in model.named_parameters()} == before
     again, narrower = import_folder(tmp_path / "out")
     torch.testing.assert_close(again.logits(TOKENS), model.logits(TOKENS), rtol=1e-5, atol=1e-5)
@@ -147,7 +147,7 @@ def test_a_growing_model_exports_at_its_current_width(tmp_path: Path, style: str
     initialize(model, 0, std=0.2)
     narrow_networks(model, 2)
     export_model(model, shape(style), tmp_path / "out")
-    again, found = import_folder(tmp_path / "out")
-    assert found.hidden == 12
+    again, own_shape = import_folder(tmp_path / "out")
+    assert own_shape.hidden == 12
     with torch.no_grad():
         assert torch.equal(again.eval()(TOKENS), model.eval()(TOKENS))

@@ -137,8 +137,8 @@ def test_positions_on_their_own_grid_equal_the_table():
 def test_resized_positions_keep_float32_under_autocast() -> None:
     table = torch.randn(1, 17, 8, generator=torch.Generator().manual_seed(0))
     with torch.autocast("cpu", torch.bfloat16):
-        found = resized_positions(table, (3, 5), 1)
-    assert found.dtype == torch.float32 and torch.equal(found, resized_positions(table, (3, 5), 1))
+        positions = resized_positions(table, (3, 5), 1)
+    assert positions.dtype == torch.float32 and torch.equal(positions, resized_positions(table, (3, 5), 1))
 
 
 def test_patches_are_in_row_order():

@@ -36,8 +36,8 @@ def test_an_exported_model_generates_the_same_tokens(family, tokens, tokenizer_j
     ours, shape = import_folder(folder)
     export_folder(ours, shape, tmp_path / "ours", tokenizer_json)
 
-    theirs, found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
-    assert not found["missing_keys"] and not found["unexpected_keys"] and not found["mismatched_keys"]
+    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "ours", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"] and not report["mismatched_keys"]
     tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / "ours")
     prompt = torch.tensor([tokenizer("In the beginning")["input_ids"]])
     expected = theirs.generate(

@@ -133,11 +133,11 @@ def test_an_adapter_of_an_own_model_fits_its_exported_base(family: str, slices: 
     save_adapter(model, tmp_path / "adapter", shape=shape)
 
     auto = type(base).from_pretrained(tmp_path / "exported").eval()
-    found = logits(peft.PeftModel.from_pretrained(auto, tmp_path / "adapter"))
+    in_peft = logits(peft.PeftModel.from_pretrained(auto, tmp_path / "adapter"))
     inputs = (TOKENS, TOKENS) if base.config.is_encoder_decoder else (TOKENS,)
     with torch.no_grad():
         wanted = model.eval().logits(*inputs)
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(in_peft, wanted, rtol=1e-4, atol=1e-4)
 
     again, _ = import_folder(tmp_path / "base")
     load_adapter(again, tmp_path / "adapter", shape=shape)
@@ -152,9 +152,9 @@ def test_adapted_embeddings_of_own_models_are_exported(tmp_path: Path) -> None:
     Lora(rank=3, where="embedding|head").attach(model)
     randomize(p for p in model.parameters() if p.requires_grad)
     save_adapter(model, tmp_path / "adapter", shape=shape)
-    found = logits(peft.PeftModel.from_pretrained(base, tmp_path / "adapter"))
+    in_peft = logits(peft.PeftModel.from_pretrained(base, tmp_path / "adapter"))
     with torch.no_grad():
-        torch.testing.assert_close(found, model.eval().logits(TOKENS), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(in_peft, model.eval().logits(TOKENS), rtol=1e-4, atol=1e-4)
 
 
 class Encoder(nn.Module):

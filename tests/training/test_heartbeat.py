@@ -114,9 +114,9 @@ def test_rendezvous_in_a_store_with_stale_entries() -> None:
     store = dist.TCPStore("127.0.0.1", free_port(), is_master=True, wait_for_workers=False)
     names = set()
     for _ in range(3):
-        found = meet_and_die(store.port, ranks=2)
-        assert found[0] == found[1] and found[0]["sum"] == 3
-        names.add(found[0]["name"])
+        reports = meet_and_die(store.port, ranks=2)
+        assert reports[0] == reports[1] and reports[0]["sum"] == 3
+        names.add(reports[0]["name"])
     assert len(names) == 3
 
 
@@ -148,18 +148,22 @@ def test_the_stuck_rank_that_does_not_wait_is_at_fault() -> None:
     own = stepped([0.1] * 5, hang=60)
     own.update(WAITING, 61)
     waits = {"waits": True, "where": "distributed_c10d.py:1 in all_reduce"}
-    found = FaultDetector(beats(a=waits, b={}), 0, 2, [], 30, own).find_failure(1, lost=False)
-    assert found and found.rank == 1 and "hangs in step 9: no progress for 61 s, at model.py:1 in forward" in found.text
-    found = FaultDetector(beats(a=waits, b=waits), 0, 2, [], 30, own).find_failure(1, lost=False)
-    assert found and found.rank == 0 and "all ranks wait: in different calls" in found.text
+    verdict = FaultDetector(beats(a=waits, b={}), 0, 2, [], 30, own).find_failure(1, lost=False)
+    assert (
+        verdict
+        and verdict.rank == 1
+        and "hangs in step 9: no progress for 61 s, at model.py:1 in forward" in verdict.text
+    )
+    verdict = FaultDetector(beats(a=waits, b=waits), 0, 2, [], 30, own).find_failure(1, lost=False)
+    assert verdict and verdict.rank == 0 and "all ranks wait: in different calls" in verdict.text
     assert FaultDetector(beats(a=waits, b={"starting": True}), 0, 2, [], 30, own).find_failure(1, lost=False) is None
 
 
 def test_a_finished_rank_is_not_reported() -> None:
     for left, blamed in ((False, 1), (True, None)):
         findings = FaultDetector(beats(a={}, b={"left": left}), 0, 2, [], 30, ProgressWatchdog(600))
-        found = [findings.find_failure(tick, lost=False) for tick in (1, 29, 2)]
-        assert found[:2] == [None, None] and (found[2] and found[2].rank) == blamed
+        verdicts = [findings.find_failure(tick, lost=False) for tick in (1, 29, 2)]
+        assert verdicts[:2] == [None, None] and (verdicts[2] and verdicts[2].rank) == blamed
 
 
 def test_advice_depends_on_the_restarts_left(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,11 +19,11 @@ def test_torchruns_store_listens_on_the_loopback_interface(monkeypatch: pytest.M
     seen = []
 
     def as_torchrun(arguments: list[str]) -> None:
-        told = dict(argument.removeprefix("--").split("=") for argument in arguments)
-        address, port = told["master-addr"], int(told["master-port"])
+        options = dict(argument.removeprefix("--").split("=") for argument in arguments)
+        address, port = options["master-addr"], int(options["master-port"])
         own = TCPStore(address, port, is_master=True, multi_tenant=True, timeout=timedelta(seconds=10))
         own.set("key", "value")
-        seen.append((listening(), own.get("key"), told["nproc-per-node"]))
+        seen.append((listening(), own.get("key"), options["nproc-per-node"]))
 
     before = listening()
     monkeypatch.setattr(local_torchrun, "main", as_torchrun)

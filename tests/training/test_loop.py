@@ -39,13 +39,13 @@ def poisoned(repeated: bool = False) -> Run:
 
 
 def test_random_numbers_depend_on_the_step_only() -> None:
-    found = []
+    values = []
     for _ in range(2):
         run = compose(plain_run(style="gpt", dropout=0.3, repeated=True), [STILL], 4)
-        found.append([record.loss for record in advance(run, run.start())])
+        values.append([record.loss for record in advance(run, run.start())])
         torch.rand(7)
-    assert found[0] == found[1]
-    assert len(set(found[0])) == 4
+    assert values[0] == values[1]
+    assert len(set(values[0])) == 4
 
 
 def test_seeds_of_steps_and_ranks_are_distinct() -> None:

@@ -39,8 +39,10 @@ def test_process_memory_is_in_summary_and_progress_line(tmp_path: Path) -> None:
 def test_explain_prints_process_memory(tmp_path: Path) -> None:
     file = tmp_path / "tiny.toml"
     file.write_text(write_recipe(tiny_recipes.text(tmp_path)))
-    said = CliRunner().invoke(command, [str(file)], catch_exceptions=False).stdout
-    assert re.search(r"predicted peak .*\nwith the process at least [\d.]+ [MG]B: it holds [\d.]+ [MG]B before", said)
+    output = CliRunner().invoke(command, [str(file)], catch_exceptions=False).stdout
+    assert re.search(
+        r"predicted peak .*\nwith the process at least [\d.]+ [MG]B: the process holds [\d.]+ [MG]B before", output
+    )
 
 
 def test_peak_excludes_memory_from_before_the_run() -> None:

@@ -65,8 +65,8 @@ def test_a_report_shows_todays_names(name: str, tmp_path: Path) -> None:
 def test_a_comparison_is_evidence_and_a_page_by_todays_names(tmp_path: Path) -> None:
     (tmp_path / "old").mkdir()
     shutil.copy(WRITTEN / "comparison.json", tmp_path / "old")
-    found = {(one.technique, one.role) for one in past_comparisons(tmp_path)}
-    assert found == {
+    evidence = {(one.technique, one.role) for one in past_comparisons(tmp_path)}
+    assert evidence == {
         ("averaging.ema", "added"), ("optimizers.adafactor", "added"),
         ("optimizers.adamw", "removed"), ("gradients.clip", "changed"),
     }  # fmt: skip
@@ -124,13 +124,13 @@ def test_every_old_name_is_renamed_and_no_current_one() -> None:
 
 
 def test_a_removed_setting_with_todays_behaviour_is_dropped() -> None:
-    def told(**settings: object) -> dict:
+    def recipe_with(**settings: object) -> dict:
         return {"techniques": {"sparsity": {"sparse_products": settings}}}
 
-    assert rename_recipe(told(costs="measured")) == told()
-    assert rename_recipe(told(costs="measured", tokens=64)) == told(tokens=64)
+    assert rename_recipe(recipe_with(costs="measured")) == recipe_with()
+    assert rename_recipe(recipe_with(costs="measured", tokens=64)) == recipe_with(tokens=64)
     with pytest.raises(UsageError, match="costs"):
-        recipe_from_data(rename_recipe(told(costs="counted")))
+        recipe_from_data(rename_recipe(recipe_with(costs="counted")))
 
 
 @pytest.mark.parametrize(

@@ -133,8 +133,8 @@ def test_the_last_record_of_each_step_counts(tmp_path: Path) -> None:
         run.append({"kind": "notice", "step": 2, "text": "one"})
         run.append({"kind": "notice", "step": 2, "text": "two"})
         run.seal_records()
-        found = run.read_records()
-    assert [(record["kind"], record["step"], record.get("loss", record.get("text"))) for record in found] == [
+        records = run.read_records()
+    assert [(record["kind"], record["step"], record.get("loss", record.get("text"))) for record in records] == [
         ("step", 1, 5.0),
         ("step", 3, 3.0),
         ("step", 2, 4.5),

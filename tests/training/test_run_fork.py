@@ -31,8 +31,8 @@ def trained(folder: Path, run: Run, steps: int = 6) -> TrainState:
 
 def forked(folder: Path, run: Run, **how: bool) -> tuple[TrainState, str]:
     state = run.start()
-    (told,) = copy_matching_state(run, state, checkpoint.find(folder), rewound=False, **how)
-    return state, told
+    (notice,) = copy_matching_state(run, state, checkpoint.find(folder), rewound=False, **how)
+    return state, notice
 
 
 def update_norm(run: Run, state: TrainState) -> float:
@@ -52,8 +52,8 @@ def test_moments_are_copied_between_storage_formats(kept_in: str, goes_on_in: st
         return run_of(technique("optimizers.adamw"), *compact)
 
     old = trained(tmp_path, run(kept_in))
-    state, told = forked(tmp_path, run(goes_on_in))
-    assert "start fresh" not in told and "are left out" not in told
+    state, notice = forked(tmp_path, run(goes_on_in))
+    assert "start fresh" not in notice and "are left out" not in notice
     assert update_norm(run(goes_on_in), state) == pytest.approx(update_norm(run(kept_in), old), rel=0.05)
 
 
@@ -68,8 +68,8 @@ def test_added_elements_have_age_zero_and_others_keep_theirs(old: str, added: li
     optimizer = technique(f"optimizers.{old}")
     run, other = run_of(optimizer), run_of(optimizer, *map(technique, added))
     before = trained(tmp_path, run)
-    state, told = forked(tmp_path, other)
-    assert "start fresh" in told and "are left out" not in told
+    state, notice = forked(tmp_path, other)
+    assert "start fresh" in notice and "are left out" not in notice
     assert update_norm(other, state) == pytest.approx(update_norm(run, before), rel=1e-5)
     assert state.optimizer is not None and set(state.optimizer.births.values()) == {6}
 
@@ -92,8 +92,8 @@ def test_all_moments_start_fresh_if_some_weights_are_new(tmp_path: Path) -> None
     adamw = technique("optimizers.adamw")
     trained(tmp_path, run_of(adamw))
     run = run_of(adamw, technique("initializations.layer_scale"))
-    state, told = forked(tmp_path, run)
-    assert "start fresh" in told and state.optimizer is not None
+    state, notice = forked(tmp_path, run)
+    assert "start fresh" in notice and state.optimizer is not None
     moments = [t for slot, tensors in state.optimizer.slots.items() if "scale_by_adam" in slot for t in tensors]
     assert moments and not any(bool(moment.any()) for moment in moments)
     assert state.optimizer.births == {"scale_by_adam": 6}
@@ -106,8 +106,8 @@ def test_weights_are_left_out_only_on_request(left_out: str, tmp_path: Path) -> 
     with pytest.raises(UsageError, match=r"lacks \d+ parameters .* would be lost") as refused:
         forked(tmp_path, run_of(adamw))
     assert "--drop-weights" in str(refused.value.fix)
-    _, told = forked(tmp_path, run_of(adamw), drop_weights=True)
-    assert "are left out, such as parameters/" in told
+    _, notice = forked(tmp_path, run_of(adamw), drop_weights=True)
+    assert "are left out, such as parameters/" in notice
 
 
 @pytest.mark.parametrize("placement", ["outside", "inside"])
@@ -116,7 +116,7 @@ def test_momenta_of_updates_and_of_gradients_differ(placement: str, tmp_path: Pa
     for old, new in ((sgd, lars), (lars, sgd)):
         folder = tmp_path / old.name
         trained(folder, run_of(old))
-        state, told = forked(folder, run_of(new))
-        assert "start fresh" in told and state.optimizer is not None
+        state, notice = forked(folder, run_of(new))
+        assert "start fresh" in notice and state.optimizer is not None
         (momentum,) = state.optimizer.slots.values()
         assert not any(bool(each.any()) for each in momentum)
