@@ -74,10 +74,8 @@ def accumulation(subject: CheckSubject, run: Run, state: TrainState) -> PromiseV
 
 
 def out_of_memory(subject: CheckSubject, run: Run, state: TrainState) -> PromiseVerdict:
-    """Check that a run which reacts to out-of-memory with smaller micro-batches keeps its effective batch.
-
-    The step itself and the next one are checked.
-    """
+    """Check that a run which reacts to out-of-memory with smaller micro-batches keeps its effective batch. The step
+    itself and the next one are checked."""
     promise, model = "batch when memory is short", _model(state)
     if subject.batch_norms:
         return not_applicable(promise, "gradients", normalized_apart(subject.batch_norms))

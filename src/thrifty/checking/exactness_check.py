@@ -23,10 +23,8 @@ from thrifty.core.technique import Numerics, Technique
 
 
 def exactness(subject: CheckSubject, whole: StepObservations) -> Iterator[PromiseVerdict]:
-    """Yield a verdict for each technique that promises values, and one for all of them together.
-
-    `whole` is the trained run with all techniques, which is not trained again.
-    """
+    """Yield a verdict for each technique that promises values, and one for all of them together. `whole` is the trained
+    run with all techniques, which is not trained again."""
     norms = subject.batch_norms
     promising = [one for one in subject.alone if effective_numerics(one, norms) is not Numerics.DIFFERENT]
     if not promising:

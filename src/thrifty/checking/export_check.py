@@ -27,10 +27,8 @@ NEAR_IN_16_BITS = 2e-2
 def export_round_trip(
     subject: CheckSubject, recipe: Recipe, ends: ModelSpec, run: Run, state: TrainState, folder: Path
 ) -> PromiseVerdict:
-    """Remove the techniques from a state's model, export it into a folder, load it, and compare logits.
-
-    The state's model cannot be used afterwards.
-    """
+    """Remove the techniques from a state's model, export it into a folder, load it, and compare logits. The state's
+    model cannot be used afterwards."""
     promise, about = "export", "model"
     assert state.model is not None
     model = state.model

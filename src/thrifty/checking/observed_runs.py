@@ -131,11 +131,9 @@ def train_observed(
     nudge: int | None = None,
     at: Callable[[Run, TrainState], None] = lambda run, state: None,
 ) -> tuple[Run, StepObservations]:
-    """Train a run for some steps (None: all). Return the composition without the observer, and the observations.
-
-    `at` is called with the run and its state before the first step and after each. `nudge` is the seed of a change in
-    the last bits of gradients.
-    """
+    """Train a run for some steps (None: all). Return the composition without the observer, and the observations. `at`
+    is called with the run and its state before the first step and after each. `nudge` is the seed of a change in the
+    last bits of gradients."""
     trace = StepObservations(TrainState())
 
     def see(model: nn.Module) -> None:
@@ -195,10 +193,8 @@ def relative(actual: float, wanted: float) -> float:
 
 
 def farthest(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[float, str]:
-    """Return the largest relative error of a gradient, by norm, and the name of its parameter.
-
-    For parameters with small gradients, it is relative to a thousandth of the norm over all gradients.
-    """
+    """Return the largest relative error of a gradient, by norm, and the name of its parameter. For parameters with
+    small gradients, it is relative to a thousandth of the norm over all gradients."""
     floor = 1e-3 * sum(float(tensor.square().sum()) for tensor in wanted.values()) ** 0.5
     worst, whose = 0.0, ""
     for name, tensor in wanted.items():
@@ -213,10 +209,8 @@ def farthest(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[floa
 
 
 def one_line_error(error: Exception) -> str:
-    """Return the first line of an error, after its type unless it is a ThriftyError.
-
-    Raises an out-of-memory error again, since it breaks no technique's promise.
-    """
+    """Return the first line of an error, after its type unless it is a ThriftyError. Raises an out-of-memory error
+    again, since it breaks no technique's promise."""
     if is_out_of_memory(error):
         raise error
     first = (str(error).splitlines() or [""])[0]

@@ -89,10 +89,8 @@ def check(
 def check_run(
     open_plain: Callable[[], BaseRun], techniques: Iterable[Technique], steps: int = STEPS, seed: int = 0
 ) -> tuple[PromiseVerdict, ...]:
-    """Return the verdicts for a plain run that `open_plain` opens again at each call.
-
-    Verdicts that require a recipe (labels, export, ranks) are left out.
-    """
+    """Return the verdicts for a plain run that `open_plain` opens again at each call. Verdicts that require a recipe
+    (labels, export, ranks) are left out."""
     subject = CheckSubject(open_plain, tuple(techniques), steps, seed)
     with tempfile.TemporaryDirectory(prefix="thrifty-check-") as folder:
         return tuple(_of_run(subject, Path(folder), lambda text: None))

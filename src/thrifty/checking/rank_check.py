@@ -57,10 +57,8 @@ def smaller_mesh(recipe: Recipe) -> tuple[Mesh, int]:
 
 
 def across_ranks(subject: CheckSubject, recipe: Recipe, folder: Path, start: Start | None = None) -> PromiseVerdict:
-    """Train the recipe over the ranks of its mesh (no axis longer than 2), and in one process, and compare.
-
-    Raises UsageError if the mesh and the techniques do not match.
-    """
+    """Train the recipe over the ranks of its mesh (no axis longer than 2), and in one process, and compare. Raises
+    UsageError if the mesh and the techniques do not match."""
     mesh, count = smaller_mesh(recipe)
     if count == 1:
         return not_applicable(PROMISE, ABOUT, "the recipe divides nothing among ranks: no mesh, no parallelism.*")

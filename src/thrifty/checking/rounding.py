@@ -41,11 +41,8 @@ def compare_rounding(
     tolerance: float,
     sensitivity: Callable[[], float],
 ) -> RoundingComparison:
-    """Compare the losses of several steps and the first step's gradients with a reference run.
-
-    `tolerance` is relative to the loss. `sensitivity` returns the deviation of `loss_sensitivity`; it is called only if
-    needed.
-    """
+    """Compare the losses of several steps and the first step's gradients with a reference run. `tolerance` is relative
+    to the loss. `sensitivity` returns the deviation of `loss_sensitivity`; it is called only if needed."""
     first, later = relative(losses[0], wanted.losses[0]), _later(losses, wanted)
     gradient, whose = farthest(dict(gradients), wanted.first)
     most, most_later = min(GRADIENTS * tolerance, MOST), LATER * tolerance

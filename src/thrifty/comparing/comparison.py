@@ -36,10 +36,8 @@ from thrifty.reporting.number_format import duration, significant
 from thrifty.training.run_folder import RunFolder
 
 TIMED_PILOTS = 2
-"""Timed pilot runs of each variant for budgets of equal time, in turn, so that a busy moment affects all variants.
-
-The first pilot sets the number of steps; it counts as timed if it has as many. Other budgets use one pilot per variant.
-"""
+"""Timed pilot runs of each variant for budgets of equal time, in turn, so that a busy moment affects all variants. The
+first pilot sets the number of steps; it counts as timed if it has as many. Other budgets use one pilot per variant."""
 MOST_PILOTS = 6
 """Most pilots of each variant. Another turn follows while the last two pilots of a variant disagree."""
 PILOTS_APART = 0.05
@@ -115,10 +113,8 @@ class _ComparisonRunner:
         self.began, self.finished = time.monotonic(), 0
 
     def forget_failures(self) -> None:
-        """Forget failed runs, so that they run again.
-
-        Failed trials stay once a seed has run, because another trial could change its learning rate.
-        """
+        """Forget failed runs, so that they run again. Failed trials stay once a seed has run, because another trial
+        could change its learning rate."""
         chosen = any("seed" in entry for entry in self.runs.values())
         for run in [run for run, entry in self.runs.items() if entry["status"] == "failed"]:
             if not (chosen and "trial" in self.runs[run]):

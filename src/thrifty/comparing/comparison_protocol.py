@@ -68,10 +68,8 @@ class ComparisonProtocol:
 
 @contextmanager
 def claim_folder(path: Path, variants: Sequence[Variant], protocol: ComparisonProtocol) -> Iterator[RunFolder]:
-    """Yield the comparison's folder, new or of an earlier part of the same comparison, locked.
-
-    If only pilots ran so far, another comparison may take the folder, and the same one restarts after an error.
-    """
+    """Yield the comparison's folder, new or of an earlier part of the same comparison, locked. If only pilots ran so
+    far, another comparison may take the folder, and the same one restarts after an error."""
     definition = {
         "terms": asdict(protocol),
         "arms": {variant.label: recipe_to_data(variant.recipe) for variant in variants},

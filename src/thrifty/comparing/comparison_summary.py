@@ -26,11 +26,9 @@ Entry = Mapping[str, Any]
 
 
 def read_run_result(folder: Path, judged: str = "loss") -> dict[str, Any]:
-    """Return the summary of a finished run, with the curve of the `judged` metric.
-
-    `seconds` counts steady step times; `seconds_with_starts` includes compilation in the first steps. FLOPs are those
-    of one counted step times the number of steps.
-    """
+    """Return the summary of a finished run, with the curve of the `judged` metric. `seconds` counts steady step times;
+    `seconds_with_starts` includes compilation in the first steps. FLOPs are those of one counted step times the number
+    of steps."""
     run = RunFolder(folder)
     summary, explanation = run.read_json("summary"), run.read_json("explanation")
     machine = run.read_json("environment")
@@ -77,11 +75,9 @@ def seconds_to_loss(curve: Sequence[Sequence[float | None]], loss: float) -> flo
 
 
 def slope_at_end(curve: Sequence[Sequence[float | None]]) -> float:
-    """Return the fall of the held-out loss for a budget larger by a factor of e.
-
-    It is measured on the second half of the run, which is steeper than the fall of the final loss with the budget.
-    With a single evaluation, it is the whole loss.
-    """
+    """Return the fall of the held-out loss for a budget larger by a factor of e. It is measured on the second half of
+    the run, which is steeper than the fall of the final loss with the budget. With a single evaluation, it is the whole
+    loss."""
     points = [(step, loss) for step, _, loss in curve if step and loss is not None]
     if not points:
         return 0.0
@@ -96,11 +92,9 @@ def summarize_comparison(
     protocol: ComparisonProtocol,
     settings: EvaluationSettings | None = None,
 ) -> dict[str, Any]:
-    """Return the summary of all planned runs, once each has finished or failed.
-
-    "arms" has each variant's means and, except for the baseline, ratios to it and a "verdict". "used" is the variant's
-    spent budget relative to the baseline's, in the currency that should be equal.
-    """
+    """Return the summary of all planned runs, once each has finished or failed. "arms" has each variant's means and,
+    except for the baseline, ratios to it and a "verdict". "used" is the variant's spent budget relative to the
+    baseline's, in the currency that should be equal."""
     settings = settings or EvaluationSettings()
     by_place = {(entry["arm"], entry["seed"]): entry for entry in runs}
     entries = {label: [by_place[label, seed] for seed in range(protocol.seeds)] for label in labels}
@@ -135,10 +129,8 @@ def summarize_comparison(
 
 
 def time_to_quality(baseline: Sequence[Entry], variant: Sequence[Entry]) -> dict[str, Any]:
-    """Return a variant's time to the baseline's final loss, relative to the baseline's, over pairs.
-
-    The result has the mean with its interval over pairs that reached the loss, and their number.
-    """
+    """Return a variant's time to the baseline's final loss, relative to the baseline's, over pairs. The result has the
+    mean with its interval over pairs that reached the loss, and their number."""
     ratios = []
     pairs = _finished(baseline, variant)
     for first, second in pairs:
@@ -177,10 +169,8 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _measured_differences(baseline: Sequence[Entry], variant: Sequence[Entry], confidence: float) -> dict[str, Any]:
-    """Return mean differences of the other measured metrics, with intervals, over finished pairs.
-
-    A metric that one of these runs lacks is left out.
-    """
+    """Return mean differences of the other measured metrics, with intervals, over finished pairs. A metric that one of
+    these runs lacks is left out."""
     pairs = [(first["measured"], second["measured"]) for first, second in _finished(baseline, variant)]
     intervals = {}
     for name in pairs[0][0] if pairs else ():

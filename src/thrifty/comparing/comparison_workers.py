@@ -18,10 +18,8 @@ HERE = "here"
 
 
 def read_workers(texts: Sequence[str], equal: Equal) -> list[Worker]:
-    """Return workers from their typed form: "here", or a command prefix such as "srun --nodelist=b --ntasks=1".
-
-    Raises UsageError if several runs would share a machine while budgets are of equal time.
-    """
+    """Return workers from their typed form: "here", or a command prefix such as "srun --nodelist=b --ntasks=1". Raises
+    UsageError if several runs would share a machine while budgets are of equal time."""
     launchers = [_launcher(text) for text in texts or [HERE]]
     local = sum(not launcher for launcher in launchers)
     if local > 1 and equal == "time":
@@ -46,10 +44,8 @@ def _launcher(text: str) -> tuple[str, ...]:
 
 
 def run_on_workers(starts: Sequence[RunLauncher], turns: Iterable[Callable[[RunLauncher], None]]) -> None:
-    """Run each turn on the next free worker; a single worker runs all of them in this thread.
-
-    If a turn fails, or this process receives a signal, the others save and end, and no further turn starts.
-    """
+    """Run each turn on the next free worker; a single worker runs all of them in this thread. If a turn fails, or this
+    process receives a signal, the others save and end, and no further turn starts."""
     if len(starts) == 1:
         for turn in turns:
             turn(starts[0])

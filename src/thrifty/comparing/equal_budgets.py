@@ -29,17 +29,13 @@ PILOT = 24
 WINDOW = 5
 """Steps of the running median that a step time is compared with."""
 ONCE = 2
-"""Number of slow steps that are ignored: compilation at the start, and again after an interrupt.
-
-Events that are more frequent, such as a preconditioner every tenth step, count as cost.
-"""
+"""Number of slow steps that are ignored: compilation at the start, and again after an interrupt. Events that are more
+frequent, such as a preconditioner every tenth step, count as cost."""
 RATES = 1_000
 """Number of steps of a run, evenly spread, at which the learning rate is checked."""
 DECAYED = 0.3
-"""Largest final learning rate, relative to its peak, that counts as decayed.
-
-In a pilot, the last step of a decay over a fifth of the run is still at 0.2.
-"""
+"""Largest final learning rate, relative to its peak, that counts as decayed. In a pilot, the last step of a decay over
+a fifth of the run is still at 0.2."""
 
 
 @dataclass(frozen=True)
@@ -63,10 +59,8 @@ class StepCost:
 
 
 def steady(seconds: Sequence[float]) -> list[float]:
-    """Return step times without rare slow steps.
-
-    No time exceeds the median of its neighbours by more than at least `ONCE` + 1 times do.
-    """
+    """Return step times without rare slow steps. No time exceeds the median of its neighbours by more than at least
+    `ONCE` + 1 times do."""
     reach = WINDOW // 2
     around = [median(seconds[max(0, index - reach) : index + reach + 1]) for index in range(len(seconds))]
     above = sorted((own - usual for own, usual in zip(seconds, around, strict=True)), reverse=True)
@@ -115,10 +109,8 @@ def mean_cost(costs: Sequence[StepCost]) -> StepCost:
 
 
 def steps_of_baseline(budget: Budget, cost: StepCost) -> int:
-    """Return the baseline's number of steps.
-
-    Raises UsageError if there is no budget, InfeasibleError if it allows no step.
-    """
+    """Return the baseline's number of steps. Raises UsageError if there is no budget, InfeasibleError if it allows no
+    step."""
     if budget.steps is not None:
         return budget.steps
     if budget.epochs is not None:
@@ -138,10 +130,8 @@ def steps_of_baseline(budget: Budget, cost: StepCost) -> int:
 
 
 def steps_of_variants(variants: Sequence[Variant], costs: Mapping[str, StepCost], equal: Equal) -> dict[str, int]:
-    """Return the steps of each variant, by label, that cost as much as the baseline's run.
-
-    Raises UsageError if equal FLOPs are required, but FLOPs change over the run of a variant.
-    """
+    """Return the steps of each variant, by label, that cost as much as the baseline's run. Raises UsageError if equal
+    FLOPs are required, but FLOPs change over the run of a variant."""
     for variant in variants:
         if equal == "flops" and costs[variant.label].flops_vary:
             raise UsageError(

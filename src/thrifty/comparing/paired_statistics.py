@@ -54,11 +54,8 @@ class PairedDifferences:
 def paired(
     differences: Sequence[float], alpha: float = ALPHA, confidence: float = CONFIDENCE, margin: float = 0.0
 ) -> PairedDifferences:
-    """Return the statistics of differences, tested against a mean of at most `margin`.
-
-    The margin is an error that all pairs share, so that more pairs do not reduce it. Raises UsageError without
-    differences, or if one is not finite.
-    """
+    """Return the statistics of differences, tested against a mean of at most `margin`. The margin is an error that all
+    pairs share, so that more pairs do not reduce it. Raises UsageError without differences, or if one is not finite."""
     values = np.asarray(differences, dtype=np.float64)
     if not len(values) or not np.isfinite(values).all():
         raise UsageError(f"{len(values)} differences, not all of them finite", fix="pass pairs that both finished")
@@ -122,11 +119,9 @@ def least_pairs(alpha: float = ALPHA) -> int:
 
 @cache
 def smallest_effect(pairs: int, alpha: float = ALPHA, power: float = POWER) -> float:
-    """Return the true mean that the test detects with this power, in standard deviations of the differences.
-
-    It is infinite below the smallest number of pairs. Verdicts also check the interval, which costs less than a
-    hundredth of the power.
-    """
+    """Return the true mean that the test detects with this power, in standard deviations of the differences. It is
+    infinite below the smallest number of pairs. Verdicts also check the interval, which costs less than a hundredth of
+    the power."""
     if pairs < least_pairs(alpha):
         return math.inf
     low, high = 0.0, 8.0

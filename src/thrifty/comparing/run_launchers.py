@@ -73,10 +73,8 @@ class RunLauncher(Protocol):
 
 @dataclass
 class Worker:
-    """Starts each run as a process, so that peak memory and compiled code are not shared.
-
-    A signal to this process also ends the run, after it has saved.
-    """
+    """Starts each run as a process, so that peak memory and compiled code are not shared. A signal to this process also
+    ends the run, after it has saved."""
 
     launcher: Sequence[str] = ()
     """Command prefix that starts processes on another machine, such as srun; empty for this machine."""

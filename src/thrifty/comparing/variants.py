@@ -59,11 +59,9 @@ class Variant:
 
 
 def variants_of(baseline: Recipe, changes: Mapping[str, Recipe | Change | Sequence[Change]]) -> tuple[Variant, ...]:
-    """Return the baseline, and a variant for each name: a recipe, or changes of the baseline.
-
-    A recipe may come first among the changes and replace the baseline. Raises UsageError if two variants are the same
-    run, or if their held-out losses are not comparable.
-    """
+    """Return the baseline, and a variant for each name: a recipe, or changes of the baseline. A recipe may come first
+    among the changes and replace the baseline. Raises UsageError if two variants are the same run, or if their held-out
+    losses are not comparable."""
     if not changes:
         raise UsageError(
             "there is nothing to compare with",

@@ -71,10 +71,8 @@ class Run:
 
     @cached_property
     def eval_objective(self) -> Objective:
-        """The objective for evaluation: computed as in the run, but without loss terms that techniques add.
-
-        Held-out losses of runs with different techniques are therefore comparable.
-        """
+        """The objective for evaluation: computed as in the run, but without loss terms that techniques add. Held-out
+        losses of runs with different techniques are therefore comparable."""
         objective = self.plain.objective
         for technique in self.techniques:
             if technique.stage < Stage.SOURCE:
@@ -88,10 +86,8 @@ class Run:
 
     @cached_property
     def memories(self) -> dict[str, dict[str, Tensor]]:
-        """State of techniques between steps, part of the checkpoint.
-
-        A Backward stores it in `self.state`, a dict of tensors that start at zero.
-        """
+        """State of techniques between steps, part of the checkpoint. A Backward stores it in `self.state`, a dict of
+        tensors that start at zero."""
         return self._wrapped_backward[1]
 
     @cached_property
@@ -196,10 +192,8 @@ def _named(technique: Technique) -> Iterator[None]:
 
 
 def compose(plain: BaseRun, techniques: Sequence[Technique], steps: int, device: torch.device = CPU) -> Run:
-    """Return a run of techniques sorted by stage, with settings that depend on the run resolved.
-
-    The order of `techniques` does not matter. Raises UsageError for combinations that are not possible.
-    """
+    """Return a run of techniques sorted by stage, with settings that depend on the run resolved. The order of
+    `techniques` does not matter. Raises UsageError for combinations that are not possible."""
     ordered = sorted(techniques, key=lambda technique: (technique.stage, order_key(technique.name)))
     refuse_illegal(ordered)
     if plain.is_trained:

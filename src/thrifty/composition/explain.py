@@ -120,18 +120,14 @@ def _explained(run: Run) -> Explanation:
 
 
 def count(run: Run, techniques: tuple[Technique, ...], shards: int = 1) -> tuple[int, Footprint]:
-    """Return the number of parameters, and one step's footprint, of the run with only these techniques.
-
-    If its examples are divided into `shards`, the bytes are those of one shard and the FLOPs those of all.
-    """
+    """Return the number of parameters, and one step's footprint, of the run with only these techniques. If its examples
+    are divided into `shards`, the bytes are those of one shard and the FLOPs those of all."""
     return _RunCounts(run).of(techniques, shards)
 
 
 class _RunCounts:
-    """Footprints of a run with some of its techniques.
-
-    If successive techniques differ only in the update, forward and backward pass are not traced again.
-    """
+    """Footprints of a run with some of its techniques. If successive techniques differ only in the update, forward and
+    backward pass are not traced again."""
 
     def __init__(self, run: Run):
         self.run = run
@@ -210,10 +206,8 @@ class _RunCounts:
 
 
 class _SingleDraws(TorchDispatchMode):
-    """Mode that sets each random tensor of one element to this value.
-
-    Models compare such a tensor with the probability to drop a layer. The largest step drops none.
-    """
+    """Mode that sets each random tensor of one element to this value. Models compare such a tensor with the probability
+    to drop a layer. The largest step drops none."""
 
     def __init__(self, value: float):
         super().__init__()
@@ -251,10 +245,8 @@ def _refusal_without_values(error: Exception) -> Exception:
 
 
 def passes_of(run: Run, batch: Batch, limit: float = inf, casts: bool = True) -> CountedPasses:
-    """Return the traced passes of a run's model on this batch: on real tensors, unless they are fake.
-
-    Counting stops at more than `limit` bytes. See `StepTrace` for `casts`.
-    """
+    """Return the traced passes of a run's model on this batch: on real tensors, unless they are fake. Counting stops at
+    more than `limit` bytes. See `StepTrace` for `casts`."""
     with one_thread():
         with StepTrace(limit=limit, casts=casts) as built:
             model = run.build_model()
@@ -297,11 +289,8 @@ def trained_batch_norms(plain: BaseRun) -> list[str]:
 
 
 class _FakeCopies(TorchFunctionMode):
-    """Mode in which `copy.deepcopy` of a fake tensor returns a new fake tensor.
-
-    torch's own copies share the storage of the original and its remembered value. The process may crash when they are
-    freed (torch 2.13).
-    """
+    """Mode in which `copy.deepcopy` of a fake tensor returns a new fake tensor. torch's own copies share the storage of
+    the original and its remembered value. The process may crash when they are freed (torch 2.13)."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is not Tensor.__deepcopy__:
@@ -343,10 +332,8 @@ def _fake_of(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
 
 
 def touched_modules(run: Run) -> dict[str, list[str]]:
-    """Return the modules that each technique changes or skips, found on fake tensors.
-
-    Raises RefusedError if a technique refuses the model.
-    """
+    """Return the modules that each technique changes or skips, found on fake tensors. Raises RefusedError if a
+    technique refuses the model."""
     with FakeTensorMode(allow_non_fake_inputs=True) as fake:
         trial = replace(on_fakes(run, fake), notes={})
         trial.build_model()
@@ -364,11 +351,9 @@ class ResidentBytes:
 
 
 def resident_bytes(run: Run) -> ResidentBytes:
-    """Return this rank's bytes with all techniques, computed on fake tensors.
-
-    Techniques run outside the fake mode, in which torch cannot determine positions in a mesh. New tensors that they
-    create, such as those of an adapter, are therefore real. Raises RefusedError if a technique refuses the model.
-    """
+    """Return this rank's bytes with all techniques, computed on fake tensors. Techniques run outside the fake mode, in
+    which torch cannot determine positions in a mesh. New tensors that they create, such as those of an adapter, are
+    therefore real. Raises RefusedError if a technique refuses the model."""
     trial = replace(on_fakes(run, FakeTensorMode(allow_non_fake_inputs=True)), notes={})
     model = trial.build_model()
     optimizer = TransformOptimizer(model.named_parameters(), trial.transform())

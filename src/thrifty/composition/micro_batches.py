@@ -19,9 +19,7 @@ SEES_ALL = {Stage.SPLIT, Stage.CUT, *range(Stage.SOURCE, Stage.ACCUMULATE)}
 
 def representative_micro_batches(run: Run, batch: Batch) -> tuple[Run, Batch, float]:
     """Return the run with two micro-batches, their examples, and the factor from their FLOPs to those of a whole step.
-
-    If it has no more than two, or they are not equal, return the run unchanged, the batch, and 1.0.
-    """
+    If it has no more than two, or they are not equal, return the run unchanged, the batch, and 1.0."""
     cutting = [technique for technique in run.techniques if Claim.MICRO_BATCHES in technique.claims]
     rows = -(-len(batch) // (cutting[0].micro_batches if cutting else 1))
     count = len(batch) // rows
@@ -33,10 +31,8 @@ def representative_micro_batches(run: Run, batch: Batch) -> tuple[Run, Batch, fl
 
 
 def data_shard_count(techniques: Sequence[Technique]) -> int:
-    """Return the number of equal parts into which techniques of several ranks divide the examples of a step.
-
-    These are the ranks along the data axis, times the micro-batches of a pipeline.
-    """
+    """Return the number of equal parts into which techniques of several ranks divide the examples of a step. These are
+    the ranks along the data axis, times the micro-batches of a pipeline."""
     shards = 1
     for technique in techniques:
         if Claim.DATA_PARALLELISM in technique.claims:

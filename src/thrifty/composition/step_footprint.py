@@ -25,12 +25,9 @@ from thrifty.optim.update_plan import PartitionedUpdate, TwoPartUpdate
 
 
 class CountedPasses:
-    """A traced forward and backward pass of a model on a batch, fake or real.
-
-    Each of several updates may follow, because the passes do not depend on it. `built` is a trace that was open while
-    the model was built, so that it includes the model's other tensors. Passes that run out of memory are counted up to
-    there.
-    """
+    """A traced forward and backward pass of a model on a batch, fake or real. Each of several updates may follow,
+    because the passes do not depend on it. `built` is a trace that was open while the model was built, so that it
+    includes the model's other tensors. Passes that run out of memory are counted up to there."""
 
     def __init__(
         self, model: nn.Module, objective: Objective, backward: Backward, batch: Batch, built: StepTrace | None = None
@@ -113,10 +110,8 @@ def distinct_updates(optimizer: TransformOptimizer, steps: int, limit: int = 100
 
 
 def keep_distinct_chunks(tail: UpdateExecutor, parameters: Sequence[Tensor]) -> None:
-    """Keep only one of each group of equal chunks in an update.
-
-    Chunks run in sequence, so the others would not raise the peak. Billions of parameters have many chunks.
-    """
+    """Keep only one of each group of equal chunks in an update. Chunks run in sequence, so the others would not raise
+    the peak. Billions of parameters have many chunks."""
     if isinstance(tail, TwoPartUpdate):
         keep_distinct_chunks(tail.first, parameters)
         keep_distinct_chunks(tail.then, parameters)

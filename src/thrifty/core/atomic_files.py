@@ -132,10 +132,8 @@ class AtomicFiles:
 
 
 def refuse_links(*folders: Path) -> None:
-    """Raise UsageError if a folder, or an entry directly in it, is a symbolic link, a pipe or a device.
-
-    A link would lead reads and writes out of a run folder; a pipe or device would block them forever.
-    """
+    """Raise UsageError if a folder, or an entry directly in it, is a symbolic link, a pipe or a device. A link would
+    lead reads and writes out of a run folder; a pipe or device would block them forever."""
     for path in (path for folder in folders for path in (folder, *folder.glob("*"))):
         if path.is_symlink():
             what = f"{path} is a symbolic link, and files outside a run folder are neither read nor written"

@@ -13,11 +13,9 @@ from thrifty.core.file_locks import lock_file
 
 @contextmanager
 def write_aside(folder: Path) -> Iterator[Path]:
-    """Yield a new folder to write into. It is renamed to `folder` if the block succeeds, and deleted otherwise.
-
-    Its writer holds a lock on it, so that the next writer can delete the leftovers of a killed process. Raises OSError,
-    also if the name is taken by then, unless by an empty folder.
-    """
+    """Yield a new folder to write into. It is renamed to `folder` if the block succeeds, and deleted otherwise. Its
+    writer holds a lock on it, so that the next writer can delete the leftovers of a killed process. Raises OSError,
+    also if the name is taken by then, unless by an empty folder."""
     _remove_leftovers(folder)
     aside = _aside(folder)
     try:

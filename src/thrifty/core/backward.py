@@ -20,15 +20,11 @@ class BackwardResult:
     loss: Tensor
     notes: dict[str, float] = field(default_factory=dict)
     overflow_handled: bool = False
-    """True if a lower loss scale already handles gradients that are not finite.
-
-    Such a step is skipped like any other, but is no sign of divergence.
-    """
+    """True if a lower loss scale already handles gradients that are not finite. Such a step is skipped like any other,
+    but is no sign of divergence."""
     parts: Tensor | None = None
-    """Sum of the weights of the examples' parts (scalar); loss and gradients are still to be divided by it.
-
-    None if each example counts by its own weight alone.
-    """
+    """Sum of the weights of the examples' parts (scalar); loss and gradients are still to be divided by it. None if
+    each example counts by its own weight alone."""
     mean_of: int | None = None
     """Number of rows if the loss is their mean and cannot be divided into a loss per example; None otherwise."""
     scale_growth: float = 1.0
@@ -75,11 +71,9 @@ def weigh_alike(batch: Batch) -> bool:
 
 
 def divided_by_parts(backward: Backward) -> Backward:
-    """Return a backward pass for a whole effective batch that divides loss and gradients by the parts' weights.
-
-    The weights are summed over all data ranks. Nothing changes for objectives that do not weigh parts. The pass raises
-    RefusedError if examples have different weights.
-    """
+    """Return a backward pass for a whole effective batch that divides loss and gradients by the parts' weights. The
+    weights are summed over all data ranks. Nothing changes for objectives that do not weigh parts. The pass raises
+    RefusedError if examples have different weights."""
 
     def divided(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         outcome = backward(model, objective, batch)

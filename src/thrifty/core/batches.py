@@ -19,11 +19,9 @@ from thrifty.core.errors import RefusedError
 
 @dataclass(frozen=True)
 class Batch:
-    """Examples in rows. Every tensor of `fields` has b rows; `weight` (b,) sums to 1 over the effective batch.
-
-    Weights are set once, for the effective batch. Ranks and micro-batches only select rows, and sampling multiplies
-    weights. Gradients are only summed, so no mean of means occurs.
-    """
+    """Examples in rows. Every tensor of `fields` has b rows; `weight` (b,) sums to 1 over the effective batch. Weights
+    are set once, for the effective batch. Ranks and micro-batches only select rows, and sampling multiplies weights.
+    Gradients are only summed, so no mean of means occurs."""
 
     fields: Mapping[str, Tensor]
     weight: Tensor
@@ -84,10 +82,8 @@ class BatchSource:
     """Source of the effective batch of every step. Subclasses implement `rows`."""
 
     batch: int = 0
-    """Examples in the effective batch, over all ranks and micro-batches; the largest if it varies.
-
-    0 without data, for example when a finished model is restored.
-    """
+    """Examples in the effective batch, over all ranks and micro-batches; the largest if it varies. 0 without data, for
+    example when a finished model is restored."""
     examples: int | None = None
     """Examples in one epoch; None for sources without epochs, such as streams."""
     notices: tuple[str, ...] = ()
@@ -133,10 +129,8 @@ class BatchSource:
         return self.rows(step, 0, self.size(step))
 
     def with_batch_size(self, sizes: Sequence[int]) -> "BatchSource":
-        """Return a source of the same examples in the same order, with these effective batch sizes by step.
-
-        The last size holds for all later steps.
-        """
+        """Return a source of the same examples in the same order, with these effective batch sizes by step. The last
+        size holds for all later steps."""
         return ResizedSource(self, sizes)
 
     def example_index(self) -> ExampleIndex:
@@ -144,10 +138,8 @@ class BatchSource:
         raise _numberless(self)
 
     def subset(self, choice: ExampleSubset) -> "BatchSource":
-        """Return the same source restricted to these examples; all else, such as the seed, stays.
-
-        Raises RefusedError if examples have no numbers, or fewer than one effective batch remain.
-        """
+        """Return the same source restricted to these examples; all else, such as the seed, stays. Raises RefusedError
+        if examples have no numbers, or fewer than one effective batch remain."""
         raise _numberless(self)
 
     @property
@@ -224,10 +216,8 @@ class MappedSource(WrappedSource):
 
 
 class RankShard(WrappedSource):
-    """Rows of one rank: an equal, contiguous part of the effective batch.
-
-    Raises RefusedError if the effective batch cannot be divided equally.
-    """
+    """Rows of one rank: an equal, contiguous part of the effective batch. Raises RefusedError if the effective batch
+    cannot be divided equally."""
 
     def __init__(self, source: BatchSource, rank: int, ranks: int):
         self.source, self.rank, self.ranks, self.batch = source, rank, ranks, source.batch // ranks

@@ -8,20 +8,16 @@ SAFE = "PYTHONSAFEPATH"
 
 
 def child_environment(**variables: str) -> dict[str, str]:
-    """Return the environment, with these variables, for a child process that can import the same modules.
-
-    If the working folder is on the import path, it comes last.
-    """
+    """Return the environment, with these variables, for a child process that can import the same modules. If the
+    working folder is on the import path, it comes last."""
     working_folder = os.path.realpath(os.getcwd())
     folders = sorted((each for each in sys.path if each), key=lambda each: os.path.realpath(each) == working_folder)
     return {**os.environ, SAFE: "1", "PYTHONPATH": os.pathsep.join(folders), **variables}
 
 
 def leave_working_folder() -> None:
-    """Remove the working folder from the import path of this process and of its child processes.
-
-    `python -m` and `python -c` put it first.
-    """
+    """Remove the working folder from the import path of this process and of its child processes. `python -m` and
+    `python -c` put it first."""
     os.environ[SAFE] = "1"
     if not sys.flags.safe_path and sys.path and sys.path[0] in ("", os.getcwd()):
         del sys.path[0]

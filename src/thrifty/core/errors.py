@@ -75,10 +75,8 @@ OPTION = re.compile(
 
 
 def for_reader(text: str) -> str:
-    """Return a text with options rewritten as arguments if the reader called a function.
-
-    `--set data.batch=16` becomes `settings={"data.batch": 16}`. Texts with a whole command stay unchanged.
-    """
+    """Return a text with options rewritten as arguments if the reader called a function. `--set data.batch=16` becomes
+    `settings={"data.batch": 16}`. Texts with a whole command stay unchanged."""
     is_command = "thrifty " in text or "torchrun " in text
     return text if TYPED in os.environ or is_command else OPTION.sub(_argument, text)
 

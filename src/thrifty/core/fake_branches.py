@@ -14,11 +14,9 @@ _MASKS, _PACKED = "transformers.masking_utils", "find_packed_sequence_indices"
 
 @contextmanager
 def causal_masks_of_plain_rows() -> Iterator[None]:
-    """Inside the block, transformers detects rows of one text on fake position ids too.
-
-    On real tensors it reads the values, and leaves out the mask if each row is one text. On fake tensors it would build
-    the mask, and attention would use another kernel. Position ids that all rows share mark one text per row.
-    """
+    """Inside the block, transformers detects rows of one text on fake position ids too. On real tensors it reads the
+    values, and leaves out the mask if each row is one text. On fake tensors it would build the mask, and attention
+    would use another kernel. Position ids that all rows share mark one text per row."""
     module = sys.modules.get(_MASKS)
     find = getattr(module, _PACKED, None)
     if find is None:

@@ -10,11 +10,9 @@ _ALLOWED = frozenset(" -_.+=,@%()[]:")
 
 
 def check_name(name: str, subject: str = "name") -> str:
-    """Return the name if it is safe as a folder, in a shell command and in source code.
-
-    Raises UsageError unless it has at most 200 letters, digits and characters of ` -_.+=,@%()[]:`. It must begin with a
-    letter, a digit or "_", and not end with a space. Names that look like an API key are refused.
-    """
+    """Return the name if it is safe as a folder, in a shell command and in source code. Raises UsageError unless it has
+    at most 200 letters, digits and characters of ` -_.+=,@%()[]:`. It must begin with a letter, a digit or "_", and not
+    end with a space. Names that look like an API key are refused."""
     if redact_text(name) != name:
         raise UsageError(
             f"{subject} looks like a key or a password, and names are shown", fix="use letters, digits and -"

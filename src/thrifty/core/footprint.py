@@ -29,11 +29,8 @@ class Footprint:
     saved: float = 0.0
     """Bytes of the activations that blocks save; the rest belongs to embedding and head."""
     passes: float = 0.0
-    """Bytes at the peak of forward and backward pass in addition to state and complete gradients.
-
-    These are activations and temporary tensors. Like `saved` and `inside`, the value explains a peak and is not part of
-    the sum.
-    """
+    """Bytes at the peak of forward and backward pass in addition to state and complete gradients. These are activations
+    and temporary tensors. Like `saved` and `inside`, the value explains a peak and is not part of the sum."""
     inside: float = 0.0
     """The same bytes, counted after the first gradient of a block is complete."""
     temporary: float = 0.0

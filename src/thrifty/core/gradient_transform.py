@@ -34,11 +34,8 @@ COMPENSATION = "compensation"
 
 
 class StateAge(int):
-    """Number of updates since the state was last fresh.
-
-    Later state, such as an average that a fork adds, has its own age in `younger`, by the path of an
-    element's keys. `base` is the age of everything else below a path.
-    """
+    """Number of updates since the state was last fresh. Later state, such as an average that a fork adds, has its own
+    age in `younger`, by the path of an element's keys. `base` is the age of everything else below a path."""
 
     base: int
     younger: Mapping[str, int]
@@ -77,10 +74,8 @@ class GradientTransform:
     """Slots of moments that are never negative."""
 
     def scalars(self, step: int, age: int) -> dict[str, float]:
-        """Return the scalars of an update.
-
-        `step` counts the run's finished updates, `age` those since the state was last fresh; both start at 0.
-        """
+        """Return the scalars of an update. `step` counts the run's finished updates, `age` those since the state was
+        last fresh; both start at 0."""
         return {}
 
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
@@ -94,22 +89,16 @@ class GradientTransform:
 
     def eval_weights(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
         """Return the values to evaluate and export in place of the trained parameters, or None for the parameters.
-
-        `numbers` are the scalars of the next update.
-        """
+        `numbers` are the scalars of the next update."""
         return None
 
     def apply_constraints(self, slots: Slots, parameters: list[Tensor]) -> None:
-        """Apply the constraints of the slots, such as masks, to parameters and state, which may hold loaded values.
-
-        The method is idempotent.
-        """
+        """Apply the constraints of the slots, such as masks, to parameters and state, which may hold loaded values. The
+        method is idempotent."""
 
     def subset(self, indices: Sequence[int]) -> "GradientTransform":
-        """Return this transform for some of its parameters.
-
-        An element with data per parameter outside its slots must override it.
-        """
+        """Return this transform for some of its parameters. An element with data per parameter outside its slots must
+        override it."""
         return self
 
     def slot_kind(self, slot: str) -> Content:

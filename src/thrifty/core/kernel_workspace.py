@@ -40,10 +40,8 @@ ROWS = {
     RECURRENT: (0,),
     RECURRENT_BACKWARD: (0, 7, 10),
 }
-"""Operations that are always measured, with the arguments that have a row per example or time step.
-
-Other operations are measured if an operand is not contiguous; rows are those of operands as long as the first.
-"""
+"""Operations that are always measured, with the arguments that have a row per example or time step. Other operations
+are measured if an operand is not contiguous; rows are those of operands as long as the first."""
 PRODUCTS = frozenset(getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm"))
 
 

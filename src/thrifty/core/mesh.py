@@ -56,10 +56,8 @@ class Mesh:
         return " x ".join(f"{name}={size}" for name, size in vars(self).items() if size > 1) or "one rank"
 
     def sizes(self, ranks: int, sharded: bool) -> dict[str, int]:
-        """Return the number of ranks along each axis for this total; `sharded` is True if the state is divided.
-
-        Raises UsageError if the axes do not fit the number of ranks.
-        """
+        """Return the number of ranks along each axis for this total; `sharded` is True if the state is divided. Raises
+        UsageError if the axes do not fit the number of ranks."""
         replicate, shard = self.replicate, self.shard
         left, rest = divmod(ranks, self.least_ranks)
         if sharded and not shard:

@@ -14,10 +14,8 @@ from thrifty.core.errors import UsageError
 
 @dataclass
 class Prediction:
-    """A model's output for a batch: hidden states (b, t, d) and the head, or logits (b, t, v).
-
-    Logits are computed on first access only. A loss that processes the vocabulary in chunks never needs them.
-    """
+    """A model's output for a batch: hidden states (b, t, d) and the head, or logits (b, t, v). Logits are computed on
+    first access only. A loss that processes the vocabulary in chunks never needs them."""
 
     hidden: Tensor | None = None
     head: nn.Module | None = None
@@ -28,15 +26,11 @@ class Prediction:
     """Weight of each prediction within its example, stored by a loss; None if all are equal."""
 
     part_weights: Tensor | None = field(default=None, repr=False)
-    """Total weight of each example's parts (b,), if its loss is their weighted sum and the mean is over parts.
-
-    None if each example counts by its own weight alone.
-    """
+    """Total weight of each example's parts (b,), if its loss is their weighted sum and the mean is over parts. None if
+    each example counts by its own weight alone."""
     is_mean: bool = False
-    """True if the losses are one mean over the rows, repeated.
-
-    Rows then cannot have different weights, and means over unequal numbers of rows cannot be added.
-    """
+    """True if the losses are one mean over the rows, repeated. Rows then cannot have different weights, and means over
+    unequal numbers of rows cannot be added."""
 
     @cached_property
     def logits(self) -> Tensor:
@@ -136,11 +130,9 @@ class Objective:
         raise NotImplementedError(f"{type(self).__name__} has no softmax normaliser")
 
     def measures(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
-        """Return metrics per example (b,), by the names in `measured`; their weighted mean is evaluated.
-
-        Sums over an example's parts come with the parts' weights, (2, b). A mean over the rows is a scalar. The result
-        also has rows (n, …) of the batch by the names in `collected`; `overall` receives them for all batches.
-        """
+        """Return metrics per example (b,), by the names in `measured`; their weighted mean is evaluated. Sums over an
+        example's parts come with the parts' weights, (2, b). A mean over the rows is a scalar. The result also has rows
+        (n, …) of the batch by the names in `collected`; `overall` receives them for all batches."""
         return {}
 
     def overall(self, model: nn.Module, rows: Mapping[str, Tensor]) -> dict[str, float]:
@@ -148,10 +140,8 @@ class Objective:
         return {}
 
     def image_previews(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
-        """Return images (b, c, h, w) that show a prediction, by title, in display order.
-
-        Pixels are normalized as in the model's input.
-        """
+        """Return images (b, c, h, w) that show a prediction, by title, in display order. Pixels are normalized as in
+        the model's input."""
         return {}
 
     def tokens(self, batch: Batch) -> int:
@@ -179,10 +169,8 @@ class Objective:
         return self
 
     def kept_apart(self, end_of_text: int) -> "Objective":
-        """Return this objective for rows whose documents, each ended by this token, do not attend to each other.
-
-        Raises UsageError if the objective has no such documents.
-        """
+        """Return this objective for rows whose documents, each ended by this token, do not attend to each other. Raises
+        UsageError if the objective has no such documents."""
         raise UsageError(
             f"data.separate is set, but {type(self).__name__} has no documents in a row to separate",
             fix="leave data.separate out, or learn next_token",
@@ -197,11 +185,9 @@ class Objective:
         return ChatLearningSettings()
 
     def examples(self, batch: Batch) -> Batch:
-        """Return the training examples made from plain examples, a pure function of each row.
-
-        Rows of text have "tokens" (b, t+1) and "key" (b,): 64 bits, unique in the run, that seed all random draws. Rows
-        of images have "inputs" (b, c, h, w), "key" and, with labels, "labels".
-        """
+        """Return the training examples made from plain examples, a pure function of each row. Rows of text have
+        "tokens" (b, t+1) and "key" (b,): 64 bits, unique in the run, that seed all random draws. Rows of images have
+        "inputs" (b, c, h, w), "key" and, with labels, "labels"."""
         return batch
 
 

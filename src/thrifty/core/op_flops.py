@@ -44,11 +44,9 @@ FLOPS_OF = {
 
 
 def call_operation(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run an operation that a dispatch mode received.
-
-    For fake tensors it corrects two of torch's kernels. The fake grouped product (experts of a mixture) takes bfloat16
-    only, the real one also other types. The fake recurrent layer returns no saved gates.
-    """
+    """Run an operation that a dispatch mode received. For fake tensors it corrects two of torch's kernels. The fake
+    grouped product (experts of a mixture) takes bfloat16 only, the real one also other types. The fake recurrent layer
+    returns no saved gates."""
     if func is torch.ops.aten._grouped_mm.default and isinstance(args[0], FakeTensor):
         return _grouped_product(*args, **kwargs)
     results = func(*args, **kwargs)
@@ -65,11 +63,8 @@ def traced_device(func: Callable[..., Any], args: tuple) -> torch.device | None:
 def _grouped_product(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return a fake result of a grouped product.
-
-    Groups are of rows, (m, k) by (e, k, n); of columns, (e, m, k) by (k, n); of summands, (m, k) by (k, n); or one
-    product per group, (e, m, k) by (e, k, n).
-    """
+    """Return a fake result of a grouped product. Groups are of rows, (m, k) by (e, k, n); of columns, (e, m, k) by (k,
+    n); of summands, (m, k) by (k, n); or one product per group, (e, m, k) by (e, k, n)."""
     rows, columns = a.shape[-2], b.shape[-1]
     if a.ndim == b.ndim == 2:
         assert offs is not None

@@ -44,9 +44,7 @@ def explain_out_of_memory(
     predicted: float | None = None, remedy: Callable[[float], str] | None = None
 ) -> Iterator[None]:
     """Raise OutOfMemory in place of an allocator's error, after releasing the tensors that its traceback holds.
-
-    `predicted` is the predicted peak of tensors in bytes. `remedy` returns the fix for the available bytes.
-    """
+    `predicted` is the predicted peak of tensors in bytes. `remedy` returns the fix for the available bytes."""
     try:
         yield
     except Exception as error:

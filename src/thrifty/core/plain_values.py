@@ -28,10 +28,8 @@ _SECONDS = {"s": 1, "sec": 1, "min": 60, "h": 3600}
 
 
 def parse_toml(text: str, name: str) -> dict[str, Any]:
-    """Return the tables of a user's text; `name` is the name of its file or option.
-
-    Raises TOMLDecodeError for invalid TOML, UsageError for values that no setting can have (see `check_plain`).
-    """
+    """Return the tables of a user's text; `name` is the name of its file or option. Raises TOMLDecodeError for invalid
+    TOML, UsageError for values that no setting can have (see `check_plain`)."""
     try:
         if any(key.count(".") > LONGEST_KEY for line in text.splitlines() for key in _keys(line)):
             raise RecursionError
@@ -64,10 +62,8 @@ def _check_tree(value: Any, name: str, path: str, depth: int) -> None:
 
 
 def build(kind: type[T], data: Mapping[str, Any], path: str = "", base: T | None = None) -> T:
-    """Return a dataclass built from a table; with `base`, the table has only the fields that differ.
-
-    Raises UsageError with the path of the first value that does not fit.
-    """
+    """Return a dataclass built from a table; with `base`, the table has only the fields that differ. Raises UsageError
+    with the path of the first value that does not fit."""
     if not isinstance(data, Mapping):
         raise UsageError(f"{path} must be a table, not {data!r}", fix=f"write [{path}] and its keys below")
     hints = hints_of(kind)
@@ -85,10 +81,8 @@ def build(kind: type[T], data: Mapping[str, Any], path: str = "", base: T | None
 
 
 def convert(kind: Any, value: Any, path: str, base: Any = None) -> Any:
-    """Return a value converted to the type of its field. Only an int may become a float.
-
-    A table is merged into the dataclass `base`, if that is passed.
-    """
+    """Return a value converted to the type of its field. Only an int may become a float. A table is merged into the
+    dataclass `base`, if that is passed."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
         return convert(arguments[0], value, path, base)

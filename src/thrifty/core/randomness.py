@@ -22,9 +22,7 @@ def keyed_generator(key: str, like: Tensor | None = None) -> torch.Generator:
 
 def start_draws(seed: int, device: torch.device | None = None) -> None:
     """Seed the global generators of Python, NumPy and torch: on the CPU, and on all devices of the type of `device`.
-
-    `torch.manual_seed` also seeds every other device type, and formats a stack trace for each that is unused.
-    """
+    `torch.manual_seed` also seeds every other device type, and formats a stack trace for each that is unused."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed % 2**63)

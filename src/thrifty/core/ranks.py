@@ -28,19 +28,15 @@ def refuse_no_group(who: str) -> None:
 
 
 def rank_shard(source: BatchSource) -> BatchSource:
-    """Return the part of each effective batch for this rank and the ranks that compute with it.
-
-    Raises RefusedError if a batch cannot be divided equally.
-    """
+    """Return the part of each effective batch for this rank and the ranks that compute with it. Raises RefusedError if
+    a batch cannot be divided equally."""
     data = axis("data")
     return source if data.size == 1 else RankShard(source, data.place, data.size)
 
 
 def random_stream() -> int:
-    """Return a number that is equal on ranks that must draw the same random values.
-
-    These ranks compute the same blocks for the same examples.
-    """
+    """Return a number that is equal on ranks that must draw the same random values. These ranks compute the same blocks
+    for the same examples."""
     data, pipeline = axis("data"), axis("pipeline")
     return pipeline.place * data.size + data.place
 

@@ -54,11 +54,8 @@ class ModelSettings:
     patch: int | None = None
     """Height and width of a patch in pixels, for a vit."""
     pool: str | None = None
-    """Input of the head, for a vit.
-
-    "class" is the class token, "mean" the mean of all patches of a model without one. "patches" is the mean of all
-    patches of a model with a class token, such as a trained MAE.
-    """
+    """Input of the head, for a vit. "class" is the class token, "mean" the mean of all patches of a model without one.
+    "patches" is the mean of all patches of a model with a class token, such as a trained MAE."""
     decoder_depth: int | None = None
     """Blocks of the decoder, for a mae."""
     decoder_width: int | None = None
@@ -144,15 +141,11 @@ class DataSettings:
     batch: Positive = 32
     """Effective batch: examples per step over all ranks and micro-batches."""
     held_out: Annotated[float, SettingBound(above=0, below=1)] = 0.05
-    """Fraction of documents held out for evaluation, chosen by a hash of the text, or of the image file.
-
-    Images of a source with its own test set are not split.
-    """
+    """Fraction of documents held out for evaluation, chosen by a hash of the text, or of the image file. Images of a
+    source with its own test set are not split."""
     near_duplicates: Annotated[float | None, SettingBound(above=0, most=1)] = None
-    """Similarity to an earlier document, as a fraction of shared 5-word sequences, above which a text is left out.
-
-    0.8 is usual. By default, none are searched for.
-    """
+    """Similarity to an earlier document, as a fraction of shared 5-word sequences, above which a text is left out. 0.8
+    is usual. By default, none are searched for."""
     size: Annotated[int | None, SettingBound(least=1, most=8192)] = None
     """Height and width of images in pixels; by default the known set's, and for a folder the model's."""
     augment: AugmentationSettings | None = None
@@ -268,10 +261,8 @@ class Recipe:
     device: str = "auto"
     """"cpu", "cuda", or "auto" for a GPU if there is one."""
     deterministic: bool = True
-    """True to use only deterministic GPU kernels, so that a resumed run equals an uninterrupted one.
-
-    CPU kernels are always deterministic.
-    """
+    """True to use only deterministic GPU kernels, so that a resumed run equals an uninterrupted one. CPU kernels are
+    always deterministic."""
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
     objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
@@ -323,10 +314,8 @@ class Recipe:
 
     @property
     def object_options(self) -> str | None:
-        """Command-line options that name the objects, each after a space.
-
-        None if an object has no name there: a module, an instance, metrics.
-        """
+        """Command-line options that name the objects, each after a space. None if an object has no name there: a
+        module, an instance, metrics."""
         return self._options_of(self._recorded)
 
     def _options_of(self, recorded: Mapping[str, str]) -> str | None:

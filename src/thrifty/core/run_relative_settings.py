@@ -21,10 +21,8 @@ def in_steps(moment: int | float, steps: int) -> int:
 
 
 def resolve_moments(value: T, steps: int, batch: int = 0) -> T:
-    """Return a copy of a dataclass whose moments are steps of a run of `steps`.
-
-    These are fields annotated `StepOrFraction`, or a tuple of them. An `EffectiveBatch` of 0 becomes `batch`.
-    """
+    """Return a copy of a dataclass whose moments are steps of a run of `steps`. These are fields annotated
+    `StepOrFraction`, or a tuple of them. An `EffectiveBatch` of 0 becomes `batch`."""
     hints = hints_of(type(value))
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(value):  # type: ignore[arg-type]

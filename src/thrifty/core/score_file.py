@@ -112,10 +112,8 @@ def file_hash(path: Path) -> str:
 
 
 def read_scores(path: Path) -> ExampleScores:
-    """Return the scores in a file.
-
-    Raises UsageError if the file is missing, IntegrityError if it is no valid score file.
-    """
+    """Return the scores in a file. Raises UsageError if the file is missing, IntegrityError if it is no valid score
+    file."""
     file_hash(path)
     with untraced(), unset_fake_temporarily():  # real tensors even inside a fake-tensor count
         try:

@@ -108,10 +108,8 @@ def redact_command(arguments: Sequence[str]) -> list[str]:
 
 
 def redact(value: Any, key: str = "", keep: Callable[[str], bool] = lambda text: False) -> Any:
-    """Return a JSON value without secrets.
-
-    Numbers stay, since a measured `bytes_per_token` is no secret. Images stay, and strings that `keep` accepts.
-    """
+    """Return a JSON value without secrets. Numbers stay, since a measured `bytes_per_token` is no secret. Images stay,
+    and strings that `keep` accepts."""
     if isinstance(value, Mapping):
         secret = key if names_a_secret(key) else ""
         return {redact_text(str(name)): redact(inner, secret or str(name), keep) for name, inner in value.items()}

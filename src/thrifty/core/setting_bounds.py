@@ -46,19 +46,15 @@ LARGEST_INTEGER = 2**63 - 1
 
 @cache
 def hints_of(kind: type) -> Mapping[str, Any]:
-    """Return the annotations of a dataclass's fields, with bounds.
-
-    The result is cached, because computing it takes longer than creating an instance.
-    """
+    """Return the annotations of a dataclass's fields, with bounds. The result is cached, because computing it takes
+    longer than creating an instance."""
     return typing.get_type_hints(kind, include_extras=True)
 
 
 def check_bounds(value: Any, name: str) -> None:
-    """Raise UsageError for the first field of a dataclass whose value its annotation excludes.
-
-    Excluded are values outside the bound, words that a Literal lacks, and values that no recipe can contain (see
-    `check_plain`). A number may be infinite or NaN only if its default is.
-    """
+    """Raise UsageError for the first field of a dataclass whose value its annotation excludes. Excluded are values
+    outside the bound, words that a Literal lacks, and values that no recipe can contain (see `check_plain`). A number
+    may be infinite or NaN only if its default is."""
     hints = hints_of(type(value))
     for field in fields(value):
         usual = field.default if isinstance(field.default, tuple) else (field.default,)
@@ -81,11 +77,9 @@ def _notes(hint: Any) -> tuple[Any, ...]:
 
 
 def check_plain(value: Any, name: str, refused: Collection[str] = ()) -> None:
-    """Raise UsageError for values that no recipe can contain.
-
-    These are integers beyond 64 bits, text that is not Unicode or has control characters, and floats named in
-    `refused` ("inf", "nan"). Lists and tables are checked with all their values.
-    """
+    """Raise UsageError for values that no recipe can contain. These are integers beyond 64 bits, text that is not
+    Unicode or has control characters, and floats named in `refused` ("inf", "nan"). Lists and tables are checked with
+    all their values."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             check_plain(key, f"{name}: a key")

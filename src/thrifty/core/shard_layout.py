@@ -109,10 +109,8 @@ def tag_order(tensor: Tensor, order: FusedOrder | None) -> Tensor:
 
 
 def tag_order_like(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """Tag a tensor that was created like a parameter with the parameter's order, and return it.
-
-    The tag is set only if the tensor is sharded along the same lines, or has one value for several adjacent lines.
-    """
+    """Tag a tensor that was created like a parameter with the parameter's order, and return it. The tag is set only if
+    the tensor is sharded along the same lines, or has one value for several adjacent lines."""
     order = order_of(parameter)
     if order is None or not is_dtensor(tensor):
         return tensor
@@ -127,9 +125,7 @@ def tag_order_like(parameter: Tensor, tensor: Tensor) -> Tensor:
 
 def record_orders(model: nn.Module) -> nn.Module:
     """Tag the model's parameters with their fused orders, from the dictionary `orders` of each module, by name.
-
-    Replaced parameters have lost their tags.
-    """
+    Replaced parameters have lost their tags."""
     for module in model.modules():
         for name, order in getattr(module, "orders", {}).items():
             tag_order(getattr(module, name), order)

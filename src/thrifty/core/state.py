@@ -37,11 +37,8 @@ class StatefulOptimizer(Protocol):
 
 @dataclass
 class TrainState:
-    """Step, model, optimizer, state of techniques, counters, and the log of structural changes.
-
-    While a structure is replayed there is no model yet: for a change in the log, a technique must return its decision
-    from the log alone.
-    """
+    """Step, model, optimizer, state of techniques, counters, and the log of structural changes. While a structure is
+    replayed there is no model yet: for a change in the log, a technique must return its decision from the log alone."""
 
     step: int = 0
     model: nn.Module | None = None
@@ -110,10 +107,8 @@ def fill_tensor(tensor: Tensor, value: Tensor) -> None:
 
 
 def full_value(tensor: Tensor, order: FusedOrder | None = None) -> Tensor:
-    """Return a copy of the whole tensor, gathered if it is sharded.
-
-    `order` is the fused order of its values, if the tensor itself has no tag for it.
-    """
+    """Return a copy of the whole tensor, gathered if it is sharded. `order` is the fused order of its values, if the
+    tensor itself has no tag for it."""
     order = order or order_of(tensor)
     # full_tensor returns an undivided tensor (one rank, a replicated tensor) itself, not a copy
     value = (tensor.full_tensor() if is_dtensor(tensor) else tensor).detach()

@@ -15,11 +15,9 @@ from torch import Tensor, nn
 from thrifty.core.errors import IntegrityError
 
 Moments = Literal["reset", "copy", "mean"]
-"""Optimizer state after the change.
-
-"reset" starts it afresh, its age too. "copy" takes each parameter's state from the origin of its value. "mean" does the
-same, but second moments of added parameters are the mean over the layer that they were copied from.
-"""
+"""Optimizer state after the change. "reset" starts it afresh, its age too. "copy" takes each parameter's state from the
+origin of its value. "mean" does the same, but second moments of added parameters are the mean over the layer that they
+were copied from."""
 
 
 def same_name(parameter: str) -> str | None:
@@ -48,16 +46,11 @@ class StructuralChange:
     average: str = ""
     """Suffix of the optimizer slot that holds averaged weights. Added parameters start from these; "" for weights."""
     resize: Callable[[str, Tensor, torch.Size], Tensor] = same_shape
-    """Function from a parameter's name, its whole old value and the new shape to the value in that shape.
-
-    It is called only if the shapes differ. It also resizes the parameter's mask and moments.
-    """
+    """Function from a parameter's name, its whole old value and the new shape to the value in that shape. It is called
+    only if the shapes differ. It also resizes the parameter's mask and moments."""
     value: Callable[[str, Tensor], Tensor] = same_value
-    """Function applied to a whole, resized value before a new parameter starts from it.
-
-    It receives weights, their averages and differences between them, not moments. It must be linear, because
-    differences are transformed too.
-    """
+    """Function applied to a whole, resized value before a new parameter starts from it. It receives weights, their
+    averages and differences between them, not moments. It must be linear, because differences are transformed too."""
     moments: Moments = "copy"
 
     def adds(self, parameter: str) -> bool:

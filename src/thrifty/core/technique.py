@@ -88,10 +88,8 @@ class Technique(FrozenValue):
 
     @property
     def optional_seams(self) -> frozenset[str]:
-        """Methods that a user's own loop may leave out.
-
-        They only check or report, or `change_forward` and `hook_steps` replace them there.
-        """
+        """Methods that a user's own loop may leave out. They only check or report, or `change_forward` and `hook_steps`
+        replace them there."""
         return frozenset()
 
     @property
@@ -150,26 +148,19 @@ class Technique(FrozenValue):
         return transform
 
     def changes(self, step: int, state: "TrainState") -> "StructuralChange | None":
-        """Return the structural change before this step, or None; step 0 is before the first.
-
-        The result must be a function of the settings, the step and the state's values. A decision that is already in
-        the state's log must be repeated from the log.
-        """
+        """Return the structural change before this step, or None; step 0 is before the first. The result must be a
+        function of the settings, the step and the state's values. A decision that is already in the state's log must be
+        repeated from the log."""
         return None
 
     def footprint(self, footprint: Footprint) -> Footprint:
-        """Return the footprint with additions that a traced step cannot show.
-
-        A technique's memory and work are counted on a traced step. Override this only for work of other ranks, or for
-        amounts that depend on values.
-        """
+        """Return the footprint with additions that a traced step cannot show. A technique's memory and work are counted
+        on a traced step. Override this only for work of other ranks, or for amounts that depend on values."""
         return footprint
 
     def change_forward(self, model: nn.Module) -> None:
-        """Change the model's forward pass to do the work of `objective` and `backward` in a user's own loop.
-
-        Raises NeedsTrainer, before any change, for settings that require the trainer.
-        """
+        """Change the model's forward pass to do the work of `objective` and `backward` in a user's own loop. Raises
+        NeedsTrainer, before any change, for settings that require the trainer."""
 
     def hook_steps(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Register optimizer-step hooks that do the work of `backward` in a user's own loop."""
@@ -179,7 +170,5 @@ class Technique(FrozenValue):
         return model
 
     def holds(self, state: "TrainState") -> None:
-        """Raise IntegrityError if a promise is broken.
-
-        Called at the start, after each structural change, after each update that moves masks, and at the end.
-        """
+        """Raise IntegrityError if a promise is broken. Called at the start, after each structural change, after each
+        update that moves masks, and at the end."""

@@ -55,10 +55,8 @@ _is_settled = False
 
 @contextmanager
 def gc_frozen() -> Iterator[None]:
-    """Exclude objects that exist before the block from garbage collection inside it.
-
-    Repeated counts are then fast: scanning all imported objects takes tenths of a second each time.
-    """
+    """Exclude objects that exist before the block from garbage collection inside it. Repeated counts are then fast:
+    scanning all imported objects takes tenths of a second each time."""
     global _is_settled
     # an outer block has frozen them; check the flag first, since get_freeze_count counts all frozen objects
     if _is_settled or gc.get_freeze_count():
@@ -93,11 +91,8 @@ def one_thread() -> Iterator[None]:
 
 
 class EagerTrace(TorchDispatchMode):
-    """Dispatch mode in which compiled functions run eagerly.
-
-    Otherwise Dynamo refuses frames under a dispatch mode and marks their code as skipped, so that later calls stay
-    uncompiled too.
-    """
+    """Dispatch mode in which compiled functions run eagerly. Otherwise Dynamo refuses frames under a dispatch mode and
+    marks their code as skipped, so that later calls stay uncompiled too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -216,10 +211,8 @@ def _parts_of(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def cast_bytes(func: Any, args: tuple, result: Any) -> int:
-    """Return the temporary bytes of an elementwise operation on arguments of mixed precision.
-
-    Arguments of lower precision are cast, and so is a result that overwrites such an argument.
-    """
+    """Return the temporary bytes of an elementwise operation on arguments of mixed precision. Arguments of lower
+    precision are cast, and so is a result that overwrites such an argument."""
     if torch.Tag.pointwise not in func.tags:
         return 0
     inputs = [value for value in args if isinstance(value, Tensor) and value.is_floating_point() and value.ndim]
@@ -237,10 +230,8 @@ _OUT_OF_PLACE = {
     torch.ops.aten.scatter.src,
     torch.ops.aten.scatter_add.default,
 }
-"""Operations that autograd runs in place, but in new memory under a dispatch mode.
-
-They sum two gradients of a tensor, or are gradients of indexing.
-"""
+"""Operations that autograd runs in place, but in new memory under a dispatch mode. They sum two gradients of a tensor,
+or are gradients of indexing."""
 
 
 def _replaces_gradient(func: Any) -> bool:

@@ -19,10 +19,8 @@ BuildModel = Callable[..., nn.Module]
 
 @dataclass(frozen=True)
 class PythonObjects:
-    """Names of objects passed from Python, and fingerprints of their source.
-
-    The record lets a resumed run detect changes. None of the names is ever imported.
-    """
+    """Names of objects passed from Python, and fingerprints of their source. The record lets a resumed run detect
+    changes. None of the names is ever imported."""
 
     data: str = ""
     held_out: str = ""
@@ -49,10 +47,8 @@ class UserObjects:
 
     @classmethod
     def from_arguments(cls, **objects: Any) -> "UserObjects":
-        """Return the objects, importing those passed by name.
-
-        For data, the name refers to a dataset, or to a function or class that returns one without arguments.
-        """
+        """Return the objects, importing those passed by name. For data, the name refers to a dataset, or to a function
+        or class that returns one without arguments."""
         names = {name: value for name, value in objects.items() if isinstance(value, str)}
         imported: dict[str, Any] = {}
         for name, text in names.items():
@@ -86,10 +82,8 @@ class UserObjects:
         return PythonObjects(**names, metrics=metrics, sources=source_fingerprints(values))
 
     def build_model(self, arguments: Mapping[str, Any] | None = None) -> nn.Module:
-        """Return the model that the user's function builds, or a copy of the user's module.
-
-        Raises UsageError if the function fails, returns no module, or returns one with lazy layers.
-        """
+        """Return the model that the user's function builds, or a copy of the user's module. Raises UsageError if the
+        function fails, returns no module, or returns one with lazy layers."""
         model = copy.deepcopy(self.model) if isinstance(self.model, nn.Module) else self._called(arguments)
         if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
             raise UsageError(

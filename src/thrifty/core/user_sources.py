@@ -26,10 +26,8 @@ MOST = 500
 
 
 def reference(value: Any) -> str:
-    """Return the name of a function, or of an object's class, as package.module:name.
-
-    A started script has the name by which it can be imported.
-    """
+    """Return the name of a function, or of an object's class, as package.module:name. A started script has the name by
+    which it can be imported."""
     named = _named(value)
     module = named.__module__
     if module in ("__main__", "__mp_main__"):
@@ -59,10 +57,8 @@ def import_function(name: str) -> Callable[..., Any]:
 
 
 def import_named(name: str) -> Any:
-    """Import the object of this name. The working folder comes last on the import path.
-
-    Raises UsageError if the name has no such form, or the object cannot be imported.
-    """
+    """Import the object of this name. The working folder comes last on the import path. Raises UsageError if the name
+    has no such form, or the object cannot be imported."""
     if not is_function_name(name):
         raise UsageError(f"{name!r} is not an import name", fix="write it as package.module:name")
     module_name, _, path = name.partition(":")
@@ -85,9 +81,7 @@ def import_named(name: str) -> Any:
 
 def source_fingerprints(values: Iterable[Any]) -> dict[str, int]:
     """Return, by name, a part of a hash of the source of each of the user's functions and classes in `values`.
-
-    Functions and classes that these use are included; those of installed packages are left out.
-    """
+    Functions and classes that these use are included; those of installed packages are left out."""
     values = list(values)
     waiting, fingerprints, seen = [part for value in values for part in _parts(value)], dict[str, int](), set[str]()
     while waiting and len(seen) < MOST:

@@ -41,10 +41,8 @@ class BufferSnapshot:
         return sum(tensor_bytes(value) for _, _, value in self.values if value.numel() > SMALL)
 
     def forget_constant(self) -> None:
-        """Free the values of large buffers that did not change. Call it after the first forward pass.
-
-        Each module is compared only once, because the comparison synchronizes with a GPU.
-        """
+        """Free the values of large buffers that did not change. Call it after the first forward pass. Each module is
+        compared only once, because the comparison synchronizes with a GPU."""
         compared = {owner for owner, _, _ in self.values if owner in _CONSTANT}
         for owner, name, value in self.values:
             if value.numel() > SMALL and owner not in compared and not is_fake(value):
@@ -79,10 +77,8 @@ class BufferSnapshot:
 
 
 def broadcast_buffers(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Copy the persistent buffers of a group's first rank to all its ranks, as DistributedDataParallel does.
-
-    Each rank's forward pass writes statistics of its own examples. A group of None means all ranks.
-    """
+    """Copy the persistent buffers of a group's first rank to all its ranks, as DistributedDataParallel does. Each
+    rank's forward pass writes statistics of its own examples. A group of None means all ranks."""
     alike: dict[torch.dtype, list[Tensor]] = {}
     for owner in model.modules():
         for name, buffer in owner._buffers.items():

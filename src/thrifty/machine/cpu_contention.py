@@ -14,10 +14,8 @@ LEAST = 0.3
 
 
 class CpuContention:
-    """Counter of other programs' CPU time on the cores of this process, from its construction.
-
-    The total excludes this process and its children; on several ranks, also the launcher and all its children.
-    """
+    """Counter of other programs' CPU time on the cores of this process, from its construction. The total excludes this
+    process and its children; on several ranks, also the launcher and all its children."""
 
     def __init__(self) -> None:
         self.cores = usable_cores()

@@ -9,11 +9,8 @@ from thrifty.machine.process_start import is_running
 
 
 def lock_owner(file: Path) -> dict[str, Any]:
-    """Return the owner of a lock as {"pid", "host", "started"}, or {} if there is none.
-
-    An owner on another machine counts as alive. The lock itself is not acquired, so that a start at this moment
-    succeeds.
-    """
+    """Return the owner of a lock as {"pid", "host", "started"}, or {} if there is none. An owner on another machine
+    counts as alive. The lock itself is not acquired, so that a start at this moment succeeds."""
     if not file.is_file():  # opening a pipe would block until another process writes into it
         return {}
     try:

@@ -30,10 +30,8 @@ LEAST_REPEATS = 3
 
 
 def matmul_rate(device: torch.device | str, dtype: torch.dtype, seconds: float) -> MeasuredRate:
-    """Return the FLOP/s of the fastest of a few square matrix products.
-
-    A size whose repeats would take longer than `seconds` is skipped.
-    """
+    """Return the FLOP/s of the fastest of a few square matrix products. A size whose repeats would take longer than
+    `seconds` is skipped."""
     device = torch.device(device)
     sizes = (512, 1024, 2048) if device.type == "cpu" else (2048, 4096, 8192)
     best: MeasuredRate | None = None
@@ -56,10 +54,8 @@ def memory_rate(seconds: float) -> MeasuredRate:
 
 
 def disk_rate(folder: Path, size: int = 32 << 20, repeats: int = 3) -> MeasuredRate | None:
-    """Return the bytes/s written to a file in `folder` and flushed; None without space or permission.
-
-    One repeat writes `size` bytes. The file is deleted.
-    """
+    """Return the bytes/s written to a file in `folder` and flushed; None without space or permission. One repeat writes
+    `size` bytes. The file is deleted."""
     block = os.urandom(1 << 20)
     times = []
     try:

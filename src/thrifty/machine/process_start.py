@@ -10,10 +10,8 @@ TOLERANCE = 0.5
 
 
 def process_start(pid: int) -> float | None:
-    """Return the start time in seconds; None if the process does not exist or is a zombie.
-
-    With /proc, seconds count from boot, so that clock changes do not affect them. psutil's value depends on the clock.
-    """
+    """Return the start time in seconds; None if the process does not exist or is a zombie. With /proc, seconds count
+    from boot, so that clock changes do not affect them. psutil's value depends on the clock."""
     try:
         if Path("/proc/self/stat").exists():
             stat = Path(f"/proc/{int(pid)}/stat").read_text()

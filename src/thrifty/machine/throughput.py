@@ -25,11 +25,8 @@ class Throughput:
 
 
 def measure_throughput(utilisation: float) -> Throughput:
-    """Measure matrix products for about half a second.
-
-    `utilisation` is the fraction of their rate that whole training steps are assumed to reach. `thrifty train` reports
-    the value of a run.
-    """
+    """Measure matrix products for about half a second. `utilisation` is the fraction of their rate that whole training
+    steps are assumed to reach. `thrifty train` reports the value of a run."""
     if not 0 < utilisation <= 1:
         raise UsageError(f"utilisation is {utilisation:g}", fix="use a fraction of the measured peak, such as 0.4")
     device = "cuda" if torch.cuda.is_available() else "cpu"

@@ -52,11 +52,8 @@ class TrackedRun:
 
 
 def open_tracker(kind: str, folder: Path, run: TrackedRun, online: bool = False) -> Tracker:
-    """Return a tracker that writes into `folder`.
-
-    Nothing is uploaded unless `online`, which only Weights & Biases supports. Raises UsageError for an unknown tracker,
-    or if its package is missing.
-    """
+    """Return a tracker that writes into `folder`. Nothing is uploaded unless `online`, which only Weights & Biases
+    supports. Raises UsageError for an unknown tracker, or if its package is missing."""
     refuse_unknown("there is no tracker", kind, KINDS)
     if online and kind != "wandb":
         raise UsageError(f"{kind} writes files only: there is nothing to upload", fix="leave out --online")
