@@ -198,7 +198,7 @@ def test_impossible_settings_and_combinations_are_refused() -> None:
         ("sparsity.rigl", "is not masked"),
         ("adapters.lora", "keep frozen"),
         ("parallelism.pipeline", "no stage of a pipeline"),
-        ("memory.activation_budget", "leaves blocks out"),
+        ("memory.activation_budget", "a search skips blocks"),
     ):
         with pytest.raises(UsageError, match=reason):
             compose(plain_run(), [AutoGrow(), technique(other), technique("optimizers.adamw")], 4)

@@ -71,7 +71,7 @@ def keys_and_values(prefix: Tensor, heads: int) -> tuple[Tensor, Tensor]:
 def attend_with_prefix(
     core: AttentionCore, prefix: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 ) -> Tensor:
-    """Return the attention of q (b, h, t, k) over a prefix (p, 2 · g · k) and keys and values (b, g, s, k).
+    """Return attention of q (b, h, t, k) over a prefix (p, 2 · g · k), then keys and values (b, g, s, k).
 
     A core without a mask may be causal and aligns the last query with the last key. So p queries are prepended and
     their outputs dropped.

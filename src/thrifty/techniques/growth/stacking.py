@@ -44,9 +44,9 @@ class ProgressiveStacking(Technique):
     """In the order ABCABC block l of the old model initializes blocks l and l + n of the new one; in the order AABBCC,
     blocks 2 l and 2 l + 1. With start = "zeroed" the added blocks initially write nothing into the residual stream.
 
-    `moments` resets the optimizer state after a growth (the paper), copies it with the block, or copies it with second
-    moments at their mean over the layer ("mean"). Moments are never zeroed while their age continues: the first update
-    would then be (1 - beta1) / sqrt(1 - beta2) = 3.16 times as large as a step of Adam.
+    `moments` resets the optimizer state after a growth (the paper) or copies it with the block. With "mean" the copied
+    second moments are at their mean over the layer. Moments are never zeroed while their age continues: the first
+    update would then be (1 - beta1) / sqrt(1 - beta2) = 3.16 times as large as a step of Adam.
     """
 
     stage, numerics = Stage.GROW, Numerics.DIFFERENT
