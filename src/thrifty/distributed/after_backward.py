@@ -11,10 +11,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 def call_after_backward(model: nn.Module, function: Callable[[nn.Module], None]) -> None:
     """Call `function(model)` at the end of each backward pass that reaches a parameter, once its gradients are
-    complete.
-
-    Parameters added later and copies of the model are included.
-    """
+    complete. Parameters added later and copies of the model are included."""
     hooked, waiting = WeakIdKeyDictionary(), weakref.WeakSet[nn.Module]()
 
     def run(module: nn.Module) -> None:

@@ -11,10 +11,8 @@ from thrifty.core.mesh import AXES, Mesh, clear_mesh, set_mesh
 
 @contextmanager
 def fake_rank(rank: int, sizes: Mapping[str, int]) -> Iterator[None]:
-    """Make this process one rank of a mesh with these axes inside the block.
-
-    Collectives return at once with meaningless values, so this is for fake tensors only.
-    """
+    """Make this process one rank of a mesh with these axes inside the block. Collectives return at once with
+    meaningless values, so this is for fake tensors only."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

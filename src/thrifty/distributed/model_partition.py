@@ -42,11 +42,9 @@ class ModelPartition:
 
 
 def partition_model(model: nn.Module, timed: bool) -> ModelPartition:
-    """Return the parts of a model of tokens, or of one with a method `example` that returns its input.
-
-    With fake tensors, FLOPs are counted instead of times. Raise RefusedError if a parameter belongs to no part, or if
-    the blocks are not one list called in order.
-    """
+    """Return the parts of a model of tokens, or of one with a method `example` that returns its input. With fake
+    tensors, FLOPs are counted instead of times. Raise RefusedError if a parameter belongs to no part, or if the
+    blocks are not one list called in order."""
     stacks = find_stacks(model)
     if len(stacks) > 1:
         raise RefusedError(
@@ -78,11 +76,9 @@ def partition_model(model: nn.Module, timed: bool) -> ModelPartition:
 
 
 def balanced_partition(costs: Sequence[float], stages: int) -> list[int]:
-    """Return the number of blocks for each stage, at least one, that minimizes the cost of the slowest stage.
-
-    Ties are resolved for the most even distribution. `costs` are those of the front (first stage), each block, and the
-    back (last stage). Raise RefusedError if there are fewer blocks than stages.
-    """
+    """Return the number of blocks for each stage, at least one, that minimizes the cost of the slowest stage. Ties
+    are resolved for the most even distribution. `costs` are those of the front (first stage), each block, and the
+    back (last stage). Raise RefusedError if there are fewer blocks than stages."""
     front, *blocks, back = costs
     if len(blocks) < stages:
         raise RefusedError(

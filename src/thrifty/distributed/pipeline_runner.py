@@ -84,10 +84,8 @@ class PipelineRunner:
         return prediction if self.has_last else Prediction()
 
     def train(self, objective: Objective, model: nn.Module, batch: Batch, parts: int) -> Tensor:
-        """Run forward and backward passes of a batch in micro-batches.
-
-        Gradients are those of the sum of weighted losses. Return one loss per example (b,), detached.
-        """
+        """Run forward and backward passes of a batch in micro-batches. Gradients are those of the sum of weighted
+        losses. Return one loss per example (b,), detached."""
         rows = -(-len(batch) // parts)
         filled = replace(_padded(batch, rows * parts), last=False)
         self._micro = [filled.rows(start, start + rows) for start in range(0, len(filled), rows)]

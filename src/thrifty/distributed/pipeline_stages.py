@@ -129,10 +129,8 @@ def _own_part(gradient: Tensor, whole: Tensor, tensor: Tensor) -> Tensor:
 def cut_into_stages(
     model: nn.Module, parts: ModelPartition, counts: Sequence[int], places: Sequence[int]
 ) -> tuple[list[StageModel], list[SharedParameter]]:
-    """Reduce a model to this rank's stages, and return the stages and shared parameters.
-
-    Stage i has `counts[i]` blocks and is on the rank at `places[i]` along the pipeline.
-    """
+    """Reduce a model to this rank's stages, and return the stages and shared parameters. Stage i has `counts[i]`
+    blocks and is on the rank at `places[i]` along the pipeline."""
     here, blocks = axis("pipeline").place, model.get_submodule(parts.stack)
     stage_of = _stages(model, parts, counts)
     _refuse_idle(stage_of, places)

@@ -93,10 +93,8 @@ class TensorParallelizer:
         setattr(module, attribute, whole // self.mesh.size())
 
     def along_tokens(self, blocks: Sequence[nn.Module], draws: bool) -> None:
-        """Divide hidden states along tokens from the first block to the last.
-
-        With `draws`, each rank has its own random numbers inside the blocks.
-        """
+        """Divide hidden states along tokens from the first block to the last. With `draws`, each rank has its own
+        random numbers inside the blocks."""
         for index, block in enumerate(blocks):
             first, last = index == 0, index == len(blocks) - 1
             self._wrap(block, partial(self._block, first=first, last=last, draws=draws))
@@ -137,10 +135,8 @@ class TensorParallelizer:
         return self._as_dtensor(tensor, have).redistribute(placements=[want]).to_local()
 
     def _divide(self, layer: nn.Module, dims: Mapping[str, int | None], slices: Sequence[int] = ()) -> None:
-        """Divide a layer's parameters along these dims.
-
-        Every rank has the whole parameter and keeps its part, so nothing is sampled or sent.
-        """
+        """Divide a layer's parameters along these dims. Every rank has the whole parameter and keeps its part, so
+        nothing is sampled or sent."""
         orders = {}
         for name, dim in dims.items():
             whole = getattr(layer, name, None)

@@ -56,10 +56,8 @@ class LayerSplit:
 def split_model(
     model: nn.Module, mesh: DeviceMesh, rules: Sequence[str] = (), along_tokens: bool = False
 ) -> TensorParallelizer:
-    """Split a model in place over a mesh of one axis; `rules` are those of `split_plan`.
-
-    Raise RefusedError, with the model unchanged, if it cannot be split.
-    """
+    """Split a model in place over a mesh of one axis; `rules` are those of `split_plan`. Raise RefusedError, with
+    the model unchanged, if it cannot be split."""
     plan, stacks = split_plan(model, rules), find_stacks(model)
     blocks = {block for stack in stacks.values() for block in stack}
     owners: dict[str, list[LayerSplit]] = {}

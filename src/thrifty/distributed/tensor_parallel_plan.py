@@ -40,11 +40,8 @@ OF_TRANSFORMERS: Mapping[str, Style] = {
 
 
 def split_plan(model: nn.Module, rules: Sequence[str] = ()) -> dict[str, Style]:
-    """Return the style of each split module inside the blocks, by name.
-
-    `rules` are entries "pattern=style" with * for any text; they have priority. Raise RefusedError if no plan is known
-    for a model.
-    """
+    """Return the style of each split module inside the blocks, by name. `rules` are entries "pattern=style" with *
+    for any text; they have priority. Raise RefusedError if no plan is known for a model."""
     styles: dict[str, Style] = {}
     for pattern, style in (*_parsed_rules(rules), *_known(model)):
         for name, _ in model.named_modules():

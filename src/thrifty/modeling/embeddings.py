@@ -38,10 +38,8 @@ def token_tables(model: nn.Module) -> dict[str, nn.Embedding]:
 
 
 def stack_after(table: str, stacks: Iterable[str]) -> str:
-    """Return the stack that a table feeds: the one with the longest common path of names.
-
-    For a table of both stacks this is the first, the encoder.
-    """
+    """Return the stack that a table feeds: the one with the longest common path of names. For a table of both stacks
+    this is the first, the encoder."""
 
     def shared(stack: str) -> int:
         same = [
@@ -81,9 +79,8 @@ def _times_multiplier(module: nn.Module, args: Any, output: Any) -> Any:
 @torch.no_grad()
 def size_stream(model: nn.Module, multiplier: float = 0.0) -> None:
     """Multiply the outputs of every table by `multiplier`; for 0, scale the sum of a stack's tables to an RMS of 1.
-
-    This replaces the first norm. Without it the branches would receive only the small initial values of a table (0.02).
-    """
+    This replaces the first norm. Without it the branches would receive only the small initial values of a table
+    (0.02)."""
     tables, tokens = stream_tables(model), token_tables(model)
     feeding: dict[str, dict[str, nn.Embedding]] = {}
     for name, table in tables.items():

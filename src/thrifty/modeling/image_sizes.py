@@ -46,11 +46,9 @@ def replace_images(batch: Batch, images: Tensor) -> Batch:
 def resized_images(
     source: BatchSource, who: str, side_at: Callable[[int, int], int], resized: Callable[[Tensor, int, int], Tensor]
 ) -> BatchSource:
-    """Return a source whose images at each step are `resized(images, height, width)`.
-
-    `side_at(step, side)` is the size of a full side at that step. A note is added if the first images are not smaller.
-    Batches without images raise RefusedError in the name of `who`.
-    """
+    """Return a source whose images at each step are `resized(images, height, width)`. `side_at(step, side)` is the
+    size of a full side at that step. A note is added if the first images are not smaller. Batches without images
+    raise RefusedError in the name of `who`."""
 
     def change(step: int, batch: Batch) -> Batch:
         images = images_of(batch)

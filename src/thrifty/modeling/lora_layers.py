@@ -84,11 +84,9 @@ def parameter_names(name: str = DEFAULT) -> tuple[str, str]:
 def add_factors(
     layer: nn.Module, factors: LoraFactors, name: str = DEFAULT, generator: torch.Generator | None = None
 ) -> None:
-    """Add the factors of an adapter to one layer and activate it; the layer's own parameters are frozen.
-
-    A is initialized Kaiming-uniform and B to zero, so that the addition starts at zero. In an embedding A is zero and B
-    is normal.
-    """
+    """Add the factors of an adapter to one layer and activate it; the layer's own parameters are frozen. A is
+    initialized Kaiming-uniform and B to zero, so that the addition starts at zero. In an embedding A is zero and B
+    is normal."""
     weight = getattr(layer, weight_name(layer))
     in_size, out_size = widths(layer)
     if factors.sizes:

@@ -27,11 +27,9 @@ from thrifty.modeling.module_surgery import tied_names
 
 
 def attach(model: nn.Module, layers: Mapping[str, LoraFactors], name: str = DEFAULT, seed: int = 0) -> None:
-    """Add the factors of an adapter to layers, by name, and activate it. The first adapter freezes the base.
-
-    Initial values depend only on the seed and on the names of layer and adapter. Raise UsageError for an invalid or
-    existing name, or while adapters are merged.
-    """
+    """Add the factors of an adapter to layers, by name, and activate it. The first adapter freezes the base. Initial
+    values depend only on the seed and on the names of layer and adapter. Raise UsageError for an invalid or existing
+    name, or while adapters are merged."""
     if not re.fullmatch(r"\w+", name):
         raise UsageError(f"{name!r} is no name for an adapter", fix="use letters, digits and underscores")
     if name in adapters(model):
@@ -106,12 +104,9 @@ def remove(model: nn.Module, name: str = DEFAULT) -> None:
 
 @torch.no_grad()
 def merge(model: nn.Module, weights: Mapping[str, float] | None = None) -> None:
-    """Add low-rank products to the weights and keep the original weights for `unmerge`.
-
-    Merged are the active adapters, or those in `weights` with these factors. Sums are at least float32. Layers that are
-    merged already stay unchanged. Raise RefusedError, with nothing changed, for a weight that is shared with another
-    layer.
-    """
+    """Add low-rank products to the weights and keep the original weights for `unmerge`. Merged are the active
+    adapters, or those in `weights` with these factors. Sums are at least float32. Layers that are merged already
+    stay unchanged. Raise RefusedError, with nothing changed, for a weight that is shared with another layer."""
     check_names(model, weights or ())
     chosen: dict[nn.Module, dict[str, float]] = {}
     aliases = tied_names(model)

@@ -39,11 +39,9 @@ def select(
     where: str = "",
     skip: Callable[[str, nn.Module], str | None] = lambda name, module: None,
 ) -> ModuleSelection:
-    """Return modules of `kind` whose name contains a match of the pattern `where`.
-
-    `skip` returns a reason to skip a module. Modules with a computed weight are skipped. Raise RefusedError with the
-    available names if nothing matches, since a filter without a match should not pass silently.
-    """
+    """Return modules of `kind` whose name contains a match of the pattern `where`. `skip` returns a reason to skip a
+    module. Modules with a computed weight are skipped. Raise RefusedError with the available names if nothing
+    matches, since a filter without a match should not pass silently."""
     candidates = {name: module for name, module in model.named_modules() if isinstance(module, kind)}
     computed = "its weight is computed from other parameters"
     reasons = {
@@ -66,10 +64,8 @@ def select(
 
 
 def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Return the name and list of the repeated residual blocks: the longest ModuleList with members of a single class.
-
-    Blocks of other pipeline stages are left out. Raise RefusedError if the model has no such list.
-    """
+    """Return the name and list of the repeated residual blocks: the longest ModuleList with members of a single
+    class. Blocks of other pipeline stages are left out. Raise RefusedError if the model has no such list."""
     lists = {name: _local_blocks(module) for name, module in model.named_modules() if _is_list_of_equals(module)}
     if not lists:
         raise RefusedError(
@@ -127,10 +123,8 @@ def _local_blocks(blocks: nn.ModuleList) -> nn.ModuleList:
 
 
 def weight_layers(module: nn.Module) -> dict[str, nn.Module]:
-    """Return modules that multiply by a matrix of their own, by name, in order of definition.
-
-    These are linear layers of any class, and `nn.MultiheadAttention` as a whole, since it does not call its own layers.
-    """
+    """Return modules that multiply by a matrix of their own, by name, in order of definition. These are linear
+    layers of any class, and `nn.MultiheadAttention` as a whole, since it does not call its own layers."""
     return {name: layer for name, layer in _matrix_layers(module).items() if not computes_weight(layer)}
 
 
@@ -153,18 +147,14 @@ def _multiplies(module: nn.Module) -> bool:
 
 
 def computes_weight(module: nn.Module) -> bool:
-    """Return True if a module computes its weight from other parameters, as with `weight_norm`.
-
-    A value written to such a weight would be lost.
-    """
+    """Return True if a module computes its weight from other parameters, as with `weight_norm`. A value written to
+    such a weight would be lost."""
     return is_parametrized(module, "weight") or isinstance(vars(module).get("weight"), Tensor)
 
 
 def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
-    """Replace a module's forward by `wrapper(module, inner, *args, **kwargs)`, where `inner` is the previous forward.
-
-    A copy of the module uses its own forward.
-    """
+    """Replace a module's forward by `wrapper(module, inner, *args, **kwargs)`, where `inner` is the previous
+    forward. A copy of the module uses its own forward."""
     present = module.forward
     is_own = getattr(present, "__self__", None) is module
 
@@ -177,10 +167,8 @@ def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
 
 
 def refuse_copies(model: nn.Module, who: str, in_evaluation: bool = False) -> None:
-    """Make copies of a model refuse to train if the setup for the model is not copied.
-
-    With `in_evaluation` they also refuse to record gradients in evaluation mode.
-    """
+    """Make copies of a model refuse to train if the setup for the model is not copied. With `in_evaluation` they
+    also refuse to record gradients in evaluation mode."""
     own = weakref.ref(model)
 
     def refuse(module: nn.Module, args: object) -> None:
@@ -194,11 +182,8 @@ def refuse_copies(model: nn.Module, who: str, in_evaluation: bool = False) -> No
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Replace a module's forward.
-
-    torch's fused encoder layers are switched off in this process: in evaluation they read weights without calling
-    forward.
-    """
+    """Replace a module's forward. torch's fused encoder layers are switched off in this process: in evaluation they
+    read weights without calling forward."""
     torch.backends.mha.set_fastpath_enabled(False)
     module.forward = forward  # type: ignore[method-assign]
 

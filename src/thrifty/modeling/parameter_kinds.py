@@ -24,18 +24,14 @@ _GATED = re.compile(r"up|gate_up|gate_up_proj|wi|w12|fc1|linear1")
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
-    """Return True if weight decay and trust ratios apply: Thrifty's only rule for this.
-
-    Excluded are vectors and scalars (norms, biases, gains), anything named a bias, and position or class tokens.
-    """
+    """Return True if weight decay and trust ratios apply: Thrifty's only rule for this. Excluded are vectors and
+    scalars (norms, biases, gains), anything named a bias, and position or class tokens."""
     return parameter.ndim > 1 and not name.endswith("bias") and not _TABLE.search(name)
 
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
-    """Return True for a matrix that maps activations to activations.
-
-    Excluded are embeddings and heads (by name or by `mark_end`), position tables and convolution kernels.
-    """
+    """Return True for a matrix that maps activations to activations. Excluded are embeddings and heads (by name or
+    by `mark_end`), position tables and convolution kernels."""
     module = name.removesuffix(".weight")
     at_an_end = any(_END.fullmatch(word) for word in module.lower().split(".")) or _LAST.fullmatch(module)
     return parameter.ndim == 2 and is_matrix(name, parameter) and not (at_an_end or is_marked_end(parameter))

@@ -58,11 +58,9 @@ class ResidualBranch:
 
 
 def find_branches(model: nn.Module, where: str = "") -> dict[str, Blocks]:
-    """Return the branches of each block of each stack.
-
-    `where` is a pattern for the names, inside a block, of modules that write into the stream; by default they are
-    detected. Raise RefusedError for a model without blocks, or for a weight in a block that belongs to no branch.
-    """
+    """Return the branches of each block of each stack. `where` is a pattern for the names, inside a block, of
+    modules that write into the stream; by default they are detected. Raise RefusedError for a model without blocks,
+    or for a weight in a block that belongs to no branch."""
     branches: dict[str, Blocks] = {}
     for stack, blocks in find_stacks(model).items():
         refuse_repeated(stack, blocks)
@@ -74,10 +72,8 @@ def find_branches(model: nn.Module, where: str = "") -> dict[str, Blocks]:
 
 
 def depths(model: nn.Module, stacks: Mapping[str, Blocks]) -> dict[str, int]:
-    """Return the number of blocks that a forward pass runs in each stack.
-
-    It exceeds the number of modules if blocks run repeatedly, as the groups of ALBERT do.
-    """
+    """Return the number of blocks that a forward pass runs in each stack. It exceeds the number of modules if blocks
+    run repeatedly, as the groups of ALBERT do."""
     config = getattr(model, "config", None)
     groups, layers = (getattr(config, name, None) for name in ("num_hidden_groups", "num_hidden_layers"))
     counts = {stack: layers if groups == len(blocks) else len(blocks) for stack, blocks in stacks.items()}
@@ -111,20 +107,16 @@ def _branches(name: str, block: nn.Module, where: str) -> list[ResidualBranch]:
 
 
 def _end_of(path: str, ends: Sequence[str], later: Sequence[str]) -> str | None:
-    """Return the end that a layer leads to: among those that share most modules with it, the next one.
-
-    If there is no next one, return the last one before it, provided that they share more than the block.
-    """
+    """Return the end that a layer leads to: among those that share most modules with it, the next one. If there is
+    no next one, return the last one before it, provided that they share more than the block."""
     near = max((_shared(path, end) for end in ends), default=0)
     nearest = [end for end in ends if _shared(path, end) == near]
     return next((end for end in nearest if end in later), nearest[-1] if near else None)
 
 
 def _ends(layers: Mapping[str, nn.Module], where: str) -> list[str]:
-    """Return the layers that end a branch, in order of definition.
-
-    A layer with an unknown name is an end if it has the stream's width and another layer came since the last end.
-    """
+    """Return the layers that end a branch, in order of definition. A layer with an unknown name is an end if it has
+    the stream's width and another layer came since the last end."""
     width = next((in_width(layer) for layer in layers.values()), 0)
     ends: list[str] = []
     is_open = False
@@ -157,10 +149,8 @@ def _kind(end: str, inner: Mapping[str, nn.Module], before: list[ResidualBranch]
 
 
 def part_of_attention(path: str) -> str:
-    """Return the part of attention that a layer computes by its name, such as "q" or "qkv".
-
-    Return "low rank" if it is not a single part, "" for a layer of another kind.
-    """
+    """Return the part of attention that a layer computes by its name, such as "q" or "qkv". Return "low rank" if it
+    is not a single part, "" for a layer of another kind."""
     last = path.rpartition(".")[2].lower()
     if match := _ATTENTION.fullmatch(last):
         return match[1]

@@ -44,10 +44,8 @@ def refuse_normed_sums(model: nn.Module, why: str) -> None:
 
 
 def refuse_normed_branches(model: nn.Module, why: str) -> None:
-    """Raise RefusedError if a doubled branch output is not doubled in the stream; `why` is the consequence.
-
-    Blocks are tried as by `refuse_normed_sums`.
-    """
+    """Raise RefusedError if a doubled branch output is not doubled in the stream; `why` is the consequence. Blocks
+    are tried as by `refuse_normed_sums`."""
     for trial in _trials(model).values():
         for branch in trial.branches:
             if trial.adds_in_proportion(branch) is False:
@@ -56,9 +54,7 @@ def refuse_normed_branches(model: nn.Module, why: str) -> None:
 
 def refuse_undone_gains(model: nn.Module, where: str, why: str) -> None:
     """Raise RefusedError if a doubled branch output does not change the stream: a norm after it cancels its factor.
-
-    `where` is that of `find_branches`; blocks are tried as by `refuse_normed_sums`.
-    """
+    `where` is that of `find_branches`; blocks are tried as by `refuse_normed_sums`."""
     for trial in _trials(model, where).values():
         for branch in trial.branches:
             if trial.undoes_factors(branch):

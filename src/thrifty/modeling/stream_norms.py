@@ -18,20 +18,15 @@ _OF_OUTPUT = re.compile(r"vocab|head|cls|predict|pool|classif")
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return True if a module is a norm: by its class name, without children.
-
-    torch's modules that act on weights (`torch.nn.utils.parametrizations.weight_norm`) are no norms.
-    """
+    """Return True if a module is a norm: by its class name, without children. torch's modules that act on weights
+    (`torch.nn.utils.parametrizations.weight_norm`) are no norms."""
     acts_on_weights = type(module).__module__.startswith("torch.nn.utils")
     return "norm" in type(module).__name__.lower() and not any(module.children()) and not acts_on_weights
 
 
 def stream_norms(model: nn.Module) -> ModuleSelection:
     """Return the norms on the residual stream and its branches: in blocks, after the embedding and after the last
-    block.
-
-    Norms of queries and keys and norms in the head are listed as skipped, with the reason.
-    """
+    block. Norms of queries and keys and norms in the head are listed as skipped, with the reason."""
     stacks, norms = list(find_stacks(model)), {n: module for n, module in model.named_modules() if is_norm(module)}
     skipped = {name: reason for name in norms if (reason := _why_it_stays(name, stacks))}
     return ModuleSelection({name: norm for name, norm in norms.items() if name not in skipped}, skipped)
@@ -64,10 +59,8 @@ def is_bypassed(module: nn.Module) -> bool:
 
 
 def bypass_norms(model: nn.Module) -> ModuleSelection:
-    """Bypass every norm of the residual stream, note the norms that stay, and return the selection.
-
-    Raise RefusedError for a norm with child modules, such as those that quantize its result.
-    """
+    """Bypass every norm of the residual stream, note the norms that stay, and return the selection. Raise
+    RefusedError for a norm with child modules, such as those that quantize its result."""
     for name, module in model.named_modules():
         own = any(True for _ in module.parameters(recurse=False))
         if own and type(module).__name__.endswith("Norm") and any(module.children()):

@@ -60,11 +60,8 @@ class PrunableUnits:
 
 
 def find_units(model: nn.Module) -> dict[str, PrunableUnits]:
-    """Return the units of every branch, by the name of the layer that writes into the stream.
-
-    Raise RefusedError for a model of two stacks, since one attends to the other, and for branches of an unsupported
-    structure.
-    """
+    """Return the units of every branch, by the name of the layer that writes into the stream. Raise RefusedError for
+    a model of two stacks, since one attends to the other, and for branches of an unsupported structure."""
     stacks = find_branches(model)
     if len(stacks) > 1:
         raise RefusedError(f"{' and '.join(stacks)} are two stacks, and one attends to the other", fix=_INSTEAD)
@@ -149,10 +146,8 @@ def _refuse_parameters_per_unit(branch: ResidualBranch, sizes: set[int]) -> None
 
 @torch.no_grad()
 def prune_units(units: PrunableUnits, order: Sequence[int]) -> None:
-    """Keep only the units of these indices, in this order; `ZERO` is a unit without effect.
-
-    The width of the stream and of a head stay unchanged.
-    """
+    """Keep only the units of these indices, in this order; `ZERO` is a unit without effect. The width of the stream
+    and of a head stay unchanged."""
     for layer in {id(rows.layer): rows.layer for rows in units.rows}.values():
         lines: list[int] = []
         at = 0

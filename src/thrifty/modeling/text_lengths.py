@@ -22,11 +22,9 @@ def refuse_more_than_tokens(batch: Batch, who: str, otherwise: str = "") -> None
 
 
 def text_length(batch: Batch, who: str) -> int:
-    """Return the length of the texts in a batch. Raise RefusedError in the name of `who` for other batches.
-
-    In plain text it is the number of tokens that have a next token. In a user's own data it is the length of integers
-    (b, t): token ids, masks and labels.
-    """
+    """Return the length of the texts in a batch. Raise RefusedError in the name of `who` for other batches. In plain
+    text it is the number of tokens that have a next token. In a user's own data it is the length of integers (b, t):
+    token ids, masks and labels."""
     if has_only_text(batch) or "key" in batch.fields:
         refuse_more_than_tokens(batch, who)
         return batch["tokens"].shape[1] - 1

@@ -35,10 +35,8 @@ def refuse_longer(tokens: int, limit: int) -> None:
 
 
 class RotaryPositions(nn.Module):
-    """Rotary positions (Su et al. 2021) for up to `length` tokens: rotates queries and keys by their position.
-
-    The table is a buffer outside the state, since it follows from the settings.
-    """
+    """Rotary positions (Su et al. 2021) for up to `length` tokens: rotates queries and keys by their position. The
+    table is a buffer outside the state, since it follows from the settings."""
 
     start = 0
     """Position of the first token; above 0 only during generation with a key-value cache."""
@@ -59,11 +57,9 @@ class RotaryPositions(nn.Module):
 
 
 def relative_bucket(offset: Tensor, buckets: int, distance: int, causal: bool) -> Tensor:
-    """Return the bucket of each offset from query to key (Raffel et al. 2020, arXiv 1910.10683, 2.1).
-
-    Half of the buckets hold one distance each. The other half grow logarithmically up to `distance`; all larger
-    distances share the last. Without `causal`, half of the buckets are for earlier keys and half for later ones.
-    """
+    """Return the bucket of each offset from query to key (Raffel et al. 2020, arXiv 1910.10683, 2.1). Half of the
+    buckets hold one distance each. The other half grow logarithmically up to `distance`; all larger distances share
+    the last. Without `causal`, half of the buckets are for earlier keys and half for later ones."""
     if causal:
         side, away = 0, (-offset).clamp(min=0)
     else:

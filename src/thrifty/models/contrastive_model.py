@@ -58,10 +58,8 @@ class ImageTower(nn.Module):
 
 
 class TextTower(nn.Module):
-    """Causal encoder of captions (b, t) to vectors (b, e), not normalized, read at each caption's last token.
-
-    `keep` (b, t) is False on the padding after each caption.
-    """
+    """Causal encoder of captions (b, t) to vectors (b, e), not normalized, read at each caption's last token. `keep`
+    (b, t) is False on the padding after each caption."""
 
     def __init__(self, embedding: nn.Module, blocks: Sequence[nn.Module], norm: nn.Module, projection: nn.Linear):
         super().__init__()
@@ -80,11 +78,9 @@ class TextTower(nn.Module):
 
 
 class ContrastiveModel(nn.Module):
-    """Maps images (b, c, h, w) and captions (b, t) to vectors (b, 2, e) whose products are the logits.
-
-    An image's vector has the length of the learned scale; a caption's vector has length 1. The scale is stored as its
-    logarithm. It is limited to 100 and keeps its gradient there, so that it can decrease again.
-    """
+    """Maps images (b, c, h, w) and captions (b, t) to vectors (b, 2, e) whose products are the logits. An image's
+    vector has the length of the learned scale; a caption's vector has length 1. The scale is stored as its
+    logarithm. It is limited to 100 and keeps its gradient there, so that it can decrease again."""
 
     task: Literal["contrastive"] = "contrastive"
     starts: ClassVar = {"logit_scale": INITIAL_SCALE}

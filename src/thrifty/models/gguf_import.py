@@ -40,11 +40,9 @@ CONTROL = 3
 
 
 def convert_gguf(file: Path, folder: Path) -> ModelConfig:
-    """Write a GGUF file of a Llama model as a new folder with config.json, safetensors and tokenizer; return its shape.
-
-    Raise UsageError without the package gguf, RefusedError for another architecture or tokenizer. Raise IntegrityError
-    for a damaged file, or one whose tensors do not match its settings.
-    """
+    """Write a GGUF file of a Llama model as a new folder with config.json, safetensors and tokenizer; return its
+    shape. Raise UsageError without the package gguf, RefusedError for another architecture or tokenizer. Raise
+    IntegrityError for a damaged file, or one whose tensors do not match its settings."""
     reader = _open(file)
     settings = _Settings(reader, file)
     shape = _shape(settings, tied="output.weight" not in {tensor.name for tensor in reader.tensors})

@@ -130,10 +130,8 @@ class StoredTensors:
 
 @contextmanager
 def written_aside(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that replaces `folder` once all of it is on disk.
-
-    Raise UsageError if `folder` exists and is not empty. Nothing remains after a failure.
-    """
+    """Yield a temporary folder that replaces `folder` once all of it is on disk. Raise UsageError if `folder` exists
+    and is not empty. Nothing remains after a failure."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} exists already", fix="choose a folder that does not exist yet, or remove that one")
     try:
@@ -160,10 +158,8 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def special_tokens(tokenizer_json: Path) -> dict[str, tuple[str, int]]:
-    """Return text and id of a tokenizer's known special tokens, by role.
-
-    tokenizer_config.json in the same folder has priority: in a chat model the end of a text is the end of a turn.
-    """
+    """Return text and id of a tokenizer's known special tokens, by role. tokenizer_config.json in the same folder
+    has priority: in a chat model the end of a text is the end of a turn."""
     added = {token["content"]: token["id"] for token in read_json(tokenizer_json).get("added_tokens", [])}
     config_file = tokenizer_json.with_name("tokenizer_config.json")
     stated = read_json(config_file) if config_file.is_file() else {}
@@ -177,10 +173,7 @@ def special_tokens(tokenizer_json: Path) -> dict[str, tuple[str, int]]:
 
 def special_ids(tokenizer_json: Path | None, task: str) -> dict[str, int | None]:
     """Return the ids of special tokens in config.json for a model of this task; None for tokens that the tokenizer
-    lacks.
-
-    A target starts with the end-of-text token, as in Thrifty's sequence-to-sequence objective.
-    """
+    lacks. A target starts with the end-of-text token, as in Thrifty's sequence-to-sequence objective."""
     numbers = {} if tokenizer_json is None else {part: id for part, (_, id) in special_tokens(tokenizer_json).items()}
     end = numbers.get("eos_token")
     ids = {"bos_token_id": numbers.get("bos_token"), "eos_token_id": end}

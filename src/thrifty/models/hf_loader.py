@@ -115,10 +115,8 @@ def load_causal_lm(
 
 
 def _with_weights(kind: Any, folder: Any, config: Any, new_head: bool) -> tuple[nn.Module, set[str]]:
-    """Return a model with the weights of a folder, and the names of its head's parameters.
-
-    With `new_head` these may be missing in the folder.
-    """
+    """Return a model with the weights of a folder, and the names of its head's parameters. With `new_head` these may
+    be missing in the folder."""
     options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
     options["ignore_mismatched_sizes"] = new_head
     lm, report = kind.from_pretrained(folder, config=config, dtype=torch.float32, output_loading_info=True, **options)

@@ -77,11 +77,8 @@ class HuggingFaceModel(nn.Module):
         return (torch.arange(8, device=embedding.device) % embedding.shape[0])[None]
 
     def _is_head_separate(self) -> bool:
-        """Return True if the logits are exactly head(last hidden state).
-
-        The head's output is multiplied by 1000 for this check: the logits of a small random model are too close to zero
-        to reveal a soft cap.
-        """
+        """Return True if the logits are exactly head(last hidden state). The head's output is multiplied by 1000 for
+        this check: the logits of a small random model are too close to zero to reveal a soft cap."""
         lm, head = self.lm, self.lm.get_output_embeddings()
         if head is None or lm.base_model is lm:
             return False
@@ -108,10 +105,8 @@ class HuggingFaceModel(nn.Module):
 
 class HuggingFaceCausalLM(HuggingFaceModel):
     """Causal language model: `model(tokens)`, or `model(tokens, segments)` for packed texts, see `Transformer`.
-
     Raise RefusedError for a model whose tokens can attend to later ones: it would learn to copy its target. Raise it
-    too for `segments` if the model does not separate texts by positions that restart.
-    """
+    too for `segments` if the model does not separate texts by positions that restart."""
 
     task, auto, words = "next_token", "AutoModelForCausalLM", "causal language model"
 
@@ -154,10 +149,8 @@ class HuggingFaceCausalLM(HuggingFaceModel):
 
 
 class HuggingFaceMaskedLM(HuggingFaceModel):
-    """Masked language model: `model(tokens, keep)`, `keep` (b, t) False on padding.
-
-    Raise RefusedError for a causal model: it could not use the tokens after a masked one.
-    """
+    """Masked language model: `model(tokens, keep)`, `keep` (b, t) False on padding. Raise RefusedError for a causal
+    model: it could not use the tokens after a masked one."""
 
     task, auto, words = "masked_token", "AutoModelForMaskedLM", "masked language model"
 
@@ -173,11 +166,8 @@ class HuggingFaceMaskedLM(HuggingFaceModel):
 
 
 class HuggingFaceTextClassifier(HuggingFaceModel):
-    """Text classifier: `model(tokens, keep, types)` returns logits (b, c).
-
-    `keep` (b, t) is False on padding. `types` (b, t) is 1 for the second text of a pair; models without token types do
-    not receive it.
-    """
+    """Text classifier: `model(tokens, keep, types)` returns logits (b, c). `keep` (b, t) is False on padding.
+    `types` (b, t) is 1 for the second text of a pair; models without token types do not receive it."""
 
     task, auto, words = "text_classification", "AutoModelForSequenceClassification", "classifier of texts"
 
@@ -195,10 +185,8 @@ class HuggingFaceTokenClassifier(HuggingFaceTextClassifier):
 
 
 class HuggingFaceSeq2Seq(HuggingFaceModel):
-    """Encoder-decoder: `model(source, tokens, keep)`, `keep` (b, s) False on the source's padding.
-
-    Raise RefusedError for a model whose target tokens can attend to later ones.
-    """
+    """Encoder-decoder: `model(source, tokens, keep)`, `keep` (b, s) False on the source's padding. Raise
+    RefusedError for a model whose target tokens can attend to later ones."""
 
     task, auto, words = "sequence_to_sequence", "AutoModelForSeq2SeqLM", "sequence-to-sequence model"
 

@@ -35,28 +35,22 @@ Law = Callable[[str, torch.Size, float], NormalInit | UniformInit]
 
 
 def normal_init(name: str, size: torch.Size, std: float) -> NormalInit:
-    """Return the distribution of GPT (Radford et al. 2018, section 4.1) and BERT: one standard deviation for all, 0.02.
-
-    Google's BERT truncates the distribution at two standard deviations; transformers and Thrifty do not.
-    """
+    """Return the distribution of GPT (Radford et al. 2018, section 4.1) and BERT: one standard deviation for all,
+    0.02. Google's BERT truncates the distribution at two standard deviations; transformers and Thrifty do not."""
     return NormalInit(std)
 
 
 def gpt2_normal(name: str, size: torch.Size, std: float, blocks: int) -> NormalInit:
-    """Return the distribution of GPT-2 (Radford et al. 2019, section 2.3).
-
-    The standard deviation of projections into the residual stream is divided by the root of their number, 2 · blocks.
-    """
+    """Return the distribution of GPT-2 (Radford et al. 2019, section 2.3). The standard deviation of projections
+    into the residual stream is divided by the root of their number, 2 · blocks."""
     residual = 1 / math.sqrt(2 * blocks)
     return NormalInit(std * (residual if name.endswith(("out", "down")) else 1.0))
 
 
 def xavier_uniform_init(name: str, size: torch.Size, std: float) -> NormalInit | UniformInit:
-    """Return the distribution of the original Transformer in tensor2tensor.
-
-    Matrices follow Glorot and Bengio 2010, equation 16. Token embeddings, which the model multiplies by sqrt(d), have
-    standard deviation 1 / sqrt(d). Marian uses it too; transformers initializes Marian with 0.02 throughout.
-    """
+    """Return the distribution of the original Transformer in tensor2tensor. Matrices follow Glorot and Bengio 2010,
+    equation 16. Token embeddings, which the model multiplies by sqrt(d), have standard deviation 1 / sqrt(d). Marian
+    uses it too; transformers initializes Marian with 0.02 throughout."""
     rows, columns = size
     if name.endswith("embedding.token"):
         return NormalInit(columns**-0.5)
@@ -114,11 +108,8 @@ def vit_uniform(name: str, size: torch.Size, std: float) -> NormalInit | Uniform
 
 
 def mae_uniform(name: str, size: torch.Size, std: float) -> NormalInit | UniformInit:
-    """Return the distribution of MAE: every matrix by Glorot and Bengio 2010, equation 16.
-
-    This includes the patch projection, as a matrix from pixels to channels. Class token and mask token have the
-    standard deviation `std`.
-    """
+    """Return the distribution of MAE: every matrix by Glorot and Bengio 2010, equation 16. This includes the patch
+    projection, as a matrix from pixels to channels. Class token and mask token have the standard deviation `std`."""
     if name.endswith("token"):
         return NormalInit(std)
     return UniformInit(math.sqrt(6 / (size[0] + math.prod(size[1:]))))

@@ -22,10 +22,8 @@ from thrifty.models.vision_transformer import PatchEmbedding, Pool, VisionTransf
 
 
 class PatchDecoder(nn.Module):
-    """Decoder of hidden states (b, 1 + n, d), of class token and visible patches, to states (b, t, e) of all patches.
-
-    `position` (1, 1 + t, e) is fixed, and interpolated for images of another size.
-    """
+    """Decoder of hidden states (b, 1 + n, d), of class token and visible patches, to states (b, t, e) of all
+    patches. `position` (1, 1 + t, e) is fixed, and interpolated for images of another size."""
 
     position: Tensor
 

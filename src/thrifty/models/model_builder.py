@@ -40,10 +40,8 @@ PROBLEM_TYPES = {
     "regression": "regression",
     "token_classification": None,
 }
-"""Objectives on labelled texts, with their problem type in config.json of transformers.
-
-Their models are those of transformers: the body of a language model with a head of its own.
-"""
+"""Objectives on labelled texts, with their problem type in config.json of transformers. Their models are those of
+transformers: the body of a language model with a head of its own."""
 _OBJECTIVES = {kind: name for name, kind in PROBLEM_TYPES.items() if kind}
 
 

@@ -33,10 +33,8 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """All settings that define a model's parameters and computation.
-
-    Raise UsageError for incompatible sizes, and for a field of another style (metadata `of`).
-    """
+    """All settings that define a model's parameters and computation. Raise UsageError for incompatible sizes, and
+    for a field of another style (metadata `of`)."""
 
     style: Style
     depth: int
@@ -49,10 +47,8 @@ class ModelConfig:
     vocabulary: int
     """Number of tokens; in a vit of labels, in a mae of values per patch."""
     length: int
-    """Tokens of context: the positions of gpt, bert, marian and clip, the trained context of llama and t5.
-
-    In a vit and a mae it follows from the image and the patches, and the passed value is ignored.
-    """
+    """Tokens of context: the positions of gpt, bert, marian and clip, the trained context of llama and t5. In a vit
+    and a mae it follows from the image and the patches, and the passed value is ignored."""
     tied: bool
     norm_eps: float = 1e-5
     activation: str = ""
@@ -79,10 +75,7 @@ class ModelConfig:
     channels: int = field(default=3, metadata={"of": "vit clip mae"})
     pool: str = field(default="class", metadata={"of": "vit clip"})
     """Input of the head: "class" for the class token, "mean" for the mean of all patches in a model without a class
-    token.
-
-    In a vit also "patches", for that mean in a model with a class token.
-    """
+    token. In a vit also "patches", for that mean in a model with a class token."""
     text_depth: int = field(default=12, metadata={"of": "clip"})
     """Blocks of the caption tower; the sizes above are those of the image tower."""
     text_width: int = field(default=512, metadata={"of": "clip"})
@@ -184,10 +177,8 @@ class ModelConfig:
                 )
 
     def caption_tower(self) -> "ModelConfig":
-        """Return the shape of a clip's caption tower, as a decoder that ends in the common space.
-
-        Raise UsageError for incompatible sizes.
-        """
+        """Return the shape of a clip's caption tower, as a decoder that ends in the common space. Raise UsageError
+        for incompatible sizes."""
         sizes = self.text_depth, self.text_width, self.text_heads, self.text_heads, self.text_hidden
         return ModelConfig("gpt", *sizes, self.vocabulary, self.length, tied=False, norm_eps=self.norm_eps)
 

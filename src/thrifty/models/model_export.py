@@ -73,10 +73,8 @@ def export_own_model(
     model: nn.Module, settings: Mapping[str, Any], folder: Path, dtype: torch.dtype = torch.float32
 ) -> None:
     """Write a user's own model: one of `transformers` by its own method, any other as a state dict in
-    model.safetensors.
-
-    The latter has a model.json with the `settings` that built it. Raise UsageError if the folder exists.
-    """
+    model.safetensors. The latter has a model.json with the `settings` that built it. Raise UsageError if the folder
+    exists."""
     model = model.to(dtype)
     with written_aside(folder) as aside:
         if hasattr(model, "save_pretrained"):

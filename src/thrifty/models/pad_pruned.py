@@ -22,10 +22,8 @@ FILLED_UP = "filled up with zeros"
 
 
 def pad_pruned_model(model: Model, shape: ModelConfig) -> tuple[Model, ModelConfig]:
-    """Return a copy of one of Thrifty's models with equal blocks, and its shape; add a note on the padding.
-
-    `shape` is that of the model before pruning.
-    """
+    """Return a copy of one of Thrifty's models with equal blocks, and its shape; add a note on the padding. `shape`
+    is that of the model before pruning."""
     model, family = deepcopy(model), FAMILIES[shape.style]
     heads, neurons = _by_kind(model)
     together, count = heads[0].group or 1, max(each.count for each in heads)
@@ -42,10 +40,8 @@ def pad_pruned_model(model: Model, shape: ModelConfig) -> tuple[Model, ModelConf
 
 
 def pad_pruned_wrapper(model: nn.Module) -> nn.Module:
-    """Return a copy of a wrapped model of transformers with equal blocks and their sizes in its config.
-
-    The sizes that a config can describe are determined by building the model from it without values.
-    """
+    """Return a copy of a wrapped model of transformers with equal blocks and their sizes in its config. The sizes
+    that a config can describe are determined by building the model from it without values."""
     model = deepcopy(model)
     heads, neurons = _by_kind(model)
     together, whole = heads[0].group or 1, _columns(model, {})

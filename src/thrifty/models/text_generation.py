@@ -189,11 +189,8 @@ class CachingCore:
 
 @contextmanager
 def use_kv_cache(model: nn.Module) -> Iterator[Reader]:
-    """Yield a reader that computes only new tokens.
-
-    Inside, every attention has a caching core, and positions continue after the last call. The model is restored
-    afterwards.
-    """
+    """Yield a reader that computes only new tokens. Inside, every attention has a caching core, and positions
+    continue after the last call. The model is restored afterwards."""
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
     positions = [module for module in model.modules() if isinstance(module, (RotaryPositions, TokenEmbedding))]
 

@@ -73,11 +73,9 @@ def segment_positions(segments: Tensor) -> Tensor:
 
 
 class Encoder(nn.Module):
-    """Bidirectional encoder from tokens (b, t) to hidden states (b, t, d).
-
-    `keep` (b, t) is False on padding, which no token attends to. If the tokens are only a part of their text,
-    `positions` (b, t) are required. `transform` is the module between the last block and the head.
-    """
+    """Bidirectional encoder from tokens (b, t) to hidden states (b, t, d). `keep` (b, t) is False on padding, which
+    no token attends to. If the tokens are only a part of their text, `positions` (b, t) are required. `transform` is
+    the module between the last block and the head."""
 
     task: Task = "masked_token"
 
@@ -114,11 +112,9 @@ class BlockStack(nn.Module):
 
 
 class EncoderDecoder(nn.Module):
-    """Encoder-decoder from a source (b, s) and target tokens (b, t) to the decoder's hidden states (b, t, d).
-
-    `keep` (b, s) is False on the source's padding. Target tokens from the middle of a text require `positions` (b, t),
-    in models with a position table. Both sides share one embedding; `scale` multiplies the head's input.
-    """
+    """Encoder-decoder from a source (b, s) and target tokens (b, t) to the decoder's hidden states (b, t, d). `keep`
+    (b, s) is False on the source's padding. Target tokens from the middle of a text require `positions` (b, t), in
+    models with a position table. Both sides share one embedding; `scale` multiplies the head's input."""
 
     task: Task = "sequence_to_sequence"
 

@@ -40,11 +40,8 @@ class GatedFeedForward(nn.Module):
 
 
 class SinusoidalPositions(nn.Module):
-    """Fixed positions of the original Transformer (Vaswani et al. 2017, section 3.5): all sines, then all cosines, as
-    in Marian.
-
-    The table is a buffer outside the state.
-    """
+    """Fixed positions of the original Transformer (Vaswani et al. 2017, section 3.5): all sines, then all cosines,
+    as in Marian. The table is a buffer outside the state."""
 
     table: Tensor
 
@@ -62,11 +59,9 @@ class SinusoidalPositions(nn.Module):
 
 
 class TokenEmbedding(nn.Module):
-    """Token embedding, times `scale`, plus positions if the model has no other position encoding.
-
-    `position` maps indices (t,) or (b, t) to vectors, for up to its `num_embeddings` tokens. By default positions count
-    from `start`; `positions` (b, t) override them.
-    """
+    """Token embedding, times `scale`, plus positions if the model has no other position encoding. `position` maps
+    indices (t,) or (b, t) to vectors, for up to its `num_embeddings` tokens. By default positions count from
+    `start`; `positions` (b, t) override them."""
 
     start = 0
     """Position of the first token; above 0 only during generation with a key-value cache."""
@@ -146,10 +141,8 @@ class TransformerBlock(nn.Module):
 
 
 class PostNormBlock(TransformerBlock):
-    """Post-norm block of the original Transformer, BERT and Marian: the norm follows each sum.
-
-    Every block's output is normalized, and no unnormalized residual stream runs through the model.
-    """
+    """Post-norm block of the original Transformer, BERT and Marian: the norm follows each sum. Every block's output
+    is normalized, and no unnormalized residual stream runs through the model."""
 
     def residual(self, x: Tensor, norm: nn.Module, branch: nn.Module, *context: Tensor | None) -> Tensor:
         return norm(x + branch(x, *(extra for extra in context if extra is not None)))

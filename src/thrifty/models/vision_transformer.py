@@ -25,10 +25,8 @@ one."""
 
 class PatchEmbedding(nn.Module):
     """Embedding of images (b, c, h, w) to tokens (b, t, d): projected patches after the class token, plus positions.
-
-    Positions are learned, or `fixed` (1, t, d). The table is for square images of `side` pixels and is interpolated at
-    each call for others.
-    """
+    Positions are learned, or `fixed` (1, t, d). The table is for square images of `side` pixels and is interpolated
+    at each call for others."""
 
     position: Tensor
 
@@ -100,11 +98,9 @@ class PatchEmbedding(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Maps images (b, c, h, w) to the final hidden states of all tokens (b, t, d).
-
-    `pooled` selects the input of the head from those, the head maps it to logits (b, v), and `logits` does all three.
-    `visible` (b, n) selects patches; by default all are used.
-    """
+    """Maps images (b, c, h, w) to the final hidden states of all tokens (b, t, d). `pooled` selects the input of the
+    head from those, the head maps it to logits (b, v), and `logits` does all three. `visible` (b, n) selects
+    patches; by default all are used."""
 
     task: Literal["classification"] = "classification"
 
@@ -143,10 +139,7 @@ class VisionTransformer(nn.Module):
 @torch.no_grad()
 def refit(model: VisionTransformer, labels: int, side: int) -> bool:
     """Adapt a trained model to another image size and number of labels; return True if its head is new and
-    uninitialized.
-
-    Positions are interpolated. The head is replaced if the number of labels differs.
-    """
+    uninitialized. Positions are interpolated. The head is replaced if the number of labels differs."""
     embedding = model.embedding
     embedding.resize(side)
     if labels == model.head.out_features:

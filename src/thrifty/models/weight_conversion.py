@@ -40,10 +40,8 @@ def packing_table(shape: ModelConfig) -> list[ParameterPacking]:
 
 
 def folder_shape(folder: Path, fresh: bool = False) -> ModelConfig:
-    """Return the shape in a folder's config.json; its weights are read only if they determine the shape.
-
-    Raise RefusedError for an unsupported architecture.
-    """
+    """Return the shape in a folder's config.json; its weights are read only if they determine the shape. Raise
+    RefusedError for an unsupported architecture."""
     config = read_config(folder)
     shape = read_shape(config)
     if not shape.tied and config.get("tie_word_embeddings") and not fresh:
@@ -54,11 +52,9 @@ def folder_shape(folder: Path, fresh: bool = False) -> ModelConfig:
 
 
 def import_folder(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Model, ModelConfig]:
-    """Return a folder of a supported family as Thrifty's model, with weights in `dtype`, and its shape.
-
-    Raise RefusedError for an unsupported architecture, UsageError for a folder without a model or with pickles. Raise
-    IntegrityError if weights are damaged, missing, unexpected or of another shape.
-    """
+    """Return a folder of a supported family as Thrifty's model, with weights in `dtype`, and its shape. Raise
+    RefusedError for an unsupported architecture, UsageError for a folder without a model or with pickles. Raise
+    IntegrityError if weights are damaged, missing, unexpected or of another shape."""
     shape = folder_shape(folder)
     with torch.device("meta"):
         model = assemble(shape)
@@ -131,11 +127,9 @@ def export_folder(
     dtype: torch.dtype = torch.float32,
     images: ImageModelSpec | None = None,
 ) -> None:
-    """Write a model in the format that the Auto classes of `transformers` load, complete or not at all.
-
-    For a model with `images`, the names of its labels and the settings of its image processor are included. Raise
-    RefusedError for parameters that the format cannot store, UsageError if the folder exists.
-    """
+    """Write a model in the format that the Auto classes of `transformers` load, complete or not at all. For a model
+    with `images`, the names of its labels and the settings of its image processor are included. Raise RefusedError
+    for parameters that the format cannot store, UsageError if the folder exists."""
     table = packing_table(shape)
     tensors = _written_tensors(model, table, dtype)
     config = write_config(shape)

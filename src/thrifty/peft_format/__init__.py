@@ -49,11 +49,9 @@ def save_adapter(
 def load_adapter(
     model: nn.Module, folder: Path | str, name: str = "default", *, shape: ModelConfig | None = None
 ) -> None:
-    """Load the adapter of a folder onto a model under this name, activate it, and freeze the base.
-
-    Afterwards it behaves like an adapter trained with Thrifty. Raise IntegrityError for a damaged folder or one for
-    another model, UsageError or RefusedError for unsupported settings.
-    """
+    """Load the adapter of a folder onto a model under this name, activate it, and freeze the base. Afterwards it
+    behaves like an adapter trained with Thrifty. Raise IntegrityError for a damaged folder or one for another model,
+    UsageError or RefusedError for unsupported settings."""
     stored = read_adapter(Path(folder), FORMATS)
     FORMATS[stored.config["peft_type"]].put(_inside(model), stored, name, shape)
 
@@ -71,10 +69,8 @@ _OUR_TASKS = {"next_token": "CAUSAL_LM", "sequence_to_sequence": "SEQ_2_SEQ_LM"}
 
 def _task(model: nn.Module, saved: Collection[str]) -> str | None:
     """Return PEFT's task type for a model, by its task or the name of its class; None if PEFT could not load it with
-    that type.
-
-    PEFT would require a head that is not among the `saved` modules, or tokens that the model does not accept.
-    """
+    that type. PEFT would require a head that is not among the `saved` modules, or tokens that the model does not
+    accept."""
     task = next((task for end, task in _TASKS.items() if type(model).__name__.endswith(end)), None)
     if task == "SEQ_2_SEQ_LM":
         both = getattr(getattr(model, "config", None), "is_encoder_decoder", False)

@@ -34,11 +34,8 @@ class StoredAdapter:
 
 
 class AdapterFormat:
-    """Format of one kind of adapter.
-
-    `read` are the settings that loading uses, `only` settings with the values that are supported, `ignored` settings
-    without effect here. Any other setting is refused if it is set.
-    """
+    """Format of one kind of adapter. `read` are the settings that loading uses, `only` settings with the values that
+    are supported, `ignored` settings without effect here. Any other setting is refused if it is set."""
 
     peft_type: ClassVar[str]
     read: ClassVar[frozenset[str]] = frozenset()
@@ -52,10 +49,8 @@ class AdapterFormat:
         raise NotImplementedError
 
     def take(self, model: nn.Module, name: str, shape: ModelConfig | None) -> StoredAdapter:
-        """Return an adapter of a model as PEFT stores it.
-
-        `shape` is required for Thrifty's own families, whose layers have other names in the exported folder.
-        """
+        """Return an adapter of a model as PEFT stores it. `shape` is required for Thrifty's own families, whose
+        layers have other names in the exported folder."""
         raise NotImplementedError
 
     def put(self, model: nn.Module, stored: StoredAdapter, name: str, shape: ModelConfig | None) -> None:
@@ -80,11 +75,9 @@ _KINDS = {"lora_dropout": (int, float), **dict.fromkeys(("rank_pattern", "alpha_
 
 
 def read_adapter(folder: Path, formats: Mapping[str, AdapterFormat]) -> StoredAdapter:
-    """Return the content of a folder with checked settings.
-
-    Raise UsageError for a folder without an adapter, of a kind not in `formats`, or with unknown settings. Raise
-    RefusedError for unsupported settings, IntegrityError for damage.
-    """
+    """Return the content of a folder with checked settings. Raise UsageError for a folder without an adapter, of a
+    kind not in `formats`, or with unknown settings. Raise RefusedError for unsupported settings, IntegrityError for
+    damage."""
     if not (folder / CONFIG).is_file():
         raise UsageError(f"{folder} has no {CONFIG}", fix="pass the folder of an adapter written by PEFT")
     config = read_json(folder / CONFIG)

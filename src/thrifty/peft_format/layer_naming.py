@@ -105,11 +105,9 @@ class LayerNaming:
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, Tensor]) -> list[nn.Parameter]:
-        """Write values to parameters by their exported names; return the parameters that were changed.
-
-        Raise IntegrityError for an unknown name or another shape. Raise RefusedError if names of one tensor have
-        different values.
-        """
+        """Write values to parameters by their exported names; return the parameters that were changed. Raise
+        IntegrityError for an unknown name or another shape. Raise RefusedError if names of one tensor have different
+        values."""
         known = {name for packing in self.packings.values() for name in packing.theirs} | self.aliases.keys()
         if unknown := sorted(tensors.keys() - known):
             raise misfit(f"the model has no parameters {unknown[:3]}")

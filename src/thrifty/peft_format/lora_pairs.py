@@ -59,10 +59,8 @@ def _alpha(scale: float, rank: int, rank_stabilized: bool) -> float:
 def join_pairs(
     parts: Mapping[int, LoraPair], place: LayerTarget, dropout: float, rank_stabilized: bool
 ) -> tuple[LoraFactors, Tensor, Tensor]:
-    """Return the factors of one of Thrifty's layers from the pairs of its exported layers.
-
-    Raise RefusedError if these differ in rank or alpha.
-    """
+    """Return the factors of one of Thrifty's layers from the pairs of its exported layers. Raise RefusedError if
+    these differ in rank or alpha."""
     order = sorted(parts)
     first = parts[order[0]]
     if any((part.rank, part.alpha) != (first.rank, first.alpha) for part in parts.values()):

@@ -103,11 +103,9 @@ def save(
 
 
 def load(folder: Path, step: int | None = None, *, files: AtomicFiles | None = None) -> LoadedCheckpoint:
-    """Return the newest undamaged checkpoint (of `step`, if not None) with whole, plain tensors.
-
-    Damaged checkpoints are moved to `quarantine/` and named in `notices`. Raise IntegrityError if none is left,
-    UsageError for a pickle, which is never opened.
-    """
+    """Return the newest undamaged checkpoint (of `step`, if not None) with whole, plain tensors. Damaged checkpoints
+    are moved to `quarantine/` and named in `notices`. Raise IntegrityError if none is left, UsageError for a pickle,
+    which is never opened."""
     checkpoint = find(folder, step, files=files)
     stored = StoredTensorBoxes(tensor_files(checkpoint.path))
     tensors = {name: stored.full(name) for name in stored.pieces}
@@ -117,10 +115,8 @@ def load(folder: Path, step: int | None = None, *, files: AtomicFiles | None = N
 def find(
     folder: Path, step: int | None = None, *, files: AtomicFiles | None = None, ranks: SingleProcess | None = None
 ) -> FoundCheckpoint:
-    """Return the newest undamaged checkpoint (of `step`, if not None) without its tensors; `fill` reads them.
-
-    Rank 0 chooses as `load` does, and every rank receives its choice.
-    """
+    """Return the newest undamaged checkpoint (of `step`, if not None) without its tensors; `fill` reads them. Rank 0
+    chooses as `load` does, and every rank receives its choice."""
     facts = (ranks or SingleProcess()).run_first(lambda: _choose(folder, step, files or AtomicFiles()))
     return FoundCheckpoint(facts["step"], facts["scalars"], folder / facts["name"], facts["notices"])
 
@@ -144,12 +140,9 @@ def fill(
     ranks: SingleProcess | None = None,
     besides: Collection[str] = (),
 ) -> None:
-    """Copy a checkpoint into `into`: every tensor, plain or DTensor, in place.
-
-    Each rank reads only the parts that its shards require. `besides` are names of tensors that the caller reads itself.
-    Raise UsageError, before any change, if the names of all ranks together, the shapes or the dtypes differ from the
-    checkpoint.
-    """
+    """Copy a checkpoint into `into`: every tensor, plain or DTensor, in place. Each rank reads only the parts that
+    its shards require. `besides` are names of tensors that the caller reads itself. Raise UsageError, before any
+    change, if the names of all ranks together, the shapes or the dtypes differ from the checkpoint."""
     ranks = ranks or SingleProcess()
     stored = StoredTensorBoxes(tensor_files(checkpoint.path))
     wanted = set().union(*ranks.gather_or_raise(lambda: [*into, *besides]))
@@ -225,10 +218,8 @@ def _choose(folder: Path, step: int | None, files: AtomicFiles) -> dict[str, Any
 
 
 def _none_left(folder: Path, step: int | None, damaged: list[tuple[Path, str]]) -> IntegrityError:
-    """Return the error for a folder without an undamaged checkpoint.
-
-    The damaged checkpoints are not moved, so that the next load reports the same error.
-    """
+    """Return the error for a folder without an undamaged checkpoint. The damaged checkpoints are not moved, so that
+    the next load reports the same error."""
     wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
     if damaged:
         reasons = "; ".join(f"{path.name}: {reason}" for path, reason in damaged)

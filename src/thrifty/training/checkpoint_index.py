@@ -62,11 +62,8 @@ def remove_leftovers(folder: Path, files: AtomicFiles) -> None:
 
 
 def remove_old(saved: Path, keep: int, files: AtomicFiles, also: Collection[int] = ()) -> list[str]:
-    """Remove old checkpoints and return notices.
-
-    Kept are `saved`, the newest others that verify up to `keep` in total, the best one, and those of the steps in
-    `also`.
-    """
+    """Remove old checkpoints and return notices. Kept are `saved`, the newest others that verify up to `keep` in
+    total, the best one, and those of the steps in `also`."""
     folder, count, notices, old = saved.parent, 1, [], []
     for path in reversed(checkpoints(folder)):
         if path == saved or step_of(path) in also or is_newer(path):

@@ -26,11 +26,8 @@ def manifest_text(step: int, ranks: int, files: dict[str, FileDigest]) -> str:
 
 
 def verify(folder: Path) -> int:
-    """Read every byte of a checkpoint and return its step.
-
-    Raise IntegrityError for a missing, extra, shortened or changed file, or a changed manifest. Raise NewerFormatError
-    for a format that this version does not know.
-    """
+    """Read every byte of a checkpoint and return its step. Raise IntegrityError for a missing, extra, shortened or
+    changed file, or a changed manifest. Raise NewerFormatError for a format that this version does not know."""
     if is_newer(folder):
         raise NewerFormatError(
             f"{folder} was written by a newer version of thrifty, in a format that this one does not know",

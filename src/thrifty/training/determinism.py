@@ -15,11 +15,9 @@ mode; `:4096:8` means 8 buffers of 4 MiB."""
 
 @contextmanager
 def deterministic_kernels(device: torch.device, wanted: bool = True) -> Iterator[None]:
-    """Make two runs of one program on one kind of GPU agree to the last bit inside the block.
-
-    Sums by atomic additions, as in the backward passes of attention, embeddings and `index_add`, get a fixed order. CPU
-    kernels have one anyway. Raise ThriftyError for an operation without such a kernel.
-    """
+    """Make two runs of one program on one kind of GPU agree to the last bit inside the block. Sums by atomic
+    additions, as in the backward passes of attention, embeddings and `index_add`, get a fixed order. CPU kernels
+    have one anyway. Raise ThriftyError for an operation without such a kernel."""
     if device.type != "cuda" or not wanted:
         yield
         return

@@ -92,10 +92,8 @@ class PredictionPreview:
 
 
 def see(model: nn.Module, objective: Objective, batch: Batch, count: int, device: torch.device) -> PredictionPreview:
-    """Return previews of the first `count` examples of a batch, for an objective with `pictured` set.
-
-    The model processes the whole batch, since another size might trigger a recompilation. Every rank must call this.
-    """
+    """Return previews of the first `count` examples of a batch, for an objective with `pictured` set. The model
+    processes the whole batch, since another size might trigger a recompilation. Every rank must call this."""
     with _evaluation_mode(model):
         here = batch.to(device)
         prediction = objective.predict(model, here)

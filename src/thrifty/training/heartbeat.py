@@ -35,10 +35,8 @@ _own: "Heartbeat | None" = None
 
 @contextmanager
 def run_heartbeat(depart: Callable[[], None]) -> Iterator[Rendezvous]:
-    """Run the heartbeat of one start of all ranks inside the block, and call `depart` at its end.
-
-    An error in the block is raised on every rank and printed by one rank of each host.
-    """
+    """Run the heartbeat of one start of all ranks inside the block, and call `depart` at its end. An error in the
+    block is raised on every rank and printed by one rank of each host."""
     global _own
     _own = Heartbeat(_seconds("THRIFTY_SILENCE", 30), _seconds("THRIFTY_HANG", 600))
     with ExitStack() as until_departed:
@@ -75,10 +73,8 @@ def report_progress(items: Iterable[T], doing: str) -> Iterator[T]:
 
 @contextmanager
 def explain_failure(last_words: Callable[[str], None]) -> Iterator[None]:
-    """Replace torch's error about lost contact by one that names the lost rank.
-
-    `last_words` writes down the cause if this rank must be ended from another thread and no error can be raised.
-    """
+    """Replace torch's error about lost contact by one that names the lost rank. `last_words` writes down the cause
+    if this rank must be ended from another thread and no error can be raised."""
     if _own is None:
         yield
         return

@@ -25,11 +25,8 @@ _BEFORE = {_MMAP_THRESHOLD: 32 * 2**20, _TRIM_THRESHOLD: 64 * 2**20}
 
 
 def set_freed_memory_policy(run: Run) -> AbstractContextManager[None]:
-    """Return the policy for memory that the steps of this run free.
-
-    If a technique promises bytes, memory is returned at once, because fragments would exceed the promise. Otherwise it
-    stays with the process.
-    """
+    """Return the policy for memory that the steps of this run free. If a technique promises bytes, memory is
+    returned at once, because fragments would exceed the promise. Otherwise it stays with the process."""
     promised = any(technique.limits_activation_bytes for technique in run.techniques)
     return return_freed_memory(run.device) if promised else keep_freed_memory(run.device)
 
@@ -45,10 +42,8 @@ def keep_freed_memory(device: torch.device) -> AbstractContextManager[None]:
 
 
 def return_freed_memory(device: torch.device) -> AbstractContextManager[None]:
-    """Return freed blocks of 1 MiB or more to the kernel at once, so that the process holds only its tensors.
-
-    The default limit of the C library is 32 times larger. This costs time, see `keep_freed_memory`.
-    """
+    """Return freed blocks of 1 MiB or more to the kernel at once, so that the process holds only its tensors. The
+    default limit of the C library is 32 times larger. This costs time, see `keep_freed_memory`."""
     return _limited(device, _GIVING_BACK)
 
 

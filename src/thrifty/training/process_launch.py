@@ -14,9 +14,7 @@ def python(ranks: int) -> list[str]:
 
 def settings(ranks: int) -> dict[str, str]:
     """Return environment variables for this many ranks on one machine: each gets an equal part of the cores.
-
-    torchrun itself would limit each rank to one core.
-    """
+    torchrun itself would limit each rank to one core."""
     return {} if ranks == 1 else {"OMP_NUM_THREADS": str(max(len(usable_cores()) // ranks, 1))}
 
 

@@ -74,10 +74,8 @@ def current_agent() -> str:
 
 
 def end_agent(seconds: float) -> None:
-    """End torchrun on this machine after its host has lost the network.
-
-    torchrun of torch 2.13 then waits for its store without a limit and ignores signals.
-    """
+    """End torchrun on this machine after its host has lost the network. torchrun of torch 2.13 then waits for its
+    store without a limit and ignores signals."""
     with suppress(psutil.Error):
         agent = psutil.Process(os.getppid())
         if agent.pid == 1 or "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -118,10 +116,8 @@ class Rendezvous:
     """All ranks of one start; each rank creates one instance."""
 
     def __init__(self, seconds: float):
-        """Wait up to `seconds` for rank 0, which waits for all others.
-
-        Raise ThriftyError with the name of a missing rank, UsageError with the missing environment variables.
-        """
+        """Wait up to `seconds` for rank 0, which waits for all others. Raise ThriftyError with the name of a missing
+        rank, UsageError with the missing environment variables."""
         if missing := [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
             what = f"RANK is set in the environment, as for one of several ranks, but not {' or '.join(missing)}"
             raise UsageError(what, fix="start with: torchrun --nproc-per-node 2 -m thrifty train …, or unset RANK")
@@ -196,10 +192,7 @@ def connect(host: bool) -> dist.TCPStore:
 
 def loopback_store(port: int = 0) -> dist.TCPStore:
     """Return a store that listens only on the loopback interface; torch's own store accepts connections on all
-    interfaces.
-
-    Stores that this process opens later at the same port share the listener while one of them exists.
-    """
+    interfaces. Stores that this process opens later at the same port share the listener while one of them exists."""
     listening = socket.create_server((LOOPBACK, port))
     port = listening.getsockname()[1]
     options = {"is_master": True, "timeout": _CONNECTING, "multi_tenant": True}

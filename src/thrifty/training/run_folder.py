@@ -46,10 +46,8 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, agents: Collection[str] = ()) -> "RunFolder":
-        """Create and lock a run folder.
-
-        Raise UsageError if it contains files of another job, or if another process has locked it.
-        """
+        """Create and lock a run folder. Raise UsageError if it contains files of another job, or if another process
+        has locked it."""
         try:
             path.mkdir(parents=True, exist_ok=True)
         except FileExistsError as error:
@@ -77,10 +75,8 @@ class RunFolder:
         return run
 
     def lock(self, agents: Collection[str] = ()) -> "RunFolder":
-        """Lock the folder and return it; `notice` reports a lock that was taken over.
-
-        Raise UsageError if another process has locked the run, or if the folder contains a link.
-        """
+        """Lock the folder and return it; `notice` reports a lock that was taken over. Raise UsageError if another
+        process has locked the run, or if the folder contains a link."""
         refuse_links(self.path.resolve(), self.checkpoints)
         if self._lock is None:
             self.again = self._is_of(agents)
@@ -198,11 +194,9 @@ class RunFolder:
         ]
 
     def read_records(self) -> list[dict[str, Any]]:
-        """Return all records, oldest first. Raise IntegrityError for a damaged line.
-
-        A line cut by a crash is left out. Of a step repeated after a resume the last record counts; changes and notices
-        are distinguished by their text.
-        """
+        """Return all records, oldest first. Raise IntegrityError for a damaged line. A line cut by a crash is left
+        out. Of a step repeated after a resume the last record counts; changes and notices are distinguished by their
+        text."""
         records: dict[Any, dict[str, Any]] = {}
         content = self.records.read_bytes() if self.records.is_file() else b""
         for number, line in enumerate(content.split(b"\n")[:-1], start=1):

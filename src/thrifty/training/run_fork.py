@@ -21,12 +21,9 @@ OF_THE_OLD_RUN = ("best_held_out_loss", "best_saved_loss", BEST, WITHOUT_GAIN)
 def copy_matching_state(
     run: Run, state: TrainState, stored: checkpoint.FoundCheckpoint, *, rewound: bool, drop_weights: bool = False
 ) -> list[str]:
-    """Fill the state of a new run from a checkpoint and return notices.
-
-    A rewound run uses its own masks; nothing else starts fresh because of them. Raise UsageError if the new recipe
-    promises a property that the old state violates. Raise UsageError if the new recipe lacks a place for old weights,
-    unless `drop_weights`.
-    """
+    """Fill the state of a new run from a checkpoint and return notices. A rewound run uses its own masks; nothing
+    else starts fresh because of them. Raise UsageError if the new recipe promises a property that the old state
+    violates. Raise UsageError if the new recipe lacks a place for old weights, unless `drop_weights`."""
     assert state.model is not None and state.optimizer is not None
     loaded = checkpoint.load(stored.path.parent, stored.step).tensors
     own, slot_kind = state.tensors(), state.optimizer.site.slot_kind
@@ -62,11 +59,9 @@ def copy_matching_state(
 
 
 def _start_fresh(optimizer: TransformOptimizer, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> set[str]:
-    """Return the names of tensors that start fresh, and set the ages of the optimizer's elements accordingly.
-
-    An element with moments has a single age. If some of its parameters are new, all its moments start fresh: with the
-    old age the first updates of the new parameters would be several times too large, and vice versa.
-    """
+    """Return the names of tensors that start fresh, and set the ages of the optimizer's elements accordingly. An
+    element with moments has a single age. If some of its parameters are new, all its moments start fresh: with the
+    old age the first updates of the new parameters would be several times too large, and vice versa."""
     names = [name for name in own if not is_scales(name)]
     fresh = {name for name in names if not _is_alike(name, own, tensors)}
     elements: dict[str, list[str]] = {}

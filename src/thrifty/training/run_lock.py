@@ -19,10 +19,8 @@ from thrifty.machine.process_start import process_start
 
 
 class RunLock:
-    """A lock, held from creation until `release`. Raise UsageError if another process holds it.
-
-    `is_same_job` is True if the previous owner was a process of this job that torchrun has restarted.
-    """
+    """A lock, held from creation until `release`. Raise UsageError if another process holds it. `is_same_job` is
+    True if the previous owner was a process of this job that torchrun has restarted."""
 
     def __init__(self, file: Path, is_same_job: bool = False):
         self.file, self.is_same_job = file, is_same_job

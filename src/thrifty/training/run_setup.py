@@ -91,10 +91,8 @@ class PreparedRun:
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Open the process group of a start by torchrun or srun inside the block; do nothing for a single process.
-
-    Raise OutOfMemory in place of an allocator's error.
-    """
+    """Open the process group of a start by torchrun or srun inside the block; do nothing for a single process. Raise
+    OutOfMemory in place of an allocator's error."""
     take_srun_ranks()
     if "RANK" not in os.environ or dist.is_initialized():
         with explain_out_of_memory():
@@ -142,11 +140,9 @@ def choose_device(name: str) -> torch.device:
 
 
 def prepare_run(recipe: Recipe, steps: int | None = None, quiet: bool = False) -> PreparedRun:
-    """Open the data and compose the run. Raise UsageError if an object that the recipe names was not passed.
-
-    `steps` is known for a resumed run; otherwise the recipe's budget determines it. For a budget of seconds some real
-    steps are timed.
-    """
+    """Open the data and compose the run. Raise UsageError if an object that the recipe names was not passed. `steps`
+    is known for a resumed run; otherwise the recipe's budget determines it. For a budget of seconds some real steps
+    are timed."""
     recipe.refuse_missing_objects()
     device, model = choose_device(recipe.device), recipe.objects.model
     chosen_objective(recipe.objective)
@@ -175,10 +171,8 @@ def prepare_run(recipe: Recipe, steps: int | None = None, quiet: bool = False) -
 
 
 def _batches_to_check(recipe: Recipe, data: RunData, objective: Objective) -> Iterator[Batch]:
-    """Yield batches for the search for an index without a row, each part for LOOKING seconds at most.
-
-    They are the judged held-out examples, then training examples spread over an epoch.
-    """
+    """Yield batches for the search for an index without a row, each part for LOOKING seconds at most. They are the
+    judged held-out examples, then training examples spread over an epoch."""
     yield from _until_time_limit(data.held_out.batches(recipe.evaluation.examples, EXAMPLES))
     source = data.train
     epoch = -(-source.examples // source.batch) if source.examples else 1
@@ -327,10 +321,8 @@ def _steps_in_tokens(budget: float, per_step: int, recipe: Recipe, plain: BaseRu
 
 
 def _steps_in_seconds(budget: float, recipe: Recipe, plain: BaseRun, device: torch.device) -> int:
-    """Return the number of steps within a time budget, from the measured time of a few real steps.
-
-    The steps run at the run's final structure and are discarded; their time counts in the budget.
-    """
+    """Return the number of steps within a time budget, from the measured time of a few real steps. The steps run at
+    the run's final structure and are discarded; their time counts in the budget."""
     began = time.monotonic()
     run = compose(plain, recipe.techniques, 1000, device)
     state = run.init_state()

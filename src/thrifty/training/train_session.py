@@ -47,9 +47,7 @@ class TrainSession:
 
     resume_facts: Mapping[str, Any]
     """Plain data stored in each checkpoint in addition to the state: recipe, number of steps, identity of the data.
-
-    A resume compares them to detect changes.
-    """
+    A resume compares them to detect changes."""
     recipe: Recipe
     run: Run
     held_out: Sequence[Batch]
@@ -69,11 +67,9 @@ class TrainSession:
     observers: Sequence[Observer] = ()
 
     def steps(self, state: TrainState, meter: MemoryMeter) -> Steps:
-        """Train, evaluate and save; return the summary, which is also in the folder.
-
-        A stop by a signal, an observer or the reader is not an error: the status in the summary is "interrupted", and
-        `exit_code` is the signal's or 0.
-        """
+        """Train, evaluate and save; return the summary, which is also in the folder. A stop by a signal, an observer
+        or the reader is not an error: the status in the summary is "interrupted", and `exit_code` is the signal's or
+        0."""
         together = ProcessGroupSync() if ranks() > 1 else SingleProcess()
         observer = _Observer(self, state, meter)
         observer.summarize("running", 0)
@@ -161,10 +157,8 @@ class _Observer:
         self.status = "finished"
 
     def refuse_lost_weights(self, record: Record) -> None:
-        """Raise ThriftyError if neither the last step nor the evaluation has a finite loss.
-
-        A checkpoint of such weights would replace the last good one.
-        """
+        """Raise ThriftyError if neither the last step nor the evaluation has a finite loss. A checkpoint of such
+        weights would replace the last good one."""
         if record.skipped and self.held_out is not None and not math.isfinite(self.held_out):
             newest = f"the newest checkpoint is of step {self.saved_step}" if self.saved_step else "none was saved"
             raise ThriftyError(
@@ -312,10 +306,8 @@ class _Observer:
             self.folder.append({"kind": kind, "step": self.state.step} | values)
 
     def stopped(self, text: str, exit_code: int = 1) -> None:
-        """Write the reason for the end of the run, once.
-
-        The training thread may come free and call this while another thread is writing.
-        """
+        """Write the reason for the end of the run, once. The training thread may come free and call this while
+        another thread is writing."""
         with self._ending:
             if self._has_ended:
                 return

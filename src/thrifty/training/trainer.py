@@ -82,12 +82,9 @@ def train_steps(
     observers: Sequence[Observer] = (),
     quiet: bool = False,
 ) -> Steps:
-    """Train by a recipe into runs/NAME, step by step.
-
-    Raise UsageError if that folder exists. Only a restart of the same job by torchrun resumes the run. Without a custom
-    loss, a user's model maps tokens (b, t) to logits. If it has a list of blocks and a linear `head`, it maps them to
-    hidden states (b, t, d).
-    """
+    """Train by a recipe into runs/NAME, step by step. Raise UsageError if that folder exists. Only a restart of the
+    same job by torchrun resumes the run. Without a custom loss, a user's model maps tokens (b, t) to logits. If it
+    has a list of blocks and a linear `head`, it maps them to hidden states (b, t, d)."""
     with ranks_of(recipe), claim_run_folder(Path(runs) / recipe.name, RunFolder.create) as folder:
         recipe = with_data_parallelism(recipe)
         if process_group_sync().run_first(folder.recipe.is_file):
@@ -136,10 +133,8 @@ def rewind_run(
     origins: Mapping[str, str] | None = None,
     quiet: bool = False,
 ) -> dict[str, Any]:
-    """Start a new run from an old run's checkpoint of a step, with the masks of its own recipe.
-
-    Weights, optimizer, data order and schedule are those of that step. An interrupted run of that name resumes.
-    """
+    """Start a new run from an old run's checkpoint of a step, with the masks of its own recipe. Weights, optimizer,
+    data order and schedule are those of that step. An interrupted run of that name resumes."""
     with ranks_of(recipe):
         target = folder.parent / recipe.name
         return _end_of(_fork(folder, recipe, target, origins or {}, quiet, rewound_to=step))
@@ -184,10 +179,8 @@ def _resume(
 
 
 def _binding(recipe: Recipe) -> dict[str, Any]:
-    """Return the parts of a recipe that a resume may not change.
-
-    Excluded are the sections that are free to change, and the techniques that divide the work among ranks.
-    """
+    """Return the parts of a recipe that a resume may not change. Excluded are the sections that are free to change,
+    and the techniques that divide the work among ranks."""
     techniques = tuple(technique for technique in recipe.techniques if not technique.divides_ranks)
     data = recipe_to_data(replace(recipe, techniques=techniques))
     return {name: section for name, section in data.items() if name not in FREE_TO_CHANGE}
@@ -349,10 +342,8 @@ def _lost_updates(run: Run, state: TrainState) -> list[str]:
 
 
 def _remedy(prepared: PreparedRun, folder: RunFolder, memory: float) -> str:
-    """Return the fix for a run that must fit into `memory` bytes.
-
-    Each suggested technique was composed with the run, without its other ranks.
-    """
+    """Return the fix for a run that must fit into `memory` bytes. Each suggested technique was composed with the
+    run, without its other ranks."""
     run = prepared.run
 
     def check(recipe: Recipe) -> None:

@@ -20,10 +20,8 @@ from thrifty.models.vision_transformer import VisionTransformer
 
 Config = Mapping[str, Any]
 Fields = Mapping[str, tuple[str, float | str | None]]
-"""For each field of `ModelConfig`, its key in config.json and its default (None: required).
-
-The type of the default distinguishes integers, floats and names of activations.
-"""
+"""For each field of `ModelConfig`, its key in config.json and its default (None: required). The type of the default
+distinguishes integers, floats and names of activations."""
 Model = Transformer | Encoder | EncoderDecoder | VisionTransformer | ContrastiveModel | MaskedAutoencoder
 
 ACTIVATION: dict[str, Callable[[], nn.Module]] = {
@@ -81,11 +79,8 @@ class ParameterPacking:
 
 
 class ModelFamily:
-    """One architecture of transformers.
-
-    `read` are the settings that `shape` uses, `only` settings with the values that are supported, `ignored` settings
-    without effect here.
-    """
+    """One architecture of transformers. `read` are the settings that `shape` uses, `only` settings with the values
+    that are supported, `ignored` settings without effect here."""
 
     style: ClassVar[str]
     model_type: ClassVar[str]
@@ -134,10 +129,8 @@ class ModelFamily:
         activation: str = "",
         cross: bool = False,
     ) -> TransformerBlock:
-        """Return a block with LayerNorms, biases in all layers and an ungated feed-forward network.
-
-        It is pre-norm unless `kind` is another class. `cross` adds attention over an encoder's memory.
-        """
+        """Return a block with LayerNorms, biases in all layers and an ungated feed-forward network. It is pre-norm
+        unless `kind` is another class. `cross` adds attention over an encoder's memory."""
 
         def norm() -> nn.LayerNorm:
             return nn.LayerNorm(shape.width, eps=shape.norm_eps)

@@ -169,11 +169,8 @@ def _block_table(shape: ModelConfig, ours: str, theirs: str) -> Iterator[Paramet
 
 
 def _tied(config: Config) -> bool:
-    """Return True if the head is tied, and therefore scaled.
-
-    transformers 5 writes `tie_word_embeddings` true for an untied head too, and distinguishes them by
-    `scale_decoder_outputs`.
-    """
+    """Return True if the head is tied, and therefore scaled. transformers 5 writes `tie_word_embeddings` true for an
+    untied head too, and distinguishes them by `scale_decoder_outputs`."""
     tied = flag(config, "tie_word_embeddings", True)
     scaled = flag(config, "scale_decoder_outputs", tied)
     if scaled and not tied:

@@ -99,10 +99,8 @@ class ViTMAE(PatchEncoder):
 
 
 def encoder_shape(shape: ModelConfig, pool: str, labels: int) -> ModelConfig:
-    """Return the shape of a MAE's encoder as a Vision Transformer with this number of labels.
-
-    Raise UsageError for a `pool` of models without a class token, since a MAE has one.
-    """
+    """Return the shape of a MAE's encoder as a Vision Transformer with this number of labels. Raise UsageError for a
+    `pool` of models without a class token, since a MAE has one."""
     if pool == "mean":
         raise UsageError(
             'model.pool = "mean" is for models without a class token, but a trained MAE has one',
