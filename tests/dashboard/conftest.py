@@ -1,4 +1,4 @@
-"""Run folders and a board over them, for its tests."""
+"""Run folders and a board over them, for tests of the dashboard."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -30,7 +30,8 @@ Serve = Callable[..., BoardServer]
 
 @pytest.fixture
 def serve(site: BoardSite) -> Iterator[Serve]:
-    """Starts a board over the site, on any free port unless one is given; all end with the test."""
+    """Return a function that starts a board over the site, by default on any free port; all boards end with the
+    test."""
     with ExitStack() as stack:
 
         def start(port: int = 0, token: str = TOKEN) -> BoardServer:

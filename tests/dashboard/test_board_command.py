@@ -1,4 +1,4 @@
-"""`thrifty board` as it is called: what it prints, and who can read the address that it keeps."""
+"""`thrifty board` on the command line: its output, and access to its address file."""
 
 import os
 import subprocess
@@ -22,7 +22,8 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def started(cache, tmp_path, monkeypatch):
-    """Starts a board that ends at once; returns its address and what the browser was given to open, with its page."""
+    """Return a function that starts a board which ends at once; it returns the address and the page opened in the
+    browser."""
     (tmp_path / "runs").mkdir()
     monkeypatch.setattr(BoardServer, "serve_forever", lambda self: None)
 
@@ -40,26 +41,26 @@ def started(cache, tmp_path, monkeypatch):
     return start
 
 
-def test_each_start_has_another_address_and_opens_nothing_unasked(started):
+def test_each_start_has_a_new_address_and_no_open_opens_nothing(started):
     (first, opened), (second, _) = started("--no-open"), started("--no-open")
     tokens = [urlparse(address).path.strip("/") for address in (first, second)]
     assert first.startswith("http://127.0.0.1:") and not opened
     assert tokens[0] != tokens[1] and min(map(len, tokens)) >= 32
 
 
-def test_the_browser_is_led_to_the_address_by_a_file_that_others_cannot_read(started, cache):
+def test_the_browser_opens_a_private_file_with_the_address(started, cache):
     address, [(opened, page, mode)] = started()
     token = urlparse(address).path.strip("/")
     assert opened.startswith("file://") and token not in opened
     assert f"url={address}" in page and mode == 0o600
-    assert not [*cache.glob("board-*")]  # gone with the board
+    assert not [*cache.glob("board-*")]  # removed with the board
 
 
-def test_a_folder_that_is_not_there_is_a_usage_error(cache, tmp_path):
+def test_a_missing_folder_is_a_usage_error(cache, tmp_path):
     result = CliRunner().invoke(command, ["--runs", str(tmp_path / "nothing"), "--no-open"])
     assert isinstance(result.exception, UsageError) and "--runs" in result.exception.fix
 
 
-def test_it_starts_without_torch():
+def test_the_board_starts_without_torch():
     code = "import sys, thrifty.cli.board, thrifty.dashboard.board_server; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], env=os.environ).returncode == 0

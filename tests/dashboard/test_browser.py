@@ -1,4 +1,4 @@
-"""The board in a real browser that can reach nothing but this machine."""
+"""The board in a real browser without access to other machines."""
 
 import json
 import os
@@ -39,14 +39,14 @@ def browser(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def quiet(browser):
-    """No test leaves an error in the console, and none asks for anything outside the board."""
+    """Fail if a test leaves an error in the console, or requests anything outside the board."""
     browser.console.clear()
     browser.requests.clear()
     excused = []
     yield excused
     browser.tell("Emulation.setEmulatedMedia", features=[])
-    told = [text for text in browser.console if not any(words in text for words in excused)]
-    assert not told, told
+    errors = [text for text in browser.console if not any(words in text for words in excused)]
+    assert not errors, errors
     outside = [
         address for address in browser.requests if not re.match(r"http://127\.0\.0\.1:\d+/|data:|about:", address)
     ]
@@ -57,7 +57,7 @@ def charts_are_drawn(browser, count=5):
     browser.until(f"document.querySelectorAll('#figures .chart svg .mark-line path').length >= {count}")
 
 
-def test_runs_and_a_run_are_drawn_without_errors_or_requests_elsewhere(browser, serve, run_folder):
+def test_list_and_run_page_have_no_errors_or_outside_requests(browser, serve, run_folder):
     run_folder()
     address = serve().address
     browser.open(address)
@@ -88,7 +88,7 @@ def test_pages_and_charts_follow_the_colour_scheme(browser, serve, run_folder, s
 
 
 @pytest.mark.slow
-def test_a_run_is_followed_while_another_process_trains_it(browser, serve, run_folder, tmp_path):
+def test_the_page_follows_a_run_that_another_process_trains(browser, serve, run_folder, tmp_path):
     made = [record for record in records(120, every=10) if record["kind"] != "change"]
     folder = run_folder(records=made[:60], summary={"status": "running", "steps": 0})
     script = tmp_path / "training.py"
@@ -107,7 +107,7 @@ def test_a_run_is_followed_while_another_process_trains_it(browser, serve, run_f
         training.stdin.flush()
         browser.until(f"{steps}.querySelector('.value').textContent == '120'")
         assert before != "120"
-        # the chart was given new data and was not drawn anew
+        # the chart received new data without being redrawn
         browser.until("document.querySelector('#figure-loss svg').getAttribute('data-kept') == 'yes'")
         browser.until(
             "document.querySelector('#figure-loss .chart').getAttribute('aria-label').includes('at step 120')"
@@ -116,7 +116,7 @@ def test_a_run_is_followed_while_another_process_trains_it(browser, serve, run_f
     browser.until("document.querySelector('#state .killed') != null")
 
 
-def test_the_list_follows_runs_that_begin_and_keeps_the_focus(browser, serve, run_folder):
+def test_the_list_shows_new_runs_and_keeps_the_focus(browser, serve, run_folder):
     run_folder("first", summary={"status": "running", "steps": 0})
     browser.open(serve().address + "?sort=name")
     browser.until("document.querySelectorAll('#rows tr').length == 1")
@@ -127,7 +127,7 @@ def test_the_list_follows_runs_that_begin_and_keeps_the_focus(browser, serve, ru
     assert browser.value("document.querySelector('#count').textContent") == "2 runs"
 
 
-def test_an_empty_list_shows_the_first_run_as_it_begins(browser, serve, run_folder):
+def test_an_empty_list_shows_the_first_new_run(browser, serve, run_folder):
     browser.open(serve().address)
     browser.until("document.querySelector('#rows').textContent.includes('No run in this folder')")
     run_folder("first", steps=5)
@@ -136,8 +136,8 @@ def test_an_empty_list_shows_the_first_run_as_it_begins(browser, serve, run_fold
 
 
 @pytest.mark.slow
-def test_an_open_page_asks_for_the_new_address_after_a_restart_of_the_board(browser, run_folder, runs, tmp_path, quiet):
-    # what the browser says when nobody answers, or not to this address
+def test_an_open_page_requests_the_new_address_after_a_restart(browser, run_folder, runs, tmp_path, quiet):
+    # browser errors when the board is gone, or has another address
     quiet += ["net::ERR_CONNECTION_REFUSED", "net::ERR_EMPTY_RESPONSE", "403 (Forbidden)"]
     folder = run_folder(summary={"status": "running", "steps": 0})
     words = [sys.executable, "-m", "thrifty", "board", "--runs", runs, "--no-open"]
@@ -160,17 +160,17 @@ def test_an_open_page_asks_for_the_new_address_after_a_restart_of_the_board(brow
         file.write('{"kind": "step", "step": 4321, "loss": 1.0}\n')
     port = re.search(r":(\d+)/", address).group(1)
     with board(port) as again:
-        assert again != address  # each start has a token of its own
+        assert again != address  # each start has its own token
         browser.until("document.querySelector('#link').textContent.includes('open the address that the board printed')")
         browser.open(again + "run?name=kjv")
         charts_are_drawn(browser)
         browser.until(
             "document.querySelector('#figure-loss .chart').getAttribute('aria-label').includes('at step 4,321')"
         )
-        browser.until("document.querySelector('#link').textContent == 'up to date'")  # nobody trains it
+        browser.until("document.querySelector('#link').textContent == 'up to date'")  # no process trains the run
 
 
-def test_everything_is_reached_by_the_keyboard(browser, serve, run_folder):
+def test_all_controls_are_reachable_by_keyboard(browser, serve, run_folder):
     run_folder("kjv")
     run_folder("other")
     browser.open(serve().address + "?sort=name")
@@ -192,7 +192,7 @@ def test_everything_is_reached_by_the_keyboard(browser, serve, run_folder):
     assert outline != "none"
 
 
-def test_runs_are_sifted_by_what_is_typed(browser, serve, run_folder):
+def test_typing_filters_the_runs(browser, serve, run_folder):
     for name in ("kjv-adamw", "kjv-lion", "images"):
         run_folder(name)
     browser.open(serve().address)
@@ -205,7 +205,7 @@ def test_runs_are_sifted_by_what_is_typed(browser, serve, run_folder):
     )
 
 
-def test_hostile_text_of_a_run_does_nothing_in_the_browser(browser, serve, run_folder):
+def test_hostile_text_of_a_run_runs_no_script(browser, serve, run_folder):
     attack = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
     made = [
         {"kind": "step", "step": 1, "loss": 3.0},
@@ -224,7 +224,7 @@ def test_hostile_text_of_a_run_does_nothing_in_the_browser(browser, serve, run_f
     assert browser.value("document.querySelectorAll('main img, header img').length") == 0
 
 
-def test_an_offline_report_is_shown_with_its_charts_and_runs_no_other_script(browser, serve, run_folder, quiet):
+def test_an_offline_report_runs_its_own_scripts_only(browser, serve, run_folder, quiet):
     from thrifty.reporting.run_page import write_report
 
     page: Path = write_report(run_folder())

@@ -1,4 +1,4 @@
-"""The pages: what they show, and what they keep to themselves."""
+"""Content of the board's pages, and protection of other files."""
 
 import json
 import os
@@ -23,7 +23,7 @@ def told(site, path, **query):
     return json.loads(text(site, path, **query))
 
 
-def test_runs_are_listed_with_their_numbers_and_sorted_as_asked(site, run_folder):
+def test_runs_are_listed_and_sorted_by_the_query(site, run_folder):
     run_folder("long", steps=240)
     run_folder("short", steps=60)
     page = text(site, "", sort="step")
@@ -33,7 +33,7 @@ def test_runs_are_listed_with_their_numbers_and_sorted_as_asked(site, run_folder
     assert re.findall(r'href="run\?name=(\w+)"', text(site, "", sort="no such column"))
 
 
-def test_the_same_again_is_not_sent_again(site, run_folder):
+def test_unchanged_parts_are_not_sent_again(site, run_folder):
     folder = run_folder()
     for path, query in (("api/runs", {}), ("api/run", {"name": "kjv"})):
         first = told(site, path, **query)
@@ -45,7 +45,7 @@ def test_the_same_again_is_not_sent_again(site, run_folder):
         assert told(site, path, **query, have=first["version"])["parts"]
 
 
-def test_a_run_is_told_with_everything_that_its_page_shows(site, run_folder):
+def test_a_run_page_shows_all_live_parts(site, run_folder):
     run_folder()
     page, live = text(site, "run", name="kjv"), told(site, "api/run", name="kjv")
     for id in live["parts"]:
@@ -57,12 +57,12 @@ def test_a_run_is_told_with_everything_that_its_page_shows(site, run_folder):
     assert "memory.recompute" in live["parts"]["techniques"] and "AMX bf16" in page
 
 
-def test_numbers_of_a_run_that_is_still_being_read_are_not_shown(site, run_folder, monkeypatch):
+def test_key_figures_of_a_partly_read_run_are_hidden(site, run_folder, monkeypatch):
     run_folder(steps=600)
     entry = site.watch.find("kjv")
     with site.watch.index(entry, 0.0) as index:
         index.tail.chunk = 1 << 12
-        index._restarts -= 1  # forget, and begin again in small pieces
+        index._restarts -= 1  # restart reading in small pieces
         index.tail.offset = 0
     monkeypatch.setattr("thrifty.dashboard.board_site.READ_SECONDS", 0.0)
     first = told(site, "api/run", name="kjv")
@@ -77,7 +77,7 @@ def test_numbers_of_a_run_that_is_still_being_read_are_not_shown(site, run_folde
     "name", ["../outside", "..", ".", "/etc", "kjv/../../outside", "kjv/checkpoints", "", "kjv\0", ".hidden"]
 )
 @pytest.mark.parametrize("path", ["run", "api/run", "page", "folder", "result", "technique"])
-def test_nothing_outside_the_listed_folders_can_be_asked_for(site, run_folder, runs, path, name):
+def test_files_outside_listed_folders_are_not_served(site, run_folder, runs, path, name):
     folder = run_folder()
     for place in (runs.parent / "outside", runs / ".hidden", folder / "checkpoints"):
         place.mkdir()
@@ -87,7 +87,7 @@ def test_nothing_outside_the_listed_folders_can_be_asked_for(site, run_folder, r
     assert answer.status == 404 and b"secret place" not in answer.body
 
 
-def test_text_of_a_run_is_text_and_secrets_are_not_shown(site, run_folder, runs):
+def test_run_texts_are_escaped_and_secrets_redacted(site, run_folder, runs):
     secret = "hf_" + "a" * 30
     recipe = f'about = "{ATTACK} {secret}"\n[model]\npreset = "{ATTACK}"\n'.replace("\\", "")
     records = [
@@ -119,7 +119,7 @@ def test_runs_of_a_comparison_are_listed_below_it(site, runs, run_folder, tmp_pa
     assert "race/adamw-0" in text(site, "") and text(site, "run", name="race/adamw-0")
 
 
-def test_an_offline_page_is_shown_in_a_sandbox_where_only_our_scripts_run(site, run_folder):
+def test_an_offline_page_is_sandboxed_with_report_scripts_only(site, run_folder):
     (run_folder() / "report.html").write_text("<script>anything</script>")
     policy = site.respond("page", {"name": "kjv"}).policy
     assert policy.startswith("sandbox allow-scripts; default-src 'none'")
@@ -144,7 +144,7 @@ def test_a_damaged_folder_still_has_a_page(site, run_folder, monkeypatch):
     assert text(site, "run", name="kjv") and text(site, "")
 
 
-def test_kept_results_become_tables(site, tmp_path):
+def test_saved_results_become_tables(site, tmp_path):
     study = {
         "study": "lion_rate",
         "about": "Lion wants a lower rate.",
@@ -194,7 +194,7 @@ def test_measured_evidence_is_on_the_card(runs, tmp_path):
     assert "optimizers.lion was measured" in text(site, "technique", name="optimizers.lion")
 
 
-def test_every_own_technique_has_a_card_with_a_title_and_a_promise():
+def test_every_own_technique_card_has_title_and_promise():
     from thrifty import techniques
     from thrifty.dashboard.technique_cards import card_from
     from thrifty.interface.technique_profiles import profile_of
@@ -203,13 +203,13 @@ def test_every_own_technique_has_a_card_with_a_title_and_a_promise():
         assert card.title and "Promise" in card.sections, card.name
 
 
-def test_an_empty_or_missing_folder_is_said(site, runs):
+def test_an_empty_or_missing_folder_is_reported(site, runs):
     assert "No run in this folder" in text(site, "")
     runs.rmdir()
     assert "No run in this folder" in text(site, "") and "No saved results" in text(site, "studies")
 
 
-def test_a_name_or_a_word_that_is_no_text_hides_itself_alone(site, run_folder, runs):
+def test_undecodable_names_hide_only_themselves(site, run_folder, runs):
     folder = run_folder()
     (folder / "explanation.json").write_text('{"techniques": [{"name": "\\ud800"}]}')
     odd = os.fsencode(runs) + b"/\xff"
@@ -219,7 +219,7 @@ def test_a_name_or_a_word_that_is_no_text_hides_itself_alone(site, run_folder, r
     assert told(site, "api/runs")["parts"] and text(site, "run", name="kjv")
 
 
-def test_a_table_of_results_says_what_it_leaves_out():
+def test_a_results_table_names_its_omissions():
     rows = [{"run": str(number), "inner": {"a": 1}} for number in range(ROWS + 3)]
     (table,) = tables({"runs": rows})
     assert table.columns == ["run"] and len(table.rows) == ROWS and table.note == "Not shown: inner; 3 more rows."
@@ -227,7 +227,7 @@ def test_a_table_of_results_says_what_it_leaves_out():
     assert table.note == "Not shown: inner."
 
 
-def test_a_study_that_cannot_be_read_says_so(site, runs):
+def test_an_unreadable_study_is_reported(site, runs):
     (runs / "sweep").mkdir()
     (runs / "sweep" / "study.json").write_text("{")
     assert "This result has no tables" in text(site, "folder", name="sweep")

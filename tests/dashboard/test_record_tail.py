@@ -1,4 +1,4 @@
-"""Reading what is appended: every whole line once."""
+"""Reading of appended lines: every complete line once."""
 
 import os
 
@@ -11,7 +11,7 @@ LINES = st.lists(st.binary(max_size=12).map(lambda line: line.replace(b"\n", b" 
 
 
 @given(lines=LINES, cuts=st.lists(st.integers(0, 400), max_size=8), chunk=st.integers(14, 64))
-def test_every_whole_line_is_given_once_however_the_file_grows(tmp_path_factory, lines, cuts, chunk):
+def test_every_complete_line_is_read_once(tmp_path_factory, lines, cuts, chunk):
     file = tmp_path_factory.mktemp("tail") / "records.jsonl"
     content = b"".join(line + b"\n" for line in lines)
     tail, read = FileTail(file, chunk=chunk), []
@@ -23,7 +23,7 @@ def test_every_whole_line_is_given_once_however_the_file_grows(tmp_path_factory,
     assert read == lines and tail.left_out == tail.restarts == 0
 
 
-def test_a_half_written_line_waits_for_its_end(tmp_path):
+def test_an_incomplete_line_is_read_when_complete(tmp_path):
     file = tmp_path / "records.jsonl"
     file.write_bytes(b"one\ntw")
     tail = FileTail(file)
@@ -33,7 +33,7 @@ def test_a_half_written_line_waits_for_its_end(tmp_path):
     assert tail.read() == [b"two"]
 
 
-def test_a_line_longer_than_a_chunk_is_left_out_and_counted(tmp_path):
+def test_a_line_longer_than_a_chunk_is_skipped_and_counted(tmp_path):
     file = tmp_path / "records.jsonl"
     file.write_bytes(b"a\n" + b"x" * 100 + b"\nb\nc\n")
     tail, read = FileTail(file, chunk=16), []
@@ -42,7 +42,7 @@ def test_a_line_longer_than_a_chunk_is_left_out_and_counted(tmp_path):
     assert read == [b"a", b"b", b"c"] and tail.left_out == 1 and tail.offset == tail.size
 
 
-def test_a_file_that_was_replaced_or_cut_is_read_from_its_beginning(tmp_path):
+def test_a_replaced_or_truncated_file_is_read_from_its_beginning(tmp_path):
     file = tmp_path / "records.jsonl"
     file.write_bytes(b"old 1\nold 2\n")
     tail = FileTail(file)
@@ -55,16 +55,16 @@ def test_a_file_that_was_replaced_or_cut_is_read_from_its_beginning(tmp_path):
     assert tail.read() == [b"short"] and tail.restarts == 2
 
 
-def test_a_file_of_the_same_name_and_number_but_another_beginning_is_another(tmp_path):
+def test_a_file_rewritten_in_place_is_read_from_its_beginning(tmp_path):
     file = tmp_path / "records.jsonl"
     file.write_bytes(b"old 1\n")
     tail = FileTail(file)
     tail.read()
-    file.write_bytes(b"new 1\nnew 2\n")  # in place: the number of the file stays
+    file.write_bytes(b"new 1\nnew 2\n")  # rewritten in place, so the inode number stays
     assert tail.read() == [b"new 1", b"new 2"]
 
 
-def test_from_the_middle_of_a_line_the_next_one_is_the_first(tmp_path):
+def test_skipping_into_a_line_continues_with_the_next(tmp_path):
     file = tmp_path / "records.jsonl"
     file.write_bytes(b"first\nsecond\nthird\n")
     tail = FileTail(file)
@@ -72,14 +72,14 @@ def test_from_the_middle_of_a_line_the_next_one_is_the_first(tmp_path):
     assert tail.read() == [b"third"]
 
 
-def test_no_file_is_nothing_yet(tmp_path):
+def test_a_missing_file_has_no_lines(tmp_path):
     tail = FileTail(tmp_path / "records.jsonl")
     assert tail.read() == [] and tail.size == 0
     tail.file.write_bytes(b"now\n")
     assert tail.read() == [b"now"]
 
 
-def test_a_pipe_or_a_device_in_the_place_of_the_file_is_no_records(tmp_path):
+def test_a_pipe_or_device_has_no_lines(tmp_path):
     os.mkfifo(tmp_path / "pipe")
     (tmp_path / "zeros").symlink_to("/dev/zero")
     for name in ("pipe", "zeros"):

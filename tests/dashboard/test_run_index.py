@@ -1,4 +1,4 @@
-"""A run that is read bit by bit says what the report says of the whole of it."""
+"""An incrementally read run has the same key figures as its report."""
 
 import json
 
@@ -24,7 +24,7 @@ def same_as_report(index, folder):
     assert timeline(record) == timeline(whole) and record.damage == whole.damage
 
 
-def test_a_run_says_the_same_as_its_report_at_every_moment(run_folder):
+def test_the_index_matches_the_report_at_every_moment(run_folder):
     made = records(300, every=20)
     made[100] |= {"loss": None, "skipped": True}
     folder = run_folder(records=[], summary=None)
@@ -35,7 +35,7 @@ def test_a_run_says_the_same_as_its_report_at_every_moment(run_folder):
         same_as_report(index, folder)
 
 
-def test_a_resumed_run_counts_each_step_as_it_was_last_made(run_folder):
+def test_a_resumed_run_counts_the_last_record_of_each_step(run_folder):
     made = records(200, every=20)
     folder = run_folder(records=made)
     index = RunIndex(folder)
@@ -48,7 +48,7 @@ def test_a_resumed_run_counts_each_step_as_it_was_last_made(run_folder):
     assert len(loss) == 200 and loss.values[139] == 1.5 and loss.values[180] != 1.5
 
 
-def test_only_what_was_added_is_read_again(run_folder, monkeypatch):
+def test_only_appended_records_are_read(run_folder, monkeypatch):
     folder = run_folder(records=records(2000))
     index = RunIndex(folder)
     index.advance(10.0)
@@ -63,7 +63,7 @@ def test_only_what_was_added_is_read_again(run_folder, monkeypatch):
     assert len(taken) == 1 and index.version != before and index.record().last_step == 2001
 
 
-def test_a_long_run_is_read_over_several_looks(run_folder):
+def test_a_long_run_is_read_in_several_calls(run_folder):
     folder = run_folder(records=records(400))
     index = RunIndex(folder)
     index.tail.chunk = 1 << 14
@@ -75,7 +75,7 @@ def test_a_long_run_is_read_over_several_looks(run_folder):
     same_as_report(index, folder)
 
 
-def test_a_run_that_was_started_anew_under_the_same_name_forgets_the_old(run_folder):
+def test_a_restarted_run_of_the_same_name_replaces_the_old(run_folder):
     folder = run_folder(records=records(300))
     index = RunIndex(folder)
     index.advance(10.0)
@@ -88,7 +88,7 @@ def test_a_run_that_was_started_anew_under_the_same_name_forgets_the_old(run_fol
     assert index.record().last_step == 5
 
 
-def test_damaged_lines_are_left_out_and_counted(run_folder):
+def test_damaged_lines_are_skipped_and_counted(run_folder):
     folder = run_folder(records=records(30))
     with (folder / "records.jsonl").open("ab") as file:
         file.write(b'not a record\n[1]\n{"kind": "step", "step": 31, "loss": 1.0}\n')
@@ -114,20 +114,20 @@ def test_a_spike_of_one_step_in_a_long_run_is_drawn(run_folder):
     assert {"step": 3210, "value": 77.0} in each and len(each) <= EACH_POINTS
 
 
-def test_memory_is_drawn_against_the_predicted_and_the_measured_peak(run_folder):
+def test_memory_chart_has_predicted_and_measured_peak(run_folder):
     figure = drawn(run_folder())["memory"]
     labels = [row["label"] for name in ("above", "below") for row in figure.data[name]]
     assert labels == ["measured peak 276 MB", "predicted peak 263 MB"] and figure.unit == "MB"
 
 
-def test_while_a_run_goes_on_the_highest_memory_so_far_stands_for_its_peak(run_folder):
+def test_memory_chart_of_a_running_run_has_the_highest_so_far(run_folder):
     folder = run_folder(summary={"status": "running", "steps": 0, "predicted_memory": 2.63e8, "peak_memory": 1e7})
     figure = drawn(folder)["memory"]
     (highest,) = [row["label"] for name in ("above", "below") for row in figure.data[name] if "so far" in row["label"]]
     assert highest.startswith("highest so far 22")
 
 
-def test_a_run_of_one_evaluation_has_a_chart_and_one_of_nothing_has_none(run_folder):
+def test_one_evaluation_has_a_chart_and_no_record_has_none(run_folder):
     assert drawn(run_folder("empty", records=[])) == {}
     figure = drawn(run_folder("one", records=[{"kind": "evaluation", "step": 0, "loss": 8.0}]))["loss"]
     assert figure.data["held_out"] == [{"step": 0, "value": 8.0}] and "smoothed" not in figure.data

@@ -1,4 +1,4 @@
-"""A run at a glance: its state, its last numbers, and little read of however much there is."""
+"""Summary of a run: its state, its latest values, and reading at constant cost."""
 
 import json
 import os
@@ -39,12 +39,12 @@ def test_a_finished_run_shows_its_last_numbers(run_folder):
         ("running", KILLED, "its process ended without writing a status"),
     ],
 )
-def test_a_run_that_nobody_holds_has_stopped_and_says_why(run_folder, status, state, reason):
+def test_a_run_without_lock_owner_has_stopped_with_a_reason(run_folder, status, state, reason):
     row = look(run_folder(summary={"status": status, "steps": 60}))
     assert (row.state, row.reason) == (state, reason)
 
 
-def test_a_finished_run_that_goes_on_is_not_finished(run_folder):
+def test_a_run_with_steps_past_its_summary_is_not_finished(run_folder):
     folder = run_folder(records=records(120), summary={"status": "finished", "steps": 60})
     assert look(folder).state == KILLED
 
@@ -60,7 +60,7 @@ def test_a_run_whose_lock_is_held_is_running(run_folder):
     assert look(folder).state == KILLED
 
 
-def test_looking_never_takes_the_lock_and_sees_who_is_dead(tmp_path):
+def test_lock_owner_takes_no_lock_and_ignores_dead_processes(tmp_path):
     file = tmp_path / "lock"
     assert lock_owner(file) == {}
     lock = RunLock(file)
@@ -89,7 +89,7 @@ def test_damaged_files_leave_the_rest(run_folder):
     assert row.recipe == "" and row.techniques == ("a.b",) and row.step == 120
 
 
-def test_appended_records_are_seen_at_the_next_look(run_folder):
+def test_appended_records_appear_at_the_next_refresh(run_folder):
     folder = run_folder(records=records(50), summary={"status": "running", "steps": 0})
     seen = RunSummary("kjv", folder)
     assert seen.refresh().step == 50
@@ -99,7 +99,7 @@ def test_appended_records_are_seen_at_the_next_look(run_folder):
     assert (row.step, row.loss) == (51, 1.25)
 
 
-def test_of_a_long_run_a_fixed_amount_is_read(run_folder, monkeypatch):
+def test_a_fixed_amount_of_a_long_run_is_read(run_folder, monkeypatch):
     folder = run_folder(records=records(20_000))
     size = (folder / "records.jsonl").stat().st_size
     parsed = []
@@ -110,7 +110,7 @@ def test_of_a_long_run_a_fixed_amount_is_read(run_folder, monkeypatch):
     assert sum(parsed) < run_summary.FROM_END + run_summary.SAMPLES * run_summary.AROUND < size / 10
 
 
-def test_sampled_losses_are_losses_of_the_run_from_its_first_to_its_last_steps(run_folder):
+def test_sampled_losses_span_the_run(run_folder):
     made = records(3000)
     file = run_folder(records=made) / "records.jsonl"
     losses = {record["step"]: record["loss"] for record in made if record["kind"] == "step"}
@@ -122,7 +122,7 @@ def test_sampled_losses_are_losses_of_the_run_from_its_first_to_its_last_steps(r
 
 
 @pytest.mark.parametrize("how", ["appended", "replaced"])
-def test_what_came_while_nobody_looked_is_passed_over_but_for_its_end(run_folder, monkeypatch, how):
+def test_after_a_long_pause_only_the_end_is_read(run_folder, monkeypatch, how):
     folder = run_folder(records=records(50))
     seen = RunSummary("kjv", folder)
     seen.refresh()
@@ -140,13 +140,13 @@ def test_what_came_while_nobody_looked_is_passed_over_but_for_its_end(run_folder
 
 
 @pytest.mark.parametrize("pid", [-5, 2**80, "Infinity"])
-def test_a_lock_file_with_an_impossible_number_is_nobodys(tmp_path, pid):
+def test_a_lock_file_with_an_impossible_pid_has_no_owner(tmp_path, pid):
     file = tmp_path / "lock"
     file.write_text(f'{{"pid": {pid}, "host": "{socket.gethostname()}", "started": 1.0}}')
     assert lock_owner(file) == {}
 
 
-def test_numbers_beyond_all_measure_and_pipes_leave_the_list_standing(run_folder):
+def test_huge_numbers_and_pipes_do_not_break_the_list(run_folder):
     huge = "1" + 400 * "0"
     folder = run_folder(summary=None)
     (folder / "records.jsonl").write_text(f'{{"kind": "step", "step": {huge}}}\n{{"kind": "step", "step": 7}}\n')

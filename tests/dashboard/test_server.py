@@ -1,4 +1,4 @@
-"""Who is answered: this machine, by its own name, with the token, and only to read."""
+"""Access to the board: local, under its own host name, with the token, read-only."""
 
 import http.client
 import socket
@@ -13,7 +13,7 @@ from thrifty.dashboard.board_server import MOST_CONNECTIONS, BoardServer, new_to
 PATHS = [f"/{TOKEN}/", f"/{TOKEN}/api/runs", f"/{TOKEN}/board.js"]
 
 
-def asked(server, path=PATHS[0], method="GET", **headers):
+def request(server, path=PATHS[0], method="GET", **headers):
     connection = http.client.HTTPConnection("127.0.0.1", server.server_port, timeout=20)
     try:
         connection.request(method, path, headers={name.replace("_", "-"): value for name, value in headers.items()})
@@ -24,16 +24,16 @@ def asked(server, path=PATHS[0], method="GET", **headers):
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_with_the_token_it_answers(serve, path):
-    status, _, body = asked(serve(), path)
+def test_a_request_with_the_token_succeeds(serve, path):
+    status, _, body = request(serve(), path)
     assert status == 200 and body
 
 
 @pytest.mark.parametrize("path", PATHS)
-def test_by_either_name_of_this_machine_and_by_its_own_pages(serve, path):
+def test_both_local_host_names_and_own_pages_are_allowed(serve, path):
     server = serve()
     for name in server.hosts:
-        assert asked(server, path, Host=name, Origin=f"http://{name}", Sec_Fetch_Site="same-origin")[0] == 200
+        assert request(server, path, Host=name, Origin=f"http://{name}", Sec_Fetch_Site="same-origin")[0] == 200
 
 
 @pytest.mark.parametrize(
@@ -52,26 +52,26 @@ def test_by_either_name_of_this_machine_and_by_its_own_pages(serve, path):
         "/board.js",
     ],
 )
-def test_without_the_token_it_refuses(serve, path):
-    status, _, body = asked(serve(), path)
+def test_requests_without_the_token_are_refused(serve, path):
+    status, _, body = request(serve(), path)
     assert status == 403 and TOKEN.encode() not in body
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("host", ["evil.example", "127.0.0.1", "127.0.0.1:1", "localhost.evil.example:80", ""])
-def test_under_another_name_it_refuses(serve, path, host):
-    assert asked(serve(), path, Host=host)[0] == 403
+def test_requests_to_another_host_are_refused(serve, path, host):
+    assert request(serve(), path, Host=host)[0] == 403
 
 
 @pytest.mark.parametrize("path", PATHS)
 @pytest.mark.parametrize("origin", ["http://evil.example", "null", "https://127.0.0.1", "http://127.0.0.1:1", ""])
-def test_from_another_origin_it_refuses(serve, path, origin):
-    assert asked(serve(), path, Origin=origin)[0] == 403
+def test_requests_from_another_origin_are_refused(serve, path, origin):
+    assert request(serve(), path, Origin=origin)[0] == 403
 
 
 @pytest.mark.parametrize("site", ["cross-site", "same-site"])
-def test_what_another_site_makes_a_browser_ask_is_refused(serve, site):
-    assert asked(serve(), Sec_Fetch_Site=site)[0] == 403
+def test_requests_from_another_site_are_refused(serve, site):
+    assert request(serve(), Sec_Fetch_Site=site)[0] == 403
 
 
 def test_no_host_and_two_hosts_are_refused(serve):
@@ -84,21 +84,21 @@ def test_no_host_and_two_hosts_are_refused(serve):
 
 
 @pytest.mark.parametrize("method", ["POST", "PUT", "PATCH", "DELETE", "OPTIONS"])
-def test_nothing_can_be_written(serve, method):
+def test_write_methods_are_refused(serve, method):
     server = serve()
-    status, headers, _ = asked(server, method=method)
+    status, headers, _ = request(server, method=method)
     assert status == 405 and headers["Allow"] == "GET, HEAD"
-    assert asked(server, method=method, Host="evil.example")[0] == 403
+    assert request(server, method=method, Host="evil.example")[0] == 403
 
 
 def test_a_head_has_the_headers_and_no_body(serve):
-    status, headers, body = asked(serve(), method="HEAD")
+    status, headers, body = request(serve(), method="HEAD")
     assert status == 200 and int(headers["Content-Length"]) > 0 and body == b""
 
 
-def test_every_answer_forbids_what_is_not_its_own(serve):
+def test_every_response_has_a_strict_content_policy(serve):
     for path in [*PATHS, f"/{TOKEN}/nothing", "/"]:
-        _, headers, _ = asked(serve(), path)
+        _, headers, _ = request(serve(), path)
         policy = headers["Content-Security-Policy"]
         assert "default-src 'none'" in policy and "frame-ancestors 'none'" in policy and "http" not in policy
         assert "unsafe-inline" not in policy.partition("style-src")[0] and "unsafe-eval" not in policy
@@ -106,25 +106,25 @@ def test_every_answer_forbids_what_is_not_its_own(serve):
         assert headers["Cache-Control"] == "no-store" and not headers["Access-Control-Allow-Origin"]
 
 
-def test_it_listens_on_this_machine_alone(serve):
+def test_the_server_listens_locally_only(serve):
     assert serve().socket.getsockname()[0] == "127.0.0.1"
 
 
-def test_a_page_that_fails_says_so_and_the_board_goes_on(serve, site, monkeypatch):
+def test_a_failing_page_returns_500_and_the_board_continues(serve, site, monkeypatch):
     server = serve()
     monkeypatch.setattr(site.watch, "rows", lambda: 1 / 0)
-    status, _, body = asked(server)
+    status, _, body = request(server)
     assert status == 500 and b"ZeroDivisionError" in body and b"Traceback" not in body
     monkeypatch.undo()
-    assert asked(server)[0] == 200
+    assert request(server)[0] == 200
 
 
 def test_an_address_with_too_many_fields_is_a_bad_request(serve):
-    status, _, body = asked(serve(), f"/{TOKEN}/?" + "&".join(["a=1"] * 9000))
+    status, _, body = request(serve(), f"/{TOKEN}/?" + "&".join(["a=1"] * 9000))
     assert status == 400 and b"at most" in body
 
 
-def test_a_port_that_is_taken_is_a_usage_error(serve, site):
+def test_a_port_in_use_is_a_usage_error(serve, site):
     server = serve()
     with pytest.raises(UsageError, match=r"(?s)is not available.*port=…"):
         BoardServer(site, TOKEN, server.server_port)
@@ -135,7 +135,7 @@ def test_tokens_cannot_be_guessed():
     assert len(tokens) == 100 and min(map(len, tokens)) >= 32
 
 
-def test_an_address_that_makes_no_sense_has_an_answer_too(serve):
+def test_malformed_addresses_have_a_response(serve):
     server = serve()
     many = "&".join(f"a{number}=" for number in range(50))
     for path, status in (("http://[/", "403"), (f"{PATHS[0]}?{many}", "400")):
@@ -145,21 +145,21 @@ def test_an_address_that_makes_no_sense_has_an_answer_too(serve):
             assert connection.makefile().readline().split()[1:2] == [status], path
 
 
-def test_the_first_page_is_opened_from_a_file_and_no_other_page_is(serve):
+def test_only_the_start_page_opens_from_another_page(serve):
     server = serve()
     opening = {"Sec_Fetch_Site": "cross-site", "Sec_Fetch_Mode": "navigate", "Sec_Fetch_Dest": "document"}
-    assert asked(server, PATHS[0], **opening)[0] == 200
-    assert [asked(server, path, **opening)[0] for path in PATHS[1:]] == [403, 403]
-    assert asked(server, PATHS[0], **opening | {"Sec_Fetch_Dest": "iframe"})[0] == 403
+    assert request(server, PATHS[0], **opening)[0] == 200
+    assert [request(server, path, **opening)[0] for path in PATHS[1:]] == [403, 403]
+    assert request(server, PATHS[0], **opening | {"Sec_Fetch_Dest": "iframe"})[0] == 403
 
 
-def test_connections_beyond_the_cap_are_refused_and_room_comes_back(serve):
+def test_connections_beyond_the_limit_are_refused(serve):
     server = serve()
-    held = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(MOST_CONNECTIONS)]
-    assert asked(server)[0] == 503
-    for connection in held:
+    connections = [socket.create_connection(("127.0.0.1", server.server_port)) for _ in range(MOST_CONNECTIONS)]
+    assert request(server)[0] == 503
+    for connection in connections:
         connection.close()
     end = time.monotonic() + 10
-    while asked(server)[0] == 503:
+    while request(server)[0] == 503:
         assert time.monotonic() < end
-    assert asked(server)[0] == 200
+    assert request(server)[0] == 200

@@ -1,4 +1,4 @@
-"""Results that the repository keeps: today's readers read all of them."""
+"""Results saved in the repository are readable by today's code."""
 
 import json
 import math
@@ -21,12 +21,12 @@ STUDIES = sorted(RESULTS.glob("studies/*/*.json"))
 COMPARISONS = sorted(RESULTS.glob("comparisons/**/*.json"))
 
 
-def test_there_are_results() -> None:
+def test_results_exist() -> None:
     assert len(STUDIES) >= 28 and len(COMPARISONS) >= 5
 
 
 @pytest.mark.parametrize("path", STUDIES, ids=lambda path: f"{path.parent.name}/{path.stem}")
-def test_a_study_is_summarised_and_judged_as_when_it_was_measured(path: Path) -> None:
+def test_saved_studies_have_the_same_summary_and_verdicts(path: Path) -> None:
     data = read_result(path)
     study = studies.make(data["study"])
     assert study.definition()["cases"] == rename_cases(data["definition"]["cases"])
@@ -39,7 +39,7 @@ def test_a_study_is_summarised_and_judged_as_when_it_was_measured(path: Path) ->
     assert [asdict(verdict) for verdict in judge_expectations(study, measured)] == data["expectations"]
 
 
-def test_every_comparison_is_evidence_of_a_technique_of_today() -> None:
+def test_every_comparison_is_evidence_of_a_known_technique() -> None:
     found = past_comparisons(RESULTS)
     assert {one.file for one in found} == set(COMPARISONS)
     assert {one.technique for one in found} <= set(techniques.names())

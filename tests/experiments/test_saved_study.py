@@ -1,4 +1,4 @@
-"""Kept results, and fresh ones held against them."""
+"""Saved results, and comparison of new results with them."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,7 @@ def kept(found: StudyResult) -> dict[str, Any]:
     return json.loads(json.dumps(found.as_data()))
 
 
-def test_a_kept_result_is_json_without_nan_and_a_table(tmp_path: Path) -> None:
+def test_a_saved_result_is_json_without_nan_and_a_table(tmp_path: Path) -> None:
     save_study(result(), tmp_path / "levels" / "cpu.json")
     text = (tmp_path / "levels" / "cpu.json").read_text()
     assert "NaN" not in text
@@ -26,7 +26,7 @@ def test_a_kept_result_is_json_without_nan_and_a_table(tmp_path: Path) -> None:
     assert "| one" in (tmp_path / "levels" / "cpu.md").read_text()
 
 
-def test_the_table_says_how_many_seeds_every_case_has_at_least() -> None:
+def test_the_table_states_the_minimum_number_of_seeds() -> None:
     whole, partial, single = result(), result(), result(seeds=1)
     del partial.cells["two", 3], partial.cells["three", 3]
     assert "Means over 4 seeds with" in table(whole)
@@ -34,7 +34,7 @@ def test_the_table_says_how_many_seeds_every_case_has_at_least() -> None:
     assert "One seed, no intervals." in table(single)
 
 
-def test_nothing_kept_is_overwritten_and_nothing_unfinished_is_kept(tmp_path: Path) -> None:
+def test_saving_refuses_existing_files_and_incomplete_results(tmp_path: Path) -> None:
     save_study(result(), tmp_path / "cpu.json")
     with pytest.raises(UsageError, match="exists already"):
         save_study(result(shift=1.0), tmp_path / "cpu.json")
@@ -51,22 +51,22 @@ def test_an_equal_result_agrees_and_times_are_not_compared() -> None:
     assert comparison.compared == 7  # two numbers of three cases, and the derived row
 
 
-def test_numbers_within_the_interval_agree_and_others_are_named() -> None:
+def test_means_outside_the_interval_are_named() -> None:
     half_width = result().summary["one"]["height"].half_width
     assert compare_with_saved(result(shift=half_width * 1.4), kept(result())).off == ()
     off = compare_with_saved(result(shift=half_width * 1.5), kept(result())).off
-    assert len(off) == 3  # the derived difference has not moved
+    assert len(off) == 3  # the derived difference is unchanged
     assert all("height is" in line for line in off)
 
 
-def test_one_changed_number_in_the_kept_file_is_found() -> None:
+def test_one_changed_mean_in_the_saved_file_is_found() -> None:
     changed = kept(result())
     changed["summary"]["two"]["height"]["mean"] += 0.1
     (line,) = compare_with_saved(result(), changed).off
     assert line.startswith("two: height is 2.015")
 
 
-def test_a_mean_over_fewer_fresh_seeds_is_allowed_more() -> None:
+def test_fewer_new_seeds_widen_the_interval() -> None:
     shift = result().summary["one"]["height"].half_width * 1.5
     assert compare_with_saved(result(shift=shift), kept(result())).off != ()
     assert compare_with_saved(result(seeds=2, shift=shift), kept(result())).off == ()
@@ -75,14 +75,14 @@ def test_a_mean_over_fewer_fresh_seeds_is_allowed_more() -> None:
 @pytest.mark.parametrize(
     ("before", "now", "agrees"),
     [
-        ((), (0,), False),  # never before, now and then: something broke
-        ((0, 1, 2, 3), (), False),  # what never got there does now
+        ((), (0,), False),  # never before, sometimes now: something broke
+        ((0, 1, 2, 3), (), False),  # never finite before, finite now
         ((0, 1, 2, 3), (0, 1, 2, 3), True),
-        ((0,), (), True),  # both were seen before
+        ((0,), (), True),  # both occurred before
         ((0,), (0, 1, 2, 3), True),
     ],
 )
-def test_what_never_gets_there_is_compared_too(before: tuple, now: tuple, agrees: bool) -> None:
+def test_infinite_values_are_compared_too(before: tuple, now: tuple, agrees: bool) -> None:
     off = compare_with_saved(result(never=now), kept(result(never=before))).off
     assert (off == ()) is agrees
 
@@ -98,7 +98,7 @@ def test_results_that_cannot_be_compared_are_refused() -> None:
         compare_with_saved(result(), kept(result()) | {"study": "heights"})
 
 
-def test_a_file_that_is_no_result_is_refused(tmp_path: Path) -> None:
+def test_a_file_without_study_result_is_refused(tmp_path: Path) -> None:
     (tmp_path / "cpu.json").write_text('{"benchmark": "adamw"}')
     with pytest.raises(UsageError, match="holds no study result"):
         read_result(tmp_path / "cpu.json")

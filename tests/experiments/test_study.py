@@ -1,4 +1,4 @@
-"""What a study may be made of."""
+"""Valid and invalid definitions of a study."""
 
 import pytest
 import tiny_studies
@@ -17,7 +17,7 @@ def study(**changed: object) -> Study:
     return Study(name="mine", about="Mine.", **(parts | changed))  # type: ignore[arg-type]
 
 
-def test_a_grid_has_every_combination_under_a_label_that_says_it() -> None:
+def test_a_grid_has_every_labelled_combination() -> None:
     cases = grid(p=(2, 4), rate=(1e-3, 0.5), kind=("a",))
     assert len(cases) == 4
     assert cases["p 4, rate 0.001, kind a"] == {"p": 4, "rate": 1e-3, "kind": "a"}
@@ -34,15 +34,15 @@ def test_a_grid_has_every_combination_under_a_label_that_says_it() -> None:
         ({"measure": lambda seed, level: {}}, "another process cannot import"),
     ],
 )
-def test_parts_that_do_not_fit_are_refused_before_anything_is_measured(changed: dict, said: str) -> None:
+def test_inconsistent_definitions_are_refused(changed: dict, said: str) -> None:
     with pytest.raises(UsageError, match=said):
         study(**changed)
 
 
-def test_another_process_finds_the_measure_by_its_name() -> None:
+def test_the_measure_is_importable_by_name() -> None:
     assert levels().measured_by == f"{tiny_studies.__name__}:measure"
 
 
-def test_the_definition_follows_the_settings_and_not_the_number_of_seeds() -> None:
+def test_the_definition_depends_on_settings_but_not_on_seeds() -> None:
     assert levels(seeds=2).definition() == levels(seeds=5).definition()
     assert levels().definition() != levels(spread=0.2).definition()

@@ -1,4 +1,4 @@
-"""`thrifty study NAME` as people type it."""
+"""`thrifty study NAME` on the command line."""
 
 import json
 from pathlib import Path
@@ -15,11 +15,11 @@ def thrifty(tmp_path: Path) -> CommandLine:
 
 
 @pytest.mark.slow
-def test_a_study_is_measured_kept_compared_and_caught_when_it_differs(thrifty: CommandLine) -> None:
+def test_a_study_is_measured_saved_and_compared(thrifty: CommandLine) -> None:
     kept = thrifty.folder / "results" / "depth_preconditioner" / "cpu.json"
     done = thrifty("study", "depth_preconditioner", *SMALL, "--save-result", kept)
     assert "| p 4, depth 1 " in done.stdout
-    assert "l4: two factors need less than 0.7 of one's steps" in done.stdout
+    assert "l4: two factors require less than 0.7 of the steps of one" in done.stdout
     assert "[18/18]" in done.stderr
     facts = json.loads(kept.read_text())["environment"]
     assert {"cpu", "torch", "python", "command"} <= facts.keys()
@@ -32,20 +32,20 @@ def test_a_study_is_measured_kept_compared_and_caught_when_it_differs(thrifty: C
     off = thrifty(*again, "--baseline-result", wrong, exit_code=1).stderr
     assert "off: p 2, depth 3: steps is" in off
     assert "15 of 16 numbers agree" in off
-    # finished by now, and compared as it stands
+    # finished by now, so it is only compared
     assert "16 of 16 numbers agree" in thrifty(*again, "--baseline-result", kept).stderr
     assert "exists already" in thrifty(*again, "--save-result", kept, exit_code=2).stderr
 
 
 @pytest.mark.slow
-def test_a_finished_study_is_refused_and_its_json_is_one_document(thrifty: CommandLine) -> None:
+def test_a_finished_study_is_refused(thrifty: CommandLine) -> None:
     found = thrifty.json("study", "depth_preconditioner", *SMALL, "--cases", "p 2")
     assert {cell["case"] for cell in found["cells"]} == {"p 2, depth 1", "p 2, depth 2", "p 2, depth 3"}
     assert "finished" in thrifty("study", "depth_preconditioner", *SMALL, "--cases", "p 2", exit_code=2).stderr
 
 
 @pytest.mark.slow
-def test_some_cases_are_compared_with_those_of_a_kept_result(thrifty: CommandLine) -> None:
+def test_some_cases_are_compared_with_a_saved_result(thrifty: CommandLine) -> None:
     kept = thrifty.folder / "kept.json"
     thrifty("study", "depth_preconditioner", *SMALL, "--save-result", kept)
     part = ("study", "depth_preconditioner", *SMALL, "--cases", "p 2", "--name", "part", "--baseline-result", kept)
@@ -67,16 +67,16 @@ def test_some_cases_are_compared_with_those_of_a_kept_result(thrifty: CommandLin
         (("depth_precondition",), "did you mean 'depth_preconditioner'"),
     ],
 )
-def test_options_that_mean_nothing_are_refused_at_once(thrifty: CommandLine, words: tuple[str, ...], said: str) -> None:
+def test_invalid_options_are_refused_at_once(thrifty: CommandLine, words: tuple[str, ...], said: str) -> None:
     assert said in thrifty("study", *words, exit_code=2).stderr
     assert not (thrifty.folder / "runs").exists()
 
 
-def test_train_names_the_verb_of_a_study(thrifty: CommandLine) -> None:
+def test_train_refers_to_the_study_command(thrifty: CommandLine) -> None:
     assert "thrifty study depth_preconditioner" in thrifty("train", "depth_preconditioner", exit_code=2).stderr
     assert "No such option '--seeds'" in thrifty("train", "text", "--seeds", "3", exit_code=2).stderr
 
 
-def test_studies_are_listed_with_what_they_take(thrifty: CommandLine) -> None:
+def test_studies_are_listed_with_their_duration(thrifty: CommandLine) -> None:
     rows = {row["name"]: row["about"] for row in thrifty.json("list", "studies")}
     assert "About 0.5 min." in rows["depth_preconditioner"]

@@ -1,4 +1,4 @@
-"""What people see of a study: the table, the plots, the page."""
+"""Output of a study: the table, the plots, the page."""
 
 import math
 import re
@@ -42,7 +42,7 @@ def test_a_mean_is_shown_with_two_digits_of_its_interval(found: SeedMean, text: 
     assert interval(found) == text
 
 
-def test_the_table_has_a_row_for_each_case_and_says_what_became_of_each_expectation() -> None:
+def test_the_table_has_all_cases_and_verdicts() -> None:
     text = table(result())
     rows = [line for line in text.splitlines() if line.startswith("|")]
     assert [row.split("|")[1].strip() for row in rows[2:]] == ["one", "two", "three", "two over one"]
@@ -53,7 +53,7 @@ def test_the_table_has_a_row_for_each_case_and_says_what_became_of_each_expectat
     assert "`thrifty study levels`" in text
 
 
-def test_a_plot_has_a_point_for_each_case_and_says_what_it_cannot_draw() -> None:
+def test_a_plot_has_finite_points_and_names_infinite_cases() -> None:
     height, never = result().study.plots
     drawn, left_out = points(result(), height)
     assert [row["x"] for row in drawn] == [1.0, 2.0, 3.0]
@@ -65,26 +65,26 @@ def test_a_plot_has_a_point_for_each_case_and_says_what_it_cannot_draw() -> None
     assert "Not drawn, since infinite: three" in caption(result(), never)
 
 
-def test_a_derived_row_is_drawn_where_it_has_both_numbers() -> None:
+def test_a_derived_row_is_drawn_if_it_has_both_quantities() -> None:
     drawn, _ = points(result(), StudyPlot("both", "Both", x="never", y="height"))
     assert [row["case"] for row in drawn] == ["one", "two"]
     drawn, _ = points(result(), StudyPlot("all", "All", y="height"))
     assert [row["case"] for row in drawn] == ["one", "two", "three", "two over one"]
 
 
-def test_lines_have_colours_of_their_own_in_the_order_of_the_cases() -> None:
+def test_line_colours_follow_the_order_of_cases() -> None:
     spec = chart(result(), StudyPlot("lines", "Lines", x="never", y="height", by="level")).to_dict()
     assert spec["layer"][0]["encoding"]["color"]["scale"]["domain"] == ["1", "2"]
 
 
-def test_pictures_are_what_they_are_called() -> None:
+def test_images_match_their_format() -> None:
     plot = result().study.plots[0]
     assert picture(result(), plot, "png").startswith(b"\x89PNG")
     assert ET.fromstring(picture(result(), plot, "svg")).tag.endswith("svg")  # noqa: S314 (our own picture)
 
 
 class Page(HTMLParser):
-    """Everything a page could fetch or run, and its text."""
+    """All addresses and scripts of a page, and its text."""
 
     def __init__(self, text: str):
         super().__init__()
@@ -101,7 +101,7 @@ class Page(HTMLParser):
         self.text += data
 
 
-def test_the_page_fetches_nothing_runs_nothing_and_holds_the_numbers_and_the_verdicts() -> None:
+def test_the_page_is_self_contained_with_means_and_verdicts() -> None:
     page = Page(render(result()))
     assert page.scripts == 0
     assert all(address.startswith(("#", "data:image/svg+xml;base64,")) for address in page.addresses)
@@ -111,12 +111,12 @@ def test_the_page_fetches_nothing_runs_nothing_and_holds_the_numbers_and_the_ver
     assert "thrifty study levels" in page.text
 
 
-def test_text_of_a_study_cannot_break_the_page() -> None:
+def test_study_texts_are_escaped() -> None:
     assert "Height <by> level" not in render(result())
     assert re.search(r'alt="Height &lt;by&gt; level', render(result()))
 
 
-def test_pictures_are_written_past_links(tmp_path: Path) -> None:
+def test_images_never_follow_links(tmp_path: Path) -> None:
     measured, precious = result(), tmp_path / "precious"
     precious.write_text("precious")
     (tmp_path / "study" / "plots").mkdir(parents=True)

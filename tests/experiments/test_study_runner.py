@@ -1,4 +1,4 @@
-"""A study from its first cell to its page, killed and gone on with in between; with real processes."""
+"""Study runs with real processes: from the first cell to the page, killed and resumed in between."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from thrifty.experiments.study_runner import read_folder, run_study
 
 
 def begun(folder: Path) -> list[str]:
-    """Which cells were begun, as often as they were."""
+    """Return the started cells, once per start."""
     lines = (folder.parent / "log").read_text().splitlines()
     return [line.removeprefix("began ") for line in lines if line.startswith("began")]
 
@@ -30,7 +30,7 @@ def cells(folder: Path) -> list[dict]:
 
 
 def start(folder: Path, seconds: float = 0.3) -> subprocess.Popen[str]:
-    """Another process that measures twelve cells, two at a time, each in so many seconds."""
+    """Start another process that measures twelve cells, two at a time, each in this many seconds."""
     return subprocess.Popen(
         [sys.executable, "-c", "from tiny_studies import main; main()", folder, "4", str(seconds)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
@@ -40,7 +40,7 @@ def start(folder: Path, seconds: float = 0.3) -> subprocess.Popen[str]:
     )
 
 
-def test_a_study_ends_with_all_cells_a_table_plots_and_a_page(tmp_path: Path) -> None:
+def test_a_finished_study_has_cells_table_plots_and_page(tmp_path: Path) -> None:
     said: list[str] = []
     result = run_study(levels(), tmp_path / "levels", jobs=2, say=said.append)
     assert result.finished
@@ -49,20 +49,20 @@ def test_a_study_ends_with_all_cells_a_table_plots_and_a_page(tmp_path: Path) ->
     assert (tmp_path / "levels" / "plots" / "height.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_same_seeds_give_the_same_numbers_however_many_processes_there_are(tmp_path: Path) -> None:
+def test_results_do_not_depend_on_the_number_of_processes(tmp_path: Path) -> None:
     found = [run_study(levels(), tmp_path / str(jobs), jobs=jobs) for jobs in (1, 3)]
     heights = [{place: numbers["height"] for place, numbers in result.measured.items()} for result in found]
     assert heights[0] == heights[1]
 
 
 @pytest.mark.slow
-def test_a_killed_study_goes_on_where_it_was_and_measures_no_cell_again(tmp_path: Path) -> None:
+def test_a_killed_study_resumes_without_repeating_cells(tmp_path: Path) -> None:
     folder = tmp_path / "levels"
     process = start(folder)
     wait_until(lambda: (folder / "study.json").is_file() and len(cells(folder)) >= 3, process)
     workers = family(process)[1:]
     assert len(workers) == 2
-    process.kill()  # the process alone: its workers must notice
+    process.kill()  # only the parent process: its workers must notice
     assert not psutil.wait_procs(workers, timeout=10)[1]
     kill(process)
     kept = cells(folder)
@@ -77,7 +77,7 @@ def test_a_killed_study_goes_on_where_it_was_and_measures_no_cell_again(tmp_path
 
 
 @pytest.mark.slow
-def test_more_seeds_measure_only_what_is_new(tmp_path: Path) -> None:
+def test_more_seeds_measure_only_new_cells(tmp_path: Path) -> None:
     log = str(tmp_path / "log")
     run_study(levels(seeds=1, log=log), tmp_path / "levels", jobs=1)
     run_study(levels(seeds=3, log=log), tmp_path / "levels", jobs=1)
@@ -85,7 +85,7 @@ def test_more_seeds_measure_only_what_is_new(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_only_some_cases_can_be_measured_and_the_rest_later(tmp_path: Path) -> None:
+def test_cases_can_be_measured_in_parts(tmp_path: Path) -> None:
     first = run_study(levels(), tmp_path / "levels", only=["tw", "three"], jobs=1)
     assert {label for label, _ in first.cells} == {"two", "three"}
     assert run_study(levels(), tmp_path / "levels", jobs=1).finished
@@ -101,20 +101,20 @@ def test_a_finished_study_is_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "levels" / "study.json").read_bytes() == before
 
 
-def test_a_folder_of_something_else_is_left_alone(tmp_path: Path) -> None:
+def test_another_folder_is_not_touched(tmp_path: Path) -> None:
     (tmp_path / "recipe.toml").write_text("a run")
     with pytest.raises(UsageError, match="exists already"):
         run_study(levels(), tmp_path)
     assert [path.name for path in tmp_path.iterdir()] == ["recipe.toml"]
 
 
-def test_cells_of_another_definition_are_not_mixed_with_new_ones(tmp_path: Path) -> None:
+def test_cells_of_another_definition_are_refused(tmp_path: Path) -> None:
     run_study(levels(seeds=1), tmp_path / "levels", jobs=1)
     with pytest.raises(UsageError, match="its cases changed"):
         run_study(levels(seeds=2, spread=0.2), tmp_path / "levels")
 
 
-def test_cells_of_another_machine_are_not_mixed_with_new_ones(tmp_path: Path) -> None:
+def test_cells_of_another_machine_are_refused(tmp_path: Path) -> None:
     run_study(levels(seeds=1), tmp_path / "levels", jobs=1)
     file = tmp_path / "levels" / "study.json"
     data = json.loads(file.read_text())
@@ -124,14 +124,14 @@ def test_cells_of_another_machine_are_not_mixed_with_new_ones(tmp_path: Path) ->
         run_study(levels(seeds=2), tmp_path / "levels")
 
 
-def test_a_damaged_result_is_said_to_be_one(tmp_path: Path) -> None:
+def test_a_damaged_result_is_reported(tmp_path: Path) -> None:
     run_study(levels(seeds=1), tmp_path / "levels", jobs=1)
     (tmp_path / "levels" / "study.json").write_text("{")
     with pytest.raises(IntegrityError, match="damaged"):
         read_folder(levels(), tmp_path / "levels")
 
 
-def test_a_measure_that_fails_is_named_with_its_cell_and_the_others_are_kept(tmp_path: Path) -> None:
+def test_a_failed_cell_is_named_and_the_others_are_saved(tmp_path: Path) -> None:
     study = replace(levels(), measure=failing, derive=None)
     with pytest.raises(ThriftyError, match="case 'two', seed 1: ValueError: no such level"):
         run_study(study, tmp_path / "levels", jobs=1)
@@ -146,23 +146,23 @@ def one_case(measure: object) -> Study:
     )  # type: ignore[arg-type]
 
 
-def test_a_process_that_dies_is_reported(tmp_path: Path) -> None:
+def test_a_dead_process_is_reported(tmp_path: Path) -> None:
     with pytest.raises(ThriftyError, match="ended with code 3"):
         run_study(one_case(dying), tmp_path / "odd", jobs=1)
 
 
-def test_what_a_measure_prints_is_no_answer_and_a_number_without_a_name_is_refused(tmp_path: Path) -> None:
+def test_printed_output_is_ignored_and_unknown_names_refused(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="width is none of its quantities"):
         run_study(one_case(noisy), tmp_path / "odd", jobs=1)
 
 
 @pytest.mark.slow
-def test_an_interrupt_ends_all_processes_and_keeps_what_was_measured(tmp_path: Path) -> None:
+def test_an_interrupt_ends_all_processes_and_saves_the_cells(tmp_path: Path) -> None:
     folder = tmp_path / "levels"
     process = start(folder, seconds=2.0)
     wait_until(lambda: (folder / "study.json").is_file() and cells(folder), process)
     workers, began = family(process)[1:], time.monotonic()
-    for member in family(process):  # as a terminal does it
+    for member in family(process):  # as a terminal does
         member.send_signal(signal.SIGINT)
     process.wait(timeout=10)
     assert not psutil.wait_procs(workers, timeout=10)[1]

@@ -1,4 +1,4 @@
-"""Means, intervals, and what is said of expectations."""
+"""Means, intervals, and verdicts on expectations."""
 
 import math
 
@@ -14,14 +14,14 @@ from thrifty.experiments.study_summary import estimate, judge_expectations, summ
 
 
 @given(some.lists(some.floats(-1e6, 1e6), min_size=2, max_size=30))
-def test_the_interval_is_students(values: list[float]) -> None:
+def test_the_interval_is_students_t(values: list[float]) -> None:
     found = estimate(values)
     half_width = stats.t.ppf(0.975, len(values) - 1) * np.std(values, ddof=1) / np.sqrt(len(values))
     assert found.mean == pytest.approx(np.mean(values), rel=1e-9, abs=1e-6)
     assert found.half_width == pytest.approx(half_width, rel=1e-6, abs=1e-6)
 
 
-def test_a_fresh_mean_lies_in_the_widened_interval_as_often_as_promised() -> None:
+def test_the_widened_interval_has_its_nominal_coverage() -> None:
     draw = np.random.default_rng(0).normal(size=(4000, 5 + 3))
     kept = [estimate(list(row[:5])) for row in draw]
     inside = [
@@ -36,7 +36,7 @@ def test_one_seed_has_a_mean_and_no_interval() -> None:
     assert math.isnan(found.half_width)
 
 
-def test_one_run_that_never_gets_there_makes_the_mean_infinite_and_is_counted() -> None:
+def test_one_infinite_run_makes_the_mean_infinite() -> None:
     found = estimate([1.0, math.inf, 2.0])
     assert (found.mean, found.never, found.runs) == (math.inf, 1, 3)
     assert math.isnan(found.half_width)
@@ -49,14 +49,14 @@ MEASURED = {
 }
 
 
-def test_expectations_are_reported_as_they_are_for_the_means_and_seed_by_seed() -> None:
+def test_expectations_are_judged_on_means_and_each_seed() -> None:
     higher, lower, unknown = judge_expectations(levels(), MEASURED)
     assert (higher.verdict, higher.held, higher.seeds) == ("holds", 2, 3)
     assert (lower.verdict, lower.held, lower.seeds) == ("does not hold", 1, 3)
     assert (unknown.verdict, unknown.held, unknown.seeds) == ("open", 0, 0)
 
 
-def test_an_error_in_an_expectation_is_no_verdict() -> None:
+def test_an_error_in_an_expectation_is_raised() -> None:
     from dataclasses import replace
 
     broken = replace(levels(), expect={"is nothing": lambda c: 1 / 0 > 0})
@@ -64,13 +64,13 @@ def test_an_error_in_an_expectation_is_no_verdict() -> None:
         judge_expectations(broken, MEASURED)
 
 
-def test_rows_are_derived_seed_by_seed_where_all_cases_are_there() -> None:
+def test_rows_are_derived_for_seeds_with_all_cases() -> None:
     part = {place: numbers for place, numbers in MEASURED.items() if place != ("three", 1)}
     found = summarize(levels(), part)["two over one"]["height"]
     assert found.runs == 2
     assert found.mean == pytest.approx((1.0 - 0.5) / 2)
 
 
-def test_a_number_that_the_study_does_not_name_is_an_error() -> None:
+def test_an_unknown_quantity_is_an_error() -> None:
     with pytest.raises(UsageError, match="depth is none of its quantities"):
         summarize(levels(), {("one", 0): {"depth": 1.0}})

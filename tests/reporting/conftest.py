@@ -1,4 +1,4 @@
-"""Run folders with the numbers of a small language model on a laptop, for the tests of the report."""
+"""Run folders with the values of a small language model on a laptop, for the tests of reports."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +14,7 @@ WriteRun = Callable[..., Path]
 
 @pytest.fixture
 def write_run(tmp_path: Path) -> WriteRun:
-    """Writes a run folder; `replaced` files hold other values, or are left out when given as None."""
+    """Return a function that writes a run folder; `replaced` files have other values, or are missing if None."""
 
     def write(name: str = "kjv", steps: int = 600, **replaced: Any) -> Path:
         return write_run_folder(tmp_path / "runs" / name, steps, **replaced)
@@ -24,5 +24,5 @@ def write_run(tmp_path: Path) -> WriteRun:
 
 @pytest.fixture(scope="session")
 def standard_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The report of an ordinary finished run; only to be looked at."""
+    """Report of an ordinary finished run; read-only."""
     return write_report(write_run_folder(tmp_path_factory.mktemp("standard") / "runs" / "kjv"))

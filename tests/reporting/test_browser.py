@@ -1,4 +1,4 @@
-"""The page in a real browser that can reach nothing: behind a proxy where nobody listens."""
+"""The page in a real browser without any network: its proxy does not exist."""
 
 import re
 

@@ -1,4 +1,4 @@
-"""Charts without the extra that draws them."""
+"""Charts without the extra that renders them."""
 
 import sys
 
@@ -15,13 +15,13 @@ def without_extra(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("without_extra")
-def test_a_page_keeps_everything_but_its_charts_which_say_what_to_install() -> None:
+def test_an_svg_without_the_extra_names_the_install_command() -> None:
     image = render_svg({"mark": "bar"}, {})
     assert image.startswith("<svg") and "pip install 'thrifty[charts]'" in image
 
 
 @pytest.mark.usefixtures("without_extra")
-def test_what_is_nothing_but_a_chart_is_refused_with_the_fix() -> None:
+def test_png_and_scripts_without_the_extra_are_refused() -> None:
     for draw in (lambda: render_png({"mark": "bar"}, {}), vega_bundle):
         with pytest.raises(UsageError, match="vl-convert-python") as refused:
             draw()

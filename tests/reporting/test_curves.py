@@ -16,7 +16,7 @@ def curve_of(numbers: list[float]) -> Curve:
 
 
 @given(values, limits)
-def test_thinning_keeps_both_ends_and_the_extremes_and_the_order(numbers, limit):
+def test_thinning_keeps_ends_extremes_and_order(numbers, limit):
     curve = curve_of(numbers)
     points, kept = curve.points, curve.thin(limit)
     assert len(kept) <= limit
@@ -27,7 +27,7 @@ def test_thinning_keeps_both_ends_and_the_extremes_and_the_order(numbers, limit)
 
 
 @given(values, limits)
-def test_the_rows_of_a_table_cover_every_step_and_keep_the_extremes(numbers, limit):
+def test_table_rows_cover_every_step_and_keep_extremes(numbers, limit):
     rows = curve_of(numbers).spans(limit)
     assert len(rows) <= limit
     assert [row.first for row in rows] == [1, *[row.last + 1 for row in rows[:-1]]]
@@ -38,22 +38,22 @@ def test_the_rows_of_a_table_cover_every_step_and_keep_the_extremes(numbers, lim
 
 def test_a_smoothed_line_stays_on_a_straight_line():
     curve = curve_of([3.0 * step for step in range(600)])
-    inner = slice(0, -10)  # at the end the window has one side only
+    inner = slice(0, -10)  # the window at the end is one-sided
     for point, smoothed in zip(curve.points[inner], curve.smooth(600)[inner], strict=True):
         assert point.step == smoothed.step and abs(point.value - smoothed.value) < 1e-9
 
 
-def test_smoothing_quiets_noise():
+def test_smoothing_reduces_noise():
     curve = curve_of([step % 2 for step in range(600)])
     assert all(abs(point.value - 0.5) < 0.1 for point in curve.smooth(300)[20:])
 
 
-def test_after_one_enormous_value_the_moving_mean_is_still_that_of_its_window():
+def test_the_moving_mean_survives_one_huge_value():
     smoothed = curve_of([1e25 if step == 100 else 2.0 for step in range(600)]).smooth(300)
     assert {point.value for point in smoothed if point.step > 120} == {2.0}
 
 
-def test_values_that_are_not_finite_numbers_are_left_out():
+def test_non_finite_values_are_left_out():
     curves = StepColumns(["loss"])
     for step, loss in enumerate([1.0, math.nan, None, "2", True, 3, math.inf]):
         curves.put(step, {"loss": loss})
@@ -61,14 +61,14 @@ def test_values_that_are_not_finite_numbers_are_left_out():
 
 
 @given(st.lists(st.tuples(st.integers(1, 60), st.floats(-1e6, 1e6)), max_size=120))
-def test_of_a_step_that_comes_twice_the_later_record_counts(pairs):
+def test_the_later_record_of_a_repeated_step_counts(pairs):
     curves = StepColumns(["loss"])
     for step, loss in pairs:
         curves.put(step, {"loss": loss})
     assert curves.curve("loss").points == sorted(dict(pairs).items())
 
 
-def test_a_column_that_comes_later_has_gaps_before():
+def test_a_later_column_has_gaps_before():
     curves = StepColumns(["loss"])
     curves.put(1, {"loss": 2.0})
     curves.add("accuracy")

@@ -1,4 +1,4 @@
-"""The part of a report about which training examples a run keeps."""
+"""The section of a report on kept training examples."""
 
 import json
 
@@ -19,7 +19,7 @@ SELECTION = {
 
 
 def rendered(folder):
-    """The page without its charts, which take long to draw."""
+    """Return the page without its charts, which are slow to draw."""
     return render(read_run(folder), [])
 
 
@@ -29,7 +29,7 @@ def written(write_run, selection):
     return rendered(folder)
 
 
-def test_pictures_kept_and_left_out_are_in_the_report(write_run):
+def test_kept_and_left_out_examples_are_in_the_report(write_run):
     page = written(write_run, SELECTION)
     assert '<h2 id="examples">Examples</h2>' in page and '<a href="#examples">' in page
     assert f'<img src="{PICTURE}" alt="zero"' in page and "a window" in page and "x/9.txt" in page
@@ -37,24 +37,24 @@ def test_pictures_kept_and_left_out_are_in_the_report(write_run):
     assert "img-src data:" in page
 
 
-def test_a_run_on_all_examples_has_no_such_part(write_run):
+def test_a_run_on_all_examples_has_no_examples_section(write_run):
     page = rendered(write_run())
     assert 'id="examples"' not in page and "gallery" not in page.split("</style>")[1]
 
 
-def test_labels_have_the_share_that_is_kept():
+def test_labels_show_the_fraction_kept():
     table = kept_by_label(SELECTION)
     assert table.rows == [("zero", "130", "32", "24.6 %"), ("one", "140", "0", "0.0 %")]
 
 
-def test_what_cannot_be_a_picture_is_none_and_secrets_are_out():
+def test_invalid_images_are_dropped_and_secrets_redacted():
     for wrong in ("https://example.com/x.png", "data:text/html;base64,AAAA", 'x" onerror="y'):
         assert card({"number": 1, "picture": wrong}).picture == ""
     assert "hunter2" not in card({"number": 1, "text": "password=hunter2"}).text
     assert len(card({"number": 1, "text": "x" * 10_000}).text) < 500
 
 
-def test_damage_is_told_or_left_out(write_run):
+def test_damaged_selections_are_tolerated(write_run):
     damaged = {"examples": "many", "kept": None, "labels": [1, ["a"]], "shown": {"kept": [3, None]}}
     assert 'id="examples"' in written(write_run, damaged)
     assert groups({"shown": 3}) == [] and groups({}) == []
@@ -68,9 +68,9 @@ def test_an_unreadable_file_is_named(write_run):
 
 SEEN = {
     "step": 1200,
-    "about": "Half of <each> is given back.",
+    "about": "Half of <each> is reconstructed.",
     "shown": [
-        {"pictures": {"original": PICTURE, "as given & back": PICTURE}, "loss": 0.3921},
+        {"pictures": {"original": PICTURE, "masked & reconstructed": PICTURE}, "loss": 0.3921},
         {"pictures": {"original": PICTURE}, "loss": None},
     ],
 }
@@ -82,23 +82,26 @@ def with_predictions(write_run, pictures):
     return rendered(folder)
 
 
-def test_what_a_model_makes_of_held_out_examples_is_seen_side_by_side(write_run):
+def test_predictions_on_held_out_examples_are_shown_in_rows(write_run):
     page = with_predictions(write_run, SEEN)
     assert '<h2 id="predictions">Predictions</h2>' in page and '<a href="#predictions">' in page
-    assert "Half of &lt;each&gt; is given back. Held-out examples after step 1,200." in page
+    assert "Half of &lt;each&gt; is reconstructed. Held-out examples after step 1,200." in page
     assert f'<img src="{PICTURE}" alt="Example 1, original"' in page
-    assert f'<img src="{PICTURE}" alt="Example 1, as given &amp; back"' in page and 'alt="Example 2, original"' in page
+    assert (
+        f'<img src="{PICTURE}" alt="Example 1, masked &amp; reconstructed"' in page
+        and 'alt="Example 2, original"' in page
+    )
     assert "loss 0.392" in page and page.count('<p class="remark">loss') == 1
 
 
-def test_a_run_whose_predictions_cannot_be_seen_has_no_such_part(write_run):
+def test_a_run_without_prediction_images_has_no_section(write_run):
     folder = write_run()
     for pictures in ({}, {"step": 1, "about": "", "shown": []}):
         (folder / "pictures.json").write_text(json.dumps(pictures))
         assert 'id="predictions"' not in rendered(folder) and "#predictions" not in rendered(folder)
 
 
-def test_addresses_that_hold_no_picture_and_damaged_files_show_nothing(write_run):
+def test_invalid_image_addresses_and_damaged_files_show_nothing(write_run):
     outside = {"shown": [{"pictures": {"original": "https://example.com/x.png"}}, {"pictures": 3}, 4, {}]}
     assert rows(outside) == rows({"shown": 3}) == rows({"shown": {"a": 1}}) == []
     folder = write_run()

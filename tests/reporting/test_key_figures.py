@@ -10,7 +10,7 @@ from thrifty.reporting.run_state import KILLED, RUNNING
 from thrifty.training.run_lock import RunLock
 
 
-def test_the_verdict_gives_loss_and_entropy_in_nats_and_bits(write_run):
+def test_the_verdict_states_loss_and_entropy_in_nats_and_bits(write_run):
     folder = write_run()
     summary = json.loads((folder / "summary.json").read_text())
     summary |= {"held_out_loss": 3.0, "unigram_entropy": 6.0, "bytes_per_token": 4.0}
@@ -23,20 +23,20 @@ def test_the_verdict_gives_loss_and_entropy_in_nats_and_bits(write_run):
     )
 
 
-def test_a_model_no_better_than_frequencies_is_said_to_have_learned_nothing_yet(write_run):
+def test_a_loss_above_the_unigram_entropy_is_no_learning(write_run):
     folder = write_run()
     summary = json.loads((folder / "summary.json").read_text()) | {"held_out_loss": 6.5}
     (folder / "summary.json").write_text(json.dumps(summary))
     assert "not below the unigram entropy" in verdict(key_figures(read_run(folder)))
 
 
-def test_memory_error_is_relative_to_what_was_measured(write_run):
+def test_memory_error_is_relative_to_the_measured_peak(write_run):
     key = key_figures(read_run(write_run()))
     assert key.memory_error == pytest.approx(2.63e8 / 2.76e8 - 1)
     assert key.share_of_peak == pytest.approx(key.flops_per_second / 2.4e12)
 
 
-def test_the_noise_scale_is_the_last_that_was_noted_and_comes_with_the_batch(write_run):
+def test_the_noise_scale_is_the_latest_note(write_run):
     notes = [{"noise_scale": 90.0}, {}, {"noise_scale": 310.4, "tau": 1.0}, {"tau": 1.0}, {"noise_scale": None}]
     records = [{"kind": "step", "step": step, "loss": 3.0, "notes": note} for step, note in enumerate(notes, start=1)]
     key = key_figures(read_run(write_run(records=records)))
@@ -45,7 +45,7 @@ def test_the_noise_scale_is_the_last_that_was_noted_and_comes_with_the_batch(wri
     assert batch_advice(key_figures(read_run(write_run("other", steps=20)))) is None
 
 
-def test_a_running_run_is_told_from_its_records(write_run):
+def test_figures_of_a_running_run_come_from_its_records(write_run):
     folder = write_run(steps=120, summary=None)
     lock = RunLock(folder / "lock")
     key = key_figures(read_run(folder))
@@ -55,7 +55,7 @@ def test_a_running_run_is_told_from_its_records(write_run):
     assert key.predicted_memory == pytest.approx(2.63e8)
 
 
-def test_a_run_resumed_past_its_summary_is_told_from_its_records(write_run):
+def test_records_override_an_old_summary(write_run):
     folder = write_run(steps=120)
     with (folder / "records.jsonl").open("a") as file:
         file.write(json.dumps({"kind": "step", "step": 121, "loss": 2.0, "tokens": 7}) + "\n")
@@ -64,26 +64,26 @@ def test_a_run_resumed_past_its_summary_is_told_from_its_records(write_run):
     assert key.unigram_entropy == 5.94
 
 
-def test_a_run_whose_process_was_killed_is_called_killed_whatever_its_summary_says(write_run):
+def test_a_killed_process_overrides_the_summary_status(write_run):
     folder = write_run(steps=120, summary={"status": "running", "exit_code": 0, "steps": 0})
     key = key_figures(read_run(folder))
     assert key.status == KILLED
     assert "was killed after step 120; `thrifty resume` continues the run" in verdict(key)
 
 
-def test_before_the_first_evaluation_there_is_no_verdict_on_learning(write_run):
+def test_no_verdict_before_the_first_evaluation(write_run):
     records = [{"kind": "step", "step": 1, "loss": 8.3}]
     key = key_figures(read_run(write_run(records=records, summary=None)))
     assert verdict(key).startswith("Nothing has been measured on held-out text yet")
 
 
-def test_a_finished_run_on_a_budget_in_seconds_says_how_much_of_it_was_used(write_run):
+def test_a_budget_in_seconds_is_reported_with_its_use(write_run):
     folder = write_run()
     recipe = folder / "recipe.toml"
     recipe.write_text(re.sub(r"\[budget\]\n[^\[]*", "[budget]\nseconds = 180.0\n\n", recipe.read_text()))
     summary = json.loads((folder / "summary.json").read_text()) | {"status": "finished", "seconds": 122.0}
     (folder / "summary.json").write_text(json.dumps(summary))
-    said = verdict(key_figures(read_run(folder)))
-    assert said.endswith(" Training took 2 min 02 s of its budget of 3 min 00 s.")
+    sentence = verdict(key_figures(read_run(folder)))
+    assert sentence.endswith(" Training took 2 min 02 s of its budget of 3 min 00 s.")
     (folder / "summary.json").write_text(json.dumps(summary | {"status": "interrupted"}))
     assert "of its budget" not in verdict(key_figures(read_run(folder)))

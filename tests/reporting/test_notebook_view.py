@@ -1,4 +1,4 @@
-"""What a notebook shows of a run and of a study: one piece of HTML that needs nothing else."""
+"""Notebook view of a run and of a study: self-contained HTML."""
 
 import base64
 import re
@@ -11,7 +11,7 @@ from thrifty.experiments.study_result import StudyResult
 from thrifty.reporting.notebook_view import read_run
 
 
-class Seen(HTMLParser):
+class NotebookReader(HTMLParser):
     def __init__(self, html: str):
         super().__init__()
         self.tags: list[tuple[str, dict]] = []
@@ -25,33 +25,33 @@ class Seen(HTMLParser):
         self.words += data
 
 
-def test_a_run_shows_its_verdict_its_numbers_and_two_pictures(write_run):
-    seen = Seen(read_run(write_run(steps=60))._repr_html_())
-    assert "kjv: finished" in seen.words and "below the unigram entropy" in seen.words and "276 MB" in seen.words
-    pictures = [about for tag, about in seen.tags if tag == "img"]
+def test_a_run_shows_verdict_key_figures_and_two_images(write_run):
+    reader = NotebookReader(read_run(write_run(steps=60))._repr_html_())
+    assert "kjv: finished" in reader.words and "below the unigram entropy" in reader.words and "276 MB" in reader.words
+    pictures = [about for tag, about in reader.tags if tag == "img"]
     assert [about["alt"].partition(".")[0] for about in pictures] == ["Loss", "Memory"]
     for about in pictures:
         kind, _, content = about["src"].partition(",")
         assert kind == "data:image/png;base64" and base64.b64decode(content).startswith(b"\x89PNG")
 
 
-def test_a_run_before_its_first_step_is_shown_without_pictures(write_run):
-    seen = Seen(read_run(write_run(records=[], summary=None))._repr_html_())
-    assert "kjv: not started" in seen.words and not any(tag == "img" for tag, _ in seen.tags)
+def test_a_run_without_steps_has_no_images(write_run):
+    reader = NotebookReader(read_run(write_run(records=[], summary=None))._repr_html_())
+    assert "kjv: not started" in reader.words and not any(tag == "img" for tag, _ in reader.tags)
 
 
-def test_it_has_no_script_fetches_nothing_and_text_stays_text(write_run):
+def test_the_view_has_no_scripts_and_escapes_text(write_run):
     attack = "<script>alert(1)</script><img src='http://evil.example/x'>"
     html = read_run(write_run(steps=30, summary={"status": attack, "loss_in": attack, "steps": 30}))._repr_html_()
-    tags = Seen(html).tags
+    tags = NotebookReader(html).tags
     assert not any(tag == "script" for tag, _ in tags) and "&lt;script&gt;" in html
     addresses = [value for _, about in tags for name, value in about.items() if name in ("src", "href")]
     assert all(address.startswith("data:image/png;base64,") for address in addresses)
 
 
-def test_a_study_shows_its_expectations_and_its_means():
+def test_a_study_shows_expectations_and_means():
     measured = result()
     assert StudyResult._repr_html_ is study_html
-    seen = Seen(study_html(measured))
-    assert measured.study.name in seen.words and measured.study.about in seen.words
-    assert all(case in seen.words for case in measured.study.cases) and re.search(r"\d ± \d", seen.words)
+    reader = NotebookReader(study_html(measured))
+    assert measured.study.name in reader.words and measured.study.about in reader.words
+    assert all(case in reader.words for case in measured.study.cases) and re.search(r"\d ± \d", reader.words)

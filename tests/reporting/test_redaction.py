@@ -5,25 +5,25 @@ from thrifty.core.secret_redaction import REDACTED, names_a_secret, redact, reda
 
 
 @pytest.mark.parametrize("name", PLANTED)
-def test_known_shapes_of_keys_are_blanked_anywhere_in_a_text(name: str) -> None:
+def test_known_key_formats_are_redacted_anywhere(name: str) -> None:
     shown = redact_text(f"read from (x,{PLANTED[name]}) at start")
     assert SECRETS[name] not in shown and BODY not in shown and HEX not in shown
     assert shown.startswith("read from (x,") and shown.endswith(") at start")
 
 
 @pytest.mark.parametrize("text", NAMED)
-def test_values_of_secret_names_are_blanked(text: str) -> None:
+def test_values_of_secret_names_are_redacted(text: str) -> None:
     for shown in (redact_text(text), redact_command([text])[0], *redact([text]), redact({"about": text})["about"]):
         assert WORD not in shown and REDACTED in shown
         assert redact_text(shown) == shown
 
 
-def test_all_of_an_argument_with_a_secret_name_is_blanked() -> None:
+def test_a_whole_secret_argument_is_redacted() -> None:
     assert redact_command(["--password=a,b;c &d"]) == [f"--password={REDACTED}"]
 
 
 @pytest.mark.parametrize("option", ["--token", "--hub-password", "--api-key"])
-def test_the_word_after_a_secret_option_is_blanked(option):
+def test_the_value_of_a_secret_option_is_redacted(option):
     command = ["thrifty", "train", "kjv", option, "open-sesame", "--set", "seed=1"]
     assert redact_command(command) == ["thrifty", "train", "kjv", option, REDACTED, "--set", "seed=1"]
 

@@ -11,9 +11,9 @@ def test_json_is_one_document_with_the_key_numbers(write_run, tmp_path, monkeypa
     monkeypatch.chdir(tmp_path)
     result = CliRunner().invoke(command, ["bible", "--json"])
     assert result.exit_code == 0
-    told = json.loads(result.stdout)
-    assert told["run"] == "bible" and told["status"] == "finished" and told["steps"] == 60
-    assert told["report"].endswith("runs/bible/report.html") and len(told["plots"]) == 5
+    output = json.loads(result.stdout)
+    assert output["run"] == "bible" and output["status"] == "finished" and output["steps"] == 60
+    assert output["report"].endswith("runs/bible/report.html") and len(output["plots"]) == 5
     assert (tmp_path / "runs" / "bible" / "report.html").is_file()
 
 

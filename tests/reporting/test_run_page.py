@@ -22,7 +22,7 @@ CHARTS = {"loss", "throughput", "learning_rate", "gradient_norm", "memory"}
 
 
 class Reader(HTMLParser):
-    """The tags of a page, the text a person sees, and the JSON of its charts."""
+    """Parser of a page: its tags, its visible text, and the JSON of its charts."""
 
     def __init__(self, page: Path):
         super().__init__()
@@ -45,7 +45,7 @@ class Reader(HTMLParser):
 
 
 def page_alone(folder: Path) -> Path:
-    """The page without the pictures, which take most of the time."""
+    """Write the page without the chart images, which take most of the time."""
     record = read_run(folder)
     page = folder / "report.html"
     page.write_text(render(record, figures(record, key_figures(record))))
@@ -59,10 +59,10 @@ def test_the_page_and_its_pictures_are_written(standard_page):
     for picture in pictures:
         content = picture.read_bytes()
         assert content.startswith(b"\x89PNG") and int.from_bytes(content[16:20], "big") > 1000
-    assert not list(standard_page.parent.glob(".*")), "nothing written aside is left behind"
+    assert not list(standard_page.parent.glob(".*")), "no temporary file is left"
 
 
-def test_the_page_says_what_the_run_came_to(standard_page):
+def test_the_page_shows_the_results_of_the_run(standard_page):
     text = Reader(standard_page).text
     for expected in (
         "finished",
@@ -96,7 +96,7 @@ def test_no_tag_refers_to_anything_outside_the_page(standard_page):
 
 
 def hostile(value):
-    """A JSON value with every text replaced by one that tries to break out of its element."""
+    """Return a JSON value whose texts try to break out of their elements."""
     if isinstance(value, dict):
         return {key: hostile(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -104,7 +104,7 @@ def hostile(value):
     return HOSTILE if isinstance(value, str) else value
 
 
-def test_text_of_a_run_stays_text_in_every_field(write_run):
+def test_every_text_of_a_run_is_escaped(write_run):
     clean = write_run("clean", steps=60)
     names = ("environment", "explanation", "origins", "summary")
     files = {name: hostile(json.loads((clean / f"{name}.json").read_text())) for name in names}
@@ -122,7 +122,7 @@ def test_text_of_a_run_stays_text_in_every_field(write_run):
     assert json.dumps(HOSTILE) in json.dumps(json.loads(reader.json))
 
 
-def test_a_planted_secret_does_not_reach_the_page(write_run):
+def test_secrets_are_redacted(write_run):
     environment = {"command": ["thrifty", "train", "--token", "open-sesame", f"x={PLANTED}"], "HF_TOKEN": "open-sesame"}
     records = [
         {"kind": "step", "step": 1, "loss": 3.0},
@@ -148,14 +148,14 @@ def test_any_one_file_may_be_missing(write_run, missing):
     assert "None" not in text and "nan" not in text.split()
 
 
-def test_a_run_that_has_only_just_begun_has_a_report(write_run):
+def test_a_run_without_steps_has_a_report(write_run):
     nothing = dict.fromkeys(["origins", "environment", "explanation", "records", "summary"])
     text = Reader(page_alone(write_run(**nothing))).text
     assert "not started" in text and "No steps have been recorded yet." in text
 
 
 @pytest.mark.parametrize("wrong", [{}, {"techniques": 1, "footprint": "x", "status": 3, "steps": "many", "command": 4}])
-def test_values_of_a_wrong_type_do_no_harm(write_run, wrong):
+def test_values_of_a_wrong_type_are_tolerated(write_run, wrong):
     wrong = {**wrong, "memory": "16 GB", "held_out_loss": None, "unigram_entropy": [], "peak_memory": "much"}
     records = [{"kind": "step", "step": 1, "loss": "low"}, {"kind": "checkpoint", "step": 1.0}, {"kind": [], "step": 1}]
     files = dict.fromkeys(["origins", "environment", "explanation", "summary"], wrong)
@@ -163,7 +163,7 @@ def test_values_of_a_wrong_type_do_no_harm(write_run, wrong):
     assert "16 GB" in text and "Nothing has been measured on held-out text yet." in text
 
 
-def test_skipped_steps_without_a_finite_loss_do_no_harm(write_run):
+def test_skipped_steps_without_a_finite_loss_are_counted(write_run):
     records = [
         {"kind": "step", "step": step, "loss": float("nan") if step % 3 else 4.0, "skipped": step % 3 > 0}
         for step in range(1, 61)
@@ -173,26 +173,26 @@ def test_skipped_steps_without_a_finite_loss_do_no_harm(write_run):
 
 
 def with_changed_records(folder, change):
-    """The run with each of its records passed through a function."""
+    """Pass each record of the run through a function."""
     path = folder / "records.jsonl"
     records = [change(json.loads(line)) for line in path.read_text().splitlines()]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))
     return folder
 
 
-def test_where_an_average_is_judged_the_weights_in_training_are_shown_beside_it(write_run):
+def test_averaged_and_raw_weights_are_both_shown(write_run):
     def judged(record):
         return record | {"trained_loss": 7.375} if record["kind"] == "evaluation" and record["step"] > 60 else record
 
     reader = Reader(page_alone(with_changed_records(write_run(steps=120), judged)))
     assert "Held-out, weights in training" in reader.text and "7.38" in reader.text
-    drawn = json.dumps(json.loads(reader.json)["specs"]["loss"])
-    assert drawn.count("held-out, weights in training") > 1 and "7.375" in drawn
+    spec = json.dumps(json.loads(reader.json)["specs"]["loss"])
+    assert spec.count("held-out, weights in training") > 1 and "7.375" in spec
     summaries = [attributes["aria-label"] or "" for _, attributes in reader.tags if "aria-label" in attributes]
     assert any("Held-out loss of the weights in training ends at 7.38." in summary for summary in summaries)
 
 
-def test_where_nothing_is_averaged_nothing_is_said_of_it(standard_page):
+def test_no_average_is_mentioned_without_averaging(standard_page):
     assert "weights in training" not in Reader(standard_page).text
 
 
@@ -217,7 +217,7 @@ def test_a_long_run_stays_a_small_page_and_keeps_its_spike(write_run):
     assert "77.1" in Reader(page).text
 
 
-def test_every_chart_is_one_of_altairs_schema(write_run):
+def test_every_chart_matches_the_altair_schema(write_run):
     record = read_run(write_run(steps=60))
     drawn = figures(record, key_figures(record))
     assert {figure.id for figure in drawn} >= CHARTS
@@ -228,12 +228,12 @@ def test_every_chart_is_one_of_altairs_schema(write_run):
 def test_the_same_folder_gives_the_same_page(write_run, tmp_path):
     folder = write_run(steps=60)
     first = page_alone(folder).read_bytes()
-    other = tmp_path / "elsewhere" / "runs" / "kjv"
+    other = tmp_path / "another" / "runs" / "kjv"
     shutil.copytree(folder, other)
     assert page_alone(other).read_bytes() == first
 
 
-def test_headings_and_landmarks_are_in_order_and_every_chart_has_words_and_a_table(standard_page):
+def test_headings_landmarks_and_charts_are_accessible(standard_page):
     tags = Reader(standard_page).tags
     names = [tag for tag, _ in tags]
     levels = [int(name[1]) for name in names if re.fullmatch("h[1-6]", name)]
@@ -268,7 +268,7 @@ def test_text_and_curves_reach_the_contrast_of_wcag_aa(palette, ground):
 
 
 @pytest.mark.parametrize("name", ["recipe.toml", "plots", "environment.json"])
-def test_a_run_folder_with_links_is_not_reported(name, write_run, tmp_path):
+def test_a_run_folder_with_links_is_refused(name, write_run, tmp_path):
     run, outside = write_run(), tmp_path / "outside"
     outside.mkdir()
     (run / name).unlink(missing_ok=True)
@@ -278,7 +278,7 @@ def test_a_run_folder_with_links_is_not_reported(name, write_run, tmp_path):
     assert not [*outside.iterdir()] and not (run / "report.html").exists()
 
 
-def test_a_page_and_its_pictures_are_written_past_links_and_other_names(write_run, tmp_path):
+def test_a_report_never_writes_through_links(write_run, tmp_path):
     run, precious = write_run(), tmp_path / "precious"
     precious.write_text("precious")
     (run / "plots").mkdir()

@@ -12,7 +12,7 @@ def append(folder: Path, text: str) -> None:
         file.write(text)
 
 
-def test_of_two_records_of_one_step_the_last_counts(write_run):
+def test_the_last_record_of_a_step_counts(write_run):
     folder = write_run(steps=20)
     append(folder, json.dumps({"kind": "step", "step": 20, "loss": 1.25}) + "\n")
     record = read_run(folder)
@@ -20,7 +20,7 @@ def test_of_two_records_of_one_step_the_last_counts(write_run):
     assert record.steps[-1]["loss"] == 1.25
 
 
-def test_a_half_written_last_line_is_left_out_silently(write_run):
+def test_an_incomplete_last_line_is_skipped_silently(write_run):
     folder = write_run(steps=20)
     append(folder, '{"kind": "step", "step": 21, "lo')
     record = read_run(folder)
@@ -28,7 +28,7 @@ def test_a_half_written_last_line_is_left_out_silently(write_run):
     assert record.damage == ()
 
 
-def test_a_damaged_line_in_the_middle_is_left_out_and_said(write_run):
+def test_a_damaged_line_in_the_middle_is_reported(write_run):
     folder = write_run(steps=20)
     lines = (folder / "records.jsonl").read_text().splitlines()
     lines[4] = lines[4][:30]
@@ -53,12 +53,12 @@ def test_an_unreadable_file_is_named_and_the_rest_is_read(write_run, name):
     assert len(record.steps) == 20
 
 
-def test_a_folder_that_is_not_a_run_folder_is_refused(tmp_path):
+def test_another_folder_is_refused(tmp_path):
     with pytest.raises(UsageError, match="is not a run folder"):
         read_run(tmp_path)
 
 
-def test_a_run_is_found_by_path_and_by_name_and_a_misspelt_one_is_suggested(write_run, tmp_path, monkeypatch):
+def test_a_run_is_found_by_path_or_name_with_suggestions(write_run, tmp_path, monkeypatch):
     folder = write_run("bible", steps=5)
     monkeypatch.chdir(tmp_path)
     assert find_run("bible").resolve() == find_run(str(folder)).resolve() == folder

@@ -26,5 +26,5 @@ from thrifty.reporting.number_format import duration, percent, scaled, significa
         (duration(200_000), "2 d 7 h"),
     ],
 )
-def test_numbers_are_written_as_people_read_them(shown, expected):
+def test_numbers_have_readable_formats(shown, expected):
     assert shown == expected

@@ -1,4 +1,4 @@
-"""What a choice by scores keeps, and the page by which a person judges: also in a real browser without a network."""
+"""Kept examples by label, and the review page, also in a real browser without a network."""
 
 import base64
 import re
@@ -48,7 +48,7 @@ def test_pictures_hold_the_pixels(channels: int) -> None:
     assert pixels_of(picture(torch.rand(channels, 200, 100))).shape[:2] == (64, 32)
 
 
-def test_digits_are_shown_as_they_are(looked_at: tuple[ExampleScores, RunData]) -> None:
+def test_previews_show_the_exact_digits(looked_at: tuple[ExampleScores, RunData]) -> None:
     _, data = looked_at
     found = data.previews([3, 1299, 0])
     stored = DigitImages("train")
@@ -58,7 +58,7 @@ def test_digits_are_shown_as_they_are(looked_at: tuple[ExampleScores, RunData]) 
         assert np.array_equal(pixels_of(example.picture), expected)
 
 
-def test_texts_are_shown_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_previews_show_decoded_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("THRIFTY_CACHE", str(tmp_path / "cache"))
     _, data = open_examples(text(tmp_path))
     whole = (tmp_path / "text.txt").read_text()
@@ -68,7 +68,7 @@ def test_texts_are_shown_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "<pre" in found and "Most likely mislabelled" not in found and "Highest scores" in found
 
 
-def test_what_is_kept_of_each_label_adds_up(looked_at: tuple[ExampleScores, RunData]) -> None:
+def test_kept_counts_by_label_add_up(looked_at: tuple[ExampleScores, RunData]) -> None:
     scores, _ = looked_at
     kept = PrunedExamples(keep=0.25).kept(scores.scores, scores.labels)
     rows = count_labels(scores, kept)
@@ -80,14 +80,14 @@ def test_what_is_kept_of_each_label_adds_up(looked_at: tuple[ExampleScores, RunD
 
 
 @pytest.mark.parametrize("sha256", ["f" * 64, "27aa" * 16, "1e5" + "0" * 61])
-def test_the_option_that_is_told_is_read_as_the_choice_it_spells(sha256: str) -> None:
+def test_the_printed_option_parses_to_the_same_selection(sha256: str) -> None:
     chosen = PrunedExamples(scores="/a b/it's.scores", sha256=sha256, keep=0.5, drop_hardest=0.1, order="easy")
     assert changed_settings(chosen).keys() == {"scores", "sha256", "drop_hardest", "order"}
     (words,) = shlex.split(format_option(chosen))
     assert RecipeLayers().add_technique(words).recipe().techniques == (chosen,)
 
 
-def test_doubted_examples_come_with_the_surest_doubt_first(looked_at: tuple[ExampleScores, RunData]) -> None:
+def test_suspicious_examples_are_ordered_by_confidence(looked_at: tuple[ExampleScores, RunData]) -> None:
     scores, _ = looked_at
     guesses, labels = scores.guesses, scores.labels
     assert guesses is not None and labels is not None
@@ -97,7 +97,7 @@ def test_doubted_examples_come_with_the_surest_doubt_first(looked_at: tuple[Exam
     assert (lead[:-1] >= lead[1:]).all() and lead[-1] > 0
 
 
-def test_the_page_shows_the_doubted_the_hardest_and_the_easiest(looked_at: tuple[ExampleScores, RunData]) -> None:
+def test_the_page_shows_suspicious_hardest_and_easiest_examples(looked_at: tuple[ExampleScores, RunData]) -> None:
     scores, data = looked_at
     found = page(scores, data, "digits", PrunedExamples(keep=0.5, drop_hardest=0.05))
     order = scores.scores.argsort(descending=True)
@@ -113,7 +113,7 @@ def test_the_page_shows_the_doubted_the_hardest_and_the_easiest(looked_at: tuple
     assert page(scores, data, "digits") == page(scores, data, "digits")
 
 
-def test_scores_of_other_data_are_not_looked_at(looked_at: tuple[ExampleScores, RunData], tmp_path: Path) -> None:
+def test_scores_of_other_data_are_refused(looked_at: tuple[ExampleScores, RunData], tmp_path: Path) -> None:
     scores, _ = looked_at
     for number in range(40):
         path = tmp_path / "images" / str(number % 2) / f"{number}.png"
@@ -129,7 +129,7 @@ def test_scores_of_other_data_are_not_looked_at(looked_at: tuple[ExampleScores, 
     assert open_scored(scores, "digits").train.example_index().fingerprint == scores.facts.fingerprint
 
 
-def test_a_run_keeps_examples_of_what_it_keeps_and_leaves_out(looked_at: tuple[ExampleScores, RunData]) -> None:
+def test_a_selection_shows_kept_and_left_out_examples(looked_at: tuple[ExampleScores, RunData]) -> None:
     scores, data = looked_at
     kept = PrunedExamples(keep=0.25, drop_hardest=0.1).kept(scores.scores, scores.labels)
     found = selection(data, ExampleSubset(kept, scores.scores))
@@ -158,10 +158,10 @@ def test_pictures_are_drawn_in_both_schemes_without_a_network(
 ) -> None:
     path = tmp_path / "page.html"
     path.write_text(page(*looked_at, "digits", PrunedExamples()), encoding="utf-8")
-    asked = "[...document.querySelectorAll('.gallery img')].filter(each => each.naturalWidth == 8).length + ';'"
-    asked += " + document.querySelectorAll('.gallery img').length + ';' + document.documentElement.scrollWidth + ';'"
-    asked += " + innerWidth + ';' + getComputedStyle(document.body).backgroundColor"
-    dom = drawn(probed(path, asked, tmp_path / "profile"), tmp_path / "profile", scheme, "500,900")
+    script = "[...document.querySelectorAll('.gallery img')].filter(each => each.naturalWidth == 8).length + ';'"
+    script += " + document.querySelectorAll('.gallery img').length + ';' + document.documentElement.scrollWidth + ';'"
+    script += " + innerWidth + ';' + getComputedStyle(document.body).backgroundColor"
+    dom = drawn(probed(path, script, tmp_path / "profile"), tmp_path / "profile", scheme, "500,900")
     (title,) = re.findall(r"<title>probe:(.*?)</title>", dom)
     whole, pictures, scrolled, inner, ground = title.split(";")
     assert whole == pictures and int(pictures) > 70

@@ -1,4 +1,4 @@
-"""Scoring of training examples by small runs: what each score is, what is kept, what is refused."""
+"""Scoring of training examples by short runs: formulas, cache, refusals."""
 
 import math
 from dataclasses import replace
@@ -43,7 +43,7 @@ def scored(recipe: Recipe, folder: Path, by: str = "el2n", name: str = "scores",
 
 
 def sight_of(recipe: Recipe, few: int = 0) -> ScoringContext:
-    """The recipe's model after some steps, looking at the recipe's examples, or the first few of them."""
+    """Return the recipe's model after some steps, with the recipe's examples or the first few of them."""
     prepared = prepare_run(recipe, quiet=True)
     state = prepared.run.start()
     advance(prepared.run, state, 3)
@@ -62,7 +62,7 @@ def logits_of(sight: ScoringContext) -> tuple[Tensor, Tensor]:
     return torch.cat(found), torch.cat([batch["labels"] for batch in batches])
 
 
-def test_el2n_loss_and_margin_are_what_their_formulas_say_of_the_trained_model(tmp_path: Path) -> None:
+def test_el2n_loss_and_margin_match_their_formulas(tmp_path: Path) -> None:
     recipe = digits()
     prepared = prepare_run(recipe, quiet=True)
     state = prepared.run.start()
@@ -121,7 +121,7 @@ def test_grand_does_not_depend_on_chunks_or_batches(tmp_path: Path, monkeypatch:
     torch.testing.assert_close(scoring_methods.grand(sight), wanted, rtol=1e-5, atol=1e-6)
 
 
-def test_a_model_that_cannot_be_batched_gets_the_same_gradients_one_at_a_time(tmp_path: Path) -> None:
+def test_an_unbatchable_model_is_scored_one_example_at_a_time(tmp_path: Path) -> None:
     class Sealed(torch.autograd.Function):
         @staticmethod
         def forward(ctx, x):  # type: ignore[override]
@@ -132,14 +132,14 @@ def test_a_model_that_cannot_be_batched_gets_the_same_gradients_one_at_a_time(tm
             return of_x
 
     sight = sight_of(text(tmp_path), few=20)
-    wanted, told = scoring_methods.grand(sight), []
+    wanted, messages = scoring_methods.grand(sight), []
     sight.model.register_forward_hook(lambda module, inputs, output: Sealed.apply(output))
-    sight.say = told.append
+    sight.say = messages.append
     torch.testing.assert_close(scoring_methods.grand(sight), wanted, rtol=1e-4, atol=1e-6)
-    assert len(told) == 1 and "one example at a time" in told[0]
+    assert len(messages) == 1 and "one example at a time" in messages[0]
 
 
-def test_texts_are_scored_by_the_squared_errors_of_their_tokens(tmp_path: Path) -> None:
+def test_el2n_of_texts_sums_squared_token_errors(tmp_path: Path) -> None:
     sight = sight_of(text(tmp_path))
     found = scoring_methods.el2n(sight)
     batch = next(iter(sight.batches()))
@@ -150,7 +150,7 @@ def test_texts_are_scored_by_the_squared_errors_of_their_tokens(tmp_path: Path) 
     torch.testing.assert_close(found[: len(batch)], expected, rtol=1e-4, atol=1e-4)
 
 
-def test_the_score_is_the_mean_of_runs_whose_seeds_follow_one_another(tmp_path: Path) -> None:
+def test_the_score_is_the_mean_over_runs_of_consecutive_seeds(tmp_path: Path) -> None:
     three = scored(digits(seed=4), tmp_path, runs=3)
     assert three.facts.seeds == (4, 5, 6) and three.facts.steps == round(0.2 * STEPS) and three.runs.shape == (3, 1300)
     torch.testing.assert_close(three.scores, three.runs.mean(0))
@@ -160,18 +160,18 @@ def test_the_score_is_the_mean_of_runs_whose_seeds_follow_one_another(tmp_path: 
     assert three.facts.flops == pytest.approx(3 * alone.facts.flops)
 
 
-def test_what_was_spent_is_the_steps_and_the_looks(tmp_path: Path) -> None:
+def test_counted_flops_are_steps_plus_scoring_passes(tmp_path: Path) -> None:
     by_steps = {steps: scored(digits(), tmp_path, name=f"{steps}", runs=1, steps=steps).facts for steps in (0, 2, 4)}
     forward = by_steps[0].flops
     step = by_steps[2].flops - forward
     assert forward > 0 and by_steps[4].flops - forward == pytest.approx(2 * step)
-    assert step / 2 / 64 == pytest.approx(3 * forward / 1300, rel=0.1)  # a step is three forward passes
+    assert step / 2 / 64 == pytest.approx(3 * forward / 1300, rel=0.1)  # a step costs three forward passes
     grand = scored(digits(), tmp_path, "grand", "grand", runs=1, steps=0).facts
-    assert grand.flops == pytest.approx(4 * forward)  # and one more look, for what the model would have answered
+    assert grand.flops == pytest.approx(4 * forward)  # plus one forward pass for the predicted labels
     assert by_steps[4].seconds > 0
 
 
-def test_a_scoring_that_was_cut_off_makes_only_what_is_missing(tmp_path: Path) -> None:
+def test_an_interrupted_scoring_computes_only_missing_runs(tmp_path: Path) -> None:
     class CutError(Exception):
         pass
 
@@ -182,18 +182,18 @@ def test_a_scoring_that_was_cut_off_makes_only_what_is_missing(tmp_path: Path) -
     with pytest.raises(CutError):
         score(digits(), ScoringSettings(runs=2), tmp_path / "scores", say=cut)
     assert not (tmp_path / "scores").exists()
-    told: list[str] = []
-    found, _ = score(digits(), ScoringSettings(runs=3), tmp_path / "scores", say=told.append)
-    assert [line.split(": ")[1] for line in told] == ["from the cache", "2 steps", "2 steps"]
+    messages: list[str] = []
+    found, _ = score(digits(), ScoringSettings(runs=3), tmp_path / "scores", say=messages.append)
+    assert [line.split(": ")[1] for line in messages] == ["from the cache", "2 steps", "2 steps"]
     others = digits(budget=Budget(steps=STEPS), name="another", evaluation=replace(digits().evaluation, every=3))
-    again, _ = score(others, ScoringSettings(runs=3), tmp_path / "again", say=told.append)
-    assert torch.equal(again.runs, found.runs) and told[-1].endswith("from the cache")
+    again, _ = score(others, ScoringSettings(runs=3), tmp_path / "again", say=messages.append)
+    assert torch.equal(again.runs, found.runs) and messages[-1].endswith("from the cache")
     changed = digits(model=replace(digits().model, width=32))
-    score(changed, ScoringSettings(runs=1), tmp_path / "changed", say=told.append)
-    assert told[-1].endswith("2 steps")
+    score(changed, ScoringSettings(runs=1), tmp_path / "changed", say=messages.append)
+    assert messages[-1].endswith("2 steps")
 
 
-def test_a_damaged_run_in_the_cache_is_made_again(tmp_path: Path, cache: Path) -> None:
+def test_a_damaged_cache_entry_is_recomputed(tmp_path: Path, cache: Path) -> None:
     before = scored(digits(), tmp_path, runs=1)
     (kept,) = (cache / "scores").rglob("*.safetensors")
     kept.write_bytes(kept.read_bytes()[:-100])
@@ -207,7 +207,7 @@ def test_all_examples_are_scored_whatever_the_recipe_prunes(tmp_path: Path) -> N
     assert torch.equal(found.scores, scored(digits(), tmp_path, name="whole", runs=1).scores)
 
 
-def test_forgetting_is_counted_along_the_run(tmp_path: Path) -> None:
+def test_forgetting_counts_events_during_training(tmp_path: Path) -> None:
     recipe = digits(budget=Budget(steps=20))
     found = scored(recipe, tmp_path, "forgetting", runs=1, steps=20).scores
     prepared = prepare_run(recipe, quiet=True)
@@ -227,14 +227,14 @@ def test_forgetting_is_counted_along_the_run(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_prototypes_of_a_named_run_and_of_runs_of_their_own(tmp_path: Path) -> None:
+def test_prototypes_with_embedding_model_and_with_own_runs(tmp_path: Path) -> None:
     recipe = digits(name="embedder")
     train(recipe, tmp_path / "runs", quiet=True)
     named = scored(recipe, tmp_path, "prototype", embed_with=str(tmp_path / "runs" / "embedder"))
     assert named.facts.steps == 0 and named.facts.model.endswith("embedder") and named.guesses is None
     assert (named.scores >= 0).all() and (named.scores <= 2).all() and len(named.scores.unique()) > 1000
     own = scored(recipe, tmp_path, "prototype", "own", runs=1, steps=STEPS)
-    torch.testing.assert_close(own.scores, named.scores, rtol=1e-3, atol=1e-4)  # the same seed makes the same run
+    torch.testing.assert_close(own.scores, named.scores, rtol=1e-3, atol=1e-4)  # the same seed yields the same run
     model, _ = load_trained_model(tmp_path / "runs" / "embedder")
     ends = prepare_run(recipe, quiet=True).data.ends
     assert isinstance(ends, ImageModelSpec)
@@ -246,7 +246,7 @@ def test_prototypes_of_a_named_run_and_of_runs_of_their_own(tmp_path: Path) -> N
         scored(other, tmp_path, "prototype", "wrong", embed_with=str(tmp_path / "runs" / "embedder"))
 
 
-def test_texts_have_prototypes_when_their_number_is_given(tmp_path: Path) -> None:
+def test_prototypes_of_texts_require_a_number_of_clusters(tmp_path: Path) -> None:
     found = scored(text(tmp_path), tmp_path, "prototype", runs=1, clusters=4)
     assert found.scores.std() > 0 and found.labels is None
     with pytest.raises(UsageError, match="number of prototypes"):
@@ -265,7 +265,7 @@ def test_the_controls_train_nothing(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("by", METHODS)
-def test_every_method_says_what_the_scores_are_of(by: str, tmp_path: Path) -> None:
+def test_every_method_records_data_and_recipe(by: str, tmp_path: Path) -> None:
     found = scored(digits(), tmp_path, by, runs=1)
     prepared = prepare_run(digits(), quiet=True)
     facts = found.facts
@@ -293,7 +293,7 @@ def test_votes_of_several_runs() -> None:
     assert found.own.tolist() == pytest.approx([0.2 / 3, 0.4])
 
 
-def test_a_run_whose_scores_are_not_finite_is_named(tmp_path: Path) -> None:
+def test_non_finite_scores_are_refused(tmp_path: Path) -> None:
     recipe = digits(techniques=(find("optimizers.adamw")(lr=1e30),))
     with pytest.raises(Exception, match="not finite"):
         scored(recipe, tmp_path, "loss", runs=1, steps=STEPS)
@@ -301,7 +301,7 @@ def test_a_run_whose_scores_are_not_finite_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "told"),
+    ("settings", "message"),
     [
         ({"by": "el2m"}, "did you mean 'el2n'"),
         ({"runs": 0}, "runs is 0"),
@@ -314,12 +314,12 @@ def test_a_run_whose_scores_are_not_finite_is_named(tmp_path: Path) -> None:
         ({"by": "forgetting", "steps": 0}, "forgetting requires at least 1 step"),
     ],
 )
-def test_what_makes_no_sense_is_refused(settings: dict, told: str) -> None:
-    with pytest.raises(UsageError, match=told):
+def test_invalid_settings_are_refused(settings: dict, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         ScoringSettings(**settings)
 
 
-def test_what_cannot_be_scored_so_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unsupported_examples_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for by, needs in (("margin", "labels"), ("forgetting", "labels"), ("input_norm", "inputs")):
         with pytest.raises(UsageError, match=f"--method {by} requires examples with {needs}"):
             scored(text(tmp_path), tmp_path, by)
@@ -342,7 +342,7 @@ def test_what_cannot_be_scored_so_is_refused(tmp_path: Path, monkeypatch: pytest
         scored(digits(), tmp_path, name="more")
 
 
-def test_an_example_whose_loss_depends_on_others_is_not_scored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_batch_dependent_loss_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from thrifty.objectives.classification import Classification
 
     monkeypatch.setattr(Classification, "joint", True, raising=False)
@@ -350,7 +350,7 @@ def test_an_example_whose_loss_depends_on_others_is_not_scored(tmp_path: Path, m
         scored(digits(), tmp_path)
 
 
-def test_growing_models_are_scored_as_they_are_after_the_steps(tmp_path: Path) -> None:
+def test_growing_models_are_scored_in_their_final_form(tmp_path: Path) -> None:
     stacking = find("growth.stacking")(at=(1,))
     recipe = digits(model=replace(digits().model, depth=2), techniques=(*digits().techniques, stacking))
     found, sight = trained_and_scored(prepare_run(recipe, quiet=True), "grand", 3, 0, 0, lambda text: None)

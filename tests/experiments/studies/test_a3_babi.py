@@ -1,4 +1,4 @@
-"""The study of A3 on stories: its approximation is the paper's, and its statements can hold and can fail."""
+"""Study of A3 on stories: approximation as in the paper, and expectations that can hold and fail."""
 
 from functools import partial
 
@@ -21,12 +21,12 @@ from thrifty.experiments.study import Cells
 from thrifty.experiments.tasks.memory_network import softmax_weights
 
 
-def test_weights_are_those_of_the_papers_search_and_threshold() -> None:
+def test_weights_match_the_search_and_threshold_of_the_paper() -> None:
     generator = torch.Generator().manual_seed(0)
     state, memories = torch.randn(4, 6, generator=generator), torch.randn(4, 9, 6, generator=generator)
     there = torch.arange(9) < torch.tensor([9, 5, 2, 1])[:, None]
-    counting = KeptSentenceCounter()
-    found = approximated(0.5, 10.0, counting, state, memories, there)
+    counter = KeptSentenceCounter()
+    found = approximated(0.5, 10.0, counter, state, memories, there)
     kept = 0
     for b in range(4):
         n = int(there[b].sum())
@@ -39,10 +39,10 @@ def test_weights_are_those_of_the_papers_search_and_threshold() -> None:
         expected[left] = scores[left].softmax(0)
         torch.testing.assert_close(found[b], expected)
         kept += len(left)
-    assert (counting.kept, counting.total) == (kept, 17)
+    assert (counter.kept, counter.total) == (kept, 17)
 
 
-def test_without_search_and_threshold_it_is_softmax() -> None:
+def test_no_search_and_no_threshold_is_softmax() -> None:
     state, memories, there = torch.randn(3, 6), torch.randn(3, 9, 6), torch.rand(3, 9) < 0.7
     there[:, 0] = True
     found = partial(approximated, 0.0, 0.0, KeptSentenceCounter())(state, memories, there)
@@ -53,7 +53,7 @@ def cells(accuracy: dict[str, float], kept: dict[str, float]) -> Cells:
     return {label: {"accuracy": accuracy[label], "kept": kept[label]} for label in accuracy}
 
 
-def test_each_statement_can_hold_and_can_fail() -> None:
+def test_each_expectation_can_hold_and_can_fail() -> None:
     study = studies.make("a3_babi")
     assert set(study.cases) == {EXACT, CONSERVATIVE, AGGRESSIVE, *SEARCHED, *PERCENT}
     paper = {
@@ -67,7 +67,7 @@ def test_each_statement_can_hold_and_can_fail() -> None:
     assert not any(holds(cells(lower | {AGGRESSIVE: 50.0}, turned)) for holds in study.expect.values())
 
 
-def test_a_cell_has_all_numbers() -> None:
+def test_a_cell_has_all_quantities() -> None:
     small = {"stories": 64, "tested": 16, "steps": 3, "width": 8, "batch": 8, "tying": "layer_wise"}
     exact, searched = (measure(0, searched=share, percent=0.0, **small) for share in (0.0, 0.25))
     assert exact["kept"] == exact["recall"] == 100

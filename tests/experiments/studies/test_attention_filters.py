@@ -1,4 +1,4 @@
-"""What the study of attention filters expects of its numbers, and that its densities are those of the masks."""
+"""Study of attention filters: its expectations, and densities that match the masks."""
 
 import pytest
 import torch
@@ -29,14 +29,14 @@ def cells(of_blocks: float, narrow_window: float, losses: dict[str, float], dens
     return cells_of(study, measured)[0]
 
 
-def test_each_statement_can_hold_and_can_fail() -> None:
+def test_each_expectation_can_hold_and_can_fail() -> None:
     expected = studies.make("attention_filters").expect
     assert all(holds(cells(2.2, 2.05, LOSSES, DENSITIES)) for holds in expected.values())
     turned = {"plain": 2.0, "wide": 2.2, "narrow": 2.3}
     assert not any(holds(cells(2.1, 2.3, turned, DENSITIES | {"wide": 5.0})) for holds in expected.values())
 
 
-def test_density_is_what_a_window_leaves() -> None:
+def test_density_matches_a_window() -> None:
     model = WindowAttention(window=3, block=4).model(llama(1, 16, 12, 0))
     pairs = sum(min(i + 1, 3) for i in range(12))
     assert density_of(model, torch.zeros(2, 12, dtype=torch.int64)) == pytest.approx(pairs / 78)
@@ -44,6 +44,6 @@ def test_density_is_what_a_window_leaves() -> None:
 
 
 @pytest.mark.parametrize("model", ["text", "images"])
-def test_a_cell_of_each_model_has_all_numbers(model: str) -> None:
+def test_a_cell_of_each_model_has_all_quantities(model: str) -> None:
     found = measure(0, model, "Sanger", {"threshold": 0.1}, steps=3, depth=1, width=32, batch=2, length=16)
     assert 0 < found["density"] < 100 and found["loss"] > 0 and found["seconds"] > 0

@@ -1,4 +1,4 @@
-"""Rates carried over from a base batch: what is composed, and the accuracy that is counted."""
+"""Study of batch scaling: composed schedules, and accuracy."""
 
 import pytest
 import torch
@@ -24,7 +24,7 @@ PUBLISHED = {
     ("method", "first", "last"),
     [("same rate", 1, 1), ("linear", 4, 4), ("linear, warm-up", 1, 4), ("square root, warm-up", 1, 2), (LARS, 1, 4)],
 )
-def test_the_rate_begins_and_ends_as_the_method_says(method: str, first: float, last: float) -> None:
+def test_the_rate_starts_and_ends_as_in_the_method(method: str, first: float, last: float) -> None:
     batch = 4 * 16
     found = batch_scaling.chosen(METHODS[method], 0.02, 0.01, base_batch=16, batch=batch)
     plain = BaseRun(lambda: perceptron([8], 0), DigitEpochs("train", batch), Classification())
@@ -34,14 +34,14 @@ def test_the_rate_begins_and_ends_as_the_method_says(method: str, first: float, 
     assert rates == pytest.approx([first, last])
 
 
-def test_first_values_depend_on_the_seed_alone_and_leave_torch_s_generator_as_it_was() -> None:
+def test_initialization_depends_on_the_seed_only() -> None:
     before = torch.random.get_rng_state()
     one, again, other = (perceptron([8], seed)[1].weight for seed in (0, 0, 1))
     assert torch.equal(one, again) and not torch.equal(one, other)
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
-def test_accuracy_is_the_share_of_test_images_told_right() -> None:
+def test_accuracy_is_the_fraction_of_correct_test_images() -> None:
     test = DigitImages("test")
     model = torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 10))
     with torch.no_grad():
@@ -51,7 +51,7 @@ def test_accuracy_is_the_share_of_test_images_told_right() -> None:
 
 
 @pytest.mark.slow
-def test_small_batches_learn_by_every_method_and_the_largest_breaks_the_linear_rule() -> None:
+def test_all_methods_learn_at_small_batches() -> None:
     for method in METHODS:
         assert measure(0, batch=32, method=method, epochs=4, **CASE)["accuracy"] > 0.5, method
     large = {method: measure(0, batch=650, method=method, epochs=15, **CASE) for method in ("linear", LARS)}
@@ -59,7 +59,7 @@ def test_small_batches_learn_by_every_method_and_the_largest_breaks_the_linear_r
     assert large[LARS]["accuracy"] > 0.85
 
 
-def test_a_run_that_diverges_counts_as_what_it_has_learned() -> None:
+def test_a_diverged_run_has_the_accuracy_of_its_last_model() -> None:
     found = measure(0, batch=32, method="same rate", epochs=1, **CASE | {"rate": 1e30})
     assert 0 <= found["accuracy"] < 0.5
 

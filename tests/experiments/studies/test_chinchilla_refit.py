@@ -1,4 +1,4 @@
-"""The law that made the runs is found again by the sum, and what is told of it is right."""
+"""Chinchilla re-fit: the sum recovers the law of the runs, and derived rows are correct."""
 
 import math
 
@@ -12,7 +12,7 @@ from thrifty.experiments.study_summary import cells_of
 from thrifty.planning.published_laws import BEST, PUBLISHED
 
 
-def test_the_runs_are_of_the_budgets_of_the_paper_and_of_the_law() -> None:
+def test_runs_have_the_budgets_of_the_paper_and_follow_the_law() -> None:
     runs = isoflop_runs(BEST.law, 30, noise=0.0, seed=0)
     assert len(runs) == 240
     assert sorted({round(run.flops / 1e16) for run in runs}) == [round(c / 1e16) for c in chinchilla_refit.BUDGETS]
@@ -21,19 +21,19 @@ def test_the_runs_are_of_the_budgets_of_the_paper_and_of_the_law() -> None:
     assert isoflop_runs(BEST.law, 30, 0.0, 1) != runs
 
 
-def test_noise_is_of_the_size_asked_for_and_differs_from_budget_to_budget() -> None:
+def test_noise_has_its_standard_deviation_and_varies_by_budget() -> None:
     clean, noisy = (isoflop_runs(BEST.law, 30, noise, seed=0) for noise in (0.0, 0.01))
     residuals = np.log([a.loss / b.loss for a, b in zip(noisy, clean, strict=True)]).reshape(8, 30)
     assert residuals.std() == pytest.approx(0.01, rel=0.15)
     assert not np.allclose(residuals[0], residuals[1])
 
 
-def test_rounding_the_law_of_the_paper_gives_what_was_printed() -> None:
+def test_rounding_the_law_yields_the_printed_constants() -> None:
     printed, unrounded = (law.law for law in PUBLISHED[:2])
     assert as_printed(unrounded) == printed
 
 
-def test_factors_count_from_one_in_both_directions() -> None:
+def test_the_factor_is_symmetric_and_at_least_one() -> None:
     assert factor(2, 8) == pytest.approx(4) == factor(8, 2)
     assert factor(3, 3) == 1
 
@@ -49,7 +49,7 @@ def test_one_cell_without_noise_shows_the_mistake() -> None:
     assert wrong["off_by"] == pytest.approx(math.exp(abs(math.log(wrong["tokens_per_parameter"] / 17.877))), rel=1e-3)
 
 
-def test_the_published_rows_are_derived_and_rounding_alone_is_told() -> None:
+def test_published_rows_are_derived_and_expectations_can_fail() -> None:
     study = studies.make("chinchilla_refit")
     numbers = {
         label: {"off_by": 1.0 if case["reduction"] == "sum" else 3.0, "agreeing": float(case["reduction"] == "sum")}

@@ -1,4 +1,4 @@
-"""The study of dropped patches: what is expected, that all ways cost the same, and a small cell."""
+"""Study of dropped patches: expectations, equal FLOPs of all variants, and a small cell."""
 
 import pytest
 from pair_runs import write_crosses
@@ -9,7 +9,7 @@ from thrifty.experiments.study import Cells
 
 
 def cells(*recalls: float, work: tuple[int, ...] = (100, 300)) -> Cells:
-    """The same percentages at each budget, in the order of the ways."""
+    """Return cells with the same percentages at each budget, in the order of the variants."""
     return {
         label_of(way, steps): {"recall_10": recall, "chance_10": 0.5}
         for steps in work
@@ -17,7 +17,7 @@ def cells(*recalls: float, work: tuple[int, ...] = (100, 300)) -> Cells:
     }
 
 
-def test_what_is_expected_holds_for_the_published_shape_and_fails_for_others() -> None:
+def test_expectations_hold_for_the_published_shape_only() -> None:
     study = studies.make("flip")
     published = cells(20.0, 21.0, 24.0, 15.0, 22.0)
     assert set(published) == set(study.cases)
@@ -40,7 +40,7 @@ def own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPath
 
 
 @pytest.mark.parametrize("way", VARIANTS)
-def test_all_ways_of_a_budget_cost_the_same(way: str) -> None:
+def test_all_variants_of_a_budget_cost_the_same(way: str) -> None:
     rate, tuned = VARIANTS[way]
     whole, dropped = 7.0, 7.0 * (1 - 0.8 * rate)
     steps = steps_for(1000, whole, dropped, tuned)
@@ -49,7 +49,7 @@ def test_all_ways_of_a_budget_cost_the_same(way: str) -> None:
 
 
 @pytest.mark.slow
-def test_a_small_cell_says_what_it_found_and_what_it_cost(crosses: str) -> None:
+def test_a_small_cell_has_recall_and_cost(crosses: str) -> None:
     found = measure(0, HALF_TUNED, 3, **SMALL, data=crosses)  # type: ignore[arg-type]
     whole = measure(0, WHOLE, 1, **SMALL, data=crosses)  # type: ignore[arg-type]
     assert found["steps"] > 3 and whole["steps"] == 1

@@ -1,4 +1,4 @@
-"""Work is counted right, and the shapes that are expected are those that are kept."""
+"""Studies of growth: counted compute, and expectations of the published shapes."""
 
 import pytest
 
@@ -14,7 +14,7 @@ def test_the_mean_depth_of_a_run_that_doubles_twice() -> None:
 
 
 @pytest.mark.parametrize("full_steps", [50, 800])
-def test_dropped_blocks_pay_for_more_steps_and_no_more_than_they_save(full_steps: int) -> None:
+def test_dropped_blocks_pay_for_exactly_the_additional_steps(full_steps: int) -> None:
     steps = layer_drop.steps_for(full_steps * 8, 8)
 
     def spent(steps: int) -> float:
@@ -25,10 +25,10 @@ def test_dropped_blocks_pay_for_more_steps_and_no_more_than_they_save(full_steps
         )
 
     assert spent(steps) <= full_steps * 8 < spent(steps + 1)
-    assert steps == pytest.approx(full_steps * 8 / (23 / 4), rel=0.03)  # but for the first steps
+    assert steps == pytest.approx(full_steps * 8 / (23 / 4), rel=0.03)  # except for the first steps
 
 
-def test_a_gain_that_shrinks_is_what_stacking_is_expected_to_show() -> None:
+def test_stacking_expects_a_shrinking_gain() -> None:
     study = studies.make("stacking")
     found = {("full", 800): 1.628, ("full", 4000): 1.208, ("stacked", 800): 1.575, ("stacked", 4000): 1.191}
     cells = {
@@ -46,7 +46,7 @@ def test_a_gain_that_shrinks_is_what_stacking_is_expected_to_show() -> None:
     assert not all(holds(lasting) for holds in study.expect.values())
 
 
-def test_no_gain_is_what_layer_dropping_is_expected_to_show() -> None:
+def test_layer_dropping_expects_no_gain() -> None:
     study = studies.make("layer_drop")
     found = {
         "dropping False, rate constant, full_steps 800": 1.597, "dropping True, rate constant, full_steps 800": 1.654,
@@ -61,7 +61,7 @@ def test_no_gain_is_what_layer_dropping_is_expected_to_show() -> None:
     assert not all(holds(gaining) for holds in study.expect.values())
 
 
-def test_accuracy_against_seconds_is_judged_at_the_last_budget() -> None:
+def test_accuracy_against_seconds_is_compared_at_the_last_budget() -> None:
     study = studies.make("resolution")
     cells = {
         label: {

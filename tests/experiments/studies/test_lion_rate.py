@@ -1,4 +1,4 @@
-"""The best rate of a grid, and how those of two optimizers compare."""
+"""Study of Lion: the best rate of a grid, and the comparison of two optimizers."""
 
 import math
 
@@ -18,7 +18,7 @@ def valley(rate: float, best: float, lowest: float) -> float:
 
 
 @given(some.sampled_from(sorted(RATES)), some.floats(0.1, 0.9), some.floats(0.5, 3))
-def test_a_parabola_has_its_lowest_point_found(optimizer: lion_rate.Optimizer, place: float, lowest: float) -> None:
+def test_the_minimum_of_a_parabola_is_found(optimizer: lion_rate.Optimizer, place: float, lowest: float) -> None:
     rates = RATES[optimizer]
     best = rates[1] * (rates[-2] / rates[1]) ** place
     rate, loss = lowest_point(rates, [valley(rate, best, lowest) for rate in rates])
@@ -27,7 +27,7 @@ def test_a_parabola_has_its_lowest_point_found(optimizer: lion_rate.Optimizer, p
 
 
 @pytest.mark.parametrize("losses", [[1.0, 2.0, 3.0], [3.0, 2.0, 1.0], [2.0, 1.0, math.inf]])
-def test_at_an_end_or_beside_a_run_that_diverged_the_best_of_the_grid_is_taken(losses: list[float]) -> None:
+def test_the_best_grid_rate_is_used_without_finite_neighbours(losses: list[float]) -> None:
     rate, loss = lowest_point([1e-3, 2e-3, 4e-3], losses)
     assert loss == 1.0
     assert rate == [1e-3, 2e-3, 4e-3][losses.index(1.0)]
@@ -42,7 +42,7 @@ def seed_of_runs(adamw: float, lion: float) -> Cells:
     return cells_of(study, measured)[0]
 
 
-def test_the_ratio_of_the_optima_is_derived_and_judged() -> None:
+def test_the_ratio_of_the_optima_is_derived_and_compared() -> None:
     expected = studies.make("lion_rate").expect
     cells = seed_of_runs(adamw=8e-3, lion=2e-3)
     assert cells[RATIO]["rate_ratio"] == pytest.approx(4, rel=1e-6)

@@ -1,4 +1,4 @@
-"""The study of masked autoencoders: what is expected of it, who has which labels, and what a classifier starts from."""
+"""Study of masked autoencoders: expectations, labelled subsets, and the start of a classifier."""
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ TINY = AutoencoderSizes(patch=2, depth=1, width=32, decoder_depth=1, decoder_wid
 
 
 def cells(tuned: tuple[float, ...], probe: tuple[float, ...], gains: tuple[float, ...]) -> Cells:
-    """By case: from scratch, longer, with blanks, 50, 75, 90 %."""
+    """Return cells by case: from scratch, longer, with mask tokens, 50, 75, 90 %."""
     labels = (SCRATCH, LONGER, BLANKS, "50 %", "75 %", "90 %")
     return {
         label: {"tuned_100": t, "probe_100": p, "encoder_gain": g, "step_gain": 0.8 * g}
@@ -31,7 +31,7 @@ def cells(tuned: tuple[float, ...], probe: tuple[float, ...], gains: tuple[float
     }
 
 
-def test_what_is_expected_can_hold_and_can_fail() -> None:
+def test_expectations_can_hold_and_can_fail() -> None:
     study = studies.make("mae")
     assert len(study.cases) == 6
     good = cells((73, 83, 84, 84, 87, 66), (18, 28, 61, 70, 66, 38), (1.0, 1.0, 1.0, 2.1, 4.3, 9.5))
@@ -40,7 +40,7 @@ def test_what_is_expected_can_hold_and_can_fail() -> None:
     assert not any(holds(alike) for holds in study.expect.values())
 
 
-def test_each_seed_has_labelled_images_of_its_own_and_all_cases_of_it_the_same() -> None:
+def test_the_labelled_subset_depends_on_the_seed_only() -> None:
     one, again, other = (LabelledImages.of("digits", 40, 16, seed) for seed in (0, 0, 1))
     assert np.array_equal(one.train.contents.pixels, again.train.contents.pixels)
     assert not np.array_equal(one.train.contents.pixels, other.train.contents.pixels)
@@ -50,7 +50,7 @@ def test_each_seed_has_labelled_images_of_its_own_and_all_cases_of_it_the_same()
     assert LabelledImages.of("digits", 40, 64, 0).train.batch == 40
 
 
-def test_a_classifier_starts_from_the_encoder_and_leaves_the_autoencoder_as_it_is() -> None:
+def test_a_classifier_copies_the_encoder() -> None:
     start, few = TINY.autoencoder(0, 8, 1), LabelledImages.of("digits", 20, 8, 0)
     before = {name: value.clone() for name, value in start.state_dict().items()}
     for _ in range(2):
@@ -60,7 +60,7 @@ def test_a_classifier_starts_from_the_encoder_and_leaves_the_autoencoder_as_it_i
     assert all(torch.equal(value, before[name]) for name, value in start.state_dict().items())
 
 
-def test_pre_training_learns_with_and_without_blanks() -> None:
+def test_pre_training_learns_with_and_without_mask_tokens() -> None:
     for blanks in (False, True):
         plain = masked(TINY, "digits", 32, 0.75, 0)
         run = compose(plain, [*adamw(5e-3), *dropping(blanks)], 60)
@@ -74,7 +74,7 @@ def test_pre_training_learns_with_and_without_blanks() -> None:
         assert last < 0.9 * first
 
 
-def test_paces_count_what_is_dropped_and_compare_by_turns() -> None:
+def test_speedups_count_dropped_patches_in_alternating_runs() -> None:
     whole, dropped = (EncoderPace(TINY, 8, 2, 0.75, dropping(blanks)) for blanks in (True, False))
     one, other = whole.flops(), dropped.flops()
     assert other["encoder_flops"] < 0.4 * one["encoder_flops"]

@@ -1,4 +1,4 @@
-"""The study of masks left out of the encoder: equal work, equal judges, statements that can fail."""
+"""Study of masked-out tokens: equal FLOPs, equal evaluation, expectations that can fail."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ CLAIMED = {
 
 
 def cells(**changed: tuple[float, float]) -> Cells:
-    """What would be found where the paper is right, but for these ways, which come to the same at both budgets."""
+    """Return the cells expected by the paper; `changed` variants have the given values at both budgets."""
     found = {
         label_of(way, paid): changed.get(way, each) for paid, ways in CLAIMED.items() for way, each in ways.items()
     }
@@ -40,7 +40,7 @@ def cells(**changed: tuple[float, float]) -> Cells:
     }
 
 
-def test_each_statement_holds_where_the_paper_is_right_and_fails_where_it_is_not() -> None:
+def test_expectations_hold_for_the_papers_values_only() -> None:
     study = studies.make("masked_tokens")
     assert set(cells()) == set(study.cases)
     assert all(holds(cells()) for holds in study.expect.values())
@@ -51,7 +51,7 @@ def test_each_statement_holds_where_the_paper_is_right_and_fails_where_it_is_not
 
 
 @pytest.mark.slow
-def test_all_ways_are_paid_for_the_same_work() -> None:
+def test_all_variants_have_equal_flops() -> None:
     per_step = {way: flops(way, **SIZES) for way in RATES}
     assert per_step[CROSS] < per_step[SELF]
     found = {way: measure(0, way, 6, 2, 2, 32, 32, 4, 2e-3) for way in (BERT, CROSS)}
@@ -60,7 +60,7 @@ def test_all_ways_are_paid_for_the_same_work() -> None:
     assert found[CROSS]["told"] > 100 / len(KINDS)
 
 
-def test_bytes_are_of_the_kind_that_python_says(tmp_path: Path) -> None:
+def test_byte_kinds_match_the_python_tokenizer(tmp_path: Path) -> None:
     source = "def f(x):  # why\n    return 'a\\n' + x\n"
     (tmp_path / "source.py").write_text(source)
     text, kind = token_types(tmp_path / "source.py")
@@ -73,16 +73,18 @@ def test_bytes_are_of_the_kind_that_python_says(tmp_path: Path) -> None:
     assert len(token_types(tmp_path / "broken.py")[0]) == 0
 
 
-def test_the_probe_is_tested_on_other_files_and_on_as_many_letters_of_each_kind() -> None:
-    (learned, theirs), (tested, wanted) = places(32, 0)
-    assert [labels.bincount().tolist() for labels in (theirs, wanted)] == [[each] * len(KINDS) for each in PLACES]
-    middle = torch.cat((learned, tested))[:, 16]
+def test_the_probe_has_other_test_files_and_balanced_kinds() -> None:
+    (train_bytes, train_kinds), (test_bytes, test_kinds) = places(32, 0)
+    assert [labels.bincount().tolist() for labels in (train_kinds, test_kinds)] == [
+        [each] * len(KINDS) for each in PLACES
+    ]
+    middle = torch.cat((train_bytes, test_bytes))[:, 16]
     assert middle.min() >= ord("a") and middle.max() <= ord("z")
-    seen = {tuple(row) for row in learned.tolist()}
-    assert sum(tuple(row) in seen for row in tested.tolist()) < len(tested) / 50
+    seen = {tuple(row) for row in train_bytes.tolist()}
+    assert sum(tuple(row) in seen for row in test_bytes.tolist()) < len(test_bytes) / 50
 
 
-def test_a_probe_of_states_that_say_nothing_is_right_by_chance() -> None:
+def test_a_probe_of_constant_states_has_chance_accuracy() -> None:
     model = encoder(1, 16, 32, 0)
     with torch.no_grad():
         model.embedding.token.weight.fill_(0.1)

@@ -1,4 +1,4 @@
-"""What the N:M study expects of its numbers, and that its variants are what their names say."""
+"""Study of N:M training: its expectations, and variants that match their names."""
 
 from thrifty.experiments import studies
 from thrifty.experiments.studies import n_of_m
@@ -25,14 +25,14 @@ def cells(losses: dict[str, float], peak: float = 0.03, late: float = 0.003, cal
     return cells_of(study, measured)[0]
 
 
-def test_each_statement_can_hold_and_can_fail() -> None:
+def test_each_expectation_can_hold_and_can_fail() -> None:
     expected = studies.make("n_of_m").expect
     assert all(holds(cells(LOSSES)) for holds in expected.values())
     turned = LOSSES | {PLAIN: 2.4, DECAYED: 2.5, STRONG: 2.5, FINISH: 2.2, ESTIMATED: 2.3}
     assert not any(holds(cells(turned, late=0.02, calm=2.0)) for holds in expected.values())
 
 
-def test_masks_move_while_there_are_some() -> None:
+def test_masks_flip_only_in_masked_steps() -> None:
     tiny = {"depth": 1, "width": 16, "length": 16, "batch": 2, "steps": 6}
     dense, masked = (n_of_m.measure(0, masked=masked, **tiny) for masked in (False, True))
     assert dense["peak_flips"] == 0 < masked["late_flips"] <= masked["peak_flips"]

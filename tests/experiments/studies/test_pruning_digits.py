@@ -1,4 +1,4 @@
-"""The study of pruning methods: what is masked, what is expected, and a small cell that learns."""
+"""Study of pruning methods: masked matrices, expectations, and a small cell that learns."""
 
 import pytest
 
@@ -11,7 +11,7 @@ PUBLISHED = {
     "static, uniform": (97.0, 23.3, 8.3), "static, ERK": (98.0, 85.1, 8.3), "magnitude, global": (97.7, 16.6, 8.3),
     "SNIP": (98.0, 96.5, 74.8), "GraSP": (94.5, 96.8, 66.4), "SET": (98.0, 91.6, 8.1), "RigL": (97.8, 96.7, 24.4),
 }  # fmt: skip
-"""Percent right at 10, 2 and 0.5 %, as another implementation found them."""
+"""Accuracy in percent at 10, 2 and 0.5 %, from another implementation."""
 
 
 def cells(**changed: tuple[float, float, float]) -> Cells:
@@ -22,7 +22,7 @@ def cells(**changed: tuple[float, float, float]) -> Cells:
     return found
 
 
-def test_what_is_expected_holds_for_the_numbers_known_and_fails_for_others() -> None:
+def test_expectations_hold_for_known_values_only() -> None:
     study = studies.make("pruning_digits")
     assert set(cells()) == set(study.cases)
     assert all(holds(cells()) for holds in study.expect.values())
@@ -30,7 +30,7 @@ def test_what_is_expected_holds_for_the_numbers_known_and_fails_for_others() -> 
     assert not any(holds(alike) for holds in study.expect.values())
 
 
-def test_every_matrix_is_masked_the_head_too() -> None:
+def test_every_matrix_and_the_head_are_masked() -> None:
     shapes = {name: tuple(p.shape) for name, p in perceptron(8, 0).named_parameters() if p.ndim == 2}
     assert len(shapes) == 4
     for method in METHODS:

@@ -1,4 +1,4 @@
-"""The studies themselves: their mathematics against an independent word, and the smallest cell of each."""
+"""Studies: their mathematics against independent references, and the smallest cell of each."""
 
 import math
 from collections.abc import Mapping
@@ -68,7 +68,7 @@ SMALL = {
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", studies.names())
-def test_every_cell_of_a_small_version_gives_numbers_that_the_study_names(name: str, tmp_path: Path) -> None:
+def test_every_small_cell_returns_known_quantities(name: str, tmp_path: Path) -> None:
     data = [f"data={write_crosses(tmp_path)}"] if name == "flip" else []
     study = studies.make(name, SMALL[name] + data)
     assert study.name == name
@@ -80,7 +80,7 @@ def test_every_cell_of_a_small_version_gives_numbers_that_the_study_names(name: 
 
 
 @pytest.mark.parametrize("name", studies.names())
-def test_every_study_says_its_command_and_what_to_expect(name: str) -> None:
+def test_every_study_documents_command_and_expectation(name: str) -> None:
     card = studies.find(name).__doc__ or ""
     assert f"Command   thrifty study {name}\n" in card
     assert "Expect    " in card
@@ -92,7 +92,7 @@ def test_every_study_says_its_command_and_what_to_expect(name: str) -> None:
     assert shown <= study.quantities.keys() | {key for case in study.cases.values() for key in case}
 
 
-def test_a_name_is_a_recipe_or_a_study_and_mistakes_are_told_apart() -> None:
+def test_names_are_either_recipes_or_studies() -> None:
     assert not set(RECIPES) & set(studies.names())
     with pytest.raises(UsageError, match=r"is a study(.|\n)*thrifty study norm_free"):
         load_recipe("norm_free", "recipe", studies.names())
@@ -108,7 +108,8 @@ def test_a_name_is_a_recipe_or_a_study_and_mistakes_are_told_apart() -> None:
 
 
 def end_to_end_velocity(end_to_end: Tensor, gradient: Tensor, depth: int) -> Tensor:
-    """Theorem 1: how gradient flow on balanced factors moves their product, (out, in) like both arguments.
+    """Return the velocity of the product of balanced factors under gradient flow (theorem 1), (out, in) like both
+    arguments.
 
     -Σ_j (W Wᵀ)^((depth-j)/depth) · gradient · (Wᵀ W)^((j-1)/depth), j = 1 … depth
     """
@@ -125,7 +126,7 @@ def end_to_end_velocity(end_to_end: Tensor, gradient: Tensor, depth: int) -> Ten
 
 @given(some.integers(2, 5), some.integers(1, 4), some.integers(1, 5), some.integers(0, 1000))
 @settings(max_examples=25)
-def test_balanced_factors_move_their_product_as_theorem_1_says(depth: int, rows: int, columns: int, seed: int) -> None:
+def test_balanced_factors_follow_theorem_1(depth: int, rows: int, columns: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     start, gradient = (torch.randn(rows, columns, generator=generator, dtype=torch.float64) for _ in range(2))
     factors = depth_preconditioner.balanced_factors(start, depth)
@@ -142,13 +143,13 @@ def test_balanced_factors_move_their_product_as_theorem_1_says(depth: int, rows:
 
 
 def product(factors: list[Tensor]) -> Tensor:
-    found = factors[0]
+    result = factors[0]
     for factor in factors[1:]:
-        found = factor @ found
-    return found
+        result = factor @ result
+    return result
 
 
-def test_with_one_output_the_preconditioner_is_the_closed_form_of_the_paper() -> None:
+def test_one_output_has_the_closed_form_preconditioner() -> None:
     w, gradient = (torch.randn(1, 6, generator=torch.Generator().manual_seed(k), dtype=torch.float64) for k in (0, 1))
     for depth in (2, 3, 4):
         along = (gradient @ w.mT) / w.norm() ** 2 * w
@@ -156,7 +157,7 @@ def test_with_one_output_the_preconditioner_is_the_closed_form_of_the_paper() ->
         assert torch.allclose(end_to_end_velocity(w, gradient, depth), expected)
 
 
-def test_unbalanced_factors_do_not_move_that_way() -> None:
+def test_unbalanced_factors_do_not_follow_theorem_1() -> None:
     generator = torch.Generator().manual_seed(0)
     one, two = (torch.randn(3, 3, generator=generator, dtype=torch.float64) for _ in range(2))
     gradient = torch.eye(3, dtype=torch.float64)
@@ -165,7 +166,7 @@ def test_unbalanced_factors_do_not_move_that_way() -> None:
 
 
 @pytest.mark.parametrize("p", [2, 4])
-def test_the_lowest_loss_is_where_the_gradient_vanishes(p: int) -> None:
+def test_the_lowest_loss_has_zero_gradient(p: int) -> None:
     x, y = depth_preconditioner.regression(0, 60, 5, 4.0)
     lowest = depth_preconditioner.lowest_loss(x, y, p)
     w = torch.zeros(5, dtype=torch.float64, requires_grad=True)
@@ -183,7 +184,7 @@ def test_the_lowest_loss_is_where_the_gradient_vanishes(p: int) -> None:
     assert float(loss().detach()) == pytest.approx(lowest, rel=1e-9)
 
 
-def test_depth_helps_in_l4_and_not_in_l2_already_at_one_seed() -> None:
+def test_depth_helps_l4_but_not_l2_at_one_seed() -> None:
     study = studies.make("depth_preconditioner")
     cells = {label: study.measure(seed=0, **case) for label, case in study.cases.items()}
     assert cells["p 4, depth 1"]["steps"] > 1.4 * cells["p 4, depth 2"]["steps"]
@@ -193,7 +194,7 @@ def test_depth_helps_in_l4_and_not_in_l2_already_at_one_seed() -> None:
 # width_lazy
 
 
-def test_the_network_and_its_gradient_are_what_autograd_says() -> None:
+def test_the_network_and_its_gradient_match_autograd() -> None:
     generator = torch.Generator().manual_seed(0)
     x, weight = torch.randn(7, 5, generator=generator), torch.randn(6, 5, generator=generator)
     output, labels = torch.tensor([1.0, -1, 1, -1, 1, -1]) / math.sqrt(6), torch.ones(7)
@@ -205,12 +206,12 @@ def test_the_network_and_its_gradient_are_what_autograd_says() -> None:
     assert torch.allclose((on * output * (found - labels)[:, None]).mT @ x / 7, leaf.grad)
 
 
-def test_conflicting_labels_are_never_fitted_and_others_are() -> None:
+def test_contradictory_labels_are_never_fitted() -> None:
     case = {"width": 64, "inputs": "sphere", "examples": 20, "rate": 10.0, "goal": 0.025, "most_steps": 300}
     assert width_lazy.measure(seed=0, **case, conflicts=0)["steps"] < 300
     conflict = width_lazy.measure(seed=0, **case, conflicts=4)
     assert math.isinf(conflict["steps"])
-    assert conflict["loss"] == pytest.approx(8 / 20 / 2, rel=0.05)  # a pair is best answered by 0, half off each
+    assert conflict["loss"] == pytest.approx(8 / 20 / 2, rel=0.05)  # the best output for a pair is 0, half off each
 
 
 def test_wider_networks_move_less() -> None:
@@ -228,16 +229,16 @@ def test_training_and_held_out_text_are_different_files() -> None:
     assert held_out[:2000] not in training
 
 
-def test_a_run_that_diverges_has_infinite_losses_to_its_end() -> None:
+def test_a_diverged_run_has_infinite_remaining_losses() -> None:
     trained = train_on_bytes(lambda: llama(1, 16, 16, 0), [AdamW(lr=1e30)], steps=30, seed=0, length=16, batch=2)
     assert len(trained.losses) == 30
     assert math.isinf(trained.losses[-1])
     assert math.isinf(trained.mean_loss(20))
 
 
-def test_a_budget_is_spent_by_six_flops_a_parameter_and_token() -> None:
+def test_a_step_costs_six_flops_per_parameter_and_token() -> None:
     assert steps_for(6.0 * 1000 * 512 * 7, 1000, 512) == 7
-    assert parameters_of(llama(2, 16, 64, 0)) == 10_832  # the table is tied: counted once
+    assert parameters_of(llama(2, 16, 64, 0)) == 10_832  # the tied table counts once
 
 
 # train_large
@@ -256,7 +257,7 @@ def test_the_largest_weights_over_all_tensors_are_kept(sizes: list[int], kept: i
     assert torch.equal(after[after != 0], before[after != 0])
 
 
-def test_only_matrices_of_blocks_are_cut() -> None:
+def test_only_block_matrices_are_pruned() -> None:
     model = llama(2, 16, 16, 0)
     total = sum(weight.numel() for weight in train_large.block_matrices(model))
     assert total == parameters_of(model) - 256 * 16 - 5 * 16  # the table and five norms
@@ -265,7 +266,7 @@ def test_only_matrices_of_blocks_are_cut() -> None:
 # isoflop
 
 
-def test_optima_follow_a_law_that_is_known() -> None:
+def test_optima_follow_a_known_law() -> None:
     study = studies.make("isoflop")
     tokens_per_parameter, budgets = 30.0, sorted({case["flops"] for case in study.cases.values()})
 
@@ -291,7 +292,7 @@ def build(style: str, norms: bool = True) -> nn.Module:
     return norm_free.build(style, norms, depth=2, width=16, length=16, seed=0)  # type: ignore[arg-type]
 
 
-def test_the_variants_differ_in_their_norms_only() -> None:
+def test_variants_differ_in_their_norms_only() -> None:
     post, pre, nothing = build("gpt1"), build("gpt"), build("gpt", norms=False)
     x = 100 * torch.randn(1, 16, 16, generator=torch.Generator().manual_seed(0))
     assert post.blocks[0](x).std().item() == pytest.approx(1, abs=0.05)
@@ -300,7 +301,7 @@ def test_the_variants_differ_in_their_norms_only() -> None:
     assert torch.equal(nothing.norm(x), x)
 
 
-def test_the_unigram_entropy_is_that_of_the_bytes() -> None:
+def test_the_unigram_entropy_is_the_byte_entropy() -> None:
     text = source_text()[0]
     shares = np.unique(text, return_counts=True)[1] / len(text)
     assert norm_free.unigram_entropy() == pytest.approx(float(np.sum(shares * np.log(1 / shares))))

@@ -1,4 +1,4 @@
-"""The studies of data selection: what they expect can hold and can fail, and their parts do what they say."""
+"""Studies of data selection: expectations that can hold and fail, and correct parts."""
 
 import math
 
@@ -18,7 +18,7 @@ ERRORS = {
     "easiest": (0.193, 0.145, 0.090, 0.052, 0.027), "hardest": (0.453, 0.404, 0.104, 0.035, 0.018),
     teacher_perceptron.BLURRED: (0.43, 0.39, 0.31, 0.10, 0.03),
 }  # fmt: skip
-"""Of the teacher-student perceptron, the first four as another implementation found them."""
+"""Errors of the teacher-student perceptron, the first four from another implementation."""
 
 
 def verdicts(name: str, cells: Cells) -> list[bool]:
@@ -35,13 +35,13 @@ def perceptron_cells(errors: dict[str, tuple[float, ...]]) -> Cells:
     }
 
 
-def test_the_perceptron_crosses_over_in_known_numbers_and_not_in_others() -> None:
+def test_the_perceptron_expectations_hold_for_known_values_only() -> None:
     assert all(verdicts("teacher_perceptron", perceptron_cells(ERRORS)))
     turned = {kept: (0.3,) * 5 for kept in ERRORS} | {"all": (0.1,) * 5}
     assert not any(verdicts("teacher_perceptron", perceptron_cells(turned)))
 
 
-def test_the_largest_margin_is_that_of_a_general_solver() -> None:
+def test_the_maximum_margin_matches_a_general_solver() -> None:
     random = np.random.default_rng(0)
     examples = random.standard_normal((40, 4))
     signed = examples * np.sign(examples @ random.standard_normal(4))[:, None]
@@ -53,7 +53,7 @@ def test_the_largest_margin_is_that_of_a_general_solver() -> None:
     np.testing.assert_allclose(found, wanted.x, rtol=1e-4)
 
 
-def test_a_probe_is_at_the_angle_that_was_asked_for() -> None:
+def test_a_probe_has_the_requested_angle() -> None:
     random = np.random.default_rng(0)
     teacher = random.standard_normal(7)
     teacher /= np.linalg.norm(teacher)
@@ -73,7 +73,7 @@ def diet_cells(right: dict[str, float], agreement: dict[str, float]) -> Cells:
     return {way: {"accuracy": value} for way, value in (others | right).items()} | {data_diet.SCORES: agreement}
 
 
-def test_the_diet_can_be_right_and_wrong() -> None:
+def test_data_diet_expectations_can_hold_and_can_fail() -> None:
     agreement = {"first_grand_to_input_norm": 0.8, "one_to_mean": 0.7, "mean_to_mean": 0.8, "caught": 90.0}
     assert all(verdicts("data_diet", diet_cells(RIGHT, agreement)))
     other = {"first_grand_to_input_norm": 0.1, "one_to_mean": 0.8, "mean_to_mean": 0.7, "caught": 10.0}
@@ -81,29 +81,29 @@ def test_the_diet_can_be_right_and_wrong() -> None:
     assert not any(verdicts("data_diet", diet_cells(turned, other)))
 
 
-def test_so_many_labels_are_wrong_and_those_that_are_said_to_be() -> None:
-    given, wrong = with_wrong_labels(0.05, seed=3)
+def test_exactly_the_marked_labels_are_wrong() -> None:
+    noisy, wrong = with_wrong_labels(0.05, seed=3)
     right, none = with_wrong_labels(0.0, seed=3)
     assert int(wrong.sum()) == 65 and not none.any()
-    assert torch.equal(given.labels != right.labels, wrong)
-    assert torch.equal(given.images, right.images)
+    assert torch.equal(noisy.labels != right.labels, wrong)
+    assert torch.equal(noisy.images, right.images)
 
 
-def test_the_hardest_but_some_begin_where_the_offset_ends() -> None:
+def test_hardest_but_some_starts_after_the_offset() -> None:
     scores = torch.tensor([0.1, 0.9, 0.5, 0.7, 0.3, 0.2, 0.8, 0.4, 0.6, 0.0])
     assert data_diet.chosen(scores, "hardest", 0.3, 0.2).tolist() == [1, 6, 3]
     assert data_diet.chosen(scores, "easiest", 0.3, 0.2).tolist() == [9, 0, 5]
     assert data_diet.chosen(scores, "hardest but some", 0.3, 0.2).tolist() == [3, 8, 2]
 
 
-def test_an_equal_share_of_each_class_is_kept() -> None:
+def test_an_equal_fraction_of_each_class_is_kept() -> None:
     labels, keys = torch.tensor([0, 0, 0, 0, 1, 1, 1, 1]), torch.tensor([1.0, 2, 3, 4, 50, 60, 70, 80])
     assert hard_or_easy.kept_of_each_class(keys, labels, 0.5, 0.0).tolist() == [3, 2, 7, 6]
     assert hard_or_easy.kept_of_each_class(keys, labels, 0.5, 0.25).tolist() == [2, 1, 6, 5]
 
 
 def halves(leads: dict[str, tuple[float, ...]]) -> dict[str, dict[str, float]]:
-    """Accuracies of the ways as their leads over 80 percent at each number of images."""
+    """Return accuracies of the variants as their leads over 80 percent at each number of images."""
     sizes = {"digits": (100, 325, 1300), "fashion-mnist": (250, 2000, 30000)}
     return {
         hard_or_easy.label_of(way, data, images): {"accuracy": 80 + leads[way][place]}
@@ -113,7 +113,7 @@ def halves(leads: dict[str, tuple[float, ...]]) -> dict[str, dict[str, float]]:
     }
 
 
-def test_hard_or_easy_can_be_right_and_wrong() -> None:
+def test_hard_or_easy_expectations_can_hold_and_can_fail() -> None:
     seen = {
         "all": (10.0, 8.0, 9.5), "random": (5.0, 5.0, 9.0), "hardest": (4.0, 4.0, 5.0), "easiest": (6.0, 2.0, 1.0),
         "hardest but some": (0.0, 0.0, 6.0),
@@ -138,14 +138,14 @@ def sampling_cells(losses: tuple[float, ...], gain: float, opened: float, work: 
     }
 
 
-def test_importance_sampling_can_be_right_and_wrong() -> None:
+def test_importance_sampling_expectations_can_hold_and_fail() -> None:
     assert all(verdicts("importance_sampling", sampling_cells((0.2, 0.25, 0.3, 0.3), 8.0, 0.3, 1.0)))
     assert not any(verdicts("importance_sampling", sampling_cells((0.4, 0.25, 0.3, 0.1), 0.5, 0.0, 1.5)))
 
 
 @pytest.mark.parametrize("opens", [100, 320, 400])
-def test_the_steps_are_found_that_do_the_work_of_the_full_ones(opens: int) -> None:
-    """A gate that opens at a certain step, whatever the length of the run."""
+def test_the_number_of_steps_meets_the_compute_budget(opens: int) -> None:
+    """The gate opens at a certain step, whatever the length of the run."""
     ran: list[int] = []
 
     def run(steps: int) -> FinishedRun:
@@ -156,12 +156,12 @@ def test_the_steps_are_found_that_do_the_work_of_the_full_ones(opens: int) -> No
     assert abs(found.work - 600) <= 30 and len(ran) <= 6
 
 
-def test_a_gate_that_never_opens_needs_no_search() -> None:
+def test_a_closed_gate_requires_no_search() -> None:
     assert at_equal_compute(lambda steps: FinishedRun(torch.nn.Identity(), steps, steps), 50).steps == 50
 
 
-def test_the_gain_is_tau_squared_where_gradients_are_as_long_as_scores() -> None:
-    """A model of one bias on text of one place: the gradient at the logits is the gradient of its parameters."""
+def test_the_gain_is_tau_squared_if_scores_are_gradient_norms() -> None:
+    """Model of one bias on text of one position: the gradient at the logits equals the gradient of its parameters."""
     task = task_of("text", 0, depth=1, width=16, batch=32, length=1, windows=400)
 
     class Bias(torch.nn.Module):

@@ -1,4 +1,4 @@
-"""Means of the weights are kept beside a run whose beginning does not depend on how far it is followed."""
+"""Study of weight averaging: running means of the weights, and a run independent of the evaluation step."""
 
 import pytest
 import torch
@@ -21,7 +21,7 @@ def test_means_of_one_copy_are_the_weights_themselves() -> None:
     assert several["lawa_gain"] != 0 and several["ema_gain"] != 0
 
 
-def test_the_mean_is_that_of_the_weights_along_the_run() -> None:
+def test_the_mean_is_over_the_weights_of_the_run() -> None:
     length, batch, seed = TINY["length"], TINY["batch"], 3
     ends = [
         train_on_bytes(
@@ -39,7 +39,7 @@ def test_the_mean_is_that_of_the_weights_along_the_run() -> None:
     assert found["lawa_loss"] == pytest.approx(ends[0].held_out_loss(1024), rel=1e-6)
 
 
-def test_before_the_first_copy_the_weights_are_judged() -> None:
+def test_before_the_first_copy_the_raw_weights_count() -> None:
     found = measure(0, "cosine", at=3, steps=10, **TINY | {"every": 5})
     assert found["lawa_gain"] == 0
 
@@ -47,7 +47,7 @@ def test_before_the_first_copy_the_weights_are_judged() -> None:
 @pytest.mark.parametrize(
     ("name", "middle", "end"), [("constant", 1.0, 1.0), ("cosine", 0.5, pytest.approx(0, abs=1e-2))]
 )
-def test_the_rates_are_those_of_the_planned_run(name: weight_averaging.Schedule, middle: float, end: object) -> None:
+def test_rates_follow_the_planned_run(name: weight_averaging.Schedule, middle: float, end: object) -> None:
     transform = schedule_of(name, warmup=2, steps=102).update(weight_averaging.GradientTransform())
     rates = [transform.rate(transform.scalars(step, step)) for step in range(102)]
     assert rates[:2] == [0.5, 1.0]
@@ -55,7 +55,7 @@ def test_the_rates_are_those_of_the_planned_run(name: weight_averaging.Schedule,
     assert rates[101] == end
 
 
-def test_the_shape_that_is_expected_is_the_one_that_was_published() -> None:
+def test_expectations_hold_for_the_published_shape() -> None:
     study = studies.make("weight_averaging")
     moments = sorted({case["at"] for case in study.cases.values()})
     published = {"constant": (2.157, 1.9, 1.615, 1.551, 1.517), "cosine": (2.160, 1.9, 1.563, 1.474, 1.4535)}

@@ -1,4 +1,4 @@
-"""Stories and their answers: read by somebody else, the same every time, and none in both parts."""
+"""Generated stories: answers checked by an independent reader, determinism, and disjoint splits."""
 
 from collections import Counter
 
@@ -20,7 +20,7 @@ NUMBER = 300
 
 
 def answers(each: BabiStory) -> set[str]:
-    """What somebody who reads the sentences, word by word, would answer. Several answers would be a fault."""
+    """Return all answers that follow from the sentences, read word by word; several would be an error."""
     where: dict[str, str] = {}
     has: dict[str, list[str]] = {}
     been: dict[str, list[str]] = {}
@@ -53,19 +53,19 @@ def answers(each: BabiStory) -> set[str]:
     if words[0] == "who":
         return {gave[words[3], words[-1]]}
     if "before" in words:
-        there = been[words[3]]
-        return {there[i - 1] for i in range(1, len(there)) if there[i] == words[-1]}
+        visited = been[words[3]]
+        return {visited[i - 1] for i in range(1, len(visited)) if visited[i] == words[-1]}
     return {where[words[-1]] if words[2] != "the" else been[words[-1]][-1]}
 
 
 @pytest.mark.parametrize("number", range(0, NUMBER, 20))
-def test_each_answer_is_the_one_that_follows_from_the_sentences(number: int) -> None:
+def test_each_answer_follows_from_the_sentences(number: int) -> None:
     for each in (story(1, i) for i in range(number, number + 20)):
         assert answers(each) == {each.answer}, each
         assert 4 <= len(each.sentences) <= SENTENCES
 
 
-def test_as_many_questions_of_each_kind_and_no_answer_that_is_always_right() -> None:
+def test_questions_and_answers_are_balanced() -> None:
     stories = [story(0, i) for i in range(7 * 60)]
     assert Counter(each.kind for each in stories) == dict.fromkeys(KINDS, 60)
     assert 17 < np.mean([len(each.sentences) for each in stories]) < 23
@@ -75,7 +75,7 @@ def test_as_many_questions_of_each_kind_and_no_answer_that_is_always_right() -> 
     assert set(places) == set(PLACES) and max(places.values()) < 20
 
 
-def test_no_story_is_in_both_parts_and_they_are_the_same_every_time() -> None:
+def test_splits_are_disjoint_and_deterministic() -> None:
     training, held_out = make_stories(80, False), make_stories(20, True)
     assert len(training) == 80 and len(held_out) == 20
     rows = [{(*each.flatten().tolist(),) for each in part.inputs} for part in (training, held_out)]
@@ -85,7 +85,7 @@ def test_no_story_is_in_both_parts_and_they_are_the_same_every_time() -> None:
     assert not np.array_equal(make_stories(80, False, seed=1).inputs, training.inputs)
 
 
-def test_numbers_are_those_of_the_words_with_the_question_last() -> None:
+def test_inputs_are_word_indices_with_the_question_last() -> None:
     number = next(i for i in range(50) if not story(0, i).is_held_out)
     each, found = story(0, number), make_stories(1, False)
     spelled = [" ".join(WORDS[word] for word in row if word) for row in found.inputs[0]]

@@ -1,4 +1,4 @@
-"""The memory network against its formulas in plain loops."""
+"""Memory network against its formulas in plain loops."""
 
 import math
 from typing import Literal
@@ -12,10 +12,10 @@ from thrifty.core.errors import UsageError
 from thrifty.experiments.tasks.memory_network import MemoryNetwork, position_encoding, position_sums, recency
 
 STORY = [[3, 5, 1], [2, 4], [], [6, 1, 2], [4, 3]]
-"""Words of four sentences, of which one is not there, and a question."""
+"""Words of four sentences, one of them empty, and a question."""
 
 
-def given() -> Tensor:
+def story_tensor() -> Tensor:
     rows = [[*words, *[0] * (3 - len(words))] for words in STORY]
     return torch.tensor([rows, rows[::-1]])[:1]
 
@@ -36,34 +36,34 @@ def answer_by_hand(model: MemoryNetwork) -> Tensor:
     state = embedding_by_hand(question, model.words[0] if adjacent else model.question)
     for hop in range(model.hops):
         first, second = (hop, hop + 1) if adjacent else (0, 1)
-        reads, gives = (
+        keys, values = (
             [embedding_by_hand(words, model.words[i]) + model.times[i][len(there) - 1 - at]
              for at, words in enumerate(there)]
             for i in (first, second)
         )  # fmt: skip
-        powers = [math.exp(float(state @ read)) for read in reads]
-        found = sum(power / sum(powers) * give for power, give in zip(powers, gives, strict=True))
-        state = found + (state if adjacent else model.between @ state)
+        powers = [math.exp(float(state @ key)) for key in keys]
+        retrieved = sum(power / sum(powers) * value for power, value in zip(powers, values, strict=True))
+        state = retrieved + (state if adjacent else model.between @ state)
     return (model.words[-1] if adjacent else model.answer) @ state
 
 
 @pytest.mark.parametrize("tying", ["adjacent", "layer_wise"])
 @pytest.mark.parametrize("hops", [1, 3])
-def test_its_answers_are_those_of_the_formulas(tying: Literal["adjacent", "layer_wise"], hops: int) -> None:
+def test_answers_match_the_formulas(tying: Literal["adjacent", "layer_wise"], hops: int) -> None:
     torch.manual_seed(0)
     model = MemoryNetwork(8, 4, width=5, hops=hops, tying=tying).double().eval()
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.normal_(0, 0.5)
-        found = model(given())
+        found = model(story_tensor())
         torch.testing.assert_close(found[0], answer_by_hand(model).to(found.dtype), rtol=1e-5, atol=1e-6)
-        again = model(torch.cat((given(), torch.zeros(1, 5, 3, dtype=torch.int64)), 1)[:, [0, 5, 1, 6, 2, 3, 4]])
-        torch.testing.assert_close(again, found)  # what is not there does not count
+        again = model(torch.cat((story_tensor(), torch.zeros(1, 5, 3, dtype=torch.int64)), 1)[:, [0, 5, 1, 6, 2, 3, 4]])
+        torch.testing.assert_close(again, found)  # padding does not count
 
 
-def test_an_embedding_of_a_sentence_is_the_sum_over_its_words() -> None:
+def test_a_sentence_embedding_is_the_weighted_sum_of_its_words() -> None:
     table = torch.randn(8, 5)
-    found = position_encoding(position_sums(given(), 8), table)
+    found = position_encoding(position_sums(story_tensor(), 8), table)
     for row, words in enumerate(STORY):
         torch.testing.assert_close(found[0, row], embedding_by_hand(words, table))
 
@@ -78,7 +78,7 @@ def test_in_training_recencies_are_skipped_and_keep_their_order() -> None:
     assert 0.05 < float(drawn.mean()) < 0.15
 
 
-def test_its_gradients_are_those_of_its_answers() -> None:
+def test_gradients_match_finite_differences() -> None:
     model = MemoryNetwork(8, 4, width=3, hops=2).double().eval()
     flat = torch.cat([parameter.detach().flatten() for parameter in model.parameters()]).requires_grad_()
     names, shapes = zip(*((name, each.shape) for name, each in model.named_parameters()), strict=True)
@@ -86,7 +86,7 @@ def test_its_gradients_are_those_of_its_answers() -> None:
     def loss(values: Tensor) -> Tensor:
         parts = values.split([shape.numel() for shape in shapes])
         parameters = {name: part.view(shape) for name, part, shape in zip(names, parts, shapes, strict=True)}
-        logits = torch.func.functional_call(model, parameters, (given(),))
+        logits = torch.func.functional_call(model, parameters, (story_tensor(),))
         return F.cross_entropy(logits, torch.tensor([3]))
 
     assert torch.autograd.gradcheck(loss, (flat,), atol=1e-4, rtol=1e-3, eps=1e-4)
