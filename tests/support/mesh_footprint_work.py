@@ -35,7 +35,7 @@ def build(depth: int, width: int) -> nn.Module:
 
 
 def predicted_and_held(cases: Sequence[Case]) -> list[tuple[float, int]]:
-    """Bytes at the peak of each case on this rank."""
+    """Return the peak bytes of each case on this rank."""
     found = []
     for case in cases:
         mesh.set_mesh(dict.fromkeys(mesh.AXES, 1) | case.axes, "cpu")
@@ -44,7 +44,7 @@ def predicted_and_held(cases: Sequence[Case]) -> list[tuple[float, int]]:
             plain = BaseRun(lambda case=case: build(case.depth, case.width), source, NextToken())
             chosen = [technique(name, **settings) for name, settings in case.techniques.items()]
             run = compose(plain, with_optimizer(chosen), STEPS)
-            # all steps hold the same; where a process group's thread lets go late, one seems to hold more
+            # all steps have equal peaks, unless a process group's thread frees tensors late
             found.append((count_footprint(run).memory, min(measure_allocations(run).peaks)))
         finally:
             mesh.clear_mesh()

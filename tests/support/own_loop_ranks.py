@@ -13,7 +13,7 @@ STEPS, BATCH = 3, 4
 
 
 def language_model() -> nn.Module:
-    """A Llama whose weights are the same at every call."""
+    """Return a Llama with the same weights at every call."""
     return random_model(FAMILIES["llama-grouped"]()).train()
 
 
@@ -28,12 +28,12 @@ def trained_by_hand(
     accumulate: int = 1,
     clips_in_update: bool = False,
 ) -> dict[str, Tensor]:
-    """Weights after some steps, in float64; each rank has its share of the batch where data are divided."""
+    """Return float64 weights after some steps; with data parallelism each rank has a part of the batch."""
     clear_mesh()
     rank, ranks = (dist.get_rank(), dist.get_world_size()) if divides_data else (0, 1)
     model = language_model().double()
     if rank and chosen == "replicate":
-        nn.init.normal_(next(model.parameters()))  # it begins with the first rank's weights
+        nn.init.normal_(next(model.parameters()))  # training starts with the first rank's weights
     for name in also:
         model = thrifty.apply(model, name, **({"rank": 4} if name == "lora" else {}))
     model = thrifty.apply(model, chosen) if chosen else model
@@ -44,7 +44,7 @@ def trained_by_hand(
         rows = batch_of(step).chunk(ranks)[rank]
         for part in rows.chunk(accumulate):
             (model(input_ids=part, labels=part, use_cache=False).loss / accumulate).backward()
-        if not clips_in_update:  # torch's own clipping takes no mixture of whole and divided gradients
+        if not clips_in_update:  # torch's clipping accepts no mixture of whole and divided gradients
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
@@ -52,7 +52,7 @@ def trained_by_hand(
 
 
 def difference_by_hand(chosen: str, divides_data: bool, also: tuple[str, ...] = (), accumulate: int = 1) -> float:
-    """The largest difference of a weight to the loop of one process."""
+    """Return the largest difference of a weight from the loop of one process."""
     own_clip = chosen == "tensor"
     found = trained_by_hand(chosen, divides_data, also, accumulate, own_clip)
     alone = trained_by_hand(also=also, clips_in_update=own_clip)
@@ -60,7 +60,7 @@ def difference_by_hand(chosen: str, divides_data: bool, also: tuple[str, ...] = 
 
 
 def refusals_by_hand() -> dict[str, str]:
-    """The messages with which techniques refuse a group of ranks."""
+    """Return the messages with which techniques refuse a group of ranks."""
     messages = {}
     for key, names, settings in (
         ("stage 1", ["shard"], {"zero": 1}),

@@ -33,11 +33,11 @@ class Run:
     losses: list[float]
     norms: list[float]
     tensors: dict[str, str]
-    """A digest of every tensor that this rank holds whole; of the others that they are divided."""
+    """Digest of each tensor that this rank holds whole, and a marker for divided ones."""
     sharded: int
     """Number of sharded parameters."""
     evaluated: float
-    """The loss of the values that are evaluated, which an average may be, on the first batch."""
+    """Loss of the evaluated weights, which may be an average, on the first batch."""
 
 
 def digests(tensors: dict[str, Tensor]) -> dict[str, str]:
@@ -56,12 +56,12 @@ def digest(tensor: Tensor) -> str:
 
 
 def plain_with(name: str) -> BaseRun:
-    """The run that ranks share with this technique."""
+    """Return the run of a technique on ranks."""
     return RUNS[name]() if name in RUNS else plain_run(tied=name != "optimizers.lion")
 
 
 def train_with_each(strategy: Sequence[Technique], names: Sequence[str]) -> dict[str, Run]:
-    """A run for each that the strategy goes together with."""
+    """Return a run for each technique that combines with the strategy."""
     found = {}
     for name in names:
         try:
@@ -84,7 +84,7 @@ def trained(run: Composition) -> Run:
 
 @cache
 def alone(name: str, *also: Technique) -> Run:
-    """The run of a single process with this technique and these."""
+    """Return the run of one process with a technique and others."""
     torch._dynamo.reset()
     return trained(compose(plain_with(name), with_optimizer([*also, technique(name)]), STEPS))
 
@@ -98,7 +98,7 @@ def refusals(strategy: str) -> list[str]:
 
 
 def predicted(strategies: Sequence[Technique]) -> list[tuple[Footprint, Footprint]]:
-    """The footprint of the plain run, and with each of these."""
+    """Return the footprint of the plain run, and with each technique."""
     found = [explain(compose(plain_run(), with_optimizer([strategy]), STEPS)) for strategy in strategies]
     return [(explanation.plain, explanation.footprint) for explanation in found]
 
@@ -115,7 +115,7 @@ def masks_and_copies() -> tuple[bool, bool, bool]:
 
 
 def probed(name: str) -> dict[str, Any]:
-    """A probe of steps with a technique over all ranks."""
+    """Probe some steps with a technique on all ranks."""
     set_mesh({axis: dist.get_world_size() if USED_BY[axis][1] == name else 1 for axis in AXES}, "cpu")
     settings = {"micro_batches": 2} if name == "parallelism.pipeline" else {}
     run = compose(plain_run(batch=4), with_optimizer([technique(name, **settings)]), 20)
@@ -123,7 +123,7 @@ def probed(name: str) -> dict[str, Any]:
 
 
 class NormalizedBlock(nn.Module):
-    """A linear layer after a norm over the batch, which keeps statistics."""
+    """A linear layer after a BatchNorm with running statistics."""
 
     def __init__(self, width: int) -> None:
         super().__init__()

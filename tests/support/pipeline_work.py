@@ -44,12 +44,12 @@ THEIRS: dict[str, dict[str, Any]] = {
         "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
     },
 }  # fmt: skip
-"""Models of transformers: with a free head; with a tied head and later layers; with a tied head and positions."""
+"""Models of transformers: with an untied head; a tied head and later layers; a tied head and positions."""
 
 
 @dataclass
 class Found:
-    """Results of one rank; tensors are arrays, which a pipe between processes can carry."""
+    """Results of one rank, with tensors as arrays that can be sent between processes."""
 
     refused: str = ""
     losses: list[float] = field(default_factory=list)
@@ -94,7 +94,7 @@ def theirs(name: str) -> nn.Module:
 
 
 def as_conversations(step: int, batch: Batch) -> Batch:
-    """Each line of a text as a conversation of its own, several to a row."""
+    """Return each line of a text as a conversation, several in a row of tokens."""
     tokens = batch["tokens"]
     read = tokens[:, :-1]
     segments = 1 + (read == ord("\n")).long().cumsum(1)
@@ -103,7 +103,7 @@ def as_conversations(step: int, batch: Batch) -> Batch:
 
 
 def found(case: Case) -> Found:
-    """A whole run of a case, on this rank."""
+    """Train a case on this rank, and return its results."""
     torch._dynamo.reset()
     try:
         return found_in(case, case.compose())
@@ -118,7 +118,7 @@ def found_in(case: Case, run: Run) -> Found:
 
     def listening(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         outcome = backward(model, objective, batch)
-        losses.append(float(outcome.loss))  # a record keeps it in float32
+        losses.append(float(outcome.loss))  # records are float32
         return outcome
 
     vars(run)["backward"] = listening
@@ -153,7 +153,7 @@ def resumed(case: Case, folder: Path) -> tuple[Run, TrainState]:
 
 
 def save_after(case: Case, steps: int, folder: Path, stages: int, resume: bool = False) -> dict[str, str]:
-    """Goes on to this step and saves; digests of this rank's tensors as they were before the first step."""
+    """Train to this step and save; return digests of this rank's tensors before the first step."""
     mesh.set_mesh(AXES | {"pipeline": stages}, "cpu")
     try:
         run, state = resumed(case, folder) if resume else (run := case.compose(), run.start())
@@ -176,7 +176,7 @@ def footprints(cases: Sequence[Case]) -> list[tuple[Footprint, Footprint]]:
 
 
 class Sent(TorchDispatchMode):
-    """While open, adds up what this rank sends to others."""
+    """Sum the bytes that this rank sends to others."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -197,7 +197,7 @@ def sent_and_buffered(cases: Sequence[Case]) -> list[tuple[int, int]]:
         with StepTrace() as live:
             state = run.start()
             assert state.model is not None and state.optimizer is not None
-            buffers = BufferSnapshot(state.model)  # as the training loop holds them
+            buffers = BufferSnapshot(state.model)  # as in the training loop
             run.backward(state.model, run.objective, run.source.at(0))
             with Sent() as sent:
                 run.backward(state.model, run.objective, run.source.at(0))
@@ -211,8 +211,10 @@ def sent_and_buffered(cases: Sequence[Case]) -> list[tuple[int, int]]:
 
 
 def most_alive(cases: Sequence[Case]) -> list[list[int]]:
-    """In the first step of each case, how many micro-batches this rank had activations of at the most, by the results
-    of the first matrix of each of its blocks."""
+    """Return, for each case, the largest number of micro-batches whose activations this rank held in the first step.
+
+    It counts saved inputs of the first matrix of each block.
+    """
     mesh.set_mesh(AXES | {"pipeline": torch.distributed.get_world_size()}, "cpu")
     peaks = []
     for case in cases:
@@ -227,7 +229,7 @@ def most_alive(cases: Sequence[Case]) -> list[list[int]]:
 
 
 class Alive:
-    """Counter of the inputs of a layer that are saved for a backward pass at one time."""
+    """Counter of the layer inputs that are saved for a backward pass at one time."""
 
     def __init__(self, layer: nn.Module):
         self.now, self.peak = 0, 0

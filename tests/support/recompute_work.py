@@ -1,4 +1,4 @@
-"""Runs with and without recomputation: what must be equal to the last bit; importable by a fresh process."""
+"""Runs with and without recomputation, in a module that a new process can import."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -15,7 +15,7 @@ STEPS = 3
 
 
 def trained(*chosen: Technique, style: str = "gpt", depth: int = 5) -> tuple[list[float], Snapshot]:
-    """Losses and the final state of a run with dropout."""
+    """Return losses and the final state of a run with dropout."""
     torch._dynamo.reset()
     records, state = run_through(plain_run(style=style, depth=depth, dropout=0.3), with_optimizer(chosen), STEPS)
     return losses(records), snapshot(state)
@@ -35,7 +35,7 @@ def same_on_ranks(strategy: str, settings: Sequence[tuple[str, dict[str, Any]]])
 
 
 def model_of_kind(kind: str) -> nn.Module:
-    """One of many architectures, without a cache of keys and values and with dropout wherever it has some."""
+    """Return a model of one of many architectures, with dropout and without a key-value cache."""
     model = KINDS[kind].model()
     if hasattr(model, "config"):
         model.config.use_cache = False
@@ -59,7 +59,7 @@ def equal(found: Sequence[Tensor | None], wanted: Sequence[Tensor | None]) -> bo
 
 
 def live_bytes(model: nn.Module, inputs: Tensor) -> tuple[int, int]:
-    """After the forward pass, and at the peak of a step whose gradients of parameters are there from the start."""
+    """Return the bytes after the forward pass, and at the peak of a step with preallocated parameter gradients."""
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter)
     known = [*model.parameters(), *model.buffers(), *(p.grad for p in model.parameters() if p.grad is not None)]

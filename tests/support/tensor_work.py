@@ -318,7 +318,7 @@ class Held:
     parameters: int
     optimizer: int
     sent: dict[str, int]
-    """Return the number of calls by kind of collective in one step."""
+    """Number of calls by kind of collective in one step."""
 
 
 def held_on_two(along_tokens: bool) -> Held:

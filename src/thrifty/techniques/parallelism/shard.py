@@ -188,13 +188,14 @@ class ShardedDataParallel(Technique):
         N is the number of ranks along shard, R along replicate. G is the size of gradients in bytes, W that of gathered
         parameters. O of W is outside the blocks; the largest block has B of W, and gradients of size b.
 
-            peak, stage 1   single-process peak with the examples of a rank, plus W
-            peak, stage 2   maximum of W during the loss, and of W + (2 - 1 / N) b in a block
-            peak, stage 3   maximum of O during the loss, and of O + 2 B + (2 - 1 / N) b in a block
+            peak, stage 1   W
+            peak, stage 2   W during the loss, W + (2 - 1 / N) b in a block
+            peak, stage 3   O during the loss, O + 2 B + (2 - 1 / N) b in a block
             traffic         (W + G) (1 - 1 / N) + 2 G / N (1 - 1 / R), with 2 W - O instead of W at stage 3
 
-        In a block of stages 2 and 3 the block and the next are gathered, and the block's gradients and those in
-        transfer are whole; 1 / N of all other gradients is added. Stage 1 has whole gradients, as with accumulation.
+        Peaks are added to the single-process peak with a rank's examples and, at stages 2 and 3, 1 / N of the
+        gradients. At stage 3 a block and the next are gathered. The gradients of a block, and those in transfer, are
+        whole. Stage 1 has whole gradients, as with accumulation.
         """
         data, copies = axis("data").size, axis("replicate").size
         if data == 1:
