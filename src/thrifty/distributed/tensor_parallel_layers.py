@@ -145,7 +145,7 @@ class TensorParallelizer:
             value, placement = whole.detach(), WHOLE if dim is None else Shard(dim)
             if dim is not None and len(slices) > 1:
                 orders[name] = FusedOrder(dim, tuple(slices), self.mesh.size())
-                value = orders[name].kept(value)
+                value = orders[name].to_stored(value)
             if whole not in self._divided:
                 divided = distribute_tensor(value, self.mesh, [placement], src_data_rank=None)
                 self._divided[whole] = nn.Parameter(divided, whole.requires_grad)
