@@ -9,7 +9,8 @@ Start with  `activation_budget:bytes=0.5`; `offload=auto` or `bits=4` allow more
 Cost        One extra forward pass and a solver run per batch shape. Each operation of a planned block passes through
             Python.
 Avoid       Models that fit: the plan then keeps everything.
-Does not    Change any value unless `bits` allows compression. Count tensors saved outside the blocks.
+Does not    Change any value unless `bits` allows compression. Count tensors saved outside the blocks, or rename
+            parameters.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -206,7 +207,8 @@ def _planned_forward(model: nn.Module, inner: Callable[..., Any], *args: Any, **
 
 class ActivationBudget(Technique):
     """The plan is the faster of two: a plan for single tensors, and the best schedule of whole blocks (Beaumont et al.
-    2019). Differs from Checkmate: tensors may also be compressed.
+    2019). Blocks that are recomputed as a whole have less Python overhead than single operations; both overheads are
+    measured. Differs from Checkmate: tensors may also be compressed.
 
     Costs are measured on this machine, operation by operation, or counted from shapes. With compression they are
     counted, and the solver stops after the same amount of search on any machine. A resumed run then makes the same

@@ -44,7 +44,7 @@ CHOICES = (2, 4, 8)
 TENSORS = 4096
 """Number of saved tensors per forward pass with bits of their own; later ones get the average."""
 PROBED = 8
-"""Number of examples in a micro-batch for each one on which sensitivity is measured."""
+"""Divisor of a micro-batch: sensitivity is measured on this fraction of its examples."""
 
 
 class QuantizingObjective(WrappedObjective):

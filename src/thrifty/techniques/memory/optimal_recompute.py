@@ -9,7 +9,8 @@ Use         model.config.use_cache = False
 Start with  `optimal_recompute:bytes=0.5`, half of the plain peak.
 Cost        Each block runs once on fake tensors before the first step and for each new batch shape.
 Avoid       Models that fit: it then keeps everything and only returns freed memory at once.
-Does not    Change any value, dropout included. Count tensors outside the blocks: embedding, head and loss.
+Does not    Change any value, dropout included, or rename parameters. Count tensors outside the blocks: embedding, head
+            and loss.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -76,7 +76,7 @@ class Recompute(Technique):
 
     every      each k-th block saves its input only and is recomputed by itself
     sqrt       one block in sqrt(n) saves its input; sqrt(n) blocks are recomputed together, and the last ones save all
-    selective  results of matrix products and attention are saved; operations between them are recomputed
+    selective  results of matrix products and attention are saved; only operations between them are recomputed
 
     "sqrt" is for chains of small layers. A Transformer's block saves so much in addition to its input that "every"
     takes less memory up to hundreds of blocks.

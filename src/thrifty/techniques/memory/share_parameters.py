@@ -1,8 +1,8 @@
 """Parameter sharing (Lan et al. 2020): share weights across blocks and factorize token embeddings.
 
 Paper       Lan et al. 2020, ALBERT (arXiv 1909.11942), sections 3.1 and 3.2.
-Promise     Parameters, gradients and optimizer state of the blocks divided by the depth. V · d embedding elements
-            become V · E + E · d.
+Promise     Parameters, gradients, optimizer state and data-parallel traffic of the blocks divided by the depth. V · d
+            embedding elements become V · E + E · d.
 Use         model = thrifty.apply(model, "share_parameters", groups=2)
             optimizer = thrifty.optim.AdamW(model, lr=1e-3)
 Start with  `share_parameters:part=attention`, which loses least; `part=all` saves most.

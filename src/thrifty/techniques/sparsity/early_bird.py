@@ -3,7 +3,7 @@
 Paper       You et al. 2020, Drawing Early-Bird Tickets (arXiv 1909.11957); Transformers: Chen et al. 2021, EarlyBERT
             (arXiv 2101.00063).
 Promise     After the ticket is drawn, the model lacks a third of the heads of each block and 40 % of all neurons. Its
-            matrices are smaller.
+            matrices are smaller, its heads as wide as before.
 Use         run = thrifty.train(model, texts, held_out=held_out, techniques=["early_bird"], budget="2000 steps")
 Start with  `early_bird:heads=0.5,neurons=0.4`, compared with the control `criterion=random`.
 Cost        The search: steps of the whole model whose updates are discarded. They count in the budget.

@@ -5,8 +5,8 @@ Promise     One mask for the whole run: the `density` of weights whose removal w
             first order. Made for very low densities.
 Use         run = thrifty.train(model, texts, held_out=held_out, techniques=["grasp:density=0.1"], budget="2000 steps")
 Start with  `grasp:density=0.02,scoring_steps=1`; more scoring steps for small batches.
-Cost        The first `scoring_steps` steps make no update, and compute about four times as much. Selection needs
-            sparsity.snip's memory.
+Cost        The first `scoring_steps` steps make no update, count in the budget, and compute about four times as much.
+            Selection needs sparsity.snip's memory.
 Avoid       Moderate densities, where its choice is noisy: use sparsity.snip.
 Does not    Balance the classes of the scoring batch, as the paper does. Touch biases, norms, embeddings and the head.
 """

@@ -5,8 +5,8 @@ Promise     One mask for the whole run: the `density` of all masked weights whos
             first order.
 Use         model, optimizer = thrifty.apply((model, optimizer), "snip", density=0.1)
 Start with  `snip:density=0.1,scoring_steps=1`; more scoring steps for small batches.
-Cost        The first `scoring_steps` steps make no update. Selecting masks takes some 20 bytes per masked weight on
-            every rank.
+Cost        The first `scoring_steps` steps make no update, and count in the budget. Selecting masks takes some 20 bytes
+            per masked weight on every rank.
 Avoid       Initializations that do not preserve variance, on which the method builds. A fork from a later step is
             refused.
 Does not    Score biases, as the paper does: biases, norms, embeddings and the head stay dense.
