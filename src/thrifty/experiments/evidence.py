@@ -15,7 +15,7 @@ _OF_EQUAL = {"time": "time", "flops": "time", "tokens": "data", "steps": "data"}
 
 @dataclass(frozen=True)
 class Evidence:
-    """What was measured of one technique."""
+    """All measurements of one technique."""
 
     findings: tuple[Finding, ...] = ()
     comparisons: tuple[PastComparison, ...] = ()
