@@ -127,6 +127,6 @@ def test_learned_tokens_can_be_shown_before_training(thrifty: CommandLine, expor
 
 def test_a_missing_model_is_named(thrifty: CommandLine) -> None:
     refused = thrifty("train", "instruct-kjv", exit_code=2).stderr
-    assert "the model smollm2-135m is not on this machine yet" in refused
+    assert "the model 'smollm2-135m' is not on this machine yet" in refused
     assert "thrifty data get smollm2-135m" in refused
     assert entry("smollm2-135m").model_folder.name == "huggingface"
