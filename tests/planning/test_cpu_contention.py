@@ -116,8 +116,8 @@ def test_disturbed_step_times_are_upper_bounds(monkeypatch: pytest.MonkeyPatch) 
         return step, _expected(plan)
 
     step, expected = explainer(DISTURBED)
-    assert "measured while other work took 1.1 of 2 cores: step times are upper bounds" in step
+    assert "measured while other processes used 1.1 of 2 cores: step times are upper bounds" in step
     assert expected.keys() == {"memory"}
     step, expected = explainer(replace(TIMING, others=0.1, cores=2))
-    assert "other work" not in step and expected.keys() == {"memory", "step"}
+    assert "other processes" not in step and expected.keys() == {"memory", "step"}
     assert math.isclose(expected["step"], 1.25)

@@ -111,7 +111,7 @@ def test_existing_files_are_not_overwritten(tmp_path: Path, corpus: Path) -> Non
     plan = planned(corpus)
     for name in ("script", "deepspeed"):
         export_recipe(plan.recipe, STEPS, name, tmp_path / name)
-        with pytest.raises(RefusedError, match="is there already"):
+        with pytest.raises(RefusedError, match="exists already"):
             export_recipe(plan.recipe, STEPS, name, tmp_path / name)
 
 
