@@ -127,7 +127,7 @@ def test_masks_of_several_filters_at_equal_error(tmp_path: Path) -> None:
     assert rows["elsa, exact"]["filter"] == "exact" and rows["elsa, exact"]["held_out_loss"] is None
     with pytest.raises(UsageError, match=r"not in \(0, 1\)"):
         printed(*words[:-2], "1.5")
-    with pytest.raises(UsageError, match="the trace is of .*not of 'mine'"):
+    with pytest.raises(UsageError, match="not of 'mine'"):
         (tmp_path / "runs" / "mine").mkdir(parents=True)
         (tmp_path / "runs" / "mine" / "recipe.toml").write_text("")
         printed("attention", "--designs", "elsa", "--trace", path, "--run", tmp_path / "runs" / "mine")
