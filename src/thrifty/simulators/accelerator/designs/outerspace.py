@@ -62,11 +62,11 @@ def merge_passes(chunks: np.ndarray, machine: AcceleratorSpec) -> np.ndarray:
 def lower(phase: SpgemmPhase, machine: AcceleratorSpec) -> ItemStream:
     """Return the items of a phase: "multiply" or "merge".
 
-    Our reading of the mechanism, made with published times at hand: bandwidth alone misses them four to nine times. Two
-    chains wait for memory, one access after the other, each for its whole `latency`. A tile's control deals out one
-    value of A at a time, because its chunk must first be allocated and linked. A merging element loads one value at a
-    time, because the next is known only after the last is sorted in. The latency is a round 100 ns, from notes that
-    have 80 to 150 (unverified), not fitted.
+    This is our reading of the mechanism, made with published times at hand, which are four to nine times longer than by
+    bandwidth alone. Two chains wait for memory, one access after the other, each for its whole `latency`. A tile's
+    control deals out one value of A at a time, because its chunk must first be allocated and linked. A merging element
+    loads one value at a time, because the next is known only after the last is sorted in. The latency is a round 100
+    ns, from notes that have 80 to 150 (unverified), not fitted.
 
     The abstract's 7.9, 13.0 and 14.0 times over MKL, cuSPARSE and CUSP are over libraries and processors of 2017. Only
     the accelerator is simulated here.
@@ -107,9 +107,9 @@ def _multiply(product: SpgemmProduct, machine: AcceleratorSpec) -> ItemStream:
 
 
 def _merge(product: SpgemmProduct, machine: AcceleratorSpec) -> ItemStream:
-    """Return the items of the merge phase: rows of the result, one for each merging element (half of the elements).
+    """Return the items of the merge phase: rows of the result, each merged by one of half of the elements.
 
-    The element keeps the first value of every chunk sorted and emits the smallest. It then loads the next of that
+    The element keeps the first value of every chunk sorted and emits the smallest. It then loads the next value of that
     chunk. Values of the same column are added.
     """
     passes, latency = merge_passes(product.chunks, machine), _latency(machine)
