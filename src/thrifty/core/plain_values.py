@@ -199,7 +199,7 @@ def read_size(text: str, option: str = "--memory") -> float:
     match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*(?:e[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
     size = float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ") if match else 0.0
     if size <= 0:
-        raise UsageError(f"{option} {text!r} is no size", fix="for example 400MB, 16GB or 16GiB")
+        raise UsageError(f"{option} {text!r} is not a size", fix="for example 400MB, 16GB or 16GiB")
     return size
 
 
