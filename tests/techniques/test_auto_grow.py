@@ -24,14 +24,14 @@ def run_of(settings: AutoGrow = THREE, steps: int = 20, depth: int = 4) -> Run:
     return compose(plain_run(depth=depth), [settings, technique("optimizers.adamw")], steps)
 
 
-class Watched:
+class StepRecorder:
     """A record of the computed blocks and the tokens per example of each step."""
 
     def __init__(self, run: Run):
         self.run, self.state = run, run.start()
         self.steps: list[tuple[int, int]] = []
 
-    def go(self, steps: int) -> "Watched":
+    def go(self, steps: int) -> "StepRecorder":
         for step in range(self.state.step, steps):
             seen: list[int] = []
             self.run.changes(self.state)
@@ -52,38 +52,38 @@ def decisions(state: TrainState) -> list[tuple[int, str, list[list[float]]]]:
 
 
 @pytest.fixture(scope="module")
-def watched() -> Watched:
-    return Watched(run_of()).go(20)
+def recorder() -> StepRecorder:
+    return StepRecorder(run_of()).go(20)
 
 
-def test_a_search_trains_all_sizes_in_turn(watched: Watched) -> None:
-    assert watched.steps[:8] == [(2, 8)] * 8
-    assert watched.steps[8:14] == [(4, 16), (4, 8), (3, 16), (3, 8), (2, 16), (2, 8)]
-    assert len(set(watched.steps[14:16])) == 1 and watched.steps[14] in watched.steps[8:14]
-    assert watched.steps[16:] == [(4, 16)] * 4
+def test_a_search_trains_all_sizes_in_turn(recorder: StepRecorder) -> None:
+    assert recorder.steps[:8] == [(2, 8)] * 8
+    assert recorder.steps[8:14] == [(4, 16), (4, 8), (3, 16), (3, 8), (2, 16), (2, 8)]
+    assert len(set(recorder.steps[14:16])) == 1 and recorder.steps[14] in recorder.steps[8:14]
+    assert recorder.steps[16:] == [(4, 16)] * 4
 
 
-def test_the_log_has_decisions_with_their_evidence(watched: Watched) -> None:
-    small, search, chosen, *rest = watched.state.log
+def test_the_log_has_decisions_with_their_evidence(recorder: StepRecorder) -> None:
+    small, search, chosen, *rest = recorder.state.log
     assert [entry.step for entry in (small, search, chosen)] == [0, 8, 14]
-    found = chosen.decision
-    assert found["tried"] == search.decision["sizes"] and len(found["losses"]) == len(found["times"]) == 6
-    worth = [loss * time ** found["weight"] for loss, time in zip(found["losses"], found["times"], strict=True)]
-    assert found["sizes"] == [found["tried"][worth.index(min(worth))]]
+    actual = chosen.decision
+    assert actual["tried"] == search.decision["sizes"] and len(actual["losses"]) == len(actual["times"]) == 6
+    worth = [loss * time ** actual["weight"] for loss, time in zip(actual["losses"], actual["times"], strict=True)]
+    assert actual["sizes"] == [actual["tried"][worth.index(min(worth))]]
     assert [entry.decision["sizes"] for entry in rest] in ([], [[[1.0, 1.0]]])
 
 
 @pytest.mark.parametrize("at", [8, 11, 14])
-def test_resume_replays_logged_decisions(watched: Watched, at: int) -> None:
+def test_resume_replays_logged_decisions(recorder: StepRecorder, at: int) -> None:
     run = run_of()
     state = run.start()
     advance(run, state, at)
     saved = snapshot(state)
     again = run_of()
     resumed = restored(again, saved)
-    assert [entry for entry in resumed.log] == [entry for entry in watched.state.log if entry.step < at]
+    assert [entry for entry in resumed.log] == [entry for entry in recorder.state.log if entry.step < at]
     advance(again, resumed)
-    assert_same(snapshot(resumed), snapshot(watched.state))
+    assert_same(snapshot(resumed), snapshot(recorder.state))
 
 
 def test_a_logged_decision_is_not_repeated() -> None:

@@ -25,7 +25,7 @@ from thrifty.techniques.growth._width_growth import (
 from thrifty.techniques.growth.compound import CompoundGrowth, divisor_at
 
 
-def wider(style: str = "llama", *others: Technique, **changed: object) -> tuple[Run, TrainState, TrainState]:
+def grown_in_width(style: str = "llama", *others: Technique, **changed: object) -> tuple[Run, TrainState, TrainState]:
     """Return a run that only grows in width before step 2, a copy of its state before, and its state after."""
     settings = {"at": (2,), "depth": 1, "length": 1, "width": 2} | changed
     chosen = [CompoundGrowth(**settings), *(others or [technique("optimizers.adamw")])]
@@ -45,7 +45,7 @@ def hidden(state: TrainState) -> int:
 @pytest.mark.parametrize("divisor", [2, 3])
 @pytest.mark.parametrize("style", ["gpt", "llama"])
 def test_growth_in_width_preserves_the_function(style: str, divisor: int) -> None:
-    run, before, after = wider(style, width=divisor)
+    run, before, after = grown_in_width(style, width=divisor)
     full = {"gpt": 64, "llama": 64}[style]
     assert (hidden(before), hidden(after)) == (full // 2, full)
     tokens = run.source.at(7)["tokens"][:, :-1]
@@ -103,9 +103,9 @@ def test_gate_and_value_are_each_duplicated() -> None:
     assert duplicate_units(rows, 0, 12, parts=2).flatten().tolist() == [0, 1, 2, 0, 1, 2, 3, 4, 5, 3, 4, 5]
 
 
-def halves_apart(spread: float) -> float:
+def copy_distance(spread: float) -> float:
     """Return the distance between copies of units after some steps of training."""
-    run, _, state = wider("gpt", spread=spread)
+    run, _, state = grown_in_width("gpt", spread=spread)
     advance(run, state)
     assert state.model is not None
     up = find_blocks(state.model)[1][0].mlp.up.weight.detach()
@@ -113,12 +113,12 @@ def halves_apart(spread: float) -> float:
 
 
 def test_noise_separates_copies_with_equal_weights() -> None:
-    assert halves_apart(0.0) < 1e-7
-    assert halves_apart(0.1) > 1e-4
+    assert copy_distance(0.0) < 1e-7
+    assert copy_distance(0.1) > 1e-4
 
 
 def test_moments_follow_their_units_undivided() -> None:
-    _, before, after = wider("gpt", moments="copy")
+    _, before, after = grown_in_width("gpt", moments="copy")
     assert after.optimizer is not None and (after.optimizer.updates, after.optimizer.born) == (2, 0)
     old, new = before.tensors(), after.tensors()
     for slot in ("mean", "square"):
@@ -130,7 +130,7 @@ def test_moments_follow_their_units_undivided() -> None:
 @pytest.mark.parametrize("average", ["averaging.ema"])
 def test_a_weight_average_grows_like_the_weights(average: str) -> None:
     chosen = [technique(average, start=0), technique("optimizers.adamw")]
-    run, before, after = wider("gpt", *chosen, moments="copy", spread=0.0)
+    run, before, after = grown_in_width("gpt", *chosen, moments="copy", spread=0.0)
     tokens = run.source.at(7)["tokens"][:, :-1]
     with torch.no_grad():
         outputs = []
@@ -143,15 +143,15 @@ def test_a_weight_average_grows_like_the_weights(average: str) -> None:
 
 @pytest.mark.parametrize("name", ["adafactor", "lamb", "lion", "muon", "schedule_free", "sgd"])
 def test_optimizers_continue_with_their_state(name: str) -> None:
-    run, _, state = wider("gpt", technique(f"optimizers.{name}"), moments="copy")
+    run, _, state = grown_in_width("gpt", technique(f"optimizers.{name}"), moments="copy")
     assert all(record.loss < 10 for record in advance(run, state))
 
 
 def test_state_without_a_dim_of_units_is_refused() -> None:
     with pytest.raises(RefusedError, match="inner units, so it cannot grow") as refused:
-        wider("gpt", technique("optimizers.soap"), moments="copy")
+        grown_in_width("gpt", technique("optimizers.soap"), moments="copy")
     assert 'moments="reset"' in refused.value.fix
-    run, _, state = wider("gpt", technique("optimizers.soap"))
+    run, _, state = grown_in_width("gpt", technique("optimizers.soap"))
     advance(run, state)
 
 
@@ -172,13 +172,13 @@ def test_all_three_sizes_grow_to_the_full_size() -> None:
     run = compose(
         plain_run(), [CompoundGrowth(at=(1, 3), depth=4, width=4, length=4), technique("optimizers.adamw")], 5
     )
-    state, found = run.start(), []
+    state, actual = run.start(), []
     for step in range(5):
         advance(run, state, step + 1)
         assert state.model is not None
         blocks = find_blocks(state.model)[1]
-        found.append((len(blocks), blocks[0].mlp.down.in_features, run.source.at(step)["tokens"].shape[1] - 1))
-    assert found == [(1, 16, 4), (2, 32, 8), (2, 32, 8), (4, 64, 16), (4, 64, 16)]
+        actual.append((len(blocks), blocks[0].mlp.down.in_features, run.source.at(step)["tokens"].shape[1] - 1))
+    assert actual == [(1, 16, 4), (2, 32, 8), (2, 32, 8), (4, 64, 16), (4, 64, 16)]
 
 
 @settings(max_examples=20)
@@ -209,8 +209,8 @@ def test_a_pooling_model_learns_and_evaluates_without_pooling() -> None:
     plain = plain_run(repeated=True)
     chosen = [CompoundGrowth(at=(15, 30), shorten="pool", depth=1, width=1), technique("optimizers.adamw")]
     records, state = run_through(plain, chosen, 40)
-    found = losses(records)
-    assert found[14] < found[0] - 0.3 and found[-1] < found[0] - 1
+    actual = losses(records)
+    assert actual[14] < actual[0] - 0.3 and actual[-1] < actual[0] - 1
     assert state.model is not None and POOLED_IN.get(state.model) is None
     add_pooling(state.model, 2)
     tokens = plain.source.at(0)["tokens"][:, :-1]

@@ -69,8 +69,8 @@ def test_visible_patches_keep_their_positions() -> None:
     with torch.no_grad():
         for block in model.blocks:
             whole = block(whole, keep[:, None, None, :])
-        wanted = model.norm(whole).gather(1, places[..., None].expand(-1, -1, 32))
-        torch.testing.assert_close(model.encode(batch["inputs"], batch["visible"]), wanted, rtol=1e-5, atol=1e-5)
+        expected = model.norm(whole).gather(1, places[..., None].expand(-1, -1, 32))
+        torch.testing.assert_close(model.encode(batch["inputs"], batch["visible"]), expected, rtol=1e-5, atol=1e-5)
 
 
 def test_evaluation_uses_visible_patches_too() -> None:
@@ -103,8 +103,8 @@ def test_ranks_along_every_axis_equal_a_single_process() -> None:
     run = composed("data_selection.drop_masked_patches", batch=8)
     alone = losses(advance(run, run.start(), STEPS))
     for rank in on_ranks(2, trained_along, AXES):
-        for name, found in rank.items():
-            assert found == pytest.approx(alone, rel=1e-4), name
+        for name, actual in rank.items():
+            assert actual == pytest.approx(alone, rel=1e-4), name
 
 
 def test_a_pipeline_of_two_stacks_is_refused() -> None:

@@ -66,8 +66,8 @@ def test_states_return_to_their_positions_among_masks(length: int, data: some.Da
     assert torch.equal(gather_tokens(text, visible), states)
     for row in range(2):
         for place in range(length):
-            wanted = states[row, places[row].index(place)] if place in places[row] else absent[0, place]
-            assert torch.equal(text[row, place], wanted)
+            expected = states[row, places[row].index(place)] if place in places[row] else absent[0, place]
+            assert torch.equal(text[row, place], expected)
 
 
 def test_the_encoder_reads_tokens_at_their_own_positions() -> None:
@@ -103,9 +103,9 @@ def test_predictions_equal_two_joined_models_of_transformers(blocks: int, tmp_pa
         logits = filler.cls(filler.bert.encoder(text).last_hidden_state)
         prediction = objective.predict(model, rows)
         for row in range(3):
-            wanted = logits[row, places[row]]
-            torch.testing.assert_close(prediction.logits[row], wanted, rtol=1e-5, atol=1e-5)
-            loss = cross_entropy(wanted, rows["targets"][row])
+            expected = logits[row, places[row]]
+            torch.testing.assert_close(prediction.logits[row], expected, rtol=1e-5, atol=1e-5)
+            loss = cross_entropy(expected, rows["targets"][row])
             torch.testing.assert_close(objective.losses(prediction, rows)[row], loss, rtol=1e-5, atol=1e-6)
 
 
@@ -254,8 +254,8 @@ def test_the_exported_encoder_loads_in_transformers(tmp_path: Path) -> None:
     assert state.model is not None
     finished = dropping.finish(state.model)
     export_folder(finished, SHAPE, tmp_path / "exported")
-    theirs, found = transformers.BertForMaskedLM.from_pretrained(tmp_path / "exported", output_loading_info=True)
-    assert not any(found.values())
+    theirs, actual = transformers.BertForMaskedLM.from_pretrained(tmp_path / "exported", output_loading_info=True)
+    assert not any(actual.values())
     body = transformers.BertModel.from_pretrained(tmp_path / "exported", add_pooling_layer=False)
     tokens = batch()["tokens"]
     with torch.no_grad():
@@ -270,11 +270,11 @@ def test_the_exported_encoder_loads_in_transformers(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_ranks_equal_a_single_process() -> None:
-    found = on_ranks(2, trained_along)
+    actual = on_ranks(2, trained_along)
     for name, chosen in SETTINGS.items():
         alone, state = run_through(double(), with_optimizer(chosen), 4)
         values = dict(state.model.named_parameters())
-        for those, parameters in (rank[along, name] for rank in found for along in ALONG):
+        for those, parameters in (rank[along, name] for rank in actual for along in ALONG):
             assert those == pytest.approx(losses(alone), rel=1e-6)
             assert list(parameters) == list(values)
             for path, value in values.items():

@@ -54,7 +54,7 @@ MODELS = {
     "vit": lambda: tiny_vit(),
     "vit without a class token": lambda: tiny_vit(pool="mean"),
     "clip's tower": lambda: ImagesOnly(tiny_clip()),
-    "a ViT of transformers": lambda: Theirs(
+    "a ViT of transformers": lambda: ForeignEmbedding(
         transformers.ViTForImageClassification(
             transformers.ViTConfig(
                 hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64, image_size=8,
@@ -62,7 +62,7 @@ MODELS = {
             )
         )
     ),
-    "a CLIP of transformers": lambda: Theirs(
+    "a CLIP of transformers": lambda: ForeignEmbedding(
         transformers.CLIPForImageClassification(
             transformers.CLIPConfig(
                 vision_config={
@@ -85,7 +85,7 @@ class ImagesOnly(nn.Module):
         return self.clip.of_images(images)
 
 
-class Theirs(nn.Module):
+class ForeignEmbedding(nn.Module):
     def __init__(self, inner: nn.Module):
         super().__init__()
         self.inner = inner
@@ -136,9 +136,9 @@ def test_outputs_equal_our_models_with_explicit_patches():
     model, own = tiny_vit().eval(), keys(3)
     images = torch.randn(3, 1, 8, 8)
     with torch.no_grad():
-        wanted = model(images, visible_patches(own, 16, 0.25))
+        expected = model(images, visible_patches(own, 16, 0.25))
         with drop_patches(DropPatches().model(model), own, 0.25):
-            assert torch.equal(model(images), wanted)
+            assert torch.equal(model(images), expected)
 
 
 @pytest.mark.parametrize("plain", [image_run, pair_run])

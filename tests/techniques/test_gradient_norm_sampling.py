@@ -63,9 +63,9 @@ def expectation(batch: Batch, scores: Tensor, count: int, of: str, monkeypatch: 
         taken = torch.tensor(rows)
         monkeypatch.setattr(torch, "multinomial", lambda *_, taken=taken, **__: taken)
         drawn = sample(batch, scores, count)
-        chance, found = float(probability[taken].prod()), drawn.weight @ drawn[of]
+        chance, actual = float(probability[taken].prod()), drawn.weight @ drawn[of]
         if chance > 0:
-            first, second = first + chance * found, second + chance * found.square().sum()
+            first, second = first + chance * actual, second + chance * actual.square().sum()
     return first, second
 
 
@@ -101,9 +101,9 @@ def test_the_expected_weighted_sum_is_that_of_the_batch() -> None:
         drawn = sample(batch, scores, 3)
         assert len(drawn) == 3
         sums.append(drawn.weight @ drawn["value"])
-    found = torch.stack(sums)
-    error = found.std(0) / math.sqrt(len(sums))
-    assert ((found.mean(0) - weight @ values).abs() < 4 * error).all()
+    actual = torch.stack(sums)
+    error = actual.std(0) / math.sqrt(len(sums))
+    assert ((actual.mean(0) - weight @ values).abs() < 4 * error).all()
 
 
 def test_sampling_by_norm_has_less_variance_than_uniform() -> None:
@@ -122,14 +122,14 @@ def test_scores_equal_norms_of_the_logit_gradient() -> None:
     plain = plain_run()
     model, batch = plain.build(), plain.source.at(0)
     prediction = plain.objective.predict(model, batch)
-    found = plain.objective.scores(prediction, batch)
+    actual = plain.objective.scores(prediction, batch)
     logits = model.head(model(batch["tokens"][:, :-1])).detach().double().requires_grad_(True)
     F.cross_entropy(logits.flatten(0, 1), batch["tokens"][:, 1:].flatten(), reduction="sum").backward()
     assert logits.grad is not None
-    torch.testing.assert_close(found.double(), logits.grad.flatten(1).norm(dim=1), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(actual.double(), logits.grad.flatten(1).norm(dim=1), rtol=1e-5, atol=1e-6)
 
 
-class Heard:
+class RecordingBackward:
     """A backward pass that records its arguments."""
 
     def __init__(self) -> None:
@@ -143,7 +143,7 @@ class Heard:
 
 def test_sampling_starts_when_tau_exceeds_the_cost() -> None:
     plain = plain_run(batch=12)
-    inner = Heard()
+    inner = RecordingBackward()
     sampler = GradientNormBackward(inner, times=3, momentum=0.9)
     assert sampler.threshold == 2.0  # 12 examples scored and 4 trained on cost as much as 8 trained on
     model, batch = plain.build(), plain.source.at(0)
@@ -160,7 +160,7 @@ def test_sampling_starts_when_tau_exceeds_the_cost() -> None:
 
 
 def test_inactive_sampling_normalizes_weights_of_trained_rows() -> None:
-    plain, inner = plain_run(batch=12), Heard()
+    plain, inner = plain_run(batch=12), RecordingBackward()
     amounts = torch.arange(1.0, 13.0)
     batch = plain.source.at(0).weighted(amounts / amounts.sum())
     GradientNormBackward(inner, times=3, momentum=0.9)(plain.build(), plain.objective, batch)
@@ -177,8 +177,8 @@ def test_inactive_sampling_equals_a_plain_run() -> None:
     loss = plain.objective.losses(plain.objective.predict(other, plain.source.at(6)), plain.source.at(6)).mean()
     loss.backward()
     assert state.model is not None
-    for found, wanted in zip(state.model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(found.grad, wanted.grad, rtol=1e-5, atol=1e-7)
+    for actual, expected in zip(state.model.parameters(), other.parameters(), strict=True):
+        torch.testing.assert_close(actual.grad, expected.grad, rtol=1e-5, atol=1e-7)
 
 
 def test_resume_of_active_sampling_is_bit_identical() -> None:
@@ -226,11 +226,11 @@ def test_scoring_has_no_dropout_and_no_side_effects() -> None:
     model, objective, batch = dropped()
     torch.manual_seed(0)
     before = torch.get_rng_state()
-    found = weighted_scores(model, objective, batch, 6)
+    actual = weighted_scores(model, objective, batch, 6)
     assert model.training and torch.equal(torch.get_rng_state(), before)
     model.eval()
-    wanted = batch.weight * objective.scores(objective.predict(model, batch), batch)
-    assert torch.equal(found, wanted)
+    expected = batch.weight * objective.scores(objective.predict(model, batch), batch)
+    assert torch.equal(actual, expected)
 
 
 def test_scores_do_not_depend_on_the_scoring_batch() -> None:
@@ -240,7 +240,7 @@ def test_scores_do_not_depend_on_the_scoring_batch() -> None:
         torch.testing.assert_close(weighted_scores(model, objective, batch, at_once), whole, rtol=1e-5, atol=1e-7)
 
 
-class Seeing(WrappedObjective):
+class RecordingObjective(WrappedObjective):
     """An objective that records the sizes of predicted batches, and whether gradients are enabled."""
 
     def __init__(self, inner: Objective):
@@ -253,21 +253,21 @@ class Seeing(WrappedObjective):
 
 
 def test_accumulation_scores_and_trains_in_micro_batches() -> None:
-    found = []
+    actual = []
     for parts, at_once, sizes in ((1, 0, [(4, False)] * 3 + [(4, True)]), (2, 2, [(2, False)] * 6 + [(2, True)] * 2)):
         chosen = [
             technique(NAME, scoring_batch=at_once),
             technique("large_batch.gradient_accumulation", micro_batches=parts),
         ]
         run = compose(plain_run(), with_optimizer(chosen), 3)
-        state, seeing = run.start(), Seeing(run.objective)
+        state, seeing = run.start(), RecordingObjective(run.objective)
         run.memories[NAME]["tau"].fill_(100.0)
         torch.manual_seed(0)
         outcome = run.backward(state.model, seeing, run.source.at(0))  # type: ignore[arg-type]
         assert outcome.notes["sampled"] == 1.0 and seeing.seen == sizes
         assert state.model is not None
-        found.append([parameter.grad for parameter in state.model.parameters()])
-    for one, other in zip(*found, strict=True):
+        actual.append([parameter.grad for parameter in state.model.parameters()])
+    for one, other in zip(*actual, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
 
 
@@ -305,7 +305,7 @@ def test_an_objective_without_scores_is_refused() -> None:
 def test_active_sampling_follows_a_growing_batch() -> None:
     chosen = [technique(NAME), technique("large_batch.batch_ramp", start=0.25, until=4, multiple=2)]
     run = compose(plain_run(batch=8), with_optimizer(chosen), 6)
-    state, heard = run.start(), Heard()
+    state, heard = run.start(), RecordingBackward()
     sampler = GradientNormBackward(heard, times=3, momentum=0.9)
     assert state.model is not None
     for step in (0, 3, 5):
@@ -324,13 +324,13 @@ def test_ranks_together_expect_the_whole_gradient(
     whole = Batch({"value": values, "row": torch.arange(6)}, source.at(0).weight.double())
     total = torch.zeros(2, dtype=torch.float64)
     for rank in (0, 1):
-        share = RankShard(Fixed(whole), rank, 2).at(0)
+        share = RankShard(FixedSource(whole), rank, 2).at(0)
         mean, _ = expectation(share, scores[share["row"]], 2, "value", monkeypatch)
         total = total + mean
     torch.testing.assert_close(total, whole.weight @ values)
 
 
-class Fixed(BatchSource):
+class FixedSource(BatchSource):
     """The same examples at every step."""
 
     def __init__(self, batch: Batch):

@@ -23,7 +23,7 @@ SEVERAL = {"parallelism.pipeline": {"cost_source": "counted", "schedule": "zbv"}
 
 
 @cache
-def on_two() -> dict[str, list[Found]]:
+def two_rank_results() -> dict[str, list[Found]]:
     ranks = on_ranks(2, on_mesh, {"pipeline": 2}, list(GROWING.values()))
     return {name: [rank[index] for rank in ranks] for index, name in enumerate(GROWING)}
 
@@ -31,7 +31,7 @@ def on_two() -> dict[str, list[Found]]:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", GROWING)
 def test_two_pipeline_stages_grow_like_one_process(name: str) -> None:
-    assert_the_same(on_two()[name], found(GROWING[name].without("parallelism.pipeline")))
+    assert_the_same(two_rank_results()[name], found(GROWING[name].without("parallelism.pipeline")))
 
 
 def test_dropped_blocks_with_split_backward_are_refused() -> None:

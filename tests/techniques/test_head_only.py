@@ -21,16 +21,16 @@ def probed(steps: int = 5) -> tuple[list[float], TrainState]:
 
 
 def test_training_equals_logistic_regression_on_features() -> None:
-    found, state = probed()
+    actual, state = probed()
     source, base = image_run(batch=8).source, tiny_vit()
     weight, bias = (parameter.detach().clone().requires_grad_() for parameter in base.head.parameters())
-    for step, loss in enumerate(found):
+    for step, loss in enumerate(actual):
         batch = source.at(step)
         with torch.no_grad():
             features = base.pooled(base(batch["inputs"]))
-        wanted = F.cross_entropy(features @ weight.T + bias, batch["labels"])
-        assert loss == pytest.approx(float(wanted.detach()), rel=1e-5)
-        for parameter, gradient in zip((weight, bias), torch.autograd.grad(wanted, (weight, bias)), strict=True):
+        expected = F.cross_entropy(features @ weight.T + bias, batch["labels"])
+        assert loss == pytest.approx(float(expected.detach()), rel=1e-5)
+        for parameter, gradient in zip((weight, bias), torch.autograd.grad(expected, (weight, bias)), strict=True):
             parameter.data -= 0.5 * gradient
     assert state.model is not None
     torch.testing.assert_close(state.model.head.weight, weight)

@@ -82,8 +82,8 @@ def test_resolution_rises_in_phases_and_ends_full() -> None:
 def test_low_frequencies_come_first_until_their_moments() -> None:
     run = run_of(LowFrequencyCurriculum(multiple=4), 10)
     assert sides(run, 10) == [12] * 6 + [12] * 2 + [16] * 2  # 160 and 192 of 224 are 11.4 and 13.7 of 16
-    found = sides(run_of(LowFrequencyCurriculum(fractions=(0.25, 0.5), until=(0.3, 0.5), multiple=4), 10), 10)
-    assert found == [4] * 3 + [8] * 2 + [16] * 5
+    actual = sides(run_of(LowFrequencyCurriculum(fractions=(0.25, 0.5), until=(0.3, 0.5), multiple=4), 10), 10)
+    assert actual == [4] * 3 + [8] * 2 + [16] * 5
     assert torch.equal(run.source.at(2)["inputs"], crop_spectrum(Images().at(2)["inputs"], 12, 12))
 
 

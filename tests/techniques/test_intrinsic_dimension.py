@@ -54,8 +54,8 @@ def test_the_gradient_of_z_is_the_projected_weight_gradient() -> None:
         state = run.start()
         assert state.model is not None
         run.backward(state.model, run.objective, batch)
-        wanted = SUBSPACE.of(state.model).projection.apply_transposed(gradient)
-        torch.testing.assert_close(state.model.subspace.grad, wanted, rtol=1e-3, atol=1e-5)
+        expected = SUBSPACE.of(state.model).projection.apply_transposed(gradient)
+        torch.testing.assert_close(state.model.subspace.grad, expected, rtol=1e-3, atol=1e-5)
         assert all(p.grad is None and not p.requires_grad for n, p in state.model.named_parameters() if n != "subspace")
 
 

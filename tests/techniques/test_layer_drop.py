@@ -27,17 +27,17 @@ def kept_blocks(seed: int, step: int, blocks: int, theta: float = 0.5) -> list[b
 
 
 def test_theta_falls_from_one_to_its_limit() -> None:
-    found = [theta_at(step, 0.5, 100) for step in range(2000)]
-    assert found[0] == 1.0 and found == sorted(found, reverse=True)
-    assert found[100] == pytest.approx(0.5 + 0.5 / torch.e) and found[-1] == pytest.approx(0.5, abs=1e-8)
+    actual = [theta_at(step, 0.5, 100) for step in range(2000)]
+    assert actual[0] == 1.0 and actual == sorted(actual, reverse=True)
+    assert actual[100] == pytest.approx(0.5 + 0.5 / torch.e) and actual[-1] == pytest.approx(0.5, abs=1e-8)
 
 
 @pytest.mark.parametrize("blocks", [1, 4, 12])
 def test_three_quarters_of_the_blocks_are_kept_in_the_long_run(blocks: int) -> None:
     expected = sum(keep_probability(block, blocks, 0.5) for block in range(blocks))
     assert expected == pytest.approx((3 * blocks - 1) / 4)
-    found = fmean(sum(kept_blocks(7, step, blocks)) for step in range(4000))
-    assert found == pytest.approx(expected, abs=4 * (blocks / 4 / 4000) ** 0.5)
+    actual = fmean(sum(kept_blocks(7, step, blocks)) for step in range(4000))
+    assert actual == pytest.approx(expected, abs=4 * (blocks / 4 / 4000) ** 0.5)
 
 
 def test_blocks_are_dropped_independently() -> None:

@@ -104,7 +104,7 @@ def test_default_layers_equal_all_linear_in_peft(family: str) -> None:
     with collect_notes() as notes:
         ours = adapted_layers(adapted_model(family, rank=2))
     theirs = peft.get_peft_model(frozen(family), peft.LoraConfig(r=2, target_modules="all-linear")).base_model.model
-    assert ours.keys() == {name for name, *_ in with_pefts_names(theirs)}
+    assert ours.keys() == {name for name, *_ in with_peft_names(theirs)}
     assert "adapted: " in notes[1] and re.sub(r"\.\d+\.", ".N.", min(ours)) in notes[1]
 
 
@@ -121,7 +121,7 @@ def test_small_layers_and_expert_tensors_are_skipped() -> None:
     assert "skipped 1: it is smaller than the rank 8; skipped 2: it is smaller than the rank 8" in notes[0]
 
 
-def with_pefts_names(model: Any) -> Iterator[tuple[str, Any, Any]]:
+def with_peft_names(model: Any) -> Iterator[tuple[str, Any, Any]]:
     for name, layer in model.named_modules():
         if hasattr(layer, "lora_A"):
             table = bool(layer.lora_embedding_A)
@@ -138,15 +138,15 @@ def test_outputs_and_gradients_equal_peft(family: str, rslora: bool) -> None:
     layers = adapted_layers(ours)
     config = peft.LoraConfig(r=2, lora_alpha=6, target_modules=list(layers), use_rslora=rslora)
     theirs = peft.get_peft_model(frozen(family).double(), config)
-    pairs = {name: (a, b) for name, a, b in with_pefts_names(theirs.base_model.model)}
+    pairs = {name: (a, b) for name, a, b in with_peft_names(theirs.base_model.model)}
     assert pairs.keys() == layers.keys()
     with torch.no_grad():
         for name, layer in layers.items():
             for mine, yours in zip((layer.lora_a, layer.lora_b), pairs[name], strict=True):
                 yours.data = mine.detach().clone()  # those of peft are float32 so far
-    found, wanted = output(ours), output(theirs)
-    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-10)
-    for result in (found, wanted):
+    actual, expected = output(ours), output(theirs)
+    torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
+    for result in (actual, expected):
         result.square().mean().backward()
     for name, layer in layers.items():
         for mine, yours in zip((layer.lora_a, layer.lora_b), pairs[name], strict=True):
@@ -185,8 +185,8 @@ def test_slices_of_a_fused_layer_equal_separate_layers(slices: str) -> None:
             part = addition[:, start : start + width]
             if letter in slices:
                 rows = slice(2 * seen, 2 * seen + 2)
-                wanted = scale * x @ (b[start : start + width, rows] @ a[rows]).T
-                torch.testing.assert_close(part, wanted, rtol=1e-4, atol=1e-4)
+                expected = scale * x @ (b[start : start + width, rows] @ a[rows]).T
+                torch.testing.assert_close(part, expected, rtol=1e-4, atol=1e-4)
                 seen += 1
             else:
                 assert part.abs().max() < 1e-5
@@ -240,8 +240,8 @@ def test_torch_attention_uses_the_additions() -> None:
         each.train()(x).square().sum().backward()
     attention, full = (each.layers[0].self_attn for each in (model, dense))
     a, b, scale = factors_of(attention)
-    wanted = torch.autograd.grad((scale * b @ a * full.in_proj_weight.grad).sum(), attention.lora_a)[0]
-    torch.testing.assert_close(attention.lora_a.grad, wanted)
+    expected = torch.autograd.grad((scale * b @ a * full.in_proj_weight.grad).sum(), attention.lora_a)[0]
+    torch.testing.assert_close(attention.lora_a.grad, expected)
     assert model.layers[0].self_attn.in_proj_weight.grad is None
     plain = [name for name, _ in model.named_parameters() if name not in factor_names(model)]
     assert plain == names
@@ -508,6 +508,6 @@ def test_a_rank_four_change_is_learned_with_rank_four_only() -> None:
 def test_the_default_pattern_finds_the_layers_of_a_t5() -> None:
     """T5 names its layers SelfAttention, EncDecAttention and DenseReluDense."""
     config = transformers.T5Config(vocab_size=300, d_model=32, d_kv=8, d_ff=48, num_layers=2, num_heads=4)
-    found = Lora(rank=4).layers(transformers.T5ForConditionalGeneration(config))
-    assert len(found) == 2 * (4 + 2) + 2 * (8 + 2)
-    assert {name.rpartition(".")[2] for name in found} == {"q", "k", "v", "o", "wi", "wo"}
+    actual = Lora(rank=4).layers(transformers.T5ForConditionalGeneration(config))
+    assert len(actual) == 2 * (4 + 2) + 2 * (8 + 2)
+    assert {name.rpartition(".")[2] for name in actual} == {"q", "k", "v", "o", "wi", "wo"}

@@ -53,11 +53,11 @@ def test_an_untrained_model_ends_as_the_plain_model() -> None:
     assert state.model.embedding.patch.weight.shape[-1] == 8
     plain = image_run(depth=2).build()
     finished = HALVING.finish(state.model)
-    found = dict(finished.named_parameters())
+    actual = dict(finished.named_parameters())
     for name, parameter in plain.named_parameters():
-        assert found[name].shape == parameter.shape
+        assert actual[name].shape == parameter.shape
         if name != "embedding.position":
-            torch.testing.assert_close(found[name], parameter, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(actual[name], parameter, rtol=1e-5, atol=1e-6)
     assert finished.logits(PIXELS).shape == (2, 10)
 
 

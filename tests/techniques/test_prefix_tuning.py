@@ -70,16 +70,16 @@ def copy_from_peft(model: nn.Module, encoder: Any, order: Sequence[int] = ()) ->
 @pytest.mark.parametrize("hidden", [0, HIDDEN])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_outputs_and_gradients_equal_peft(kind: str, hidden: int, tmp_path: Path) -> None:
-    wanted_model = peft_model(theirs(kind), hidden)
-    encoder = wanted_model.prompt_encoder["default"]
-    wanted = wanted_model(input_ids=TOKENS).logits
-    next_token_loss(wanted, TOKENS).backward()
+    expected_model = peft_model(theirs(kind), hidden)
+    encoder = expected_model.prompt_encoder["default"]
+    expected = expected_model(input_ids=TOKENS).logits
+    next_token_loss(expected, TOKENS).backward()
     for model in (theirs(kind), HuggingFaceCausalLM(theirs(kind)), ours(kind, tmp_path)):
         model = PrefixTuning(tokens=COUNT, hidden=hidden).model(model).eval()
         pairs = copy_from_peft(model, encoder)
-        found = model.logits(TOKENS) if hasattr(model, "task") else model(input_ids=TOKENS).logits
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-5)
-        next_token_loss(found, TOKENS).backward()
+        actual = model.logits(TOKENS) if hasattr(model, "task") else model(input_ids=TOKENS).logits
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=2e-5)
+        next_token_loss(actual, TOKENS).backward()
         for name, parameter in encoder.named_parameters():
             gradient = torch.cat([own.grad for own in pairs[name]], 1 if name == "embedding.weight" else 0)
             torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-6)
@@ -90,14 +90,14 @@ def test_masks_include_the_prefix_as_in_peft(kind: str) -> None:
     keep = torch.ones_like(TOKENS)
     keep[0, :4] = 0
     labels = TOKENS.masked_fill(keep == 0, -100)
-    wanted_model = peft_model(theirs(kind), 0)
+    expected_model = peft_model(theirs(kind), 0)
     model = PrefixTuning(tokens=COUNT, hidden=0).model(theirs(kind))
-    copy_from_peft(model, wanted_model.prompt_encoder["default"])
-    wanted = wanted_model(input_ids=TOKENS, attention_mask=keep, labels=labels).loss
+    copy_from_peft(model, expected_model.prompt_encoder["default"])
+    expected = expected_model(input_ids=TOKENS, attention_mask=keep, labels=labels).loss
     positions = torch.arange(TOKENS.shape[1]).expand(2, -1)
     for more in ({}, {"position_ids": positions}):
-        found = model(input_ids=TOKENS, attention_mask=keep, labels=labels, **more).loss
-        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-6)
+        actual = model(input_ids=TOKENS, attention_mask=keep, labels=labels, **more).loss
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-6)
 
 
 def encoder_or_encoder_decoder(kind: str) -> Any:
@@ -135,16 +135,16 @@ def test_encoders_and_encoder_decoders_equal_peft(kind: str, hidden: int) -> Non
     keep[0, 9:] = 0
     later = {"decoder_input_ids": TOKENS[:, 3:9], "decoder_attention_mask": keep[:, 5:11]} if two_sided else {}
     inputs = {"input_ids": TOKENS + 2, "attention_mask": keep} | later
-    wanted_model = peft.get_peft_model(encoder_or_encoder_decoder(kind), config).eval()
-    encoder = wanted_model.prompt_encoder["default"]
-    wanted = wanted_model(**inputs)[0]
-    wanted.square().mean().backward()
+    expected_model = peft.get_peft_model(encoder_or_encoder_decoder(kind), config).eval()
+    encoder = expected_model.prompt_encoder["default"]
+    expected = expected_model(**inputs)[0]
+    expected.square().mean().backward()
     model = PrefixTuning(tokens=COUNT, hidden=hidden).model(encoder_or_encoder_decoder(kind)).eval()
     pairs = copy_from_peft(model, encoder, [0, 2, 1] if two_sided else ())
-    found = model(**inputs)[0]
-    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=2e-5)
-    assert not torch.allclose(found, encoder_or_encoder_decoder(kind)(**inputs)[0], atol=1e-2)
-    found.square().mean().backward()
+    actual = model(**inputs)[0]
+    torch.testing.assert_close(actual, expected, rtol=1e-4, atol=2e-5)
+    assert not torch.allclose(actual, encoder_or_encoder_decoder(kind)(**inputs)[0], atol=1e-2)
+    actual.square().mean().backward()
     for name, parameter in encoder.named_parameters():
         gradient = torch.cat([own.grad for own in pairs[name]], 1 if name == "embedding.weight" else 0)
         torch.testing.assert_close(gradient, parameter.grad, rtol=1e-3, atol=1e-6)
@@ -163,8 +163,8 @@ def test_the_decoder_of_an_image_text_model_gets_a_prefix() -> None:
     assert [name for name, p in model.named_parameters() if p.requires_grad] == [
         f"model.language_model.layers.{block}.prefix" for block in range(2)
     ]
-    found = model(input_ids=TOKENS).logits
-    assert found.shape == before.shape and not torch.allclose(found, before, atol=1e-3)
+    actual = model(input_ids=TOKENS).logits
+    assert actual.shape == before.shape and not torch.allclose(actual, before, atol=1e-3)
 
 
 @pytest.mark.parametrize("kind", ["bert", "t5", "bart"])
@@ -208,8 +208,8 @@ def test_a_causal_core_attends_to_prefix_and_past(core: Any) -> None:
     prefix = torch.randn(3, 2 * 2 * 8, generator=generator)
     keys, values = (x.expand(2, -1, -1, -1) for x in keys_and_values(prefix, 2))
     mask = torch.ones(6, 9, dtype=torch.bool).tril(3)
-    wanted = full_attention(q, torch.cat((keys, k), 2), torch.cat((values, v), 2), mask)
-    torch.testing.assert_close(attend_with_prefix(core, prefix, q, k, v), wanted)
+    expected = full_attention(q, torch.cat((keys, k), 2), torch.cat((values, v), 2), mask)
+    torch.testing.assert_close(attend_with_prefix(core, prefix, q, k, v), expected)
 
 
 def test_a_mask_leaves_the_prefix_visible() -> None:
@@ -218,11 +218,11 @@ def test_a_mask_leaves_the_prefix_visible() -> None:
     prefix = torch.randn(3, 2 * 4 * 8, generator=generator)
     keep = torch.ones(2, 1, 1, 6, dtype=torch.bool)
     keep[0, ..., 4:] = False
-    found = attend_with_prefix(full_attention, prefix, q, k, v, keep)
-    wanted = attend_with_prefix(full_attention, prefix, q[:1], k[:1, :, :4], v[:1, :, :4])
-    torch.testing.assert_close(found[:1], wanted)
+    actual = attend_with_prefix(full_attention, prefix, q, k, v, keep)
+    expected = attend_with_prefix(full_attention, prefix, q[:1], k[:1, :, :4], v[:1, :, :4])
+    torch.testing.assert_close(actual[:1], expected)
     scores = torch.zeros(1, 4, 6, 6).masked_fill(~keep[:1], -torch.inf)
-    torch.testing.assert_close(attend_with_prefix(full_attention, prefix, q[:1], k[:1], v[:1], scores), wanted)
+    torch.testing.assert_close(attend_with_prefix(full_attention, prefix, q[:1], k[:1], v[:1], scores), expected)
 
 
 @pytest.mark.parametrize("style", ["bert", "t5", "marian"])
@@ -233,9 +233,9 @@ def test_every_attention_of_our_models_gets_a_prefix(style: str) -> None:
     before = model.eval().logits(*inputs)
     model = PrefixTuning(tokens=3, hidden=0).model(model)
     assert len([n for n, p in model.named_parameters() if p.requires_grad]) == (2 if style == "bert" else 6)
-    found = model.logits(*inputs)
-    assert found.shape == before.shape and (found - before).abs().max() > 1e-3
-    found.square().mean().backward()
+    actual = model.logits(*inputs)
+    assert actual.shape == before.shape and (actual - before).abs().max() > 1e-3
+    actual.square().mean().backward()
     assert all(p.grad is not None and p.grad.any() for p in model.parameters() if p.requires_grad)
 
 
@@ -283,9 +283,9 @@ def test_key_value_heads_follow_the_cache_of_the_model(kind: str) -> None:
     plain, random = model(input_ids=TOKENS).logits, torch.get_rng_state()
     model = PrefixTuning(tokens=3, hidden=0).model(model)
     assert torch.equal(torch.get_rng_state(), random)
-    found = model(input_ids=TOKENS).logits
-    assert found.shape == plain.shape and not torch.allclose(found, plain, atol=1e-3)
-    next_token_loss(found, TOKENS).backward()
+    actual = model(input_ids=TOKENS).logits
+    assert actual.shape == plain.shape and not torch.allclose(actual, plain, atol=1e-3)
+    next_token_loss(actual, TOKENS).backward()
     trained = [p for p in model.parameters() if p.requires_grad]
     assert len(trained) == 2 and all(p.grad is not None and p.grad.abs().max() > 0 for p in trained)
 
@@ -332,7 +332,7 @@ def loss_of_continuation(model: nn.Module, seed: int, rate: float, steps: int) -
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", range(3))
 def test_a_prefix_learns_what_an_equally_long_prompt_does_not(reader: dict[str, torch.Tensor], seed: int) -> None:
-    found = {}
+    actual = {}
     choices = {
         "prefix": PrefixTuning(tokens=4, hidden=0, seed=seed),
         "network": PrefixTuning(tokens=4, seed=seed),
@@ -342,8 +342,8 @@ def test_a_prefix_learns_what_an_equally_long_prompt_does_not(reader: dict[str, 
     for name, adapter in choices.items():
         model = tiny_model()
         model.load_state_dict(reader)
-        found[name] = loss_of_continuation(adapter.model(model), seed, rates[name], 60)
-    assert found["prefix"] < found["prompt"] - 1 and found["network"] < found["prompt"] - 1
+        actual[name] = loss_of_continuation(adapter.model(model), seed, rates[name], 60)
+    assert actual["prefix"] < actual["prompt"] - 1 and actual["network"] < actual["prompt"] - 1
 
 
 def test_packed_rows_are_refused_with_a_fix() -> None:

@@ -21,25 +21,25 @@ from thrifty.techniques.memory.recompute import Recompute
 COUNT = 5
 
 
-def pefts(model: Any, task: str = "CAUSAL_LM", **settings: Any) -> Any:
+def peft_model(model: Any, task: str = "CAUSAL_LM", **settings: Any) -> Any:
     return peft.get_peft_model(
         model, peft.PromptTuningConfig(task_type=task, num_virtual_tokens=COUNT, **settings)
     ).eval()
 
 
 def set_prompt(model: nn.Module, values: torch.Tensor) -> nn.Parameter:
-    (found,) = (p for name, p in model.named_parameters() if name.endswith("prompt"))
+    (actual,) = (p for name, p in model.named_parameters() if name.endswith("prompt"))
     with torch.no_grad():
-        found.copy_(values)
-    return found
+        actual.copy_(values)
+    return actual
 
 
 def test_negative_tokens_are_rows_of_the_prompt() -> None:
     longer = lengthen(torch.tensor([[7, 8], [9, 9]]), 3)
     assert longer.tolist() == [[-1, -2, -3, 7, 8], [-1, -2, -3, 9, 9]]
     prompt, words = torch.randn(3, 4), torch.randn(2, 5, 4)
-    found = embed(longer, words, prompt)
-    assert torch.equal(found[:, :3], prompt.expand(2, -1, -1)) and torch.equal(found[:, 3:], words[:, 3:])
+    actual = embed(longer, words, prompt)
+    assert torch.equal(actual[:, :3], prompt.expand(2, -1, -1)) and torch.equal(actual[:, 3:], words[:, 3:])
 
 
 def test_initialization_from_embedding_rows_or_uniform() -> None:
@@ -54,15 +54,15 @@ def test_initialization_from_embedding_rows_or_uniform() -> None:
 
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_outputs_and_gradients_equal_peft(kind: str, tmp_path: Path) -> None:
-    wanted_model = pefts(theirs(kind))
-    wanted_prompt = wanted_model.prompt_encoder["default"].embedding.weight
-    wanted = wanted_model(input_ids=TOKENS).logits[:, COUNT:]
-    next_token_loss(wanted, TOKENS).backward()
+    expected_model = peft_model(theirs(kind))
+    wanted_prompt = expected_model.prompt_encoder["default"].embedding.weight
+    expected = expected_model(input_ids=TOKENS).logits[:, COUNT:]
+    next_token_loss(expected, TOKENS).backward()
     for model in (theirs(kind), HuggingFaceCausalLM(theirs(kind)), ours(kind, tmp_path)):
         prompt = set_prompt(PromptTuning(tokens=COUNT).model(model).eval(), wanted_prompt)
-        found = model(input_ids=TOKENS).logits if not hasattr(model, "task") else model.logits(TOKENS)
-        torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
-        next_token_loss(found, TOKENS).backward()
+        actual = model(input_ids=TOKENS).logits if not hasattr(model, "task") else model.logits(TOKENS)
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+        next_token_loss(actual, TOKENS).backward()
         torch.testing.assert_close(prompt.grad, wanted_prompt.grad, rtol=1e-4, atol=1e-6)
 
 
@@ -72,15 +72,15 @@ def test_masks_and_labels_include_virtual_tokens_as_in_peft(kind: str) -> None:
     keep[0, :4] = 0
     labels = TOKENS.masked_fill(keep == 0, -100)
     labels[:, 0] = -100  # peft's last virtual token predicts the first real one; here nothing does, as without a prompt
-    wanted_model = pefts(theirs(kind))
+    expected_model = peft_model(theirs(kind))
     model = PromptTuning(tokens=COUNT).model(theirs(kind))
-    set_prompt(model, wanted_model.prompt_encoder["default"].embedding.weight)
-    wanted = wanted_model(input_ids=TOKENS, attention_mask=keep, labels=labels)
-    found = model(input_ids=TOKENS, attention_mask=keep, labels=labels)
-    torch.testing.assert_close(found.loss, wanted.loss, rtol=1e-5, atol=1e-6)
+    set_prompt(model, expected_model.prompt_encoder["default"].embedding.weight)
+    expected = expected_model(input_ids=TOKENS, attention_mask=keep, labels=labels)
+    actual = model(input_ids=TOKENS, attention_mask=keep, labels=labels)
+    torch.testing.assert_close(actual.loss, expected.loss, rtol=1e-5, atol=1e-6)
     positions = torch.arange(TOKENS.shape[1]).expand(2, -1)
     again = model(input_ids=TOKENS, attention_mask=keep, labels=labels, position_ids=positions)
-    torch.testing.assert_close(again.loss, wanted.loss, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(again.loss, expected.loss, rtol=1e-5, atol=1e-6)
 
 
 def test_the_encoder_of_an_encoder_decoder_equals_peft() -> None:
@@ -89,14 +89,14 @@ def test_the_encoder_of_an_encoder_decoder_equals_peft() -> None:
     config = transformers.T5Config(**settings)
     base, other = (transformers.T5ForConditionalGeneration(config).eval() for _ in range(2))
     other.load_state_dict(base.state_dict())
-    wanted_model = pefts(other, "SEQ_2_SEQ_LM", num_transformer_submodules=1)
+    expected_model = peft_model(other, "SEQ_2_SEQ_LM", num_transformer_submodules=1)
     keep = torch.ones_like(TOKENS)
     keep[1, 8:] = 0
     inputs = {"input_ids": TOKENS, "attention_mask": keep, "decoder_input_ids": TOKENS[:, :5]}
-    wanted = wanted_model(**inputs).logits
+    expected = expected_model(**inputs).logits
     model = PromptTuning(tokens=COUNT).model(base)
-    set_prompt(model, wanted_model.prompt_encoder["default"].embedding.weight)
-    torch.testing.assert_close(model(**inputs).logits, wanted, rtol=1e-4, atol=1e-5)
+    set_prompt(model, expected_model.prompt_encoder["default"].embedding.weight)
+    torch.testing.assert_close(model(**inputs).logits, expected, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("style", ["llama", "gpt"])

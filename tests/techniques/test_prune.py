@@ -25,8 +25,8 @@ def scored(plain: BaseRun, **facts: object) -> ExampleScores:
     """Return scores that rise with the index of the example."""
     there = plain.source.example_index()
     scores = torch.arange(there.count).float()
-    told = ScoreProvenance(method="el2n", fingerprint=there.fingerprint, flops=2e9, seconds=4.0, **facts)  # type: ignore[arg-type]
-    return ExampleScores(scores, scores[None], told, there.labels)
+    printed = ScoreProvenance(method="el2n", fingerprint=there.fingerprint, flops=2e9, seconds=4.0, **facts)  # type: ignore[arg-type]
+    return ExampleScores(scores, scores[None], printed, there.labels)
 
 
 def written(scores: ExampleScores, path: Path) -> dict[str, str]:
@@ -109,9 +109,9 @@ def test_a_run_trains_on_kept_examples_and_evaluates_on_all(tmp_path: Path) -> N
     technique = PrunedExamples(**written(scores, tmp_path / "scores"), keep=0.25, drop_hardest=0.1, min_class_share=0)
     kept = np.arange(1300 - 130 - 325, 1300 - 130)
     contents = plain.source.contents  # type: ignore[attr-defined]
-    wanted = {image.numpy().tobytes() for image in contents.fields(kept)["inputs"]}
-    found = {image.numpy().tobytes() for batch in seen(plain, technique, 7) for image in batch["inputs"]}
-    assert found == wanted and len(wanted) > 300
+    expected = {image.numpy().tobytes() for image in contents.fields(kept)["inputs"]}
+    actual = {image.numpy().tobytes() for batch in seen(plain, technique, 7) for image in batch["inputs"]}
+    assert actual == expected and len(expected) > 300
     run = compose(plain, with_optimizer([technique]), 3)
     choice = run.source.selected_subset
     assert choice is not None and choice.kept.tolist() == kept.tolist()
@@ -161,7 +161,7 @@ def test_scores_of_other_data_are_refused_by_hash(tmp_path: Path) -> None:
 
 def test_a_missing_or_wrong_hash_is_refused(tmp_path: Path) -> None:
     named = written(scored(image_run()), tmp_path / "scores")
-    for settings, kind, told in (
+    for settings, kind, printed in (
         ({"scores": named["scores"]}, UsageError, "have no hash in the settings"),
         ({**named, "sha256": "a" * 64}, IntegrityError, "is not the file of scores in the recipe"),
         ({**named, "scores": str(tmp_path / "none")}, UsageError, "there is no scores file"),
@@ -169,7 +169,7 @@ def test_a_missing_or_wrong_hash_is_refused(tmp_path: Path) -> None:
         ({"order": "random", "drop_hardest": 0.1}, UsageError, "drop_hardest requires a file of scores"),
     ):
         run = compose(image_run(), with_optimizer([PrunedExamples(**settings)]), 3)
-        with pytest.raises(kind, match=told) as error:
+        with pytest.raises(kind, match=printed) as error:
             run.source.at(0)
         assert error.value.fix
     with pytest.raises(UsageError, match=named["sha256"]):
@@ -187,10 +187,10 @@ def test_a_file_of_scores_survives_a_round_trip(tmp_path: Path) -> None:
     scores = replace(scores, guesses=PredictedLabels(scores.labels, scores.scores / 1300, scores.scores / 2600))  # type: ignore[arg-type]
     path = tmp_path / "scores"
     path.write_bytes(scores_bytes(scores))
-    found = read_scores(path)
-    assert found.facts == scores.facts
-    assert torch.equal(found.scores, scores.scores) and torch.equal(found.runs, scores.runs)
-    assert scores_bytes(found) == path.read_bytes()
+    actual = read_scores(path)
+    assert actual.facts == scores.facts
+    assert torch.equal(actual.scores, scores.scores) and torch.equal(actual.runs, scores.runs)
+    assert scores_bytes(actual) == path.read_bytes()
 
 
 @pytest.mark.parametrize("damage", ["cut", "no facts", "other shape", "not finite", "format"])

@@ -34,7 +34,7 @@ def started(name: str, steps: int = 4, **settings: Any) -> tuple[Any, TrainState
     return run, state
 
 
-def watched(model: nn.Module, *inputs: Tensor) -> dict[str, tuple[Tensor, ...]]:
+def recorded_calls(model: nn.Module, *inputs: Tensor) -> dict[str, tuple[Tensor, ...]]:
     """Return the inputs and the output of each core in one forward pass."""
     seen: dict[str, tuple[Tensor, ...]] = {}
     for place in ATTENTION_SITES.of(model):
@@ -60,15 +60,15 @@ def text(seed: int = 0, rows: int = 2, length: int = 16) -> Tensor:
 def test_a_filter_changes_nothing_before_from_step(name: str) -> None:
     settings = {"weight": 0.0} if name == "attention.dota" else {}
     plain, _ = run_through(plain_run(), with_optimizer([]), 4)
-    found, _ = run_through(plain_run(), with_optimizer([technique(name, **settings)]), 4)
-    assert losses(found)[:START] == losses(plain)[:START]
-    assert losses(found)[START] != losses(plain)[START]
+    actual, _ = run_through(plain_run(), with_optimizer([technique(name, **settings)]), 4)
+    assert losses(actual)[:START] == losses(plain)[:START]
+    assert losses(actual)[START] != losses(plain)[START]
 
 
 def test_a_window_hides_distant_tokens_and_patches() -> None:
     for model, given, causal in ((plain_run().build(), text(), True), (tiny_vit(), PIXELS, False)):
         model = technique("attention.window", window=3, global_tokens=1, block=4).model(model)
-        for q, k, v, output in watched(model, given).values():
+        for q, k, v, output in recorded_calls(model, given).values():
             keep = window_mask(q.shape[2], 3, 1, causal)
             torch.testing.assert_close(output, kept_attention_reference(q, k, v, keep))
 
@@ -79,13 +79,13 @@ def test_packed_texts_do_not_attend_to_each_other(name: str) -> None:
     segments = torch.tensor([[0] * 5 + [1] * 11, [0] * 9 + [1] * 7])
     place = ATTENTION_SITES.of(model)[0]
     assert place.plain is causal_attention_reference
-    for q, k, v, mask, output in watched(model, text(), segments).values():
+    for q, k, v, mask, output in recorded_calls(model, text(), segments).values():
         assert torch.equal(mask, segment_mask(segments))
         changed = k.clone()
         changed[0, :, :5], changed[1, :, :9] = 9.0, 9.0
-        found, same = (technique(name).core(place, {})(q, keys, v, mask) for keys in (changed, k))
-        torch.testing.assert_close(found[0, :, 5:], same[0, :, 5:])
-        torch.testing.assert_close(found[1, :, 9:], same[1, :, 9:])
+        actual, same = (technique(name).core(place, {})(q, keys, v, mask) for keys in (changed, k))
+        torch.testing.assert_close(actual[0, :, 5:], same[0, :, 5:])
+        torch.testing.assert_close(actual[1, :, 9:], same[1, :, 9:])
         assert output.shape == q.shape
 
 
@@ -122,7 +122,7 @@ def test_elsa_logs_the_mean_threshold_of_plain_steps() -> None:
     assert plain["phase"] == "plain" and chosen["phase"] == "chosen"
 
     again = compose(plain_run(), with_optimizer([]), 6)
-    bare, found = again.start(), {}
+    bare, actual = again.start(), {}
     for step in range(START):
         batch = again.source.at(step)
         assert bare.model is not None
@@ -130,7 +130,7 @@ def test_elsa_logs_the_mean_threshold_of_plain_steps() -> None:
 
             def watch(q: Tensor, k: Tensor, v: Tensor, name: str = place.name) -> Tensor:
                 samples = elsa_filter.threshold_samples(q, k, 4.0, visible_pairs(q.shape[2], k.shape[2], True))
-                found.setdefault(name, []).append(float(samples.mean()))
+                actual.setdefault(name, []).append(float(samples.mean()))
                 return causal_attention_reference(q, k, v)
 
             place.module.core = watch
@@ -140,16 +140,16 @@ def test_elsa_logs_the_mean_threshold_of_plain_steps() -> None:
             if hasattr(module, "qkv"):
                 module.core = causal_attention_reference
         advance(again, bare, step + 1)
-    assert chosen["found"] == pytest.approx({name: sum(values) / START for name, values in found.items()}, rel=1e-5)
+    assert chosen["found"] == pytest.approx({name: sum(values) / START for name, values in actual.items()}, rel=1e-5)
 
 
 @pytest.mark.parametrize("name", CALIBRATED)
 def test_calibration_changes_neither_weights_nor_random_state(name: str) -> None:
     """Dropout is on, which would show both."""
     chosen = with_optimizer([technique(name, from_step=5)])
-    found, _ = run_through(plain_run(style="gpt", dropout=0.3), chosen, 5)
+    actual, _ = run_through(plain_run(style="gpt", dropout=0.3), chosen, 5)
     plain, _ = run_through(plain_run(style="gpt", dropout=0.3), with_optimizer([]), 5)
-    assert losses(found) == losses(plain)
+    assert losses(actual) == losses(plain)
 
 
 @pytest.mark.sampled(3)
@@ -169,10 +169,10 @@ def test_resume_around_from_step_is_bit_identical(name: str, saved: int) -> None
 
 def test_sanger_keeps_the_predicted_pairs() -> None:
     _, state = started("attention.sanger")
-    found = state.log[-1].decision["found"]
-    for name, (q, k, v, output) in watched(state.model, text()).items():
+    actual = state.log[-1].decision["found"]
+    for name, (q, k, v, output) in recorded_calls(state.model, text()).items():
         visible = visible_pairs(16, 16, True)
-        keep = sanger_filter.sanger_keep(q, k, 0.2, 4, tuple(found[name]), visible)
+        keep = sanger_filter.sanger_keep(q, k, 0.2, 4, tuple(actual[name]), visible)
         assert 0.1 < float(keep.sum() / visible.expand_as(keep).sum()) < 0.95
         torch.testing.assert_close(output, kept_attention_reference(q, k, v, keep))
 
@@ -231,8 +231,8 @@ def test_resume_restores_the_key_count_of_dota() -> None:
     resumed = restored(run, snapshot(state))
     short = text()[:, :8]
     with torch.no_grad():
-        found, expected = (each.model.eval()(short) for each in (resumed, state) if each.model is not None)
-    assert torch.equal(found, expected)
+        actual, expected = (each.model.eval()(short) for each in (resumed, state) if each.model is not None)
+    assert torch.equal(actual, expected)
 
 
 def test_dota_keeps_a_share_of_each_example_in_an_encoder() -> None:
@@ -330,8 +330,8 @@ class TestModelsOfTransformers:
         model = theirs(kind)
         expected = model(TOKENS, attention_mask=mask).logits
         technique("attention.window", window=64, block=8).model(model)
-        found = model(TOKENS, attention_mask=mask).logits
-        torch.testing.assert_close(found[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-5)
+        actual = model(TOKENS, attention_mask=mask).logits
+        torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()], rtol=1e-4, atol=1e-5)
 
     def test_a_narrow_window_hides_distant_tokens(self) -> None:
         model = technique("attention.window", window=2, block=4).model(theirs("llama"))

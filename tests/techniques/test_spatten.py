@@ -21,7 +21,7 @@ from thrifty.techniques.memory.recompute import Recompute
 NAME = "attention.spatten"
 
 
-def drawn(*shape: int, seed: int = 0) -> list[Tensor]:
+def random_tensors(*shape: int, seed: int = 0) -> list[Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(*shape, generator=generator, dtype=torch.float64) for _ in range(3)]
 
@@ -30,7 +30,7 @@ def random_blocks(
     depth: int, shape: tuple[int, ...], shares: list[KeptShares], causal: bool, seed: int = 0
 ) -> tuple[list[list[Tensor]], list[Tensor], list[CascadeState]]:
     """Return queries, keys and values of some blocks, and the output and cascade state of each."""
-    inputs = [drawn(*shape, seed=seed + block) for block in range(depth)]
+    inputs = [random_tensors(*shape, seed=seed + block) for block in range(depth)]
     visible, standing = visible_pairs(shape[2], shape[2], causal), None
     outputs, standings = [], []
     for (q, k, v), keep in zip(inputs, shares, strict=True):
@@ -52,10 +52,10 @@ def best(scores: dict[int, float], count: int) -> list[int]:
 def test_an_encoder_equals_attention_without_pruned_tokens(tokens, heads, kept, values, seed):
     """As in the paper, pruned tokens leave the sequence with their queries, keys and values."""
     shares = [KeptShares(1.0, 1.0, values), KeptShares(kept, kept, values), KeptShares(kept**2, kept**2, values)]
-    inputs, found, _ = random_blocks(3, (1, heads, tokens, 4), shares, causal=False, seed=seed)
+    inputs, actual, _ = random_blocks(3, (1, heads, tokens, 4), shares, causal=False, seed=seed)
     left, working = list(range(tokens)), list(range(heads))
     of_tokens, of_heads = dict.fromkeys(left, 0.0), dict.fromkeys(working, 0.0)
-    for (q, k, v), output, keep in zip(inputs, found, shares, strict=True):
+    for (q, k, v), output, keep in zip(inputs, actual, shares, strict=True):
         left = best({j: of_tokens[j] for j in left}, round(keep.tokens * tokens))
         working = best({h: of_heads[h] for h in working}, round(keep.heads * heads))
         for head in range(heads):
@@ -104,7 +104,7 @@ def test_the_latest_tokens_are_kept_in_decoders_only() -> None:
 
 
 def test_removed_and_masked_tokens_never_return() -> None:
-    q, k, v = drawn(2, 2, 6, 4)
+    q, k, v = random_tensors(2, 2, 6, 4)
     mask = torch.ones(2, 1, 1, 6, dtype=torch.bool)
     mask[0, ..., 4:] = False
     visible, standing = visible_pairs(6, 6, False, mask), None
@@ -118,7 +118,7 @@ def test_removed_and_masked_tokens_never_return() -> None:
 
 
 def test_gradients_come_from_kept_tokens() -> None:
-    q, k, v = (x.requires_grad_() for x in drawn(1, 2, 5, 3))
+    q, k, v = (x.requires_grad_() for x in random_tensors(1, 2, 5, 3))
     visible = visible_pairs(5, 5, True)
     _, before = cascade_attention(q, k, v, visible, None, KeptShares(1.0, 1.0, 1.0))
 
@@ -129,12 +129,12 @@ def test_gradients_come_from_kept_tokens() -> None:
 
 
 def test_rounded_scores_have_the_gradients_of_exact_scores() -> None:
-    q, k, v = (x.requires_grad_() for x in drawn(1, 2, 40, 16))
+    q, k, v = (x.requires_grad_() for x in random_tensors(1, 2, 40, 16))
     visible, keep = visible_pairs(40, 40, True), KeptShares(1.0, 1.0, 1.0)
     exact, rounded = (cascade_attention(q, k, v, visible, None, keep, bits)[0] for bits in (0, 4))
     assert 1e-4 < float((exact - rounded).detach().abs().max()) < 0.5
-    found, wanted = (torch.autograd.grad(x.sum(), (q, k, v), retain_graph=True) for x in (rounded, exact))
-    torch.testing.assert_close(found[:2], wanted[:2])
+    actual, expected = (torch.autograd.grad(x.sum(), (q, k, v), retain_graph=True) for x in (rounded, exact))
+    torch.testing.assert_close(actual[:2], expected[:2])
 
 
 def test_shares_of_blocks_equal_the_line_of_the_paper() -> None:
@@ -151,9 +151,9 @@ def test_shares_of_blocks_equal_the_line_of_the_paper() -> None:
 def test_no_pruning_equals_plain_attention() -> None:
     whole = technique(NAME, tokens=1.0, heads=1.0, values=1.0)
     for run in (plain_run, image_run):
-        found, _ = run_through(run(), with_optimizer([whole]), 4)
+        actual, _ = run_through(run(), with_optimizer([whole]), 4)
         plain, _ = run_through(run(), with_optimizer([]), 4)
-        assert losses(found) == pytest.approx(losses(plain), rel=1e-5)
+        assert losses(actual) == pytest.approx(losses(plain), rel=1e-5)
 
 
 def test_a_decoder_does_not_see_later_tokens() -> None:

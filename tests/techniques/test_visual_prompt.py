@@ -30,13 +30,13 @@ def test_prompts_follow_the_first_tokens_and_are_cut_out() -> None:
 @pytest.mark.parametrize("deep", [False, True])
 def test_initial_values_are_uniform_within_the_paper_bound(deep: bool) -> None:
     model = VisualPrompt(tokens=50, deep=deep).model(VIT.model())
-    found = prompts_of(model)
-    assert [*found] == [f"vit.layers.{index}.{NAME}" for index in (range(3) if deep else (0,))]
+    actual = prompts_of(model)
+    assert [*actual] == [f"vit.layers.{index}.{NAME}" for index in (range(3) if deep else (0,))]
     bound = math.sqrt(6 / (3 * 4 * 4 + 32))
     assert initial_bound(4, 32) == bound
-    for values in found.values():
+    for values in actual.values():
         assert values.shape == (50, 32) and 0.98 * bound < values.abs().max() <= bound
-    assert len({float(values.sum()) for values in found.values()}) == len(found)
+    assert len({float(values.sum()) for values in actual.values()}) == len(actual)
 
 
 @pytest.mark.parametrize("deep", [False, True])
@@ -62,8 +62,8 @@ def test_outputs_equal_the_model_on_longer_sequences() -> None:
     x = insert(plain.vit.embeddings(PIXELS), model.vit.layers[0].visual_prompt, 1)
     for block in plain.vit.layers:
         x = block(x)
-    wanted = plain.classifier(plain.vit.layernorm(x)[:, 0])
-    torch.testing.assert_close(model(pixel_values=PIXELS).logits, wanted)
+    expected = plain.classifier(plain.vit.layernorm(x)[:, 0])
+    torch.testing.assert_close(model(pixel_values=PIXELS).logits, expected)
 
 
 @pytest.mark.parametrize("kind", ["vit", "a user's vit"])

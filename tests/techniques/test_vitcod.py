@@ -69,13 +69,13 @@ def test_split_attention_equals_masked_attention(masks, limit, block, shared):
         for n in (heads, groups, groups)
     )
     codes = torch.where(torch.tensor(kept), WHOLE, NONE).to(torch.int8)[None]
-    found = vitcod_filter.split_attention(
+    actual = vitcod_filter.split_attention(
         q, k, v, masks[None], torch.tensor(order), BlockGrid(codes, block, int(kept.sum((1, 2)).max()))
     )
     expected = kept_attention_reference(q, k, v, masks[None])
-    torch.testing.assert_close(found, expected)
-    upstream = torch.randn(found.shape, generator=generator, dtype=torch.float64)
-    torch.testing.assert_close(*(torch.autograd.grad(x, (q, k, v), upstream) for x in (found, expected)))
+    torch.testing.assert_close(actual, expected)
+    upstream = torch.randn(actual.shape, generator=generator, dtype=torch.float64)
+    torch.testing.assert_close(*(torch.autograd.grad(x, (q, k, v), upstream) for x in (actual, expected)))
 
 
 def test_the_average_map_skips_queries_without_keys() -> None:
@@ -83,15 +83,15 @@ def test_the_average_map_skips_queries_without_keys() -> None:
     visible = torch.ones(3, 1, 4, 4, dtype=torch.bool)
     visible[0, :, 2:] = False
     probabilities[0, :, 2:] = 0
-    found = vitcod_filter.average_map(probabilities, visible)
-    torch.testing.assert_close(found[:, 0].float(), probabilities[:, :, 0].mean(0))
-    torch.testing.assert_close(found[:, 3].float(), probabilities[1:, :, 3].mean(0))
+    actual = vitcod_filter.average_map(probabilities, visible)
+    torch.testing.assert_close(actual[:, 0].float(), probabilities[:, :, 0].mean(0))
+    torch.testing.assert_close(actual[:, 3].float(), probabilities[1:, :, 3].mean(0))
 
 
 @pytest.mark.parametrize("images", [True, False], ids=["images", "text"])
 def test_masks_follow_the_mean_maps_of_plain_steps(images: bool) -> None:
     _, state = started(START + 1, images)
-    found = state.log[-1].decision["found"]
+    actual = state.log[-1].decision["found"]
     plain = image_run() if images else plain_run()
     again = compose(
         plain, with_optimizer([technique("attention.sanger")]), 6
@@ -110,7 +110,7 @@ def test_masks_follow_the_mean_maps_of_plain_steps(images: bool) -> None:
     for name, each in maps.items():
         average = sum(each) / START
         t = average.shape[-1]
-        kept = torch.tensor(vitcod_filter.read_masks(found[name]["masks"], 4, found[name]["tokens"]))[:, :t, :t]
+        kept = torch.tensor(vitcod_filter.read_masks(actual[name]["masks"], 4, actual[name]["tokens"]))[:, :t, :t]
         expected = vitcod_filter.informative_pairs(average, 0.4) | torch.eye(t, dtype=torch.bool)
         assert torch.equal(kept, expected if images else expected.tril())
         assert 0.1 < float(kept.float().mean()) < 0.7
@@ -164,7 +164,7 @@ def reconstruction_error(run: Any, state: TrainState) -> float:
     places = ATTENTION_SITES.of(state.model)
     cores = [place.module.core for place in places]
     for place, core in zip(places, cores, strict=True):
-        place.module.core = partial(see_code, errors, place.module, core)
+        place.module.core = partial(record_error, errors, place.module, core)
     with torch.no_grad():
         run.eval_objective.predict(state.model, run.source.at(0))
     for place, core in zip(places, cores, strict=True):
@@ -172,7 +172,7 @@ def reconstruction_error(run: Any, state: TrainState) -> float:
     return sum(errors) / len(errors)
 
 
-def see_code(errors: list[float], module: Any, core: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def record_error(errors: list[float], module: Any, core: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     there_and_back = module.decode_queries @ module.encode_queries, module.decode_keys @ module.encode_keys
     apart = [(x.transpose(1, -1) @ m.T - x.transpose(1, -1)).flatten(1).norm(dim=1)
              for x, m in zip((q, k), there_and_back, strict=True)]  # fmt: skip
@@ -228,6 +228,6 @@ class TestModelsOfTransformers:
         for masks in (torch.ones(4, 17, 17), torch.eye(17).expand(4, 17, 17)):
             for place in find_attention_sites(model):
                 assert one.count(model, place) == 4 * 17**2
-                found = {"tokens": 17, "masks": vitcod_filter.written_masks(masks.bool())}
-                place.put(one.core(place, {place.name: found}))
+                actual = {"tokens": 17, "masks": vitcod_filter.written_masks(masks.bool())}
+                place.put(one.core(place, {place.name: actual}))
             assert torch.allclose(model(PIXELS).logits, plain, atol=1e-5) == bool(masks.all())

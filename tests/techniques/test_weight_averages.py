@@ -29,7 +29,7 @@ AVERAGES = {"averaging.latest": "latest_weight_average", "averaging.ema": "expon
 """Techniques, and the name of their slots in checkpoints."""
 
 
-class Walk:
+class WeightHistory:
     """A model and its weights after each update."""
 
     def __init__(self, element: GradientTransform, dtype: torch.dtype = torch.float32):
@@ -38,7 +38,7 @@ class Walk:
         self.optimizer = TransformOptimizer(self.model.named_parameters(), chain(adamw(0.05), element))
         self.been: list[nn.Module] = []
 
-    def go(self, steps: int) -> "Walk":
+    def go(self, steps: int) -> "WeightHistory":
         for _ in range(steps):
             x = torch.randn(5, 3, generator=torch.Generator().manual_seed(len(self.been)))
             self.model(x.to(next(self.model.parameters()).dtype)).square().mean().backward()
@@ -47,16 +47,16 @@ class Walk:
             self.been.append(copy.deepcopy(self.model))
         return self
 
-    def assert_judged(self, wanted: nn.Module) -> None:
-        found = self.optimizer.eval_weights()
-        assert found is not None
-        for value, parameter in zip(found, wanted.parameters(), strict=True):
+    def assert_judged(self, expected: nn.Module) -> None:
+        actual = self.optimizer.eval_weights()
+        assert actual is not None
+        for value, parameter in zip(actual, expected.parameters(), strict=True):
             torch.testing.assert_close(value, parameter.detach(), rtol=1e-5, atol=1e-7)
 
 
 @pytest.mark.parametrize("steps", [3, 5, 8, 9, 20, 21])
 def test_the_latest_mean_equals_torch(steps: int) -> None:
-    walk = Walk(LatestWeightsTransform(copies=4, start=3, every=2)).go(steps)
+    walk = WeightHistory(LatestWeightsTransform(copies=4, start=3, every=2)).go(steps)
     taken = [walk.been[updates - 1] for updates in range(3, steps + 1, 2)][-4:]
     theirs = AveragedModel(taken[0], avg_fn=get_swa_avg_fn())
     for model in taken:
@@ -66,7 +66,7 @@ def test_the_latest_mean_equals_torch(steps: int) -> None:
 
 def test_an_exponential_mean_equals_torch() -> None:
     """With a small decay the warmup ends at once: (1 + 1) / (10 + 1) exceeds 0.1 from the second weights on."""
-    walk = Walk(EmaTransform(0.1))
+    walk = WeightHistory(EmaTransform(0.1))
     theirs = AveragedModel(walk.model, avg_fn=get_ema_avg_fn(0.1))
     for _ in range(12):
         theirs.update_parameters(walk.go(1).model)
@@ -90,7 +90,7 @@ def test_the_decay_warms_up_from_zero() -> None:
 
 @pytest.mark.parametrize("beginning", ["warmup", "debiased"])
 def test_an_exponential_mean_excludes_weights_before_start(beginning: Beginning) -> None:
-    walk = Walk(EmaTransform(0.99, beginning, start=4)).go(4)
+    walk = WeightHistory(EmaTransform(0.99, beginning, start=4)).go(4)
     assert walk.optimizer.eval_weights() is None
     walk.go(1).assert_judged(walk.been[-1])
 
@@ -103,12 +103,12 @@ def test_copies_do_not_share_memory_with_the_weights() -> None:
     for step in range(3):
         weight += 1
         element.after_step(slots, [weight], element.scalars(step, step))
-    (found,) = element.eval_weights(slots, [weight], element.scalars(3, 3)) or []
-    assert torch.equal(found, torch.tensor([3.0, 0.0])) and torch.equal(weight, torch.tensor([4.0, 1.0]))
+    (actual,) = element.eval_weights(slots, [weight], element.scalars(3, 3)) or []
+    assert torch.equal(actual, torch.tensor([3.0, 0.0])) and torch.equal(weight, torch.tensor([4.0, 1.0]))
 
 
 def test_the_mean_covers_the_existing_copies() -> None:
-    walk = Walk(LatestWeightsTransform(copies=3, start=4, every=3)).go(3)
+    walk = WeightHistory(LatestWeightsTransform(copies=3, start=4, every=3)).go(3)
     assert walk.optimizer.eval_weights() is None
     walk.go(1).assert_judged(walk.been[3])
     walk.go(3)
@@ -132,13 +132,13 @@ def test_the_mean_covers_copies_since_the_last_reset(
         weight += 1
         element.after_step(slots, [weight], element.scalars(step, step - born))
     due = [n for n in range(born + 1, born + updates + 1) if n >= start and (n - start) % every == 0][-copies:]
-    found = element.eval_weights(slots, [weight], element.scalars(born + updates, updates))
-    assert found is None if not due else found is not None and float(found[0]) == pytest.approx(sum(due) / len(due))
+    actual = element.eval_weights(slots, [weight], element.scalars(born + updates, updates))
+    assert actual is None if not due else actual is not None and float(actual[0]) == pytest.approx(sum(due) / len(due))
 
 
 @pytest.mark.parametrize("element", [LatestWeightsTransform(2, 1, 1), EmaTransform(0.5)])
 def test_means_of_16_bit_weights_are_float32(element: GradientTransform) -> None:
-    walk = Walk(element, torch.bfloat16).go(3)
+    walk = WeightHistory(element, torch.bfloat16).go(3)
     assert all(value.dtype == torch.float32 for value in walk.optimizer.eval_weights() or [])
     with walk.optimizer.use_eval_weights():
         assert all(parameter.dtype == torch.bfloat16 for parameter in walk.model.parameters())
@@ -152,8 +152,8 @@ def test_training_is_bit_identical_and_stays_fused(name: str) -> None:
     for parameter, tensor in expected.tensors().items():
         assert torch.equal(state.tensors()[parameter], tensor)
     assert state.optimizer is not None and state.optimizer.eval_weights() is not None
-    found = fused_tail(state.optimizer.transform)  # type: ignore[arg-type]
-    assert found is not None and isinstance(found[1], FusedAdamWUpdate)
+    actual = fused_tail(state.optimizer.transform)  # type: ignore[arg-type]
+    assert actual is not None and isinstance(actual[1], FusedAdamWUpdate)
 
 
 @pytest.mark.parametrize("name", AVERAGES)
@@ -174,8 +174,8 @@ def test_a_growth_with_reset_restarts_the_average(name: str) -> None:
     assert state.optimizer.eval_weights() is None
     advance(run, state, 4)
     assert state.model is not None
-    found = state.optimizer.eval_weights() or []
-    assert all(torch.allclose(a, b) for a, b in zip(found, state.model.parameters(), strict=True))
+    actual = state.optimizer.eval_weights() or []
+    assert all(torch.allclose(a, b) for a, b in zip(actual, state.model.parameters(), strict=True))
 
 
 def test_one_average_at_a_time() -> None:

@@ -45,13 +45,13 @@ def extend_masks(inputs: dict[str, Any], count: int) -> dict[str, Any]:
             "a model with virtual tokens cannot continue from a cache of keys and values",
             fix="generate with use_cache=False",
         )
-    longer = {}
+    extended = {}
     for name in _MASKS:
         if (mask := inputs.get(name)) is not None:
             if mask.ndim != 2:
                 raise UsageError(f"{name} has shape {tuple(mask.shape)}", fix="pass one of shape (batch, tokens)")
-            longer[name] = F.pad(mask, (count, 0), value=1)
-    return longer
+            extended[name] = F.pad(mask, (count, 0), value=1)
+    return extended
 
 
 def refuse_shared_rows(inputs: dict[str, Any]) -> None:

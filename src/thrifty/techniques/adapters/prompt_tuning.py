@@ -101,13 +101,13 @@ def _read_with_prompt(body: nn.Module, inner: Any, *args: Any, **kwargs: Any) ->
 
 
 def _lengthen_inputs(inputs: dict[str, Any], first: str, count: int) -> dict[str, Any]:
-    longer = inputs | extend_masks(inputs, count) | {first: lengthen(inputs[first], count)}
+    extended = inputs | extend_masks(inputs, count) | {first: lengthen(inputs[first], count)}
     if (positions := inputs.get("position_ids")) is not None:
         virtual = torch.arange(count, device=positions.device).expand(len(positions), -1)
-        longer["position_ids"] = torch.cat((virtual, positions + count), 1)
+        extended["position_ids"] = torch.cat((virtual, positions + count), 1)
     if (types := inputs.get("token_type_ids")) is not None:
-        longer["token_type_ids"] = F.pad(types, (count, 0))
-    return longer
+        extended["token_type_ids"] = F.pad(types, (count, 0))
+    return extended
 
 
 def _cut(output: Any, count: int) -> Any:

@@ -57,7 +57,7 @@ def add_prompts(blocks: nn.ModuleList, prompts: dict[int, Tensor], after: int) -
 
 
 def _with_prompt(
-    place: tuple[int, int],
+    span: tuple[int, int],
     is_first: bool,
     is_last: bool,
     block: nn.Module,
@@ -66,16 +66,16 @@ def _with_prompt(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call a block with its prompt; `place` is the prompt length and the number of tokens before it."""
+    """Call a block with its prompt; `span` is the prompt length and the number of tokens before it."""
     if any(_has_token_dim(each, x) for each in (*args, *kwargs.values())):
         raise UsageError(
             f"{type(block).__name__} receives a mask or positions with its tokens, which do not cover prompts",
             fix="use adapters.prompt_tuning for text, or images without padding",
         )
     if hasattr(block, NAME):
-        x = insert(x if is_first else cut_out(x, *place), block.visual_prompt, place[1])
+        x = insert(x if is_first else cut_out(x, *span), block.visual_prompt, span[1])
     output = inner(x, *args, **kwargs)
-    return change_first(output, lambda x: cut_out(x, *place)) if is_last else output
+    return change_first(output, lambda x: cut_out(x, *span)) if is_last else output
 
 
 def _has_token_dim(value: Any, x: Tensor) -> bool:

@@ -81,11 +81,11 @@ class DetectorCore:
         An encoder keeps a share of the example's own tokens. A decoder keeps a share of the longest training text, so
         that a query keeps as many keys when it is the last one.
         """
-        share, tokens = self.settings.density, visible.shape[-1]
+        density, tokens = self.settings.density, visible.shape[-1]
         if self.site.causal:
-            return max(round(share * self.longest(tokens)), 1), None
-        counts = (visible.sum(-1).amax((1, 2)).double() * share).round().clamp(min=1)
-        return max(round(share * tokens), 1), counts
+            return max(round(density * self.longest(tokens)), 1), None
+        counts = (visible.sum(-1).amax((1, 2)).double() * density).round().clamp(min=1)
+        return max(round(density * tokens), 1), counts
 
     def longest(self, tokens: int) -> int:
         """Return the length of the longest text so far, including this one; training stores it."""

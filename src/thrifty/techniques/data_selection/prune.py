@@ -73,11 +73,11 @@ def kept_examples(
 
 def _classes_first(chosen: Tensor, labels: Tensor, min_class_share: float, count: int) -> Tensor:
     """Reorder examples: as many of each class as `min_class_share` keeps come before all others."""
-    classes, own = labels.unique(return_inverse=True)
-    by_class = own.argsort(stable=True)
-    starts = own.bincount().cumsum(0) - own.bincount()
-    rank = torch.empty_like(own)
-    rank[by_class] = torch.arange(len(own)) - starts[own[by_class]]
+    classes, class_index = labels.unique(return_inverse=True)
+    by_class = class_index.argsort(stable=True)
+    starts = class_index.bincount().cumsum(0) - class_index.bincount()
+    rank = torch.empty_like(class_index)
+    rank[by_class] = torch.arange(len(class_index)) - starts[class_index[by_class]]
     is_first = rank < int(min_class_share * count / len(classes))
     return torch.cat([chosen[is_first], chosen[~is_first]])
 

@@ -4,10 +4,10 @@ import math
 from collections.abc import Sequence
 
 
-def sizes_up(share: float, count: int) -> list[float]:
-    """Return `count` fractions from `share` to its double, at most 1, in descending order; for 1 only the largest."""
-    largest = min(2 * share, 1.0)
-    steps = [largest - index * (largest - share) / max(count - 1, 1) for index in range(count)]
+def sizes_up(fraction: float, count: int) -> list[float]:
+    """Return `count` fractions from `fraction` to its double, at most 1, descending; for 1 only the largest."""
+    largest = min(2 * fraction, 1.0)
+    steps = [largest - index * (largest - fraction) / max(count - 1, 1) for index in range(count)]
     return list(dict.fromkeys(steps))
 
 

@@ -78,9 +78,9 @@ def _inner(branch: ResidualBranch) -> Iterator[tuple[str, nn.Module, InnerUnits]
             raise RefusedError(
                 f"the output of {name} is no multiple of the {units} units of {branch.name}", fix="set width=1"
             )
-        for own, parameter in layer.named_parameters(recurse=False):
+        for leaf, parameter in layer.named_parameters(recurse=False):
             dim = parameter.ndim - 1 if is_transposed(layer) else 0
-            yield f"{name}.{own}", layer, InnerUnits(units, parts, False, dim)
+            yield f"{name}.{leaf}", layer, InnerUnits(units, parts, False, dim)
     yield f"{branch.name}.weight", branch.last, InnerUnits(units, 1, True, 0 if is_transposed(branch.last) else 1)
 
 
@@ -100,8 +100,8 @@ def narrow_networks(model: nn.Module, divisor: int) -> None:
 def _keep_first(layer: nn.Module, name: str, inner: InnerUnits, units: int) -> None:
     old = getattr(layer, name)
     rows = torch.cat([part * inner.units + torch.arange(units) for part in range(inner.parts)])
-    kept = old.detach().index_select(inner.dim, rows.to(old.device))
-    setattr(layer, name, nn.Parameter(kept, old.requires_grad))
+    values = old.detach().index_select(inner.dim, rows.to(old.device))
+    setattr(layer, name, nn.Parameter(values, old.requires_grad))
     if isinstance(parts := getattr(layer, "parts", None), dict) and not inner.writes:
         layer.parts = dict.fromkeys(parts, units)
     for word in ("in_features", "nx") if inner.writes else ("out_features", "nf"):

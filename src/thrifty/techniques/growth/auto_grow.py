@@ -51,7 +51,7 @@ Size = tuple[float, float]
 """Depth and length as fractions of the full ones."""
 
 
-def shorten_examples(batch: Batch, share: float, multiple: int) -> Batch:
+def shorten_examples(batch: Batch, fraction: float, multiple: int) -> Batch:
     """Truncate texts to a fraction, or resize images to a fraction of their sides, in multiples of `multiple`.
 
     Other examples, and images with patch indices, stay unchanged.
@@ -59,11 +59,11 @@ def shorten_examples(batch: Batch, share: float, multiple: int) -> Batch:
     images = images_of(batch)
     if images is not None and "visible" not in batch.fields:  # patch indices belong to one size
         return replace_images(
-            batch, resize(images, *(scaled_side(side, share, multiple) for side in images.shape[-2:]))
+            batch, resize(images, *(scaled_side(side, fraction, multiple) for side in images.shape[-2:]))
         )
     if not has_only_text(batch):
         return batch
-    return truncate_texts(batch, scaled_side(batch["tokens"].shape[1] - 1, share, multiple))
+    return truncate_texts(batch, scaled_side(batch["tokens"].shape[1] - 1, fraction, multiple))
 
 
 @dataclass(frozen=True)
@@ -85,8 +85,8 @@ class GrownStructure:
 GROWN: ModuleNote[GrownStructure] = ModuleNote("auto_grow")
 
 
-def blocks_at(share: float, full: int) -> int:
-    return max(round(share * full), 1)
+def blocks_at(fraction: float, full: int) -> int:
+    return max(round(fraction * full), 1)
 
 
 class GrowthSearchBackward:

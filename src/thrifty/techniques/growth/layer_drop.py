@@ -60,21 +60,21 @@ class LayerDropBackward:
         self.state = {"steps": torch.tensor(0)}
 
     def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
-        step, own = int(self.state["steps"]), self.settings
+        step, settings = int(self.state["steps"]), self.settings
         self.state["steps"].add_(1)
-        theta = theta_at(step, own.theta, int(own.time_constant))
+        theta = theta_at(step, settings.theta, int(settings.time_constant))
         kept = []
 
         def is_open(stack: str, block: int, blocks: int) -> bool:
-            probability = keep_probability(block, blocks, theta, own.keep_first_block)
-            kept.append(is_kept(own.seed, step, stack, block, probability))
+            probability = keep_probability(block, blocks, theta, settings.keep_first_block)
+            kept.append(is_kept(settings.seed, step, stack, block, probability))
             return kept[-1]
 
-        blocks = gated_blocks(model, own.name)
+        blocks = gated_blocks(model, settings.name)
         for block, _, index, count in blocks:
-            _multiply(block, 1 / keep_probability(index, count, theta, own.keep_first_block))
+            _multiply(block, 1 / keep_probability(index, count, theta, settings.keep_first_block))
         try:
-            with gates(model, own.name, is_open):
+            with gates(model, settings.name, is_open):
                 outcome = self.inner(model, objective, batch)
         finally:
             for block, *_ in blocks:
