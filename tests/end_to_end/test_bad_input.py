@@ -44,7 +44,7 @@ def refused(thrifty: CommandLine, *words: str | Path, exit_code: int = USAGE, sa
         (("--set", "model.preset=lama-nano"), ("no preset 'lama-nano'", "did you mean 'llama-nano'")),
         (("--set", "model.width=30"), ("width 30 does not divide into 4 heads",)),
         (("--with", "optimizers.lion"), ("both decide the optimizer", "--without optimizers.adamw")),
-        (("--with", "adapters.lora", "--with", "sparsity.rigl"), ("cannot go together",)),
+        (("--with", "adapters.lora", "--with", "sparsity.rigl"), ("cannot be combined",)),
         (("--data", "nowhere.txt"), ("nowhere.txt",)),
         (("--data", ""), ("data.source is empty",)),
         (("--data", "empty.txt"), ("empty.txt",)),

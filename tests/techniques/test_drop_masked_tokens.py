@@ -298,7 +298,7 @@ def test_unsupported_models_and_batches_are_refused(model, objective, what: str)
 
 @pytest.mark.parametrize("other", ["adapters.lora", "parallelism.pipeline"])
 def test_frozen_decoders_and_pipelines_are_refused(other: str) -> None:
-    with pytest.raises(UsageError, match="cannot go together"):
+    with pytest.raises(UsageError, match="cannot be combined"):
         compose(masked_run(), with_optimizer([DropMaskedTokens(), technique(other)]), 2)
 
 

@@ -258,5 +258,5 @@ def test_wrong_size_raises_integrity_error() -> None:
 
 @pytest.mark.parametrize("other", ["sparsity.rigl", "growth.stacking", "adapters.lora"])
 def test_conflicting_techniques_are_refused(other: str) -> None:
-    with pytest.raises(UsageError, match="cannot go together"):
+    with pytest.raises(UsageError, match="cannot be combined"):
         run_of(4, others=(other,))

@@ -144,7 +144,7 @@ def test_masks_are_equal_over_micro_batches_and_ranks(other: str, least: float) 
     "other", ["compile", "attention.tiled", "precision.float8", "memory.compress_activations", "parallelism.shard"]
 )
 def test_missing_second_derivatives_are_refused(other: str) -> None:
-    with pytest.raises(UsageError, match=r"sparsity\.grasp and .* cannot go together"):
+    with pytest.raises(UsageError, match=r"sparsity\.grasp and .* cannot be combined"):
         compose(plain_run(), with_optimizer([technique("sparsity.grasp"), technique(other)]), 2)
 
 

@@ -71,5 +71,5 @@ def test_only_one_technique_decides_what_is_frozen() -> None:
 
 
 def test_sharded_parameters_are_refused() -> None:
-    with pytest.raises(UsageError, match="cannot go together: gathering and freeing follow the gradient"):
+    with pytest.raises(UsageError, match="cannot be combined: gathering and freeing follow the gradient"):
         compose(image_run(), with_optimizer([HeadOnly(), technique("parallelism.shard")]), 4)

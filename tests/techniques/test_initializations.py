@@ -123,7 +123,7 @@ def test_two_initializations_or_adapters_are_refused() -> None:
     for name in names:
         for other in (*names, "adapters.lora"):
             if other != name:
-                with pytest.raises(UsageError, match=r"both decide the residual gains|cannot go together: .+"):
+                with pytest.raises(UsageError, match=r"both decide the residual gains|cannot be combined: .+"):
                     compose(plain_run(), with_optimizer([technique(name), technique(other)]), 2)
 
 

@@ -234,5 +234,5 @@ def test_wrong_mask_raises_integrity_error() -> None:
 
 @pytest.mark.parametrize("other", ["sparsity.rigl", "growth.stacking", "adapters.lora"])
 def test_conflicting_techniques_are_refused(other: str) -> None:
-    with pytest.raises(UsageError, match=r"cannot go together|both decide"):
+    with pytest.raises(UsageError, match=r"cannot be combined|both decide"):
         run_of(4, other)

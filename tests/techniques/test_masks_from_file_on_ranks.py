@@ -29,5 +29,5 @@ def test_two_ranks_train_the_same_ticket(case: str, dividing: str) -> None:
 
 @pytest.mark.parametrize("dividing", ["parallelism.tensor", "parallelism.pipeline"])
 def test_early_bird_refuses_tensor_and_pipeline_parallelism(dividing: str) -> None:
-    with pytest.raises(UsageError, match="cannot go together"):
+    with pytest.raises(UsageError, match="cannot be combined"):
         trained_with([technique("sparsity.early_bird"), technique("optimizers.adamw"), technique(dividing)])

@@ -78,7 +78,7 @@ def goes_with(strategy: str) -> list[str]:
 def test_two_ranks_equal_one_process(strategy: str, name: str) -> None:
     first, second = together(strategy)
     if name not in first:
-        with pytest.raises(UsageError, match="cannot go together"):
+        with pytest.raises(UsageError, match="cannot be combined"):
             compose(plain_with(name), with_optimizer([*STRATEGIES[strategy], technique(name)]), STEPS)
         return
     assert (first[name].losses, first[name].norms) == (second[name].losses, second[name].norms)

@@ -159,7 +159,7 @@ def test_stages_combine_with_sharded_state(divided: dict[str, list[Found]], name
 
 @pytest.mark.slow
 def test_split_backward_and_sharding_are_refused(divided: dict[str, list[Found]]) -> None:
-    assert all("cannot go together" in rank.refused for rank in divided["in halves"])
+    assert all("cannot be combined" in rank.refused for rank in divided["in halves"])
 
 
 @pytest.mark.slow
@@ -247,11 +247,11 @@ REFUSED = {
     "attention.sanger": "the whole model is calibrated in one pass",
     "attention.spatten": "importance in earlier blocks is unknown on another rank",
     "attention.vitcod": "the whole model is calibrated in one pass",
-    "data_selection.gradient_norm_sampling": "cannot go together",
+    "data_selection.gradient_norm_sampling": "cannot be combined",
     "growth.auto_grow": "no stage of a pipeline has all blocks",
     "growth.compound": "cannot fill 2 stages",
     "growth.stacking": "cannot fill 2 stages",
-    "memory.activation_budget": "cannot go together",
+    "memory.activation_budget": "cannot be combined",
     "memory.share_parameters": "would be on different ranks",
     "sparsity.dynamic_heads": "one rank must know the heads of all blocks",
     "sparsity.early_bird": "a ticket covers all blocks",
@@ -356,6 +356,6 @@ def test_processes_refuse_invalid_settings_alike() -> None:
         "3 blocks cannot fill 4 stages",
         "blocks [1, 2] do not divide",
     ]
-    words += ["both decide the recomputation", "cannot go together"]
+    words += ["both decide the recomputation", "cannot be combined"]
     for mine, theirs, word in zip(first, second, words, strict=True):
         assert word in mine.refused and mine.refused == theirs.refused

@@ -233,6 +233,6 @@ def refuse_illegal(techniques: Sequence[Technique]) -> None:
         for claim, reason in technique.clashes.items():
             if claim in claimed and claimed[claim] != technique.name:
                 raise UsageError(
-                    f"{technique.name} and {claimed[claim]} cannot go together: {reason}",
+                    f"{technique.name} and {claimed[claim]} cannot be combined: {reason}",
                     fix=f"--without {technique.name} or --without {claimed[claim]}",
                 )

@@ -29,7 +29,7 @@ def unit_inputs(kind: Inputs, examples: int, generator: torch.Generator) -> Tens
         if len(images) < examples:
             raise UsageError(
                 f"examples is {examples}, but there are only {len(images)} digits",
-                fix=f"at most {len(images)} examples",
+                fix=f"{len(images)} examples",
             )
         x = images[torch.randperm(len(images), generator=generator)[:examples]]
     return x / x.norm(dim=1, keepdim=True)
