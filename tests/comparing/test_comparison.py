@@ -237,7 +237,7 @@ def test_variant_that_always_fails_is_reported(tmp_path: Path) -> None:
 
 def test_variants_with_other_held_out_data_are_refused(tmp_path: Path) -> None:
     start = Simulated(label_entropy=lambda recipe: 1.0 + is_variant(recipe))
-    with pytest.raises(UsageError, match=r"judged on something else than the baseline: label_entropy: 1\.0 → 2\.0"):
+    with pytest.raises(UsageError, match=r"not comparable with the baseline: label_entropy: 1\.0 → 2\.0"):
         compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "race", workers=[start])
 
 

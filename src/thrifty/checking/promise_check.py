@@ -124,8 +124,12 @@ def _of_run(subject: CheckSubject, folder: Path, say: Say, finish: Finish | None
         yield broken(promise, "run", one_line_error(lacking or error), fix)
         return
     promising = [one.name for one in subject.alone if type(one).holds is not Technique.holds]
-    text = f"at each of {subject.steps} steps, by {', '.join(promising)}" if promising else ""
-    yield holds("invariants", "run", text) if promising else not_applicable("invariants", "run", "no technique has any")
+    text = f"checked at each of {subject.steps} steps by {', '.join(promising)}" if promising else ""
+    yield (
+        holds("invariants", "run", text)
+        if promising
+        else not_applicable("invariants", "run", "no technique has invariants")
+    )
     yield from zero_weights.verdict(trace.state)
     yield gradient_flow(subject, trace)
     say("saved and resumed")

@@ -199,7 +199,7 @@ class _ComparisonRunner:
         for entry in others:
             if other := differences(baseline["judged_on"], entry["judged_on"]):
                 raise UsageError(
-                    f"{entry['arm']} is judged on something else than the baseline: {'; '.join(other)}",
+                    f"{entry['arm']} is not comparable with the baseline: {'; '.join(other)}",
                     fix="use the same data and the same tokenizer for all variants",
                 )
 

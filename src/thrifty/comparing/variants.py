@@ -77,7 +77,7 @@ def variants_of(baseline: Recipe, changes: Mapping[str, Recipe | Change | Sequen
         if same:
             raise UsageError(
                 f"variant {variant.label!r} is the same run as {same[0]!r}",
-                fix="change a setting of it; to compare equals change its seed: "
+                fix="change one of its settings; to compare equal variants, change the seed: "
                 + spelled("--set seed=1000", '"seed=1000"'),
             )
         variants.append(variant)
@@ -124,7 +124,7 @@ def check_alike(variants: Iterable[Variant]) -> None:
     for variant in others:
         if other := differences(judged_on, _judged_on(variant.recipe)):
             raise UsageError(
-                f"variant {variant.label!r} is judged on something else than the baseline: {'; '.join(other)}",
+                f"variant {variant.label!r} is not comparable with the baseline: {'; '.join(other)}",
                 fix="use the same data and objective for all variants; data.batch and data.augment may differ",
             )
     for variant in (baseline, *others):

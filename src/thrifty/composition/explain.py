@@ -239,7 +239,7 @@ def _refusal_without_values(error: Exception) -> Exception:
     if not isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         return error
     return RefusedError(
-        f"shapes or branches of the step depend on values, and there are none: {reason_of(error)}",
+        f"shapes or branches of the step depend on values, which meta tensors do not have: {reason_of(error)}",
         fix="pass a model and a batch that are not on the meta device, or a function that builds the model",
     )
 

@@ -127,7 +127,7 @@ class Objective:
 
     def normalizers(self, prediction: Prediction, batch: Batch) -> Tensor:
         """Return the logarithm of each prediction's softmax normalizer, (b, …) in float32."""
-        raise NotImplementedError(f"{type(self).__name__} has no softmax normaliser")
+        raise NotImplementedError(f"{type(self).__name__} has no softmax normalizer")
 
     def measures(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
         """Return metrics per example (b,), by the names in `measured`; their weighted mean is evaluated. Sums over an
