@@ -31,9 +31,9 @@ def test_a_study_is_measured_saved_and_compared(thrifty: CommandLine) -> None:
     again = ("study", "depth_preconditioner", *SMALL, "--name", "again")
     off = thrifty(*again, "--baseline-result", wrong, exit_code=1).stderr
     assert "off: p 2, depth 3: steps is" in off
-    assert "15 of 16 numbers agree" in off
+    assert "15 of 16 values agree" in off
     # finished by now, so it is only compared
-    assert "16 of 16 numbers agree" in thrifty(*again, "--baseline-result", kept).stderr
+    assert "16 of 16 values agree" in thrifty(*again, "--baseline-result", kept).stderr
     assert "exists already" in thrifty(*again, "--save-result", kept, exit_code=2).stderr
 
 
@@ -63,7 +63,7 @@ def test_some_cases_are_compared_with_a_saved_result(thrifty: CommandLine) -> No
         (("depth_preconditioner", "--set", "width=3"), "no setting 'width'"),
         (("depth_preconditioner", "--baseline-result", "no.json"), "there is no result no.json"),
         (("depth_preconditioner", "--save-result", "here"), "not a .json file"),
-        (("depth_preconditioner", "--save-result", "k.json", "--cases", "p 2"), "--save-result writes a whole study"),
+        (("depth_preconditioner", "--save-result", "k.json", "--cases", "p 2"), "--save-result requires a whole study"),
         (("depth_precondition",), "did you mean 'depth_preconditioner'"),
     ],
 )
