@@ -75,7 +75,7 @@ def test_loss_and_accuracy_are_shown_for_every_run(desk: CommandLine, finished: 
     assert "Held-out accuracy" in page and "images/s, median" in page
     output = desk("explain", *words("explained")[1:]).stdout
     assert (
-        "data_selection.drop_patches" in output and "behind image.embedding, 50% of the patches are left out" in output
+        "data_selection.drop_patches" in output and "after image.embedding, 50% of the patches are dropped" in output
     )
 
 

@@ -1,4 +1,4 @@
-"""Tiny decoders of transformers with random weights, ours with the same weights, and runs on a frozen one."""
+"""Tiny decoders of transformers with random weights, and models of this package with the same weights."""
 
 from pathlib import Path
 from typing import Any
@@ -28,14 +28,14 @@ TOKENS = (torch.arange(24).view(2, 12) * 7) % VOCABULARY
 
 
 def theirs(kind: str, seed: int = 0) -> Any:
-    """A model of transformers, the same at every call, in eval mode: dropout would be drawn differently."""
+    """Return a model of transformers in eval mode, equal at every call."""
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         return transformers.AutoModelForCausalLM.from_config(CONFIGS[kind]()).eval()
 
 
 def ours(kind: str, folder: Path) -> nn.Module:
-    """Our model with the weights of theirs."""
+    """Return the model of this package with the weights of transformers."""
     theirs(kind).save_pretrained(folder)
     return import_folder(folder)[0].eval()
 

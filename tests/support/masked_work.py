@@ -1,4 +1,4 @@
-"""Work of each rank in tests of encoders that read no masks, in a module that a new process can import."""
+"""Functions that each rank runs in tests of encoders without mask tokens."""
 
 from collections.abc import Mapping, Sequence
 
@@ -25,13 +25,13 @@ ALONG: Mapping[str, tuple[dict[str, int], Sequence[Technique]]] = {
 
 
 def double() -> BaseRun:
-    plain = masked_run(length=20)  # as many visible ones as can be divided
+    plain = masked_run(length=20)  # a divisible number of visible tokens
     return BaseRun(lambda: plain.build().double(), plain.source, plain.objective)
 
 
 def trained_along() -> dict[tuple[str, str], tuple[list[float], dict[str, np.ndarray]]]:
-    """Losses and whole parameters of each way to divide the work and each kind of decoder."""
-    found = {}
+    """Return losses and full parameters by parallel axis and kind of decoder."""
+    results = {}
     for axis, (sizes, dividing) in ALONG.items():
         for name, chosen in SETTINGS.items():
             with laid(**sizes):
@@ -41,5 +41,5 @@ def trained_along() -> dict[tuple[str, str], tuple[list[float], dict[str, np.nda
                 run.verify(state)
                 assert state.model is not None
                 values = {path: full_value(value).numpy() for path, value in state.model.named_parameters()}
-                found[axis, name] = losses(records), values
-    return found
+                results[axis, name] = losses(records), values
+    return results

@@ -1,4 +1,4 @@
-"""Work of each rank in tests of sampling by gradient norms, in a module that a new process can import."""
+"""Functions that each rank runs in tests of sampling by gradient norms."""
 
 import torch
 import torch.distributed as dist
@@ -15,38 +15,38 @@ NAME = "data_selection.gradient_norm_sampling"
 
 
 class ScoredAs(Objective):
-    """Scores given beforehand, for the examples in order."""
+    """An objective with fixed scores for the examples in order."""
 
-    def __init__(self, given: Tensor):
-        self.given = given
+    def __init__(self, fixed: Tensor):
+        self.fixed = fixed
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         return Prediction()
 
     def scores(self, prediction: Prediction | None, batch: Batch) -> Tensor:
-        return self.given[: len(batch)]
+        return self.fixed[: len(batch)]
 
     def losses(self, prediction: Prediction | None, batch: Batch) -> Tensor:
         return torch.ones(len(batch))
 
 
 Gates = list[tuple[float, float]]
-"""tau, and whether examples were drawn, of each step."""
+"""tau and the note "sampled" of each step."""
 
 
 def sampled_runs(strategy: str) -> tuple[Gates, Gates]:
-    """A run whose gate starts closed and one whose gate starts open."""
-    found = []
+    """Return the notes of a run with inactive sampling at the start, and of one with active sampling."""
+    notes = []
     for tau in (0.0, 100.0):
         run = compose(plain_run(), with_optimizer([technique(strategy), technique(NAME)]), 3)
         state = run.start()
         state.techniques[NAME]["tau"].fill_(tau)
-        found.append([(record.notes["tau"], record.notes["sampled"]) for record in advance(run, state)])
-    return found[0], found[1]
+        notes.append([(record.notes["tau"], record.notes["sampled"]) for record in advance(run, state)])
+    return notes[0], notes[1]
 
 
-def a_number_is_missing_on_one_rank() -> tuple[float, float]:
-    """Return True if examples were sampled, and tau after that."""
+def sample_with_nan_on_one_rank() -> tuple[float, float]:
+    """Return the note "sampled" and tau of a step whose scores contain NaN on one rank."""
     scores = torch.tensor([1.0, float("nan") if dist.get_rank() else 2.0, 1.0, 1.0])
     sampler = GradientNormBackward(
         lambda model, objective, batch: BackwardResult(objective.losses(Prediction(), batch).sum()), 2, 0.5

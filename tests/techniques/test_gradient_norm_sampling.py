@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from rank_processes import on_ranks
-from sampling_work import NAME, ScoredAs, a_number_is_missing_on_one_rank, sampled_runs
+from sampling_work import NAME, ScoredAs, sample_with_nan_on_one_rank, sampled_runs
 from technique_runs import plain_for
 from tiny_runs import advance, assert_same, plain_run, restored, run_through, snapshot, technique, with_optimizer
 from torch import Tensor, nn
@@ -376,7 +376,7 @@ def test_all_ranks_start_sampling_together(strategy: str) -> None:
 
 
 def test_a_nan_score_on_one_rank_stops_sampling_on_both() -> None:
-    assert on_ranks(2, a_number_is_missing_on_one_rank) == [(0.0, 9.0), (0.0, 9.0)]
+    assert on_ranks(2, sample_with_nan_on_one_rank) == [(0.0, 9.0), (0.0, 9.0)]
 
 
 def test_a_token_budget_counts_scored_examples() -> None:

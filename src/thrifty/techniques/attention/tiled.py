@@ -1,4 +1,4 @@
-"""Tiled attention (Dao et al. 2022): compute exact causal attention tile by tile, past only.
+"""Tiled attention (Dao et al. 2022): compute exact causal attention in tiles that fit a CPU cache.
 
 Paper       Dao et al. 2022, FlashAttention (arXiv 2205.14135): its tiling, without the online softmax. A tile of
             queries sees its whole past at once, which fits the cache of a CPU.

@@ -1,4 +1,4 @@
-"""Importance sampling (Katharopoulos and Fleuret 2018): train on examples with large gradients.
+"""Importance sampling (Katharopoulos and Fleuret 2018): sample examples in proportion to gradient norms.
 
 Paper       Katharopoulos and Fleuret 2018, Not All Samples Are Created Equal (arXiv 1803.00942), algorithm 1. For
             softmax cross-entropy the score is EL2N (Paul et al. 2021), the norm of softmax minus one-hot.

@@ -137,7 +137,7 @@ class AutoGrow(Technique):
     steps each step trains one sub-network: some of its blocks on shorter texts or smaller images. Added blocks start
     from a decaying average of the weights (MoGrow). The last stage has the full size.
 
-    Decisions are logged with the losses and times behind them, and replayed on resume. With `weight=0`, w is fitted: -d
+    Decisions are logged with their losses and times, and replayed on resume. With `weight=0`, w is fitted: -d
     log loss / d log time over the tried sizes. Only plain texts and images vary in length; other examples grow in depth
     alone. Tokens are counted at full length.
 
