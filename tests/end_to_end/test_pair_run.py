@@ -74,9 +74,7 @@ def test_loss_and_accuracy_are_shown_for_every_run(desk: CommandLine, finished: 
     page = (desk.run("spots-run") / "report.html").read_text()
     assert "Held-out accuracy" in page and "images/s, median" in page
     output = desk("explain", *words("explained")[1:]).stdout
-    assert (
-        "data_selection.drop_patches" in output and "after image.embedding, 50% of the patches are dropped" in output
-    )
+    assert "data_selection.drop_patches" in output and "after image.embedding, 50% of the patches are dropped" in output
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(desk: CommandLine, finished: dict[str, Any]) -> None:
