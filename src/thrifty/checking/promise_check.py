@@ -27,7 +27,7 @@ from thrifty.checking.resume_check import StateSaver, check_resume
 from thrifty.composition.compose import BaseRun, Run
 from thrifty.composition.explain import trained_batch_norms
 from thrifty.core.batches import Batch, BatchSource, WrappedSource
-from thrifty.core.errors import IntegrityError, UsageError
+from thrifty.core.errors import IntegrityError, UsageError, spelled
 from thrifty.core.recipe import Recipe
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Technique
@@ -171,7 +171,7 @@ def _blamed(text: str, subject: CheckSubject) -> str:
 
 def _of_ranks(subject: CheckSubject, recipe: Recipe, folder: Path, wanted: bool, start: Start | None) -> PromiseVerdict:
     if not wanted:
-        return not_applicable(PROMISE, "ranks", "left out by --no-ranks")
+        return not_applicable(PROMISE, "ranks", f"left out by {spelled('--no-ranks', 'ranks=False')}")
     return across_ranks(subject, recipe, folder, start)
 
 

@@ -138,7 +138,7 @@ class Worker:
             try:
                 if self._stopped.is_set():  # since the first check
                     _close_stdin(process)
-                code = _waited(process, meter)
+                code = _wait(process, meter)
             finally:
                 _close_stdin(process)
                 process.wait()
@@ -181,7 +181,7 @@ def wait_for_release(lock: Path) -> None:
         time.sleep(0.1)
 
 
-def _waited(process: subprocess.Popen[bytes], meter: EnergyMeter) -> int:
+def _wait(process: subprocess.Popen[bytes], meter: EnergyMeter) -> int:
     """Return the exit code, with a signal's code even if it came before the run could save."""
     while True:
         try:

@@ -102,7 +102,7 @@ class CountedPasses:
 
 
 def distinct_updates(optimizer: TransformOptimizer, steps: int, limit: int = 1000) -> list[int]:
-    """Return one step of each kind of update among the first `limit`. Kinds differ in which scalars are 0."""
+    """Return one step of each kind of update among the first `limit`. Equal kinds have the same scalars at 0."""
     kinds: dict[tuple[bool, ...], int] = {}
     for step in range(min(steps, limit)):
         kinds.setdefault(tuple(bool(number) for number in optimizer.transform.scalars(step, step).values()), step)

@@ -47,7 +47,7 @@ class Claim(StrEnum):
     PIPELINE_PARALLELISM = "pipeline parallelism"
     """Different blocks on each rank along the pipeline axis."""
     PRECISION = "precision"
-    """The number format in which the model computes."""
+    """The data type of the model's computation."""
     RANK_WIDE_PLAN = "common plan of all ranks"
     """A plan for saved tensors that all ranks agree on at the first step."""
     RECOMPUTATION = "recomputation"

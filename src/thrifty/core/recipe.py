@@ -191,7 +191,7 @@ class Budget:
 
     steps: int | None = None
     tokens: float | None = None
-    """In the unit of the data: tokens of plain text, images, or examples of a user's own dataset."""
+    """Amount in the unit of the data: tokens of plain text, images, or examples of a user's own dataset."""
     epochs: float | None = None
     seconds: float | None = None
 
