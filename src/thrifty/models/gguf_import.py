@@ -52,7 +52,8 @@ def convert_gguf(file: Path, folder: Path) -> ModelConfig:
     if tensors.keys() != expected:
         unmatched = sorted(tensors.keys() ^ expected)
         raise IntegrityError(
-            f"the tensors of {file} do not match its settings: {unmatched[:3]} ({len(unmatched)} in all)"
+            f"the tensors of {file} do not match its settings: {unmatched[:3]} ({len(unmatched)} in all)",
+            fix="fetch the file again",
         )
     tokenizer, special = _tokenizer(settings), _special(settings)
     with written_aside(folder) as aside:
@@ -108,10 +109,14 @@ def _open(file: Path) -> Any:
 def _shape(settings: _Settings, tied: bool) -> ModelConfig:
     if settings["general.architecture"] != "llama":
         raise RefusedError(
-            f"{settings.file} is a {settings['general.architecture']} model; only llama can be converted"
+            f"{settings.file} is a {settings['general.architecture']} model; only llama can be converted",
+            fix="use a GGUF file of a Llama model, or the original folder of this model",
         )
     if settings.get("llama.rope.scaling.type") not in (None, "none"):
-        raise RefusedError(f"{settings.file} scales its rotary positions, which is not converted")
+        raise RefusedError(
+            f"{settings.file} scales its rotary positions, which cannot be converted",
+            fix="use the original Hugging Face folder of this model",
+        )
     heads = settings["llama.attention.head_count"]
     return ModelConfig(
         style="llama",
@@ -154,7 +159,8 @@ def _tokenizer(settings: _Settings) -> Tokenizer:
     if kind != "gpt2" or splitter not in SPLITTERS:
         raise RefusedError(
             f"{settings.file} has a tokenizer of kind {kind}, {splitter}; only gpt2 with {list(SPLITTERS)} can be "
-            "converted"
+            "converted",
+            fix="use the original Hugging Face folder of this model",
         )
     words = settings["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in settings["tokenizer.ggml.merges"]]

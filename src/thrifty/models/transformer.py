@@ -155,9 +155,9 @@ def initialize(
     """Initialize parameters by the model's law: matrices are sampled, gains are one (or as in the model's `starts`),
     biases zero.
 
-    `std` is for laws that use it. Each parameter has a generator keyed by (seed, name), so its values are independent
-    of the number of blocks, the order of construction and the rank. With `within` only parameters whose names start
-    with it are initialized.
+    `std` is for laws that use it. Each parameter has a generator keyed by (seed, name). Its values are independent of
+    the number of blocks, the order of construction and the rank. With `within` only parameters whose names start with
+    it are initialized.
     """
     for name, parameter in model.named_parameters():
         if not name.startswith(within):

@@ -135,4 +135,7 @@ class LayerNaming:
             values = [tensors.get(each) for each in (alias, name)]
             present = self.values(name.rpartition(".")[0])[name]
             if any(not torch.equal(present if value is None else value.to(present), wanted[name]) for value in values):
-                raise RefusedError(f"{alias} and {name} are one tensor in the model, but were trained separately")
+                raise RefusedError(
+                    f"{alias} and {name} are one tensor in the model, but were trained separately",
+                    fix="load the adapter onto a model with untied weights",
+                )

@@ -41,7 +41,10 @@ def split_pairs(layer: nn.Module, name: str, place: LayerTarget) -> Iterator[tup
         yield place.theirs[0], LoraPair(a, b, _alpha(scale, a.shape[0], own.rank_stabilized))
         return
     if own.sizes and own.sizes != place.rows:
-        raise RefusedError(f"{' and '.join(place.theirs)} have other sizes than the factors on them")
+        raise RefusedError(
+            f"{' and '.join(place.theirs)} have other sizes than the factors on them",
+            fix="merge the adapter into the weights and export the model",
+        )
     for index, (theirs, rows) in enumerate(zip(place.theirs, b.split(list(place.rows)), strict=True)):
         if not own.sizes:
             yield theirs, LoraPair(a, rows, own.alpha)

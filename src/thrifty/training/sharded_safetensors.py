@@ -148,7 +148,9 @@ class StoredTensorBoxes:
                 for name, piece in _pieces(file, self._open[file]):
                     self.pieces.setdefault(rename_tensor(name), []).append(piece)
             except (SafetensorError, ValueError, KeyError, TypeError) as error:
-                raise IntegrityError(f"{file} is not a tensor file of a checkpoint: {error}") from error
+                raise IntegrityError(
+                    f"{file} is not a tensor file of a checkpoint: {error}", fix="restore it from a backup"
+                ) from error
 
     def describe(self, name: str) -> str:
         """Return dtype and full shape as text, for messages and comparison."""
@@ -175,7 +177,8 @@ class StoredTensorBoxes:
                 filled += overlap.numel
         if filled != target.numel():
             raise IntegrityError(
-                f"the checkpoint contains {filled} of the {target.numel()} required values of {name!r}"
+                f"the checkpoint contains {filled} of the {target.numel()} required values of {name!r}",
+                fix="restore the checkpoint from a backup",
             )
 
 

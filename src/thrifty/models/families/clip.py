@@ -144,9 +144,15 @@ class CLIP(ModelFamily):
         caption."""
         end = special.get("eos_token_id")
         if end is None:
-            raise RefusedError("transformers reads a caption at its end-of-text token, but the tokenizer has none")
+            raise RefusedError(
+                "transformers reads a caption at its end-of-text token, but the tokenizer has none",
+                fix="train with a tokenizer that has the special token <|endoftext|>",
+            )
         if end == 2:  # CLIPTextModel then uses the token with the highest id, as in its first published folders
-            raise RefusedError("transformers does not support an end-of-text token with id 2: it uses the highest id")
+            raise RefusedError(
+                "transformers does not support an end-of-text token with id 2: it uses the highest id",
+                fix="train with a tokenizer whose end-of-text token has another id",
+            )
         return config | {"text_config": config["text_config"] | special}
 
     def table(self, shape: ModelConfig) -> Iterator[ParameterPacking]:
