@@ -244,7 +244,7 @@ class Exhausted(IterableDataset[Any]):
     [
         ((row for row in ROWS), "can be read once only"),
         (Exhausted(), "can be read once only"),
-        ({}, "no dataset"),
+        ({}, "not a dataset"),
         (3, "is a int"),
         ("rows", "is a str"),
         ((X.numpy(), Y.numpy()[:3]), "3 and 40 rows"),

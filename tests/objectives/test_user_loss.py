@@ -99,7 +99,7 @@ def weighted(weight: Any) -> Any:
         (lambda model, rows: each(model, rows)[:5], r"of shape \(5,\)"),
         (lambda model, rows: None, "is a NoneType"),
         (lambda model, rows: {"loss": mean(model, rows)}, "is a dict"),
-        (lambda model, rows: each(model, rows).to("meta"), "is on meta, and the batch on cpu"),
+        (lambda model, rows: each(model, rows).to("meta"), "is on meta, but the batch on cpu"),
         (lambda model, rows: each(model, rows).to(torch.complex64), "complex64"),
         (changing, r"changes the batch in place \(part x\)"),
         (weighted(torch.ones(11)), r"the weights are a tensor of shape \(11,\)"),

@@ -48,7 +48,7 @@ def _take_apart(value: Any, path: str, leaves: dict[str, Tensor]) -> tuple[str, 
     else:
         shown = f" ({value!r:.40})" if isinstance(value, str | int | float) else ""
         raise UsageError(
-            f"part {path or 'batch'!r} of a batch is a {kind.__name__}{shown}, and has no row for each example",
+            f"part {path or 'batch'!r} of a batch is a {kind.__name__}{shown}, which has no row for each example",
             fix="leave it out, or pass collate=, a function that returns tensors with one row for each example",
         )
     inner = {key: _take_apart(each, f"{path}.{key}".strip("."), leaves) for key, each in parts.items()}

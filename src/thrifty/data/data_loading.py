@@ -44,7 +44,7 @@ def dataset_of(data: Any) -> DataParts:
     if isinstance(data, Mapping):
         splits = ", ".join(map(str, data))
         raise UsageError(
-            f"data is a {type(data).__name__} of {splits or 'nothing'}, and no dataset",
+            f"data is a {type(data).__name__} of {splits or 'nothing'}, not a dataset",
             fix="pass two of its values: data=splits['train'], held_out=splits['test']",
         )
     if isinstance(data, tuple) and data and all(isinstance(each, np.ndarray | Tensor) for each in data):
@@ -57,7 +57,7 @@ def dataset_of(data: Any) -> DataParts:
     if type(data).__module__.partition(".")[0] == "pandas":
         raise UsageError("data is a pandas object", fix='pass its rows: data=frame.to_dict("records")')
     if isinstance(data, str) or not (isinstance(data, Iterable) or hasattr(data, "__getitem__")):
-        raise UsageError(f"data is a {type(data).__name__}, and no dataset", fix="pass a map-style or iterable dataset")
+        raise UsageError(f"data is a {type(data).__name__}, not a dataset", fix="pass a map-style or iterable dataset")
     if getattr(data, "format", {"type": ""})["type"] is None if isinstance(getattr(data, "format", None), dict) else 0:
         data = data.with_format("torch")  # lists of a datasets.Dataset would not be collated into rows
     return DataParts(data)

@@ -93,7 +93,7 @@ def open_user_data(
     collation = train.collation
     if other.collation.form != collation.form:
         raise UsageError(
-            f"held-out batches have the form {other.collation.form}, and training batches {collation.form}",
+            f"held-out batches have the form {other.collation.form}, but training batches {collation.form}",
             fix="pass datasets whose examples have the same parts",
         )
     differing = "; ".join(filter(None, [train.unrepeatable, other.unrepeated_words("held_out")]))

@@ -34,7 +34,7 @@ class UserStream(BatchSource):
         kind = type(parts.dataset).__name__
         if iter(parts.dataset) is parts.dataset:
             raise RefusedError(
-                f"a {kind} can be read once only, and a resumed run reads it from its start",
+                f"a {kind} can be read once only, but a resumed run reads it from its start",
                 fix="return a new iterator from __iter__",
             )
         self._start(0)

@@ -54,7 +54,7 @@ class Contrastive(Objective):
     def examples(self, batch: Batch) -> Batch:
         if missing := {"inputs", "tokens"} - batch.fields.keys():
             raise UsageError(
-                f"objective contrastive requires images and captions, and the data has no "
+                f"objective contrastive requires images and captions, but the data has no "
                 f"{' and '.join(sorted(missing))}",
                 fix="set data.source to images with captions, or objective.name=classification for images",
             )

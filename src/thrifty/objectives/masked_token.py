@@ -9,7 +9,7 @@ Use         run = thrifty.train("bert-nano", "my.txt", loss="masked_token", budg
 Start with  `--set objective.name=masked_token --set objective.rate=0.15`. A higher rate trains on more tokens per text.
 Cost        Few tokens per text have a loss, so that more text is read than in next-token prediction.
 Avoid       Models whose attention is causal: they predict from the left side only.
-Does not    Remove masked tokens from the encoder: add `data_selection.drop_masked_tokens`. Masks ignore word borders.
+Does not    Remove masked tokens from the encoder (see `data_selection.drop_masked_tokens`), or mask whole words.
 """
 
 import math

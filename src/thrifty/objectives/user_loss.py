@@ -155,15 +155,21 @@ def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
     """
     if not isinstance(batch, Mapping):
         raise UsageError(
-            f"there is no loss, and a batch is a {type(batch).__name__}, not keyword arguments of the model",
+            f"there is no loss function, but a batch is a {type(batch).__name__}, not keyword arguments of the model",
             fix="pass loss=, a function of (model, batch)",
         )
     try:
         loss = getattr(model(**batch), "loss", None)
     except TypeError as error:
-        raise UsageError(f"there is no loss, and the model takes other arguments: {error}", fix="pass loss=") from error
+        raise UsageError(
+            f"there is no loss function, but the model takes other arguments: {error}",
+            fix="pass loss=, a function of (model, batch)",
+        ) from error
     if loss is None:
-        raise UsageError("there is no loss, and the model's output has none", fix="pass loss=, or batches with labels")
+        raise UsageError(
+            "there is no loss function, and the model's output has no loss",
+            fix="pass loss=, a function of (model, batch), or batches with labels",
+        )
     return loss
 
 
@@ -184,7 +190,7 @@ def _per_example(result: Any, batch: Batch, what: str) -> tuple[Tensor, Tensor |
     for each in (values, weights):
         if torch.is_grad_enabled() and isinstance(each, Tensor) and each.device != batch.weight.device:
             raise UsageError(
-                f"{what} is on {each.device}, and the batch on {batch.weight.device}",
+                f"{what} is on {each.device}, but the batch on {batch.weight.device}",
                 fix="compute it from the model's output and the batch only, without .cpu() or .to()",
             )
     if torch.is_grad_enabled() and not values.is_floating_point():
@@ -197,7 +203,7 @@ def _per_example(result: Any, batch: Batch, what: str) -> tuple[Tensor, Tensor |
         return (values.reshape(count, -1).mean(1) if values.ndim else values), None
     if not isinstance(weights, Tensor) or weights.shape != values.shape or not values.ndim:
         raise UsageError(
-            f"{what} has values of shape {tuple(values.shape)}, and the weights are {_form(weights)}",
+            f"{what} has values of shape {tuple(values.shape)}, but the weights are {_form(weights)}",
             fix="return values and weights of the same shape, with one row for each example",
         )
     weights = weights.detach().float()

@@ -92,7 +92,7 @@ def spans() -> recipe.Recipe:
     """
     return recipe.Recipe(
         name="spans",
-        about="A small T5-style encoder-decoder on any text, by spans that are cut out of it.",
+        about="A small T5-style encoder-decoder on any text, trained on cut-out spans.",
         model=recipe.ModelSettings(preset="t5-micro"),
         objective=recipe.ObjectiveSettings("sequence_to_sequence"),
         data=recipe.DataSettings(length=128, batch=64),
