@@ -13,6 +13,7 @@ from rich.console import RenderableType
 
 from thrifty import techniques
 from thrifty.core.errors import UsageError, did_you_mean, refuse_unknown
+from thrifty.core.recipe import ObjectiveSettings
 from thrifty.core.technique import Technique
 from thrifty.experiments.past_results import FOLDERS
 from thrifty.interface.technique_profiles import TechniqueProfile, setting_lines, settings_of, technique_profile
@@ -75,7 +76,9 @@ def _objective(name: str) -> NamedCard:
 
     kind = OBJECTIVES[name]
     card = inspect.cleandoc(sys.modules[kind.__module__].__doc__ or "")
-    return NamedCard("objective", name, card, inspect.cleandoc(kind.__doc__ or ""), settings_of(kind))
+    in_recipe = {field.name for field in fields(ObjectiveSettings)}
+    settings = tuple(each for each in settings_of(kind) if each["name"] in in_recipe)
+    return NamedCard("objective", name, card, inspect.cleandoc(kind.__doc__ or ""), settings)
 
 
 def _preset(name: str) -> NamedCard:
