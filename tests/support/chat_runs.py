@@ -1,4 +1,4 @@
-"""A small real tokenizer with the special tokens of ChatML, and conversations to learn from."""
+"""A small tokenizer with the special tokens of ChatML, and conversations for training."""
 
 import json
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""Pairs of vectors, and what the tests of the contrastive loss let each rank do with them; here, so that a fresh
-process can import it."""
+"""Pairs of embeddings, and functions that each rank runs in tests of the contrastive loss."""
 
 from collections.abc import Sequence
 
@@ -22,14 +21,14 @@ STEPS = 3
 
 
 def pairs(n: int, e: int, seed: int = 0) -> tuple[Tensor, Tensor, Tensor]:
-    """Vectors of images and captions (n, e), and weights (n,), in float64."""
+    """Return embeddings of images and captions (n, e), and weights (n,), in float64."""
     generator = torch.Generator().manual_seed(seed)
     images, captions = (torch.randn(n, e, generator=generator, dtype=torch.float64) for _ in range(2))
     return 2 * images, captions, torch.rand(n, generator=generator, dtype=torch.float64)
 
 
 class Largest(TorchDispatchMode):
-    """Elements of the largest tensor that any operation gives."""
+    """A mode that records the number of elements of the largest result of any operation."""
 
     elements = 0
 
@@ -42,7 +41,7 @@ class Largest(TorchDispatchMode):
 
 
 def over_ranks(tile: int) -> tuple[list, list, list, int]:
-    """This rank's losses and gradients of its share of the pairs, and the elements of its largest tensor."""
+    """Return losses and gradients of this rank's pairs, and the number of elements of its largest tensor."""
     images, captions, weight = (each.chunk(dist.get_world_size())[dist.get_rank()].clone() for each in pairs(PAIRS, 6))
     vectors = [images.requires_grad_(), captions.requires_grad_()]
     with Largest() as seen:
@@ -52,7 +51,7 @@ def over_ranks(tile: int) -> tuple[list, list, list, int]:
 
 
 def trained(strategy: Sequence[str], axes: dict[str, int]) -> tuple[list[float], float]:
-    """Losses of each step of a tiny run over ranks that lie along these axes, and the held-out loss at its end."""
+    """Return the losses of each step of a tiny run on ranks along these axes, and the final held-out loss."""
     if axes:
         mesh.set_mesh({"pipeline": 1, "replicate": 1, "shard": 1, "tensor": 1} | axes, "cpu")
     chosen = with_optimizer([technique(name) for name in strategy])
@@ -68,5 +67,5 @@ def trained(strategy: Sequence[str], axes: dict[str, int]) -> tuple[list[float],
 
 
 def trained_along(runs: Sequence[tuple[Sequence[str], dict[str, int]]]) -> list[tuple[list[float], float]]:
-    """The same for several, one after the other."""
+    """Return the results of several runs in sequence."""
     return [trained(*each) for each in runs]

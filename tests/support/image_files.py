@@ -1,4 +1,4 @@
-"""Folders of image files for the tests: whole ones, and every kind of broken one."""
+"""Folders of image files for tests, whole and damaged in every way."""
 
 import struct
 import zlib
@@ -9,7 +9,7 @@ from PIL import Image
 
 
 def write_image(path: Path, shade: int = 128, size: tuple[int, int] = (12, 8), seed: int = 0) -> Path:
-    """A file in the format of its name: noise around a shade of grey."""
+    """Write a file in the format of its name, with noise around a shade of grey."""
     path.parent.mkdir(parents=True, exist_ok=True)
     noise = np.random.default_rng(seed).integers(-20, 20, (size[1], size[0], 3))
     Image.fromarray((shade + noise).clip(0, 255).astype(np.uint8)).save(path)
@@ -17,7 +17,7 @@ def write_image(path: Path, shade: int = 128, size: tuple[int, int] = (12, 8), s
 
 
 def write_folder(root: Path, count: int = 12, labels: tuple[str, ...] = ("dark", "light")) -> Path:
-    """A folder with a folder for each label, dark or light images in it."""
+    """Write a folder with a folder of dark or light images for each label."""
     for number, label in enumerate(labels):
         for index in range(count):
             write_image(root / label / f"{index:02}.png", 40 + 170 * number, seed=100 * number + index)
@@ -25,7 +25,7 @@ def write_folder(root: Path, count: int = 12, labels: tuple[str, ...] = ("dark",
 
 
 def png(width: int, height: int, packed: bytes, depth: int = 8, colour: int = 0) -> bytes:
-    """A PNG file that says it has so many pixels of this depth and type of colour (0 grey, 2 RGB), its lines packed."""
+    """Return a PNG file whose header declares this size, bit depth and colour type (0 grey, 2 RGB)."""
 
     def chunk(kind: bytes, content: bytes) -> bytes:
         return struct.pack(">I", len(content)) + kind + content + struct.pack(">I", zlib.crc32(kind + content))
@@ -35,5 +35,5 @@ def png(width: int, height: int, packed: bytes, depth: int = 8, colour: int = 0)
 
 
 def bomb(width: int, height: int) -> bytes:
-    """A small PNG file that says it has so many pixels."""
+    """Return a small PNG file whose header declares this size."""
     return png(width, height, zlib.compress(bytes(1000)))

@@ -1,4 +1,4 @@
-"""Runs small enough to train in milliseconds on real images: the handwritten digits."""
+"""Runs on the handwritten digits, which train in milliseconds."""
 
 from typing import Any
 
@@ -17,7 +17,7 @@ from thrifty.objectives.masked_reconstruction import MaskedReconstruction
 
 
 def tiny_vit(depth: int = 4, patch: int = 2, dropout: float = 0.0, **changed: Any) -> nn.Module:
-    """Width 32, for digits of 8 x 8 pixels."""
+    """Return a ViT of width 32, for digits of 8 x 8 pixels."""
     sizes: dict[str, Any] = {"image": 8, "patch": patch, "channels": 1, "tied": False, **changed}
     model = assemble(ModelConfig("vit", depth, 32, 4, 4, 64, 10, 0, **sizes))
     initialize(model, 0)
@@ -35,7 +35,7 @@ def image_run(
 
 
 def tiny_mae(depth: int = 4, decoder_depth: int = 2, dropout: float = 0.0, **changed: Any) -> nn.Module:
-    """Width 32 and 16, for digits of 8 x 8 pixels in 16 patches."""
+    """Return a masked autoencoder of widths 32 and 16, for digits of 8 x 8 pixels in 16 patches."""
     decoder = {"decoder_depth": decoder_depth, "decoder_width": 16, "decoder_heads": 2, "decoder_hidden": 32}
     sizes: dict[str, Any] = {"image": 8, "patch": 2, "channels": 1, "tied": False, **decoder, **changed}
     model = assemble(ModelConfig("mae", depth, 32, 4, 4, 64, 0, 0, **sizes))
@@ -47,7 +47,7 @@ def tiny_mae(depth: int = 4, decoder_depth: int = 2, dropout: float = 0.0, **cha
 
 
 def autoencoder_run(batch: int = 4, repeated: bool = False, rate: float = 0.75, **model: Any) -> BaseRun:
-    """Digits of which most is removed, and given back."""
+    """Return a run that predicts removed patches of digits."""
     source = open_images(DataSettings(source="digits", batch=batch), 0, None, print, labelled=False).train
     objective = MaskedReconstruction(rate=rate, patch=model.get("patch", 2))
     return BaseRun(lambda: tiny_mae(**model), Repeated(source) if repeated else source, objective)

@@ -1,4 +1,4 @@
-"""Small labelled texts in files, and tiny classifiers of transformers that read them."""
+"""Small files of labelled texts, and tiny classifiers of transformers for them."""
 
 import csv
 import json
@@ -57,7 +57,7 @@ ROWS: dict[str, Callable[..., list[dict[str, Any]]]] = {
     "multi_label_classification": topics,
     "token_classification": tagged,
 }
-"""Rows by objective."""
+"""Rows of labelled texts by objective."""
 OUTPUTS = {"classification": 2, "regression": 1, "multi_label_classification": 3, "token_classification": 3}
 
 
@@ -75,7 +75,7 @@ def write_csv(path: Path, rows: Sequence[dict[str, Any]], separator: str = ",") 
 
 
 def write_tokenizer(folder: Path) -> None:
-    """Words as BERT has them, with a tokenizer_config.json by which transformers reads them."""
+    """Write a BERT-style word tokenizer with the tokenizer_config.json of transformers."""
     inner = Tokenizer(models.WordLevel({word: number for number, word in enumerate(WORDS)}, unk_token=SPECIAL[3]))
     inner.pre_tokenizer = pre_tokenizers.Whitespace()
     inner.add_special_tokens(list(SPECIAL))
@@ -87,7 +87,7 @@ def write_tokenizer(folder: Path) -> None:
 
 
 def config_of(kind: str, **more: Any) -> Any:
-    """A tiny configuration of transformers."""
+    """Return a tiny configuration of transformers."""
     import transformers
 
     same = {"vocab_size": len(WORDS), "pad_token_id": 0, "initializer_range": 0.2, **more}
@@ -104,7 +104,7 @@ def config_of(kind: str, **more: Any) -> Any:
 
 
 def save_model(folder: Path, kind: str, auto: str, **more: Any) -> Path:
-    """A tiny random model of transformers with its tokenizer in a folder."""
+    """Write a tiny random model of transformers with its tokenizer to a folder."""
     import torch
     import transformers
 

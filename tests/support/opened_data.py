@@ -12,7 +12,7 @@ from thrifty.training import run_setup
 
 @contextmanager
 def opened_kinds() -> Iterator[list[str]]:
-    """The names of the kinds of data that are opened within the block, in this process."""
+    """Yield the names of the kinds of data that this process opens within the block."""
     names: list[str] = []
 
     def open_counted(kind: DataKind, open_kind, request: DataRequest):
@@ -26,7 +26,7 @@ def opened_kinds() -> Iterator[list[str]]:
 
 
 def prepared_on_a_rank(recipe: Recipe) -> tuple[list[str], dict[str, str]]:
-    """The kinds of data that this rank opens to prepare a run, and the identity of the data."""
+    """Return the kinds of data that this rank opens to prepare a run, and the identity of the data."""
     with opened_kinds() as names:
         prepared = run_setup.prepare_run(recipe, quiet=True)
     return names, dict(prepared.data.identity)

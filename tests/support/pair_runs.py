@@ -1,4 +1,4 @@
-"""Runs small enough to train in milliseconds on images with captions: a bright cross, and where it is in words."""
+"""Runs on tiny images with captions, which train in milliseconds: a bright cross, and its position in words."""
 
 import json
 from pathlib import Path
@@ -19,11 +19,11 @@ from thrifty.models.transformer import initialize
 from thrifty.objectives.contrastive import Contrastive
 
 SIDE, LENGTH, END = 8, 12, 3
-"""Pixels of a side, tokens of a row, and the token at the end of each caption."""
+"""Side in pixels, length of a row in tokens, and the token at the end of each caption."""
 
 
 class Crosses:
-    """Image number i has row i // 8 and column i % 8 bright; its caption says so in bytes, the last one the end."""
+    """Images whose row i // 8 and column i % 8 are bright, with captions of the position in bytes and an end token."""
 
     def __len__(self) -> int:
         return SIDE * SIDE
@@ -46,7 +46,7 @@ class TrainingCrosses(EpochSource):
 
 
 def tiny_clip(depth: int = 2, dropout: float = 0.0, **changed: Any) -> nn.Module:
-    """Width 32, for images of 8 x 8 pixels in 16 patches and captions of 12 bytes."""
+    """Return a CLIP model of width 32, for images of 8 x 8 pixels in 16 patches and captions of 12 bytes."""
     text = {"text_depth": depth, "text_width": 32, "text_heads": 4, "text_hidden": 64}
     sizes: dict[str, Any] = {"tied": False, "image": SIDE, "patch": 2, "channels": 1, "space": 24, **text, **changed}
     model = assemble(ModelConfig("clip", depth, 32, 4, 4, 64, 256, LENGTH, **sizes))
@@ -63,7 +63,7 @@ def pair_run(batch: int = 4, repeated: bool = False, **model: Any) -> BaseRun:
 
 
 def write_crosses(folder: Path, count: int = 128) -> Path:
-    """Write `count` images of 16 x 16 pixels with a bright cross in each, and captions of its place."""
+    """Write `count` images of 16 x 16 pixels with a bright cross in each, and captions of its position."""
     lines = []
     for number in range(count):
         row, column = divmod(number % 64, 8)

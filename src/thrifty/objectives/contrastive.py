@@ -7,7 +7,7 @@ Use         run = thrifty.train(recipe="flip-emoji", data="captions", budget="20
             print(thrifty.retrieve(run))
 Start with  `--set objective.name=contrastive --set data.batch=128`. A larger batch compares each pair with more others.
 Cost        A matrix of similarities as large as the batch squared. Micro-batches require `large_batch.gradient_cache`.
-Avoid       Losses of batches of different sizes: they are not comparable, because a random model loses the logarithm.
+Avoid       Comparing losses of different batch sizes: an untrained model has the logarithm of the batch size.
 Does not    Evaluate across held-out batches: `thrifty retrieve` evaluates a whole set.
 """
 

@@ -9,7 +9,7 @@ Start with  `--set objective.name=masked_reconstruction --set objective.rate=0.7
             standardizes each target patch.
 Cost        The encoder computes all patches, because removed patches are blank. `data_selection.drop_masked_patches`
             drops them.
-Avoid       Losses as nats: with `normalize` the value is about 1 for a model that predicts each patch's mean.
+Avoid       Comparing the loss with nats: with `normalize` it is about 1 for a model that predicts each patch's mean.
 Does not    Use labels. A classifier starts from the exported encoder.
 """
 

@@ -8,7 +8,7 @@ Use         run = thrifty.train("marian-nano", "my.txt", loss="mass", budget="20
             print(run.loss)
 Start with  `--set objective.name=mass --set objective.rate=0.5`, as in the paper.
 Cost        The encoder reads the whole text and the decoder the span.
-Avoid       Models without a decoder. T5 knows no positions in the text, only distances inside the span.
+Avoid       Models without a decoder. T5 has no positions of the text, only distances inside the span.
 Does not    Leave some tokens of the span unmasked, as the paper does (unverified).
 """
 

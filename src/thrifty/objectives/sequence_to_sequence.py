@@ -2,7 +2,7 @@
 
 Paper       Raffel et al. 2020, T5 (arXiv 1910.10683), section 3.1.4 and table 6, for plain text; pairs of texts:
             Sutskever et al. 2014 (arXiv 1409.3215).
-Promise     The loss is the mean cross-entropy per target token of an example, in nats. Batches of plain text need no
+Promise     The loss is the mean cross-entropy per target token of an example, in nats. Batches of plain text have no
             padding.
 Use         run = thrifty.train("t5-nano", "pairs.tsv", loss="sequence_to_sequence", budget="2000 steps")
             print(run.loss)
