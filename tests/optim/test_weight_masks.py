@@ -225,7 +225,7 @@ def test_embedding_in_a_numbered_list_is_not_masked_by_default() -> None:
         model.layers = nn.ModuleList([nn.Embedding(16, 8), nn.Linear(8, 8), nn.Linear(8, 8)])
         return model
 
-    with pytest.raises(RefusedError, match=r"layers\.0\.weight, which is an embedding") as refused:
+    with pytest.raises(RefusedError, match=r"mask the embedding .layers\.0\.weight.") as refused:
         technique("sparsity.static").model(model())
     where = refused.value.fix.partition("'")[2].removesuffix("'")
     one = technique("sparsity.static", where=where)
