@@ -1,4 +1,4 @@
-"""What acts on the blocks of a model acts on those of both sides of an encoder-decoder."""
+"""Block techniques act on the blocks of both sides of an encoder-decoder."""
 
 import pytest
 import torch
@@ -14,7 +14,7 @@ SIDES = ("our marian", "our t5", "t5", "marian")
 
 
 @pytest.mark.parametrize("name", SIDES)
-def test_recomputed_blocks_of_both_sides_run_twice_and_give_the_same_gradients(name: str) -> None:
+def test_recomputed_blocks_of_both_stacks_keep_gradients(name: str) -> None:
     gradients, calls = [], []
     for technique in (None, Recompute()):
         model, seen = KINDS[name].model(), []
@@ -35,7 +35,7 @@ def test_recomputed_blocks_of_both_sides_run_twice_and_give_the_same_gradients(n
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", ["our marian", "our t5"])
-def test_blocks_of_both_sides_are_compiled_and_give_the_same_loss(name: str) -> None:
+def test_compiled_blocks_of_both_stacks_keep_the_loss(name: str) -> None:
     torch._dynamo.reset()
     model = CompiledBlocks(backend="aot_eager").model(KINDS[name].model())
     compiled = [block for blocks in find_stacks(model).values() for block in blocks if block._compiled_call_impl]

@@ -64,7 +64,7 @@ def test_a_probe_has_the_requested_angle() -> None:
 
 RIGHT = {
     "all": 96.0, "random": 94.0, "EL2N, hardest": 88.0, "EL2N, easiest": 89.0, "EL2N, hardest but some": 98.5,
-    "GraNd at first values, hardest": 90.0,
+    "GraNd at initialization, hardest": 90.0,
 }  # fmt: skip
 
 
@@ -77,7 +77,7 @@ def test_data_diet_expectations_can_hold_and_can_fail() -> None:
     agreement = {"first_grand_to_input_norm": 0.8, "one_to_mean": 0.7, "mean_to_mean": 0.8, "caught": 90.0}
     assert all(verdicts("data_diet", diet_cells(RIGHT, agreement)))
     other = {"first_grand_to_input_norm": 0.1, "one_to_mean": 0.8, "mean_to_mean": 0.7, "caught": 10.0}
-    turned = dict.fromkeys(RIGHT, 94.0) | {"GraNd at first values, hardest": 97.0}
+    turned = dict.fromkeys(RIGHT, 94.0) | {"GraNd at initialization, hardest": 97.0}
     assert not any(verdicts("data_diet", diet_cells(turned, other)))
 
 

@@ -35,7 +35,7 @@ from thrifty.experiments.tasks.whole_run import in_steps, run_to_end
 from thrifty.kernels.example_scores import Fields, ForgettingCounter, el2n, grand, input_norms, prototype_distance
 
 ALL, SCORES = "all", "the scores themselves"
-BEGUN, TRAINED = "GraNd at first values", "GraNd"
+BEGUN, TRAINED = "GraNd at initialization", "GraNd"
 VARIANTS = (
     ALL, "random", "EL2N, hardest", "EL2N, easiest", "EL2N, hardest but some", f"{TRAINED}, hardest but some",
     f"{BEGUN}, hardest", "input norm, hardest", "forgetting, hardest but some", "prototype, hardest",

@@ -26,10 +26,10 @@ from thrifty.objectives.classification import Classification
 from thrifty.techniques.sparsity.mask_from_file import MaskFromFile, density_of, mask_file_bytes, prune_by_magnitude
 from thrifty.training.evaluation import held_out_loss
 
-Kind = Literal["ticket", "other first values", "random mask"]
-KINDS: tuple[Kind, ...] = ("ticket", "other first values", "random mask")
+Kind = Literal["ticket", "other initial values", "random mask"]
+KINDS: tuple[Kind, ...] = ("ticket", "other initial values", "random mask")
 CONTROL: dict[Kind, Literal["", "reinitialise", "random-mask"]] = {
-    "ticket": "", "other first values": "reinitialise", "random mask": "random-mask",
+    "ticket": "", "other initial values": "reinitialise", "random mask": "random-mask",
 }  # fmt: skip
 DENSE = "dense"
 
@@ -136,7 +136,9 @@ def lottery_ticket(
                 c, ("ticket", "random mask")
             ),
             "with the fewest weights, the ticket has the highest accuracy and a random mask the lowest": lambda c: (
-                at(c, "ticket", "accuracy") > at(c, "other first values", "accuracy") > at(c, "random mask", "accuracy")
+                at(c, "ticket", "accuracy")
+                > at(c, "other initial values", "accuracy")
+                > at(c, "random mask", "accuracy")
             ),
             "a ticket of 10 to 20 % stays within one point of the dense network's accuracy": lambda c: all(
                 at(c, "ticket", "accuracy", n) > c[DENSE]["accuracy"] - 1 for n in most
