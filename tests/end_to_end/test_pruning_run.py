@@ -83,7 +83,7 @@ PRUNE = ("data", "prune", "scores.safetensors", "--keep-fraction", "0.5", "--dro
 
 def test_a_choice_is_counted_and_written_as_a_recipe(desk: CommandLine, scored: dict[str, Any]) -> None:
     output = desk(*PRUNE, "--write", "chosen.toml").stdout
-    assert f"{scored['examples']:,}" in output and "left out as the very hardest: " in output
+    assert f"{scored['examples']:,}" in output and "dropped as the very hardest: " in output
     assert "written: thrifty train chosen.toml" in output and scored["sha256"] in output
     settings = tomllib.loads((desk.folder / "chosen.toml").read_text())["techniques"]["data_selection"]["prune"]
     assert settings["sha256"] == scored["sha256"] and Path(settings["scores"]).is_absolute()
@@ -121,8 +121,8 @@ def test_scores_of_other_data_are_refused(desk: CommandLine, scored: dict[str, A
 
 def test_options_without_meaning_are_refused(desk: CommandLine, scored: dict[str, Any]) -> None:
     for words, told in (
-        (["look", "images", "--scores", "scores.safetensors", "--size", "8"], "--size means nothing with --scores"),
-        (["look", "images", "--keep-fraction", "0.5"], "--keep-fraction means nothing without --scores"),
+        (["look", "images", "--scores", "scores.safetensors", "--size", "8"], "--size has no effect with --scores"),
+        (["look", "images", "--keep-fraction", "0.5"], "--keep-fraction has no effect without --scores"),
         (["prune", "scores.safetensors", "--recipe", "vit-digits"], "--recipe applies only with --write"),
         (["prune", "scores.safetensors", "--keep-fraction", "2"], "keep must be"),
         (["prune", "nothing"], "there is no scores file"),
