@@ -258,7 +258,7 @@ class ActivationBudget(Technique):
             planner.blocks += (names[block] for block in blocks)
             for block, own in names.items():  # once per block, even if it is used several times
                 wrap_forward(block, partial(planner.run, own))
-            add_note(f"{len(blocks)} blocks in {name or 'the model'}; the plan is made at the first step")
+            add_note(f"{len(blocks)} blocks in {name or 'the model'}; the plan is computed in the first step")
         if self.recompute:
             planner.chain = BlockChain([block for blocks in stacks.values() for block in blocks], None)
         ACTIVATION_PLANNER.set(model, planner)
