@@ -1,11 +1,13 @@
 """Pages of the board as text, and their parts that are updated live."""
 
 import functools
+import re
 from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
 import jinja2
+from markupsafe import Markup, escape
 
 from thrifty.dashboard.run_summary import RunListRow
 from thrifty.reporting import run_tables
@@ -69,6 +71,11 @@ def script() -> str:
     return asset("board.js", "thrifty.dashboard") + asset("copy_button.js")
 
 
+def code(text: str) -> Markup:
+    """Return escaped text with the parts between backticks as code."""
+    return Markup(re.sub("`([^`]+)`", r"<code>\1</code>", str(escape(text))))  # noqa: S704 - escaped before
+
+
 def sparkline(points: Sequence[CurvePoint]) -> str:
     """Return an SVG path through the points in a box of 100 x 24; empty for fewer than two points."""
     if len(points) < 2:
@@ -92,5 +99,5 @@ def _last_if_missing(value: float | None) -> float:
 def _environment() -> jinja2.Environment:
     templates = environment("thrifty.dashboard")
     templates.globals |= {"sparkline": sparkline, "sorts": SORTS}
-    templates.filters |= {"significant": significant, "scaled": scaled, "whole": whole, "clock": clock}
+    templates.filters |= {"significant": significant, "scaled": scaled, "whole": whole, "clock": clock, "code": code}
     return templates

@@ -16,7 +16,7 @@ class TechniqueCard:
     title: str
     """The effect in one clause."""
     sections: Mapping[str, str]
-    """Text by section of the card, and "Implementation"."""
+    """Text by section of the card, and "Notes"."""
     settings: TextTable
 
     @property
@@ -28,7 +28,7 @@ def card_from(profile: Mapping[str, Any]) -> TechniqueCard:
     """Build a card from the profile of a technique, as `thrifty show --json` prints it."""
     card = read_card(profile["card"])
     rows = [(each["name"], str(each["default"]), each["type"]) for each in profile["settings"]]
-    more = {"More": card.rest, "Implementation": profile.get("notes", "")}
+    more = {"More": card.rest, "Notes": profile.get("notes", "")}
     return TechniqueCard(
         name=profile["name"],
         stage=profile["stage"].replace("_", " "),

@@ -49,7 +49,9 @@ def board(
 
 def _evidence(technique: str, folders: Sequence[Path]) -> tuple[Mapping[str, str], Sequence[str]]:
     profile = technique_profile(techniques.find(technique), folders)
-    return profile.verdicts(), profile.evidence.in_words()
+    machines = profile.evidence.machines()
+    where = {"measured on": ", ".join(machines)} if machines else {}
+    return profile.verdicts() | where, profile.evidence.in_words()
 
 
 @contextmanager
