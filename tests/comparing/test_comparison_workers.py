@@ -91,7 +91,7 @@ def test_runs_on_different_machines_cause_a_caution(tmp_path: Path) -> None:
     both = Barrier(2)
     workers = [SynchronizedWorker(processor="old", barrier=both), SynchronizedWorker(processor="new", barrier=both)]
     result = compare(arms("batch 16: --set data.batch=16"), PROTOCOL, tmp_path / "race", workers=workers)
-    assert any("unlike machines" in one and "new, cpu; old, cpu" in one for one in cautions(result))
+    assert any("different machines" in one and "new, cpu; old, cpu" in one for one in cautions(result))
 
 
 def test_typed_workers_are_parsed() -> None:
