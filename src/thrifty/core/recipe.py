@@ -116,8 +116,10 @@ class DataSettings:
     .parquet of texts, a folder of such files called train and test, or hub:owner/name.
 
     classification also takes "digits", a known set of images, or a folder with one folder of images per label.
-    masked_reconstruction takes these and any folder of images. contrastive takes a known set of images with captions, or
-    a .jsonl, .tsv or .parquet that names them. It also takes a folder with such a table, or with a text file per image.
+    masked_reconstruction takes these and any folder of images.
+
+    contrastive takes a known set of images with captions, or a .jsonl, .tsv or .parquet that names them. It also takes
+    a folder with such a table, or with a text file per image.
     """
     sources: Mapping[str, float] = field(default_factory=dict)
     """Several sources of plain text in place of `source`, each with its proportion of examples:
