@@ -330,3 +330,37 @@ def test_hub_streams_resume_by_state_unless_a_buffer_shuffles(is_shuffled: bool)
     resumed.load_state(stopped.state())
     for step in range(7, 10):
         assert torch.equal(resumed.at(step)["x"], batches[step]["x"])
+
+
+def next_token_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    logits, targets = model.logits(batch["tokens"][:, :-1]), batch["tokens"][:, 1:]  # type: ignore[operator]
+    return nn.functional.cross_entropy(logits.mT.float(), targets, reduction="none").mean(1)
+
+
+def image_loss(model: nn.Module, batch: list[Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(model.logits(batch[0]).float(), batch[1], reduction="none")  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(
+    ("preset", "data", "loss"),
+    [
+        ("gpt-nano", [{"tokens": row} for row in torch.randint(0, 300, (24, 16))], next_token_loss),
+        ("vit-nano", TensorDataset(torch.rand(24, 3, 32, 32), torch.randint(0, 10, (24,))), image_loss),
+    ],
+)
+def test_presets_learn_from_own_datasets(preset: str, data: Any, loss: Any, tmp_path: Path) -> None:
+    objects = {"data": data, "held_out": data, "loss": loss}
+    settings = {"model.depth": 1, "model.width": 32, "model.heads": 2}
+    run = thrifty.train(
+        preset, **objects, settings=settings, budget=2, batch=8, name="own", runs=tmp_path / "runs", quiet=True
+    )
+    assert run.loss > 0 and sum(each.numel() for each in run.model.parameters())
+    thrifty.export(run, tmp_path / "exported")
+    assert (tmp_path / "exported" / "model.safetensors").is_file()
+
+
+def test_a_preset_on_own_data_requires_a_loss(tmp_path: Path) -> None:
+    data = [{"tokens": row} for row in torch.randint(0, 300, (24, 16))]
+    with pytest.raises(UsageError, match="there is no loss function") as error:
+        thrifty.train("gpt-nano", data, held_out=data, budget=2, batch=8, runs=tmp_path / "runs", quiet=True)
+    assert "pass loss=" in error.value.fix

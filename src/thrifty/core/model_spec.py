@@ -59,4 +59,9 @@ class PairModelSpec:
         return cls(ImageModelSpec.from_data(data["images"]), TextModelSpec.from_data(data["text"]))
 
 
-ModelSpec = TextModelSpec | ImageModelSpec | PairModelSpec
+@dataclass(frozen=True)
+class UserModelSpec:
+    """Requirements of user data on a model: none, because only the user's loss calls the model."""
+
+
+ModelSpec = TextModelSpec | ImageModelSpec | PairModelSpec | UserModelSpec

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TypeVar
 
 from thrifty.core.errors import IntegrityError, UsageError
-from thrifty.core.model_spec import ImageModelSpec, ModelSpec, PairModelSpec, TextModelSpec
+from thrifty.core.model_spec import ImageModelSpec, ModelSpec, PairModelSpec, TextModelSpec, UserModelSpec
+from thrifty.core.recipe import Recipe
 from thrifty.data.tokenizer import TOKENIZER, read_tokenizer
 
 Spec = TypeVar("Spec", ImageModelSpec, TextModelSpec)
@@ -25,8 +26,8 @@ def text_label_metadata(ends: TextModelSpec) -> dict[str, str]:
     return {TEXT_LABELS: json.dumps(ends.as_data(), indent=2, ensure_ascii=False) + "\n"}
 
 
-def read_model_spec(folder: Path, length: int) -> ModelSpec:
-    """Return the inputs and outputs of the model of a run folder; `length` is the length of its text examples.
+def read_model_spec(folder: Path, recipe: Recipe) -> ModelSpec:
+    """Return the inputs and outputs of the model of a run folder with this recipe.
 
     Raises IntegrityError for damaged metadata, and UsageError if there is none.
     """
@@ -36,7 +37,9 @@ def read_model_spec(folder: Path, length: int) -> ModelSpec:
         return _read(path, ImageModelSpec)
     if (labelled := folder / TEXT_LABELS).is_file():
         return _read(labelled, TextModelSpec)
-    text = TextModelSpec(read_tokenizer(folder / TOKENIZER).vocabulary, length)
+    if recipe.python.data and not (folder / TOKENIZER).exists():
+        return UserModelSpec()
+    text = TextModelSpec(read_tokenizer(folder / TOKENIZER).vocabulary, recipe.data.length)
     return PairModelSpec(_read(path, ImageModelSpec), text) if images else text
 
 

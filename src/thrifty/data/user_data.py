@@ -9,17 +9,13 @@ from torch import Tensor
 
 from thrifty.core.batches import Batch
 from thrifty.core.errors import RefusedError, UsageError
+from thrifty.core.model_spec import UserModelSpec
 from thrifty.data.collation import Collation
 from thrifty.data.data_loading import Collate, dataset_of
 from thrifty.data.epoch_sampler import HeldOutExamples
 from thrifty.data.run_data import ExamplePreview
 from thrifty.data.user_dataset import UserDataset, UserSource
 from thrifty.data.user_stream import UserStream, first_examples
-
-
-@dataclass(frozen=True)
-class UserModelSpec:
-    """Requirements of user data on a model: none, because only the user's loss calls the model."""
 
 
 @dataclass(frozen=True)

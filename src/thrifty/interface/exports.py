@@ -8,7 +8,7 @@ import torch
 from rich.console import RenderableType
 from torch import nn
 
-from thrifty.core.model_spec import ImageModelSpec, PairModelSpec
+from thrifty.core.model_spec import ImageModelSpec, PairModelSpec, UserModelSpec
 from thrifty.core.plain_values import to_data
 from thrifty.core.run_notes import collect_notes
 from thrifty.core.user_objects import BuildModel
@@ -102,7 +102,7 @@ def export(
         else:
             export_own_model(trained, to_data(recipe.model), target, number_format)
         return ExportedModel(str(path), str(target), _files(target))
-    ends = read_model_spec(path, recipe.data.length)
+    ends = read_model_spec(path, recipe)
     shape = shape_for(ends, recipe.model)
     if shape is not None:
         shape = replace(shape, depth=len(find_blocks(trained)[1]))
@@ -113,7 +113,8 @@ def export(
             export_model(trained, shape, target, dtype=number_format, images=ends)
         else:
             images = ends.images if isinstance(ends, PairModelSpec) else None
-            export_model(trained, shape, target, path / "tokenizer.json", number_format, images)
+            tokenizer = None if isinstance(ends, UserModelSpec) else path / "tokenizer.json"
+            export_model(trained, shape, target, tokenizer, number_format, images)
     filled = tuple(text for text in notes if FILLED_UP in text)
     return ExportedModel(str(path), str(target), _files(target), filled)
 

@@ -10,7 +10,7 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from thrifty.core.errors import RefusedError, UsageError
-from thrifty.core.model_spec import ModelSpec, TextModelSpec
+from thrifty.core.model_spec import ModelSpec, TextModelSpec, UserModelSpec
 from thrifty.core.recipe import ModelSettings
 from thrifty.models.contrastive_model import ContrastiveModel
 from thrifty.models.families import FAMILIES, assemble
@@ -71,7 +71,7 @@ def build_model_for(
     if shape is None and isinstance(ends, TextModelSpec) and ends.labels:
         with unset_fake_temporarily():
             return _build_classifier(settings, ends, seed, task, values=not is_counted)
-    if shape is not None:
+    if shape is not None and not isinstance(ends, UserModelSpec):
         _refuse_another_kind(settings, shape, task)
     if shape is None:
         # the wrappers of transformers measure with real values, even if everything else uses fake tensors

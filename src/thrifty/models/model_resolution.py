@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from thrifty.core.errors import RefusedError, UsageError
-from thrifty.core.model_spec import ImageModelSpec, ModelSpec, PairModelSpec, TextModelSpec
+from thrifty.core.model_spec import ImageModelSpec, ModelSpec, PairModelSpec, TextModelSpec, UserModelSpec
 from thrifty.core.recipe import ModelSettings
 from thrifty.models.families import FAMILIES
 from thrifty.models.families.vit_mae import encoder_shape
@@ -25,6 +25,8 @@ def shape_for(ends: ModelSpec, settings: ModelSettings) -> ModelConfig | None:
     """Return the shape of the run's model; None for an architecture of `transformers` or of the user."""
     if settings.build or (isinstance(ends, TextModelSpec) and ends.labels):
         return None
+    if isinstance(ends, UserModelSpec):
+        return own_shape(settings)
     images = ends.images if isinstance(ends, PairModelSpec) else ends if isinstance(ends, ImageModelSpec) else None
     text = ends.text if isinstance(ends, PairModelSpec) else ends
     vocabulary, length = (

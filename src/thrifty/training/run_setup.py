@@ -148,7 +148,8 @@ def prepare_run(recipe: Recipe, steps: int | None = None, quiet: bool = False) -
     chosen_objective(recipe.objective)
     if model is None:  # checked before the data, whose preparation may take long
         refuse_model_to_be_fetched(Path(recipe.model.folder))
-        check_model(recipe.model, recipe.objective.name)
+        if recipe.objects.data is None:
+            check_model(recipe.model, recipe.objective.name)
     if ranks() > 1:
         mesh.set_mesh(mesh_sizes(recipe, ranks()), device.type)
     objective, data = _open_first_on_rank_0(recipe, _ignore if quiet else print_to_stderr)

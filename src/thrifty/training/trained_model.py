@@ -64,7 +64,7 @@ def load_trained_model(
         torch.manual_seed(recipe.seed)
         if recipe.objects.model is not None:
             return recipe.objects.build_model(recipe.model.arguments)
-        ends = read_model_spec(folder, recipe.data.length)
+        ends = read_model_spec(folder, recipe)
         return build_model_for(ends, recipe.model, recipe.seed, task=recipe.objective.name)
 
     chosen = [technique for technique in recipe.techniques if technique.stage not in RUNNING]

@@ -26,7 +26,7 @@ def load_embedding_model(folder: Path, recipe: Recipe, data: RunData) -> nn.Modu
         if not (folder / "config.json").is_file():
             raise UsageError(f"{folder} is neither a run folder nor a model folder", fix="--embed-with runs/NAME")
         return build_model_for(data.ends, ModelSettings(folder=str(folder)), recipe.seed, task=recipe.objective.name)  # type: ignore[arg-type]
-    there, here = read_model_spec(folder, recipe.data.length), data.ends
+    there, here = read_model_spec(folder, recipe), data.ends
     if isinstance(there, ImageModelSpec) and isinstance(here, ImageModelSpec):
         if (there.side, there.channels) != (here.side, here.channels):
             raise UsageError(
