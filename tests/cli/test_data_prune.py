@@ -33,7 +33,7 @@ def test_a_choice_is_counted_by_label_and_named(scores: Path) -> None:
     output = told(scores, *words).stdout
     rows = {row.split()[0]: [int(number) for number in row.split()[1:]] for row in output.splitlines()[1:6]}
     assert rows["all"] == [EXAMPLES, 100, 100] and rows["a"][0] == 50
-    assert "dropped as the very hardest: 20" in output
+    assert "hardest examples dropped: 20" in output
     assert "drop_hardest=0.1" in output and "min_class_share = 0.25" in output
     facts = json.loads(told(scores, *words, "--json").stdout)
     assert (facts["examples"], facts["kept"], facts["technique"]) == (EXAMPLES, 100, "data_selection.prune")
@@ -41,4 +41,4 @@ def test_a_choice_is_counted_by_label_and_named(scores: Path) -> None:
 
 
 def test_an_empty_hardest_part_is_not_printed(scores: Path) -> None:
-    assert "the very hardest" not in told(scores, "--order", "easy").stdout
+    assert "hardest examples dropped" not in told(scores, "--order", "easy").stdout

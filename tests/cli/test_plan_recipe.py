@@ -219,7 +219,7 @@ def test_a_cluster_plan_is_a_recipe_with_an_explainable_mesh(recipe: str) -> Non
     told = json.loads(explained.stdout)
     assert told["refused"] == {} and math.prod(told["mesh"].values()) == 2
     assert told["footprint"]["memory"] == found["alternatives"][0]["memory"]
-    assert "simulated and not probed" in Path("mesh.toml").read_text()
+    assert "simulated, not measured" in Path("mesh.toml").read_text()
 
 
 @pytest.mark.slow
@@ -252,7 +252,7 @@ def test_the_process_counts_on_a_processor(recipe: str, monkeypatch: pytest.Monk
 
 def test_unusable_ranks_are_refused_with_the_reason(recipe: str) -> None:
     error = refused(recipe, "--ranks", "2")
-    assert "which --allow exact forbids" in error.what and error.fix == "--allow rounding"
+    assert "--allow exact forbids" in error.what and error.fix == "--allow rounding"
     assert launch_command(2) == "thrifty train --ranks 2" and launch_command(1) == "thrifty train"
 
 
@@ -270,20 +270,24 @@ def test_infeasible_budgets_are_refused_with_what_they_require(recipe: str) -> N
         (("szie", "--flops", "1e18"), "there is no recipe 'szie'", "did you mean 'size'?"),
         (("text", "--model", "no_such_module:build"), "no_such_module cannot be imported", "import"),
         (("text", "--model", "json:dmps"), "json has no 'dmps'", "dumps"),
-        (("text", "--cluster", "h100-box", "--mesh", "tensor=2"), "the recipe has a mesh", "leave the mesh out"),
-        (("text", "--cluster", "h100-box", "--out", "x.toml", "--export", "script"), "plans of one device", "--out"),
+        (("text", "--cluster", "h100-box", "--mesh", "tensor=2"), "the recipe has a mesh", "remove the mesh"),
+        (
+            ("text", "--cluster", "h100-box", "--out", "x.toml", "--export", "script"),
+            "--export does not support cluster plans",
+            "--out",
+        ),
         (
             ("text", "--cluster", "h100-box", "--probed-candidates", "2"),
-            "--probed-candidates applies to plans of this machine",
-            "leave",
+            "--probed-candidates applies only to this machine",
+            "remove",
         ),
         (
             ("text", "--cluster", "h100-box", "--probe-seconds", "3"),
-            "--probe-seconds applies to plans of this machine",
-            "leave",
+            "--probe-seconds applies only to this machine",
+            "remove",
         ),
-        (("text", "--cluster", "h100-box", "--no-probe"), "--no-probe applies to plans of this machine", "leave"),
-        (("text", "--cluster", "h100-box", "--disk", "1GB"), "--disk applies to plans of one device", "leave out"),
+        (("text", "--cluster", "h100-box", "--no-probe"), "--no-probe applies only to this machine", "remove"),
+        (("text", "--cluster", "h100-box", "--disk", "1GB"), "--disk applies only to this machine", "remove --disk"),
         (
             ("text", "--model", "json:dumps", "--out", "x.toml", "--export", "script"),
             "'json:dumps' is your own model",
@@ -295,7 +299,7 @@ def test_infeasible_budgets_are_refused_with_what_they_require(recipe: str) -> N
         (("text", "--hours", "0"), "--hours is 0", "positive"),
         (("text", "--tokens", "1", "--flops", "1"), "--tokens and --flops exclude each other", "one of them"),
         (("text", "--export", "script"), "--export requires --out", "--out plan.toml"),
-        (("text", "--mesh", "tensor=2"), "a plan chooses one", "--ranks 2 for this machine"),
+        (("text", "--mesh", "tensor=2"), "planning chooses the mesh", "--ranks 2"),
     ],
 )
 def test_unplannable_recipes_are_refused(words: tuple[str, ...], what: str, fix: str) -> None:

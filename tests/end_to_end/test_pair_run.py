@@ -153,6 +153,6 @@ def test_unsuitable_retrieval_is_refused_with_a_fix(desk: CommandLine, finished:
     refused = desk("retrieve", "spots-run", "--classes", "labelled", "--prompt", "a spot", exit_code=2).stderr
     assert "has not one {} for the label" in refused
     refused = desk("retrieve", "spots-run", "--classes", "digits", exit_code=2).stderr
-    assert "1 channels and those of the run 3" in refused
+    assert "1 channels, but the run has 3" in refused
     refused = desk(*words("parts", "--with", "large_batch.gradient_accumulation"), exit_code=2).stderr
     assert "--with large_batch.gradient_cache" in refused

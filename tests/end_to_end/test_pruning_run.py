@@ -83,7 +83,7 @@ PRUNE = ("data", "prune", "scores.safetensors", "--keep-fraction", "0.5", "--dro
 
 def test_a_choice_is_counted_and_written_as_a_recipe(desk: CommandLine, scored: dict[str, Any]) -> None:
     output = desk(*PRUNE, "--write", "chosen.toml").stdout
-    assert f"{scored['examples']:,}" in output and "dropped as the very hardest: " in output
+    assert f"{scored['examples']:,}" in output and "hardest examples dropped: " in output
     assert "written: thrifty train chosen.toml" in output and scored["sha256"] in output
     settings = tomllib.loads((desk.folder / "chosen.toml").read_text())["techniques"]["data_selection"]["prune"]
     assert settings["sha256"] == scored["sha256"] and Path(settings["scores"]).is_absolute()
@@ -126,7 +126,7 @@ def test_options_without_meaning_are_refused(desk: CommandLine, scored: dict[str
         (["prune", "scores.safetensors", "--recipe", "vit-digits"], "--recipe applies only with --write"),
         (["prune", "scores.safetensors", "--keep-fraction", "2"], "keep must be"),
         (["prune", "nothing"], "there is no scores file"),
-        (["score", "vit-digits", "--steps", "soon"], "is neither a number of steps"),
+        (["score", "vit-digits", "--steps", "soon"], "is not a number of steps"),
         (["score", "vit-digits", "--method", "el2m"], "did you mean 'el2n'"),
     ):
         assert told in desk("data", *words, exit_code=2).stderr, words

@@ -116,7 +116,7 @@ class Stream(IterableDataset[tuple[Tensor, ...]]):
     ("data", "name", "message"),
     [
         (lambda: DataLoader(TensorDataset(torch.rand(8, 4)), 4), "sequence_length", "can truncate integers"),
-        (lambda: [{"x": torch.ones(4, 8).long(), "y": torch.ones(4, 6).long()}], "sequence_length", "yields examples"),
+        (lambda: [{"x": torch.ones(4, 8).long(), "y": torch.ones(4, 6).long()}], "sequence_length", "single examples"),
         (lambda: iter([(torch.ones(4, 8).long(), torch.ones(4, 6).long())]), "sequence_length", "of one length"),
         (lambda: iter([(torch.ones(4, 8).long(), torch.ones(4, 8, 8))]), "sequence_length", "of one length"),
         (lambda: iter([{"ids": torch.ones(4, 8).long(), "cu_seqlens": torch.ones(3)}]), "sequence_length", "one label"),
@@ -140,7 +140,7 @@ def test_batches_that_a_technique_does_not_fit_are_refused(data: Any, name: str,
 
 def test_the_same_is_not_changed_twice_and_other_things_are() -> None:
     loader = thrifty.apply(DataLoader(Texts(), 4), "sequence_length", total_steps=STEPS)
-    with pytest.raises(UsageError, match="make the same change"):
+    with pytest.raises(UsageError, match="change the same part"):
         thrifty.apply(loader, "sequence_length", total_steps=STEPS)
     ramp = thrifty.apply(DataLoader(Texts(), 8), "batch_ramp", total_steps=STEPS, start=0.25, multiple=2)
     both = [*thrifty.apply(ramp, "sequence_length", total_steps=STEPS, start=8)]

@@ -395,7 +395,7 @@ def test_the_process_stays_within_the_stated_bounds() -> None:
         ({"model": "clip-nano", "loss": None, "batch": 2}, "needs data"),
         ({"memory": "many"}, "is not a size"),
         ({"memory": -1}, "is not a size"),
-        ({"optimizer": "lora"}, "is no optimizer"),
+        ({"optimizer": "lora"}, "is not an optimizer"),
         ({"optimizer": torch.optim.LBFGS}, "closure"),
         ({"device": "tpu"}, "unknown device 'tpu'"),
         ({"allow": "some"}, "is unknown"),

@@ -436,5 +436,5 @@ def test_optimizer_summaries_have_groups_rates_and_techniques() -> None:
     assert summary.added == ("precision.optimizer_state",) and "scale_by_adam" in repr(summary)
     plain = thrifty.summary(torch.optim.SGD(model.parameters(), lr=0.1))
     assert plain.groups == ({"SGD": ("parameter0", "parameter1")},) and "SGD of 15 elements" in repr(plain)
-    with pytest.raises(UsageError, match="a summary is of a model or an optimizer"):
+    with pytest.raises(UsageError, match="summary requires a model or an optimizer"):
         thrifty.summary(groups)  # type: ignore[call-overload]

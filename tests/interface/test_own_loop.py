@@ -184,7 +184,7 @@ def test_copies_of_bound_models_evaluate_and_refuse_to_train(name: str) -> None:
 
 def test_an_optimizer_of_another_model_is_refused() -> None:
     model, other = (plain_run(depth=2, style="gpt").build() for _ in range(2))
-    with pytest.raises(UsageError, match="updates no parameter of the model"):
+    with pytest.raises(UsageError, match="contains no parameter of the model"):
         thrifty.apply((model, thrifty.optim.AdamW(other)), "rigl", total_steps=8)
 
 

@@ -175,9 +175,9 @@ def test_held_out_data_are_never_left_out_in_silence(tmp_path: Path) -> None:
     assert thrifty.recipe(held_out="test.csv").data.held_out_source == "test.csv"
     assert thrifty.recipe(held_out=[1, 2], recipe=own()).objects.held_out == [1, 2]
     for data, held_out in (([1], "test.csv"), ("train.csv", [1]), (None, [1]), ({"train.csv": 1}, [1])):
-        with pytest.raises(UsageError, match=r"held_out is a (path|dataset), and data"):
+        with pytest.raises(UsageError, match=r"held_out is a (path|dataset), but data"):
             thrifty.recipe(data=data, held_out=held_out)
-    with pytest.raises(UsageError, match="held_out is a path, and data are a dataset"):
+    with pytest.raises(UsageError, match="held_out is a path, but data is a dataset"):
         thrifty.recipe(held_out="test.csv", recipe=own())
 
 
@@ -223,8 +223,8 @@ def test_settings_are_values_of_the_recipe_by_their_paths() -> None:
         ({"evaluation.examples": "many"}, "evaluation.examples must be a whole number, not 'many'"),
         ({"python.loss": "os:system"}, '(?s)python.loss names an object.*loss="package'),
         ({"model.build": "os:system"}, '(?s)model.build names an object.*model="package'),
-        ({3: 4}, "not values by path"),
-        ([1], "not values by path"),
+        ({3: 4}, "not a dict of values by path"),
+        ([1], "not a dict of values by path"),
     ],
 )
 def test_settings_that_a_recipe_does_not_have_are_refused(settings: Any, match: str) -> None:
@@ -235,12 +235,12 @@ def test_settings_that_a_recipe_does_not_have_are_refused(settings: Any, match: 
 @pytest.mark.parametrize("call", [thrifty.export, thrifty.summary, thrifty.report])
 def test_an_object_of_another_kind_is_refused_in_words(call: Any, tmp_path: Path) -> None:
     more = (tmp_path / "out",) if call is thrifty.export else ()
-    with pytest.raises(UsageError, match=r"is no run|a summary is of a model"):
+    with pytest.raises(UsageError, match=r"is not a run|summary requires a model"):
         call(3, *more)
 
 
 @pytest.mark.parametrize("verb", [thrifty.explain, thrifty.check, thrifty.plan, thrifty.compare])
 def test_a_model_instead_of_a_recipe_is_refused_with_the_fix(verb: Any) -> None:
-    with pytest.raises(UsageError, match="the recipe is of the type 'Linear'") as error:
+    with pytest.raises(UsageError, match="the recipe is a 'Linear'") as error:
         verb(torch.nn.Linear(2, 2), quiet=True)
     assert "model=…, data=…" in error.value.fix

@@ -207,7 +207,7 @@ def test_command_prints_the_folder_and_a_viewer(run, tmp_path, trackers):
     lines = CliRunner().invoke(command, [str(run), "--to", "tensorboard", "--out", str(out)]).stdout.splitlines()
     assert lines == [
         f"77 records in {out}/tensorboard",
-        f"look at them: tensorboard --logdir {out}/tensorboard",
+        f"view them: tensorboard --logdir {out}/tensorboard",
     ]
 
 

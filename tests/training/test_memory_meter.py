@@ -41,7 +41,7 @@ def test_explain_prints_process_memory(tmp_path: Path) -> None:
     file.write_text(write_recipe(tiny_recipes.text(tmp_path)))
     output = CliRunner().invoke(command, [str(file)], catch_exceptions=False).stdout
     assert re.search(
-        r"predicted peak .*\nwith the process at least [\d.]+ [MG]B: the process holds [\d.]+ [MG]B before", output
+        r"predicted peak .*\nincluding the process, at least [\d.]+ [MG]B: the process uses [\d.]+ [MG]B before", output
     )
 
 

@@ -1,1 +1,1 @@
-"""The command line. One file is one verb, holding a click command named `command`; `main.py` has a line on each."""
+"""The command line. Each file defines one verb, a click command named `command`. `verb_list.py` describes all verbs."""

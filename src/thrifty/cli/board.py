@@ -1,4 +1,4 @@
-"""`thrifty board`: serve live pages of run folders to this machine."""
+"""`thrifty board`: serve web pages of runs, studies and technique cards to this machine."""
 
 from pathlib import Path
 
@@ -13,13 +13,13 @@ import click
     default=Path("results"),
     help="Folder of saved results.  [default: results]",
 )
-@click.option("--port", type=click.IntRange(0, 65535), default=8577, show_default=True, help="0 picks a free port.")
+@click.option("--port", type=click.IntRange(0, 65535), default=8577, show_default=True, help="0: any free port.")
 @click.option("--open/--no-open", "show", default=True, help="Open the page in the browser.  [default: open]")
 def command(runs: Path, results: Path, port: int, show: bool) -> None:
     """Show runs, their live curves, studies and technique cards in the browser.
 
-    Only this machine can open the pages, and only with the printed address, which changes with each start. The board
-    reads files and never changes a run. Ctrl-C stops it.
+    Only this machine can open the pages, and only with the printed address. The address changes at each start. The
+    board reads files and never changes a run. Ctrl-C stops it.
     """
     import thrifty
 

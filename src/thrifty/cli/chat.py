@@ -12,15 +12,15 @@ from thrifty.cli.recipe_options import OWN_MODEL, SEED
 
 @click.command()
 @click.argument("path", metavar="RUN_OR_FOLDER", type=click.Path(path_type=Path))
-@click.option("--prompt", default=None, help="One question; without it, questions are read line by line.")
+@click.option("--prompt", default=None, help="One question. By default questions are read line by line.")
 @click.option("--system", default="", help="System message at the start of the conversation.")
-@click.option("--tokens", default=256, show_default=True, type=click.IntRange(min=1), help="Most tokens in an answer.")
+@click.option("--tokens", default=256, show_default=True, type=click.IntRange(min=1), help="Maximum number of tokens.")
 @click.option(
-    "--temperature", default=0.7, show_default=True, type=click.FloatRange(min=0), help="0 picks the most likely token."
+    "--temperature", default=0.7, show_default=True, type=click.FloatRange(min=0), help="0: always the likeliest token."
 )
 @click.option("--top-k", default=None, type=click.IntRange(min=1), help="Sample from the k most likely tokens.")
-@click.option("--seed", default=0, type=SEED, show_default=True, help="The same seed repeats the same answers.")
-@click.option("--template", default="", help="chatml, alpaca or a Jinja file instead of the model's template.")
+@click.option("--seed", default=0, type=SEED, show_default=True, help="The same seed gives the same answers.")
+@click.option("--template", default="", help="Instead of the model's template: chatml, alpaca or a Jinja file.")
 @OWN_MODEL
 @click.option("--json", "as_json", is_flag=True, help="Print the conversation as one JSON document at the end.")
 def command(path: Path, prompt: str | None, as_json: bool, model: str | None, **options: Any) -> None:
@@ -41,7 +41,7 @@ def command(path: Path, prompt: str | None, as_json: bool, model: str | None, **
 
 
 def _questions() -> Iterator[str]:
-    """Yield lines of the input until an empty one, after a prompt on a terminal."""
+    """Yield input lines until an empty line or the end of the input. On a terminal, print "> " before each line."""
     while sys.stdin is not None:
         if sys.stdin.isatty():
             click.echo("> ", nl=False)

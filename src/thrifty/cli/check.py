@@ -1,4 +1,4 @@
-"""`thrifty check`: test that a combination of techniques computes what it promises."""
+"""`thrifty check`: test whether a recipe keeps the promises of its techniques."""
 
 from typing import Any
 
@@ -10,18 +10,18 @@ from thrifty.cli.verb_output import print_result
 
 @click.command()
 @recipe_options
-@click.option("--steps", type=click.IntRange(min=3), default=4, show_default=True, help="Steps to train.")
+@click.option("--steps", type=click.IntRange(min=3), default=4, show_default=True, help="Number of steps.")
 @click.option(
-    "--examples", type=click.IntRange(min=2), default=4, show_default=True, help="Examples in an effective batch."
+    "--examples", type=click.IntRange(min=2), default=4, show_default=True, help="Examples per effective batch."
 )
-@click.option("--length", type=click.IntRange(min=2), help="Tokens in an example, at most the recipe's.")
+@click.option("--length", type=click.IntRange(min=2), help="Tokens per example, at most the recipe's length.")
 @click.option("--ranks/--no-ranks", default=True, help="Start one process per rank if the recipe has a mesh.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(steps: int, examples: int, length: int | None, ranks: bool, as_json: bool, **options: Any) -> None:
-    """Check RECIPE before a long run: train its model on its data for a few steps and compare with the plain run.
+    """Check RECIPE before a long run. Train its model for a few steps and compare with the run without techniques.
 
-    The check covers promised values, gradients of every parameter, micro-batches against one batch, ranks against one
-    process, resume, export, and which tokens are learned. The exit code is 4 if a promise is broken.
+    The check covers promised values, gradients of every parameter, micro-batches versus one batch, ranks versus one
+    process, resume, export, and the tokens that have a loss. The exit code is 4 if a promise is broken.
     """
     import thrifty
 

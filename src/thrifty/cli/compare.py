@@ -1,4 +1,4 @@
-"""`thrifty compare`: race variants against a baseline at an equal budget, with a verdict."""
+"""`thrifty compare`: train variants and a baseline at an equal budget, and report a verdict."""
 
 from pathlib import Path
 from typing import Any
@@ -18,33 +18,29 @@ PROTOCOL = ("equal_budget", "seeds", "rate_trials", "rate_factor", "min_effect",
     "variants",
     metavar="[NAME:] CHANGES",
     multiple=True,
-    help="A recipe, or changes of RECIPE by --with, --without and --set; may be given several times.",
+    help="A recipe, or changes of RECIPE by --with, --without and --set. Repeatable.",
 )
 @click.option(
     "--equal-budget",
     type=click.Choice(["time", "flops", "tokens", "steps"]),
-    help="The budget that is equal for all variants.  [default: time]",
+    help="Budget that all variants share.  [default: time]",
 )
-@click.option("--seeds", type=int, help="Pairs of runs.  [default: 8]")
-@click.option("--rate-trials", type=int, help="Learning rates tried for each variant; 1 for none.  [default: 3]")
-@click.option("--rate-factor", type=float, help="Factor between learning rates.  [default: 2]")
+@click.option("--seeds", type=int, help="Number of pairs of runs.  [default: 8]")
+@click.option("--rate-trials", type=int, help="Learning rates per variant; 1: no search.  [default: 3]")
+@click.option("--rate-factor", type=float, help="Ratio of neighboring learning rates.  [default: 2]")
 @click.option(
-    "--min-effect",
-    type=float,
-    help="Smallest relevant difference, relative to the loss.  [default: 0.01]",
+    "--min-effect", type=float, help="Smallest relevant difference, as a fraction of the loss.  [default: 0.01]"
 )
-@click.option("--warmup-steps", type=int, help="Steps of the cost measurement.  [default: 24]")
+@click.option("--warmup-steps", type=int, help="Steps of the pilot runs that measure costs.  [default: 24]")
 @click.option(
     "--worker",
     "workers",
     metavar="COMMAND",
     multiple=True,
-    help="Machine that executes runs: here, or a command that starts a run on another machine. Several workers run in "
+    help="Machine for runs: here, or a command that starts a run on another machine. Several workers run in "
     "parallel.  [default: here]",
 )
-@click.option(
-    "--runs", type=click.Path(path_type=Path), default=Path("runs"), help="Parent of its folder.  [default: runs]"
-)
+@click.option("--runs", type=click.Path(path_type=Path), default=Path("runs"), help="Parent folder.  [default: runs]")
 @click.option("--save-result", type=click.Path(path_type=Path), help="Also write the result to this .json file.")
 @click.option("--retry", is_flag=True, help="Repeat failed runs.")
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
@@ -61,7 +57,7 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Compare variants with RECIPE, the baseline, at an equal budget. A variant is another recipe, or quoted options of
+    """Compare variants with the baseline RECIPE at an equal budget. A variant is another recipe, or quoted options of
     thrifty train that change the baseline:
 
     \b
@@ -70,9 +66,9 @@ def command(
         thrifty compare plain --variant "planned: plan.toml" --variant "--set data.batch=16"
 
     A word and a colon before the changes name the variant. Options outside the quotes (--data, --with, --set, …) change
-    the baseline and all variants. Pilot runs measure the step cost of each variant. Every variant is tried at the same
-    number of learning rates. Each seed is run with every variant in turn. The verdict compares held-out losses of all
-    planned pairs. An interrupted comparison resumes where it stopped.
+    the baseline and all variants. Pilot runs measure the step cost of each variant. Every variant gets the same number
+    of learning rates. Each seed is run with every variant. The verdict compares the held-out losses of all planned
+    pairs. The same command resumes an interrupted comparison.
     """
     import thrifty
     from thrifty.cli.verb_output import print_result

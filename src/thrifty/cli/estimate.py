@@ -1,4 +1,4 @@
-"""`thrifty estimate`: predict the memory of a training step, and the changes that make it fit."""
+"""`thrifty estimate`: predict the memory of a training step, and list changes that make the step fit."""
 
 from functools import partial
 from typing import Any
@@ -12,10 +12,10 @@ from thrifty.cli.verb_output import print_result
 @click.command()
 @click.argument("model")
 @click.option("--data", help=f"{DATA_HELP} By default, examples are random.")
-@click.option("--memory", help="Available memory, such as 24GB; by default that of a named --device.")
-@click.option("--batch", type=click.IntRange(min=1), help="Examples in a step.")
-@click.option("--length", type=click.IntRange(min=2), help="Tokens in an example.")
-@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or a GPU by name, such as h100.")
+@click.option("--memory", help="Available memory, such as 24GB. By default the memory of --device.")
+@click.option("--batch", type=click.IntRange(min=1), help="Number of examples per step.")
+@click.option("--length", type=click.IntRange(min=2), help="Number of tokens per example.")
+@click.option("--device", default="cpu", show_default=True, help="cpu, cuda or a GPU name, such as h100.")
 @MODEL_ARGUMENTS
 @click.option("--optimizer", default="adamw", show_default=True, metavar="NAME:KEY=VALUE,…")
 @click.option("--with", "additions", multiple=True, metavar="NAME:KEY=VALUE,…", help="Add a technique.")
@@ -25,7 +25,7 @@ from thrifty.cli.verb_output import print_result
     type=click.Choice(["exact", "rounding", "different"]),
     default="different",
     show_default=True,
-    help="Effect on computed values that proposed changes may have.",
+    help="Largest change of numerical values that proposed changes may make.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(

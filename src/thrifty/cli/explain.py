@@ -1,4 +1,4 @@
-"""`thrifty explain`: show what a recipe will do, stage by stage, before it runs."""
+"""`thrifty explain`: show the effect of each technique of a recipe before training."""
 
 from typing import Any
 
@@ -12,11 +12,11 @@ from thrifty.cli.verb_output import print_result
 @recipe_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(as_json: bool, **options: Any) -> None:
-    """Show what RECIPE will do, without training: techniques in order of stage, the modules that each changes, memory
-    and FLOPs before and after, refusals with reasons, and the origin of every value that is not a default.
+    """Explain RECIPE without training it. Prints techniques in order of stage, the modules that each technique changes,
+    memory and FLOPs before and after it, refusals with reasons, and the origin of every value that is not a default.
 
-    With a mesh, such as --mesh tensor=2,replicate=2, it shows what each rank holds, computes and sends, without
-    starting ranks. The exit code is 2 if a technique is refused.
+    With a mesh, such as --mesh tensor=2,replicate=2, it also prints the memory, computation and communication of each
+    rank. No ranks are started. The exit code is 2 if a technique is refused.
     """
     import thrifty
 

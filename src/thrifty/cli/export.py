@@ -12,7 +12,7 @@ from thrifty.cli.recipe_options import OWN_MODEL
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--step", type=int, help="Step of the checkpoint.  [default: the newest]")
-@click.option("--raw-weights", is_flag=True, help="Export the trained weights of a run that evaluated their average.")
+@click.option("--raw-weights", is_flag=True, help="Export trained weights if the run evaluated their average.")
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="float32", show_default=True)
 @click.option(
     "--part",
@@ -24,8 +24,8 @@ from thrifty.cli.recipe_options import OWN_MODEL
 def command(run: Path, folder: Path, as_json: bool, **options: Any) -> None:
     """Write the model of RUN to FOLDER: config.json, safetensors, and the tokenizer or image preprocessor.
 
-    Adapters are merged and gains folded into weights; --part exports the adapter or the base model alone. FOLDER must
-    be empty or absent.
+    Adapters and gains are merged into the weights. --part exports only the adapter, the base model or the masks. FOLDER
+    must be empty or absent.
     """
     import thrifty
     from thrifty.cli.verb_output import print_result

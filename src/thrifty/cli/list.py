@@ -1,4 +1,4 @@
-"""`thrifty list`: names to choose from."""
+"""`thrifty list`: print the names that recipes and commands accept."""
 
 import click
 

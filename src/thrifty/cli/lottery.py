@@ -1,4 +1,4 @@
-"""`thrifty lottery`: find lottery tickets by iterative magnitude pruning."""
+"""`thrifty lottery`: find lottery tickets (sparse masks of an untrained network) by iterative magnitude pruning."""
 
 from pathlib import Path
 from typing import Any
@@ -21,14 +21,14 @@ from thrifty.cli.verb_output import print_result
 @click.option(
     "--rewind",
     metavar="STEP|SHARE",
-    help="Step whose weights tickets start from: 0, a step, or a fraction such as 0.01.",
+    help="Step to whose weights tickets are rewound: 0, a step, or a fraction such as 0.01.",
 )
 @click.option(
     "--scope",
     type=click.Choice(["global", "layerwise"]),
-    help="Set of weights whose magnitudes are compared.  [default: global]",
+    help="Compare magnitudes over all matrices or within each.  [default: global]",
 )
-@click.option("--where", metavar="PATTERN", help="Names of the matrices to prune.  [default: those of blocks]")
+@click.option("--where", metavar="PATTERN", help="Names of matrices to prune.  [default: all in blocks]")
 @click.option(
     "--half-rate",
     "half",
@@ -40,7 +40,7 @@ from thrifty.cli.verb_output import print_result
     "controls",
     multiple=True,
     type=click.Choice(["random-mask", "reinitialise"]),
-    help="Also train this control of each ticket.",
+    help="Also train this control run for each ticket.",
 )
 @click.option(
     "--runs", type=click.Path(path_type=Path), default=Path("runs"), help="Parent of run folders.  [default: runs]"
@@ -60,15 +60,16 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Train RECIPE, prune the smallest weights, rewind the others to their initial values or an early step, and repeat.
-    Each round is a run folder, runs/NAME-round-R.
+    """Find lottery tickets: train RECIPE, prune the smallest weights, rewind the remaining weights, and repeat. Each
+    round is a run folder, runs/NAME-round-R.
 
-    The same command resumes an interrupted lottery. More --rounds or another --control are added to a finished one.
+    Weights are rewound to their initial values or to an early step. The same command resumes an interrupted lottery,
+    also with more --rounds or another --control.
     """
     import thrifty
 
     values = {"rounds": rounds, "prune_fraction": prune, "scope": scope, "where": where, "half_rate": half}
-    moment = read_moment("--rewind", rewind, "give a step, such as 50, or a fraction of the run") if rewind else None
+    moment = read_moment("--rewind", rewind, "--rewind 50; or --rewind 0.01 for a fraction") if rewind else None
     values |= {"rewind": moment, "controls": controls or None}
     settings: Any = {name: value for name, value in values.items() if value is not None}
     layers = build_recipe(**options)

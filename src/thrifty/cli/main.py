@@ -1,4 +1,4 @@
-"""`thrifty VERB …`: a verb is imported only when it is used, so that help is printed at once."""
+"""`thrifty VERB …`: a verb is imported only when it runs, so that help appears fast."""
 
 import importlib
 import os
@@ -14,9 +14,9 @@ from thrifty.core.atomic_files import NO_ROOM
 from thrifty.core.child_python import SAFE
 from thrifty.core.errors import TYPED, ThriftyError, UsageError, did_you_mean
 
-# A waiting OpenMP thread spins for some microseconds and then sleeps. Spinning on, OpenMP's default, slows steps up to
-# ten times if other processes use the cores. Sleeping at once slows many small products up to three times on a quiet
-# machine (benchmarks/bench_waiting.py). torch reads these variables when it is imported.
+# OpenMP threads that wait spin for some microseconds, then sleep. If they spin on (the OpenMP default), steps are up to
+# 10 times slower when other processes use the cores. If they sleep at once, many small matmuls are up to 3 times slower
+# on an idle machine (benchmarks/bench_waiting.py). torch reads these variables when it is imported.
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
@@ -28,7 +28,7 @@ class VerbGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
-            ctx.fail(f"there is no verb {cmd_name!r}: {did_you_mean(cmd_name, VERBS)}")
+            ctx.fail(f"there is no verb {cmd_name!r}; {did_you_mean(cmd_name, VERBS)}")
         command: click.Command = importlib.import_module(f"thrifty.cli.{cmd_name}").command
         command.epilog = f"Example: {VERBS[cmd_name].example}"
         return command
@@ -48,24 +48,24 @@ def thrifty() -> None:
 
 
 def main(arguments: list[str] | None = None) -> Any:
-    """Run a verb.
+    """Run the command line.
 
     Exit codes: 0 success, 1 failed run, 2 usage error, 3 infeasible, 4 integrity error, 130 and 143 signals.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)
     os.environ[TYPED] = "1"
-    os.environ[SAFE] = "1"  # for every process that torch starts
+    os.environ[SAFE] = "1"  # inherited by every process that torch starts
     try:
         return _run_verb(arguments)
     except ThriftyError as error:
-        for number in (signal.SIGINT, signal.SIGTERM):  # the exit code is decided
+        for number in (signal.SIGINT, signal.SIGTERM):  # signals no longer change the exit code
             signal.signal(number, signal.SIG_IGN)
         if not error.is_reported and _is_first_to_report():
             click.echo(f"thrifty: {error}", err=True)
         sys.exit(error.exit_code)
     except OSError as error:
-        if error.filename is None and error.errno not in NO_ROOM:  # no path of the user
+        if error.filename is None and error.errno not in NO_ROOM:  # not the user's path
             raise
         fix = "free some space there" if error.errno in NO_ROOM else "check the path and its permissions"
         usage = UsageError(f"{error.filename or 'standard output'}: {error.strerror}", fix)
@@ -74,7 +74,7 @@ def main(arguments: list[str] | None = None) -> Any:
 
 
 def _run_verb(arguments: list[str] | None) -> Any:
-    """Run a verb; out of memory becomes an error that names the phase."""
+    """Run a verb. Convert an out-of-memory error to an error that names the phase."""
     try:
         return thrifty(arguments, prog_name="thrifty")
     except (MemoryError, RuntimeError, OSError) as error:
@@ -93,12 +93,13 @@ def _is_first_to_report() -> bool:
 
 
 def _leave(number: int, frame: FrameType | None) -> None:
-    """Print the signal, unwind and exit with its code; a second signal exits at once. A training run handles signals
-    itself."""
+    """Print the signal, run cleanup code, and exit with the signal's code. A second signal exits immediately. A
+    training run handles signals itself.
+    """
     for other in (signal.SIGINT, signal.SIGTERM):
         signal.signal(other, signal.SIG_DFL)
     if os.environ.get("LOCAL_RANK", "0") == "0":
-        os.write(2, f"thrifty: stopped by signal {number}\n".encode())  # a print may have been interrupted
+        os.write(2, f"thrifty: stopped by signal {number}\n".encode())  # print() is unsafe in a signal handler
     sys.exit(128 + number)
 
 

@@ -1,4 +1,4 @@
-"""Options of a recipe, shared by the verbs that take one."""
+"""Recipe options that several verbs share."""
 
 from collections.abc import Callable
 from contextlib import suppress
@@ -17,7 +17,7 @@ SEED = click.IntRange(0, 2**63 - 1)
 MESH = click.option(
     "--mesh",
     metavar="AXIS=SIZE,…",
-    help="Number of ranks along pipeline, replicate, shard and tensor.",
+    help="Number of ranks per axis: pipeline, replicate, shard, tensor.",
 )
 
 RANKS = click.option("--ranks", type=click.IntRange(min=1), default=1, help="Number of processes on this machine.")
@@ -31,9 +31,9 @@ MODEL_ARGUMENTS = click.option(
 HELD_OUT = click.option(
     "--held-out", metavar="PACKAGE.MODULE:NAME", help="Held-out dataset, required with your own --data."
 )
-LOSS = click.option("--loss", help="Objective by name, or your own package.module:function of (model, batch).")
+LOSS = click.option("--loss", help="Objective name, or your package.module:function(model, batch).")
 OWN_MODEL = click.option(
-    "--model", metavar="PACKAGE.MODULE:FUNCTION", help="Function that builds the run's model, if it was your own."
+    "--model", metavar="PACKAGE.MODULE:FUNCTION", help="Builds your own model, if it trained the run."
 )
 
 
@@ -49,8 +49,8 @@ def together(*options: Callable[..., Any]) -> Callable[[Callable[..., Any]], Cal
 
 
 DATA_HELP = (
-    "File, folder, dataset by name or hub:owner/name, or your own package.module:name, a dataset or a function that "
-    "returns one."
+    "File, folder, dataset name, hub:owner/name, or your own package.module:name: a dataset, or a function that "
+    "returns a dataset."
 )
 
 recipe_options = together(
@@ -68,7 +68,7 @@ recipe_options = together(
     MESH,
     click.option("--set", "assignments", multiple=True, metavar="PATH=VALUE", help="Change any value of the recipe."),
 )
-"""RECIPE and the options that change it, which `build_recipe` takes by name."""
+"""RECIPE and the options that change it. `build_recipe` accepts them as keyword arguments."""
 
 
 def build_recipe(
@@ -86,10 +86,10 @@ def build_recipe(
     assignments: tuple[str, ...] = (),
     mesh: str | None = None,
 ) -> "RecipeLayers":
-    """Return the layers of the recipe on the command line.
+    """Return the layers of the recipe that the command line describes.
 
-    The default recipe is "text". With the user's own model, data or loss it is the recipe that `thrifty.recipe` returns
-    for them.
+    The default recipe is "text". With the user's own model, data or loss, the default is the same as in
+    `thrifty.recipe`.
     """
     from thrifty.interface.recipe_arguments import layers_of, names_object
     from thrifty.interface.recipe_arguments import recipe as recipe_of
@@ -115,8 +115,8 @@ def build_recipe(
 
 
 def read_moment(option: str, text: str, fix: str) -> int | float:
-    """Read a number of steps or a fraction of a run. Raises UsageError with this fix for other text."""
+    """Return a number of steps or a fraction of a run. Raise UsageError with `fix` if the text is neither."""
     for kind in (int, float):
         with suppress(ValueError):
             return kind(text)
-    raise UsageError(f"{option} {text!r} is neither a number of steps nor a fraction of a run", fix=fix)
+    raise UsageError(f"{option} {text!r} is not a number of steps or a fraction of a run", fix=fix)

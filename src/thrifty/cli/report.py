@@ -1,4 +1,4 @@
-"""`thrifty report`: write a run folder as one offline page."""
+"""`thrifty report`: write a run folder as one offline HTML page."""
 
 import click
 
@@ -8,9 +8,9 @@ import click
 @click.option("--json", "as_json", is_flag=True, help="Print the path of the report and its key figures as JSON.")
 @click.option("--open/--no-open", "show", default=False, help="Open the page in the browser.  [default: no-open]")
 def command(run: str, as_json: bool, show: bool) -> None:
-    """Write report.html and plots/*.png into the folder of RUN.
+    """Write report.html and plots/*.png to the folder of RUN.
 
-    RUN is a run folder, or the name of one under ./runs. The run may still be training.
+    RUN is a run folder, or a name under ./runs. The run may still be training.
     """
     import webbrowser
 

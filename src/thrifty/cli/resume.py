@@ -1,4 +1,4 @@
-"""`thrifty resume`: continue a run from its last checkpoint."""
+"""`thrifty resume`: resume a run from its newest checkpoint."""
 
 from pathlib import Path
 from typing import Any
@@ -14,10 +14,10 @@ from thrifty.cli.recipe_options import HELD_OUT, LOSS, MESH, MODEL_ARGUMENTS, OW
 @click.option("--with", "additions", multiple=True, metavar="NAME:KEY=VALUE,…", help="Add a technique; needs --fork.")
 @MESH
 @click.option("--without", "removals", multiple=True, metavar="NAME", help="Remove a technique; needs --fork.")
-@click.option("--fork", metavar="NAME", help="Continue as a new run of this name with the changed recipe.")
-@click.option("--drop-weights", is_flag=True, help="With --fork: drop weights that the new recipe does not have.")
+@click.option("--fork", metavar="NAME", help="Continue as a new run NAME with the changed recipe.")
+@click.option("--drop-weights", is_flag=True, help="With --fork: drop weights that the new recipe does not contain.")
 @OWN_MODEL
-@click.option("--data", metavar="PACKAGE.MODULE:NAME", help="The run's dataset, if it was your own.")
+@click.option("--data", metavar="PACKAGE.MODULE:NAME", help="Your own dataset, if the run used it.")
 @HELD_OUT
 @LOSS
 @MODEL_ARGUMENTS
@@ -41,7 +41,7 @@ def command(
     quiet: bool,
     as_json: bool,
 ) -> Any:
-    """Resume RUN, a run folder or its name under runs/, from its newest undamaged checkpoint."""
+    """Resume RUN (a run folder, or its name under runs/) from its newest undamaged checkpoint."""
     import thrifty
     from thrifty.cli.verb_output import finished_run, print_result
     from thrifty.interface.recipe_arguments import stored_layers

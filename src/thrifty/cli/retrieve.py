@@ -11,23 +11,23 @@ from thrifty.cli.recipe_options import OWN_MODEL
 @click.command("retrieve")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--step", type=int, default=None, help="Step of the checkpoint.  [default: the newest]")
-@click.option("--raw-weights", is_flag=True, help="Use the trained weights of a run that evaluated their average.")
+@click.option("--raw-weights", is_flag=True, help="Use trained weights if the run evaluated their average.")
 @click.option(
     "--classes",
     default="",
     metavar="SOURCE",
-    help="Also classify these images by the names of their labels, zero-shot.",
+    help="Also classify these images zero-shot, by the names of their labels.",
 )
 @click.option(
     "--prompt", "prompts", multiple=True, metavar="TEXT",
-    help='Caption of a class, with {} for its label; several are averaged.  [default: "{}"]',
+    help='Caption of a class, {} is the label. Several are averaged.  [default: "{}"]',
 )  # fmt: skip
 @OWN_MODEL
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(run: Path, as_json: bool, **options: Any) -> None:
     """Measure R@1, R@5 and R@10 of RUN in both directions, on all held-out images and captions of its data.
 
-    RUN is a run folder, or the name of one under ./runs, with a contrastive objective.
+    RUN is a run folder, or a name under ./runs. Its objective must be contrastive.
     """
     import thrifty
     from thrifty.cli.verb_output import print_result

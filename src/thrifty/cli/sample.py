@@ -10,14 +10,14 @@ from thrifty.cli.recipe_options import OWN_MODEL, SEED
 
 @click.command()
 @click.argument("path", metavar="RUN_OR_FOLDER", type=click.Path(path_type=Path))
-@click.option("--prompt", default="", help="Text to continue; by default the model begins a document.")
-@click.option("--tokens", default=200, show_default=True, type=click.IntRange(min=1), help="Most new tokens.")
+@click.option("--prompt", default="", help="Text to continue. By default a new document.")
+@click.option("--tokens", default=200, show_default=True, type=click.IntRange(min=1), help="New tokens.")
 @click.option(
-    "--temperature", default=0.8, show_default=True, type=click.FloatRange(min=0), help="0 picks the most likely token."
+    "--temperature", default=0.8, show_default=True, type=click.FloatRange(min=0), help="0: always the likeliest token."
 )
 @click.option("--top-k", default=None, type=click.IntRange(min=1), help="Sample from the k most likely tokens.")
-@click.option("--seed", default=0, type=SEED, show_default=True, help="The same seed repeats the same text.")
-@click.option("--chat", is_flag=True, help="Wrap the prompt in the chat template and print the answer only.")
+@click.option("--seed", default=0, type=SEED, show_default=True, help="The same seed gives the same text.")
+@click.option("--chat", is_flag=True, help="Apply the chat template to the prompt, and print only the answer.")
 @OWN_MODEL
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(path: Path, as_json: bool, model: str | None, **options: Any) -> None:

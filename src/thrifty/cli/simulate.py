@@ -1,4 +1,4 @@
-"""`thrifty simulate`: the cost of a training step, attention or a matrix product on simulated hardware."""
+"""`thrifty simulate`: simulate the cost of a training step, attention or matmuls on hardware."""
 
 from pathlib import Path
 from typing import Any
@@ -14,20 +14,18 @@ FILTERS = ("trace", "exact", "own")
 
 @click.group(name="simulate")
 def command() -> None:
-    """Simulate a training step on a cluster, attention or a matrix product on an accelerator."""
+    """Simulate a training step on a cluster, or attention or a matmul on an accelerator."""
 
 
 @command.command()
 @click.option("--model", required=True, help="Preset, model folder, published model or published run.")
 @click.option("--cluster", help="Name or file of a cluster, such as h100-roce.  [default: h100-box]")
-@click.option(
-    "--ranks", type=click.IntRange(1), help="Number of devices.  [default: those of the mesh, or the cluster]"
-)
-@click.option("--mesh", metavar="AXIS=N,…", help="Sizes of replicate, shard, tensor and pipeline, and chunks per rank.")
+@click.option("--ranks", type=click.IntRange(1), help="Number of devices.  [default: size of the mesh, or all]")
+@click.option("--mesh", metavar="AXIS=N,…", help="Axis sizes (replicate, shard, tensor, pipeline), and chunks.")
 @click.option("--schedule", help="gpipe, 1f1b, interleaved, zero_bubble or zero_bubble_v.")
-@click.option("--batch", type=click.IntRange(1), help="Effective batch in examples.")
-@click.option("--micro-batch", type=click.IntRange(1), help="Examples in a micro-batch.")
-@click.option("--length", type=click.IntRange(1), help="Tokens in an example.")
+@click.option("--batch", type=click.IntRange(1), help="Examples per step (effective batch).")
+@click.option("--micro-batch", type=click.IntRange(1), help="Examples per micro-batch.")
+@click.option("--length", type=click.IntRange(1), help="Tokens per example.")
 @click.option(
     "--recompute",
     type=click.Choice(["none", "selective", "every"]),
@@ -39,14 +37,14 @@ def command() -> None:
     default=None,
     help="Also shard activations outside tensor-parallel layers.",
 )
-@click.option("--flash/--no-flash", default=True, help="Attention without stored scores, for presets and folders.")
+@click.option("--flash/--no-flash", default=True, help="Attention without stored scores (presets, folders).")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write the timeline for ui.perfetto.dev.")
 @click.option("--picture", type=click.Path(path_type=Path), help="Write the timeline as .svg, .png or .pdf.")
 @AS_JSON
 def cluster(
     model: str, mesh: str | None, trace: Path | None, picture: Path | None, as_json: bool, **options: Any
 ) -> None:
-    """Simulate one training step on a cluster: time and its parts, memory of each rank, FLOP/s and MFU."""
+    """Simulate one training step on a cluster: step time and its parts, memory of each rank, FLOP/s and MFU."""
     import thrifty
 
     simulated = thrifty.simulate.cluster(model, mesh=_table("--mesh", mesh), **options)
@@ -60,7 +58,7 @@ def cluster(
 @command.command("published")
 @AS_JSON
 def print_published_runs(as_json: bool) -> None:
-    """Compare published training runs with their simulation, by device and fitted efficiency."""
+    """Compare published training runs with simulated runs, per device with fitted efficiencies."""
     import thrifty
 
     print_result(thrifty.simulate.published_runs(), as_json)
@@ -71,17 +69,15 @@ def print_published_runs(as_json: bool) -> None:
     "--designs",
     required=True,
     metavar="NAME,…",
-    help="Accelerators by name or TOML file; NAME:KEY=VALUE changes a setting.",
+    help="Accelerator names or TOML files; NAME:KEY=VALUE changes a setting.",
 )
-@click.option("--trace", required=True, type=click.Path(path_type=Path), help="File from `thrifty trace`.")
+@click.option("--trace", required=True, type=click.Path(path_type=Path), help="Output of `thrifty trace`.")
 @click.option(
-    "--equal-resources", metavar="KEY=VALUE,…", help="Equal multipliers, clock (Hz) and bandwidth (bytes/s) for all."
+    "--equal-resources", metavar="KEY=VALUE,…", help="Same multipliers, clock (Hz) or bandwidth (bytes/s) for all."
 )
+@click.option("--engine", default="scan", show_default=True, help="scan, or event (adds memory latency and banks).")
 @click.option(
-    "--engine", default="scan", show_default=True, help="scan, or event, which models latency and banks of the memory."
-)
-@click.option(
-    "--energy-table", default="horowitz-45nm", show_default=True, help="Energy per action; all prints every table."
+    "--energy-table", default="horowitz-45nm", show_default=True, help="Energy per action; all: print every table."
 )
 @click.option(
     "--filter",
@@ -90,17 +86,13 @@ def print_published_runs(as_json: bool) -> None:
     multiple=True,
     default=("trace",),
     show_default=True,
-    help="Masks: of the trace, of the largest exact scores, or of each design's own filter. Repeatable.",
+    help="Masks of the trace, of the largest exact scores, or of each design's own filter. Repeatable.",
 )
-@click.option(
-    "--density", type=float, default=0.2, show_default=True, help="Fraction of pairs that exact and own filters keep."
-)
-@click.option("--max-error", type=float, help="Instead of --density: largest relative error of the outputs.")
-@click.option(
-    "--run", type=click.Path(path_type=Path), help="Run of the trace, to measure its held-out loss under each mask."
-)
+@click.option("--density", type=float, default=0.2, show_default=True, help="Fraction of pairs kept by exact and own.")
+@click.option("--max-error", type=float, help="Maximum relative error of the outputs, instead of --density.")
+@click.option("--run", type=click.Path(path_type=Path), help="Traced run, to measure its held-out loss with each mask.")
 @OWN_MODEL
-@click.option("--baseline-design", metavar="NAME", help="Design to compare the others with at equal peak.")
+@click.option("--baseline-design", metavar="NAME", help="Design that the others are compared with at equal peak.")
 @click.option("--measure/--no-measure", default=True, help="Also time the same attention on this machine.")
 @click.option("--page", type=click.Path(path_type=Path), help="Write tables and charts as one offline page.")
 @click.option("--csv", type=click.Path(path_type=Path), help="Write reports and action counts to a folder.")
@@ -109,7 +101,8 @@ def print_published_runs(as_json: bool) -> None:
 def attention(designs: str, trace: Path, equal_resources: str | None, as_json: bool, **options: Any) -> None:
     """Simulate the attention of a trace on several designs: cycles, time, stalls, bytes, energy and area.
 
-    Designs use the masks of the trace, or masks computed from its queries and keys, with the error that they cause.
+    Designs use the masks of the trace, or masks computed from its queries and keys. The error of computed masks is
+    printed.
     """
     import thrifty
 
@@ -125,7 +118,7 @@ def attention(designs: str, trace: Path, equal_resources: str | None, as_json: b
 @click.option("--csv", type=click.Path(path_type=Path), help="Write COMPUTE_REPORT.csv to a folder.")
 @AS_JSON
 def gemm(topology: Path, cfg: Path | None, csv: Path | None, as_json: bool) -> None:
-    """Simulate the matrix products of a SCALE-Sim TOPOLOGY (Layer,M,N,K) on a systolic array, without stalls."""
+    """Simulate the matmuls of a SCALE-Sim TOPOLOGY (Layer,M,N,K) on a systolic array. Stalls are not simulated."""
     import thrifty
 
     print_result(thrifty.simulate.gemm(topology, cfg=cfg, csv=csv), as_json)
@@ -135,9 +128,9 @@ def gemm(topology: Path, cfg: Path | None, csv: Path | None, as_json: bool) -> N
 @click.option("--page", type=click.Path(path_type=Path), help="Also write the tables as one offline page.")
 @AS_JSON
 def paper(page: Path | None, as_json: bool) -> None:
-    """Compare published figures of accelerators with simulated ones, and explain each deviation.
+    """Compare published results of accelerators with simulated results, and explain each deviation.
 
-    Unverified published figures are left out.
+    Unverified published values are left out.
     """
     import thrifty
 
@@ -152,13 +145,14 @@ def paper(page: Path | None, as_json: bool) -> None:
 @click.option(
     "--designs", default="outerspace", show_default=True, help="Accelerators; NAME:KEY=VALUE changes a setting."
 )
-@click.option("--measure/--no-measure", default=True, help="Also time the product on this machine.")
+@click.option("--measure/--no-measure", default=True, help="Also time the matmul on this machine.")
 @click.option("--energy-table", default="horowitz-45nm", show_default=True, help="Energy per action.")
 @AS_JSON
 def spgemm(matrices: tuple[Path, ...], designs: str, as_json: bool, **options: Any) -> None:
-    """Simulate the sparse product of each of the MATRICES (Matrix Market files, .mtx) with itself, or of a random one.
+    """Simulate the sparse product of each of the MATRICES (Matrix Market files, .mtx) with itself. Without files, a
+    random matrix is used.
 
-    Prints cycles of both phases, bytes by operand and energy, and the time on this machine in separate columns.
+    Prints cycles of both phases, bytes per operand, energy, and the time of this machine in separate columns.
     """
     import thrifty
 

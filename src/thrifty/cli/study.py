@@ -1,4 +1,4 @@
-"""`thrifty study NAME`: repeat a published experiment in many small runs."""
+"""`thrifty study NAME`: repeat a published experiment at small scale."""
 
 from pathlib import Path
 
@@ -7,14 +7,12 @@ import click
 
 @click.command("study")
 @click.argument("study", metavar="NAME")
-@click.option("--name", help="Name of its folder under runs/.  [default: NAME]")
+@click.option("--name", help="Folder name under runs/.  [default: NAME]")
 @click.option("--set", "settings", multiple=True, metavar="SETTING=VALUE", help="Change a setting of the study.")
 @click.option("--seeds", type=click.IntRange(min=1), help="Number of seeds.")
-@click.option("--cases", multiple=True, metavar="WORD", help="Measure only cases whose label has this word.")
-@click.option("--jobs", type=click.IntRange(min=1), help="Number of processes.  [default: one per core]")
-@click.option(
-    "--runs", type=click.Path(path_type=Path), default=Path("runs"), help="Parent of its folder.  [default: runs]"
-)
+@click.option("--cases", multiple=True, metavar="WORD", help="Measure only cases whose label contains this word.")
+@click.option("--jobs", type=click.IntRange(min=1), help="Parallel processes.  [default: one per core]")
+@click.option("--runs", type=click.Path(path_type=Path), default=Path("runs"), help="Parent folder.  [default: runs]")
 @click.option("--save-result", type=click.Path(path_type=Path), help="Also write the result to this .json file.")
 @click.option("--baseline-result", type=click.Path(path_type=Path), help="Compare with this saved result.")
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
@@ -32,9 +30,10 @@ def command(
     quiet: bool,
     as_json: bool,
 ) -> None:
-    """Run the study NAME (`thrifty list studies`): many small runs, a table, plots, and a verdict on each expectation.
+    """Run the study NAME (`thrifty list studies`). Prints a table and a verdict on each expectation, and writes a page
+    with plots.
 
-    An interrupted study resumes where it stopped. With --baseline-result the exit code is 1 if a value is outside the
+    The same command resumes an interrupted study. With --baseline-result, the exit code is 1 if a value is outside the
     interval of the saved result.
     """
     import thrifty

@@ -1,4 +1,4 @@
-"""`thrifty track`: write the records of a run in the format of another tracker."""
+"""`thrifty track`: write the records of a run in the format of an experiment tracker."""
 
 from pathlib import Path
 
@@ -16,10 +16,10 @@ import click
     "--online", is_flag=True, help="Send records to Weights & Biases instead of writing files for `wandb sync`."
 )
 def command(run: str, tracker: str, out: Path, watch: bool, online: bool) -> None:
-    """Write the records of RUN in the format of another tracker.
+    """Write the records of RUN in the format of an experiment tracker.
 
-    RUN is a run folder, or the name of one under ./runs. The run folder is only read. Nothing is sent over the network
-    without --online. A second call continues where the first stopped.
+    RUN is a run folder, or a name under ./runs. The run folder is only read. Only --online sends data over the network.
+    A second call adds the new records.
     """
     import thrifty
     from thrifty.cli.verb_output import print_result

@@ -1,4 +1,4 @@
-"""`thrifty train`: train by a recipe into a run folder."""
+"""`thrifty train`: train a recipe and store the run in a folder."""
 
 from pathlib import Path
 from typing import Any
@@ -17,10 +17,10 @@ from thrifty.cli.recipe_options import RANKS, build_recipe, recipe_options
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON at the end.")
 def command(runs: Path, ranks: int, quiet: bool, as_json: bool, **chosen: Any) -> None:
-    """Train by RECIPE: a name (`thrifty list recipes`) or a TOML file. The default is text; with your own --model,
-    --data or --loss it is the default of `thrifty.train` in Python.
+    """Train RECIPE: a name (`thrifty list recipes`) or a TOML file. The default is the recipe text. With your own
+    --model, --data or --loss, the default is the same as in `thrifty.train`.
 
-    The run folder is runs/NAME. An existing folder is refused, never overwritten.
+    The run folder is runs/NAME. An existing folder is refused and never overwritten.
     """
     import thrifty
     from thrifty.cli.verb_output import finished_run, print_result

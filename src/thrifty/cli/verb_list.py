@@ -1,4 +1,4 @@
-"""Verbs of the command line by task, each with a description and an example, listed without importing the verb."""
+"""Verbs of the command line by task, with descriptions and examples. They are listed without importing the verbs."""
 
 from dataclasses import dataclass
 
@@ -11,8 +11,8 @@ class VerbHelp:
 
 TASKS: dict[str, dict[str, VerbHelp]] = {
     "Train": {
-        "train": VerbHelp("Train a model by a recipe.", "thrifty train text --data my.txt --budget 10min"),
-        "resume": VerbHelp("Resume an interrupted run, bit for bit.", "thrifty resume runs/text"),
+        "train": VerbHelp("Train a model from a recipe.", "thrifty train text --data my.txt --budget 10min"),
+        "resume": VerbHelp("Resume an interrupted run, bit-identically.", "thrifty resume runs/text"),
         "list": VerbHelp("List techniques by goal, recipes, presets, studies.", "thrifty list --search memory"),
         "show": VerbHelp("Show the card of a technique and its evidence.", "thrifty show lora"),
         "data": VerbHelp("List, fetch, inspect, score and prune datasets.", "thrifty data look my.txt"),
@@ -22,22 +22,22 @@ TASKS: dict[str, dict[str, VerbHelp]] = {
             "Choose techniques, or a model size, for a budget.", "thrifty plan text --memory 2GB --hours 1"
         ),
         "estimate": VerbHelp(
-            "Predict the memory of a step and what makes it fit.", "thrifty estimate gpt-small --memory 8GB"
+            "Predict the memory of a step; list changes that fit.", "thrifty estimate gpt-small --memory 8GB"
         ),
-        "explain": VerbHelp("Show what a recipe will do, stage by stage.", "thrifty explain text --with lora"),
-        "check": VerbHelp("Test that a recipe computes what it promises.", "thrifty check text --data my.txt"),
-        "doctor": VerbHelp("Measure this machine and report what is missing.", "thrifty doctor --quick"),
+        "explain": VerbHelp("Show the effect of each technique of a recipe.", "thrifty explain text --with lora"),
+        "check": VerbHelp("Test that a recipe keeps its promises.", "thrifty check text --data my.txt"),
+        "doctor": VerbHelp("Measure this machine and report missing parts.", "thrifty doctor --quick"),
     },
     "Compare": {
         "compare": VerbHelp(
-            "Race variants of a recipe at an equal budget.", 'thrifty compare kjv --variant "--with growth.stacking"'
+            "Compare variants of a recipe at an equal budget.", 'thrifty compare kjv --variant "--with growth.stacking"'
         ),
-        "study": VerbHelp("Repeat a published experiment in small.", "thrifty study lion_rate"),
+        "study": VerbHelp("Repeat a published experiment at small scale.", "thrifty study lion_rate"),
         "lottery": VerbHelp("Find lottery tickets: train, prune, rewind, repeat.", "thrifty lottery text --rounds 4"),
     },
     "Results": {
         "board": VerbHelp("Serve runs, curves and cards to the browser.", "thrifty board"),
-        "report": VerbHelp("Write a run as one offline page.", "thrifty report runs/text --open"),
+        "report": VerbHelp("Write a run as one offline HTML page.", "thrifty report runs/text --open"),
         "track": VerbHelp("Copy a run to TensorBoard, MLflow, W&B or Trackio.", "thrifty track text --to tensorboard"),
     },
     "Trained models": {
@@ -48,7 +48,7 @@ TASKS: dict[str, dict[str, VerbHelp]] = {
     },
     "Simulated hardware": {
         "simulate": VerbHelp(
-            "Simulate a training step on a cluster, attention on an accelerator.",
+            "Simulate a step on a cluster, or attention on an accelerator.",
             "thrifty simulate cluster --model gpt-small --cluster h100-roce",
         ),
         "trace": VerbHelp("Record the attention of a model for simulators.", "thrifty trace runs/text --examples 1"),

@@ -1,4 +1,4 @@
-"""Output of verbs."""
+"""Printing of verb results."""
 
 import json
 import os
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def print_result(result: "PrintedResult", as_json: bool, quiet: bool = False) -> None:
-    """Print a result as JSON or text on rank 0, and exit with its code unless that is 0."""
+    """Print a result as JSON or text on rank 0. Exit with its exit code unless that is 0."""
     from thrifty.reporting.printed_result import print_to_terminal
 
     if os.environ.get("RANK", "0") != "0":
@@ -29,7 +29,7 @@ def print_result(result: "PrintedResult", as_json: bool, quiet: bool = False) ->
 
 
 def finished_run(start: "Callable[[], RunResult]") -> "RunResult":
-    """Return the run of a call, even if a signal stopped it."""
+    """Call `start` and return its run, even if a signal stopped the run."""
     from thrifty.interface.training import RunInterrupted, RunTerminated
 
     try:

@@ -37,7 +37,7 @@ class SavedTrace(PrintedResult):
     def __rich__(self) -> RenderableType:
         facts = self.as_dict()
         return lines(
-            f"{facts['layers']} layers, {facts['units']} heads of examples, {facts['queries']} x {facts['keys']} "
+            f"{facts['layers']} layers, {facts['units']} (example, head) pairs, {facts['queries']} x {facts['keys']} "
             f"tokens, head width {facts['width']}, density {facts['density']:.3f}",
             f"wrote {self.path}, {facts['bytes']:,} bytes",
         )
@@ -61,15 +61,15 @@ def trace(
     """Write an attention trace to the file `out`.
 
     Args:
-        source: Run, traced on its held-out data; model folder, on the text of `data`; preset with random weights, on
-            random tokens; .npy file of ViTCoD's masks, in which True is pruned; or pattern of masks: "uniform",
-            "balanced", "runs", "diagonal" or "power-law".
-        length: Tokens in an example.
-        density: Fraction of pairs that a pattern keeps, in `layers` and `heads`.
-        width: Width of a head, for masks and patterns.
-        model: The run's model, if it was your own.
+        source: One of: a run, traced on its held-out data; a model folder, traced on the text of `data`; a preset with
+            random weights, traced on random tokens; a .npy file of ViTCoD's masks, in which True is pruned; a mask
+            pattern: "uniform", "balanced", "runs", "diagonal" or "power-law".
+        length: Number of tokens per example.
+        density: Fraction of the query-key pairs that a mask pattern keeps.
+        width: Width of a head, for mask files and mask patterns.
+        model: Your own model, if it trained the run.
 
-    Raises UsageError if the file exists, or for another source.
+    Raises UsageError if the file exists or the source is unknown.
 
     Example::
 
@@ -118,7 +118,7 @@ def _recorded(
     except UsageError as error:
         near = did_you_mean(source, [*PRESETS, *PATTERNS])
         raise UsageError(
-            f"{source!r} is neither a run nor a model folder, preset, pattern or .npy file", fix=near
+            f"{source!r} is not a run, model folder, preset, mask pattern or .npy file", fix=near
         ) from error
     return _of_run(run, examples, objects)
 
@@ -133,21 +133,21 @@ def _of_run(run: Path, examples: int, objects: UserObjects) -> AttentionTrace:
 
 def _of_folder(folder: Path, examples: int, length: int | None, data: Path | None) -> AttentionTrace:
     if data is None or not data.is_file():
-        raise UsageError(f"{str(folder)!r} is a model folder, which requires text", fix="--data FILE")
+        raise UsageError(f"{str(folder)!r} is a model folder, which must be traced on a text", fix="--data FILE")
     model, tokenizer, context = load_for_sampling(folder, UserObjects())
     each = trim_to_context(length, context, folder.name)
     tokens = torch.tensor(read_tokenizer(tokenizer).encode(data.read_text(encoding="utf-8")))
     if len(tokens) < each:
         raise UsageError(
-            f"{str(data)!r} has {len(tokens)} tokens, fewer than an example of {each}", fix="a smaller --length"
+            f"{str(data)!r} has {len(tokens)} tokens, fewer than the {each} of one example", fix="a smaller --length"
         )
     rows = tokens[: len(tokens) // each * each].unflatten(0, (-1, each))[:examples]
     return record_attention(model, [rows], provenance={"folder": folder.name, "data": data.name}, name=folder.name)
 
 
 def trim_to_context(length: int | None, context: int | None, model: str) -> int:
-    """Return the tokens of an example: `length`, or 128 if the model's context allows it. Raises UsageError for more
-    than the context.
+    """Return the number of tokens per example: `length`, or by default 128, or the model's context if smaller. Raise
+    UsageError if `length` exceeds the context.
     """
     if context is not None and (length or 0) > context:
         raise UsageError(f"{model!r} has a context of {context} tokens, fewer than {length}", fix=f"--length {context}")
@@ -167,6 +167,6 @@ def _of_preset(name: str, examples: int, length: int | None, seed: int) -> Atten
         tokens = torch.randint(shape.vocabulary, (examples, each), generator=generator)
         inputs = (tokens, tokens) if task == "sequence_to_sequence" else (tokens,)
     else:
-        raise RefusedError(f"the preset {name!r} has no random inputs", fix="train it, and trace the run")
+        raise RefusedError(f"the preset {name!r} cannot be traced on random inputs", fix="train it and trace the run")
     about = {"preset": name, "values": f"random, seed {seed}", "data": "random"}
     return record_attention(model, [inputs], lambda model, inputs: model(*inputs), about, name)

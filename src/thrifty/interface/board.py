@@ -17,10 +17,10 @@ from thrifty.interface.technique_profiles import profile_of, technique_profile
 def board(
     runs: str | Path = "runs", *, results: str | Path = "results", port: int = 8577, open_browser: bool = True
 ) -> None:
-    """Serve pages of the runs in a folder, of saved `results` and of technique cards until Ctrl-C.
+    """Serve web pages until Ctrl-C: the runs of a folder, saved `results` and the technique cards.
 
-    Only this machine can open the pages, and only with the printed address, which changes with each start. The board
-    reads files and never changes a run. `port=0` takes any free port.
+    Only this machine can open the pages, and only with the printed address. The address changes at each start. The
+    board reads files and never changes a run. With `port=0` the system chooses a free port.
 
     Raises UsageError if the folder does not exist.
 
@@ -31,7 +31,7 @@ def board(
     folder, kept = Path(runs), Path(results)
     if not folder.is_dir():
         raise UsageError(f"there is no folder {str(folder)!r}", fix="name the folder of your runs: --runs DIR")
-    # third-party code runs only if its technique is named
+    # a listing of all techniques must not run third-party code
     names = techniques.own_names()
     site = BoardSite(
         folder,
@@ -56,9 +56,9 @@ def _evidence(technique: str, folders: Sequence[Path]) -> tuple[Mapping[str, str
 
 @contextmanager
 def _opened(address: str) -> Iterator[None]:
-    """Open the browser with a local page that leads to the address.
+    """Open the browser with a local page that redirects to the address.
 
-    Only this user can read that page; the command line of a browser is visible to every user.
+    Only this user can read the local page, but every user can see the command line of a browser.
     """
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)

@@ -24,7 +24,7 @@ CardKind = Literal["technique", "objective", "preset", "design"]
 
 @dataclass(frozen=True, repr=False)
 class NamedCard(PrintedResult):
-    """The card of an objective, a preset or a design, with its settings."""
+    """Card and settings of an objective, a preset or a design."""
 
     kind: CardKind
     name: str
@@ -48,8 +48,8 @@ def show(
 ) -> TechniqueProfile | NamedCard:
     """Return the card of a technique, an objective, a model preset or an accelerator design.
 
-    A technique has its evidence below the folders `results`. `kind` selects among equal names, such as the technique
-    and the design "a3"; without it a technique comes first.
+    The card of a technique includes its measured evidence from the folders `results`. If a technique and a design have
+    the same name, such as "a3", `kind` selects one. The default is the technique.
 
     Raises UsageError for an unknown name.
 
@@ -67,7 +67,7 @@ def show(
     for each, (names, card_of) in _CARDS.items():
         if kind in (None, each) and name in names():
             return card_of(name)
-    refuse_unknown("there is no kind of card", kind, get_args(CardKind))
+    refuse_unknown("there is no card of kind", kind, get_args(CardKind))
     raise UsageError(f"there is no {kind} {name!r}", fix=did_you_mean(name, _CARDS[kind][0]()))
 
 
@@ -82,7 +82,7 @@ def _objective(name: str) -> NamedCard:
 
 
 def _preset(name: str) -> NamedCard:
-    """Return the card of a preset's family, with the preset in its lines of code and the sizes as settings."""
+    """Return the card of a preset's model family. The code example uses the preset, and the settings are its sizes."""
     from thrifty.models.families import FAMILIES
     from thrifty.models.model_presets import PRESETS
 
@@ -92,7 +92,7 @@ def _preset(name: str) -> NamedCard:
 
 
 def _design(name: str) -> NamedCard:
-    """Return the card of an accelerator's design, with the settings of the accelerator."""
+    """Return the card of an accelerator design, with the settings of the accelerator."""
     from thrifty.simulators.accelerator.accelerator_file import find_machine
 
     machine = find_machine(name)
@@ -124,4 +124,4 @@ _CARDS: Mapping[CardKind, tuple[Callable[[], Sequence[str]], Callable[[str], Nam
     "preset": (lambda: _names("models.model_presets", "PRESETS"), _preset),
     "design": (_machines, _design),
 }
-"""Names and cards of each kind but techniques."""
+"""Functions that return the names and the card of each kind, except techniques."""

@@ -1,4 +1,4 @@
-"""Techniques on the data of a user's own training loop: loaders and datasets."""
+"""Techniques applied to a DataLoader or dataset of a user's own training loop."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from copy import copy
@@ -18,11 +18,11 @@ REBUILT = (
     "num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "prefetch_factor",
     "persistent_workers", "collate_fn", "generator",
 )  # fmt: skip
-"""Arguments of a DataLoader that a changed loader takes over."""
+"""DataLoader arguments that a rebuilt loader copies."""
 
 
 class LoaderBatches(BatchSource):
-    """A user's data for a technique: the current batch, and examples by number."""
+    """A user's data as a batch source: the current batch, and examples by index."""
 
     def __init__(self, data: Any):
         self.data, self.batch = data, getattr(data, "batch_size", None) or 0
@@ -49,10 +49,10 @@ class LoaderBatches(BatchSource):
 
 
 class ChangedLoader:
-    """Batches of a loader that a technique changes, numbered over all epochs.
+    """A loader whose batches a technique changes. Batches are numbered over all epochs.
 
-    `state_dict` holds the number, and the state of a loader that has one. Without it, a resumed loop starts with batch
-    0.
+    `state_dict` contains the batch number, and the loader's state if the loader has one. If this state is not loaded, a
+    resumed loop starts at batch 0.
     """
 
     def __init__(self, loader: Iterable[Any], technique: Technique, read: LoaderBatches, changed: BatchSource):
@@ -93,8 +93,8 @@ class ChangedLoader:
         if any(len(tensor) != count for tensor in rows.values()):
             shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in rows.items())
             raise RefusedError(
-                f"{self.technique.name}: tensors of a batch have different numbers of rows: {shapes}",
-                fix="return one row per example from the loader, such as one label for each text",
+                f"{self.technique.name}: the tensors of a batch must have the same number of rows: {shapes}",
+                fix="return one row per example from the loader, for example one label per text",
             )
         self._read.current = Batch(rows, torch.full((count,), 1 / max(count, 1)))
         changed = self._changed.at(number).fields
@@ -102,7 +102,7 @@ class ChangedLoader:
 
 
 class RampSampler:
-    """Examples of a sampler in batches of growing size, counted over all epochs."""
+    """Batches of growing size from a sampler. Batches are numbered over all epochs."""
 
     def __init__(self, sampler: Iterable[int], sizes: BatchSource, drop_last: bool):
         self.sampler, self.sizes, self.drop_last, self.batches = sampler, sizes, drop_last, 0
@@ -128,15 +128,16 @@ class RampSampler:
 
 
 def change_data(data: Any, technique: Technique) -> Any:
-    """Return the loader or dataset with a technique's changes of batches.
+    """Return the loader or dataset with a technique's changes applied to its batches.
 
-    Raises UsageError for another object, and RefusedError if the technique does not fit.
+    Raises UsageError if `data` is neither a loader nor a dataset, and RefusedError if the technique does not support
+    it.
     """
     each = data
     while isinstance(each, ChangedLoader):
         if each.technique.claims & technique.claims or each.technique.name == technique.name:
             raise UsageError(
-                f"{each.technique.name} and {technique.name} make the same change of a batch", fix="apply one of them"
+                f"{each.technique.name} and {technique.name} change the same part of a batch", fix="apply one of them"
             )
         each = each.loader
     read = LoaderBatches(data)
@@ -152,7 +153,7 @@ def change_data(data: Any, technique: Technique) -> Any:
         return DataLoader(chosen, shuffle=shuffle, **settings, **_settings(data))
     if isinstance(data, Sequence) or not isinstance(data, Iterable):
         raise UsageError(
-            f"{technique.name} changes batches, but a {type(data).__name__!r} yields examples",
+            f"{technique.name} changes batches, but a {type(data).__name__!r} returns single examples",
             fix=f"loader = thrifty.apply(DataLoader(dataset, batch_size=…), {technique.name!r})",
         )
     return ChangedLoader(data, technique, read, changed)
@@ -173,7 +174,7 @@ def _settings(loader: DataLoader) -> dict[str, Any]:
 
 
 def _map_tensors(value: Any, function: Callable[[str, Tensor], Tensor], name: str = "") -> Any:
-    """Return a batch of the same form with each tensor replaced, by its name in the batch."""
+    """Return a copy of a nested batch with `function` applied to each tensor and the tensor's name."""
     if isinstance(value, Tensor):
         return function(name or "batch", value)
     if isinstance(value, MutableMapping):

@@ -32,7 +32,7 @@ class ChatSession(PrintedResult):
     messages: list[Message] = field(default_factory=list)
 
     def ask(self, question: str, show: Callable[[str], None] = lambda text: None) -> str:
-        """Return the answer of the model; `show` receives each piece as it is generated."""
+        """Return the model's answer. `show` is called with each piece of text as it is generated."""
         check_plain(question, "the question")
         self.messages.append({"role": "user", "content": question})
         typist = _Typist(self.tokenizer, show)
@@ -62,7 +62,7 @@ class ChatSession(PrintedResult):
         return lines(*(f"{message['role']}: {message['content']}" for message in self.messages))
 
     def _prompt(self) -> list[int]:
-        """Return the tokens of the conversation, without its oldest turns if these leave no room for an answer."""
+        """Return the tokens of the conversation. Drop the oldest turns if they leave no room for an answer."""
         opening = [message for message in self.messages[:1] if message["role"] == "system"]
         turns = self.messages[len(opening) :]
         while True:
@@ -87,12 +87,13 @@ def chat(
 
     Args:
         model: Run, run folder or its name under ./runs, or Hugging Face folder.
-        tokens: Most tokens in an answer.
-        temperature: 0 picks the most likely token; others sample from the `top_k` most likely tokens, or from all.
-        template: "chatml", "alpaca" or a Jinja file instead of the model's template.
-        build: The run's model, if it was your own.
+        tokens: Maximum number of tokens per answer.
+        temperature: With 0, the most likely token is chosen. With other values, tokens are sampled from the `top_k`
+            most likely tokens, or from all.
+        template: "chatml", "alpaca" or a Jinja file. By default the model's own template is used.
+        build: Your own model, if it trained the run.
 
-    Raises UsageError if the model does not predict the next token, or has no chat template.
+    Raises UsageError if the model is not a next-token model or has no chat template.
 
     Example::
 
@@ -108,7 +109,7 @@ def chat(
 
 
 class _Typist:
-    """Prints an answer token by token, whole characters only."""
+    """Printer of an answer, token by token and in whole characters."""
 
     def __init__(self, tokenizer: ChatTokenizer, show: Callable[[str], None]):
         self.tokenizer, self.show, self.ids, self.shown = tokenizer, show, [], 0

@@ -1,4 +1,4 @@
-"""A simulated training step on a cluster, and published runs with their simulation."""
+"""Simulation of a training step on a cluster, and a table of published runs with their simulated values."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
@@ -26,7 +26,7 @@ from thrifty.simulators.cluster.traced_workload import trace_workload
 from thrifty.simulators.cluster.workload import Workload
 
 CONTEXT = 8192
-"""Default tokens in an example, for models with a longer context."""
+"""Default maximum number of tokens per example, for models with a longer context."""
 SPENT = {
     "compute": "compute",
     "tensor": "tensor collectives",
@@ -39,15 +39,15 @@ SPENT = {
 
 @dataclass(frozen=True, repr=False)
 class ClusterSimulation(PrintedResult):
-    """A simulated training step: time and its parts, memory of each rank, FLOP/s and MFU."""
+    """A simulated training step: step time and its parts, memory of each rank, FLOP/s and MFU."""
 
     report: StepReport
     cluster: str
     published: PublishedRun | None = None
-    """The simulated published run, if it was one."""
+    """The published run that was simulated, if any."""
 
     def figure(self) -> SavedChart:
-        """Return the timeline of the ranks of a pipeline as a chart."""
+        """Return a chart of the timeline of all pipeline ranks."""
         report = self.report
         title = f"{report.workload.name} on {report.mesh.ranks:,} ranks, {report.settings.schedule}"
         return SavedChart(figure(report.timeline, title))
@@ -74,7 +74,7 @@ class ClusterSimulation(PrintedResult):
         rows = [[title, duration(each), percent(each / report.step_seconds)] for title, each in seconds.items()]
         steps, mfu, rate = (report.interval(name) for name in ("step_seconds", "mfu", "tokens_per_second"))
         rates = (
-            f"\n{scaled(report.model_flops, 'FLOP/s')} a device, MFU {percent(report.mfu)}; with what is recomputed "
+            f"\n{scaled(report.model_flops, 'FLOP/s')} a device, MFU {percent(report.mfu)}; with recomputation "
             f"{scaled(report.hardware_flops, 'FLOP/s')}, HFU {percent(report.hfu)}; "
             f"{scaled(report.tokens_per_second)} tokens/s\n"
             f"90 % interval: {duration(steps[0])} to {duration(steps[1])} a step, MFU {percent(mfu[0])} to "
@@ -107,7 +107,7 @@ class ClusterSimulation(PrintedResult):
 
 @dataclass(frozen=True, repr=False)
 class PublishedRuns(PrintedResult):
-    """Published runs with their simulation, and the fitted efficiencies of each device."""
+    """Published runs with simulated values, and the fitted efficiencies of each device."""
 
     rates: Mapping[str, Mapping[str, Any]]
     runs: tuple[Mapping[str, Any], ...]
@@ -134,14 +134,14 @@ class PublishedRuns(PrintedResult):
 
 
 def published_runs_table() -> PublishedRuns:
-    """Simulate every published run, with the constants of its device."""
+    """Simulate every published run with the constants of its device."""
     devices = sorted({find_cluster(run.cluster).device.name for run in RUNS.values()})
     rates = {device: asdict(find_efficiency(device)) for device in devices}
     return PublishedRuns(rates, tuple(published_row(run, run.simulate()) for run in RUNS.values()))
 
 
 def published_row(run: PublishedRun, report: StepReport) -> dict[str, Any]:
-    """Return a published run with its measured and its simulated quantity, as plain data."""
+    """Return a published run as plain data, with its measured and its simulated value."""
     simulated = getattr(report, run.measure)
     return {
         "run": run.name,
@@ -161,7 +161,7 @@ def published_row(run: PublishedRun, report: StepReport) -> dict[str, Any]:
 
 
 def find_workload(model: str | Path, length: int | None, flash: bool) -> Workload:
-    """Return a published model by its sizes, or a traced preset or model folder."""
+    """Return the workload of a published model, a preset or a model folder. Presets and folders are traced."""
     name = str(model)
     if name in MODELS:
         sizes = MODELS[name]
@@ -170,7 +170,7 @@ def find_workload(model: str | Path, length: int | None, flash: bool) -> Workloa
     if shape is None and folder.is_dir():
         try:
             shape = folder_shape(folder, fresh=True)
-        except RefusedError:  # an architecture that only transformers computes
+        except RefusedError:  # an architecture that only transformers implements
             return _from_transformers(folder, length or CONTEXT, flash)
     if shape is None:
         raise UsageError(f"there is no model {name!r}", fix=did_you_mean(name, [*PRESETS, *MODELS, *RUNS]))
@@ -184,7 +184,7 @@ def _from_transformers(folder: Path, length: int, flash: bool) -> Workload:
         import transformers
     except ImportError as error:
         raise UsageError(
-            f"{folder} needs the package transformers", fix="pip install 'thrifty[huggingface]'"
+            f"'{folder}' requires the package transformers", fix="pip install 'thrifty[huggingface]'"
         ) from error
     config = transformers.AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     config.use_cache = False
@@ -195,7 +195,7 @@ def _from_transformers(folder: Path, length: int, flash: bool) -> Workload:
 def mesh_of(
     sizes: Mapping[str, int] | None, ranks: int | None, run: PublishedRun | None, all_ranks: int
 ) -> ClusterMesh:
-    """Return a mesh by the sizes of its axes; remaining ranks replicate."""
+    """Return a mesh with the passed axis sizes. The `replicate` axis contains the remaining ranks."""
     if sizes is None and run is not None and ranks in (None, run.mesh.ranks):
         return run.mesh
     mesh = build(ClusterMesh, dict(sizes or {}), "mesh")
@@ -204,18 +204,18 @@ def mesh_of(
     ranks = ranks or (mesh.ranks if sizes and "shard" in sizes else all_ranks)
     if ranks > mesh.ranks and ranks % mesh.ranks:
         fitting = ranks - ranks % mesh.ranks
-        raise UsageError(f"{ranks} ranks are no multiple of the mesh's {mesh.ranks}", fix=f"--ranks {fitting}")
+        raise UsageError(f"{ranks} ranks are not a multiple of the mesh's {mesh.ranks} ranks", fix=f"--ranks {fitting}")
     return replace(mesh, replicate=max(ranks // mesh.ranks, 1))
 
 
 def settings_of(
     changes: Mapping[str, Any], run: PublishedRun | None, mesh: ClusterMesh, formats: Mapping[str, float]
 ) -> StepSettings:
-    """Return the settings of a published run, or the defaults, with `changes`."""
+    """Return the settings of the published run, or the defaults, updated with `changes`."""
     if run is not None:
         return replace(run.settings, **changes)
     plain = StepSettings(
-        # enough micro-batches that the bubble of a plain pipeline is a fifth
+        # with 4 micro-batches per stage the bubble of a plain pipeline is about 1/5 of the step
         batch=mesh.data * changes.get("micro_batch", 1) * (4 * mesh.pipeline if mesh.pipeline > 1 else 1),
         schedule="interleaved" if mesh.chunks > 1 else "1f1b",
         number_format=next(name for name in ("bfloat16", "float16", "float32") if name in formats),

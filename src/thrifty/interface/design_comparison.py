@@ -1,4 +1,4 @@
-"""Accelerator designs compared on one trace, with one or several filters."""
+"""Comparison of accelerator designs on one trace, with one or several filters."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -33,16 +33,16 @@ if TYPE_CHECKING:
 
 Filter = Literal["trace", "exact", "own"]
 COSTS = ("softmax kept", "output error")
-"""Costs of a filter's masks, by their names in the provenance of a trace."""
-RESULT_COLUMNS = ("design", "cycles", "time", "multipliers", "utilisation", "dense rate", "in and out",
+"""Names of the mask costs in a trace's provenance. A filter's masks have these costs."""
+RESULT_COLUMNS = ("design", "cycles", "time", "multipliers", "utilization", "dense rate", "in and out",
                   "energy, modules", "energy, actions", "area")  # fmt: skip
 ABOUT_MASKS = (
-    "Density and cost of the masks. Thresholds and ViTCoD's average maps are computed on the evaluated examples. "
-    "Detectors that a paper trains are untrained. Masks of every layer come from the model with all pairs."
+    "Density and cost of the masks. Thresholds and ViTCoD's average maps come from the evaluated examples. "
+    "Detectors that a paper trains are untrained here. Masks of every layer come from the model with full attention."
 )
 ABOUT_HERE = (
-    "Simulated times are the accelerator's; measured times are this machine's: all pairs with torch's attention "
-    "(causal if the trace is), masked pairs with scipy on one thread. No paper publishes their ratio."
+    "Simulated times belong to the accelerator. Times of this machine: all pairs with torch's attention "
+    "(causal if the trace is), masked pairs with scipy on one thread. No paper publishes this ratio."
 )
 
 
@@ -51,14 +51,14 @@ class DesignCase:
     """A design with one filter."""
 
     design: str
-    """Name as the user typed it."""
+    """Design name as typed by the user."""
     filter: str
     trace: AttentionTrace
     result: SimulationResult
     kept_here: float | None
-    """Seconds on this machine for the kept pairs."""
+    """Seconds of this machine for the kept pairs."""
     loss: float | None
-    """Held-out loss of the model with its masks."""
+    """Held-out loss of the model if it uses the design's masks."""
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -72,20 +72,20 @@ class DesignCase:
 
 @dataclass(frozen=True, repr=False)
 class DesignComparison(PrintedResult):
-    """Simulated attention of a trace: every design with every filter."""
+    """Simulated attention of a trace on every design with every filter."""
 
     trace: AttentionTrace
     cases: tuple[DesignCase, ...]
     here: Mapping[str, float | None]
-    """Seconds on this machine for all pairs, by method; empty without a measurement."""
+    """Seconds of this machine for all pairs, by method; empty if not measured."""
     loss: float | None
     """Held-out loss of the traced model."""
     budget: Mapping[str, float] = field(default_factory=dict)
-    """Equal resources of all designs."""
+    """Resources that are equal for all designs."""
     baseline: str | None = None
-    """Design to compare the others with at equal peak, with the first filter."""
+    """Design that the others are compared with at equal peak, with the first filter."""
     all_tables: bool = False
-    """Print energies of every table."""
+    """True to print energies by every energy table."""
 
     @property
     def filters(self) -> tuple[str, ...]:
@@ -96,7 +96,7 @@ class DesignComparison(PrintedResult):
         return self.loss is not None or self.filters != ("trace",)
 
     def table(self) -> "DataFrame":
-        """Return a row for each design and filter as a `pandas.DataFrame`. Raises UsageError without pandas."""
+        """Return one row per design and filter as a `pandas.DataFrame`. Raise UsageError without pandas."""
         return frame([case.result for case in self.cases])
 
     def as_dict(self) -> dict[str, Any]:
@@ -131,8 +131,8 @@ class DesignComparison(PrintedResult):
         if self.baseline is not None:
             other = next(case.result for case in self.cases if case.design == self.baseline)
             sentences.append(
-                f"\nAt equal peak, faster than {other.machine.name} by fewer operations, times "
-                "utilisation relative to it:"
+                f"\nAt equal peak, the speedup over {other.machine.name} is: fewer operations times "
+                "relative utilization:"
             )
             sentences.append(_factors(results, other))
         if self.all_tables:
@@ -144,7 +144,7 @@ def _factors(results: Sequence[SimulationResult], other: SimulationResult) -> Ta
     kinds = ("ratio", "omitted", "utilisation", "other_utilisation")
     compared = {result.machine.name: iso_peak(result, other) for result in results if result is not other}
     rows = [[name, *(f"{getattr(factors, kind):.3g}" for kind in kinds)] for name, factors in compared.items()]
-    return number_table(["design", "faster", "fewer operations", "utilisation", f"of {other.machine.name}"], rows)
+    return number_table(["design", "faster", "fewer operations", "utilization", f"of {other.machine.name}"], rows)
 
 
 def _energies(results: Sequence[SimulationResult]) -> Table:
@@ -173,10 +173,10 @@ def result_cells(result: SimulationResult) -> list[str]:
 
 
 def remarks(comparison: DesignComparison) -> list[str]:
-    """Return the conditions of the figures, one sentence each."""
+    """Return the conditions of the results, one sentence each."""
     sentences = [
         "Modules are priced as published, without an outer memory; actions, with it, by "
-        f"{comparison.cases[0].result.row()['energy_table']}. Sizes of different nodes do not compare."
+        f"{comparison.cases[0].result.row()['energy_table']}. Areas of different process nodes are not comparable."
     ]
     without = [case.design for case in comparison.cases if "dram" not in case.result.machine.memories]
     if 0 < len(without) < len(comparison.cases):
@@ -194,12 +194,12 @@ def remarks(comparison: DesignComparison) -> list[str]:
             sentences.append(f"{case.design} is not verified: {case.result.machine.source}")
         for energy in case.result.energies:
             if energy.unpriced:
-                sentences.append(f"{case.design}: {energy.table} has no price for {', '.join(energy.unpriced)}")
+                sentences.append(f"{case.design}: {energy.table} has no energy for {', '.join(energy.unpriced)}")
     return list(dict.fromkeys(sentences))
 
 
 def mask_cells(comparison: DesignComparison) -> tuple[list[str], list[list[str]]]:
-    """Return titles and rows of the density and cost of masks."""
+    """Return titles and rows of the table of mask densities and mask costs."""
     head = ["design", "density", *COSTS]
     rows = [
         [case.result.machine.name, f"{case.trace.density:.3f}", *(case.trace.provenance.get(k, MISSING) for k in COSTS)]
@@ -213,7 +213,7 @@ def mask_cells(comparison: DesignComparison) -> tuple[list[str], list[list[str]]
 
 
 def measured_cells(comparison: DesignComparison) -> tuple[list[str], list[list[str]]]:
-    """Return titles and rows of simulated times and of times on this machine."""
+    """Return titles and rows of the table of simulated times and of times on this machine."""
     here = [duration(seconds) for seconds in comparison.here.values()]
     rows = [
         [case.result.machine.name, duration(case.result.seconds), *here, duration(case.kept_here)]
@@ -224,7 +224,7 @@ def measured_cells(comparison: DesignComparison) -> tuple[list[str], list[list[s
 
 
 def format_joules(energy: float | None) -> str:
-    """Format energy: 0.00387 becomes "3.87 mJ"."""
+    """Format an energy: 0.00387 becomes "3.87 mJ"."""
     if energy is None:
         return MISSING
     size, unit = next(((s, u) for s, u in ((1, "J"), (1e-3, "mJ"), (1e-6, "µJ")) if energy >= s), (1e-9, "nJ"))
@@ -238,7 +238,9 @@ def masks_of(
     density: float,
     error: float | None,
 ) -> dict[str, dict[str, AttentionTrace]]:
-    """Return the trace with each filter for each machine by name; unchanged for a machine that computes all pairs."""
+    """Return the trace with the masks of each filter, by filter and machine. The trace is unchanged for a machine that
+    computes all pairs.
+    """
 
     @cache
     def under(name: str) -> AttentionTrace:
@@ -264,8 +266,8 @@ def compare_designs(
     run: Any = None,
     objects: UserObjects | None = None,
 ) -> DesignComparison:
-    """Simulate machines on a trace with each of `masks`, the traces of each filter by machine. Results of several
-    filters have both names.
+    """Simulate machines on a trace. `masks` contains the masked trace of each filter and machine. With several filters,
+    the name of a result is design and filter.
     """
     results = []
     for name, traces in masks.items():
@@ -295,16 +297,16 @@ def _all_pairs_here(trace: AttentionTrace) -> dict[str, float | None]:
 
 
 def held_out_losses(run: Any, traces: Sequence[AttentionTrace], objects: UserObjects | None = None) -> list[float]:
-    """Return the loss of a run's model on the traced held-out examples, with the masks of each trace.
+    """Return the loss of a run's model on the traced held-out examples, once with the masks of each trace.
 
-    The first trace is the original one. Raises UsageError for traces of another run, and RefusedError for a model whose
-    attention is not a softmax over pairs.
+    The first trace is the unmasked one. Raises UsageError if the trace belongs to another run. Raises RefusedError if
+    the model's attention is not a softmax over pairs.
     """
     folder = run_folder(run)
     traced = traces[0].provenance.get("run")
     if traced != folder.name or "examples" not in traces[0].provenance:
         raise UsageError(
-            f"the trace is of {traced or 'no run'!r}, not of {folder.name!r}", fix=f"thrifty trace {folder}"
+            f"the trace belongs to {traced or 'no run'!r}, not to {folder.name!r}", fix=f"thrifty trace {folder}"
         )
     model, recipe = load_trained_model(folder, plain=False, objects=objects)
     objective, opened = open_examples(recipe)

@@ -1,4 +1,4 @@
-"""A comparison of designs as an offline page: time, cycles and energy by station, cost of masks."""
+"""Offline HTML page of a design comparison: time, cycles and energy by module (station), and cost of masks."""
 
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -20,7 +20,8 @@ from thrifty.reporting.number_format import duration, scaled
 from thrifty.simulators.accelerator.simulation_result import SimulationResult
 
 Values = Mapping[str, tuple[float, ...]]
-"""Parts of a bar by row, for a design: "" for a single part, else the name of a station."""
+"""Values of the bars of one design, by row name: one value per segment of a bar. A row is a module, an action, or "".
+"""
 
 
 def write_page(comparison: DesignComparison, path: Path) -> None:
@@ -34,7 +35,7 @@ def write_page(comparison: DesignComparison, path: Path) -> None:
         _figure(
             comparison,
             "Cycles by station",
-            "of one copy: at work, then fainter blocked, then faintest without an item",
+            "of one copy; dark: working, lighter: blocked, lightest: idle",
             lambda case: _cycles(case.result),
             lambda cycles: scaled(cycles),
         ),
@@ -44,7 +45,7 @@ def write_page(comparison: DesignComparison, path: Path) -> None:
         _figure(comparison, "Energy by action", results[0].row()["energy_table"], _by_action, format_joules),
     ]
     if any("output error" in case.trace.provenance for case in comparison.cases):
-        body.append(_figure(comparison, "Error of the outputs", "share of their length", _error, "{:.3f}".format))
+        body.append(_figure(comparison, "Error of the outputs", "norm relative to the output", _error, "{:.3f}".format))
     body += [heading("Designs"), _numbers(list(RESULT_COLUMNS), [result_cells(result) for result in results])]
     if comparison.has_mask_costs:
         body += [heading("Masks"), paragraph(ABOUT_MASKS), _numbers(*mask_cells(comparison))]
@@ -61,7 +62,7 @@ def _figure(
     values: Callable[[DesignCase], Values],
     format_value: Callable[[float], str],
 ) -> str:
-    """Return a chart with a group of bars for each row of each design, and its values in a folded table."""
+    """Return a chart with a group of bars per row of each design. A collapsed table contains the values."""
     rows: dict[str, dict[str, StackedBar]] = {}
     for case in comparison.cases:
         for name, parts in values(case).items():
@@ -78,7 +79,7 @@ def _figure(
 
 
 def _place(comparison: DesignComparison, label: str) -> int:
-    """Sort rows by design, in the order in which designs were named."""
+    """Return the position of the row's design in the order of the arguments."""
     designs = list(dict.fromkeys(case.design for case in comparison.cases))
     return designs.index(label.partition(" · ")[0])
 

@@ -21,7 +21,7 @@ OLDEST_TORCH = (2, 11)
 LITTLE_DISK = 5e9
 LITTLE_MEMORY = 2e9
 NO_GAIN = 1.2
-"""Least ratio of bfloat16 to float32 product speed that pays for the casts."""
+"""Minimum ratio of bfloat16 to float32 matmul speed at which casts pay off."""
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,12 @@ class DoctorFinding:
     what: str
     fix: str
     fatal: bool = False
-    """Return True if training cannot work at all."""
+    """True if training is impossible."""
 
 
 @dataclass(frozen=True, repr=False)
 class MachineReport(PrintedResult):
-    """Measured abilities of this machine for training, and what is missing."""
+    """Measured speeds of this machine for training, and missing software or resources."""
 
     machine: MachineInfo
     findings: tuple[DoctorFinding, ...]
@@ -67,12 +67,12 @@ class MachineReport(PrintedResult):
 
 
 def doctor(*, quick: bool = False, compile: bool = False, sparse: Sequence[tuple[int, int]] = ()) -> MachineReport:
-    """Measure what this machine can do for training, and report what is missing.
+    """Measure the speed of this machine for training, and report missing software and resources.
 
     Args:
-        quick: Skip the measurements of memory and disk.
-        compile: Also test torch.compile on a small function.
-        sparse: Shapes (outputs, inputs) of weights, to measure the density below which sparse products are faster.
+        quick: True to skip the measurements of memory and disk.
+        compile: True to test torch.compile on a small function.
+        sparse: Weight shapes (outputs, inputs). For each, measure the density below which sparse matmuls are faster.
 
     Example::
 
@@ -106,14 +106,14 @@ def _fatal(machine: MachineInfo, writable: bool) -> Iterator[DoctorFinding]:
         needed = ".".join(map(str, OLDEST_TORCH))
         yield DoctorFinding(f"torch {machine.torch} is too old", f'pip install "torch>={needed}"', fatal=True)
     if not writable:
-        what = "no run folder can be written under ./runs"
+        what = "no run folder can be created in './runs'"
         yield DoctorFinding(what, "change to a writable folder", fatal=True)
 
 
 def _compiler(machine: MachineInfo, trial: CompileTrial | None) -> Iterator[DoctorFinding]:
     needs = "the techniques `compile` and `attention.tiled` require it on a CPU"
     if machine.compiler is None:
-        fix = "install g++ (Debian: apt-get install g++), or set CXX to yours"
+        fix = "install g++ (Debian: apt-get install g++), or set CXX to your compiler"
         yield DoctorFinding(f"no C++ compiler: {needs}", fix)
     elif not machine.python_headers:
         fix = "install them (Debian: apt-get install python3-dev)"
@@ -125,25 +125,25 @@ def _compiler(machine: MachineInfo, trial: CompileTrial | None) -> Iterator[Doct
 def _resources(machine: MachineInfo) -> Iterator[DoctorFinding]:
     if not machine.gpus and _gain(machine) < NO_GAIN:
         yield DoctorFinding(
-            f"bfloat16 products run at {_gain(machine):.2f} times the float32 rate on this CPU",
-            "leave out `precision.mixed`, which is not faster here",
+            f"bfloat16 matmuls run at {_gain(machine):.2f} times the float32 rate on this CPU",
+            "leave out `precision.mixed`, which is not faster on this CPU",
         )
     if any(rate.median < rate.high / 2 for rate in machine.matmul.values()):
         yield DoctorFinding(
-            "repeats of one matrix product differ by more than a factor of two: other programs use these cores",
-            "measure again on a quiet machine; training is slower until then",
+            "repeats of one matmul differ by more than a factor of 2: other programs use these cores",
+            "stop other programs and measure again",
         )
     if machine.core_quota is not None and machine.core_quota < machine.logical_cores:
         yield DoctorFinding(
-            f"{machine.logical_cores} cores are visible, but the control group grants {machine.core_quota:g}",
-            f"set OMP_NUM_THREADS={max(1, round(machine.core_quota))}: more threads do not run faster",
+            f"{machine.logical_cores} cores are visible, but the control group (cgroup) allows {machine.core_quota:g}",
+            f"set OMP_NUM_THREADS={max(1, round(machine.core_quota))}: more threads are not faster",
         )
     if machine.memory_available < LITTLE_MEMORY:
         available = scaled(machine.memory_available, "B")
-        yield DoctorFinding(f"only {available} of memory is free", "close other programs, or train a smaller preset")
+        yield DoctorFinding(f"only {available} of memory is free", "close other programs; or train a smaller preset")
     if machine.disk_free < LITTLE_DISK:
         free = scaled(machine.disk_free, "B")
-        yield DoctorFinding(f"only {free} is free on this disk", "free some, or keep fewer checkpoints")
+        yield DoctorFinding(f"only {free} is free on this disk", "delete files; or keep fewer checkpoints")
 
 
 def _optional(machine: MachineInfo) -> Iterator[DoctorFinding]:
@@ -159,8 +159,8 @@ def _optional(machine: MachineInfo) -> Iterator[DoctorFinding]:
 
 
 def _gain(machine: MachineInfo) -> float:
-    """Return the speed of bfloat16 products relative to float32, by the best repeat of each, since the machine may be
-    shared.
+    """Return the speed of bfloat16 matmuls relative to float32. The best repeat of each counts, because other programs
+    may slow some repeats.
     """
     return machine.matmul["bfloat16"].high / machine.matmul["float32"].high
 
@@ -175,7 +175,7 @@ def _titled(title: str, rows: list[tuple[str, str]]) -> RenderableType:
 
 
 def _machine_rows(machine: MachineInfo) -> list[tuple[str, str]]:
-    quota = f", {machine.core_quota:g} granted" if machine.core_quota is not None else ""
+    quota = f", {machine.core_quota:g} allowed" if machine.core_quota is not None else ""
     gpus = [f"{gpu.name}, {scaled(gpu.memory, 'B')}, capability {gpu.capability}" for gpu in machine.gpus]
     return [
         ("processor", machine.cpu),
@@ -188,7 +188,7 @@ def _machine_rows(machine: MachineInfo) -> list[tuple[str, str]]:
 
 
 def _rate_rows(machine: MachineInfo) -> list[tuple[str, str]]:
-    rows = [(f"{dtype} products", _rate(rate, "FLOP/s")) for dtype, rate in machine.matmul.items()]
+    rows = [(f"{dtype} matmul", _rate(rate, "FLOP/s")) for dtype, rate in machine.matmul.items()]
     for gpu in machine.gpus:
         rows += [(f"{dtype} on {gpu.name}", _rate(rate, "FLOP/s")) for dtype, rate in gpu.matmul.items()]
     return [

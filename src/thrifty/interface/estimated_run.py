@@ -1,4 +1,4 @@
-"""The run whose step `estimate` counts, from a model, a batch and a loss in any form."""
+"""Conversion of a model, a batch and a loss in any form to the run whose step `estimate` counts."""
 
 from collections import UserDict
 from collections.abc import Callable, Mapping, Sequence
@@ -30,12 +30,12 @@ from thrifty.objectives.user_loss import UserFunction, UserLoss, loss_of_output
 from thrifty.training.run_setup import prepare_run
 
 EXAMPLES, LENGTH = 8, 512
-"""Default number of examples and tokens of a batch."""
+"""Default number of examples in a batch, and of tokens per example."""
 
 
 @dataclass(frozen=True)
 class EstimatedRun:
-    """A run without techniques, the bytes of its batch, and the bytes of its tensors in this process."""
+    """A run without techniques, the size of its batch in bytes, and the bytes of its tensors in this process."""
 
     plain: BaseRun
     batch_bytes: float
@@ -44,7 +44,9 @@ class EstimatedRun:
 
 
 class OneBatch(BatchSource):
-    """The same batch at every step. Its fields are the leaves of a batch with one row per example."""
+    """Batch source that returns the same batch at every step. Its fields are the tensors of the batch with one row per
+    example.
+    """
 
     def __init__(self, leaves: Mapping[str, Tensor]):
         self.leaves, self.batch = leaves, len(next(iter(leaves.values())))
@@ -57,11 +59,11 @@ class OneBatch(BatchSource):
 def estimated_run(
     model: Any, batch: Any, loss: UserFunction | str | None, data: Any, length: int | None
 ) -> EstimatedRun:
-    """Return the run for a model in any form that `thrifty.estimate` takes. Raises UsageError for another."""
+    """Return the run for a model in any form that `thrifty.estimate` accepts. Raises UsageError for other types."""
     count = batch if isinstance(batch, int) else None
     is_own_batch = batch is not None and count is None
     if count is not None and count < 1:
-        raise UsageError(f"the batch has {count} examples, fewer than 1", fix="batch=8")
+        raise UsageError(f"the batch has {count} examples, but needs at least 1", fix="batch=8")
     if isinstance(model, str) and is_function_name(model):
         model = import_function(model)
     if isinstance(model, str | Path):
@@ -82,7 +84,7 @@ def estimated_run(
 def _of_name(
     model: str | Path, batch: Any, loss: UserFunction | str | None, count: int | None, data: Any, length: int | None
 ) -> EstimatedRun:
-    """Return the run of a preset, a folder or a config.json."""
+    """Return the run for a preset name, a model folder or a config.json."""
     if (folder := _model_folder(model)) is None:
         name = _preset(model)
         if batch is not None:
@@ -95,7 +97,7 @@ def _of_name(
     run = _of_config(_config_of(folder), batch, loss, count, length)
     if data is None:
         return run
-    unread = f"{str(data)!r} is not read: {folder} has no weights and no tokenizer"
+    unread = f"{str(data)!r} is not read, because '{folder}' has no weights and no tokenizer"
     return replace(run, notes=(*run.notes, unread))
 
 
@@ -107,14 +109,14 @@ def _of_batch(
     notes: tuple[str, ...] = (),
 ) -> EstimatedRun:
     if batch is None:
-        raise UsageError("the model has no batch to run on", fix="estimate(model, batch, loss=loss), or data=")
+        raise UsageError("no batch was passed", fix="estimate(model, batch, loss=loss), or data=")
     if isinstance(loss, str):
         raise UsageError(
-            f"the objective {loss!r} builds its own batches", fix="data=… instead of a batch, or a loss function"
+            f"the objective {loss!r} builds its own batches", fix="pass data=… instead of batch; or loss=FUNCTION"
         )
     if loss is None and not isinstance(_plain(batch), Mapping):
         raise UsageError(
-            f"without a loss, a batch is keyword arguments of the model, not a {type(batch).__name__!r}",
+            f"without a loss, the batch must be a dict of model arguments, not a {type(batch).__name__!r}",
             fix="pass loss=, a function of (model, batch)",
         )
     leaves, structure = tree_flatten(_plain(batch))
@@ -138,7 +140,7 @@ def _of_batch(
 
 
 def _plain(batch: Any) -> Any:
-    """Return a batch with plain dictionaries instead of mappings, such as those of tokenizers."""
+    """Return a batch with plain dictionaries instead of mappings such as a tokenizer's `BatchEncoding`."""
     return dict(batch) if isinstance(batch, UserDict) else batch
 
 
@@ -151,7 +153,7 @@ def _present(leaf: Tensor) -> Tensor:
 
 
 def _model_folder(model: str | Path) -> Path | None:
-    """Return the folder of a model or of a config.json; None for other text."""
+    """Return the folder of a model or of a config.json, or None if `model` is not a path."""
     path = Path(model)
     if path.name == "config.json" and path.is_file():
         return path.parent
@@ -179,7 +181,7 @@ def _config_of(folder: Path) -> Any:
     kind = content.get("model_type")
     if kind not in transformers.CONFIG_MAPPING:
         raise UsageError(
-            f"{folder / 'config.json'}: transformers knows no model_type {kind!r}",
+            f"{folder / 'config.json'}: model_type {kind!r} is not known to the installed transformers",
             fix=did_you_mean(str(kind), transformers.CONFIG_MAPPING.keys()),
         )
     config = transformers.CONFIG_MAPPING[kind].from_dict(content)
@@ -201,13 +203,13 @@ def _transformers() -> Any:
 AUTO = (
     "AutoModelForSeq2SeqLM", "AutoModelForMaskedLM", "AutoModelForCausalLM", "AutoModelForImageClassification",
 )  # fmt: skip
-"""Auto classes to try, in order, for a config that names no architecture."""
+"""Auto classes that are tried in this order if a config names no architecture."""
 
 
 def _of_config(
     config: Any, batch: Any, loss: UserFunction | str | None, count: int | None, length: int | None
 ) -> EstimatedRun:
-    """Return the run of a `transformers` config with random weights, on random examples unless a batch is passed."""
+    """Return the run of a `transformers` config with random weights. Without a batch, examples are random."""
     transformers = _transformers()
     name = next((name for name in getattr(config, "architectures", None) or () if hasattr(transformers, name)), None)
     kind = getattr(transformers, name) if name else None
@@ -215,7 +217,7 @@ def _of_config(
         kind = next((k for k in (getattr(transformers, a) for a in AUTO) if type(config) in k._model_mapping), None)
     if kind is None:
         raise UsageError(
-            f"no model of transformers with a loss has the config {type(config).__name__!r}", fix="pass the model"
+            f"transformers has no model with a loss for the config {type(config).__name__!r}", fix="pass the model"
         )
     build = partial(kind._from_config if name else kind.from_config, config)
     if batch is not None:
@@ -231,7 +233,7 @@ def _of_config(
     if not hasattr(text, "vocab_size"):
         raise UsageError(
             f"{type(config).__name__!r} is a config of a model without text or image inputs",
-            fix="pass a batch of the model's",
+            fix="pass a batch: estimate(config, batch)",
         )
     most = getattr(text, "max_position_embeddings", None) or LENGTH
     size = length or min(LENGTH, most)
@@ -242,7 +244,7 @@ def _of_config(
 def _of_recipe(
     model: Any, loss: UserFunction | str | None, count: int | None, data: Any, length: int | None
 ) -> EstimatedRun:
-    """Return the run that `thrifty.train` would start on the data."""
+    """Return the run that `thrifty.train` would start with the data."""
     is_named = is_mixture(data) or (isinstance(data, str | Path) and not names_object(data, is_data=True))
     held_out = None if is_named else data
     chosen = recipe(model, data, held_out=held_out, loss=loss, batch=count or EXAMPLES, device="cpu")
@@ -254,7 +256,7 @@ def _of_recipe(
 
 @dataclass
 class PublishedTokens:
-    """Tokens of a vocabulary of known size; special tokens are its last."""
+    """Stand-in for a tokenizer whose vocabulary size is known. Special tokens have the last ids."""
 
     vocabulary: int
     end_of_text: int = 0
@@ -269,7 +271,7 @@ class PublishedTokens:
 
 
 def _of_preset(name: str, count: int | None, length: int | None) -> EstimatedRun:
-    """Return the run of a preset in its published size, on random examples."""
+    """Return the run of a preset at its published size, with random examples."""
     shape = PRESETS[name]
     task, count = FAMILIES[shape.style].task, count or EXAMPLES
     build = partial(assemble, shape)
@@ -284,6 +286,6 @@ def _of_preset(name: str, count: int | None, length: int | None) -> EstimatedRun
         plain = BaseRun(build, source, find_objective(task).with_tokenizer(PublishedTokens(shape.vocabulary), size))
         given = f"{count} random examples of {size} tokens"
     else:
-        raise UsageError(f"{name} learns {task}, which needs data", fix=f'estimate({name!r}, data="…", batch={count})')
+        raise UsageError(f"{name} ({task}) requires data", fix=f'estimate({name!r}, data="…", batch={count})')
     batch_bytes = storage_bytes(plain.objective.examples(source.at(0)).fields.values())
     return EstimatedRun(plain, batch_bytes, notes=(f"a batch of {given}",))

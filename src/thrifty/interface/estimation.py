@@ -1,4 +1,4 @@
-"""`estimate`: predict the memory of a training step, and the changes that make it fit."""
+"""`estimate`: predict the memory of a training step, and list changes that make the step fit."""
 
 import inspect
 from collections.abc import Iterator, Mapping, Sequence
@@ -39,56 +39,59 @@ from thrifty.simulators.cluster.device_specs import DEVICES
 from thrifty.training.memory_meter import MemoryMeter
 
 STEPS = 1000
-"""Steps of the run whose step is estimated, for settings that are fractions of a run."""
+"""Assumed number of steps of the run, for settings that are fractions of a run."""
 COUNTING = 120.0
-"""Seconds for counting options; options that are not counted by then are left out."""
+"""Time limit in seconds for estimating options. Later options are left out."""
 RESERVE = 1.02
-"""Factor of the predicted peak that must fit, since a prediction can be too low: by 0.02 % at most for the 90 random
-models of `results/benchmarks/estimate-cpu.json`.
+"""Safety factor of the predicted peak, because a prediction can be too low. The largest error was 0.02 % for the 90
+random models of `results/benchmarks/estimate-cpu.json`.
 """
 HELD_LOW, HELD_HIGH, PROCESS_LOW, PROCESS_HIGH = 0.9, 1.15, 0.5, 1.1
 """Bounds of the process memory, as factors of the peak of tensors and of the memory before the step."""
 MOVED = 80e6
-"""Bytes above these bounds that a process may hold: freed memory and code of libraries."""
+"""Bytes above these bounds that a process may hold, for freed memory and library code."""
 
 
 @dataclass(frozen=True)
 class EstimatedOption:
-    """A change that makes a step fit, its peak, and its expected step time relative to the unchanged step."""
+    """A change that makes a step fit: its peak memory, and its expected step time relative to the unchanged step."""
 
     label: str
     techniques: tuple[Technique, ...]
     peak: float
     relative_time: float
     numerics: str
-    """"exact" if it changes no value, "rounding" if only the last bits, "different" for another algorithm."""
+    """"exact" if the change alters no value, "rounding" if it alters only the last bits, "different" for another
+    algorithm.
+    """
 
 
 @dataclass(frozen=True, repr=False)
 class StepEstimate(PrintedResult):
-    """Predicted bytes and FLOPs of one training step.
+    """Predicted memory (bytes) and FLOPs of one training step.
 
-    `peak` is the peak of the tensors of one process, the batch included; `parts` are its components.
+    `peak` is the maximum number of bytes of all tensors of one process, including the batch. `parts` lists its
+    components.
     """
 
     peak: float
     parts: Mapping[str, float]
     flops: float
-    """FLOPs of the forward and backward pass of one step; a multiply-add counts as two."""
+    """FLOPs of the forward and backward pass of one step. A multiply-add counts as two."""
     parameters: int
     memory: float
-    """Available bytes: the argument, or the memory of a named device."""
+    """Available bytes: the argument `memory`, or the memory of a named device."""
     options: tuple[EstimatedOption, ...] = ()
-    """Changes that make the step fit `memory`, the cheapest first; empty if it fits, or if nothing does."""
+    """Changes that make the step fit `memory`, cheapest first. Empty if the step fits, or if no change makes it fit."""
     notes: tuple[str, ...] = ()
     process: tuple[float, float] | None = None
-    """Expected bounds, in bytes, of the peak of the whole process on a CPU, with interpreter and libraries; None on a
-    GPU.
+    """Expected bounds in bytes of the peak memory of the whole process on a CPU, including interpreter and libraries.
+    None on a GPU.
     """
 
     @property
     def fits(self) -> bool:
-        """True if the peak with a reserve of 2 % is at most `memory`."""
+        """True if the peak, plus a reserve of 2 %, is at most `memory`."""
         return self.peak * RESERVE <= self.memory
 
     @property
@@ -109,7 +112,7 @@ class StepEstimate(PrintedResult):
         verdict = [] if self.memory == inf else [f"{'fits' if self.fits else 'does not fit'} {write_size(self.memory)}"]
         if self.process is not None:
             low, high = map(write_size, self.process)
-            verdict.append(f"the whole process is expected to hold {low} to {high}")
+            verdict.append(f"the whole process is expected to use {low} to {high}")
         if not self.options:
             return lines(head, *parts, *verdict, *self.notes)
         table = open_table("change that makes it fit", "peak", "time of a step", "numerics")
@@ -131,25 +134,25 @@ def estimate(
     data: Any = None,
     length: int | None = None,
 ) -> StepEstimate:
-    """Estimate the memory and FLOPs of a training step. Nothing is allocated and no step runs.
+    """Estimate the memory and FLOPs of a training step. No memory is allocated and no step runs.
 
     Args:
-        model: Module, on the meta device or not; function that builds one; preset; `transformers` config; or Hugging
-            Face folder, with weights or with config.json alone.
-        batch: Argument of `loss(model, batch)`; without a loss, keyword arguments of a model that computes its loss. Or
-            a number of examples.
-        data: Dataset whose examples are read as in `thrifty.train`. By default examples are random.
-        length: Tokens in an example.
+        model: Module (also on the meta device), function that builds a module, preset, `transformers` config, or
+            Hugging Face folder. A folder needs only its config.json.
+        batch: Argument of `loss(model, batch)`. Without a loss: a dict of keyword arguments of a model that computes
+            its own loss. A number is a number of examples.
+        data: Dataset, read as in `thrifty.train`. By default examples are random.
+        length: Number of tokens per example.
         optimizer: Technique, or class or object of `torch.optim`.
-        memory: Available memory, "24GB", "24GiB" or bytes. The default is the memory of a named `device`, such as
-            "h100".
-        allow: Largest change of values that options may make: "exact", "rounding" or "different".
+        memory: Available memory: "24GB", "24GiB" or a number of bytes. The default is the memory of a named `device`,
+            such as "h100".
+        allow: Largest change of numerical values that an option may make: "exact", "rounding" or "different".
 
-    A model whose shapes depend on values runs once on the batch; a note reports that. On a CPU, convolutions run once
-    on a few examples to measure their workspace.
+    If shapes depend on values, the model runs once on the batch, and a note reports this. On a CPU, convolutions run
+    once on a few examples to measure their workspace.
 
-    Raises UsageError for arguments that do not fit and for a model that raises on the batch; RefusedError if a
-    technique does not fit the model.
+    Raises UsageError if arguments do not fit or the model raises on the batch, and RefusedError if a technique does not
+    support the model.
 
     Example::
 
@@ -186,7 +189,7 @@ def estimate(
 
 @contextmanager
 def _own_errors(run: EstimatedRun) -> Iterator[None]:
-    """Convert an exception of a model, a loss or an optimizer into UsageError, with the shapes of the batch."""
+    """Convert an exception of a model, a loss or an optimizer to UsageError, with the shapes of the batch."""
     try:
         yield
     except Exception as error:
@@ -196,14 +199,12 @@ def _own_errors(run: EstimatedRun) -> Iterator[None]:
         shapes = ", ".join(f"{tuple(each.shape)} {str(each.dtype).removeprefix('torch.')}" for each in batch)
         raise UsageError(
             f"the step does not run on a batch of {shapes}: {reason_of(error)}",
-            fix="call loss(model, batch).mean().backward() yourself, and fix what it raises",
+            fix="call loss(model, batch).mean().backward() in your code, and fix the error that it raises",
         ) from error
 
 
 def _device(device: str | torch.device) -> tuple[torch.device, float, bool | None]:
-    """Return the torch device, its bytes if it is named, and for a device of another machine whether it computes
-    bfloat16.
-    """
+    """Return the torch device, its memory in bytes (inf if unknown) and if it computes bfloat16 (None: detect)."""
     word = str(device).lower().removeprefix("nvidia ").partition(" ")[0]
     is_here = torch.cuda.is_available()
     if word == "auto":
@@ -213,7 +214,7 @@ def _device(device: str | torch.device) -> tuple[torch.device, float, bool | Non
     near = [spec for name, spec in DEVICES.items() if name != "cpu" and name.startswith(word)]
     if not near:
         names = ", ".join(name for name in DEVICES if name != "cpu")
-        raise UsageError(f"unknown device {str(device)!r}", fix=f'"cpu", "cuda" or one of {names}')
+        raise UsageError(f"unknown device {str(device)!r}", fix=f'device="cpu", device="cuda", or one of {names}')
     spec = min(near, key=lambda spec: spec.memory)
     return torch.device("cuda"), spec.memory, spec.has_fast_bfloat16
 
@@ -226,7 +227,7 @@ def _numerics(allow: str) -> Numerics:
     try:
         return Numerics(allow)
     except ValueError:
-        raise UsageError(f"allow={allow!r} is unknown", fix='"exact", "rounding" or "different"') from None
+        raise UsageError(f"allow={allow!r} is unknown", fix='allow="exact", "rounding" or "different"') from None
 
 
 def _bytes(memory: str | float) -> float:
@@ -248,12 +249,14 @@ def _optimizer(optimizer: Any, model: Any, kind: str) -> Technique:
         return TorchOptimizer(make=partial(_torch_optimizer, optimizer, _own_names(optimizer, model), kind))
     chosen = technique_of(optimizer, {})
     if Claim.OPTIMIZER not in chosen.claims:
-        raise UsageError(f"{chosen.name} is no optimizer", fix="optimizer='adamw', or a class of torch.optim")
+        raise UsageError(f"{chosen.name} is not an optimizer", fix="optimizer='adamw', or a class of torch.optim")
     return chosen
 
 
 def _own_names(optimizer: Any, model: Any) -> list[set[str]] | None:
-    """Return the names of the parameters in each group of an optimizer of this model; None for all in one group."""
+    """Return the names of the parameters in each parameter group of an optimizer of this model. Return None for one
+    group of all parameters.
+    """
     if not isinstance(optimizer, Optimizer) or not isinstance(model, nn.Module):
         return None
     names = {id(parameter): name for name, parameter in model.named_parameters()}
@@ -264,8 +267,8 @@ def _own_names(optimizer: Any, model: Any) -> list[set[str]] | None:
 def _torch_optimizer(
     optimizer: Any, groups: list[set[str]] | None, kind: str, names: Sequence[str], parameters: Sequence[Tensor]
 ) -> Optimizer:
-    """Build a torch optimizer for parameters with the settings of another. On a GPU, torch updates all tensors at once
-    by default.
+    """Build a torch optimizer for these parameters with the settings of `optimizer`. On a GPU, torch's default updates
+    all tensors at once (foreach).
     """
     is_class = inspect.isclass(optimizer)
     defaults = {} if is_class else dict(optimizer.defaults)
@@ -290,7 +293,7 @@ def _process(peak: float, run: EstimatedRun) -> tuple[float, float]:
 
 
 def _parts(footprint: Footprint) -> dict[str, float]:
-    """Return the parts of the peak. Gradients replace activations, so the smaller of both is left out."""
+    """Return the parts of the peak. Gradients replace activations in memory, so the smaller part is left out."""
     names = ("parameters", "buffers", "optimizer", "gradients", "activations", "temporary")
     parts = {name: getattr(footprint, name) for name in names}
     parts[min("gradients", "activations", key=parts.__getitem__)] = 0.0
@@ -300,7 +303,7 @@ def _parts(footprint: Footprint) -> dict[str, float]:
 def _options(
     run: EstimatedRun, chosen: tuple[Technique, ...], limit: float, allow: Numerics, device: torch.device
 ) -> tuple[tuple[EstimatedOption, ...], str]:
-    """Return the options, and a note on those that were not counted in time."""
+    """Return the options that fit, and a note if the time limit stopped the search."""
     plain: BaseRun = replace(run.plain, is_trained=True)
     recipe = Recipe(model=ModelSettings(), techniques=chosen)
     known = {name: catalogue.find(name) for name in catalogue.own_names()}
@@ -334,10 +337,14 @@ def _options(
 
 
 def _cheapest_of_micro_batches(ways: Sequence[PlanOption]) -> list[PlanOption]:
-    """Drop options with more micro-batches than necessary."""
+    """Drop options that use more micro-batches than necessary."""
     parts = [way.parts for way in ways if way.axis == MICRO_BATCHES]
     return [way for way in ways if way.axis != MICRO_BATCHES or way.parts == min(parts)]
 
 
 def _late(search: PlanSearch) -> str:
-    return f"counted options for {search.seconds_taken:.0f} s, without {search.stopped}" if search.stopped else ""
+    return (
+        f"time limit: options were estimated for {search.seconds_taken:.0f} s, without {search.stopped}"
+        if search.stopped
+        else ""
+    )

@@ -1,4 +1,4 @@
-"""`explain`: the effect of each technique of a recipe in order, with predicted cost."""
+"""`explain`: show the effect of each technique of a recipe in order, with predicted memory and FLOPs."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -22,31 +22,31 @@ from thrifty.training.memory_meter import MemoryMeter
 from thrifty.training.run_setup import mesh_sizes, prepare_run
 
 STEPS = 1000
-"""Steps of a run whose budget is not in steps."""
+"""Assumed number of steps, if the budget of a run is not in steps."""
 PARTS = ("parameters", "buffers", "gradients", "optimizer", "activations")
 Found = TypeVar("Found")
 
 
 @dataclass(frozen=True, repr=False)
 class RecipeExplanation(PrintedResult):
-    """Effects of a recipe: each technique in order of stage, with memory and FLOPs before and after it."""
+    """Effects of a recipe. Techniques are in order of stage, each with memory and FLOPs before and after it."""
 
     recipe: str
     data: Mapping[str, Any]
     explanation: Explanation
     notes: Mapping[str, Any]
-    """Modules that each technique changed and skipped."""
+    """Modules that each technique changed or skipped."""
     refused: Mapping[str, str]
-    """Techniques that refuse the model or the data, with reasons."""
+    """Techniques that do not support the model or the data, with the reasons."""
     process: float
-    """Bytes of the process before it builds the model."""
+    """Bytes of the process before the model is built."""
     ranks: Mapping[str, Any] = field(default_factory=dict)
-    """The "mesh", and the content of a rank for each of its "stages"; empty without a mesh."""
+    """The "mesh", and for each of its "stages" the contents of a rank. Empty without a mesh."""
     origins: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def peak(self) -> float:
-        """Predicted bytes of tensors at the peak of a step."""
+        """Predicted maximum number of bytes of all tensors during a step."""
         return self.explanation.footprint.memory
 
     @property
@@ -73,14 +73,14 @@ class RecipeExplanation(PrintedResult):
         below = [f"\npredicted peak {write_size(total['memory'])}: {parts}, temporary {write_size(total['temporary'])}"]
         if self.process:
             whole, process = write_size(total["memory"] + self.process), write_size(self.process)
-            before = f"the process holds {process} before it builds the model, and memory that steps free may stay"
-            below.append(f"with the process at least {whole}: {before}")
+            before = f"the process uses {process} before the model is built, and may keep freed memory"
+            below.append(f"including the process, at least {whole}: {before}")
         if self.ranks:
             below += _rank_lines(facts)
         if facts["decisions"]:
-            below += ["\ndecided when the first batch is seen", *(f"  {each}" for each in facts["decisions"])]
+            below += ["\nsettings that depend on the first batch", *(f"  {each}" for each in facts["decisions"])]
         if self.origins:
-            below += ["\nvalues that are not defaults"]
+            below += ["\nsettings that differ from the defaults"]
             below += [f"  {path}  from {origin}" for path, origin in self.origins.items()]
         return lines(*printed, _table(facts), *below)
 
@@ -94,11 +94,11 @@ def explain(
 ) -> RecipeExplanation:
     """Explain a recipe: the modules that each technique changes, memory and FLOPs before and after it, and refusals.
 
-    `recipe` is a value, a name or a file; `arguments` are those of `thrifty.recipe`. `origins` is the origin of each
-    value, for the printed explanation. Nothing is trained. With a mesh, the result has what each rank holds, computes
-    and sends, without starting ranks.
+    `recipe` is a recipe, its name or its file. `arguments` are those of `thrifty.recipe`. `origins` contains the origin
+    of each value, for printing. Nothing is trained. With a mesh, the result contains the memory, computation and
+    communication of each rank. No ranks are started.
 
-    Raises UsageError for a recipe that cannot be trained, RefusedError if the model itself is refused.
+    Raises UsageError if the recipe cannot be trained, and RefusedError if the model itself is refused.
 
     Example::
 
@@ -127,8 +127,8 @@ def explain(
 
 
 def _without_refused(run: Run, look: Callable[[Run], Found]) -> tuple[Run, dict[str, str], Found]:
-    """Return a run without the techniques that refuse its model, their reasons, and the result of `look`. Raises
-    RefusedError if the model itself is refused.
+    """Return a run without the techniques that refuse its model, the reasons of these techniques, and the result of
+    `look`. Raise RefusedError if the model itself is refused.
     """
     refused: dict[str, str] = {}
     while True:
@@ -176,7 +176,7 @@ def _in_words(data: Mapping[str, Any]) -> str:
 
 def _rank_lines(facts: Mapping[str, Any]) -> list[str]:
     along = " x ".join(f"{axis} {size}" for axis, size in facts["mesh"].items() if size > 1)
-    printed = [f"\neach of the ranks of {along} sends {write_size(facts['footprint']['traffic'])} a step, and keeps"]
+    printed = [f"\neach of the ranks of {along} sends {write_size(facts['footprint']['traffic'])} per step, and stores"]
     for stage in facts["stages"]:
         first, last = stage["ranks"][0], stage["ranks"][-1]
         ranks = f"rank {first}" if first == last else f"ranks {first} to {last}"

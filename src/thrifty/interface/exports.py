@@ -29,13 +29,13 @@ ADAPTERS: dict[Part | None, Adapters] = {None: "merged", "adapter": "kept", "bas
 
 @dataclass(frozen=True, repr=False)
 class ExportedModel(PrintedResult):
-    """The files of an exported model."""
+    """Folder and files of an exported model."""
 
     run: str
     folder: str
     files: tuple[str, ...]
     notes: tuple[str, ...] = ()
-    """Settings without a place in the configuration, and their form in the export."""
+    """Settings that the configuration format cannot express, and how the export represents them."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -46,7 +46,7 @@ class ExportedModel(PrintedResult):
 
 @dataclass(frozen=True, repr=False)
 class ExportedMasks(PrintedResult):
-    """The masks of a sparse run, as a file for another run."""
+    """Masks of a sparse run in a file, for use in another run."""
 
     run: str
     file: str
@@ -73,17 +73,17 @@ def export(
 ) -> ExportedModel | ExportedMasks:
     """Write the model of a run as a Hugging Face folder: config.json, safetensors, tokenizer or image preprocessor.
 
-    Adapters are merged and gains folded into weights. Your own `model` is written as model.safetensors, its state dict,
-    and model.json with the function that built it; a model of `transformers` in its own format.
+    Adapters and gains are merged into the weights. A model of `transformers` keeps its own format. Your own `model` is
+    written as model.safetensors (its state dict) and model.json (the function that built it).
 
     Args:
         run: Run, run folder, or its name under ./runs.
-        step: Step of a checkpoint, by default the newest.
-        raw_weights: Export the trained weights of a run that evaluated their average.
+        step: Step of the checkpoint; by default the newest checkpoint.
+        raw_weights: True to export the trained weights instead of their average, if the run evaluated the average.
         part: "adapter" in PEFT format, its "base" model, or the "masks" of a sparse run as a file.
-        model: The run's model, if it was your own.
+        model: Your own model, if it trained the run.
 
-    Raises UsageError for a folder that contains files.
+    Raises UsageError if the folder contains files.
 
     Example::
 

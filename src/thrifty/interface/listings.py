@@ -1,6 +1,6 @@
-"""`list`: the names that a recipe or a command can hold, with one line for each.
+"""`list`: print the names that recipes and commands accept, one line per name.
 
-Techniques are listed without torch, which takes seconds to import.
+Techniques are listed without importing torch, which takes seconds.
 """
 
 import ast
@@ -19,11 +19,11 @@ from thrifty.reporting.printed_result import PrintedResult, lines
 
 Kind = Literal["techniques", "recipes", "studies", "presets", "objectives", "designs"]
 WIDTH = 120
-"""Characters of a printed line."""
+"""Number of characters per printed line."""
 
 
 class Listing(PrintedResult, dict[str, str]):
-    """Names with one line for each."""
+    """Names with one line of description each."""
 
     def as_dict(self) -> Any:
         return [{"name": name, "about": about} for name, about in self.items()]
@@ -33,7 +33,7 @@ class Listing(PrintedResult, dict[str, str]):
 
 
 class TechniqueListing(Listing):
-    """Techniques under the goals of their groups."""
+    """Techniques grouped by their goals."""
 
     def __rich__(self) -> RenderableType:
         groups: dict[str, dict[str, str]] = {}
@@ -51,10 +51,10 @@ def _columns(rows: Mapping[str, str], width: int = 0) -> list[str]:
 
 
 def list_names(kind: Kind = "techniques", *, search: str = "") -> Listing:
-    """List techniques, recipes, studies, presets, objectives or accelerator designs by name, with one line for each.
+    """List techniques, recipes, studies, presets, objectives or accelerator designs, with one line per name.
 
-    `search` keeps the entries whose name, line or card has all of its words, in upper or lower case. Code of a third
-    party's technique is not run. Raises UsageError for another kind, and if nothing matches.
+    `search` selects entries whose name, line or card contains all of its words; case is ignored. Code of third-party
+    techniques is not run. Raises UsageError if `kind` is unknown or nothing matches.
 
     Example::
 
@@ -78,7 +78,7 @@ def _techniques() -> Mapping[str, str]:
 
 
 def _about(name: str) -> str:
-    """Return a technique's line from its file."""
+    """Return the description line of a technique from its source file."""
     if techniques.source_file(name) is None:
         outside = techniques.third_party().get(name)
         return f"from the package {outside.dist.name if outside.dist else outside.value}" if outside else "no .py file"
@@ -86,11 +86,11 @@ def _about(name: str) -> str:
 
 
 def _card(name: str) -> str:
-    """Return a technique's docstring without running its file, which may be a stranger's."""
+    """Return the docstring of a technique without running its file, because the file may be third-party code."""
     file = techniques.source_file(name)
     try:
         if file is None or not file.is_file():
-            raise OSError("no regular file")
+            raise OSError("not a regular file")
         return ast.get_docstring(ast.parse(file.read_bytes(), str(file))) or ""
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return f"cannot be read: {type(error).__name__}: {error} ({file})"
@@ -101,7 +101,7 @@ def _aliases(name: str) -> str:
 
 
 def _goal(group: str) -> str:
-    """Return the heading of a group of techniques: the docstring of its package."""
+    """Return the heading of a technique group: the first line of its package docstring."""
     package = Path(techniques.__file__).parent / group / "__init__.py"
     docstring = ast.get_docstring(ast.parse(package.read_bytes())) if group and package.is_file() else ""
     return (docstring or group or "Compilation").partition("\n")[0]

@@ -1,4 +1,4 @@
-"""Trained language models with their tokenizers, from a run folder or a Hugging Face folder."""
+"""Loading of trained language models and their tokenizers from a run folder or a Hugging Face folder."""
 
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,12 @@ from thrifty.training.trained_model import load_trained_model
 
 
 def own_model(run: Any, model: nn.Module | BuildModel | str | None) -> UserObjects:
-    """Return the user's own model: the passed one, or the one that trained the run in this process."""
+    """Return the passed model, or else the user's own model that trained the run in this process."""
     return getattr(run, "objects", UserObjects()) if model is None else UserObjects.from_arguments(model=model)
 
 
 def load_for_sampling(source: Any, objects: UserObjects) -> tuple[nn.Module, Path, int | None]:
-    """Return the model of a run or of a Hugging Face folder, its tokenizer file, and the tokens of its context."""
+    """Return the model of a run or a Hugging Face folder, its tokenizer file, and its context length in tokens."""
     path = Path(getattr(source, "folder", source))
     if not (path / "config.json").is_file():
         return _load_run(run_folder(source), objects)
@@ -32,7 +32,7 @@ def load_for_sampling(source: Any, objects: UserObjects) -> tuple[nn.Module, Pat
         model, shape = import_folder(path)
         check_task(model)
         return model, path / "tokenizer.json", shape.length
-    except RefusedError:  # not one of our two families
+    except RefusedError:  # not an architecture that Thrifty implements
         return load_causal_lm(path), path / "tokenizer.json", None
 
 
@@ -47,19 +47,19 @@ def _load_run(run: Path, objects: UserObjects) -> tuple[nn.Module, Path, int | N
 
 
 def read_prompt(tokenizer_json: Path, prompt: str) -> tuple[Tokenizer, list[int], int | None]:
-    """Return the tokenizer, the tokens of the prompt, and the token that ends a document, if there is one."""
+    """Return the tokenizer, the tokens of the prompt, and the end-of-document token if there is one."""
     tokenizer = read_tokenizer_file(tokenizer_json)
     ends = (tokenizer.token_to_id(end) for end in KNOWN_ENDS)
     end = next((end for end in ends if end is not None), None)
     start = tokenizer.encode(prompt).ids or ([] if end is None else [end])
     if not start:
-        raise UsageError("the tokenizer has no token that begins a document", fix="give a --prompt")
+        raise UsageError("the tokenizer has no token to start a document", fix="--prompt 'Once upon a time'")
     return tokenizer, start, end
 
 
 def read_question(tokenizer_json: Path, prompt: str) -> tuple[Tokenizer, list[int], int]:
-    """Return the tokenizer, the tokens of a question up to its answer, and the token that ends answers."""
+    """Return the tokenizer, the prompt tokens up to the start of the answer, and the token that ends an answer."""
     if not prompt:
-        raise UsageError("the question is empty", fix="give a --prompt")
+        raise UsageError("the question is empty", fix="--prompt 'Who are you?'")
     chat = read_chat_tokenizer(tokenizer_json)
     return chat.inner, chat.prompt([{"role": "user", "content": prompt}]), chat.end_of_turn

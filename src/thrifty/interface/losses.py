@@ -17,14 +17,15 @@ def chunked_cross_entropy(
     reduction: Literal["mean", "sum", "none"] = "mean",
     z_loss: float = 0.0,
 ) -> Tensor:
-    """Return the cross-entropy of `hidden @ head_weight.T + bias` without storing all logits.
+    """Return the cross-entropy of logits `hidden @ head_weight.T + bias`. The logits of all tokens are never stored at
+    once.
 
     Args:
         hidden: Hidden states (…, d).
-        head_weight: Weight of the head (v, d).
-        labels: Labels (…), -100 for tokens without a loss.
-        z_loss: Factor of the squared log of the softmax normalizer, which is added (PaLM, arXiv 2204.02311, section 5).
-        reduction: "mean" over the labelled tokens; "none" has the shape of `labels`, in float32.
+        head_weight: Weight of the output head (v, d), for v tokens of the vocabulary.
+        labels: Labels (…); -100 marks a token without a loss.
+        z_loss: Coefficient of the added squared log of the softmax normalizer (PaLM, arXiv 2204.02311, section 5).
+        reduction: "mean" averages over the labelled tokens. "none" returns float32 losses with the shape of `labels`.
 
     Raises UsageError if the shapes do not fit.
 
@@ -41,7 +42,7 @@ def chunked_cross_entropy(
         )
     flat, targets = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     learned = targets != IGNORED
-    # with "sum" and "mean" all learned tokens weigh alike, so that the forward pass leaves the gradients
+    # with "sum" and "mean" all labelled tokens have equal weight, so the forward pass can compute the gradients
     expected = None if reduction == "none" or z_loss else learned.float()
     losses, normalizers = linear_cross_entropy(flat, head_weight, targets, expected, bias=bias)
     if z_loss:

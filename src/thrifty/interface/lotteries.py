@@ -1,4 +1,4 @@
-"""`lottery`: find lottery tickets by iterative magnitude pruning."""
+"""`lottery`: find lottery tickets (sparse masks of an untrained network) by iterative magnitude pruning."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from thrifty.reporting.printed_result import PrintedResult, lines
 
 @dataclass(frozen=True, repr=False)
 class LotteryResult(PrintedResult):
-    """Held-out losses of all rounds, and the folder of the tickets."""
+    """Held-out losses of all rounds, and the folder of the lottery tickets."""
 
     rounds: Sequence[Mapping[str, Any]]
     folder: str
     content: Mapping[str, Any]
-    """The content of lottery.json."""
+    """Content of lottery.json."""
 
     @property
     def exit_code(self) -> int:  # type: ignore[override]
@@ -57,22 +57,22 @@ def lottery(
     quiet: bool = False,
     **arguments: Unpack[RecipeArguments],
 ) -> LotteryResult:
-    """Train a recipe, prune the smallest weights, rewind the others to their initial values or an early step, and
-    repeat.
+    """Find lottery tickets: train, prune the smallest weights, rewind the remaining weights, and repeat.
 
-    Each round is a run folder, `runs`/NAME-round-R.
+    A ticket is the mask and the rewound weights. Weights are rewound to their initial values or to an early step. Each
+    round is a run folder, `runs`/NAME-round-R.
 
     Args:
-        recipe: Value, name or file; `arguments` are those of `thrifty.recipe`.
+        recipe: A recipe, its name or its file. `arguments` are those of `thrifty.recipe`.
         prune_fraction: Fraction of the remaining weights to prune in each round.
-        rewind: Step, or fraction of the run, whose weights tickets start from.
-        scope: "global" compares magnitudes over all matrices, "layerwise" within each.
-        where: Pattern of the names of the matrices to prune.
-        half_rate: Pattern of the names of matrices that are pruned at half the rate.
-        controls: Controls to train for each ticket.
+        rewind: Step, or fraction of the run, to whose weights the remaining weights are rewound.
+        scope: "global" compares magnitudes over all matrices, "layerwise" within each matrix.
+        where: Pattern of the names of the weight matrices to prune.
+        half_rate: Pattern of the names of weight matrices that are pruned at half the rate.
+        controls: Control runs to train for each ticket: "random-mask" or "reinitialise".
 
-    The same call resumes an interrupted lottery, also with more rounds or controls. Raises UsageError if the folder is
-    of another lottery.
+    The same call resumes an interrupted lottery, also with more rounds or controls. Raises UsageError if the folder
+    contains a different lottery.
 
     Example::
 

@@ -1,4 +1,4 @@
-"""Simulated matrix products: sparse ones on accelerators, dense ones on a systolic array."""
+"""Simulated matmuls: sparse matmuls on accelerators, dense matmuls on a systolic array."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from thrifty.simulators.accelerator.simulation_result import SimulationResult
 from thrifty.simulators.accelerator.spgemm_workload import SpgemmProduct
 
 ABOUT = (
-    "\nSimulated times are the accelerator's; measured times are this machine's CPU with scipy (row by row, one\n"
-    "thread) and dense numpy. The paper's ratios are to libraries and processors of 2017."
+    "\nSimulated times belong to the accelerator. Measured times are from this CPU: scipy (row by row, one\n"
+    "thread) and dense numpy. The paper compares with libraries and processors of 2017."
 )
 
 
 @dataclass(frozen=True, repr=False)
 class GemmSimulation(PrintedResult):
-    """Matrix products on a systolic array, one row each in SCALE-Sim's columns, and the settings of the array."""
+    """Matmuls on a systolic array, and the settings of the array. Each matmul is one row with SCALE-Sim's columns."""
 
     settings: Mapping[str, Any]
     layers: tuple[Mapping[str, Any], ...]
@@ -34,12 +34,12 @@ class GemmSimulation(PrintedResult):
         rows = [
             [row["Layer"], f"{row['Total Cycles']:,}", *(f"{row[key]:.1f}" for key in shares)] for row in self.layers
         ]
-        return number_table(["layer", "cycles", "utilisation %", "mapping %"], rows)
+        return number_table(["layer", "cycles", "utilization %", "mapping %"], rows)
 
 
 @dataclass(frozen=True, repr=False)
 class SpgemmSimulation(PrintedResult):
-    """Products of sparse matrices on accelerators, one row for each matrix and design."""
+    """Sparse matmuls on accelerators, one row per matrix and design."""
 
     products: tuple[Mapping[str, Any], ...]
 
@@ -64,7 +64,7 @@ class SpgemmSimulation(PrintedResult):
         return lines(
             number_table([*titles, "here, Gustavson", "here, dense"], [_cells(row) for row in self.products]),
             "",
-            number_table(["bytes", "A", "B", "products", "result", "over the least"], moved),
+            number_table(["bytes", "A", "B", "products", "result", "relative to the minimum"], moved),
             "",
             number_table(["matrix", "station", "busy", "starved", "blocked"], stalls),
             ABOUT,
@@ -88,7 +88,7 @@ def _cells(row: Mapping[str, Any]) -> list[str]:
 
 
 def describe_product(product: SpgemmProduct, result: SimulationResult) -> dict[str, Any]:
-    """Return a product on a machine as plain data."""
+    """Return a simulated sparse matmul as plain data."""
     moved = traffic(product, result.machine)
     return {
         "matrix": product.name,

@@ -1,4 +1,4 @@
-"""Torch optimizers of techniques, by the names of their classes."""
+"""Torch optimizer classes of techniques, by class name."""
 
 import inspect
 from functools import cache
@@ -17,12 +17,12 @@ def _optimizers() -> dict[str, type[Technique]]:
 
 
 def optimizer_names() -> list[str]:
-    """Return the names of all optimizers."""
+    """Return the class names of all optimizers."""
     return sorted(_optimizers())
 
 
 def optimizer_named(name: str) -> type[TechniqueOptimizer]:
-    """Return the torch optimizer class of a technique. Raises AttributeError for an unknown name."""
+    """Return a technique's torch optimizer class by class name. Raise AttributeError if the name is unknown."""
     if name.startswith("__") or name not in _optimizers():
         hint = "" if name.startswith("_") else f"; {did_you_mean(name, _optimizers())}"
         raise AttributeError(f"module 'thrifty.optim' has no attribute {name!r}{hint}")
@@ -31,7 +31,7 @@ def optimizer_named(name: str) -> type[TechniqueOptimizer]:
 
 @cache
 def optimizer_class(technique: type[Technique]) -> type[TechniqueOptimizer]:
-    """Return the torch optimizer class of a technique, including a user's own."""
+    """Return the torch optimizer class of a technique; the technique may be the user's own."""
     card = inspect.getdoc(inspect.getmodule(technique)) or inspect.getdoc(technique)
     names = {"technique": technique, "__module__": "thrifty.optim", "__doc__": card}
     return type(technique.__name__, (TechniqueOptimizer,), names)

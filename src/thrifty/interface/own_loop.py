@@ -34,7 +34,7 @@ SEAMS = {
     "backward": "how gradients are computed",
     "changes": "the structure of the model during training",
 }
-"""Parts of a run that only the trainer has, by the technique method that changes them."""
+"""Parts of a run that only the trainer controls, by the technique method that changes the part."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class AppliedTechnique:
 
 
 MANY_STEPS = 1_000_000
-"""Assumed steps of a loop without `total_steps`."""
+"""Assumed number of steps of a loop without `total_steps`."""
 
 APPLIED: ModuleNote[tuple[AppliedTechnique, ...]] = ModuleNote("applied")
 
@@ -52,18 +52,19 @@ APPLIED: ModuleNote[tuple[AppliedTechnique, ...]] = ModuleNote("applied")
 def apply(
     target: T, technique: str | Technique | type[Technique], *, total_steps: int | None = None, **settings: Any
 ) -> T:
-    """Apply a technique to a model, an optimizer or a pair of both, and return the same objects; or to a DataLoader or
-    dataset, and return its replacement.
+    """Apply a technique to a model, an optimizer or a pair of both, and return the same objects. For a DataLoader or
+    dataset, return a replacement.
 
     Args:
         target: Model, optimizer, (model, optimizer), DataLoader or dataset.
-        technique: Name ("lora", "adapters.lora"), object or class; `settings` are its fields.
-        total_steps: Steps of the loop, required if a setting is a fraction of the run; for a DataLoader, its batches.
+        technique: Name ("lora" or "adapters.lora"), object or class. `settings` are the fields of the technique.
+        total_steps: Number of steps of the loop, or of batches for a DataLoader. It is required if a setting is a
+            fraction of the run.
 
-    Parameters keep their names. Apply before `torch.compile`, `DistributedDataParallel` and `fully_shard`.
+    Parameters keep their names. Call `apply` before `torch.compile`, `DistributedDataParallel` and `fully_shard`.
 
-    Warns of effects that never occur within the steps, such as moves of masks. Raises NeedsTrainer for a technique that
-    works only in the trainer, UsageError for an unknown name or setting, and RefusedError if the technique does not fit
+    Warns if an effect of the technique never occurs within `total_steps`. Raises NeedsTrainer if the technique works
+    only in the trainer, UsageError if a name or setting is unknown, and RefusedError if the technique does not support
     the model.
 
     Example::
@@ -79,7 +80,7 @@ def apply(
     is_data = model is None and optimizer is None
     if (is_data and not (isinstance(target, Iterable) or hasattr(target, "__getitem__"))) or isinstance(target, str):
         raise UsageError(
-            f"thrifty.apply takes a model, an optimizer, a pair of both or data, not {type(target).__name__!r}",
+            f"thrifty.apply requires a model, an optimizer, a pair of both or data, not {type(target).__name__!r}",
             fix=f"thrifty.apply(model, {chosen.name!r})",
         )
     if model is not None and optimizer is not None:
@@ -109,7 +110,7 @@ def apply(
                 chosen.hook_steps(model, optimizer)
                 refuse_copies(model, chosen.name)
     if Claim.WEIGHT_MASKS in chosen.claims and isinstance(optimizer, TechniqueOptimizer):
-        optimizer.apply_constraints()  # the first forward pass is under the masks
+        optimizer.apply_constraints()  # so that the first forward pass uses masked weights
     return target
 
 
@@ -118,8 +119,8 @@ def _is_pair(target: object) -> TypeGuard[tuple[nn.Module, Optimizer]]:
 
 
 def technique_of(technique: str | Technique | type[Technique], settings: dict[str, Any]) -> Technique:
-    """Return a technique by name, class or object with these settings; a name may include settings, as in
-    "lora:rank=8,alpha=16". Raises UsageError for unknown ones.
+    """Return a technique from its name, class or object, with these settings. A name may include settings, as in
+    "lora:rank=8,alpha=16". Raise UsageError if the name or a setting is unknown.
     """
     if isinstance(technique, str):
         technique, colon, typed = technique.partition(":")
@@ -135,7 +136,8 @@ def _refuse_stranger(model: nn.Module, optimizer: Optimizer) -> None:
     own = {id(parameter) for parameter in model.parameters()}
     if not any(id(parameter) in own for group in optimizer.param_groups for parameter in group["params"]):
         raise UsageError(
-            "the optimizer updates no parameter of the model", fix=f"{type(optimizer).__name__}(model.parameters(), …)"
+            "the optimizer contains no parameter of the model",
+            fix=f"{type(optimizer).__name__}(model.parameters(), …)",
         )
 
 
@@ -149,14 +151,14 @@ def _refuse_trainer_only(chosen: Technique) -> None:
         return
     if trainer_only:
         raise NeedsTrainer(
-            f"{chosen.name} changes {' and '.join(SEAMS[seam] for seam in trainer_only)}, which your own loop "
-            "does not pass to techniques",
+            f"{chosen.name} changes {' and '.join(SEAMS[seam] for seam in trainer_only)}, which only "
+            "thrifty.train controls",
             fix=f"thrifty.train(model=…, data=…, techniques=[{chosen.name!r}])",
         )
 
 
 def _refuse_other_target(chosen: Technique, has_model: bool, has_optimizer: bool, is_data: bool) -> None:
-    """Raise UsageError if the target is not what the technique changes."""
+    """Raise UsageError if the technique changes a different kind of object than the target."""
 
     def required(*seams: str) -> bool:
         return any(chosen.overrides(seam) for seam in set(seams) - chosen.optional_seams)
@@ -169,20 +171,20 @@ def _refuse_other_target(chosen: Technique, has_model: bool, has_optimizer: bool
         wanted = [word for word in words if word]
         target = f"({', '.join(wanted)})" if len(wanted) > 1 else "".join(wanted)
         raise UsageError(
-            f"{chosen.name} changes {' and '.join(f'the {word}' for word in wanted) or 'nothing of a loop'}",
+            f"{chosen.name} changes {' and '.join(f'the {word}' for word in wanted) or 'no part of a loop'}",
             fix=f"thrifty.apply({target}, {chosen.name!r})",
         )
 
 
 def _refuse_together(chosen: Technique, model: nn.Module | None, optimizer: Optimizer | None) -> None:
-    """Raise UsageError for techniques with the same claim, for clashes, and for the wrong order."""
+    """Raise UsageError if two techniques have the same claim, cannot be combined, or are applied in the wrong order."""
     before = [each.technique for each in APPLIED.get(model) or ()]
     in_update = optimizer.techniques if isinstance(optimizer, TechniqueOptimizer) else ()
     for other in (*before, *in_update):
         if other.name == chosen.name:
             raise UsageError(f"{chosen.name} is already applied", fix="apply it once")
         for claim in sorted(chosen.claims & other.claims):
-            raise UsageError(f"{other.name} and {chosen.name} both decide the {claim}", fix="apply one of them")
+            raise UsageError(f"{other.name} and {chosen.name} both set the {claim}", fix="apply one of them")
         for one, another in ((chosen, other), (other, chosen)):
             for claim, reason in one.clashes.items():
                 if claim in another.claims:
@@ -192,13 +194,13 @@ def _refuse_together(chosen: Technique, model: nn.Module | None, optimizer: Opti
     for other in before if chosen.overrides("model", "change_forward") else ():
         if chosen.stage < other.stage:
             raise UsageError(
-                f"{other.name} is already applied, but acts after {chosen.name}",
+                f"{other.name} is already applied, but must come after {chosen.name}",
                 fix=f"apply {chosen.name} first",
             )
 
 
 def _refuse_wrapped(model: nn.Module, chosen: Technique) -> None:
-    """Raise UsageError for a model whose wrapper would not include the change."""
+    """Raise UsageError if the model is wrapped so that the wrapper would not include the technique's change."""
     wrappers = {
         "torch.compile": type(model).__name__ == "OptimizedModule" or model._compiled_call_impl is not None,
         "DistributedDataParallel": isinstance(model, DistributedDataParallel),
@@ -216,7 +218,7 @@ def _refuse_wrapped(model: nn.Module, chosen: Technique) -> None:
 def _add_to(optimizer: Optimizer | None, chosen: Technique) -> None:
     if not isinstance(optimizer, TechniqueOptimizer):
         raise UsageError(
-            f"{chosen.name} changes the update, and {type(optimizer).__name__} of torch cannot take that",
+            f"{chosen.name} changes the update, which torch's {type(optimizer).__name__} does not support",
             fix="use an optimizer of thrifty.optim, such as thrifty.optim.AdamW(model, lr=1e-3)",
         )
     optimizer.add(chosen)
@@ -225,7 +227,7 @@ def _add_to(optimizer: Optimizer | None, chosen: Technique) -> None:
 def _change(model: nn.Module, chosen: Technique) -> None:
     if any(map(is_lazy, model.parameters())):
         raise UsageError(
-            f"{chosen.name}: the model has lazy layers without weights", fix="run one batch through the model first"
+            f"{chosen.name}: the model has lazy layers without weights", fix="run the model on one batch first"
         )
     applied = APPLIED.get(model) or ()
     with collect_notes() as notes:
@@ -236,7 +238,7 @@ def _change(model: nn.Module, chosen: Technique) -> None:
 
 
 def _train_new_parameters(model: nn.Module, optimizer: Optimizer) -> None:
-    """Add the parameters of a technique to the optimizer, in a group with its default settings."""
+    """Add the new parameters of a technique to the optimizer, as a group with the optimizer's default settings."""
     known = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     if new := [pair for pair in model.named_parameters() if pair[1].requires_grad and id(pair[1]) not in known]:
         is_named = "param_names" in optimizer.param_groups[0]
@@ -246,11 +248,11 @@ def _train_new_parameters(model: nn.Module, optimizer: Optimizer) -> None:
 def merge(model: nn.Module) -> nn.Module:
     """Merge the adapters of a trained model into its weights, and return the same model.
 
-    Its `state_dict` then has the names and shapes from before `apply`, and all parameters are trainable. Outputs are
-    equal up to rounding. Other techniques stay applied. Build a new optimizer to train further, since an earlier one
-    refers to the removed parameters.
+    Afterwards the `state_dict` has the names and shapes from before `apply`, and all parameters are trainable. Outputs
+    are equal up to rounding. Other techniques stay applied. To train further, build a new optimizer, because the old
+    optimizer refers to removed parameters.
 
-    Raises UsageError for a model without adapters, and RefusedError for adapters that no weight can absorb, such as
+    Raises UsageError if the model has no adapters, and RefusedError if adapters cannot be merged into weights, such as
     prompts or bottleneck networks.
 
     Example::
@@ -260,7 +262,7 @@ def merge(model: nn.Module) -> nn.Module:
     """
     inner = getattr(model, "module", None)
     if isinstance(inner, nn.Module) and APPLIED.get(model) is None and APPLIED.get(inner):
-        raise UsageError(f"the adapters are in the model inside {type(model).__name__}", fix="merge(model.module)")
+        raise UsageError(f"the adapters are inside the wrapper {type(model).__name__}", fix="merge(model.module)")
     applied = APPLIED.get(model) or ()
     adapters = [each for each in applied if isinstance(each.technique, AdapterTechnique)]
     if not adapters:
@@ -274,12 +276,13 @@ def merge(model: nn.Module) -> nn.Module:
 
 @contextmanager
 def activation_budget(model: nn.Module, budget: str | float, **settings: Any) -> Iterator[None]:
-    """Limit the activations of the forward passes inside the block; the backward pass may be later.
+    """Limit the memory of activations that are saved by forward passes in the `with` block.
 
-    `budget` is a percentage ("50%"), a size ("2GB") or a fraction of all activations; `settings` are those of
-    `ActivationBudget`. The first forward pass for each input shape runs twice, to collect costs for the plan.
+    `budget` is a percentage ("50%") or a fraction of all activations, or a size ("2GB"). `settings` are those of
+    `ActivationBudget`. The backward pass may run after the block. The first forward pass for each input shape runs
+    twice, to measure costs for the plan.
 
-    Raises InfeasibleError for a budget that the blocks cannot fit, UsageError for text that is no amount.
+    Raises InfeasibleError if no plan fits the budget, and UsageError if `budget` is not an amount.
 
     Example::
 
@@ -294,7 +297,7 @@ def activation_budget(model: nn.Module, budget: str | float, **settings: Any) ->
         _refuse_wrapped(model, chosen)
         _refuse_together(chosen, model, None)
         _change(model, chosen)
-        _put_forward(model, own)  # only inside the block
+        _put_forward(model, own)  # restored when the block ends
     elif current != chosen:
         raise UsageError(f"{chosen.name} is already applied to this model: {current}", fix="use the same settings")
     chosen.change_forward(model)
@@ -305,7 +308,7 @@ def activation_budget(model: nn.Module, budget: str | float, **settings: Any) ->
 
 
 def _put_forward(model: nn.Module, own: Any) -> None:
-    """Restore a model's own forward; None restores that of its class."""
+    """Restore a model's own forward, or with None the forward of its class."""
     if own is None:
         del model.forward
     else:
@@ -320,4 +323,4 @@ def _amount(budget: str | float) -> float:
         return read_size(budget, "budget")
     else:
         return float(budget)
-    raise UsageError(f"the budget {budget!r} is not an amount", fix='"50%", "2GB" or 0.5')
+    raise UsageError(f"the budget {budget!r} is not an amount", fix='budget="50%", budget="2GB" or budget=0.5')

@@ -1,4 +1,4 @@
-"""Plans as configurations of other trainers."""
+"""Plans exported as configurations of other trainers."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -12,8 +12,8 @@ SCRIPT = "script"
 
 
 def export_recipe(recipe: "Recipe", steps: int, trainer: str, path: Path) -> Path:
-    """Write a recipe for a number of steps as the configuration of another trainer, or as a folder with a "script";
-    return the file. Raises RefusedError if that format cannot express the recipe, or the path exists.
+    """Write a recipe for a number of steps as the configuration of another trainer, or as a folder with a "script".
+    Return the file. Raise RefusedError if the format cannot express the recipe, or if the path exists.
     """
     from thrifty.core.errors import RefusedError, refuse_unknown
     from thrifty.planning.exports import CONFIGURATIONS
@@ -32,14 +32,14 @@ def export_recipe(recipe: "Recipe", steps: int, trainer: str, path: Path) -> Pat
 
 
 def export_path(trainer: str, plan: Path) -> Path:
-    """Return the path of an export of a plan file: `plan-accelerate.yaml` for plan.toml."""
+    """Return the path for an export of a plan file, such as `plan-accelerate.yaml` for plan.toml."""
     from thrifty.planning.exports import CONFIGURATIONS
 
     return plan.with_name(f"{plan.stem}-{SCRIPT if trainer == SCRIPT else CONFIGURATIONS[trainer][0]}")
 
 
 def _write_script(prepared: "PreparedRun", run: "PortableRecipe", folder: Path) -> Path:
-    """Write a folder with the program, the initial weights of its model and the tokens."""
+    """Write a folder that contains the training script, the initial weights and the tokens."""
     import inspect
 
     import numpy as np
@@ -53,7 +53,7 @@ def _write_script(prepared: "PreparedRun", run: "PortableRecipe", folder: Path) 
     source = prepared.run.plain.source
     if prepared.recipe.objective.name != "next_token" or not isinstance(source, PackedTokens):
         raise RefusedError(
-            f"script: {prepared.recipe.objective.name} on {prepared.recipe.data.source} is not next_token on text",
+            f"script needs next_token on text, not {prepared.recipe.objective.name} on {prepared.recipe.data.source}",
             fix="leave out --export script; the other exports work",
         )
     functions = (

@@ -29,7 +29,9 @@ def plan_on_cluster(
     ranks: int | None,
     quiet: bool = False,
 ) -> ClusterPlan:
-    """Plan a recipe on a cluster. Raises InfeasibleError if no layout fits, UsageError for what cannot be simulated."""
+    """Plan a recipe on a simulated cluster. Raise InfeasibleError if no layout fits, and UsageError if the recipe
+    cannot be simulated.
+    """
     from thrifty import techniques
     from thrifty.planning.cluster_file import read_cluster
     from thrifty.planning.cluster_plan import ClusterPlanner
@@ -37,7 +39,7 @@ def plan_on_cluster(
     from thrifty.training.run_setup import prepare_run
 
     if recipe.mesh.least_ranks > 1:
-        raise UsageError("the recipe has a mesh, but --cluster chooses one", fix="leave the mesh out")
+        raise UsageError("the recipe has a mesh, but --cluster chooses one", fix="remove the mesh from the recipe")
     cluster = read_cluster(place)
     cluster = cluster if ranks is None else cluster.of(ranks)
     prepared = prepare_run(recipe, steps=recipe.budget.steps or STEPS, quiet=quiet)
@@ -56,7 +58,7 @@ def plan_on_cluster(
 
 
 def _workload(prepared: PreparedRun) -> Workload:
-    """Return the traced model as a workload of the simulator. Raises RefusedError for a model that reads no text."""
+    """Return the traced model as a workload of the simulator. Raise RefusedError if the model's input is not text."""
     import torch
 
     from thrifty.simulators.cluster.traced_workload import trace_workload
@@ -64,7 +66,7 @@ def _workload(prepared: PreparedRun) -> Workload:
     recipe = prepared.recipe
     if prepared.run.plain.objective.sees_images:
         raise RefusedError(
-            f"steps on a cluster are simulated for models of text, and {recipe.objective.name} learns from "
+            f"steps on a cluster are simulated only for text models, but {recipe.objective.name} trains on "
             f"{prepared.run.plain.objective.learns_from[0]}",
             fix="leave out --cluster",
         )
@@ -74,15 +76,15 @@ def _workload(prepared: PreparedRun) -> Workload:
 
 
 def format_cluster_plan(plan: ClusterPlan) -> list[str]:
-    """Return the choice and the forecast, one per line."""
+    """Return the chosen layout and the forecast, one per line."""
     step, seconds, footprint = plan.step(plan.chosen), plan.seconds, plan.chosen.footprint
     (most, share), (spent, part) = plan.dominant["memory"], plan.dominant["time"]
     rate = plan.tokens / step.value
     lines = [
         f"mesh     {plan.chosen.layout.label}, on {plan.place}",
-        f"memory   {scaled(footprint.memory, 'B')} in tensors a rank, of {scaled(plan.limit, 'B')}, counted; "
-        f"most of those are {most}, {percent(share, 0)}",
-        f"step     {duration(step.value)} ({duration(step.low)} to {duration(step.high)}), simulated and not probed; "
+        f"memory   {scaled(footprint.memory, 'B')} of {scaled(plan.limit, 'B')} per rank (tensors, counted); "
+        f"largest part: {most}, {percent(share, 0)}",
+        f"step     {duration(step.value)} ({duration(step.low)} to {duration(step.high)}), simulated, not measured; "
         f"{percent(part, 0)} of it {spent}",
         f"rate     {scaled(rate, 'tokens/s')}, simulated",
         f"budget   {duration(seconds.value)} for {plan.steps:,.0f} steps, {scaled(plan.steps * plan.tokens)} tokens",
@@ -91,8 +93,8 @@ def format_cluster_plan(plan: ClusterPlan) -> list[str]:
 
 
 def cluster_plan_parts(plan: ClusterPlan) -> list[RenderableType]:
-    """Return a plan for a cluster as lines and tables."""
-    table = open_table("", "layouts that fit, the fastest by simulation first", "memory", "step", "tokens/s")
+    """Return a cluster plan as lines and tables."""
+    table = open_table("", "layouts that fit, fastest first (simulated)", "memory", "step", "tokens/s")
     for placed in (plan.chosen, *plan.alternatives):
         mark = "→" if placed is plan.chosen else ""
         memory, seconds = scaled(placed.footprint.memory, "B"), placed.layout.seconds

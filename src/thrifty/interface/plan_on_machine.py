@@ -1,4 +1,4 @@
-"""The plan for a recipe on this machine: its data are opened, its candidates run in separate processes."""
+"""Planning on this machine: open the data of a recipe, and run candidates in separate processes."""
 
 from __future__ import annotations
 
@@ -32,10 +32,10 @@ def plan_on_machine(
     ranks: int = 1,
     quiet: bool = False,
 ) -> Plan:
-    """Plan a recipe on this machine for a number of `ranks`.
+    """Plan a recipe on this machine for a number of ranks.
 
-    Planning takes `seconds`, by default a fifth of the run and at least a minute. Raises InfeasibleError if nothing
-    fits.
+    Planning takes at most `seconds`. The default is a fifth of the run, and at least a minute. Raises InfeasibleError
+    if no candidate fits.
     """
     import time
     from math import isinf
@@ -56,8 +56,8 @@ def plan_on_machine(
     began = time.monotonic()
     if recipe.mesh.least_ranks > 1:
         raise UsageError(
-            "the recipe has a mesh, but a plan chooses one",
-            fix=f"leave out the mesh: --ranks {recipe.mesh.least_ranks} for this machine, --cluster for another",
+            "the recipe has a mesh, but planning chooses the mesh",
+            fix=f"remove the mesh; then --ranks {recipe.mesh.least_ranks}, or --cluster NAME for another machine",
         )
     if ranks > 1:
         _refuse_ranks(ranks, choose_device(recipe.device), wanted.allow)
@@ -99,7 +99,7 @@ def plan_on_machine(
 
 
 def _refuse_ranks(ranks: int, device: torch.device, allow: Numerics) -> None:
-    """Raise UsageError for more ranks than GPUs, and if only exact changes are allowed."""
+    """Raise UsageError if there are more ranks than GPUs, or if several ranks are planned with --allow exact."""
     import torch
 
     from thrifty.core.technique import Numerics
@@ -107,16 +107,19 @@ def _refuse_ranks(ranks: int, device: torch.device, allow: Numerics) -> None:
     there = torch.cuda.device_count()
     if device.type == "cuda" and ranks > there:
         raise UsageError(
-            f"--ranks {ranks} is more than the {there} GPUs of this machine", fix=f"--ranks {there}, or --cluster"
+            f"--ranks {ranks} is more than the {there} GPUs of this machine", fix=f"--ranks {there}; or --cluster NAME"
         )
     if allow is Numerics.EXACT:
         raise UsageError(
-            "several ranks sum in another order than one, which --allow exact forbids", fix="--allow rounding"
+            "--allow exact forbids several ranks: they sum in another order than one rank",
+            fix="--allow rounding",
         )
 
 
 def _expected(plan: Plan) -> dict[str, float]:
-    """Return the predictions that the ledger compares a run with: probed ones, and times without disturbance."""
+    """Return the predictions that are later compared with a run. Step times that other processes disturbed are left
+    out.
+    """
     timing, forecast = plan.chosen.timing, plan.forecast
     if timing is None:
         return {}
@@ -125,14 +128,14 @@ def _expected(plan: Plan) -> dict[str, float]:
 
 
 def _prepared_bytes(prepared: PreparedRun) -> float:
-    """Return the bytes of the prepared data in their folder."""
+    """Return the size in bytes of the folder of prepared data."""
     tokens = getattr(getattr(prepared.run.plain.source, "windows", None), "tokens", None)
     file = getattr(tokens, "filename", None)
     return float(sum(path.stat().st_size for path in Path(file).parent.iterdir())) if file else 0.0
 
 
 def _evidence(names: Iterable[str]) -> dict[str, str]:
-    """Return one line of evidence for each technique that has any."""
+    """Return one line of evidence for each technique with evidence."""
     from thrifty.experiments.evidence import evidence_by_technique
 
     evidence = evidence_by_technique()
@@ -140,10 +143,10 @@ def _evidence(names: Iterable[str]) -> dict[str, str]:
 
 
 def _probing(prepared: PreparedRun, seconds: float, fixed: bool, allowed: float | None) -> TimeOf:
-    """Return a function that times candidates in separate processes, once per machine.
+    """Return a function that times candidates in separate processes. Results are cached per machine.
 
-    `fixed` are micro-batches that no candidate changes. A probe takes at most the seconds `allowed` for the whole plan,
-    but may always take a minute.
+    `fixed` are micro-batch settings that no candidate changes. A probe may take `allowed` seconds, the limit of the
+    whole plan, but at least 60 s.
     """
 
     from thrifty.core.claims import Claim
@@ -158,7 +161,7 @@ def _probing(prepared: PreparedRun, seconds: float, fixed: bool, allowed: float 
     joint = prepared.run.plain.objective.joint
 
     def time(candidate: PlanCandidate, bar: float) -> StepTiming:
-        uncut = joint or candidate.ranks > 1  # micro-batches make another step than single ones tell
+        uncut = joint or candidate.ranks > 1  # one micro-batch does not determine the time of the whole step
         techniques = tuple(t for t in candidate.techniques if uncut or Claim.MICRO_BATCHES not in t.claims)
         tables = recipe_to_data(replace(prepared.recipe, techniques=techniques, mesh=candidate.mesh))
         batch, compiled = candidate.batch, candidate.is_compiled

@@ -1,4 +1,4 @@
-"""A plan as text and tables."""
+"""Plan on this machine as text and tables."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def format_plan(plan: Plan) -> list[str]:
     forecast = plan.forecast
     changes = ", ".join(option.label for option in plan.chosen.options) or "nothing: the recipe stays unchanged"
     name, share = forecast.memory_is
-    most = f"most of those are {name}, {percent(share, 0)}"
+    most = f"largest part: {name}, {percent(share, 0)}"
     memory, step = _between(forecast.memory, _bytes), _between(forecast.step, duration)
     if plan.chosen.timing:
         of_each = " of a rank" if plan.chosen.ranks > 1 else ""
@@ -43,10 +43,10 @@ def format_plan(plan: Plan) -> list[str]:
         step += f"; {percent(of_time, 0)} of it {part}{_disturbed(forecast)}{_past(plan.past['step'])}"
     else:
         memory += f" in tensors at the peak; {most}"
-        step += "; not run: from FLOPs and a fraction of this machine's peak"
+        step += "; not measured: estimated from FLOPs and a fraction of this machine's peak"
     if forecast.process:
         whole = _bytes(forecast.process + forecast.memory.value)
-        memory += f"; the process {whole}, with {_bytes(forecast.process)} from before the model is built"
+        memory += f"; the process {whole}, with {_bytes(forecast.process)} in use before the model is built"
     lines = [
         f"change   {changes}",
         f"memory   {memory}",
@@ -73,8 +73,8 @@ def _disturbed(forecast: Forecast) -> str:
 
 def _past(record: PredictionRecord) -> str:
     if record.error is None:
-        return "; no earlier run to compare such forecasts with"
-    return f"; over {len(record.ratios)} earlier runs they were {percent(record.error)} off in the median"
+        return "; no earlier run checked such forecasts"
+    return f"; median error of such forecasts over {len(record.ratios)} earlier runs: {percent(record.error)}"
 
 
 def _between(estimate: Estimate, show: Callable[[float], str]) -> str:
@@ -85,7 +85,7 @@ def _between(estimate: Estimate, show: Callable[[float], str]) -> str:
 
 def _alternatives(plan: Plan) -> Table:
     rate = f"{plan.forecast.unit}/s"
-    table = open_table("", "candidates, the fastest first", "memory of the process", "step", rate, "time to the budget")
+    table = open_table("", "candidates, fastest first", "memory of the process", "step", rate, "time to the budget")
     for candidate, forecast in plan.alternatives:
         mark = "→" if candidate.options == plan.chosen.options else ""
         step, seconds = duration(forecast.step.value), duration(forecast.seconds.value)
@@ -96,7 +96,7 @@ def _alternatives(plan: Plan) -> Table:
 
 
 def choices_table(reasons: Sequence[ChoiceReason]) -> Table:
-    """Return the verdict on each technique with its reason, rejected techniques last."""
+    """Return a table of all techniques with verdict and reason. Rejected techniques come last."""
     colours = {"kept": "green", "added": "bold green", "changed": "bold green", "taken out": "yellow"}
     table = open_table("technique", "verdict", "why")
     for reason in sorted(reasons, key=lambda reason: (reason.verdict == "not taken", reason.technique)):

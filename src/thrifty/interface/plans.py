@@ -1,4 +1,4 @@
-"""`plan`: choose techniques for a budget."""
+"""`plan`: choose techniques that fit a budget."""
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
@@ -34,11 +34,11 @@ from thrifty.training.process_launch import launch_command
 Trainer = Literal["accelerate", "deepspeed", "torchtitan", "script"]
 
 CALL = "thrifty.train(recipe=plan.recipe)"
-"""Call that starts a plan whose objects have no name on the command line."""
+"""Call that starts a plan whose objects cannot be named on the command line."""
 
 
 class RejectedTechniques(dict[str, str]):
-    """Reasons by the full or short names of techniques."""
+    """Reasons for rejection, by full or short technique name."""
 
     def __missing__(self, name: str) -> str:
         if (full := full_name(name)) not in self:
@@ -48,32 +48,32 @@ class RejectedTechniques(dict[str, str]):
 
 @dataclass(frozen=True, repr=False)
 class RecipePlan(PrintedResult):
-    """A planned recipe, its forecast, and the reason for each technique."""
+    """A planned recipe, its forecast, and the reason for each technique decision."""
 
     plan: Plan | ClusterPlan
     written: list[Path] = field(default_factory=list)
-    """Files of `write` and `export`."""
+    """Files that `write` and `export` wrote."""
 
     @property
     def recipe(self) -> Recipe:
-        """The recipe with the changes of the plan."""
+        """Recipe with the changes of the plan."""
         return self.plan.recipe
 
     @property
     def forecast(self) -> Forecast:
-        """Predicted memory, time and disk. Raises UsageError for a plan of a cluster, whose steps are simulated."""
+        """Predicted memory, time and disk. Raises UsageError for a cluster plan, whose steps are simulated."""
         if isinstance(self.plan, ClusterPlan):
-            raise UsageError("a plan for a cluster has no forecast of this machine", fix="plan.as_dict()")
+            raise UsageError("a cluster plan has no forecast for this machine", fix="plan.as_dict()")
         return self.plan.forecast
 
     @property
     def rejected(self) -> RejectedTechniques:
-        """Reason for each technique outside the plan, by name."""
+        """Reason for each technique that is not in the plan, by name."""
         out = ("not taken", "taken out")
         return RejectedTechniques({each.technique: each.why for each in self.plan.reasons if each.verdict in out})
 
     def write(self, file: str | Path) -> Path:
-        """Write the recipe as TOML, after its forecast as a comment. Raises UsageError if the file exists."""
+        """Write the recipe as TOML, with its forecast as a comment at the top. Raise UsageError if the file exists."""
         path = Path(file)
         if path.exists():
             raise UsageError(f"{str(path)!r} exists already", fix="name another file, or remove it")
@@ -87,7 +87,7 @@ class RecipePlan(PrintedResult):
         """Write the recipe as a configuration of "accelerate", "deepspeed" or "torchtitan", or as a folder with a
         PyTorch "script".
 
-        Raises RefusedError if that format cannot express the recipe, or if the file exists.
+        Raises RefusedError if the format cannot express the recipe, or if the file exists.
         """
         path = export_recipe(self.recipe, max(int(self.forecast.steps.value), 1), trainer, Path(file))
         self.written.append(path)
@@ -106,7 +106,7 @@ class RecipePlan(PrintedResult):
             command = f"{launch_command(self.plan.chosen.ranks, options or '')} {files.split(', ')[0]}"
             start = f"written: {files}; start it with {command if options is not None else CALL}"
             parts = plan_parts(self.plan)
-        return lines(*parts, start if files else "keep it with --out plan.toml")
+        return lines(*parts, start if files else "write it with --out plan.toml")
 
 
 def plan(
@@ -128,23 +128,23 @@ def plan(
     quiet: bool = False,
     **arguments: Unpack[RecipeArguments],
 ) -> RecipePlan:
-    """Choose techniques for a recipe under a budget: count the memory of candidates, then run the best of them.
+    """Choose techniques that fit a budget. Predict the memory of candidate recipes, then time the best candidates.
 
     Args:
-        recipe: Value, name or file; `arguments` are those of `thrifty.recipe`.
-        memory: Memory limit of a rank, on a CPU of its process: "16GB" or bytes. The default is the free memory.
-        disk: Limit of checkpoints and prepared data.
-        hours: Training time; with `tokens` or `flops`, an upper limit.
-        allow: Largest change of values: "exact", "rounding" or "different".
-        probe: False runs no steps.
-        probe_seconds: Time limit of one probe, by default 20 s.
-        probed_candidates: Number of candidates to run, by default 4.
-        seconds: Time limit of planning, by default a fifth of the run and at least 60 s.
-        cluster: Name or file of a cluster to simulate; the four previous arguments then do not apply.
+        recipe: A recipe, its name or its file. `arguments` are those of `thrifty.recipe`.
+        memory: Memory limit per rank, "16GB" or bytes; on a CPU, of the whole process. The default is the free memory.
+        disk: Disk limit for checkpoints and prepared data.
+        hours: Training time. If `tokens` or `flops` is passed, `hours` is an upper limit.
+        allow: Largest allowed change of numerical values: "exact", "rounding" or "different".
+        probe: False to run no training steps.
+        probe_seconds: Time limit of timing one candidate. The default is 20 s.
+        probed_candidates: Number of candidates to time. The default is 4.
+        seconds: Time limit of planning. The default is a fifth of the run, and at least 60 s.
+        cluster: Name or file of a cluster to simulate. The four `probe` and `seconds` arguments then do not apply.
         ranks: Number of devices of this machine or of the cluster.
-        price_per_hour: Price of this machine, to add the cost.
+        price_per_hour: Price of this machine per hour, to add the cost to the forecast.
 
-    Raises InfeasibleError if nothing fits.
+    Raises InfeasibleError if no recipe fits.
 
     Example::
 
@@ -183,20 +183,20 @@ def plan(
 
 
 def _refuse_on_cluster(probing: Mapping[str, Any], wanted: PlanRequest) -> None:
-    """Raise UsageError for disk limits and probe options, which do not apply to a cluster."""
+    """Raise UsageError for disk limits and probe options, which apply only to this machine."""
     if probing:
         name, value = next(iter(probing.items()))
         option = "--no-probe" if value is False else f"--{name.replace('_', '-')}"
         raise UsageError(
-            f"{option} applies to plans of this machine only: steps on a cluster are simulated",
-            fix=f"leave {option} out",
+            f"{option} applies only to this machine, because steps on a cluster are simulated",
+            fix=f"remove {option}",
         )
     if not isinf(wanted.disk):
-        raise UsageError("--disk applies to plans of one device only", fix="leave out --disk")
+        raise UsageError("--disk applies only to this machine", fix="remove --disk")
 
 
 def units_of(cluster: str | None) -> AbstractContextManager[None]:
-    """Choose number formats of recipes by the device of the plan."""
+    """Choose the number formats of recipes for the device of the plan."""
     return nullcontext() if cluster is None else assume_bfloat16(read_cluster(cluster).device.has_fast_bfloat16)
 
 

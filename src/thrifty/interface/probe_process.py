@@ -1,4 +1,4 @@
-"""Process of a probe, or one of its ranks: reads a job from a file, runs its steps, writes the result to the same
+"""Process of a probe, or of one rank of a probe: read a job file, time its steps, and write the result to the same
 folder.
 """
 
@@ -20,7 +20,7 @@ def main(job_file: Path) -> None:
             try:
                 with explain_out_of_memory():
                     timing = _timed(job_file)
-            except Exception as error:  # reported before other ranks lose this one
+            except Exception as error:  # reported before other ranks fail because this rank is gone
                 what = error.what if isinstance(error, ThriftyError) else f"{type(error).__name__}: {error}"
                 write_probe_answer(job_file, {"refused": what or type(error).__name__})
                 raise
@@ -47,7 +47,7 @@ def _timed(job_file: Path) -> dict:
     with (
         set_freed_memory_policy(prepared.run),
         deterministic_kernels(prepared.run.device, recipe.deterministic),
-    ):  # as a run does
+    ):  # the same settings as in a run
         return time_steps(prepared.run, job["rows"], job["parts"], held_out, job["seconds"], job["bar"]).as_dict()
 
 

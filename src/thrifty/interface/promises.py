@@ -1,4 +1,4 @@
-"""`check`: test that a combination of techniques keeps its promises."""
+"""`check`: test whether a recipe keeps the promises of its techniques."""
 
 from pathlib import Path
 from typing import Unpack
@@ -21,19 +21,19 @@ def check(
     quiet: bool = False,
     **arguments: Unpack[RecipeArguments],
 ) -> CheckReport:
-    """Check a recipe before a long run: train its model on its data for a few steps and compare with the plain run.
+    """Check a recipe before a long run. Train its model for a few steps and compare with the run without techniques.
 
-    The check covers promised values, gradients of every parameter, micro-batches against one batch, ranks against one
-    process, resume, export, and which tokens are trained.
+    The check covers promised values, gradients of every parameter, micro-batches versus one batch, ranks versus one
+    process, resume, export, and the tokens that have a loss.
 
     Args:
-        recipe: Value, name or file; `arguments` are those of `thrifty.recipe`.
-        steps: Steps to train.
-        examples: Examples in a batch.
-        length: Most tokens in an example.
-        ranks: False starts no processes.
+        recipe: A recipe, its name or its file. `arguments` are those of `thrifty.recipe`.
+        steps: Number of steps to train.
+        examples: Number of examples per batch.
+        length: Maximum number of tokens per example.
+        ranks: False to skip the check with several ranks, which starts processes.
 
-    Raises UsageError for a recipe that cannot be trained.
+    Raises UsageError if the recipe cannot be trained.
 
     Example::
 

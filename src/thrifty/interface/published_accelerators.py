@@ -1,4 +1,4 @@
-"""Published figures of accelerators with simulated ones: a table and an offline page."""
+"""Published results of accelerators compared with simulated results, as a table and an offline HTML page."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,14 +15,14 @@ from thrifty.simulators.accelerator.published_claims import claims
 
 COLUMNS = ("paper", "place", "quantity", "grade", "published", "simulated", "off", "gap")
 WIDTH, LINE, LEFT = 960, 30, 470
-"""Pixels of the chart, of a row, and left of the axis."""
+"""Pixels: width of the chart, height of a row, width of the labels left of the axis."""
 TICKS = (0.5, 0.7, 1.0, 1.4, 2.0)
 SERIES = ("published", "simulated")
 
 
 @dataclass(frozen=True, repr=False)
 class PublishedAccelerators(PrintedResult):
-    """Published quantities: grade, source, simulated value, and reason for the difference."""
+    """Published quantities: grade of the evidence, source, simulated value, and reason for the difference."""
 
     claims: tuple[Mapping[str, Any], ...]
 
@@ -39,20 +39,20 @@ class PublishedAccelerators(PrintedResult):
         return lines(number_table(head, rows), "", *gaps)
 
     def write_page(self, path: Path) -> None:
-        """Write a chart of the ratio simulated to published on a logarithmic axis, bars of figures, and a table of all
-        rows.
+        """Write an HTML page: a chart of the ratio simulated / published on a logarithmic axis, bar charts of published
+        figures, and a table of all rows.
         """
         figures = list(dict.fromkeys(row["figure"] for row in self.claims if row["figure"]))
         single = [row for row in self.claims if not row["figure"]]
-        body = [figure("Simulated over published", "1 is equal, logarithmic", chart(single))] if single else []
+        body = [figure("Simulated over published", "1: equal; logarithmic axis", chart(single))] if single else []
         for name in figures:
             group = [row for row in self.claims if row["figure"] == name]
             title = f"{group[0]['paper']}, {group[0]['place']}: {name}"
             body.append(figure(title, "bar by bar", bars(title, _paired(group), SERIES), legend(SERIES)))
         cells = [[_cell(name, row[name]) for name in COLUMNS] for row in self.claims]
         about = (
-            "Grades: P read in the paper, R in released source or data, S from notes on the paper. "
-            "ELSA's speedups and energies are of twelve accelerators against one V100."
+            "Grades: P: read in the paper; R: from released source or data; S: from notes on the paper. "
+            "ELSA's speedups and energies compare twelve accelerators with one V100."
         )
         body.append(table(COLUMNS, cells, ("published", "simulated", "off")))
         path.write_text(page("Accelerators: published and simulated", about, body), encoding="utf-8")
@@ -66,7 +66,7 @@ def claimed_and_simulated() -> Iterator[dict[str, Any]]:
 
 
 def _paired(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, dict[str, StackedBar]]]:
-    """Return two bars for each row: published, and simulated with its deviation."""
+    """Return two bars per row: published, and simulated with the deviation."""
     return [
         (
             row["quantity"].removeprefix(f"{row['figure']}, "),
@@ -80,14 +80,14 @@ def _paired(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, dict[str, Stac
 
 
 def place(ratio: float) -> float:
-    """Return the pixels from the left of a ratio, clipped to the axis."""
+    """Return the horizontal position in pixels of a ratio, clipped to the axis."""
     low, high = math.log(TICKS[0]), math.log(TICKS[-1])
     share = (min(max(math.log(ratio), low), high) - low) / (high - low)
     return LEFT + share * (WIDTH - LEFT - 90)
 
 
 def chart(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return an SVG with a point and the ratio of each row."""
+    """Return an SVG with one point and one ratio per row."""
     height = LINE * (len(rows) + 1)
     parts = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="Simulated over published" font-size="12">']
     for tick in TICKS:

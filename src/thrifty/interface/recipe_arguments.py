@@ -1,4 +1,4 @@
-"""A recipe from the user's own model, data, loss and metrics: `recipe`."""
+"""`recipe`: build a recipe from the user's own model, data, loss and metrics."""
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -33,7 +33,7 @@ Metric = Function | DatasetMetric | ModelMetric
 
 
 class RecipeArguments(TypedDict, total=False):
-    """Arguments of `thrifty.recipe`, which all functions with a recipe take."""
+    """Arguments of `thrifty.recipe`, which all functions that accept a recipe also accept."""
 
     model: nn.Module | BuildModel | str | Path | None
     model_arguments: Mapping[str, Argument] | None
@@ -69,27 +69,29 @@ def recipe(
     settings: Mapping[str, Any] | None = None,
     recipe: Recipe | str | Path | None = None,
 ) -> Recipe:
-    """Return the recipe of a run, a value that `train`, `check`, `explain`, `compare` and `plan` take.
+    """Return a recipe: the description of a run that `train`, `check`, `explain`, `compare` and `plan` accept.
 
     Args:
-        model: Module, whose weights are the starting point; function that builds one, called with `model_arguments`;
-            preset; or Hugging Face folder.
-        data, held_out: Map-style or iterable dataset, `datasets.Dataset`, DataLoader (whose workers read it), list,
-            array or tuple of arrays; path or name of a dataset; or weights by source, as in {"wiki.txt": 3, "code": 1}.
-        loss: Function `loss(model, batch)` that returns one loss per example, losses with the weights of their parts,
-            or a mean; or the name of an objective. The default for conversations is "chat_answers".
-        metrics: Functions of the same form by name, `DatasetMetric` or `ModelMetric`.
-        techniques: Techniques as objects, classes or names. The default optimizer is AdamW with a linear decay.
+        model: Module whose weights are the initial values, function that builds a module, preset, or Hugging Face
+            folder. The function is called with `model_arguments`.
+        data, held_out: A dataset object, a path or name of a dataset, or weights by source, as in {"wiki.txt": 3,
+            "code": 1}. Objects: map-style or iterable dataset, `datasets.Dataset`, DataLoader (its workers read it),
+            list, array, or tuple of arrays.
+        loss: Function `loss(model, batch)`, or the name of an objective. The function returns one loss per example, or
+            (losses, weights), or a mean. The default for conversations is "chat_answers".
+        metrics: By name: a function with the same signature and return values as a loss, a `DatasetMetric` or a
+            `ModelMetric`.
+        techniques: Techniques as objects, classes or names. The default optimizer is AdamW with linear decay.
         budget: "20 steps", "1e7 tokens", "3 epochs", "90s", "10min", "2h" or a number of steps.
-        batch: Effective batch in examples.
-        settings: Other values by their paths in a recipe, as in {"evaluation.examples": 1000}.
-        recipe: Value, name (`thrifty.list("recipes")`) or TOML file with everything that is not passed. The default is
-            `llama-nano` on `python-stdlib` for 500 steps.
+        batch: Effective batch: number of examples per step.
+        settings: Other values by their path in the recipe, as in {"evaluation.examples": 1000}.
+        recipe: Recipe, its name (`thrifty.list("recipes")`) or TOML file. It supplies all values that are not passed.
+            The default is `llama-nano` on `python-stdlib` for 500 steps.
 
-    Model, data, held-out data and loss may also be names, "package.module:name", which are imported. The recipe holds
-    objects; its TOML file has only their names.
+    Model, data, held-out data and loss may also be import names, "package.module:name". A recipe contains the objects,
+    but its TOML file contains only their names.
 
-    Raises UsageError for arguments that do not fit.
+    Raises UsageError if arguments do not fit together.
 
     Example::
 
@@ -129,7 +131,7 @@ def recipe(
     is_own = bool(base.python.data) if data is None else not (isinstance(data, str | Path) or is_mixture(data))
     if held_out is not None and has_path == is_own:
         raise UsageError(
-            f"held_out is {'a path' if has_path else 'a dataset'}, and data {'are a dataset' if is_own else 'a path'}",
+            f"held_out is {'a path' if has_path else 'a dataset'}, but data is {'a dataset' if is_own else 'a path'}",
             fix="pass both as datasets, or both as paths",
         )
     if is_mixture(data):
@@ -159,7 +161,7 @@ def recipe(
         base = replace(base.without_objects("loss"), objective=ObjectiveSettings(loss))
     else:
         passed["loss"] = loss
-    if recipe is None and base.objective.name in PROBLEM_TYPES:  # of few texts F1 says little
+    if recipe is None and base.objective.name in PROBLEM_TYPES:  # F1 of few texts is too noisy
         base = replace(base, evaluation=replace(base.evaluation, examples=1_000))
     if batch_size is not None:
         base = replace(base, data=replace(base.data, batch=batch_size))
@@ -182,7 +184,7 @@ def recipe(
         return base
     if not isinstance(settings, Mapping) or not all(isinstance(path, str) for path in settings):
         raise UsageError(
-            f"settings are {settings!r:.60}, not values by path", fix='settings={"evaluation.examples": 100}'
+            f"settings is {settings!r:.60}, not a dict of values by path", fix='settings={"evaluation.examples": 100}'
         )
     layers = RecipeLayers.above("the recipe", base)
     for path, value in settings.items():
@@ -191,45 +193,45 @@ def recipe(
 
 
 def layers_of(recipe: str | Path) -> RecipeLayers:
-    """Return a recipe by name or file, as the lowest layer of changes."""
+    """Return a recipe, loaded by name or file, as the lowest layer of settings."""
     return load_recipe(str(recipe), f"recipe {recipe}", studies.names())
 
 
 def stored_layers(run: str | Path) -> RecipeLayers:
-    """Return the stored recipe of a run, as the lowest layer of changes."""
+    """Return the stored recipe of a run as the lowest layer of settings."""
     path = find_run(run)
     return RecipeLayers().override(f"run {path.name}", stored_recipe(path))
 
 
 def names_object(value: Any, is_data: bool = False) -> bool:
-    """Return True for the name of a user's object; an existing path is a path."""
+    """Return True if `value` is the import name of a user's object. An existing path is not a name."""
     is_name = is_dataset_name if is_data else is_function_name
     return isinstance(value, str) and is_name(value) and not Path(value).exists()
 
 
 def is_mixture(data: Any) -> bool:
-    """Return True for several sources with weights."""
+    """Return True if `data` is a dict of weights by source."""
     return isinstance(data, Mapping) and bool(data) and all(isinstance(each, int | float) for each in data.values())
 
 
 def _given(recipe: Recipe | str | Path | None) -> Recipe:
-    """Return a recipe by value, name or file. Raises UsageError for a model, or another value."""
+    """Return the recipe from an object, a name or a file. Raise UsageError if it is a model or another value."""
     if not isinstance(recipe, Recipe | str | Path | None):
         raise UsageError(
-            f"the recipe is of the type {type(recipe).__name__!r}, and no thrifty.Recipe, name or file",
+            f"the recipe is a {type(recipe).__name__!r}, not a thrifty.Recipe, name or file",
             fix="pass objects by name: model=…, data=…, held_out=…, loss=…",
         )
     return layers_of(recipe).recipe() if isinstance(recipe, str | Path) else recipe or Recipe()
 
 
 def _fitting(recipe: Recipe, is_free: bool) -> Recipe:
-    """Return a recipe with the tokenizer and context of its model's folder and, if the objective is not set, the
-    objective of its data.
+    """Return the recipe with the tokenizer and context of its model folder. If the objective is not set, use the
+    default objective of the data.
     """
     tokenizer = Path(recipe.model.folder, "tokenizer.json")
     if recipe.model.folder and tokenizer.is_file():
         recipe = replace(recipe, data=replace(recipe.data, tokenizer=str(tokenizer)))
-        with suppress(RefusedError):  # of an architecture that only transformers knows
+        with suppress(RefusedError):  # an architecture that only transformers implements
             length = min(recipe.data.length, own_shape(recipe.model).length)
             recipe = replace(recipe, data=replace(recipe.data, length=length))
     if not is_free:

@@ -38,7 +38,7 @@ BATCH = 256
 
 @dataclass(frozen=True, repr=False)
 class RetrievalResult(PrintedResult):
-    """Recalls of a contrastive model on held-out pairs, and the chance level."""
+    """Recalls of a contrastive model on held-out pairs, and the recalls at chance level."""
 
     run: str
     pairs: int
@@ -47,7 +47,7 @@ class RetrievalResult(PrintedResult):
     chance: Mapping[str, float]
     classes: str = ""
     zero_shot: Mapping[str, Any] | None = None
-    """Zero-shot "accuracy" on images of `classes`, if they were passed."""
+    """Zero-shot "accuracy" on images of `classes`, if `classes` was passed."""
 
     def as_dict(self) -> dict[str, Any]:
         counts = {"run": self.run, "pairs": self.pairs, "different_captions": self.different_captions}
@@ -75,25 +75,26 @@ def retrieve(
     """Measure R@1, R@5 and R@10 of a contrastive run in both directions, on all held-out images and captions.
 
     Args:
-        step: Step of a checkpoint, by default the newest.
-        raw_weights: Use the trained weights of a run that evaluated their average.
-        classes: Labelled images to classify by the names of their labels in `prompts` such as "a picture of {}".
-        model: The run's model, if it was your own.
+        step: Step of the checkpoint; by default the newest checkpoint.
+        raw_weights: True to use the trained weights instead of their average, if the run evaluated the average.
+        classes: Labelled images for zero-shot classification. Each label name is inserted into the `prompts`, such as
+            "a picture of {}".
+        model: Your own model, if it trained the run.
 
-    Raises UsageError for a run with another objective.
+    Raises UsageError if the objective of the run is not contrastive.
 
     Example::
 
         print(thrifty.retrieve("runs/flip-emoji").recalls)
     """
     if prompts and not classes:
-        raise UsageError("--prompt requires images to classify", fix="--classes SOURCE, such as cifar10")
+        raise UsageError("--prompt requires images to classify", fix="--classes cifar10")
     path = run_folder(run)
     trained, recipe = load_trained_model(path, step, raw_weights, objects=own_model(run, model))
     if not isinstance(trained, ContrastiveModel):
         raise UsageError(
             f"the run {str(path)!r} has the objective {recipe.objective.name!r}, not contrastive",
-            fix="name a contrastive run, such as one of the recipe flip-emoji",
+            fix="pass a contrastive run, such as a run of the recipe flip-emoji",
         )
     device = choose_device(recipe.device)
     data: PairData = open_examples(recipe)[1]  # type: ignore[assignment]
@@ -113,18 +114,18 @@ def _zero_shot(
     source: str,
     prompts: Sequence[str],
 ) -> dict[str, Any]:
-    """Classify held-out images by the names of their labels, preprocessed as the model's training images."""
+    """Classify held-out images by the names of their labels. Images are preprocessed as the model's training images."""
     own = data.ends.images
     if wrong := [prompt for prompt in prompts if prompt.count("{}") != 1]:
-        raise UsageError(f"the prompt {wrong[0]!r} has not one {{}} for the label", fix='--prompt "a picture of {}"')
+        raise UsageError(f"the prompt {wrong[0]!r} must have one {{}} for the label", fix='--prompt "a picture of {}"')
     settings = DataSettings(source=source, batch=1, size=own.side, held_out=0.5)
     images = open_images(settings, recipe.seed, own.side, progress())
     if images.ends.channels != own.channels:
         raise UsageError(
-            f"the images of {source} have {images.ends.channels} channels and those of the run {own.channels}",
-            fix="name images with the same number of channels",
+            f"the images of {source!r} have {images.ends.channels} channels, but the run has {own.channels}",
+            fix="pass images with the same number of channels",
         )
-    # of a folder all images are as new to the model as those that a known set keeps to test on
+    # the model has seen no image of a user's folder, so all its images are tested
     parts = [*images.parts.values()] if Path(source).expanduser().is_dir() else [images.parts[DataSplit.HELD_OUT]]
     shown = [
         HeldOutExamples(replace(arrays, ends=replace(arrays.ends, mean=own.mean, std=own.std))) for arrays in parts

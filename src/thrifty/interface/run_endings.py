@@ -1,4 +1,4 @@
-"""The end of a run in a few lines: status, results, folder."""
+"""Summary of a finished run in a few lines: status, results, folder."""
 
 import math
 import os
@@ -15,7 +15,7 @@ from thrifty.training.rendezvous import connect
 
 
 def ending(summary: Mapping[str, Any]) -> list[str]:
-    """Return the lines on a run with this summary."""
+    """Return the printed lines for a run summary."""
     loss, unigram = summary.get("held_out_loss"), summary.get("unigram_entropy")
     budget = f" of the {summary['budget_seconds']:g} s of its budget" if "budget_seconds" in summary else ""
     budget += f"; {summary['stopped_early']}" if "stopped_early" in summary else ""
@@ -28,9 +28,9 @@ def ending(summary: Mapping[str, Any]) -> list[str]:
         bits = f" ({loss / math.log(2) / size:.2f} bits/byte)" if size else ""
         printed.append(f"{held_out} {loss:.3f} nats/token{bits}; unigram entropy {unigram:.3f} nats/token")
         if summary.get("held_out_loss_at_start") is not None:
-            printed.append(f"before the first step it was {summary['held_out_loss_at_start']:.3f} nats/token")
+            printed.append(f"held-out loss before the first step {summary['held_out_loss_at_start']:.3f} nats/token")
     if loss is not None and summary.get("label_entropy") is not None:
-        frequencies = f"by the labels' frequencies {summary['label_entropy']:.3f}"
+        frequencies = f"entropy of the label frequencies {summary['label_entropy']:.3f}"
         printed.append(f"{held_out} {loss:.3f} nats{measured}; {frequencies}")
     elif loss is not None and unigram is None:
         unit = f", {summary['loss_in']}" if "loss_in" in summary else " nats"
@@ -45,17 +45,17 @@ def ending(summary: Mapping[str, Any]) -> list[str]:
 
 
 def _batch_advice(folder: Path) -> str | None:
-    """Return the batch size above which larger batches stop paying, if the run measured it."""
+    """Return a sentence with the batch size above which larger batches save few steps, if the run measured it."""
     if "measure.noise_scale" not in (folder / "recipe.toml").read_text(encoding="utf-8"):
-        return None  # the records of a long run take a while to read
+        return None  # reading the records of a long run is slow
     return batch_advice(key_figures(read_run(folder)))
 
 
 def is_first_to_report() -> bool:
-    """Return True on the rank that reports an error of all ranks before they have a process group: the first of its
-    machine.
+    """Return True on the first rank of this machine that calls the function. It reports an error that occurred on all
+    ranks before they have a process group.
 
-    The last one might be too late, since torchrun kills all ranks when one exits.
+    A fixed rank might report too late, because torchrun kills all ranks when one rank exits.
     """
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return os.environ.get("LOCAL_RANK", "0") == "0"

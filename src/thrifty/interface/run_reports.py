@@ -1,4 +1,4 @@
-"""`report` and `track`: a run folder as a page, and as another tracker's files."""
+"""`report` and `track`: write a run folder as an HTML page, or as files of an experiment tracker."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -19,7 +19,7 @@ from thrifty.trackers.tracker import KINDS
 
 @dataclass(frozen=True, repr=False)
 class RunReport(PrintedResult):
-    """The page of a run and its key figures; a notebook shows its loss and memory."""
+    """HTML page of a run, and its key figures. In a notebook it shows loss and memory."""
 
     page: Path
     record: RunRecord
@@ -27,7 +27,7 @@ class RunReport(PrintedResult):
 
     @property
     def summary(self) -> Mapping[str, Any]:
-        """End of the run."""
+        """Summary of the run, written at its end."""
         return self.record.summary
 
     @property
@@ -37,7 +37,7 @@ class RunReport(PrintedResult):
 
     @property
     def verdict(self) -> str:
-        """End of the run and its results in one sentence."""
+        """One sentence on the end of the run and its results."""
         return verdict(self.figures)
 
     def as_dict(self) -> dict[str, Any]:
@@ -54,9 +54,9 @@ class RunReport(PrintedResult):
 
 
 def report(run: Any) -> RunReport:
-    """Write report.html and plots/*.png into the folder of a run, and return its key figures.
+    """Write report.html and plots/*.png to the folder of a run, and return the run's key figures.
 
-    `run` is a run, a run folder, or its name under ./runs. It may still be training.
+    `run` is a run, a run folder, or a name under ./runs. The run may still be training.
 
     Raises UsageError if the run does not exist.
 
@@ -70,21 +70,21 @@ def report(run: Any) -> RunReport:
 
 @dataclass(frozen=True, repr=False)
 class TrackerFiles(PrintedResult):
-    """Records of a run as another tracker's files."""
+    """Records of a run in the format of an experiment tracker."""
 
     folder: Path
     records: int
     again: bool
-    """True if earlier records were there already."""
+    """True if the folder already contained records."""
     look: str
-    """Command that shows them."""
+    """Command that shows the records."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
 
     def __rich__(self) -> RenderableType:
         more = "more records" if self.again else "records"
-        return lines(f"{self.records:,} {more} in {self.folder}", f"look at them: {self.look}")
+        return lines(f"{self.records:,} {more} in {self.folder}", f"view them: {self.look}")
 
 
 def track(
@@ -92,10 +92,10 @@ def track(
 ) -> TrackerFiles:
     """Write the records of a run in the format of "tensorboard", "mlflow", "wandb" or "trackio".
 
-    The run folder is only read. A second call continues where the first stopped. `watch` continues until the run ends.
-    Nothing is sent over the network without `online`, for Weights & Biases.
+    The run folder is only read. A second call adds the records that are new since the first call. With `watch=True` the
+    call continues until the run ends. Only `online=True` (Weights & Biases) sends data over the network.
 
-    Raises UsageError for another tracker, or if its package is not installed.
+    Raises UsageError if the tracker is unknown or its package is not installed.
 
     Example::
 
@@ -107,11 +107,11 @@ def track(
 
 
 def run_folder(run: Any) -> Path:
-    """Return the folder of a run: of a run object, a path, or a name under ./runs."""
+    """Return the folder of a run, from a run object, a path, or a name under ./runs."""
     place = getattr(run, "folder", run)
     if not isinstance(place, str | Path):
         raise UsageError(
-            f"a {type(run).__name__} is no run",
-            fix='pass what thrifty.train returned, a run folder, or its name: "mine"',
+            f"a {type(run).__name__!r} is not a run",
+            fix='pass the result of thrifty.train, a run folder, or its name under ./runs: "mine"',
         )
     return find_run(place)

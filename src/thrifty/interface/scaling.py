@@ -1,4 +1,4 @@
-"""Scaling laws: model size for a compute budget, and fits to runs."""
+"""Scaling laws: optimal model size for a compute budget, and laws fitted to runs."""
 
 import math
 from collections.abc import Sequence
@@ -22,7 +22,7 @@ from thrifty.reporting.number_format import percent, scaled, significant
 from thrifty.reporting.printed_result import PrintedResult, lines, open_table
 
 SHOWN = {"parameters": "parameters", "tokens": "tokens", "flops": "FLOP", "tokens_per_parameter": "tokens/parameter"}
-"""Columns of the table of sizes; of tokens and FLOPs only the computed one."""
+"""Columns of the table of sizes. Of tokens and FLOPs only the computed quantity is shown."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -40,7 +40,7 @@ class RecommendedSizes(PrintedResult):
 
 @dataclass(frozen=True, repr=False)
 class FittedLaw(PrintedResult):
-    """A scaling law fitted to runs, with intervals, as plain data."""
+    """A scaling law fitted to runs, with 95 % intervals, as plain data."""
 
     facts: dict[str, Any]
 
@@ -54,14 +54,14 @@ class FittedLaw(PrintedResult):
 def recommend_size(
     *, flops: float | None = None, hours: float | None = None, tokens: float | None = None, utilisation: float = 0.4
 ) -> RecommendedSizes:
-    """Recommend compute-optimal parameters and tokens for each published set of constants.
+    """Recommend compute-optimal parameters and tokens, for each published set of constants.
 
     Args:
         flops: Compute budget.
-        hours: Time on this machine at the fraction `utilisation` of its measured peak.
-        tokens: Number of training tokens, to recommend a model size.
+        hours: Training time on this machine at `utilisation` (a fraction) of its measured peak.
+        tokens: Number of training tokens, from which the model size is computed.
 
-    Raises UsageError unless exactly one is passed.
+    Raises UsageError unless exactly one of `flops`, `hours` and `tokens` is passed.
 
     Example::
 
@@ -71,7 +71,7 @@ def recommend_size(
     quantities = {name: amount for name, amount in amounts.items() if amount is not None}
     if len(quantities) != 1:
         what = " and ".join(quantities) + " exclude each other" if quantities else "there is no compute budget"
-        raise UsageError(what, fix="one of --flops 1e18, --hours 8 or --tokens 1e9")
+        raise UsageError(what, fix="--flops 1e18; or --hours 8; or --tokens 1e9")
     for name, amount in quantities.items():
         check_amount(name, amount)
     machine = None
@@ -104,13 +104,14 @@ def fit_scaling_law(
     """Fit a scaling law to runs, or to a .csv `table` with the columns parameters, tokens and loss.
 
     Args:
-        runs: Runs, run folders, or their names under ./runs. They differ in size and in tokens, and are finished.
-        flops: Compute budget, to add the best sizes for it.
-        drop_worst: Number of runs of highest loss to drop.
-        all_starts: Fit from the paper's 4500 starting points instead of 243.
-        resamples: Number of bootstrap fits for the intervals.
+        runs: Runs, run folders, or names under ./runs. The runs must be finished, and differ in model size and in
+            tokens.
+        flops: Compute budget for which the best sizes are also returned.
+        drop_worst: Number of runs with the highest loss to drop.
+        all_starts: True to fit from the paper's 4500 starting points instead of 243.
+        resamples: Number of bootstrap fits for the 95 % intervals.
 
-    Raises UsageError without runs, or for runs that do not determine a law.
+    Raises UsageError if there are no runs, or if the runs do not determine a law.
 
     Example::
 
@@ -127,7 +128,7 @@ def fit_scaling_law(
 def _fitted(
     points: list[TrainedRun], flops: float | None, all_starts: bool, resamples: int, seed: int
 ) -> dict[str, Any]:
-    """Return a fitted law as plain data; with `flops`, including recommended sizes."""
+    """Return a fitted law as plain data. With `flops`, include recommended sizes."""
     law_fit = fit(points, PAPER_STARTS if all_starts else COARSE_STARTS, resamples=resamples, seed=seed)
     law, draws = law_fit.law, law_fit.draws
     names = ("E", "A", "B", "alpha", "beta", "size_exponent")
@@ -150,13 +151,13 @@ def _fitted(
 
 def _read(runs: Sequence[Any], table: Path | None) -> list[TrainedRun]:
     if bool(runs) == (table is not None):
-        what = "runs and a table exclude each other" if runs else "there are no runs to fit"
+        what = "pass runs or a table, not both" if runs else "there are no runs to fit"
         raise UsageError(what, fix="name run folders, or pass --csv FILE with the columns parameters,tokens,loss")
     return runs_from_table(table) if table is not None else runs_from_folders([run_folder(run) for run in runs])
 
 
 def _nearest_preset(parameters: float) -> dict[str, Any]:
-    """Return the language model preset of the nearest size by ratio, with its published vocabulary."""
+    """Return the language-model preset whose size is nearest by ratio, at its published vocabulary size."""
     with torch.device("meta"):
         counts = {
             name: sum(p.numel() for p in assemble(shape).parameters())
@@ -172,7 +173,7 @@ def _size_parts(facts: dict[str, Any]) -> list[RenderableType]:
     if machine := facts["machine"]:
         peak, sustained = (scaled(machine[name], "FLOP/s") for name in ("peak", "sustained"))
         printed.append(
-            f"{machine['device']}: {peak} of {machine['dtype']} products measured, {machine['utilisation']:g} of it "
+            f"{machine['device']}: {peak} of {machine['dtype']} matmul measured, {machine['utilisation']:g} of it "
             f"assumed for training (--utilisation): {sustained}; "
             f"{facts['given']['hours']:g} h are {_power(facts['flops'])} FLOP\n"
         )
@@ -183,11 +184,9 @@ def _size_parts(facts: dict[str, Any]) -> list[RenderableType]:
     origins = dict.fromkeys(row["uncertainty"] for row in facts["rows"] if row["uncertainty"])
     printed.append("\n(95 %): " + "; ".join(origins))
     printed += _extrapolation(facts["rows"], facts["fitted_flops"])
-    printed.append("the constants hold for the text and tokenizer of their runs: fit your own with `thrifty plan fit`")
+    printed.append("the constants hold for the text and tokenizer of their runs; fit your own with `thrifty plan fit`")
     preset, ratio = facts["nearest_preset"], facts["nearest_preset"]["ratio"]
-    apart = (
-        f"{significant(max(ratio, 1 / ratio))} times {'larger' if ratio > 1 else 'smaller'} than {preset['for']} says"
-    )
+    apart = f"{significant(max(ratio, 1 / ratio))} times {'larger' if ratio > 1 else 'smaller'} than {preset['for']}"
     printed.append(f"nearest preset: {preset['name']} with {scaled(preset['parameters'])} parameters, {apart}")
     return printed
 
@@ -196,7 +195,7 @@ def _fit_parts(facts: dict[str, Any]) -> list[RenderableType]:
     printed: list[RenderableType] = []
     printed.append(
         f"{facts['runs']} runs of {_span(facts['parameters'], scaled)} parameters and "
-        f"{_span(facts['fitted_flops'], _power)} FLOP; {facts['agreeing']} of {facts['starts']} starts ended at the "
+        f"{_span(facts['fitted_flops'], _power)} FLOP; {facts['agreeing']} of {facts['starts']} starts reached the "
         f"minimum; median error {percent(facts['median_residual'], 2)}\n"
     )
     for name, value in facts["constants"].items():
@@ -204,7 +203,7 @@ def _fit_parts(facts: dict[str, Any]) -> list[RenderableType]:
         printed.append(f"{title:<14} {significant(value, 4):>10}  {_span(facts['intervals'][name], significant)}")
     printed.append(f"\n(95 %): {facts['resamples']} fits to runs resampled with replacement")
     if facts["without_optimum"]:
-        printed.append(f"{percent(facts['without_optimum'])} of them have no best size")
+        printed.append(f"{percent(facts['without_optimum'])} of these fits have no best size")
     if facts["sizing"]:
         printed.append("")
         printed.append(_table([facts["sizing"]]))

@@ -1,4 +1,4 @@
-"""Scores of training examples, selections by scores, and a page for review."""
+"""Scores of training examples, selection by scores, and a page for review."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,7 +21,7 @@ from thrifty.techniques.data_selection.prune import PrunedExamples
 
 @dataclass(frozen=True, repr=False)
 class ScoredExamples(PrintedResult):
-    """The scores of all training examples, and their file."""
+    """Scores of all training examples, and the score file."""
 
     file: Path
     sha256: str
@@ -42,17 +42,17 @@ class ScoredExamples(PrintedResult):
         return lines(
             f"{len(scores):,} examples by {facts.method}, {runs}{trained}; higher is harder",
             f"cost       {scaled(facts.flops, 'FLOP')}, {duration(facts.seconds)}",
-            f"scores     least {quantiles[0]}, quarters {', '.join(quantiles[1:4])}, most {quantiles[4]}",
-            f"kept in    {self.file}",
+            f"scores     minimum {quantiles[0]}, quartiles {', '.join(quantiles[1:4])}, maximum {quantiles[4]}",
+            f"file       {self.file}",
             f"sha256     {self.sha256}",
-            f"look       thrifty data look {self.source} --scores {self.file}",
+            f"inspect    thrifty data look {self.source} --scores {self.file}",
             f"prune      thrifty data prune {self.file} --keep-fraction 0.5",
         )
 
 
 @dataclass(frozen=True, repr=False)
 class SelectedExamples(PrintedResult):
-    """Examples selected by scores, counted by label, and the technique that trains on them."""
+    """Result of example selection: counts per label, and the technique that trains on the kept examples."""
 
     technique: PrunedExamples
     labels: tuple[LabelCount, ...]
@@ -60,7 +60,7 @@ class SelectedExamples(PrintedResult):
     kept: int
     is_labelled: bool
     written: Path | None = None
-    """The written recipe."""
+    """File of the written recipe."""
 
     def as_dict(self) -> dict[str, Any]:
         counts = {"examples": self.examples, "kept": self.kept, "labels": [row._asdict() for row in self.labels]}
@@ -74,7 +74,7 @@ class SelectedExamples(PrintedResult):
         ]
         if self.technique.drop_hardest:
             hardest = round(self.technique.drop_hardest * self.examples)
-            printed.append(f"dropped as the very hardest: {hardest:,}")
+            printed.append(f"hardest examples dropped: {hardest:,}")
         tables = {"techniques": {"data_selection": {"prune": changed_settings(self.technique)}}}
         printed += ["", "on the command line:", f"  --with {format_option(self.technique)}", "", "in a recipe:"]
         printed += [f"  {line}" for line in tomli_w.dumps(tables).splitlines()]
@@ -83,12 +83,12 @@ class SelectedExamples(PrintedResult):
 
 @dataclass(frozen=True, repr=False)
 class ReviewPage(PrintedResult):
-    """A page of examples for review."""
+    """HTML page of examples for review."""
 
     page: Path
     scores: ExampleScores
     doubted: tuple[int, ...]
-    """Numbers of likely label errors, the most likely first."""
+    """Indices of likely label errors, most likely first."""
 
     def as_dict(self) -> dict[str, Any]:
         counts = {"examples": len(self.scores), "doubted": len(self.doubted)}
@@ -98,20 +98,20 @@ class ReviewPage(PrintedResult):
         printed = [f"{self.page}: {len(self.scores):,} examples by {self.scores.facts.method}"]
         if self.scores.guesses is not None:
             count = f"{len(self.doubted):,}"
-            printed.append(f"the runs predict another label for {count} of them, the most certain first on the page")
+            printed.append(f"the runs predict another label for {count} of them, the most confident first")
         return lines(*printed)
 
 
 def choice_by(scores: Path, **settings: Any) -> PrunedExamples:
-    """Return the technique that trains on a selection by a file of scores; None leaves a setting at its default."""
+    """Return the technique that trains on a selection by a score file. A setting of None keeps its default."""
     chosen = {name: value for name, value in settings.items() if value is not None}
     return build(PrunedExamples, {"scores": str(scores.resolve()), "sha256": file_hash(scores), **chosen}, "prune")
 
 
 def write_pruned(target: Path, recipe: str | None, table: ExampleScores, chosen: PrunedExamples) -> None:
-    """Write a recipe, by default the scored one, with a selection. Raises UsageError if the file exists."""
+    """Write a recipe (by default the scored one) with a selection. Raise UsageError if the file exists."""
     if target.exists():
-        raise UsageError(f"{target} exists already", fix="give another --write")
+        raise UsageError(f"'{target}' exists already", fix="--write other.toml")
     scored = RecipeLayers().override("recipe", table.facts.recipe)
     layers = scored if recipe is None else layers_of(recipe)
     name = f"{layers.values().get('name', 'run')}-pruned"

@@ -1,4 +1,4 @@
-"""Costs on simulated hardware: a training step on a cluster, attention and matrix products on accelerators."""
+"""Costs on simulated hardware: a training step on a cluster, attention and matmuls on accelerators."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -49,21 +49,22 @@ def cluster(
     sequence_parallel: bool | None = None,
     flash: bool = True,
 ) -> ClusterSimulation:
-    """Simulate a training step on a cluster: time and its parts, memory of each rank, FLOP/s and MFU.
+    """Simulate a training step on a cluster: step time and its parts, memory of each rank, FLOP/s and MFU.
 
     Args:
-        model: Preset, model folder, published model or published run, which sets the defaults of the other arguments.
-        cluster: Name such as "h100-roce", or file; by default "h100-box".
-        ranks: Number of devices, by default those of the mesh, or all.
-        mesh: Sizes of "replicate", "shard", "tensor", "pipeline", and "chunks" per pipeline rank.
-        batch: Effective batch in examples of `length` tokens.
-        micro_batch: Examples in a micro-batch.
+        model: Preset, model folder, published model or published run. A published run sets the defaults of the other
+            arguments.
+        cluster: Name of a cluster, such as "h100-roce", or a file. The default is "h100-box".
+        ranks: Number of devices. The default is the size of the mesh, or all devices of the cluster.
+        mesh: Sizes of the axes "replicate", "shard", "tensor" and "pipeline", and number of "chunks" per pipeline rank.
+        batch: Effective batch: number of examples per step, with `length` tokens each.
+        micro_batch: Number of examples per micro-batch.
         schedule: "gpipe", "1f1b", "interleaved", "zero_bubble" or "zero_bubble_v".
         recompute: Operations to recompute in the backward pass.
         zero: ZeRO stage (0 to 3) along "shard".
-        flash: Without it, attention of presets and folders stores its scores.
+        flash: False to store the attention scores of presets and folders.
 
-    A step that exceeds the device's memory is reported. Raises UsageError for sizes that do not fit together.
+    If the step exceeds the device's memory, the result reports it. Raises UsageError if sizes do not fit together.
 
     Example::
 
@@ -83,7 +84,7 @@ def cluster(
 
 
 def published_runs() -> PublishedRuns:
-    """Simulate published training runs, and compare with the published measurements.
+    """Simulate published training runs, and compare the results with the published measurements.
 
     Example::
 
@@ -113,20 +114,23 @@ def attention(
     """Simulate the attention of a trace on accelerators: cycles, seconds, stalls, bytes, joules and mm².
 
     Args:
-        trace: File of `thrifty.trace`.
-        designs: Names, TOML files, or names with changes such as "elsa:copies=2".
-        equal_resources: Equal "multipliers", "clock" in Hz or "bandwidth" in bytes/s for all designs.
-        engine: "scan", or "event", which models latency and banks of the memory.
-        energy_table: Energy per action; "all" compares the tables.
-        filters: Masks: of the "trace", of the largest "exact" scores, or of each design's "own" filter.
-        density: Fraction of pairs that "exact" and "own" filters keep.
-        max_error: Largest relative error of the outputs, instead of `density`.
-        run: Run of the trace, to measure its held-out loss with each mask; `model` is its model, if it was your own.
-        baseline_design: Design to compare the others with at equal peak.
-        measure: False skips the measurement on this machine.
-        page, csv, perfetto: Offline page, folder of tables, and timeline to write.
+        trace: Trace file written by `thrifty.trace`.
+        designs: Design names, TOML files, or names with changes such as "elsa:copies=2".
+        equal_resources: Resources that are set equal for all designs: "multipliers", "clock" in Hz or "bandwidth" in
+            bytes/s.
+        engine: "scan", or "event", which also models latency and banks of the memory.
+        energy_table: Table of energy per action. "all" compares all tables.
+        filters: Sources of masks: "trace" (masks of the trace), "exact" (largest scores) or "own" (each design's
+            filter).
+        density: Fraction of query-key pairs that "exact" and "own" filters keep.
+        max_error: Maximum relative error of the outputs. It replaces `density`.
+        run: Run that was traced, to measure its held-out loss with each mask. If your own model trained the run, pass
+            it as `model`.
+        baseline_design: Design that the others are compared with at equal peak.
+        measure: False to skip the measurement on this machine.
+        page, csv, perfetto: Outputs to write: offline HTML page, folder of tables, timeline.
 
-    Raises UsageError for unknown designs, resources and tables.
+    Raises UsageError if a design, resource or table is unknown.
 
     Example::
 
@@ -138,7 +142,7 @@ def attention(
     names = [machine.name for machine in machines]
     if baseline_design is not None and baseline_design not in names:
         raise UsageError(
-            f"the baseline design {baseline_design!r} is not among the designs", did_you_mean(baseline_design, names)
+            f"the baseline design {baseline_design!r} is not one of the designs", did_you_mean(baseline_design, names)
         )
     loaded = load_trace(Path(trace))
     masks = masks_of(loaded, tuple(dict.fromkeys(filters)), machines, density, max_error)
@@ -159,13 +163,13 @@ def attention(
 
 
 def gemm(topology: str | Path, *, cfg: str | Path | None = None, csv: str | Path | None = None) -> GemmSimulation:
-    """Simulate the matrix products of a SCALE-Sim topology (a CSV of Layer, M, N, K) on a systolic array, without
-    stalls.
+    """Simulate the matmuls of a SCALE-Sim topology (CSV with Layer, M, N, K) on a systolic array. Stalls are not
+    simulated.
 
-    `cfg` is SCALE-Sim's architecture file, by default 32 x 32 and output-stationary; `csv` is a folder for
+    `cfg` is SCALE-Sim's architecture file; the default is a 32 x 32 output-stationary array. `csv` is a folder for
     COMPUTE_REPORT.csv.
 
-    Raises UsageError for files of another form.
+    Raises UsageError if a file has another format.
 
     Example::
 
@@ -188,13 +192,13 @@ def spgemm(
     measure: bool = True,
     energy_table: str = "horowitz-45nm",
 ) -> SpgemmSimulation:
-    """Simulate the product of each sparse matrix with itself on accelerators: cycles of both phases, bytes by operand,
+    """Simulate the product of each sparse matrix with itself on accelerators: cycles of both phases, bytes per operand,
     joules.
 
-    `matrices` are Matrix Market files (.mtx). Without any, a random matrix has `size` rows and a fraction `density` of
-    nonzero values. `designs` are as in `attention`. `measure=False` skips the measurement on this machine.
+    `matrices` are Matrix Market files (.mtx). Without files, a random square matrix of `size` rows has a fraction
+    `density` of nonzero values. `designs` are as in `attention`. `measure=False` skips the measurement on this machine.
 
-    Raises UsageError for unknown designs and for files without a matrix.
+    Raises UsageError if a design is unknown or a file contains no matrix.
 
     Example::
 
@@ -212,10 +216,10 @@ def spgemm(
 
 
 def published_accelerators(*, page: str | Path | None = None) -> PublishedAccelerators:
-    """Compare published figures of accelerators with simulated ones: grade of the evidence, and reason for the
+    """Compare published results of accelerators with simulated results: grade of the evidence, and reason for the
     difference.
 
-    `page` is an offline page to write.
+    `page` is the path of an offline HTML page to write.
 
     Example::
 

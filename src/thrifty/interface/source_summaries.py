@@ -1,4 +1,4 @@
-"""Printed content of a source of text, images, pairs or conversations."""
+"""Printed summaries of a source of text, images, pairs or conversations."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -15,7 +15,7 @@ from thrifty.reporting.number_format import percent, scaled, significant, whole
 from thrifty.reporting.printed_result import PrintedResult, lines
 
 BAR = 40
-"""Characters of the longest bar of the histogram."""
+"""Maximum number of characters of a histogram bar."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -37,7 +37,7 @@ class SourceSummary(PrintedResult):
 
 @dataclass(frozen=True, repr=False)
 class ConversationPreview(PrintedResult):
-    """Conversations with the trained tokens between ⟦ and ⟧, in a terminal also in green."""
+    """Conversations in which the tokens with a loss are between ⟦ and ⟧, and green in a terminal."""
 
     content: ChatPreview
 
@@ -48,7 +48,7 @@ class ConversationPreview(PrintedResult):
         seen = self.content
         counts = f"{whole(seen.conversations)} conversations, {whole(seen.tokens)} tokens"
         rows: list[RenderableType] = [
-            f"{seen.source}   {counts}; learned: {whole(seen.learned)}, {percent(seen.learned / seen.tokens)}"
+            f"{seen.source}   {counts}; with loss: {whole(seen.learned)}, {percent(seen.learned / seen.tokens)}"
         ]
         if seen.cut:
             rows.append(f"{percent(seen.cut)} of the conversations are truncated")
@@ -78,15 +78,17 @@ def _text_counts(seen: TextSummary) -> list[str]:
 
 
 def _left_out(seen: TextSummary) -> list[str]:
-    """Return the number of near-duplicates and the least similar pairs, both texts around their difference."""
+    """Return the number of near-duplicates and their least similar pairs. Both texts are cut around the first
+    difference.
+    """
     duplicates = seen.near_duplicates
     if duplicates is None:
         return []
     amount = f"{whole(duplicates['documents'])} documents, {scaled(duplicates['bytes'], 'B')}"
-    rows = [f"near-duplicates  {amount} left out, at least {percent(duplicates['threshold'])} alike to one before"]
+    rows = [f"near-duplicates  {amount} dropped, at least {percent(duplicates['threshold'])} similar to an earlier one"]
     for pair in duplicates["least_alike"]:
         texts = (" ".join(pair[side].split()) for side in ("kept", "left_out"))
-        rows += [f"  {percent(pair['similarity'])} alike", *(f"    {text}" for text in texts)]
+        rows += [f"  {percent(pair['similarity'])} similar", *(f"    {text}" for text in texts)]
     return rows
 
 
@@ -139,8 +141,8 @@ def _pair_rows(seen: PairSummary) -> list[str]:
 
 
 def _named(names: list[str], count: int) -> list[str]:
-    """Return the first skipped files, and a pointer to the others."""
-    where = "which --json names" if len(names) == count else f"of which --json names {len(names) - SHOWN:,}"
+    """Return the first skipped files, and the number of the others."""
+    where = "listed by --json" if len(names) == count else f"of which --json lists {len(names) - SHOWN:,}"
     more = [f"  and {count - SHOWN:,} more, {where}"] if count > SHOWN else []
     return [*(f"  {name}" for name in names[:SHOWN]), *more]
 

@@ -1,4 +1,4 @@
-"""`study`: a published experiment in small, with its expectations."""
+"""`study`: repeat a published experiment at small scale, and check its expectations."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -19,12 +19,12 @@ from thrifty.reporting.printed_result import PrintedResult, lines
 
 @dataclass(frozen=True, repr=False)
 class MeasuredStudy(PrintedResult):
-    """The result of a study, its page, and deviations from a saved result."""
+    """Result of a study, its page, and deviations from a saved result."""
 
     result: StudyResult
     folder: Path
     compared: int = 0
-    """Number of values compared with the saved result."""
+    """Number of values that were compared with the saved result."""
     off: tuple[str, ...] = ()
     """Values outside the interval of the saved result, one sentence each."""
 
@@ -52,18 +52,17 @@ def study(
     baseline_result: str | Path | None = None,
     quiet: bool = False,
 ) -> MeasuredStudy:
-    """Run a study by name (`thrifty.list("studies")`): many small runs, a table, plots, and a verdict on each
-    expectation.
+    """Run a study by name (`thrifty.list("studies")`). The result is a table, plots, and a verdict on each expectation.
 
     Args:
-        name: Name of its folder under `runs`.
+        name: Folder name under `runs`.
         settings: Changed settings of the study, as in "steps=100".
-        cases: Words in the labels of the cases to measure.
-        jobs: Number of processes.
-        save_result: A .json file for the result.
-        baseline_result: A saved result to compare with.
+        cases: Words; only cases whose label contains one of them are measured.
+        jobs: Number of parallel processes.
+        save_result: Path of a .json file for the result.
+        baseline_result: Path of a saved result to compare with.
 
-    The same call resumes an interrupted study. Raises UsageError for an unknown study or setting.
+    The same call resumes an interrupted study. Raises UsageError if the study or a setting is unknown.
 
     Example::
 
@@ -73,14 +72,15 @@ def study(
     made = replace(made, seeds=seeds) if seeds else made
     if save_result and cases:
         raise UsageError(
-            "--save-result requires a whole study, but --cases measures a part", fix="leave one of them out"
+            "--save-result requires a whole study, but --cases measures a part",
+            fix="remove --cases or --save-result",
         )
     if save_result:
         saved_study.refuse_existing_study(Path(save_result))
     baseline = read_result(Path(baseline_result)) if baseline_result else None
     folder, only = Path(runs) / check_name(name or study, "--name"), tuple(cases)
     result = read_folder(made, folder)
-    # what has been measured is not measured again, but may still be saved or compared
+    # a finished study is not measured again, but can still be saved or compared
     if result is None or not is_measured(result, only) or not (save_result or baseline):
         result = run_study(made, folder, only=only, jobs=jobs, say=progress(quiet))
     if save_result:

@@ -14,7 +14,7 @@ from thrifty.interface.own_loop import APPLIED, AppliedTechnique
 
 @dataclass(frozen=True)
 class ModelSummary:
-    """Parameters of a model, and the modules that each technique changed and skipped."""
+    """Parameter counts of a model, and the modules that each technique changed or skipped."""
 
     parameters: int
     trainable: int
@@ -36,9 +36,9 @@ class OptimizerSummary:
 
     optimizer: str
     groups: tuple[dict[str, tuple[str, ...]], ...]
-    """For each group, names of its parameters by algorithm, the elements of the update in order."""
+    """For each group: names of its parameters by algorithm. An algorithm is the sequence of its update elements."""
     elements: tuple[int, ...]
-    """Elements of each group."""
+    """Number of elements of each group."""
     learning_rates: tuple[float, ...]
     added: tuple[str, ...]
 
@@ -64,8 +64,8 @@ def summary(target: Optimizer) -> OptimizerSummary: ...
 def summary(target: nn.Module | Optimizer) -> ModelSummary | OptimizerSummary:
     """Summarize a model or an optimizer.
 
-    For a model: number of parameters, trainable ones, and the modules that each applied technique changed and skipped.
-    For an optimizer: its groups, and the algorithm of each parameter.
+    For a model: number of parameters and of trainable parameters, and the modules that each technique changed or
+    skipped.
 
     Example::
 
@@ -76,7 +76,8 @@ def summary(target: nn.Module | Optimizer) -> ModelSummary | OptimizerSummary:
         return _optimizer_summary(target)
     if not isinstance(target, nn.Module):
         raise UsageError(
-            f"a summary is of a model or an optimizer, not of a {type(target).__name__}", fix="thrifty.summary(model)"
+            f"summary requires a model or an optimizer, not a {type(target).__name__!r}",
+            fix="thrifty.summary(model)",
         )
     parameters = list(target.parameters())
     trainable = sum(each.numel() for each in parameters if each.requires_grad)

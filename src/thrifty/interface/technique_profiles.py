@@ -1,4 +1,4 @@
-"""A technique's card with its settings and its evidence."""
+"""Card of a technique with its settings and its measured evidence."""
 
 import dataclasses
 import inspect
@@ -24,19 +24,19 @@ _SEAMS = ("model", "batches", "objective", "backward", "update", "changes", "foo
 
 @dataclass(frozen=True, repr=False)
 class TechniqueProfile(PrintedResult):
-    """A technique: its card, its settings and its evidence."""
+    """A technique: its card, its settings and its measured evidence."""
 
     name: str
     stage: str
     numerics: str
-    """Effect on the computed values: "exact", "rounding" or "different"."""
+    """Effect on numerical values: "exact", "rounding" or "different"."""
     claims: tuple[str, ...]
     seams: tuple[str, ...]
     card: str
     notes: str
     """Notes on the implementation."""
     settings: tuple[dict[str, Any], ...]
-    """The "name" of each setting, its "type" in words and its "default"."""
+    """"name", "type" (in words) and "default" of each setting."""
     evidence: Evidence = field(default_factory=Evidence)
 
     def as_dict(self) -> dict[str, Any]:
@@ -46,11 +46,11 @@ class TechniqueProfile(PrintedResult):
         return {**asdict(self), "evidence": evidence, "verdicts": self.verdicts(), "in_words": self.evidence.in_words()}
 
     def verdicts(self) -> dict[str, str]:
-        """Return the verdict on each aspect; exactness is declared by the technique and tested by `thrifty check`."""
+        """Return the verdict on each aspect. The technique declares its exactness, and `thrifty check` tests it."""
         return {"exactness": self.numerics, **self.evidence.verdicts()}
 
     def chip(self) -> str:
-        """Return the verdicts and the machines on one line."""
+        """Return one line with all verdicts and the machines of the measurements."""
         verdicts = self.verdicts()
         shown = [f"{aspect} {verdicts.get(aspect, 'not measured')}" for aspect in ASPECTS if aspect != "quality"]
         quality = [f"quality {verdicts['quality']}"] if "quality" in verdicts else []
@@ -68,7 +68,7 @@ class TechniqueProfile(PrintedResult):
             *setting_lines(self.settings),
             f"\nCommand line: --with {start}",
             f"\nEvidence: {self.chip()}",
-            *(f"  {line}" for line in evidence or [f"nothing measured yet; measure it: {comparison}"]),
+            *(f"  {line}" for line in evidence or [f"not measured yet; measure with: {comparison}"]),
         )
 
     def _example(self) -> str:
@@ -77,13 +77,13 @@ class TechniqueProfile(PrintedResult):
 
 
 def technique_profile(kind: type[Technique], results: Sequence[Path]) -> TechniqueProfile:
-    """Return the card of a technique with its evidence below the folders `results`."""
+    """Return the card of a technique with its evidence from the folders `results`."""
     profile = profile_of(kind)
     return replace(profile, evidence=evidence_by_technique(results).get(profile.name, Evidence()))
 
 
 def profile_of(kind: type[Technique]) -> TechniqueProfile:
-    """Return the card of a technique without its evidence."""
+    """Return the card of a technique without evidence."""
     return TechniqueProfile(
         name=kind.name,
         stage=kind.stage.label,
@@ -97,7 +97,7 @@ def profile_of(kind: type[Technique]) -> TechniqueProfile:
 
 
 def settings_of(kind: type) -> tuple[dict[str, Any], ...]:
-    """Return the settings of a technique or an objective: "name", "type" in words and "default"."""
+    """Return "name", "type" (in words) and "default" of each setting of a technique or an objective."""
     hints = hints_of(kind)
     return tuple(
         {"name": field.name, "type": _type_name(hints[field.name]), "default": field.default}
@@ -106,12 +106,12 @@ def settings_of(kind: type) -> tuple[dict[str, Any], ...]:
 
 
 def setting_lines(settings: Sequence[dict[str, Any]]) -> list[str]:
-    """Return a printed line for each setting."""
+    """Return one printed line per setting."""
     return [f"  {each['name']} = {each['default']!r}  ({each['type']})" for each in settings] or ["  none"]
 
 
 def _notes(kind: type[Technique]) -> str:
-    """Return the docstring of the class; a dataclass without one has its signature there."""
+    """Return the docstring of the class. Return "" if it is only the signature that dataclasses generate."""
     docstring = vars(kind).get("__doc__") or ""
     return "" if docstring.startswith(f"{kind.__name__}(") else inspect.cleandoc(docstring)
 

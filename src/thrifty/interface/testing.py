@@ -1,4 +1,4 @@
-"""The contract test of techniques, for packages of third parties."""
+"""Contract test of techniques, for third-party packages."""
 
 import time
 from typing import Any
@@ -30,21 +30,21 @@ from thrifty.training.loop import step_seed
 STEPS = 6
 VOCABULARY, LENGTH, BATCH = 64, 16, 4
 CLOSE = 1e-5
-"""Relative difference of losses between a user's loop and the trainer."""
+"""Maximum relative difference of losses between a user's loop and the trainer."""
 IN_FEW_BITS = 0.02
-"""The same for techniques that round randomly, or whose head is rounded at another place."""
+"""As CLOSE, for techniques that round stochastically, or whose output head is rounded at another place."""
 
 
 def check_technique(technique: type[Technique] | Technique | str, **settings: Any) -> CheckReport:
-    """Test your own technique like those of the toolkit, on a model of two blocks, in some seconds.
+    """Test a technique as the toolkit tests its own, on a model of two blocks, in a few seconds.
 
-    The test covers settings, stage and claims; methods that are not overridden; parameter names; promised values,
-    gradients and micro-batches; resume; explanation and export; learning; and equality of a user's loop and the
-    trainer. A promise that the technique refuses on this model is not broken.
+    The test covers: settings, stage and claims; methods that are not overridden; parameter names; promised values,
+    gradients and micro-batches; resume; explanation and export; learning; and equal losses in a user's loop and the
+    trainer. If the technique refuses the small model, the promise is reported as not applicable.
 
-    `technique` is a class, an object or a name; `settings` are its fields.
+    `technique` is a class, an object or a name. `settings` are its fields.
 
-    Raises IntegrityError with each broken promise and its fix.
+    Raises IntegrityError that lists each broken promise and its fix.
 
     Example::
 
@@ -77,7 +77,7 @@ def check_technique(technique: type[Technique] | Technique | str, **settings: An
 
 
 def _plain_run() -> BaseRun:
-    """Return the run of a small language model on tokens that follow one another by a rule."""
+    """Return the run of a small language model on a deterministic token sequence."""
     tokens = np.cumsum(np.arange(3000) % 7 + 1).astype(np.uint16) % VOCABULARY
 
     def model() -> torch.nn.Module:
@@ -89,7 +89,7 @@ def _plain_run() -> BaseRun:
 
 
 def _own_loop(one: Technique) -> PromiseVerdict:
-    """Compare the losses of a user's loop with those of the trainer."""
+    """Compare the losses of a user's loop with the trainer's losses."""
     promise, plain = "own loop", _plain_run()
     model = plain.build().train()
     optimizer = AdamW(lr=3e-3) if Claim.OPTIMIZER not in one.claims else one
@@ -113,11 +113,11 @@ def _own_loop(one: Technique) -> PromiseVerdict:
     techniques = (one,) if optimizer is one else (one, optimizer)
     try:
         wanted = train_observed(CheckSubject(_plain_run, techniques, STEPS), techniques)[1].losses
-    except Exception as error:  # named by the other promises already
+    except Exception as error:  # already reported by the other promises
         return not_applicable(promise, one.name, one_line_error(error))
     worst = max(abs(mine - theirs) / abs(theirs) for mine, theirs in zip(losses, wanted, strict=True))
     rounds = one.is_low_precision or one.stage in DRAWING
     if worst > (IN_FEW_BITS if rounds else max(CLOSE, one.tolerance)):
-        fix = "let change_forward and hook_steps do what objective, backward and changes do in the trainer"
+        fix = "make change_forward and hook_steps equivalent to objective, backward and changes"
         return broken(promise, one.name, f"losses differ from the trainer's by {worst:.2g}", fix)
-    return holds(promise, one.name, f"losses of {STEPS} steps are the trainer's within {worst:.1g}")
+    return holds(promise, one.name, f"losses of {STEPS} steps equal the trainer's within {worst:.1g}")

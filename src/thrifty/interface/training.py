@@ -1,4 +1,4 @@
-"""Training of models: `train`, `resume`, `steps` and the run that they return."""
+"""Training of models: `train`, `resume`, `steps`, and the run that these functions return."""
 
 import os
 import signal
@@ -35,25 +35,25 @@ OBJECTS = ("model", "data", "held_out", "loss", "metrics", "collate")
 
 
 class RunResult(PrintedResult):
-    """A run folder and the end of its run. `model` is loaded when it is first read."""
+    """A finished run: its folder and its summary. The model is loaded at the first access to `model`."""
 
     def __init__(self, folder: Path, summary: Mapping[str, Any], objects: UserObjects):
         self.folder, self.summary, self.objects = folder, summary, objects
 
     @property
     def loss(self) -> float | None:
-        """Loss on the held-out data at the last evaluation."""
+        """Held-out loss at the last evaluation."""
         return self.summary.get("held_out_loss")
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics on the held-out data at the last evaluation."""
+        """Held-out metrics at the last evaluation."""
         return dict(self.summary.get("held_out", {}))
 
     @property
     def model(self) -> nn.Module:
-        """The trained model in evaluation mode, as the plain architecture. Modules that no weight can absorb, such as
-        bottleneck adapters, remain.
+        """Trained model in evaluation mode, with adapters merged. Adapters that cannot be merged, such as bottleneck
+        adapters, remain.
         """
         try:
             return load_trained_model(self.folder, objects=self.objects)[0]
@@ -61,15 +61,15 @@ class RunResult(PrintedResult):
             return load_trained_model(self.folder, plain=False, objects=self.objects)[0]
 
     def report(self) -> RunReport:
-        """Write the page of the run, and return its key figures; see `thrifty.report`."""
+        """Write the HTML page of the run, and return the run's key figures; see `thrifty.report`."""
         return report(self)
 
     def records(self) -> "DataFrame":
-        """Return the records of all steps as a `pandas.DataFrame`. Raises UsageError without pandas."""
+        """Return the records of all steps as a `pandas.DataFrame`. Raise UsageError without pandas."""
         try:
             import pandas
         except ImportError as error:
-            raise UsageError("records need pandas, which is not installed", fix="pip install pandas") from error
+            raise UsageError("records() requires pandas, which is not installed", fix="pip install pandas") from error
         return pandas.DataFrame(list(read_run(self.folder).steps))
 
     @property
@@ -84,8 +84,8 @@ class RunResult(PrintedResult):
 
 
 class RunInterrupted(KeyboardInterrupt):
-    """A run that Ctrl-C (SIGINT) stopped after a saved step. `run` is the run so far; the message has the call that
-    resumes it.
+    """Interruption of a run by Ctrl-C (SIGINT) after a saved step. `run` is the run so far. The message contains the
+    call that resumes the run.
 
     Example::
 
@@ -101,7 +101,7 @@ class RunInterrupted(KeyboardInterrupt):
 
 
 class RunTerminated(SystemExit):
-    """A run that SIGTERM stopped after a saved step. Uncaught, it ends the process with exit code 143."""
+    """Interruption of a run by SIGTERM after a saved step. If not caught, it ends the process with exit code 143."""
 
     def __init__(self, run: RunResult):
         super().__init__(run.exit_code)
@@ -109,7 +109,7 @@ class RunTerminated(SystemExit):
 
 
 def _uninterrupted(run: RunResult) -> RunResult:
-    """Return a run that ended by itself. Raises RunInterrupted or RunTerminated for one that a signal stopped."""
+    """Return a run that ended normally. Raise RunInterrupted or RunTerminated if a signal stopped the run."""
     stops = {128 + signal.SIGINT: RunInterrupted, 128 + signal.SIGTERM: RunTerminated}
     if stop := stops.get(run.exit_code):
         raise stop(run)
@@ -145,17 +145,18 @@ def train(
     The arguments up to `recipe` are those of `thrifty.recipe`.
 
     Args:
-        memory: Memory limit, "24GB" or bytes. `thrifty.plan` then adds techniques that make the run fit and faster, and
-            change values by rounding at most.
-        observers: Functions that receive the record of each step: its number, loss, learning rate and gradient norm;
-            after an evaluation also `held_out_loss`, `metrics` and `model`. A function that returns False stops the
-            run, which is saved and can be resumed.
-        ranks: Number of processes to start on this machine. Under torchrun or srun the run uses theirs.
+        memory: Memory limit, "24GB" or bytes. `thrifty.plan` then adds techniques so that the run fits. It may also add
+            techniques that make the run faster. Values change at most by rounding.
+        observers: Functions that are called with the record of each step: step number, loss, learning rate and gradient
+            norm. After an evaluation the record also has `held_out_loss`, `metrics` and `model`. If a function returns
+            False, the run is saved and stops; it can be resumed.
+        ranks: Number of processes to start on this machine. Under torchrun or srun, the run uses the processes that
+            they start.
         origins: Origin of each value of the recipe, for reports.
 
-    Raises UsageError for arguments that do not fit, for objects that cannot be sent to the processes, and for an
-    existing run folder. Ctrl-C finishes and saves the step, then raises RunInterrupted, a KeyboardInterrupt with the
-    `run` and the call that resumes it. SIGTERM raises RunTerminated, a SystemExit.
+    Raises UsageError if arguments do not fit, if objects cannot be sent to other processes, or if the run folder
+    exists. After Ctrl-C, the current step is finished and saved. Then RunInterrupted is raised, a KeyboardInterrupt
+    that contains the `run` and the call that resumes it. After SIGTERM, RunTerminated is raised, a SystemExit.
 
     Example::
 
@@ -206,9 +207,9 @@ def resume(
 
     Args:
         run: Run, run folder, or its name under ./runs.
-        model, data, held_out, loss, metrics: The objects that were passed to `train`, again.
-        fork: Name of a new run that continues from the old one with a changed `recipe`.
-        drop_weights: Drop weights that the changed recipe does not have.
+        model, data, held_out, loss, metrics: The same objects that were passed to `train`.
+        fork: Name of a new run that continues from the old run with a changed `recipe`.
+        drop_weights: True to drop weights that the changed recipe does not contain.
         observers, ranks, origins: As in `train`.
 
     Raises UsageError if an object is missing or its source differs.
@@ -233,16 +234,16 @@ def steps(
     quiet: bool = True,
     **arguments: Unpack[RecipeArguments],
 ) -> Iterator[Record]:
-    """Yield the record of each training step: the training loop as a generator.
+    """Yield the record of each training step. The `for` loop over the records drives the training.
 
     Args:
-        run: Recipe (a value, a name or a file), started in the folder `runs`/name; or a run to resume.
+        run: Recipe (object, name or file), started in the folder `runs`/name. Or a run to resume.
         arguments: As in `thrifty.recipe`.
 
-    Records are those that observers of `thrifty.train` receive. Leaving the loop early saves the run, which can be
-    resumed. The loop runs in this process; under torchrun or srun each rank has its loop.
+    Records are the same as for observers of `thrifty.train`. Leaving the loop early saves the run, which can be
+    resumed. Training runs in this process. Under torchrun or srun, each rank runs its own loop.
 
-    Raises UsageError as `train` and `resume` do, and for `ranks` that do not exist.
+    Raises UsageError as `train` and `resume` do, and if `ranks` exceeds the number of started processes.
 
     Example::
 
@@ -268,7 +269,7 @@ def steps(
 
 
 def _started(run: RunResult | str | Path, recipe: Recipe | None, objects: UserObjects) -> tuple[Path, Recipe]:
-    """Return the folder of a run, and the recipe with the passed objects that resumes it."""
+    """Return the folder of a run, and its stored recipe with the passed objects."""
     folder = run_folder(run)
     if isinstance(run, RunResult) and not objects.is_passed:
         objects = run.objects

@@ -207,8 +207,10 @@ def test_pairs_of_texts_are_compared_as_a_whole(tmp_path, cache) -> None:
 def test_look_shows_left_out_documents(copied) -> None:
     options = ["look", str(copied), "--vocabulary", "300", "--held-out", "0.3", "--near-duplicates", "0.8"]
     output = CliRunner().invoke(command, options, catch_exceptions=False).stdout
-    assert re.search(r"near-duplicates  20 documents, [\d.]+ kB left out, at least 80.0 % alike to one before", output)
-    assert output.count("% alike\n") == 5 and "changed" in output
+    assert re.search(
+        r"near-duplicates  20 documents, [\d.]+ kB dropped, at least 80.0 % similar to an earlier one", output
+    )
+    assert output.count("% similar\n") == 5 and "changed" in output
     plain = CliRunner().invoke(command, options[:-2], catch_exceptions=False).stdout
     assert "near-duplicates" not in plain
 

@@ -57,7 +57,7 @@ def test_designs_under_equal_resources(trace: Path) -> None:
     assert rows["dense"]["energy_by_activity"] is None and rows["a3"]["energies"][1]["table"] == "horowitz-45nm"
     for row in rows.values():
         assert row["machine"] in page and f"{row['cycles']:,}" in page
-    for word in ("starved", "blocked", "utilisation", "sorting the keys", "horowitz-45nm"):
+    for word in ("starved", "blocked", "utilization", "sorting the keys", "horowitz-45nm"):
         assert word in page
 
 
@@ -68,7 +68,7 @@ def test_all_tables_files_and_timelines(trace: Path, tmp_path: Path) -> None:
     assert "aladdin-45nm" in page and "horowitz-45nm, high" in page
     assert "elsa_COMPUTE_REPORT.csv" in {path.name for path in (tmp_path / "csv").iterdir()}
     assert json.loads((tmp_path / "p.json").read_text())["traceEvents"]
-    assert "has no price for sram" in printed(
+    assert "has no energy for sram" in printed(
         "attention", "--designs", "elsa", "--trace", trace, "--energy-table", "aladdin-45nm", "--no-measure"
     )
 
@@ -127,7 +127,7 @@ def test_masks_of_several_filters_at_equal_error(tmp_path: Path) -> None:
     assert rows["elsa, exact"]["filter"] == "exact" and rows["elsa, exact"]["held_out_loss"] is None
     with pytest.raises(UsageError, match=r"not in \(0, 1\)"):
         printed(*words[:-2], "1.5")
-    with pytest.raises(UsageError, match="not of 'mine'"):
+    with pytest.raises(UsageError, match="not to 'mine'"):
         (tmp_path / "runs" / "mine").mkdir(parents=True)
         (tmp_path / "runs" / "mine" / "recipe.toml").write_text("")
         printed("attention", "--designs", "elsa", "--trace", path, "--run", tmp_path / "runs" / "mine")
@@ -171,7 +171,7 @@ def test_sparse_products_with_measured_times(tmp_path: Path) -> None:
     row = result["products"][0]
     assert row["measured_here"]["gustavson"] > 0 and row["measured_here"]["dense"] > 0
     assert row["multiplies"] - row["adds"] == row["found"] and set(row["traffic"]) == {"A", "B", "T", "Z"}
-    for word in ("here, Gustavson", "here, dense", "simulated", "over the least", "unverified"):
+    for word in ("here, Gustavson", "here, dense", "simulated", "relative to the minimum", "unverified"):
         assert word in page
     mmwrite(tmp_path / "m.mtx", random_array((20, 20), density=0.2, rng=np.random.default_rng(0)))
     result = printed_json("spgemm", tmp_path / "m.mtx", "--no-measure", "--designs", "outerspace,outerspace:copies=8")

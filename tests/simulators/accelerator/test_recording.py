@@ -162,7 +162,7 @@ def printed(tmp_path: Path, *words: object) -> tuple[str, Path]:
 
 def test_the_command_writes_presets_patterns_and_masks(tmp_path: Path) -> None:
     page, out = printed(tmp_path, "gpt-nano", "--length", 16, "--dtype", "float16")
-    assert "4 layers, 32 heads of examples, 16 x 16 tokens, head width 32" in page
+    assert "4 layers, 32 (example, head) pairs, 16 x 16 tokens, head width 32" in page
     trace = load_trace(out)
     assert trace.provenance["data"] == "random" and trace.layers[0].q.dtype == np.float16
     page, out = printed(tmp_path, "power-law", "--density", 0.25, "--layers", 2, "--heads", 3, "--length", 64)

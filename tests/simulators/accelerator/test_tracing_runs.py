@@ -41,7 +41,7 @@ def test_loss_of_a_run_under_filter_masks(thrifty: CommandLine) -> None:
         assert 1e-6 < abs(rows[name]["held_out_loss"] - plain) < 1
     assert "held-out loss" in thrifty(*words).stdout
     shutil.copytree(thrifty.run("mine"), thrifty.run("other"))
-    assert "the trace is of 'mine', not of 'other'" in thrifty(*words[:-2], "other", exit_code=2).stderr
+    assert "the trace belongs to 'mine', not to 'other'" in thrifty(*words[:-2], "other", exit_code=2).stderr
 
 
 def test_a_folder_is_traced_on_a_text(thrifty: CommandLine, tmp_path: Path) -> None:
@@ -54,4 +54,4 @@ def test_a_folder_is_traced_on_a_text(thrifty: CommandLine, tmp_path: Path) -> N
     assert "--data FILE" in thrifty("trace", "folder", exit_code=2).stderr
     assert "a context of 32 tokens" in thrifty("trace", "folder", "--data", text, "--length", 64, exit_code=2).stderr
     text.write_text("x")
-    assert "fewer than an example" in thrifty("trace", "folder", "--data", text, exit_code=2).stderr
+    assert "tokens, fewer than the" in thrifty("trace", "folder", "--data", text, exit_code=2).stderr

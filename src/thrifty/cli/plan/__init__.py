@@ -1,4 +1,4 @@
-"""The verb `plan`: techniques for a budget, model sizes, clusters."""
+"""The verb `plan`: choose techniques for a budget, model sizes, and cluster layouts."""
 
 from thrifty.cli.plan.plan_verb import command
 
