@@ -121,7 +121,7 @@ def test_less_memory_adds_techniques_and_plans_are_written(recipe: str, fitting:
     assert Path("plan.toml").read_text().startswith("# change   ")
     assert found["written"] == ["plan.toml", "plan-accelerate.yaml", "plan-deepspeed.json", "plan-torchtitan.toml"]
     assert tomllib.loads(Path("plan-torchtitan.toml").read_text())["training"]["steps"] == 20
-    assert "is there already" in refused(recipe, "--out", "plan.toml").what
+    assert "exists already" in refused(recipe, "--out", "plan.toml").what
 
 
 @pytest.mark.slow

@@ -119,7 +119,7 @@ def test_prototypes_are_reproducible_by_seed() -> None:
 
 
 def test_more_clusters_than_examples_are_refused() -> None:
-    with pytest.raises(UsageError, match="3 examples cannot make 4 clusters"):
+    with pytest.raises(UsageError, match="3 examples cannot form 4 clusters"):
         prototype_distance(normal(3, 2), 4, seed=0)
 
 

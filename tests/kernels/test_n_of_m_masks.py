@@ -130,7 +130,7 @@ def test_masks_that_a_pattern_admits() -> None:
 
 @pytest.mark.parametrize("n, m", [(0, 4), (4, 4), (5, 4)])
 def test_patterns_without_choice_are_refused(n: int, m: int) -> None:
-    with pytest.raises(UsageError, match="keeps none or all"):
+    with pytest.raises(UsageError, match="keeps no weights or all"):
         NOfMPattern(n, m)
 
 

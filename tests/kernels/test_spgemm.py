@@ -104,5 +104,5 @@ if compiled_products.PRODUCTS.is_there():
 def test_missing_memory_is_an_error_and_ends_no_process() -> None:
     done = subprocess.run([sys.executable, "-c", LITTLE_MEMORY], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    message = f"SpGEMM has no memory for a row of {2**28:,} columns in each thread, 17 bytes a column\n"
+    message = f"SpGEMM needs 17 bytes per column in each thread, but there is no memory for {2**28:,} columns\n"
     assert done.stdout in ("", 2 * message)

@@ -182,7 +182,7 @@ def test_block_that_changes_is_an_error() -> None:
     tapes = tapes_of(stack, False)
     follow(stack, [plan_of(tapes[0], set())])
     stack.blocks[0].dropout.p = 0.0
-    with pytest.raises(IntegrityError, match=r"as its operation \d+, but its plan has .* there"):
+    with pytest.raises(IntegrityError, match=r"operation \d+ of a block is .*, but its plan has .* there"):
         step(stack, False)
 
 

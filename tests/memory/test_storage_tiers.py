@@ -190,7 +190,7 @@ def test_full_disk_is_reported(tmp_path: Path, way: str) -> None:
     """
     with started(program, tmp_path) as process:
         out, errors = process.communicate(timeout=60)
-    assert f"'{tmp_path}' has no room for another 8,000,000 bytes (File too large)" in out, errors
+    assert f"'{tmp_path}' has no space for another 8,000,000 bytes (File too large)" in out, errors
     assert "a larger disk" in out
 
 

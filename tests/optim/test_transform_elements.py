@@ -147,7 +147,7 @@ def test_partition_sends_each_parameter_to_its_first_rule() -> None:
 
 
 def test_partition_refuses_a_parameter_without_rule() -> None:
-    with pytest.raises(UsageError, match=r"no rule covers parameter 'one.bias' of shape \(5,\)"):
+    with pytest.raises(UsageError, match=r"no rule matches parameter 'one.bias' of shape \(5,\)"):
         TransformOptimizer(parameters().items(), partition(("matrices", is_matrix, ScaleByLion())))
 
 

@@ -170,7 +170,7 @@ def test_more_weights_than_allowed_are_detected() -> None:
     name = next(iter(masks_in(state)))
     count = int(masks_in(state)[name].sum())
     with pytest.raises(
-        IntegrityError, match=f"{name} has {count} non-zero weights, but at most {count - 1} are allowed"
+        IntegrityError, match=f"{name} has {count} nonzero weights, but at most {count - 1} are allowed"
     ):
         check_masks("mine", state, {name: count - 1})
     plain = compose(plain_run(), with_optimizer([]), 2).start()

@@ -229,7 +229,7 @@ def test_explain_lists_the_plan_of_each_tensor() -> None:
     plain = medium_run()
     explanation = explain(run_of(plain, bytes=0.5))
     first, *lines = explanation.decisions
-    assert "blocks" in first and "if all were kept" in first
+    assert "blocks" in first and "if all tensors were kept" in first
     assert any("recompute; costs" in line for line in lines) and any("keep; would cost" in line for line in lines)
     before = explain(compose(plain, with_optimizer([]), 6)).footprint.activations
     assert explanation.footprint.activations < 0.55 * before

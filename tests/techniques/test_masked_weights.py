@@ -101,7 +101,7 @@ def test_excess_density_raises_integrity_error(name: str, monkeypatch: pytest.Mo
     monkeypatch.setattr(type(greedy), "next_masks", keep_all)
     state = run.start()
     # weights that were just grown are zero, so compare masks
-    what = "non-zero weights" if name == "sparsity.gradual" else "the mask of .* keeps"
+    what = "nonzero weights" if name == "sparsity.gradual" else "the mask of .* keeps"
     with pytest.raises(IntegrityError, match=f"{name}: .*{what}"):
         advance(run, state)
     assert state.step == 3  # the update of step 2 moved masks; no step may follow it

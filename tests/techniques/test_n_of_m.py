@@ -100,7 +100,7 @@ def test_skipped_layers_are_listed_with_reasons() -> None:
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"n": 4}, "sparsity.n_of_m: the pattern 4:4 keeps none or all"),
+        ({"n": 4}, "sparsity.n_of_m: the pattern 4:4 keeps no weights or all"),
         ({"n": 4, "m": 8, "transposable": True}, "sparsity.n_of_m: .*116,963,796,250 for 4:8"),
         ({"every": 0}, "every is 0"),
         ({"decay": -1.0}, "decay is -1.0"),

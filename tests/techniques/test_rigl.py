@@ -135,7 +135,7 @@ def test_nonzero_masked_weight_raises_integrity_error() -> None:
     assert state.model is not None
     with torch.no_grad():
         state.model.blocks[0].mlp.up.weight.masked_fill_(state.model.blocks[0].mlp.up.weight == 0, 1e-6)
-    with pytest.raises(IntegrityError, match=r"sparsity\.rigl: blocks\.0\.mlp\.up\.weight has \d+ non-zero weights"):
+    with pytest.raises(IntegrityError, match=r"sparsity\.rigl: blocks\.0\.mlp\.up\.weight has \d+ nonzero weights"):
         run.verify(state)
 
 

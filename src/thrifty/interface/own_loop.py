@@ -184,7 +184,7 @@ def _refuse_together(chosen: Technique, model: nn.Module | None, optimizer: Opti
         if other.name == chosen.name:
             raise UsageError(f"{chosen.name} is already applied", fix="apply it once")
         for claim in sorted(chosen.claims & other.claims):
-            raise UsageError(f"{other.name} and {chosen.name} both set the {claim}", fix="apply one of them")
+            raise UsageError(f"{other.name} and {chosen.name} both decide the {claim}", fix="apply one of them")
         for one, another in ((chosen, other), (other, chosen)):
             for claim, reason in one.clashes.items():
                 if claim in another.claims:

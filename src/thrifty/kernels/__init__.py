@@ -1,1 +1,1 @@
-"""Pure functions on tensors. Plain references of the fast ones are in the tests."""
+"""Pure functions on tensors. Tests contain plain reference implementations of the fast functions."""

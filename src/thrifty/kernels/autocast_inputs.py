@@ -1,4 +1,4 @@
-"""Inputs of a custom operation, cast by autocast or unchanged."""
+"""Dtypes of a custom operation's inputs under autocast: cast, or unchanged."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -12,9 +12,9 @@ T = TypeVar("T")
 
 
 def without_autocast(operation: Callable[P, T]) -> Callable[P, T]:
-    """Run an operation in the dtypes of its tensors, on the device of the first.
+    """Decorate an operation to run without autocast, in the dtypes of its tensors.
 
-    Under autocast to float16, torch refuses to concatenate tensors of bfloat16.
+    Under autocast to float16, torch refuses to concatenate bfloat16 tensors. The first tensor's device is used.
     """
 
     @wraps(operation)
@@ -26,7 +26,7 @@ def without_autocast(operation: Callable[P, T]) -> Callable[P, T]:
 
 
 def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return tensors in the dtype that autocast uses for matrix products, like inputs of torch's own attention."""
+    """Return tensors in the autocast dtype of matmuls, as torch's own attention does."""
     device = "cpu" if tensors[0].is_meta else tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors

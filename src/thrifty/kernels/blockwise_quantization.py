@@ -1,14 +1,14 @@
-"""Blockwise 8-bit quantization: one code per element, and a float32 scale per block of at most 256.
+"""Blockwise 8-bit quantization: one code per element, and one float32 scale per block of at most 256 elements.
 
 Dettmers et al. 2022, 8-bit Optimizers via Block-wise Quantization (arXiv 2110.02861). A code represents a value in [-1,
-1], or [0, 1] for non-negative elements, relative to the block's largest magnitude. The values are dense near 1 and
+1], or [0, 1] for non-negative elements, relative to the block's largest magnitude. Code values are dense near 1 and
 reach down to 10^-7 in decades ("dynamic tree"), because moments of gradients have such a range.
 
-There are three differences from the paper. Code 0 represents zero, so that a mask multiplied onto codes masks the
-values. Only zero gets code 0, because updates divide by the root of the second moment, which must not vanish before the
-first. The scale has the sign of the block's element of largest magnitude, so that this element is always the code
-book's 1. The code book has no -1, so a negative element of largest magnitude would otherwise shrink at each
-quantization.
+There are three differences from the paper. Code 0 represents zero, so multiplying codes by a mask masks the values.
+Only an exact zero gets code 0, because updates divide by the root of the second moment: it must not become zero before
+the first moment. The scale has the sign of the block's element of largest magnitude, so this element is always
+represented by 1. The code book contains no -1; without the sign, a negative element of largest magnitude would shrink
+at each quantization.
 """
 
 from dataclasses import dataclass
@@ -20,31 +20,33 @@ from thrifty.kernels.stochastic_rounding import chances
 
 BLOCK = 256
 _TOP = 2.0**15
-"""Magnitude that a block's largest element is scaled to before the lookup by float16 bits.
+"""Magnitude to which a block's largest element is scaled before lookup by float16 bits.
 
-float16 then reaches 12 decades down, and overflows only at twice this magnitude.
+From there, float16 reaches 12 decades down, and overflows only at twice this magnitude.
 """
 _LEAST = 2.0**-110
-"""Smallest scale, so that `_TOP / scale` stays finite."""
+"""Minimum scale, so that `_TOP / scale` is finite."""
 
 
 @dataclass(frozen=True)
 class CodeBook:
-    """Lookup tables for both directions."""
+    """Lookup tables for quantization and dequantization."""
 
     signed: bool
     values: Tensor
     """Value of each code, (256,) in float32."""
     places: Tensor
-    """Position of each float16, by its bits, between two codes: (65536,) in int16, in 256ths of a code plus a half,
-    modulo 2^16. The nearest code is `places >> 8`."""
+    """Position between two codes of each float16 number, indexed by its bits: (65536,) in int16. The unit is 1/256 of a
+    code, plus one half code, modulo 2^16. The nearest code is `places >> 8`.
+    """
 
 
 def dynamic_values(signed: bool) -> Tensor:
-    """Return the paper's 256 values, ascending, in float64: 0, 1 and seven decades from 10^-6 … 10^-5 on.
+    """Return the paper's 256 values in ascending order, in float64: 0, 1 and seven decades that start at 10^-6 …
+    10^-5.
 
-    Each decade has twice as many values as the previous one: the midpoints of equal parts of [0.1, 1] times its upper
-    end. With `signed`, half as many and their negatives.
+    Each decade has twice as many values as the previous one. The values are midpoints of equal parts of [0.1, 1], times
+    the decade's upper end. With `signed`, half as many values and their negatives.
     """
     values = [0.0, 1.0]
     for decade in range(7):
@@ -68,9 +70,10 @@ def code_book(signed: bool, device: torch.device | str = "cpu") -> CodeBook:
 
 
 def block_count(columns: int) -> int:
-    """Return the number of blocks of a row with `columns` elements.
+    """Return the number of blocks in a row of `columns` elements.
 
-    Blocks are equal if that takes at most twice the fewest possible; otherwise the last block is shorter.
+    Blocks have equal sizes if that needs at most twice the minimum number of blocks. Otherwise the last block is
+    shorter.
     """
     least = max(-(-columns // BLOCK), 1)
     return next((count for count in range(least, 2 * least + 1) if columns % count == 0), least)
@@ -79,10 +82,10 @@ def block_count(columns: int) -> int:
 def quantize(
     numbers: Tensor, book: CodeBook, seed: int | Tensor | None = None, blocks: int = 0
 ) -> tuple[Tensor, Tensor]:
-    """Return codes in uint8, shaped like the float32 `numbers` (r, …), and scales (r, blocks).
+    """Return codes (r, …) in uint8 and scales (r, blocks) for float32 `numbers` (r, …).
 
-    Each row has its own blocks, by default `block_count` of them. Without a seed, an element gets the nearest code, up
-    to a 512th of the distance between codes and the 11 bits of float16. With the step's seed, it is rounded
+    Each row has its own blocks, by default `block_count` blocks. Without a seed, an element gets the nearest code, up
+    to 1/512 of the distance between codes and the 11 bits of float16. With the step's seed, the element is rounded
     stochastically to one of the two neighboring codes, without bias.
     """
     rows = numbers.flatten(1)
@@ -95,14 +98,14 @@ def quantize(
 
 
 def dequantize(codes: Tensor, scales: Tensor, book: CodeBook) -> Tensor:
-    """Return the float32 values, shaped like `codes` (r, …), for scales (r, blocks)."""
+    """Return the float32 values (r, …) of codes (r, …) with scales (r, blocks)."""
     rows = codes.flatten(1)
-    values = book.values.index_select(0, rows.flatten().long())  # with int32 it is slower
+    values = book.values.index_select(0, rows.flatten().long())  # int32 indices are slower
     return _times(values.view(rows.shape), scales).view(codes.shape)
 
 
 def _times(rows: Tensor, factors: Tensor) -> Tensor:
-    """Return elements (r, c), each multiplied by its block's entry of factors (r, blocks)."""
+    """Return elements (r, c), each multiplied by the entry of factors (r, blocks) for its block."""
     count = factors.shape[1]
     size = -(-rows.shape[1] // count)
     if count * size == rows.shape[1]:
@@ -112,7 +115,7 @@ def _times(rows: Tensor, factors: Tensor) -> Tensor:
 
 
 def _largest(rows: Tensor, count: int, signed: bool) -> Tensor:
-    """Return the element of largest magnitude, with its sign, in each of the blocks of (r, c)."""
+    """Return the element of largest magnitude, with its sign, of each block of rows (r, c)."""
     size = -(-rows.shape[1] // count)
     if count * size == rows.shape[1]:
         return _extreme(rows.view(-1, count, size), signed)

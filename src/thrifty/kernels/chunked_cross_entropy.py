@@ -1,12 +1,13 @@
-"""Softmax cross-entropy of a linear head in chunks of tokens, without materializing all logits.
+"""Softmax cross-entropy of a linear head in chunks of tokens. The logits of all tokens are never stored at once.
 
-Idea: Wijmans et al. 2024, Cut Your Losses in Large-Vocabulary Language Models (arXiv 2411.09009), and the Liger kernels
-(Hsu et al. 2024, arXiv 2410.10989), which compute the gradients in the forward pass, while a chunk's logits exist.
+The idea is from Wijmans et al. 2024, Cut Your Losses in Large-Vocabulary Language Models (arXiv 2411.09009), and the
+Liger kernels (Hsu et al. 2024, arXiv 2410.10989). The gradients are computed in the forward pass, while a chunk's
+logits exist.
 
-The gradients of a chunk are linear in the weight of each token's loss. A trainer knows this weight in advance up to one
-factor: it is the weight of the example. The forward pass therefore computes both gradients for the expected weights,
-and the backward pass only multiplies them. For any other upstream gradient (a z-loss on `lse`, new weights) the chunks
-are recomputed, so that the result is always right.
+The gradients of a chunk are linear in the weight of each token's loss. A trainer knows these weights before the
+backward pass, up to one common factor. The forward pass therefore computes both gradients for the expected weights, and
+the backward pass only multiplies them by the factor. If another upstream gradient arrives (a z-loss on `lse`, new
+weights), the chunks are recomputed. The result is correct in both cases.
 """
 
 from collections.abc import Callable
@@ -19,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from thrifty.core.errors import UsageError
 
 IGNORED = -100
-"""A target without a prediction: its loss and lse are 0 and it has no gradient."""
+"""Target of an ignored token. Its loss and lse are 0, and it has no gradient."""
 
 Step = Callable[..., tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]]
 
@@ -35,10 +36,11 @@ def chunk_step(
     want_weight: bool,
     want_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return losses and lse (c,) of one chunk, and the wanted gradients of hidden (c, d), weight (v, d) and bias (v,).
+    """Return losses and log-sum-exps (lse) (c,) of one chunk, and the requested gradients of hidden (c, d), weight (v,
+    d) and bias (v,).
 
-    The gradient at the logits is soft · softmax - hard · one-hot, with `soft` and `hard` (c,) zero for ignored targets.
-    The function is pure, so that torch.compile can fuse its elementwise work into a few passes over the logits.
+    The gradient of the logits is soft · softmax - hard · one-hot. `soft` and `hard` (c,) are zero for ignored targets.
+    The function is pure, so torch.compile can fuse its elementwise operations into few passes over the logits.
     """
     logits = F.linear(hidden, weight, bias).to(_accurate(hidden.dtype))
     lse = logits.logsumexp(-1)
@@ -63,9 +65,9 @@ def chunk_gradients(
     want_weight: bool,
     want_bias: bool,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of hidden, weight and bias from the logits (c, v) of all or part of the vocabulary.
+    """Return the gradients of hidden, weight and bias from logits (c, v) of the whole vocabulary or a part of it.
 
-    `targets` count from the first token of that part.
+    `targets` are counted from the first token of that part.
     """
     gradient = (logits - lse[:, None]).exp() * soft[:, None]
     is_target = torch.arange(weight.shape[0], device=weight.device) == targets[:, None]
@@ -87,12 +89,13 @@ def linear_cross_entropy(
     chunk: int = 512,
     step: Step = chunk_step,
 ) -> tuple[Tensor, Tensor]:
-    """Return losses and log-sum-exps (n,) in float32 for hidden (n, d), weight (v, d), bias (v,), targets (n,) int64.
+    """Return losses and log-sum-exps (n,) in float32, for hidden (n, d), weight (v, d), bias (v,) and targets (n,)
+    int64.
 
-    `expected` (n,) is the weight that the caller will multiply each loss with, up to one common factor. Without it, or
-    if another gradient arrives, the backward pass recomputes the logits of each chunk. `step` is `chunk_step` or a
-    compiled version of it. Matrix products run in the dtype of `F.linear` here, softmax in float32. Targets of -100 are
-    ignored. Second derivatives raise UsageError.
+    `expected` (n,) are the weights by which the caller will multiply the losses, up to one common factor. Without
+    `expected`, or if another gradient arrives, the backward pass recomputes the logits of each chunk. `step` is
+    `chunk_step` or a compiled version of it. Matmuls run in the dtype that `F.linear` would use, softmax in float32.
+    Targets of -100 are ignored. Second derivatives raise UsageError.
     """
     device = "cpu" if hidden.is_meta else hidden.device.type
     if torch.is_autocast_enabled(device):
@@ -106,7 +109,7 @@ def linear_cross_entropy(
 def linear_cross_entropy_reference(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the same result from all logits (n, v) at once."""
+    """Return the same result as `linear_cross_entropy`, from all logits (n, v) at once."""
     logits = F.linear(hidden, weight.to(hidden.dtype), bias if bias is None else bias.to(hidden.dtype))
     logits = logits.to(_accurate(hidden.dtype))
     losses = F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORED)
@@ -117,10 +120,10 @@ def linear_cross_entropy_reference(
 def gradient_norm_scores(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, chunk: int = 512
 ) -> Tensor:
-    """Return the squared norm of each token's gradient at the logits, ||softmax - one-hot||², (n,) float32; 0 if
-    ignored.
+    """Return ||softmax - one-hot||² (n,) in float32: the squared norm of each token's gradient at the logits. Ignored
+    tokens have 0.
 
-    Its root is the importance of Katharopoulos & Fleuret 2018 (arXiv 1803.00942) and EL2N of Paul et al. 2021.
+    The square root is the importance of Katharopoulos & Fleuret 2018 (arXiv 1803.00942) and EL2N of Paul et al. 2021.
     """
     weight, bias = weight.to(hidden.dtype), bias if bias is None else bias.to(hidden.dtype)
     scores = []
@@ -154,7 +157,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 "the chunked cross-entropy has no second derivative", fix="use linear_cross_entropy_reference"
             )
         hidden, weight, bias, targets, expected = ctx.saved_tensors
-        kept, ctx.kept = ctx.kept, None  # used once: a second backward over a retained graph recomputes
+        kept, ctx.kept = ctx.kept, None  # used once: a second backward pass over a retained graph recomputes
         factor = None
         if kept is not None and grad_losses is not None and grad_lse is None:
             factor = _common_factor(grad_losses, _relative(expected, targets, grad_losses.dtype), targets)
@@ -173,7 +176,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _in_chunks(ctx, hidden, weight, bias, targets, soft, hard) -> list[Tensor | None]:
-    """Return losses, lse and the wanted gradients of `step` over all tokens; weight and bias sums are in float32."""
+    """Return losses, lse and the requested gradients over all tokens. Gradients of weight and bias are summed in
+    float32.
+    """
     wants = ctx.wants if soft is not None else (False, False, False)
     accurate = _accurate(hidden.dtype)
     cast_weight, cast_bias = weight.to(hidden.dtype), bias if bias is None else bias.to(hidden.dtype)
@@ -200,8 +205,9 @@ def _in_chunks(ctx, hidden, weight, bias, targets, soft, hard) -> list[Tensor | 
 
 
 def head_filled_up(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
-    """Pad a head to (v', d) and (v',) with v' a multiple of 64; the padded tokens have a logit of minus infinity by
-    their bias. On a GPU, 16-bit products with an odd v, such as 50,257, take three times as long."""
+    """Pad a head to weight (v', d) and bias (v',), with v' a multiple of 64. Padded tokens have bias -inf, so their
+    logits are -inf. On a GPU, 16-bit matmuls with an odd v, such as 50,257, are three times slower.
+    """
     missing = -len(weight) % 64
     if not missing:
         return weight, bias
@@ -210,9 +216,9 @@ def head_filled_up(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor 
 
 
 def _even_chunk(tokens: int, chunk: int) -> int:
-    """Return the chunk size: nearly equal chunks, a multiple of 16 rows each.
+    """Return a chunk size that is a multiple of 16 rows, so that all chunks are nearly equal.
 
-    The compiler then sees one shape, and the last chunk has little padding.
+    A compiler then sees one shape, and the last chunk has little padding.
     """
     parts = max(1, -(-tokens // chunk))
     return max(16, -(-tokens // (16 * parts)) * 16)
@@ -226,9 +232,9 @@ def _pad(rows: Tensor, size: int, fill: int) -> Tensor:
 
 
 def _relative(expected: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the expected weights scaled to about 1, so that float16 gradients do not vanish; 0 if ignored.
+    """Return the expected weights scaled to about 1, so that float16 gradients do not vanish. Ignored tokens have 0.
 
-    The divisor is a power of two, so that neither division nor multiplication rounds.
+    The divisor is a power of two, so neither division nor multiplication rounds.
     """
     scale = torch.where(targets != IGNORED, expected.to(dtype), 0.0)
     largest = torch.cat((scale.abs(), scale.new_full((1,), torch.finfo(dtype).tiny))).amax()
@@ -236,10 +242,12 @@ def _relative(expected: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _common_factor(arrived: Tensor, relative: Tensor, targets: Tensor) -> Tensor | None:
-    """Return c (scalar) with arrived = c · relative for each token to 1e-6 of its value, or None."""
+    """Return the scalar c with arrived = c · relative for all tokens, to a relative error of 1e-6. Return None if there
+    is none.
+    """
     arrived = torch.where(targets != IGNORED, arrived, 0.0)
     factor = (arrived.double() @ relative.double()) / relative.double().square().sum().clamp(min=1e-300)
-    if arrived.is_meta or isinstance(arrived, FakeTensor):  # shapes without values to compare
+    if arrived.is_meta or isinstance(arrived, FakeTensor):  # no values to compare
         return factor
     expected = factor * relative
     same = ((arrived - expected).abs() <= 1e-6 * expected.abs()).all()

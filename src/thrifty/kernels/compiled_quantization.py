@@ -1,4 +1,4 @@
-"""The functions of `groupwise_quantization.py` in compiled C++, for lines of elements on a CPU."""
+"""Compiled C++ versions of the functions of `groupwise_quantization.py`, for lines of elements on a CPU."""
 
 import torch
 from torch import Tensor
@@ -8,11 +8,11 @@ from thrifty.kernels.cpp_extension import NativeLibrary
 
 CODES = NativeLibrary(groupwise_quantization_cpp.SOURCE, "-ffp-contract=off", "-fno-trapping-math")
 NUMBERS = (torch.float32, torch.bfloat16)
-"""Dtypes that it quantizes; masks may also be boolean."""
+"""Dtypes that can be quantized. Masks may also be boolean."""
 FEWEST = 2**19
-"""Smallest number of elements worth another thread: quantized in about 0.2 ms."""
+"""Minimum number of elements per thread. They take about 0.2 ms to quantize."""
 _BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32}
-"""Integers as large as an element, by its bytes."""
+"""Integer dtype with the size of an element, by its bytes."""
 
 
 def has_compiled_kernel(dtype: torch.dtype) -> bool:
@@ -22,7 +22,7 @@ def has_compiled_kernel(dtype: torch.dtype) -> bool:
 def pack_lines(
     lines: Tensor, seed: Tensor, by_place: Tensor, first: int, bits: int, zeros: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Quantize lines (n, w) that each are a group: bytes (n, w·bits/8), minimums and steps (n, 1)."""
+    """Quantize lines (n, w), one group each. Return bytes (n, w·bits/8), minimums and steps (n, 1)."""
     count, width = lines.shape
     codes = lines.new_empty((count, width * bits // 8), dtype=torch.uint8)
     least, step = (lines.new_empty((count, 1), dtype=torch.bfloat16) for _ in range(2))
@@ -31,7 +31,7 @@ def pack_lines(
 
 
 def extremes(lines: Tensor, zeros: bool) -> tuple[Tensor, Tensor]:
-    """Return the minimum and the maximum of each line (n, w), (n, 1) in float32."""
+    """Return minimum and maximum of each line of (n, w), as (n, 1) in float32."""
     low, high = (lines.new_empty((len(lines), 1), dtype=torch.float32) for _ in range(2))
     _run("extremes", lines, zeros, lines, lines.shape[1], low, high)
     return low, high
@@ -40,7 +40,7 @@ def extremes(lines: Tensor, zeros: bool) -> tuple[Tensor, Tensor]:
 def quantize_lines(
     lines: Tensor, least: Tensor, step: Tensor, seed: Tensor, by_place: Tensor, first: int, bits: int, zeros: bool
 ) -> Tensor:
-    """Quantize lines (n, w) with this minimum and step (n, 1) to bytes (n, w·bits/8)."""
+    """Quantize lines (n, w) with minimum and step (n, 1) to bytes (n, w·bits/8)."""
     codes = lines.new_empty((len(lines), lines.shape[1] * bits // 8), dtype=torch.uint8)
     ends = least.contiguous(), step.contiguous()
     _run("quantise", lines, bits, zeros, lines, lines.shape[1], int(seed), by_place, first, codes, *ends)
@@ -84,5 +84,5 @@ def _bits_of(value: Tensor) -> int:
 
 
 def _run(name: str, lines: Tensor, *arguments: Tensor | int) -> None:
-    """Run a function on a range of lines; each function takes the bytes of an element first."""
+    """Run a C++ function on a range of lines. Its first argument is the number of bytes per element."""
     CODES.run(name, (lines.element_size(), *arguments), len(lines), max(FEWEST // lines.shape[1], 1))

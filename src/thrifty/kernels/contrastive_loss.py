@@ -1,14 +1,15 @@
-"""Contrastive loss of pairs (InfoNCE in both directions) in tiles, without the matrix of all products, also over ranks.
+"""Contrastive loss of pairs (InfoNCE in both directions) in tiles, also over ranks. The full matrix of logits is never
+stored.
 
 Papers: van den Oord et al. 2018 (arXiv 1807.03748); Radford et al. 2021, CLIP (arXiv 2103.00020), figure 3. The logits
-of N pairs are the products of their vectors: a matrix (N, N) with a softmax of each row over captions and of each
-column over images. Only tiles of it exist at a time, and the log-sum-exps of rows and columns accumulate from tile to
-tile. The backward pass recomputes the tiles.
+of N pairs form a matrix (N, N) of inner products, with a softmax of each row over captions and of each column over
+images. Only one tile of the matrix exists at a time. The log-sum-exps of rows and columns accumulate from tile to tile.
+The backward pass recomputes the tiles.
 
-In a group of ranks each rank has n of the N pairs, and computes the n rows of its own images. For these it receives the
-captions of all ranks, N · e elements. Column log-sum-exps combine the partial results of all ranks, and gradients for
-other ranks' captions are sent back to them. Gradients are those of the sum of all ranks' losses, if each rank weights
-its own losses and gradients are summed.
+In a group of ranks each rank has n of the N pairs, and computes the n rows of its own images. It receives the captions
+of all ranks, N · e elements. Column log-sum-exps combine the partial results of all ranks. Gradients of other ranks'
+captions are sent back to these ranks. If each rank weights its own losses and gradients are summed, the gradients are
+those of the sum of all ranks' losses.
 """
 
 import torch
@@ -19,17 +20,18 @@ from thrifty.core.errors import UsageError
 from thrifty.kernels.functional_collectives import all_gather_single, reduce_scatter_single
 
 TILE = 1024
-"""Rows and columns of a tile: 4 MiB."""
+"""Number of rows and columns of a tile (4 MiB in float32)."""
 
 
 def contrastive_losses(
     images: Tensor, captions: Tensor, group: dist.ProcessGroup | None = None, tile: int = TILE
 ) -> Tensor:
-    """Return one loss per pair (n,) for image vectors (n, e), with the scale included, and caption vectors (n, e).
+    """Return one loss per pair (n,), for image vectors (n, e), already multiplied by the logit scale, and caption
+    vectors (n, e).
 
-    Half of it is the caption's cross-entropy among all captions, half the image's among all images. With a `group`, the
-    pairs of all its ranks are compared; each rank has equally many, and all ranks must call this. Computed in float32
-    or wider. Second derivatives raise UsageError.
+    The loss is half the cross-entropy of the caption among all captions, plus half that of the image among all images.
+    With a `group`, pairs of all ranks are compared. Each rank must have the same number of pairs, and all ranks must
+    call this function. Computed in float32 or wider. Second derivatives raise UsageError.
     """
     device = "cpu" if images.is_meta else images.device.type
     with torch.autocast(device, enabled=False):
@@ -45,14 +47,15 @@ def contrastive_losses_reference(images: Tensor, captions: Tensor) -> Tensor:
 
 @torch.no_grad()
 def places_of_own(queries: Tensor, keys: Tensor, query_ids: Tensor, key_ids: Tensor, tile: int = TILE) -> Tensor:
-    """Return the rank (q,), from 0, at which each query (q, e) finds its first matching key (k, e), sorted by their
-    products. A query and a key match if their ids (q,) and (k,) are equal; each query must have a matching key. Of
-    equal products, other keys come first, so that identical vectors gain nothing."""
+    """Return the rank (q,), counted from 0, of each query's best matching key. Keys (k, e) are sorted by their inner
+    product with the query (q, e). A query matches a key if their ids (q,) and (k,) are equal; each query must have a
+    match. Among equal products, keys that do not match come first, so identical vectors have no advantage.
+    """
     places = []
     for rows, own in zip(queries.split(tile), query_ids.split(tile), strict=True):
         products, is_match = rows @ keys.T, own[:, None] == key_ids
         best = products.masked_fill(~is_match, -torch.inf).amax(1, keepdim=True)
-        places.append((~(products < best) & ~is_match).sum(1))  # NaN counts as not found
+        places.append((~(products < best) & ~is_match).sum(1))  # NaN products count as not found
     return torch.cat(places)
 
 
@@ -91,7 +94,9 @@ class _ContrastiveLosses(torch.autograd.Function):
 
 
 def _log_sums(images: Tensor, captions: Tensor, tile: int) -> tuple[Tensor, Tensor]:
-    """Return the log-sum-exps of the rows (n,) and the columns (N,) of images (n, e) times captions (N, e)."""
+    """Return the log-sum-exps of rows (n,) and columns (N,) of the logits: images (n, e) times captions (N, e)
+    transposed.
+    """
     image_sums, caption_sums = (vectors.new_full((len(vectors),), -torch.inf) for vectors in (images, captions))
     for rows in _tiles(len(images), tile):
         for columns in _tiles(len(captions), tile):
@@ -112,7 +117,7 @@ def _gradients(
 ) -> tuple[Tensor, Tensor]:
     """Return the gradients of images (n, e) and captions (N, e).
 
-    The log-sum-exp of each row has a weight (n,), that of each column a weight (N,).
+    The log-sum-exp of each row has a weight (n,), and the log-sum-exp of each column a weight (N,).
     """
     grad_images, grad_captions = torch.zeros_like(images), torch.zeros_like(captions)
     for rows in _tiles(len(images), tile):

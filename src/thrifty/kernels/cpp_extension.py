@@ -1,7 +1,7 @@
-"""C++ kernels: compiled on first use, and run on as many threads as torch uses.
+"""C++ kernels: compiled at first use, and run on as many threads as torch uses.
 
-The code is compiled in each process, which takes some seconds, and no file remains on the disk. No process loads a
-library of another one. Without a compiler there is no library, and torch's operations are used.
+Each process compiles the code, which takes some seconds, and leaves no file on the disk. No process loads a library
+that another process compiled. Without a compiler, torch's operations are used instead.
 """
 
 import ctypes
@@ -22,14 +22,14 @@ from thrifty.machine.cpu_features import cpp_compiler
 
 OPTIONS = ("-std=c++17", "-O3", "-march=native", "-w", "-shared", "-fPIC")
 WIDE = "-mprefer-vector-width=512"
-"""An option that not every compiler knows; without it, vectors are as wide but split in two halves."""
+"""Compiler option that not every compiler supports. Without it, each vector operation is split in two halves."""
 PARTS = 4
-"""Parts per thread, so that one delayed thread does not delay all."""
+"""Number of parts per thread. Many parts keep one slow thread from delaying all."""
 _building = Lock()
 
 
 class NativeLibrary:
-    """A library of `extern "C"` functions of a source; each works on a range and may run in several threads."""
+    """Compiled library of `extern "C"` functions. Each function processes a range, and may run in several threads."""
 
     def __init__(self, source: str, *options: str):
         self.source, self.options = source, (*OPTIONS, *options)
@@ -38,8 +38,10 @@ class NativeLibrary:
         return self._loaded is not None
 
     def run(self, name: str, arguments: Sequence[Tensor | int | None], count: int, fewest: int = 1) -> None:
-        """Run a function over [0, count), split over threads into parts of at least `fewest`. The function takes the
-        arguments, then the first index of a part and the index after its last. Tensors must be contiguous."""
+        """Run a function over the range [0, count), split into parts of at least `fewest` for several threads. The
+        function receives the arguments, the first index of its part, and the index after its last. Tensors must be
+        contiguous.
+        """
         function = getattr(self._loaded, name)
         passed = [_passed(argument) for argument in arguments]
 
@@ -69,7 +71,7 @@ class NativeLibrary:
 
 
 def in_parts(work: Callable[[int, int], None], count: int, fewest: int = 1) -> None:
-    """Run `work` on parts of the range [0, count), which this thread and others take from one queue."""
+    """Run `work` on parts of the range [0, count). This thread and others take parts from one queue."""
     threads = torch.get_num_threads()
     parts = max(min(count // fewest, PARTS * threads), 1) if threads > 1 else 1
     queue = iter(pairwise([count * part // parts for part in range(parts + 1)]))
@@ -82,7 +84,7 @@ def in_parts(work: Callable[[int, int], None], count: int, fewest: int = 1) -> N
     taking = [_pool(threads - 1, os.getpid()).submit(take) for _ in range(others)]
     try:
         take()
-    finally:  # an interrupted thread must not free memory that others still write to
+    finally:  # if this thread is interrupted, it must not free memory that other threads still write to
         for one in taking:
             one.result()
 

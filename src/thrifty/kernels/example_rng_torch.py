@@ -1,7 +1,8 @@
-"""Random numbers per example on the batch's device: equal to `kernels/example_rng.py` bit for bit, in torch.
+"""Random numbers per example in torch, on the batch's device. They equal those of `kernels/example_rng.py` bit for
+bit.
 
-The generator is SplitMix64 (Steele et al. 2014). torch has no unsigned arithmetic, so int64 represents the numbers:
-sums and products have the same bits, and only shifts and comparisons need care.
+The generator is SplitMix64 (Steele et al. 2014). torch has no unsigned arithmetic, so numbers are stored as int64. Sums
+and products have the same bits; only shifts and comparisons differ.
 """
 
 import torch
@@ -13,14 +14,15 @@ _LOWEST = -(2**63)
 
 
 def random_integers_torch(keys: Tensor, count: int) -> Tensor:
-    """Return the first `count` random numbers of each key (b,) int64: int64 (b, count), all bits in use."""
+    """Return the first `count` random numbers of each key (b,) int64, as (b, count) in int64."""
     steps = torch.arange(1, count + 1, device=keys.device) * _STRIDE
     return _mixed(keys[:, None] + steps)
 
 
 def random_subset_torch(scores: Tensor, count: int) -> Tensor:
-    """Return the ascending positions of the `count` smallest, read as unsigned, of each row of scores (b, n): (b,
-    count)."""
+    """Return the positions (b, count), ascending, of the `count` smallest scores in each row of (b, n). Scores are
+    compared as unsigned.
+    """
     places = (scores ^ _LOWEST).topk(count, dim=1, largest=False).indices
     return places.sort(dim=1).values
 
@@ -32,5 +34,5 @@ def _mixed(z: Tensor) -> Tensor:
 
 
 def _shifted(z: Tensor, bits: int) -> Tensor:
-    """Shift right, with zeros from the left."""
+    """Shift right and fill with zeros from the left."""
     return (z >> bits) & ((1 << (64 - bits)) - 1)

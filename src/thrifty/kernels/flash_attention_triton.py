@@ -1,14 +1,15 @@
-"""Flash attention in Triton, for GPUs: attention in tiles with a running softmax, forward and backward.
+"""Flash attention in Triton for GPUs: attention in tiles with a running softmax, forward and backward.
 
 Papers: Dao et al. 2022, FlashAttention (arXiv 2205.14135); Dao 2023, FlashAttention-2 (2307.08691), for the order of
-the loops. A program has a tile of queries in the forward pass and for query gradients, a tile of keys for key
-gradients. Memory never has the size of all pairs: the backward pass recomputes the probabilities from the log-sum-exp.
+the loops. In the forward pass and for query gradients, a program processes one tile of queries. For key gradients, it
+processes one tile of keys. Memory is never proportional to the number of pairs: the backward pass recomputes the
+probabilities from the log-sum-exp.
 
-Imported only if Triton is installed. So far it was run only in Triton's interpreter, never on a GPU. Sums are in
-float32; products of float32 are exact, not TF32. Tiles in the future are skipped; tiles between packed texts are not.
-`kernels/tiled_attention.py` has the readable reference.
+The module is imported only if Triton is installed. It was run only in Triton's interpreter, never on a GPU. Sums are in
+float32. Products of float32 are exact, not TF32. Tiles in the future are skipped; tiles between packed texts are not
+skipped. `kernels/tiled_attention.py` contains a readable reference.
 
-Shapes: b batch, h heads, g key-value heads, t tokens, k head width, which is a power of two from 16 on.
+Shapes: b batch, h heads, g key-value heads, t tokens, k head width (a power of two, at least 16).
 """
 
 import torch
@@ -21,19 +22,19 @@ from thrifty.core.op_flops import FLOPS_OF
 from thrifty.kernels.autocast_inputs import cast_for_autocast
 
 TILE = 64
-"""Default number of tokens on a tile's side."""
+"""Default number of tokens per side of a tile."""
 
 
 @triton.jit
 def _tile(base, first, stride, tile: tl.constexpr, width: tl.constexpr, tokens):
-    """Load rows first … first + tile - 1 of a matrix (t, k), zeros after the last."""
+    """Load rows first … first + tile - 1 of a matrix (t, k). Rows after the last are zero."""
     row, lane = first + tl.arange(0, tile), tl.arange(0, width)
     return tl.load(base + row[:, None] * stride + lane[None, :], mask=row[:, None] < tokens, other=0.0)
 
 
 @triton.jit
 def _seen(segments, first_row, first_column, tokens, causal: tl.constexpr, packed: tl.constexpr, tile: tl.constexpr):
-    """Return the visible pairs of a tile of queries and a tile of keys, (tile, tile)."""
+    """Return a mask (tile, tile) of the visible pairs of a tile of queries and a tile of keys."""
     row, column = first_row + tl.arange(0, tile), first_column + tl.arange(0, tile)
     seen = (row[:, None] < tokens) & (column[None, :] < tokens)
     if causal:
@@ -81,7 +82,9 @@ def _gradients_of_scores(
     queries, keys, values, upstream, lse, shared, segments, first, at, tokens, scale,
     causal: tl.constexpr, packed: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """Return probabilities and gradients of unscaled products, (tile, tile), for queries `first` and keys `at` on."""
+    """Return probabilities and gradients of the unscaled scores, (tile, tile), for queries from `first` on and keys
+    from `at` on.
+    """
     row = first + tl.arange(0, tile)
     sums = tl.load(lse + row, mask=row < tokens, other=0.0)
     row_shared = tl.load(shared + row, mask=row < tokens, other=0.0)
@@ -149,18 +152,20 @@ def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = True, segments: Tensor | None = None, tile: int = TILE
 ) -> Tensor:
     """Return attention of q (b, h, t, k) over k and v (b, g, t, k), as (b, h, t, k). With `segments` int64 (b, t),
-    tokens attend only to tokens of the same id. There is no second derivative. Raises UsageError for other shapes."""
+    tokens attend only to tokens with the same id. Second derivatives and other shapes raise UsageError.
+    """
     width = q.shape[-1]
     if q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1] or k.shape != v.shape or width < 16 or width & (width - 1):
         raise UsageError(
             f"flash attention does not support queries {tuple(q.shape)}, keys {tuple(k.shape)} and values "
             f"{tuple(v.shape)}",
-            fix="pass equally many tokens of each, and a head width that is a power of two from 16 on",
+            fix="pass the same number of tokens in each, and a head width that is a power of two, at least 16",
         )
     inputs = (x.contiguous() for x in cast_for_autocast(q, k, v))
     if tile < 16 or tile & (tile - 1):
         raise UsageError(
-            f"flash attention does not support tiles of {tile} tokens", fix="choose a power of two from 16 on"
+            f"flash attention does not support tiles of {tile} tokens",
+            fix="tile=64, or another power of two, at least 16",
         )
     return torch.ops.thrifty.flash_attention(*inputs, causal, segments, tile)[0]
 
@@ -173,7 +178,7 @@ def _sizes(q: Tensor, k: Tensor) -> tuple[int, int, int, float]:
 def _attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, segments: Tensor | None, tile: int
 ) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp of each query's scores (b, h, t)."""
+    """Return the output (b, h, t, k), and the log-sum-exp of each query's scores (b, h, t)."""
     output, lse = torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
     if q.numel():
         grid = (triton.cdiv(q.shape[2], tile), q.shape[0] * q.shape[1])
@@ -234,7 +239,9 @@ _attention.register_autograd(_backward, setup_context=_keep_for_backward)
 
 
 def _flops(q: Tensor, products: int) -> int:
-    """Return the FLOPs of `products` products over all pairs, causally masked ones included, as torch counts."""
+    """Return the FLOPs of `products` matmuls over all pairs. Causally masked pairs are included, as in torch's
+    counter.
+    """
     return 2 * products * q.shape[0] * q.shape[1] * q.shape[2] ** 2 * q.shape[-1]
 
 

@@ -1,11 +1,11 @@
-"""FP8 tensors with a scale per tensor or per row: casts, scales, products.
+"""FP8 tensors with a scale per tensor or per row: casts, scales, matmuls.
 
 Micikevicius et al. 2022, FP8 Formats for Deep Learning (arXiv 2209.05433). An FP8 element stores the original value
-times the scale. E4M3 has one more mantissa bit; E5M2 reaches seven powers of two further in both directions, as
+times the scale. E4M3 has one more mantissa bit. E5M2 reaches seven more powers of two in both directions, which
 gradients require.
 
-A finite value beyond the largest becomes the largest. A non-finite value never becomes finite. Libraries differ there:
-some versions of torch return 448 for infinity, so that a diverged run would continue unnoticed.
+A finite value beyond the largest FP8 value becomes the largest. A non-finite value never becomes finite. Libraries
+differ here: some torch versions return 448 for infinity, so that divergence of a run would go unnoticed.
 """
 
 from dataclasses import dataclass
@@ -15,12 +15,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 MULTIPLE = 16
-"""Multiple that FP8 hardware requires of the inner and the outer width of a product."""
+"""Multiple that FP8 hardware requires of the inner and outer dims of a matmul."""
 
 
 @dataclass(frozen=True)
 class Float8Format:
-    """A format of one sign bit, an exponent and a mantissa; subnormal below 2^least_exponent."""
+    """FP8 format: one sign bit, an exponent and a mantissa. Numbers below 2^least_exponent are subnormal."""
 
     name: str
     dtype: torch.dtype
@@ -37,9 +37,9 @@ FORMATS = {format.name: format for format in (E4M3, E5M2)}
 
 
 def amax_of(numbers: Tensor, dim: int | None = None) -> Tensor:
-    """Return the largest magnitude in float32: of all elements (), or along one dim, which is kept with size 1.
+    """Return the largest magnitude in float32, over all elements as (), or along `dim`, which keeps size 1.
 
-    NaN in the input makes the result NaN; an empty input gives 0.
+    NaN in the input returns NaN. An empty input returns 0.
     """
     if not numbers.numel():
         shape = [] if dim is None else [1 if axis == dim % numbers.ndim else n for axis, n in enumerate(numbers.shape)]
@@ -51,14 +51,14 @@ def amax_of(numbers: Tensor, dim: int | None = None) -> Tensor:
 def scale_from_amax(
     amax: Tensor, format: Float8Format, old: Tensor | float = 1.0, margin: int = 0, powers_of_two: bool = False
 ) -> Tensor:
-    """Return the scale that maps `amax` to the format's largest number over 2^margin, in the shape of `amax`, in
+    """Return the scale that maps `amax` to the format's largest number divided by 2^margin, in the shape of `amax`, in
     float32.
 
-    If amax is 0 or not finite, the old scale is returned. The scale itself is finite and nonzero; `powers_of_two`
-    rounds it down to a power of two.
+    If amax is 0 or not finite, the old scale is returned. The scale is finite and nonzero. With `powers_of_two` it is
+    rounded down to a power of two.
     """
     numbers = torch.finfo(torch.float32)
-    # a Python number divided by a tensor would be rounded twice: reciprocal, then product
+    # a Python number divided by a tensor would be rounded twice (reciprocal, then product)
     scale = (torch.full_like(amax, format.largest) / amax * 2.0**-margin).clamp(numbers.tiny, numbers.max)
     if powers_of_two:  # keep only the bits of the exponent
         scale = (scale.view(torch.int32) & 0x7F800000).view(torch.float32)
@@ -66,7 +66,7 @@ def scale_from_amax(
 
 
 def cast_float8(numbers: Tensor, scale: Tensor, format: Float8Format) -> Tensor:
-    """Return elements times their scale in the format's dtype and the same shape, rounded to nearest, ties to even."""
+    """Return elements times their scale, in the format's dtype and the same shape, rounded to nearest, ties to even."""
     scaled = numbers.float() * scale
     within = scaled.clamp(-format.largest, format.largest)
     lost = scaled if format.has_infinity else torch.nan
@@ -74,12 +74,12 @@ def cast_float8(numbers: Tensor, scale: Tensor, format: Float8Format) -> Tensor:
 
 
 def dequantize_float8(codes: Tensor, scale: Tensor) -> Tensor:
-    """Return the float32 values of FP8 elements, in their shape."""
+    """Return FP8 elements as float32 values in the same shape."""
     return codes.float() / scale
 
 
 def has_units(device: torch.device) -> bool:
-    """Return True if a device multiplies FP8 matrices in hardware."""
+    """Return True if a device has hardware for FP8 matmuls."""
     if device.type != "cuda" or torch.version.hip is not None:
         return False
     return torch.cuda.get_device_capability(device) >= (8, 9)
@@ -88,16 +88,16 @@ def has_units(device: torch.device) -> bool:
 def scaled_matmul(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool = False
 ) -> Tensor:
-    """Return the FP8 product (m, n) of (m, k) and (k, n) with scales () or (m, 1) and (1, n), in hardware.
+    """Return the FP8 matmul (m, n) of a (m, k) and b (k, n) in hardware. Scales are () or (m, 1) and (1, n).
 
-    Widths that are no multiples of 16 are padded. `fast` accumulates in fewer bits.
+    Dims that are not multiples of 16 are padded. `fast` accumulates with fewer bits.
     """
     width, (inner, outer) = b.shape[1], (-size % MULTIPLE for size in b.shape)
     if inner or outer:
         a = F.pad(a.view(torch.uint8), (0, inner)).view(a.dtype)
         b = F.pad(b.view(torch.uint8), (0, outer, 0, inner)).view(b.dtype)
         b_scale = F.pad(b_scale, (0, outer), value=1.0) if b_scale.ndim else b_scale
-    a, b = a.contiguous(), b.T.contiguous().T  # the layout that the hardware requires
+    a, b = a.contiguous(), b.T.contiguous().T  # the memory layout that the hardware requires
     undo_a, undo_b = a_scale.reciprocal(), b_scale.reciprocal()
     if not a_scale.ndim:
         product = torch._scaled_mm(a, b, undo_a, undo_b, out_dtype=dtype, use_fast_accum=fast)
@@ -108,23 +108,24 @@ def scaled_matmul(
 
 
 def scaled_matmul_reference(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the same product (m, n) in float32 from dequantized values, on any device."""
+    """Return the same matmul (m, n), computed in float32 from dequantized values, on any device."""
     with torch.autocast(a.device.type, enabled=False):
         return _as(dequantize_float8(a, a_scale) @ dequantize_float8(b, b_scale), dtype)
 
 
 def _as(product: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the product in a dtype, converted only if necessary.
+    """Return the matmul result in a dtype, converted only if necessary.
 
-    torch 2.11 compiles a conversion to the same dtype, last in an autograd function, to gradients of zero.
+    torch 2.11 has a bug: a conversion to the same dtype at the end of an autograd function is compiled to zero
+    gradients.
     """
     return product if product.dtype == dtype else product.to(dtype)
 
 
 def update_amax_history(history: Tensor, amax: Tensor) -> Tensor:
-    """Return a history (…, h), newest first, with a new amax (…); a non-finite one becomes 0.
+    """Return a history (…, h), newest first, with the new amax (…) added. A non-finite amax is stored as 0.
 
-    A non-finite amax would prevent a scale for as long as it stays in the history.
+    A non-finite amax would prevent a valid scale as long as it stays in the history.
     """
     newest = torch.where(amax.isfinite(), amax, 0.0)
     return torch.cat([newest[..., None], history[..., :-1]], -1)

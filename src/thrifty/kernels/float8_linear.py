@@ -1,6 +1,6 @@
-"""A linear layer whose three products, one forward and two backward, are in FP8.
+"""Linear layer whose three matmuls (one forward, two backward) are in FP8.
 
-The backward pass keeps only the FP8 input, a quarter of float32, and only if the weight is trained.
+The backward pass saves only the FP8 input, a quarter of the float32 size, and only if the weight is trained.
 """
 
 from dataclasses import dataclass
@@ -13,21 +13,21 @@ from torch.autograd.function import once_differentiable
 from thrifty.kernels import float8
 
 INPUT, WEIGHT, GRADIENT = range(3)
-"""Tensors that a layer casts, in the order of its scales."""
+"""Tensors that a layer casts to FP8, in the order of its scales."""
 
 
 @dataclass(frozen=True)
 class CastRule:
-    """A rule for the scales of casts to FP8."""
+    """Rule for the scales of casts to FP8."""
 
     rows: bool = False
-    """True for a scale per row of each factor of a product instead of one for the tensor."""
+    """True for one scale per row of each matmul operand instead of one per tensor."""
     margin: int = 0
-    """Powers of two left free above the largest magnitude."""
+    """Number of powers of two left free above the largest magnitude."""
     powers_of_two: bool = False
     gradients: float8.Float8Format = float8.E5M2
     emulated: bool = True
-    """True if products use the reference instead of the device's FP8 hardware."""
+    """True if matmuls use the reference instead of FP8 hardware."""
 
     def format(self, role: int) -> float8.Float8Format:
         return self.gradients if role == GRADIENT else float8.E4M3
@@ -38,21 +38,26 @@ class CastRule:
 
 @dataclass
 class DelayedScaling:
-    """Scales from earlier steps. All tensors start at zero; at first, the current tensor sets the scale."""
+    """Delayed scaling: scales from earlier steps. All tensors start at zero. While there is no scale, the current
+    tensor sets it.
+    """
 
     scales: Tensor
-    """Scales (3,) of input, weight and gradient; 0 if there is none yet."""
+    """Scales (3,) of input, weight and gradient. 0 if there is no scale yet."""
     seen: Tensor
-    """Largest magnitudes (3,) of this step so far. Only backward passes update them, so that a recomputed or
-    gradient-free forward pass has no effect."""
+    """Largest magnitudes (3,) of this step so far. Only backward passes update them, so recomputed forward passes and
+    forward passes without gradients have no effect.
+    """
 
 
 @torch.no_grad()
 def next_scales(
     histories: Tensor, scales: Tensor, seen: Tensor, casting: CastRule, most_recent: bool = False
 ) -> tuple[Tensor, Tensor]:
-    """Return histories (…, 3, h) and scales (…, 3) after a step with these largest magnitudes (…, 3). Scales follow the
-    largest of the history, or with `most_recent` the newest. A scale without a usable magnitude does not change."""
+    """Return histories (…, 3, h) and scales (…, 3) after a step whose largest magnitudes were `seen` (…, 3). A scale is
+    computed from the largest magnitude of its history, or with `most_recent` from the newest. A scale without a usable
+    magnitude is unchanged.
+    """
     histories = float8.update_amax_history(histories, seen)
     amax = histories[..., 0] if most_recent else histories.amax(-1)
     roles = [casting.scale(amax[..., role], role, scales[..., role]) for role in (INPUT, WEIGHT, GRADIENT)]
@@ -62,9 +67,10 @@ def next_scales(
 def float8_linear(
     x: Tensor, weight: Tensor, bias: Tensor | None, casting: CastRule, delayed: DelayedScaling | None = None
 ) -> Tensor:
-    """Return x (…, k) times weight (n, k), plus the bias in high precision, in the dtype of `F.linear` here.
+    """Return x (…, k) times the transpose of weight (n, k), plus the bias in high precision, in the dtype that
+    `F.linear` would return.
 
-    Scales come from the current tensors unless `delayed` ones are passed.
+    Scales are computed from the current tensors unless `delayed` is passed.
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
@@ -81,7 +87,7 @@ class _Float8Product(torch.autograd.Function):
         x_codes, x_scale, x_amax = quantize_operand(x, INPUT, 1, casting, delayed)
         w_codes, w_scale, w_amax = quantize_operand(weight, WEIGHT, 1, casting, delayed)
         result = _multiply(casting, x_codes, x_scale, *_transposed(w_codes, w_scale), dtype, fast=True)
-        if casting.rows and ctx.needs_input_grad[1]:  # the product for the weight gradient sums along the other dim
+        if casting.rows and ctx.needs_input_grad[1]:  # the matmul of the weight gradient sums along the other dim
             x_codes, x_scale, _ = quantize_operand(x, INPUT, 0, casting)
         # saved as plain bytes, so that activation stores do not compress them
         kept = x_codes.view(torch.uint8) if ctx.needs_input_grad[1] else None
@@ -116,7 +122,7 @@ class _Float8Product(torch.autograd.Function):
 def quantize_operand(
     numbers: Tensor, role: int, dim: int, casting: CastRule, delayed: DelayedScaling | None = None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return an FP8 matrix (n, k), its scale and the largest magnitude, for a product that sums along `dim`."""
+    """Return an FP8 matrix (n, k), its scale and its largest magnitude, for a matmul that sums along `dim`."""
     amax = float8.amax_of(numbers, dim if casting.rows else None)
     scale = casting.scale(amax, role)
     if delayed is not None:

@@ -1,14 +1,15 @@
-"""Groupwise quantization to 2, 4 or 8 bits: one code per element, a minimum and a step per group of a few hundred.
+"""Groupwise quantization to 2, 4 or 8 bits: one code per element, and a minimum and a step per group of a few
+hundred.
 
-Idea: Chen et al. 2021, ActNN (arXiv 2104.14129). A code q represents least + q · step and is rounded stochastically, so
-that the dequantized value is unbiased; the variance is at most step² / 4. Published code rounds a group's minimum and
-step *after* quantizing with them, which adds a bias. Here both are first rounded outward to bfloat16, so that the group
-still lies between its ends.
+The idea is from Chen et al. 2021, ActNN (arXiv 2104.14129). A code q represents least + q · step, where least is the
+group's minimum. Rounding is stochastic, so the dequantized value is unbiased; its variance is at most step² / 4.
+Published code rounds a group's minimum and step *after* quantizing with them, which adds a bias. Here both are first
+rounded outward to bfloat16, so that all elements of the group stay within the range.
 
-Elements come as lines (n, w), w a multiple of 8. Byte j of a line holds elements j, j + w·bits/8 and so on: neighbors
-stay neighbors, and every operation works on whole vectors. The random bits are a hash of the line, the position in it
-and a seed. These are the plain functions. `quantized_tensors.py` runs them in pieces that fit the cache, or a faster
-equivalent: `compiled_quantization.py` on a CPU, torch.compile on a GPU.
+Elements are arranged as lines (n, w), with w a multiple of 8. Byte j of a line contains elements j, j + w·bits/8 and so
+on. Neighbors therefore stay neighbors, and every operation processes whole vectors. Random bits are a hash of the line,
+the position in the line and a seed. This module contains the plain functions. `quantized_tensors.py` runs them in
+pieces that fit the cache, or runs a faster equivalent: `compiled_quantization.py` on a CPU, torch.compile on a GPU.
 """
 
 from collections.abc import Callable
@@ -17,24 +18,24 @@ import torch
 from torch import Tensor
 
 _ONE = 2**16
-"""A step in fixed point: 16 random bits decide between two codes."""
+"""One step in fixed point. 16 random bits decide between two neighboring codes."""
 _LEAST_STEP = 2.0**-111
-"""Smallest step. Narrower groups count as constant, because 2^16 times the inverse step would overflow."""
+"""Minimum step. Narrower groups count as constant, because 2^16 / step would overflow."""
 _FRACTION = {torch.bfloat16: 0xFFFF, torch.float16: 0x1FFF}
-"""Bits of a float32 that these formats drop."""
+"""Float32 bits that conversion to these dtypes drops."""
 _SPREAD = -1640531527
-"""The golden ratio times 2^32, in 32 bits."""
+"""2^32 times the golden ratio, as int32."""
 
 
 def mix_bits_torch(words: Tensor) -> Tensor:
-    """Return a permutation of int32 words (…) in which every bit of the result depends on every bit of the word."""
+    """Return a permutation of int32 words (…). Every bit of the result depends on every bit of the word."""
     words = (words ^ (words >> 16 & 0xFFFF)) * 0x21F0AAAD
     words = (words ^ (words >> 15 & 0x1FFFF)) * 0x735A2D97
     return words ^ (words >> 15 & 0x1FFFF)
 
 
 def seed_word(seed: int, device: torch.device) -> Tensor:
-    """Return a seed of 32 bits as int32 (), mixed on the host, so that no device synchronization is required."""
+    """Return a 32-bit seed as an int32 scalar. It is mixed on the host, so no device synchronization is required."""
     word = seed % 2**32
     word = (word ^ word >> 16) * 0x21F0AAAD % 2**32
     word = (word ^ word >> 15) * 0x735A2D97 % 2**32
@@ -43,18 +44,18 @@ def seed_word(seed: int, device: torch.device) -> Tensor:
 
 
 def words_of_lines(first: int, count: int, seed: Tensor) -> Tensor:
-    """Return a hash for each of `count` lines of a tensor, from line `first` on, int32 (count, 1)."""
+    """Return a hash for each of `count` lines of a tensor, from line `first` on, as (count, 1) in int32."""
     lines = torch.arange(first, first + count, dtype=torch.int32, device=seed.device)
     return mix_bits_torch(mix_bits_torch(lines * _SPREAD) + seed)[:, None]
 
 
 def words_of_places(width: int, device: torch.device) -> Tensor:
-    """Return a hash for each position of a line, int32 (width,)."""
+    """Return a hash for each position in a line, (width,) in int32."""
     return mix_bits_torch(torch.arange(1, width + 1, dtype=torch.int32, device=device) * _SPREAD)
 
 
 def extremes(lines: Tensor, zeros: bool) -> tuple[Tensor, Tensor]:
-    """Return the minimum and the maximum of each line, (n, 1) in float32; with `zeros`, over nonzero elements only."""
+    """Return minimum and maximum of each line, (n, 1) in float32. With `zeros`, only nonzero elements count."""
     if not zeros:
         return _extreme(lines, torch.minimum, torch.amin), _extreme(lines, torch.maximum, torch.amax)
     is_zero = lines == 0
@@ -65,9 +66,9 @@ def extremes(lines: Tensor, zeros: bool) -> tuple[Tensor, Tensor]:
 
 
 def _extreme(lines: Tensor, elementwise: Callable[..., Tensor], over_line: Callable[..., Tensor]) -> Tensor:
-    """Reduce quarters of a line elementwise first.
+    """Return the extreme of each line, by reducing quarters of the line elementwise first.
 
-    Compiled for a whole line, each comparison would wait for the previous one, which took nearly twice as long.
+    If a whole line is compiled at once, each comparison waits for the previous one, which is nearly twice as slow.
     """
     for _ in range(2):
         half = lines.shape[1] // 2
@@ -76,9 +77,9 @@ def _extreme(lines: Tensor, elementwise: Callable[..., Tensor], over_line: Calla
 
 
 def round_outward(low: Tensor, high: Tensor, bits: int, zeros: bool) -> tuple[Tensor, Tensor]:
-    """Return minimum and step (n, 1), as float32 that bfloat16 can hold, of codes that cover `low` to `high` (n, 1)."""
+    """Return minimum and step (n, 1) of codes that cover `low` to `high` (n, 1), in float32 but exact in bfloat16."""
     bits_of_low = low.view(torch.int32)
-    # bfloat16 drops the lower half of a float32; cutting it off rounds toward zero
+    # bfloat16 drops the lower half of a float32; truncation rounds toward zero
     least = (torch.where(low < 0, bits_of_low + 0xFFFF, bits_of_low) & ~0xFFFF).view(torch.float32)
     step = ((high - least) / (2**bits - 1 - int(zeros))).view(torch.int32)
     return least, (step + 0xFFFF & ~0xFFFF).view(torch.float32)
@@ -87,10 +88,10 @@ def round_outward(low: Tensor, high: Tensor, bits: int, zeros: bool) -> tuple[Te
 def quantize_lines(
     lines: Tensor, least: Tensor, step: Tensor, seed: Tensor, by_place: Tensor, first: int, bits: int, zeros: bool
 ) -> Tensor:
-    """Return bytes (n, w·bits/8) for elements (n, w) in groups with this minimum and step (n, 1).
+    """Return bytes (n, w·bits/8) for elements (n, w), in groups with minimum and step (n, 1).
 
-    Elements outside the range get the first or the last code. With `zeros`, code 0 represents exact zeros and nothing
-    else. `first` is the index of the first line in its tensor.
+    Elements outside the range get the first or the last code. With `zeros`, code 0 represents only exact zeros. `first`
+    is the index of the first line in its tensor.
     """
     by_line = words_of_lines(first, len(lines), seed)
     parts, top = 8 // bits, 2**bits - 1 - int(zeros)
@@ -102,7 +103,7 @@ def quantize_lines(
         is_zero = numbers == 0
         if zeros:  # zeros far outside the range would overflow
             numbers = torch.where(is_zero, least, numbers)
-        if part % 2 == 0:  # a word of 32 bits serves two elements
+        if part % 2 == 0:  # one 32-bit word provides the random bits of two elements
             word = mix_bits_torch(by_line ^ by_place[part // 2 * lanes : (part // 2 + 1) * lanes])
         chance = (word >> 16 if part % 2 else word) & 0xFFFF
         code = (((numbers - least) * scale).to(torch.int32) + chance >> 16).clamp(0, top)
@@ -115,7 +116,7 @@ def quantize_lines(
 def pack_lines(
     lines: Tensor, seed: Tensor, by_place: Tensor, first: int, bits: int, zeros: bool
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Return bytes of lines that each are a group, and their minimums and steps (n, 1) in bfloat16."""
+    """Return the bytes of lines, one group per line, and their minimums and steps (n, 1) in bfloat16."""
     least, step = round_outward(*extremes(lines, zeros), bits, zeros)
     packed = quantize_lines(lines, least, step, seed, by_place, first, bits, zeros)
     return packed, least.bfloat16(), step.bfloat16()
@@ -132,11 +133,12 @@ def unpack_lines(
     zeros: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the values (n, w) of the bytes of groups (n, 1). If `dtype` is narrower than float32, values are rounded
-    stochastically too. Rounded to the nearest bfloat16, 8-bit codes would be biased by a twentieth of a step."""
+    """Return the values (n, w) of bytes, with minimums and steps (n, 1). If `dtype` is narrower than float32, values
+    are also rounded stochastically. With rounding to nearest bfloat16, 8-bit codes would be biased by 1/20 of a step.
+    """
     least, step, fraction = least.float(), step.float(), _FRACTION.get(dtype, 0)
     lanes, parts, word = packed.shape[1], [], torch.zeros(())
-    by_line = words_of_lines(first, len(packed), seed + 1)  # independent of the words that chose the code
+    by_line = words_of_lines(first, len(packed), seed + 1)  # independent of the random bits of quantization
     for part in range(8 // bits):
         code = packed >> bits * part & 2**bits - 1
         numbers = (code.float() - float(zeros)) * step + least
@@ -152,7 +154,7 @@ def unpack_lines(
 
 
 def encode_mask_lines(lines: Tensor, high: Tensor) -> Tensor:
-    """Return one bit per element of lines (n, w), set if it is `high` (), eight per byte, (n, w/8)."""
+    """Return lines (n, w) as one bit per element, (n, w/8) bytes. A bit is set if the element equals `high` ()."""
     lanes = lines.shape[1] // 8
     packed = (lines[:, :lanes] == high).to(torch.uint8)
     for part in range(1, 8):
@@ -161,5 +163,5 @@ def encode_mask_lines(lines: Tensor, high: Tensor) -> Tensor:
 
 
 def decode_mask_lines(packed: Tensor, low: Tensor, high: Tensor) -> Tensor:
-    """Return `high` for set and `low` for clear bits (both ()), (n, w)."""
+    """Return elements (n, w): `high` for set bits and `low` for clear bits. Both are scalars ()."""
     return torch.cat([torch.where((packed >> part & 1).bool(), high, low) for part in range(8)], 1)

@@ -1,7 +1,8 @@
-"""C++ source of compiled groupwise quantization: equal to `groupwise_quantization.py` bit for bit, one line at a time.
+"""C++ source of compiled groupwise quantization, one line at a time. Results equal `groupwise_quantization.py` bit for
+bit.
 
-A line is in the cache when it is quantized, because its extremes were computed just before. Elements arrive as their
-bits: int32_t for float32, int16_t for bfloat16. The compiler must not contract a product and a sum, because that would
+A line is in the cache when it is quantized, because its extremes were just computed. Elements are passed as their bits:
+int32_t for float32, int16_t for bfloat16. The compiler must not fuse a product and a sum (FMA), because that would
 round once instead of twice.
 """
 
@@ -20,7 +21,7 @@ struct Kind {
     static const bool zeros = ZEROS;
 };
 
-// compile-time variants for arguments known only at run time
+// selects a compile-time variant for run-time arguments
 template <typename F>
 static void of_kind(int64_t size, int64_t bits, int64_t zeros, F f) {
 #define KIND(T, B, Z) if (size == sizeof(T) && bits == B && zeros == Z) f(Kind<T, B, Z>{});
@@ -43,7 +44,7 @@ static inline float to_float(int32_t bits) {
 
 static inline float to_float(int16_t bits) { return to_float((int32_t)((word)(uint16_t)bits << 16)); }
 
-// a float32 as it is, or rounded stochastically to bfloat16
+// stores a float32 unchanged, or rounded stochastically to bfloat16
 static inline void put(int32_t& to, float x, word chance) { to = bits_of(x); }
 static inline void put(int16_t& to, float x, word chance) { to = bits_of(x) + chance >> 16; }
 
@@ -55,7 +56,7 @@ static inline word mixed(word w) {
 
 static inline word word_of_line(int64_t line, word seed) { return mixed(mixed((word)line * 0x9E3779B9) + seed); }
 
-// integers in the order of the floats, NaN beyond the infinities, and back
+// maps float bits to integers in the order of the floats (NaN beyond infinity), and back
 template <typename T>
 static inline T ordered(T bits) {
     return bits ^ (bits >> (8 * sizeof(T) - 1) & std::numeric_limits<T>::max());
@@ -119,7 +120,7 @@ static inline void decode_line(const uint8_t* codes, int64_t width, float least,
     }
 }
 
-// lines that each are a group: bytes, and the upper halves of minimums and steps
+// quantizes lines, one group each; writes bytes, and the upper halves of minimums and steps
 extern "C" void encode(int64_t size, int64_t bits, int64_t zeros, const void* numbers, int64_t width, int64_t seed,
                        const word* by_place, int64_t line, uint8_t* codes, uint16_t* least, uint16_t* step,
                        int64_t first, int64_t last) {
@@ -176,7 +177,7 @@ static void of_size(int64_t size, F f) {
     if (size == 4) f(int32_t{});
 }
 
-// one bit per element, set if it is `high` (its bits); floating-point zero has two patterns
+// packs one bit per element, set if the element equals `high` (as bits); floating-point zero has two bit patterns
 extern "C" void encode_mask(int64_t size, const void* numbers, int64_t width, int64_t high, uint8_t* codes,
                             int64_t first, int64_t last) {
     const int64_t lanes = width / 8;

@@ -1,13 +1,13 @@
-"""The Walsh–Hadamard transform, and Fastfood, a random matrix that is never formed.
+"""Walsh–Hadamard transform, and Fastfood: a random matrix that is applied without being stored.
 
-Papers: Le, Sarlós and Smola 2013, Fastfood (arXiv 1408.3060), section 3; its use for a random subspace is Li et al.
-2018 (arXiv 1804.08838), section S7.
+Papers: Le, Sarlós and Smola 2013, Fastfood (arXiv 1408.3060), section 3. Its use for a random subspace is from Li et
+al. 2018 (arXiv 1804.08838), section S7.
 
-A Hadamard matrix of size a · b is the Kronecker product of those of sizes a and b. The transform of a row seen as (a,
-b) is therefore two products with small matrices. On CPUs and accelerators that is faster than log2 passes of sums and
-differences.
+A Hadamard matrix of size a · b is the Kronecker product of Hadamard matrices of sizes a and b. The transform of a row,
+reshaped to (a, b), is therefore two matmuls with small matrices. On CPUs and accelerators this is faster than log2
+passes of sums and differences.
 
-Shapes: r rows, n a power of two.
+Shapes: r rows, n columns, a power of two.
 """
 
 from collections.abc import Iterator
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 
 CHUNK = 1 << 18
-"""Elements per pass: few enough for a cache, enough for an efficient product."""
+"""Number of elements per pass: few enough for the cache, enough for an efficient matmul."""
 _LARGEST = 64
 
 
 def hadamard_matrix(n: int, like: Tensor) -> Tensor:
-    """Return the Hadamard matrix (n, n) of ±1."""
+    """Return the Hadamard matrix (n, n) with entries ±1."""
     matrix = like.new_ones(1, 1)
     step = like.new_tensor([[1.0, 1.0], [1.0, -1.0]])
     while len(matrix) < n:
@@ -31,9 +31,9 @@ def hadamard_matrix(n: int, like: Tensor) -> Tensor:
 
 
 def hadamard(x: Tensor) -> Tensor:
-    """Return x H for x (r, n), by products with matrices of at most 64 by 64.
+    """Return x H for x (r, n), by matmuls with matrices of at most 64 x 64.
 
-    H is the Hadamard matrix of ±1 in Sylvester's order.
+    H is the Hadamard matrix with entries ±1 in Sylvester's order.
     """
     rest, n = x.shape[-1], x.shape[-1]
     stride = 1
@@ -47,17 +47,18 @@ def hadamard(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Fastfood:
-    """A matrix P of shape (total, dimension), a stack of blocks s H G Π H B. Each block has its own signs B and normal
-    factors G; the permutation Π is shared. The variance of (P z)_i is the mean square of z."""
+    """Random matrix P (total, dimension): a stack of blocks s H G Π H B, with a scalar s. Each block has its own signs
+    B and normal factors G. All blocks share the permutation Π. The variance of (P z)_i is the mean square of z.
+    """
 
     dimension: int
     total: int
     signs: Tensor
-    """Signs ±1 in int8, (r, n) for n the next power of two."""
+    """Signs ±1 in int8, (r, n) for r blocks of size n, the next power of two."""
     normals: Tensor
     """Normal factors in float32, (r, n)."""
     permutation: Tensor
-    """The permutation Π, (n,)."""
+    """Permutation Π, (n,)."""
 
     @property
     def width(self) -> int:
@@ -73,7 +74,7 @@ class Fastfood:
             yield slice(start, start + rows)
 
     def apply(self, z: Tensor) -> Tensor:
-        """Return P z, (total,) in float32."""
+        """Return P z (total,) in float32."""
         padded = torch.nn.functional.pad(z.float(), (0, self.width - self.dimension))
         out = torch.empty(self.signs.shape, dtype=torch.float32, device=z.device)
         for rows in self._chunks():
@@ -82,7 +83,7 @@ class Fastfood:
         return out.flatten()[: self.total]
 
     def apply_transposed(self, values: Tensor) -> Tensor:
-        """Return Pᵀ x for x (total,), (dimension,) in float32."""
+        """Return Pᵀ x (dimension,) in float32, for x (total,)."""
         padded = torch.nn.functional.pad(values.float(), (0, self.signs.numel() - self.total)).view(self.signs.shape)
         total = torch.zeros(self.width, dtype=torch.float32, device=values.device)
         back = self.permutation.argsort()
@@ -93,7 +94,7 @@ class Fastfood:
 
 
 def draw_fastfood(dimension: int, total: int, generator: torch.Generator, device: torch.device) -> Fastfood:
-    """Return a random projection from `dimension` to `total` values, sampled on the generator's device."""
+    """Return a random projection from `dimension` to `total` values. It is sampled on the generator's device."""
     width = 1 << (dimension - 1).bit_length()
     rows = -(-total // width)
     at = generator.device

@@ -1,4 +1,4 @@
-"""Images at fewer pixels, and patch embeddings at another size. Shapes: (…, h, w), with channels and examples first."""
+"""Resizing of images and of patch embeddings. Images are (…, h, w), with examples and channels first."""
 
 import torch
 import torch.nn.functional as F
@@ -6,9 +6,9 @@ from torch import Tensor
 
 
 def resize(images: Tensor, height: int, width: int) -> Tensor:
-    """Return images (b, c, h, w) or (b, h, w) of floats at another size, by antialiased linear interpolation.
+    """Return float images (b, c, h, w) or (b, h, w) at another size, by antialiased linear interpolation.
 
-    Each new pixel averages all pixels that it covers, so that fine detail does not alias to a coarse pattern.
+    Each new pixel averages all pixels that it covers. Fine detail therefore does not cause aliasing.
     """
     if images.shape[-2:] == (height, width):
         return images
@@ -18,20 +18,21 @@ def resize(images: Tensor, height: int, width: int) -> Tensor:
 
 
 def scaled_side(side: int, share: float, multiple: int) -> int:
-    """Return side · share rounded to multiples of `multiple`: at least one multiple, at most the side."""
+    """Return side · share, rounded to a multiple of `multiple`: at least one multiple, at most the side."""
     return side if share >= 1 else min(max(round(side * share / multiple), 1) * multiple, side)
 
 
 def resized_positions(positions: Tensor, grid: tuple[int, int], before: int) -> Tensor:
-    """Return positions (1, before + s · s, d) of a square grid, interpolated to a grid of another height and width.
+    """Return position embeddings (1, before + s · s, d) of a square grid, interpolated to a `grid` of another height
+    and width.
 
-    Positions of the `before` first tokens stay; those of patches are interpolated bicubically.
+    Positions of the first `before` tokens are unchanged. Patch positions are interpolated bicubically.
     """
     s = round((positions.shape[1] - before) ** 0.5)
     if grid == (s, s):
         return positions
     first, patches = positions.split([before, s * s], dim=1)
-    # as a matrix product, because a GPU sums gradients of an interpolation in no fixed order
+    # as a matmul, because a GPU sums gradients of an interpolation in no fixed order
     basis = torch.eye(s * s, device=positions.device).view(-1, 1, s, s)
     by = F.interpolate(basis, size=grid, mode="bicubic", align_corners=False).flatten(1)
     with torch.autocast(positions.device.type, enabled=False):
@@ -39,11 +40,12 @@ def resized_positions(positions: Tensor, grid: tuple[int, int], before: int) -> 
 
 
 def resized_patches(kernel: Tensor, side: int) -> Tensor:
-    """Return the patch embedding weight (d, c, p, p) for patches of another side.
+    """Return the patch embedding weight (d, c, p, p) for patches with another side.
 
-    A smaller patch gives the output of its bilinear enlargement under the old weight. For a larger side, the result is
-    the smallest weight with the inverse property, by the pseudo-inverse (Beyer et al. 2022, FlexiViT, arXiv 2212.08013,
-    where all resizing is by the pseudo-inverse). Enlarging and then shrinking therefore restores the weight.
+    For smaller patches, the new weight maps a patch to the output of the old weight on the bilinearly enlarged patch.
+    For larger patches, the new weight is the smallest weight with the inverse property, by the pseudo-inverse.
+    Enlarging and then shrinking therefore restores the weight. FlexiViT (Beyer et al. 2022, arXiv 2212.08013) uses the
+    pseudo-inverse for all resizing.
     """
     old = kernel.shape[-1]
     if side == old:

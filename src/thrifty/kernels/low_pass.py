@@ -1,16 +1,16 @@
-"""Low-pass filtered images in as few pixels as their frequencies require. Shapes: (…, h, w)."""
+"""Low-pass filtered images, stored with as few pixels as their frequencies require. Shapes: (…, h, w)."""
 
 import torch
 from torch import Tensor
 
 
 def crop_spectrum(images: Tensor, height: int, width: int) -> Tensor:
-    """Return images (…, h, w) of floats at (height, width), from the center of their two-dimensional spectrum.
+    """Return float images (…, h, w) at size (height, width), from the center of their two-dimensional spectrum.
 
     The result is scaled by height · width / (h · w), so that a gray area keeps its brightness (Wang et al. 2022, arXiv
-    2211.09703, section 4.1). It equals the image after an ideal low-pass filter, sampled at the new pixels. For an even
-    side, the spectrum contains the highest frequency twice, as positive and negative. Half of both is kept, so that the
-    result is real for every image.
+    2211.09703, section 4.1). It equals an ideal low-pass filter of the image, sampled at the new pixels. For an even
+    side, the spectrum contains the highest frequency twice, positive and negative. Half of each is kept, so the result
+    is real for every image.
     """
     if images.shape[-2:] == (height, width):
         return images

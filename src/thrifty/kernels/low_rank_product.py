@@ -1,4 +1,4 @@
-"""Low-rank additions to a layer's output, without forming the full product."""
+"""Low-rank additions to a layer's output. The full-rank matrix is never formed."""
 
 import torch
 import torch.nn.functional as F
@@ -6,11 +6,11 @@ from torch import Tensor
 
 
 def add_low_rank(result: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
-    """Return result + scale · x Aᵀ Bᵀ for result (..., out), x (..., in), A (rank, in), B (out, rank).
+    """Return result + scale · x Aᵀ Bᵀ, for result (..., out), x (..., in), A (rank, in), B (out, rank).
 
-    There are few passes over the wide result: the second product accumulates into it, and the scale applies to thin
-    matrices. Autograd saves x and x Aᵀ. Computes in the dtype of the factors, under autocast in its dtype; returns the
-    dtype of `result`.
+    Few passes over the wide result are required: the second matmul accumulates into it, and the scale is applied to a
+    thin matrix. Autograd saves x and x Aᵀ. The computation uses the dtype of A and B, or the autocast dtype. The result
+    has the dtype of `result`.
     """
     if not torch.is_autocast_enabled(x.device.type):
         x = x.to(a.dtype)
@@ -28,10 +28,11 @@ def low_rank_product(a: Tensor, b: Tensor, scale: float) -> Tensor:
 
 
 def on_diagonal(b: Tensor, sizes: tuple[int, ...], chosen: tuple[int, ...]) -> Tensor:
-    """Return B of several layers fused into one, each with its own A, as one block-diagonal matrix.
+    """Return one block-diagonal B for several layers that are fused into one, each with its own A.
 
-    `sizes` are the layers' output widths. The `chosen` layers have factors, with B stacked in `b` (sum of chosen sizes,
-    rank). The result is (sum of sizes, rank times chosen), with zeros for a layer without factors.
+    `sizes` are the layers' output widths. Only the `chosen` layers have factors; their B are stacked in `b` (sum of
+    chosen sizes, rank). The result is (sum of sizes, rank times the number of chosen layers), with zeros for other
+    layers.
     """
     stacked = dict(zip(chosen, b.split([sizes[index] for index in chosen]), strict=True))
     return torch.block_diag(*(stacked.get(i, b.new_empty(size, 0)) for i, size in enumerate(sizes)))

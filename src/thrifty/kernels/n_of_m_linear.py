@@ -1,10 +1,10 @@
-"""A linear layer with a masked weight in the forward pass and a straight-through gradient for the whole weight.
+"""Linear layer with an N:M masked weight in the forward pass, and a straight-through gradient for the whole weight.
 
     forward   y = x (W ⊙ mask)ᵀ        sparse along the summed dim
     backward  dx = dy (W ⊙ mask)       sparse if the mask is transposable
               dW = dyᵀ x               sparse if a sparse estimate replaces dy
 
-A GPU with hardware for 2:4 sparse products uses it; other devices compute dense products of the same values.
+A GPU with hardware for 2:4 sparse matmuls uses it. Other devices compute dense matmuls of the same values.
 """
 
 from dataclasses import dataclass
@@ -19,16 +19,16 @@ from thrifty.kernels.n_of_m_masks import NOfMPattern, unbiased_estimate
 
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 ROWS, COLUMNS = 32, 64
-"""Multiples that a matrix of 16-bit elements needs for packing by any of torch's backends."""
+"""Required multiples of the rows and columns of a 16-bit matrix that any torch backend can pack."""
 
 
 @dataclass(frozen=True)
 class NOfMProducts:
     pattern: NOfMPattern
     estimate: bool = False
-    """True if the weight's gradient uses an unbiased N:M estimate of the output's gradient."""
+    """True if the weight gradient uses an unbiased N:M estimate of the output gradient."""
     on_units: bool = False
-    """True if 2:4 sparse products in 16 bits run on the device's sparse hardware."""
+    """True if 16-bit 2:4 sparse matmuls run on the device's sparse hardware."""
 
     def go_to_units(self, matrix: Tensor) -> bool:
         fits = matrix.shape[0] % ROWS == 0 and matrix.shape[1] % COLUMNS == 0
@@ -37,14 +37,16 @@ class NOfMProducts:
 
 
 def has_sparse_units(device: torch.device, pattern: NOfMPattern) -> bool:
-    """Return True if a device multiplies matrices of this pattern faster than dense ones."""
+    """Return True if a device multiplies matrices with this pattern faster than dense matrices."""
     is_two_of_four = (pattern.n, pattern.m) == (2, 4)
     return is_two_of_four and device.type == "cuda" and torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def masked_linear(x: Tensor, weight: Tensor, mask: Tensor, bias: Tensor | None, products: NOfMProducts) -> Tensor:
-    """Return x (…, in) times weight (out, in) under a mask of its shape, plus the bias, in the dtype of `F.linear`
-    here. The weight's gradient is that of the masked weight, also at masked positions."""
+    """Return x (…, in) times the transpose of (weight · mask), plus the bias, in the dtype that `F.linear` would
+    return. weight and mask are (out, in). The weight gradient is the gradient of the masked weight, also at masked
+    positions.
+    """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     result = _MaskedProduct.apply(x.reshape(-1, x.shape[-1]), weight, mask, bias, products, dtype)
@@ -75,7 +77,7 @@ class _MaskedProduct(torch.autograd.Function):
             grad_x = grad_x.to(x_dtype)
         if ctx.needs_input_grad[1]:
             outputs = gradient.T
-            if products.estimate:  # sparse along tokens, over which this product sums
+            if products.estimate:  # sparse along tokens, the dim that this matmul sums
                 outputs = unbiased_estimate(gradient, products.pattern.n, products.pattern.m, dim=0).T
                 if products.go_to_units(outputs):
                     outputs = to_sparse_semi_structured(outputs.contiguous())
@@ -88,6 +90,6 @@ class _MaskedProduct(torch.autograd.Function):
 def _times_transposed(x: Tensor, matrix: Tensor, products: NOfMProducts, bias: Tensor | None = None) -> Tensor:
     """Return x (n, k) times the transpose of a matrix (m, k) with sparse rows, plus a bias."""
     if products.go_to_units(matrix):
-        # the hardware requires contiguous factors, and returns transposed results, which attention does not accept
+        # the hardware requires contiguous operands, and returns transposed results, which attention does not accept
         return F.linear(x.contiguous(), to_sparse_semi_structured(matrix.contiguous()), bias).contiguous()
     return F.linear(x, matrix, bias)

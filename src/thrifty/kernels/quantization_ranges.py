@@ -1,6 +1,6 @@
-"""Groups of elements that share a range in `groupwise_quantization.py`: neighbors, heads or channels.
+"""Groups of elements that share a quantization range in `groupwise_quantization.py`: neighbors, heads or channels.
 
-A range for each head after Pan et al. 2021, Mesa (arXiv 2111.11124).
+A range per head is from Pan et al. 2021, Mesa (arXiv 2111.11124).
 """
 
 import math
@@ -12,8 +12,9 @@ GROUP = 256
 
 @dataclass(frozen=True)
 class QuantizationRanges:
-    """Groups of elements that share a minimum and a step. A tensor in memory order is seen as (outer, count, inner);
-    elements with the same middle index share a range. Each line of `width` elements lies in one range."""
+    """Groups of elements that share a minimum and a step. A tensor in memory order is viewed as (outer, count, inner).
+    Elements with the same index in the middle dim share a range. Each line of `width` elements lies in one range.
+    """
 
     outer: int
     count: int
@@ -22,14 +23,15 @@ class QuantizationRanges:
 
 
 def by_group(elements: int, group: int = GROUP) -> QuantizationRanges:
-    """Return a range for each `group` neighbors in memory; the last may have fewer."""
+    """Return ranges of `group` neighbors in memory. The last range may have fewer."""
     return QuantizationRanges(1, -(-elements // group), group, group)
 
 
 def by_head(size: Sequence[int], stride: Sequence[int], group: int) -> QuantizationRanges | None:
-    """Return a range for each head of (b, h, t, k), in any memory order, or None if lines would be shorter than 8.
+    """Return one range per head of a tensor (b, h, t, k), in any memory order. Return None if lines would be shorter
+    than 8.
 
-    In tensors of other shapes, each `group` neighbors on the last axis, over all tokens, share a range.
+    In tensors of other shapes, each `group` neighbors on the last axis share a range over all tokens.
     """
     order = sorted(range(len(size)), key=lambda dim: (-stride[dim], dim))
     sizes = [size[dim] for dim in order]

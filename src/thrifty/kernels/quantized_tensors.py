@@ -1,9 +1,9 @@
 """Quantization of whole tensors with `groupwise_quantization.py`.
 
-Large tensors use compiled code if there is a compiler: C++ on a CPU, torch.compile of the plain functions on a GPU. All
-others use torch's operations, on a CPU in pieces that fit its cache. The results are equal bit for bit, except the last
-bit of divisions that a GPU's compiler rounds differently. Each direction is one torch operation, so that its temporary
-memory is invisible outside and shapes can be traced through it.
+Large tensors use compiled code if there is a compiler: C++ on a CPU, torch.compile of the plain functions on a GPU.
+Other tensors use torch operations, on a CPU in pieces that fit the cache. Results are equal bit for bit, except the
+last bit of divisions that a GPU compiler rounds differently. Quantization and dequantization are one torch operation
+each. Their temporary memory is therefore invisible to tracing, and their shapes can be traced.
 """
 
 import importlib.util
@@ -35,19 +35,19 @@ from thrifty.kernels.quantization_ranges import GROUP, QuantizationRanges, by_gr
 from thrifty.machine.cpu_features import CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS
 
 COMPILED_FROM = 2**16
-"""Fewest elements of a tensor that uses compiled code."""
+"""Minimum number of elements of a tensor that uses compiled code."""
 MIXED = 8
-"""Number of operations after which torch's compiler stores a result used twice instead of inlining it.
+"""Number of operations after which torch's compiler stores a result that is used twice, instead of inlining it.
 
-A hash uses each of its words twice, six times over.
+A hash uses each of its words twice, six times in sequence.
 """
 _TOO_WIDE = 1e30
-"""Largest step. Larger ones belong to attention masks that contain the lowest finite number."""
+"""Maximum step. Larger steps occur only for attention masks that contain the lowest finite number."""
 
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """A quantized tensor. `decode` returns its shape, dtype and memory order, with the same values every time."""
+    """Quantized tensor. `decode` returns its shape, dtype and memory order, and always the same values."""
 
     codes: Tensor
     least: Tensor
@@ -70,7 +70,7 @@ class QuantizedTensor:
 
 @dataclass(frozen=True)
 class PackedMask:
-    """A tensor of two values, stored exactly with one bit per element."""
+    """Tensor of two values, stored exactly with one bit per element."""
 
     codes: Tensor
     values: tuple[float, float]
@@ -85,9 +85,10 @@ class PackedMask:
 def quantize_tensor(
     tensor: Tensor, bits: int, seed: int, ranges: QuantizationRanges | None = None, zeros: bool = False
 ) -> QuantizedTensor | None:
-    """Return a dense floating-point tensor (…) quantized to 2, 4 or 8 bits. Returns None if it has non-finite elements,
-    or elements beyond 10^30, which only masks have. With `zeros`, exact zeros stay zero, and no positive element
-    becomes zero if its group has no negative ones. The backward pass of ReLU relies on that."""
+    """Return a dense floating-point tensor (…) quantized to 2, 4 or 8 bits. Return None if it has non-finite elements,
+    or elements beyond 10^30 (these occur only in masks). With `zeros`, exact zeros stay zero. Positive elements then
+    never become zero in groups without negative elements; the backward pass of ReLU relies on this.
+    """
     r = ranges or by_group(tensor.numel())
     codes, least, step, sound = _encode(memory_order(tensor), [r.outer, r.count, r.inner], r.width, bits, zeros, seed)
     if not isinstance(sound, FakeTensor) and not bool(sound):
@@ -96,13 +97,13 @@ def quantize_tensor(
 
 
 def pack_mask(tensor: Tensor, values: tuple[float, float] = (0.0, 1.0)) -> PackedMask:
-    """Return a dense boolean tensor (…), or one with only these two values, with one bit per element."""
+    """Return a dense boolean tensor (…), or a tensor of the two `values` only, packed to one bit per element."""
     codes = _encode_mask(memory_order(tensor), values[1])
     return PackedMask(codes, values, tensor.dtype, tensor.size(), tensor.stride())
 
 
 def memory_order(tensor: Tensor) -> Tensor:
-    """Return the elements (n,) of a dense tensor (…) in memory order, as a view."""
+    """Return the elements of a dense tensor (…) in memory order, as a view (n,)."""
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
@@ -112,7 +113,7 @@ def memory_order(tensor: Tensor) -> Tensor:
 def _encode(
     numbers: Tensor, ranges: list[int], width: int, bits: int, zeros: bool, seed: int
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Return bytes of each line, minimum and step of each range, and whether the tensor can be quantized at all."""
+    """Return the bytes of each line, minimum and step of each range, and True if the tensor can be quantized."""
     outer, count, inner = ranges
     words = seed_word(seed, numbers.device), _words_of_places(width, numbers.device)
     if outer == 1 and inner == width:
@@ -196,9 +197,9 @@ def _(codes: Tensor, low: float, high: float, dtype: torch.dtype) -> Tensor:
 
 
 def _lines(numbers: Tensor, width: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yield lines of flat elements in pieces, with their indices.
+    """Yield pieces of lines of flat elements, with the indices of their lines.
 
-    The last line is filled with its last element, because any other value would widen its range.
+    The last line is padded with its last element, because any other value could widen its range.
     """
     full = len(numbers) // width
     lines = numbers[: full * width].view(full, width)
@@ -210,7 +211,7 @@ def _lines(numbers: Tensor, width: int) -> Iterator[tuple[slice, Tensor]]:
 
 
 def _pieces(lines: Tensor) -> Iterator[slice]:
-    """Yield slices of lines: all at once for compiled code, otherwise as many as fit the cache."""
+    """Yield slices of lines: all lines at once for compiled code, otherwise as many as fit the cache."""
     size = CHUNK_ELEMENTS if lines.device.type == "cpu" else GPU_CHUNK_ELEMENTS
     at_once = _is_compiled(lines.device, lines.dtype, lines.numel())
     rows = len(lines) if at_once else max(size // lines.shape[1], 1)
@@ -224,7 +225,7 @@ def _words_of_places(width: int, device: torch.device) -> Tensor:
 
 
 def _expand_to_lines(ends: Tensor, ranges: list[int], width: int) -> Tensor:
-    """Return minimums or steps of ranges (r,) as those of each line, (n, 1)."""
+    """Return minimums or steps of ranges (r,), repeated for each line as (n, 1)."""
     outer, count, inner = ranges
     return ends[None, :, None].expand(outer, count, inner // width).reshape(-1, 1)
 
@@ -250,7 +251,9 @@ def _run(function: Callable[..., Any], lines: Tensor, *rest: Any) -> Any:
 
 
 def _run_compiled(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run compiled code; on a GPU, compile once for any number of lines, but separately for other arguments."""
+    """Run compiled code. On a GPU, one compilation covers any number of lines, but other arguments are compiled
+    separately.
+    """
     if arguments[0].device.type == "cpu":
         return getattr(compiled_quantization, function.__name__)(*arguments)
     constants = []
@@ -266,7 +269,7 @@ def _run_compiled(function: Callable[..., Any], *arguments: Any) -> Any:
 
 @cache
 def _compiled(function: FunctionType, constants: tuple[Any, ...]) -> Callable[..., Any]:
-    # a copy of the code under a new name: torch.compile gives up on code after eight compilations, and turns integers
+    # copy the code under a new name: torch.compile stops compiling code after eight compilations, and turns integers
     # that differ between compilations of one name into variables
     name = f"{function.__name__}_{sha256(repr(constants).encode()).hexdigest()[:12]}"
     own = FunctionType(function.__code__.replace(co_name=name), function.__globals__, name)

@@ -1,7 +1,7 @@
-"""Rotary position embedding, in the half-split layout of Llama checkpoints.
+"""Rotary position embedding in the half-split layout of Llama checkpoints.
 
 Paper: Su et al. 2021, RoFormer (arXiv 2104.09864), equation 34. Channel i of the first half is paired with channel i of
-the second half. GGUF files and the original release pair neighbors instead and need a permutation on import.
+the second half. GGUF files and the original release pair neighboring channels instead, and must be permuted on import.
 """
 
 import torch
@@ -9,7 +9,7 @@ from torch import Tensor
 
 
 def rotary_frequencies(head_width: int, base: float, device: torch.device | None = None) -> Tensor:
-    """Return the radians per position of each pair of channels, (k/2,) in float32: base^(-2i/k)."""
+    """Return the frequencies of channel pairs in radians per position, (k/2,) in float32: base^(-2i/k)."""
     exponent = torch.arange(0, head_width, 2, device=device, dtype=torch.float32) / head_width
     return base**-exponent
 
@@ -22,10 +22,10 @@ def rotary_table(frequencies: Tensor, length: int) -> tuple[Tensor, Tensor]:
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair of channels of x (…, t, k) by its position's angle; the dtype of x is kept.
+    """Rotate each channel pair of x (…, t, k) by the angle of its position. The dtype of x is kept.
 
-    The halves are swapped by a flip, not by slicing and concatenating. For a compiler this is plain indexing, also in
-    the backward pass, where concatenated pieces would each be computed for every element.
+    The halves are swapped with a flip, not by slicing and concatenating. A compiler treats the flip as plain indexing,
+    also in the backward pass. Concatenated halves would each be computed for every element.
     """
     halves = x.float().unflatten(-1, (2, -1))
     signed = torch.stack((-sin, sin), dim=-2)

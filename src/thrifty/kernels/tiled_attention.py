@@ -1,14 +1,14 @@
 """Causal softmax attention in tiles, with plain torch operations that a compiler can fuse.
 
-Paper: Dao et al. 2022, FlashAttention (arXiv 2205.14135), and Dao 2023 (arXiv 2307.08691). As there, the backward pass
-recomputes the probabilities from the saved log-sum-exp of each query, so nothing of size t·t is saved. Unlike there, a
-tile spans all keys that it may see, so the softmax needs no running maximum. The upper triangle is skipped by whole
-tiles.
+Papers: Dao et al. 2022, FlashAttention (arXiv 2205.14135), and Dao 2023 (arXiv 2307.08691). As in FlashAttention, the
+backward pass recomputes the probabilities from the saved log-sum-exp of each query, so no tensor of size t·t is saved.
+Unlike FlashAttention, a tile spans all keys that its queries can see, so the softmax needs no running maximum. The
+upper triangle is skipped in whole tiles.
 
-Made for CPUs, where torch's fused kernel has a slow backward pass, and for `torch.compile`; run eagerly it makes many
-passes over memory. Forward works by tiles of queries, backward by tiles of keys, and then joins the score gradients
-along the keys. Every gradient is therefore one matrix product per tile, and a compiler finds no sums over tiles to fuse
-into later operations.
+The module is made for CPUs, where torch's fused kernel has a slow backward pass, and for `torch.compile`. Without
+compilation it makes many passes over memory. The forward pass iterates over tiles of queries, the backward pass over
+tiles of keys. The backward pass then concatenates the score gradients along the keys. Every gradient is therefore one
+matmul per tile, and a compiler finds no sums over tiles to fuse into later operations.
 
 Shapes: b batch, h heads, g key-value heads, r = h/g query heads per key-value head, t tokens, k head width.
 """
@@ -26,7 +26,7 @@ AttentionFunction = TypeVar("AttentionFunction", bound=Callable[..., Any])
 
 
 def mark_plain_attention(causal: bool) -> Callable[[AttentionFunction], AttentionFunction]:
-    """Mark a function as plain softmax attention, causal or not, which techniques may replace."""
+    """Mark a function as plain softmax attention (causal or not), which techniques may replace."""
 
     def mark(function: AttentionFunction) -> AttentionFunction:
         vars(function)["is_causal"] = causal
@@ -38,12 +38,12 @@ def mark_plain_attention(causal: bool) -> Callable[[AttentionFunction], Attentio
 def tiled_causal_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, tile: int | None = None
 ) -> Tensor:
-    """Return attention of each token over itself and its past: q (b, h, t, k), k and v (b, g, t, k) to (b, h, t, k).
+    """Return causal attention (b, h, t, k) of q (b, h, t, k) over k and v (b, g, t, k).
 
-    `mask` (b, 1, t, t) is True for visible pairs among these; every token must see itself. Products run in the dtype of
-    the inputs, softmax in float32. The r query heads of one key head are stacked as rows of one matrix, so keys are
-    never copied. `tile` counts tokens, by default a quarter of t, between 64 and 512. Smaller tiles skip more of the
-    upper triangle, but each one is unrolled and lengthens compilation.
+    `mask` (b, 1, t, t) limits the visible pairs further; every token must see itself. Matmuls run in the dtype of the
+    inputs, softmax in float32. The r query heads of one key head are stacked as rows of one matrix, so keys are not
+    copied. `tile` is a number of tokens, by default t / 4, but between 64 and 512. Smaller tiles skip more of the upper
+    triangle, but each tile is unrolled and lengthens compilation.
     """
     tile = tile or min(max(-(-q.shape[2] // 4), 64), 512)
     with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):
@@ -52,30 +52,30 @@ def tiled_causal_attention(
 
 @mark_plain_attention(causal=True)
 def causal_attention_reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the same (b, h, t, k) by torch's own kernel; a mask must itself hide later tokens."""
+    """Return the same result (b, h, t, k) from torch's own kernel. A mask must also hide later tokens."""
     shared = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=shared)
 
 
 @mark_plain_attention(causal=False)
 def full_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
-    """Return softmax attention over everything that the mask shows, by torch's kernels.
+    """Return softmax attention over all pairs that the mask allows, by torch's kernels.
 
-    `scale` multiplies the scores, by default 1 / sqrt(k).
+    `scale` multiplies the scores; the default is 1 / sqrt(k).
     """
     return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def segment_mask(segments: Tensor) -> Tensor:
-    """Return a mask (b, 1, t, t) for texts that share a row, from the id of each token's text (b, t).
+    """Return a causal mask (b, 1, t, t) for packed texts, from the text id of each token (b, t).
 
-    It is True where a token may look: at its own text up to itself.
+    It is True for pairs in which a token sees itself or an earlier token of its own text.
     """
     return (segments[:, :, None] == segments[:, None, :]).tril()[:, None]
 
 
 def tiled_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tile: int) -> tuple[Tensor, Tensor]:
-    """Return the output (b, h, t, k) and the log-sum-exp of each query's scores (b, h, t, 1)."""
+    """Return the output (b, h, t, k), and the log-sum-exp of each query's scores (b, h, t, 1)."""
     outputs, lses = [], []
     grouped = q.unflatten(1, (k.shape[1], -1))  # (b, g, r, t, k)
     for start in range(0, q.shape[2], tile):
@@ -121,7 +121,9 @@ def tiled_backward(
 
 
 def _scores(grouped: Tensor, first_query: int, keys: Tensor, first_key: int, mask: Tensor | None) -> Tensor:
-    """Return scaled scores of q (b, g, r, n, k) and keys (b, g, m, k) as (b, g, r·n, m), -inf for invisible pairs."""
+    """Return scaled scores (b, g, r·n, m) of queries (b, g, r, n, k) and keys (b, g, m, k), -inf for invisible
+    pairs.
+    """
     rows, count = grouped.flatten(2, 3), grouped.shape[3]
     scores = (rows @ keys.transpose(-1, -2)).to(torch.promote_types(rows.dtype, torch.float32)) * rows.shape[-1] ** -0.5
     query = (torch.arange(count, device=rows.device) + first_query).repeat(grouped.shape[2])[:, None]

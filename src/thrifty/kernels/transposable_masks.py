@@ -1,12 +1,13 @@
-"""Transposable N:M masks: n of each m along rows and columns, so that the transpose is N:M sparse too.
+"""Transposable N:M masks: n of each m along rows and along columns, so that the transpose is N:M sparse too.
 
-A tile of m x m is one of finitely many patterns, 90 for 2:4, and the best keeps the largest sum of magnitudes. One
-matrix product scores all tiles against all patterns. Hubara et al. 2021 (arXiv 2102.08124) compute such masks
-approximately; Hu et al. 2024 (arXiv 2404.01847) search the patterns by a convolution.
+A tile of m x m has finitely many patterns, 90 for 2:4. The best pattern keeps the largest sum of magnitudes. One matmul
+scores all tiles with all patterns. Hubara et al. 2021 (arXiv 2102.08124) compute such masks approximately. Hu et al.
+2024 (arXiv 2404.01847) search the patterns with a convolution.
 
-Patterns keep exactly n, although hardware for 2:4 products would accept fewer: 96 more maximal tiles keep 7 elements.
-For normal weights, including them kept 70.27 % of the magnitude instead of 70.23 %, which does not justify losing a
-weight in sixteen. Greedy tiles, as torch computes them, kept 69 %, and masks along rows alone keep 74.4 %.
+Patterns keep exactly n per row and column, although hardware for 2:4 matmuls would accept fewer. 96 more maximal tiles
+keep 7 elements. With these tiles, masks of normal weights kept 70.27 % of the magnitude instead of 70.23 %. That does
+not justify losing one weight in sixteen. Greedy tiles, as torch computes them, kept 69 %. Masks along rows alone keep
+74.4 %.
 """
 
 import itertools
@@ -19,7 +20,7 @@ from thrifty.core.errors import RefusedError
 
 LARGEST_TILE = 4
 TILES_AT_ONCE = 4096
-"""Tiles scored together: with 90 patterns 1.5 MB in float32, which fits a cache."""
+"""Number of tiles scored together. With 90 patterns they take 1.5 MB in float32, which fits a cache."""
 
 
 @cache
@@ -30,21 +31,24 @@ def _patterns(n: int, m: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
 
 
 def transposable_patterns(n: int, m: int) -> Tensor:
-    """Return all tiles (patterns, m, m) of 0 and 1 with n ones per row and column. Raises RefusedError if too many."""
+    """Return all tiles (patterns, m, m) of 0 and 1 with n ones per row and column. Raise RefusedError if there are too
+    many.
+    """
     if m > LARGEST_TILE:
         raise RefusedError(
             f"transposable {n}:{m} masks are not supported: the search tries all patterns of a tile, 90 for 2:4 but "
             "116,963,796,250 for 4:8",
-            fix=f"set m to at most {LARGEST_TILE}, or transposable = false",
+            fix=f"set m to at most {LARGEST_TILE}; or transposable = false",
         )
     return torch.tensor(_patterns(n, m), dtype=torch.bool)
 
 
 def transposable_mask(weight: Tensor, n: int, m: int) -> Tensor:
-    """Return the mask (r, c) with n of m along both dims and the largest kept sum of |weight| (r, c), both multiples of
+    """Return the mask (r, c) with n of m along both dims and the largest kept sum of |weight|. r and c are multiples of
     m.
 
-    Optimal in each tile up to the rounding of a sum of n · m magnitudes; of equal patterns the first is chosen.
+    The mask is optimal in each tile, up to the rounding of a sum of n · m magnitudes. Among equal patterns the first is
+    chosen.
     """
     rows, columns = weight.shape[0] // m, weight.shape[1] // m
     patterns = transposable_patterns(n, m).to(weight.device)

@@ -1,11 +1,11 @@
 """Vocabulary-parallel chunked cross-entropy: each rank of a group has the head's rows for a part of the vocabulary.
 
 Paper: Shoeybi et al. 2019, Megatron-LM (arXiv 1909.08053), section 3. A rank computes only the logits of its own part.
-Ranks exchange two values per token: the log-sum-exp of a part, and the logit of the target if it lies in that part. In
-the backward pass they sum the gradients at the hidden states.
+Ranks exchange two values per token: the log-sum-exp of each part, and the logit of the target from the part that
+contains it. In the backward pass, ranks all-reduce the gradients of the hidden states.
 
-Everything else is as in `chunked_cross_entropy.py`: chunks of tokens, and gradients from the forward pass for the
-expected weights. The reference is also `linear_cross_entropy_reference`, with the whole head.
+All other parts are as in `chunked_cross_entropy.py`: chunks of tokens, and gradients for the expected weights in the
+forward pass. The reference is also `linear_cross_entropy_reference`, with the whole head.
 """
 
 from functools import partial
@@ -39,9 +39,10 @@ def vocabulary_step(
     count: int,
     group: Group,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Run `chunk_step` for weight (w, d) and bias (w,) of `count` tokens from `first` on; rows beyond them are padding.
+    """Run `chunk_step` for weight (w, d) and bias (w,) of `count` tokens from `first` on. Rows after `count` are
+    padding.
 
-    Losses and lse are those of the whole vocabulary; the gradient of hidden is this part's, to be summed over the
+    Losses and lse cover the whole vocabulary. The gradient of hidden covers only this part; the caller sums it over the
     group.
     """
     logits = F.linear(hidden, weight, bias).to(torch.promote_types(hidden.dtype, torch.float32))
@@ -55,9 +56,9 @@ def vocabulary_step(
 
 
 def _over_vocabulary(logits: Tensor, own: Tensor, count: int, group: Group) -> tuple[Tensor, Tensor]:
-    """Return the log-sum-exp over the whole vocabulary, and the logit of the target, (c,) each.
+    """Return the log-sum-exp over the whole vocabulary (c,), and the logit of the target (c,).
 
-    The logits (c, w) are those of a part of `count` tokens; targets count from its first token.
+    The logits (c, w) belong to a part of `count` tokens. Targets are counted from the part's first token.
     """
     here = (own >= 0) & (own < count)
     picked = logits.gather(1, own.clamp(0, count - 1)[:, None]).squeeze(1)
@@ -75,9 +76,10 @@ def linear_cross_entropy(
     bias: "DTensor | None" = None,
     chunk: int = 512,
 ) -> tuple[Tensor, Tensor]:
-    """Return `chunked_cross_entropy.linear_cross_entropy` for a head (v, d) sharded along v over a mesh of one axis.
+    """Return `chunked_cross_entropy.linear_cross_entropy` for a head (v, d) that is sharded along v over a one-axis
+    mesh.
 
-    All ranks must call this with the same hidden states (n, d), targets and weights (n,), and get the same losses.
+    All ranks must pass the same hidden states (n, d), targets and weights (n,). All ranks get the same losses.
     """
     from torch.distributed.tensor import DTensor, Partial, Replicate
 
@@ -100,7 +102,7 @@ def linear_cross_entropy(
 def gradient_norm_scores(
     hidden: Tensor, weight: "DTensor", targets: Tensor, *, bias: "DTensor | None" = None, chunk: int = 512
 ) -> Tensor:
-    """Return `chunked_cross_entropy.gradient_norm_scores` (n,) for such a head."""
+    """Return `chunked_cross_entropy.gradient_norm_scores` (n,) for a head that is sharded along v."""
     group, first = weight.device_mesh.get_group(), _first(weight)
     here = weight.to_local().to(hidden.dtype)
     here_bias = None if bias is None else bias.to_local().to(hidden.dtype)
@@ -110,12 +112,12 @@ def gradient_norm_scores(
         lse, target_logit = _over_vocabulary(logits, target - first, len(here), group)
         probability = (target_logit - lse).exp()
         squares = all_reduce((logits - lse[:, None]).exp().square().sum(-1), "sum", group)
-        # the sum of squares, with (1 - probability)² in place of the target's
+        # sum of squared probabilities, with (1 - probability)² for the target
         scores.append(torch.where(target != IGNORED, squares - probability.square() + (1 - probability).square(), 0.0))
     return torch.cat(scores)
 
 
 def _first(weight: "DTensor") -> int:
-    """Return the first token of this rank's part."""
+    """Return the index of the first vocabulary token of this rank's part."""
     (chunk,) = weight.__create_chunk_list__()
     return chunk.offsets[0]

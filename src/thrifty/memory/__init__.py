@@ -1,1 +1,1 @@
-"""Saved activations: operation traces, saved-tensor hooks, recompute schedules, offload tiers."""
+"""Memory of saved activations: operation traces, saved-tensor hooks, recompute schedules, offload tiers."""

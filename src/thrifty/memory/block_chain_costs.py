@@ -1,7 +1,7 @@
-"""Costs of the blocks of a chain, without running them: bytes and FLOPs are counted on fake tensors.
+"""Costs of the blocks of a chain without running the blocks: bytes and FLOPs are counted on fake tensors.
 
-The model's own forward pass runs once, with replaced blocks. Each call of a block is traced forward and backward on
-fake copies of its arguments and parameters. The next block receives zeros of the right shape.
+The model's own forward pass runs once, with replaced blocks. Each block call is traced forward and backward on fake
+copies of its arguments and parameters. The next block receives zeros in the shape of the output.
 """
 
 import time
@@ -25,16 +25,16 @@ from thrifty.memory.recompute_schedule import ChainCost, ChainStageCost
 
 
 class ChainSurvey:
-    """The calls of one forward pass, in order."""
+    """Recorded block calls of one forward pass, in order."""
 
     def __init__(self, timed: bool):
         self.timed = timed
         self.stages: list[ChainStageCost] = []
         self.inputs: dict[int, Tensor] = {}
-        """Arguments that do not come from the previous call, by storage."""
+        """Arguments that are not outputs of the previous call, by storage."""
         self.outputs: list[Tensor] = []
         self.known: dict[Hashable, ChainStageCost] = {}
-        """Costs by trace of operations, because most blocks do the same as the previous one."""
+        """Costs by operation trace. Most blocks have the same trace as the previous block."""
 
     def call(self, module: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tensors = tensors_in((args, kwargs))
@@ -44,9 +44,9 @@ class ChainSurvey:
             cost, result = block_cost(module, module.forward, args, kwargs, self.known)
         except ThriftyError:
             raise
-        except Exception as error:  # a block can raise anything on fake tensors
+        except Exception as error:  # a block can raise any exception on fake tensors
             raise RefusedError(
-                f"the cost of {type(module).__name__} cannot be counted from shapes alone: {reason_of(error)}",
+                f"the cost of {type(module).__name__} depends on values, not only on shapes: {reason_of(error)}",
                 fix="use memory.recompute, which runs the block",
             ) from error
         if self.timed and not any(isinstance(tensor, FakeTensor) for tensor in tensors):
@@ -62,10 +62,10 @@ class ChainSurvey:
 def survey(
     model: nn.Module, chain: BlockChain, forward: Callable[..., Any], args: tuple, kwargs: dict, timed: bool = False
 ) -> ChainCost:
-    """Return the costs of the chain's blocks in `forward(*args, **kwargs)`, a forward pass of the model.
+    """Return the costs of the chain's blocks in the forward pass `forward(*args, **kwargs)` of the model.
 
-    The costs are counted, or measured if `timed` and the tensors are real. The model, its state and the random state do
-    not change.
+    Costs are counted. They are measured instead if `timed` and the tensors are real. The model, its state and the
+    random state are unchanged.
     """
     chain_survey = ChainSurvey(timed)
     fakes = [tensor for tensor in tensors_in((args, kwargs)) if isinstance(tensor, FakeTensor)]
@@ -74,7 +74,7 @@ def survey(
         stack.enter_context(gc_disabled())
         stack.enter_context(preserved_draws(model.parameters()))
         stack.enter_context(restore_module_state(model))
-        # this pass has no backward pass: an activation store of the real pass must not see its saved tensors
+        # this pass has no backward pass, so the activation store of the real pass must not receive its saved tensors
         stack.enter_context(saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing))
         if fakes:
             stack.enter_context(fakes[0].fake_mode)
@@ -87,7 +87,9 @@ def survey(
 
 
 def forward_seconds(call: Callable[..., Any], args: tuple, kwargs: dict, times: int = 3) -> float:
-    """Return the shortest of some timed calls after a warm-up; the mean over ranks, so that all decide alike."""
+    """Return the minimum time of a few calls after a warm-up call. Return the mean over ranks, so that all ranks decide
+    equally.
+    """
     seconds = []
     with saved_tensors_hooks(lambda tensor: None, lambda packed: packed):
         for _ in range(1 + times):

@@ -1,4 +1,4 @@
-"""Cost of one call of a block without running it: bytes and FLOPs are counted on fake tensors."""
+"""Cost of one block call without running it: bytes and FLOPs are counted on fake tensors."""
 
 from collections.abc import Callable, Hashable, Iterator, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -18,14 +18,14 @@ from thrifty.memory.call_signature import CallSignature
 from thrifty.memory.recompute_schedule import ChainStageCost
 
 WORTH_OF_A_BYTE = 30
-"""FLOPs of a full-size matrix product in the time to write one byte of a result and read its inputs.
+"""Number of FLOPs of a large matmul in the time to write one byte of a result and read the inputs of that byte.
 
-The value is 10 to 100 on today's processors. It matters only where blocks differ.
+The ratio is 10 to 100 on current processors. It matters only if blocks differ.
 """
 
 
 class CostTrace(StepTrace):
-    """A trace that also counts costs: FLOPs, and bytes of new results converted to FLOPs."""
+    """A trace that also counts costs: FLOPs, plus bytes of new results converted to FLOPs."""
 
     written = 0
 
@@ -39,19 +39,19 @@ class CostTrace(StepTrace):
 
 
 def counted_stage(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> ChainStageCost | None:
-    """Return the counted cost of a call, or None if shapes alone do not determine it. The module does not change."""
+    """Return the counted cost of a call, or None if it depends on values. The module is unchanged."""
     with _disable_current_modes(), gc_disabled(), restore_module_state(module):
         try:
             return block_cost(module, forward, args, kwargs)[0]
         except ThriftyError:
             raise
-        except Exception:  # a block can raise anything on fake tensors
+        except Exception:  # a block can raise any exception on fake tensors
             return None
 
 
 @contextmanager
 def restore_module_state(model: nn.Module) -> Iterator[None]:
-    """Undo the changes that a forward pass makes to modules: buffers and attributes."""
+    """Undo changes that a forward pass makes to modules, such as buffers and attributes."""
     before = [(module, dict(module.__dict__), dict(module._buffers)) for module in model.modules()]
     values = [(buffer, buffer.clone()) for buffer in model.buffers()]
     try:
@@ -79,18 +79,18 @@ def block_cost(
 ) -> tuple[ChainStageCost, Any]:
     """Return the counted cost of a call of a module's `forward`, and zeros in the shape of its result.
 
-    If the result contains an argument, the argument itself is returned in its place. Calls with the operations of a
-    `known` one are not counted again. The module's own hooks do not run, because hooks of sharding would gather
-    parameters that are fake here.
+    If the result contains an argument, that argument itself is returned, not zeros. If `known` contains a call with the
+    same operations, its cost is used. The module's own hooks do not run, because sharding hooks would gather parameters
+    that are fake here.
     """
     leaves, form = tree_flatten((args, kwargs))
     mode = next((leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)), None)
-    # tensors that a technique attached to the block are real
+    # tensors that a technique attached to the block are not fake
     mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
     with mode, fake_parameters(module) as own:
         inputs = [empty_copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
 
-        def call() -> Any:  # with new containers each time, because a block may write into them
+        def call() -> Any:  # with new containers at each call, because a block may modify them
             fake_args, fake_kwargs = tree_unflatten(inputs, form)
             return forward(*fake_args, **fake_kwargs)
 
@@ -146,7 +146,7 @@ def _counted(
 
 
 def _returning_bytes(work: CostTrace, result: Any, inputs: Sequence[Tensor], own: Sequence[Tensor]) -> int:
-    """Return the peak bytes of a backward pass, without saved tensors and the gradients of output and input."""
+    """Return the peak bytes of a backward pass. Saved tensors and the gradients of output and input do not count."""
     ends = [output for output in tensors_in(result) if output.grad_fn is not None]
     if not ends:
         return 0
@@ -159,9 +159,9 @@ def _returning_bytes(work: CostTrace, result: Any, inputs: Sequence[Tensor], own
 
 @contextmanager
 def fake_parameters(module: nn.Module) -> Iterator[list[Tensor]]:
-    """Replace parameters and buffers by fake ones inside the block.
+    """Replace parameters and buffers by fake tensors inside the `with` block, and yield the fake tensors.
 
-    Sharded ones become whole, and their gradients are dropped. Yields the fake tensors.
+    Sharded tensors become whole tensors. Their gradients are dropped.
     """
     before = [(each, dict(each._parameters), dict(each._buffers)) for each in module.modules()]
     fakes: dict[int, Tensor] = {}
@@ -190,7 +190,9 @@ def fake_parameters(module: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def in_seconds(cost: ChainStageCost, forward: float) -> ChainStageCost:
-    """Return a counted cost on the scale of one measured forward time; the ratios of its parts stay."""
+    """Return a counted cost, rescaled so that its forward time is the measured `forward`. Ratios of times are
+    unchanged.
+    """
     rate = forward / cost.forward if cost.forward else 0.0
     stopped = None if cost.stopped is None else rate * cost.stopped
     return replace(cost, forward=forward, backward=rate * cost.backward, stopped=stopped)

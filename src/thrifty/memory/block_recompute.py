@@ -1,11 +1,11 @@
-"""Recomputation of blocks that a model calls one after the other, as a chain.
+"""Recomputation of the blocks of a model, which calls them one after the other as a chain.
 
-The model keeps its own loop. Each call of a block is wrapped from outside the module: outside its hooks, compiled code
-and sharding. Tensors that autograd saves inside are dropped, and recomputed in the backward pass by repeating the call.
-The input of a call is kept or, if it is the output of the previous call, recomputed too.
+The model keeps its own loop over blocks. Each block call is wrapped outside of the module's hooks, compiled code and
+sharding. Tensors that autograd would save inside the call are dropped. The backward pass repeats the call to recompute
+them. The input of a call is kept, or recomputed if it is the output of the previous call.
 
-The schedule decides what each call keeps. It affects only memory and time, never values. A model may therefore skip
-blocks, call one twice or change hidden states between two blocks, and still computes the same.
+A schedule decides what each call keeps. The schedule changes only memory and time, never values. A model may skip
+blocks, call a block twice, or change hidden states between blocks; the result stays the same.
 """
 
 import weakref
@@ -28,15 +28,15 @@ from thrifty.memory.recompute_schedule import RecomputeAction, RecomputeSchedule
 
 
 class BlockChain:
-    """A chain of wrapped blocks that keep what `schedule` says; None switches recomputation off.
+    """A chain of wrapped blocks that keep the tensors that `schedule` selects. With None, nothing is recomputed.
 
-    The schedule may be replaced between two forward passes. A backward pass follows the schedule of its forward pass.
+    The schedule may change between forward passes. A backward pass follows the schedule of its forward pass.
     """
 
     def __init__(self, blocks: Sequence[nn.Module], schedule: RecomputeSchedule | None):
         self.schedule = schedule
         self.replacement: Callable[..., Any] | None = None
-        """Function that replaces the calls of the blocks during a cost survey."""
+        """Function that replaces block calls while costs are measured."""
         self.places: dict[nn.Module, list[int]] = {}
         for place, block in enumerate(blocks):
             self.places.setdefault(block, []).append(place)
@@ -53,7 +53,7 @@ class BlockChain:
         if self.replacement is not None:
             return self.replacement(module, inner, *args, **kwargs)
         assert schedule is not None
-        places = self.places[module]  # several if the model uses the block several times
+        places = self.places[module]  # several places if the model calls the block several times
         place = self._place = next((each for each in places if each > self._place), places[0])
         before = self._latest() if self._latest else None
         do = schedule.first.get(place, RecomputeAction.KEEP_INPUT)
@@ -68,7 +68,7 @@ class BlockChain:
 
 
 class BlockCall:
-    """One call of a block, referenced by the autograd graph in place of the dropped tensors."""
+    """One block call. The autograd graph references it instead of the dropped tensors."""
 
     def __init__(
         self,
@@ -86,21 +86,21 @@ class BlockCall:
         self.constants = [None if number in tensors else leaf for number, leaf in enumerate(leaves)]
         self.trained = {number for number, tensor in tensors.items() if tensor.requires_grad}
         self.links = before.outputs_in(tensors) if before else {}
-        """Leaves of the input that are leaves of the output of the previous call."""
+        """Input tensors that are outputs of the previous call: input index → output index."""
         self.before = before if self.links else None
         own = {number: tensor for number, tensor in tensors.items() if number not in self.links}
         self.own = list(own)
         self.saved_inputs = _keep(own.values())
         self.relay: list[Tensor] | None = None
-        """Values of the links, kept if this call was recomputed on the path to a later one."""
+        """Values of the linked inputs. They are kept if this call was recomputed in order to recompute a later call."""
         self.context = CallContext(tensors.values())
         self.outputs: list[weakref.ref] = []
         self.saves: list[tuple[torch.Size, torch.dtype]] = []
         self.recomputed: list[Tensor | None] = []
-        """Tensors described by `saves`, from their recomputation until autograd takes them."""
+        """The tensors that `saves` describes, from their recomputation until autograd uses them."""
 
     def run(self, *args: Any, **kwargs: Any) -> Any:
-        """Make the first call and return its result, with the tensors that autograd would save left out."""
+        """Run the call for the first time and return its result. The tensors that autograd would save are dropped."""
         with saved_tensors_hooks(self._leave_out, _unpack):
             result = self.inner(*args, **kwargs)
         self.buffers.forget_constant()
@@ -116,7 +116,7 @@ class BlockCall:
         return {number: places[id(tensor)] for number, tensor in tensors.items() if id(tensor) in places}
 
     def saved_tensor(self, index: int) -> Tensor:
-        """Return a tensor that autograd did not save, once."""
+        """Return a tensor that autograd did not save. Each tensor can be returned once."""
         if not self.recomputed or self.recomputed[index] is None:
             self._recover()
         tensor, self.recomputed[index] = self.recomputed[index], None
@@ -124,7 +124,7 @@ class BlockCall:
         return tensor
 
     def _recover(self) -> None:
-        """Recompute the calls from the nearest one with an available input up to this one."""
+        """Recompute calls, from the nearest earlier call with an available input up to this call."""
         path = [self]
         while path[-1].before is not None and path[-1].relay is None:
             path.append(path[-1].before)
@@ -139,8 +139,9 @@ class BlockCall:
         self.relay = None
 
     def rerun(self, linked: Sequence[Tensor], keep: bool, stop: bool) -> list[Tensor]:
-        """Repeat the call and return its output. With `keep`, the tensors that autograd saves go to `recomputed`. With
-        `stop`, the call ends at the last saved tensor and returns no output."""
+        """Repeat the call and return its output. With `keep`, tensors that autograd saves are stored in `recomputed`.
+        With `stop`, the call ends at the last saved tensor and returns no output.
+        """
         tensors: list[Tensor | None] = []
 
         def pack(tensor: Tensor) -> None:
@@ -169,14 +170,14 @@ class BlockCall:
     def _check(self, saves: list[tuple[torch.Size, torch.dtype]]) -> None:
         if saves != self.saves:
             raise IntegrityError(
-                f"block {self.place} saved {len(self.saves)} tensors for its backward pass, but {len(saves)} or "
-                "different ones when it was recomputed",
+                f"block {self.place} saved {len(self.saves)} tensors in its forward pass, but {len(saves)} or "
+                "different tensors when it was recomputed",
                 fix=RERUN_FIX,
             )
 
 
 def refuse_writable(module: nn.Module, inputs: Any) -> None:
-    """Raise RefusedError for an argument that a forward pass writes into, such as a key-value cache."""
+    """Raise RefusedError if an argument is written by the forward pass, such as a key-value cache."""
     for leaf in tree_leaves(inputs):
         if not isinstance(leaf, Tensor) and callable(getattr(leaf, "update", None)):
             raise RefusedError(
@@ -187,7 +188,7 @@ def refuse_writable(module: nn.Module, inputs: Any) -> None:
 
 
 class CallContext:
-    """State of a call in addition to its arguments: random generators and autocast."""
+    """State that a call depends on in addition to its arguments: random generators and autocast."""
 
     def __init__(self, tensors: Iterable[Tensor]):
         devices = {tensor.device for tensor in tensors}
@@ -208,11 +209,11 @@ class CallContext:
 
 
 class _StopRecompute(Exception):
-    """Signal that all tensors to save were seen."""
+    """Signal that all tensors to save have been recomputed."""
 
 
 class _KeptOutput(torch.autograd.Function):
-    """An autograd node that only saves tensors, so that saved-tensor hooks around the model see them."""
+    """Autograd node that only saves tensors, so that outer saved-tensor hooks receive them."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
@@ -221,9 +222,9 @@ class _KeptOutput(torch.autograd.Function):
 
 
 def _keep(tensors: Iterable[Tensor]) -> Callable[[], tuple[Tensor, ...]]:
-    # detached, because otherwise the graph and this call would reference each other
+    # detached: otherwise the graph and this call reference each other
     kept = _KeptOutput.apply(torch.empty(0, requires_grad=True), *(tensor.detach() for tensor in tensors))
-    return lambda: kept.grad_fn.saved_tensors  # references the result: without it the node may free its tensors
+    return lambda: kept.grad_fn.saved_tensors  # keeps the result alive: otherwise the node may free its tensors
 
 
 def _unpack(left_out: tuple[BlockCall, int]) -> Tensor:
@@ -246,6 +247,7 @@ def _wrapped_type(kind: type[nn.Module]) -> type[nn.Module]:
 
 def wrap_call(module: nn.Module, wrapper: Callable[..., Any]) -> None:
     """Replace every call of a module by `wrapper(module, inner, *args, **kwargs)`. `inner` is the original call with
-    all of its hooks, compiled or not. A wrapped forward runs inside the hooks; this wrapper runs outside."""
+    all hooks, compiled or not. Unlike a wrapped `forward`, the wrapper runs outside of the hooks.
+    """
     module.call_wrapper = wrapper  # type: ignore[assignment]
     module.__class__ = _wrapped_type(type(module))

@@ -1,4 +1,6 @@
-"""Signatures of calls from their operations on fake tensors, to detect blocks that compute the same thing."""
+"""Signatures of block calls, computed from their operations on fake tensors. Blocks with equal signatures compute the
+same thing.
+"""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import count
@@ -12,7 +14,9 @@ from thrifty.core.tensor_tracing import StepTrace
 
 
 class CallSignature(StepTrace):
-    """A trace of a call: operations, their inputs, bytes alive after each, saved tensors, and the autograd graph."""
+    """Trace of a call: operations, their inputs, live bytes after each operation, saved tensors, and the autograd
+    graph.
+    """
 
     def __init__(self, *known: Tensor):
         self.steps: list[Hashable] = []
@@ -30,7 +34,7 @@ class CallSignature(StepTrace):
         self.steps.append(("saved", self._likeness(tensor)))
 
     def kind(self, result: Any) -> Hashable:
-        """Return a key that is equal for calls with the same operations and this result."""
+        """Return a key that is equal for calls with the same operations and the same kind of result."""
         outputs = [self._likeness(leaf) for leaf in tree_leaves(result)]
         nodes = [leaf.grad_fn for leaf in tree_leaves(result) if isinstance(leaf, Tensor) and leaf.grad_fn is not None]
         return *self.steps, *outputs, *_graph_nodes(nodes)

@@ -1,6 +1,6 @@
-"""A disk as an offload tier: tensors in unnamed files, written and read by one thread.
+"""Disk as an offload tier: tensors in unnamed files, which one thread writes and reads.
 
-A file loses its name as soon as it is open, so that nothing remains of it after the process ends for any reason.
+A file is unlinked as soon as it is open. It therefore disappears when the process ends for any reason.
 """
 
 import errno
@@ -29,11 +29,11 @@ from thrifty.memory.storage_tier import OffloadHandle, StorageTier, is_dense, me
 VAR_TMP = "/var/tmp"  # noqa: S108 - other processes cannot find unnamed files
 NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 ALIGNMENT = 64
-"""Alignment, in bytes, of tensors in one mapped file."""
+"""Alignment in bytes of tensors in a mapped file."""
 
 
 def scratch_folder(folder: str = "") -> Path:
-    """Return `folder`, or by default $TMPDIR or /var/tmp, which is rarely in memory, unlike /tmp."""
+    """Return `folder`, or by default $TMPDIR or /var/tmp. Unlike /tmp, /var/tmp is rarely in memory."""
     usual = VAR_TMP if os.access(VAR_TMP, os.W_OK) else tempfile.gettempdir()
     path = Path(folder or os.environ.get("TMPDIR") or usual).expanduser()
     if not path.is_dir() or not os.access(path, os.W_OK):
@@ -42,7 +42,7 @@ def scratch_folder(folder: str = "") -> Path:
 
 
 class DiskTier(StorageTier):
-    """A tier in one file; space that is free again is used for later tensors of the same size."""
+    """Tier in one file. Freed space is reused for tensors of the same size."""
 
     def __init__(self, folder: str = ""):
         super().__init__("disk")
@@ -62,7 +62,7 @@ class DiskTier(StorageTier):
         return ThreadPoolExecutor(1, "thrifty-disk")
 
     def allocate(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return the values in one file, mapped into memory; the system keeps the parts in use in memory."""
+        """Return copies of the values in one memory-mapped file. The system caches the parts in use in memory."""
         if any(isinstance(tensor, FakeTensor) for tensor in tensors):
             return list(tensors)
         parts = [tensor.to_local() if is_dtensor(tensor) else tensor for tensor in tensors]
@@ -71,10 +71,10 @@ class DiskTier(StorageTier):
         ]
 
     def take(self, size: int) -> int:
-        """Return an offset in the file for this many bytes."""
+        """Reserve `size` bytes in the file, and return their offset."""
         self.holds(size)
         with self.lock:
-            if self._out == 0 < self._end:  # data of an earlier step need not reach the disk
+            if self._out == 0 < self._end:  # data of an earlier step need not be written any more
                 self._free.clear()
                 self._end = 0
                 self.thread.submit(self.file.truncate, 0)
@@ -90,7 +90,7 @@ class DiskTier(StorageTier):
             self._free[size].append(place)
             self._out -= 1
 
-    def _ticket(self, tensor: Tensor) -> OffloadHandle:
+    def _handle(self, tensor: Tensor) -> OffloadHandle:
         return _DiskHandle(self, tensor)
 
     def _mapped(self, parts: Sequence[Tensor]) -> list[Tensor]:
@@ -116,8 +116,8 @@ class _DiskHandle(OffloadHandle):
     def _begin(self, work: Callable[[FileIO, int, memoryview], None], tensor: Tensor) -> "Future[None]":
         with translated_errors(self.tier.folder, self.bytes):
             file = self.tier.file
-        # the thread references the file, because a closed file's descriptor may be reused; it empties the list,
-        # so that it holds no reference to the tensor afterwards
+        # pass the file, because the descriptor of a closed file may be reused; the thread empties the list,
+        # so that it does not keep the tensor alive
         return self.tier.thread.submit(_on_memory, work, file, self.place, [tensor])
 
     def _gone(self) -> None:
@@ -158,7 +158,7 @@ def _read(file: FileIO, place: int, data: memoryview) -> None:
     while len(data):
         read = os.preadv(file.fileno(), [data], place)
         if not read:
-            raise OSError(errno.EIO, "the file ends too early")
+            raise OSError(errno.EIO, "the file is truncated")
         place, data = place + read, data[read:]
 
 
@@ -167,7 +167,7 @@ def _unnamed_file(folder: Path) -> FileIO:
 
 
 def _reserve(file: FileIO, size: int) -> None:
-    """Reserve space on the disk, because a mapped file without space later ends the process without an error."""
+    """Reserve disk space. Without space, writing to a mapped file would later kill the process without an error."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(file.fileno(), 0, size)
         return
@@ -191,8 +191,8 @@ def translated_errors(folder: Path, size: int) -> Iterator[None]:
     except OSError as error:
         if error.errno in NO_ROOM:
             raise InfeasibleError(
-                f"{str(folder)!r} has no room for another {size:,} bytes ({error.strerror})",
-                fix="free some space there, or set `folder` to a folder on a larger disk",
+                f"{str(folder)!r} has no space for another {size:,} bytes ({error.strerror})",
+                fix="free some space there; or set `folder` to a folder on a larger disk",
             ) from error
         raise ThriftyError(
             f"writing to {str(folder)!r} failed: {error.strerror}", fix="set another `folder`"

@@ -1,6 +1,6 @@
-"""A dry run of the forward pass that records the operations of each block and the peak of its backward pass.
+"""Dry run of a forward pass. It records the operations of each block and the peak memory of the block's backward pass.
 
-Buffers and the random state are restored afterwards, and no gradient remains.
+Buffers and the random state are restored afterwards. No gradients are stored.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -23,34 +23,34 @@ from thrifty.memory.recompute_schedule import ChainStageCost
 
 @dataclass(frozen=True)
 class BlockMemory:
-    """Memory of a call of a block in addition to its trace."""
+    """Memory of a block call that its trace does not contain."""
 
     temporary: int
-    """Peak bytes of its passes in addition to saved tensors."""
+    """Peak bytes of forward and backward pass in addition to saved tensors."""
     stage: ChainStageCost | None
-    """Counted cost of the call as part of a chain; None if shapes alone do not determine it."""
+    """Counted cost of the call as part of a chain. None if the cost depends on values."""
     intervals: Sequence[PeakInterval]
 
 
 @dataclass
 class DryRun:
-    """The traces of blocks in the order of their calls."""
+    """Traces of blocks in the order of their calls."""
 
     cost: Cost
     where: Where
     tapes: list[OpTrace] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     memories: list[BlockMemory] = field(default_factory=list)
-    """Memory of each call in addition to its trace."""
+    """Memory of each call that its trace does not contain."""
     streams: bool = False
-    """True if the peak intervals of calls with offloaded saved tensors are counted too."""
+    """True to also count peak intervals of calls whose saved tensors are offloaded."""
     known: dict[Any, BlockMemory] = field(default_factory=dict)
     outputs: list[Tensor] = field(default_factory=list)
     """Outputs of the previous call."""
     moved: list[StorageWeakRef | None] = field(default_factory=list)
-    """For each call, the storage of its input that can be offloaded."""
+    """For each call, the storage of its input if the input can be offloaded."""
     inputs: dict[int, StorageWeakRef] = field(default_factory=dict)
-    """Input storages of all calls. Weak references also prevent reuse of their addresses."""
+    """Input storages of all calls. Weak references also prevent that their addresses are reused."""
 
     def run(self, name: str, block: nn.Module, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         movable = self.movable(args)
@@ -74,14 +74,14 @@ class DryRun:
         self, block: nn.Module, function: Callable[..., Any], args: tuple, kwargs: dict, tape: OpTrace
     ) -> BlockMemory:
         stage, temporary = counted_stage(block, function, args, kwargs), temporary_bytes(function, args, kwargs)
-        if stage is not None:  # its count also contains the transient gradients of parameters
+        if stage is not None:  # it also counts the temporary gradients of parameters
             gradients = storage_bytes(tensor for tensor in tensors_in((args, kwargs)) if tensor.requires_grad)
             temporary = max(temporary, stage.output + stage.returning + gradients)
         intervals = peak_intervals(block, function, args, kwargs, tape) if self.streams else []
         return BlockMemory(temporary, stage, intervals)
 
     def movable(self, args: tuple) -> Tensor | None:
-        """Return the hidden states of a call if they are the previous output, or made before all calls."""
+        """Return the hidden states of a call if they are the previous output, or existed before all calls."""
         first = args[0] if args else None
         if not isinstance(first, Tensor) or first.grad_fn is None:
             return None
@@ -100,7 +100,7 @@ class DryRun:
 
 @contextmanager
 def dry_run(model: nn.Module, cost: Cost, streams: bool = False) -> Iterator[DryRun]:
-    """Run the model forward inside the block; other operation traces do not see it."""
+    """Record the model's forward pass inside the `with` block. Other operation traces do not record it."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     with untraced(), preserved_draws(model.parameters()), track_running_module(model) as where:
         yield DryRun(cost, where, streams=streams)

@@ -1,16 +1,17 @@
-"""Offload tiers for tensors that do not fit on the device: host memory, a disk, or a simulation of either.
+"""Offload tiers for tensors that do not fit on the device: host memory, a disk, or a simulated tier.
 
-    tier = tier_for("auto", tensor)   host memory for a tensor of a GPU, a disk for a tensor of a CPU
-    ticket = tier.send(tensor)        starts the transfer; the tensor must not change from here on
-    ticket.finish_transfer()          the tensor's memory is free, if nothing else references it
-    ticket.prefetch()                 starts the transfer back and allocates its memory
-    tensor = ticket.get()             waits for it; repeatable; before finish_transfer it returns the tensor itself
-    tier.allocate(tensors)            copies on the tier for good, updated in place by a CPU
-    tier.account                      bytes on the tier: now, peak, and moved in either direction
+    tier = tier_for("auto", tensor)   host memory for a GPU tensor, a disk for a CPU tensor
+    handle = tier.send(tensor)        starts the transfer; the tensor must not change any more
+    handle.finish_transfer()          waits; then device memory is free if nothing else uses it
+    handle.prefetch()                 allocates device memory and starts the transfer back
+    tensor = handle.get()             waits and returns the tensor; may be repeated
+    tier.allocate(tensors)            permanent copies on the tier, updated in place by a CPU
+    tier.account                      bytes on the tier now, at the peak, and moved per direction
 
-A dropped ticket frees its space. Data on a tier is not a tensor made by an operation, so that `StepTrace` does not
-count it as device memory. Fake tensors are sent and returned without moving a byte. `DiskTier` is in `disk_tier.py`;
-`SimulatedTier`, with the clock of a link of fixed bandwidth, in `simulated_tier.py`; shared parts in `storage_tier.py`.
+Dropping a handle frees its space. Data on a tier is not a tensor made by an operation, so `StepTrace` does not count it
+as device memory. Fake tensors are sent and returned without moving bytes. Before `finish_transfer`, `get` returns the
+tensor itself. `DiskTier` is in `disk_tier.py`, `SimulatedTier` in `simulated_tier.py`, base classes in
+`storage_tier.py`.
 """
 
 from collections import defaultdict
@@ -30,13 +31,14 @@ from thrifty.memory.storage_tier import HostTier, OffloadHandle, StorageTier
 Where = Literal["auto", "host", "disk", "simulated"]
 
 SIMULATED_LINK = SimulatedLink(bandwidth=16e9, latency=1e-5)
-"""A link about as fast as a GPU on 16 lanes of PCIe 4."""
+"""Simulated link about as fast as a GPU on 16 lanes of PCIe 4."""
 
 
 def tier_for(where: Where, tensor: Tensor, folder: str = "") -> StorageTier:
-    """Return the tier for tensors like this one, the same at every call. `folder` holds a disk's files.
+    """Return the tier for tensors like `tensor`; every call returns the same tier. A disk tier stores files in
+    `folder`.
 
-    Raises UsageError for an unknown tier, and RefusedError for the host without a GPU.
+    Raises UsageError for an unknown tier, and RefusedError for host memory without a GPU.
     """
     if where not in get_args(Where):
         raise UsageError(f"unknown tier {where!r}", fix=did_you_mean(where, get_args(Where)))
@@ -44,8 +46,8 @@ def tier_for(where: Where, tensor: Tensor, folder: str = "") -> StorageTier:
     has_gpu = torch.cuda.is_available() and (fake or tensor.device.type == "cuda")
     if where == "host" and not has_gpu:
         raise RefusedError(
-            "cannot offload to host memory: the tensors are there already, because this run runs on the processor",
-            fix='use to="disk", or run on a GPU',
+            "cannot offload to host memory: this run trains on the CPU, so its tensors are already in host memory",
+            fix='use to="disk"; or train on a GPU',
         )
     if where == "auto":
         where = "host" if has_gpu else "disk"
@@ -62,11 +64,11 @@ def _tier(where: Where, device: torch.device | None, folder: str) -> StorageTier
 
 
 class PinnedHostTier(HostTier):
-    """Pinned host memory of a GPU, reached by copies on two separate streams.
+    """Pinned host memory of a GPU. Copies in each direction run on a separate CUDA stream.
 
-    Tickets do not block the CPU: the compute stream waits for events. A ticket references an outgoing tensor until the
-    compute stream waits for its copy, and incoming memory is allocated on that stream. The allocator therefore needs
-    `record_stream` only if a ticket is dropped during a transfer.
+    Handles do not block the CPU: the compute stream waits for CUDA events. A handle references an outgoing tensor until
+    the compute stream waits for its copy. Incoming memory is allocated on the compute stream. The allocator therefore
+    needs `record_stream` only if a handle is dropped during a transfer.
     """
 
     def __init__(self, device: torch.device):
@@ -75,14 +77,14 @@ class PinnedHostTier(HostTier):
         self.out, self.back = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._free: dict[int, list[tuple[Tensor, torch.cuda.Event]]] = defaultdict(list)
 
-    def there(self, ticket: OffloadHandle) -> Tensor:
-        assert isinstance(ticket, _PinnedHostHandle)
-        ticket.gone.synchronize()
-        ticket.finish_transfer()
-        return ticket.copy
+    def there(self, handle: OffloadHandle) -> Tensor:
+        assert isinstance(handle, _PinnedHostHandle)
+        handle.gone.synchronize()
+        handle.finish_transfer()
+        return handle.copy
 
     def bring(self, values: Tensor, into: Tensor) -> None:
-        self.back.wait_stream(self.computing())  # it may still read the memory that is overwritten
+        self.back.wait_stream(self.computing())  # the compute stream may still read the memory that is overwritten
         with torch.cuda.stream(self.back):
             into.copy_(values, non_blocking=True)
         self.account.returned += into.nbytes
@@ -97,7 +99,7 @@ class PinnedHostTier(HostTier):
         return torch.cuda.current_stream(self.device)
 
     def take(self, size: int) -> Tensor:
-        """Return pinned bytes, reused if possible: the stream `out` then waits for their last use."""
+        """Return pinned bytes, reused if possible. The stream `out` waits for the last use of reused bytes."""
         self.holds(size)
         with self.lock:
             if not self._free[size]:
@@ -111,7 +113,7 @@ class PinnedHostTier(HostTier):
         with self.lock:
             self._free[buffer.numel()].append((buffer, last_use))
 
-    def _ticket(self, tensor: Tensor) -> OffloadHandle:
+    def _handle(self, tensor: Tensor) -> OffloadHandle:
         return _PinnedHostHandle(self, tensor)
 
     def _placed(self, part: Tensor) -> Tensor:
@@ -122,8 +124,8 @@ class _PinnedHostHandle(OffloadHandle):
     def __init__(self, tier: PinnedHostTier, tensor: Tensor):
         super().__init__(tensor)
         self.tier = tier
-        tier.out.wait_stream(tier.computing())  # it computes the values
-        with torch.cuda.stream(tier.out), untraced():  # host memory does not count as the device's
+        tier.out.wait_stream(tier.computing())  # the compute stream computes the values
+        with torch.cuda.stream(tier.out), untraced():  # host memory does not count as device memory
             self.buffer = tier.take(self.bytes)
             self.copy = self.buffer.view(self.dtype).as_strided(self.shape, self.stride)
             self.copy.copy_(tensor, non_blocking=True)
@@ -134,7 +136,7 @@ class _PinnedHostHandle(OffloadHandle):
 
     def _fetch(self, into: Tensor) -> None:
         back = self.tier.back
-        # the memory may be just freed, while the compute stream still has work on it queued
+        # queued kernels of the compute stream may still use memory that was just freed
         back.wait_stream(self.tier.computing())
         back.wait_event(self.gone)
         with torch.cuda.stream(back):

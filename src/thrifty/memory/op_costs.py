@@ -15,11 +15,11 @@ from thrifty.core.tensor_tracing import fillable, tensors_in
 
 FLOPS_PER_SECOND = {"cpu": 1e11, "cuda": 1e14}
 BYTES_PER_SECOND = {"cpu": 1e10, "cuda": 1e12}
-"""Rates of a typical device of each kind, for costs that must not depend on the actual device."""
+"""Bandwidth in bytes/s of a typical device of each kind, for costs that must not depend on the actual device."""
 
 
 def counted_seconds(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
-    """Return the seconds of an operation on a typical device, by its FLOPs or its bytes, whichever takes longer."""
+    """Return the seconds of an operation on a typical device: the longer of compute time and memory time."""
     tensors = tensors_in((args, kwargs, result))
     device = tensors[0].device.type if tensors else "cpu"
     formula = FLOPS_OF.get(getattr(func, "overloadpacket", None))
@@ -30,9 +30,10 @@ def counted_seconds(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
 
 
 class MeasuredSeconds:
-    """A timer of operations on random tensors of the same shapes: the best of a few runs, once per kind.
+    """Timer of operations on random tensors of the same shapes. Each kind of operation is timed once; the best of a few
+    runs counts.
 
-    An operation that fails on random tensors is counted instead.
+    If an operation fails on random tensors, its cost is counted instead.
     """
 
     def __init__(self, times: int = 3):

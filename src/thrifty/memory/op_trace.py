@@ -1,7 +1,7 @@
-"""Traces of the operations of a block, in order: their outputs, their inputs, and the outputs that autograd saves.
+"""Operation traces of a block: operations in order, their inputs, their outputs, and the outputs that autograd saves.
 
-The output of an operation, with the writes of later operations into it, is an `OpOutput`. Views belong to the output
-that they show.
+An *item* (`OpOutput`) is the output of an operation, including later in-place writes to it. A view belongs to the item
+that it shows.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -18,47 +18,49 @@ from thrifty.core.tensor_tracing import EagerTrace, storage_bytes, tensors_in
 from thrifty.memory.saved_tensor_hooks import SMALLEST, base_storage, is_quantizable
 
 UNDECLARED_WRITERS = frozenset({"native_batch_norm", "cudnn_batch_norm", "miopen_batch_norm"})
-"""Operations that write running statistics although their schema does not declare it."""
+"""Operations that write running statistics without declaring it in their schema."""
 
 SMALL = 8
-"""Size ratio below which a result is small compared with the largest of its operation, such as the statistics of a
-norm. Small results are kept."""
+"""Size ratio for small results. A result is small, such as the statistics of a norm, if it is this many times smaller
+than the largest result of its operation. Small results are kept.
+"""
 
 INPUT = -1
-"""Item number of a block's input."""
+"""Item number that stands for a block's input."""
 
 Where = Callable[[], str]
-"""A function that returns the name of the running module."""
+"""Function that returns the name of the running module."""
 
 Cost = Callable[[Any, tuple, dict, Any], float]
-"""A function that returns the seconds of an operation from its function, arguments, keyword arguments and result."""
+"""Function that returns the seconds of an operation, from its function, arguments, keyword arguments and result."""
 
 
 @dataclass
 class OpOutput:
-    """The storages that one operation makes, with their values after the last write into them."""
+    """Storages that one operation creates, with their values after the last write."""
 
     number: int
     name: str
     where: str
-    """Name of its module inside the block; "" is the block itself."""
+    """Name of the operation's module inside the block; "" for the block itself."""
     bytes: int
     seconds: float = 0.0
     reads: set[int] = field(default_factory=set)
-    """Numbers of the items that it is computed from; inputs from outside the block are always available."""
+    """Numbers of the items that this item is computed from. Inputs from outside the block are not listed."""
     last_write: int = -1
     saved_bytes: int = 0
-    """Bytes of its storages that autograd saves for the backward pass; for a norm this may be only the statistics."""
+    """Bytes of the item that autograd saves for the backward pass. For a norm, these may be only the statistics."""
     storable: bool = True
-    """False if an operation reads it before another writes into it: then no single value can be stored."""
+    """False if an operation reads the item before a later operation writes to it. Then no single value can be stored.
+    """
     repeatable: bool = True
-    """False if computing it also writes outside the block, for example into running statistics."""
+    """False if computing the item also writes outside the block, for example to running statistics."""
     quantizable: bool = True
-    """True if quantization makes it smaller."""
+    """True if quantization reduces the item's size."""
     itemsize: int = 4
     """Bytes per element."""
     is_dropout_mask: bool = False
-    """True if its values are sampled zeros and ones: a dropout mask."""
+    """True if the values are random zeros and ones (a dropout mask)."""
 
     @property
     def saved(self) -> bool:
@@ -66,29 +68,29 @@ class OpOutput:
 
 
 class SavedTensor(NamedTuple):
-    """A storage that autograd saves, as an activation store receives it."""
+    """A storage that autograd saves, in the form that an activation store receives."""
 
     owner: int | None
-    """Number of its item, or `INPUT`; None if it must stay on the device."""
+    """Number of the item that contains the storage, or `INPUT`; None if the storage must stay on the device."""
     bytes: int
     is_small: bool = False
-    """True for small results of an operation, such as the statistics of a norm, which are not quantized."""
+    """True for small results of an operation, such as norm statistics. They are not quantized."""
 
 
 @dataclass
 class OpTrace:
-    """The operations of one call of a block."""
+    """Operations of one block call."""
 
     operations: list[str] = field(default_factory=list)
     owners: list[int | None] = field(default_factory=list)
-    """For each operation, the item that it makes or writes into; None for views."""
+    """For each operation, the item that it creates or writes to; None for views."""
     outside: set[int] = field(default_factory=set)
-    """Operations that only write outside the block: they must run only once."""
+    """Operations that only write outside the block. They must run only once."""
     items: dict[int, OpOutput] = field(default_factory=dict)
     """Items by number, in the order of their operations."""
     input_bytes: int = 0
     movable_input: int = 0
-    """Bytes of the input that the previous call made only for this one."""
+    """Bytes of the input, if the previous call created it only for this call."""
     input_itemsize: int = 4
     """Bytes per element of the movable input."""
     saved_tensors: list[SavedTensor] = field(default_factory=list)
@@ -102,9 +104,9 @@ class OpTrace:
 def record(
     function: Callable[..., Any], args: tuple, kwargs: dict, cost: Cost, where: Where, movable: Tensor | None = None
 ) -> tuple[Any, OpTrace]:
-    """Run a function forward, with gradients, and return its result and its trace.
+    """Run a function forward with gradients enabled, and return its result and its trace.
 
-    Nothing is saved, so that no backward pass is possible. Of the arguments, only `movable` may be offloaded.
+    No tensors are saved, so no backward pass is possible. The only argument that may be offloaded is `movable`.
     """
     recording = _OpRecorder(tensors_in((args, kwargs)), cost, where)
     if movable is not None:
@@ -118,9 +120,9 @@ def record(
 
 @contextmanager
 def same_casts() -> Iterator[None]:
-    """Switch off autocast's cache inside the block, so that each use of a weight has its own cast.
+    """Switch off the autocast cache inside the `with` block, so that each use of a weight has its own cast.
 
-    With the cache, a block's operations would depend on what ran before.
+    With the cache, the operations of a block would depend on operations that ran before the block.
     """
     enabled = torch.is_autocast_cache_enabled()
     torch.set_autocast_cache_enabled(False)
@@ -131,7 +133,7 @@ def same_casts() -> Iterator[None]:
 
 
 def is_counted(func: Any) -> bool:
-    """Return False for operations that traces skip: `detach`, which autograd adds at will, and queries of `prim`."""
+    """Return False for operations that traces skip: `prim` queries, and `detach`, which autograd adds unpredictably."""
     return func is not torch.ops.aten.detach.default and func.namespace != "prim"
 
 
@@ -148,14 +150,14 @@ class _OpRecorder(EagerTrace):
         self.seen_saved: set[int] = set()
         self.seen_versions: dict[int, int] = {}
         self.movable: int | None = None
-        # weak references also prevent reuse of their addresses
+        # weak references also prevent that storage addresses are reused
         self.owners: dict[int, tuple[StorageWeakRef, int]] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if _reads_values(func, args):
             raise RefusedError(
-                f"{f'the block {self.block!r}' if self.block else 'the traced block'} reads values of tensors "
+                f"{f'the block {self.block!r}' if self.block else 'the traced block'} depends on values of tensors "
                 f"({_short(func)!r}), so its operations can change from step to step",
                 fix="use memory.recompute with its default schedule, which recomputes whole blocks",
             )
@@ -213,7 +215,7 @@ class _OpRecorder(EagerTrace):
         self.tape.owners.append(owner)
 
     def new_results(self, inputs: Sequence[Tensor], result: Any) -> list[Tensor]:
-        """Return the results with new storages, not those of arguments."""
+        """Return the results with new storages. Results that share storage with an argument are left out."""
         before = {tensor.untyped_storage()._cdata for tensor in inputs}
         return [tensor for tensor in tensors_in(result) if tensor.untyped_storage()._cdata not in before]
 
@@ -233,9 +235,9 @@ def _short(func: Any) -> str:
 
 
 def _reads_values(func: Any, args: tuple) -> bool:
-    """Return True if the shape of the result, or control flow in Python, depends on values.
+    """Return True if the result's shape, or Python control flow, depends on values.
 
-    Torch tags all indexing in this way, but only masks have such results.
+    Torch tags all indexing operations this way, but only indexing with masks depends on values.
     """
     if func is torch.ops.aten.index.Tensor:
         return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1]))
@@ -243,7 +245,7 @@ def _reads_values(func: Any, args: tuple) -> bool:
 
 
 def _written(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
-    """Yield the arguments that an operation writes into."""
+    """Yield the arguments that an operation writes to."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)

@@ -1,4 +1,4 @@
-"""Memory of a block over time while its saved tensors are offloaded and return one by one."""
+"""Memory of a block over time, if its saved tensors are offloaded and return one by one."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -20,33 +20,37 @@ from thrifty.memory.saved_tensor_hooks import SMALLEST, use_activation_store
 
 @dataclass(frozen=True)
 class PeakInterval:
-    """An interval of a block's passes between two tensors that autograd saves or unpacks.
+    """Interval in a block's forward or backward pass, between two events: autograd saves or unpacks a tensor.
 
-    Tensors are named by their index in `OpTrace.saved_tensors`.
+    Tensors are identified by their index in `OpTrace.saved_tensors`.
     """
 
     bytes: int
-    """Peak bytes in addition to the input and all saved tensors; negative while some of them do not exist."""
+    """Peak bytes in addition to the input and all saved tensors. Negative while some saved tensors do not exist."""
     here: frozenset[int]
-    """Indices of offloaded tensors that are on the device: in use, or not yet made and so counted as saved."""
+    """Indices of offloadable tensors that are on the device. They are in use, or do not exist yet and are counted as
+    saved.
+    """
     next: tuple[int, ...]
-    """Indices in order of transfer: the first of these that is offloaded is in transfer, and so also on the device."""
+    """Indices in transfer order. The first of these tensors that is offloaded is in transfer, so it is also on the
+    device.
+    """
 
 
 def peak_intervals(
     module: nn.Module, function: Callable[..., Any], args: tuple, kwargs: dict, tape: OpTrace
 ) -> list[PeakInterval]:
-    """Return the intervals of a call of a module's `function` that can determine the peak, counted on fake tensors.
+    """Return the intervals of a call of `function` that can determine the peak. Bytes are counted on fake tensors.
 
-    Returns [] if shapes alone do not determine them, or if the call does not save the tensors of its trace. The module
-    does not change.
+    Return [] if the intervals depend on values, or if the call does not save the tensors of its trace. The module is
+    unchanged.
     """
     with _disable_current_modes(), gc_disabled(), restore_module_state(module), same_casts():
         try:
             return _decisive(_followed(module, function, args, kwargs, tape))
         except ThriftyError:
             raise
-        except Exception:  # a block can raise anything on fake tensors
+        except Exception:  # a block can raise any exception on fake tensors
             return []
 
 
@@ -57,7 +61,7 @@ def _followed(
     mode = next((leaf.fake_mode for leaf in leaves if isinstance(leaf, FakeTensor)), None)
     with mode or FakeTensorMode(allow_non_fake_inputs=True), fake_parameters(module) as own:
         inputs = [empty_copy(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-        # a leaf would count as a parameter
+        # leaf tensors would count as parameters
         computed = [
             a.clone() if isinstance(a, Tensor) and b.grad_fn else a for a, b in zip(inputs, leaves, strict=True)
         ]
@@ -77,7 +81,7 @@ def _followed(
 
 
 class _LivenessTrace(StepTrace):
-    """A trace that records which of some storages are alive at the peak."""
+    """Trace that records which of the watched storages are alive at the peak."""
 
     def __init__(self, *known: Tensor):
         super().__init__(*known)
@@ -95,20 +99,20 @@ class _LivenessTrace(StepTrace):
         return frozenset(place for place, storage in enumerate(self.watched) if not storage.expired())
 
     def end_interval(self) -> tuple[int, frozenset[int]]:
-        """End the current interval and return its peak and the storages alive then."""
+        """End the current interval. Return its peak and the storages that are alive at the peak."""
         interval = self.peak, self.at_peak
         self.peak, self.at_peak = self.now, self.alive()
         return interval
 
 
 class _PeakTracer:
-    """An activation store that stores nothing and records which storages are alive."""
+    """Activation store that stores nothing. It records which storages are alive."""
 
     def __init__(self, live: _LivenessTrace, tape: OpTrace):
         self.live, self.tape = live, tape
         self.sizes: list[int] = []
         self.forth: list[tuple[int, frozenset[int]]] = []
-        """Peak of each interval of the forward pass, and the saved tensors still in use at it."""
+        """For each interval of the forward pass: its peak, and the saved tensors in use at the peak."""
         self.back: list[int] = []
         self.unpacked: list[int] = []
 
@@ -136,8 +140,9 @@ class _PeakTracer:
         self.back.append(self.live.end_interval()[0])
 
     def intervals(self, results: int) -> list[PeakInterval]:
-        """Return the intervals. The bytes of the `results` do not count in the backward pass: other code counts
-        them."""
+        """Return the intervals. In the backward pass the bytes of the `results` are excluded, because the caller counts
+        them.
+        """
         saved = self.tape.saved_tensors
         places = range(len(saved))
         moved = [each.bytes if each.owner not in (None, INPUT) else 0 for each in saved]
@@ -159,7 +164,7 @@ class _PeakTracer:
 
 
 def _decisive(intervals: Sequence[PeakInterval]) -> list[PeakInterval]:
-    """Return the intervals without those that another always exceeds."""
+    """Return the intervals that no other interval always exceeds."""
     peaks: list[PeakInterval] = []
     for each in intervals:
         if not any(other.bytes >= each.bytes and other.here >= each.here for other in peaks):

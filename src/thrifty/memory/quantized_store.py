@@ -1,4 +1,4 @@
-"""A store of quantized activations: decides which saved tensors are quantized, take one bit each, or stay exact."""
+"""Activation store that decides which saved tensors are quantized, stored as one-bit masks, or kept exactly."""
 
 from collections.abc import Callable
 
@@ -12,14 +12,15 @@ from thrifty.machine.cpu_features import CHUNK_ELEMENTS
 from thrifty.memory.saved_tensor_hooks import SMALLEST, is_quantizable
 
 SAMPLE = 512
-"""Elements of a tensor that are sampled to classify it."""
+"""Number of elements of a tensor that are sampled to classify it."""
 
 
 class QuantizedStore:
-    """A store that quantizes the activations of one forward pass: `use_activation_store(QuantizedStore(seed))`.
+    """Activation store that quantizes the activations of one forward pass:
+    `use_activation_store(QuantizedStore(seed))`.
 
-    The n-th quantized tensor has `bits(n)` bits. `alive` are storages that stay in memory anyway, such as a model's
-    buffers. `like` is the store of a pass with as many tensors; its choice of tensors is repeated.
+    The n-th quantized tensor has `bits(n)` bits. `alive` contains storages that stay in memory anyway, such as a
+    model's buffers. `like` is the store of an earlier pass with the same tensors; its choice of tensors is repeated.
     """
 
     def __init__(
@@ -35,7 +36,7 @@ class QuantizedStore:
         self.seed, self.bits, self.group, self.heads, self.smallest = seed, bits, group, heads, smallest
         self.alive, self.like = alive, like
         self.is_quantized: list[bool] = []
-        """For each saved tensor, whether it is quantized."""
+        """For each saved tensor, True if it is quantized."""
         self.numbers: list[int] = []
         """Number of elements of each quantized tensor."""
         self.small_in_a_row = 0
@@ -72,23 +73,24 @@ class QuantizedStore:
         return quantized
 
     def is_statistic(self, activation: Tensor) -> bool:
-        """Return True for a tensor with few elements per row, such as means of a norm or normalizers of attention.
+        """Return True if a tensor has few elements per row, such as means of a norm or softmax normalizers of
+        attention.
 
-        Such tensors are small, and an error in one element changes all elements that it is applied to.
+        Such tensors are small. An error in one of their elements changes all elements that it is applied to.
         """
         small = 8 * activation.numel() <= max(self.numbers[-3:], default=0)
         return activation.size(-1) == 1 or (small and self.small_in_a_row < 3)
 
 
 def few_values(activation: Tensor) -> tuple[bool, tuple[float, float] | None]:
-    """Return whether exact zeros are frequent, and the two values of a tensor that has no others.
+    """Return two facts about a tensor: True if exact zeros are frequent, and its two values if it has only two.
 
-    Such tensors are dropout masks and additive attention masks.
+    Tensors with two values are dropout masks and additive attention masks.
     """
     if isinstance(activation, FakeTensor):
         return False, None
     elements = memory_order(activation)
-    sample = elements[:: len(elements) // SAMPLE | 1].tolist()  # an odd stride samples all channels
+    sample = elements[:: len(elements) // SAMPLE | 1].tolist()  # with an odd stride, all channels are sampled
     zeros = 16 * sample.count(0.0) >= len(sample)
     distinct = set(sample)
     if len(distinct) > 2:

@@ -1,4 +1,4 @@
-"""Recomputation of a function's forward pass during its backward pass."""
+"""Recomputation of a function's forward pass during its backward pass (gradient checkpointing)."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,10 +11,10 @@ from thrifty.core.randomness import GeneratorStates
 from thrifty.core.written_buffers import BufferSnapshot
 
 RERUN_FIX = (
-    "a recomputed block must do the same each time; the routing of a mixture of experts does not if the block's input "
+    "make the block deterministic; routing in a mixture of experts differs if the block's input "
     "is quantized: --without memory.compress_activations"
 )
-"""Fix of the error for a block that saves other tensors when it is recomputed."""
+"""Fix of the error that a block saves other tensors when it is recomputed."""
 
 
 def recompute(
@@ -24,13 +24,13 @@ def recompute(
     module: nn.Module | None = None,
     **options: Any,
 ) -> Any:
-    """Call `function(*args, **kwargs)`, dropping its intermediate tensors and recomputing them in the backward pass.
+    """Call `function(*args, **kwargs)`, drop its intermediate tensors, and recompute them in the backward pass.
 
-    `options` go to torch's `checkpoint`. The generators of torch, Python and NumPy return the same values again;
-    buffers of `module` are written once.
+    `options` are passed to torch's `checkpoint`. The generators of torch, Python and NumPy return the same values in
+    the recomputation. Buffers of `module` are written only once.
 
-    All arguments reach torch by position, because `checkpoint` restores the random state only for devices of positional
-    tensors. With keyword arguments alone, dropout on a GPU would sample another mask the second time.
+    All arguments are passed to torch by position, because `checkpoint` restores the random state only for devices of
+    positional tensors. With keyword arguments, dropout on a GPU would sample another mask in the recomputation.
     """
     names, count = tuple(kwargs), len(args)
     modules = () if module is None else (module,)

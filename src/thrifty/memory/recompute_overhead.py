@@ -1,4 +1,4 @@
-"""Overhead of recomputing a block in addition to its operations: the time in Python, measured on this machine."""
+"""Python time of recomputing a block, in addition to its operations, measured on this machine."""
 
 import time
 from collections.abc import Callable
@@ -17,8 +17,9 @@ LINKS, TIMES = 24, 5
 
 @cache
 def measured_overheads() -> tuple[float, float]:
-    """Return the extra seconds per operation, forward and backward, of following a plan and of recomputing the whole
-    block. Measured on a chain of tiny operations on a CPU; the best of a few runs."""
+    """Return the extra seconds per operation (forward and backward) of a planned block, and of a block recomputed as a
+    whole. Both are measured on a chain of tiny CPU operations; the best of a few runs counts.
+    """
     with _disable_current_modes(), unset_fake_temporarily(), torch.enable_grad():
         x = torch.ones(4, requires_grad=True)
         _, tape = record(_chain, (x,), {}, lambda *_: 0.0, lambda: "")

@@ -1,6 +1,7 @@
-"""Data classes for a chain of blocks: the cost of each block, and a schedule of what to keep or recompute.
+"""Data classes for a chain of blocks: the cost of each block, and a schedule that selects kept and recomputed
+activations.
 
-Stage i turns activation i into activation i+1. Its backward pass requires activation i and its own saved tensors.
+Stage i computes activation i+1 from activation i. Its backward pass requires activation i and its own saved tensors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -24,11 +25,11 @@ class ScheduledOperation(NamedTuple):
 
 @dataclass(frozen=True)
 class RecomputeSchedule:
-    """Actions of forward passes by stage; a missing stage keeps its input."""
+    """Actions of forward passes by stage. A stage without an action keeps its input."""
 
     first: Mapping[int, RecomputeAction] = field(default_factory=dict)
     again: Mapping[int, Mapping[int, RecomputeAction]] = field(default_factory=dict)
-    """For each stage, the actions of earlier stages while they are recomputed for its backward pass."""
+    """For each stage: the actions of earlier stages that are recomputed for this stage's backward pass."""
 
     @classmethod
     def of(cls, operations: Sequence[ScheduledOperation]) -> "RecomputeSchedule":
@@ -45,27 +46,30 @@ class RecomputeSchedule:
 
 @dataclass(frozen=True)
 class ChainStageCost:
-    """Cost of a stage. Times are in any unit; temporary bytes are peak bytes beyond inputs, outputs and saved
-    tensors."""
+    """Cost of a stage. Times are in any unit. Temporary bytes are peak bytes in addition to inputs, outputs and saved
+    tensors.
+    """
 
     forward: float
     backward: float
     output: int
     saved: int
-    """Bytes that a forward pass that keeps all adds, output included."""
+    """Bytes that a forward pass adds if it keeps everything, including the output."""
     passing: int = 0
     """Temporary bytes of a forward pass that keeps nothing."""
     keeping: int = 0
-    """Temporary bytes of a forward pass that keeps all."""
+    """Temporary bytes of a forward pass that keeps everything."""
     returning: int = 0
-    """Temporary bytes of the backward pass, without the gradients of output and input."""
+    """Temporary bytes of the backward pass, excluding the gradients of output and input."""
     stopped: float | None = None
-    """Time of a forward pass that ends with its last saved tensor; None means the whole `forward`."""
+    """Time of a forward pass that stops at its last saved tensor. None means `forward`."""
 
 
 @dataclass(frozen=True)
 class ChainCost:
-    """Cost of a chain. Its input, in bytes, stays throughout; the gradient of its output has the output's size."""
+    """Cost of a chain. `input` is the size of the chain's input in bytes; it is kept throughout. The gradient of the
+    output has the output's size.
+    """
 
     input: int
     stages: tuple[ChainStageCost, ...]
@@ -75,18 +79,18 @@ class ChainCost:
 
     @cached_property
     def sizes(self) -> list[int]:
-        """Bytes of each activation, the chain's input first."""
+        """Bytes of each activation. The chain's input comes first."""
         return [self.input, *(stage.output for stage in self.stages)]
 
     def rerun(self, index: int) -> float:
-        """Return the time of the forward pass of a stage right before its backward pass.
+        """Return the time of a stage's forward pass directly before its backward pass.
 
-        The last stage never runs again, because its output is still used.
+        The last stage is never recomputed, because its output is still used.
         """
         stage = self.stages[index]
         return stage.forward if stage.stopped is None or index == len(self) - 1 else stage.stopped
 
     @property
     def kept(self) -> int:
-        """Bytes if everything is kept."""
+        """Bytes if all tensors are kept."""
         return self.input + sum(stage.saved for stage in self.stages)

@@ -1,4 +1,6 @@
-"""Hooks for tensors that autograd saves: find the activations among them, and pass these to an activation store."""
+"""Hooks for tensors that autograd saves. They find the activations among the tensors, and pass them to an activation
+store.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -16,7 +18,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import Placement
 
 SMALLEST = 1024
-"""Fewest elements of a tensor that is passed to a store."""
+"""Minimum number of elements of a tensor that is passed to a store."""
 
 _SAME_VALUES = frozenset(
     f"{name}Backward0"
@@ -26,7 +28,7 @@ _SAME_VALUES = frozenset(
 
 
 def is_quantizable(tensor: Tensor) -> bool:
-    """Return True for floating-point tensors that 8-bit quantization makes smaller, which excludes FP8."""
+    """Return True for floating-point tensors that 8-bit quantization makes smaller. FP8 tensors are excluded."""
     return tensor.is_floating_point() and tensor.itemsize > 1
 
 
@@ -34,29 +36,30 @@ class ActivationStore(Protocol):
     def store(self, activation: Tensor) -> Callable[[], Tensor] | None:
         """Store an activation until the backward pass requires it.
 
-        Each activation arrives once, as its whole storage, however many operations save it or a view of it. Returns a
-        function that returns a tensor of its shape and values, callable several times, or None to leave the tensor as
-        it is. The function must not reference the tensor itself.
+        Each activation is passed once, as its whole storage, even if several operations save it or a view of it.
+        Returns a function that returns a tensor of the same shape and values, and that can be called several times.
+        Returns None to let autograd keep the tensor. The function must not reference the tensor itself.
         """
         ...
 
 
 @contextmanager
 def use_activation_store(keeper: ActivationStore, smallest: int = SMALLEST) -> Iterator[None]:
-    """Pass activations that autograd saves inside the block to the store, but not parameters, their casts and views.
+    """Pass activations that autograd saves inside the `with` block to the store. Parameters, their casts and their
+    views are not passed.
 
-    Use it around a forward pass; the backward pass may come later.
+    Enclose a forward pass; the backward pass may run later.
     """
-    # a surrounding torch.compile would trace into them
+    # otherwise an outer torch.compile would trace these hooks
     pack, unpack = torch.compiler.disable(_HookedPass(keeper, smallest).pack), torch.compiler.disable(_unpack)
     with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
         yield
 
 
 def base_storage(tensor: Tensor, smallest: int) -> Tensor | None:
-    """Return the whole storage of a saved tensor, as a store receives it.
+    """Return the whole storage of a saved tensor, in the form that a store receives.
 
-    Return None for parameters, for small tensors, and if the storage is not of one tensor.
+    Return None for parameters, for small tensors, and if the storage does not belong to one dense tensor.
     """
     if tensor.numel() < smallest or is_parameter(tensor):
         return None
@@ -66,7 +69,7 @@ def base_storage(tensor: Tensor, smallest: int) -> Tensor | None:
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """Return True for a parameter, and for a parameter in another shape, order or dtype."""
+    """Return True for a parameter, also in another shape, order or dtype."""
     if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
         return True
     node = tensor.grad_fn
@@ -77,8 +80,9 @@ def is_parameter(tensor: Tensor) -> bool:
 
 
 class _SavedActivation:
-    """One storage in a store. A restored tensor stays until its last view was unpacked, because views such as queries,
-    keys and values are neighbors."""
+    """A storage in an activation store. A restored tensor is cached until its last view was unpacked. Views of one
+    storage are usually unpacked together, such as queries, keys and values.
+    """
 
     def __init__(self, whole: Tensor, restore: Callable[[], Tensor]):
         self.size, self.stride, self.restore = whole.size(), whole.stride(), restore
@@ -118,11 +122,11 @@ class _LocalView:
 
 
 class _HookedPass:
-    """The tensors saved in one forward pass, by storage."""
+    """Tensors saved in one forward pass, by storage."""
 
     def __init__(self, keeper: ActivationStore, smallest: int):
         self.keeper, self.smallest = keeper, smallest
-        # a weak reference also prevents reuse of the address
+        # a weak reference also prevents that the address is reused
         self.seen: dict[int, tuple[StorageWeakRef, int, _SavedActivation | None]] = {}
 
     def pack(self, tensor: Tensor) -> "Tensor | _TensorView | _LocalView":

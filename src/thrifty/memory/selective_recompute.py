@@ -1,7 +1,7 @@
-"""Selective recomputation: each saved tensor of a block is kept, moved or recomputed, as a plan decides.
+"""Selective recomputation: a plan decides whether each saved tensor of a block is kept, moved or recomputed.
 
-The forward pass stores the tensors that the plan stores. Before the block's backward pass, the operations that are
-required run again; stored tensors replace their results, and unused results are left out.
+The forward pass stores the tensors that the plan selects. Before the block's backward pass, the required operations run
+again. Stored tensors replace results, and unused results are not computed.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,7 +21,7 @@ from thrifty.memory.recomputation import recompute
 from thrifty.memory.saved_tensor_hooks import SMALLEST, use_activation_store
 
 Store = Callable[[Tensor], Callable[[], Tensor]]
-"""A function that stores a tensor and returns a function that restores it."""
+"""Function that stores a tensor, and returns a function that restores it."""
 
 
 def keep_tensor(tensor: Tensor) -> Callable[[], Tensor]:
@@ -30,9 +30,9 @@ def keep_tensor(tensor: Tensor) -> Callable[[], Tensor]:
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """Actions for the items of a trace: stored with a function, or recomputed. An item in neither is unused.
+    """Actions for the items of a trace. An item is stored with a function, recomputed, or unused.
 
-    The entry `INPUT` is the action for the input, if it does not stay.
+    The entry `INPUT` is the action for the block's input, if the input is moved.
     """
 
     tape: OpTrace
@@ -41,7 +41,7 @@ class BlockPlan:
 
     @property
     def is_plain(self) -> bool:
-        """True if everything that autograd saves is kept."""
+        """True if all tensors that autograd saves are kept."""
         stay = all(self.stored.get(item.number) is keep_tensor for item in self.tape.items.values() if item.saved)
         return stay and INPUT not in self.stored
 
@@ -52,15 +52,17 @@ class BlockPlan:
 
     @property
     def is_whole(self) -> bool:
-        """True if the whole block is recomputed at once, with nothing stored, left out or written outside."""
+        """True if the whole block is recomputed at once. No item is stored or unused, and no operation only writes
+        outside.
+        """
         stored = self.stored.keys() - {INPUT}
         return not stored and not self.tape.outside and self.recomputed == self.tape.items.keys()
 
 
 def run_block_plan(plan: BlockPlan, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
-    """Run a block forward by its plan; its backward pass follows the plan too.
+    """Run a block forward by its plan. The backward pass follows the plan too.
 
-    Raises IntegrityError if the block does not run the operations of the plan.
+    Raises IntegrityError if the block runs other operations than the plan.
     """
     if plan.is_plain:
         return function(*args, **kwargs)
@@ -68,7 +70,7 @@ def run_block_plan(plan: BlockPlan, function: Callable[..., Any], args: tuple, k
         with same_casts(), use_activation_store(_StorageStream(plan), SMALLEST):
             return function(*args, **kwargs)
     more: dict[str, Any] = {}
-    if not plan.is_whole:  # a whole block needs no trace of single operations
+    if not plan.is_whole:  # a block recomputed as a whole needs no trace of single operations
         saved = _SavedResults()
         more["context_fn"] = lambda: (_StoringPass(plan, saved), _ReplayPass(plan, saved))
     stores = use_activation_store(_InputHandle(plan, args), SMALLEST) if INPUT in plan.stored else nullcontext()
@@ -77,12 +79,12 @@ def run_block_plan(plan: BlockPlan, function: Callable[..., Any], args: tuple, k
 
 
 def store_large_only(store: Store, size: int) -> Store:
-    """Return a store that keeps tensors that are small compared with this size."""
+    """Return a store that keeps tensors on the device if they are small compared with `size` bytes."""
     return lambda tensor: keep_tensor(tensor) if tensor.untyped_storage().nbytes() * SMALL <= size else store(tensor)
 
 
 class _StorageStream:
-    """An activation store that passes each saved storage to the store that the plan names."""
+    """Activation store that passes each saved storage to the store that the plan selects."""
 
     def __init__(self, plan: BlockPlan):
         self.plan, self.place = plan, 0
@@ -93,8 +95,7 @@ class _StorageStream:
         size = activation.untyped_storage().nbytes()
         if place >= len(planned) or planned[place].bytes != size:
             raise IntegrityError(
-                f"a block saved {size:,} bytes as tensor {place} for its backward pass, but its plan has a different "
-                "tensor there",
+                f"a block saved {size:,} bytes as saved tensor {place}, but its plan has a different tensor there",
                 fix="use memory.recompute, which works on blocks whose operations change from step to step",
             )
         owner = planned[place].owner
@@ -103,7 +104,7 @@ class _StorageStream:
 
 
 class _InputHandle:
-    """An activation store that stores only the input of a recomputed block."""
+    """Activation store that stores only the input of a recomputed block."""
 
     def __init__(self, plan: BlockPlan, args: tuple):
         self.store_input = plan.stored[INPUT]
@@ -116,7 +117,7 @@ class _InputHandle:
 @dataclass
 class _SavedResults:
     results: dict[int, Any] = field(default_factory=dict)
-    """For each stored item, a function that restores it in the form in which its operation returned it."""
+    """For each stored item, a function that restores it in the form that its operation returned."""
     left_out: dict[int, Any] = field(default_factory=dict)
     """Shapes of unused items, without values."""
     generators: dict[int, Tensor] = field(default_factory=dict)
@@ -124,7 +125,7 @@ class _SavedResults:
 
 
 class _TraceFollower(TorchDispatchMode):
-    """A dispatch mode that compares operations with a trace."""
+    """Dispatch mode that compares operations with a trace."""
 
     def __init__(self, plan: BlockPlan, saved: _SavedResults):
         super().__init__()
@@ -139,7 +140,7 @@ class _TraceFollower(TorchDispatchMode):
         if self.number >= len(operations) or operations[self.number] != str(func):
             planned = operations[self.number] if self.number < len(operations) else "the end"
             raise IntegrityError(
-                f"a block runs {str(func)!r} as its operation {self.number}, but its plan has {planned!r} there",
+                f"operation {self.number} of a block is {str(func)!r}, but its plan has {planned!r} there",
                 fix="use memory.recompute, which works on blocks whose operations change from step to step",
             )
         return self.follow(func, args, kwargs, self.plan.tape.owners[self.number])
@@ -176,7 +177,7 @@ class _ReplayPass(_TraceFollower):
     def __enter__(self) -> Self:
         if self.number >= 0:
             raise IntegrityError(
-                "the backward pass of a planned block runs a second time, but its stored tensors are freed",
+                "the backward pass of a planned block runs a second time, but its stored tensors were freed",
                 fix="use memory.recompute, which works with retain_graph=True",
             )
         return super().__enter__()
@@ -197,7 +198,7 @@ class _ReplayPass(_TraceFollower):
 
 @dataclass(frozen=True)
 class _TensorShape:
-    """Shape, strides, dtype and device of a tensor without its values."""
+    """Shape, strides, dtype and device of a tensor, without values."""
 
     size: torch.Size
     stride: tuple[int, ...]

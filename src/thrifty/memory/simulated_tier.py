@@ -1,7 +1,7 @@
-"""A simulated tier: memory separate from the device's, with a clock of the transfers over its link.
+"""Simulated tier: memory separate from the device's memory, with a clock for transfers over its link.
 
-Copies are real and immediate, so that memory shared by mistake is detected. The clock is independent of real time: it
-advances only by transfers and by the computing seconds passed to it.
+Copies are real and immediate, so that tests detect memory that is shared by mistake. The clock is independent of real
+time. Only transfers, and computing seconds passed to it, advance the clock.
 """
 
 from dataclasses import dataclass
@@ -17,15 +17,15 @@ from thrifty.memory.storage_tier import HostTier, OffloadHandle, memory_of
 
 @dataclass(frozen=True)
 class SimulatedLink:
-    """A link between two memories. Transfers of one direction run one after the other.
+    """Simulated link between two memories. Transfers in one direction run one after the other.
 
-    With `duplex` the other direction runs at the same time; without it all transfers share one line.
+    With `duplex` both directions run at the same time. Without it, transfers of both directions share one line.
     """
 
     bandwidth: Annotated[float, SettingBound(above=0)] = inf
-    """Bytes per second."""
+    """Bandwidth in bytes per second."""
     latency: Rate = 0.0
-    """Seconds before each transfer."""
+    """Latency in seconds before each transfer."""
     duplex: bool = True
 
     def __post_init__(self) -> None:
@@ -36,7 +36,7 @@ class SimulatedLink:
 
 
 class LinkClock:
-    """End times of transfers, and the seconds that computing has waited for them, since the clock was created."""
+    """Clock of a link: end times of transfers, and the seconds that computation has waited for transfers."""
 
     def __init__(self, link: SimulatedLink):
         self.link = link
@@ -47,11 +47,13 @@ class LinkClock:
         self.now += seconds
 
     def out(self, size: int) -> float:
-        """Return the time at which a tensor that starts to leave now is gone."""
+        """Return the time at which the transfer of a leaving tensor ends, if it starts now."""
         return self._begin(0, size, self.now)
 
     def back(self, size: int, gone: float) -> float:
-        """Return the time at which a tensor requested now is back; its transfer starts once it is `gone`."""
+        """Return the time at which a requested tensor is back. Its transfer starts now, or at the time `gone` if that
+        is later.
+        """
         return self._begin(1, size, max(self.now, gone))
 
     def wait(self, until: float) -> None:
@@ -65,17 +67,17 @@ class LinkClock:
 
 
 class SimulatedTier(HostTier):
-    """A simulated second memory. Call `clock.compute(seconds)` for each computation of the device."""
+    """Simulated second memory. Call `clock.compute(seconds)` for each computation of the device."""
 
     def __init__(self, link: SimulatedLink):
         super().__init__("simulated")
         self.clock = LinkClock(link)
         self._landing = 0.0
 
-    def there(self, ticket: OffloadHandle) -> Tensor:
-        assert isinstance(ticket, _SimulatedHandle)
-        ticket.finish_transfer()
-        return ticket.read()
+    def there(self, handle: OffloadHandle) -> Tensor:
+        assert isinstance(handle, _SimulatedHandle)
+        handle.finish_transfer()
+        return handle.read()
 
     def bring(self, values: Tensor, into: Tensor) -> None:
         into.copy_(values)
@@ -85,7 +87,7 @@ class SimulatedTier(HostTier):
     def landed(self) -> None:
         self.clock.wait(self._landing)
 
-    def _ticket(self, tensor: Tensor) -> OffloadHandle:
+    def _handle(self, tensor: Tensor) -> OffloadHandle:
         return _SimulatedHandle(self, tensor)
 
     def _placed(self, part: Tensor) -> Tensor:
@@ -97,7 +99,7 @@ class _SimulatedHandle(OffloadHandle):
         super().__init__(tensor)
         tier.holds(self.bytes)
         self.tier = tier
-        self.data = bytes(memory_of(tensor.cpu()))  # a tensor would count as device memory
+        self.data = bytes(memory_of(tensor.cpu()))  # a tensor would be counted as device memory
         self.gone = tier.clock.out(self.bytes)
 
     def read(self) -> Tensor:

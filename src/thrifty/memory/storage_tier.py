@@ -1,4 +1,4 @@
-"""A memory other than the device's, and handles of tensors offloaded to it: the base classes of all tiers."""
+"""Base classes of offload tiers: memory outside the device, and handles of tensors that are offloaded to it."""
 
 import ctypes
 import weakref
@@ -15,7 +15,7 @@ from thrifty.core.dtensors import dtensor_of_local, is_dtensor
 
 @dataclass
 class TierUsage:
-    """Bytes on a tier now and at its peak, and bytes moved in each direction."""
+    """Bytes on a tier now and at the peak, and bytes moved in each direction."""
 
     now: int = 0
     peak: int = 0
@@ -24,7 +24,7 @@ class TierUsage:
 
 
 class OffloadHandle:
-    """A handle of a tensor on a tier. The base class is for fake tensors and moves no bytes."""
+    """Handle of a tensor on a tier. The base class is for fake tensors and moves no bytes."""
 
     def __init__(self, tensor: Tensor):
         self.shape, self.stride, self.dtype, self.device = tensor.shape, tensor.stride(), tensor.dtype, tensor.device
@@ -33,19 +33,19 @@ class OffloadHandle:
         self._coming: Tensor | None = None
 
     def finish_transfer(self) -> None:
-        """Wait for the transfer and release the tensor: its device memory is free if nothing else references it."""
+        """Wait for the transfer and release the tensor. Its device memory is then free if nothing else uses it."""
         if self._leaving is not None:
             self._gone()
             self._leaving = None
 
     def prefetch(self) -> None:
-        """Allocate device memory and start the transfer back. Does nothing before `finish_transfer`."""
+        """Allocate device memory and start the transfer back. Has no effect before `finish_transfer`."""
         if self._leaving is None and self._coming is None:
             self._coming = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
             self._fetch(self._coming)
 
     def get(self) -> Tensor:
-        """Return the tensor, once it is back. A second call transfers it again."""
+        """Wait for the transfer back and return the tensor. A second call transfers it again."""
         if self._leaving is not None:
             return self._leaving
         self.prefetch()
@@ -55,39 +55,39 @@ class OffloadHandle:
         return tensor
 
     def _gone(self) -> None:
-        """Wait until the memory of the leaving tensor may be used again."""
+        """Wait until the memory of the sent tensor may be reused."""
 
     def _fetch(self, into: Tensor) -> None:
-        """Start to fill a tensor with the values."""
+        """Start to copy the values into a tensor."""
 
     def _arrived(self, into: Tensor) -> None:
-        """Wait until the transfer that `_fetch` started is complete."""
+        """Wait for the transfer that `_fetch` started."""
 
 
 class StorageTier:
-    """A memory for offloaded tensors. The base class accepts only fake tensors."""
+    """Memory for offloaded tensors. The base class accepts only fake tensors."""
 
     def __init__(self, name: str):
         self.name = name
         self.account = TierUsage()
-        self.lock = RLock()  # the garbage collector may drop a ticket at any time
+        self.lock = RLock()  # the garbage collector may drop a handle at any time
 
     def __str__(self) -> str:
         return self.name
 
     def send(self, tensor: Tensor) -> OffloadHandle:
-        """Start the transfer of a tensor, which must not change any more, and return its handle."""
+        """Start the transfer of a tensor, and return its handle. The tensor must not change any more."""
         tensor = tensor.detach()
         if isinstance(tensor, FakeTensor):
             return OffloadHandle(tensor)
-        ticket = self._ticket(tensor if is_dense(tensor) else tensor.contiguous())
-        self.account.sent += ticket.bytes
-        return ticket
+        handle = self._handle(tensor if is_dense(tensor) else tensor.contiguous())
+        self.account.sent += handle.bytes
+        return handle
 
     def allocate(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Return copies in this memory for good, where a CPU computes on them in place.
+        """Return permanent copies in this memory. A CPU updates them in place.
 
-        For a sharded tensor, this rank's part is copied.
+        For a sharded tensor, only this rank's part is copied.
         """
         return [tensor if isinstance(tensor, FakeTensor) else on_part(tensor, self._put) for tensor in tensors]
 
@@ -97,35 +97,35 @@ class StorageTier:
         weakref.finalize(placed.untyped_storage(), self.holds, -placed.nbytes)
         return placed
 
-    def _ticket(self, tensor: Tensor) -> OffloadHandle:
+    def _handle(self, tensor: Tensor) -> OffloadHandle:
         raise NotImplementedError
 
     def _placed(self, part: Tensor) -> Tensor:
         raise NotImplementedError
 
     def holds(self, size: int) -> None:
-        """Add `size` bytes, which may be negative, to the usage."""
+        """Add `size` bytes to the usage; `size` may be negative."""
         with self.lock:
             self.account.now += size
             self.account.peak = max(self.account.peak, self.account.now)
 
 
 class HostTier(StorageTier):
-    """A memory that a CPU can compute on: it can read sent tensors there and send values back."""
+    """Memory that a CPU can compute on. The CPU can read sent tensors there, and send values back."""
 
-    def there(self, ticket: OffloadHandle) -> Tensor:
-        """Return the copy on the tier once it is complete; the device's memory is then free."""
+    def there(self, handle: OffloadHandle) -> Tensor:
+        """Wait for the transfer and return the copy on the tier. The device memory is then free."""
         raise NotImplementedError
 
     def bring(self, values: Tensor, into: Tensor) -> None:
-        """Start to copy `allocate`d values to a tensor of the device."""
+        """Start to copy values from `allocate` to a device tensor."""
         raise NotImplementedError
 
     def landed(self) -> None:
-        """Make later computations of the device wait for all values sent back."""
+        """Make later device computations wait for all values that were sent back."""
 
     def still(self) -> None:
-        """Wait until no transfer back is running, so that the values may change."""
+        """Wait until no transfer to the device is running, so that the values may change."""
 
 
 def is_dense(tensor: Tensor) -> bool:
@@ -147,7 +147,7 @@ def on_part(tensor: Tensor, change: Callable[[Tensor], Tensor]) -> Tensor:
 
 
 def memory_of(tensor: Tensor) -> memoryview:
-    """Return the bytes of a dense CPU tensor, readable and writable while the tensor lives."""
+    """Return the bytes of a dense CPU tensor, readable and writable while the tensor is alive."""
     size = tensor.numel() * tensor.element_size()
     if not size:
         return memoryview(bytearray())

@@ -1,6 +1,7 @@
 """Optimizers: transform elements, torch optimizer, fused and chunked updates, partition, weight masks.
 
-The optimizers of techniques are attributes too, such as `thrifty.optim.AdamW`. Each is built on its first use.
+Optimizer classes of techniques are also attributes, such as `thrifty.optim.AdamW`. Each class is built at its first
+use.
 """
 
 from importlib import import_module

@@ -1,10 +1,12 @@
-"""Chunked optimizer updates: run a chain on pieces of the parameters, so that intermediate results stay in the cache.
+"""Chunked optimizer updates: run a transform chain on chunks of the parameters, so that intermediate results stay in
+the CPU cache.
 
-A chain over all parameters passes over main memory once per element, with temporaries as large as the model. Elements
-whose scope is a row can run on pieces of a megabyte instead, one piece per thread. The arithmetic is the same, two to
-three times faster, and the temporaries have the size of a few pieces. If an element requires a whole parameter, that
-parameter is one piece; the elements before and after it process the parameter in rows. Devices other than the CPU get
-larger pieces, because each kernel launch costs more there.
+A chain is a sequence of update elements, such as clipping, Adam and weight decay. A chain over all parameters reads and
+writes main memory once per element, with temporaries as large as the model. Elements whose scope is a row can run on
+chunks of about a megabyte instead, one chunk per thread. The arithmetic is the same, the update is two to three times
+faster, and temporaries have the size of a few chunks. If an element requires a whole parameter, that parameter is one
+chunk. The elements before and after this element still process the parameter in rows. Devices other than the CPU use
+larger chunks, because each kernel launch costs more there.
 """
 
 import math
@@ -26,19 +28,20 @@ from thrifty.core.shard_layout import local_tensors
 from thrifty.machine.cpu_features import CHUNK_ELEMENTS, GPU_CHUNK_ELEMENTS
 
 Span = tuple[int, slice | None]
-"""Index of a parameter and the rows of it in a piece; None for all rows."""
+"""Index of a parameter, and the rows of the parameter in a chunk; None for all rows."""
 
 
 class UpdateExecutor(Protocol):
-    """An executor that turns gradients into updates, added to the parameters or written over the gradients."""
+    """Executor of an optimizer update. It adds the update to the parameters, or overwrites the gradients with it."""
 
     def apply(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None: ...
 
 
 @dataclass(frozen=True)
 class WholeUpdate:
-    """A chain run on all its tensors at once. The result is added to the parameters; if `factors` is None, it
-    overwrites the updates."""
+    """Chain that runs on all its tensors at once. The result is added to the parameters. If `factors` is None, the
+    result overwrites the updates instead.
+    """
 
     chain: TransformChain
     factors: TransformChain | None
@@ -57,7 +60,7 @@ class WholeUpdate:
 
 @dataclass(frozen=True)
 class SequentialUpdate:
-    """Segments of a chain, each with elements of one scope, run one after the other."""
+    """Segments of a chain that run one after the other. All elements of a segment have the same scope."""
 
     segments: tuple["ChunkedUpdate", ...]
 
@@ -76,9 +79,9 @@ class UpdateChunk:
 
 
 class ChunkedUpdate:
-    """A chain run on pieces that are as small as the scopes of its elements allow.
+    """Chain that runs on chunks that are as small as the scopes of its elements allow.
 
-    The result times `factors` is added to the parameters; if `factors` is None, it overwrites the gradients.
+    The result times `factors` is added to the parameters. If `factors` is None, the result overwrites the gradients.
     """
 
     def __init__(self, chain: TransformChain, factors: TransformChain | None, parameters: Sequence[Tensor]):
@@ -99,7 +102,7 @@ class ChunkedUpdate:
         if self.threads == 1 or len(self.pieces) == 1:
             self.run(queue, updates, slots, parameters, numbers)
             return
-        # a thread that finishes a piece takes the next from the queue
+        # a thread that finishes a chunk takes the next from the queue
         work = (queue, updates, slots, parameters, numbers)
         runs = [_pool(self.threads, os.getpid()).submit(self.run, *work) for _ in range(self.threads)]
         for run in runs:
@@ -124,7 +127,7 @@ class ChunkedUpdate:
 
 
 def _executor(chain: TransformChain, factors: TransformChain | None, tensors: Sequence[Tensor]) -> UpdateExecutor:
-    """Return a `WholeUpdate` for a chain of one scope, otherwise a `SequentialUpdate` of its segments."""
+    """Return a `WholeUpdate` if all elements have one scope, otherwise a `SequentialUpdate` of segments."""
     by_reach = groupby(chain.elements, lambda key: chain.elements[key].reach is TransformScope.ROWS)
     segments = [chain.part(list(keys)) for _, keys in by_reach]
     if len(segments) < 2:
@@ -136,10 +139,10 @@ def _executor(chain: TransformChain, factors: TransformChain | None, tensors: Se
 
 
 def row_chunks(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return views of the rows of a matrix (r, c), each of the size of a piece.
+    """Return views of a matrix (r, c) that contain consecutive rows. Each view has the size of a chunk.
 
-    For an element that requires whole parameters but can itself process them in rows. Returns one view of the whole
-    tensor for a DTensor, a tensor off the CPU, and a tensor no larger than a piece.
+    Elements that require whole parameters, but can process them in rows, call this function. A DTensor, a tensor off
+    the CPU, or a tensor no larger than a chunk is returned as one view.
     """
     if is_dtensor(tensor) or tensor.device.type != "cpu" or tensor.numel() <= CHUNK_ELEMENTS:
         return (tensor,)
@@ -147,22 +150,24 @@ def row_chunks(tensor: Tensor) -> tuple[Tensor, ...]:
 
 
 def _rows(tensor: Tensor, elements: int) -> int:
-    """Return the number of rows in each of the equal parts, of about `elements` elements or more, of a tensor."""
+    """Return the number of rows per part, for equal parts of a tensor with about `elements` or more elements."""
     return -(-len(tensor) // max(tensor.numel() // elements, 1))
 
 
 def chunks_like(parts: Sequence[Tensor], tensor: Tensor) -> tuple[Tensor, ...]:
-    """Split a tensor (r, …) into the same numbers of rows as `parts`."""
+    """Split a tensor (r, …) into parts with the same numbers of rows as `parts`."""
     return tensor.split([len(part) for part in parts]) if len(parts) > 1 else (tensor,)
 
 
 def product(factors: TransformChain, numbers: Scalars) -> float:
-    """Return the product of the factors of a chain of `ScaleBySchedule`."""
+    """Return the product of all factors of a chain of `ScaleBySchedule`."""
     return math.prod(float(numbers[f"{key}.factor"]) for key in factors.elements)
 
 
 def _spans(tensors: Sequence[Tensor], by_rows: bool, elements: int) -> Iterator[list[Span]]:
-    """Yield groups of about `elements` elements: small tensors together, large ones split by rows if `by_rows`."""
+    """Yield groups of about `elements` elements. Small tensors share a group. Large tensors are split by rows if
+    `by_rows`.
+    """
     group: list[Span] = []
     filled = 0
     for index, tensor in enumerate(tensors):
@@ -183,7 +188,7 @@ def _spans(tensors: Sequence[Tensor], by_rows: bool, elements: int) -> Iterator[
 
 @cache
 def _pool(threads: int, process: int) -> ThreadPoolExecutor:
-    """Return a pool of threads that each compute with one thread of torch."""
+    """Return a thread pool. Each thread computes with one torch thread."""
     here, all_there = torch.get_num_threads(), Barrier(threads + 1)
 
     def alone() -> None:
@@ -194,6 +199,6 @@ def _pool(threads: int, process: int) -> ThreadPoolExecutor:
     for _ in range(threads):
         pool.submit(int)
     all_there.wait()
-    # set_num_threads in a thread also changes the default of later threads
+    # torch.set_num_threads in a thread also changes the default for later threads
     torch.set_num_threads(here)
     return pool

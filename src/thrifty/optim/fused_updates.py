@@ -1,7 +1,7 @@
-"""Torch's fused kernels for the last elements of a chain.
+"""Fused torch kernels for the last elements of a chain.
 
-A chain that ends in Adam, momentum or the plain gradient, with decay and scalar factors, is one kernel of torch. The
-kernel writes the parameters in one pass over memory. The formulas do not change:
+If a chain ends in Adam, momentum or the plain gradient, with decay and scalar factors, one torch kernel computes these
+elements. The kernel writes the parameters in one pass over memory. The formulas are the same:
 `tests/optim/test_transform_elements.py` compares the fused with the element-wise result.
 """
 
@@ -25,7 +25,7 @@ from thrifty.optim.transform_elements import AddDecayedWeights, ScaleByAdam, Sca
 
 
 class FusedUpdate:
-    """Groups of parameters with one value of weight decay each, because a kernel takes one value for a whole list."""
+    """Groups of parameters with equal weight decay, because a kernel accepts one decay value per list."""
 
     def __init__(self, factors: TransformChain, decay: AddDecayedWeights | None):
         self.factors, self.decay = factors, decay
@@ -42,10 +42,10 @@ class FusedUpdate:
 
 @contextmanager
 def kernel_layouts(*lists: list[Tensor]) -> Iterator[list[list[Tensor]]]:
-    """Yield lists of tensors, one entry per parameter, in layouts that torch's fused kernels accept.
+    """Yield lists of tensors, one entry per parameter, in memory layouts that torch's fused kernels accept.
 
-    The kernels process memory in its own order and ignore strides. If the tensors of a parameter have gaps or differ in
-    their order in memory, contiguous copies replace them. At the end of the block their values are copied back.
+    The kernels process elements in memory order and ignore strides. If the tensors of one parameter have gaps or
+    different memory orders, contiguous copies replace them. At the end of the `with` block the copies are written back.
     """
     odd = [i for i, own in enumerate(zip(*lists, strict=True)) if not _same_layout(own)]
     if not odd:
@@ -69,7 +69,7 @@ def _same_layout(tensors: Sequence[Tensor]) -> bool:
 
 
 class FusedAdamWUpdate(FusedUpdate):
-    """The last elements `scale_by_adam · add_decayed_weights? · factors` as torch's fused AdamW."""
+    """The last elements `scale_by_adam · add_decayed_weights? · factors`, computed by torch's fused AdamW."""
 
     def __init__(self, key: str, adam: ScaleByAdam, decay: AddDecayedWeights | None, factors: TransformChain):
         super().__init__(factors, decay)
@@ -94,7 +94,7 @@ def fused_adamw(
     weight_decay: float,
 ) -> None:
     """Run the `count`-th step of AdamW with torch's fused kernel."""
-    # the kernel only reads the counts, so that all parameters of a device can share one tensor
+    # the kernel only reads the counts, so all parameters of a device can share one tensor
     counts = {device: torch.tensor(count, device=device) for device in {p.device for p in parameters}}
     with kernel_layouts(parameters, gradients, mean, square) as lists:
         torch._fused_adamw_(
@@ -112,7 +112,9 @@ def fused_adamw(
 
 
 class FusedAdamTransform(GradientTransform):
-    """`ScaleByAdam` and decay before other elements. The kernel makes a step of rate -1 from the decay term."""
+    """`ScaleByAdam` and decay before other elements. The kernel computes the step at learning rate -1 from zeros or the
+    decay term.
+    """
 
     reach = TransformScope.ROWS
 
@@ -126,14 +128,14 @@ class FusedAdamTransform(GradientTransform):
         decay = self.decay.decay if self.decay else 0.0
         chosen = set(self.decay.chosen) if self.decay else set()
         steps = [p * decay if i in chosen else torch.zeros_like(p) for i, p in enumerate(parameters)]
-        # without a first moment the gradients take its place; the kernel overwrites them with themselves
+        # without a first moment, pass the gradients as the moment: the kernel then writes back the same values
         mean = slots["mean"] if self.adam.beta1 else updates
         fused_adamw(self.adam, steps, updates, mean, slots["square"], float(numbers["count"]), -1.0, 0.0)
         return steps
 
 
 class FusedSGDUpdate(FusedUpdate):
-    """The last elements `add_decayed_weights? · scale_by_momentum? · factors` as torch's fused SGD."""
+    """The last elements `add_decayed_weights? · scale_by_momentum? · factors`, computed by torch's fused SGD."""
 
     def __init__(
         self, key: str, momentum: ScaleByMomentum | None, decay: AddDecayedWeights | None, factors: TransformChain
@@ -156,12 +158,14 @@ class FusedSGDUpdate(FusedUpdate):
                     dampening=0.0,
                     nesterov=self.momentum.nesterov if self.momentum else False,
                     maximize=False,
-                    is_first_step=False,  # the sum starts at zero, so that the first step is like any other
+                    is_first_step=False,  # the momentum starts at zero, so the first step needs no exception
                 )
 
 
 def fused_tail(chain: TransformChain) -> tuple[TransformChain, FusedUpdate] | None:
-    """Return the elements before a fused kernel, and the kernel for the rest. Return None if no kernel fits."""
+    """Return the elements before a fused kernel, and the kernel for the remaining elements. Return None if no kernel
+    fits.
+    """
     inner, factors = without_factors(
         chain.part([key for key, element in chain.elements.items() if changes_updates(element)])
     )
@@ -180,7 +184,7 @@ def fused_tail(chain: TransformChain) -> tuple[TransformChain, FusedUpdate] | No
 
 
 def without_factors(chain: TransformChain) -> tuple[TransformChain, TransformChain]:
-    """Split a chain into the elements before its last scalar factors, and those factors."""
+    """Split a chain into its last scalar factors and the elements before them. Return the elements first."""
     keys = list(chain.elements)
     end = len(keys)
     while end and type(chain.elements[keys[end - 1]]) is ScaleBySchedule:
@@ -189,7 +193,7 @@ def without_factors(chain: TransformChain) -> tuple[TransformChain, TransformCha
 
 
 def fuse_elements(chain: TransformChain) -> TransformChain:
-    """Return a chain with `ScaleByAdam`, and a decay after it, replaced by a transform that runs the kernel."""
+    """Return a chain in which a transform with the fused kernel replaces `ScaleByAdam` and the decay after it."""
     fused = TransformChain([])
     before = ""
     for key, element in chain.elements.items():

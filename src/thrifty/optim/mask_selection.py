@@ -1,7 +1,4 @@
-"""Mask selection for sparse techniques: layer densities, largest weights, replaced connections, random masks.
-
-Plain functions on tensors.
-"""
+"""Mask selection for sparse techniques: layer densities, largest weights, replaced connections, random masks."""
 
 import math
 from collections.abc import Mapping
@@ -20,7 +17,7 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def masked_shapes(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the weights that can be masked, by name: matrices, except tables of positions."""
+    """Return the shapes of the weights that can be masked, by name: all matrices except position embeddings."""
     return {
         name: tuple(parameter.shape)
         for name, parameter in parameters.items()
@@ -29,11 +26,11 @@ def masked_shapes(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]
 
 
 def layer_densities(shapes: Shapes, density: float, distribution: str) -> dict[str, float]:
-    """Return the density of each layer, such that the kept weights sum to `density` of all.
+    """Return the density of each layer. The kept weights are the fraction `density` of all weights.
 
-    "uniform" sets the same density for each. "erk" (Evci et al. 2020) sets eps · (sum of dims) / (product of dims),
-    solving for eps. A layer that would exceed 1 becomes dense, and eps is solved again for the rest. Layers of other
-    pipeline stages count among all.
+    "uniform" sets the same density for each layer. "erk" (Evci et al. 2020) sets eps · (sum of dims) / (product of
+    dims) and solves for eps. A layer whose density would exceed 1 becomes dense, and eps is solved again for the
+    remaining layers. Layers of other pipeline stages are included.
     """
     own, shapes = shapes, merge_over_stages(shapes)
     if distribution == "uniform" or not shapes:
@@ -64,8 +61,9 @@ def global_count(shapes: Shapes, density: float) -> int:
 
 
 def random_mask(parameter: Tensor, density: float, key: str) -> Tensor:
-    """Return a boolean mask like `parameter` (sharded alike) with round(density · numel) True values, sampled by
-    `key`."""
+    """Return a random boolean mask, sampled with `key` and sharded like `parameter`. It has round(density · numel) True
+    values.
+    """
     generator = keyed_generator(key)
     mask = torch.zeros(parameter.numel(), dtype=torch.bool)
     mask[torch.randperm(mask.numel(), generator=generator)[: round(density * mask.numel())]] = True
@@ -73,34 +71,34 @@ def random_mask(parameter: Tensor, density: float, key: str) -> Tensor:
 
 
 def random_masks(parameters: Mapping[str, Tensor], density: float, distribution: str, seed: int) -> dict[str, Tensor]:
-    """Return a random mask for each parameter with its layer's density, sampled from (seed, name) alone."""
+    """Return a random mask for each parameter with the density of its layer. The mask depends only on (seed, name)."""
     densities = layer_densities(masked_shapes(parameters), density, distribution)
     return {name: random_mask(each, densities[name], f"{seed}/{name}") for name, each in parameters.items()}
 
 
 def full_mask(parameter: Tensor) -> Tensor:
-    """Return a mask of True values like `parameter` (sharded alike)."""
+    """Return a mask of True values, sharded like `parameter`."""
     return shard_like_parameter(torch.ones(parameter.shape, dtype=torch.bool), parameter)
 
 
 def shard_like_parameter(mask: Tensor, parameter: Tensor) -> Tensor:
-    """Shard a whole mask, which every rank has, like its parameter of the same shape."""
+    """Return a mask that is sharded like its parameter, from a whole mask that is the same on every rank."""
     sharded = tag_order(torch.empty_like(parameter, dtype=torch.bool), order_of(parameter))
     fill_tensor(sharded, mask)
     return sharded
 
 
 def largest(scores: Tensor, count: int) -> Tensor:
-    """Return a mask of the `count` largest scores, in their shape. Of equal scores the first count."""
+    """Return a mask of the `count` largest scores, in the shape of `scores`. Among equal scores, the first are kept."""
     mask = torch.zeros(scores.numel(), dtype=torch.bool, device=scores.device)
     mask[scores.flatten().sort(descending=True, stable=True).indices[:count]] = True
     return mask.view_as(scores)
 
 
 def largest_of_all(scores: Mapping[str, Tensor], count: int) -> dict[str, Tensor]:
-    """Return masks of the `count` largest scores over all layers together, including those of other pipeline stages.
+    """Return masks of the `count` largest scores over all layers together, including layers of other pipeline stages.
 
-    One threshold holds for all layers. Of equal scores the first count, in the order of names.
+    All layers share one threshold. Among equal scores, the first are kept, in the order of names.
     """
     all_scores = gather_over_stages(scores, merge_over_stages(dict.fromkeys(scores)))
     names = sorted(all_scores)
@@ -112,10 +110,11 @@ def largest_of_all(scores: Mapping[str, Tensor], count: int) -> dict[str, Tensor
 
 
 def replace_connections(mask: Tensor, worth: Tensor, promise: Tensor, fraction: float) -> Tensor:
-    """Return the mask after dropping connections and growing as many new ones.
+    """Return the mask after dropping active connections and growing the same number of inactive connections.
 
-    Drops the `fraction` of the active positions with the smallest `worth`. Grows the inactive positions, just-dropped
-    ones included, with the largest `promise`. All tensors have one shape; worth and promise are not negative.
+    Drops the `fraction` of active positions with the smallest `worth`. Grows the inactive positions with the largest
+    `promise`; dropped positions may grow again. All tensors have the same shape. `worth` and `promise` are not
+    negative.
     """
     active = int(mask.sum())
     moved = round(fraction * active)
@@ -128,5 +127,5 @@ def replace_connections(mask: Tensor, worth: Tensor, promise: Tensor, fraction: 
 
 
 def drop_fraction(step: int, alpha: float, until: int) -> float:
-    """Return the fraction of connections moved at this step: alpha / 2 · (1 + cos(π step / until))."""
+    """Return the fraction of connections to replace at this step: alpha / 2 · (1 + cos(π step / until))."""
     return alpha / 2 * (1 + math.cos(math.pi * step / until)) if step < until else 0.0

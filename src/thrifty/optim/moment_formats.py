@@ -1,8 +1,8 @@
-"""Storage formats of optimizer moments, and the conversion between them.
+"""Storage formats of optimizer moments (float32, bfloat16, 8-bit), and conversion between formats.
 
-An 8-bit moment has two slots: quantized values under the moment's name, and scales under that name with the ending
-`.scales`. The number of scales of a row is its number of blocks, and no block lies on two ranks. A sharded row
-therefore has the same format as a whole one. Only a mesh that requires another number of blocks requantizes it.
+An 8-bit moment has two slots: quantized values under the moment's name, and scales under that name plus `.scales`. A
+row has one scale per block, and a block never spans two ranks. A sharded row therefore has the same format as a whole
+row. The moment is requantized only if a mesh requires another number of blocks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -20,21 +20,21 @@ from thrifty.kernels.blockwise_quantization import BLOCK, CodeBook, block_count,
 from thrifty.kernels.stochastic_rounding import round_to_bfloat16
 
 SHORTEST_ROW = 16
-"""Fewest elements of a block. A scale for fewer takes as much memory as their quantization saves."""
+"""Minimum number of elements per block. Below it, scales need as much memory as quantization saves."""
 SCALES = ".scales"
-"""Ending of the name of a slot of scales."""
+"""Suffix of the slot name of scales."""
 
 Seed = int | Tensor | None
-"""Seed of the step for stochastic rounding; None rounds to the nearest."""
+"""Seed of the step for stochastic rounding. None rounds to nearest."""
 SlotKind = Callable[[str], Content]
 
 
 class StateFormat(Protocol):
     parts: Sequence[str]
-    """Endings of the names of a moment's slots."""
+    """Suffixes of the slot names of a moment."""
 
     def blocks(self, moment: Tensor, parameter: Tensor) -> int:
-        """Return the number of blocks in this rank's part of each row; 0 for a moment that stays in float32."""
+        """Return the number of blocks in this rank's part of each row. Return 0 if the moment stays in float32."""
         ...
 
     def close(self, moment: Tensor, never_negative: bool, seed: Seed, blocks: int) -> tuple[Tensor, ...]: ...
@@ -90,8 +90,7 @@ class Int8Format:
 
 
 def divided_like(whole: Tensor, part: Tensor) -> Tensor:
-    """Return `part` (r, c, …), computed from this rank's part of `whole`, as a DTensor with the placements of
-    `whole`."""
+    """Return `part` (r, c, …), computed from this rank's part of `whole`, as a DTensor with its placements."""
     if not is_dtensor(whole):
         return part
     columns = whole.shape[1] * part.shape[1] // local_tensor(whole).shape[1]
@@ -104,7 +103,7 @@ _INT8 = Int8Format()
 
 
 def scales_name(name: str) -> str:
-    """Return the name of the scales of a quantized tensor in a state."""
+    """Return the name of the scales of a quantized tensor in an optimizer state."""
     kind, slot, parameter = name.split("/", 2)
     return f"{kind}/{slot}{SCALES}/{parameter}"
 
@@ -114,7 +113,7 @@ def is_scales(name: str) -> bool:
 
 
 def opened(name: str, tensors: Mapping[str, Tensor], slot_kind: SlotKind) -> Tensor:
-    """Return a whole tensor of a state, dequantized to float32 if it is stored in 8 bits."""
+    """Return a whole tensor of an optimizer state. 8-bit tensors are dequantized to float32."""
     if (scales := _scales(name, tensors)) is None:
         return tensors[name]
     return _INT8.open((tensors[name], scales), _is_squares(name, slot_kind))
@@ -126,7 +125,9 @@ def opened_dtype(name: str, tensors: Mapping[str, Tensor]) -> torch.dtype:
 
 @torch.no_grad()
 def fill_moment(name: str, tensors: Mapping[str, Tensor], value: Tensor, slot_kind: SlotKind) -> None:
-    """Fill this rank's part of a state tensor from a whole value of its shape, quantized if it is stored in 8 bits."""
+    """Fill this rank's part of a state tensor from `value`, the whole tensor in the same shape. Quantize to 8 bits if
+    stored so.
+    """
     if (scales := _scales(name, tensors)) is None:
         return fill_tensor(tensors[name], value)
     codes, scales = local_tensor(tensors[name]), local_tensor(scales)

@@ -1,4 +1,4 @@
-"""Partition of the parameters among gradient transforms: each parameter goes through exactly one transform."""
+"""Partition of parameters among gradient transforms: each parameter is updated by exactly one transform."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from copy import copy
@@ -21,7 +21,9 @@ from thrifty.core.gradient_transform import (
 
 
 class ParameterPartition(GradientTransform):
-    """A transform that sends each parameter to its first matching rule. A parameter without a rule is an error."""
+    """Transform that applies to each parameter the transform of its first matching rule. A parameter without a matching
+    rule is an error.
+    """
 
     name = "partition"
 
@@ -34,12 +36,12 @@ class ParameterPartition(GradientTransform):
         return max(transform.reach for _, transform in self.rules.values())
 
     def label_of(self, name: str, parameter: Tensor) -> str:
-        """Return the label of the first rule that a parameter meets. Raises UsageError if it meets none."""
+        """Return the label of the first rule that matches a parameter. Raise UsageError if no rule matches."""
         for label, (rule, _) in self.rules.items():
             if rule(name, parameter):
                 return label
         raise UsageError(
-            f"partition: no rule covers parameter {name!r} of shape {tuple(parameter.shape)}",
+            f"partition: no rule matches parameter {name!r} of shape {tuple(parameter.shape)}",
             fix='add a last rule ("rest", lambda name, parameter: True, …)',
         )
 
@@ -58,7 +60,7 @@ class ParameterPartition(GradientTransform):
             own = self.members[label]
             inner = transform.init([names[i] for i in own], [parameters[i] for i in own])
             for slot, tensors in inner.items():
-                # parameters of other members have an empty tensor, so that every slot has one entry per parameter
+                # every slot has one tensor per parameter; for parameters of other rules the tensor is empty
                 filled = [parameter.new_empty(0) for parameter in parameters]
                 for index, tensor in zip(own, tensors, strict=True):
                     filled[index] = tensor
@@ -66,7 +68,7 @@ class ParameterPartition(GradientTransform):
         return slots
 
     def _members(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> Iterator[Any]:
-        """Yield each rule's parameter indices, transform, and part of slots, parameters and numbers."""
+        """Yield the parameter indices of each rule, its transform, and its part of slots, parameters and numbers."""
         for label, (_, transform) in self.rules.items():
             own = self.members[label]
             state = {slot: [tensors[i] for i in own] for slot, tensors in without_prefix(label, slots).items()}
@@ -115,7 +117,7 @@ class ParameterPartition(GradientTransform):
         return inner_owner(label, self.rules[label][1], own)
 
     def rate(self, numbers: Scalars) -> float:
-        """Return the rate of the first rule, which is the main optimizer."""
+        """Return the learning rate of the first rule, which is the main optimizer."""
         label, (_, transform) = next(iter(self.rules.items()))
         return transform.rate(without_prefix(label, numbers))
 

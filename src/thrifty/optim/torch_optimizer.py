@@ -1,4 +1,4 @@
-"""A `torch.optim.Optimizer` that runs gradient transforms, usable in any training loop.
+"""A `torch.optim.Optimizer` that runs gradient transforms and works in any training loop.
 
 optimizer = TransformOptimizer(model.named_parameters(), chain(ScaleByAdam(), scale_by_learning_rate(1e-3)))
 """
@@ -26,10 +26,10 @@ from thrifty.optim.update_plan import split_chain
 
 
 class UpdateLocation:
-    """The place of an update and its state: by default the parameters' device, or else the chain's own `site`."""
+    """Location of an update and its state: the parameters' device, or the location that the chain's `site` defines."""
 
     behind = False
-    """True if the parameters are one update behind the state."""
+    """True if the parameters are one update older than the state."""
 
     def __init__(self, transform: TransformChain, names: Sequence[str], parameters: list[Tensor]):
         self.transform = transform
@@ -38,7 +38,7 @@ class UpdateLocation:
         self._compiled: Callable | None = None
 
     def prepare(self, parameters: list[Tensor]) -> None:
-        """Split the chain into head and tail. Called again after its settings change."""
+        """Split the chain into head and tail. Call it again if settings of the chain change."""
         self.head, self.tail = split_chain(self.transform, parameters)
 
     @property
@@ -50,7 +50,7 @@ class UpdateLocation:
         return self.transform.slot_kind(slot)
 
     def owner(self, slot: str) -> str:
-        """Return the element that owns a slot, see `GradientTransform.owner`."""
+        """Return the path of the element that owns a slot, see `GradientTransform.owner`."""
         return self.transform.owner(slot)
 
     def compile(self, **options: Any) -> None:
@@ -58,7 +58,7 @@ class UpdateLocation:
             self._compiled = torch.compile(_transform_and_add, **options)
 
     def update(self, gradients: list[Tensor], parameters: list[Tensor], step: int, age: int) -> None:
-        """Update the parameters; `step` and `age` as in `GradientTransform.scalars`."""
+        """Update the parameters. `step` and `age` are defined in `GradientTransform.scalars`."""
         numbers = self.transform.scalars(step, age)
         if self._compiled is not None:
             inputs = {name: torch.tensor(value) for name, value in numbers.items()}
@@ -76,12 +76,12 @@ class UpdateLocation:
 
 
 class TransformOptimizer(torch.optim.Optimizer):
-    """An optimizer that applies a transform to the gradients of named parameters and adds the result to them.
+    """Optimizer that applies a transform to the gradients of named parameters, and adds the result to the parameters.
 
-    Only parameters that require a gradient take part. A missing gradient counts as zero, and gradients may be
-    overwritten. The state is `slots`, one tensor per parameter under each slot name, and two counters: `updates`
-    finished, and `born`, the update at which the state was last fresh. `births` has the same counter for the elements
-    that were fresh later, by their paths (see `GradientTransform.owner`).
+    Only parameters that require a gradient are updated. A missing gradient counts as zero, and gradients may be
+    overwritten. The state consists of `slots` and counters. Each slot contains one tensor per parameter. `updates`
+    counts finished updates. `born` is the update at which the state was last initialized. `births` is the same counter
+    for elements that were initialized later, by their paths (see `GradientTransform.owner`).
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, Tensor]], transform: GradientTransform):
@@ -98,7 +98,7 @@ class TransformOptimizer(torch.optim.Optimizer):
             if parameter.is_complex():
                 raise UsageError(
                     f"the parameter {name!r} is complex ({parameter.dtype}); updates support only real parameters",
-                    fix="train torch.view_as_real(weight) as the parameter, and take torch.view_as_complex of it in "
+                    fix="make torch.view_as_real(weight) the parameter, and call torch.view_as_complex on it in "
                     "forward",
                 )
 
@@ -122,7 +122,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         return self.site.slots
 
     def compile(self, **options: Any) -> None:
-        """Trace the arithmetic once with torch.compile, unless torch has a fused kernel for it.
+        """Trace the update once with torch.compile, unless torch has a fused kernel for it.
 
         The scalars of each step are passed as tensors.
         """
@@ -133,7 +133,7 @@ class TransformOptimizer(torch.optim.Optimizer):
         return self.transform.scalars(self.updates, self.age)
 
     def will_move_masks(self) -> bool:
-        """Return True if the next update changes which weights may be nonzero, for example when masks move."""
+        """Return True if the next update moves masks, so that other weights may become nonzero."""
         return any(value for name, value in self.scalars().items() if name.rpartition(".")[2] == MASK_MOVE)
 
     @torch.no_grad()
@@ -152,24 +152,25 @@ class TransformOptimizer(torch.optim.Optimizer):
         self.updates += 1
 
     def learning_rate(self) -> float:
-        """Return the factor of the next update without its sign: the product of all schedules."""
+        """Return the learning rate of the next update: the absolute product of all schedules."""
         numbers = self.scalars()
         return self.transform.rate(numbers)
 
     @torch.no_grad()
     def eval_weights(self) -> list[Tensor] | None:
-        """Return the values to evaluate and to export, one for each of `names`, if they differ from the trained
-        parameters (an average of them). Return None if they do not differ."""
+        """Return the weights for evaluation and export, one tensor per entry of `names`, if they differ from the
+        trained parameters (for example an EMA). Return None if they do not differ.
+        """
         return self.site.eval_weights(self.parameters, self.scalars())
 
     @torch.no_grad()
     def apply_constraints(self) -> None:
-        """Apply the constraints of the state (masks). Call it after loading other values into parameters or state."""
+        """Apply the constraints of the state (masks). Call it after loading values into parameters or state."""
         self.site.apply_constraints(self.parameters)
 
     @contextmanager
     def use_eval_weights(self) -> Iterator[None]:
-        """Set the parameters to the evaluation weights inside the `with` block."""
+        """Use the evaluation weights as parameters inside the `with` block."""
         values, parameters = self.eval_weights(), self.parameters
         if values is None:
             yield

@@ -1,4 +1,4 @@
-"""Transform elements shared by optimizers: momentum, Adam, decay, trust ratio, clipping, factors."""
+"""Update elements that several optimizers share: momentum, Adam, decay, trust ratio, clipping, factors."""
 
 import math
 from collections.abc import Callable, Sequence
@@ -19,10 +19,10 @@ from thrifty.modeling.parameter_kinds import FusedSlices, fused_slices, is_matri
 
 
 class ScaleByMomentum(GradientTransform):
-    """A decaying sum of gradients, v = decay · v + g (Polyak 1964).
+    """Momentum: a decaying sum of gradients, v = decay · v + g (Polyak 1964).
 
-    With `nesterov` it is one step ahead, g + decay · v (Sutskever et al. 2013). A sum of other values than gradients
-    needs another `name`, because forks match slots by name.
+    With `nesterov` the update is g + decay · v, one step ahead (Sutskever et al. 2013). If the input is not a gradient,
+    pass another `name`, because forked runs match slots by name.
     """
 
     reach = TransformScope.ROWS
@@ -44,8 +44,9 @@ class ScaleByMomentum(GradientTransform):
 
 
 class ScaleByAdam(GradientTransform):
-    """Bias-corrected first moment over the root of the second (Kingma & Ba 2015, algorithm 1). With a beta1 of 0 the
-    gradient replaces the first moment, which is not stored."""
+    """Adam: bias-corrected first moment divided by the root of the second (Kingma & Ba 2015, algorithm 1). If beta1 is
+    0, the gradient replaces the first moment, which is not stored.
+    """
 
     name = "scale_by_adam"
     reach = TransformScope.ROWS
@@ -70,7 +71,7 @@ class ScaleByAdam(GradientTransform):
             torch._foreach_lerp_(slots["mean"], updates, 1 - self.beta1)
         torch._foreach_mul_(square, self.beta2)
         torch._foreach_addcmul_(square, updates, updates, 1 - self.beta2)
-        # both corrections in one factor: mean / c1 / (root / c2 + eps) is mean / (root · c1 / c2 + eps · c1)
+        # both bias corrections in one factor: mean / c1 / (root / c2 + eps) = mean / (root · c1 / c2 + eps · c1)
         root = torch._foreach_sqrt(square)
         torch._foreach_mul_(root, numbers["root_factor"])
         torch._foreach_add_(root, numbers["eps"])
@@ -78,7 +79,7 @@ class ScaleByAdam(GradientTransform):
 
 
 class SelectiveTransform(GradientTransform):
-    """A base class of elements that act only on the parameters matched by a rule; `chosen` has their indices."""
+    """Base class of elements that change only the parameters that match a rule. `chosen` contains their indices."""
 
     def __init__(self, where: Rule):
         self.where = where
@@ -95,9 +96,10 @@ class SelectiveTransform(GradientTransform):
 
 
 class AddDecayedWeights(SelectiveTransform):
-    """An element that adds decay · parameter to the updates of the parameters matched by the rule.
+    """Weight decay: add decay · parameter to the updates of the parameters that match the rule.
 
-    After the moments this is decoupled weight decay (Loshchilov & Hutter 2019), before them L2 regularization.
+    Placed after the moments, this is decoupled weight decay (Loshchilov & Hutter 2019). Placed before the moments, it
+    is L2 regularization.
     """
 
     name = "add_decayed_weights"
@@ -115,7 +117,7 @@ class AddDecayedWeights(SelectiveTransform):
 
 
 class ScaleParameters(SelectiveTransform):
-    """An element that multiplies the updates of some parameters by a constant, which is a separate learning rate."""
+    """Separate learning rate: multiply the updates of some parameters by a constant."""
 
     name = "scale_parameters"
     reach = TransformScope.ROWS
@@ -137,20 +139,21 @@ def trust_ratio(
     decay: float = 0.0,
     bounds: tuple[float, float] = (0.0, math.inf),
 ) -> Tensor:
-    """Return coefficient · φ(‖w‖) / (‖u‖ + decay · ‖w‖) from the norms of a layer's weights and update, in their shape.
+    """Return coefficient · φ(‖w‖) / (‖u‖ + decay · ‖w‖) from ‖w‖ (`weight`) and ‖u‖ (`update`), in the shape of these
+    norms.
 
-    φ clamps ‖w‖ to `bounds`. The ratio is 1 where either norm is 0.
+    φ clamps ‖w‖ to `bounds`. The ratio is 1 if a norm is 0.
     """
     ratio = coefficient * weight.clamp(*bounds) / (update + decay * weight)
     return torch.where((weight > 0) & (update > 0), ratio, 1.0)
 
 
 class ScaleByTrustRatio(SelectiveTransform):
-    """An element that makes the norm of each layer's update proportional to the norm of its weights: `trust_ratio` ·
-    (update + decay · parameter).
+    """Trust ratio: scale each layer's update to `trust_ratio` · (update + decay · parameter). The norm of the update is
+    then proportional to the norm of the layer's weights.
 
-    With decay the formula is from LARS (You et al. 2017); LAMB (You et al. 2020) adds its decay before. With `slices`,
-    the layers that share a weight (`modeling/parameter_kinds.py`) count as separate layers.
+    With decay, the formula is from LARS (You et al. 2017). LAMB (You et al. 2020) adds its decay in an earlier element.
+    With `slices`, layers that share one fused weight (`modeling/parameter_kinds.py`) are scaled separately.
     """
 
     name = "scale_by_trust_ratio"
@@ -192,7 +195,7 @@ class ScaleByTrustRatio(SelectiveTransform):
 
 
 class ScaleBySchedule(GradientTransform):
-    """An element that multiplies the updates by a factor that depends only on the step."""
+    """Learning-rate schedule: multiply the updates by a factor that depends only on the step."""
 
     reach = TransformScope.ROWS
 
@@ -211,12 +214,12 @@ class ScaleBySchedule(GradientTransform):
 
 
 def scale_by_learning_rate(rate: float) -> ScaleBySchedule:
-    """Return an element that multiplies by -rate, which turns a direction of ascent into a step of descent."""
+    """Return an element that multiplies updates by -rate. Adding the result to the parameters is a descent step."""
     return ScaleBySchedule(lambda step: -rate, name="scale_by_learning_rate")
 
 
 class ClipByGlobalNorm(GradientTransform):
-    """An element that scales all gradients to a joint 2-norm of at most `largest` (Pascanu et al. 2013)."""
+    """Gradient clipping: scale all gradients so that their joint 2-norm is at most `largest` (Pascanu et al. 2013)."""
 
     name = "clip_by_global_norm"
 
@@ -230,7 +233,7 @@ class ClipByGlobalNorm(GradientTransform):
 
 
 def add_multiple(tensors: list[Tensor], others: list[Tensor], factor: float | Tensor) -> None:
-    """Compute tensors += factor · others in place. The factor is a number or, while being compiled, a tensor."""
+    """Compute tensors += factor · others in place. During compilation, `factor` is a tensor."""
     if isinstance(factor, Tensor):
         torch._foreach_add_(tensors, torch._foreach_mul(others, factor))
     else:
@@ -238,7 +241,9 @@ def add_multiple(tensors: list[Tensor], others: list[Tensor], factor: float | Te
 
 
 def global_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the 2-norm of all tensors as one vector, a scalar in float32 or wider. Sharded tensors count whole."""
+    """Return the joint 2-norm of all tensors as a scalar in float32 or wider. Sharded tensors are counted as whole
+    tensors.
+    """
     dtype = reduce(torch.promote_types, {tensor.dtype for tensor in tensors}, torch.float32)
     norms = [
         full_values(torch.linalg.vector_norm(torch.stack(torch._foreach_norm([tensors[i] for i in group], 2, dtype))))
@@ -254,7 +259,7 @@ def global_norm(tensors: Sequence[Tensor]) -> Tensor:
 
 
 def divided_alike(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Return groups, by index, of tensors that are sharded in the same way."""
+    """Return groups of tensors with equal sharding, as lists of indices."""
     groups: dict[Any, list[int]] = {}
     for index, tensor in enumerate(tensors):
         is_parted = is_dtensor(tensor)
@@ -265,8 +270,10 @@ def divided_alike(tensors: Sequence[Tensor]) -> list[list[int]]:
 def layer_norms(
     tensors: Sequence[Tensor], cuts: Sequence[FusedSlices | None], orders: Sequence[FusedOrder | None] | None = None
 ) -> list[Tensor]:
-    """Return the 2-norm of each tensor; for a cut tensor, the norm of the slice of each line, broadcastable to the
-    tensor. Sharded tensors count whole; `orders` are the fused orders of their parameters."""
+    """Return the 2-norm of each tensor. For a tensor with slices (`cuts`), return the norm of the slice that contains
+    each row, broadcastable to the tensor. Sharded tensors are counted as whole tensors. `orders` are the fused orders
+    of the parameters.
+    """
     orders = orders or [None] * len(tensors)
     norms = [
         tensor if cut is None else _slice_norms(tensor, cut, order)
@@ -288,14 +295,15 @@ def _slice_norms(tensor: Tensor, cut: FusedSlices, order: FusedOrder | None) -> 
 
 
 def full_values(tensor: Tensor, order: FusedOrder | None = None) -> Tensor:
-    """Return the whole tensor in its global shape, gathered or summed over ranks, with `order` undone."""
+    """Return the whole tensor in its global shape. Shards are gathered or summed over ranks, and `order` is undone."""
     full = tensor.full_tensor() if is_dtensor(tensor) else tensor
     return full if order is None else order.whole(full)
 
 
 def match_layout(tensor: Tensor, sharded: Tensor, order: FusedOrder | None = None) -> Tensor:
-    """Return a tensor that every rank has, of the shape of `sharded` or broadcastable to it, in its order and
-    placements."""
+    """Return a tensor with the row order and placements of `sharded`. The input is the same on every rank, and has the
+    shape of `sharded` or broadcasts to it.
+    """
     if order is not None:
         tensor = order.to_stored(tensor)
     if not is_dtensor(sharded):

@@ -1,6 +1,7 @@
-"""Execution plans of a transform: first the elements that require all parameters together, then the rest, its tail.
+"""Execution plans of a transform chain. A chain has two parts: the head requires all parameters together, the tail does
+not.
 
-A tail is a fused kernel if one fits; otherwise it runs in pieces. Each member of a partition has its own tail.
+The tail is a fused kernel if a kernel fits. Otherwise it runs in chunks. Each member of a partition has its own tail.
 """
 
 from collections.abc import Mapping, Sequence
@@ -23,7 +24,7 @@ from thrifty.optim.parameter_partition import ParameterPartition
 
 @dataclass(frozen=True)
 class TwoPartUpdate:
-    """A tail that writes its result over the gradients, then another tail."""
+    """Two tails in sequence. The first tail overwrites the gradients with its result."""
 
     first: UpdateExecutor
     then: UpdateExecutor
@@ -35,7 +36,7 @@ class TwoPartUpdate:
 
 @dataclass(frozen=True)
 class PartitionedUpdate:
-    """Tails that each update some of the parameters, by index."""
+    """Tails that each update a part of the parameters. Parts are lists of parameter indices."""
 
     tails: list[tuple[list[int], UpdateExecutor]]
 
@@ -46,21 +47,23 @@ class PartitionedUpdate:
 
 
 def split_chain(chain: TransformChain, parameters: Sequence[Tensor]) -> tuple[TransformChain, UpdateExecutor]:
-    """Split an initialized chain into the elements that require all parameters together, and its tail."""
+    """Split an initialized chain into head and tail. The head ends with the last element that requires all parameters
+    together.
+    """
     keys = [key for key, element in chain.elements.items() if changes_updates(element)]
     far = max((i + 1 for i, key in enumerate(keys) if chain.elements[key].reach is TransformScope.ALL), default=0)
     return chain.part(keys[:far]), update_tail(chain.part(keys[far:]), parameters)
 
 
 def update_tail(chain: TransformChain, parameters: Sequence[Tensor]) -> UpdateExecutor:
-    """Return the executor of a chain without elements of scope `ALL`."""
+    """Return the executor for a chain. No element may have scope `ALL`."""
     for key, element in chain.elements.items():
         if isinstance(element, ParameterPartition):
             chains = [(own, member_chain(chain, key, element, label)) for label, own in element.members.items()]
             return PartitionedUpdate(
                 [(own, update_tail(member, [parameters[i] for i in own])) for own, member in chains]
             )
-    # an empty chain only adds the update, in any number format
+    # without elements, no kernel is needed: the update is only added, in any dtype
     if chain.elements and (tail := fused_tail(chain)):
         before, kernel = tail
         return (
@@ -71,7 +74,7 @@ def update_tail(chain: TransformChain, parameters: Sequence[Tensor]) -> UpdateEx
 
 
 def member_chain(chain: TransformChain, key: str, partition: ParameterPartition, label: str) -> TransformChain:
-    """Return the chain that acts on the parameters of one member of a partition, under the keys of its slots."""
+    """Return the chain for the parameters of one member of a partition, with the keys of the member's slots."""
     (_, transform), own = partition.rules[label], partition.members[label]
     elements: dict[str, GradientTransform] = {}
     for place, element in chain.elements.items():

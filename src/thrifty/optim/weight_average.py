@@ -1,4 +1,4 @@
-"""Exponential moving average of the weights, for evaluation and for techniques that use it."""
+"""Exponential moving average (EMA) of the weights, for evaluation and for techniques that use it."""
 
 from collections.abc import Sequence
 from typing import Literal
@@ -13,10 +13,11 @@ Beginning = Literal["warmup", "debiased"]
 
 
 def decay_after(averaged: int, decay: float, ramp: Beginning) -> float:
-    """Return the decay of the next step if the mean already contains `averaged` weights; 0 at first.
+    """Return the decay of the next step, if the EMA already contains `averaged` weights. The first decay is 0.
 
-    "warmup" is min(decay, (1 + t) / (10 + t)). "debiased" weights the parameters of t steps ago by decay^t, divided by
-    the sum of these factors. The result equals a mean that starts at zero, divided by 1 - decay^n.
+    "warmup" is min(decay, (1 + t) / (10 + t)) after t weights. "debiased" weights the parameters of t steps ago by
+    decay^t, normalized so that the weights sum to 1. This equals an average of n weights that starts at zero, divided
+    by 1 - decay^n.
     """
     if averaged == 0:
         return 0.0
@@ -26,7 +27,7 @@ def decay_after(averaged: int, decay: float, ramp: Beginning) -> float:
 
 
 class EmaTransform(GradientTransform):
-    """Exponential moving average of the parameters; the updates pass unchanged."""
+    """Element that averages the parameters (EMA). Updates are not changed."""
 
     reach = TransformScope.ROWS
 
@@ -59,5 +60,5 @@ class EmaTransform(GradientTransform):
 
 
 def high_precision_copy(parameter: Tensor) -> Tensor:
-    """Return a copy of the same shape in float32, or in the parameter's dtype if that is wider."""
+    """Return a copy of the parameter in float32, or in its own dtype if that is wider."""
     return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)

@@ -1,8 +1,8 @@
-"""Weights under masks, the base of all sparse techniques.
+"""Masked weights: the base of all sparse techniques.
 
-A technique decides which weights are masked, and how their masks start and move (`MaskPolicy`). `MaskedUpdate` applies
-the masks to everything else: gradients before the rest of the update, updates after it, and every moment and average
-when a mask moves. Gradients arrive dense, so that growth criteria can use the gradients of inactive connections.
+A technique selects the masked weights, the initial masks and the mask moves (`MaskPolicy`). `MaskedUpdate` applies
+masks to gradients before the rest of the update, and to updates after it. If a mask moves, it also applies the mask to
+every moment and average. Gradients are dense, so growth criteria can use the gradients of inactive connections.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -31,27 +31,27 @@ from thrifty.core.state import TrainState, fill_tensor, full_value
 from thrifty.optim.mask_selection import masked_shapes
 
 SLOT = "masks.mask"
-"""Slot of the masks in the optimizer's state: booleans in the shape of the weight, empty without a mask."""
+"""Slot name of the masks in the optimizer's state. A mask is a boolean tensor in the shape of the weight, or empty."""
 
 
 @dataclass(frozen=True)
 class MaskedLayer:
-    """A masked weight before a move: whole tensors of one shape, the same on every rank."""
+    """A masked weight before a mask move. All fields are whole tensors of one shape, the same on every rank."""
 
     mask: Tensor
     weight: Tensor
     gradient: Tensor
-    """Dense gradient of the loss, by the product of weight and mask."""
+    """Dense gradient of the loss with respect to weight · mask."""
 
 
 LayerReader = Callable[[str], MaskedLayer]
 
 
 class MaskPolicy(Protocol):
-    """The decisions of a sparse technique: masked weights, initial masks, moves."""
+    """Decisions of a sparse technique: masked weights, initial masks, mask moves."""
 
     def masked(self, shapes: Mapping[str, tuple[int, ...]]) -> Iterable[str]:
-        """Return the names of the weights to mask, from all trained matrices."""
+        """Return the names of the weights to mask. `shapes` contains all trained matrices."""
         ...
 
     def initial_masks(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
@@ -59,13 +59,13 @@ class MaskPolicy(Protocol):
         ...
 
     def moves_at(self, step: int) -> bool:
-        """Return True if masks move in the update of this step."""
+        """Return True if masks move in the update of `step`."""
         ...
 
     def next_masks(self, names: Sequence[str], layer: LayerReader, step: int) -> Iterator[tuple[str, Tensor]]:
-        """Yield the new mask of each name. A name that is left out keeps its mask.
+        """Yield (name, new mask) pairs. A name that is not yielded keeps its mask.
 
-        `layer` gathers the present tensors, on all ranks together and in the same order.
+        `layer(name)` gathers the current tensors of a weight. All ranks must call it in the same order.
         """
         ...
 
@@ -76,7 +76,7 @@ class MaskPolicy(Protocol):
 
 
 class MaskedUpdate(GradientTransform):
-    """A transform that runs the rest of the update under masks."""
+    """Transform that applies masks around the rest of the update."""
 
     name = "masks"
 
@@ -85,7 +85,7 @@ class MaskedUpdate(GradientTransform):
         self.names: dict[int, str] = {}
 
     def scalars(self, step: int, age: int) -> dict[str, float]:
-        # the step counted from 1; 0 for a step without a move
+        # step + 1, or 0 if no mask moves
         move = float(step + 1) if self.masking.moves_at(step) else 0.0
         return {MASK_MOVE: move, **inner_scalars("rest", self.rest, step, age)}
 
@@ -116,7 +116,7 @@ class MaskedUpdate(GradientTransform):
         own = without_prefix("rest", slots)
         self._apply(updates, slots["mask"])
         updates = self.rest.update(updates, own, parameters, without_prefix("rest", numbers))
-        # products of whole matrices, as in Muon, also update masked positions, and their rounding has a compensation
+        # matmuls of whole matrices, as in Muon, also update masked positions, and compensations of rounding
         for tensors in (updates, *(own[slot] for slot in own if slot.endswith(COMPENSATION))):
             self._apply(tensors, slots["mask"])
         return updates
@@ -139,11 +139,11 @@ class MaskedUpdate(GradientTransform):
         return self.rest.rate(without_prefix("rest", numbers))
 
     def move(self, gradients: list[Tensor], slots: Slots, parameters: list[Tensor], step: int) -> None:
-        """Move the masks and apply them to parameters and state."""
+        """Move the masks, and apply the new masks to parameters and state."""
         masks, index = slots["mask"], {name: i for i, name in self.names.items()}
 
         def layer(name: str) -> MaskedLayer:
-            # policies see whole tensors, so that every rank of a sharded run decides the same
+            # policies receive whole tensors, so that all ranks of a sharded run make the same decision
             i = index[name]
             order = order_of(parameters[i])
             return MaskedLayer(*(full_value(tensor[i], order) for tensor in (masks, parameters, gradients)))
@@ -159,9 +159,9 @@ class MaskedUpdate(GradientTransform):
 
 
 def mask_of(parameter: Tensor) -> Tensor | None:
-    """Return the mask of a parameter, of its shape, which changes in place (`mask._version` counts the changes).
+    """Return the mask of a parameter, in its shape. The mask changes in place; `mask._version` counts the changes.
 
-    Return None for a parameter that is not masked or is sharded, and if the optimizer updates offloaded copies.
+    Return None if the parameter is not masked or is sharded, or if the optimizer updates offloaded copies.
     """
     return getattr(parameter, "under_mask", None)
 
@@ -169,19 +169,19 @@ def mask_of(parameter: Tensor) -> Tensor | None:
 def check_masks(technique: str, state: TrainState, allowed: Mapping[str, int]) -> None:
     """Raise IntegrityError if a state violates its masks.
 
-    A weight must not have more nonzero values, nor its mask more True positions, than `allowed`. The weight, its
-    evaluation weight and each slot of the weight's shape must be zero outside the mask.
+    A weight may have at most `allowed` nonzero values, and its mask at most `allowed` True positions. The weight, its
+    evaluation weight, and each slot with the weight's shape must be zero outside the mask.
     """
     assert state.model is not None and state.optimizer is not None
     optimizer, masks = state.optimizer, masks_in(state)
     parameters = dict(state.model.named_parameters())
-    if optimizer.site.behind:  # the delayed parameters still have the weights that a mask has just removed
+    if optimizer.site.behind:  # delayed parameters still contain weights that the mask has removed in this step
         parameters |= dict(zip(optimizer.names, optimizer.site.copies, strict=True))
     for name, most in allowed.items():
         nonzero = int(full_value(parameters[name]).count_nonzero())
         if nonzero > most:
-            raise IntegrityError(f"{technique}: {name} has {nonzero} non-zero weights, but at most {most} are allowed")
-        # a connection that has just grown is zero until the next update
+            raise IntegrityError(f"{technique}: {name} has {nonzero} nonzero weights, but at most {most} are allowed")
+        # a connection that was grown in this step is zero until the next update
         if name in masks and (places := int(full_value(masks[name]).sum())) > most:
             raise IntegrityError(
                 f"{technique}: the mask of {name} keeps {places} weights, but at most {most} are allowed"
@@ -196,7 +196,7 @@ def check_masks(technique: str, state: TrainState, allowed: Mapping[str, int]) -
             mask, order = masks.get(name), order_of(parameter)
             if mask is None or tensor.shape != mask.shape:
                 continue
-            closed = ~full_value(mask, order).to(tensor.device)  # which may be offloaded
+            closed = ~full_value(mask, order).to(tensor.device)  # the tensor may be offloaded
             outside = int((full_value(tensor, order) != 0).logical_and_(closed).sum())
             if outside:
                 raise IntegrityError(f"{technique}: {slot} of {name} has {outside} values outside the mask")

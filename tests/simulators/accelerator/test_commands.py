@@ -147,7 +147,7 @@ def test_a_filter_that_misses_the_error_is_reported(tmp_path: Path, monkeypatch:
     words = ("attention", "--designs", "a3,sanger", "--trace", recorded(tmp_path / "r.safetensors"), "--filter", "own")
     page = printed(*words, "--max-error", "0.001", "--no-measure")
     assert "a3: no threshold of its filter keeps the error below 0.001" in page and "sanger: no" not in page
-    assert "on the evaluated examples" in page
+    assert "from the evaluated examples" in page
 
 
 def test_own_filters_and_factors_of_a_speed_ratio(tmp_path: Path) -> None:

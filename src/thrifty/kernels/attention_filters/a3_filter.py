@@ -1,4 +1,5 @@
-"""A3: keys found by a greedy search among the largest products of single elements, then keys near the best score.
+"""A3 filter: greedy search for keys with large products of single elements, then a threshold relative to the best
+score.
 
 Paper: Ham et al. 2020, A3: Accelerating Attention Mechanisms in Neural Networks with Approximation (HPCA).
 """
@@ -11,16 +12,16 @@ from torch import Tensor
 from thrifty.kernels.attention_filters.keep_masks import exact_scores, heads_of_keys, with_one
 
 PRODUCTS = 2**24
-"""Number of products searched at once."""
+"""Maximum number of products that are searched at once."""
 
 
 def greedy_scores(query: Tensor, keys: Tensor, rounds: Tensor, visible: Tensor) -> Tensor:
-    """Return the greedy score of each key, (n, s) in float64, for queries (n, k) over their keys (n, s, k).
+    """Return the greedy score of each key, (n, s) in float64, for n queries (n, k) and their keys (n, s, k).
 
-    `rounds` (n,) is the number of rounds per query. Each round adds the largest remaining product, if positive, to its
-    key's score. Then it adds the smallest, if negative, unless the sum of all added products is negative by now. The
-    paper's heaps over sorted columns yield the products in sorted order, so they are sorted here. A key that is not
-    `visible` (n, s) takes no part.
+    `rounds` (n,) is the number of rounds per query. A product is one query element times one key element. Each round
+    adds the largest remaining product, if positive, to its key's score. Then it adds the smallest remaining product, if
+    negative, unless the sum of all added products is negative. The paper uses heaps over sorted columns; here the
+    products are sorted. Keys that are not `visible` (n, s) are ignored.
     """
     (n, s), hidden = visible.shape, ~visible[..., None]
     products = (query[:, None, :] * keys).double()
@@ -38,7 +39,7 @@ def greedy_scores(query: Tensor, keys: Tensor, rounds: Tensor, visible: Tensor) 
         total = total + torch.where(takes, low.gather(1, taken.clamp(max=most - 1)[:, None])[:, 0], 0.0)
         taken = taken + takes
     at = torch.arange(most, device=products.device)
-    # products beyond a query's rounds may belong to hidden keys and be infinite
+    # products after a query's last round may belong to hidden keys and be infinite
     up = highest.values.clamp(min=0).masked_fill(at >= rounds[:, None], 0.0)
     down = low.clamp(max=0).masked_fill(at >= taken[:, None], 0.0)
     scores = products.new_zeros(n, s)
@@ -47,7 +48,9 @@ def greedy_scores(query: Tensor, keys: Tensor, rounds: Tensor, visible: Tensor) 
 
 
 def a3_candidates(q: Tensor, k: Tensor, share: float, visible: Tensor) -> Tensor:
-    """Return keys with a positive greedy score after ⌈share · n⌉ rounds, (b, h, t, s), for n visible keys."""
+    """Return the keys with a positive greedy score after ⌈share · n⌉ rounds, as a mask (b, h, t, s), for n visible
+    keys.
+    """
     (b, h, t, width), k = q.shape, heads_of_keys(k, q.shape[1])
     visible = visible.expand(b, h, t, k.shape[2])
     queries, seen = q.flatten(0, 2), visible.flatten(0, 2)
@@ -62,12 +65,16 @@ def a3_candidates(q: Tensor, k: Tensor, share: float, visible: Tensor) -> Tensor
 
 
 def post_scored(candidates: Tensor, scores: Tensor, percent: float) -> Tensor:
-    """Return the candidates with a softmax weight of at least `percent` of the best one's, (b, h, t, s)."""
+    """Return the candidates whose softmax weight is at least `percent` % of the largest weight, as a mask (b, h, t,
+    s).
+    """
     among = scores.masked_fill(~candidates, float("-inf"))
     return candidates & (among >= among.amax(-1, keepdim=True) + math.log(percent / 100))
 
 
 def a3_keep(q: Tensor, k: Tensor, share: float, percent: float, visible: Tensor) -> Tensor:
-    """Return the keys (b, h, t, s) that pass both selections; a query without a candidate keeps its best key."""
+    """Return the keys that pass both selections, as a mask (b, h, t, s). A query without candidates keeps its best
+    key.
+    """
     scores = exact_scores(q, k)
     return with_one(post_scored(a3_candidates(q, k, share, visible), scores, percent), scores, visible)

@@ -1,4 +1,5 @@
-"""ELSA: keys with a small angle to the query, estimated from sign hashes of a fast orthogonal projection.
+"""ELSA filter: keys with a small angle to the query. Angles are estimated from sign hashes of a fast orthogonal
+projection.
 
 Paper: Ham et al. 2021, ELSA: Hardware-Software Co-design for Efficient, Lightweight Self-Attention (ISCA).
 """
@@ -15,11 +16,15 @@ from torch.utils._python_dispatch import _disable_current_modes
 from thrifty.kernels.attention_filters.keep_masks import exact_scores, heads_of_keys, with_one
 
 PAIRS, PROJECTIONS = 2048, 96
-"""Number of random vector pairs per random projection, and of projections; the bias is a percentile over all."""
+"""Number of random vector pairs per projection, and number of random projections. The bias is a percentile over all
+pairs.
+"""
 
 
 def factor_sizes(width: int) -> tuple[int, ...]:
-    """Return sizes of matrices whose Kronecker product is (width, width): fours first, then other prime factors."""
+    """Return the sizes of square matrices whose Kronecker product has size `width`: factors 4 first, then other
+    primes.
+    """
     sizes: list[int] = []
     for divisor in (4, *range(2, width + 1)):
         while width % divisor == 0 and width > 1:
@@ -29,12 +34,14 @@ def factor_sizes(width: int) -> tuple[int, ...]:
 
 
 def multiplies(sizes: Sequence[int]) -> int:
-    """Return the multiplications of one projection: 768 for three sizes of 4, against 4096 for the whole matrix."""
+    """Return the number of multiplications of one projection: 768 for sizes (4, 4, 4), compared with 4096 for the full
+    matrix.
+    """
     return math.prod(sizes) * sum(sizes)
 
 
 def gram_schmidt(matrix: Tensor) -> Tensor:
-    """Return orthonormal rows with the same span as the rows (n, n), by modified Gram-Schmidt."""
+    """Return orthonormal rows with the same span as the rows of a matrix (n, n), by modified Gram-Schmidt."""
     rows: list[Tensor] = []
     for row in matrix:
         for done in rows:
@@ -44,20 +51,20 @@ def gram_schmidt(matrix: Tensor) -> Tensor:
 
 
 def orthogonal_factors(sizes: Sequence[int], generator: torch.Generator) -> list[Tensor]:
-    """Return random orthogonal matrices of these sizes, in float64 on the CPU."""
+    """Return random orthogonal matrices of the given sizes, in float64 on the CPU."""
     return [gram_schmidt(torch.randn(n, n, generator=generator, dtype=torch.float64)) for n in sizes]
 
 
 @cache
 def seeded_factors(sizes: tuple[int, ...], seed: int) -> tuple[tuple[tuple[float, ...], ...], ...]:
-    """Return the factors of a seed as Python numbers, which exist even if only shapes are traced."""
+    """Return the factors for a seed as Python floats, so that values exist even while only shapes are traced."""
     with _disable_current_modes(), unset_fake_temporarily():
         factors = orthogonal_factors(sizes, torch.Generator().manual_seed(seed))
         return tuple(tuple(map(tuple, factor.tolist())) for factor in factors)
 
 
 def kronecker_project(x: Tensor, factors: Sequence[Tensor]) -> Tensor:
-    """Return (A1 ⊗ A2 ⊗ …) x for x (…, k), by one small product per factor."""
+    """Return (A1 ⊗ A2 ⊗ …) x for x (…, k), with one small matmul per factor."""
     sides = [len(factor) for factor in factors]
     y = x.unflatten(-1, sides)
     with torch.autocast(x.device.type, enabled=False):
@@ -72,16 +79,17 @@ def signs(x: Tensor, factors: Sequence[Tensor]) -> Tensor:
 
 
 def estimated_angle(query_signs: Tensor, key_signs: Tensor) -> Tensor:
-    """Return (π / k) · Hamming distance (…, t, s) from signs (…, t, k) and (…, s, k)."""
+    """Return the estimated angle (π / k) · Hamming distance, (…, t, s), from signs (…, t, k) and (…, s, k)."""
     bits = query_signs.shape[-1]
     return math.pi / bits * (bits - query_signs @ key_signs.mT) / 2
 
 
 @cache
 def angle_bias(sizes: tuple[int, ...], share: float = 0.8, seed: int = 0) -> float:
-    """Return the bias of estimated angles, in radians: the `share` quantile of the error over standard normal pairs.
+    """Return the bias of estimated angles in radians: the `share` quantile of the error over standard normal pairs.
 
-    Subtracting it makes the estimate too small in `share` of the cases. 0.127 for (4, 4, 4).
+    After subtraction of the bias, the estimate is too small for a fraction `share` of the pairs. The bias is 0.127 for
+    (4, 4, 4).
     """
     width = math.prod(sizes)
     with _disable_current_modes(), unset_fake_temporarily(), torch.no_grad():
@@ -104,7 +112,7 @@ def elsa_similarity(q: Tensor, k: Tensor, factors: Sequence[Tensor], bias: float
 
 
 def largest_norm(k: Tensor, heads: int, visible: Tensor) -> Tensor:
-    """Return the largest norm of a key visible to each query, (b, h, 1 or t, 1)."""
+    """Return the largest norm of the keys that each query can see, (b, h, 1 or t, 1)."""
     norms = heads_of_keys(k, heads).float().norm(dim=-1)[:, :, None, :]
     return norms.masked_fill(~visible, 0.0).amax(-1, keepdim=True)
 
@@ -112,8 +120,9 @@ def largest_norm(k: Tensor, heads: int, visible: Tensor) -> Tensor:
 def elsa_keep(
     q: Tensor, k: Tensor, factors: Sequence[Tensor], bias: float, threshold: float, visible: Tensor
 ) -> Tensor:
-    """Return keys (b, h, t, s) with a similarity above threshold · the largest visible norm, or the most similar
-    key."""
+    """Return a mask (b, h, t, s) of keys with a similarity above threshold · the largest visible norm. A query without
+    such a key keeps its most similar key.
+    """
     similarity = elsa_similarity(q, k, factors, bias)
     keep = (similarity > threshold * largest_norm(k, q.shape[1], visible)) & visible
     return with_one(keep, similarity, visible)
@@ -122,8 +131,8 @@ def elsa_keep(
 def threshold_samples(q: Tensor, k: Tensor, p: float, visible: Tensor) -> Tensor:
     """Return the threshold that each query requires, (b, h, t).
 
-    It is the lowest score of the keys with a softmax weight above p / n, divided by |q| and the largest |k|; n is the
-    number of visible keys. If no weight is above p / n, the highest score replaces it.
+    Take the keys whose softmax weight is above p / n, for n visible keys. The threshold is their lowest score, divided
+    by |q| and the largest |k|. If no weight is above p / n, the highest score is used.
     """
     scores = exact_scores(q, k).masked_fill(~visible, float("-inf"))
     n = visible.sum(-1, keepdim=True)

@@ -1,4 +1,4 @@
-"""Keep sets, masks of pairs (b or 1, h or 1, t, s), and attention over them."""
+"""Keep sets (masks of query-key pairs, (b or 1, h or 1, t, s)) and attention over keep sets."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,10 +13,10 @@ from thrifty.core.errors import UsageError
 def visible_pairs(
     t: int, s: int, causal: bool, mask: Tensor | None = None, device: torch.device | None = None
 ) -> Tensor:
-    """Return the pairs that may be kept, (1 or b, 1 or h, t, s). A `mask` is boolean, (b, 1 or h, 1 or t, s)."""
+    """Return the pairs that may be kept, (1 or b, 1 or h, t, s). `mask` must be boolean, (b, 1 or h, 1 or t, s)."""
     if mask is not None and mask.dtype != torch.bool:
         raise UsageError(
-            f"attention filters require a boolean mask, got one of {str(mask.dtype)!r}, which is added to scores",
+            f"attention filters require a boolean mask, not an additive mask of dtype {str(mask.dtype)!r}",
             fix="pass a boolean mask: mask == 0",
         )
     if causal:
@@ -28,14 +28,14 @@ def visible_pairs(
 
 
 def heads_of_keys(x: Tensor, heads: int) -> Tensor:
-    """Return keys or values (b, g, s, k) as (b, h, s, k), each head repeated for the query heads that share it."""
+    """Return keys or values (b, g, s, k) as (b, h, s, k). Each head is repeated for the query heads that share it."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], 1)
 
 
 def with_one(keep: Tensor, scores: Tensor, visible: Tensor) -> Tensor:
-    """Return the visible part of a keep set, with at least one key per query, (b, h, t, s).
+    """Return the visible part of a keep set (b, h, t, s), with at least one key per query.
 
-    A query that would keep nothing keeps its visible key with the highest score.
+    A query that would keep no key keeps its visible key with the highest score.
     """
     keep, best = keep & visible, scores.masked_fill(~visible, float("-inf")).argmax(-1, keepdim=True)
     alone = torch.zeros_like(scores, dtype=torch.bool).scatter(-1, best, True)
@@ -43,15 +43,16 @@ def with_one(keep: Tensor, scores: Tensor, visible: Tensor) -> Tensor:
 
 
 def attend_kept(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
-    """Return exact softmax attention over a keep set (b, h, t, s), by torch's masked kernels; it saves no
-    computation."""
+    """Return exact softmax attention over a keep set (b, h, t, s), by torch's masked kernels. No computation is
+    saved.
+    """
     return F.scaled_dot_product_attention(q, k, v, keep, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def filtered_attention(
     keep: Callable[..., Tensor], causal: bool, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 ) -> Tensor:
-    """Return attention of q (b, h, t, k) over the keys of k and v (b, g, s, k) that `keep(q, k, visible=…)` keeps."""
+    """Return attention of q (b, h, t, k) over the keys and values (b, g, s, k) that `keep(q, k, visible=…)` keeps."""
     visible = visible_pairs(q.shape[2], k.shape[2], causal, mask, q.device)
     with torch.no_grad():
         kept = keep(q, k, visible=visible)
@@ -59,12 +60,12 @@ def filtered_attention(
 
 
 def seen_softmax(scores: Tensor, seen: Tensor) -> Tensor:
-    """Return the softmax over the visible keys `seen` (b, 1 or h, t, s), zeros for a query without one."""
+    """Return the softmax over visible keys. `seen` is (b, 1 or h, t, s). A query without visible keys has weights 0."""
     return scores.masked_fill(~seen, torch.finfo(scores.dtype).min).softmax(-1) * seen
 
 
 def exact_scores(q: Tensor, k: Tensor) -> Tensor:
-    """Return q (b, h, t, k) times k (b, g, s, k) by 1 / sqrt(k), (b, h, t, s) in float32 or wider."""
+    """Return the scores q kᵀ / sqrt(k), (b, h, t, s) in float32 or wider, for q (b, h, t, k) and k (b, g, s, k)."""
     accurate = torch.promote_types(q.dtype, torch.float32)
     with torch.autocast(q.device.type, enabled=False):
         return q.to(accurate) @ heads_of_keys(k, q.shape[1]).to(accurate).mT * q.shape[-1] ** -0.5
@@ -74,15 +75,16 @@ def refuse_other_lengths(t: int, s: int) -> None:
     """Raise UsageError if the numbers of queries and keys differ."""
     if t != s:
         raise UsageError(
-            f"causal attention requires as many queries as keys: {t} queries and {s} keys have no common order",
+            f"causal attention requires as many queries as keys: {t} queries and {s} keys were passed",
             fix="pass whole texts, without a key-value cache: use_cache=False",
         )
 
 
 def core_weights(core: Callable[..., Tensor], q: Tensor, k: Tensor, *rest: Any, **named: Any) -> Tensor:
-    """Return the weights (b, h, t, s) of an attention core: its outputs for values that each mark one key.
+    """Return the weights (b, h, t, s) of an attention core. They are its outputs if the values are unit vectors, one
+    per key.
 
-    A core with a `relay` of state from the previous block computes each time with the same state.
+    If a core has a `relay` (state from the previous block), each call uses the same state.
     """
     relay, width, parts = getattr(core, "relay", None), k.shape[3], []
     standing = getattr(relay, "standing", None)

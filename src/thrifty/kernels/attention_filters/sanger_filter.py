@@ -1,7 +1,7 @@
-"""Sanger: keys with a softmax weight above a threshold, predicted from 4-bit scores.
+"""Sanger filter: keys whose softmax weight, predicted from 4-bit scores, is above a threshold.
 
 Paper: Lu et al. 2021, Sanger: A Co-Design Framework for Enabling Sparse Attention using Reconfigurable Architecture
-(MICRO). Not read in full: this follows its abstract and its published code.
+(MICRO). Not read in full: this implementation follows its abstract and its published code.
 """
 
 import torch
@@ -11,15 +11,16 @@ from thrifty.kernels.attention_filters.keep_masks import heads_of_keys, with_one
 
 
 def unit_rows(x: Tensor) -> tuple[Tensor, Tensor]:
-    """Return vectors (…, k) divided by their norm, and the norm (…, 1), in float32."""
+    """Return vectors (…, k) divided by their norm, and the norms (…, 1), in float32."""
     x = x.float()
     length = x.norm(dim=-1, keepdim=True).clamp(min=1e-12)
     return x / length, length
 
 
 def quantized(x: Tensor, bits: int, largest: float | Tensor) -> Tensor:
-    """Return x rounded to signed `bits`, evenly from -largest to largest, in its shape; the gradient is
-    straight-through."""
+    """Return x rounded to signed `bits`-bit levels, evenly spaced from -largest to largest, in the shape of x. The
+    gradient is straight-through.
+    """
     levels = 2 ** (bits - 1) - 1
     scale = levels / largest
     rounded = (x * scale).round().clamp(-levels, levels) / scale
@@ -27,9 +28,9 @@ def quantized(x: Tensor, bits: int, largest: float | Tensor) -> Tensor:
 
 
 def predicted_scores(q: Tensor, k: Tensor, bits: int, largest: tuple[float | Tensor, float | Tensor]) -> Tensor:
-    """Return scores (b, h, t, s) from quantized unit vectors, scaled by the norms and 1 / sqrt(k).
+    """Return scores (b, h, t, s) of quantized unit vectors, multiplied by the norms and 1 / sqrt(k).
 
-    `largest` has the assumed largest element of a unit query and of a unit key.
+    `largest` contains the assumed largest element of a unit query and of a unit key.
     """
     (q, norm_q), (k, norm_k) = unit_rows(q), unit_rows(heads_of_keys(k, q.shape[1]))
     with torch.autocast(q.device.type, enabled=False):
@@ -40,7 +41,9 @@ def predicted_scores(q: Tensor, k: Tensor, bits: int, largest: tuple[float | Ten
 def sanger_keep(
     q: Tensor, k: Tensor, threshold: float, bits: int, largest: tuple[float, float], visible: Tensor
 ) -> Tensor:
-    """Return the keys (b, h, t, s) with more than `threshold` of the predicted softmax, or else the most likely key."""
+    """Return a mask (b, h, t, s) of keys whose predicted softmax weight exceeds `threshold`. A query without such a key
+    keeps its likeliest key.
+    """
     scores = predicted_scores(q, k, bits, largest)
     keep = scores.masked_fill(~visible, float("-inf")).softmax(-1) > threshold
     return with_one(keep, scores, visible)

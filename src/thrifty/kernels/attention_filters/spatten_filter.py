@@ -1,10 +1,11 @@
-"""SpAtten: cascade pruning of tokens and heads, skipped values of small weights, and low bits only for flat softmaxes.
+"""SpAtten filter: cascade pruning of tokens and heads, skipped values of small weights, low bits only for flat
+softmaxes.
 
 Paper: Wang et al. 2021, SpAtten: Efficient Sparse Attention Architecture with Cascade Token and Head Pruning (HPCA,
 arXiv 2012.09852). The least important tokens and heads are pruned for all later blocks.
 
-Training sees a whole text at once, so each query has its own view of the remaining tokens: the view of a model that has
-read only the tokens visible to the query. In an encoder all views are the same.
+Training processes a whole text at once, so each query has its own view of the remaining tokens: the view of a model
+that has read only the tokens that the query can see. In an encoder all views are equal.
 """
 
 from dataclasses import dataclass
@@ -15,16 +16,16 @@ from torch import Tensor
 from thrifty.kernels.attention_filters.keep_masks import exact_scores, heads_of_keys, seen_softmax
 
 TOKENS_SPARED, HEADS_SPARED = 0.15, 0.3
-"""Fraction of the first blocks without pruned tokens, and without pruned heads."""
+"""Fraction of the blocks, counted from the first, without token pruning, and without head pruning."""
 FLAT = 0.1
-"""Threshold of the largest weight: a softmax below it is computed again with its low bits."""
+"""Flatness threshold. A softmax whose largest weight is below it is recomputed with the low bits."""
 LOW_BITS = 4
-"""Number of low bits, in all of the paper's formats."""
+"""Number of low bits in all formats of the paper."""
 
 
 @dataclass(frozen=True)
 class CascadeState:
-    """Importance so far and remaining tokens and heads, in the view of each query."""
+    """Accumulated importance, and remaining tokens and heads, in the view of each query."""
 
     tokens: Tensor
     """Importance of each key, (b, t, s)."""
@@ -38,9 +39,10 @@ class CascadeState:
 
 @dataclass(frozen=True)
 class KeptShares:
-    """Kept fractions of one block: of an input's tokens, of heads, and of a query's keys whose values are fetched.
+    """Fractions that one block keeps: of an input's tokens, of heads, and of a query's keys whose values are
+    fetched.
 
-    `latest` is the fraction of the kept tokens that are the latest up to the query.
+    `latest` is the fraction of the kept tokens that are the most recent tokens before the query.
     """
 
     tokens: float
@@ -50,13 +52,16 @@ class KeptShares:
 
 
 def token_importance(probabilities: Tensor) -> Tensor:
-    """Return the sum of the weights of each key (b, s) over all heads and queries, from probabilities (b, h, t, s)."""
+    """Return the importance of each key (b, s): the sum of its weights over heads and queries, from probabilities (b,
+    h, t, s).
+    """
     return probabilities.float().sum((1, 2))
 
 
 def pruned_share(block: int, blocks: int, average: float, spread: float, spared: float) -> float:
-    """Return the pruned fraction in a block: none in the first `spared` of them, then linear from average - spread / 2
-    to average + spread / 2."""
+    """Return the pruned fraction of a block. It is 0 in the first `spared` fraction of the blocks. Then it grows
+    linearly from average - spread / 2 to average + spread / 2.
+    """
     start = round(spared * blocks)
     if block < start:
         return 0.0
@@ -65,8 +70,10 @@ def pruned_share(block: int, blocks: int, average: float, spread: float, spared:
 
 
 def cascade(importance: Tensor, alive: Tensor, keep: int | Tensor, always: Tensor | None = None) -> Tensor:
-    """Return a mask of the `keep` most important remaining entries, by sums over all blocks so far (…, n), and of
-    `always`. `keep` is an integer or integers (…, 1). A pruned entry, not in `alive` (…, n), stays pruned."""
+    """Return a mask (…, n) of the `keep` most important remaining entries and the entries in `always`. `importance` (…,
+    n) is summed over all blocks so far. `keep` is an integer or integers (…, 1). Entries that are not in `alive` (…, n)
+    stay pruned.
+    """
     ranked = importance.masked_fill(~alive, float("-inf"))
     if always is not None:
         ranked = ranked.masked_fill(always & alive, float("inf"))
@@ -74,18 +81,20 @@ def cascade(importance: Tensor, alive: Tensor, keep: int | Tensor, always: Tenso
 
 
 def highest(ranked: Tensor, keep: int | Tensor) -> Tensor:
-    """Return a mask of the `keep` largest of each row (…, n), at least one; of equal values the first."""
+    """Return a mask of the `keep` largest entries of each row (…, n), at least one. Among equal values the first are
+    kept.
+    """
     rank = ranked.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
     return rank < (keep.clamp(min=1) if isinstance(keep, Tensor) else max(keep, 1))
 
 
 def share_of(count: Tensor, share: float) -> Tensor:
-    """Return this fraction of counts (…, 1) as integers, at least one."""
+    """Return round(count · share) as integers (…, 1), at least one."""
     return (count * share).round().long().clamp(min=1)
 
 
 def initial_state(visible: Tensor, heads: int) -> CascadeState:
-    """Return the state before the first block: all keys of visible pairs (b, 1 or h, t, s) and all heads remain."""
+    """Return the state before the first block. All keys of visible pairs (b, 1 or h, t, s) and all heads remain."""
     seen = visible.any(1)
     nothing = torch.zeros(*seen.shape[:2], heads, device=seen.device)
     return CascadeState(torch.zeros_like(seen, dtype=torch.float32), seen, nothing, torch.ones_like(nothing).bool())
@@ -94,7 +103,7 @@ def initial_state(visible: Tensor, heads: int) -> CascadeState:
 def prune_tokens(standing: CascadeState, visible: Tensor, keep: KeptShares) -> CascadeState:
     """Prune the least important keys and heads of visible pairs (b, 1 or h, t, s).
 
-    A query always keeps its own token, and the latest.
+    A query always keeps its own token and the latest tokens.
     """
     seen = visible.any(1)
     count = share_of(seen.sum(-1, keepdim=True), keep.tokens)
@@ -108,9 +117,9 @@ def prune_tokens(standing: CascadeState, visible: Tensor, keep: KeptShares) -> C
 
 
 def add_importance(standing: CascadeState, weights: Tensor, outputs: Tensor) -> CascadeState:
-    """Return the state after one more block, with weights of keys (b, h, t, s) and outputs of heads (b, h, t, k).
+    """Return the state after one more block, from weights of keys (b, h, t, s) and outputs of heads (b, h, t, k).
 
-    In a query's view, only the weights and outputs of its remaining tokens count.
+    In a query's view, only weights and outputs of its remaining tokens count.
     """
     alive = standing.alive.float()
     tokens = standing.tokens + alive @ weights.float().sum(1)
@@ -123,9 +132,9 @@ def cascade_attention(
 ) -> tuple[Tensor, CascadeState]:
     """Return attention of q (b, h, t, k) over the remaining k and v (b, g, t, k), and the state after it.
 
-    `visible` pairs are (b, 1 or h, t, t). A pruned head outputs zeros. Weights of values that are not fetched are lost,
-    as in the paper; the others are not rescaled. With `bits`, the weights come from queries and keys of this many bits,
-    and more where they are flat. The gradients are those of exact weights.
+    `visible` pairs are (b, 1 or h, t, t). A pruned head outputs zeros. If a value is not fetched, its weight is lost,
+    and the other weights are not rescaled, as in the paper. With `bits`, weights are computed from queries and keys
+    with `bits` bits, and with more bits where the softmax is flat. Gradients are those of exact weights.
     """
     with torch.autocast(q.device.type, enabled=False):
         k, v = heads_of_keys(k, q.shape[1]), heads_of_keys(v, q.shape[1])
@@ -145,9 +154,9 @@ def cascade_attention(
 
 
 def high_bits(x: Tensor, high: int, low: int) -> tuple[Tensor, Tensor]:
-    """Return vectors (…, k) rounded to high + low signed bits, and the same without the low bits.
+    """Return vectors (…, k) rounded to high + low signed bits, and the same vectors without the low bits.
 
-    The range is set by each vector's largest element (our choice, so that no vector depends on others).
+    The range is the largest element of each vector. This is our choice, so that no vector depends on others.
     """
     step = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / (2 ** (high + low - 1) - 1)
     whole = (x / step).round()
@@ -155,9 +164,9 @@ def high_bits(x: Tensor, high: int, low: int) -> tuple[Tensor, Tensor]:
 
 
 def progressive_probabilities(q: Tensor, k: Tensor, visible: Tensor, high: int, low: int) -> tuple[Tensor, Tensor]:
-    """Return the softmax (b, h, t, s) of queries and keys (b, h, n, k), and the flat queries (b, h, t), computed again.
+    """Return the softmax (b, h, t, s) of queries and keys (b, h, n, k), and a mask (b, h, t) of flat queries.
 
-    The softmax uses `high` bits, or high + low bits where it is flat.
+    The softmax uses `high` bits. Flat queries are recomputed with high + low bits.
     """
     (fine_q, coarse_q), (fine_k, coarse_k) = high_bits(q.float(), high, low), high_bits(k.float(), high, low)
     scale = q.shape[-1] ** -0.5

@@ -1,4 +1,4 @@
-"""ViTCoD: one fixed mask per head for all images, from average attention maps, and an autoencoder over heads.
+"""ViTCoD filter: one fixed mask per head, computed from average attention maps, and an autoencoder over heads.
 
 Paper: You et al. 2023, ViTCoD: Vision Transformer Acceleration via Dedicated Algorithm and Accelerator Co-Design (HPCA,
 arXiv 2210.09573). Read in part, with its published code.
@@ -19,27 +19,28 @@ from thrifty.kernels.sparse_attention.block_attention import block_attention
 from thrifty.kernels.sparse_attention.block_grid import BlockGrid, blocks_of
 
 GLOBAL = 50
-"""A key kept by more queries than this is a global token, of the 197 of the paper's images."""
+"""Global-token threshold: a key that more queries keep is a global token. The paper's images have 197 tokens."""
 
 
 def encode_heads(heads: int) -> int:
-    """Return the number of encoded heads: half, rounded up."""
+    """Return the number of encoded heads: half of the heads, rounded up."""
     return math.ceil(heads / 2)
 
 
 def autoencode_heads(x: Tensor, encode: Tensor, decode: Tensor) -> Tensor:
-    """Return x (b, h, t, k) encoded to fewer heads and decoded: encode (c, h), decode (h, c)."""
+    """Return x (b, h, t, k), encoded to c heads and decoded to h heads, with encode (c, h) and decode (h, c)."""
     return torch.einsum("hc,cg,bgtk->bhtk", decode, encode, x)
 
 
 def autoencoder_loss(x: Tensor, restored: Tensor) -> Tensor:
-    """Return the distance of both (b, h, t, k), one value per example (b,)."""
+    """Return the L2 distance of x and restored (b, h, t, k), one value per example (b,)."""
     return (x - restored).float().square().sum((1, 2, 3)).add(1e-12).sqrt()
 
 
 def informative_pairs(average: Tensor, cut: float, first: int = 1) -> Tensor:
     """Return a mask of the largest entries of each row of average attention maps (…, t, s), until their sum reaches
-    `cut`. Rows sum to 1. Rows and columns of the `first` tokens are always kept."""
+    `cut`. Rows must sum to 1. Rows and columns of the `first` tokens are always kept.
+    """
     ordered = average.sort(dim=-1, descending=True, stable=True)
     before = running_sums(ordered.values, -1) - ordered.values
     kept = torch.zeros_like(average, dtype=torch.bool).scatter(-1, ordered.indices, before < cut)
@@ -49,13 +50,13 @@ def informative_pairs(average: Tensor, cut: float, first: int = 1) -> Tensor:
 
 
 def average_map(probabilities: Tensor, visible: Tensor) -> Tensor:
-    """Return the mean (h, t, s) of probabilities (b, h, t, s) over the examples in which the query sees some key."""
+    """Return the mean (h, t, s) of probabilities (b, h, t, s) over the examples in which the query sees a key."""
     counts = visible.any(-1, keepdim=True).expand(*probabilities.shape[:3], 1).sum(0)
     return probabilities.double().sum(0) / counts.clamp(min=1)
 
 
 def fixed_masks(average: Tensor, cut: float, first: int) -> Tensor:
-    """Return `informative_pairs` of maps (h, t, t), with rows first scaled to a sum of 1, plus each token with itself.
+    """Return `informative_pairs` of maps (h, t, t) with the diagonal added. Rows are first scaled to a sum of 1.
 
     The diagonal is our addition, so that each query keeps a key.
     """
@@ -65,12 +66,12 @@ def fixed_masks(average: Tensor, cut: float, first: int) -> Tensor:
 
 
 def written_masks(masks: Tensor) -> str:
-    """Return masks (h, t, t) as text: their bits, compressed, in base 64."""
+    """Return masks (h, t, t) as text: their bits, compressed and base64-encoded."""
     return base64.b64encode(zlib.compress(np.packbits(masks.cpu().numpy()).tobytes())).decode()
 
 
 def read_masks(text: str, heads: int, tokens: int) -> np.ndarray:
-    """Return masks (h, t, t) from such a text. Raises IntegrityError if it contains another number of bits."""
+    """Return masks (h, t, t) from the text of `written_masks`. Raise IntegrityError if the number of bits differs."""
     count = heads * tokens**2
     bits = np.unpackbits(np.frombuffer(zlib.decompress(base64.b64decode(text)), np.uint8))
     if not count <= len(bits) < count + 8:
@@ -79,9 +80,10 @@ def read_masks(text: str, heads: int, tokens: int) -> np.ndarray:
 
 
 def split_blocks(masks: np.ndarray, limit: int, block: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the order of tokens per head (h, t) with global tokens first, and the nonempty blocks (h, T, T) in it.
+    """Return the order of tokens per head (h, t), global tokens first, and the nonempty blocks (h, T, T) in this
+    order.
 
-    `masks` are (h, t, t); `block` is the number of tokens in a block.
+    `masks` are (h, t, t), and `block` is the number of tokens per block.
     """
     tokens = masks.shape[-1]
     order = (masks.sum(1) <= limit).argsort(axis=-1, kind="stable")
@@ -92,9 +94,9 @@ def split_blocks(masks: np.ndarray, limit: int, block: int) -> tuple[np.ndarray,
 
 
 def split_attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, order: Tensor, kept: BlockGrid) -> Tensor:
-    """Return attention of q (b, h, t, k) over k and v (b, g, t, k) under a mask (b or 1, h, t, t).
+    """Return attention of q (b, h, t, k) over k and v (b, g, t, k) with a mask (b or 1, h, t, t).
 
-    Tokens of each head are processed in an order (h, t), in the nonempty blocks (1, h, T, T) of that order.
+    Tokens of each head are processed in `order` (h, t). Only nonempty blocks (1, h, T, T) of this order are computed.
     """
     b, h, t, width = q.shape
     along = order[None, :, :, None].expand(b, h, t, width)

@@ -1,7 +1,7 @@
-"""Block-sparse matrices: SpMM and SDDMM at nearly the rate of dense products.
+"""Block-sparse matrices: SpMM and SDDMM at nearly the FLOP rate of dense matmuls.
 
-A matrix S (m, k) keeps `values` (blocks, b, b), outputs by inputs. On a CPU b is 16; larger blocks consist of these. On
-a GPU b is any power of two from 16 on, in Triton. Otherwise torch multiplies all blocks in one batch.
+A matrix S (m, k) has `values` (blocks, b, b), with outputs first. On a CPU b is 16; larger blocks are split into blocks
+of 16. On a GPU, Triton kernels support any power of two from 16. Otherwise torch multiplies all blocks in one batch.
 """
 
 from dataclasses import dataclass
@@ -16,13 +16,13 @@ from thrifty.kernels.sparse.csr_matrix import LANES, TILE_BYTES, CsrMatrix
 from thrifty.kernels.sparse.sparsity_pattern import rows_of
 
 BATCH_BYTES = 2**26
-"""Bytes of block products that torch computes at once."""
+"""Maximum bytes of block products that torch computes at once."""
 SDDMM_TOKENS = 128
 
 
 @dataclass(frozen=True, eq=False)
 class BlockSparseMatrix:
-    """A `SparsityPattern` of whole blocks; values (blocks, b, b)."""
+    """`SparsityPattern` of whole blocks. Values are (blocks, b, b)."""
 
     grid: CsrMatrix
     """Positions of the blocks in the matrix of blocks (m / b, k / b)."""
@@ -32,7 +32,7 @@ class BlockSparseMatrix:
 
     @classmethod
     def of(cls, mask: Tensor, block: int = LANES) -> "BlockSparseMatrix":
-        """Return the pattern of every nonempty block of a mask (m, k). Raises UsageError if blocks do not fit."""
+        """Return the pattern of all nonempty blocks of a mask (m, k). Raise UsageError if blocks do not fit."""
         kept = kept_blocks(mask, block)
         rows, columns = kept.nonzero(as_tuple=True)
         return cls(CsrMatrix.of(kept), block, (rows, columns))
@@ -72,11 +72,12 @@ class BlockSparseMatrix:
 
 
 def kept_blocks(mask: Tensor, block: int) -> Tensor:
-    """Return which blocks of a mask (m, k) have a True position, (m / b, k / b)."""
+    """Return a mask (m / b, k / b) of the blocks of a mask (m, k) that contain a True position."""
     rows, columns = mask.shape
     if rows % block or columns % block:
         raise UsageError(
-            f"a matrix of {rows} x {columns} is not made of blocks of {block}", fix="use CSR: CsrMatrix.of"
+            f"a matrix of {rows} x {columns} does not divide into blocks of {block} x {block}",
+            fix="use CSR: CsrMatrix.of",
         )
     return mask.view(rows // block, block, columns // block, block).any(3).any(1)
 
@@ -100,7 +101,7 @@ def _spmm(x: Tensor, values: Tensor, starts: Tensor, columns: Tensor, bias: Tens
     if not _is_native(block, x, values, bias):
         return _spmm_by_torch(x, values, starts, columns, bias, rows)
     y, width = x.new_empty(tokens, rows * block), tokens_of_tile(inputs)
-    transposed = values.transpose(1, 2).contiguous()  # inputs by outputs
+    transposed = values.transpose(1, 2).contiguous()  # inputs first
     sizes = (rows * block, inputs, tokens, width)
     compiled_products.PRODUCTS.run("block_spmm", (starts, columns, transposed, bias, x, y, *sizes), -(-tokens // width))
     return y
@@ -144,7 +145,7 @@ def _has_triton(x: Tensor) -> bool:
 
 
 def _by_block(x: Tensor, block: int) -> Tensor:
-    """Return (n, k) as (k / b, n, b)."""
+    """Return x (n, k) as blocks (k / b, n, b)."""
     return x.view(len(x), x.shape[1] // block, block).transpose(0, 1)
 
 

@@ -1,8 +1,8 @@
-"""Block-sparse products in Triton, for GPUs: the functions of `block_sparse_matrix.py`, one program per tile.
+"""Block-sparse matmuls in Triton for GPUs: the functions of `block_sparse_matrix.py`, one program per tile.
 
-Imported only if Triton is installed. So far it was run only in Triton's interpreter, never on a GPU. Sums are in
-float32 in the order of blocks or tokens; products of float32 are exact, not TF32. The block width is 16 or a larger
-power of two.
+The module is imported only if Triton is installed. It was run only in Triton's interpreter, never on a GPU. Sums are in
+float32, in the order of blocks or tokens. Products of float32 are exact, not TF32. The block width is a power of two,
+at least 16.
 """
 
 import triton  # pyrefly: ignore[missing-import]
@@ -12,7 +12,7 @@ from torch import Tensor
 from thrifty.kernels.sparse.sparsity_pattern import rows_of
 
 TOKENS = 64
-"""Tokens of a tile of results, and tokens that an SDDMM processes at once."""
+"""Number of tokens per tile of results, and number of tokens that an SDDMM processes at once."""
 
 
 @triton.jit
@@ -28,7 +28,7 @@ def _spmm_kernel(
         column = tl.load(columns + p).to(tl.int64) * block
         rows_of_x = t.to(tl.int64)[:, None] * inputs + column + lane[None, :]
         inside = tl.load(x + rows_of_x, mask=is_token, other=0.0)
-        # (inputs, outputs) of a block stored as outputs by inputs
+        # load the transpose (inputs, outputs) of a block that is stored as (outputs, inputs)
         transposed = tl.load(values + p * block * block + lane[None, :] * block + lane[:, None])
         total += tl.dot(inside, transposed, input_precision="ieee")
     if has_bias:
@@ -56,7 +56,9 @@ def _sddmm_kernel(
 
 
 def spmm(x: Tensor, values: Tensor, starts: Tensor, columns: Tensor, bias: Tensor | None, rows: int) -> Tensor:
-    """Return `BlockSparseMatrix.spmm` of x (n, k) and values (blocks, b, b), `rows` block rows: (n, rows · b)."""
+    """Return the result (n, rows · b) of `BlockSparseMatrix.spmm`, for x (n, k), values (blocks, b, b) and `rows` block
+    rows.
+    """
     tokens, inputs, block = *x.shape, values.shape[1]
     y = x.new_empty(tokens, rows * block)
     if y.numel():
@@ -67,7 +69,7 @@ def spmm(x: Tensor, values: Tensor, starts: Tensor, columns: Tensor, bias: Tenso
 
 
 def sddmm(left: Tensor, right: Tensor, starts: Tensor, columns: Tensor, block: int) -> Tensor:
-    """Return `BlockSparseMatrix.sddmm` of left (n, m) and right (n, k): (blocks, b, b)."""
+    """Return the result (blocks, b, b) of `BlockSparseMatrix.sddmm`, for left (n, m) and right (n, k)."""
     values = left.new_empty(len(columns), block, block)
     if len(columns):
         rows = rows_of(starts)

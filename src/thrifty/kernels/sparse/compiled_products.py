@@ -1,4 +1,4 @@
-"""The compiled library of sparse products, and the condition for its use."""
+"""Compiled library of sparse matmuls, and the condition for its use."""
 
 import torch
 from torch import Tensor
@@ -10,6 +10,6 @@ PRODUCTS = NativeLibrary(sparse_products_cpp.SOURCE + spgemm_cpp.SOURCE, "-ffp-c
 
 
 def native(*tensors: Tensor | None) -> bool:
-    """Return True if products of these tensors run in compiled code: float32 on a CPU, with a compiler."""
+    """Return True if matmuls of these tensors use compiled code: float32 on a CPU, with a compiler."""
     operands = [tensor for tensor in tensors if tensor is not None]
     return all(t.device.type == "cpu" and t.dtype == torch.float32 for t in operands) and PRODUCTS.is_there()

@@ -1,6 +1,6 @@
 """Sparse matrices in CSR format, with single weights at any position: SpMM and SDDMM.
 
-A matrix S (m, k) keeps `values` (nnz,) at the positions of a pattern. Compiled code adds in the order of columns or
+A matrix S (m, k) has `values` (nnz,) at the positions of a pattern. Compiled code adds in the order of columns or
 tokens, for any number of threads. Without a compiler, torch's own kernels are used.
 """
 
@@ -14,28 +14,28 @@ from thrifty.core.op_flops import FLOPS_OF
 from thrifty.kernels.sparse import compiled_products
 
 LANES = 16
-"""Tokens per vector."""
+"""Number of tokens per vector."""
 TILE_BYTES = 2**19
-"""Bytes of a tile of inputs: half a megabyte fits a core's cache."""
+"""Maximum bytes of a tile of inputs. Half a megabyte fits a core's cache."""
 SDDMM_TOKENS = 8 * LANES
 
 
 @dataclass(frozen=True, eq=False)
 class CsrMatrix:
-    """A `SparsityPattern` of single weights, 24 bytes each."""
+    """`SparsityPattern` of single weights. It uses 24 bytes per weight."""
 
     shape: tuple[int, int]
     starts: Tensor
     """Start of each row in `columns`, (m + 1,) int64."""
     columns: Tensor
-    """Columns, (nnz,) int32, ascending in each row."""
+    """Column of each weight, (nnz,) int32, ascending in each row."""
     places: Tensor
-    """Positions in the flattened matrix, (nnz,) int64."""
+    """Position of each weight in the flattened matrix, (nnz,) int64."""
     order: Tensor
-    """Order by columns, as indices into the order by rows, (nnz,) int64."""
+    """Column-major order of the weights, as indices into the row-major order, (nnz,) int64."""
     column_starts: Tensor
     rows: Tensor
-    """Row of each weight, in the order by columns, (nnz,) int32."""
+    """Row of each weight in column-major order, (nnz,) int32."""
 
     @classmethod
     def of(cls, mask: Tensor) -> "CsrMatrix":
@@ -123,7 +123,7 @@ def _spmm_by_torch(
 ) -> Tensor:
     matrix = _torch_csr(values, starts, columns, (outputs, x.shape[1]))
     if x.device.type == "cpu" and not torch.backends.mkl.is_available():
-        return F.linear(x, matrix.to_dense(), bias)  # without MKL torch has no sparse product on a CPU
+        return F.linear(x, matrix.to_dense(), bias)  # without MKL, torch has no sparse matmul on a CPU
     product = torch.sparse.mm(matrix, x.T).T
     return (product if bias is None else product + bias).contiguous()
 

@@ -1,8 +1,8 @@
-"""The density below which the three products of a linear layer are faster sparse than dense.
+"""Break-even density of a linear layer: below it, the three matmuls are faster sparse than dense.
 
-The time of sparse products is linear in density: a fixed cost for inputs and results, and a cost per kept weight. Two
-measured densities determine the line, and its intersection with the time of dense products is the crossover. The
-measurement is stored for the machine, so that a resumed run makes the same choice.
+The time of sparse matmuls is linear in density: a fixed cost for inputs and results, and a cost per kept weight. Two
+measured densities determine the line. Its intersection with the time of dense matmuls is the crossover. The measurement
+is stored for the machine, so that a resumed run makes the same choice.
 """
 
 import hashlib
@@ -34,51 +34,51 @@ Form = Literal["csr", "blocks"]
 DENSITIES = (0.02, 0.2)
 """Densities at which the line is measured."""
 FLOPS = 2e10
-"""Most FLOPs of the timed dense products: a fraction of a second."""
+"""Maximum FLOPs of the timed dense matmuls, for a fraction of a second."""
 
 
 @dataclass(frozen=True)
 class DensityTimeFit:
-    """Seconds of a layer's products, forward and both backward; sparse ones take `fixed + rate · density`."""
+    """Seconds of a layer's three matmuls (one forward, two backward). Sparse matmuls take `fixed + rate · density`."""
 
     dense: float
     fixed: float
     rate: float
 
     def ratio(self, density: float) -> float:
-        """Return the time of sparse products divided by that of dense ones."""
+        """Return the time of sparse matmuls divided by the time of dense matmuls."""
         return (self.fixed + self.rate * density) / self.dense
 
     @property
     def crossover(self) -> float:
-        """Density below which sparse products take less time; 0 if they never do."""
+        """Density below which sparse matmuls are faster; 0 if they never are."""
         return min(max((self.dense - self.fixed) / max(self.rate, 1e-30), 0.0), 1.0)
 
 
 @dataclass(frozen=True)
 class BreakevenCase:
-    """The products of a linear layer that share one line on a machine."""
+    """Matmuls of a linear layer that share one measured line on a machine."""
 
     form: Form
     outputs: int
     inputs: int
     tokens: int
     dtype: str = "float32"
-    """Dtype of dense products; sparse ones compute in float32 and convert."""
+    """Dtype of dense matmuls. Sparse matmuls convert to float32."""
     device: str = "cpu"
 
     def measured(self) -> DensityTimeFit:
-        """Return the line of this machine: the stored one, or a new measurement, which is then stored."""
+        """Return the stored line of this machine. If none is stored, measure it and store the result."""
         return _stored(self, torch.get_num_threads())
 
 
 def forms_of(outputs: int, inputs: int) -> tuple[Form, ...]:
-    """Return the possible forms of a weight of this shape."""
+    """Return the possible storage forms of a weight with this shape."""
     return ("csr", "blocks") if outputs % LANES == 0 and inputs % LANES == 0 else ("csr",)
 
 
 def best_form(lines: dict[Form, DensityTimeFit], densities: dict[Form, float]) -> tuple[Form, float]:
-    """Return the form with the fastest products, and its time divided by that of dense ones."""
+    """Return the form with the fastest matmuls, and its time divided by the time of dense matmuls."""
     return min(((form, lines[form].ratio(density)) for form, density in densities.items()), key=lambda pair: pair[1])
 
 
@@ -106,7 +106,7 @@ def _path(case: BreakevenCase, threads: int) -> Path:
 
 
 def fingerprint(device: str) -> dict[str, str | bool]:
-    """Return the properties that make times comparable: CPU or GPU, torch version, compiled products or not."""
+    """Return the properties that make times comparable: CPU or GPU, torch version, and whether matmuls are compiled."""
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines() if cpuinfo.exists() else []
     model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), "")
@@ -116,7 +116,9 @@ def fingerprint(device: str) -> dict[str, str | bool]:
 
 
 def _store(path: Path, case: BreakevenCase, line: DensityTimeFit) -> DensityTimeFit:
-    """Store a measurement. Several ranks of one machine measure at once: the first to finish decides for all."""
+    """Store a measurement and return the stored one. If several ranks of a machine measure at once, the first stored
+    result is used by all.
+    """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
@@ -136,7 +138,9 @@ def _store(path: Path, case: BreakevenCase, line: DensityTimeFit) -> DensityTime
 
 
 def measure(case: BreakevenCase, seconds: float = 0.5) -> DensityTimeFit:
-    """Time the products on random values, in turn, for at least `seconds`; the best of at least three rounds counts."""
+    """Time the matmuls on random values, alternating between them, for at least `seconds`. The best of at least three
+    rounds counts.
+    """
     dtype = getattr(torch, case.dtype)
     most = max(int(FLOPS / (6 * case.outputs * case.inputs)), 4 * LANES)
     tokens = min(case.tokens, most)
@@ -170,7 +174,7 @@ def _dense(x: Tensor, upstream: Tensor, weight: Tensor) -> None:
 
 
 def _sparse(x: Tensor, upstream: Tensor, weight: Tensor, pattern: SparsityPattern) -> None:
-    """Run the products as `sparse_linear` does."""
+    """Run the same matmuls as `sparse_linear`."""
     dtype = x.dtype
     wide, wide_upstream = x.float(), upstream.float()
     pattern.spmm(wide, pattern.pick(weight)).to(dtype)
@@ -179,7 +183,7 @@ def _sparse(x: Tensor, upstream: Tensor, weight: Tensor, pattern: SparsityPatter
 
 
 def _best(candidates: list[Callable[[], None]], seconds: float) -> list[float]:
-    """Return the least time of each candidate over interleaved rounds after a warm-up."""
+    """Return the minimum time of each candidate over alternating rounds after a warm-up."""
     times: list[list[float]] = [[] for _ in candidates]
     while len(times[0]) < 4 or sum(map(sum, times)) < seconds:
         for candidate, own in zip(candidates, times, strict=True):

@@ -1,4 +1,6 @@
-"""A linear layer with a sparse weight: for y = x Sᵀ, the gradient of x is an SpMM, that of kept values an SDDMM."""
+"""Linear layer with a sparse weight S, y = x Sᵀ. The gradient of x is an SpMM; the gradient of kept values is an
+SDDMM.
+"""
 
 from typing import Any
 
@@ -37,8 +39,8 @@ def sparse_linear(
 ) -> Tensor:
     """Return `F.linear` for x (..., k) and a weight (m, k) that is zero outside the pattern.
 
-    The gradient of the weight is dense: zero outside the pattern, or exact everywhere with `dense_gradient`, for growth
-    criteria. Computes in float32 or wider, and returns the dtype of `F.linear` here.
+    The weight gradient is a dense tensor. It is zero outside the pattern, or exact everywhere with `dense_gradient`,
+    for growth criteria. Computes in float32 or wider, and returns the dtype that `F.linear` would return.
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

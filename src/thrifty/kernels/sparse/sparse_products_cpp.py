@@ -1,8 +1,8 @@
-"""C++ source of compiled sparse products: plain loops over ranges of rows or tiles, one thread each.
+"""C++ source of compiled sparse matmuls: plain loops over ranges of rows or tiles, one thread per range.
 
 Tokens are processed in tiles that fit a core's cache. For single weights (`csr_…`) a tile is transposed, so that one
-vector is one input of 16 tokens. For blocks (`block_…`) it is cut into panels of 16 inputs. The order of additions
-depends only on the tiles, never on the number of threads.
+vector contains one input of 16 tokens. For blocks (`block_…`) a tile is cut into panels of 16 inputs. The order of
+additions depends only on the tiles, never on the number of threads.
 """
 
 SOURCE = r"""
@@ -38,7 +38,7 @@ static inline void turn(vec* r) {  // transposes a 16 x 16 tile
          LIST(1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31))
 }
 
-// transposes rows x columns of `from` into columns x rows of `to`; missing rows up to `width` are zero
+// transposes `from` (rows x columns) into `to` (columns x rows); missing rows up to `width` are zero
 static void turned(const float* from, int64_t rows, int64_t columns, int64_t stride, float* to, int64_t width) {
     for (int64_t j = 0; j < columns; j += L)
         for (int64_t t = 0; t < width; t += L) {
@@ -81,7 +81,7 @@ static void csr_rows(const int64_t* starts, const int32_t* columns, const float*
     }
 }
 
-// y (tokens, m) = x (tokens, k) times the transpose of a sparse (m, k), for tiles [first, last) of 16 * vectors tokens
+// y (tokens, m) = x (tokens, k) times a transposed sparse (m, k), for tiles [first, last) of 16 * vectors tokens
 extern "C" void csr_spmm(const int64_t* starts, const int32_t* columns, const float* values, const float* bias,
                          const float* x, float* y, int64_t m, int64_t k, int64_t tokens, int64_t vectors,
                          int64_t first, int64_t last) {
@@ -109,7 +109,7 @@ static inline float total(vec v) {
     return n[0];
 }
 
-// out (nnz): for each kept position of rows [first, last), the product of left (tokens, m) and right (tokens, k), both
+// out (nnz): leftᵀ right at each kept position of rows [first, last); left (tokens, m) and right (tokens, k) are passed
 // transposed
 extern "C" void csr_sddmm(const int64_t* starts, const int32_t* columns, const float* left, const float* right,
                           float* out, int64_t m, int64_t k, int64_t tiles, int64_t first, int64_t last) {
@@ -131,7 +131,7 @@ extern "C" void csr_sddmm(const int64_t* starts, const int32_t* columns, const f
         }
 }
 
-// panels of 16 columns, each with `width` consecutive tokens, zero after the last token
+// cuts x into panels of 16 columns and `width` consecutive tokens, with zeros after the last token
 extern "C" void block_panels(const float* x, float* panels, int64_t k, int64_t tokens, int64_t width, int64_t first,
                              int64_t last) {
     for (int64_t tile = first; tile < last; tile++)
@@ -143,7 +143,7 @@ extern "C" void block_panels(const float* x, float* panels, int64_t k, int64_t t
             }
 }
 
-// values: for each kept block 16 inputs by 16 outputs; otherwise as csr_spmm, with blocks in place of single weights
+// like csr_spmm, with blocks instead of single weights; `values` has 16 inputs by 16 outputs for each kept block
 extern "C" void block_spmm(const int64_t* starts, const int32_t* columns, const float* values, const float* bias,
                            const float* x, float* y, int64_t m, int64_t k, int64_t tokens, int64_t width,
                            int64_t first, int64_t last) {
@@ -168,7 +168,7 @@ extern "C" void block_spmm(const int64_t* starts, const int32_t* columns, const 
     }
 }
 
-// out: for each kept block of block rows [first, last), its 16 outputs by 16 inputs
+// like csr_sddmm, for block rows [first, last); `out` has 16 outputs by 16 inputs for each kept block
 extern "C" void block_sddmm(const int64_t* starts, const int32_t* columns, const float* left, const float* right,
                             float* out, int64_t m, int64_t k, int64_t width, int64_t tiles, int64_t first,
                             int64_t last) {

@@ -1,4 +1,4 @@
-"""Sparsity patterns, the kept positions of a matrix (m, k), and their products, for single weights and whole blocks."""
+"""Sparsity patterns (the kept positions of a matrix) and their matmuls, for single weights and whole blocks."""
 
 from typing import Protocol
 
@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class SparsityPattern(Protocol):
-    """The kept positions of a matrix S (m, k). Its values are separate, by rows or, for the transpose, by columns."""
+    """Kept positions of a matrix S (m, k). Values are stored separately, by rows, or for the transpose by columns."""
 
     @property
     def shape(self) -> tuple[int, int]: ...
@@ -19,26 +19,26 @@ class SparsityPattern(Protocol):
         ...
 
     def place(self, values: Tensor) -> Tensor:
-        """Return a dense matrix (m, k) with the values at the kept positions and zeros at all others."""
+        """Return a dense matrix (m, k) with the values at the kept positions, and zeros at all others."""
         ...
 
     def turn(self, values: Tensor) -> Tensor:
-        """Return the values of the transpose, in its order."""
+        """Return the values of the transpose, in the transpose's order."""
         ...
 
     def spmm(self, x: Tensor, values: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return x (n, k) Sᵀ + bias (m,), as (n, m)."""
+        """Return x Sᵀ + bias (n, m), for x (n, k) and bias (m,)."""
         ...
 
     def spmm_turned(self, x: Tensor, turned: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Return x (n, m) S + bias (k,), as (n, k), from values of the transpose."""
+        """Return x S + bias (n, k), for x (n, m), bias (k,) and values of the transpose."""
         ...
 
     def sddmm(self, left: Tensor, right: Tensor) -> Tensor:
-        """Return the values of leftᵀ right only at the kept positions, for left (n, m) and right (n, k)."""
+        """Return the values of leftᵀ right at the kept positions only, for left (n, m) and right (n, k)."""
         ...
 
 
 def rows_of(starts: Tensor) -> Tensor:
-    """Return the row number of each kept weight, (nnz,), from the row starts (m + 1,)."""
+    """Return the row index of each kept weight, (nnz,), from row starts (m + 1,)."""
     return torch.arange(len(starts) - 1, device=starts.device).repeat_interleave(starts.diff())

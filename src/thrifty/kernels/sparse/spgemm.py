@@ -1,10 +1,10 @@
-"""SpGEMM: the product of two sparse matrices as a sparse matrix.
+"""SpGEMM: the matmul of two sparse matrices, with a sparse result.
 
-By rows (Gustavson 1978), each row of the result adds the rows of B that a row of A refers to. By outer products
-(OuterSPACE, Pal et al. 2018), each column of A is multiplied by the row of B with the same index. All partial products
-come first and are then merged by rows. Both read each element of B as often as A refers to it. The second reads A and B
-sequentially and writes its partial products in between. Both add in the same order and in float64, so their results are
-equal. They have no gradient.
+There are two algorithms. By rows (Gustavson 1978), each row of the result sums the rows of B that a row of A refers to.
+By outer products (OuterSPACE, Pal et al. 2018), each column of A is multiplied by the row of B with the same index. All
+partial products are computed first, and then merged by rows. Both algorithms read each element of B as often as A
+refers to it. The second reads A and B sequentially, but writes and reads partial products. Both add in the same order
+and in float64, so their results are equal. Neither has a gradient.
 """
 
 from collections.abc import Sequence
@@ -19,9 +19,9 @@ from thrifty.kernels.sparse.sparsity_pattern import rows_of
 
 
 def spgemm_rows(a: Tensor, b: Tensor) -> Tensor:
-    """Return A (m, k) times B (k, n), all three in torch's CSR layout, row by row.
+    """Return A (m, k) times B (k, n) row by row. A, B and the result have torch's CSR layout.
 
-    Columns of the result ascend; elements that cancel to zero are kept. Raises UsageError for other layouts or shapes.
+    Columns of the result ascend. Elements that cancel to zero are kept. Raises UsageError for other layouts or shapes.
     """
     _check(a, b)
     if not _is_native(a, b):
@@ -31,7 +31,7 @@ def spgemm_rows(a: Tensor, b: Tensor) -> Tensor:
 
 
 def spgemm_outer(a: Tensor, b: Tensor) -> Tensor:
-    """Return the same (m, n) by outer products."""
+    """Return the same result (m, n) as `spgemm_rows`, by outer products."""
     _check(a, b)
     if not _is_native(a, b):
         return spgemm_reference(a, b)
@@ -41,7 +41,7 @@ def spgemm_outer(a: Tensor, b: Tensor) -> Tensor:
 
 
 def spgemm_reference(a: Tensor, b: Tensor) -> Tensor:
-    """Return the same (m, n) by torch's product of COO matrices, which requires no compiler."""
+    """Return the same result (m, n) from torch's matmul of COO matrices, which requires no compiler."""
     _check(a, b)
     operands = [matrix.detach().double().to_sparse_coo() for matrix in (a, b)]
     product = torch.sparse.mm(*operands).to_sparse_csr()
@@ -57,12 +57,12 @@ def _check(a: Tensor, b: Tensor) -> None:
     if a.shape[1] != b.shape[0]:
         raise UsageError(
             f"SpGEMM of {tuple(a.shape)} and {tuple(b.shape)}: A has {a.shape[1]} columns, but B has {b.shape[0]} rows",
-            fix="multiply by a B with as many rows as A has columns",
+            fix="pass B with as many rows as A has columns",
         )
 
 
 def _parts(matrix: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Return starts and columns in int64, values in float64."""
+    """Return row starts and columns in int64, and values in float64."""
     parts = matrix.crow_indices().long(), matrix.col_indices().long(), matrix.values().detach().double()
     return tuple(part.contiguous() for part in parts)  # type: ignore[return-value]
 
@@ -92,8 +92,8 @@ def _merged(name: str, arguments: Sequence[Tensor | int], counts: Tensor, a: Ten
     compiled_products.PRODUCTS.run(name, (*arguments, rooms, columns, values, merged_counts), len(counts))
     if bool((merged_counts < 0).any()):
         raise ThriftyError(
-            f"SpGEMM has no memory for a row of {b.shape[1]:,} columns in each thread, 17 bytes a column",
-            fix="use fewer threads, torch.set_num_threads(1), or multiply by some columns of B at a time",
+            f"SpGEMM needs 17 bytes per column in each thread, but there is no memory for {b.shape[1]:,} columns",
+            fix="torch.set_num_threads(1); or multiply by a part of the columns of B at a time",
         )
     starts = F.pad(merged_counts.cumsum(0), (1, 0))
     compacted = columns.new_empty(int(starts[-1])), values.new_empty(int(starts[-1]))

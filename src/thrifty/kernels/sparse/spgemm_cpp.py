@@ -1,18 +1,18 @@
-"""C++ source of compiled SpGEMM: ranges of rows of the result, one thread each."""
+"""C++ source of compiled SpGEMM. Each thread computes a range of rows of the result."""
 
 SOURCE = r"""
 #include <algorithm>
 #include <cstdint>
 #include <vector>
 
-struct Row {  // sums of one row of the result by column, and its nonzero columns
+struct Row {  // sums of one row of the result, by column, and the row's nonzero columns
     std::vector<double> sums;
     std::vector<char> is_there;
     std::vector<int64_t> found;
     bool is_full = false;
     int64_t count = 0;
     explicit Row(int64_t n) : sums(n), is_there(n), found(n + 1) {}
-    void expect(int64_t numbers) {  // for a full row, a scan of all columns is faster than sorting the nonzero ones
+    void expect(int64_t numbers) {  // in a full row, scanning all columns is faster than sorting the nonzero columns
         is_full = numbers * 16 > (int64_t)sums.size();
         count = 0;
     }
@@ -43,11 +43,11 @@ struct Row {  // sums of one row of the result by column, and its nonzero column
     }
 };
 
-// an exception that leaves a thread would end the process: a row without memory has a count of -1 instead
+// an uncaught exception in a thread would end the process, so a row without memory gets the count -1 instead
 static void no_memory(int64_t* counts, int64_t first, int64_t last) { std::fill(counts + first, counts + last, -1); }
 
-// Gustavson: for each row of A, adds the rows of B that its elements refer to. `rooms` is the start of each row's
-// output, with room for all its partial products; `counts` is the number of elements written
+// Gustavson: for each row of A, sums the rows of B that its elements refer to. `rooms` is the start of each row's
+// output, with space for all its partial products; `counts` is the number of written elements
 extern "C" void spgemm_rows(const int64_t* a_starts, const int64_t* a_columns, const double* a_values,
                             const int64_t* b_starts, const int64_t* b_columns, const double* b_values, int64_t n,
                             const int64_t* rooms, int64_t* columns, double* values, int64_t* counts, int64_t first,
@@ -64,7 +64,7 @@ extern "C" void spgemm_rows(const int64_t* a_starts, const int64_t* a_columns, c
     no_memory(counts, first, last);
 }
 
-// Outer products: each column of A times the row of B with the same index, distributed to the rows of the result;
+// Outer products: multiplies each column of A by the row of B with the same index, and distributes to result rows;
 // then the elements of each row are merged. A is stored by columns
 extern "C" void spgemm_outer(const int64_t* a_starts, const int64_t* a_rows, const double* a_values,
                              const int64_t* b_starts, const int64_t* b_columns, const double* b_values, int64_t k,
@@ -90,7 +90,7 @@ extern "C" void spgemm_outer(const int64_t* a_starts, const int64_t* a_rows, con
     no_memory(counts, first, last);
 }
 
-// compacts the written elements, one row after the other
+// moves the written elements together, one row after the other
 extern "C" void spgemm_close_up(const int64_t* rooms, const int64_t* columns, const double* values,
                                 const int64_t* starts, int64_t* to_columns, double* to_values, int64_t first,
                                 int64_t last) {

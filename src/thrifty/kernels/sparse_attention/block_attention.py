@@ -1,13 +1,13 @@
-"""Attention over kept blocks of pairs: small dense products, and no work for other blocks.
+"""Attention over kept blocks of query-key pairs: small dense matmuls, and no work for other blocks.
 
-For each block of queries, the kept blocks of keys are concatenated. A softmax then sees its whole row and needs no
-running maximum. Rows with about equally many kept blocks are processed together, so many that their scores fit the
-cache. The backward pass recomputes the probabilities from the log-sum-exp of each query. Only inputs, output and the
-log-sum-exp are saved, nothing of the size of pairs, not even of kept ones.
+For each block of queries, the kept blocks of keys are concatenated. A softmax therefore sees its whole row, and needs
+no running maximum. Rows with similar numbers of kept blocks are processed together, as many as fit the cache with their
+scores. The backward pass recomputes the probabilities from the log-sum-exp of each query. Only inputs, output and
+log-sum-exp are saved, and no tensor over pairs.
 
-Query heads that share keys, and a grid, are rows of one product. Products run in the dtype of the inputs, the softmax
-in float32 or wider. On a CPU the result does not depend on the number of threads; on a GPU sums of key gradients have
-no fixed order.
+Query heads that share keys and a grid are rows of one matmul. Matmuls run in the dtype of the inputs, softmax in
+float32 or wider. On a CPU the result does not depend on the number of threads. On a GPU, key gradients are summed in no
+fixed order.
 """
 
 import torch
@@ -30,10 +30,12 @@ def block_attention(
     segments: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Return attention of q (b, h, t, k) over visible k and v (b, g, s, k) in kept blocks, as (b, h, t, k).
+    """Return attention of q (b, h, t, k) over the visible keys and values (b, g, s, k) in kept blocks, as (b, h, t,
+    k).
 
-    `mask`, boolean (b, 1 or h, 1 or t, s), and equal ids in `segments` int64 (b, t) limit it further. `scale`
-    multiplies the scores, by default 1 / sqrt(k). There is no second derivative. Another grid size raises UsageError.
+    `mask`, boolean (b, 1 or h, 1 or t, s), and `segments` int64 (b, t) limit visibility further: tokens see only tokens
+    with an equal segment id. `scale` multiplies the scores; the default is 1 / sqrt(k). Second derivatives and grids of
+    another size raise UsageError.
     """
     check_grid(grid, q, k)
     q, k, v = cast_for_autocast(q, k, v)
@@ -59,7 +61,7 @@ def _attention(
     first: int,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """Return the output (b, h, t, k) and the log-sum-exp of each query's scores (b, h, t, 1), 0 if nothing is kept."""
+    """Return the output (b, h, t, k), and the log-sum-exp of each query's scores (b, h, t, 1), 0 if no key is kept."""
     with torch.autocast(q.device.type, enabled=False):
         work = lay_out_blocks(q, k, v, codes, mask, segments, block, VisibilityRule(causal, window, first), scale)
         output = torch.zeros_like(work.q)
@@ -136,7 +138,7 @@ def _accurate(x: Tensor) -> torch.dtype:
 
 
 def _sums(x: Tensor) -> Tensor:
-    """Return zeros for sums of block gradients: many terms, in float32 or wider."""
+    """Return zeros like x, in float32 or wider, to sum many gradients of blocks."""
     return torch.zeros_like(x, dtype=_accurate(x))
 
 
@@ -162,7 +164,7 @@ _attention.register_autograd(_backward, setup_context=_keep_for_backward)
 
 
 def _flops(q: Tensor, block: int, count: int, products: int) -> int:
-    """Return the FLOPs of `products` products over the kept blocks of all heads and examples."""
+    """Return the FLOPs of `products` matmuls over the kept blocks of all heads and examples."""
     return 2 * products * q.shape[0] * q.shape[1] * count * block**2 * q.shape[-1]
 
 

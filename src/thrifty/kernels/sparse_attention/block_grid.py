@@ -1,7 +1,7 @@
-"""Grids of kept blocks of pairs: codes int8 (b or 1, h, g or 1, T, S), one for each block.
+"""Grids of kept blocks of query-key pairs: int8 codes (b or 1, h, g or 1, T, S), one code per block.
 
 A grid is computed by arithmetic alone, without a random generator and without reading values. It can therefore be
-traced, compiled and counted without memory; sizes determine its number of kept blocks.
+traced, compiled and counted without memory. Its number of kept blocks depends only on sizes.
 """
 
 from dataclasses import dataclass, field
@@ -13,17 +13,17 @@ from thrifty.core.errors import UsageError
 from thrifty.kernels.sparse_attention.visibility import VisibilityRule
 
 NONE, WHOLE, PART = 0, 1, 2
-"""Codes: left out, kept with all pairs, kept with the pairs that the sight shows."""
+"""Codes of a block: not kept, kept with all pairs, or kept with the pairs that the visibility rule `sight` allows."""
 
 
 @dataclass(frozen=True)
 class BlockGrid:
     codes: Tensor
     block: int
-    """Tokens on a block's side."""
+    """Number of tokens per side of a block."""
     count: int
-    """Most blocks that one head keeps for one example; only the FLOP count depends on it."""
-    sight: VisibilityRule = field(default_factory=VisibilityRule)  # torch 2.11 compiles no default that is an object
+    """Maximum number of kept blocks per head and example. Only the FLOP count depends on it."""
+    sight: VisibilityRule = field(default_factory=VisibilityRule)  # torch 2.11 cannot compile an object as default
 
 
 def blocks_of(tokens: int, block: int) -> int:
@@ -31,7 +31,7 @@ def blocks_of(tokens: int, block: int) -> int:
 
 
 def encode_blocks(kept: Tensor, sight: VisibilityRule, block: int) -> Tensor:
-    """Return codes of blocks (…, T, S): kept ones, unless no pair of them is visible."""
+    """Return codes of blocks (…, T, S). A kept block without visible pairs counts as not kept."""
     rows = torch.arange(kept.shape[-2], device=kept.device)[:, None]
     columns = torch.arange(kept.shape[-1], device=kept.device)[None, :]
     some, wholly = sight.visible_blocks(rows, columns, block)
@@ -39,7 +39,7 @@ def encode_blocks(kept: Tensor, sight: VisibilityRule, block: int) -> Tensor:
 
 
 def window_grid(tokens: int, sight: VisibilityRule, block: int, device: torch.device | None = None) -> BlockGrid:
-    """Return a grid of every block with a visible pair: exactly the pairs of the sight are attended to."""
+    """Return a grid of all blocks with a visible pair. Attention then covers exactly the pairs that `sight` allows."""
     side = blocks_of(tokens, block)
     codes = encode_blocks(torch.ones(1, 1, side, side, dtype=torch.bool, device=device), sight, block)
     return BlockGrid(codes, block, _window_count(side, sight, block), sight)
@@ -57,8 +57,8 @@ def scattered_grid(
 ) -> BlockGrid:
     """Return a grid as in BigBird (Zaheer et al. 2020, arXiv 2007.14062, section 2).
 
-    For each block of queries it keeps the block itself, `near` blocks on either side, and `drawn` random others by
-    `seed`. All blocks see the `first` blocks, and these see all blocks.
+    For each block of queries, the grid keeps the block itself, `near` blocks on each side, and `drawn` random blocks
+    chosen by `seed`. All blocks see the `first` blocks, and the `first` blocks see all blocks.
     """
     side = blocks_of(tokens, block)
     row = torch.arange(side, device=device)[:, None]
@@ -67,7 +67,7 @@ def scattered_grid(
     seen = column <= row if causal else column >= 0
     others = seen & ~kept
     if drawn and side:
-        # by positions alone, so that a row samples the same blocks of its past in a shorter text
+        # depends only on positions, so that a row samples the same earlier blocks in a shorter text
         priority = torch.where(others, _mixed(row * 2**16 + column, seed), -1)
         best = priority.topk(min(drawn, side), dim=-1)
         chosen = torch.zeros_like(kept).scatter(-1, best.indices, best.values >= 0)
@@ -92,7 +92,7 @@ def check_grid(grid: BlockGrid, q: Tensor, k: Tensor) -> None:
 
 
 def _mixed(numbers: Tensor, seed: int) -> Tensor:
-    """Return pseudo-random numbers below 2^31 that depend on each number and the seed."""
+    """Return pseudo-random integers below 2^31 that depend only on `numbers` and the seed."""
     mixed = (numbers + 0x9E3779B1 * (seed + 1)) & 0x7FFFFFFF
     for shift, factor in ((15, 0x2C1B3C6D), (12, 0x297A2D39), (15, 0x1B56C4E9)):
         mixed = ((mixed ^ (mixed >> shift)) * factor) & 0x7FFFFFFF
@@ -100,7 +100,7 @@ def _mixed(numbers: Tensor, seed: int) -> Tensor:
 
 
 def _window_count(side: int, sight: VisibilityRule, block: int) -> int:
-    """Return the number of blocks with a visible pair in a window, without reading any value."""
+    """Return the number of blocks with a visible pair in a window, without reading values."""
     if not sight.window:
         return side * (side + 1) // 2 if sight.causal else side * side
     reach = (sight.window - 1 + block - 1) // block

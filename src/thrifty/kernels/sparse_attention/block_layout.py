@@ -1,4 +1,4 @@
-"""Layout of queries and keys in blocks, and the scores of kept blocks for some rows at a time."""
+"""Memory layout of queries and keys in blocks, and scores of kept blocks for a chunk of rows at a time."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -11,9 +11,9 @@ from thrifty.kernels.sparse_attention.block_grid import NONE, WHOLE
 from thrifty.kernels.sparse_attention.visibility import VisibilityRule, same_text
 
 SCORES = {"cpu": 2**16}
-"""Scores of rows that are processed at once, at least those of one row.
+"""Maximum number of scores that are processed at once, but at least one row.
 
-As float32 they stay in a core's cache. At 2,048 tokens, twice as many took 6 % less time, but the peak memory exceeded
+In float32 they fit a core's cache. At 2,048 tokens, twice as many took 6 % less time, but the peak memory then exceeded
 that of torch's own attention.
 """
 GPU_SCORES = 2**24
@@ -21,19 +21,21 @@ GPU_SCORES = 2**24
 
 @dataclass(frozen=True)
 class BlockedInputs:
-    """Inputs in blocks: N = b · G rows of T blocks of queries, with G heads that have their own grid."""
+    """Inputs in blocks of B tokens: N = b · G sequences with T blocks of queries each. G is the number of heads with a
+    grid of their own.
+    """
 
     q: Tensor
-    """(N · T, r · B, k), with the r query heads of a grid's head stacked."""
+    """Queries (N · T, r · B, k). The r query heads that share a grid are stacked."""
     k: Tensor
     v: Tensor
-    """(b · g · S, B, k)"""
+    """Values (b · g · S, B, k)."""
     columns: Tensor
-    """Kept blocks of each row, (N · T, most) int64, kept ones first."""
+    """Block columns of each row, (N · T, most) int64, kept blocks first."""
     counts: Tensor
-    """Number of kept blocks, (N · T,)."""
+    """Number of kept blocks per row, (N · T,)."""
     grid: Tensor
-    """Codes, (N · T, S)."""
+    """Codes of the grid, (N · T, S)."""
     mask: Tensor | None
     segments: Tensor | None
     sight: VisibilityRule
@@ -51,13 +53,13 @@ class BlockedInputs:
 @dataclass(frozen=True)
 class RowChunk:
     rows: Tensor
-    """Indices of rows of blocks, (c,)."""
+    """Indices of the chunk's rows of blocks, (c,)."""
     columns: Tensor
-    """Their blocks of keys, as indices in a sequence, (c, n)."""
+    """Block columns of these rows, as indices in a sequence, (c, n)."""
     keys: Tensor
-    """The same as indices in `BlockedInputs.k`, (c · n,)."""
+    """The same block columns as indices in `BlockedInputs.k`, (c · n,)."""
     scores: Tensor
-    """(c, r · B, n · B), -inf for invisible pairs."""
+    """Scores (c, r · B, n · B), -inf for invisible pairs."""
 
 
 def lay_out_blocks(
@@ -71,7 +73,7 @@ def lay_out_blocks(
     sight: VisibilityRule,
     scale: float,
 ) -> BlockedInputs:
-    """Return q (b, h, t, k), k and v (b, g, s, k) in blocks; without padding and shared heads no tensor is copied."""
+    """Return q (b, h, t, k), k and v (b, g, s, k) in blocks. Without padding and shared heads, no tensor is copied."""
     (b, h, t, width), (g, s) = q.shape, k.shape[1:3]
     per_head = codes.shape[1] == h or (mask is not None and mask.shape[1] > 1)
     heads = h if per_head else g
@@ -92,13 +94,13 @@ def lay_out_blocks(
 
 
 def in_blocks(x: Tensor, blocks: int, block: int) -> Tensor:
-    """Return (b, n, t, k) as (b, n, blocks, B, k), with zeros after the last token."""
+    """Return x (b, n, t, k) in blocks as (b, n, blocks, B, k), with zeros after the last token."""
     missing = blocks * block - x.shape[2]
     return (F.pad(x, (0, 0, 0, missing)) if missing else x).unflatten(2, (blocks, block))
 
 
 def chunks(work: BlockedInputs) -> Iterator[RowChunk]:
-    """Yield the scores of all rows, those that keep most first, as many at once as fit the cache."""
+    """Yield the scores of all rows in chunks that fit the cache. Rows with the most kept blocks come first."""
     b, heads, r, _, _ = work.shape
     rows, columns = work.sides
     shared = work.k.shape[0] // (b * columns)  # key-value heads
@@ -112,7 +114,7 @@ def chunks(work: BlockedInputs) -> Iterator[RowChunk]:
         chosen = order[at : at + max(room // n, 1)]
         at += len(chosen)
         own = work.columns[chosen, :n]
-        sequence = chosen // rows  # of b · G
+        sequence = chosen // rows  # index among b · G sequences
         key_head = (sequence // heads) * shared + (sequence % heads) * shared // heads
         keys = (key_head[:, None] * columns + own).flatten()
         key_blocks = work.k.index_select(0, keys).view(len(chosen), -1, work.k.shape[-1])
@@ -124,7 +126,7 @@ def chunks(work: BlockedInputs) -> Iterator[RowChunk]:
 
 
 def _hide(work: BlockedInputs, scores: Tensor, rows: Tensor, columns: Tensor) -> None:
-    """Set the scores of invisible pairs to -inf, in place."""
+    """Set the scores of invisible pairs to -inf in place."""
     _, _, r, t, s = work.shape
     block = work.block
     (c, n), parts = columns.shape, scores.view(scores.shape[0], r, block, columns.shape[1], block)
@@ -159,14 +161,14 @@ def _hide(work: BlockedInputs, scores: Tensor, rows: Tensor, columns: Tensor) ->
 
 
 def from_blocks(x: Tensor, work: BlockedInputs) -> Tensor:
-    """Return (N · T, r · B, k) as (b, h, t, k), contiguous."""
+    """Return block rows (N · T, r · B, k) as heads (b, h, t, k), contiguous. Reverses `to_blocks`."""
     b, heads, r, t, _ = work.shape
     x = x.view(b, heads, work.sides[0], r, work.block, x.shape[-1]).transpose(2, 3)
     return x.reshape(b, heads * r, -1, x.shape[-1])[:, :, :t].contiguous()
 
 
 def to_blocks(x: Tensor, work: BlockedInputs) -> Tensor:
-    """Return (b, h, t, k) as (N · T, r · B, k)."""
+    """Return heads (b, h, t, k) as block rows (N · T, r · B, k)."""
     _, heads, r, _, _ = work.shape
     blocks = in_blocks(x, work.sides[0], work.block).unflatten(1, (heads, r)).transpose(2, 3)
     return blocks.reshape(work.q.shape[0], work.q.shape[1], x.shape[-1])

@@ -1,9 +1,9 @@
 """Attention over single kept pairs, with the same number of keys for every query.
 
-Scores are computed only at kept pairs, head by head, by the sparse products of `kernels/sparse/csr_matrix.py`, in
+Scores are computed only at kept pairs, head by head, by the sparse matmuls of `kernels/sparse/csr_matrix.py`, in
 compiled code if there is a compiler. The backward pass saves inputs, output, one value per query, and the kept pairs. A
-kept pair costs many times as much as one in a block, in time and in temporary memory. At density 1/8 this takes as long
-as dense attention, or longer. Use it for hardware sparsity patterns and for lower densities.
+single kept pair costs many times more time and temporary memory than a pair in a block. At density 1/8 this attention
+is at best as fast as dense attention. Use it for hardware sparsity patterns and for lower densities.
 """
 
 import torch
@@ -18,14 +18,14 @@ from thrifty.kernels.sparse.sparsity_pattern import rows_of
 
 
 def row_attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, scale: float | None = None) -> Tensor:
-    """Return attention of q (b, h, t, k) over the kept k and v (b, g, s, k).
+    """Return attention of q (b, h, t, k) over the kept keys and values of k and v (b, g, s, k).
 
-    `keys` int64 (b or 1, h or 1, t, m) are the kept key indices of each query, without repetition; -1 stands for none.
-    Raises UsageError for an index out of range.
+    `keys` int64 (b or 1, h or 1, t, m) contains the indices of each query's kept keys, without duplicates; -1 means no
+    key. Raises UsageError if an index is out of range.
     """
     if keys.dtype != torch.int64 or keys.ndim != 4:
         raise UsageError(
-            f"kept keys are {str(keys.dtype)!r} of shape {tuple(keys.shape)}",
+            f"kept keys have dtype {str(keys.dtype)!r} and shape {tuple(keys.shape)}",
             fix="pass int64 of shape (b or 1, h or 1, t, m)",
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -33,7 +33,7 @@ def row_attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, scale: float | 
 
 
 def csr_of_rows(keys: Tensor, count: int) -> CsrMatrix:
-    """Return the pattern (t, count) that keeps the columns `keys` (t, m) int64 of each row; -1 stands for none."""
+    """Return the pattern (t, count) that keeps columns `keys` (t, m) int64 in each row; -1 means no column."""
     rows = keys.shape[0]
     sorted_keys = keys.sort(-1).values
     kept = sorted_keys >= 0
@@ -51,7 +51,7 @@ def csr_of_rows(keys: Tensor, count: int) -> CsrMatrix:
 
 
 def _heads(q: Tensor, k: Tensor, keep: Tensor):
-    """Yield, for each example and head: its indices, those of its keys' head, and its pattern."""
+    """Yield for each example and head: its indices, the indices of its key head, and its pattern."""
     b, h, shared = q.shape[0], q.shape[1], q.shape[1] // k.shape[1]
     patterns: dict[tuple[int, int], CsrMatrix] = {}
     for i in range(b):
@@ -64,18 +64,18 @@ def _heads(q: Tensor, k: Tensor, keep: Tensor):
 
 
 def _scores(q: Tensor, k: Tensor, pattern: CsrMatrix, scale: float) -> Tensor:
-    """Return the scores (nnz,), in float32 or wider."""
+    """Return the scores (nnz,) in float32 or wider."""
     return pattern.sddmm(q.T, k.T).mul_(scale)
 
 
 def _by_row(values: Tensor, starts: Tensor, reduce: str, empty: float) -> Tensor:
-    """Return the maximum or the sum of each row's elements; `empty` for a row without any."""
+    """Return the maximum or the sum of each row's elements. A row without elements returns `empty`."""
     return torch.segment_reduce(values, reduce, offsets=starts, initial=empty)
 
 
 @torch.library.custom_op("thrifty::row_attention", mutates_args=())
 def _attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float) -> tuple[Tensor, Tensor]:
-    """Return the output and the log-sum-exp of each query's scores (b, h, t), 0 if nothing is kept."""
+    """Return the output (b, h, t, k), and the log-sum-exp of each query's scores (b, h, t), 0 if no key is kept."""
     accurate = torch.promote_types(q.dtype, torch.float32)
     output = torch.zeros_like(q, memory_format=torch.contiguous_format)
     lse = q.new_zeros(q.shape[:3], dtype=accurate)
@@ -118,7 +118,7 @@ def _attention_backward(
             grad_v[key_head] += pattern.spmm_turned(upstream.T, pattern.turn(probability)).T
             grad_k[key_head] += pattern.spmm_turned(queries.T, pattern.turn(grad_scores)).T
             grad_q[at] = pattern.spmm(keys.T, grad_scores).T
-    # a custom operation must return new tensors: here the sums, if their dtype is right
+    # a custom operation must return new tensors; these are the sums, converted if their dtype differs
     return grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
 
 

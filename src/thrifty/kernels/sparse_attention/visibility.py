@@ -1,4 +1,4 @@
-"""Rules of visibility between tokens, by their positions and by their text."""
+"""Visibility rules between tokens, by position and by text."""
 
 from dataclasses import dataclass
 
@@ -7,16 +7,18 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class VisibilityRule:
-    """The rule by which pairs of positions are visible; by default each token sees all others."""
+    """Rule that defines visible pairs of positions. By default each token sees all tokens."""
 
     causal: bool = False
     window: int = 0
-    """Number of tokens, itself included, that a token sees backward, and if not causal also forward; 0 is no limit."""
+    """Number of tokens that a token sees backward, including itself, and also forward if not causal. 0 means no
+    limit.
+    """
     first: int = 0
-    """Number of first tokens of a row outside the window's limit: all tokens see them, and they see all."""
+    """Number of first tokens without the window's limit: all tokens see them, and they see all tokens."""
 
     def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
-        """Return True where tokens at `queries` see keys at `keys` (int64 positions, broadcast)."""
+        """Return True where tokens at positions `queries` see tokens at positions `keys` (int64, broadcast)."""
         seen = keys >= 0
         if self.window:
             near = (queries - keys < self.window) & (keys - queries < self.window)
@@ -24,7 +26,9 @@ class VisibilityRule:
         return seen & (keys <= queries) if self.causal else seen
 
     def visible_blocks(self, queries: Tensor, keys: Tensor, block: int) -> tuple[Tensor, Tensor]:
-        """Return whether some pair, and whether every pair, of two blocks with these indices (broadcast) is visible."""
+        """Return two masks for pairs of blocks with these indices (broadcast): some pair is visible, every pair is
+        visible.
+        """
         q, k = queries * block, keys * block
         some, all_ = keys >= 0, keys >= 0
         if self.window:
@@ -40,8 +44,8 @@ class VisibilityRule:
 
 
 def same_text(segments: Tensor, queries: Tensor, keys: Tensor) -> Tensor:
-    """Return whether positions (n, q) and (n, s) belong to the same text: (n, q, s).
+    """Return a mask (n, q, s), True where positions `queries` (n, q) and `keys` (n, s) belong to the same text.
 
-    `segments` (n, t) has the id of each token's text.
+    `segments` (n, t) contains the text id of each token.
     """
     return segments.gather(1, queries)[:, :, None] == segments.gather(1, keys)[:, None, :]

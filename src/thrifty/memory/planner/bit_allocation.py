@@ -1,4 +1,4 @@
-"""Allocation of bits to several tensors, so that their quantization changes a result least within a total of bits."""
+"""Allocation of bits to tensors, so that quantization error is minimal for a total number of bits."""
 
 import math
 from collections.abc import Sequence
@@ -9,35 +9,35 @@ from torch import Tensor
 from thrifty.core.errors import UsageError
 
 RESOLUTION = 4096
-"""Number of parts of the total, if sizes have no large common divisor."""
+"""Number of units in the total, if the sizes have no large common divisor."""
 
 
 def disturbance(sensitivity: float, bits: int) -> float:
-    """Return the variance that quantization to `bits` causes; `sensitivity` is the variance with a single step."""
+    """Return the error variance of quantization to `bits`. `sensitivity` is the variance with one quantization step."""
     return sensitivity / (2**bits - 1) ** 2
 
 
 def allocate_bits(
     sensitivities: Sequence[float], sizes: Sequence[int], mean_bits: float, choices: Sequence[int] = (2, 4, 8)
 ) -> list[int]:
-    """Return the bits per element of tensors with these `sizes` in elements, on average at most `mean_bits`.
+    """Return the bits per element of each tensor, on average at most `mean_bits`. `sizes` are numbers of elements.
 
-    The problem is from ActNN (Chen et al. 2021, arXiv 2104.14129), which greedily adds one bit where it helps most.
-    That is optimal if all tensors are alike and any number of bits is possible. Here neither holds, so the problem is
-    solved as a knapsack by dynamic programming. The solution is exact, up to sizes rounded to a 4096th of the total.
+    The problem is from ActNN (Chen et al. 2021, arXiv 2104.14129). ActNN is greedy: it adds one bit where the gain is
+    largest. Greedy is optimal only for equal tensors and any number of bits. Here the problem is solved as a knapsack
+    by dynamic programming. The solution is exact, except that sizes are rounded to 1/4096 of the total.
     """
     least = min(choices)
     if mean_bits < least:
         raise UsageError(
-            f"mean_bits={mean_bits} bits per element are fewer than {least}, the smallest choice",
-            fix=f"set mean_bits to at least {least}",
+            f"mean_bits={mean_bits} is less than the smallest allowed number of bits, {least}",
+            fix=f"mean_bits={least}",
         )
     if not sizes:
         return []
     unit = _unit(sizes, mean_bits)
     prices = [{bits: -(-(bits - least) * count // unit) for bits in choices} for count in sizes]
     room = int((mean_bits - least) * sum(sizes) // unit)
-    best = torch.zeros(room + 1, dtype=torch.float64)  # indexed by the units spent on the tensors so far
+    best = torch.zeros(room + 1, dtype=torch.float64)  # index: units spent on the tensors so far
     chosen: list[Tensor] = []
     for sensitivity, price in zip(sensitivities, prices, strict=True):
         totals = torch.full((len(choices), room + 1), torch.inf, dtype=torch.float64)
@@ -54,6 +54,6 @@ def allocate_bits(
 
 
 def _unit(sizes: Sequence[int], mean_bits: float) -> int:
-    """Return the unit of sizes: their greatest common divisor, or a small part of the total."""
+    """Return the unit of sizes: their greatest common divisor, but at least 1/4096 of the total."""
     total = int(mean_bits * sum(sizes))
     return max(math.gcd(*sizes), -(-total // RESOLUTION))

@@ -1,7 +1,7 @@
-"""The best schedule of whole blocks as a memory plan.
+"""Memory plan that recomputes or keeps whole blocks, by an optimal schedule.
 
-`chain_schedule` computes the schedule, with costs in seconds. One more stage stands for everything outside the blocks
-and cannot be recomputed.
+`chain_schedule` computes the schedule from costs in seconds. A last stage represents everything outside the blocks. It
+cannot be recomputed.
 """
 
 from collections.abc import Sequence
@@ -24,18 +24,20 @@ from thrifty.memory.recompute_schedule import (
 )
 
 PORTIONS = 500
-"""Portions of a budget in which bytes are counted; four times as many for short chains."""
+"""Number of units into which a budget of bytes is divided. Short chains use four times as many."""
 MOST_PORTIONS = 5_000_000
-"""Largest number of portions over all segments of a chain."""
+"""Maximum number of units over all segments of a chain."""
 
 
 def chain_costs(blocks: Sequence[BlockCosts]) -> ChainCost | None:
-    """Return the blocks as a chain, or None if a block cannot be recomputed. The last block is everything outside."""
+    """Return the blocks as a chain, or None if a block cannot be recomputed. The last block is everything outside the
+    blocks.
+    """
     *inside, rest = blocks
     stages = [block.stage for block in inside if block.stage is not None]
     if not inside or len(stages) < len(inside):
         return None
-    # a block's first input is the output of the previous block; its other inputs stay in memory throughout
+    # a block's first input is the previous output; other inputs stay in memory during the whole step
     input_bytes = inside[0].tape.input_bytes + sum(
         max(block.tape.input_bytes - before.output, 0) for block, before in zip(inside[1:], stages, strict=False)
     )
@@ -44,20 +46,21 @@ def chain_costs(blocks: Sequence[BlockCosts]) -> ChainCost | None:
 
 
 def schedule_plan(blocks: Sequence[BlockCosts], budget: float) -> MemoryPlan | None:
-    """Return the fastest schedule of whole blocks with a peak within the budget, or None if no schedule fits."""
+    """Return the fastest schedule of whole blocks whose peak is within the budget, or None if no schedule fits."""
     chain = chain_costs(blocks)
     if chain is None or least_bytes(chain) > int(budget):
         return None
     operations = fastest_within(chain, _schedules(chain, int(budget)), int(budget))
-    plain, _ = simulate(chain, periodic_schedule(len(chain), len(chain)))  # keeps all
+    plain, _ = simulate(chain, periodic_schedule(len(chain), len(chain)))  # keeps everything
     seconds, peak = simulate(chain, operations)
     schedule = RecomputeSchedule.of(operations)
     return MemoryPlan(actions_of(blocks, schedule), max(seconds - plain, 0.0), peak, 0.0, schedule)
 
 
 def _schedules(chain: ChainCost, budget: int) -> list[list[ScheduledOperation]]:
-    """Return schedules of the whole chain, and schedules of the blocks alone. Schedules of the blocks alone are
-    computed for the whole budget, and for the budget minus the memory of the last stage."""
+    """Return candidate schedules: of the whole chain, and of the blocks alone. Schedules of the blocks alone are
+    computed for the whole budget, and for the budget minus the last stage's memory.
+    """
     end, alone = chain.stages[-1], replace(chain, stages=chain.stages[:-1])
     portions = max(MOST_PORTIONS // len(chain) ** 2, PORTIONS)
     schedules = schedules_near(chain, budget, min(portions, 4 * PORTIONS))
@@ -68,7 +71,7 @@ def _schedules(chain: ChainCost, budget: int) -> list[list[ScheduledOperation]]:
 
 
 def add_chain_end(operations: Sequence[ScheduledOperation]) -> list[ScheduledOperation]:
-    """Insert the last stage, everything outside the blocks, between forward and backward passes of the blocks."""
+    """Insert the last stage (everything outside the blocks) between the forward and backward passes of the blocks."""
     turn = next(place for place, (do, _) in enumerate(operations) if do is RecomputeAction.BACKWARD)
     end = operations[turn].stage + 1
     return [
@@ -80,7 +83,7 @@ def add_chain_end(operations: Sequence[ScheduledOperation]) -> list[ScheduledOpe
 
 
 def actions_of(blocks: Sequence[BlockCosts], schedule: RecomputeSchedule) -> tuple[dict[int, TensorAction], ...]:
-    """Return a schedule's actions for single items: a block's saved tensors are all kept or all recomputed."""
+    """Return the actions of a schedule for single items. Saved tensors of a block are all kept or all recomputed."""
     return tuple(
         dict.fromkeys(saved_items(block.tape), TensorAction.KEEP)
         if place == len(blocks) - 1 or schedule.first.get(place, RecomputeAction.KEEP_INPUT) is RecomputeAction.KEEP_ALL

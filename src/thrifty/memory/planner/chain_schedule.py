@@ -1,8 +1,8 @@
-"""Schedules that keep or recompute stages of a chain, so that a step is fastest within a budget of bytes.
+"""Schedules for a chain of stages: keep or recompute activations, so that a step is fastest within a budget of bytes.
 
-The dynamic program is from Beaumont et al. 2019 (hal-02352969), for chains of unequal stages. It finds the best
-schedule among those that keep a saved tensor until its own backward pass ("memory-persistent"). `simulate` computes the
-peak and the time of a schedule byte by byte; it shares no code with the dynamic program.
+The dynamic program is from Beaumont et al. 2019 (hal-02352969), for chains of unequal stages. It is optimal among
+schedules that keep a saved tensor until the backward pass that uses it ("memory-persistent"). `simulate` computes the
+exact peak and time of a schedule. It shares no code with the dynamic program.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -23,7 +23,7 @@ class ScheduleProgress:
     due: int
     """Stage of the next backward pass."""
     inputs: frozenset[int] = frozenset({0})
-    """Stages with a kept input."""
+    """Stages whose input is kept."""
     saved: frozenset[int] = frozenset()
     at: int | None = None
     """Stage whose input was just computed but is not kept."""
@@ -32,7 +32,7 @@ class ScheduleProgress:
 
 
 def advance(chain: ChainCost, progress: ScheduleProgress, operation: ScheduledOperation) -> ScheduleProgress:
-    """Return the progress after one more operation. Raises UsageError if the operation is not possible now."""
+    """Return the progress after one more operation. Raise UsageError if the operation is not possible now."""
     do, index = operation
     if not (0 <= index <= progress.due):
         raise UsageError(
@@ -46,7 +46,7 @@ def _forth(chain: ChainCost, progress: ScheduleProgress, do: RecomputeAction, in
     if not (index in progress.inputs or index - 1 in progress.saved or index == progress.at):
         raise UsageError(f"invalid schedule: {do.value!r} of stage {index}, but its input is missing")
     if index in progress.saved:
-        raise UsageError(f"invalid schedule: {do.value!r} of stage {index}, but all its tensors are kept already")
+        raise UsageError(f"invalid schedule: {do.value!r} of stage {index}, but all its tensors are already kept")
     if do is RecomputeAction.PASS:
         inputs, saved = progress.inputs, progress.saved
         passing_by = index not in inputs and index - 1 not in saved
@@ -76,7 +76,7 @@ def _back(chain: ChainCost, progress: ScheduleProgress, index: int) -> ScheduleP
 
 
 def _kept_bytes(chain: ChainCost, progress: ScheduleProgress) -> int:
-    """Return the bytes kept, plus the gradient of the output of the due stage, if it exists."""
+    """Return the kept bytes, plus the gradient of the output of the stage `due` if it exists."""
     sizes = chain.sizes
     inputs = sum(sizes[index] for index in progress.inputs if index - 1 not in progress.saved)
     gradient = sizes[progress.due + 1] if progress.due < len(chain) - 1 else 0
@@ -84,19 +84,19 @@ def _kept_bytes(chain: ChainCost, progress: ScheduleProgress) -> int:
 
 
 def simulate(chain: ChainCost, schedule: Sequence[ScheduledOperation]) -> tuple[float, int]:
-    """Return the time and the peak bytes of a schedule. Raises UsageError if it is not valid."""
+    """Return the time and the peak bytes of a schedule. Raise UsageError if the schedule is invalid."""
     progress = ScheduleProgress(due=len(chain) - 1)
     for operation in schedule:
         progress = advance(chain, progress, operation)
     if progress.due >= 0:
-        raise UsageError(f"invalid schedule: it ends before the backward pass of stage {progress.due}")
+        raise UsageError(f"invalid schedule: no backward pass of stage {progress.due}")
     return progress.time, progress.peak
 
 
 def periodic_schedule(stages: int, every: int) -> list[ScheduledOperation]:
-    """Return the schedule that keeps the input of every k-th stage and recomputes the k stages after it together.
+    """Return the schedule that keeps the input of every `every`-th stage, and recomputes stages in groups of `every`.
 
-    The last k stages keep all, because their backward pass follows directly (Chen et al. 2016, arXiv 1604.06174).
+    The last group keeps everything, because its backward pass follows directly (Chen et al. 2016, arXiv 1604.06174).
     """
     starts = range(0, stages, every)
     operations: list[ScheduledOperation] = []
@@ -115,14 +115,15 @@ def periodic_schedule(stages: int, every: int) -> list[ScheduledOperation]:
 
 
 def least_bytes(chain: ChainCost) -> int:
-    """Return the smallest budget that any schedule meets."""
+    """Return the smallest budget in bytes for which a schedule exists."""
     return chain.input + int(_LeastBytesTable(chain).need[0, len(chain) - 1])
 
 
 def optimal_schedule(chain: ChainCost, bytes: int, slots: int = 500) -> list[ScheduledOperation]:
-    """Return the fastest schedule with a peak within `bytes`. Raises InfeasibleError with the smallest budget if none
-    fits. Bytes are counted in at most `slots` portions. With as many slots as bytes the result is exact. With fewer, it
-    is the fastest of `schedules_near` the budget whose exact peak fits."""
+    """Return the fastest schedule with a peak within `bytes`. Raise InfeasibleError with the smallest possible budget
+    if no schedule fits. Bytes are counted in at most `slots` units. The result is exact if there is one unit per byte.
+    With fewer units, the result is the fastest of `schedules_near` whose exact peak fits.
+    """
     least = least_bytes(chain)
     if bytes < least:
         raise InfeasibleError(
@@ -135,17 +136,19 @@ def optimal_schedule(chain: ChainCost, bytes: int, slots: int = 500) -> list[Sch
 def fastest_within(
     chain: ChainCost, schedules: Iterable[Sequence[ScheduledOperation]], bytes: int
 ) -> tuple[ScheduledOperation, ...]:
-    """Return the fastest of these schedules with a peak within `bytes`, the smallest of equals. One must fit."""
+    """Return the fastest schedule with a peak within `bytes`; among equals, the one with the smallest peak. One must
+    fit.
+    """
     costs = {schedule: simulate(chain, schedule) for schedule in dict.fromkeys(map(tuple, schedules))}
     return min((each for each in costs if costs[each][1] <= bytes), key=costs.__getitem__)
 
 
 def schedules_near(chain: ChainCost, bytes: int, slots: int) -> list[list[ScheduledOperation]]:
-    """Return candidate schedules: the smallest one, periodic ones, and optimal ones for this budget and larger ones.
+    """Return candidate schedules: the smallest, periodic ones, and optimal ones for this budget and larger budgets.
 
-    Sizes are rounded up to portions, the budget down. With few portions, a schedule for a larger budget may fit this
-    one. Rounding adds less than a portion for each stage and each kept input, so these budgets are tried one by one.
-    Larger budgets, up to a fifth more, are tried in larger steps.
+    Sizes are rounded up to units, and the budget is rounded down. With few units, the schedule for a larger budget may
+    therefore fit this budget. Rounding adds less than one unit per stage and per kept input, so budgets in this range
+    are tried one by one. Larger budgets, up to 20 % more, are tried in larger steps.
     """
     leanest = _LeastBytesTable(chain)
     schedules = [_unrolled(chain, lambda first, last, room: (int(leanest.choices(first, last).argmin()), 0, 0), 0)]
@@ -162,14 +165,18 @@ def schedules_near(chain: ChainCost, bytes: int, slots: int) -> list[list[Schedu
 
 
 def _unit(chain: ChainCost, bytes: int, slots: int) -> int:
-    """Return the bytes of a slot: at most `slots` slots and, if possible, the largest stage a whole number of them."""
+    """Return the bytes per unit. There are at most `slots` units. If possible, the largest stage is a whole number of
+    units.
+    """
     unit = max(1, -(-bytes // slots))
     largest = max(stage.saved for stage in chain.stages)
     return -(-largest // (largest // unit)) if largest >= unit else unit
 
 
 Choose = Callable[[int, int, int], tuple[int, int, int]]
-"""A function of first stage, last stage and room: the first choice, and the room for later and earlier stages."""
+"""Function of (first stage, last stage, room). Returns the first choice, the room for later stages and for earlier
+stages.
+"""
 
 
 def _unrolled(chain: ChainCost, choose: Choose, room: int) -> list[ScheduledOperation]:
@@ -196,14 +203,14 @@ def _unrolled(chain: ChainCost, choose: Choose, room: int) -> list[ScheduledOper
 
 
 class _Peaks:
-    """Bytes of single operations of the segment first … last, without the segment's input."""
+    """Peak bytes of single operations in the segment first … last, without the segment's input."""
 
     def __init__(self, chain: ChainCost):
         self.chain, self.sizes, n = chain, np.array(chain.sizes, dtype=np.int64), len(chain)
         self.saved = np.array([stage.saved for stage in chain.stages], dtype=np.int64)
         self.gradient = np.array([*self.sizes[1:n], 0], dtype=np.int64)
         self.passing = np.zeros((n, n), dtype=np.int64)
-        """[first, j - 1]: peak bytes of forward passes from first through j - 1 that keep nothing."""
+        """Index [first, j - 1]: peak bytes of forward passes of stages first … j - 1 that keep nothing."""
         each = self.sizes[1:] + np.array([stage.passing for stage in chain.stages])
         for first in range(n):
             run = each[first:] + self.sizes[first:n]
@@ -216,12 +223,12 @@ class _Peaks:
         return max(int(forward), int(stage.saved + sizes[first + 1] + sizes[first] + stage.returning))
 
     def splits(self, first: int, last: int) -> np.ndarray:
-        """Return the bytes for each split first + 1 … last."""
+        """Return the bytes for each split point first + 1 … last."""
         return self.passing[first, first:last] + self.gradient[last]
 
 
 class _LeastBytesTable:
-    """The least bytes of each segment, regardless of time."""
+    """Minimum bytes of each segment, whatever its time."""
 
     def __init__(self, chain: ChainCost):
         self.peaks, n = _Peaks(chain), len(chain)
@@ -231,7 +238,7 @@ class _LeastBytesTable:
                 self.need[first, first + width] = self.choices(first, first + width).min()
 
     def choices(self, first: int, last: int) -> np.ndarray:
-        """Return the bytes if everything of the first stage is kept, and for each split."""
+        """Return the bytes if the first stage keeps everything, and the bytes for each split point."""
         peaks, need = self.peaks, self.need
         all_kept = peaks.keep_all(first, last)
         if first == last:
@@ -243,7 +250,7 @@ class _LeastBytesTable:
 
 
 class _LeastTimeTable:
-    """The least time of each segment for each number of slots, and its first choice."""
+    """Minimum time of each segment for each number of units, and the first choice that reaches it."""
 
     def __init__(self, chain: ChainCost, unit: int, slots: int):
         self.chain, self.peaks, self.unit = chain, _Peaks(chain), unit
@@ -253,7 +260,7 @@ class _LeastTimeTable:
         self.room = np.arange(room)
         self.time = np.full((n, n, room), np.inf)
         self.with_input = np.full((n, n, room), np.inf)
-        """[last, first]: time of first … last with its own input kept too."""
+        """Index [last, first]: time of first … last if the input of the segment is also kept."""
         self.choice = np.zeros((n, n, room), dtype=np.int16)
         for width in range(n):
             for first in range(n - width):
@@ -269,7 +276,9 @@ class _LeastTimeTable:
         return shifted
 
     def choices(self, first: int, last: int) -> np.ndarray:
-        """Return times by room, (1 + splits, room): keep all of the first stage, or its input and start at a split."""
+        """Return times by choice and room, (1 + splits, room). Choice 0 keeps everything of the first stage. Choice i
+        keeps only the input and splits at stage first + i.
+        """
         chain, peaks = self.chain, self.peaks
         all_kept = np.full_like(self.room, chain.stages[first].backward, dtype=float)
         if first == last:

@@ -1,10 +1,12 @@
-"""Mixed-integer program: keep, compress, offload or recompute each saved tensor for the fastest step in a budget.
+"""Mixed-integer program: keep, compress, offload or recompute each saved tensor, for the fastest step within a memory
+budget.
 
-One program covers all blocks; HiGHS solves it. Each item of a block's trace has at most one action. A saved item needs
-one action, and the sources of a recomputed item need an exact one. Alternatively a whole block is recomputed at once,
-which costs less than following its operations one by one. Or nothing is recomputed, and offloaded tensors return one by
-one. The program is from Checkmate (Jain et al. 2020, arXiv 1910.02653). Compression and offload under a link's
-bandwidth are added as actions (after Beaumont et al. 2021, and Patil et al. 2022, arXiv 2207.07697).
+One program covers all blocks. HiGHS solves it. Each item of a block's trace has at most one action. A saved item
+requires one action. The sources of a recomputed item require an exact action (not a quantized value). Two block modes
+are alternatives. A whole block can be recomputed at once, which is cheaper than replaying single operations. A block
+can be streamed: nothing is recomputed, and offloaded tensors return one by one. The program is from Checkmate (Jain et
+al. 2020, arXiv 1910.02653). Compression and offloading over a link of limited bandwidth are added as actions (after
+Beaumont et al. 2021, and Patil et al. 2022, arXiv 2207.07697).
 """
 
 from collections.abc import Mapping, Sequence
@@ -26,9 +28,9 @@ from thrifty.memory.planner.milp_variables import BlockColumns, MilpOptions
 from thrifty.memory.planner.solver_stdout import suppress_stdout
 
 SECONDS, NODES = 20.0, 200
-"""Limits of the search: seconds, and nodes if plans must be reproducible."""
+"""Limits of the search: seconds, or branch-and-bound nodes if plans must be reproducible."""
 INFEASIBLE = 2
-"""Status of scipy for a program without a solution."""
+"""Status code of scipy for a program without a solution."""
 
 
 def fastest_plan(
@@ -39,12 +41,12 @@ def fastest_plan(
     actions: Sequence[TensorAction] = tuple(TensorAction),
     gap: float = 0.005,
 ) -> MemoryPlan | None:
-    """Return the plan with the least extra seconds and a peak within the budget, or None if no plan fits.
+    """Return the plan with the least extra seconds whose peak is within the budget, or None if no plan fits.
 
-    The plan is optimal within the relative `gap`, or the best found in 20 seconds; `MemoryPlan.gap` bounds its distance
-    from the optimum. With compression, the search stops after a number of nodes instead, because the plan determines
-    the noise. The same costs then give the same plan on a machine of any speed. A search without a solution at its
-    limit continues to the first one.
+    The plan is optimal within the relative `gap`, or the best found in 20 seconds. `MemoryPlan.gap` bounds its distance
+    from the optimum. With compression, the search is limited by nodes instead of seconds, because the plan determines
+    the quantization noise. Equal costs then give equal plans on any machine. If no solution exists at the limit, the
+    search continues to the first solution.
     """
     program = _Program(blocks, compression, link, actions)
     solution = program.solve(budget, gap)
@@ -55,7 +57,9 @@ def fastest_plan(
 
 
 class _Program:
-    """The program. Its columns are those of each block, then the seconds that either pass waits for the link."""
+    """The mixed-integer program. Its columns are the columns of each block, then the seconds that each pass waits for
+    the link.
+    """
 
     def __init__(
         self,
@@ -79,7 +83,7 @@ class _Program:
         self._transfers()
         self._memory(budget)
         count, cost = len(self.options.cost), np.array(self.options.cost)
-        unit = cost.mean() or 1.0  # the solver's tolerances are absolute
+        unit = cost.mean() or 1.0  # scale costs, because the solver's tolerances are absolute
         whole = np.ones(count)
         whole[self.waits] = 0
         upper = np.ones(count)
@@ -93,26 +97,26 @@ class _Program:
         end = {"node_limit": NODES} if self.options.compression else {"time_limit": SECONDS}
         with suppress_stdout():
             result = milp(**problem, options={"mip_rel_gap": gap} | end)
-            if result.x is None and result.status != INFEASIBLE:  # stopped at its limit: accept the first solution
+            if result.x is None and result.status != INFEASIBLE:  # no solution at the limit: accept the first one
                 result = milp(**problem, options={"mip_rel_gap": np.inf})
         if result.x is None:
             return None
         return [block.chosen(result.x) for block in self.blocks], float(result.fun) * unit, float(result.mip_gap or 0.0)
 
     def _needs(self, block: BlockColumns) -> None:
-        """Limit each item to one action; require one if it is saved or a source of a recomputed item."""
+        """Limit each item to one action. Require an action if the item is saved or a source of a recomputed item."""
         for number, item in block.tape.items.items():
             columns, whole = block.columns[number], block.whole
             streamed = dict.fromkeys(block.streams.get(number, {}).values(), 1.0)
             self._row(dict.fromkeys(columns.values(), 1.0) | streamed | whole, 1.0 if item.saved else 0.0, 1.0)
             if item.saved:
                 self._row({columns[TensorAction.KEEP]: 1.0, block.planned: 1.0} | streamed | whole, 1.0, np.inf)
-            if not item.storable:  # only autograd can keep it, in a block without a plan
+            if not item.storable:  # only autograd can keep the item, in a block without a plan
                 self._row({columns[TensorAction.KEEP]: 1.0, block.planned: 1.0}, 0.0, 1.0)
             if TensorAction.RECOMPUTE not in columns:
                 continue
             for source in item.reads:
-                # recomputed from a quantized value, it would be biased
+                # recomputation from a quantized value would be biased
                 exact = {
                     column: 1.0
                     for action, column in block.columns[source].items()
@@ -121,7 +125,7 @@ class _Program:
                 self._row({**exact, columns[TensorAction.RECOMPUTE]: -1.0}, 0.0, np.inf)
 
     def _modes(self, block: BlockColumns) -> None:
-        """Let a block be streamed, planned, recomputed as a whole, or plain; move its input by one action at most."""
+        """Allow one mode per block (streamed, planned, wholly recomputed or plain) and one action for its input."""
         recomputed = {block.planned: 1.0} | block.whole
         if block.streamed is not None:
             self._row(recomputed | {block.streamed: 1.0}, 0.0, 1.0)

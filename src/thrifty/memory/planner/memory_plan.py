@@ -1,8 +1,9 @@
-"""A memory plan: the action for each saved tensor between forward and backward pass, and the resulting peak.
+"""Memory plan: the action for each saved tensor between forward and backward pass, and the resulting peak.
 
-A plain block keeps what autograd saves. In a streamed block, some saved tensors are offloaded and return one by one. In
-a planned block, required operations run again before its backward pass. Other blocks are recomputed as a whole. The
-actions for its items determine the kind of a block. `memory_milp.py` and `chain_plan.py` compute plans.
+The actions for a block's items determine the kind of the block. A plain block keeps the tensors that autograd saves. In
+a streamed block, some saved tensors are offloaded and return one by one. In a planned block, required operations run
+again before the backward pass. Other blocks are recomputed as a whole. `memory_milp.py` and `chain_plan.py` compute
+plans.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,33 +26,33 @@ class TensorAction(Enum):
 
 
 BlockActions = Mapping[int, TensorAction]
-"""Actions for one block by item, or by `INPUT` if the input is moved; a missing item is unused."""
+"""Actions for one block by item number, or by `INPUT` for an offloaded input. An item without an action is unused."""
 
 
 @dataclass(frozen=True)
 class BlockCosts:
     tape: OpTrace
     temporary: float
-    """Peak bytes of its backward pass in addition to saved tensors."""
+    """Peak bytes of the backward pass in addition to saved tensors."""
     overhead: float
-    """Seconds that following any plan costs."""
+    """Extra seconds of any plan, whatever it stores."""
     forward: float
     backward: float
-    """Seconds of computing during which a link may transfer."""
+    """Seconds of backward computation, during which a link may transfer."""
     whole: float | None = None
-    """Seconds to recompute the whole call at once; None if that is not possible."""
+    """Seconds to recompute the whole call at once. None if that is not possible."""
     stage: ChainStageCost | None = None
-    """Cost of the call as part of a chain, in seconds; None if a chain cannot contain it."""
+    """Cost of the call as a stage of a chain, in seconds. None if a chain cannot contain the call."""
     recompute_temporary: float = 0.0
-    """Temporary bytes while saved tensors are recomputed, including the gradient of the result."""
+    """Temporary bytes during recomputation of saved tensors, including the gradient of the result."""
     intervals: Sequence[PeakInterval] = ()
-    """Peak intervals while its saved tensors return one by one; () if it cannot be streamed."""
+    """Peak intervals if saved tensors return one by one. () if the block cannot be streamed."""
     streaming: float = 0.0
-    """Seconds that streaming costs, for any choice of tensors."""
+    """Extra seconds of streaming, whatever tensors are streamed."""
 
     @cached_property
     def movable(self) -> Mapping[int, Mapping[TensorAction, int]]:
-        """Bytes of each item, and of the input, that can be moved without a plan, by action."""
+        """Bytes of each item and of the input that can be moved without recomputation, by action."""
         sizes: dict[int, dict[TensorAction, int]] = {}
         for owner, size, is_small in self.tape.saved_tensors if self.intervals else ():
             if owner is None:
@@ -64,7 +65,9 @@ class BlockCosts:
 
 
 def costs_of(tape: OpTrace, memory: BlockMemory, overheads: tuple[float, float]) -> BlockCosts:
-    """Return the costs of a call of a block; `overheads` are Python seconds per operation."""
+    """Return the costs of a block call. `overheads` are the Python seconds per operation of a planned and a whole
+    recomputation.
+    """
     one_by_one, as_a_whole = (each * len(tape.operations) for each in overheads)
     forward = sum(item.seconds for item in tape.items.values())
     repeatable = not tape.outside and all(item.repeatable for item in tape.items.values())
@@ -89,30 +92,30 @@ def costs_of(tape: OpTrace, memory: BlockMemory, overheads: tuple[float, float])
 @dataclass(frozen=True)
 class CompressionOption:
     bits: float
-    """Bits stored per element, metadata included."""
+    """Stored bits per element, including metadata."""
     seconds_per_byte: float
-    """Seconds to quantize and dequantize."""
+    """Seconds per byte to quantize and dequantize."""
 
 
 @dataclass(frozen=True)
 class OffloadLink:
     bytes_per_second: float
-    """Bandwidth of one direction; both directions may be used at once, each during its own pass."""
+    """Bandwidth of one direction. Each pass uses one direction."""
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
     actions: tuple[BlockActions, ...]
     seconds: float
-    """Extra seconds of a step compared with keeping everything."""
+    """Extra seconds of a step compared with keeping all tensors."""
     peak: float
     """Predicted peak bytes."""
     gap: float
-    """Upper bound of the relative distance of `seconds` from the best plan of its kind."""
+    """Upper bound of the relative distance of `seconds` from the best plan of this kind."""
     schedule: RecomputeSchedule | None = None
-    """Schedule of a plan for whole blocks, which replaces `actions`."""
+    """Schedule of a plan for whole blocks. It replaces `actions`."""
     other_seconds: float | None = None
-    """`seconds` of the plan of the other kind, if one fits too."""
+    """`seconds` of the plan of the other kind (single tensors or whole blocks), if it also fits."""
 
 
 def peak_when_kept(blocks: Sequence[BlockCosts]) -> float:
@@ -121,7 +124,9 @@ def peak_when_kept(blocks: Sequence[BlockCosts]) -> float:
 
 
 def peak_when_recomputed(blocks: Sequence[BlockCosts], inputs: TensorAction = TensorAction.KEEP) -> float:
-    """Return the peak bytes if everything repeatable is recomputed, block by block, with this action for inputs."""
+    """Return the peak bytes if all repeatable items are recomputed, block by block. `inputs` is the action for block
+    inputs.
+    """
     action = {True: TensorAction.RECOMPUTE, False: TensorAction.KEEP}
     actions = [{n: action[block.tape.items[n].repeatable] for n in saved_items(block.tape)} for block in blocks]
     if inputs is not TensorAction.KEEP:
@@ -133,7 +138,7 @@ def peak_when_recomputed(blocks: Sequence[BlockCosts], inputs: TensorAction = Te
 
 
 def peak_when_streamed(blocks: Sequence[BlockCosts], action: TensorAction, bits: float = 0.0) -> float:
-    """Return the peak bytes if everything movable has this action, without any recomputation."""
+    """Return the peak bytes if all movable items have `action` and nothing is recomputed."""
     actions = [
         dict.fromkeys(saved_items(block.tape), TensorAction.KEEP)
         | {n: action for n, sizes in block.movable.items() if action in sizes}
@@ -143,7 +148,7 @@ def peak_when_streamed(blocks: Sequence[BlockCosts], action: TensorAction, bits:
 
 
 def is_whole(block: BlockCosts, actions: BlockActions) -> bool:
-    """Return True if these actions recompute the whole block at once: nothing is stored, nothing is left out."""
+    """Return True if the actions recompute the whole block at once: no item is stored and no item is unused."""
     return (
         block.whole is not None
         and bool(actions)
@@ -162,7 +167,9 @@ def saved_items(tape: OpTrace) -> list[int]:
 
 
 def plan_peak(blocks: Sequence[BlockCosts], chosen: Sequence[BlockActions], bits: float = 0.0) -> float:
-    """Return the peak over the backward passes: stored bytes of all blocks so far plus the block's temporary bytes."""
+    """Return the peak over all backward passes: bytes stored by this block and earlier blocks, plus temporary bytes of
+    this block.
+    """
     stored, peak, returning = 0.0, 0.0, 0.0
     for block, actions in zip(blocks, chosen, strict=True):
         tape, moved = block.tape, actions.get(INPUT)
@@ -186,7 +193,9 @@ def plan_peak(blocks: Sequence[BlockCosts], chosen: Sequence[BlockActions], bits
 
 
 def stored_bytes(tape: OpTrace, number: int, size: float, action: TensorAction, bits: float) -> float:
-    """Return the bytes that stay on the device, of an item or of the input; a dropout mask is quantized to one bit."""
+    """Return the bytes of an item, or of the input, that stay on the device. A dropout mask is quantized to one bit per
+    element.
+    """
     if action is not TensorAction.COMPRESS:
         return size if action is TensorAction.KEEP else 0.0
     item = tape.items.get(number)
@@ -196,7 +205,7 @@ def stored_bytes(tape: OpTrace, number: int, size: float, action: TensorAction, 
 
 
 def _streamed_bytes(block: BlockCosts, actions: BlockActions, bits: float) -> float:
-    """Return the stored bytes of a streamed block's saved tensors."""
+    """Return the stored bytes of the saved tensors of a streamed block."""
     stored = float(block.tape.saved_bytes)
     for number, sizes in block.movable.items():
         if number != INPUT and (size := sizes.get(actions[number])):

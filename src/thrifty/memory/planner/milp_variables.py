@@ -1,4 +1,4 @@
-"""Columns of the mixed-integer program: the choices for one block, and the bytes that each stores. Each is 0 or 1."""
+"""Columns of the mixed-integer program: binary choices for one block, and the bytes that each choice stores."""
 
 from collections.abc import Mapping, Sequence
 
@@ -53,19 +53,19 @@ class BlockColumns:
         self.costs, self.tape = block, block.tape
         self.columns = {n: options.item_columns(item) for n, item in self.tape.items.items()}
         self.planned = options.column(block.overhead)
-        """1 if the block follows a plan."""
+        """Column that is 1 if the block follows a plan."""
         may_be_whole = block.whole is not None and TensorAction.RECOMPUTE in options.allowed
         self.whole = {options.column(block.whole or 0.0): 1.0} if may_be_whole else {}
-        """1 if the block is recomputed as a whole."""
+        """Column that is 1 if the block is recomputed as a whole."""
         self.streams = {n: options.stream_columns(sizes) for n, sizes in block.movable.items()}
-        """Columns for moved tensors of a streamed block, by item and action."""
+        """Columns of the moved tensors of a streamed block, by item and action."""
         self.streamed = options.column(block.streaming) if any(self.streams.values()) else None
-        """1 if the block is streamed."""
+        """Column that is 1 if the block is streamed."""
         self.input = options.column(0.0) if options.link and self.tape.movable_input else None
-        """1 if the input of a planned or wholly recomputed block is offloaded."""
+        """Column that is 1 if the input of a planned or wholly recomputed block is offloaded."""
 
     def stored(self, bits: float) -> tuple[dict[int, float], float]:
-        """Return bytes stored from the forward to the backward pass: by column, and the constant part."""
+        """Return the bytes stored between forward and backward pass: coefficients by column, and a constant."""
         tape = self.tape
         unsaved = sum(tape.items[n].bytes for n in saved_items(tape)) - tape.saved_bytes
         coefficients = {self.planned: float(unsaved)} | dict.fromkeys(self.whole, float(unsaved))
@@ -77,18 +77,20 @@ class BlockColumns:
         for owner, columns in self.streams.items():
             for action, column in columns.items():
                 size = self.costs.movable[owner][action]
-                stays = -size if owner == INPUT else tape.items[owner].bytes - size  # inputs count as stored already
+                stays = -size if owner == INPUT else tape.items[owner].bytes - size  # inputs already count as stored
                 coefficients[column] = stays + stored_bytes(tape, owner, size, action, bits)
         if self.input is not None:
             coefficients[self.input] = -float(tape.movable_input)
         return coefficients, float(tape.input_bytes - unsaved)
 
     def intervals(self) -> list[tuple[dict[int, float], float]]:
-        """Return the bytes beyond stored ones, for each interval that may have the peak: by column, and constant."""
+        """Return bytes in addition to stored bytes, for each interval that may contain the peak: coefficients by
+        column, and a constant.
+        """
         tape, saved = self.tape, self.tape.saved_tensors
         kept = {self.columns[n][TensorAction.KEEP]: -float(tape.items[n].saved_bytes) for n in saved_items(tape)}
         input_back = {} if self.input is None else {self.input: float(tape.movable_input)}
-        absent: dict[int, float] = {}  # moved tensors, which `always` counts although they are offloaded
+        absent: dict[int, float] = {}  # moved tensors that `always` counts, although they are offloaded
         for number, columns in self.streams.items():
             if number != INPUT:
                 absent |= dict.fromkeys(columns.values(), -float(tape.items[number].saved_bytes))
@@ -109,7 +111,7 @@ class BlockColumns:
                 carried = self.streams.get(saved[place].owner, {}).get(TensorAction.OFFLOAD)
                 if carried is None or carried in nearer:
                     continue
-                if place not in interval.here:  # in transfer, if no nearer tensor is offloaded
+                if place not in interval.here:  # in transfer if no earlier tensor in the order is offloaded
                     size = float(saved[place].bytes)
                     in_transfer = dict(row)
                     for column, change in [(carried, size), *((each, -size) for each in nearer)]:

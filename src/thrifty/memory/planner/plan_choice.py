@@ -1,4 +1,4 @@
-"""The faster of two memory plans within a budget: one for single tensors, or one for the chain of blocks."""
+"""Choice of the faster of two memory plans within a budget: for single tensors, or for the chain of blocks."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -37,7 +37,7 @@ RECOMPUTE = AllowedActions()
 
 
 def least_peak(blocks: Sequence[BlockCosts], allowed: AllowedActions = RECOMPUTE) -> float:
-    """Return the smallest peak bytes that the allowed actions can reach."""
+    """Return the smallest peak in bytes that the allowed actions can reach."""
     peaks = []
     if allowed.recompute:
         peaks.append(peak_when_recomputed(blocks))
@@ -53,7 +53,7 @@ def least_peak(blocks: Sequence[BlockCosts], allowed: AllowedActions = RECOMPUTE
 
 
 def best_plan(blocks: Sequence[BlockCosts], budget: float, allowed: AllowedActions) -> MemoryPlan | None:
-    """Return the plan with the least extra seconds and a peak within the budget, or None if no plan fits."""
+    """Return the plan with the least extra seconds whose peak is within the budget, or None if no plan fits."""
     actions = [TensorAction.KEEP, TensorAction.COMPRESS, TensorAction.OFFLOAD] + [
         TensorAction.RECOMPUTE
     ] * allowed.recompute
@@ -67,13 +67,15 @@ def best_plan(blocks: Sequence[BlockCosts], budget: float, allowed: AllowedActio
 
 
 def agree_on_plan(plan: MemoryPlan, blocks: Sequence[BlockCosts]) -> MemoryPlan:
-    """Return the first rank's plan on all ranks: measured costs differ, but ranks must gather weights together."""
+    """Return the plan of the first rank on all ranks. Measured costs differ between ranks, but all ranks must gather
+    weights in the same order.
+    """
     if ranks() == 1:
         return plan
     count, items = len(blocks), [(place, n) for place, block in enumerate(blocks) for n in (*block.tape.items, INPUT)]
     numbers = [_ORDER.index(plan.actions[place][n]) if n in plan.actions[place] else -1 for place, n in items]
     numbers += plan_to_numbers(plan.schedule, count)
-    with _disable_current_modes():  # the plan must be a real tensor even under a fake tensor mode
+    with _disable_current_modes():  # the plan must be a real tensor, even in a fake tensor mode
         numbers = from_first_rank(torch.tensor(numbers)).tolist()
     schedule = plan_from_numbers(numbers[len(items) :], count)
     chosen: list[dict[int, TensorAction]] = [{} for _ in blocks]
@@ -87,7 +89,9 @@ _ORDER, _SCHEDULE_ORDER = tuple(TensorAction), tuple(RecomputeAction)
 
 
 def plan_to_numbers(schedule: RecomputeSchedule | None, count: int) -> list[int]:
-    """Encode a schedule: 1 or 0 for its presence, then first actions and repeated actions; -1 for a missing action."""
+    """Encode a schedule as integers: 1 if it exists, else 0; then first actions and repeated actions; -1 for a missing
+    action.
+    """
     passes = [schedule.first, *(schedule.again.get(place, {}) for place in range(count))] if schedule else []
     codes = [_SCHEDULE_ORDER.index(each[place]) if place in each else -1 for each in passes for place in range(count)]
     return [int(schedule is not None), *codes, *[-1] * (count * (count + 1) - len(codes))]

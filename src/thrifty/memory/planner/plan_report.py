@@ -1,4 +1,4 @@
-"""A memory plan in words: its totals, and the action for each tensor with its cost."""
+"""Text report of a memory plan: its totals, and the action for each tensor with its cost."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -9,26 +9,26 @@ from thrifty.memory.planner.memory_plan import BlockCosts, MemoryPlan, TensorAct
 
 
 def summary(blocks: Sequence[BlockCosts], plan: MemoryPlan) -> str:
-    """Return one line with the peak, the counts of actions and the extra time of a plan for these blocks.
+    """Return one line with the peak, the number of tensors per action, and the extra time of a plan.
 
-    The last block stands for everything outside the others.
+    The last block represents everything outside the other blocks.
     """
     kept = peak_when_kept(blocks)
     counts = Counter(action.value for actions in plan.actions for action in actions.values())
     done = ", ".join(f"{count} tensors {_DONE[action]}" for action, count in sorted(counts.items()))
     return (
         f"activations of {len(blocks) - 1} blocks and the loss: {plan.peak / 1e6:,.2f} MB at the peak, "
-        f"{kept / 1e6:,.2f} MB if all were kept; {done}; {plan.seconds * 1e3:,.1f} ms more per step, of which a better "
-        f"plan could save {plan.gap:.1%}; {_kind(plan)}"
+        f"{kept / 1e6:,.2f} MB if all tensors were kept; {done}; {plan.seconds * 1e3:,.1f} ms more per step (a better "
+        f"plan could save at most {plan.gap:.1%} of that); {_kind(plan)}"
     )
 
 
 def _kind(plan: MemoryPlan) -> str:
-    """Return the kind of plan, for single tensors or for the chain of blocks, with the reason."""
+    """Return the kind of plan (single tensors or whole blocks), and why it was chosen."""
     kinds = ["decided tensor by tensor", "a schedule of whole blocks, which may recompute several together"]
     chosen, other = reversed(kinds) if plan.schedule else kinds
     if plan.other_seconds is None:
-        return f"{chosen}: {other} does not fit, or is not possible"
+        return f"{chosen}: {other} does not fit or is not possible"
     return f"{chosen}: {other} takes {plan.other_seconds * 1e3:,.1f} ms"
 
 
@@ -36,9 +36,9 @@ _DONE = {"keep": "kept", "compress": "compressed", "offload": "offloaded", "reco
 
 
 def decisions(names: Sequence[str], blocks: Sequence[BlockCosts], plan: MemoryPlan) -> list[str]:
-    """Return a line for each tensor of the named blocks, with its action and the cost of recomputing it.
+    """Return one line per tensor of the named blocks, with its action and the cost of recomputing it.
 
-    Blocks with the same decisions share their lines.
+    Blocks with equal decisions share their lines.
     """
     alike: dict[tuple, list[int]] = {}
     for place, (name, block, actions) in enumerate(zip(names, blocks, plan.actions, strict=False)):
@@ -60,7 +60,7 @@ def decisions(names: Sequence[str], blocks: Sequence[BlockCosts], plan: MemoryPl
 
 
 def _span(names: Sequence[str]) -> str:
-    """Return the name of blocks of one stack with their numbers, consecutive ones as a range: `blocks.0-3, 7`."""
+    """Return the name of blocks of one stack with their numbers. Consecutive numbers form a range: `blocks.0-3, 7`."""
     stem = names[0].rpartition(".")[0]
     numbers = [int(name.rpartition(".")[2]) for name in names]
     runs = [list(run) for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0])]

@@ -23,74 +23,76 @@ from thrifty.memory.simulated_tier import SimulatedTier
 Bits = Literal[0, 2, 4, 8]
 
 PROBE_ELEMENTS = 2**22
-"""Number of elements of the tensor that measures a link."""
+"""Number of elements of the tensor that measures the bandwidth of a link."""
 
 
 class TierStore:
-    """One forward pass's tensors on a tier, by the block that stored them.
+    """Tensors of one forward pass on a tier, by the block that stored them.
 
-    A block's transfers may overlap the computation of the next block. In the backward pass, the first tensor that a
-    block requires starts the transfers of the previous block.
+    Transfers of a block may overlap computation of the next block. In the backward pass, the first tensor that a block
+    requires starts the transfers of the previous block.
     """
 
     def __init__(self, tier: StorageTier):
         self.tier = tier
-        # tickets live as long as the autograd graph
+        # handles live as long as the autograd graph
         self.sent: dict[int, list[weakref.ref[OffloadHandle]]] = defaultdict(list)
         self.streams: dict[int, list[weakref.ref[OffloadHandle]]] = defaultdict(list)
 
     def finish_transfer(self, block: int) -> None:
-        """Wait for the transfers of this block; the memory of its sent tensors is then free."""
-        for ticket in self.of(block):
-            ticket.finish_transfer()
+        """Wait for the transfers of this block. Afterwards the device memory of its sent tensors is free."""
+        for handle in self.of(block):
+            handle.finish_transfer()
 
     def store(self, block: int) -> Store:
         def send(tensor: Tensor) -> Callable[[], Tensor]:
-            ticket = self.tier.send(tensor)
-            self.sent[block].append(weakref.ref(ticket))
+            handle = self.tier.send(tensor)
+            self.sent[block].append(weakref.ref(handle))
 
             def restore() -> Tensor:
                 for before in self.of(block - 1):
                     before.prefetch()
-                return ticket.get()
+                return handle.get()
 
             return restore
 
         return send
 
     def stream(self, block: int) -> Store:
-        """Return a store for a block whose tensors return one by one, with at most one transfer per direction."""
+        """Return a store for a block whose tensors return one by one. At most one transfer per direction runs at a
+        time.
+        """
         line, places = self.streams[block], set[int]()
 
         def send(tensor: Tensor) -> Callable[[], Tensor]:
-            ticket, place = self.tier.send(tensor), len(line)
+            handle, place = self.tier.send(tensor), len(line)
             if previous := line[-1]() if line else None:
                 previous.finish_transfer()
-            line.append(weakref.ref(ticket))
+            line.append(weakref.ref(handle))
 
             def restore() -> Tensor:
                 places.add(place)
                 following = next((each for each in reversed(range(len(line))) if each not in places), None)
                 if following is not None and (coming := line[following]()):
                     coming.prefetch()
-                return ticket.get()
+                return handle.get()
 
             return restore
 
         return send
 
     def end_stream(self, block: int) -> None:
-        """Wait for the streamed tensors of this block; their memory is then free."""
+        """Wait for the streamed tensors of this block. Afterwards their device memory is free."""
         line = self.streams.get(block)
         if last := line[-1]() if line else None:
             last.finish_transfer()
 
     def of(self, block: int) -> list[OffloadHandle]:
-        return [ticket for reference in self.sent.get(block, ()) if (ticket := reference()) is not None]
+        return [handle for reference in self.sent.get(block, ()) if (handle := reference()) is not None]
 
 
 def build_block_plan(block: BlockCosts, actions: BlockActions, offload: Store, bits: int, key: str) -> BlockPlan:
-    """Return the plan of a block. `offload` stores offloaded tensors; `key` seeds stochastic rounding."""
+    """Return the plan of a block. `offload` stores offloaded tensors, and `key` seeds stochastic rounding."""
     items, stored = block.tape.items, dict[int, Store]()
     for number, action in actions.items():
         if action is TensorAction.KEEP:
@@ -107,9 +109,9 @@ def build_block_plan(block: BlockCosts, actions: BlockActions, offload: Store, b
 
 
 def quantizing_store(bits: int, key: str, mask: bool) -> Store:
-    """Return a store with few bits per element, rounded stochastically with the seed of `key`.
+    """Return a store with few bits per element. Values are rounded stochastically with the seed `key`.
 
-    A `mask` of zeros and one other value is stored exactly, with one bit per element.
+    If `mask`, the tensor contains zeros and one other value. It is stored exactly, with one bit per element.
     """
 
     def compress(tensor: Tensor) -> Callable[[], Tensor]:
@@ -127,24 +129,26 @@ def _other_value(mask: Tensor) -> float:
 
 
 def stored_bits(bits: int) -> float:
-    """Return the bits per element: its quantized value, and its part of two 16-bit values per group."""
+    """Return the stored bits per element: the quantized value, plus a share of two 16-bit values per group."""
     return bits + 32 / GROUP
 
 
 @cache
 def bytes_per_second(where: Where, folder: str, device: torch.device) -> float:
-    """Return the measured bandwidth of a tier's link, one direction; of a simulated tier, the configured one."""
+    """Return the measured bandwidth of a tier's link in one direction. For a simulated tier, return the configured
+    bandwidth.
+    """
     with _disable_current_modes(), unset_fake_temporarily():
-        # arange, because a random tensor would change the random state during a step
+        # arange, because a random tensor would change the random state
         tensor = torch.arange(PROBE_ELEMENTS, dtype=torch.float32, device=device)
         tier = tier_for(where, tensor, folder)
         if isinstance(tier, SimulatedTier):
             return tier.clock.link.bandwidth
 
         def round_trip() -> None:
-            ticket = tier.send(tensor)
-            ticket.finish_transfer()
-            ticket.get()
+            handle = tier.send(tensor)
+            handle.finish_transfer()
+            handle.get()
 
         return 2 * tensor.nbytes / min(_seconds(round_trip, device) for _ in range(3))
 

@@ -1,4 +1,4 @@
-"""Suppression of the output that a solver prints unconditionally."""
+"""Suppression of output that a solver always prints."""
 
 import ctypes
 import os
@@ -9,9 +9,9 @@ from contextlib import contextmanager
 
 @contextmanager
 def suppress_stdout() -> Iterator[None]:
-    """Redirect standard output inside the block, because HiGHS prints lines even if output is switched off.
+    """Suppress standard output inside the `with` block. HiGHS prints lines even if output is switched off.
 
-    Standard output may be one JSON document.
+    Standard output of a command may be one JSON document, which these lines would break.
     """
     libc = ctypes.CDLL(None)
     sys.stdout.flush()
