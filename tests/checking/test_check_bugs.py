@@ -1,4 +1,4 @@
-"""Classic silent bugs: each breaks the expected promise."""
+"""Classic silent bugs. Each bug breaks the expected promise."""
 
 from pathlib import Path
 
@@ -57,7 +57,7 @@ def test_data_position_lost_on_resume_is_broken() -> None:
 def test_batch_that_shrinks_when_memory_is_short_is_broken() -> None:
     results = broken(Shrinking())
     assert results.keys() == {("batch when memory is short", "gradients")}
-    assert "not that of the 4 examples" in results["batch when memory is short", "gradients"].measured
+    assert "differs from that of the 4 examples" in results["batch when memory is short", "gradients"].measured
 
 
 def test_batch_that_is_split_when_memory_is_short_holds() -> None:
@@ -91,12 +91,12 @@ def test_gradients_divided_twice_by_ranks_are_broken(twice: bool) -> None:
     (verdict,) = [one for one in check(sharded_digits(), start=start).verdicts if one.about == "ranks"]
     assert verdict.outcome == ("broken" if twice else "holds"), verdict.measured
     if twice:
-        assert "gradients are 0.5 times as long" in verdict.measured
+        assert "gradient norms are 0.5 times as large" in verdict.measured
         assert verdict.fix == "--without parallelism.shard"
 
 
 def failing(error: Exception) -> PromiseVerdict:
-    """Return the verdict on a technique whose backward pass raises this error."""
+    """Return the verdict on a technique whose backward pass raises `error`."""
 
     def raising(*anything: object) -> None:
         raise error

@@ -1,4 +1,4 @@
-"""Sound recipes pass: combinations of techniques on tiny runs, and small catalogue recipes."""
+"""Correct recipes pass the check: combinations of techniques on tiny runs, and small catalogue recipes."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -73,7 +73,7 @@ def texts(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def on_text(name: str, preset: str) -> Callable[[Path], Recipe]:
     def small_recipe(texts: Path) -> Recipe:
         tables = recipe_to_data(RECIPES[name]())
-        for part in ("attention", "compile"):  # slow to start, and tested separately
+        for part in ("attention", "compile"):  # slow to start; tested separately
             tables["techniques"].pop(part, None)
         tables["model"] = {"preset": preset, "width": 32, "depth": 2, "heads": 2}
         tables["data"] |= {"source": str(texts / "corpus"), "vocabulary": 320, "length": 32, "batch": 8}

@@ -35,7 +35,7 @@ from thrifty.techniques.parallelism.replicate import ReplicatedDataParallel
 
 
 class Scaled(Technique):
-    """Technique that multiplies gradients by a factor and keeps the loss."""
+    """Technique that multiplies gradients by a factor and does not change the loss."""
 
     stage, numerics, tolerance = Stage.CLIP, Numerics.EXACT, 0.0
 
@@ -57,7 +57,7 @@ class ScaledWithin(Scaled):
 
 
 class FromTwelveOn(Technique):
-    """Technique that refuses batches below 12."""
+    """Technique that refuses batches of fewer than 12 examples."""
 
     stage, numerics = Stage.SOURCE, Numerics.DIFFERENT
 
@@ -117,7 +117,7 @@ def test_row_without_a_learned_token_is_broken() -> None:
     weight = torch.tensor([[0.0, 0.5, 0.5], [0.0, 0.0, 0.0]])
     batch = Batch({"targets": torch.ones(2, 3, dtype=torch.int64), "share": weight}, torch.full((2,), 0.5))
     verdict = labels(ChatAnswers(), batch)
-    assert verdict.outcome == "broken" and "1 of 2 examples have no token" in verdict.measured
+    assert verdict.outcome == "broken" and "1 of 2 examples have no learned token" in verdict.measured
     assert labels(ChatAnswers(), batch.rows(0, 1)).outcome == "holds"
 
 
@@ -129,7 +129,7 @@ def test_unused_parameters_of_the_plain_run_are_named() -> None:
 
     results = check_run(lambda: replace(plain_run(), build=with_one_too_many), with_optimizer([]))
     (flow,) = [verdict for verdict in results if verdict.promise == "gradients arrive"]
-    assert flow.outcome == "holds" and "1 that the plain run does not use either (spare)" in flow.measured
+    assert flow.outcome == "holds" and "1 that are also unused in the plain run (spare)" in flow.measured
 
 
 def test_frozen_parameters_are_counted_by_technique() -> None:
@@ -160,7 +160,7 @@ def test_mesh_axes_are_reduced_to_two_ranks() -> None:
 
 @pytest.mark.slow
 def test_ranks_run_as_processes_by_default() -> None:
-    """The only test that starts rank processes as a user's check does, with all their imports."""
+    """Only this test starts rank processes like a user's check, with all imports."""
     recipe = tiny_digits()
     (verdict,) = [
         verdict
@@ -169,7 +169,7 @@ def test_ranks_run_as_processes_by_default() -> None:
         ).verdicts
         if verdict.about == "ranks"
     ]
-    assert verdict.outcome == "holds" and verdict.measured.startswith("2 ranks against 1")
+    assert verdict.outcome == "holds" and verdict.measured.startswith("2 ranks compared with 1")
 
 
 def test_failing_ranks_are_a_broken_promise() -> None:

@@ -21,7 +21,7 @@ SWAP = ("--variant", "lion: --without optimizers.adamw --with optimizers.lion:lr
 
 @pytest.fixture(autouse=True)
 def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Simulated:
-    """The worker of all runs, which simulates them."""
+    """A worker that simulates all runs."""
     monkeypatch.chdir(tmp_path)
     effect = Simulated(effect=lambda recipe: 0.2 * any(one.name == "optimizers.lion" for one in recipe.techniques))
     monkeypatch.setattr("thrifty.comparing.comparison_workers.Worker", lambda launcher, threads: effect)
@@ -56,7 +56,7 @@ def test_output_has_verdict_budgets_and_trials() -> None:
 
 
 def test_too_few_seeds_have_no_verdict() -> None:
-    assert "undecided: 3 pairs cannot pass a test at 3.0 %, it takes 7" in typed(*SWAP, "--seeds", "3").stdout
+    assert "undecided: 3 pairs cannot pass a test at 3.0 %; it requires 7 pairs" in typed(*SWAP, "--seeds", "3").stdout
 
 
 def test_interrupted_comparison_prints_how_to_resume(worker: Simulated) -> None:

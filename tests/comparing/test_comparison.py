@@ -1,4 +1,4 @@
-"""Course of a comparison: order and budget of runs, and failures. The runs are simulated (see `simulated_runs`)."""
+"""Order, budgets and failures of a comparison's runs. The runs are simulated (see `simulated_runs`)."""
 
 import json
 import math
@@ -33,7 +33,7 @@ def rate_of(recipe: Recipe) -> float:
 
 
 def distance_from_best_rate(recipe: Recipe) -> float:
-    """Return the distance from the best learning rate: half the recipe's, and twice for the variant."""
+    """Return the distance from the best learning rate. It is half the recipe's rate; for the variant twice."""
     return 100 * abs(rate_of(recipe) - (4e-3 if is_variant(recipe) else 1e-3))
 
 
@@ -48,18 +48,18 @@ def test_comparison_finds_the_simulated_effect(tmp_path: Path, effect: float, wo
 
 
 def test_slow_baseline_pilots_make_no_finding(tmp_path: Path) -> None:
-    """The variant makes twice the steps, and so has a lower loss, but its steps take as long as the baseline's."""
+    """The variant runs twice as many steps and has a lower loss, but its steps take as long as the baseline's."""
     start = Simulated(
         step_time=lambda recipe: 0.02 if recipe.name.startswith("baseline-pilot") else 0.01,
         effect=lambda recipe: -0.2 * is_variant(recipe),
     )
     result = compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "race", workers=[start])
     verdict = result["outcome"]["arms"]["batch 16"]["verdict"]
-    assert verdict["verdict"] == "undecided" and "it used 2.00 times as much" in verdict["sentence"]
+    assert verdict["verdict"] == "undecided" and "used 2.00 times as much" in verdict["sentence"]
 
 
 def test_pilot_error_of_2_percent_makes_no_finding(tmp_path: Path) -> None:
-    """All pairs make 2 % fewer steps; the loss falls with the logarithm of the steps."""
+    """All pairs run 2 % fewer steps. The loss falls with the logarithm of the number of steps."""
     start = Simulated(
         step_time=lambda recipe: 0.0102 if recipe.name.startswith("arm-1-pilot") else 0.01,
         effect=lambda recipe: -0.5 * math.log((recipe.budget.steps or 0) / 1000) * ("seed" in recipe.name),
@@ -161,7 +161,7 @@ def test_interrupted_comparison_resumes_with_equal_outcome(tmp_path: Path) -> No
 
 
 def test_reordered_variants_keep_their_runs(tmp_path: Path) -> None:
-    """Their budgets and learning rates stay too, which differ between variants."""
+    """Budgets and learning rates, which differ between variants, also stay."""
     texts = ("batch 16: --set data.batch=16", "batch 8: --set data.batch=8")
     start = Simulated(step_time=lambda recipe: 0.02 if is_variant(recipe) else 0.01, effect=distance_from_best_rate)
     protocol = ComparisonProtocol(seeds=3)
@@ -278,7 +278,7 @@ def test_learning_rates_of_a_long_run_are_sampled(monkeypatch: pytest.MonkeyPatc
 
 
 def test_equal_pilots_are_run_once(tmp_path: Path) -> None:
-    pair = arms("batch 16: --set data.batch=16", steps=20)  # fewer than those of a pilot
+    pair = arms("batch 16: --set data.batch=16", steps=20)  # fewer steps than a pilot has
     assert len(by_kind(compare(pair, SHORT, tmp_path / "time", workers=[Simulated()]), "pilot")) == 2 * TIMED_PILOTS
     steps = replace(SHORT, equal="steps")
     assert len(by_kind(compare(pair, steps, tmp_path / "steps", workers=[Simulated()]), "pilot")) == 2
@@ -290,7 +290,7 @@ def test_name_is_free_again_if_only_pilots_ran(tmp_path: Path) -> None:
     other = arms("batch 8: --set data.batch=8")
     result = compare(other, SHORT, tmp_path, workers=[Simulated()])
     assert result["status"] == "finished" and "batch 8" in result["budgets"] and len(by_kind(result, "pilot")) == 6
-    with pytest.raises(UsageError, match="is another comparison"):
+    with pytest.raises(UsageError, match="holds a different comparison"):
         compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path, workers=[Simulated()])
 
 
@@ -326,7 +326,7 @@ def test_rare_slow_steps_do_not_count() -> None:
 
 @pytest.mark.parametrize("every", [3, 4, 10])
 def test_periodic_slow_steps_count(every: int) -> None:
-    """For example, a preconditioner every tenth step would be free at equal time if it did not count."""
+    """Otherwise, an update of a preconditioner at every tenth step would be free at equal time."""
     seconds = [6.0 if step % every == 0 else 1.0 for step in range(1, 61)]
     assert steady([30.0, *seconds])[1:] == seconds
 

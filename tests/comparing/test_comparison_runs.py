@@ -1,4 +1,4 @@
-"""Real runs of a comparison: processes that save when their starter is gone, and resume."""
+"""Real runs of a comparison: processes that save when the parent process dies, and resume."""
 
 import json
 import subprocess
@@ -24,13 +24,13 @@ from thrifty.training.run_lock import RunLock
 
 
 class InProcessLauncher:
-    """Launcher that runs in this process, which is faster."""
+    """Launcher that executes runs in this process, because this is faster."""
 
     def __call__(self, recipe: Recipe, runs: Path, /) -> RunExit:
         return RunExit(run_to_end(recipe, runs)["exit_code"], "", 0.0, None)
 
     def stop(self) -> None:
-        """Do nothing, since runs end by themselves in this process."""
+        """Do nothing, because runs in this process end by themselves."""
 
 
 def short(name: str, steps: int) -> Recipe:
@@ -46,7 +46,7 @@ def short(name: str, steps: int) -> Recipe:
 
 
 @pytest.mark.slow
-def test_run_saves_when_its_starter_is_gone_and_resumes(tmp_path: Path) -> None:
+def test_run_saves_when_its_parent_dies_and_resumes(tmp_path: Path) -> None:
     recipe = short("run", 60)
     task = tmp_path / "task.json"
     content = {"recipe": recipe_to_data(recipe), "runs": str(tmp_path / "cut"), "folder": str(tmp_path)}
@@ -61,7 +61,7 @@ def test_run_saves_when_its_starter_is_gone_and_resumes(tmp_path: Path) -> None:
     assert summary_of(tmp_path / "cut" / "run")["status"] == "interrupted"
     ended = Worker()(recipe, tmp_path / "cut")
     assert (ended.status, ended.error) == ("finished", "")
-    assert ended.joules is None  # the energy of its first part is unknown
+    assert ended.joules is None  # the energy before the interruption is unknown
     whole = run_to_end(recipe, tmp_path / "whole")
     assert summary_of(tmp_path / "cut" / "run")["held_out_loss"] == whole["held_out_loss"]
     assert run_to_end(recipe, tmp_path / "whole") == whole
@@ -142,7 +142,7 @@ def test_killed_comparison_resumes(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_equal_variants_with_other_seeds_do_not_differ(tmp_path: Path) -> None:
-    """Real runs: the variant differs in its seeds only."""
+    """Real runs of a variant that differs only in its seed."""
     baseline = Variant("baseline", "baseline", short("tiny", 12))
     protocol = ComparisonProtocol(equal="steps", seeds=8, trials=1, pilot=4)
     other = Variant("equal", "arm-1", replace(baseline.recipe, seed=1000))

@@ -1,4 +1,4 @@
-"""Parallel runs of a comparison: whole turns on one worker, stops of all workers, and typed workers."""
+"""Parallel runs of a comparison: paired runs on one worker, stops of all workers, and command-line workers."""
 
 import sys
 from dataclasses import dataclass, field, replace
@@ -25,7 +25,7 @@ PROTOCOL = ComparisonProtocol(equal="steps", seeds=4, trials=1)
 
 @dataclass
 class SynchronizedWorker(Simulated):
-    """A worker whose first run with a seed waits until the other workers run one too."""
+    """A worker whose first run with a seed waits until all other workers also run a seed."""
 
     barrier: Barrier = field(default_factory=lambda: Barrier(1))
 
@@ -103,7 +103,7 @@ def test_typed_workers_are_parsed() -> None:
 
 @pytest.mark.parametrize(
     ("texts", "words"),
-    [(["here", "here"], "slow each other down"), ([" "], "a worker is empty"), (["srun 'a"], "is not a command")],
+    [(["here", "here"], "slow each other down"), ([" "], "'' is not a command"), (["srun 'a"], "is not a command")],
 )
 def test_invalid_workers_are_refused(texts: list[str], words: str) -> None:
     with pytest.raises(UsageError, match=words):
@@ -133,7 +133,7 @@ def test_launcher_run_on_two_ranks_equals_one_rank(tmp_path: Path) -> None:
     assert (tmp_path / "launch.ed").read_text() == "there\n"
     assert ended.joules is None  # it ran on another machine
     alone = run_to_end(short(1), tmp_path / "alone")["held_out_loss"]
-    two = run_to_end(short(2), tmp_path / "pair")  # finished: its summary is read
+    two = run_to_end(short(2), tmp_path / "pair")  # already finished: only its summary is read
     assert two["held_out_loss"] == pytest.approx(alone, rel=1e-4)
     assert '"ranks": 2' in (tmp_path / "pair" / "run" / "environment.json").read_text()
     assert [file.name for file in (tmp_path / "pair").iterdir()] == ["run"]

@@ -1,6 +1,6 @@
-"""Two hundred trials of equal variants, and as many with a worse one.
+"""Verdicts of 200 comparisons of equal variants, and of 200 comparisons with a worse variant.
 
-Each has sixteen trained classifiers of digits. All are trained in parallel, as slices of the same tensors.
+Each comparison trains 16 digit classifiers. All classifiers are trained in parallel, as slices of the same tensors.
 """
 
 import math
@@ -17,10 +17,8 @@ PAIRS, TRIALS, STEPS, BATCH = 8, 200, 30, 16
 
 
 def held_out_losses(runs: int, seed: int, rate: float = 0.5, steps: Tensor | int = STEPS) -> Tensor:
-    """Return the losses (runs,) of linear classifiers with their own initialization, data order and steps (runs,).
-
-    The learning rate decays.
-    """
+    """Return the losses (runs,) of linear classifiers. Each has its own initialization, data order and number of steps
+    (runs,). The learning rate decays."""
     steps = torch.as_tensor(steps).expand(runs)[:, None, None]
     (images, labels), (tests, truths) = (
         (results.images.flatten(1), results.labels) for results in (DigitImages("train"), DigitImages("test"))
@@ -58,7 +56,7 @@ def test_far_too_small_learning_rate_is_found_worse() -> None:
 
 @pytest.mark.slow
 def test_shared_pilot_error_is_no_finding() -> None:
-    """Equal variants whose steps come from a timing with 4 % deviation; the used budget is known to 0.3 %."""
+    """Numbers of steps come from step times with 4 % deviation. The used budget is known to 0.3 %."""
     random = torch.Generator().manual_seed(3)
     errors = torch.randn(TRIALS, generator=random) * 0.04
     rounded = (STEPS * (1 + errors)).round().long()

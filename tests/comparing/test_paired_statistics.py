@@ -1,4 +1,4 @@
-"""Intervals, tests and power, for pairs with a known truth."""
+"""Intervals, tests and power, for pairs with a known true mean."""
 
 import itertools
 import math
@@ -23,7 +23,7 @@ from thrifty.core.errors import UsageError
 
 
 def coverage(pairs: int, trials: int) -> float:
-    """Return the fraction of intervals, of pairs with mean 0, that contain 0."""
+    """Return the fraction of intervals that contain 0, for pairs with a true mean of 0."""
     values = np.random.default_rng(pairs).normal(size=(trials, pairs))
     return float(np.mean([low <= 0 <= high for low, high in map(interval, values)]))
 
@@ -65,7 +65,7 @@ def test_few_pairs_cannot_pass() -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("pairs", [7, 9])
 def test_smallest_effect_has_the_stated_power(pairs: int) -> None:
-    """Detection requires the test and the interval together, as in a verdict."""
+    """As in a verdict, detection requires both the test and the interval."""
     effect, found, trials = smallest_effect(pairs), 0, 250
     for values in np.random.default_rng(1).normal(effect, 1.0, (trials, pairs)):
         low, high = interval(values)

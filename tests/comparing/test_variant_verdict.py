@@ -10,7 +10,7 @@ PAIRS = 8
 
 
 def losses(random: np.random.Generator, effect: float, spread: float = 0.02) -> tuple[list[float], list[float]]:
-    """Return losses of a baseline and a variant that share the effect of their seed; effect and spread are relative."""
+    """Return losses of a baseline and a variant with a shared seed effect; `effect` and `spread` are relative."""
     shared = 2 + 0.1 * random.normal(size=PAIRS)
     own = random.normal(size=(2, PAIRS)) * 2 * spread / np.sqrt(2)
     return (shared + own[0]).tolist(), (shared + own[1] + 2 * effect).tolist()
@@ -26,9 +26,9 @@ def test_at_most_5_percent_of_equal_comparisons_differ() -> None:
 
 
 def losses_on_mistimed_budgets(random: np.random.Generator, effect: float) -> tuple[list[float], list[float], float]:
-    """Return losses with one pilot error of 2 % for all pairs, and the used budget as timed.
+    """Return losses with one pilot error of 2 % for all pairs, and the measured used budget.
 
-    Losses fall by 1 per factor e of budget.
+    Losses fall by 1 when the budget grows by a factor of e.
     """
     error = 0.02 * random.normal()
     baseline, variant = losses(random, effect, spread=0.002)
@@ -46,7 +46,7 @@ def words_on_mistimed_budgets(effect: float, slope: float = 1.0) -> list[str]:
 def test_shared_pilot_error_is_no_finding() -> None:
     result = words_on_mistimed_budgets(effect=0.0)
     assert result.count("better") + result.count("worse") <= 0.03 * 200
-    assert words_on_mistimed_budgets(0.0, slope=0.0).count("no difference") < 100  # what the margin is for
+    assert words_on_mistimed_budgets(0.0, slope=0.0).count("no difference") < 100  # without the margin
 
 
 def test_effect_above_the_pilot_error_is_found() -> None:
@@ -69,12 +69,12 @@ def test_verdict_agrees_with_interval_and_p(used: float) -> None:
 def test_finding_below_min_effect_is_marked() -> None:
     random = np.random.default_rng(5)
     sentences = [judge(*losses(random, effect, spread=0.001), effect=0.01).sentence for effect in (0.005, 0.02)]
-    assert ["smaller than the 1 % of min_effect" in sentence for sentence in sentences] == [True, False]
+    assert ["smaller than 1 % (min_effect)" in sentence for sentence in sentences] == [True, False]
 
 
 @pytest.mark.slow
 def test_97_percent_of_many_equal_comparisons_do_not_differ() -> None:
-    """With this rate, 200 comparisons hardly ever have more than 5 % that differ."""
+    """At this rate, a series of 200 comparisons almost never reports more than 5 % differences."""
     assert false_finding_rate(4000, seed=2) <= 0.03
 
 
@@ -91,7 +91,7 @@ def test_simulated_effect_is_found_with_the_stated_power(sign: int, word: str) -
 def test_too_few_pairs_have_no_verdict() -> None:
     result = judge([2.0, 2.1, 2.2], [1.0, 1.1, 1.3])
     assert result.verdict == "undecided" and result.least_pairs == 7
-    assert "3 pairs" in result.sentence and "takes 7" in result.sentence
+    assert "3 pairs" in result.sentence and "requires 7" in result.sentence
 
 
 def test_several_variants_share_the_significance_level() -> None:
@@ -116,7 +116,7 @@ def test_difference_from_an_unequal_budget_is_undecided(effect: float, used: flo
     baseline = [2.0 + 0.01 * seed for seed in range(PAIRS)]
     result = judge(baseline, [loss + effect + 0.001 * loss**2 for loss in baseline], used=used)
     assert result.verdict == word
-    assert ("it used" in result.sentence) == (word == "undecided")
+    assert ("the variant used" in result.sentence) == (word == "undecided")
 
 
 def test_no_difference_reports_detectable_effect_and_pairs() -> None:

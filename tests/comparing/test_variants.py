@@ -1,4 +1,4 @@
-"""Forms of a variant, and refusals of those that cannot be compared."""
+"""Forms of a variant, and refusals of variants that cannot be compared."""
 
 from dataclasses import replace
 from pathlib import Path

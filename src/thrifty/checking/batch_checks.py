@@ -1,4 +1,4 @@
-"""Checks of the effective batch: its examples by step, and its gradient."""
+"""Checks of the effective batch: the examples of each step, and the gradient."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -21,23 +21,23 @@ from thrifty.core.technique import Numerics, Technique
 GRADIENTS = range(Stage.MEASURE, Stage.CLIP)
 """Stages that change how a gradient is computed."""
 SUMMED = 1e-3
-"""Allowed relative difference of a gradient from another order of summation."""
+"""Allowed relative difference between gradients that are summed in different orders."""
 SUMMED_IN_16_BITS = 0.1
 SPREAD = 32.0
 WEIGHTS = 1e-4
-"""Allowed difference from 1 of the sum of an effective batch's weights."""
+"""Maximum difference from 1 of the summed weights of an effective batch."""
 
 
 def data_order(subject: CheckSubject) -> PromiseVerdict:
-    """Check that the batch of a step depends on the step alone. Otherwise a resumed run reads other data."""
+    """Check that the batch of a step depends on the step alone. Otherwise, a resumed run reads different data."""
     promise = "data by step"
     first, again = (subject.composed(subject.alone).source for _ in range(2))
     steps = range(subject.steps)
     wanted = [first.at(step) for step in steps]
-    for step in reversed(steps):  # another order, also for a source without earlier reads
+    for step in reversed(steps):  # reverse order, also for a source without earlier reads
         for source, when in ((again, "read first"), (first, "read again")):
             if not _same(source.at(step), wanted[step]):
-                text = f"step {step + 1} has other examples when {when}, out of order"
+                text = f"step {step + 1} has different examples when {when}, out of order"
                 fix = _blame("batches", subject, "make each step's batch a function of the step alone")
                 return broken(promise, "data", text, fix)
     for step, batch in zip(steps, wanted, strict=True):
@@ -49,7 +49,9 @@ def data_order(subject: CheckSubject) -> PromiseVerdict:
 
 
 def accumulation(subject: CheckSubject, run: Run, state: TrainState) -> PromiseVerdict:
-    """Check that a step's gradient equals that of the whole effective batch in one pass, for unequal weights."""
+    """Check that a step's gradient equals the gradient of the whole effective batch in one pass. The examples have
+    unequal weights.
+    """
     promise, model = "one big batch", _model(state)
     if subject.batch_norms and _is_at_once(run):
         return not_applicable(promise, "gradients", normalized_apart(subject.batch_norms))
@@ -63,23 +65,26 @@ def accumulation(subject: CheckSubject, run: Run, state: TrainState) -> PromiseV
         else:
             checked, about = _settled(run), "the step"
         actual = _gradient(checked.backward, model, run.objective, batch)
-    text = f"{about}, weights unequal: {_distance(actual, wanted)}; {allowed:g} allowed"
+    text = f"{about}, with unequal weights: {_distance(actual, wanted)}; {allowed:g} allowed"
     if _is_near(actual, wanted, allowed):
         return holds(promise, "gradients", text)
     if subject.batch_norms:
         fix = _blame("backward", subject, "use norms of single examples, such as GroupNorm and LayerNorm")
         return broken(promise, "gradients", f"{text}; {normalized_apart(subject.batch_norms)}", fix)
-    fix = _blame("backward", subject, "sum weighted losses, do not average means of micro-batches")
+    fix = _blame("backward", subject, "sum weighted losses instead of averaging means of micro-batches")
     return broken(promise, "gradients", text, fix)
 
 
 def out_of_memory(subject: CheckSubject, run: Run, state: TrainState) -> PromiseVerdict:
-    """Check that a run which reacts to out-of-memory with smaller micro-batches keeps its effective batch. The step
-    itself and the next one are checked."""
+    """Check that a run keeps its effective batch if it reacts to out-of-memory errors with smaller micro-batches. The
+    step with the error and the next step are checked.
+    """
     promise, model = "batch when memory is short", _model(state)
     if subject.batch_norms:
         return not_applicable(promise, "gradients", normalized_apart(subject.batch_norms))
-    unhandled = not_applicable(promise, "gradients", "no technique handles it: the run would end with an error")
+    unhandled = not_applicable(
+        promise, "gradients", "no technique handles out-of-memory errors: the run would end with an error"
+    )
     batch = unequal(run.source, subject)
     if _is_at_once(run):
         return unhandled
@@ -95,14 +100,14 @@ def out_of_memory(subject: CheckSubject, run: Run, state: TrainState) -> Promise
         after = _gradient(backward, model, run.objective, batch)
     for actual, should, when in ((short, wanted[0], "when memory is short"), (after, wanted[1], "in the next step")):
         if not _is_near(actual, should, _allowed(run)):
-            text = f"{when} the gradient is not that of the {len(batch)} examples: {_distance(actual, should)}"
+            text = f"{when} the gradient differs from that of the {len(batch)} examples: {_distance(actual, should)}"
             fix = _blame("backward", subject, "repeat all rows in smaller micro-batches")
             return broken(promise, "gradients", text, fix)
     return holds(promise, "gradients", f"all {len(batch)} examples count when memory is short, and in the next step")
 
 
 class MemoryLimitedObjective(WrappedObjective):
-    """Wrapper of an objective that raises OutOfMemoryError for more than `limit` examples at a time."""
+    """Wrapper of an objective that raises OutOfMemoryError for more than `limit` examples in one call."""
 
     def __init__(self, inner: Objective, limit: int | None = None):
         super().__init__(inner)
@@ -116,7 +121,9 @@ class MemoryLimitedObjective(WrappedObjective):
 
 
 def unequal(source: BatchSource, subject: CheckSubject) -> Batch:
-    """Return the first batch with growing weights, the last `SPREAD` times the first, as for unequal token counts."""
+    """Return the first batch with growing weights, like weights from unequal token counts. The last weight is `SPREAD`
+    times the first.
+    """
     batch = source.at(0).to(subject.device)
     weights = batch.weight * torch.logspace(0, 1, len(batch), base=SPREAD, device=batch.weight.device)
     return batch.weighted(weights / weights.sum())
@@ -127,12 +134,14 @@ LossAndGradients = tuple[float, dict[str, Tensor]]
 
 
 def _settled(run: Run) -> Run:
-    """Return the run without techniques that sample examples or gradient values, with fresh state."""
+    """Return the run, with fresh state, without techniques that sample examples or gradient values."""
     return _of(run, lambda one: one.stage not in DRAWING)
 
 
 def _at_once(run: Run) -> Run:
-    """Return the settled run with only techniques that change the function or its precision; none splits a batch."""
+    """Return the settled run with only the techniques that change the function or its precision. None of these
+    techniques splits a batch.
+    """
     return _of(run, lambda one: one.stage not in (*DRAWING, *GRADIENTS) and one.numerics is Numerics.DIFFERENT)
 
 
@@ -141,7 +150,7 @@ def _of(run: Run, predicate: Callable[[Technique], bool]) -> Run:
 
 
 def _is_at_once(run: Run) -> bool:
-    """Return True if only techniques that change the function override how gradients are computed."""
+    """Return True if all techniques that override `backward` change the function or its precision."""
     overriding = [one for one in _settled(run).techniques if one.overrides("backward")]
     return all(one in _at_once(run).techniques for one in overriding)
 
@@ -153,7 +162,7 @@ def _model(state: TrainState) -> nn.Module:
 
 @contextmanager
 def _deterministic(model: nn.Module, run: Run, batch: Batch) -> Iterator[None]:
-    """Disable dropout inside the block if the model's loss depends on random draws."""
+    """Disable dropout inside the block if the model's loss depends on random numbers."""
     losses = []
     for seed in range(2):
         torch.manual_seed(seed)
@@ -168,7 +177,7 @@ def _gradient(backward: Backward, model: nn.Module, objective: Objective, batch:
 
 
 class _UnequalParts(Technique):
-    """Split the effective batch into its first third and the rest, at the stage of micro-batches."""
+    """Split the effective batch into its first third and the rest, as micro-batches."""
 
     stage, numerics, tolerance = Stage.ACCUMULATE, Numerics.ROUNDING, SUMMED
 

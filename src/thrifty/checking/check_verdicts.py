@@ -1,4 +1,4 @@
-"""Verdicts of a check on each promise."""
+"""Verdicts of a check: one for each promise."""
 
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
@@ -16,14 +16,14 @@ COLOURS = {"holds": "green", "broken": "bold red", "not applicable": "dim"}
 @dataclass(frozen=True)
 class PromiseVerdict:
     promise: str
-    """Short name of the promise: "exact", "rounding", "gradients arrive" and so on."""
+    """Short name of the promise, such as "exact", "rounding" or "gradients arrive"."""
     about: str
-    """Technique that makes the promise, or the part of the run."""
+    """Technique that makes the promise, or the affected part of the run."""
     outcome: Outcome
     measured: str
-    """Measured value and its limit; for "not applicable" the reason."""
+    """Measured value and its limit. For "not applicable", the reason."""
     fix: str = ""
-    """Smallest change that restores a broken promise."""
+    """Smallest change that fulfills a broken promise."""
 
 
 def holds(promise: str, about: str, measured: str) -> PromiseVerdict:
@@ -45,9 +45,9 @@ class CheckReport(PrintedResult):
     name: str
     verdicts: tuple[PromiseVerdict, ...]
     cuts: tuple[str, ...]
-    """Reductions of the recipe's size for the check."""
+    """Texts that describe how the check reduces the recipe's size."""
     preview: tuple[str, ...]
-    """Examples of text, with learned tokens between ⟦ and ⟧; empty for other data."""
+    """Example as text, with learned tokens between ⟦ and ⟧; empty if examples are not text."""
     seconds: float
 
     @property

@@ -1,7 +1,8 @@
-"""Check that techniques which promise unchanged values keep them.
+"""Check that techniques keep their promise of unchanged values.
 
-Each technique that promises the plain run's values (bit for bit, or within rounding) is added to a run alone. Its
-results are compared with the same run without it. Then all of them are added together.
+The check selects each technique that promises the plain run's values, bit for bit or within rounding. It adds the
+technique alone to a run, and compares the results with the same run without the technique. Then it adds all selected
+techniques together.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,12 +24,13 @@ from thrifty.core.technique import Numerics, Technique
 
 
 def exactness(subject: CheckSubject, whole: StepObservations) -> Iterator[PromiseVerdict]:
-    """Yield a verdict for each technique that promises values, and one for all of them together. `whole` is the trained
-    run with all techniques, which is not trained again."""
+    """Yield a verdict for each technique that promises unchanged values, and one for all of them together. `whole` is
+    the observed run with all techniques; it is reused instead of trained again.
+    """
     norms = subject.batch_norms
     promising = [one for one in subject.alone if effective_numerics(one, norms) is not Numerics.DIFFERENT]
     if not promising:
-        yield not_applicable("values", "techniques", "none of them promises the plain run's values")
+        yield not_applicable("values", "techniques", "no technique promises the plain run's values")
         return
     references = _References(subject, whole)
     for one in promising:
@@ -38,7 +40,7 @@ def exactness(subject: CheckSubject, whole: StepObservations) -> Iterator[Promis
 
 
 class _References:
-    """Reference runs, each trained once."""
+    """Reference runs. Each is trained once."""
 
     def __init__(self, subject: CheckSubject, whole: StepObservations):
         self.subject, self.whole = subject, whole
@@ -51,7 +53,7 @@ class _References:
     def verdict(self, chosen: Sequence[Technique]) -> PromiseVerdict:
         about = chosen[0].name if len(chosen) == 1 else "all of these together"
         exact = all(one.numerics is Numerics.EXACT for one in chosen)
-        # alone: a base that keeps rounding small; together: the base of the recipe
+        # alone: only base techniques that do not amplify rounding; together: all base techniques of the recipe
         base = self.settled if exact or len(chosen) > 1 else self.rounded
         promise, quiet = "exact" if exact else "rounding", False
         try:
@@ -65,7 +67,9 @@ class _References:
         except Exception as error:  # any technique may raise anything
             if quiet:  # the recipe itself trains with dropout
                 return not_applicable(promise, about, f"it cannot be measured without dropout: {one_line_error(error)}")
-            return broken(promise, about, f"the run fails with it: {one_line_error(error)}", _without(chosen))
+            return broken(
+                promise, about, f"the run fails with this technique: {one_line_error(error)}", _without(chosen)
+            )
         if exact:
             return _bitwise(about, observations, reference, chosen)
         low = len(chosen) > 1 and any(one.is_low_precision for one in base)
@@ -89,7 +93,7 @@ class _References:
         return train_observed(self.subject, techniques, quiet=quiet)[1]
 
     def reference(self, base: Sequence[Technique], quiet: bool = False) -> tuple[StepObservations, bool]:
-        """Return a run, and True if its loss depends on random draws in a step, such as dropout."""
+        """Return a reference run, and True if its loss depends on random numbers, for example of dropout."""
         key = (*(one.name for one in base), str(quiet))
         if key not in self.known:
             _, trace = train_observed(self.subject, base, quiet=quiet)
@@ -99,7 +103,7 @@ class _References:
 
 
 def _enlarges(one: Technique) -> bool:
-    """Return True if a technique amplifies a difference in the last bit, by low precision or by a decision."""
+    """Return True if a technique amplifies last-bit differences, through low precision or through a decision."""
     return one.is_low_precision or one.overrides("changes", "batches") or one.stage.label == "attention"
 
 

@@ -1,4 +1,4 @@
-"""Check that a trained model computes the same after export and loading."""
+"""Check that a trained model computes the same logits after export and loading."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -20,15 +20,16 @@ from thrifty.models import build_model_for, export_model, export_own_model, shap
 from thrifty.models.text_generation import eval_mode
 
 NEAR = 1e-4
-"""Allowed difference of logits, relative to the largest."""
+"""Allowed difference of logits, relative to the largest logit."""
 NEAR_IN_16_BITS = 2e-2
 
 
 def export_round_trip(
     subject: CheckSubject, recipe: Recipe, ends: ModelSpec, run: Run, state: TrainState, folder: Path
 ) -> PromiseVerdict:
-    """Remove the techniques from a state's model, export it into a folder, load it, and compare logits. The state's
-    model cannot be used afterwards."""
+    """Remove the techniques from the model of a state, export the model into a folder, load it, and compare logits. The
+    model of the state cannot be used afterwards.
+    """
     promise, about = "export", "model"
     assert state.model is not None
     model = state.model
@@ -50,11 +51,11 @@ def export_round_trip(
         return broken(promise, about, text, "export the plain architecture: leave out techniques that change it")
     after = _logits(again, run, subject)
     distance, allowed = _distance(after, before), NEAR_IN_16_BITS if low else NEAR
-    text = f"exported and loaded again, logits are off by {distance:.1e} of the largest ({allowed:g} allowed)"
+    text = f"after export and loading, logits differ by {distance:.1e} of the largest ({allowed:g} allowed)"
     if distance <= allowed:
         return holds(promise, about, text)
     names = [f"--without {one.name}" for one in run.techniques if one.overrides("finish")]
-    return broken(promise, about, text, " or ".join(names) or "compare thrifty sample of the run and of the export")
+    return broken(promise, about, text, "; or ".join(names) or "compare thrifty sample of the run and of the export")
 
 
 def _loaded(recipe: Recipe, ends: ModelSpec, folder: Path) -> nn.Module:
@@ -69,7 +70,7 @@ def _loaded(recipe: Recipe, ends: ModelSpec, folder: Path) -> nn.Module:
 
 @torch.no_grad()
 def _logits(model: nn.Module, run: Run, subject: CheckSubject) -> Tensor:
-    """Return the logits of the first batch, from the plain objective in evaluation mode."""
+    """Return the logits of the first batch from the plain objective, with the model in evaluation mode."""
     batch = run.source.at(0).to(subject.device)
     with eval_mode(model):
         return run.plain.objective.predict(model, batch).logits.float().cpu()

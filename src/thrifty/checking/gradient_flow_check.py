@@ -1,4 +1,4 @@
-"""Check that gradients reach all trained parameters, and that optimizer state is zero under masks."""
+"""Check that gradients reach all trained parameters, and that optimizer state is zero for masked weights."""
 
 from collections.abc import Iterator
 from contextlib import suppress
@@ -16,11 +16,13 @@ from thrifty.core.technique import Numerics
 from thrifty.optim.weight_masks import SLOT, masks_in
 
 NEEDED = 3
-"""Steps after which a parameter multiplied by zeros at first (LoRA's A before B) has a gradient."""
+"""Minimum number of steps before every parameter must have a gradient. The gradient of LoRA's A, for example, is zero
+until B has changed.
+"""
 
 
 def gradient_flow(subject: CheckSubject, trace: StepObservations) -> PromiseVerdict:
-    """Check that every trained parameter has a gradient in some step, and report the reasons for others."""
+    """Check that every trained parameter has a gradient in some step, and report why other parameters have none."""
     starved = {name for name, steps in trace.steps_of.items() if steps >= NEEDED and name not in trace.reached}
     reasons = _frozen(subject, trace.state)
     if starved:
@@ -31,13 +33,16 @@ def gradient_flow(subject: CheckSubject, trace: StepObservations) -> PromiseVerd
         if masked:
             reasons.append(f"{len(masked)} masked out ({_named(masked)})")
         if unused:
-            reasons.append(f"{len(unused)} that the plain run does not use either ({_named(unused)})")
+            reasons.append(f"{len(unused)} that are also unused in the plain run ({_named(unused)})")
     summary = f"{len(trace.reached)} parameters have gradients" + "".join(f"; {reason}" for reason in reasons)
     promise, about = "gradients arrive", "parameters"
     if not starved:
         return holds(promise, about, summary)
     suspects = _suspects(subject, starved)
-    fix = " or ".join(f"--without {name}" for name in suspects) or "freeze them, or use them in the forward pass"
+    fix = (
+        "; or ".join(f"--without {name}" for name in suspects)
+        or "freeze these parameters; or use them in the forward pass"
+    )
     text = f"{len(starved)} trained parameters have no gradient in {subject.steps} steps ({_named(starved)}); {summary}"
     return broken(promise, about, text, fix)
 
@@ -48,7 +53,7 @@ def _named(names: set[str]) -> str:
 
 
 def _frozen(subject: CheckSubject, state: TrainState) -> list[str]:
-    """Return the number of frozen parameters for each technique that froze them."""
+    """Return texts that count the frozen parameters for each technique that froze some."""
     assert state.model is not None
     frozen = {name for name, parameter in state.model.named_parameters() if not parameter.requires_grad}
     if not frozen:
@@ -76,7 +81,7 @@ def _without_gradient_in_the_plain_run(subject: CheckSubject) -> set[str]:
 
 
 def _suspects(subject: CheckSubject, starved: set[str]) -> list[str]:
-    """Return the techniques without which these parameters have gradients."""
+    """Return the techniques whose removal restores the gradients of the `starved` parameters."""
     suspects = []
     for one in subject.alone:
         if one.numerics is Numerics.DIFFERENT or not (one.overrides("model") or one.overrides("backward")):
@@ -89,7 +94,7 @@ def _suspects(subject: CheckSubject, starved: set[str]) -> list[str]:
 
 
 class ZeroWeightWatcher:
-    """Weights that stay exactly zero from the first step on, observed after each step."""
+    """Tracks weights that stay exactly zero from the first step on. It observes the state after each step."""
 
     def __init__(self) -> None:
         self.zeros: dict[str, Tensor] = {}
@@ -110,7 +115,7 @@ class ZeroWeightWatcher:
         self.looked += 1
 
     def verdict(self, state: TrainState) -> Iterator[PromiseVerdict]:
-        """Yield a verdict on optimizer state for weights that stay zero; nothing if there are none."""
+        """Yield a verdict on optimizer state for weights that stay zero; yield nothing if there are no such weights."""
         assert state.optimizer is not None
         optimizer, worst = state.optimizer, ""
         for slot, tensors in optimizer.slots.items():
@@ -128,6 +133,8 @@ class ZeroWeightWatcher:
         zero_weights = sum(int(zero.sum()) for zero in self.zeros.values())
         promise, about = "state under masks", "optimizer"
         if worst:
-            yield broken(promise, about, worst, "mask gradients before the optimizer and its state when masks move")
+            yield broken(
+                promise, about, worst, "mask gradients before the optimizer, and mask optimizer state when masks change"
+            )
         else:
             yield holds(promise, about, f"no optimizer state for {zero_weights:,} weights that stay at zero")

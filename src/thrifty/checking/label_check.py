@@ -1,4 +1,4 @@
-"""Check that examples have learned tokens, and one example for display."""
+"""Check that every example has learned tokens, and format one example for display."""
 
 from collections.abc import Callable, Iterable
 from itertools import groupby
@@ -19,11 +19,11 @@ from thrifty.objectives.token_cross_entropy import TokenCrossEntropy
 PROMISE = "something is learned"
 FIX = "thrifty data preview prints the learned tokens; raise data.length if answers are cut off"
 SHOWN = 600
-"""Characters of an example to print."""
+"""Maximum number of printed characters of an example."""
 
 
 def labels(objective: Objective, batch: Batch) -> PromiseVerdict:
-    """Check that each example of a batch has predictions that count; `objective` is the plain one."""
+    """Check that each example of a batch has predictions that count in the loss; `objective` is the plain one."""
     if not isinstance(objective, TokenCrossEntropy):
         return not_applicable(PROMISE, "labels", "the loss is not over tokens: every example counts by its weight")
     targets, weights = objective.targets(batch), objective.shares(batch)
@@ -33,7 +33,7 @@ def labels(objective: Objective, batch: Batch) -> PromiseVerdict:
     least = int(per_example.min())
     text = f"{int(counted.sum()):,} tokens of {len(batch)} examples are learned, at least {least:,} of each"
     if empty or not bool(counted.any()):
-        return broken(PROMISE, "labels", f"{empty} of {len(batch)} examples have no token that is learned", FIX)
+        return broken(PROMISE, "labels", f"{empty} of {len(batch)} examples have no learned token", FIX)
     return holds(PROMISE, "labels", text)
 
 

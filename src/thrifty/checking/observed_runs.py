@@ -1,6 +1,7 @@
 """Short training runs that a check observes.
 
-The observer is a technique that wraps the backward pass of all others, so that checked code needs no changes.
+The observer is a technique that wraps the backward pass of all other techniques. Checked code therefore needs no
+changes.
 """
 
 import math
@@ -31,10 +32,10 @@ DRAWING = (Stage.COMPRESS, Stage.SELECT)
 
 @dataclass(frozen=True)
 class CheckSubject:
-    """Subject of a check: a plain run and its techniques, composed for a number of steps."""
+    """Subject of a check: a plain run and techniques, composed for a number of steps."""
 
     open: Callable[[], BaseRun]
-    """Function that opens the plain run again at each call."""
+    """Function that opens the plain run anew at each call."""
     techniques: tuple[Technique, ...]
     steps: int
     seed: int = 0
@@ -42,7 +43,7 @@ class CheckSubject:
 
     @property
     def alone(self) -> tuple[Technique, ...]:
-        """Techniques that one process can run; the others divide work among ranks."""
+        """Techniques that one process can run. All other techniques divide work among ranks."""
         return tuple(technique for technique in self.techniques if not technique.divides_ranks)
 
     @property
@@ -60,17 +61,17 @@ class CheckSubject:
 
 @dataclass
 class StepObservations:
-    """Observations of a run's steps."""
+    """Losses, gradients and parameters, observed in the steps of a run."""
 
     state: TrainState
     losses: list[float] = field(default_factory=list)
     norms: list[float] = field(default_factory=list)
     first: dict[str, Tensor] = field(default_factory=dict)
-    """Whole gradient of each parameter in the first step."""
+    """Gradient of each parameter in the first step."""
     steps_of: dict[str, int] = field(default_factory=dict)
     """Number of steps in which each parameter was trained."""
     reached: set[str] = field(default_factory=set)
-    """Parameters whose gradient was not zero in some step."""
+    """Names of parameters with a nonzero gradient in at least one step."""
 
     def see(self, model: nn.Module) -> None:
         beginning = not self.steps_of
@@ -96,7 +97,7 @@ class GradientProbe(Technique):
 
     see: Callable[[nn.Module], None]
     quiet: bool = False
-    """True to disable dropout in these passes."""
+    """True to disable dropout in the observed passes."""
 
     def backward(self, backward: Backward) -> Backward:
         def watched(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
@@ -131,9 +132,11 @@ def train_observed(
     nudge: int | None = None,
     at: Callable[[Run, TrainState], None] = lambda run, state: None,
 ) -> tuple[Run, StepObservations]:
-    """Train a run for some steps (None: all). Return the composition without the observer, and the observations. `at`
-    is called with the run and its state before the first step and after each. `nudge` is the seed of a change in the
-    last bits of gradients."""
+    """Train a run for `steps` steps (None: all). Return the composed run without the observer, and the observations.
+
+    `at` is called with the run and its state before the first step and after each step. If `nudge` is set, the last
+    bits of gradients change randomly, with `nudge` as the seed.
+    """
     trace = StepObservations(TrainState())
 
     def see(model: nn.Module) -> None:
@@ -155,7 +158,7 @@ def advance(
     steps: int | None = None,
     at: Callable[[Run, TrainState], None] = lambda run, state: None,
 ) -> None:
-    """Continue training a state until `steps` steps are finished (None: to the end of the run)."""
+    """Continue training a state until `steps` steps are finished (None: until the end of the run)."""
     with closing(train(run, trace.state, seed)) as records:
         for record in records:
             trace.losses.append(record.loss)
@@ -167,7 +170,7 @@ def advance(
 
 @torch.no_grad()
 def nudge_gradients(model: nn.Module, seed: int) -> None:
-    """Multiply each value of the gradients by 1 + 1e-7 ε, with ε from a standard normal distribution."""
+    """Multiply each gradient value by 1 + 1e-7 ε, with ε from a standard normal distribution."""
     for index, parameter in enumerate(model.parameters()):
         if parameter.grad is not None:
             (gradient,) = local_tensors([parameter.grad])
@@ -176,7 +179,9 @@ def nudge_gradients(model: nn.Module, seed: int) -> None:
 
 
 def gradients_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return each trained parameter's gradient in float32, zero if it has none, and clear the gradients."""
+    """Return each trained parameter's gradient in float32, and clear the gradients. A missing gradient is returned as
+    zeros.
+    """
     gradients = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -187,14 +192,15 @@ def gradients_of(model: nn.Module) -> dict[str, Tensor]:
 
 
 def relative(actual: float, wanted: float) -> float:
-    """Return the relative difference of a number from the wanted one; infinity if either is NaN."""
+    """Return the relative difference between `actual` and `wanted`; infinity if either is NaN."""
     distance = abs(actual - wanted) / max(abs(wanted), 1e-12)
     return math.inf if math.isnan(distance) else distance
 
 
 def farthest(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[float, str]:
-    """Return the largest relative error of a gradient, by norm, and the name of its parameter. For parameters with
-    small gradients, it is relative to a thousandth of the norm over all gradients."""
+    """Return the largest relative error of a gradient, by norm, and the name of its parameter. The error is relative to
+    the parameter's gradient norm, or to a thousandth of the norm over all gradients if that is larger.
+    """
     floor = 1e-3 * sum(float(tensor.square().sum()) for tensor in wanted.values()) ** 0.5
     worst, whose = 0.0, ""
     for name, tensor in wanted.items():
@@ -209,8 +215,9 @@ def farthest(actual: dict[str, Tensor], wanted: dict[str, Tensor]) -> tuple[floa
 
 
 def one_line_error(error: Exception) -> str:
-    """Return the first line of an error, after its type unless it is a ThriftyError. Raises an out-of-memory error
-    again, since it breaks no technique's promise."""
+    """Return the first line of an error. The type of the error precedes it, unless the error is a ThriftyError. Raises
+    out-of-memory errors again, because they do not break a technique's promise.
+    """
     if is_out_of_memory(error):
         raise error
     first = (str(error).splitlines() or [""])[0]

@@ -1,6 +1,6 @@
-"""`thrifty check`: test of a combination of techniques on the user's model and data.
+"""Test of a combination of techniques on the user's model and data (`thrifty check`).
 
-It trains a few steps of a small batch:
+The check trains a few steps with a small batch:
 
     from thrifty.checking.promise_check import check
     checked = check(recipe)
@@ -36,7 +36,9 @@ from thrifty.training.run_setup import PreparedRun, prepare_run
 
 STEPS, EXAMPLES = 4, 4
 LEAST = 3
-"""Fewest steps. A parameter multiplied by zeros at first, like LoRA's A before B, has a gradient only after some."""
+"""Minimum number of steps. Some parameters have a gradient only after some steps. For example, the gradient of LoRA's A
+is zero until B has changed.
+"""
 
 Say = Callable[[str], None]
 
@@ -53,14 +55,15 @@ def check(
 ) -> CheckReport:
     """Check a recipe at reduced size.
 
-    `steps` is the number of steps. `examples` limits the effective batch; it grows if the techniques require more.
-    `length` limits the tokens of an example. Without `ranks` no processes are started; `start` replaces how they are
-    started. `say` receives the name of each check. Raises UsageError if the recipe cannot be trained.
+    `steps` is the number of steps. `examples` limits the effective batch, which is larger if the techniques require
+    more examples. `length` limits the tokens of an example. If `ranks` is False, no rank processes start. `start`
+    replaces the function that starts them. `say` receives the name of each check. Raises UsageError if the recipe
+    cannot be trained.
     """
     if steps < LEAST:
-        raise UsageError(f"a check of {steps} steps is too short", fix=f"--steps {LEAST}")
+        raise UsageError(f"a check of '{steps}' steps is too short, it requires {LEAST}", fix=f"--steps {LEAST}")
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        raise UsageError("a check starts its ranks itself, from one process", fix="start it without torchrun")
+        raise UsageError("a check starts its ranks itself, from one process", fix="start the check without torchrun")
     began = time.monotonic()
     small, prepared, cuts = _made_smaller(recipe, steps, examples, length)
     alone = replace(small, techniques=_alone(small.techniques))
@@ -89,8 +92,9 @@ def check(
 def check_run(
     open_plain: Callable[[], BaseRun], techniques: Iterable[Technique], steps: int = STEPS, seed: int = 0
 ) -> tuple[PromiseVerdict, ...]:
-    """Return the verdicts for a plain run that `open_plain` opens again at each call. Verdicts that require a recipe
-    (labels, export, ranks) are left out."""
+    """Return the verdicts for a plain run that `open_plain` opens anew at each call. Verdicts that require a recipe
+    (labels, export, ranks) are omitted.
+    """
     subject = CheckSubject(open_plain, tuple(techniques), steps, seed)
     with tempfile.TemporaryDirectory(prefix="thrifty-check-") as folder:
         return tuple(_of_run(subject, Path(folder), lambda text: None))
@@ -100,7 +104,7 @@ Finish = Callable[[Run, TrainState], PromiseVerdict]
 
 
 def _of_run(subject: CheckSubject, folder: Path, say: Say, finish: Finish | None = None) -> Iterator[PromiseVerdict]:
-    """Yield the verdicts of a run: training first, then each promise. `finish` may consume the trained model."""
+    """Yield the verdicts of a run: first on training, then on each promise. `finish` may modify the trained model."""
     unrepeatable = subject.open().source.unrepeatable
     if unrepeatable:  # the following checks compare runs on the same data
         subject = replace(subject, open=_remembered(subject.open))
@@ -139,7 +143,7 @@ def _of_run(subject: CheckSubject, folder: Path, say: Say, finish: Finish | None
     for check_gradients, promise in ((accumulation, "one big batch"), (out_of_memory, "batch when memory is short")):
         try:
             yield check_gradients(subject, run, trace.state)
-        except Exception as error:  # from conditions that the run itself never has, such as no dropout
+        except Exception as error:  # caused by conditions of the check alone, such as disabled dropout
             yield not_applicable(promise, "gradients", f"it cannot be measured: {one_line_error(error)}")
     if finish:
         say("exported and loaded")
@@ -147,7 +151,7 @@ def _of_run(subject: CheckSubject, folder: Path, say: Say, finish: Finish | None
 
 
 class _RememberedSource(WrappedSource):
-    """Wrapper that reads each effective batch of another source once."""
+    """Wrapper of a source that reads each effective batch once and keeps it."""
 
     def __init__(self, source: BatchSource):
         self.source, self.batch = source, source.batch
@@ -182,14 +186,16 @@ def _alone(techniques: Iterable[Technique]) -> tuple[Technique, ...]:
 def _made_smaller(
     recipe: Recipe, steps: int, examples: int, length: int | None
 ) -> tuple[Recipe, PreparedRun, tuple[str, ...]]:
-    """Return the recipe with the smallest batch of at least `examples` that its techniques take, and the reductions."""
+    """Return the recipe with the smallest batch of at least `examples` that its techniques accept, and texts that
+    describe the reductions.
+    """
     data = recipe.data
     if length is not None and length < data.length:
         data = replace(data, length=length)
     _, count = smaller_mesh(recipe)
-    size = min(-(-examples // count) * count, data.batch)  # equally many for each rank
+    size = min(-(-examples // count) * count, data.batch)  # the same number for each rank
     parts = max((one.micro_batches for one in recipe.techniques), default=1)
-    least = min(2 * count * parts, data.batch)  # one example has no variance
+    least = min(2 * count * parts, data.batch)  # the variance of one example is undefined
     while True:
         small = replace(recipe, data=replace(data, batch=size))
         try:

@@ -1,7 +1,7 @@
-"""Check that several ranks compute the same as one process.
+"""Check that several ranks compute the same values as one process.
 
-The ranks are processes of this machine in a gloo group. Each reads the recipe from a file and writes its observations.
-A rank runs `python -m thrifty.checking.rank_check FOLDER RANK RANKS`.
+The ranks are gloo processes on this machine. Each rank reads the recipe from a file and writes its observations. A rank
+runs `python -m thrifty.checking.rank_check FOLDER RANK RANKS`.
 """
 
 import json
@@ -34,41 +34,44 @@ from thrifty.training.sent_objects import read_value, write_value
 
 PROMISE, ABOUT = "one rank or several", "ranks"
 SECONDS = 300
-"""Timeout of the ranks; after it they count as hanging."""
+"""Timeout of the ranks in seconds. After it, ranks count as hanging."""
 RECIPE, OBJECTS, OPTIONS, STORE = "recipe.toml", "objects", "options.json", "store"
 
 Start = Callable[[Path, int], str]
-"""Function that runs `work_as_rank` on a folder with so many ranks; it returns an error, or ""."""
+"""Function that runs `work_as_rank` in a folder on a number of ranks, and returns an error message or ""."""
 
 
 @dataclass(frozen=True)
 class RankObservation:
-    """Observations of the ranks: losses, equal on all, and whole gradients of the first step."""
+    """Losses, which are equal on all ranks, and whole gradients of the first step."""
 
     losses: list[float]
     gradients: dict[str, Tensor]
 
 
 def smaller_mesh(recipe: Recipe) -> tuple[Mesh, int]:
-    """Return a recipe's mesh with no axis longer than 2, and its number of ranks; 1 if nothing is divided."""
+    """Return the recipe's mesh with axes of at most 2 ranks, and its number of ranks; 1 if nothing is divided."""
     mesh = Mesh(**{axis: min(2, getattr(recipe.mesh, axis)) for axis in AXES})
     divides = any(technique.divides_ranks for technique in recipe.techniques)
     return mesh, max(2 if divides else 1, mesh.least_ranks)
 
 
 def across_ranks(subject: CheckSubject, recipe: Recipe, folder: Path, start: Start | None = None) -> PromiseVerdict:
-    """Train the recipe over the ranks of its mesh (no axis longer than 2), and in one process, and compare. Raises
-    UsageError if the mesh and the techniques do not match."""
+    """Train the recipe on the ranks of its mesh, with axes of at most 2 ranks, and in one process; compare both. Raises
+    UsageError if the mesh and the techniques do not match.
+    """
     mesh, count = smaller_mesh(recipe)
     if count == 1:
-        return not_applicable(PROMISE, ABOUT, "the recipe divides nothing among ranks: no mesh, no parallelism.*")
+        return not_applicable(
+            PROMISE, ABOUT, "the recipe divides nothing among ranks: it has no mesh and no parallelism.* technique"
+        )
     settled = tuple(one for one in subject.techniques if one.stage not in DRAWING)
     recipe = replace(recipe, mesh=mesh, device="cpu", techniques=settled)
     mesh_sizes(recipe, count)
     subject = replace(subject, device=torch.device("cpu"), techniques=settled)
     _, alone = train_observed(subject, subject.alone)
     _, other = train_observed(subject, subject.alone, steps=1, seed=subject.seed + 1)
-    is_random = other.losses[0] != alone.losses[0]  # with dropout, each rank drops other values
+    is_random = other.losses[0] != alone.losses[0]  # with dropout, each rank drops different values
     if is_random:
         _, alone = train_observed(subject, subject.alone, quiet=True)
     (folder / RECIPE).write_text(write_recipe(recipe), encoding="utf-8")
@@ -95,14 +98,17 @@ def _compared(
         tolerance,
         lambda: loss_sensitivity(subject, subject.alone, alone, quiet),
     )
-    text = f"{count} ranks against 1: {compared.text}"
+    text = f"{count} ranks compared with 1: {compared.text}"
     if compared.within:
         return holds(PROMISE, ABOUT, text)
     if norms := explain_divided_norms(subject.batch_norms, subject.dividing):
         return broken(PROMISE, ABOUT, f"{text}; {norms}", f"{fix}; or use norms of single examples, such as LayerNorm")
     ratio = _ratio(seen.gradients, alone.first)
     return broken(
-        PROMISE, ABOUT, f"{text}; gradients are {ratio:.2g} times as long, worst for {compared.whose or 'none'}", fix
+        PROMISE,
+        ABOUT,
+        f"{text}; gradient norms are {ratio:.2g} times as large, worst for {compared.whose or 'none'}",
+        fix,
     )
 
 
@@ -124,7 +130,7 @@ def work_as_rank(folder: Path) -> None:
 
 
 def read_seen(folder: Path, count: int) -> RankObservation | None:
-    """Return the joined observations of all ranks; None if their losses differ."""
+    """Return the joined observations of all ranks; None if losses differ between ranks."""
     losses = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(count)]
     gradients: dict[str, Tensor] = {}
     for rank in reversed(range(count)):
@@ -133,7 +139,7 @@ def read_seen(folder: Path, count: int) -> RankObservation | None:
 
 
 def start_processes(folder: Path, count: int) -> str:
-    """Run the ranks as processes with one thread each; return an error, or ""."""
+    """Run each rank as a process with one thread; return an error message, or ""."""
     variables = child_environment(OMP_NUM_THREADS="1", OMP_WAIT_POLICY="PASSIVE")
     command = [sys.executable, "-m", __name__, str(folder)]
     processes = [

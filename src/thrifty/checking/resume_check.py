@@ -17,7 +17,7 @@ from thrifty.training.state_loading import load_state
 
 
 class StateSaver:
-    """Saves a run's state into a folder once, after a given step."""
+    """Saves the state of a run into a folder, once, after a given step."""
 
     def __init__(self, folder: Path, step: int):
         self.folder, self.step = folder, step
@@ -28,9 +28,9 @@ class StateSaver:
 
 
 def check_resume(subject: CheckSubject, trace: StepObservations, saved: StateSaver) -> PromiseVerdict:
-    """Load the saved state into a newly composed run, train it to the end, and compare."""
+    """Load the saved state into a newly composed run, train to the end, and compare with the uninterrupted run."""
     promise, about = "resume", "checkpoint"
-    # rebuilt from their settings, so that no state of this process remains in them
+    # rebuild techniques from their settings, so that no state of this process remains in them
     again = replace(subject, techniques=tuple(build(type(one), to_data(one)) for one in subject.techniques))
     run = again.composed(again.alone)
     try:
@@ -40,10 +40,10 @@ def check_resume(subject: CheckSubject, trace: StepObservations, saved: StateSav
         resumed = StepObservations(state)
         advance(run, resumed, subject.seed)
     except Exception as error:  # any technique may raise anything
-        fix = "store all memory of techniques in the run's state"
+        fix = "store all state of techniques in the run's state"
         return broken(promise, about, f"it cannot be resumed: {one_line_error(error)}", fix)
     if difference := _difference(run, resumed, trace, stored.step):
-        fix = "store a technique's memory in the run's state, and make data depend on the step alone"
+        fix = "store a technique's state in the run's state, and make data depend on the step alone"
         return broken(promise, about, f"stopped after step {stored.step} and resumed, {difference}", fix)
     steps, count = len(trace.losses), len(trace.tensors())
     return holds(promise, about, f"stopped after {stored.step} of {steps} steps: {count} tensors the same")
@@ -55,7 +55,7 @@ def _difference(run: Run, resumed: StepObservations, trace: StepObservations, st
             return f"the loss of step {number} is {one:.9g}, not {other:.9g}"
     now, then = resumed.tensors(), trace.tensors()
     if now.keys() != then.keys():
-        return f"the state has other tensors, such as {sorted(now.keys() ^ then.keys())[0]}"
+        return f"the state has different tensors, such as {sorted(now.keys() ^ then.keys())[0]}"
     for name, tensor in then.items():
         if not torch.equal(now[name], tensor):
             return f"{name} differs after {run.steps} steps"

@@ -1,7 +1,7 @@
 """Comparison of two runs up to rounding: the first loss, its gradients, and later losses.
 
-Some optimizers amplify differences in the last bits of gradients. If later losses differ by more than usual, the
-reference run is repeated with such differences, and its own deviation sets the limit.
+Some optimizers amplify last-bit differences of gradients. If later losses differ by more than usual, the reference run
+is repeated with random last-bit changes of gradients. The deviation of these runs then sets the limit.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,24 +13,26 @@ from thrifty.checking.observed_runs import CheckSubject, StepObservations, farth
 from thrifty.core.technique import Technique
 
 GRADIENTS = 30
-"""Limit on the relative error of a gradient, as a multiple of the tolerance for the loss."""
+"""Maximum relative error of a gradient, as a multiple of the tolerance for the loss."""
 LATER = 30
-"""Limit on the relative error of later losses, as a multiple of the tolerance for the first loss."""
+"""Maximum relative error of later losses, as a multiple of the tolerance for the first loss."""
 NUDGES, SPREAD = 3, 4
-"""Runs with changed last bits of gradients, and the multiple of their largest deviation that later losses may reach."""
+"""Number of runs with changed last bits of gradients, and maximum error of later losses as a multiple of the largest
+deviation of these runs.
+"""
 IN_16_BITS = 2e-2
-"""Tolerance for the loss, relative to it, in a run that computes in 16 bits or less."""
+"""Relative tolerance for the loss of a run that computes in 16 bits or less."""
 MOST = 0.25
-"""Largest relative error of a gradient at any tolerance, so that a factor of two is always detected."""
+"""Maximum relative error of a gradient for any tolerance, so that an error by a factor of two is always detected."""
 
 
 @dataclass(frozen=True)
 class RoundingComparison:
     within: bool
     text: str
-    """The measured errors and their limits."""
+    """Measured errors and their limits."""
     whose: str
-    """The parameter with the largest relative error of its gradient."""
+    """Name of the parameter whose gradient has the largest relative error."""
     gradient_within: bool
 
 
@@ -41,8 +43,10 @@ def compare_rounding(
     tolerance: float,
     sensitivity: Callable[[], float],
 ) -> RoundingComparison:
-    """Compare the losses of several steps and the first step's gradients with a reference run. `tolerance` is relative
-    to the loss. `sensitivity` returns the deviation of `loss_sensitivity`; it is called only if needed."""
+    """Compare the losses of several steps, and the first step's gradients, with a reference run. `tolerance` is
+    relative to the loss. `sensitivity` returns the value of `loss_sensitivity`; it is called only if the value is
+    required.
+    """
     first, later = relative(losses[0], wanted.losses[0]), _later(losses, wanted)
     gradient, whose = farthest(dict(gradients), wanted.first)
     most, most_later = min(GRADIENTS * tolerance, MOST), LATER * tolerance
@@ -62,7 +66,7 @@ def compare_rounding(
 def loss_sensitivity(
     subject: CheckSubject, techniques: Sequence[Technique], wanted: StepObservations, quiet: bool
 ) -> float:
-    """Measure the largest relative change of the losses of a run if the last bits of its gradients change."""
+    """Measure the largest relative change of a run's losses when the last bits of its gradients change."""
     nudged = (train_observed(subject, techniques, quiet=quiet, nudge=seed)[1] for seed in range(NUDGES))
     return max(_later(trace.losses, wanted) for trace in nudged)
 

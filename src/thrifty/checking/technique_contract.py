@@ -1,7 +1,7 @@
-"""Contract of a technique: the promises that a run, a planner and a recipe rely on, tested for one technique.
+"""Contract of a technique: promises that a run, a planner and a recipe rely on, tested for one technique.
 
-Each function of `PROMISES` returns the fault, or "". `promise_check.check_run` tests the technique's effect on values,
-gradients and resuming.
+Each function of `PROMISES` returns a message that describes the fault, or "". `promise_check.check_run` tests how the
+technique affects values, gradients and resuming.
 """
 
 import copy
@@ -31,17 +31,17 @@ FIXES = {
     "claims": "make claims, micro_batches, number_format and recomputation consistent",
     "seams": "return the argument itself if nothing changes",
     "parameter names": "keep the plain model's parameter names, and only add to them",
-    "order of techniques": "let a method depend on its argument and the settings alone",
-    "export": "remove in finish what model added, or raise RefusedError with a fix",
-    "explanation": "override footprint only for what a traced step cannot show",
-    "refusal": "raise RefusedError(what, fix) for a model that it does not fit",
+    "order of techniques": "make the result of a method depend only on its argument and the settings",
+    "export": "in finish, remove all modules that model added; or raise RefusedError with a fix",
+    "explanation": "override footprint only for costs that a traced step cannot show",
+    "refusal": "raise RefusedError(what, fix) for an unsuitable model",
     "it learns": "print the loss of each step: thrifty.train(…, techniques=[…])",
 }
 
 
 @dataclass(frozen=True)
 class ContractSubject:
-    """A technique, other techniques for a run with it, and the plain run, opened again at each call."""
+    """A technique, other techniques that run together with it, and the plain run, opened anew at each call."""
 
     technique: Technique
     others: tuple[Technique, ...]
@@ -60,7 +60,7 @@ class ContractSubject:
         return (self.technique, *self.others)
 
     def logits(self, model: nn.Module) -> Tensor:
-        """Return the logits of one batch, in evaluation mode."""
+        """Return the logits of one batch, with the model in evaluation mode."""
         plain = self.open()
         with torch.no_grad():
             batch = plain.objective.examples(plain.source.at(9)).to(self.device)
@@ -152,7 +152,7 @@ def export(subject: ContractSubject) -> str:
         if not refused.fix:
             return f"it refuses without a fix: {refused.what}"
         return "" if torch.equal(subject.logits(model), before) else "it refuses, but has changed the model"
-    near = 1e-5 if before.dtype == torch.float32 else 1e-2 * float(before.abs().max())  # weights of 16 bits
+    near = 1e-5 if before.dtype == torch.float32 else 1e-2 * float(before.abs().max())  # 16-bit weights
     if (difference := float((subject.logits(finished) - before).abs().max())) >= near:
         return f"the finished model's logits differ by {difference:.2g}"
     for other in subject.others:
@@ -203,7 +203,7 @@ PROMISES: Mapping[str, Callable[[ContractSubject], str]] = {
 
 
 class FirstBatchSource(WrappedSource):
-    """Source that repeats another source's first batch, which any learning algorithm can fit."""
+    """Source that always repeats the first batch of another source. Any learning algorithm can fit this batch."""
 
     def __init__(self, source: BatchSource):
         self.source, self.batch = source, source.batch
@@ -213,7 +213,7 @@ class FirstBatchSource(WrappedSource):
 
 
 def contract(subject: ContractSubject, without: Sequence[str] = ()) -> Iterator[PromiseVerdict]:
-    """Yield a verdict for each promise. A broken stage ends the checks."""
+    """Yield a verdict for each promise. If the stage is broken, no further promise is checked."""
     name = subject.technique.name
     for promise, find_fault in PROMISES.items():
         if promise in without:

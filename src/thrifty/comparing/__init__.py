@@ -1,1 +1,1 @@
-"""Comparisons of variants (`compare`): protocol, runs, statistics and verdicts."""
+"""Comparison of variants (`compare`): protocol, runs, statistics and verdicts."""

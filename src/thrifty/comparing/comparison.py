@@ -1,13 +1,14 @@
-"""Comparison of variants at equal budget: pilots, a small search for each variant's learning rate, then all seeds.
+"""Comparison of variants at equal budget.
 
-Every run is an ordinary run, in the comparison's folder with
+Pilots measure the cost of a step. Trials choose the learning rate of each variant. Then each variant runs with all
+seeds. Every run is an ordinary run. The comparison's folder contains
 
-    comparison.json            see `comparison_protocol.py`
-    report.html                the same as a page
-    ARM-pilot-0, ARM-trial-0, ARM-seed-0, …
+    comparison.json            record of the comparison, see `comparison_protocol.py`
+    report.html                the same record as a page
+    ARM-pilot-0, ARM-trial-0, ARM-seed-0, …   run folders
 
-Variants take turns, so that all of them meet the same machine conditions. The same call resumes an interrupted or
-killed comparison, also within a run. Failed runs are kept and counted.
+Runs of different variants alternate, so that all variants meet the same machine conditions. The same call resumes an
+interrupted or killed comparison, also in the middle of a run. Failed runs are kept and counted.
 """
 
 import math
@@ -36,18 +37,20 @@ from thrifty.reporting.number_format import duration, significant
 from thrifty.training.run_folder import RunFolder
 
 TIMED_PILOTS = 2
-"""Timed pilot runs of each variant for budgets of equal time, in turn, so that a busy moment affects all variants. The
-first pilot sets the number of steps; it counts as timed if it has as many. Other budgets use one pilot per variant."""
+"""Number of timed pilots per variant for budgets of equal time. Pilots of different variants alternate, so that a slow
+phase of the machine affects all variants. The first pilot sets the number of steps. It counts as timed if later pilots
+have the same number. Other budgets use one pilot per variant.
+"""
 MOST_PILOTS = 6
-"""Most pilots of each variant. Another turn follows while the last two pilots of a variant disagree."""
+"""Maximum number of pilots per variant. Another pilot follows while a variant's last two pilots disagree."""
 PILOTS_APART = 0.05
-"""Largest relative difference between the step times of a variant's last two pilots, for budgets of equal time."""
+"""Maximum relative difference between the step times of a variant's last two pilots, for budgets of equal time."""
 PILOT_SECONDS = 5.0
-"""Minimum time of a pilot's timed steps, unless the budget has fewer steps."""
+"""Minimum total time in seconds of a pilot's timed steps. A pilot is shorter if the budget has fewer steps."""
 EVALUATIONS = 20
-"""Evaluations of each run, to read off the time to a quality."""
+"""Number of evaluations in each run. They show when a run reaches a given quality."""
 TRIAL_SEED = 10_000
-"""Offset of trial seeds: a learning rate is not chosen on the seeds that are compared."""
+"""Offset of trial seeds. Learning rates are therefore not chosen on the seeds that are compared."""
 SAME_PROCESS = "all runs used one process, in which peak memory includes allocations of earlier runs"
 Say = Callable[[str], None]
 
@@ -63,12 +66,14 @@ def compare(
 ) -> dict[str, Any]:
     """Run the whole comparison; return the content of comparison.json, with its "folder" and "exit_code".
 
-    `workers` share the turns; without any, runs follow each other on this machine. `retry` repeats failed runs. Raises
-    UsageError if the folder belongs to another comparison, or if a variant cannot be compared: its learning rate is not
-    decayed, its pilot fails, or its budget allows no step.
+    `workers` run in parallel. Without workers, one run follows the other on this machine. `retry` repeats failed runs.
+    Raises UsageError if the folder holds a different comparison, or if a variant cannot be compared. The reason is a
+    learning rate without decay, a failed pilot, or a budget below one step.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UsageError("a comparison starts its runs itself, from one process", fix="start it without torchrun")
+        raise UsageError(
+            "a comparison starts its runs itself, from one process", fix="start the comparison without torchrun"
+        )
     for variant in variants:
         variant.recipe.refuse_missing_objects()
     if protocol.trials > 1 and (without := [variant.label for variant in variants if variant.rate is None]):
@@ -98,9 +103,9 @@ class _ComparisonRunner:
     ):
         self.protocol, self.folder, self.workers, self.say = protocol, folder, workers, say
         self.write_lock = Lock()
-        """Lock under which one run at a time is recorded."""
+        """Lock that a thread holds while it records a run."""
         self.state = rename_comparison(folder.read_json("comparison"))
-        for name in ("error", "outcome"):  # of an earlier, stopped part
+        for name in ("error", "outcome"):  # left by an interrupted call
             self.state.pop(name, None)
         self.variants = [
             replace(variant, folder=self.state["folders"][variant.label]) for variant in variants
@@ -113,8 +118,9 @@ class _ComparisonRunner:
         self.began, self.finished = time.monotonic(), 0
 
     def forget_failures(self) -> None:
-        """Forget failed runs, so that they run again. Failed trials stay once a seed has run, because another trial
-        could change its learning rate."""
+        """Remove failed runs from the record, so that they run again. Failed trials stay once a seed has run, because
+        another trial could change the chosen learning rate.
+        """
         chosen = any("seed" in entry for entry in self.runs.values())
         for run in [run for run, entry in self.runs.items() if entry["status"] == "failed"]:
             if not (chosen and "trial" in self.runs[run]):
@@ -149,12 +155,12 @@ class _ComparisonRunner:
         return self.folder.read_json("comparison") | {"folder": str(self.folder.path)}
 
     def pilots(self) -> dict[str, StepCost]:
-        """Measure the cost of a step of each variant. Raises UsageError for a variant that fails."""
+        """Measure the cost of a step of each variant. Raises UsageError if the pilot of a variant fails."""
         steps, costs_by_arm = self.pilot_steps(0.0), {variant.label: [] for variant in self.variants}
         turn, wanted = 0, self.least_pilots
         while turn < wanted or self.apart(costs_by_arm):
             if turn == MOST_PILOTS:
-                raise InfeasibleError(self.apart(costs_by_arm), fix="end other processes, or --equal-budget flops")
+                raise InfeasibleError(self.apart(costs_by_arm), fix="end other processes; or --equal-budget flops")
             for variant in _turned(self.variants, turn):
                 costs_by_arm[variant.label].append(self.pilot(variant, turn, steps))
             self.check_judged(f"pilot-{turn}")
@@ -169,27 +175,29 @@ class _ComparisonRunner:
         return TIMED_PILOTS + 1 if self.protocol.equal == "time" else 1
 
     def pilot_steps(self, step_time: float) -> int:
-        """Return the steps of a pilot, at most those of the baseline's budget."""
+        """Return the number of steps of a pilot, at most the steps of the baseline's budget."""
         steps = max(self.protocol.pilot, math.ceil(PILOT_SECONDS / step_time) if step_time else 0)
         return min(steps, self.variants[0].recipe.budget.steps or steps)
 
     def apart(self, costs_by_arm: Mapping[str, Sequence[StepCost]]) -> str:
-        """Return a sentence if a variant's last two pilots disagree for equal time; "" if all agree."""
+        """Return an error message if a variant's last two pilots disagree for equal time; "" if all agree."""
         for label, costs in costs_by_arm.items():
             seconds = [cost.seconds for cost in costs[-2:]]
             low, high = min(seconds), max(seconds)
             if self.protocol.equal == "time" and high > (1 + PILOTS_APART) * low:
                 times = f"'{duration(low)}' and '{duration(high)}'"
-                return f"{label}: a step took {times} in two pilots; equal time allows {PILOTS_APART:.0%} apart"
+                return (
+                    f"{label}: a step took {times} in two pilots; equal time allows a difference of {PILOTS_APART:.0%}"
+                )
         return ""
 
     def pilot(self, variant: Variant, turn: int, steps: int) -> StepCost:
-        """Return the step cost from a whole run of few steps. Raises UsageError if it fails."""
+        """Run a pilot of `steps` steps and return its step cost. Raises UsageError if the pilot fails."""
         name = f"{variant.folder}-pilot-{turn}"
         recipe = self.recipe(variant, name, steps, 0, evaluations=1)
         entry = self.run(self.workers[0], recipe, arm=variant.label, pilot=turn)
         if entry["status"] == "failed":
-            fix = "correct it, or leave the variant out, and compare again"
+            fix = "correct the variant or remove it, then compare again"
             raise UsageError(f"{variant.label} fails in its pilot of {steps} steps: {entry['error']}", fix=fix)
         return step_cost(self.folder.path / name)
 
@@ -204,7 +212,7 @@ class _ComparisonRunner:
                 )
 
     def trials(self, steps: Mapping[str, int]) -> bool:
-        """Run all variants at all trial rates; return True if there are trials."""
+        """Run all variants at all trial learning rates; return True if the protocol has trials."""
         if self.protocol.trials == 1:
             return False
 
@@ -229,7 +237,7 @@ class _ComparisonRunner:
         run_on_workers(self.workers, [partial(with_seed, seed=seed) for seed in range(self.protocol.seeds)])
 
     def tuned(self, variant: Variant) -> Variant:
-        """Return a variant at its best trial's learning rate. Raises ThriftyError if all trials failed."""
+        """Return the variant with the learning rate of its best trial. Raises ThriftyError if all trials failed."""
         assert variant.rate is not None
         entries = [self.runs[f"{variant.folder}-trial-{turn}"] for turn in range(self.protocol.trials)]
         settings = self.variants[0].recipe.evaluation
@@ -265,7 +273,7 @@ class _ComparisonRunner:
         )
 
     def run(self, worker: RunLauncher, recipe: Recipe, **place: Any) -> dict[str, Any]:
-        """Run a recipe to its end and return its entry. Raises _Interrupted if it was stopped."""
+        """Run a recipe to the end and return the record of the run. Raises _Interrupted if the run was stopped."""
         name = recipe.name
         if (before := self.runs.get(name)) and before["status"] in ("finished", "failed"):
             return before
@@ -301,6 +309,6 @@ def _planned(steps: int, cost: StepCost) -> dict[str, Any]:
 
 
 def _turned(variants: Sequence[Variant], turn: int) -> list[Variant]:
-    """Return the variants rotated by `turn`, because machine conditions may change during a turn."""
+    """Return the variants rotated by `turn`, because machine conditions may change while the variants run."""
     first = turn % len(variants)
     return [*variants[first:], *variants[:first]]

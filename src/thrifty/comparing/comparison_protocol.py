@@ -1,15 +1,16 @@
 """Protocol of a comparison, and its folder with comparison.json, the record of the comparison.
 
-    schema  name  status  exit_code  environment; "error" if an error stopped the comparison
-    definition       "terms", and the recipe of each variant by label, the baseline's first
-    folders          name prefixes of each variant's run folders
-    changes          for each variant, the techniques "added", "removed" and "changed" against the baseline
+    schema  name  status  exit_code  environment
+    error            message of the error that stopped the comparison, if any
+    definition       "terms", and the recipe of each variant by label; the baseline is first
+    folders          for each variant: the prefix of its run folders' names
+    changes          for each variant: the techniques "added", "removed" and "changed" relative to the baseline
     runs             for each run: run (its folder), arm, pilot or trial or seed, status, error, and measured values
     budgets          for each variant: planned steps, seconds, tokens and flops, and the cost of a "step"
-    rates            for each variant: the learning rates tried, and the chosen one
-    outcome          once all pairs ran: for each variant means, ratios to the baseline, and its "verdict"
+    rates            for each variant: the learning rates of all trials, and the chosen learning rate
+    outcome          after all pairs ran, for each variant: means, ratios to the baseline, and its "verdict"
 
-Units are seconds, bytes, FLOPs and joules. JSON has no infinity and no NaN: null means one of these, or unknown.
+Units are seconds, bytes, FLOPs and joules. JSON has no infinity and no NaN. A null means infinity, NaN or unknown.
 """
 
 import re
@@ -34,27 +35,30 @@ from thrifty.training.run_folder import RunFolder
 SCHEMA = "thrifty.comparison/1"
 FILE = "comparison.json"
 PILOTED, MEASURED = re.compile(r"-pilot-\d+$"), re.compile(r"-(trial|seed)-\d+$")
-"""Names of run folders: pilots, and runs whose losses count."""
+"""Names of run folders: pilots, and runs whose losses the verdict uses."""
 MACHINE = ("cpu", "python", "torch")
-"""Facts of the environment that all runs of a comparison must share."""
+"""Environment entries that must be equal for all runs of a comparison."""
 
 
 @dataclass(frozen=True)
 class ComparisonProtocol:
-    """Budget, seeds and trials, equal for all variants."""
+    """Budget, seeds and trials. They are equal for all variants."""
 
     equal: Equal = "time"
     seeds: Positive = 8
-    """Number of pairs. Run k of a variant has its recipe's seed + k, and so the baseline's initialization and data
-    order."""
+    """Number of pairs. Run k of a variant uses the seed of its recipe + k. It therefore has the same initialization and
+    data order as run k of the baseline.
+    """
     trials: Positive = 3
-    """Learning rates tried per variant, at the whole budget, around the recipe's rate; 1 tries none."""
+    """Number of learning rates tried per variant at the whole budget, around the recipe's rate; 1 tries none."""
     factor: Annotated[float, SettingBound(above=1)] = 2.0
-    """Factor between a learning rate and the next one."""
+    """Ratio of successive trial learning rates."""
     effect: Annotated[float, SettingBound(above=0)] = 0.01
-    """Smallest relevant difference, relative to the baseline's loss, for the number of seeds that would detect it."""
+    """Smallest relevant difference, relative to the baseline's loss. The verdict reports how many pairs would detect
+    this difference.
+    """
     pilot: Positive = PILOT
-    """Steps of the first pilots; later ones take at least `PILOT_SECONDS`."""
+    """Number of steps of the first pilots. The timed steps of later pilots take at least `PILOT_SECONDS`."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "comparison")
@@ -68,8 +72,9 @@ class ComparisonProtocol:
 
 @contextmanager
 def claim_folder(path: Path, variants: Sequence[Variant], protocol: ComparisonProtocol) -> Iterator[RunFolder]:
-    """Yield the comparison's folder, new or of an earlier part of the same comparison, locked. If only pilots ran so
-    far, another comparison may take the folder, and the same one restarts after an error."""
+    """Lock and yield the comparison's folder, which is new or holds the same comparison. While only pilots have run, a
+    different comparison may use the folder, and the same comparison restarts after an error.
+    """
     definition = {
         "terms": asdict(protocol),
         "arms": {variant.label: recipe_to_data(variant.recipe) for variant in variants},
@@ -85,9 +90,8 @@ def claim_folder(path: Path, variants: Sequence[Variant], protocol: ComparisonPr
             before = {}
         elif other:
             raise UsageError(
-                f"{path} is another comparison: " + "; ".join(other),
-                fix="undo the change, or compare under another name: "
-                "seeds added after a look at the verdict make false findings likely",
+                f"'{path}' holds a different comparison: " + "; ".join(other),
+                fix="undo the change, or use another name (seeds added after a verdict make false findings likely)",
             )
         if not before:
             folders = {variant.label: variant.folder for variant in variants}

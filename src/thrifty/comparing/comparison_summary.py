@@ -19,16 +19,18 @@ from thrifty.training.run_folder import RunFolder
 MEANS = ("held_out_loss", "steps", "tokens", "flops", "seconds", "step_time", "flop_rate", "share_of_peak")
 MEANS += ("peak_memory", "joules", "elapsed", "seconds_with_starts")
 JUDGED_ON = ("unit", "loss_in", "unigram_entropy", "bytes_per_token", "label_entropy")
-"""Facts of a run's summary that must be equal for held-out losses to be comparable."""
+"""Entries of a run's summary that must be equal for held-out losses to be comparable."""
 RATIOS = ("flops", "seconds", "step_time", "flop_rate", "peak_memory", "joules", "tokens", "steps")
 Entry = Mapping[str, Any]
 """A run in comparison.json."""
 
 
 def read_run_result(folder: Path, judged: str = "loss") -> dict[str, Any]:
-    """Return the summary of a finished run, with the curve of the `judged` metric. `seconds` counts steady step times;
-    `seconds_with_starts` includes compilation in the first steps. FLOPs are those of one counted step times the number
-    of steps."""
+    """Return the summary of a finished run, with the curve of the `judged` metric.
+
+    `seconds` sums the step times without rare slow steps. `seconds_with_starts` includes compilation in the first
+    steps. FLOPs are the FLOPs of one counted step times the number of steps.
+    """
     run = RunFolder(folder)
     summary, explanation = run.read_json("summary"), run.read_json("explanation")
     machine = run.read_json("environment")
@@ -75,9 +77,10 @@ def seconds_to_loss(curve: Sequence[Sequence[float | None]], loss: float) -> flo
 
 
 def slope_at_end(curve: Sequence[Sequence[float | None]]) -> float:
-    """Return the fall of the held-out loss for a budget larger by a factor of e. It is measured on the second half of
-    the run, which is steeper than the fall of the final loss with the budget. With a single evaluation, it is the whole
-    loss."""
+    """Return the decrease of the held-out loss when the budget grows by a factor of e. It is measured in the second
+    half of the run, where the loss falls faster than the final loss falls with the budget. With a single evaluation,
+    the slope is the whole loss.
+    """
     points = [(step, loss) for step, _, loss in curve if step and loss is not None]
     if not points:
         return 0.0
@@ -92,9 +95,12 @@ def summarize_comparison(
     protocol: ComparisonProtocol,
     settings: EvaluationSettings | None = None,
 ) -> dict[str, Any]:
-    """Return the summary of all planned runs, once each has finished or failed. "arms" has each variant's means and,
-    except for the baseline, ratios to it and a "verdict". "used" is the variant's spent budget relative to the
-    baseline's, in the currency that should be equal."""
+    """Return the summary after each planned run has finished or failed.
+
+    "arms" has the means of each variant. For variants other than the baseline, "arms" also has ratios to the baseline
+    and a "verdict". "used" is the variant's spent budget relative to the baseline's, in the equal quantity of the
+    protocol.
+    """
     settings = settings or EvaluationSettings()
     by_place = {(entry["arm"], entry["seed"]): entry for entry in runs}
     entries = {label: [by_place[label, seed] for seed in range(protocol.seeds)] for label in labels}
@@ -106,7 +112,7 @@ def summarize_comparison(
         judged = [[_judged(entry, settings.judge) for entry in entries[one]] for one in (BASELINE, label)]
         ratios = {name: _ratio(variants[label][name], variants[BASELINE][name]) for name in RATIOS}
         curves = [entry["curve"] for entry in entries[label] if _loss(entry) is not None]
-        # the change of a metric with the budget is unknown
+        # unknown how a metric other than the loss changes with the budget
         slope = (_mean([slope_at_end(each) for each in curves]) or 0.0) if settings.judge == "loss" else 0.0
         used = ratios["seconds" if protocol.equal == "time" else protocol.equal]
         verdict = judge(
@@ -129,8 +135,9 @@ def summarize_comparison(
 
 
 def time_to_quality(baseline: Sequence[Entry], variant: Sequence[Entry]) -> dict[str, Any]:
-    """Return a variant's time to the baseline's final loss, relative to the baseline's, over pairs. The result has the
-    mean with its interval over pairs that reached the loss, and their number."""
+    """Return a variant's time to reach the baseline's final loss, relative to the baseline's time. The result has the
+    mean over pairs that reached the loss, its confidence interval, and the number of these pairs.
+    """
     ratios = []
     pairs = _finished(baseline, variant)
     for first, second in pairs:
@@ -156,7 +163,7 @@ def _judged(entry: Entry, name: str) -> float | None:
 
 
 def _means(entries: Sequence[Entry]) -> dict[str, Any]:
-    """Return means over the seeds whose runs finished; None if one of them lacks a value."""
+    """Return means over the seeds whose runs finished. A mean is None if one of these runs lacks the value."""
     done = [entry for entry in entries if entry["status"] == "finished"]
     means = {name: _mean([entry.get(name) for entry in done]) for name in MEANS}
     names = {name for entry in done for name in entry["measured"]}
@@ -169,8 +176,9 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 
 def _measured_differences(baseline: Sequence[Entry], variant: Sequence[Entry], confidence: float) -> dict[str, Any]:
-    """Return mean differences of the other measured metrics, with intervals, over finished pairs. A metric that one of
-    these runs lacks is left out."""
+    """Return mean differences of all metrics in `measured`, with confidence intervals, over pairs in which both runs
+    finished. A metric is omitted if one of these runs lacks it.
+    """
     pairs = [(first["measured"], second["measured"]) for first, second in _finished(baseline, variant)]
     intervals = {}
     for name in pairs[0][0] if pairs else ():

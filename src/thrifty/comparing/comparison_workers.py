@@ -1,7 +1,6 @@
 """Parallel workers for the runs of a comparison, on this machine or on others with the same file system.
 
-One worker runs a whole turn: all variants with one seed or at one learning rate. Compared runs therefore share a
-machine.
+One worker runs all variants with one seed, or at one trial learning rate. Compared runs therefore share a machine.
 """
 
 import shlex
@@ -18,14 +17,15 @@ HERE = "here"
 
 
 def read_workers(texts: Sequence[str], equal: Equal) -> list[Worker]:
-    """Return workers from their typed form: "here", or a command prefix such as "srun --nodelist=b --ntasks=1". Raises
-    UsageError if several runs would share a machine while budgets are of equal time."""
+    """Return workers from command-line texts: "here", or a command prefix such as "srun --nodelist=b --ntasks=1".
+    Raises UsageError if several runs would share this machine while budgets are of equal time.
+    """
     launchers = [_launcher(text) for text in texts or [HERE]]
     local = sum(not launcher for launcher in launchers)
     if local > 1 and equal == "time":
         raise UsageError(
             f"{local} workers are on this machine, and parallel runs slow each other down",
-            fix="--equal-budget flops, tokens or steps, or one worker on each machine",
+            fix="--equal-budget flops; or one worker on each machine",
         )
     threads = max(1, len(usable_cores()) // local) if local > 1 else 0
     return [Worker(launcher, 0 if launcher else threads) for launcher in launchers]
@@ -37,15 +37,18 @@ def _launcher(text: str) -> tuple[str, ...]:
     try:
         words = tuple(shlex.split(text))
     except ValueError as error:
-        raise UsageError(f"--worker {text!r} is not a command: {error}", fix="close its quotes") from error
+        raise UsageError(
+            f"--worker {text!r} is not a command: {error}", fix="close the quotes of the command"
+        ) from error
     if not words:
-        raise UsageError("a worker is empty", fix="--worker here, for this machine")
+        raise UsageError("--worker '' is not a command", fix="--worker here")
     return words
 
 
 def run_on_workers(starts: Sequence[RunLauncher], turns: Iterable[Callable[[RunLauncher], None]]) -> None:
-    """Run each turn on the next free worker; a single worker runs all of them in this thread. If a turn fails, or this
-    process receives a signal, the others save and end, and no further turn starts."""
+    """Run each group of runs on the next free worker; a single worker runs all groups in this thread. If a group fails,
+    or this process receives a signal, the other runs save and end, and no further group starts.
+    """
     if len(starts) == 1:
         for turn in turns:
             turn(starts[0])

@@ -1,7 +1,7 @@
-"""Equal budgets: the cost of a variant's step, measured in a pilot, and the resulting number of steps.
+"""Equal budgets: a pilot measures the cost of a variant's step, which sets the variant's number of steps.
 
-A pilot is a whole run of a few steps, in which every event at a fraction of the run occurs. A growing model is timed at
-all of its sizes, and a learning rate that decays to the end of the run has decayed.
+A pilot is a whole run of a few steps. Every event at a fraction of the run occurs in it: a growing model reaches all of
+its sizes, and a learning rate that decays until the end of the run has decayed.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,31 +25,33 @@ from thrifty.training.run_folder import RunFolder
 Equal = Literal["time", "flops", "tokens", "steps"]
 EQUAL: tuple[Equal, ...] = ("time", "flops", "tokens", "steps")
 PILOT = 24
-"""Steps of a pilot."""
+"""Number of steps of a pilot."""
 WINDOW = 5
-"""Steps of the running median that a step time is compared with."""
+"""Length in steps of the running median. Each step time is compared with this median."""
 ONCE = 2
-"""Number of slow steps that are ignored: compilation at the start, and again after an interrupt. Events that are more
-frequent, such as a preconditioner every tenth step, count as cost."""
+"""Number of slow steps that are ignored: compilation at the start, and after an interruption. More frequent events,
+such as an update of a preconditioner at every tenth step, count as cost.
+"""
 RATES = 1_000
-"""Number of steps of a run, evenly spread, at which the learning rate is checked."""
+"""Number of evenly spaced steps of a run at which the learning rate is checked."""
 DECAYED = 0.3
-"""Largest final learning rate, relative to its peak, that counts as decayed. In a pilot, the last step of a decay over
-a fifth of the run is still at 0.2."""
+"""Maximum final learning rate, relative to its peak, that counts as decayed. A decay over the last fifth of the run
+still has a rate of 0.2 in the last step of a pilot.
+"""
 
 
 @dataclass(frozen=True)
 class StepCost:
-    """Cost of a step of a variant, on average over a run."""
+    """Average cost of a variant's step over a run."""
 
     seconds: float
     tokens: float
     flops: float
-    """FLOPs of a traced step at the run's full structure."""
+    """FLOPs of one traced step, in the model's full structure."""
     flops_vary: bool
-    """True if batches or the structure change over the run, so that no single step represents all."""
+    """True if batches or the structure change over the run, so that no single step represents all steps."""
     epoch_steps: float | None = None
-    """Steps of an epoch, if the data have epochs."""
+    """Number of steps per epoch; None if the data have no epochs."""
 
     def of(self, equal: Equal) -> float:
         return {"time": self.seconds, "flops": self.flops, "tokens": self.tokens, "steps": 1.0}[equal]
@@ -59,8 +61,9 @@ class StepCost:
 
 
 def steady(seconds: Sequence[float]) -> list[float]:
-    """Return step times without rare slow steps. No time exceeds the median of its neighbours by more than at least
-    `ONCE` + 1 times do."""
+    """Return step times without rare slow steps. Excesses over the running median are clipped to the (`ONCE` + 1)-th
+    largest excess.
+    """
     reach = WINDOW // 2
     around = [median(seconds[max(0, index - reach) : index + reach + 1]) for index in range(len(seconds))]
     above = sorted((own - usual for own, usual in zip(seconds, around, strict=True)), reverse=True)
@@ -85,7 +88,7 @@ def step_cost(folder: Path) -> StepCost:
 
 
 def refuse_undecayed(variants: Sequence[Variant], steps: int) -> None:
-    """Raise UsageError if a variant's learning rate is not decayed at the end of a run of so many steps."""
+    """Raise UsageError if a variant's learning rate has not decayed at the end of a run of `steps` steps."""
     for variant in variants:
         if variant.optimizer is None or Claim.SCHEDULE in variant.optimizer.claims:
             continue
@@ -104,13 +107,16 @@ def refuse_undecayed(variants: Sequence[Variant], steps: int) -> None:
 
 
 def mean_cost(costs: Sequence[StepCost]) -> StepCost:
-    """Return the cost with the mean time of several pilots of one variant; all else is equal in each."""
+    """Return the step cost with the mean time of several pilots of one variant. All other costs of the pilots are
+    equal.
+    """
     return replace(costs[0], seconds=fmean(cost.seconds for cost in costs))
 
 
 def steps_of_baseline(budget: Budget, cost: StepCost) -> int:
-    """Return the baseline's number of steps. Raises UsageError if there is no budget, InfeasibleError if it allows no
-    step."""
+    """Return the baseline's number of steps. Raises UsageError if the recipe has no budget, and InfeasibleError if the
+    budget is below one step.
+    """
     if budget.steps is not None:
         return budget.steps
     if budget.epochs is not None:
@@ -122,7 +128,7 @@ def steps_of_baseline(budget: Budget, cost: StepCost) -> int:
     else:
         raise UsageError(
             "the recipe has no budget",
-            fix="--budget 10min, --budget 500steps or --budget 1e7tokens",
+            fix="--budget 10min; or --budget 500steps; or --budget 1e7tokens",
         )
     if steps < 1:
         raise InfeasibleError("the budget allows no step", fix="use a larger --budget")
@@ -130,12 +136,13 @@ def steps_of_baseline(budget: Budget, cost: StepCost) -> int:
 
 
 def steps_of_variants(variants: Sequence[Variant], costs: Mapping[str, StepCost], equal: Equal) -> dict[str, int]:
-    """Return the steps of each variant, by label, that cost as much as the baseline's run. Raises UsageError if equal
-    FLOPs are required, but FLOPs change over the run of a variant."""
+    """Return, by label, the number of steps of each variant that costs as much as the baseline's run. Raises UsageError
+    if budgets have equal FLOPs but the FLOPs of a variant change over its run.
+    """
     for variant in variants:
         if equal == "flops" and costs[variant.label].flops_vary:
             raise UsageError(
-                f"{variant.label}: its FLOPs change over the run, and are counted for its last steps",
+                f"{variant.label}: its FLOPs change over the run, but only the FLOPs of its last steps are counted",
                 fix="--equal-budget time",
             )
     budget = steps_of_baseline(variants[0].recipe.budget, costs[variants[0].label])

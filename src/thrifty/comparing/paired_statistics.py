@@ -2,8 +2,9 @@
 
 Sources   Efron 1987, Better Bootstrap Confidence Intervals (BCa); Hesterberg 2015, What Teachers Should Know About the
           Bootstrap (arXiv 1411.5279): intervals from few values are too narrow unless they are widened.
-Note      a pair is two runs with the same seed, so with the same initialization and data order. n pairs whose
-          differences all have one sign have p = 2 / 2^n, the smallest possible: six pairs can never pass at 3 %.
+Note      A pair is two runs with the same seed, and therefore with the same initialization and data order. If the
+          differences of all n pairs have one sign, p = 2 / 2^n, the smallest possible p. For six pairs p is 3.1 %, so
+          six pairs can never pass a test at 3 %.
 """
 
 import math
@@ -18,47 +19,53 @@ from thrifty.core.errors import UsageError
 
 CONFIDENCE = 0.95
 ALPHA = 0.03
-"""Significance level of the permutation test. An exact test at 5 % reports a difference in more than 5 % of 200
-comparisons of equals in one case out of three; at 3 % hardly ever."""
+"""Significance level of the permutation test. A 5 % level is too high: in one of three series of 200 comparisons of
+equal variants, an exact test reports more than 5 % differences. At 3 % this almost never happens.
+"""
 POWER = 0.8
 """Probability of detection that defines the smallest effect."""
 RESAMPLES = 9999
 ENUMERATED = 10
-"""Largest number of pairs for which the test's power is simulated with all sign changes. For more pairs it is that of
-Student's t, within a percent or two."""
+"""Maximum number of pairs for which the test's power is simulated with all sign changes. For more pairs, the power of
+Student's t-test is used, which differs by one or two percent.
+"""
 SIMULATED = 4000
 MOST_PAIRS = 10_000
 
 
 @dataclass(frozen=True)
 class PairedDifferences:
-    """Statistics of differences of pairs, a variant's value less the baseline's."""
+    """Statistics of paired differences: each variant value minus the baseline value."""
 
     pairs: int
     mean: float
     low: float
-    """Lower end of the mean's interval; NaN for a single pair."""
+    """Lower end of the confidence interval of the mean; NaN for a single pair."""
     high: float
     p: float
     """Two-sided p-value of the permutation test."""
     spread: float
     """Standard deviation of the differences; NaN for a single pair."""
     smallest_effect: float
-    """Smallest true mean that a test of so many pairs with this spread detects in 80 % of cases; infinite for too few
-    pairs."""
+    """Smallest true mean that the test detects in 80 % of cases, at this number of pairs and this spread; infinite for
+    too few pairs.
+    """
     margin: float = 0.0
-    """Largest true mean of equal variants, an error that all pairs share. It is part of the interval, the test and the
-    smallest effect."""
+    """Maximum true mean difference of equal variants, from an error that all pairs share. The interval, the test and
+    the smallest effect include this margin.
+    """
 
 
 def paired(
     differences: Sequence[float], alpha: float = ALPHA, confidence: float = CONFIDENCE, margin: float = 0.0
 ) -> PairedDifferences:
-    """Return the statistics of differences, tested against a mean of at most `margin`. The margin is an error that all
-    pairs share, so that more pairs do not reduce it. Raises UsageError without differences, or if one is not finite."""
+    """Return the statistics of differences, tested against a mean of at most `margin`. All pairs share the error
+    `margin`, so more pairs do not reduce it. Raises UsageError if there are no differences or a difference is not
+    finite.
+    """
     values = np.asarray(differences, dtype=np.float64)
     if not len(values) or not np.isfinite(values).all():
-        raise UsageError(f"{len(values)} differences, not all of them finite", fix="pass pairs that both finished")
+        raise UsageError(f"the {len(values)} differences are not all finite", fix="pass pairs that both finished")
     spread = float(values.std(ddof=1)) if len(values) > 1 else math.nan
     low, high = interval(values, confidence)
     effect = margin + (0.0 if spread == 0 else smallest_effect(len(values), alpha) * spread)
@@ -70,14 +77,14 @@ def paired(
 def interval(differences: Sequence[float] | np.ndarray, confidence: float = CONFIDENCE) -> tuple[float, float]:
     """Return the bootstrap interval of the mean, bias-corrected and accelerated (BCa).
 
-    Its level is widened as Student's t is wider than the normal distribution for few values. Unwidened, a 95 % interval
-    of six pairs covers 87 %; see tests/comparing. For fewer than six values it is their range, which covers too little;
-    for one value it is NaN.
+    The level is widened by the same amount by which Student's t is wider than the normal distribution for few values.
+    Without widening, a 95 % interval of six pairs covers 87 %; see tests/comparing. For fewer than six values, the
+    interval is the range of the values, which covers too little. For one value, it is NaN.
     """
     values = np.asarray(differences, dtype=np.float64)
     if len(values) < 2:
         return math.nan, math.nan
-    if np.ptp(values) <= 1e-12 * np.abs(values).max():  # equal but for rounding
+    if np.ptp(values) <= 1e-12 * np.abs(values).max():  # equal except for rounding
         return float(values.mean()), float(values.mean())
     bounds = stats.bootstrap(
         (values,),
@@ -97,7 +104,7 @@ def widened(confidence: float, values: int) -> float:
 
 
 def p_value(differences: Sequence[float] | np.ndarray) -> float:
-    """Return the fraction of sign changes with a mean at least as far from zero; exact if all can be enumerated."""
+    """Return the fraction of sign changes whose mean is at least as far from zero; exact if all can be enumerated."""
     values = np.asarray(differences, dtype=np.float64)
     if len(values) < 2 or not values.any():
         return 1.0
@@ -119,9 +126,10 @@ def least_pairs(alpha: float = ALPHA) -> int:
 
 @cache
 def smallest_effect(pairs: int, alpha: float = ALPHA, power: float = POWER) -> float:
-    """Return the true mean that the test detects with this power, in standard deviations of the differences. It is
-    infinite below the smallest number of pairs. Verdicts also check the interval, which costs less than a hundredth of
-    the power."""
+    """Return the true mean that the test detects with probability `power`, in standard deviations of the differences.
+    It is infinite below the smallest number of pairs. Verdicts also check the interval, which reduces the power by less
+    than 0.01.
+    """
     if pairs < least_pairs(alpha):
         return math.inf
     low, high = 0.0, 8.0
@@ -145,13 +153,15 @@ def power_of(effect: float, pairs: int, alpha: float = ALPHA) -> float:
 
 @cache
 def _draws(pairs: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return all sign changes, and standard normal differences that are equal for every effect."""
+    """Return all sign changes, and random standard normal differences, which are equal for every effect."""
     signs = 1.0 - 2.0 * ((np.arange(2**pairs)[:, None] >> np.arange(pairs)) & 1)
     return signs, np.random.default_rng(0).standard_normal((SIMULATED, pairs))
 
 
 def pairs_for(effect: float, spread: float, alpha: float = ALPHA, power: float = POWER) -> int:
-    """Return the number of pairs that detect this true mean at this spread of differences, at most `MOST_PAIRS`."""
+    """Return the number of pairs that detects the mean `effect` at this standard deviation `spread`, at most
+    `MOST_PAIRS`.
+    """
     least = least_pairs(alpha)
     if not spread or not math.isfinite(spread):
         return least

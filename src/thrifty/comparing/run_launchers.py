@@ -1,7 +1,7 @@
-"""Launchers for the runs of a comparison: one process per run, or one per rank.
+"""Launchers for the runs of a comparison: one process per run, or one process per rank.
 
-Files next to the run's folder contain the task of a process and its result. The process may therefore run on another
-machine with the same file system.
+A process reads its task from a file next to the run's folder, and writes its result there. The process may therefore
+run on another machine with the same file system.
 """
 
 import json
@@ -29,24 +29,24 @@ from thrifty.training.process_launch import python
 from thrifty.training.sent_objects import write_value
 
 SAVING = 600.0
-"""Seconds for a run whose starter was killed to end its step and save."""
+"""Maximum time in seconds to wait until a run whose parent process was killed ends its step and saves."""
 LOOK = 5.0
-"""Seconds between readings of the energy counters."""
+"""Interval in seconds between readings of the energy counters."""
 SIGNALLED = (130, 143)
 """Exit codes of a run that was stopped by a signal."""
 
 
 @dataclass(frozen=True)
 class RunExit:
-    """Result of a run's process."""
+    """Exit code, error, time and energy of a run's process."""
 
     exit_code: int
     error: str
     """Last line of a failed run's output."""
     elapsed: float
-    """Seconds from its last start to its end, including starting, evaluating and saving."""
+    """Seconds from the last start of the run to its end, including startup, evaluation and saving."""
     joules: float | None
-    """Energy of the machine in that time; None without a counter, or if only part of the run was measured."""
+    """Energy in joules of the machine in that time; None without a counter, or if only part of the run was measured."""
 
     @property
     def status(self) -> str:
@@ -59,27 +59,28 @@ class RunExit:
 
 
 STOPPED = RunExit(143, "", 0.0, None)
-"""Result of a run that was not started because of a stop."""
+"""Result of a run that did not start because the comparison was stopped."""
 
 
 class RunLauncher(Protocol):
-    """Runs one recipe at a time to its end in runs/NAME; an existing part is resumed."""
+    """Runs one recipe at a time to its end in runs/NAME. An interrupted run is resumed."""
 
     def __call__(self, recipe: Recipe, runs: Path, /) -> RunExit: ...
 
     def stop(self) -> None:
-        """Make the running run save and end, and start no further one. May be called from another thread."""
+        """End the current run after it has saved, and start no further run. May be called from another thread."""
 
 
 @dataclass
 class Worker:
-    """Starts each run as a process, so that peak memory and compiled code are not shared. A signal to this process also
-    ends the run, after it has saved."""
+    """Starts each run as a separate process, so that runs do not share peak memory or compiled code. A signal to this
+    process also ends the run, after the run has saved.
+    """
 
     launcher: Sequence[str] = ()
     """Command prefix that starts processes on another machine, such as srun; empty for this machine."""
     threads: int = 0
-    """Threads of each process if parallel runs use the other cores; 0 for all cores."""
+    """Number of threads of each process if parallel runs share the cores; 0 to use all cores."""
 
     def __post_init__(self) -> None:
         self._stopped = Event()
@@ -97,7 +98,7 @@ class Worker:
         task = runs / f"{recipe.name}.task.json"
         content = {"recipe": recipe_to_data(recipe), "runs": str(runs.absolute()), "folder": os.getcwd()}
         runs.mkdir(parents=True, exist_ok=True)
-        task.with_suffix(".end").unlink(missing_ok=True)  # left by a run whose starter was killed
+        task.with_suffix(".end").unlink(missing_ok=True)  # left by a run whose parent process was killed
         task.write_text(json.dumps(content))
         try:
             with tempfile.TemporaryDirectory(prefix="thrifty-run-") as private:
@@ -126,7 +127,7 @@ class Worker:
         """Return the exit code and, for a failed process, the last line of its output."""
         threads = {"OMP_NUM_THREADS": str(self.threads)} if self.threads else {}
         with tempfile.TemporaryFile("w+", errors="replace") as output:
-            # a new session: an interrupt at the terminal reaches this process only, which then ends the run
+            # a new session: an interrupt at the terminal reaches only this parent process, which then ends the run
             process = self._process = subprocess.Popen(
                 command,
                 stdin=subprocess.PIPE,
@@ -136,7 +137,7 @@ class Worker:
                 start_new_session=True,
             )
             try:
-                if self._stopped.is_set():  # since the first check
+                if self._stopped.is_set():  # stopped after the first check
                     _close_stdin(process)
                 code = _wait(process, meter)
             finally:
@@ -148,7 +149,7 @@ class Worker:
 
 
 class SameProcess:
-    """Starts runs in this process, for objects that cannot be sent to another one."""
+    """Starts runs in this process, for objects that cannot be sent to another process."""
 
     def __call__(self, recipe: Recipe, runs: Path, /) -> RunExit:
         began = time.monotonic()
@@ -156,11 +157,11 @@ class SameProcess:
         return RunExit(code, " ".join(redact_command(error.split())), time.monotonic() - began, None)
 
     def stop(self) -> None:
-        """Do nothing, since runs end by themselves in this process."""
+        """Do nothing, because runs in this process end by themselves."""
 
 
 def _sent(recipe: Recipe, folder: Path) -> list[str]:
-    """Write a recipe's objects for the run's process; return the command-line argument with their file."""
+    """Write a recipe's objects for the run's process; return the command-line argument with the path of the file."""
     if not recipe.objects.is_passed:
         return []
     write_value(recipe.objects, folder / "objects")
@@ -168,21 +169,23 @@ def _sent(recipe: Recipe, folder: Path) -> list[str]:
 
 
 def _close_stdin(process: subprocess.Popen[bytes]) -> None:
-    """Close a run's standard input, after which it saves and ends."""
+    """Close the standard input of a run's process. The run then saves and ends."""
     assert process.stdin is not None
     with suppress(BrokenPipeError):
         process.stdin.close()
 
 
 def wait_for_release(lock: Path) -> None:
-    """Wait until a killed comparison's run has saved. A start while it holds the lock would be listed as failed."""
+    """Wait until the run of a killed comparison has saved and released its lock. A start during that time would be
+    listed as failed.
+    """
     end = time.monotonic() + SAVING
     while lock_owner(lock).get("host") == socket.gethostname() and time.monotonic() < end:
         time.sleep(0.1)
 
 
 def _wait(process: subprocess.Popen[bytes], meter: EnergyMeter) -> int:
-    """Return the exit code, with a signal's code even if it came before the run could save."""
+    """Return the exit code. It is the code of a signal even if the signal came before the run could save."""
     while True:
         try:
             code = process.wait(LOOK)

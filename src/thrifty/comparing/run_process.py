@@ -1,7 +1,7 @@
-"""Process of one run of a comparison, until its end or a signal. A file contains its task.
+"""Process that executes one run of a comparison until the run ends or a signal arrives.
 
-When its standard input ends, its starter is gone. It then saves and ends, as after SIGTERM, so that no run continues
-unnoticed.
+A task file, the first argument of the process, describes the run. If standard input closes, the parent process has
+died. The process then saves a checkpoint and exits, as after SIGTERM, so that no run continues unnoticed.
 """
 
 import json
@@ -30,7 +30,7 @@ def summary_of(path: Path) -> dict[str, Any]:
 
 
 def run_to_end(recipe: Recipe, runs: Path) -> dict[str, Any]:
-    """Return the summary of a run after starting or resuming it; a finished run is not run again."""
+    """Start or resume a run and return its summary. A finished run does not run again."""
     path = runs / recipe.name
     summary = summary_of(path)
     if summary.get("status") == "finished":
@@ -41,7 +41,7 @@ def run_to_end(recipe: Recipe, runs: Path) -> dict[str, Any]:
 
 
 def run_outcome(recipe: Recipe, runs: Path) -> tuple[int, str]:
-    """Run to the end; return the exit code, and the error of a failed run."""
+    """Run the recipe to its end; return the exit code, and the error message of a failed run."""
     try:
         return run_to_end(recipe, runs)["exit_code"], ""
     except ThriftyError as failed:
@@ -52,14 +52,16 @@ def run_outcome(recipe: Recipe, runs: Path) -> tuple[int, str]:
 
 
 def read_exit(task: Path) -> dict[str, Any]:
-    """Return "exit_code" and "error" of the process with this task file; {} if it wrote none."""
+    """Return "exit_code" and "error" that the process of a task file wrote; {} if it wrote nothing."""
     with suppress(OSError, ValueError):
         return json.loads(task.with_suffix(".end").read_text())
     return {}
 
 
 def _serve(task: Path, objects: Path | None) -> int:
-    """Run a task; return its exit code, and write it next to `task`, because a launcher may have its own codes."""
+    """Run a task and return its exit code. The code is also written to a file next to `task`, because a launcher such
+    as srun may return a different code.
+    """
     content = json.loads(task.read_text())
     os.chdir(content["folder"])
     end_with_starter()
@@ -74,4 +76,4 @@ def _serve(task: Path, objects: Path | None) -> int:
 if __name__ == "__main__":
     code = _serve(Path(sys.argv[1]), Path(sys.argv[2]) if sys.argv[2:] else None)
     sys.stderr.flush()
-    os._exit(code)  # a normal exit would wait for the thread that watches the starter
+    os._exit(code)  # a normal exit would wait for the thread that watches standard input

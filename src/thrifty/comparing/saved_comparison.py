@@ -10,12 +10,12 @@ from thrifty.training.run_folder import RunFolder
 
 
 def refuse_existing_comparison(file: Path) -> None:
-    """Raise UsageError if a saved result would be overwritten."""
+    """Raise UsageError if the file of a saved result exists."""
     refuse_overwriting("results/comparisons/NAME/DEVICE.json", file)
 
 
 def save_comparison(result: Mapping[str, Any], file: Path) -> None:
-    """Write a finished comparison without the entries that refer to its folder."""
+    """Write a finished comparison, without the keys "folder" and "exit_code"."""
     refuse_existing_comparison(file)
     AtomicFiles().make_folders(file.parent)
     saved = {name: value for name, value in result.items() if name not in ("folder", "exit_code")}

@@ -23,26 +23,26 @@ Word = Literal["better", "worse", "no difference", "undecided"]
 
 @dataclass(frozen=True)
 class VariantVerdict:
-    """Verdict on one variant against the baseline, by final held-out losses, or a metric, of paired runs."""
+    """Verdict on one variant relative to the baseline, from final held-out losses or another metric of paired runs."""
 
     verdict: Word
     sentence: str
     planned: int
     """Planned number of pairs."""
     failed: int
-    """Pairs with one failed run or two."""
+    """Number of pairs in which at least one run failed."""
     alpha: float
-    """Significance level of the test: 3 % divided among all variants of the comparison."""
+    """Significance level of the test: 3 % divided by the number of variants of the comparison."""
     confidence: float
-    """Confidence of the interval; its complement is 5 % divided among all variants."""
+    """Confidence of the interval: 1 minus 5 % divided by the number of variants of the comparison."""
     found: PairedDifferences | None
     """Statistics of the pairs; None if there is no pair."""
     relative: float | None
     """Mean difference relative to the baseline's mean."""
     least_pairs: int
-    """Smallest number of pairs that could have a verdict."""
+    """Minimum number of pairs for a verdict."""
     pairs_needed: int
-    """Pairs that would detect the requested effect at the measured spread."""
+    """Number of pairs that would detect the requested effect at the measured spread."""
 
     def as_data(self) -> dict[str, Any]:
         return asdict(self)
@@ -59,18 +59,21 @@ def judge(
     judged: str = "loss",
     is_lower_better: bool = True,
 ) -> VariantVerdict:
-    """Return the verdict on held-out losses, or values of a metric `judged`, by seed; None for a failed run.
+    """Return the verdict from held-out losses, or from values of a metric `judged`, one for each seed; None for a
+    failed run.
 
     `variants` is the number of variants of the comparison. `effect` is the smallest relevant difference, relative to
-    the baseline's loss. `used` is the variant's spent budget relative to the baseline's. `slope` is the fall of the
+    the baseline's loss. `used` is the variant's spent budget relative to the baseline's. `slope` is the decrease of the
     variant's loss when its budget grows by a factor of e.
 
-    A verdict requires all planned pairs, and enough of them. Better or worse requires that the permutation test passes
-    and the interval excludes zero: for equals, this happens in less than 3 % of comparisons for any number of variants.
+    A verdict requires that all planned pairs finished, and that there are enough pairs. "better" or "worse" requires
+    that the permutation test passes and the interval excludes zero. For equal variants, this happens in less than 3 %
+    of comparisons, for any number of variants.
 
-    All pairs share the budgets that pilots set, so more pairs do not reduce that error. |used − 1| times the slope
-    widens the interval and is the null hypothesis of the test. A variant that spent more and is better, or less and is
-    worse, is undecided: wrong step times of a busy machine could explain it.
+    Pilots set the budgets of all pairs, so more pairs do not reduce an error of the budgets. The interval is widened by
+    |used − 1| times the slope, which is also the null hypothesis of the test. The verdict is "undecided" if a variant
+    spent more and is better, or spent less and is worse. Wrong step times of a busy machine could explain such a
+    difference.
     """
     alpha, confidence = ALPHA / variants, 1 - (1 - CONFIDENCE) / variants
     least = least_pairs(alpha)
@@ -93,7 +96,7 @@ def judge(
         more = for_reader(f"--seeds {least} --name NAME")
         word, text = (
             "undecided",
-            f"{pairs_are} cannot pass a test at {percent(alpha)}, it takes {least}: compare again with {more}",
+            f"{pairs_are} cannot pass a test at {percent(alpha)}; it requires {least} pairs: compare again with {more}",
         )
     elif test.p <= alpha and test.low > 0:
         word, text = "worse", _finding(test, relative, judged, "higher" if is_lower_better else "lower")
@@ -103,17 +106,17 @@ def judge(
         word, text = "no difference", _no_finding(test, mean, effect, needed)
     if word in ("better", "worse") and abs(test.mean) < effect * mean:
         option = spelled("--min-effect", "min_effect")
-        text += f"; smaller than the {100 * effect:.3g} % of {option}, the smallest relevant effect"
+        text += f"; smaller than {100 * effect:.3g} % ({option}), the smallest relevant effect"
     if test.margin and not failed:
         text += f"; the interval includes ± {significant(test.margin)} because budgets differed"
     direction = "worse" if test.mean > 0 else "better"
     if used is not None and word != "undecided" and direction == _explained_by(used):
-        word, text = "undecided", f"{text}, but it used {significant(used)} times as much of the equal budget"
+        word, text = "undecided", f"{text}, but the variant used {significant(used)} times as much of the equal budget"
     return VariantVerdict(word, f"{word}: {text}", planned, failed, alpha, confidence, test, relative, least, needed)
 
 
 def _explained_by(used: float) -> Word | None:
-    """Return the verdict that an unequal budget alone would cause; None if it is equal enough."""
+    """Return the verdict that an unequal budget alone would cause; None if budgets are nearly equal."""
     return "better" if used > 1 + UNEQUAL else "worse" if used < 1 - UNEQUAL else None
 
 
@@ -138,5 +141,5 @@ def _no_finding(test: PairedDifferences, mean: float, effect: float, needed: int
     )
     if test.smallest_effect > effect * mean:
         seeds = f"{needed}" if needed < MOST_PAIRS else f"{MOST_PAIRS} or more"
-        text += f", one of {100 * effect:.3g} % with {seeds} pairs"
+        text += f", an effect of {100 * effect:.3g} % with {seeds} pairs"
     return text

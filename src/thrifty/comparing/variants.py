@@ -1,4 +1,4 @@
-"""Variants of a comparison: recipes, or changes of the baseline in the form of `thrifty train` options."""
+"""Variants of a comparison: recipes, or changes of the baseline, written like `thrifty train` options."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,20 +14,21 @@ from thrifty.recipes.recipe_toml import recipe_to_data
 
 BASELINE = "baseline"
 OF_THE_RACE = ("budget", "evaluation")
-"""Tables of a recipe that are equal for all variants."""
+"""Recipe tables that are equal for all variants."""
 OF_TRAINING = ("batch", "augment")
-"""Settings of a recipe's data that may differ between variants, because held-out losses do not depend on them."""
+"""Data settings that may differ between variants, because held-out losses do not depend on them."""
 Change = str | Technique | type[Technique]
-"""A technique to add, as an object, a class or by name ("lion:lr=2e-4"), a technique to remove ("-adamw"), or a setting
-("data.batch=16")."""
+"""Change of the baseline: a technique to add, as an object, a class or by name ("lion:lr=2e-4"); a technique to remove
+("-adamw"); or a setting ("data.batch=16").
+"""
 
 
 @dataclass(frozen=True)
 class Variant:
     label: str
-    """Name or text of the variant, such as "--with growth.stacking"; "baseline" for the first."""
+    """Name or command-line text of the variant, such as "--with growth.stacking"; "baseline" for the baseline."""
     folder: str
-    """Prefix of its run names."""
+    """Prefix of the names of the variant's runs."""
     recipe: Recipe
 
     @property
@@ -38,7 +39,7 @@ class Variant:
 
     @property
     def rate(self) -> float | None:
-        """Learning rate of its recipe."""
+        """Learning rate of the variant's recipe; None without a tuned optimizer."""
         return None if self.optimizer is None else float(self.optimizer.lr)  # type: ignore[attr-defined]
 
     def at_rate(self, factor: float) -> "Variant":
@@ -59,9 +60,10 @@ class Variant:
 
 
 def variants_of(baseline: Recipe, changes: Mapping[str, Recipe | Change | Sequence[Change]]) -> tuple[Variant, ...]:
-    """Return the baseline, and a variant for each name: a recipe, or changes of the baseline. A recipe may come first
-    among the changes and replace the baseline. Raises UsageError if two variants are the same run, or if their held-out
-    losses are not comparable."""
+    """Return the baseline, and a variant for each name. A variant is a recipe, or changes of the baseline. If a recipe
+    is the first of the changes, it replaces the baseline. Raises UsageError if two variants are the same run, or if
+    their held-out losses are not comparable.
+    """
     if not changes:
         raise UsageError(
             "there is nothing to compare with",
@@ -77,7 +79,7 @@ def variants_of(baseline: Recipe, changes: Mapping[str, Recipe | Change | Sequen
         if same:
             raise UsageError(
                 f"variant {variant.label!r} is the same run as {same[0]!r}",
-                fix="change one of its settings; to compare equal variants, change the seed: "
+                fix="change a setting of the variant; or, to compare equal variants, change the seed: "
                 + spelled("--set seed=1000", '"seed=1000"'),
             )
         variants.append(variant)
@@ -86,7 +88,7 @@ def variants_of(baseline: Recipe, changes: Mapping[str, Recipe | Change | Sequen
 
 
 def _changed(recipe: Recipe, changes: Sequence[Recipe | Change], label: str) -> Recipe:
-    """Return a recipe after changes, in order."""
+    """Return the recipe after all changes, applied in order."""
     for change in changes:
         if isinstance(change, Recipe):
             recipe = change
@@ -108,7 +110,7 @@ def _changed_by_text(recipe: Recipe, change: str, label: str) -> Recipe:
         return layers.add_technique(change).recipe()
     if name.partition(".")[0] in OF_THE_RACE:
         raise UsageError(
-            f"variant {label!r}: {change} cannot differ between variants",
+            f"variant {label!r}: {change!r} cannot differ between variants",
             fix=spelled(
                 f"put --set {change} outside the quotes, for all variants", "change the baseline, for all variants"
             ),
@@ -117,8 +119,9 @@ def _changed_by_text(recipe: Recipe, change: str, label: str) -> Recipe:
 
 
 def check_alike(variants: Iterable[Variant]) -> None:
-    """Raise UsageError if a variant's held-out loss is not comparable with the baseline's, or if it needs several
-    ranks."""
+    """Raise UsageError if a variant's held-out loss is not comparable with the baseline's, or if a variant requires
+    several ranks.
+    """
     baseline, *others = variants
     judged_on = _judged_on(baseline.recipe)
     for variant in others:
