@@ -11,10 +11,10 @@ from command_line import CommandLine
 
 CONTRACT = Path(__file__).parents[1] / "contract" / "test_every_technique.py"
 FILE = '''
-    """Shrunk gradients: {title}.
+    """Shrunk gradients (example): {title}.
 
-    Paper     none; an example of a technique somebody else keeps.
-    Promise   nothing.
+    Paper       None; an example of a third-party technique.
+    Promise     None.
     """
 
     from dataclasses import dataclass
@@ -99,7 +99,7 @@ def test_listing_runs_no_file_and_names_broken_ones(thrifty: CommandLine) -> Non
     home.mkdir(parents=True)
     run = f"open({str(thrifty.folder / 'ran')!r}, 'w').close()\n"
     files = {
-        "shrunk": f'"""Shrunk: one that would leave a mark."""\n{run}',
+        "shrunk": f'"""Shrunk (example): one that would leave a mark."""\n{run}',
         "cut_off": f"{run}def update(",
         "empty": "",
         "failing": f"raise ValueError('of its own')\n{run}",
