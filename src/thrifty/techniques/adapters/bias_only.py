@@ -1,17 +1,18 @@
 """BitFit (Ben Zaken et al. 2022): train only the bias vectors of a frozen model.
 
-Paper       Ben Zaken, Goldberg and Ravfogel 2022, BitFit (arXiv 2106.10199), section 3. Adding biases to a model
-            without any follows Gao et al. 2023, LLaMA-Adapter V2 (arXiv 2304.15010), section 3.1.
-Promise     Gradients and optimizer state exist only for the biases. The trained model keeps the plain architecture and
-            its inference cost.
+Paper       Ben Zaken, Goldberg and Ravfogel 2022, BitFit (arXiv 2106.10199), section 3. `add=true` adds biases to a
+            model that has none, as in Gao et al. 2023, LLaMA-Adapter V2 (arXiv 2304.15010), section 3.1.
+Promise     Gradients and optimizer state exist only for the biases. The trained model has the same architecture and
+            inference cost as before.
 Use         encoder = thrifty.apply(encoder, "bias_only")
             optimizer = thrifty.optim.AdamW(encoder, lr=1e-2)
 Start with  `bias_only` and a larger learning rate than for full fine-tuning. For models without biases, such as Llama,
             set `add=true`.
-Cost        The backward pass still runs through every block.
-Avoid       Tasks that require more than a shift of features. The paper reports parity with full fine-tuning on small
-            and medium data.
-Does not    Train any matrix. Biases added by `add=true` cannot be exported as the plain architecture.
+Cost        The backward pass still runs through every block, because biases of all blocks are trained.
+Avoid       Tasks for which shifting features is not enough. The paper reports parity with full fine-tuning only on
+            small and medium data.
+Does not    Train any matrix. With `add=true` the model cannot be exported as the plain architecture, which has no place
+            for the biases.
 """
 
 from typing import Any
@@ -49,8 +50,8 @@ def _plus_bias(layer: nn.Module, args: Any, output: Tensor) -> Tensor:
 
 
 class BiasOnly(AdapterTechnique):
-    """The paper reports that biases are 0.08 % of BERT's parameters (unverified). It also trains a new classifier head,
-    which `head` enables here. Added biases start at zero.
+    """The paper reports that biases are 0.08 % of BERT's parameters (unverified). The paper also trains a new
+    classifier head; here `head=true` trains the existing head. Added biases start at zero.
     """
 
     claims = AdapterTechnique.claims | {Claim.TRAINED_VECTORS}

@@ -1,17 +1,17 @@
 """Bottleneck adapters (Houlsby et al. 2019): add small trained networks to every frozen block.
 
 Paper       Houlsby et al. 2019, Parameter-Efficient Transfer Learning for NLP (arXiv 1902.00751), section 2. One
-            adapter per block, after the feed-forward network, is Pfeiffer et al. 2021 (arXiv 2005.00247).
-Promise     The output x of a branch becomes x + W2 gelu(W1 x + b1) + b2 before the residual addition. The function is
-            nearly unchanged at step 0.
+            adapter per block, after the feed-forward network, follows Pfeiffer et al. 2021 (arXiv 2005.00247).
+Promise     The output x of a residual branch becomes x + W2 gelu(W1 x + b1) + b2. The model's function is nearly
+            unchanged at step 0.
 Use         model = thrifty.apply(model, "bottleneck", width=64)
             optimizer = thrifty.optim.AdamW(model, lr=3e-4)
 Start with  `bottleneck:width=64` and the paper's learning rate of 3e-4. Set `placement=feed_forward` for one adapter
             per block.
-Cost        2 · width · d + width + d parameters per adapter, and their computation, also at inference. Adapters cannot
-            be merged into the weights.
-Avoid       Deployments where the adapter must disappear into the weights. LoRA does that.
-Does not    Rename parameters, in models of this package or of transformers. It finds the branches by structure.
+Cost        Each adapter has 2 · width · d + width + d parameters. Its computation remains at inference.
+Avoid       Deployments that require a model without adapters, because they cannot be merged into the weights. LoRA can.
+Does not    Rename parameters. Residual branches are detected by structure, in models of this package and of
+            transformers.
 """
 
 import math
@@ -60,9 +60,11 @@ def _pass_bottleneck(writer: nn.Module, args: Any, output: Any) -> Any:
 
 
 class BottleneckAdapter(AdapterTechnique):
-    """Differs from the paper: the norms are trained by default, but the head only with `head`, because the head of a
-    language model is large; the paper trains both. Dropout inside a branch follows the adapter; in the published
-    code it precedes the adapter.
+    """Norms are trained by default, as in the paper.
+
+    Differs from the paper: the head is trained only with `head=true`, because the head of a language model is large;
+    the paper trains the head. If a residual branch contains dropout, dropout runs after the adapter; in the published
+    code dropout runs before the adapter.
     """
 
     width: Positive = 64

@@ -1,17 +1,18 @@
 """Linear probing (Alain and Bengio 2016): train only the output head of a frozen model.
 
 Paper       Alain and Bengio 2016, Understanding intermediate layers using linear classifier probes (arXiv 1610.01644).
-            As a measure of pretrained features: He et al. 2021, MAE (arXiv 2111.06377), appendix A.1.
-Promise     Gradients and optimizer state exist only for the head, and the blocks save no activations for a backward
-            pass. The trained model keeps the plain architecture.
+            He et al. 2021, MAE (arXiv 2111.06377), appendix A.1, measures pretrained features this way.
+Promise     Gradients and optimizer state exist only for the head, and the blocks save no activations. The trained model
+            has the same architecture as before.
 Use         vit = thrifty.apply(vit, "head_only")
             optimizer = thrifty.optim.AdamW(vit, lr=1e-2)
-Start with  `head_only` and a larger learning rate than for the whole model. Choose the input of the head with
-            `model.pool`.
-Cost        The forward pass of the whole frozen model in every step.
-Avoid       Heads whose weight is also the embedding; they are refused.
-Does not    Reach full fine-tuning where features must change. In the MAE paper, linear-probe accuracy predicts little
-            about the fine-tuned model.
+Start with  `head_only` and a larger learning rate than for full fine-tuning. Choose the features that the head reads
+            with `model.pool`.
+Cost        Every step runs the forward pass of the whole frozen model.
+Avoid       Models whose head shares its weight with the embedding, because training would change both. They are
+            refused.
+Does not    Match full fine-tuning if features must change. In the MAE paper, linear-probe accuracy predicts little
+            about fine-tuned accuracy.
 """
 
 from collections.abc import Mapping
@@ -25,8 +26,8 @@ from thrifty.modeling.adapter_base import AdapterTechnique, head_names, train_on
 
 
 class HeadOnly(AdapterTechnique):
-    """Differs from the paper: the probe of MAE standardizes the features over the batch before the head, and trains
-    with LARS without weight decay (unverified). Here the last norm of the model precedes the head.
+    """Differs from the MAE paper: its probe standardizes the features over the batch before the head, and trains with
+    LARS without weight decay (unverified). Here the last norm of the model runs before the head.
     """
 
     clashes: ClassVar[Mapping[Claim, str]] = {

@@ -1,15 +1,17 @@
 """Intrinsic dimension (Li et al. 2018): train d coordinates in a random subspace of all weights.
 
-Paper       Li et al. 2018, Measuring the Intrinsic Dimension of Objective Landscapes (arXiv 1804.08838), section 2. For
-            fine-tuning: Aghajanyan et al. 2021 (arXiv 2012.13255), section 3, with Fastfood as the projection.
-Promise     The weights are θ₀ + P z for a fixed random P, and optimizer state exists only for the d values of z. The
-            smallest d with 90 % of full quality (d90) measures task difficulty.
+Paper       Li et al. 2018, Measuring the Intrinsic Dimension of Objective Landscapes (arXiv 1804.08838), section 2.
+            Aghajanyan et al. 2021 (arXiv 2012.13255), section 3, fine-tunes with the Fastfood projection, as here.
+Promise     The weights are θ₀ + P z for a fixed random P, and only z has optimizer state. The smallest d with 90 % of
+            full quality (d90) measures task difficulty.
 Use         optimizer = thrifty.optim.AdamW(network, lr=1e-2)
             thrifty.apply((network, optimizer), "intrinsic_dimension", dimension=1000)
-Start with  `intrinsic_dimension:dimension=1000` and a usual learning rate. Double d until quality stops rising.
-Cost        Memory grows: θ₀ is a second copy of the weights, P adds 5 bytes per weight, and all weight gradients exist
-            briefly. Each step applies P and its transpose once.
-Avoid       Saving memory; this is a measuring instrument. LoRA learns more with the same number of parameters.
+Start with  `intrinsic_dimension:dimension=1000` and a usual learning rate. Double `dimension` (d) until quality stops
+            rising.
+Cost        Memory grows by a second copy of the weights (θ₀), 5 bytes per weight for P, and short-lived gradients of
+            all weights. Each step multiplies by P and by its transpose once.
+Avoid       Fine-tuning to save memory, because this method uses more. It measures; LoRA learns more with the same
+            number of parameters.
 Does not    Store P as a matrix. The exported model has the plain architecture, with P z added to the weights.
 """
 
@@ -119,9 +121,11 @@ def subspace_backward(backward: Backward) -> Backward:
 
 
 class IntrinsicDimension(AdapterTechnique):
-    """Differs from the papers: P is scaled so that the mean square of P z equals that of z, which allows usual learning
-    rates; the papers use columns of length 1. The per-layer factors of Aghajanyan et al. are not implemented. Weight
-    decay pulls z to zero, and so the weights to θ₀. P is applied once per step, for any number of micro-batches.
+    """Differs from the papers: P is scaled so that P z and z have the same mean square, which allows usual learning
+    rates; the papers use columns of length 1. The per-layer factors of Aghajanyan et al. are not implemented.
+
+    Weight decay pulls z to zero, and therefore the weights to θ₀. P is applied once per step, for any number of
+    micro-batches.
     """
 
     claims = AdapterTechnique.claims | {Claim.TRAINED_VECTORS}

@@ -1,18 +1,20 @@
 """LoRA (Hu et al. 2022): train a low-rank addition to each frozen weight matrix.
 
-Paper       Hu et al. 2022, LoRA (arXiv 2106.09685), section 4.1. The rank-stabilized scale is Kalajdzievski 2023 (arXiv
-            2312.03732).
-Promise     Gradients and optimizer state exist only for the two factors A and B of each layer. The function is
+Paper       Hu et al. 2022, LoRA (arXiv 2106.09685), section 4.1. The rank-stabilized scale is from Kalajdzievski 2023
+            (arXiv 2312.03732).
+Promise     Gradients and optimizer state exist only for the two factors A and B of each layer. The model's function is
             unchanged at step 0.
 Use         model = thrifty.apply(model, "lora", rank=8, alpha=16)
             optimizer = thrifty.optim.AdamW(model, lr=1e-3)
             weights = thrifty.merge(model).state_dict()  # after training
 Start with  `lora:rank=8,alpha=16` and ten times the learning rate of full fine-tuning. Set `rank_stabilized=true`
-            before changing the rank, because otherwise the effective rate changes.
-Cost        Two thin matrix products per layer. `torch.nn.MultiheadAttention` instead forms its adapted weights at each
-            call, without dropout before A.
-Avoid       Training from scratch. Merging into 16-bit weights loses part of small additions.
-Does not    Touch the frozen weights. Weights that two layers share are not adapted, because merging would change both.
+            before changing the rank, because otherwise the effective learning rate changes.
+Cost        Two thin matrix products per layer. `torch.nn.MultiheadAttention` computes W + scale · B A at each call;
+            with `dropout` it is not adapted.
+Avoid       Training from scratch, because updates have low rank. Merging into 16-bit weights rounds small additions
+            partly away.
+Does not    Change the frozen weights. A weight that two layers share is not adapted, because merging would change both
+            layers.
 """
 
 import re
@@ -38,12 +40,13 @@ _USED_BY_ATTENTION = (nn.MultiheadAttention, NonDynamicallyQuantizableLinear)
 
 
 class Lora(AdapterTechnique):
-    """Adapts linear layers, `Conv1D`, embeddings and torch's `MultiheadAttention` of any model; each slice of a fused
-    layer has its own factors. Merging, for export, adds the products in float32 and rounds once.
-    `modeling/lora_model.py` merges, restores the original bits, and holds several adapters on one base model.
+    """Adapts linear layers, `Conv1D`, embeddings and torch's `MultiheadAttention` of any model. Each slice of a fused
+    layer has its own factors. Merging for export adds B A to the weight in float32 and rounds once.
+    `modeling/lora_model.py` merges, restores the original bits, and stores several adapters for one base model.
 
-    Differs from the paper: A is Kaiming-uniform and B zero, as in reference implementations; the paper has a Gaussian
-    A. In an embedding A is zero and B normal. The paper adapts only queries and values, which is `slices=qv`.
+    Differs from the paper: A is Kaiming-uniform and B is zero, as in reference implementations; the paper has a
+    Gaussian A. In an embedding A is zero and B is normal. The paper adapts only queries and values; `slices=qv` does so
+    here.
     """
 
     rank: Positive = 8

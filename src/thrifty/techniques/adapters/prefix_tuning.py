@@ -1,14 +1,16 @@
 """Prefix tuning (Li and Liang 2021): prepend trained keys and values to every attention.
 
 Paper       Li and Liang 2021, Prefix-Tuning (arXiv 2101.00190), sections 4.2 and 4.3.
-Promise     A frozen model learns p · 2 · d values per block, for p virtual tokens and width d.
+Promise     A frozen model learns 2 · p · d values per block, for p virtual tokens and width d.
 Use         model = thrifty.apply(model, "prefix_tuning", tokens=5)
             optimizer = thrifty.optim.AdamW(model, lr=1e-3)
-Start with  `prefix_tuning:tokens=5` and a learning rate of 1e-3. With `hidden=0`, use a rate a hundred times larger.
-Cost        Every attention has p more keys. Training also computes the network of section 4.3, unless `hidden=0`; it is
+Start with  `prefix_tuning:tokens=5` and a learning rate of 1e-3. With `hidden=0`, use a learning rate a hundred times
+            larger.
+Cost        Every attention has p more keys. Unless `hidden=0`, training also runs the network of section 4.3, which is
             dropped afterwards.
-Avoid       Deployments where the adapter must disappear into the weights. LoRA does that; a prefix cannot.
-Does not    Change the plain weights or the length of the output.
+Avoid       Deployments that require the plain architecture, because a prefix cannot be merged into the weights. LoRA
+            can.
+Does not    Change the frozen weights or the length of the output.
 """
 
 from collections.abc import Callable, Mapping
@@ -231,17 +233,17 @@ def _with_prefix_cache(
 
 
 class PrefixTuning(AdapterTechnique):
-    """The network maps one table to the keys and values of every block: E (p, d) -> Linear(hidden) -> tanh -> Linear(2
-    d). For 12 blocks of width 768 it has 9.9M parameters, which produce 0.1M values. `collapse` drops it after
-    training. The paper's learning rate with the network is 5e-5. The published code has 5 tokens; for summaries it
-    has 200, with hidden 800. As there, real tokens take the positions after the prefix.
+    """The network maps one table E (p, d) to the keys and values of every block: Linear(hidden), tanh, Linear(2 d). For
+    12 blocks of width 768 the network has 9.9M parameters, which produce 0.1M values. `collapse` drops the network
+    after training. The paper trains the network with learning rate 5e-5. The published code uses 5 tokens, and for
+    summaries 200 tokens with hidden 800. Real tokens take the positions after the prefix, as in the published code.
 
-    Models of transformers receive the prefix through their cache of keys and values, which is read and never written,
-    so recompute works. ViT and DistilBERT take no cache and are refused; peft fails on them too. Encoder-decoders of
-    transformers get prefixes in the self-attention of the decoder, models of this package in every attention.
+    Models of transformers receive the prefix through a read-only cache of keys and values, so recomputation works. ViT
+    and DistilBERT accept no cache and are refused; peft fails on both too. Encoder-decoders of transformers receive
+    prefixes in decoder self-attention only. Models of this package receive prefixes in every attention.
 
-    Differs from peft 0.21 for encoder-decoders: here every block has its own prefix. peft gives block i of L the prefix
-    2 i mod L; for even L, half of the prefixes are used twice and the others never.
+    Differs from peft 0.21 for encoder-decoders: here every block has its own prefix. In peft, block i of L uses prefix
+    2 i mod L. For even L, half of the prefixes are used twice and the other half never.
     """
 
     tokens: Positive = 5

@@ -7,9 +7,8 @@ Use         model = thrifty.apply(model, "prompt_tuning", tokens=20)
             optimizer = thrifty.optim.Adafactor(model, lr=0.3)
 Start with  `prompt_tuning:tokens=20` and a large constant learning rate; the paper uses 0.3 with Adafactor.
 Cost        Every sequence is k tokens longer inside the model. The backward pass runs through all frozen blocks.
-Avoid       Small models. In the paper the gap to full fine-tuning closes only at billions of parameters.
-Does not    Change the length of the output. Hidden states of virtual tokens are cut off, so losses and heads see the
-            real tokens only.
+Avoid       Small models. In the paper, quality reaches full fine-tuning only at billions of parameters.
+Does not    Change the length of the output. Hidden states of virtual tokens are removed before the head and the loss.
 """
 
 from typing import Any, Literal
@@ -120,9 +119,9 @@ def _cut(output: Any, count: int) -> Any:
 
 
 class PromptTuning(AdapterTechnique):
-    """Virtual tokens take the first k positions and real tokens the following ones, so k and the text must fit the
-    context length together. Each sequence has one prompt, which packed documents share; rows with segment ids are
-    refused. In an encoder-decoder the encoder gets the prompt.
+    """Virtual tokens take the first k positions and real tokens the following positions. So k plus the text length must
+    fit the context length. Each row has one prompt; rows with several texts are refused if the batch has segment ids.
+    In an encoder-decoder the encoder receives the prompt.
     """
 
     tokens: Positive = 20

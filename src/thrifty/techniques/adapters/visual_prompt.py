@@ -1,15 +1,15 @@
 """Visual prompt tuning (Jia et al. 2022): insert trained prompt tokens into a frozen ViT.
 
 Paper       Jia et al. 2022, Visual Prompt Tuning (arXiv 2203.12119), section 3.2.
-Promise     A frozen model learns k · d values: k prompts after the class token of the first block (shallow) or of every
-            block (deep).
+Promise     A frozen model learns k prompts of width d, inserted after the class token. They enter before the first
+            block (shallow) or before every block (deep).
 Use         vit = thrifty.apply(vit, "visual_prompt", tokens=10)
             optimizer = thrifty.optim.AdamW(vit, lr=1e-2)
-Start with  `visual_prompt:tokens=10,deep=true`, the paper's better variant. Set `after=2` for a distilled model, which
-            has two class tokens.
-Cost        Every block has k more tokens. The backward pass runs through all frozen blocks.
-Avoid       Text models. adapters.prompt_tuning also shifts positions and masks.
-Does not    Change the length of the output; prompts are cut out after the last block.
+Start with  `visual_prompt:tokens=10,deep=true`, the paper's better variant. Set `after=2` for a distilled ViT, which
+            has a class and a distillation token.
+Cost        Every block processes k more tokens. The backward pass runs through all frozen blocks.
+Avoid       Text models, because their positions and masks would not fit. Use adapters.prompt_tuning for text.
+Does not    Change the length of the output, because the prompts are removed after the last block.
 """
 
 import math
@@ -95,12 +95,12 @@ def patch_size(model: nn.Module) -> int:
 
 
 class VisualPrompt(AdapterTechnique):
-    """Works on any single stack of blocks that maps (b, t, d) to (b, t, d), including a ViT of transformers. Initial
-    values are uniform in ±sqrt(6 / (3 · p · p + d)) for patches of p × p pixels. In the deep variant the prompts of
-    a block replace the prompt outputs of the block before.
+    """Works on any model with one stack of blocks that map (b, t, d) to (b, t, d), including a ViT of transformers.
+    Initial values are uniform in ±sqrt(6 / (3 · p · p + d)) for patches of p × p pixels and width d. In the deep
+    variant, each block replaces the prompt outputs of the previous block by its own prompts. The head is trained, as in
+    the paper.
 
-    Differs from the paper: dropout stays active as in the model; the paper keeps the backbone in evaluation mode. The
-    head is trained in both.
+    Differs from the paper: dropout stays active as in the model; the paper keeps the backbone in evaluation mode.
     """
 
     tokens: Positive = 10

@@ -1,17 +1,16 @@
-"""A3 (Ham et al. 2020): keep the keys that a greedy search finds as candidates, drop the rest.
+"""A3 (Ham et al. 2020): attend only to candidate keys that a greedy search selects.
 
 Paper       Ham et al. 2020, A3: Accelerating Attention Mechanisms in Neural Networks with Approximation (HPCA).
-Promise     `rounds` · n search rounds over the n keys of a query yield candidates. Those with at least `percent` of the
-            largest weight are kept.
+Promise     For each query with n keys, a greedy search of `rounds` · n rounds selects candidate keys. Candidates with
+            at least `percent` of the largest attention weight are kept.
 Use         optimizer = thrifty.optim.AdamW(model, lr=1e-3)
             thrifty.apply((model, optimizer), "a3", total_steps=1000)
 Start with  `a3:rounds=0.5,percent=5`, the paper's conservative setting. Its aggressive setting is
             `rounds=0.125,percent=10`.
-Cost        Slower in software: all products of single elements are sorted, tokens² · width per head. The paper reports
-            that one unit of its hardware is slower than a GPU on BERT.
-Avoid       Everything but studies of the filter on short texts or small images.
-Does not    Save time without the hardware. The model cannot be exported with plain attention unless `export_plain` is
-            set.
+Cost        Software is slower, because it sorts tokens² · width products per head. The paper reports that one unit of
+            its hardware is slower than a GPU on BERT.
+Avoid       Training for speed. Use it to study the filter on short texts or small images.
+Does not    Save time without the accelerator. Export with plain attention requires `export_plain=true`.
 """
 
 from collections.abc import Mapping
@@ -44,10 +43,12 @@ def _candidates(q: Tensor, k: Tensor, visible: Tensor, rounds: float, percent: f
 
 
 class A3(ReplacedAttention):
-    """Differs from the paper: it sorts each column of keys and pops from heaps; here all products are sorted at once,
-    which yields the same set. The model trains with the filter; the paper uses it for inference only. A query
-    without a candidate keeps its best key, and n is the number of keys that a query sees (both ours). The paper
-    quantizes to 9 bits; here values are not quantized. In the paper six or seven units are faster than a GPU.
+    """A query without a candidate keeps its best key (ours). n is the number of keys that a query sees (ours). In the
+    paper six or seven hardware units together are faster than a GPU.
+
+    Differs from the paper: all products are sorted at once, which selects the same set; the paper sorts each column of
+    keys and pops from heaps. The model trains with the filter; the paper uses the filter for inference only. Values are
+    not quantized; the paper quantizes to 9 bits.
     """
 
     rounds: Fraction = 0.5

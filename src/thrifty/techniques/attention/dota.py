@@ -1,16 +1,16 @@
-"""DOTA (Qu et al. 2022): keep equally many keys per query, chosen by a small trained detector.
+"""DOTA (Qu et al. 2022): keep the same number of keys per query, chosen by a trained detector.
 
-Paper       Qu et al. 2022, DOTA: Detect and Omit Weak Attentions for Scalable Transformer Acceleration (ASPLOS). Its
-            body was not read: the projection and the balanced rows are from memory (unverified). Precursor: Liu et al.
-            2021 (arXiv 2110.11299).
-Promise     Every query keeps a share `density` of the keys. A detector estimates scores from a random projection of the
-            block input, trained with λ times the mean squared error.
+Paper       Qu et al. 2022, DOTA: Detect and Omit Weak Attentions for Scalable Transformer Acceleration (ASPLOS). Only
+            the abstract was read; projection and equal key counts are recalled, not checked against the paper
+            (unverified). Precursor: Liu et al. 2021 (arXiv 2110.11299).
+Promise     Every query keeps a fraction `density` of the keys. A detector estimates scores from a random projection of
+            the block input, and trains with λ times their mean squared error.
 Use         run = thrifty.train(recipe="vit-digits", techniques=["attention.dota"], budget="2000 steps")
 Start with  `dota:density=0.25,ratio=0.25`. Set `products=rows` to save memory in compiled code.
-Cost        Slower in software: scores are estimated and, for the loss, also computed exactly. `products=rows` computes
-            only kept pairs and holds only those for the backward pass.
-Avoid       Expecting speed from it. For speed use attention.block_sparse.
-Does not    Work in your own training loop, because it adds a loss. Detectors are dropped at the end of training.
+Cost        Software is slower, because it estimates scores and also computes them exactly for the loss. `products=rows`
+            computes and saves kept pairs only.
+Avoid       Training for speed. Use attention.block_sparse for speed.
+Does not    Work in your own training loop, because it adds a loss. The detectors are dropped at the end of training.
 """
 
 from collections.abc import Mapping
@@ -141,17 +141,18 @@ def with_input(module: nn.Module, inner: Any, x: Tensor, *args: Any, **kwargs: A
 
 
 class Dota(ReplacedAttention):
-    """The detectors are parameters of the attention, (h, r, r) for queries and keys with r = `ratio` · d. They start as
-    random values for which estimates have size one. Their operands are rounded to `bits`, with straight-through
-    gradients. The loss also reaches the model, whose scores become easier to estimate. Both learn from the first
-    step; keys are omitted from `from_step` on. A query keeps fewer keys only if it sees fewer.
+    """The detectors are parameters of the attention, (h, r, r) for queries and for keys, with h heads and r = `ratio` ·
+    width. Their random initial values produce estimates of size one. The detector's operands are rounded to `bits`,
+    with straight-through gradients. The loss also trains the model, whose scores become easier to estimate. Model and
+    detectors train from the first step; keys are omitted from `from_step` on. A query keeps fewer keys only if it sees
+    fewer.
 
-    In a decoder a query keeps the same number of keys in a shorter text, such as a prompt. What it sees does not change
-    when the text grows up to the training length. With rotary positions the detector rotates its operands too, at
-    frequencies of the model, because its input contains no position (ours).
+    In a decoder a query keeps the same number of keys in a shorter text, such as a prompt. The kept keys of a query do
+    not change when the text grows up to the training length. The detector's input contains no rotary positions. So the
+    detector also rotates its operands, at frequencies of the model (ours).
 
-    The abstract reports 152.6 times the speed of a GPU. That this covers attention alone is from memory (unverified).
-    The ViTCoD paper says that DOTA was scaled to about the peak throughput of the GPU.
+    The abstract reports 152.6 times the speed of a GPU. That the ratio covers attention alone is recalled, not checked
+    against the paper (unverified). The ViTCoD paper says that DOTA was scaled to about the peak throughput of the GPU.
     """
 
     claims = ReplacedAttention.claims | {Claim.AUXILIARY_LOSSES}

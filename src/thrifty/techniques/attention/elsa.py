@@ -1,16 +1,16 @@
 """ELSA (Ham et al. 2021): skip keys whose hashed angle to the query is too large.
 
 Paper       Ham et al. 2021, ELSA: Hardware-Software Co-design for Efficient, Lightweight Self-Attention (ISCA).
-Promise     Attention over the kept keys is exact. In the ELSA accelerator, hashing costs a fifth of the multiplications
+Promise     Attention over the kept keys is exact. In the ELSA accelerator, hashing needs a fifth of the multiplications
             of a full matrix.
 Use         optimizer = thrifty.optim.AdamW(model, lr=1e-3)
             thrifty.apply((model, optimizer), "elsa", total_steps=1000)
-Start with  `elsa:p=1`. Raise p to drop more keys; the paper has values from 0.5 to 4.
-Cost        Time and memory in software: all pairs are compared and a mask is built. The paper reports 3.14 times the
-            time of plain attention on a GPU.
-Avoid       Expecting speed from it. For speed use attention.block_sparse.
-Does not    Save anything without the hardware. The paper's speedup of 58 over a V100 is for twelve 40 nm accelerators
-            and attention alone.
+Start with  `elsa:p=1`. Raise `p` to drop more keys; the paper uses values from 0.5 to 4.
+Cost        Software uses more time and memory, because it compares all pairs and builds a mask. The paper reports 3.14
+            times the time of plain attention on a GPU.
+Avoid       Training for speed. Use attention.block_sparse for speed.
+Does not    Save time or memory without the accelerator. The paper's speedup of 58 over a V100 is for twelve 40 nm
+            accelerators, attention only.
 """
 
 from collections.abc import Mapping
@@ -47,14 +47,14 @@ def _keep(
 
 class Elsa(CalibratedAttention):
     """The threshold of each block is learned from p on training examples, in the last steps with plain attention, and
-    then fixed. The paper's values of p are 0.5, 1, 2 and 4; which of them is conservative depends on the accepted
-    loss of accuracy (2 for BERT on SQuAD 1.1). A hash has as many bits as a head is wide, 64 in the paper, so narrow
-    heads are separated less well. Signs have no gradient: gradients pass through the exact scores of kept keys. The
-    bias of the hashes, 0.127 rad for width 64, is computed.
+    then fixed. The paper uses p of 0.5, 1, 2 and 4. The conservative value depends on the accepted loss of accuracy;
+    for BERT on SQuAD 1.1 it is 2. A hash has one bit per element of the head width, 64 in the paper. So hashes separate
+    narrow heads less well. Hashing has no gradient: gradients pass through the exact scores of kept keys. The bias of
+    the hashes, 0.127 rad for width 64, is computed.
 
-    Differs from the paper: it filters a trained model without further training; here training continues with the
-    filter. In a decoder, n and the largest key are those that a query sees, because the paper covers encoders only.
-    Head widths that are not powers of 4 have other factors (ours).
+    Differs from the paper: training continues with the filter; the paper filters a trained model without further
+    training. The paper covers encoders only; in a decoder, n and the largest key cover the keys that a query sees. Head
+    widths that are not powers of 4 use other factors (ours).
     """
 
     p: Rate = 1.0

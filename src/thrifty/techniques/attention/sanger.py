@@ -1,15 +1,16 @@
-"""Sanger (Lu et al. 2021): keep the keys whose softmax over 4-bit scores exceeds a threshold.
+"""Sanger (Lu et al. 2021): keep keys whose softmax weight, from 4-bit scores, exceeds a threshold.
 
 Paper       Lu et al. 2021, Sanger: A Co-Design Framework for Enabling Sparse Attention using Reconfigurable
-            Architecture (MICRO). Its body was not read; the abstract and the published code were.
-Promise     Training with Sanger's masks in the loop. `kernels/attention_filters/sanger_filter.py` shows how they pack
-            into rows of processing elements.
+            Architecture (MICRO). Only the abstract and the published code were read.
+Promise     The model trains with Sanger's masks. `kernels/attention_filters/sanger_filter.py` packs the masks into rows
+            of processing elements.
 Use         optimizer = thrifty.optim.AdamW(model, lr=1e-3)
             thrifty.apply((model, optimizer), "sanger", total_steps=1000)
-Start with  `sanger:threshold=0.02`, as the published code for most of GLUE. For SQuAD it has 0.002.
-Cost        Time and memory in software: scores are computed twice and a mask is built.
-Avoid       Expecting speed from it. For speed use attention.block_sparse.
-Does not    Save anything without the hardware. The abstract reports that 8 to 27 % of the pairs are kept.
+Start with  `sanger:threshold=0.02`, as in the published code for most of GLUE. Its threshold for SQuAD is 0.002.
+Cost        Software uses more time and memory, because it computes scores twice and builds a mask.
+Avoid       Training for speed. Use attention.block_sparse for speed.
+Does not    Save time or memory without the accelerator. The abstract reports that 8 to 27 % of the query-key pairs are
+            kept.
 """
 
 from collections.abc import Mapping
@@ -30,13 +31,13 @@ UNKNOWN = (1.0, 1.0)
 
 
 class Sanger(CalibratedAttention):
-    """The range of normalized queries and keys is fixed after the last steps with plain attention: the mean over
-    examples and heads of the largest element. Rounding has straight-through gradients, but a mask has none: the
-    model learns from the exact scores of kept keys. A query without a key above the threshold keeps the most likely
-    one (ours).
+    """The range of normalized queries and of normalized keys is the mean of the largest element over examples and
+    heads. It is measured in the last steps with plain attention, and then fixed. Rounding has straight-through
+    gradients. The mask has no gradient, so the model learns from the exact scores of kept keys. A query without a key
+    above the threshold keeps its most likely key (ours).
 
-    Differs from the published code: it has one running average of the range over all examples (decay 0.9999). The paper
-    fine-tunes a trained model; here attention is plain up to `from_step`.
+    Differs from the published code: it tracks the range by one running average over all examples (decay 0.9999). The
+    paper fine-tunes a trained model; here attention is plain before `from_step`.
     """
 
     threshold: Probability = 0.02

@@ -2,16 +2,16 @@
 
 Paper       Wang et al. 2021, SpAtten: Efficient Sparse Attention Architecture with Cascade Token and Head Pruning
             (HPCA, arXiv 2012.09852), section 3.
-Promise     In each forward pass, importance is summed from block to block; the least important tokens and heads are
-            removed for all later blocks. A query then takes only the values of its largest weights.
+Promise     Each block adds to the importance of tokens and heads, and the least important ones are removed for all
+            later blocks. A query then uses only the values with its largest weights.
 Use         optimizer = thrifty.optim.AdamW(model, lr=1e-3)
             thrifty.apply((model, optimizer), "spatten", total_steps=1000)
-Start with  `spatten:tokens=0.7,heads=0.9,values=0.8`. In a decoder keep `recent_fraction=0.5`.
-Cost        Time and memory in software: all pairs are computed. A mask of the kept tokens of each query stays until the
-            next forward pass.
-Avoid       Expecting speed from it. For speed use attention.block_sparse.
-Does not    Save anything without the hardware. A removed token keeps its own row of attention, for models that predict
-            at every token (ours).
+Start with  `spatten:tokens=0.7,heads=0.9,values=0.8`. In a decoder, keep the default `recent_fraction=0.5`.
+Cost        Software uses more time and memory, because it computes all pairs. Each query's mask of kept tokens stays in
+            memory until the next forward pass.
+Avoid       Training for speed. Use attention.block_sparse for speed.
+Does not    Save time or memory without the accelerator. A removed token still computes its own output, because models
+            may predict at every token (ours).
 """
 
 from collections.abc import Mapping
@@ -94,17 +94,17 @@ CASCADE_HOOKS: ModuleNote[list[RemovableHandle]] = ModuleNote("cascade_hooks")
 
 
 class Spatten(ReplacedAttention):
-    """The importance of a token is the attention that all queries and heads gave it; that of a head is the sum of the
-    absolute values of its output. Later blocks remove more. With `bits`, scores are computed in that many bits, and
-    in 4 more where softmax is flat. Pruning has no gradient: the model learns through what is left, with
-    straight-through rounding to the exact scores. Recomputed blocks reuse the decisions of the forward pass; several
-    forward passes before one backward pass are refused then.
+    """The importance of a token is the sum of its attention weights from all queries and heads. The importance of a
+    head is the sum of the absolute values of its output. Later blocks remove more. With `bits`, scores are computed in
+    `bits` bits, and with 4 more bits if the softmax is flat. Pruning has no gradient: the model learns through the kept
+    scores, with straight-through rounding. Recomputed blocks reuse the decisions of the forward pass. Several forward
+    passes before one backward pass are then refused.
 
-    Differs from the paper: a decoder trains on whole texts, so each query prunes by what it sees and never by later
-    tokens; each token stays visible to itself. The latest tokens have had few queries and would be removed first, so a
-    decoder keeps some of them (`recent_fraction`; as in H2O, Zhang et al. 2023, arXiv 2306.14048). Shares refer to the
-    tokens that a query sees. The paper fine-tunes trained models and predicts at a class token; here attention is plain
-    up to `from_step`.
+    Differs from the paper: a decoder trains on whole texts. So each query prunes by the tokens that it sees, and each
+    token stays visible to itself. The latest tokens have been seen by few queries and would be removed first. So a
+    decoder keeps some of the latest tokens (`recent_fraction`), as in H2O (Zhang et al. 2023, arXiv 2306.14048).
+    Fractions refer to the tokens that a query sees. The paper fine-tunes trained models and predicts at a class token;
+    here attention is plain before `from_step`.
     """
 
     clashes: ClassVar[Mapping[Claim, str]] = {

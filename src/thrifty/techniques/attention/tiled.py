@@ -1,15 +1,17 @@
 """Tiled attention (Dao et al. 2022): compute exact causal attention in tiles that fit a CPU cache.
 
-Paper       Dao et al. 2022, FlashAttention (arXiv 2205.14135): its tiling, without the online softmax. A tile of
-            queries sees its whole past at once, which fits the cache of a CPU.
-Promise     The same attention on CPUs in less time once compiled, and as few saved activations as torch's own kernel.
+Paper       Dao et al. 2022, FlashAttention (arXiv 2205.14135). Its tiling is used without the online softmax, because
+            all past keys of a tile of queries fit a CPU cache.
+Promise     Compiled attention on CPUs takes less time, with the same result. It saves as few activations as torch's own
+            kernel.
 Use         run = thrifty.train("gpt-nano", "my.txt", techniques=["attention.tiled"], budget="2000 steps")
 Start with  `tiled` together with `compile` on a CPU. On a GPU with Triton, `kernel=triton` runs the loops of
             FlashAttention.
-Cost        Many short steps, which wait more often if other processes use the cores; the gain may then vanish.
-Avoid       Training without `compile`, and GPUs, where torch's own kernel is faster.
-Does not    Change the result beyond rounding. Models of transformers are refused, because it replaces the attention of
-            models of this package.
+Cost        Work is split into many short steps. If other processes use the cores, each step may wait, and the gain may
+            vanish.
+Avoid       Training without `compile`, because the gain requires compiled code. On GPUs torch's own kernel is faster.
+Does not    Change the result beyond rounding. Models of transformers are refused, because it replaces only the
+            attention of this package's models.
 """
 
 from functools import partial
@@ -37,9 +39,9 @@ def triton_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 
 
 class TiledAttention(Technique):
-    """`kernel = triton` runs FlashAttention's own loops, online softmax included (`kernels/flash_attention_triton.py`).
-    Tests compare it with torch's attention in Triton's interpreter and on an H100; it was never timed. Rows that
-    several texts share use the tiles in torch there too.
+    """`kernel=triton` runs FlashAttention's loops with online softmax (`kernels/flash_attention_triton.py`). Tests
+    compare this kernel with torch's attention in Triton's interpreter and on an H100. The kernel was never timed.
+    Packed rows use the tiles in torch, also with `kernel=triton`.
     """
 
     stage, numerics, tolerance = Stage.ATTENTION, Numerics.ROUNDING, 1e-4

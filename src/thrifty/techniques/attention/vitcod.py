@@ -1,17 +1,18 @@
 """ViTCoD (You et al. 2023): fix one sparse attention mask per head from average attention maps.
 
 Paper       You et al. 2023, ViTCoD: Vision Transformer Acceleration via Dedicated Algorithm and Accelerator Co-Design
-            (HPCA, arXiv 2210.09573). Read in part, with its published code.
-Promise     Each query keeps the largest entries of the head's mean attention map, up to a sum of `cut`. The masks are
-            the same for all inputs.
+            (HPCA, arXiv 2210.09573). Parts of the paper and its published code were read.
+Promise     Each query keeps the largest values of the head's average attention map until their sum reaches `cut`. The
+            masks are the same for all inputs.
 Use         optimizer = thrifty.optim.AdamW(vit, lr=1e-3)
             thrifty.apply((vit, optimizer), "vitcod", total_steps=1000, tokens=17)
 Start with  `vitcod:cut=0.5`; the published code has cuts from 0.58 to 0.19. Set `autoencoder=true` to compress queries
-            and keys to half as many heads.
-Cost        Quality, if relevant positions differ between inputs. Maps of heads · tokens² values per block until the
-            masks are fixed, and the masks in every checkpoint.
-Avoid       Text, where positions carry no fixed meaning. For speed use attention.block_sparse, whose blocks are whole.
-Does not    Adapt the masks after `from_step`. Longer inputs than `tokens` are refused.
+            and keys to half the number of heads.
+Cost        Quality drops if relevant positions differ between inputs. Each block stores heads · tokens² map values
+            until the masks are fixed, and masks in every checkpoint.
+Avoid       Text, because its positions carry no fixed meaning. For speed use attention.block_sparse, whose blocks are
+            whole.
+Does not    Adapt the masks after `from_step`. Inputs longer than `tokens` are refused.
 """
 
 import math
@@ -97,17 +98,17 @@ def fixed_attention(
 
 class Vitcod(CalibratedAttention):
     """Maps are averaged over examples of the last steps with plain attention. The class token attends to every token
-    and receives attention from every token; each token keeps itself (ours). A shorter input takes the first rows and
-    columns of the masks. In the published code a cut of 0.19 removes 90 to 95 % of the pairs of DeiT.
+    and every token attends to it. Each token keeps itself (ours). A shorter input uses the first rows and columns of
+    the masks. In the published code a cut of 0.19 removes 90 to 95 % of the query-key pairs of DeiT.
 
-    `products = blocks` computes attention in blocks, with the most attended tokens first (the paper's split into a
-    denser and a sparser part). Values and gradients are equal. With `autoencoder`, queries and keys pass through a
-    learned encoder and decoder of half as many heads. The reconstruction error is added to the loss. They are trained
-    from the first step and dropped at the end.
+    `products=blocks` computes attention in blocks, with the most attended tokens first (the paper's split into a denser
+    and a sparser part). Values and gradients equal `products=dense`. With `autoencoder`, queries and keys pass through
+    a learned encoder and decoder with half the number of heads. The reconstruction error is added to the loss. The
+    autoencoders train from the first step and are dropped at the end.
 
-    Differs from the paper: it averages maps over all training images and then fine-tunes for 100 epochs. Here `steps`
-    times `examples` of each rank are averaged and training continues. The autoencoder starts as the projection on a
-    random half of the heads; the paper trains it for 100 epochs before it draws masks.
+    Differs from the paper: each rank averages maps over `steps` times `examples` examples, and training continues. The
+    paper averages over all training images and then fine-tunes for 100 epochs. The autoencoder starts as the projection
+    on a random half of the heads; the paper trains the autoencoder for 100 epochs before it computes masks.
     """
 
     clashes: ClassVar[Mapping[Claim, str]] = {

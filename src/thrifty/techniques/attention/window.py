@@ -1,17 +1,17 @@
 """Sliding-window attention (Beltagy et al. 2020): attend only to nearby and the first tokens.
 
-Paper       Beltagy et al. 2020, Longformer (arXiv 2004.05150), section 3.1. For decoders: Child et al. 2019 (arXiv
-            1904.10509) and Jiang et al. 2023, Mistral 7B (arXiv 2310.06825).
-Promise     Time and memory of attention grow with tokens times window, not tokens squared. Values and gradients equal
-            dense attention under the same mask.
+Paper       Beltagy et al. 2020, Longformer (arXiv 2004.05150), section 3.1. Child et al. 2019 (arXiv 1904.10509) and
+            Jiang et al. 2023, Mistral 7B (arXiv 2310.06825), use it in decoders.
+Promise     Time and memory of attention grow with tokens times window, not with tokens squared. Values and gradients
+            equal dense attention with the same mask.
 Use         model = thrifty.apply(model, "window", window=16, block=8)
             optimizer = thrifty.optim.AdamW(model, lr=1e-3)
 Start with  `window:window=512,block=64`. Raise `window` if the loss rises; set `global_tokens=1` for an encoder with a
             class token.
-Cost        Distant tokens are reached only through other tokens, at most about blocks times window tokens away.
-Avoid       Texts below some 2,000 tokens, for which torch's attention takes as long. Windows much narrower than
-            `block`, because whole blocks are computed.
-Does not    Use a special GPU kernel yet; on GPUs the same products run in torch.
+Cost        Distant tokens are reached only indirectly, because each block extends the reach by about one window.
+Avoid       Texts below about 2,000 tokens, because torch's attention is as fast. Windows much narrower than `block`,
+            because whole blocks are computed.
+Does not    Use a special GPU kernel yet. On GPUs the matrix products of the blocks run as torch operations.
 """
 
 from collections.abc import Mapping
@@ -38,8 +38,8 @@ def window_attention(
 
 
 class WindowAttention(ReplacedAttention):
-    """Uses the block products of attention.block_sparse, whose measured times apply. A mask of the model, such as that
-    of texts that share a row, stays in force.
+    """Uses the block kernels of attention.block_sparse, whose measured times apply. A mask of the model stays in force,
+    such as the mask between texts that are packed into a row.
     """
 
     window: Positive = 512

@@ -1,15 +1,15 @@
 """EMA (Polyak and Juditsky 1992): evaluate and export an exponential moving average of weights.
 
-Paper       Polyak and Juditsky 1992, Acceleration of Stochastic Approximation by Averaging. The exponential form is
-            described by Morales-Brotons et al. 2024, Exponential Moving Average of Weights (arXiv 2411.18704).
-Promise     The average removes the noise of the last 1 / (1 - decay) steps. Training itself is unchanged.
+Paper       Polyak and Juditsky 1992, Acceleration of Stochastic Approximation by Averaging. Morales-Brotons et al.
+            2024, Exponential Moving Average of Weights (arXiv 2411.18704), describes the exponential form.
+Promise     The average smooths the noise of about the last 1 / (1 - decay) steps. Training itself is unchanged.
 Use         optimizer = thrifty.apply(optimizer, "ema", decay=0.999)
             with optimizer.use_eval_weights():
                 held_out_loss = model(**next(iter(loader))).loss
-Start with  `ema:decay=0.999`. Use a smaller decay for runs of fewer than some thousand steps.
-Cost        One copy of the parameters in float32, and one pass over them per step.
-Avoid       Learning rates that decay to zero, which leave little noise to average.
-Does not    Average buffers or weights before `start`.
+Start with  `ema:decay=0.999`. Use a smaller decay for runs of less than a few thousand steps.
+Cost        One float32 copy of the parameters, and one pass over it per step.
+Avoid       Learning rates that decay to zero, because they leave little noise to average.
+Does not    Average buffers, or weights before `start`.
 """
 
 from typing import Annotated
@@ -24,11 +24,11 @@ from thrifty.optim.weight_average import Beginning, EmaTransform
 
 
 class ExponentialMovingAverage(Technique):
-    """In the trainer the run is evaluated and exported with the average. The trained weights are evaluated too
-    ("trained_loss"), and `thrifty export --raw-weights` exports them.
+    """The trainer evaluates and exports the average. The trained weights are also evaluated ("trained_loss"), and
+    `thrifty export --raw-weights` exports them.
 
-    The first averaged weights are copied. After that the decay either warms up as (1 + t) / (10 + t), or the average
-    has the bias correction of Adam (`ramp`).
+    The average starts as a copy of the weights. Then `ramp` selects a decay that warms up as (1 + t) / (10 + t), or the
+    bias correction of Adam.
     """
 
     stage, numerics = Stage.AVERAGE, Numerics.DIFFERENT

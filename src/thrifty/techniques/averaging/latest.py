@@ -1,17 +1,17 @@
 """LAWA (Kaddour 2022): evaluate and export the mean of the last few copies of the weights.
 
-Paper       Kaddour 2022, Stop Wasting My Time! (arXiv 2209.14981). As a queue during training: Sanyal et al. 2023
-            (arXiv 2306.03241).
-Promise     At a constant learning rate, any step has the loss of a decayed rate, without the decay. Training itself is
-            unchanged.
+Paper       Kaddour 2022, Stop Wasting My Time! (arXiv 2209.14981). Sanyal et al. 2023 (arXiv 2306.03241) uses a queue
+            of copies during training.
+Promise     At a constant learning rate, the mean has about the loss of a decayed learning rate at any step. Training
+            itself is unchanged.
 Use         optimizer = thrifty.apply(optimizer, "latest", copies=6, total_steps=1000)
             with optimizer.use_eval_weights():
                 held_out_loss = model(**next(iter(loader))).loss
 Start with  `latest:copies=6,every=0.01`. Raise `every` if the copies are too similar.
-Cost        `copies` times the parameters in float32, and one pass over them per copy.
-Avoid       Learning rates that decay to zero, where the gain vanishes, and the early part of a run, where the mean lags
-            behind.
-Does not    Average buffers. After growth resets the optimizer, the copies are collected anew.
+Cost        Memory for `copies` float32 copies of the parameters, and one pass over the parameters per copy.
+Avoid       Learning rates that decay to zero, because the gain vanishes. Early in a run, the mean lags behind the
+            weights.
+Does not    Average buffers. If growth resets the optimizer, averaging starts again without copies.
 """
 
 from collections.abc import Sequence
@@ -80,9 +80,8 @@ class LatestWeightsTransform(GradientTransform):
 
 
 class LatestWeightAverage(Technique):
-    """In the trainer the run is evaluated and exported with the mean. The trained weights are evaluated too
-    ("trained_loss"), and `thrifty export --raw-weights` exports them. Until there are `copies` copies, the mean is
-    over the existing ones.
+    """The trainer evaluates and exports the mean. The trained weights are also evaluated ("trained_loss"), and `thrifty
+    export --raw-weights` exports them. Before `copies` copies exist, the mean covers the existing copies.
     """
 
     stage, numerics = Stage.AVERAGE, Numerics.DIFFERENT

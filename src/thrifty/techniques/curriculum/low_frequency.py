@@ -1,16 +1,18 @@
 """EfficientTrain (Wang et al. 2022): begin with low-pass filtered images of fewer pixels.
 
-Paper       Wang et al. 2022, EfficientTrain (arXiv 2211.09703), section 4: sides of 160, 192 and 224 pixels for 60, 20
-            and 20 % of the run (from memory, unverified).
-Promise     Early steps are cheaper and lose no information below the new resolution, because cropping the spectrum
-            causes no aliasing. Evaluation sees full images.
+Paper       Wang et al. 2022, EfficientTrain (arXiv 2211.09703), section 4. Sides of 160, 192 and 224 pixels for 60, 20
+            and 20 % of the run are recalled, not checked against the paper (unverified).
+Promise     Early steps are cheaper and keep all frequencies that the smaller image can hold, because cropping the
+            spectrum causes no aliasing. Evaluation sees full images.
 Use         small_images = thrifty.apply(image_loader, "low_frequency", total_steps=10_000)
             loss = vit(**next(iter(small_images)), interpolate_pos_encoding=True).loss
-Start with  `low_frequency:multiple=8`, with the side of a patch or a multiple of it as `multiple`.
-Cost        Two Fourier transforms per image in the process that loads data. With `compile` each size is compiled once.
-Avoid       Images whose edges must stay sharp: an ideal low-pass filter rings near edges, and values may leave [0, 1].
-Does not    Change the model, which must accept smaller images; a ViT interpolates its positions. Batches without images
-            are refused.
+Start with  `low_frequency:multiple=8`. Set `multiple` to the side of a patch in pixels, or to a multiple of the side.
+Cost        Two Fourier transforms per image in the process that loads data. With `compile` each image size is compiled
+            once.
+Avoid       Images whose edges must stay sharp, because an ideal low-pass filter rings near edges. Pixel values may then
+            leave [0, 1].
+Does not    Change the model, which must accept smaller images (a ViT must interpolate its positions). Batches without
+            images are refused.
 """
 
 from typing import Annotated
@@ -28,8 +30,8 @@ from thrifty.modeling.image_sizes import resized_images
 
 
 class LowFrequencyCurriculum(Technique):
-    """Images are "inputs" of shape (b, c, h, w) or (b, h, w). A loader counts batches as steps. The second half of the
-    paper, augmentation that grows stronger, belongs to the data settings.
+    """Images are the batch field "inputs" of shape (b, c, h, w) or (b, h, w). In your own loop, each batch of the
+    loader counts as a step. The paper's second part, augmentation that grows stronger, belongs to the data settings.
     """
 
     stage, numerics = Stage.RESHAPE, Numerics.DIFFERENT

@@ -1,14 +1,16 @@
 """Progressive patch size (Beyer et al. 2022): train with few large patches, then with smaller ones.
 
-Paper       Beyer et al. 2022, FlexiViT (arXiv 2212.08013), for resizing the patch weights. The survey of Zhuang et al.
-            2023 (arXiv 2302.01107) describes training that starts with large patches.
-Promise     Early steps are cheaper: patches of twice the side are a quarter as many. The images keep their full size.
+Paper       Beyer et al. 2022, FlexiViT (arXiv 2212.08013), resizes the patch weights. The survey of Zhuang et al. 2023
+            (arXiv 2302.01107) describes training that starts with large patches.
+Promise     Early steps are cheaper, because patches of twice the side are a quarter of the number. The images keep
+            their full size.
 Use         run = thrifty.train(recipe="vit-digits", techniques=["curriculum.patch_size"], budget="2000 steps")
-Start with  `patch_size:at=[0.5]`. Each further moment in `at` doubles the initial side of the patches.
+Start with  `patch_size:at=[0.5]`. Each further step in `at` doubles the initial side of the patches.
 Cost        The optimizer state is reset at each change. With `compile` each number of patches is compiled once.
-Avoid       Tasks in which details matter early. curriculum.resolution keeps the patches and shrinks the images instead.
-Does not    Change the weights of the blocks. Only classifiers and two-tower models of this package are supported, with
-            weights from Hugging Face folders too.
+Avoid       Tasks in which small details matter early. Use curriculum.resolution, which keeps the patches and shrinks
+            the images.
+Does not    Change the weights of the blocks. Only classifiers and two-tower models of this package are supported, also
+            with weights from Hugging Face folders.
 """
 
 from collections.abc import Mapping
@@ -80,9 +82,9 @@ def _refuse_uneven_images(embedding: Any, args: tuple[Any, ...]) -> None:
 
 
 class PatchSizeCurriculum(Technique):
-    """When patches become smaller, each new patch yields the token that it yielded enlarged, and the learned positions
-    are interpolated. Sides of images must be multiples of the largest patch. Evaluation before the end uses the
-    current patches; an early export has patches of the final size.
+    """When patches become smaller, each new patch has the token that its enlarged copy had before. The learned
+    positions are interpolated. Sides of images must be multiples of the largest patch. Evaluation before the end uses
+    the current patches. An early export has patches of the final size.
     """
 
     stage, numerics = Stage.GROW, Numerics.DIFFERENT

@@ -1,16 +1,17 @@
 """Progressive resolution (Tan and Le 2021): begin training with small images, end with full ones.
 
-Paper       Tan and Le 2021, EfficientNetV2 (arXiv 2104.00298), section 4. For Vision Transformers: AutoProg (Li et al.
-            2022, arXiv 2203.14509).
-Promise     Early steps are cheaper: an image of half the side has a quarter of the patches. Evaluation sees full
-            images.
+Paper       Tan and Le 2021, EfficientNetV2 (arXiv 2104.00298), section 4. AutoProg (Li et al. 2022, arXiv 2203.14509)
+            does so for Vision Transformers.
+Promise     Early steps are cheaper, because an image of half the side has a quarter of the patches. Evaluation sees
+            full images.
 Use         small_images = thrifty.apply(image_loader, "resolution", total_steps=10_000)
             loss = vit(**next(iter(small_images)), interpolate_pos_encoding=True).loss
-Start with  `resolution:start=0.5,until=0.8`, with the side of a patch or a multiple of it as `multiple`.
-Cost        With `compile` each size is compiled once.
-Avoid       Images of a few pixels, where fine detail is all there is.
-Does not    Change the model, which must accept smaller images; a ViT interpolates its positions. Batches without images
-            are refused.
+Start with  `resolution:start=0.5,until=0.8`. Set `multiple` to the side of a patch in pixels, or to a multiple of the
+            side.
+Cost        With `compile` each image size is compiled once.
+Avoid       Images of a few pixels, because shrinking them removes most information.
+Does not    Change the model, which must accept smaller images (a ViT must interpolate its positions). Batches without
+            images are refused.
 """
 
 from thrifty.core.batches import BatchSource
@@ -25,9 +26,9 @@ from thrifty.techniques.curriculum._size_schedule import phased_size
 
 
 class ResolutionCurriculum(Technique):
-    """Images are "inputs" of shape (b, c, h, w) or (b, h, w). A loader counts batches as steps. The images are low-pass
-    filtered before they are sampled: detail finer than a pixel of the small image is averaged out. The size grows in
-    `phases` phases, and the last fifth of the run has full images by default.
+    """Images are the batch field "inputs" of shape (b, c, h, w) or (b, h, w). In your own loop, each batch of the
+    loader counts as a step. Images are low-pass filtered before resampling, so that detail finer than a new pixel is
+    averaged out. The size grows in `phases` phases. By default the last fifth of the run has full images.
     """
 
     stage, numerics = Stage.RESHAPE, Numerics.DIFFERENT

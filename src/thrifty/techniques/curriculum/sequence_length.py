@@ -1,13 +1,14 @@
 """Sequence length warmup (Li et al. 2022): train on short texts first, then on longer ones.
 
-Paper       Li, Zhang and He 2022, The Stability-Efficiency Dilemma (arXiv 2108.06084). Part of CompoundGrow (Gu et al.
-            2021, arXiv 2010.12562).
-Promise     Early steps are cheaper and more stable: attention costs the square of the length, all else the length.
+Paper       Li, Zhang and He 2022, The Stability-Efficiency Dilemma (arXiv 2108.06084). CompoundGrow (Gu et al. 2021,
+            arXiv 2010.12562) includes it.
+Promise     Early steps are cheaper and more stable. Attention costs the square of the text length, all other layers
+            cost the length.
 Use         loader = thrifty.apply(loader, "sequence_length", total_steps=10_000)
-Start with  `sequence_length:start=64,until=0.3`. Lengthen the warmup (`until`) if the loss is unstable.
-Cost        Fewer tokens per step early in the run. With `compile` each length is compiled once.
+Start with  `sequence_length:start=64,until=0.3`. Raise `until` for a longer warmup if the loss is unstable.
+Cost        Steps early in the run train on fewer tokens. With `compile` each length is compiled once.
 Avoid       Budgets in tokens instead of seconds, because early steps see fewer tokens.
-Does not    Change evaluation, which sees full lengths.
+Does not    Shorten texts in evaluation.
 """
 
 from thrifty.core.batches import Batch, BatchSource, MappedSource
@@ -21,8 +22,8 @@ from thrifty.techniques.curriculum._size_schedule import phased_size
 
 
 class SequenceLengthWarmup(Technique):
-    """Lengths grow in equal steps and are multiples of `multiple`, so that few shapes are compiled. A loader counts
-    batches as steps.
+    """Lengths grow in equal steps and are multiples of `multiple`, so that few shapes are compiled. In your own loop,
+    each batch of the loader counts as a step.
     """
 
     stage, numerics = Stage.RESHAPE, Numerics.DIFFERENT

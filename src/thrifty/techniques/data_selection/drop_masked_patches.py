@@ -1,14 +1,15 @@
 """Masked autoencoder (He et al. 2021): run the encoder on the visible patches only.
 
 Paper       He et al. 2021, Masked Autoencoders Are Scalable Vision Learners (MAE, arXiv 2111.06377), section 3.
-Promise     At a mask rate of 0.75 the encoder processes 25 % of the patches. The paper reports steps three times as
-            fast or more for its sizes (unverified).
+Promise     At a mask rate of 0.75 the encoder processes 25 % of the patches. The paper reports training steps at least
+            three times as fast for its sizes (unverified).
 Use         run = thrifty.train(recipe="mae-digits", techniques=["drop_masked_patches"], budget="2000 steps")
 Start with  `drop_masked_patches` and a mask rate of 0.75 (`objective.rate`).
-Cost        The decoder still processes every patch, so it must be small.
-Avoid       Heavy decoders, and objectives other than masked_reconstruction.
-Does not    Change the objective: removed patches, decoder inputs and the loss stay the same. Evaluation also runs the
-            encoder on visible patches only.
+Cost        The decoder still processes every patch, so the decoder must be small.
+Avoid       Models with a large decoder, because the encoder is then a small part of the work. Objectives other than
+            masked_reconstruction are refused.
+Does not    Change the masked patches, the decoder inputs or the loss. Evaluation also runs the encoder on visible
+            patches only.
 """
 
 from torch import Tensor, nn
@@ -39,9 +40,9 @@ class VisiblePatchObjective(WrappedObjective):
 
 
 class DropMaskedPatches(Technique):
-    """Positions are added to the patches before some are removed, so each patch keeps its own. Mask tokens replace the
-    removed patches before the decoder. No value depends on the pixels of removed patches; this also holds in the
-    plain run, which sees them blank.
+    """Positions are added before patches are removed, so each visible patch keeps its own position. Mask tokens replace
+    the removed patches before the decoder. No value depends on the pixels of removed patches, also in a run without
+    this technique, where the encoder reads them as blank.
     """
 
     stage, numerics = Stage.ARCHITECTURE, Numerics.DIFFERENT

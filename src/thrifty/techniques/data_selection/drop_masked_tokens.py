@@ -1,17 +1,17 @@
-"""3ML (Liao et al. 2022): run the encoder on unmasked tokens only, insert masks in a small decoder.
+"""3ML (Liao et al. 2022): encode only unmasked tokens, insert masks in a small decoder.
 
 Paper       Liao et al. 2022, Mask More and Mask Later (3ML, arXiv 2211.04898).
-Promise     The encoder processes 1 - 0.8 · rate of the tokens, 60 % at a rate of 0.5. The paper reports no loss after
-            fine-tuning at this rate.
+Promise     The encoder processes 1 - 0.8 · rate of the tokens, 60 % at a mask rate of 0.5. The paper reports no loss of
+            quality after fine-tuning at rate 0.5.
 Use         run = thrifty.train("bert-nano", "my.txt", loss="masked_token",
                                 techniques=["drop_masked_tokens"], budget="2000 steps")
 Start with  `drop_masked_tokens:blocks=2` with `--set objective.rate=0.5`. Try `attend=cross` for a cheaper decoder.
-Cost        The decoder adds `blocks` blocks, on all tokens ("self") or on the predicted ones ("cross"). The head runs
-            for each predicted token, which costs more with a large vocabulary.
-Avoid       A mask rate of 0.15, where the encoder saves only 12 %, and shallow models. A decoder block costs as much as
-            an encoder block.
-Does not    Change the objective: 10 % of predicted tokens are replaced at random and 10 % kept, and the encoder reads
-            those. Losses at different mask rates are not comparable.
+Cost        The decoder adds `blocks` blocks on all tokens (`attend=self`) or on predicted tokens (`attend=cross`). The
+            head runs for each predicted token, which is expensive with a large vocabulary.
+Avoid       A mask rate of 0.15, because the encoder saves only 12 %. Shallow models, because a decoder block costs as
+            much as an encoder block.
+Does not    Change the masking: the encoder still reads the predicted tokens that are random (10 %) or unchanged (10 %).
+            Losses at different mask rates are not comparable.
 """
 
 from collections.abc import Mapping, Sequence
@@ -158,16 +158,18 @@ class VisibleTokenObjective(WrappedObjective):
 
 
 class DropMaskedTokens(Technique):
-    """The paper raises BERT's rate of 0.15 to 0.5 without loss after fine-tuning. It reports 78 % of the work for 12
-    blocks and 68 % for 24, which is the cost of two decoder blocks. Positions stay those of the whole text.
+    """The paper raises BERT's mask rate of 0.15 to 0.5 without loss of quality after fine-tuning. The paper reports 78
+    % of the work for 12 blocks and 68 % for 24, which is the cost of two decoder blocks. Visible tokens keep their
+    positions in the whole text.
 
-    `finish` drops the decoder. The exported encoder is meant for fine-tuning: it never read a mask, and the layers
-    between its blocks and the head only saw decoder states. It predicts masked tokens only after further training. The
-    vector of a mask belongs to the decoder.
+    `finish` drops the decoder. The exported encoder is meant for fine-tuning, because it never read a mask, and the
+    layers between its blocks and the head saw only decoder states. It predicts masked tokens only after further
+    training. The mask vector belongs to the decoder.
 
     "self" runs on the whole text, with the encoder states at their positions. "cross" is our reading of the paper's
     second decoder: tokens to predict attend to each other, then to the encoder states. Only encoders of this package
-    are supported, and BERT folders read into them, because calls of transformers blocks differ between architectures.
+    are supported, including BERT folders loaded into them. Blocks of transformers are called differently in each
+    architecture.
     """
 
     stage, numerics = Stage.ARCHITECTURE, Numerics.DIFFERENT

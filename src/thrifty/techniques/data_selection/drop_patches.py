@@ -1,15 +1,15 @@
 """PatchDropout (Liu et al. 2022): train on a random subset of the patches of each image.
 
-Paper       Liu et al. 2022, PatchDropout (arXiv 2208.07220), for classifiers. For images with captions: Li et al. 2022,
-            FLIP (arXiv 2212.00794), with half of the patches in every published configuration.
-Promise     The blocks of the image tower process 1 - `rate` of the patches, at their own positions, and the class
-            token. Evaluation sees all patches.
+Paper       Liu et al. 2022, PatchDropout (arXiv 2208.07220), for classifiers. Li et al. 2022, FLIP (arXiv 2212.00794),
+            trains on images with captions; each published configuration has half of the patches.
+Promise     The image blocks process the class token and a fraction 1 - `rate` of the patches at their original
+            positions. Evaluation sees all patches.
 Use         run = thrifty.train(recipe="vit-digits", techniques=["drop_patches"], budget="2000 steps")
-Start with  `drop_patches:rate=0.5,until=0.9`. Keep some steps with whole images at the end.
-Cost        Each gradient comes from incomplete images. Steps from `until` on are as slow as without the technique.
-Avoid       Models whose blocks are not most of the work, such as towers with long captions.
-Does not    Skip the patch convolution, its norm and the position addition: they run for all patches, a small part of
-            the work.
+Start with  `drop_patches:rate=0.5,until=0.9`. Keep `until` below 1, so that the last steps train on whole images.
+Cost        Each gradient comes from incomplete images. Steps from `until` on save nothing.
+Avoid       Models whose image blocks are a small part of the work, such as image-text models with long captions.
+Does not    Reduce the patch convolution, its norm and the position addition. They run for all patches, which is a small
+            part of the work.
 """
 
 from collections.abc import Iterator
@@ -131,15 +131,14 @@ class PatchDropObjective(WrappedObjective):
 
 
 class DropPatches(Technique):
-    """The subset is a function of the example's key alone. It is the same for any number of ranks, micro-batches and
-    workers, and after a resume. From `until` on nothing is dropped: this is the unmasked tuning of the paper,
-    without which a model is evaluated on whole images that it never saw. The paper gives it a hundredth of the
-    learning rate; a schedule that decays to zero has a similar effect here. In FLIP the saved memory buys a larger
-    contrastive batch, part of the gain (from memory, unverified).
+    """The subset of patches depends only on the example's key. It is the same for any number of ranks, micro-batches
+    and workers, and after a resume. From `until` on no patch is dropped, which is the paper's unmasked tuning. Without
+    unmasked tuning, evaluation is the first use of whole images. The paper trains this phase with a hundredth of the
+    learning rate; a schedule that decays to zero has a similar effect here. In FLIP the saved memory allows a larger
+    contrastive batch, which is part of the gain (recalled, not checked against the paper).
 
-    Works for models whose patches come from one convolution and get positions in the same module: models of this
-    package and of transformers. The estimated footprint is that of the last step, with `until` below 1 that of whole
-    images.
+    Works for models with one patch convolution whose module also adds positions: models of this package and of
+    transformers. The estimated footprint describes the last step, so with `until` below 1 it describes whole images.
     """
 
     stage, numerics = Stage.RESHAPE, Numerics.DIFFERENT

@@ -2,14 +2,16 @@
 
 Paper       Katharopoulos and Fleuret 2018, Not All Samples Are Created Equal (arXiv 1803.00942), algorithm 1. For
             softmax cross-entropy the score is EL2N (Paul et al. 2021), the norm of softmax minus one-hot.
-Promise     The expected gradient is unchanged and its variance smaller: n of `presample` · n examples are sampled by
-            score and reweighted. Sampling is active only while its estimated gain exceeds its cost.
+Promise     The expected gradient is unchanged, and its variance falls. Of `presample` · n examples, n are sampled by
+            score and reweighted while the estimated gain exceeds the cost.
 Use         run = thrifty.train(recipe="vit-digits", techniques=["gradient_norm_sampling"], budget="2000 steps")
-Start with  `gradient_norm_sampling:presample=3`. With many micro-batches set `scoring_batch` to the size of one.
-Cost        A forward pass over `presample` times as many examples while sampling is active. All loaded examples count
-            as tokens.
-Avoid       The start of training, where all examples score alike, and losses that compare the examples of a batch.
-Does not    Keep the variance of Adam's second moments, which see the reweighted gradients.
+Start with  `gradient_norm_sampling:presample=3`. With many micro-batches, set `scoring_batch` to the examples of one
+            micro-batch.
+Cost        While sampling is active, a forward pass scores `presample` times as many examples as are trained. All
+            loaded examples count as tokens.
+Avoid       Runs that end early, because all examples score alike at the start of training. Losses that compare the
+            examples of a batch are refused.
+Does not    Keep the variance of Adam's second moments, which average squares of the reweighted gradients.
 """
 
 from dataclasses import replace
@@ -113,11 +115,13 @@ class GradientNormBackward:
 
 
 class GradientNormSampling(Technique):
-    """Scores are computed without dropout, so that they rank examples and not dropout masks. While sampling is inactive
-    they come with the training pass; with chunked logits this costs one more product with the head. Each rank
-    samples from its own examples, which stays unbiased, and all ranks activate sampling together. For sequences the
-    squared scores of the tokens are summed. With few examples per rank and step, tau is underestimated while
-    sampling is inactive: it cannot exceed the root of their number over all ranks.
+    """Scores are computed without dropout, so that they rank examples and not dropout masks. While sampling is
+    inactive, the training pass computes the scores; with chunked logits this costs one more matrix product with the
+    head. Each rank samples from its own examples, which stays unbiased. All ranks activate sampling together. For
+    sequences the squared scores of the tokens are summed.
+
+    While sampling is inactive, few examples per rank and step underestimate tau. Tau cannot exceed the square root of
+    the number of scored examples over all ranks.
     """
 
     stage, numerics = Stage.SELECT, Numerics.DIFFERENT

@@ -1,18 +1,19 @@
 """Data pruning (Paul et al. 2021): train on a subset of examples selected by difficulty scores.
 
 Paper       Paul, Ganguli and Dziugaite 2021, Deep Learning on a Data Diet (arXiv 2107.07075), keeps the hardest.
-            Sorscher et al. 2022, Beyond neural scaling laws (arXiv 2206.14486), keeps the easiest if data is scarce,
-            and a share of every class (50 %, unverified).
-Promise     Fewer examples for nearly the same model. The first paper reports half of CIFAR-10 without loss, selected by
+            Sorscher et al. 2022, Beyond neural scaling laws (arXiv 2206.14486), keeps the easiest if data is scarce.
+            Sorscher et al. also keep a minimum of every class (50 %, unverified).
+Promise     Fewer examples train nearly the same model. Paul et al. report no loss with half of CIFAR-10, selected by
             EL2N.
 Use         texts = thrifty.apply(texts, "prune", order="random")
             loader = torch.utils.data.DataLoader(texts, batch_size=8, shuffle=True)
-Start with  `prune:order=random,keep=0.5` as the control, then `order=hard` with scores from `thrifty data score`.
-Cost        Scoring trains models; `thrifty data score` reports its FLOPs and seconds. It pays if several runs use one
-            file of scores.
-Avoid       Hard examples without `drop_hardest` if labels may be wrong: wrong labels are the hardest. GraNd at
-            initialization follows the input norm and is no better than random (Kirsch 2023, arXiv 2303.14753).
-Does not    Shorten the run: it has as many steps, over fewer examples. Held-out losses use all held-out data.
+Start with  `prune:order=random,keep=0.5` as the control. Then use `order=hard` with scores from `thrifty data score`.
+Cost        Scoring trains models; `thrifty data score` reports its FLOPs and seconds. It pays if several runs share one
+            score file.
+Avoid       Hard examples without `drop_hardest` if labels may be wrong, because wrong labels score hardest. GraNd at
+            initialization is no better than random (Kirsch 2023, arXiv 2303.14753).
+Does not    Shorten the run, which has the same number of steps over fewer examples. Held-out losses use all held-out
+            data.
 """
 
 from collections.abc import Sequence
@@ -103,10 +104,10 @@ def _read(file: str, sha256: str) -> ExampleScores:
 
 
 class PrunedExamples(Technique):
-    """Order "random" requires no file. "auto" keeps the hardest if on average at least `abundant_from` examples of each
-    class (of all, without classes) are kept, otherwise the easiest. This is a rule of thumb: the turning point
-    depends on the task. Scores belong to one set of examples and are refused for others. A trained model is used and
-    exported without the file.
+    """Order "random" requires no file. Order "auto" keeps the hardest examples if the average class keeps at least
+    `abundant_from` examples, otherwise the easiest. Data without labels count as one class. "auto" is a rule of thumb:
+    the turning point depends on the task. Scores belong to one set of examples and are refused for other data. A
+    trained model is used and exported without the score file.
     """
 
     stage, numerics = Stage.SOURCE, Numerics.DIFFERENT

@@ -1,12 +1,12 @@
 """Gradient clipping (Pascanu et al. 2013): limit the joint norm of all gradients.
 
 Paper       Pascanu, Mikolov and Bengio 2013, On the difficulty of training recurrent neural networks (arXiv 1211.5063).
-Promise     A single unusual batch cannot make a large update.
+Promise     A single unusual batch cannot cause a large update.
 Use         optimizer = thrifty.apply(optimizer, "clip", max_norm=1.0)
-Start with  `clip:max_norm=1.0`. Lower it if the loss still spikes.
+Start with  `clip:max_norm=1.0`. Lower `max_norm` if the loss still spikes.
 Cost        One pass over the gradients.
-Avoid       Limits that most steps reach: clipping then normalizes every gradient.
-Does not    Clip each parameter separately; all gradients are scaled by the same factor.
+Avoid       A limit that most steps reach, because clipping then normalizes every gradient.
+Does not    Clip each parameter separately. One factor scales all gradients.
 """
 
 from typing import Annotated

@@ -2,13 +2,14 @@
 
 Paper       Li et al. 2022, Automated Progressive Learning for Efficient Training of Vision Transformers (CVPR, arXiv
             2203.14509), sections 3.2 to 3.4.
-Promise     Early stages are cheaper without a hand-made schedule. At each stage boundary, short trials of depths and
-            lengths select the size with the lowest loss · time^w.
+Promise     Early stages are cheaper, without a manual schedule. At each stage boundary, short trials select depth and
+            length by the lowest loss · time^w (`weight`).
 Use         run = thrifty.train(recipe="vit-digits", techniques=["growth.auto_grow"], budget="2000 steps")
-Start with  `auto_grow:stages=4,search=0.02`. Lengthen `search` if the selected sizes look random.
-Cost        A copy of the parameters, for the average. Steps of a search are steps of training.
-Avoid       Models that grow in width, and searches of few steps, whose losses are mostly noise.
-Does not    Measure time by default: FLOPs are counted from shapes, so that a run is reproducible.
+Start with  `auto_grow:stages=4,search=0.02`. Raise `search` if the selected sizes look random.
+Cost        An EMA copy of the parameters, which initializes added blocks. Search steps also train the model and count
+            in the budget.
+Avoid       Techniques that change width, and searches of few steps, because their losses are mostly noise.
+Does not    Measure time by default. It counts FLOPs from shapes, so that a run is reproducible.
 """
 
 import math
@@ -133,16 +134,16 @@ class GrowthSearchBackward:
 
 
 class AutoGrow(Technique):
-    """`until` is divided into equal stages. At a boundary the model grows to at most twice its depth. For `search`
-    steps each step trains one sub-network: some of its blocks on shorter texts or smaller images. Added blocks start
-    from a decaying average of the weights (MoGrow). The last stage has the full size.
+    """`until` is divided into equal stages. At a stage boundary the model grows to at most twice its depth. During a
+    search of `search` steps, each step trains one sub-network: the first blocks, on shorter texts or smaller images.
+    Added blocks start from an EMA of the weights (MoGrow). The last stage has the full size.
 
-    Decisions are logged with their losses and times, and replayed on resume. With `weight=0`, w is fitted: -d
-    log loss / d log time over the tried sizes. Only plain texts and images vary in length; other examples grow in depth
-    alone. Tokens are counted at full length.
+    Decisions are logged with their losses and times, and replayed on resume. With `weight=0`, w is fitted to the tried
+    sizes: -d log loss / d log time. Only plain texts and images vary in length; other examples grow in depth alone.
+    Tokens are counted at full length.
 
-    Differs from the paper: it searches for two epochs and has four averages with decays of 0.998 to 0.9996; here there
-    is one.
+    Differs from the paper: it searches for two epochs and has four averages with decays of 0.998 to 0.9996. Here one
+    average is used.
     """
 
     stage, numerics = Stage.ARCHITECTURE, Numerics.DIFFERENT

@@ -1,14 +1,14 @@
 """CompoundGrow (Gu et al. 2021): grow depth, feed-forward width and text length during training.
 
-Paper       Gu et al. 2021, On the Transformer Growth for Progressive BERT Training (arXiv 2010.12562). Width is doubled
-            as in Net2Net (Chen et al. 2016, arXiv 1511.05641).
-Promise     Early steps are cheaper in three dimensions. Growth in width preserves the function within 1e-6; growth in
-            depth and length does not.
+Paper       Gu et al. 2021, On the Transformer Growth for Progressive BERT Training (arXiv 2010.12562). Width doubles as
+            in Net2Net (Chen et al. 2016, arXiv 1511.05641).
+Promise     Early steps are cheaper in depth, width and length. Growth in width preserves the function within 1e-6;
+            growth in depth and length does not.
 Use         run = thrifty.train("llama-nano", "my.txt", techniques=["growth.compound"], budget="2000 steps")
 Start with  `compound:depth=4,width=2,length=2`. Set `length=1` for images.
-Cost        With `compile` each structure and length is compiled once.
-Avoid       Long runs: the gain of stacking, one of its parts, shrinks with the budget.
-Does not    Work in your own training loop or with the trained weights of a model.
+Cost        With `compile` each structure and text length is compiled once.
+Avoid       Long runs, because the gain of stacking, one of its parts, shrinks with the budget.
+Does not    Work in your own training loop. It starts from random weights, not from a trained model.
 """
 
 from collections.abc import Mapping
@@ -46,13 +46,13 @@ def divisor_at(step: int, first: int, at: tuple[int | float, ...]) -> int:
 
 
 class CompoundGrowth(Technique):
-    """Depth grows by stacking and length by truncation, or by pooled embeddings (`shorten=pool`). In width, new units
-    copy old ones and their outgoing weights are divided. Copies with equal weights would stay equal with any
-    optimizer, so noise that cancels makes them unlike (`spread`).
+    """Depth grows by stacking. Length grows by truncation (`shorten=truncate`) or by pooled embeddings
+    (`shorten=pool`). In width, new units copy old units and the outgoing weights are divided among the copies. Copies
+    with equal weights stay equal with any optimizer. So noise that cancels in the sum separates them (`spread`).
 
-    "truncate" shortens the texts. "pool" feeds means of neighboring embeddings to the blocks in training, and predicts
-    the token after each group. Evaluation, and a model that is exported early, then see single tokens, on which they
-    were not trained. The paper finds pooling better.
+    "truncate" shortens the texts. "pool" replaces groups of neighboring embeddings by their mean in training, and
+    predicts the token after each group. Evaluation and an early export then run on single tokens, on which the model
+    was not trained. The paper finds pooling better.
     """
 
     stage, numerics = Stage.GROW, Numerics.DIFFERENT

@@ -1,15 +1,16 @@
-"""Progressive layer dropping (Zhang and He 2020): skip random blocks, more in deep layers and late.
+"""Progressive layer dropping (Zhang and He 2020): skip random blocks, more often deep in the model and late in the run.
 
 Paper       Zhang and He 2020, Accelerating Training of Transformer-Based Language Models with Progressive Layer
             Dropping (arXiv 2010.13369), section 4.
-Promise     With theta = 0.5 a step computes (3 L - 1) / 4 of L blocks in the long run. Kept branches are rescaled, so
-            that the expected output of a branch is unchanged.
+Promise     With `theta=0.5` a late step computes (3 L - 1) / 4 of L blocks on average. The branches of kept blocks are
+            rescaled, so that their expected output is unchanged.
 Use         run = thrifty.train(recipe="vit-digits", techniques=["growth.layer_drop"], budget="2000 steps")
-Start with  `layer_drop:theta=0.5`. Raise theta if the loss is worse at equal steps.
-Cost        Gradients are noisier. A dropped block has a gradient of zero, while its moments and weight decay continue.
-Avoid       Fixed compute budgets. Post-norm models and models with a norm after each branch (Gemma 2, OLMo 2) are
-            refused.
-Does not    Drop blocks in evaluation, which uses all blocks without rescaling.
+Start with  `layer_drop:theta=0.5`. Raise `theta` if the loss is worse at equal steps.
+Cost        Gradients are noisier. A dropped block has zero gradient, but its optimizer moments and weight decay
+            continue.
+Avoid       Fixed compute budgets, because noisier gradients can cost more than skipped blocks save. Post-norm models
+            and models with a norm after each branch (Gemma 2, OLMo 2) are refused.
+Does not    Drop blocks in evaluation. Evaluation uses all blocks without rescaling.
 """
 
 import math
@@ -109,15 +110,15 @@ def add_factor(writer: nn.Module, like: Tensor) -> None:
 
 class LayerDrop(Technique):
     """Block l of L (counted from 1) is kept with probability p = 1 - l / L · (1 - theta(t)). theta(t) falls from 1 to
-    `theta`. The output of each branch of a kept block is multiplied by 1 / p. The decisions of a step are a
-    function of (seed, step, block), the same for all ranks, micro-batches and recomputed passes. The estimated
-    footprint is that of a step that keeps all blocks.
+    `theta`. The output of each branch of a kept block is multiplied by 1 / p. The decisions of a step depend only on
+    (seed, step, block), so all ranks, micro-batches and recomputed passes agree. The estimated footprint describes a
+    step that keeps all blocks.
 
-    In post-norm models a block whose branches return zero is not the identity. A norm after the branch undoes the
-    factor.
+    A post-norm block is not the identity if its branches return zero, so post-norm models are refused. A norm after the
+    branch would undo the factor 1 / p, so such models are refused too.
 
     Differs from the published code: it samples block l with p_l and multiplies by 1 / p_(l+1), up to 1.083 times too
-    much in 12 blocks. DeepSpeed counts blocks from 0, so that the first is never dropped (`keep_first_block`).
+    much in 12 blocks. DeepSpeed counts blocks from 0 and never drops the first; `keep_first_block` does so here.
     """
 
     stage, numerics = Stage.ARCHITECTURE, Numerics.DIFFERENT

@@ -1,12 +1,13 @@
 """Progressive stacking (Gong et al. 2019): train a shallow model, then duplicate its blocks.
 
-Paper       Gong et al. 2019, Efficient Training of BERT by Progressively Stacking (ICML). The schedule of two
-            doublings, at 12.5 % and 30 % of the run, is Kaddour et al. 2023, No Train No Gain (arXiv 2307.06440).
-Promise     Early steps are cheaper. With `start=zeroed` the function is preserved within 1e-6 when the model grows.
+Paper       Gong et al. 2019, Efficient Training of BERT by Progressively Stacking (ICML). Kaddour et al. 2023, No Train
+            No Gain (arXiv 2307.06440), doubles the depth at 12.5 % and 30 % of the run.
+Promise     Early steps are cheaper. With `start=zeroed`, growth preserves the model's function within 1e-6.
 Use         run = thrifty.train(recipe="vit-digits", techniques=["growth.stacking"], budget="2000 steps")
-Start with  `stacking:at=[0.125,0.3],start=zeroed`. Use `order=AABBCC` to duplicate each block in place.
+Start with  `stacking:at=[0.125,0.3],start=zeroed`. Set `order=AABBCC` to insert the copy of each block after its
+            original.
 Cost        With `compile` each depth is compiled once. The optimizer state is reset at each growth by default.
-Avoid       Long runs: No Train No Gain reports no gain over a baseline with a decayed learning rate.
+Avoid       Long runs. No Train No Gain reports no gain over a baseline with a decayed learning rate.
 Does not    Reset the learning rate schedule. It starts from random weights, not from a trained model.
 """
 
@@ -41,12 +42,14 @@ def written_by(model: nn.Module) -> set[str]:
 
 
 class ProgressiveStacking(Technique):
-    """In the order ABCABC block l of the old model initializes blocks l and l + n of the new one; in the order AABBCC,
-    blocks 2 l and 2 l + 1. With start = "zeroed" the added blocks initially write nothing into the residual stream.
+    """In the order ABCABC, block l of the old model (n blocks) initializes blocks l and l + n of the new model. In the
+    order AABBCC, it initializes blocks 2 l and 2 l + 1. With `start=zeroed` the added blocks initially add zero to the
+    residual stream.
 
-    `moments` resets the optimizer state after a growth (the paper) or copies it with the block. With "mean" the copied
-    second moments are at their mean over the layer. Moments are never zeroed while their age continues: the first
-    update would then be (1 - beta1) / sqrt(1 - beta2) = 3.16 times as large as a step of Adam.
+    `moments` resets the optimizer state after a growth ("reset", as in the paper) or copies it with the block ("copy").
+    With "mean" the copied second moments are replaced by their mean over the layer. Moments are never zeroed without a
+    reset of the step count. Otherwise the first update would be (1 - beta1) / sqrt(1 - beta2) = 3.16 times as large as
+    a step of Adam.
     """
 
     stage, numerics = Stage.GROW, Numerics.DIFFERENT
