@@ -177,4 +177,4 @@ def test_a_wrong_builder_argument_names_the_right_ones(argument: str, words: str
 def test_separate_documents_require_a_model_with_segments(tmp_path: Path) -> None:
     thrifty = own_folder(tmp_path, fresh=False)
     refused = thrifty("explain", *TEXT, *GPT, "--set", "data.separate=true", exit_code=2).stderr
-    assert "NanoGPT.forward(" in refused and "does not take the document of each token" in refused
+    assert "NanoGPT.forward(" in refused and "does not take document numbers" in refused

@@ -90,7 +90,7 @@ def test_a_data_loader_is_taken_apart_into_its_dataset(data: Any, tmp_path: Path
         ({"data": user_work.NoisySums(9)}, "fewer than one batch of 16"),
         ({"loss": lambda model, batch: "a"}, "the loss of a batch of 16 examples is a str"),
         ({"loss": lambda model, batch: model(batch["x"])[:3].sum(1)}, "a tensor of shape \\(3,\\)"),
-        ({"loss": None}, "there is no loss"),
+        ({"loss": None}, "no loss was passed"),
         ({"budget": "6 weeks"}, "is not an amount"),
         ({"techniques": ["lorra"]}, "did you mean"),
         ({"collate": lambda examples: {"x": 3}}, "has no row for each example"),

@@ -135,10 +135,10 @@ def test_masks_change_each_epoch_and_stay_in_evaluation():
 def test_images_that_cannot_be_split_are_refused():
     with pytest.raises(UsageError, match=r"rate is 0\.95: 0 of 16 patches would be visible") as refused:
         MaskedReconstruction(rate=0.95, patch=2).examples(pictures())
-    assert "model.patch lower" in refused.value.fix
+    assert "lower model.patch" in refused.value.fix
     with pytest.raises(UsageError, match="8 x 8 pixels cannot be cut into patches of 3"):
         MaskedReconstruction(patch=3).examples(pictures())
-    with pytest.raises(UsageError, match="patch size of this model is unknown"):
+    with pytest.raises(UsageError, match="patch size of the model is unknown"):
         MaskedReconstruction().with_patch_size(None).examples(pictures())
     for rate in (0.0, 1.0):
         with pytest.raises(UsageError, match="rate"):

@@ -1,6 +1,6 @@
-"""Objectives: losses and the training examples that they require, one file per objective.
+"""Objectives: losses, and how they make training examples from data; one file per objective.
 
-The name of an objective in a recipe is the snake case of its class name. The docstring of its file is its card.
+Recipes name an objective by its class name in snake case. The docstring of its file is its card.
 """
 
 from dataclasses import asdict, fields
@@ -37,9 +37,9 @@ OBJECTIVES: dict[str, type[Objective]] = {
 
 
 def find_objective(name: str, **settings: float | str) -> Objective:
-    """Return the objective of this name with these settings; other settings keep their defaults.
+    """Return the objective `name` with the given settings and defaults for all others.
 
-    Raises UsageError for an unknown name or setting and for a value out of bounds.
+    Raises UsageError for an unknown name or setting, or for a value out of bounds.
     """
     if name not in OBJECTIVES:
         raise UsageError(
@@ -56,5 +56,5 @@ def find_objective(name: str, **settings: float | str) -> Objective:
 
 
 def chosen_objective(settings: ObjectiveSettings) -> Objective:
-    """Return the objective that a recipe's settings describe. Raises UsageError as `find_objective` does."""
+    """Return the objective of a recipe. Raises UsageError like `find_objective`."""
     return find_objective(**{name: value for name, value in asdict(settings).items() if value is not None})

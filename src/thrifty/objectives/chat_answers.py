@@ -1,17 +1,17 @@
-"""Instruction tuning (Ouyang et al. 2022): train on the tokens of the answers in conversations.
+"""Instruction tuning (Ouyang et al. 2022): train on the answers in conversations.
 
-Paper       Ouyang et al. 2022, InstructGPT (arXiv 2203.02155), section 3.5, the supervised step. Data and settings
+Paper       Ouyang et al. 2022, InstructGPT (arXiv 2203.02155), section 3.5, supervised fine-tuning. Data and settings
             follow Stanford Alpaca (Taori et al. 2023) and Alpaca-LoRA.
-Promise     By default every answer token of the effective batch weighs the same. The gradient does not depend on how
-            conversations share rows.
+Promise     By default every answer token of the effective batch has the same weight. The gradient does not depend on
+            how conversations are packed into rows.
 Use         own = {"objective.template": "chatml"}
             run = thrifty.train("llama-nano", "chats.jsonl", loss="chat_answers", settings=own, budget="2000 steps")
             print(run.loss)
-Start with  `--set objective.name=chat_answers`. Alpaca-LoRA also trains on the questions:
-            `objective.trained_on=everything`.
+Start with  `--set objective.name=chat_answers`. Set `objective.trained_on=everything` to train on questions too, as
+            Alpaca-LoRA does.
 Cost        The same as next-token prediction on the same rows.
-Avoid       `objective.packed=true` with a model that cannot keep the conversations of a row apart.
-Does not    Learn from preferences or rewards. It does not add a chat template to a tokenizer: set `objective.template`.
+Avoid       `objective.packed=true` with a model that cannot mask attention between conversations of a row.
+Does not    Learn from preferences or rewards. If the tokenizer has no chat template, set `objective.template`.
 """
 
 from dataclasses import dataclass
@@ -31,23 +31,22 @@ class ChatAnswers(TokenCrossEntropy):
     """Cross-entropy of the answers in conversations.
 
     Fields    "tokens", "targets", "segments" and "share" (b, t), and "amount" (b,), as in `PackedConversations`. An
-              example is a row. It may hold several conversations, which do not attend to each other.
+              example is a row of one or more conversations. Conversations of a row do not attend to each other.
 
-    Weighted by tokens, all answers of the effective batch count like one text. Weighted by conversations, short answers
-    count as much as long ones.
+    With `weigh_by="tokens"` each answer token has the same weight; with "conversations", each conversation.
     """
 
     learns_from = ("chats",)
 
     trained_on: str = "answers"
-    """Trained tokens: "answers" or "everything"."""
+    """Tokens with a loss: "answers" or "everything"."""
     weigh_by: str = "tokens"
     """Unit of equal weight: "tokens" or "conversations"."""
     packed: bool = True
-    """True to pack as many conversations into a row as fit. False pads one conversation per row, for models without a
-    mask between segments."""
+    """True to pack several conversations into each row. False pads one conversation per row, for models that cannot
+    mask attention between conversations."""
     template: str = ""
-    """Chat template: "chatml", "alpaca" or a Jinja file. If empty, the tokenizer's own."""
+    """Chat template: "chatml", "alpaca" or a Jinja file. Empty for the template of the tokenizer."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -1,13 +1,13 @@
-"""Classification (no paper): predict one label of each image, text or pair of texts.
+"""Classification (no paper): predict one label per image, text or pair of texts.
 
 Paper       The usual softmax cross-entropy. Label smoothing is Szegedy et al. 2016 (arXiv 1512.00567), section 7.
-Promise     The run reports accuracy. For texts it also reports F1 and the Matthews correlation of all held-out texts.
+Promise     The run reports accuracy. For texts it also reports F1 and the Matthews correlation over the held-out set.
 Use         run = thrifty.train("bert-nano", "reviews.csv", loss="classification", budget="2000 steps")
             print(run.metrics)
 Start with  `--set objective.name=classification`. Add `--set objective.label_smoothing=0.1` for many noisy classes.
 Cost        One logit per class and example.
-Avoid       Texts with several labels each: use `multi_label_classification`.
-Does not    Balance rare classes. F1 and the Matthews correlation require scikit-learn.
+Avoid       Texts with several labels per text: use `multi_label_classification`.
+Does not    Give rare classes more weight. F1 and the Matthews correlation require scikit-learn.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,13 +27,13 @@ from thrifty.objectives.labelled_text import HAS_SCORES, class_scores, logits_of
 class Classification(Objective):
     """Cross-entropy of the label of each image, text or pair of texts.
 
-    Fields    "inputs" (b, …), for texts as in `labelled_text`; "labels" (b,), or (b, c) for mixed images, whose label
-              weights sum to 1.
-    Metrics   accuracy: fraction of examples whose most likely label is the right one, or the one of largest weight.
-              For all held-out texts also F1 and the Matthews correlation of scikit-learn.
+    Fields    "inputs" (b, …), for texts as in `labelled_text`; "labels" (b,), or label weights (b, c) that sum to 1,
+              for mixed images (mixup).
+    Metrics   accuracy: fraction of examples whose predicted label is right. For mixed images the right label is the
+              label of largest weight. For texts also scikit-learn's F1 and Matthews correlation over the held-out set.
 
-    The model's output, or its attribute `logits`, is (b, c). Image models of `models` pool their hidden states and
-    apply their head.
+    The model returns logits (b, c), or an object with an attribute `logits`. For image models of `thrifty.models`, the
+    head is applied to the pooled hidden states.
     """
 
     learns_from, needs_labels, measured = ("images", "labelled_text"), True, ("accuracy",)
@@ -70,7 +70,7 @@ class Classification(Objective):
         return F.cross_entropy(logits, batch["labels"], reduction="none", label_smoothing=smoothing)
 
     def normalizers(self, prediction: Prediction, batch: Batch) -> Tensor:
-        """Return the log-partition of each example, (b, 1)."""
+        """Return the logsumexp of the logits of each example, (b, 1)."""
         return prediction.logits.float().logsumexp(-1, keepdim=True)
 
     @torch.no_grad()

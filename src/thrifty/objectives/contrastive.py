@@ -1,14 +1,14 @@
-"""Contrastive image-text (Radford et al. 2021): match each image with its caption among all of the batch.
+"""Contrastive image-text (Radford et al. 2021): match images and captions of a batch.
 
 Paper       Radford et al. 2021, CLIP (arXiv 2103.00020), section 2.3.
-Promise     Every pair is compared with all pairs of the effective batch, across data-parallel ranks. The loss is the
-            mean of both directions.
+Promise     Each image is compared with all captions of the effective batch, across data-parallel ranks, and each
+            caption with all images. The loss is the mean of both directions.
 Use         run = thrifty.train(recipe="flip-emoji", data="captions", budget="2000 steps")
             print(thrifty.retrieve(run))
-Start with  `--set objective.name=contrastive --set data.batch=128`. A larger batch compares each pair with more others.
-Cost        A matrix of similarities as large as the batch squared. Micro-batches require `large_batch.gradient_cache`.
-Avoid       Comparing losses of different batch sizes: an untrained model has the logarithm of the batch size.
-Does not    Evaluate across held-out batches: `thrifty retrieve` evaluates a whole set.
+Start with  `--set objective.name=contrastive --set data.batch=128`. A larger batch has more negatives per pair.
+Cost        A similarity matrix (b, b) of the batch size b. Micro-batches require `large_batch.gradient_cache`.
+Avoid       Comparing losses of different batch sizes b, because the loss of an untrained model is log b.
+Does not    Compare pairs of different held-out batches. `thrifty retrieve` evaluates a whole set.
 """
 
 from dataclasses import dataclass
@@ -27,11 +27,11 @@ from thrifty.kernels.contrastive_loss import contrastive_losses, places_of_own
 
 @dataclass
 class PairPrediction(Prediction):
-    """Embeddings of images and captions in one space, (b, 2, e) as `hidden`."""
+    """Prediction whose `hidden` is the embeddings (b, 2, e): image, then caption, of each pair."""
 
     @cached_property
     def logits(self) -> Tensor:  # type: ignore[override]
-        """Similarities of all images (rows) and captions (columns), (b, b)."""
+        """Similarity matrix (b, b): rows are images, columns are captions."""
         assert self.hidden is not None
         images, captions = self.hidden.unbind(1)
         return images @ captions.T
@@ -41,11 +41,12 @@ class PairPrediction(Prediction):
 class Contrastive(Objective):
     """Symmetric contrastive loss of images and captions.
 
-    Fields    "inputs" (b, c, h, w); "tokens" (b, t); for padded captions "keep" (b, t), False on padding.
-    Loss      half of the cross-entropy of the caption among all captions, plus half of that of the image among all
-              images, of all data-parallel ranks. A held-out batch is compared within itself. It has the batch size of
-              the recipe, or the number of evaluated pairs if that is smaller.
-    Metrics   accuracy: how often the right caption or image of a held-out batch is the nearest, mean of both
+    Fields    "inputs" (b, c, h, w), the images; "tokens" (b, t), the captions; "keep" (b, t), False on padding, if
+              captions are padded.
+    Loss      mean of two cross-entropies: the right caption among all captions, and the right image among all images,
+              of all data-parallel ranks. Held-out batches are not compared with each other. A held-out batch has the
+              batch size of the recipe, or all evaluated pairs if they are fewer.
+    Metrics   accuracy: fraction of a held-out batch whose nearest caption or image is the right one, mean of both
               directions.
     """
 
@@ -66,7 +67,7 @@ class Contrastive(Objective):
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
         assert prediction.hidden is not None
         data = axis("data")
-        # held-out batches are equal on all ranks, so each rank evaluates them alone
+        # all ranks have the same held-out batches, so evaluation requires no communication
         group = data.group or dist.group.WORLD if data.size > 1 and torch.is_grad_enabled() else None
         return contrastive_losses(*prediction.hidden.unbind(1), group)
 

@@ -1,7 +1,7 @@
 """Base class of objectives on labelled texts, and metrics over all held-out predictions.
 
-Fields    "inputs" (b, t) tokens; "keep" (b, t), False on padding; for pairs of texts also "types" (b, t), 1 for the
-          second text; "labels".
+Fields    "inputs" (b, t), the tokens; "keep" (b, t), False on padding; "labels". Pairs of texts also have "types"
+          (b, t): 0 for tokens of the first text, 1 for tokens of the second.
 """
 
 import warnings
@@ -17,7 +17,7 @@ from thrifty.core.classifier_inputs import classifier_inputs, takes_text
 from thrifty.core.objective import Objective, Prediction
 
 HAS_SCORES = find_spec("sklearn") is not None
-"""True if scikit-learn (extra `metrics`) is installed. Without it accuracy is the only metric of classes."""
+"""True if scikit-learn (extra `metrics`) is installed. Without scikit-learn, accuracy is the only metric of classes."""
 
 
 class LabelledTextObjective(Objective):
@@ -32,8 +32,8 @@ class LabelledTextObjective(Objective):
 def logits_of(model: nn.Module, batch: Batch) -> Tensor:
     """Return the logits of a model for a batch.
 
-    A model of transformers is called with its own argument names. Any other is called as `model(tokens, keep)`, with
-    the token types of a pair as a third argument.
+    A model of transformers is called with the argument names of its `forward`. Other models are called as
+    `model(tokens, keep)`, or `model(tokens, keep, types)` for pairs of texts.
     """
     masks = [batch[name] for name in ("keep", "types") if name in batch.fields]
     if masks and takes_text(model):
@@ -44,9 +44,9 @@ def logits_of(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def class_scores(labels: np.ndarray, predicted: np.ndarray, names: Sequence[str]) -> dict[str, float]:
-    """Return scikit-learn's macro F1 and Matthews correlation of classes (n,).
+    """Return scikit-learn's macro F1 and Matthews correlation of labels and predictions (n,).
 
-    For two classes the result also has the F1 of the second one.
+    For two classes, also return the F1 of the second class.
     """
     from sklearn import metrics
 
@@ -60,7 +60,7 @@ def class_scores(labels: np.ndarray, predicted: np.ndarray, names: Sequence[str]
 
 
 def several_class_scores(labels: np.ndarray, predicted: np.ndarray) -> dict[str, float]:
-    """Return scikit-learn's macro and micro F1 of class indicators (n, c)."""
+    """Return scikit-learn's macro and micro F1 of multi-label indicators (n, c)."""
     from sklearn import metrics
 
     kinds = ("macro", "micro")
@@ -68,7 +68,7 @@ def several_class_scores(labels: np.ndarray, predicted: np.ndarray) -> dict[str,
 
 
 def tag_scores(labels: np.ndarray, predicted: np.ndarray, names: Sequence[str]) -> dict[str, float]:
-    """Return scikit-learn's F1 of word tags (n,): macro over all tags, micro without the tag "O"."""
+    """Return scikit-learn's F1 of word tags (n,): macro F1 over all tags, and micro F1 without the tag "O"."""
     from sklearn import metrics
 
     inside = [number for number, name in enumerate(names) if name != "O"]
@@ -79,7 +79,7 @@ def tag_scores(labels: np.ndarray, predicted: np.ndarray, names: Sequence[str]) 
 
 
 def correlations(labels: np.ndarray, predicted: np.ndarray) -> dict[str, float]:
-    """Return scipy's Pearson and Spearman correlations of values (n,); NaN if one side is constant."""
+    """Return scipy's Pearson and Spearman correlations of labels and predictions (n,); NaN if either is constant."""
     from scipy import stats
 
     kinds: dict[str, Callable[..., Any]] = {"pearson": stats.pearsonr, "spearman": stats.spearmanr}

@@ -1,16 +1,16 @@
-"""Masked autoencoder (He et al. 2021): remove most patches of an image and predict their pixels.
+"""Masked autoencoder (He et al. 2021): remove most image patches and predict their pixels.
 
 Paper       He et al. 2021, Masked Autoencoders Are Scalable Vision Learners (arXiv 2111.06377), sections 3 and 4.1.
-Promise     The loss is the mean squared error of the removed patches only. An image has new masks each epoch and
-            fixed ones in evaluation.
+Promise     The loss is the mean squared error of the removed patches only. Removed patches are random in each epoch
+            and fixed in evaluation.
 Use         run = thrifty.train(recipe="mae-digits", budget="2000 steps")
             thrifty.export(run, "encoder")
 Start with  `--set objective.name=masked_reconstruction --set objective.rate=0.75`. `objective.normalize=true`
             standardizes each target patch.
-Cost        The encoder computes all patches, because removed patches are blank. `data_selection.drop_masked_patches`
-            drops them.
-Avoid       Comparing the loss with nats: with `normalize` it is about 1 for a model that predicts each patch's mean.
-Does not    Use labels. A classifier starts from the exported encoder.
+Cost        The encoder computes removed patches as blank ones. `data_selection.drop_masked_patches` leaves them out of
+            the encoder.
+Avoid       Comparing the loss with a loss in nats. With `normalize`, predicting the mean of each patch costs about 1.
+Does not    Use labels. To train a classifier, start from the exported encoder.
 """
 
 from dataclasses import dataclass, replace
@@ -30,9 +30,9 @@ from thrifty.kernels.token_gather import gather_tokens, scatter_tokens
 
 
 def split(keys: np.ndarray, total: int, visible: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of visible patches (b, visible) and of removed ones (b, total - visible), in ascending order.
+    """Return the indices of visible patches (b, visible) and removed patches (b, total - visible), both ascending.
 
-    `keys` (b,) seed the sampling without replacement from `total` patches.
+    `keys` (b,) seed the random choice among `total` patches.
     """
     visible_patches = random_subset(random_integers(keys, total), visible)
     is_removed = np.ones((len(keys), total), dtype=bool)
@@ -41,7 +41,7 @@ def split(keys: np.ndarray, total: int, visible: int) -> tuple[np.ndarray, np.nd
 
 
 def patch_losses(predicted: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean squared error over pixels, then patches, (b,), of two tensors (b, m, p · p · c)."""
+    """Return the mean squared error (b,) of two tensors (b, m, p · p · c): m patches of p x p pixels, c channels."""
     return (predicted.float() - targets).square().mean(-1).mean(-1)
 
 
@@ -49,13 +49,13 @@ def patch_losses(predicted: Tensor, targets: Tensor) -> Tensor:
 class MaskedReconstruction(Objective):
     """Mean squared error of the pixels of removed patches.
 
-    Fields    "inputs" (b, c, h, w); "visible" (b, n) and "removed" (b, t - n), patch indices in ascending order, with
-              n = int(t · (1 - rate)). The key of the row seeds them: new ones each time in training, always the same
-              for an image in evaluation.
+    Fields    "inputs" (b, c, h, w), the images of t patches; "visible" (b, n) and "removed" (b, t - n), ascending patch
+              indices, with n = int(t · (1 - rate)). The example's key seeds the choice: a new choice each time in
+              training, always the same in evaluation.
 
-    The model is called as model(images, visible, blanks=True). It returns hidden states (b, t, e) of all patches,
-    which its `head` maps to pixels. Targets are standardized per patch with the unbiased variance. Without
-    `normalize` the loss has the squared units of the channels.
+    The model is called as model(images, visible, blanks=True). It returns hidden states (b, t, e) of all patches; its
+    `head` maps hidden states to pixels. With `normalize`, each target patch is standardized by its unbiased variance.
+    Without `normalize`, the loss has the squared units of the channels.
     """
 
     learns_from = ("images", "text")
@@ -64,7 +64,7 @@ class MaskedReconstruction(Objective):
     rate: Annotated[float, SettingBound(above=0, below=1)] = 0.75
     """Fraction of removed patches."""
     normalize: bool = True
-    """True to standardize the pixels of each target patch by their mean and standard deviation."""
+    """True to standardize each target patch to mean 0 and standard deviation 1."""
     patch: int = 0
     """Side of a patch in pixels, set when the model is built."""
 
@@ -75,20 +75,20 @@ class MaskedReconstruction(Objective):
         return self if patch is None else replace(self, patch=patch)
 
     def examples(self, batch: Batch) -> Batch:
-        """Return images with the indices of visible and removed patches; a batch that has them is unchanged."""
+        """Add the indices of visible and removed patches; return the batch unchanged if it already has them."""
         if "visible" in batch.fields:
             return batch
         total = self._patches(batch["inputs"])
         if self.normalize and self.patch**2 * batch["inputs"].shape[1] < 2:
             raise UsageError(
                 "a patch of one value has no standard deviation",
-                fix="set objective.normalize=false, or model.patch to 2 or more",
+                fix="set objective.normalize=false; or set model.patch to 2 or more",
             )
         visible = int(total * (1 - self.rate))
         if not 0 < visible < total:
             raise UsageError(
                 f"objective.rate is {self.rate:g}: {visible} of {total} patches would be visible",
-                fix="set model.patch lower, for more patches, or objective.rate nearer to 0.5",
+                fix="set objective.rate=0.5; or lower model.patch for more patches",
             )
         visible_patches, removed = map(torch.from_numpy, split(batch["key"].numpy(), total, visible))
         return Batch({"inputs": batch["inputs"], "visible": visible_patches, "removed": removed}, batch.weight)
@@ -96,8 +96,8 @@ class MaskedReconstruction(Objective):
     def _patches(self, images: Tensor) -> int:
         if not self.patch:
             raise UsageError(
-                "the patch size of this model is unknown",
-                fix="set model.preset=mae-nano, and model.patch to the side of the model's patches in pixels",
+                "the patch size of the model is unknown",
+                fix="set model.preset=mae-nano, and model.patch to the side of a patch in pixels",
             )
         height, width = images.shape[-2:]
         if height % self.patch or width % self.patch:
@@ -115,7 +115,7 @@ class MaskedReconstruction(Objective):
         return patch_losses(prediction.logits, self.targets(batch))
 
     def targets(self, batch: Batch) -> Tensor:
-        """Return the pixels of removed patches, (b, m, p · p · c) in float32."""
+        """Return the pixels of the m removed patches, (b, m, p · p · c) in float32."""
         pixels = gather_tokens(patchify(batch["inputs"].float(), self.patch), batch["removed"])
         return standardize_patches(pixels) if self.normalize else pixels
 

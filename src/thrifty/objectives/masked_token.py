@@ -1,15 +1,15 @@
-"""Masked-token prediction (Devlin et al. 2019): hide random tokens and predict them from both sides.
+"""Masked-token prediction (Devlin et al. 2019): predict masked tokens from both sides.
 
-Paper       Devlin et al. 2019, BERT (arXiv 1810.04805), section 3.1. New masks each time a text is read: Liu et al.
-            2019, RoBERTa (arXiv 1907.11692).
-Promise     The head predicts a fraction `rate` of the tokens and no others. Of these, 80 % become the mask and 10 % a
-            random token; the rest stays.
+Paper       Devlin et al. 2019, BERT (arXiv 1810.04805), section 3.1. New masks in each epoch follow Liu et al. 2019,
+            RoBERTa (arXiv 1907.11692).
+Promise     The head computes only the predicted tokens, a fraction `rate`. By default 80 % of the predicted tokens
+            become the mask, 10 % a random token, and the rest is unchanged.
 Use         run = thrifty.train("bert-nano", "my.txt", loss="masked_token", budget="2000 steps")
             thrifty.export(run, "encoder")
 Start with  `--set objective.name=masked_token --set objective.rate=0.15`. A higher rate trains on more tokens per text.
-Cost        Few tokens per text have a loss, so that more text is read than in next-token prediction.
-Avoid       Models whose attention is causal: they predict from the left side only.
-Does not    Remove masked tokens from the encoder (see `data_selection.drop_masked_tokens`), or mask whole words.
+Cost        Only the predicted tokens have a loss, so training needs more text than next-token prediction.
+Avoid       Models with causal attention, because they predict from the left side only.
+Does not    Mask whole words. Masked tokens stay in the encoder unless `data_selection.drop_masked_tokens` is used.
 """
 
 import math
@@ -31,8 +31,8 @@ MASK = "<mask>"
 
 
 def rounded_counts(fraction: float, count: int) -> tuple[int, int]:
-    """Return a fraction of `count` tokens rounded down and rounded up."""
-    exact = round(fraction * count, 9)  # 0.8 · 15 is 12 and not a little more
+    """Return fraction · count, rounded down and rounded up."""
+    exact = round(fraction * count, 9)  # without rounding, 0.8 · 15 can exceed 12
     return math.floor(exact), math.ceil(exact)
 
 
@@ -46,11 +46,11 @@ def masked(
     mask_share: float = 0.8,
     random_share: float = 0.1,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return masked texts (b, t), predicted positions (b, count), their tokens (b, count) and visible positions.
+    """Return masked texts (b, t), predicted positions (b, count), target tokens (b, count) and visible positions.
 
-    Visible positions are (b, t - m), where m is the largest number of masks of any row. `keys` (b,) seed all random
-    choices. Random replacements come from the `ordinary` tokens. `special` tokens are predicted only in a text with
-    too few others.
+    Visible positions are (b, t - m), where m is the maximum number of masks of a row. `keys` (b,) seed all random
+    choices. Random replacements are `ordinary` tokens. `special` tokens are predicted only if a text has fewer than
+    `count` other tokens.
     """
     b, t = tokens.shape
     scores = random_integers(keys, t) >> np.uint64(1)
@@ -72,9 +72,9 @@ def masked(
 
 
 def _rounded(fraction: float, count: int, offset: np.ndarray) -> np.ndarray:
-    """Return a fraction of `count` tokens for each row (b, 1), rounded at random by the row's offset in [0, 1).
+    """Return fraction · count for each row (b, 1), rounded up or down.
 
-    The rounded counts have the right mean.
+    The row's random `offset` in [0, 1) decides, so that the mean over rows is exact.
     """
     few, most = rounded_counts(fraction, count)
     return np.minimum(np.where(fraction * count - few > offset, most, few), count)
@@ -84,13 +84,13 @@ def _rounded(fraction: float, count: int, offset: np.ndarray) -> np.ndarray:
 class MaskedToken(TokenCrossEntropy):
     """Cross-entropy of masked tokens.
 
-    Fields    "tokens" (b, t) with masks; "places" (b, k), predicted positions in ascending order; "targets" (b, k),
-              their tokens, with k = max(1, round(rate · t)). "visible" (b, n): positions without a mask in ascending
-              order, for models that leave out masked tokens.
+    Fields    "tokens" (b, t) with masks; "places" (b, k), ascending predicted positions; "targets" (b, k), the original
+              tokens at these positions, with k = max(1, round(rate · t)). "visible" (b, n): ascending positions without
+              a mask, for models whose encoder leaves out masked tokens.
 
-    The fractions of masks and random tokens are exact on average. If 80 % of k is no whole number, rows differ by one
-    mask at random. n is t minus the largest number of masks of a row. In a row with one mask fewer, one more
-    predicted position is left out of "visible": one with a random token, if there is any.
+    The fractions of masks and random tokens are exact on average. If 80 % of k is not an integer, some random rows have
+    one mask more than others. n is t minus the maximum number of masks of a row. In a row with one mask fewer,
+    "visible" also leaves out one predicted position without a mask: one with a random token, if the row has any.
     """
 
     rate: Fraction = 0.15
@@ -100,10 +100,10 @@ class MaskedToken(TokenCrossEntropy):
     random_share: Probability = 0.1
     """Fraction of the predicted tokens that a random token replaces; the rest is unchanged."""
     mask: int = -1
-    """Mask token. It is set with the tokenizer, like the next two."""
+    """Mask token. `with_tokenizer` sets `mask`, `vocabulary` and `special`."""
     vocabulary: int = 0
     special: frozenset[int] = frozenset()
-    """Tokens without text, neither predicted nor used as random tokens."""
+    """Tokens without text. They are neither predicted nor used as random tokens."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -122,9 +122,9 @@ class MaskedToken(TokenCrossEntropy):
         return replace(self, mask=mask, vocabulary=tokens.vocabulary, special=tokens.special | {mask})
 
     def examples(self, batch: Batch) -> Batch:
-        """Return masked texts (b, t) made of texts (b, t+1) without their last token; a masked batch is unchanged.
+        """Mask texts (b, t+1); return the batch unchanged if it is already masked.
 
-        The next window begins with the last token.
+        The last token of a text is left out, because the next window begins with this token.
         """
         if "places" in batch.fields:
             return batch

@@ -2,14 +2,14 @@
 
 Paper       Song et al. 2019, MASS: Masked Sequence to Sequence Pre-training for Language Generation (arXiv
             1905.02450), section 3.
-Promise     Every start of the span is equally likely. A span of one token is the task of BERT, a span of all tokens
-            that of GPT.
+Promise     All positions of the span are equally likely. With one token it is the task of BERT; with all tokens, the
+            task of GPT.
 Use         run = thrifty.train("marian-nano", "my.txt", loss="mass", budget="2000 steps")
             print(run.loss)
 Start with  `--set objective.name=mass --set objective.rate=0.5`, as in the paper.
 Cost        The encoder reads the whole text and the decoder the span.
-Avoid       Models without a decoder. T5 has no positions of the text, only distances inside the span.
-Does not    Leave some tokens of the span unmasked, as the paper does (unverified).
+Avoid       Models without a decoder. T5, because its decoder reads distances inside the span, not text positions.
+Does not    Leave some tokens of the span unmasked, unlike the paper (unverified).
 """
 
 from dataclasses import dataclass, replace
@@ -29,9 +29,9 @@ from thrifty.objectives.token_cross_entropy import TokenCrossEntropy, prediction
 def hidden_span(
     tokens: np.ndarray, keys: np.ndarray, count: int, mask: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return texts (b, t) with a masked span of `count` tokens, these tokens (b, count) and their positions (b, count).
+    """Return texts (b, t) with a masked span of `count` tokens, the span (b, count) and its positions (b, count).
 
-    `keys` (b,) seed the start of each span; every start that fits is equally likely.
+    `keys` (b,) seed the start of each span. All possible starts are equally likely.
     """
     starts = tokens.shape[1] - count + 1
     begins = (random_fractions(random_integers(keys, 1)) * starts).astype(np.int64)
@@ -45,15 +45,15 @@ def hidden_span(
 class Mass(TokenCrossEntropy):
     """Cross-entropy of a masked span.
 
-    Fields    "source" (b, t), the text with a mask for each token of the span; "tokens" (b, s+1), the span after one
-              mask; "positions" (b, s) of the span in the text, with s = max(1, round(rate · t)). The decoder reads all
-              of "tokens" but the last.
+    Fields    "source" (b, t): the text with the span masked. "tokens" (b, s+1): a mask, then the span. "positions"
+              (b, s): the span's positions in the text. s = max(1, round(rate · t)). The decoder reads all of "tokens"
+              except the last.
 
-    A model with a table of positions, such as Marian, reads the span at its positions in the text.
+    A model with position embeddings, such as Marian, embeds the span at its original positions.
     """
 
     rate: Fraction = 0.5
-    """Length of the span as a fraction of the text."""
+    """Length of the span as a fraction of the text length."""
     mask: int = -1
     """Mask token, set with the tokenizer."""
 
@@ -64,9 +64,9 @@ class Mass(TokenCrossEntropy):
         return replace(self, mask=tokens.number_of(MASK, "[MASK]"))
 
     def examples(self, batch: Batch) -> Batch:
-        """Return texts with a masked span, made of texts (b, t+1) without their last token.
+        """Mask a span of each text (b, t+1); return the batch unchanged if it already has masked spans.
 
-        The next window begins with the last token. A batch that has masked spans is unchanged.
+        The last token of a text is left out, because the next window begins with this token.
         """
         if "source" in batch.fields:
             return batch

@@ -1,4 +1,4 @@
-"""Multi-label classification (no paper): predict for each class if a text belongs to it.
+"""Multi-label classification (no paper): predict any number of classes per text.
 
 Paper       The usual binary cross-entropy of each class, as in transformers.
 Promise     The loss of a text is the mean over all classes. The run reports accuracy and, with scikit-learn, macro and
@@ -8,7 +8,7 @@ Use         run = thrifty.train("bert-nano", "topics.jsonl", loss="multi_label_c
 Start with  `--set objective.name=multi_label_classification`.
 Cost        One logit per class and text.
 Avoid       Exactly one label per text: use `classification`.
-Does not    Weigh rare classes or tune the threshold: a class is predicted above a probability of one half.
+Does not    Give rare classes more weight. The threshold is fixed: a class is predicted above probability 0.5.
 """
 
 from collections.abc import Mapping
@@ -24,10 +24,10 @@ from thrifty.objectives.labelled_text import HAS_SCORES, LabelledTextObjective, 
 
 @dataclass(frozen=True)
 class MultiLabelClassification(LabelledTextObjective):
-    """Binary cross-entropy of each of c classes of a text; the model's logits are (b, c).
+    """Binary cross-entropy per class, averaged over the c classes. The model returns logits (b, c).
 
-    Fields    as in `labelled_text`; "labels" (b, c) in float32, 1 for a class of the text.
-    Metrics   accuracy: fraction of texts with every class right; F1 of all held-out texts (scikit-learn).
+    Fields    those of `labelled_text`, and "labels" (b, c) in float32, 1 for a class of the text.
+    Metrics   accuracy: fraction of texts with all c classes right. F1 over all held-out texts (scikit-learn).
     """
 
     label_form = "classes"

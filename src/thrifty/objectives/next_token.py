@@ -1,14 +1,14 @@
 """Next-token prediction (Radford et al. 2018): predict each token of a text from the tokens before it.
 
 Paper       Radford et al. 2018, Improving Language Understanding by Generative Pre-Training, section 3.1, equation 1.
-Promise     The loss is the mean cross-entropy per token, in nats. With `data.separate` no document of a row attends
-            to another one.
+Promise     The loss is the mean cross-entropy per token, in nats. With `data.separate`, documents of a row do not
+            attend to each other.
 Use         run = thrifty.train("llama-nano", "my.txt", loss="next_token", budget="2000 steps")
             print(run.loss)
 Start with  `--set objective.name=next_token`, the default. Add `--set data.separate=true` for short documents.
-Cost        One logit per vocabulary entry and token. A linear head computes the logits in chunks and stores none.
-Avoid       Models whose attention reaches later tokens, such as BERT: they see the token to predict.
-Does not    Predict the first token of a separate document. Every other token of the effective batch weighs the same.
+Cost        One logit per vocabulary entry and token. With a linear head, logits are computed in chunks and not saved.
+Avoid       Bidirectional models such as BERT, because their attention sees the token to predict.
+Does not    Predict the first token of a separate document. All other tokens of the effective batch weigh the same.
 """
 
 import inspect
@@ -23,7 +23,7 @@ from thrifty.core.objective import Prediction
 from thrifty.objectives.token_cross_entropy import TokenCrossEntropy, prediction_of
 
 LABELS = ("targets", "target", "labels", "label", "y")
-"""Argument names that do not mean the document of each token."""
+"""Argument names that mean labels. Such an argument does not receive the document number of each token."""
 
 
 @dataclass(frozen=True)
@@ -32,13 +32,13 @@ class NextToken(TokenCrossEntropy):
 
     Fields    "tokens" (b, t+1).
 
-    With `data.separate`, the mask and positions of packed conversations separate the documents of a row. The first
-    token of a document is then not predicted from the document before it, and all predictions of an effective batch
-    weigh the same.
+    With `data.separate`, documents of a row get separate attention and positions, as packed conversations do. The first
+    token of a document is then not predicted from the previous document. All predictions of an effective batch have the
+    same weight.
     """
 
     boundary: int | None = None
-    """End-of-document token, if documents are separate."""
+    """End-of-document token if `data.separate` is set; otherwise None."""
 
     @property
     def may_weigh_parts(self) -> bool:  # type: ignore[override]
@@ -57,9 +57,9 @@ class NextToken(TokenCrossEntropy):
         return prediction
 
     def shares(self, batch: Batch) -> Tensor | None:
-        """Return 1 for each prediction that counts and 0 for others, so that losses are sums over predictions.
+        """Return 0 for the prediction of a document's first token, else 1, (b, t); None if documents are not separate.
 
-        The trainer divides them by the `part_weights` of all examples.
+        The loss of an example is then a sum. The trainer divides the sums by the `part_weights` of all examples.
         """
         return None if self.boundary is None else (batch["tokens"][:, :-1] != self.boundary).float()
 
@@ -68,10 +68,10 @@ class NextToken(TokenCrossEntropy):
 
 
 def _check_document_argument(model: nn.Module) -> None:
-    """Raise RefusedError for a model whose second argument cannot be the document of each token."""
+    """Raise RefusedError if the second argument of a model cannot be the document number of each token."""
     try:
         parameters = [*inspect.signature(model.forward).parameters.values()]
-    except ValueError:  # of a compiled function
+    except ValueError:  # compiled functions have no signature
         return
     positional = [each for each in parameters if each.kind not in (each.KEYWORD_ONLY, each.VAR_KEYWORD)]
     is_variadic = any(each.kind is each.VAR_POSITIONAL for each in positional)
@@ -79,8 +79,8 @@ def _check_document_argument(model: nn.Module) -> None:
         return
     names = ", ".join(each.name for each in parameters)
     raise RefusedError(
-        f"data.separate is set, but {type(model).__name__}.forward({names}) does not take the document of each token",
-        fix="add a second argument, whole numbers (b, t), and attend only where they are equal; or leave "
+        f"data.separate is set, but {type(model).__name__}.forward({names}) does not take document numbers",
+        fix="add a second argument, integers (b, t), and let tokens attend only to equal integers; or leave "
         "data.separate out",
     )
 
@@ -88,7 +88,7 @@ def _check_document_argument(model: nn.Module) -> None:
 def document_numbers(tokens: Tensor, boundary: int) -> Tensor:
     """Return the document number of each token in its row, (b, t), counted from 1.
 
-    A boundary belongs to the document that it ends.
+    A boundary token belongs to the document that it ends.
     """
     ends = (tokens == boundary).long()
     return ends.cumsum(1) - ends + 1

@@ -1,13 +1,13 @@
 """Regression (no paper): predict one number from a text or a pair of texts.
 
-Paper       The usual squared error; the task of STS-B (Cer et al. 2017, arXiv 1708.00055).
+Paper       The usual squared error. An example is STS-B (Cer et al. 2017, arXiv 1708.00055).
 Promise     The loss is the mean squared error. The run reports Pearson and Spearman correlations of all held-out texts.
 Use         run = thrifty.train("bert-nano", "similarity.csv", loss="regression", budget="2000 steps")
             print(run.metrics)
 Start with  `--set objective.name=regression`.
 Cost        One output per text.
-Avoid       Class numbers without an order: use `classification`.
-Does not    Scale the labels. Correlations require scipy and are NaN where predictions or labels are constant.
+Avoid       Labels that are class numbers without an order: use `classification`.
+Does not    Scale the labels. Correlations require scipy, and are NaN if predictions or labels are constant.
 """
 
 from collections.abc import Mapping
@@ -22,9 +22,9 @@ from thrifty.objectives.labelled_text import LabelledTextObjective, correlations
 
 @dataclass(frozen=True)
 class Regression(LabelledTextObjective):
-    """Squared error of one number per text; the model's logits are (b, 1) or (b,).
+    """Squared error of one predicted number per text. The model returns logits (b, 1) or (b,).
 
-    Fields    as in `labelled_text`; "labels" (b,) in float32.
+    Fields    those of `labelled_text`, and "labels" (b,) in float32.
     Metrics   Pearson and Spearman correlations of all predictions and labels (scipy).
     """
 

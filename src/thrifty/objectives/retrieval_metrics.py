@@ -1,4 +1,4 @@
-"""Retrieval and zero-shot classification over a whole set of images and captions.
+"""Metrics of image-text models: retrieval and zero-shot classification over a whole set.
 
 Paper     Radford et al. 2021, CLIP (arXiv 2103.00020), section 3.1 and appendix E.1.
 """
@@ -18,9 +18,10 @@ FIRST = (1, 5, 10)
 
 @torch.no_grad()
 def embed_pairs(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return unit embeddings of images and of captions (n, e), and the text number of each caption (n,).
+    """Return normalized embeddings of images and of captions, (n, e) each, and the text number of each caption (n,).
 
-    Equal captions have the same text number. The model has two towers, see `models/contrastive_model.py`.
+    Equal captions have the same text number. The model has an image and a text encoder, see
+    `models/contrastive_model.py`.
     """
     model.eval()
     images, captions, texts = [], [], []
@@ -36,10 +37,11 @@ def embed_pairs(model: nn.Module, batches: Iterable[Batch], device: torch.device
 
 
 def retrieval(images: Tensor, captions: Tensor, numbers: Tensor) -> dict[str, float]:
-    """Return the recall at 1, 5 and 10 of unit embeddings (n, e) with text numbers (n,).
+    """Return the recall at 1, 5 and 10 for normalized embeddings (n, e) and text numbers (n,).
 
-    "captions R@k" is the fraction of images with their caption among the k nearest; "images R@k" is the converse. If
-    several images have the same caption, each of them counts as right. Ties are ranked last.
+    "captions R@k" is the fraction of images whose caption is among the k nearest captions. "images R@k" is the fraction
+    of captions whose image is among the k nearest images. If images share a caption, each of these images counts as
+    right. A right candidate is ranked after wrong ones of equal similarity.
     """
     recalls = {}
     for name, (queries, keys) in (("captions", (images, captions)), ("images", (captions, images))):
@@ -49,12 +51,12 @@ def retrieval(images: Tensor, captions: Tensor, numbers: Tensor) -> dict[str, fl
 
 
 def chance_retrieval(numbers: Tensor) -> dict[str, float]:
-    """Return the expected recall of a random ranking for captions with text numbers (n,)."""
+    """Return the expected recalls of a random ranking, for captions with text numbers (n,)."""
     total = len(numbers)
-    own = numbers.bincount()[numbers].double()  # right candidates of each pair
+    own = numbers.bincount()[numbers].double()  # number of right candidates of each pair
     recalls = {}
     for first in FIRST:
-        # probability that none of the first candidates is right, sampled without replacement
+        # probability that none of the `first` candidates is right, if sampled without replacement
         missed = torch.ones(total, dtype=torch.float64)
         for drawn in range(min(first, total)):
             missed *= ((total - own - drawn) / (total - drawn)).clamp(min=0)
@@ -64,9 +66,9 @@ def chance_retrieval(numbers: Tensor) -> dict[str, float]:
 
 @torch.no_grad()
 def class_vectors(model: nn.Module, prompts: Sequence[Batch], device: torch.device) -> Tensor:
-    """Return a unit embedding of each of v classes (v, e): the mean over its prompts.
+    """Return normalized class embeddings (v, e): the mean over the prompts of each class.
 
-    Each batch of `prompts` has one prompt for every class.
+    Each batch of `prompts` has one prompt for each of the v classes.
     """
     model.eval()
     parts = [model.of_captions(batch["tokens"].to(device), batch["keep"].to(device)).float() for batch in prompts]
@@ -75,9 +77,9 @@ def class_vectors(model: nn.Module, prompts: Sequence[Batch], device: torch.devi
 
 @torch.no_grad()
 def zero_shot_accuracy(model: nn.Module, classes: Tensor, batches: Iterable[Batch], device: torch.device) -> float:
-    """Return the fraction of images whose nearest class embedding (of v, e) is that of their label.
+    """Return the fraction of images whose nearest class embedding is the embedding of their label.
 
-    Batches have "inputs" and "labels".
+    `classes` are class embeddings (v, e). Batches have "inputs" and "labels".
     """
     correct, total = 0, 0
     for batch in batches:

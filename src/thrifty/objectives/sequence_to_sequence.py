@@ -1,15 +1,14 @@
-"""Sequence to sequence (Raffel et al. 2020): predict a target text from a source, or cut-out spans of plain text.
+"""Sequence to sequence (Raffel et al. 2020): predict a target text, or removed spans of a text.
 
-Paper       Raffel et al. 2020, T5 (arXiv 1910.10683), section 3.1.4 and table 6, for plain text; pairs of texts:
-            Sutskever et al. 2014 (arXiv 1409.3215).
-Promise     The loss is the mean cross-entropy per target token of an example, in nats. Batches of plain text have no
-            padding.
+Paper       Plain text: Raffel et al. 2020, T5 (arXiv 1910.10683), section 3.1.4 and table 6. Pairs of texts: Sutskever
+            et al. 2014 (arXiv 1409.3215).
+Promise     The loss of an example is the mean cross-entropy per target token, in nats. Plain text has no padding.
 Use         run = thrifty.train("t5-nano", "pairs.tsv", loss="sequence_to_sequence", budget="2000 steps")
             print(run.loss)
-Start with  `--set objective.name=sequence_to_sequence`. `rate` and `mean_span` set what is cut out of plain text.
-Cost        An encoder pass over the source, a decoder pass over the target and cross-attention between them.
-Avoid       Models without a decoder; a prompt and its answer fit `chat_answers`.
-Does not    Weigh long targets more: each example has the same weight.
+Start with  `--set objective.name=sequence_to_sequence`. For plain text, set `rate` and `mean_span` of removed spans.
+Cost        An encoder pass over the source and a decoder pass over the target, with cross-attention.
+Avoid       Decoder-only models and encoders. For prompts with answers, use `chat_answers`.
+Does not    Give long targets more weight: each example has the same weight.
 """
 
 from dataclasses import dataclass, replace
@@ -30,20 +29,20 @@ from thrifty.objectives.token_cross_entropy import TokenCrossEntropy, prediction
 class SequenceToSequence(TokenCrossEntropy):
     """Cross-entropy of a target text given a source text.
 
-    Fields    "source" (b, s); "tokens" (b, t+1), the target after a start token; for padded rows "source_keep" (b, s)
-              and "counted" (b, t), False on padding.
-    Data      pairs of texts, or plain text with spans cut out (see `span_corruption`). The end-of-text token starts the
-              target and ends source and target.
+    Fields    "source" (b, s); "tokens" (b, t+1), a start token and the target. Padded rows also have "source_keep"
+              (b, s) and "counted" (b, t), False on padding.
+    Data      pairs of texts, or plain text whose spans are removed (see `span_corruption`). The end-of-text token ends
+              both texts, and is also the start token.
     """
 
     learns_from = ("text_pairs", "text")
 
     rate: Annotated[float, SettingBound(above=0, most=0.9)] = 0.15
-    """Fraction of the tokens of plain text that is cut out."""
+    """Fraction of plain-text tokens that span corruption removes."""
     mean_span: Annotated[float, SettingBound(least=1)] = 3.0
-    """Mean length of a cut-out span in tokens."""
+    """Mean length of a removed span in tokens."""
     sentinels: tuple[int, ...] = ()
-    """Tokens that replace the spans. They are set with the tokenizer, like the next one."""
+    """Tokens that replace the removed spans. `with_tokenizer` sets `sentinels` and `end_of_text`."""
     end_of_text: int = -1
 
     def text_length(self, length: int) -> int:
@@ -58,9 +57,9 @@ class SequenceToSequence(TokenCrossEntropy):
         return replace(self, sentinels=sentinels, end_of_text=tokens.end_of_text)
 
     def examples(self, batch: Batch) -> Batch:
-        """Return pairs unchanged, and texts (b, t+1) without their last token as corrupted source and target.
+        """Return pairs unchanged; turn plain texts (b, t+1) into source and target by span corruption.
 
-        The next window begins with the last token.
+        The last token of a text is left out, because the next window begins with this token.
         """
         if "source" in batch.fields:
             return batch

@@ -1,14 +1,14 @@
-"""Token classification (no paper): predict one label of each word, such as its entity or part of speech.
+"""Token classification (no paper): predict one label per word, such as entity or part of speech.
 
 Paper       The usual cross-entropy per word, as in transformers.
-Promise     Every word of the effective batch weighs the same. The run reports accuracy and, with scikit-learn, F1 of
-            single words.
+Promise     Every word of the effective batch has the same weight. The run reports accuracy and, with scikit-learn,
+            F1 of single words.
 Use         run = thrifty.train("bert-nano", "entities.jsonl", loss="token_classification", budget="2000 steps")
             print(run.metrics)
 Start with  `--set objective.name=token_classification`.
 Cost        One logit per class and token.
 Avoid       One label per text: use `classification`.
-Does not    Train on special tokens or on any but the first token of a word. It does not score whole entities.
+Does not    Train on special tokens, or on a word's tokens after the first. F1 is not of whole entities.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,11 +27,10 @@ NO_LABEL = -100
 
 @dataclass(frozen=True)
 class TokenClassification(LabelledTextObjective):
-    """Cross-entropy of one label per word; the model's logits are (b, t, c).
+    """Cross-entropy of one label per word. The model returns logits (b, t, c) for c classes.
 
-    Fields    as in `labelled_text`; "labels" (b, t), -100 for tokens without a label: special tokens, and all but the
-              first token of a word.
-    Metrics   accuracy over words; F1 of single words over all held-out texts (scikit-learn), not of whole entities.
+    Fields    those of `labelled_text`, and "labels" (b, t): -100 for special tokens and later tokens of a word.
+    Metrics   accuracy over words. F1 of single words, not of whole entities, over all held-out texts (scikit-learn).
     """
 
     label_form = "tags"
@@ -49,7 +48,7 @@ class TokenClassification(LabelledTextObjective):
         return Prediction(output=logits_of(model, batch), part_weights=(batch["labels"] != NO_LABEL).sum(1).float())
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
-        """Return the loss summed over the words of each text, (b,); the trainer takes the mean over all words."""
+        """Return the loss of each text, summed over its words, (b,). The trainer divides by the number of words."""
         logits = prediction.logits.float().transpose(1, 2)
         return F.cross_entropy(logits, batch["labels"], reduction="none", ignore_index=NO_LABEL).sum(1)
 

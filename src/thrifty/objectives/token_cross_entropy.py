@@ -1,7 +1,7 @@
-"""Base class of token objectives: the mean softmax cross-entropy of each example's predictions.
+"""Base class of token objectives. The loss of an example is the mean softmax cross-entropy of its predictions.
 
-If the model has a linear attribute `head`, the loss computes the vocabulary in chunks. For other models the output, or
-its attribute `logits`, is the logits.
+If the model has a linear `head`, the loss computes the logits in chunks. Other models return logits, or an object with
+an attribute `logits`.
 """
 
 from collections.abc import Callable
@@ -23,9 +23,9 @@ from thrifty.kernels.token_gather import gather_tokens
 
 
 def prediction_of(model: nn.Module, output: Any, places: Tensor | None = None) -> Prediction:
-    """Return the prediction of a model's output, which is hidden states or logits (b, t, …).
+    """Return the prediction for a model's output: hidden states if the model has a `head`, else logits, (b, t, …).
 
-    With `places` (b, k), only at these positions.
+    With `places` (b, k), return the prediction at these k positions only.
     """
     head = getattr(model, "head", None)
     values = output if head is not None else getattr(output, "logits", output)
@@ -35,28 +35,28 @@ def prediction_of(model: nn.Module, output: Any, places: Tensor | None = None) -
 
 
 def _is_plain_linear(head: nn.Module | None) -> bool:
-    """Return True if a head is only a weight and a bias, which the loss may use without calling the head."""
+    """Return True if the loss may use the weight and bias of a head without calling the head."""
     return type(head) is nn.Linear and "forward" not in vars(head) and not head._forward_hooks
 
 
 @dataclass(frozen=True)
 class TokenCrossEntropy(Objective):
-    """Cross-entropy of tokens. Subclasses define `predict`, and `targets` unless these are the next tokens."""
+    """Cross-entropy of tokens. Subclasses define `predict`, and `targets` if targets are not the next tokens."""
 
     step: Callable = chunk_step
-    """Arithmetic of one chunk; `compiled` replaces it."""
+    """Function that computes one chunk. `compiled` compiles this function."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "objective")
 
     def targets(self, batch: Batch) -> Tensor:
-        """Return the target tokens, int64 (b, k): by default "tokens" after the first."""
+        """Return the target tokens, int64 (b, k). By default they are "tokens" without the first."""
         return batch["tokens"][:, 1:]
 
     def shares(self, batch: Batch) -> Tensor | None:
-        """Return the weight of each prediction in its example (b, k), summing to 1 over k; None for equal weights.
+        """Return the weight of each prediction within its example, (b, k), or None for equal weights.
 
-        A prediction of weight 0 is ignored.
+        Weights of an example sum to 1. A prediction of weight 0 is ignored.
         """
         return None
 
@@ -76,14 +76,14 @@ class TokenCrossEntropy(Objective):
         else:
             logits = prediction.logits.float().flatten(0, 1)
             losses = F.cross_entropy(logits, targets.flatten(), reduction="none", ignore_index=IGNORED)
-            normalizers = None  # computed on demand: they would save the logits a second time
+            normalizers = None  # computed on demand, because computing them here saves the logits a second time
         prediction.normalizers = None if normalizers is None else normalizers.view_as(targets)
         prediction.shares = shares
         losses = losses.view_as(targets)
         return losses.mean(1) if shares is None else (losses * shares).sum(1)
 
     def normalizers(self, prediction: Prediction, batch: Batch) -> Tensor:
-        """Return the log-partition of each prediction (b, k), 0 for predictions that do not count."""
+        """Return the logsumexp of the logits of each prediction, (b, k), and 0 for predictions of weight 0."""
         if prediction.normalizers is None and _is_plain_linear(prediction.head):
             self.losses(prediction, batch)
         elif prediction.normalizers is None:
@@ -94,9 +94,10 @@ class TokenCrossEntropy(Objective):
 
     @torch.no_grad()
     def scores(self, prediction: Prediction, batch: Batch) -> Tensor:
-        """Return gradient norms (b,). Without weights they are of the sum of the losses instead of the mean.
+        """Return the gradient norm of each example (b,).
 
-        All examples then have equally many predictions, so that the norms differ by a common factor only.
+        Without weights, the gradient is of the sum of the losses instead of their mean. All examples then have the same
+        number of predictions, so all norms have the same extra factor.
         """
         targets, shares = self._counted_targets(batch)
         if _is_plain_linear(prediction.head):
@@ -112,7 +113,7 @@ class TokenCrossEntropy(Objective):
         return (squared if shares is None else squared * shares.square()).sum(1).sqrt()
 
     def _counted_targets(self, batch: Batch) -> tuple[Tensor, Tensor | None]:
-        """Return the targets, with uncounted ones set to IGNORED, and the weight of each; None for equal weights."""
+        """Return targets and weights (b, k). Targets of weight 0 become IGNORED; equal weights are None."""
         targets, shares = self.targets(batch), self.shares(batch)
         return (targets, None) if shares is None else (targets.masked_fill(shares == 0, IGNORED), shares)
 

@@ -16,13 +16,13 @@ from thrifty.objectives.user_metrics import DatasetMetric, ModelMetric
 
 UserFunction = Callable[[nn.Module, Any], Any]
 RESERVED = ("loss", "trained_loss", "kind", "step")
-"""Names that the record of an evaluation uses."""
+"""Reserved metric names, because the record of an evaluation uses them."""
 UserMetric = UserFunction | DatasetMetric | ModelMetric
 
 
 @dataclass
 class UserPrediction(Prediction):
-    """Losses of a model, and the model, which metrics call again."""
+    """Losses of a model, and the model itself. Metrics call the model again."""
 
     model: nn.Module = field(default_factory=nn.Module, repr=False)
 
@@ -32,14 +32,14 @@ class UserLoss(Objective):
 
     `loss(model, batch)` returns one of three results:
 
-    - one loss per example, (b,);
-    - losses and weights of the parts of each example, such as tokens, (b, …) each. The loss of an effective batch is
-      the weighted mean of all parts;
-    - a mean. Micro-batches of unequal size and examples of unequal weight are then refused. An evaluation leaves out a
-      smaller last batch.
+    - losses (b,), one per example.
+    - (losses, weights) of the parts of each example, such as tokens, (b, …) each. The loss of an effective batch is the
+      weighted mean of all parts.
+    - the mean loss of the batch, a scalar. Micro-batches of unequal size and examples of unequal weight are then
+      refused. An evaluation leaves out a smaller last batch.
 
-    `metrics` are functions of the same form, or metrics of all examples. A budget counts an example as `example_unit`
-    units, such as the tokens of a text.
+    `metrics` are functions that return one of these results, or a `DatasetMetric` or `ModelMetric`. A token budget
+    counts each example as `example_unit` tokens.
     """
 
     learns_from = ()
@@ -57,7 +57,7 @@ class UserLoss(Objective):
             if not name.isidentifier() or name in RESERVED:
                 raise UsageError(
                     f"a metric cannot be called {name!r}",
-                    fix=f"use letters, digits and underscores, such as 'f1', and none of {', '.join(RESERVED)}",
+                    fix=f"use letters, digits and underscores, such as 'f1', but not {', '.join(RESERVED)}",
                 )
         kinds = DatasetMetric, ModelMetric
         self.means = {name: each for name, each in (metrics or {}).items() if not isinstance(each, kinds)}
@@ -70,8 +70,8 @@ class UserLoss(Objective):
         values, weights = _per_example(self._called(self.loss, model, batch, "the loss"), batch, "the loss")
         if torch.is_grad_enabled() and not values.requires_grad:
             raise UsageError(
-                "the loss has no gradient: it does not depend on the trained parameters, or was detached",
-                fix="compute it from the model's output, without .item(), .detach() or torch.no_grad()",
+                "the loss has no gradient: the loss was detached, or does not depend on trained parameters",
+                fix="compute the loss from the model's output, without .item(), .detach() or torch.no_grad()",
             )
         is_mean = not values.ndim
         losses = values.expand(len(batch)) if is_mean else values
@@ -93,7 +93,7 @@ class UserLoss(Objective):
                 rows = self._called(metric.predict, prediction.model, batch, name)
                 if not isinstance(rows, tuple | list) or len(rows) != 2 or len({len(each) for each in rows}) != 1:
                     raise UsageError(
-                        f"{_metric(name)} predicts {_form(rows)}",
+                        f"{_metric(name)} returns {_form(rows)} from `predict`",
                         fix="return predictions and labels, two tensors with the same number of rows",
                     )
                 measured |= {key: torch.as_tensor(each) for key, each in zip(_rows_of(name), rows, strict=True)}
@@ -122,7 +122,7 @@ class UserLoss(Objective):
         changed = [name for name, tensor in batch.fields.items() if tensor._version != before[name]]
         if changed:
             raise UsageError(
-                f"{what} changes the batch in place (part {changed[0]}), which is read again after it",
+                f"{what} changes part {changed[0]!r} of the batch in place, but the batch is used again later",
                 fix="change a copy: part = part.clone()",
             )
         return result
@@ -137,46 +137,46 @@ def _metric(name: str) -> str:
 
 
 def _rows_of(name: str) -> tuple[str, str]:
-    """Return the names of a metric's predictions and labels in the collected rows."""
+    """Return the keys of a metric's predictions and labels in the collected rows."""
     return f"{name} predictions", f"{name} labels"
 
 
 def _form(value: Any) -> str:
-    """Return the description of a result for an error."""
+    """Describe a result for an error message."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
     return f"a {type(value).__name__}"
 
 
 def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
-    """Return the mean loss that a model of `transformers` computes for a batch with labels.
+    """Return the mean loss that a model of `transformers` computes for a batch (a dict) with labels.
 
-    Raises UsageError if the batch is no mapping or the output has no loss.
+    Raises UsageError if the batch is not a mapping or the output has no loss.
     """
     if not isinstance(batch, Mapping):
         raise UsageError(
-            f"there is no loss function, but a batch is a {type(batch).__name__}, not keyword arguments of the model",
+            f"no loss was passed, and a batch is a {type(batch).__name__}, not a dict of the model's arguments",
             fix="pass loss=, a function of (model, batch)",
         )
     try:
         loss = getattr(model(**batch), "loss", None)
     except TypeError as error:
         raise UsageError(
-            f"there is no loss function, but the model takes other arguments: {error}",
+            f"no loss was passed, and the model does not accept the keys of the batch: {error}",
             fix="pass loss=, a function of (model, batch)",
         ) from error
     if loss is None:
         raise UsageError(
-            "there is no loss function, and the model's output has no loss",
-            fix="pass loss=, a function of (model, batch), or batches with labels",
+            "no loss was passed, and the model's output has no loss",
+            fix="pass loss=, a function of (model, batch); or pass batches with labels",
         )
     return loss
 
 
 def _per_example(result: Any, batch: Batch, what: str) -> tuple[Tensor, Tensor | None]:
-    """Return the value of each example (b,) in float32, or weighted sums of parts and sums of weights, (b,) each.
+    """Return (values, None) or, for a weighted result, (sums of weight · value, sums of weights), in float32.
 
-    For a mean, return a scalar. Raises UsageError for a result of another form.
+    All are (b,), except that `values` is a scalar for a mean. Raises UsageError for a result of another form.
     """
     count = len(batch)
     values, weights = result if isinstance(result, tuple) and len(result) == 2 else (result, None)
@@ -185,18 +185,18 @@ def _per_example(result: Any, batch: Batch, what: str) -> tuple[Tensor, Tensor |
     if not isinstance(values, Tensor) or values.is_complex() or (values.ndim and len(values) != count):
         raise UsageError(
             f"{what} of a batch of {count} examples is {_form(values)}",
-            fix=f"return one value for each example ({count},), values and weights, or their mean, as a tensor",
+            fix=f"return a tensor ({count},) of one value per example; or (values, weights); or a scalar mean",
         )
     for each in (values, weights):
         if torch.is_grad_enabled() and isinstance(each, Tensor) and each.device != batch.weight.device:
             raise UsageError(
-                f"{what} is on {each.device}, but the batch on {batch.weight.device}",
+                f"{what} is on {each.device}, but the batch is on {batch.weight.device}",
                 fix="compute it from the model's output and the batch only, without .cpu() or .to()",
             )
     if torch.is_grad_enabled() and not values.is_floating_point():
         raise UsageError(
-            f"{what} has whole numbers ({values.dtype}), which have no gradient",
-            fix="return a float tensor; pass counts of mistakes as metrics=",
+            f"{what} has dtype {values.dtype}, which has no gradient",
+            fix="return a float tensor; or pass the function in metrics=",
         )
     values = values.float()
     if weights is None:
@@ -204,7 +204,7 @@ def _per_example(result: Any, batch: Batch, what: str) -> tuple[Tensor, Tensor |
     if not isinstance(weights, Tensor) or weights.shape != values.shape or not values.ndim:
         raise UsageError(
             f"{what} has values of shape {tuple(values.shape)}, but the weights are {_form(weights)}",
-            fix="return values and weights of the same shape, with one row for each example",
+            fix="return values and weights of the same shape, with one row per example",
         )
     weights = weights.detach().float()
     if not isinstance(weights, FakeTensor) and not bool((weights.isfinite() & (weights >= 0)).all()):
@@ -212,7 +212,7 @@ def _per_example(result: Any, batch: Batch, what: str) -> tuple[Tensor, Tensor |
             f"weights of {what} are negative or not finite, such as {_first_invalid(weights):g}",
             fix="return finite weights of at least 0, such as (labels != -100).float()",
         )
-    # a part of weight 0 may have no finite value, such as a mean over nothing
+    # the value of a part of weight 0 may be NaN, such as a mean over no tokens
     values = torch.where(weights > 0, values, 0.0)
     return (values * weights).reshape(count, -1).sum(1), weights.reshape(count, -1).sum(1)
 

@@ -1,4 +1,4 @@
-"""User-defined metrics that are not means over examples."""
+"""User-defined metrics that cannot be computed as means over examples."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,8 +11,8 @@ from torch import Tensor, nn
 class DatasetMetric:
     """A metric of all held-out predictions and labels, such as F1 or a correlation.
 
-    `predict(model, batch)` returns predictions and labels (n, …), with equally many rows. `score(labels, predictions)`
-    is called once per evaluation with numpy arrays of all rows and returns a number. Its arguments have the order of
+    `predict(model, batch)` returns predictions and labels (n, …) with the same number of rows. Once per evaluation,
+    `score(labels, predictions)` receives numpy arrays of all rows and returns a number. Labels come first, as in
     scikit-learn's metrics.
 
     Example::
@@ -29,7 +29,7 @@ class DatasetMetric:
 class ModelMetric:
     """A metric of the model, such as the score of generated texts.
 
-    `validate(model)` is called once per evaluation, without gradients and dropout, and returns a number.
+    `validate(model)` returns a number. It is called once per evaluation, without gradients and dropout.
 
     Example::
 
