@@ -1,11 +1,11 @@
-"""torch.compile (Ansel et al. 2024): compile each block, the norms around them and the loss.
+"""torch.compile (Ansel et al. 2024): compile each block, the norms outside blocks and the loss.
 
 Paper       Ansel et al. 2024, PyTorch 2 (ASPLOS), doi 10.1145/3620665.3640366.
 Promise     Elementwise operations are fused. Equal blocks share one compilation.
 Use         model = thrifty.apply(model, "compile")
-Start with  `compile`; `dynamic=true` if batch shapes vary.
-Cost        About ten seconds before the first step, and again after each structural change.
-Avoid       Very short runs. CPUs require a C++ compiler (`thrifty doctor` reports it).
+Start with  `compile`. Use `dynamic=true` if batch shapes vary.
+Cost        About ten seconds before the first step, and again after each change of the model's structure.
+Avoid       Very short runs. CPUs without a C++ compiler (`thrifty doctor` reports it).
 Does not    Change results beyond rounding. Rename parameters.
 """
 

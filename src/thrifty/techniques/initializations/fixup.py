@@ -1,13 +1,13 @@
 """Fixup (Zhang et al. 2019): replace norms by scaled initialization, zero branch ends and scalars.
 
-Paper       Zhang, Dauphin and Ma 2019, Fixup Initialization (arXiv 1901.09321), the three rules of section 3 as in the
-            authors' Transformer.
-Promise     The first update changes the function by the same amount at any depth. No norms are needed.
+Paper       Zhang, Dauphin and Ma 2019, Fixup Initialization (arXiv 1901.09321). The three rules of section 3 are
+            applied as in the authors' Transformer.
+Promise     The first update changes the function by the same amount at any depth. Norms are not needed.
 Use         model, optimizer = thrifty.apply((model, optimizer), "fixup")
 Start with  `fixup`, with dropout or mixup, since the removed norms also regularize.
-Cost        About seven scalars per block and an elementwise addition for each. The work of the norms is saved.
-Avoid       Pretrained weights: every block is reinitialized.
-Does not    Keep the plain architecture, so that the trained model cannot be exported as one.
+Cost        About seven scalars per block, each with one elementwise operation. The computation of the norms is saved.
+Avoid       Pretrained weights, because every block is reinitialized.
+Does not    Keep the plain architecture. The trained model therefore cannot be exported as a plain model.
 """
 
 from collections.abc import Mapping

@@ -1,14 +1,14 @@
 """LayerScale (Touvron et al. 2021): multiply each residual branch by learned per-channel gains that start small.
 
 Paper       Touvron et al. 2021, Going deeper with Image Transformers (arXiv 2103.17239), equation 4.
-Promise     Deep pre-norm models of 36 blocks and more train where they would stall.
+Promise     Pre-norm models of 36 or more blocks train where they would otherwise stall.
 Use         model = thrifty.apply(model, "layer_scale")
             optimizer = thrifty.optim.AdamW(model, lr=1e-3)
-Start with  `layer_scale`. The initial gain follows the depth of the model; `initial_value` replaces it.
-Cost        One elementwise product per residual branch. The gains are folded into the weights at the end.
-Avoid       Pretrained weights: branch outputs shrink to the initial gains. Models with a norm after each branch, as
-            Gemma 2 and OLMo 2, are refused.
-Does not    Remove the norms or the warm-up. Decay the gains.
+Start with  `layer_scale`. The initial gain depends on the depth; `initial_value` overrides the gain.
+Cost        One elementwise product per residual branch. After training the gains are folded into the weights.
+Avoid       Pretrained weights, because the small initial gains shrink the output of every branch. Models with a norm
+            after each branch (Gemma 2, OLMo 2) are refused.
+Does not    Remove the norms or the warm-up. Apply weight decay to the gains.
 """
 
 from collections.abc import Mapping

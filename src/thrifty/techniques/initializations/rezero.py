@@ -1,14 +1,14 @@
 """ReZero (Bachlechner et al. 2021): start each block as the identity and scale its branches by a learned scalar.
 
 Paper       Bachlechner et al. 2021, ReZero is All You Need (arXiv 2003.04887), equation 1 and section 5.
-Promise     A block computes x + α F(x) with α = 0 at first: signals and gradients pass any depth unchanged. Norms and
-            warm-up are not needed.
+Promise     A block computes x + α F(x). Because α starts at 0, signals and gradients pass unchanged at any depth,
+            without norms and warm-up.
 Use         model = thrifty.apply(model, "rezero")
             optimizer = thrifty.optim.AdamW(model, lr=1e-3)
-Start with  `rezero`, without a warm-up. `shared=branch` trains one α for each branch instead of each block.
-Cost        None: one scalar per block, and the work of the norms is saved.
-Avoid       Pretrained weights: blocks that start as the identity lose their function.
-Does not    Keep the plain architecture, so that the trained model cannot be exported as one.
+Start with  `rezero`, without a warm-up. `shared=branch` trains one α per branch instead of one per block.
+Cost        One scalar per block. The computation of the norms is saved.
+Avoid       Pretrained weights, because blocks that start as the identity lose their pretrained function.
+Does not    Keep the plain architecture. The trained model therefore cannot be exported as a plain model.
 """
 
 from collections.abc import Mapping, Sequence

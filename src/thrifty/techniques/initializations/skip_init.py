@@ -6,10 +6,10 @@ Promise     One scalar per branch keeps the branches of a deep network small at 
             are not needed.
 Use         model = thrifty.apply(model, "skip_init")
             optimizer = thrifty.optim.AdamW(model, lr=1e-3)
-Start with  `skip_init`, with dropout, since the removed norms also regularize.
-Cost        None: one scalar per branch, and the work of the norms is saved.
-Avoid       Pretrained weights: blocks that start near the identity lose their function.
-Does not    Keep the plain architecture, so that the trained model cannot be exported as one.
+Start with  `skip_init` with dropout, because the removed norms also regularize.
+Cost        One scalar per branch. The computation of the norms is saved.
+Avoid       Pretrained weights, because blocks that start near the identity lose their pretrained function.
+Does not    Keep the plain architecture. The trained model therefore cannot be exported as a plain model.
 """
 
 import math

@@ -5,10 +5,10 @@ Paper       Huang, Perez, Ba and Volkovs 2020, Improving Transformer Optimizatio
 Promise     The first updates of Adam stay bounded without norms, at the full learning rate from step 0.
 Use         model = thrifty.apply(model, "t_fixup")
             optimizer = thrifty.optim.AdamW(model, lr=1e-3)
-Start with  `t_fixup`, without a warm-up. `multiplier=1` leaves the embeddings unscaled.
-Cost        None: the work of the norms is saved.
-Avoid       Pretrained weights: everything but positions is reinitialized.
-Does not    Keep the plain architecture, so that the trained model cannot be exported as one.
+Start with  `t_fixup`, without a warm-up. Embeddings are multiplied by sqrt(width); `multiplier=1` turns this off.
+Cost        None. The computation of the norms is saved.
+Avoid       Pretrained weights, because all weights except position embeddings are reinitialized.
+Does not    Keep the plain architecture. The trained model therefore cannot be exported as a plain model.
 """
 
 from collections.abc import Mapping

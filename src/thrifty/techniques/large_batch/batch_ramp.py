@@ -1,15 +1,15 @@
 """Batch ramp (Smith et al. 2018): start with small effective batches and enlarge them during the run.
 
-Paper       Smith et al. 2018 (arXiv 1711.00489); linear ramp of Brown et al. 2020, GPT-3 (arXiv 2005.14165), appendix
-            B; reason: McCandlish et al. 2018 (arXiv 1812.06162).
+Paper       Smith et al. 2018 (arXiv 1711.00489). The linear ramp is from Brown et al. 2020, GPT-3 (arXiv 2005.14165),
+            appendix B; the reason is in McCandlish et al. 2018 (arXiv 1812.06162).
 Promise     More updates from the same examples while the gradient has little noise. Examples keep the order of the
-            plain run; none is skipped or repeated.
+            plain run, and no example is skipped or repeated.
 Use         loader = torch.utils.data.DataLoader(texts, batch_size=64)
             loader = thrifty.apply(loader, "batch_ramp", total_steps=10_000)
-Start with  `batch_ramp:start=0.125,until=0.3`. Instead of halving the learning rate, double the batch.
-Cost        With `compile`, one compilation per batch size. Prefer doubling, a large `multiple`, or
-            compile:dynamic=true.
-Avoid       A budget in steps: early steps see fewer examples.
+Start with  `batch_ramp:start=0.125,until=0.3`. If a schedule would halve the learning rate, double the batch instead.
+Cost        With `compile`, one compilation per batch size. To save compilations, double the batch, use a large
+            `multiple`, or set compile:dynamic=true.
+Avoid       A budget in steps, because early steps see fewer examples.
 Does not    Change the learning rate.
 """
 

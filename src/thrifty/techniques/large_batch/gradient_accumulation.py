@@ -1,15 +1,16 @@
 """Gradient accumulation (Ott et al. 2018): split the effective batch into micro-batches and sum their gradients.
 
-Paper       Ott et al. 2018, Scaling Neural Machine Translation (arXiv 1806.00187), delayed updates.
-Promise     Activation memory of one micro-batch, gradients of the whole batch within rounding. Micro-batches of unequal
-            size are weighted correctly.
+Paper       Ott et al. 2018, Scaling Neural Machine Translation (arXiv 1806.00187), which calls the method "delayed
+            updates".
+Promise     Activation memory of one micro-batch, and the gradient of the whole batch within rounding. Micro-batches of
+            unequal size are weighted correctly.
 Use         techniques = ["gradient_accumulation:micro_batches=4"]
             run = thrifty.train(model, texts, held_out=held_out, techniques=techniques, budget="2000 steps")
-Start with  `gradient_accumulation:micro_batches=4`; double `micro_batches` until the step fits.
-Cost        More kernel launches with less work in each.
-Avoid       A batch that fits as a whole. A contrastive loss is refused, since it compares examples: use
+Start with  `gradient_accumulation:micro_batches=4`. Double `micro_batches` until the step fits in memory.
+Cost        More kernel launches, each with less work.
+Avoid       A batch that fits in memory as a whole. Contrastive losses are refused, because they compare examples: use
             large_batch.gradient_cache.
-Does not    Change the result beyond the order of summation, except with BatchNorm.
+Does not    Change the result beyond the summation order, except with BatchNorm.
 """
 
 from dataclasses import replace

@@ -2,13 +2,14 @@
 
 Paper       Gao et al. 2021, GradCache: Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup (arXiv
             2101.06983).
-Promise     The gradient of the whole batch at the activation memory of one micro-batch, also over ranks.
+Promise     The gradient of the whole batch, with the activation memory of one micro-batch. Also works over several
+            ranks.
 Use         run = thrifty.train(recipe="flip-emoji", data="captions", techniques=["gradient_cache"], budget="20 epochs")
-Start with  `gradient_cache:micro_batches=4`; double `micro_batches` until the step fits.
-Cost        A second forward pass: a third more computation.
-Avoid       A batch that fits as a whole. Losses without comparisons between examples: use
+Start with  `gradient_cache:micro_batches=4`. Double `micro_batches` until the step fits in memory.
+Cost        A second forward pass, which adds a third to the computation.
+Avoid       A batch that fits in memory as a whole. Losses that do not compare examples: use
             large_batch.gradient_accumulation.
-Does not    Change the result beyond the order of summation. The second forward pass repeats the random values of the
+Does not    Change the result beyond the summation order. The second forward pass repeats the random values of the
             first, such as dropout masks.
 """
 

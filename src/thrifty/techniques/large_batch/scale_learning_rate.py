@@ -1,14 +1,16 @@
 """Learning rate scaling (Goyal et al. 2017): transfer a tuned learning rate to another batch size.
 
-Paper       Goyal et al. 2017 (arXiv 1706.02677), linear rule and gradual warm-up; square root for Adam: Malladi et al.
-            2022 (arXiv 2205.10287), first Krizhevsky 2014 (arXiv 1404.5997).
-Promise     A batch k times as large gets k times (linear) or sqrt(k) times (square root) the base rate. Warm-up starts
-            at the base rate.
+Paper       Goyal et al. 2017 (arXiv 1706.02677) for the linear rule and the gradual warm-up. The square root for Adam
+            is from Malladi et al. 2022 (arXiv 2205.10287), and first from Krizhevsky 2014 (arXiv 1404.5997).
+Promise     For a batch k times as large, the base rate is multiplied by k (linear) or by sqrt(k) (square root). Warm-up
+            starts at the base rate.
 Use         optimizer = thrifty.apply(optimizer, "scale_learning_rate", base_batch=32, batch=256, total_steps=10_000)
-Start with  `scale_learning_rate:base_batch=32,rule=square_root` for Adam and its relatives; rule=linear for SGD.
+Start with  `scale_learning_rate:base_batch=32,rule=square_root` for Adam and its variants. Use `rule=linear` for SGD.
 Cost        None.
-Avoid       Batches far above the gradient noise scale (measure.noise_scale): no rate makes up for the lost steps.
-Does not    Replace a schedule: it multiplies one. Set the schedule's warmup to 0 to get the paper's warm-up.
+Avoid       Batches far above the gradient noise scale (measure.noise_scale), because no learning rate makes up for the
+            lost steps.
+Does not    Replace a schedule: it multiplies the rate of the schedule. Set the schedule's warmup to 0 to get the
+            paper's warm-up.
 """
 
 from typing import Literal

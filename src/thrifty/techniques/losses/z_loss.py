@@ -1,12 +1,12 @@
 """z-loss (de Brébisson and Vincent 2016): penalize the squared logarithm of the softmax normalizer.
 
-Paper       De Brébisson and Vincent 2016, The Z-loss (arXiv 1604.08859); coefficient of Chowdhery et al. 2022, PaLM
-            (arXiv 2204.02311), section 5.
-Promise     Logits do not drift, which keeps long low-precision runs stable.
+Paper       De Brébisson and Vincent 2016, The Z-loss (arXiv 1604.08859). The coefficient is from Chowdhery et al. 2022,
+            PaLM (arXiv 2204.02311), section 5.
+Promise     Logits do not drift, so long low-precision runs stay stable.
 Use         criterion = thrifty.apply(torch.nn.CrossEntropyLoss(), "z_loss")
 Start with  `z_loss:coefficient=1e-4`, the value of PaLM.
 Cost        A second pass over the vocabulary in the backward pass of the loss.
-Avoid       Losses without a softmax and losses of several examples together: both are refused.
+Avoid       Losses without a softmax, and losses that compare examples. Both are refused.
 Does not    Change the forward pass of the model.
 """
 

@@ -1,14 +1,14 @@
 """Gradient noise scale (McCandlish et al. 2018): measure the largest batch size that still pays off.
 
 Paper       McCandlish et al. 2018, An Empirical Model of Large-Batch Training (arXiv 1812.06162), appendix A.1.
-Promise     Records "noise_scale" in examples, B = tr Σ / |G|². At a batch of B a run takes twice the minimum of steps
-            and of examples.
+Promise     Records "noise_scale" in examples: B = tr Σ / |G|². At batch size B a run needs twice the minimum number of
+            steps and twice the minimum number of examples.
 Use         run = thrifty.train(model, texts, held_out=held_out, techniques=["noise_scale"], budget="2000 steps")
-Start with  `noise_scale:every=4`. Judge the curve, not one value: it grows as the loss falls.
-Cost        Every `every` steps the batch passes in two halves, with the gradients of both in memory. Across ranks these
-            are summed twice.
-Avoid       Optimizers that rescale gradients, if the exact value matters: their noise scale differs, usually little.
-Does not    Change the gradient beyond the order of summation.
+Start with  `noise_scale:every=4`. Judge the curve, not one value, because the noise scale grows as the loss falls.
+Cost        Every `every`-th step processes the batch in two halves, with the gradients of both halves in memory. Across
+            ranks the gradients of each half are all-reduced separately.
+Avoid       Exact use of the value with optimizers that rescale gradients: their noise scale differs, usually by little.
+Does not    Change the gradient beyond the summation order.
 """
 
 import math

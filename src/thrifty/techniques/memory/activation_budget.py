@@ -1,14 +1,15 @@
 """Activation budget (Jain et al. 2020): recompute, offload or compress saved tensors to fit a memory limit.
 
-Paper       Jain et al. 2020, Checkmate (arXiv 1910.02653) within blocks; offload: POFO (Beaumont et al. 2021), POET
-            (Patil et al. 2022, arXiv 2207.07697).
-Promise     Activations within `bytes`, at the smallest extra time that measured or counted costs predict. The plan is
-            never slower than the best schedule of whole blocks.
+Paper       Jain et al. 2020, Checkmate (arXiv 1910.02653), applied within blocks. Offloading follows POFO (Beaumont et
+            al. 2021) and POET (Patil et al. 2022, arXiv 2207.07697).
+Promise     Activations use at most `bytes`, with the smallest extra time that measured or counted costs predict. The
+            plan is never slower than the best schedule of whole blocks.
 Use         model = thrifty.apply(model, "activation_budget", bytes=0.5)
-Start with  `activation_budget:bytes=0.5`; `offload=auto` or `bits=4` allow more savings.
-Cost        One extra forward pass and a solver run per batch shape. Each operation of a planned block passes through
-            Python.
-Avoid       Models that fit: the plan then keeps everything.
+Start with  `activation_budget:bytes=0.5`, half of the peak without a limit. `offload=auto` or `bits=4` allow smaller
+            limits.
+Cost        One extra forward pass and one solver run per batch shape. Each operation of a planned block is dispatched
+            through Python.
+Avoid       Models that fit in memory, because the plan then keeps all activations.
 Does not    Change any value unless `bits` allows compression. Count tensors saved outside the blocks, or rename
             parameters.
 """

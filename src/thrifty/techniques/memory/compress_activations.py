@@ -1,15 +1,16 @@
 """Activation compression (Chen et al. 2021): quantize saved activations to 2, 4 or 8 bits.
 
-Paper       Chen et al. 2021, ActNN (arXiv 2104.14129); any model and sensitivity: Liu et al. 2022, GACT (arXiv
-            2206.11357); range per head: Pan et al. 2021, Mesa (arXiv 2111.11124).
-Promise     Saved activations take `bits` + 1/8 bits per element instead of 32 or 16; dropout masks take one.
+Paper       Chen et al. 2021, ActNN (arXiv 2104.14129). Any model and sensitivity: Liu et al. 2022, GACT (arXiv
+            2206.11357). Range per head: Pan et al. 2021, Mesa (arXiv 2111.11124).
+Promise     Saved activations take `bits` + 1/8 bits per element instead of 32 or 16. Dropout masks take 1 bit per
+            element.
 Use         model = thrifty.apply(model, "compress_activations", bits=4)
-Start with  `compress_activations:bits=4`; 8 bits if the loss suffers, 2 only with tests.
-Cost        A quantization pass forward, a dequantization pass backward, and noisy gradients. Without a C++ compiler
-            (`thrifty doctor`) both passes are several times slower.
-Avoid       Narrow models, where quantization is slow compared with computation.
-Does not    Change the forward pass: the first loss is bit-identical. Parameters, integers, row statistics of norms and
-            attention, and the loss stay exact.
+Start with  `compress_activations:bits=4`. Use 8 bits if the loss gets worse, and 2 bits only after a test.
+Cost        Quantization in the forward pass, dequantization in the backward pass, and noisy gradients. Without a C++
+            compiler (`thrifty doctor`) quantization is several times slower.
+Avoid       Narrow models, because quantization is slow compared with their computation.
+Does not    Change the forward pass: the first loss is bit-identical. Compress parameters, integers, row statistics of
+            norms and attention, or the loss.
 """
 
 import math

@@ -1,14 +1,15 @@
 """Activation offloading (Rhu et al. 2016): move saved activations to host memory or disk.
 
-Paper       Rhu et al. 2016, vDNN (arXiv 1602.08124), for every saved tensor through hooks, as torch's `save_on_cpu`.
-Promise     Of all activations only the last `keep_last` and those in transfer occupy device memory. With
-            memory.recompute, hardly any.
+Paper       Rhu et al. 2016, vDNN (arXiv 1602.08124). Hooks apply the method to every saved tensor, as torch's
+            `save_on_cpu` does.
+Promise     Device memory holds only the last `keep_last` activations and those in transfer. With memory.recompute,
+            almost no activation stays on the device.
 Use         model = thrifty.apply(model, "offload_activations", keep_last=8)
 Start with  `offload_activations:keep_last=8,prefetch=4`.
-Cost        Each byte crosses the link twice. On a GPU transfers overlap with computation, and cost no time if
-            computation takes longer.
-Avoid       Models that fit. Links slower than recomputation: use memory.recompute.
-Does not    Change any value. Move parameters, or tensors that the loss saves.
+Cost        Each activation crosses the link twice. On a GPU transfers overlap with computation, and take no extra time
+            if computation takes longer.
+Avoid       Models that fit in device memory. Links slower than recomputation: use memory.recompute.
+Does not    Change any value. Offload parameters, or tensors that the loss saves.
 """
 
 import weakref

@@ -1,13 +1,14 @@
 """Optimizer offloading (Ren et al. 2021): keep optimizer state and run updates in host memory or on disk.
 
 Paper       Ren et al. 2021, ZeRO-Offload (arXiv 2101.06840), including the delayed update.
-Promise     The optimizer state takes no device memory. On a CPU it is in a mapped file, which the system can drop from
-            memory.
+Promise     The optimizer state takes no device memory. On a CPU the state is in a memory-mapped file, whose pages the
+            system can drop from memory.
 Use         model, optimizer = thrifty.apply((model, optimizer), "offload_optimizer", total_steps=10_000)
-Start with  `offload_optimizer:delay=false`; `delay=true` with a lower learning rate.
-Cost        Gradients and new values cross the link once per step. The update runs at the CPU's speed.
-Avoid       State that fits. Optimizers with matrix products, such as muon and soap, on a GPU.
-Does not    Change any value unless delayed. A GPU's own kernels may round the last bit differently.
+Start with  `offload_optimizer:delay=false`. With `delay=true`, lower the learning rate.
+Cost        Every step sends gradients to the host and new weights back. The update runs at the CPU's speed.
+Avoid       Optimizer state that fits in device memory. On a GPU, optimizers that compute matmuls, such as muon and
+            soap.
+Does not    Change any value unless `delay=true`, except that the GPU's own kernels may round the last bit differently.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,16 +1,17 @@
 """Optimal recompute (Beaumont et al. 2019): recompute as little as a memory budget requires.
 
-Paper       Beaumont et al. 2019, Optimal checkpointing for heterogeneous chains (hal-02352969): dynamic program over
+Paper       Beaumont et al. 2019, Optimal checkpointing for heterogeneous chains (hal-02352969), a dynamic program over
             the blocks.
-Promise     Activations of the blocks within `bytes` at any time, gradients and temporary tensors included. By its cost
-            model no periodic schedule within the budget is faster.
+Promise     Activations, gradients and temporary tensors of the blocks never exceed `bytes`. In its cost model, no
+            periodic schedule within the budget is faster.
 Use         model.config.use_cache = False
             model = thrifty.apply(model, "optimal_recompute", bytes=0.5)
-Start with  `optimal_recompute:bytes=0.5`, half of the plain peak.
+Start with  `optimal_recompute:bytes=0.5`, half of the peak without recomputation.
 Cost        Each block runs once on fake tensors before the first step and for each new batch shape.
-Avoid       Models that fit: it then keeps everything and only returns freed memory at once.
-Does not    Change any value, dropout included, or rename parameters. Count tensors outside the blocks: embedding, head
-            and loss.
+Avoid       Models that fit in memory, because nothing is then recomputed. Only freed memory is returned to the system
+            at once.
+Does not    Change any value, dropout included, or rename parameters. Count tensors outside the blocks, such as those of
+            embedding, head and loss.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,12 +1,12 @@
 """Activation checkpointing (Chen et al. 2016): save block inputs and recompute the rest in the backward pass.
 
-Paper       Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost (arXiv 1604.06174), sections 3 and 4;
-            selective: Korthikanti et al. 2022 (arXiv 2205.05198).
-Promise     Activation memory of one block instead of all.
+Paper       Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost (arXiv 1604.06174), sections 3 and 4. The
+            selective schedule is from Korthikanti et al. 2022 (arXiv 2205.05198).
+Promise     Memory holds the activations of one block, and the inputs of all blocks, instead of all activations.
 Use         model = thrifty.apply(model, "recompute", every=1)
-Start with  `recompute:every=1`; `every=2` or `schedule=selective` cost less time and save less.
-Cost        About one third more computation with every=1.
-Avoid       Models that fit: recomputation then only costs time.
+Start with  `recompute:every=1`. `every=2` or `schedule=selective` cost less time and save less memory.
+Cost        About one third more computation with `every=1`.
+Avoid       Models that fit in memory, because recomputation then only costs time.
 Does not    Change any value, dropout included. Rename parameters.
 """
 

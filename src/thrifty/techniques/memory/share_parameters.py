@@ -1,16 +1,17 @@
 """Parameter sharing (Lan et al. 2020): share weights across blocks and factorize token embeddings.
 
 Paper       Lan et al. 2020, ALBERT (arXiv 1909.11942), sections 3.1 and 3.2.
-Promise     Parameters, gradients, optimizer state and data-parallel traffic of the blocks divided by the depth. V · d
-            embedding elements become V · E + E · d.
+Promise     Parameters, gradients, optimizer state and data-parallel traffic of the blocks shrink to those of `groups`
+            blocks. An embedding of V · d elements becomes V · E + E · d.
 Use         model = thrifty.apply(model, "share_parameters", groups=2)
             optimizer = thrifty.optim.AdamW(model, lr=1e-3)
-Start with  `share_parameters:part=attention`, which loses least; `part=all` saves most.
-Cost        None in time: computation and activations stay those of the full depth. A factorized table adds two thin
-            products.
-Avoid       Pretrained weights: the first block replaces the others, and a factorized table is reinitialized.
-Does not    Save time. Keep the quality of unshared blocks: the paper loses points if everything is shared, few for
-            attention alone (unverified).
+Start with  `share_parameters:part=attention`, which loses the least quality. `part=all` saves the most memory.
+Cost        No time for sharing: computation and activations stay those of the full depth. A factorized embedding adds
+            two thin matmuls.
+Avoid       Pretrained weights: the first block of each group replaces the others, and a factorized embedding is
+            reinitialized.
+Does not    Save time. Keep the quality of unshared blocks: ALBERT loses points when all weights are shared, and few
+            when only attention is (unverified).
 """
 
 from collections.abc import Callable, Iterator, Mapping

@@ -1,13 +1,13 @@
 """Adafactor (Shazeer and Stern 2018): store second moments as row and column means to save optimizer memory.
 
 Paper       Shazeer and Stern 2018, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost (arXiv 1804.04235).
-Promise     Almost no optimizer state: rows + columns elements per matrix, no first moment. Equal to
+Promise     Almost no optimizer state: rows + columns elements per matrix, and no first moment. Equal to
             torch.optim.Adafactor.
 Use         optimizer = thrifty.optim.Adafactor(model, lr=1e-2)
-Start with  `adafactor:lr=1e-2`. The rate is relative to the size of each parameter.
+Start with  `adafactor:lr=1e-2`. The rate is relative to the root mean square of each parameter.
 Cost        Two reductions over each matrix per step.
-Avoid       Models whose AdamW state fits: updates without a first moment are noisier.
-Does not    Keep a first moment, or factor vectors and biases.
+Avoid       Models whose AdamW state fits in memory, because updates without a first moment are noisier.
+Does not    Keep a first moment, or factor the second moments of vectors and biases.
 """
 
 from collections.abc import Sequence

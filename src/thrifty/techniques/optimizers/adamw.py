@@ -3,10 +3,10 @@
 Paper       Loshchilov and Hutter 2019, Decoupled Weight Decay Regularization (arXiv 1711.05101).
 Promise     The standard optimizer of Transformers. Equal to torch.optim.AdamW within rounding.
 Use         optimizer = thrifty.optim.AdamW(model, lr=1e-3)
-Start with  `adamw:lr=1e-3`; smaller rates for larger models.
+Start with  `adamw:lr=1e-3`. Use smaller rates for larger models.
 Cost        Two moments per parameter, 4 bytes each in float32.
-Avoid       Models whose optimizer state does not fit: use lion, adafactor or precision.optimizer_state.
-Does not    Decay vectors, biases and positions.
+Avoid       Models whose AdamW state does not fit in memory: use lion, adafactor or precision.optimizer_state.
+Does not    Apply weight decay to vectors, biases and positions.
 """
 
 from thrifty.core.claims import Claim

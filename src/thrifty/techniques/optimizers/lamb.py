@@ -1,12 +1,12 @@
 """LAMB (You et al. 2020): scale Adam's update of each layer to the norm of its weights, for large batches.
 
 Paper       You et al. 2020, Large Batch Optimization for Deep Learning (arXiv 1904.00962), algorithm 2.
-Promise     Trains at batches where one rate for all layers fails; the paper trains BERT at 32k sequences per step.
+Promise     Trains at batch sizes where one rate for all layers fails. The paper trains BERT at 32k sequences per step.
 Use         optimizer = thrifty.optim.Lamb(model, lr=1e-3)
-Start with  `lamb:lr=1e-3`; `slices=true` gives queries, keys and values a ratio each.
-Cost        AdamW's state, and two norms of each parameter per step.
-Avoid       Ordinary batches. Nado et al. 2021 (arXiv 2102.06356) match it with tuned Adam.
-Does not    Decay or rescale vectors, biases and positions.
+Start with  `lamb:lr=1e-3`. `slices=true` computes separate ratios for queries, keys and values of a fused matrix.
+Cost        AdamW's state, and two norms per parameter and step.
+Avoid       Ordinary batch sizes. Nado et al. 2021 (arXiv 2102.06356) match LAMB with tuned Adam.
+Does not    Rescale vectors, biases and positions, or apply weight decay to them.
 """
 
 import math

@@ -1,13 +1,14 @@
 """LARS (You et al. 2017): scale SGD's rate in each layer to the norm of its weights, for large batches.
 
 Paper       You, Gitman and Ginsburg 2017, Large Batch Training of Convolutional Networks (arXiv 1708.03888).
-Promise     No layer gets a rate that is too small or too large, so that linear scaling holds up to larger batches.
+Promise     Each layer's rate depends on the norms of its weights and gradient, so linear learning-rate scaling holds up
+            to larger batches.
 Use         optimizer = thrifty.optim.Lars(model, lr=1.0)
 Start with  `lars:lr=1.0,trust_coefficient=1e-3`.
-Cost        SGD's state, and two norms of each parameter per step.
-Avoid       Ordinary batches, and Transformers (use LAMB). Nado et al. 2021 (arXiv 2102.06356) match it with tuned
+Cost        SGD's state, and two norms per parameter and step.
+Avoid       Ordinary batch sizes, and Transformers (use LAMB). Nado et al. 2021 (arXiv 2102.06356) match LARS with tuned
             Nesterov momentum.
-Does not    Rescale or decay vectors, biases and positions.
+Does not    Rescale vectors, biases and positions, or apply weight decay to them.
 """
 
 from typing import Literal

@@ -1,14 +1,14 @@
 """Layer-wise learning-rate decay (Clark et al. 2020): train blocks near the input more slowly.
 
-Paper       Clark et al. 2020, ELECTRA (arXiv 2003.10555), appendix A; BEiT (Bao et al. 2021, arXiv 2106.08254); MAE (He
-            et al. 2021, arXiv 2111.06377), appendix A.2.
-Promise     Of L blocks, block k trains at `decay` ** (L - k) of the rate, counted from 0. Embeddings train at `decay`
-            ** (L + 1), the head at the full rate.
+Paper       Clark et al. 2020, ELECTRA (arXiv 2003.10555), appendix A. Also BEiT (Bao et al. 2021, arXiv 2106.08254) and
+            MAE (He et al. 2021, arXiv 2111.06377), appendix A.2.
+Promise     Block k of L, counted from 0, trains at `decay` ** (L - k) times the rate. Embeddings train at `decay` ** (L
+            + 1) times the rate, the head at the full rate.
 Use         model, optimizer = thrifty.apply((model, optimizer), "layerwise_lr_decay", decay=0.75)
-Start with  `layerwise_lr_decay:decay=0.75`, MAE's value for ViT-B, with a rate several times higher than without it.
-Cost        The optimizer's last kernel is not torch's fused one, which takes one rate for all parameters.
-Avoid       Training from scratch: the first blocks would hardly move.
-Does not    Save memory or time: it preserves pretrained features while a new head is still far from right.
+Start with  `layerwise_lr_decay:decay=0.75`, MAE's value for ViT-B. Use a rate several times higher than without decay.
+Cost        The final update does not use torch's fused kernel, because that kernel takes one rate for all parameters.
+Avoid       Training from scratch, because the first blocks would hardly change.
+Does not    Save memory or time. It preserves pretrained features while a new head is still untrained.
 """
 
 import re

@@ -1,12 +1,13 @@
 """Lion (Chen et al. 2023): update by the sign of a momentum, with one moment instead of two.
 
 Paper       Chen et al. 2023, Symbolic Discovery of Optimization Algorithms (arXiv 2302.06675), program 1.
-Promise     Half of AdamW's optimizer state and no second moment to compute.
+Promise     Half of AdamW's optimizer state, and no second moment to compute.
 Use         optimizer = thrifty.optim.Lion(model, lr=1e-4, weight_decay=1.0)
-Start with  `lion:lr=1e-4,weight_decay=1.0`: a rate 3 to 10 times below AdamW's, and a decay larger by the same factor.
+Start with  `lion:lr=1e-4,weight_decay=1.0`. The rate is 3 to 10 times below AdamW's, and the decay is larger by the
+            same factor.
 Cost        One moment per parameter, 4 bytes in float32.
-Avoid       Small batches, where the sign amplifies noise. Kaddour et al. 2023 found no gain at equal budget on BERT and
-            T5.
+Avoid       Small batches, because the sign amplifies noise. Kaddour et al. 2023 found no gain at equal budget on BERT
+            and T5.
 Does not    Work well at AdamW's learning rate.
 """
 

@@ -1,14 +1,15 @@
-"""Muon (Jordan et al. 2024): orthogonalize the momentum of hidden matrices; train the rest by AdamW.
+"""Muon (Jordan et al. 2024): orthogonalize the momentum of hidden matrices and update the rest by AdamW.
 
-Paper       Jordan et al. 2024, Muon (kellerjordan.github.io/posts/muon); update size of Liu et al. 2025, Muon is
-            Scalable for LLM Training (arXiv 2502.16982).
-Promise     One moment per hidden matrix; the second paper claims half of AdamW's compute. Equal to torch.optim.Muon
-            within bfloat16 rounding.
+Paper       Jordan et al. 2024, Muon (kellerjordan.github.io/posts/muon). The update size is from Liu et al. 2025, Muon
+            is Scalable for LLM Training (arXiv 2502.16982).
+Promise     One moment per hidden matrix; Liu et al. claim half of AdamW's compute for equal loss. Equal to
+            torch.optim.Muon within bfloat16 rounding.
 Use         optimizer = thrifty.optim.Muon(model, lr=1e-3, adamw_lr=1e-3)
-Start with  `muon:lr=1e-3,adamw_lr=1e-3`, AdamW's rates. Rates for `scale=original` are about 20 times larger.
-Cost        15 bfloat16 products per hidden matrix and step: 20 r² c + 10 r³ FLOPs, r the smaller dim and c the larger.
-Avoid       Small batches, where these products dominate. Models that consist mostly of embeddings.
-Does not    Orthogonalize embeddings, the head, vectors and convolutions: AdamW updates them.
+Start with  `muon:lr=1e-3,adamw_lr=1e-3`, which are AdamW's rates. Rates for `scale=original` are about 20 times larger.
+Cost        15 bfloat16 matmuls per hidden matrix and step. They take 20 r² c + 10 r³ FLOPs for the smaller dim r and
+            the larger dim c.
+Avoid       Small batches, because these matmuls then dominate the step. Models that consist mostly of embeddings.
+Does not    Orthogonalize embeddings, the head, vectors and convolutions. AdamW updates these parameters.
 """
 
 from collections.abc import Callable, Sequence

@@ -1,13 +1,13 @@
-"""Schedule-Free AdamW (Defazio et al. 2024): replace learning-rate decay by an average of all steps.
+"""Schedule-Free AdamW (Defazio et al. 2024): replace learning-rate decay by an average of the weights over all steps.
 
 Paper       Defazio et al. 2024, The Road Less Scheduled (arXiv 2405.15682).
-Promise     The run can stop at any step, evaluated as if the rate had been decayed for it. Equal to AdamWScheduleFree
-            of schedulefree 1.4.
+Promise     The run can stop at any step, and evaluates as if the rate had been decayed for that step. Equal to
+            AdamWScheduleFree of schedulefree 1.4.
 Use         optimizer = thrifty.optim.ScheduleFreeAdamW(model, lr=2.5e-3, total_steps=10_000)
 Start with  `schedule_free:lr=2.5e-3,warmup=0.05`.
-Cost        AdamW's state: a second moment, and the distance to a second sequence of weights.
-Avoid       Large language models at large batches: the authors tested small ones, and adapt it to larger ones in arXiv
-            2605.19095.
+Cost        As much state as AdamW: a second moment, and the difference to a second sequence of weights.
+Avoid       Large language models at large batches. The authors tested small models, and adapt the method to larger
+            models in arXiv 2605.19095.
 Does not    Combine with a schedule or another weight average. It has its own warm-up.
 """
 

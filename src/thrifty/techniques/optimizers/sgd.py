@@ -1,13 +1,14 @@
 """SGD (Polyak 1964): follow the gradient with momentum, as torch computes it.
 
-Paper       Polyak 1964, momentum; Sutskever et al. 2013, Nesterov form; large batches: Goyal et al. 2017 (arXiv
-            1706.02677).
-Promise     The smallest optimizer state: one momentum per parameter, none with momentum=0. Equal to torch.optim.SGD.
+Paper       Polyak 1964 for momentum, and Sutskever et al. 2013 for the Nesterov form. Large batches: Goyal et al. 2017
+            (arXiv 1706.02677).
+Promise     The smallest optimizer state: one momentum per parameter, or none with `momentum=0`. Equal to
+            torch.optim.SGD.
 Use         optimizer = thrifty.optim.Sgd(model, lr=0.1, momentum=0.9)
 Start with  `sgd:lr=0.1,momentum=0.9,nesterov=true`, as Goyal et al. for convolutional networks.
 Cost        One moment per parameter, 4 bytes in float32.
-Avoid       Transformers, which need different rates per kind of layer. Use AdamW unless memory forbids.
-Does not    Adapt the rate to single parameters.
+Avoid       Transformers, because their layers need different rates. Use AdamW unless its state does not fit in memory.
+Does not    Adapt the rate to each parameter.
 """
 
 from thrifty.core.claims import Claim

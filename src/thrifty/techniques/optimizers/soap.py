@@ -1,14 +1,15 @@
 """SOAP (Vyas et al. 2024): run Adam in the eigenbasis of Shampoo's preconditioner.
 
 Paper       Vyas et al. 2024, SOAP: Improving and Stabilizing Shampoo using Adam (arXiv 2409.11321), algorithm 3.
-Promise     Fewer steps to a loss: the paper claims 40 % fewer than AdamW at large batches. Equal to SOAP of
+Promise     The paper claims 40 % fewer steps than AdamW to the same loss at large batches. Equal to SOAP of
             pytorch_optimizer 4.1.
 Use         optimizer = thrifty.optim.Soap(model, lr=3e-3)
-Start with  `soap:lr=3e-3,every=10`. A larger `every` saves decompositions.
-Cost        Per (r, c) matrix: 2 (r² + c²) elements in addition to AdamW's state, 6 r c (r + c) FLOPs per step. A QR
-            decomposition per side every `every` steps.
-Avoid       Small batches and wide matrices, whose step costs little compared with the products.
-Does not    Rotate sides longer than `max_dim`, and parameters that are not matrices: these use plain Adam.
+Start with  `soap:lr=3e-3,every=10`. A larger `every` needs fewer QR decompositions.
+Cost        Per (r, c) matrix: 2 (r² + c²) elements in addition to AdamW's state, and 6 r c (r + c) FLOPs per step.
+            Every `every`-th step, a QR decomposition per rotated dim.
+Avoid       Small batches on wide matrices, because the matmuls of SOAP then dominate the step.
+Does not    Precondition dims longer than `max_dim`, or parameters that are not matrices. These dims and parameters use
+            plain Adam.
 """
 
 from collections.abc import Mapping, Sequence

@@ -1,15 +1,17 @@
 """Pipeline parallelism (Huang et al. 2019): split the blocks over ranks and pass micro-batches through them.
 
-Paper       Huang et al. 2019, GPipe (arXiv 1811.06965), section 2; 1F1B: PipeDream 2019; interleaved: Narayanan et al.
-            2021 (arXiv 2104.04473), section 2.2; Zero Bubble: Qi et al. 2023 (arXiv 2401.10241).
-Promise     Parameters, gradients and optimizer state divided by the number of stages, with little traffic. Equal to the
-            single-process run within rounding.
+Paper       Huang et al. 2019, GPipe (arXiv 1811.06965), section 2. 1F1B: PipeDream 2019. Interleaved 1F1B: Narayanan et
+            al. 2021 (arXiv 2104.04473), section 2.2. Zero Bubble: Qi et al. 2023 (arXiv 2401.10241).
+Promise     Parameters, gradients and optimizer state are divided by the number of stages, with little traffic. Equal to
+            the single-process run within rounding.
 Use         run = thrifty.train(techniques=["pipeline"], settings={"mesh.pipeline": 2}, ranks=2, budget="2000 steps")
-Start with  `pipeline:micro_batches=4`; more micro-batches shorten the idle time.
-Cost        Idle ranks: (p - 1) / (m + p - 1) of the time for p equal stages and m micro-batches. The slowest stage sets
-            the pace.
-Avoid       Models that tensor or sharded parallelism fits on one machine: these keep all ranks busy at any batch.
-Does not    Rename parameters. A tied head stays one parameter of the first stage, which the last stage borrows.
+Start with  `pipeline:micro_batches=4`. More micro-batches shorten the idle time.
+Cost        With p equal stages and m micro-batches, ranks are idle for (p - 1) / (m + p - 1) of the time. The slowest
+            stage sets the pace.
+Avoid       Models that fit on one machine with tensor or sharded parallelism, because these keep all ranks busy at any
+            batch size.
+Does not    Rename parameters. A tied head stays one parameter of the first stage, which sends its value to the last
+            stage.
 """
 
 from collections.abc import Mapping, Sequence

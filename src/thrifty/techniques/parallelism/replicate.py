@@ -5,11 +5,11 @@ Promise     Equal to the single-process run at the same effective batch and data
 Use         torch.distributed.init_process_group()  # in a script that torchrun starts
             model = thrifty.apply(model, "replicate")
             optimizer = thrifty.optim.AdamW(model, lr=1e-3)
-Start with  `replicate`. In your own loop each rank reads its own examples (DistributedSampler) and averages as many as
-            the others.
-Cost        One sum of all gradients per step: each rank sends 2 · parameters elements.
-Avoid       BatchNorm, which normalizes the examples of each rank separately, so that the run differs from the
-            single-process one.
+Start with  `replicate`. In your own loop each rank reads its own examples (DistributedSampler), and all ranks read
+            equally many.
+Cost        One all-reduce of all gradients per step. Each rank sends 2 · parameters elements.
+Avoid       BatchNorm, because each rank normalizes its own examples separately. The run then differs from the
+            single-process run.
 Does not    Save memory: each rank holds the whole model and optimizer state.
 """
 

@@ -1,18 +1,18 @@
 """ZeRO / FSDP (Rajbhandari et al. 2020): shard optimizer state, gradients and parameters over ranks.
 
-Paper       Rajbhandari et al. 2020, ZeRO (arXiv 1910.02054); engine: torch's FSDP2 (Zhao et al. 2023, arXiv
-            2304.11277), also its hybrid sharding.
-Promise     Model states divided among N ranks, each block gathered when it is computed. Equal to the single-process run
-            within rounding.
+Paper       Rajbhandari et al. 2020, ZeRO (arXiv 1910.02054). The engine is torch's FSDP2 (Zhao et al. 2023, arXiv
+            2304.11277), with its hybrid sharding.
+Promise     Model states are divided over N ranks, and each block is gathered when it is computed. Equal to the
+            single-process run within rounding.
 Use         torch.distributed.init_process_group()  # in a script that torchrun starts
             model = thrifty.apply(model, "shard", zero=3)
             optimizer = thrifty.optim.AdamW(model, lr=1e-3)
-Start with  `shard:zero=3`; lower stages send less if the model fits.
-Cost        Per step, P elements gathered and P reduced at stage 1; per micro-batch, P reduced at stage 2, and P also
-            gathered twice at stage 3.
-Avoid       Stages 2 and 3 where a lower one fits. bfloat16 gathering if norms and the residual stream must stay in
+Start with  `shard:zero=3`. Lower stages send less, if the model fits.
+Cost        For P parameters, stage 1 gathers P and reduces P elements per step. Per micro-batch, stage 2 reduces P
+            elements, and stage 3 reduces P and gathers 2 P.
+Avoid       Stages 2 and 3 if a lower stage fits. Gathering in bfloat16 if norms and the residual stream must stay in
             float32.
-Does not    Rename parameters. Gradients are averaged in your own loop.
+Does not    Rename parameters. Sum gradients in your own loop: there, gradients are averaged over ranks.
 """
 
 from collections.abc import Iterator

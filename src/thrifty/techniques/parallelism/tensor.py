@@ -1,16 +1,17 @@
-"""Tensor parallelism (Shoeybi et al. 2019): split each layer's weights over ranks that share the data.
+"""Tensor parallelism (Shoeybi et al. 2019): split each layer's weights over ranks; all ranks process the same batch.
 
-Paper       Shoeybi et al. 2019, Megatron-LM (arXiv 1909.08053), section 3; sequence parallelism: Korthikanti et al.
+Paper       Shoeybi et al. 2019, Megatron-LM (arXiv 1909.08053), section 3. Sequence parallelism: Korthikanti et al.
             2022 (arXiv 2205.05198), section 4.2.
-Promise     Weights, gradients, optimizer state and most activations divided by the number of ranks. Equal to the
+Promise     Weights, gradients, optimizer state and most activations are divided by the number of ranks. Equal to the
             single-process run within rounding.
 Use         torch.distributed.init_process_group()  # in a script that torchrun starts
             model = thrifty.apply(model, "tensor")
             optimizer = thrifty.optim.AdamW(model, lr=1e-3)
-Start with  `tensor`; `sequence_parallel=true` also divides norms and residuals along tokens.
-Cost        Per block, two sums of hidden states (b, t, d) in the forward and two in the backward pass, not overlapped.
-Avoid       Models that fit with sharding, which sends less. Ranks on several machines.
-Does not    Rename parameters or change their initialization: the plain model is built first, then split.
+Start with  `tensor`. `sequence_parallel=true` also divides norms and residual streams along tokens.
+Cost        Per block, four all-reduces of hidden states (b, t, d), two in each pass. They do not overlap with
+            computation.
+Avoid       Models that fit with sharding, because sharding sends less. Ranks on several machines.
+Does not    Rename parameters, or change their initialization: the plain model is initialized first, then split.
 """
 
 import torch

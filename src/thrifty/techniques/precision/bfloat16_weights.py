@@ -1,15 +1,15 @@
 """bfloat16 weights (Zamirai et al. 2020): store parameters and gradients in 16 bits; update in float32.
 
-Paper       Zamirai et al. 2020, Revisiting BFloat16 Training (arXiv 2010.06192); stochastic rounding of Gupta et al.
-            2015 (arXiv 1502.02551), compensation of Kahan 1965.
-Promise     2 bytes per weight and 2 per gradient instead of 4 and 4, and 16-bit activations. Rounding loses no update
-            on average.
+Paper       Zamirai et al. 2020, Revisiting BFloat16 Training (arXiv 2010.06192). Stochastic rounding is from Gupta et
+            al. 2015 (arXiv 1502.02551), compensated summation from Kahan 1965.
+Promise     2 bytes per weight and 2 per gradient instead of 4 each, and 16-bit activations. Stochastic rounding is
+            unbiased, so small updates survive on average.
 Use         model, optimizer = thrifty.apply((model, optimizer), "bfloat16_weights")
-Start with  `bfloat16_weights:rounding=stochastic`; `rounding=kahan` adds 8 bits of mantissa for 2 more bytes per
+Start with  `bfloat16_weights:rounding=stochastic`. `rounding=kahan` adds 8 bits of mantissa, and takes 2 more bytes per
             weight.
-Cost        Weights have 8 bits of mantissa, and stochastic rounding adds noise of that size.
-Avoid       Many micro-batches or ranks: their gradients are summed in 16 bits, also for clipping.
-Does not    Keep norms, biases and the residual stream in float32, as precision.mixed does. Convert buffers.
+Cost        Weights have 8 bits of mantissa. Stochastic rounding adds noise of up to one unit in the last place.
+Avoid       Many micro-batches or ranks, because their gradients are summed in 16 bits, and clipping uses these sums.
+Does not    Keep norms, biases and the residual stream in float32, unlike precision.mixed. Convert buffers.
 """
 
 from collections.abc import Sequence

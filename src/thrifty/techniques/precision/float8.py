@@ -2,14 +2,15 @@
 
 Paper       Micikevicius et al. 2022, FP8 Formats for Deep Learning (arXiv 2209.05433). Delayed scales follow
             Transformer Engine.
-Promise     Products on the FP8 units of a GPU, and one byte per element for the saved inputs of linear layers.
+Promise     Matmuls run on the FP8 units of a GPU. Saved inputs of linear layers take one byte per element.
 Use         model, optimizer = thrifty.apply((model, optimizer), "float8", scaling="delayed")
-Start with  `float8` inside precision.mixed and `compile`. If values are clipped, set `margin=1` or `scaling=current`.
-Cost        Two more passes over each factor. Without FP8 units products are emulated, which is many times slower than
-            bfloat16.
-Avoid       Devices without FP8 units, except to study 8-bit training. Narrow layers gain no time.
-Does not    Touch embeddings, norms, softmax, biases, the head and the format of parameters and gradients. Act in
-            evaluation.
+Start with  `float8` together with precision.mixed and `compile`. If values are clipped, set `margin=1` or
+            `scaling=current`.
+Cost        Two more passes over each matmul operand. Without FP8 units matmuls are emulated, which is many times slower
+            than bfloat16.
+Avoid       Devices without FP8 units, except to study 8-bit training. Narrow layers, because they gain no time.
+Does not    Quantize embeddings, norms, softmax, biases and the head, or change the format of parameters and gradients.
+            Apply during evaluation.
 """
 
 from collections.abc import Callable, Mapping, Sequence

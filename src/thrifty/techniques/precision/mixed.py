@@ -1,14 +1,14 @@
 """Mixed precision (Micikevicius et al. 2018): compute matrix products in bfloat16 or float16.
 
-Paper       Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740); bfloat16: Kalamkar et al. 2019 (arXiv
+Paper       Micikevicius et al. 2018, Mixed Precision Training (arXiv 1710.03740). bfloat16: Kalamkar et al. 2019 (arXiv
             1905.12322).
-Promise     The speed of 16-bit matrix units and about half of the activation memory, at the same loss.
+Promise     The speed of 16-bit matrix units, and about half of the activation memory, at the same loss.
 Use         model = thrifty.apply(model, "mixed", format="bfloat16")
-Start with  `mixed:format=bfloat16`; float16 only on GPUs without bfloat16.
-Cost        Products have 8 bits of mantissa in bfloat16, 11 in float16.
-Avoid       CPUs without bfloat16 units (`thrifty doctor` reports them). float16 overflows above 65504 at any loss
-            scale, and is very slow on CPUs.
-Does not    Shrink parameters and optimizer state. Norms, softmax and sums stay in float32.
+Start with  `mixed:format=bfloat16`. Use float16 only on GPUs without bfloat16.
+Cost        Matmul operands and results have 8 bits of mantissa in bfloat16, and 11 in float16.
+Avoid       CPUs without bfloat16 units (`thrifty doctor` reports them). float16 is very slow on CPUs, and overflows
+            above 65504 at any loss scale.
+Does not    Shrink parameters and optimizer state, or convert norms, softmax and sums: these stay in float32.
 """
 
 import math

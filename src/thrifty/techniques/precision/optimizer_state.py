@@ -1,13 +1,14 @@
 """8-bit optimizer state (Dettmers et al. 2022): quantize gradient moments to int8 or bfloat16.
 
-Paper       Dettmers et al. 2022, 8-bit Optimizers via Block-wise Quantization (arXiv 2110.02861); stochastic rounding:
+Paper       Dettmers et al. 2022, 8-bit Optimizers via Block-wise Quantization (arXiv 2110.02861). Stochastic rounding:
             Gupta et al. 2015 (arXiv 1502.02551).
-Promise     Each moment takes a little over 1 byte (int8) or 2 bytes (bfloat16) instead of 4, for any optimizer.
+Promise     Each element of a moment takes a little over 1 byte (int8) or 2 bytes (bfloat16) instead of 4, for any
+            optimizer.
 Use         model, optimizer = thrifty.apply((model, optimizer), "optimizer_state", format="int8")
-Start with  `optimizer_state:format=int8`; bfloat16 for a beta2 above 0.9997.
-Cost        Moments are dequantized and quantized in every step, in pieces that fit the cache.
-Avoid       Small models, whose state is small, and updates that already dominate the step.
-Does not    Quantize weights, their averages, vectors and tensors of fewer than `min_elements` elements.
+Start with  `optimizer_state:format=int8`. Use bfloat16 for a beta2 above 0.9997.
+Cost        Every step dequantizes and quantizes the moments, in chunks that fit in the cache.
+Avoid       Small models, because their state is small. Models whose updates already dominate the step time.
+Does not    Quantize weights, weight averages, vectors, and tensors with fewer than `min_elements` elements.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -1,12 +1,13 @@
 """Constant then decay (Hu et al. 2024): hold the peak learning rate, then decay linearly to zero.
 
-Paper       Hu et al. 2024, MiniCPM (arXiv 2404.06395), "warmup-stable-decay"; Hägele et al. 2024 (arXiv 2405.18392).
-Promise     One constant phase serves runs of several lengths. The rate is zero when the run ends.
+Paper       Hu et al. 2024, MiniCPM (arXiv 2404.06395), which calls the schedule "warmup-stable-decay". Also Hägele et
+            al. 2024 (arXiv 2405.18392).
+Promise     One constant phase serves runs of several lengths. The rate is zero at the end of the run.
 Use         optimizer = thrifty.apply(optimizer, "constant_then_decay", decay_from=0.8, total_steps=10_000)
-Start with  `constant_then_decay:warmup=0.05,decay_from=0.8`. To prolong a run, fork it before `decay_from`.
+Start with  `constant_then_decay:warmup=0.05,decay_from=0.8`. To prolong a run, fork it at a step before `decay_from`.
 Cost        None.
-Avoid       Stopping before the decay: the loss is higher then.
-Does not    Restart or repeat.
+Avoid       Stopping before the decay, because the loss is then higher.
+Does not    Restart or repeat the schedule.
 """
 
 from thrifty.core.run_relative_settings import StepOrFraction

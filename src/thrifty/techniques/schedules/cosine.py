@@ -1,12 +1,13 @@
 """Cosine decay (Loshchilov and Hutter 2017): warm up linearly, then decay along half a cosine.
 
-Paper       Loshchilov and Hutter 2017, SGDR (arXiv 1608.03983); warm-up of Goyal et al. 2017 (arXiv 1706.02677).
-Promise     The rate is fully decayed when the run ends, as fair comparisons at a budget require (Kaddour et al. 2023,
-            arXiv 2307.06440).
+Paper       Loshchilov and Hutter 2017, SGDR (arXiv 1608.03983). The warm-up is from Goyal et al. 2017 (arXiv
+            1706.02677).
+Promise     The rate is fully decayed at the end of the run. Fair comparisons at a budget require this (Kaddour et al.
+            2023, arXiv 2307.06440).
 Use         optimizer = thrifty.apply(optimizer, "cosine", warmup=0.05, total_steps=10_000)
-Start with  `cosine:warmup=0.05`; `floor=0.1` keeps a tenth of the peak rate at the end.
+Start with  `cosine:warmup=0.05`. `floor=0.1` ends the run at a tenth of the peak rate.
 Cost        None.
-Avoid       Runs whose length is not known: a changed length changes every rate after the warm-up.
+Avoid       Runs of unknown length, because a new length changes every rate after the warm-up.
 Does not    Restart, unlike SGDR.
 """
 

@@ -1,13 +1,14 @@
 """Inverse square root (Vaswani et al. 2017): decay the learning rate as 1/sqrt(step), then to zero.
 
-Paper       Vaswani et al. 2017, Attention Is All You Need (arXiv 1706.03762), section 5.3; final cooldown of Zhai et
-            al. 2022, Scaling Vision Transformers (arXiv 2106.04560).
-Promise     A run can be prolonged: rates before `cooldown` depend only on the warm-up, not on the length of the run.
+Paper       Vaswani et al. 2017, Attention Is All You Need (arXiv 1706.03762), section 5.3. The final cooldown is from
+            Zhai et al. 2022, Scaling Vision Transformers (arXiv 2106.04560).
+Promise     A run can be prolonged, because rates before `cooldown` depend only on the warm-up and not on the run's
+            length.
 Use         optimizer = thrifty.apply(optimizer, "inverse_square_root", warmup=500, total_steps=10_000)
-Start with  `inverse_square_root:warmup=500,cooldown=0.8`. A warm-up in steps keeps the rates when the run is prolonged.
+Start with  `inverse_square_root:warmup=500,cooldown=0.8`. If `warmup` is in steps, a prolonged run keeps its rates.
 Cost        None.
-Avoid       A fixed budget: linear and cosine decay are made for it.
-Does not    Follow the paper's absolute scale: the factor peaks at 1 at the end of the warm-up.
+Avoid       A fixed budget: use linear or cosine decay.
+Does not    Follow the paper's absolute scale. The factor has its maximum, 1, at the end of the warm-up.
 """
 
 from thrifty.core.run_relative_settings import StepOrFraction

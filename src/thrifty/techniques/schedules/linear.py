@@ -1,12 +1,12 @@
 """Linear decay (Devlin et al. 2019): warm up linearly, then decay in a straight line.
 
-Paper       Devlin et al. 2019, BERT (arXiv 1810.04805); best simple schedule at a fixed budget in Bergsma et al. 2025,
-            Straight to Zero (arXiv 2502.15938).
-Promise     The rate is fully decayed when the run ends.
+Paper       Devlin et al. 2019, BERT (arXiv 1810.04805). Bergsma et al. 2025, Straight to Zero (arXiv 2502.15938), find
+            it the best simple schedule at a fixed budget.
+Promise     The rate is fully decayed at the end of the run.
 Use         optimizer = thrifty.apply(optimizer, "linear", warmup=0.05, total_steps=10_000)
 Start with  `linear:warmup=0.05`.
 Cost        None.
-Avoid       Runs whose length is not known: a changed length changes every rate after the warm-up.
+Avoid       Runs of unknown length, because a new length changes every rate after the warm-up.
 Does not    Restart or hold the peak rate.
 """
 

@@ -1,15 +1,16 @@
 """S²ViTE (Chen et al. 2021): train with a subset of attention heads and replace the least important ones.
 
-Paper       Chen et al. 2021, Chasing Sparsity in Vision Transformers (arXiv 2106.04533), structured half; moves as in
-            RigL (Evci et al. 2020, arXiv 1911.11134). Details unverified.
-Promise     A constant number of heads per block, of which some are replaced during training. The final model is
+Paper       Chen et al. 2021, Chasing Sparsity in Vision Transformers (arXiv 2106.04533), structured half. Heads are
+            dropped and grown as weights in RigL (Evci et al. 2020, arXiv 1911.11134). Details unverified.
+Promise     Each block has a constant number of active heads, and training replaces some of them. The final model is
             smaller.
 Use         model, optimizer = thrifty.apply((model, optimizer), "dynamic_heads", density=0.5, total_steps=10_000)
-Start with  `dynamic_heads:density=0.5,alpha=0.5`; `neurons=0.5` prunes feed-forward neurons too.
-Cost        All heads are computed during training, since growth needs their gradients. Only the output projection can
-            skip them (sparsity.sparse_products).
-Avoid       Few heads per block: with alpha · density · heads below a half no head ever moves, which a note reports.
-Does not    Touch queries, keys and values: those of a dropped head get no gradient and only decay.
+Start with  `dynamic_heads:density=0.5,alpha=0.5`. `neurons=0.5` also prunes feed-forward neurons.
+Cost        All heads are computed during training, because growth needs their gradients. Only the output projection can
+            skip inactive heads (sparsity.sparse_products).
+Avoid       Few heads per block. If alpha · density · heads is below 0.5, no head is ever replaced, and a note reports
+            this.
+Does not    Mask queries, keys and values. In a dropped head they get no gradient and only decay.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

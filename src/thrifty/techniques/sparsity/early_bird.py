@@ -1,15 +1,16 @@
-"""Early-bird tickets (You et al. 2020): select heads and neurons early, then train the smaller model.
+"""Early-bird tickets (You et al. 2020): select heads and neurons early in training, then train the smaller model.
 
-Paper       You et al. 2020, Drawing Early-Bird Tickets (arXiv 1909.11957); Transformers: Chen et al. 2021, EarlyBERT
+Paper       You et al. 2020, Drawing Early-Bird Tickets (arXiv 1909.11957). Transformers: Chen et al. 2021, EarlyBERT
             (arXiv 2101.00063).
-Promise     After the ticket is drawn, the model lacks a third of the heads of each block and 40 % of all neurons. Its
-            matrices are smaller, its heads as wide as before.
+Promise     By default the smaller model has a third fewer heads per block and 40 % fewer neurons in total. Its matrices
+            shrink, and heads keep their width.
 Use         run = thrifty.train(model, texts, held_out=held_out, techniques=["early_bird"], budget="2000 steps")
-Start with  `early_bird:heads=0.5,neurons=0.4`, compared with the control `criterion=random`.
-Cost        The search: steps of the whole model whose updates are discarded. They count in the budget.
-Avoid       Fewer than three heads per block, of which no third can be removed. Conclusions without the random control.
-Does not    Keep the weights of the search: the ticket trains from its initial weights with a fresh optimizer. Restart
-            data or schedule.
+Start with  `early_bird:heads=0.5,neurons=0.4`. Compare it with the control `criterion=random`.
+Cost        The search trains the whole model and discards these updates. The steps of the search count in the budget.
+Avoid       Fewer than three heads per block, because a third cannot then be removed. Conclusions without the random
+            control.
+Does not    Keep the weights of the search: the smaller model trains from its initial weights with a fresh optimizer.
+            Restart data or schedule.
 """
 
 from collections.abc import Mapping

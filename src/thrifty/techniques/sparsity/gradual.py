@@ -1,13 +1,13 @@
 """Gradual pruning (Zhu and Gupta 2017): train dense first and remove the smallest weights step by step.
 
 Paper       Zhu and Gupta 2017, To prune, or not to prune (arXiv 1710.01878), equation 1, cubic schedule.
-Promise     Density falls from `initial_density` at `start` to `density` at `until` and never rises. The remaining steps
-            train the sparse weights.
+Promise     Density falls from `initial_density` at `start` to `density` at `until`, and never rises. The remaining
+            steps train the sparse weights.
 Use         model, optimizer = thrifty.apply((model, optimizer), "gradual", density=0.2, total_steps=10_000)
-Start with  `gradual:density=0.2,until=0.75`; `distribution=erk` or global for low densities.
-Cost        One mask per weight and a sort every `every` steps. Early steps are dense, so more computation than in runs
-            sparse from the start.
-Avoid       Dense models that do not fit. Runs too short to recover after `until`.
+Start with  `gradual:density=0.2,until=0.75`. Use `distribution=erk` or `distribution=global` for low densities.
+Cost        One boolean mask per weight matrix; every `every`-th step sorts the weights. Early steps are dense and
+            compute more than runs that are sparse from the start.
+Avoid       Models that do not fit in memory when dense. Runs too short to recover after `until`.
 Does not    Restore pruned weights.
 """
 

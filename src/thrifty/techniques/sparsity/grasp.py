@@ -1,14 +1,15 @@
 """GraSP (Wang et al. 2020): prune before training, keeping the weights that preserve gradient flow.
 
 Paper       Wang et al. 2020, Picking Winning Tickets Before Training by Preserving Gradient Flow (arXiv 2002.07376).
-Promise     One mask for the whole run: the `density` of weights whose removal would reduce the gradient norm most, to
-            first order. Made for very low densities.
+Promise     One mask for the run. It keeps the fraction `density` of weights whose removal would reduce the gradient
+            norm most, to first order.
 Use         run = thrifty.train(model, texts, held_out=held_out, techniques=["grasp:density=0.1"], budget="2000 steps")
-Start with  `grasp:density=0.02,scoring_steps=1`; more scoring steps for small batches.
+Start with  `grasp:density=0.02,scoring_steps=1`; the method is made for very low densities. Use more scoring steps for
+            small batches.
 Cost        The first `scoring_steps` steps make no update, count in the budget, and compute about four times as much.
-            Selection needs sparsity.snip's memory.
-Avoid       Moderate densities, where its choice is noisy: use sparsity.snip.
-Does not    Balance the classes of the scoring batch, as the paper does. Touch biases, norms, embeddings and the head.
+            Mask selection needs as much memory as in sparsity.snip.
+Avoid       Moderate densities, because the choice of weights is then noisy: use sparsity.snip.
+Does not    Balance the classes of the scoring batch, unlike the paper. Prune biases, norms, embeddings and the head.
 """
 
 from collections.abc import Mapping, Sequence

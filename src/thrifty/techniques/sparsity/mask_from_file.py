@@ -1,16 +1,18 @@
 """Lottery ticket (Frankle and Carbin 2019): train under fixed weight masks read from a file.
 
-Paper       Frankle and Carbin 2019, The Lottery Ticket Hypothesis (arXiv 1803.03635); late rewinding: Frankle et al.
+Paper       Frankle and Carbin 2019, The Lottery Ticket Hypothesis (arXiv 1803.03635). Late rewinding: Frankle et al.
             2019 (arXiv 1903.01611).
-Promise     Weights outside the ticket are zero at every step. The others start from the run's own initialization, equal
+Promise     Masked weights are zero at every step. Other weights start from the run's own initialization, which is equal
             for the same seed and model.
 Use         from hashlib import sha256
             sha = sha256(open("mask.safetensors", "rb").read()).hexdigest()
             model, optimizer = thrifty.apply((model, optimizer), "mask_from_file", file="mask.safetensors", sha256=sha)
-Start with  `mask_from_file`, as `thrifty lottery` writes it with file and sha256; `control=random-mask` for comparison.
-Cost        A ticket costs one training per round: at 20 % pruned per round, 17 % of the weights take nine runs.
-Avoid       Saving cost in a single run: a ticket pays only if it is reused.
-Does not    Save time: products are dense with masked weights (use sparsity.sparse_products).
+Start with  `mask_from_file`, with `file` and `sha256` as `thrifty lottery` prints them. Use `control=random-mask` for
+            comparison.
+Cost        The search for a mask takes one training run per round. At 20 % pruned per round, a density of 17 % takes
+            nine runs.
+Avoid       Masks for a single run, because the search pays off only if the mask is reused.
+Does not    Save time by itself, because matmuls stay dense. Add sparsity.sparse_products to skip masked weights.
 """
 
 import hashlib

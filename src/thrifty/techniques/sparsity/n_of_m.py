@@ -1,14 +1,14 @@
 """N-of-M sparsity (Zhou et al. 2021): train linear layers with n of every m weights, such as 2:4.
 
-Paper       Zhou et al. 2021, SR-STE (arXiv 2102.04010); Hu et al. 2024 (arXiv 2404.01847); `mvue`: Chmiel et al. 2022
-            (arXiv 2203.10991).
-Promise     Treated weights are N:M sparse at every step and in the export. Half of the multiplications of a 2:4 forward
+Paper       Zhou et al. 2021, SR-STE (arXiv 2102.04010). Also Hu et al. 2024 (arXiv 2404.01847), and Chmiel et al. 2022
+            (arXiv 2203.10991) for `mvue`.
+Promise     Masked weights are N:M sparse at every step and in the export. Half of the multiplications of a 2:4 forward
             pass can be skipped.
 Use         model, optimizer = thrifty.apply((model, optimizer), "n_of_m", n=2, m=4, total_steps=10_000)
-Start with  `n_of_m:n=2,m=4`; `where=mlp` as the papers on Transformers.
-Cost        One boolean per weight, new masks every `every` steps, and masked weights in each pass.
-Avoid       Adapters, which fill the masks when merged. A dense finish while the rate decays to zero.
-Does not    Save time without 2:4 hardware units. Touch embeddings, norms, biases, the head and layers outside the
+Start with  `n_of_m:n=2,m=4`. Use `where=mlp` as in the papers on Transformers.
+Cost        One boolean per weight, new masks at every `every`-th step, and one masking of the weights per pass.
+Avoid       Adapters, because a merge fills masked weights. A dense finish (`dense_from`) while the rate decays to zero.
+Does not    Save time without 2:4 hardware units. Prune embeddings, norms, biases, the head and layers outside the
             blocks.
 """
 

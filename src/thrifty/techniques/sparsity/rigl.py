@@ -1,13 +1,13 @@
 """RigL (Evci et al. 2020): train sparse and move connections to where the gradient is largest.
 
 Paper       Evci et al. 2020, Rigging the Lottery (arXiv 1911.11134), algorithm 1; ERK densities, section 3.
-Promise     A constant number of nonzero weights per layer. Every `every` steps the smallest weights are dropped and
-            those with the largest dense gradient grown.
+Promise     A constant number of nonzero weights per layer. Every `every`-th step drops the smallest weights and grows
+            those with the largest dense gradient.
 Use         model, optimizer = thrifty.apply((model, optimizer), "rigl", density=0.2, total_steps=10_000)
-Start with  `rigl:density=0.2,every=100`; SViTE (arXiv 2106.04533) uses AdamW, alpha=0.5, until=0.8 and rare moves.
-Cost        One mask per weight. A step that moves connections makes no other update.
-Avoid       Frozen base weights.
-Does not    Save time by itself: products are dense with masked weights (use sparsity.sparse_products).
+Start with  `rigl:density=0.2,every=100`. SViTE (arXiv 2106.04533) uses AdamW, alpha=0.5, until=0.8 and a large `every`.
+Cost        One boolean mask per weight matrix. A step that drops and grows connections makes no other update.
+Avoid       Frozen base weights, as under adapters.
+Does not    Save time by itself, because matmuls stay dense. Add sparsity.sparse_products to skip masked weights.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,14 +1,14 @@
 """SET (Mocanu et al. 2018): train sparse and replace the smallest connections by random ones.
 
 Paper       Mocanu et al. 2018, Scalable Training of Artificial Neural Networks with Adaptive Sparse Connectivity (arXiv
-            1707.04780), also for Erdős–Rényi densities.
-Promise     A constant number of nonzero weights per layer, without dense gradients. It is the baseline for RigL's
-            choice of where to grow.
+            1707.04780), which also introduces Erdős–Rényi densities.
+Promise     A constant number of nonzero weights per layer, without dense gradients. SET is the random baseline for the
+            growth criterion of RigL.
 Use         model, optimizer = thrifty.apply((model, optimizer), "set", density=0.2, total_steps=10_000)
 Start with  `set:density=0.2,every=100`.
-Cost        One mask per weight. A step that moves connections makes no other update.
-Avoid       Very low densities, where random growth rarely reaches a connection that matters.
-Does not    Save time by itself: products are dense with masked weights (use sparsity.sparse_products).
+Cost        One boolean mask per weight matrix. A step that drops and grows connections makes no other update.
+Avoid       Very low densities, because random growth rarely reaches a connection that matters.
+Does not    Save time by itself, because matmuls stay dense. Add sparsity.sparse_products to skip masked weights.
 """
 
 from collections.abc import Iterator, Sequence

@@ -1,15 +1,14 @@
 """SNIP (Lee et al. 2019): prune before training, keeping the weights to which the loss is most sensitive.
 
 Paper       Lee et al. 2019, SNIP: Single-shot Network Pruning based on Connection Sensitivity (arXiv 1810.02340).
-Promise     One mask for the whole run: the `density` of all masked weights whose removal would change the loss most, to
-            first order.
+Promise     One mask for the run. It keeps the fraction `density` of weights with the largest |gradient · weight|.
 Use         model, optimizer = thrifty.apply((model, optimizer), "snip", density=0.1)
-Start with  `snip:density=0.1,scoring_steps=1`; more scoring steps for small batches.
-Cost        The first `scoring_steps` steps make no update, and count in the budget. Selecting masks takes some 20 bytes
+Start with  `snip:density=0.1,scoring_steps=1`. Use more scoring steps for small batches.
+Cost        The first `scoring_steps` steps make no update, and count in the budget. Mask selection takes about 20 bytes
             per masked weight on every rank.
-Avoid       Initializations that do not preserve variance, on which the method builds. A fork from a later step is
+Avoid       Initializations that do not preserve variance, because SNIP assumes this. Forks from a later step are
             refused.
-Does not    Score biases, as the paper does: biases, norms, embeddings and the head stay dense.
+Does not    Score biases, unlike the paper. Biases, norms, embeddings and the head stay dense.
 """
 
 from torch import Tensor

@@ -1,16 +1,18 @@
-"""Sparse products (Gale et al. 2020): multiply by the kept weights only, where that is faster.
+"""Sparse products (Gale et al. 2020): multiply by unmasked weights only, if that is faster.
 
-Paper       Gale et al. 2020, Sparse GPU Kernels for Deep Learning (arXiv 2006.10901); blocks: Gray et al. 2017, GPU
+Paper       Gale et al. 2020, Sparse GPU Kernels for Deep Learning (arXiv 2006.10901). Blocks: Gray et al. 2017, GPU
             Kernels for Block-Sparse Weights.
-Promise     The time of products falls with the density of the masks. Each layer uses sparse products only if they are
+Promise     The time of matmuls falls with the density of the masks. A layer uses sparse matmuls only if they are
             measured to be faster.
 Use         model, optimizer = thrifty.apply((model, optimizer), "static", density=0.05)
             model, optimizer = thrifty.apply((model, optimizer), "sparse_products")
-Start with  `sparse_products` with a mask technique, such as static or rigl; `tokens` near the tokens of a micro-batch.
-Cost        Compilation, and seconds of measurement per layer shape on a new machine. 24 bytes per kept single weight.
-Avoid       Runs without masks or at high densities: dense products are then chosen. Without a C++ compiler torch's
-            kernels are slower.
-Does not    Save memory: weights, gradients and moments stay dense tensors. Act in evaluation, or on layers that
+Start with  `sparse_products` with a mask technique, such as static or rigl. Set `tokens` to about the number of tokens
+            of a micro-batch.
+Cost        Compilation, and seconds of measurement per layer shape on a new machine. 24 bytes per unmasked weight,
+            unless masks consist of blocks.
+Avoid       Runs without masks or at high densities, because dense matmuls are then chosen. Machines without a C++
+            compiler, because torch's sparse kernels are slower.
+Does not    Save memory: weights, gradients and moments stay dense tensors. Apply to evaluation, or to layers that
             adapters or float8 change.
 """
 

@@ -2,13 +2,14 @@
 
 Paper       Evci et al. 2020 (arXiv 1911.11134), baseline "Static"; Liu et al. 2022, The Unreasonable Effectiveness of
             Random Pruning (arXiv 2202.02643).
-Promise     The same mask at every step, at the given density: the baseline for techniques that score or move masks.
+Promise     The same mask of the given density at every step. This is the baseline for techniques that score weights or
+            change masks.
 Use         model, optimizer = thrifty.apply((model, optimizer), "static", density=0.2)
 Start with  `static:density=0.2,distribution=erk`.
-Cost        One mask per weight.
-Avoid       `criterion=magnitude` with `distribution=global` at low densities: it empties layers with small initial
-            values.
-Does not    Save time by itself: products are dense with masked weights (use sparsity.sparse_products).
+Cost        One boolean mask per weight matrix.
+Avoid       `criterion=magnitude` with `distribution=global` at low densities. This removes all weights of layers with
+            small initial values.
+Does not    Save time by itself, because matmuls stay dense. Add sparsity.sparse_products to skip masked weights.
 """
 
 from collections.abc import Mapping
