@@ -64,5 +64,5 @@ def test_sample_of_training_text_has_about_its_size():
 
 @pytest.mark.parametrize("documents", [[], ["x"]])
 def test_no_text_is_refused(documents):
-    with pytest.raises(UsageError, match="here holds no text"):
+    with pytest.raises(UsageError, match="'here' has no text"):
         plan_split(documents, 0.1, "here")

@@ -1,1 +1,1 @@
-"""Data sets as batches; each kind of data has a package of its own."""
+"""Data sets as batches. Each kind of data has its own package."""

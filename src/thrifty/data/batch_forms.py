@@ -1,4 +1,4 @@
-"""Batches of any form as named tensors, and back."""
+"""Conversion of batches of any form to named tensors, and back."""
 
 import copy
 from collections.abc import Callable, Mapping
@@ -16,10 +16,10 @@ Put = Callable[[Mapping[str, Tensor]], Any]
 
 
 def take_apart(batch: Any) -> tuple[dict[str, Tensor], str, Put]:
-    """Return the tensors of a batch by their paths, a description of its form, and a function that assembles it again.
+    """Return the tensors of a batch by path, a description of its form, and a function that assembles the batch again.
 
-    A batch is a tensor or a numpy array, or a nesting of them in mappings, sequences, named tuples and dataclasses.
-    None and booleans are part of its form. Raises UsageError for anything else.
+    A batch consists of tensors or numpy arrays, nested in mappings, sequences, named tuples and dataclasses. None and
+    booleans are part of the form. Raises UsageError for anything else.
     """
     leaves: dict[str, Tensor] = {}
     form, put = _take_apart(batch, "", leaves)
@@ -49,7 +49,7 @@ def _take_apart(value: Any, path: str, leaves: dict[str, Tensor]) -> tuple[str, 
         shown = f" ({value!r:.40})" if isinstance(value, str | int | float) else ""
         raise UsageError(
             f"part {path or 'batch'!r} of a batch is a {kind.__name__}{shown}, which has no row for each example",
-            fix="leave it out, or pass collate=, a function that returns tensors with one row for each example",
+            fix="leave the part out; or pass collate=, a function that returns tensors with one row per example",
         )
     inner = {key: _take_apart(each, f"{path}.{key}".strip("."), leaves) for key, each in parts.items()}
     puts = {key: put for key, (_, put) in inner.items()}
@@ -58,7 +58,7 @@ def _take_apart(value: Any, path: str, leaves: dict[str, Tensor]) -> tuple[str, 
 
 
 def _with_fields(kind: type, parts: Mapping[str, Any]) -> Any:
-    """Return an object of a dataclass without calling its constructor, which has already run on these values."""
+    """Return a dataclass object without calling its constructor, because the constructor has already run on `parts`."""
     instance = object.__new__(kind)
     for name, value in parts.items():
         object.__setattr__(instance, name, value)
@@ -66,7 +66,7 @@ def _with_fields(kind: type, parts: Mapping[str, Any]) -> Any:
 
 
 def same_values(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> str:
-    """Return the name of the first tensor that is not bit-identical, or an empty string."""
+    """Return the name of the first tensor that differs in any bit, or an empty string."""
     for name in one.keys() | other.keys():
         if name not in one or name not in other or hashed(one[name]) != hashed(other[name]):
             return name

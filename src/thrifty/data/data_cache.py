@@ -1,7 +1,7 @@
-"""Cache folder of downloaded sets and prepared tokens. A folder in it is complete or absent, even after a kill.
+"""Cache of downloaded sets and prepared tokens. A folder of the cache is complete or absent, even after a kill.
 
-One process holds the lock of a folder and builds it, while others wait for the result. The operating system releases
-the lock when its holder dies.
+One process locks a folder and builds the contents. Other processes wait for the result. If the building process dies,
+the operating system releases the lock.
 """
 
 import hashlib
@@ -23,7 +23,7 @@ def file_sha256(path: Path) -> str:
 
 @contextmanager
 def lock_folder(folder: Path) -> Iterator[None]:
-    """Hold the lock to build `folder`, after waiting for another process that holds it.
+    """Hold the lock to build `folder`. Wait first if another process holds the lock.
 
     Raises UsageError if the cache is not writable.
     """
@@ -33,17 +33,17 @@ def lock_folder(folder: Path) -> Iterator[None]:
         file = os.fdopen(os.open(lock, os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o666), "w")
     except OSError as error:
         raise UsageError(
-            f"cannot write to the cache folder {folder.parent}: {error.strerror}",
-            fix="export THRIFTY_CACHE=FOLDER, a folder that you can write to",
+            f"cannot write to the cache folder {str(folder.parent)!r}: {error.strerror}",
+            fix="export THRIFTY_CACHE=FOLDER, with a folder that you can write to",
         ) from None
     with file:
-        lock_file(file.fileno())  # on file systems without locks several processes may build equal folders
+        lock_file(file.fileno())  # on file systems without locks, several processes may build equal folders
         yield
 
 
 @contextmanager
 def build_folder(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that replaces `folder` if the block succeeds, and is removed otherwise.
+    """Yield a temporary folder. It replaces `folder` if the block succeeds; otherwise it is removed.
 
     Call it under `lock_folder(folder)`. Raises ThriftyError if the disk is full.
     """
@@ -53,7 +53,7 @@ def build_folder(folder: Path) -> Iterator[Path]:
     except OSError as error:
         if error.errno in NO_ROOM:
             raise ThriftyError(
-                f"the disk is full while writing {folder}",
-                fix="free some space, or set THRIFTY_CACHE to a folder on a larger disk",
+                f"the disk is full while writing {str(folder)!r}",
+                fix="free disk space; or set THRIFTY_CACHE to a folder on a larger disk",
             ) from error
         raise

@@ -1,4 +1,4 @@
-"""Kinds of data, each of which recognizes and opens its sources."""
+"""Base class of the kinds of data. Each kind recognizes and opens its sources."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,13 +15,13 @@ class DataRequest:
 
     recipe: Recipe
     objective: Objective
-    """Objective of the recipe, without tokenizer, labels or patch size."""
+    """Objective of the recipe, before tokenizer, labels and patch size are set."""
     image_sizes: Callable[[], tuple[int | None, int | None]]
-    """Function that returns the side of the images and of the patches of the recipe's model, in pixels."""
+    """Function that returns the image size and the patch size of the recipe's model, in pixels per side."""
     say: Callable[[str], None]
     """Function that prints a message."""
     model_config: Callable[[], Mapping[str, Any]] = dict
-    """Function that returns config.json of the recipe's pretrained model, empty if there is none."""
+    """Function that returns config.json of the recipe's pretrained model; empty without such a model."""
 
 
 class DataKind:
@@ -30,14 +30,14 @@ class DataKind:
     name: str
     """Name of the kind in `learns_from` of objectives."""
     own_settings: tuple[str, ...] = ()
-    """Data settings of this kind that not every kind has."""
+    """Data settings that this kind has and some other kinds do not have."""
 
     def holds(self, source: str) -> bool:
-        """Return True if a source is recognizably of this kind before it is opened."""
+        """Return True if a source is recognized as this kind without opening it."""
         return False
 
     def open(self, request: DataRequest) -> tuple[Objective, RunData]:
-        """Return the objective fitted to the data, and the opened data.
+        """Return the objective with tokenizer, labels or patch size of the data, and the opened data.
 
         Raises UsageError if the source or a setting is invalid.
         """

@@ -11,7 +11,7 @@ from thrifty.core.errors import RefusedError, UsageError
 
 Collate = Callable[[list[Any]], Any]
 LOADING = ("num_workers", "prefetch_factor", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context")
-"""Settings of a DataLoader that change how examples are read, but not which examples."""
+"""DataLoader settings that change how examples are read, but not which examples are read."""
 
 
 class DataParts(NamedTuple):
@@ -21,7 +21,7 @@ class DataParts(NamedTuple):
     collate: Collate | None = None
     batch: int | None = None
     loading: Mapping[str, Any] = {}
-    """Settings of a DataLoader whose worker processes read the batches."""
+    """Settings of the DataLoader that reads the batches; empty if no DataLoader is used."""
     is_shuffled: bool = True
     notices: tuple[str, ...] = ()
 
@@ -32,10 +32,10 @@ class DataParts(NamedTuple):
 
 
 def dataset_of(data: Any) -> DataParts:
-    """Return the dataset of a DataLoader, or a dataset itself, with the settings of its DataLoader.
+    """Return the dataset and the settings of a DataLoader, or a plain dataset with default settings.
 
-    Arrays and tensors in a tuple or a dictionary are columns of examples. Raises RefusedError for a user's own sampler
-    and UsageError for an object without examples.
+    A tuple or dictionary of arrays or tensors is a dataset of columns. Raises RefusedError for a custom sampler, and
+    UsageError for an object without examples.
     """
     if isinstance(data, DataLoader):
         return _of_loader(data)
@@ -52,14 +52,14 @@ def dataset_of(data: Any) -> DataParts:
     if isinstance(data, Iterator):
         raise UsageError(
             f"data is a {type(data).__name__}, which can be read once only",
-            fix="pass a dataset, a list of examples, or an IterableDataset whose __iter__ returns a new iterator",
+            fix="pass a dataset; or a list of examples; or an IterableDataset whose __iter__ returns a new iterator",
         )
     if type(data).__module__.partition(".")[0] == "pandas":
-        raise UsageError("data is a pandas object", fix='pass its rows: data=frame.to_dict("records")')
+        raise UsageError("data is a pandas object, not a dataset", fix='pass the rows: data=frame.to_dict("records")')
     if isinstance(data, str) or not (isinstance(data, Iterable) or hasattr(data, "__getitem__")):
         raise UsageError(f"data is a {type(data).__name__}, not a dataset", fix="pass a map-style or iterable dataset")
     if getattr(data, "format", {"type": ""})["type"] is None if isinstance(getattr(data, "format", None), dict) else 0:
-        data = data.with_format("torch")  # lists of a datasets.Dataset would not be collated into rows
+        data = data.with_format("torch")  # without this, lists of a datasets.Dataset are not collated into rows
     return DataParts(data)
 
 
@@ -67,9 +67,8 @@ def _of_loader(loader: DataLoader[Any]) -> DataParts:
     inner = dataset_of(loader.dataset)
     if loader.batch_size is None and loader.batch_sampler is None:
         raise RefusedError(
-            "the DataLoader has batch_size=None: its dataset returns batches, so that the effective batch of a step "
-            "cannot be divided or varied",
-            fix="pass a dataset of single examples, or a DataLoader with batch_size",
+            "the DataLoader has batch_size=None: its dataset returns whole batches, which cannot be divided or resized",
+            fix="pass a dataset of single examples; or a DataLoader with batch_size",
         )
     loading = {name: getattr(loader, name) for name in LOADING if getattr(loader, name, None)}
     if not loading.keys() & {"num_workers", "pin_memory"}:
@@ -79,7 +78,7 @@ def _of_loader(loader: DataLoader[Any]) -> DataParts:
             collate=loader.collate_fn,
             batch=loader.batch_size,
             loading={},
-            notices=("an iterable dataset is read in the training process: its DataLoader's workers are not used",)
+            notices=("the training process reads the iterable dataset: the DataLoader's workers are not used",)
             if loader.num_workers
             else (),
         )
@@ -99,7 +98,7 @@ def _of_loader(loader: DataLoader[Any]) -> DataParts:
     if not is_random:
         notices.append("the DataLoader has shuffle=False: each epoch reads examples in the order of the dataset")
     if is_random and sampler.generator is not None:
-        notices.append("the DataLoader's generator is not used: the order of examples follows the run's seed")
+        notices.append("the DataLoader's generator is not used: the run's seed determines the order of examples")
     if loader.drop_last and len(loader.dataset) % loader.batch_size:
         notices.append(
             "the DataLoader has drop_last=True: no batch is dropped, because batches continue into the next epoch"
@@ -114,7 +113,10 @@ def _of_loader(loader: DataLoader[Any]) -> DataParts:
 
 
 class Columns(Dataset[Any]):
-    """Arrays or tensors whose rows are the parts of examples. Raises UsageError for unequal numbers of rows."""
+    """A dataset of columns (arrays or tensors). Row i of each column belongs to example i.
+
+    Raises UsageError for columns with unequal numbers of rows.
+    """
 
     def __init__(self, columns: Mapping[str, Any] | tuple[Any, ...]):
         self.columns = columns

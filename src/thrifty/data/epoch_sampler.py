@@ -16,9 +16,9 @@ from thrifty.kernels.example_rng import example_keys
 from thrifty.kernels.keyed_permutation import permute
 
 HELD_OUT_KEY = 0x48454C44
-"""Held-out examples are the same for every seed, so that runs can be compared."""
+"""Key of held-out examples. They are the same for every seed, so that runs can be compared."""
 HASHED_AT_ONCE = 1 << 22
-"""Number of array elements that a fingerprint reads at once."""
+"""Number of array elements that are hashed at once."""
 
 
 class IndexedExamples(Protocol):
@@ -27,18 +27,18 @@ class IndexedExamples(Protocol):
     def __len__(self) -> int: ...
 
     def fields(self, indices: np.ndarray) -> dict[str, Tensor]:
-        """Return the examples at these indices (b,), with b rows in each field."""
+        """Return the examples at `indices` (b,). Each field has b rows."""
 
 
 @runtime_checkable
 class NumberedExamples(Protocol):
-    """Examples with fixed numbers, so that a subset can be selected by number."""
+    """Examples with fixed numbers, from which a subset can be selected."""
 
     def example_index(self) -> ExampleIndex: ...
 
 
 def fingerprint(*arrays: np.ndarray, also: object = "") -> str:
-    """Return a hash of arrays, memory-mapped or not, and of the additional value `also`."""
+    """Return a hash of arrays and of the value `also`. Arrays may be memory-mapped."""
     digest = hashlib.sha256(repr((also, [(array.dtype.str, array.shape) for array in arrays])).encode())
     for array in arrays:
         flat = array.reshape(-1)
@@ -72,7 +72,7 @@ class EpochSource(BatchSource):
         if len(choice.kept) < self.batch:
             raise RefusedError(
                 f"{len(choice.kept)} examples are left to train on, fewer than one effective batch of {self.batch}",
-                fix=f"keep more examples, or --set data.batch={max(len(choice.kept), 1)}",
+                fix=f"keep more examples; or --set data.batch={max(len(choice.kept), 1)}",
             )
         changed = copy(self)
         changed._subset = ExampleSubset(torch.from_numpy(self.places(choice.kept.numpy())), choice.scores)
@@ -91,7 +91,7 @@ class EpochSource(BatchSource):
         )
 
     def places(self, numbers: np.ndarray) -> np.ndarray:
-        """Return the indices in the contents of example numbers (b,) from 0 to `examples` - 1."""
+        """Return the indices in `contents` for example numbers (b,) from 0 to `examples` - 1."""
         return numbers if self._subset is None else self._subset.kept.numpy()[numbers]
 
     def sequential_batches(self, batch: int) -> Iterator[Batch]:
@@ -104,7 +104,7 @@ class EpochSource(BatchSource):
             yield Batch(self.eval_fields(part), torch.full((len(part),), 1 / self.examples))
 
     def eval_fields(self, chosen: np.ndarray) -> dict[str, Tensor]:
-        """Return the examples at these indices (b,) as in evaluation."""
+        """Return the examples at indices `chosen` (b,) without augmentation."""
         return self.contents.fields(chosen)
 
     def rows(self, step: int, start: int, stop: int) -> Batch:
@@ -112,7 +112,7 @@ class EpochSource(BatchSource):
         return Batch(fields, torch.full((stop - start,), 1 / self.batch))
 
     def numbered(self, numbers: np.ndarray) -> dict[str, Tensor]:
-        """Return the examples with these numbers (b,), counted from the start of the run."""
+        """Return the examples with `numbers` (b,). Numbers count examples from the start of the run."""
         epochs, positions = numbers // self.examples, numbers % self.examples
         chosen = np.empty_like(positions)
         for epoch in np.unique(epochs):
@@ -122,12 +122,12 @@ class EpochSource(BatchSource):
         return self.fields(self.places(chosen), numbers)
 
     def fields(self, chosen: np.ndarray, numbers: np.ndarray) -> dict[str, Tensor]:
-        """Return the examples at these indices (b,); `numbers` (b,) count them from the start of the run."""
+        """Return the examples at indices `chosen` (b,). `numbers` (b,) count examples from the start of the run."""
         return self.contents.fields(chosen)
 
 
 class EpochsByKey(EpochSource):
-    """Training examples in epochs, with a "key" int64 (b,) of random bits for each.
+    """Training examples in epochs, with random seeds per example: the field "key", int64 (b,).
 
     An example has a new key in each epoch, and a fixed key in evaluation.
     """
@@ -137,7 +137,7 @@ class EpochsByKey(EpochSource):
         return {**self.keyed_fields(chosen, keys.view(np.uint64)), "key": torch.from_numpy(keys)}
 
     def keyed_fields(self, chosen: np.ndarray, keys: np.ndarray) -> dict[str, Tensor]:
-        """Return the examples at these indices (b,), with random changes seeded by their keys, uint64 (b,)."""
+        """Return the examples at indices `chosen` (b,), with random changes seeded by `keys`, uint64 (b,)."""
         return self.contents.fields(chosen)
 
     def eval_fields(self, chosen: np.ndarray) -> dict[str, Tensor]:
@@ -147,7 +147,7 @@ class EpochsByKey(EpochSource):
 class HeldOutExamples:
     """Examples for evaluation, the same for every seed.
 
-    Evaluating fewer examples takes the first ones of a longer evaluation.
+    An evaluation of n examples uses the first n examples of any longer evaluation.
     """
 
     def __init__(self, contents: IndexedExamples):
@@ -158,15 +158,15 @@ class HeldOutExamples:
         return len(self.contents)
 
     def shaped(self, shape: Callable[[Batch], Batch]) -> Self:
-        """Return these examples with `shape` applied to each batch."""
+        """Return a copy that applies the function `shape` to each batch."""
         changed = copy(self)
         changed.shape = shape
         return changed
 
     def batches(self, examples: int, batch: int) -> Iterator[Batch]:
-        """Yield the first `examples` (or all, if there are fewer) in batches of at most `batch`.
+        """Yield the first `examples` examples (or all, if there are fewer) in batches of at most `batch`.
 
-        The weights of all examples sum to 1, so that weighted losses add up to the mean.
+        The weights of all examples sum to 1. The sum of weighted losses is therefore the mean loss.
         """
         total = min(examples, len(self))
         chosen = permute(np.arange(total), len(self), HELD_OUT_KEY)
@@ -179,12 +179,12 @@ class HeldOutExamples:
 
 
 class HeldOutByKey(HeldOutExamples):
-    """Examples for evaluation, with a "key" int64 (b,) that seeds the same random values every time."""
+    """Examples for evaluation, with a fixed "key" int64 (b,) that seeds random values."""
 
     def fields(self, chosen: np.ndarray) -> dict[str, Tensor]:
         return add_held_out_keys(super().fields(chosen), chosen)
 
 
 def add_held_out_keys(fields: dict[str, Tensor], chosen: np.ndarray) -> dict[str, Tensor]:
-    """Return the fields of the examples at these indices (b,) and their keys."""
+    """Add the held-out keys of the examples at indices `chosen` (b,) to `fields`."""
     return {**fields, "key": torch.from_numpy(example_keys(HELD_OUT_KEY, chosen))}

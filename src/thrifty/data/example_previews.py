@@ -11,13 +11,13 @@ from thrifty.core.errors import RefusedError
 from thrifty.data.run_data import RunData
 
 EACH = 12
-"""Number of hardest and of easiest examples in a report."""
+"""Number of hardest examples in a report, and of easiest examples."""
 
 
 def selection(data: RunData, choice: ExampleSubset) -> dict[str, Any]:
-    """Return the report data of a subset of the training examples.
+    """Return the data of the report on a subset of the training examples.
 
-    It has counts by label, and previews of kept and of left-out examples, the hardest first.
+    They contain counts per label, and previews of kept and left-out examples, hardest first.
     """
     index = data.train.example_index()
     kept = torch.zeros(index.count, dtype=torch.bool)
@@ -37,7 +37,7 @@ def selection(data: RunData, choice: ExampleSubset) -> dict[str, Any]:
 
 
 def _spread(data: RunData, own: Tensor, scores: Tensor | None) -> list[dict[str, Any]]:
-    """Return previews of the hardest and the easiest of these examples, or without scores of evenly spaced ones."""
+    """Return previews of the hardest and easiest examples in the mask `own`; without scores, of evenly spaced ones."""
     numbers = own.nonzero().squeeze(1)
     if scores is not None:
         numbers = numbers[scores[numbers].argsort(descending=True, stable=True)]

@@ -21,7 +21,7 @@ def read_origin(entry: CatalogueEntry) -> dict:
 
 
 def find_damage(entry: CatalogueEntry) -> str:
-    """Return the name of the first file whose sha256 is wrong, as a message, or an empty string."""
+    """Return a message that names the first damaged file (wrong sha256), or an empty string."""
     try:
         files = read_origin(entry)["files"]
     except IntegrityError:

@@ -1,4 +1,4 @@
-"""Prefetching of the next batches in the background, during training on the current one."""
+"""Prefetching of batches in a background thread or in worker processes."""
 
 import sys
 from collections import deque
@@ -14,10 +14,11 @@ from thrifty.core.errors import ThriftyError
 
 
 def prefetch(source: BatchSource, start: int, stop: int | None, depth: int = 2) -> Iterator[Batch]:
-    """Yield `source.at(step)` for steps start … stop-1 (without end if None), up to `depth` computed ahead in a thread.
+    """Yield `source.at(step)` for steps start … stop-1, without end if `stop` is None.
 
-    An error is raised at its step. The thread ends when the iterator is exhausted, closed or collected. A source that
-    is not thread-safe is read at each step, or by worker processes of a torch DataLoader.
+    A thread computes up to `depth` batches ahead. An error is raised at the step whose batch failed. The thread ends
+    when the iterator is exhausted, closed or garbage-collected. A source that is not thread-safe is read at each step,
+    or by worker processes of a torch DataLoader.
     """
     if source.loading:
         yield from _loaded(source, count(start) if stop is None else range(start, stop))
@@ -34,14 +35,14 @@ def prefetch(source: BatchSource, start: int, stop: int | None, depth: int = 2) 
             pending.extend(pool.submit(source.at, step) for step in islice(steps, 1))
             yield batch
     finally:
-        # No waiting: garbage collection may run this in the pool's own thread, which cannot wait for itself. At
+        # Do not wait: garbage collection may run this in the pool's thread, which cannot wait for itself. At
         # interpreter shutdown the pool no longer exists.
         if not sys.is_finalizing():
             pool.shutdown(wait=False, cancel_futures=True)
 
 
 class _Steps(Dataset[Batch | ThriftyError]):
-    """Batches by step, or the ThriftyError of a batch, because torch would return only the text of the error."""
+    """Dataset of batches by step. It returns a ThriftyError as a value, because torch passes on only its text."""
 
     def __init__(self, source: BatchSource):
         self.source = source
@@ -56,7 +57,7 @@ class _Steps(Dataset[Batch | ThriftyError]):
 def _loaded(source: BatchSource, steps: Iterable[int]) -> Iterator[Batch]:
     options = dict(source.loading)
     if options.get("num_workers"):
-        options.setdefault("multiprocessing_context", "fork")  # a source may be not picklable
+        options.setdefault("multiprocessing_context", "fork")  # the source may not be picklable
     loader = DataLoader(
         _Steps(source), batch_size=None, sampler=steps, collate_fn=_unchanged, generator=torch.Generator(), **options
     )

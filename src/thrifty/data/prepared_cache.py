@@ -1,4 +1,4 @@
-"""Prepared data on disk: a folder is built once and then opened."""
+"""Prepared data on disk. A folder is built once and later only opened."""
 
 import hashlib
 import json
@@ -22,51 +22,52 @@ from thrifty.data.train_split import DataSplit
 MANIFEST = "manifest.json"
 
 HASHED = 200_000_000
-"""Bytes up to which file hashes are verified at each opening; larger folders once a day and after a change."""
+"""Folder size in bytes up to which each opening verifies file hashes. Larger folders are verified once a day, and after
+a change."""
 
 VERIFIED = ".verified.json"
 VERIFIED_FOR = 24 * 3600
-"""Seconds that a verification of hashes is valid."""
+"""Time in seconds for which a verification of hashes is valid."""
 
 TRAINING_TEXT = 16_000_000
-"""Characters of training text for a tokenizer; more text hardly changes the tokens."""
+"""Number of characters of text that train a tokenizer. More text hardly changes the tokens."""
 
 
 @dataclass(frozen=True)
 class TokenCache:
-    """A folder of prepared tokens, opened and verified."""
+    """An opened and verified folder of prepared tokens."""
 
     folder: Path
     manifest: dict
     tokenizer: TextTokenizer
 
     def tokens(self, part: DataSplit) -> np.ndarray:
-        """Return the memory-mapped tokens of a part (n,)."""
+        """Return the memory-mapped tokens (n,) of the training or held-out part."""
         return np.memmap(self.folder / f"{part}.bin", dtype=self.manifest["type"], mode="r")
 
 
 def cache_key(*depends: Any) -> str:
-    """Return a hash of everything that prepared data depend on, as plain JSON values."""
+    """Return a hash of JSON values. They must include everything that determines the prepared data."""
     return hashlib.blake2b(json.dumps(depends).encode(), digest_size=16).hexdigest()
 
 
 def open_or_build_tokens(
     key: str, source: str, build: Callable[[Path], None], say: Callable[[str], None]
 ) -> TokenCache:
-    """Return the prepared tokens of this key, built first if they are missing or damaged."""
+    """Return the prepared tokens with cache key `key`. Build the tokens first if they are missing or damaged."""
     return _open(open_or_build(key, f"the tokens of {source}", build, say))
 
 
 def open_or_build(key: str, what: str, build: Callable[[Path], None], say: Callable[[str], None]) -> Path:
-    """Return the prepared folder of this key, built first if it is missing or damaged.
+    """Return the prepared folder with cache key `key`. Build the folder first if it is missing or damaged.
 
-    Its files have the sizes and hashes of the manifest.
+    Sizes and hashes of the files agree with the manifest.
     """
     folder = cache_folder() / "prepared" / key
     if not _damage(folder):
         return folder
     with lock_folder(folder):
-        damage = _damage(folder)  # checked again, because another process may have built it in the meantime
+        damage = _damage(folder)  # check again, because another process may have built the folder meanwhile
         if damage:
             reason = f" again, since {damage}" if folder.exists() else ", once"
             say(f"preparing {what}{reason}: {folder}")
@@ -75,10 +76,10 @@ def open_or_build(key: str, what: str, build: Callable[[Path], None], say: Calla
 
 
 def refuse_less_than_a_batch(settings: DataSettings, count: int, what: str) -> None:
-    """Raise UsageError for fewer training examples than one batch; `what` is a clause such as "has 3 images"."""
+    """Raise UsageError for fewer training examples than one batch. `what` is a clause such as "has 3 images"."""
     if count < settings.batch:
         raise UsageError(
-            f"{settings.source} {what} to train on, fewer than one batch of {settings.batch}",
+            f"{settings.source!r} {what} to train on, fewer than one batch of {settings.batch}",
             fix=f"lower data.batch to at most {count}",
         )
 
@@ -92,19 +93,19 @@ def _open(folder: Path) -> TokenCache:
 
 
 def _damage(folder: Path) -> str:
-    """Return the damage of a prepared folder, including its absence, or an empty string."""
+    """Return a description of the damage or absence of a prepared folder, or an empty string."""
     try:
         files = read_manifest(folder)["files"]
         is_large = sum(file["size"] for file in files.values()) >= HASHED
         for name, file in files.items():
             path = folder / name
             if not path.is_file() or path.stat().st_size != file["size"]:
-                return f"{name} has another size than its manifest"
+                return f"{name} has another size than in the manifest"
         if is_large and _is_verified(folder, files):
             return ""
         for name, file in files.items():
             if file_sha256(folder / name) != file["sha256"]:
-                return f"{name} has another sha256 than its manifest"
+                return f"{name} has another sha256 than in the manifest"
         if is_large:
             _write_verified(folder, files)
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -123,7 +124,7 @@ def _is_verified(folder: Path, names: Iterable[str]) -> bool:
 
 def _write_verified(folder: Path, names: Iterable[str]) -> None:
     temporary = folder / f"{VERIFIED}.{os.getpid()}"
-    with suppress(OSError):  # in a read-only cache, files are hashed at each start
+    with suppress(OSError):  # in a read-only cache, each start hashes the files again
         temporary.write_text(json.dumps({"at": time.time(), "states": _states(folder, names)}), encoding="utf-8")
         temporary.replace(folder / VERIFIED)
 
@@ -134,7 +135,7 @@ def _states(folder: Path, names: Iterable[str]) -> dict[str, list[int]]:
 
 
 def write_manifest(folder: Path, manifest: dict) -> None:
-    """Write the manifest of a prepared folder, with the size and the sha256 of every file in it."""
+    """Write the manifest of a prepared folder, with the size and sha256 of every file."""
     files = {path.name: {"size": path.stat().st_size, "sha256": file_sha256(path)} for path in sorted(folder.iterdir())}
     text = json.dumps({**manifest, "files": files}, indent=2)
     (folder / MANIFEST).write_text(text + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Protocol of a run's opened data, for every kind of data."""
+"""Protocol of the opened data of a run, for all kinds of data."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from thrifty.data.epoch_sampler import HeldOutExamples
 
 @dataclass(frozen=True)
 class ExamplePreview:
-    """A training example for display: a picture or a text, with its label and file."""
+    """A training example for display: a picture or a text, with label and file name."""
 
     number: int
     """Number of the example in the training part, from 0."""
@@ -26,7 +26,7 @@ class ExamplePreview:
 
 
 class RunData(Protocol):
-    """Training and held-out examples of a run, with their identity and their description."""
+    """Training and held-out examples of a run, with identity and description."""
 
     @property
     def train(self) -> BatchSource: ...
@@ -36,34 +36,34 @@ class RunData(Protocol):
 
     @property
     def identity(self) -> Mapping[str, str]:
-        """Values that a resumed run must match: the sha256 of each opened file, the names of labels."""
+        """Values that must not change when a run resumes: the sha256 of each file, and the label names."""
 
     @property
     def ends(self) -> ModelSpec:
-        """Required inputs and outputs of a model."""
+        """Inputs and outputs that a model for these data must have."""
 
     @property
     def example_unit(self) -> int:
-        """Units of one example in a budget of tokens."""
+        """Number of tokens that one example counts in a budget of tokens."""
 
     @property
     def facts(self) -> Mapping[str, Any]:
-        """Reference values in the run summary, such as the entropy of the labels."""
+        """Reference values for the run summary, such as the entropy of the labels."""
 
     def description(self) -> dict[str, Any]:
         """Return sizes and statistics for `thrifty explain`."""
 
     def previews(self, numbers: Sequence[int]) -> list[ExamplePreview]:
-        """Return previews of the training examples with these numbers. Raises RefusedError if there are none."""
+        """Return previews of the training examples with `numbers`. Raises RefusedError for data without previews."""
 
     def pictures(self, inputs: Tensor) -> list[str]:
         """Return a data URL of a picture for each input (b, c, h, w). Raises RefusedError for data without images."""
 
     def metadata(self) -> dict[str, str]:
-        """Return the texts, by file name, of the metadata files of a run folder that inference requires."""
+        """Return the metadata files that inference requires in a run folder, as text by file name."""
 
     def check_meaning(self, before: Mapping[str, str], old: Path) -> None:
-        """Raise UsageError if a model's inputs or outputs have another meaning than in the run folder `old`.
+        """Raise UsageError if token ids or outputs mean something else than in the run folder `old`.
 
-        `before` is the identity of the data of that run.
+        `before` is the data identity of the old run.
         """

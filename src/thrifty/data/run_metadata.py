@@ -29,7 +29,7 @@ def text_label_metadata(ends: TextModelSpec) -> dict[str, str]:
 def read_model_spec(folder: Path, recipe: Recipe) -> ModelSpec:
     """Return the inputs and outputs of the model of a run folder with this recipe.
 
-    Raises IntegrityError for damaged metadata, and UsageError if there is none.
+    Raises IntegrityError for damaged metadata, and UsageError for a folder without metadata.
     """
     path = folder / LABELS
     images = path.is_file()
@@ -44,10 +44,10 @@ def read_model_spec(folder: Path, recipe: Recipe) -> ModelSpec:
 
 
 def refuse_other_tokenizer(before: Mapping[str, str], now: Mapping[str, str], old: Path) -> None:
-    """Raise UsageError if the data identities `before`, of the run folder `old`, and `now` differ in the tokenizer."""
+    """Raise UsageError if the tokenizer of data identity `now` differs from `before`, the identity in folder `old`."""
     if before.get(TOKENIZER) != now[TOKENIZER]:
         raise UsageError(
-            "the fork has another tokenizer than the old run: token numbers would have another meaning",
+            "the fork has another tokenizer than the old run, so token ids would change their meaning",
             fix=f"--set data.tokenizer={(old / TOKENIZER).resolve()}",
         )
 
@@ -56,4 +56,4 @@ def _read(path: Path, kind: type[Spec]) -> Spec:
     try:
         return kind.from_data(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError, AttributeError) as error:
-        raise IntegrityError(f"{path} is damaged: {error}", fix="restore the file, or train again") from None
+        raise IntegrityError(f"{str(path)!r} is damaged: {error}", fix="restore the file; or train again") from None

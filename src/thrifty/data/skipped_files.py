@@ -4,14 +4,14 @@ import os
 from dataclasses import dataclass, field
 
 SHOWN = 5
-"""Number of files named in a message."""
+"""Maximum number of file names in a message."""
 KEPT = 1000
-"""Number of files whose names are kept."""
+"""Maximum number of file names that are stored."""
 
 
 @dataclass
 class SkippedFiles:
-    """Count and names of unusable files, each with the reason."""
+    """Number of unusable files, and their names with the reasons."""
 
     count: int = 0
     named: list[str] = field(default_factory=list)

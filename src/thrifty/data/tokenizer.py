@@ -1,4 +1,4 @@
-"""Tokenizers: a byte-level BPE trained on the data, or a tokenizer.json."""
+"""Tokenizers: a byte-level BPE trained on the data, or a tokenizer.json file."""
 
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -13,40 +13,40 @@ TOKENIZER = "tokenizer.json"
 KNOWN_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<|im_end|>", "<eos>", "<|eos|>", "[SEP]")
 """End-of-text tokens of known tokenizers, in order of preference."""
 SMALLEST = 257
-"""Smallest vocabulary: 256 bytes and the end of text."""
+"""Minimum vocabulary: 256 bytes and the end-of-text token."""
 LARGEST = 1 << 22
-"""Largest vocabulary, because training reserves memory for each token."""
+"""Maximum vocabulary. Training a tokenizer reserves memory for each token."""
 LONGEST_PIECE = 2_000
-"""Largest number of characters tokenized as one piece.
+"""Maximum number of characters that are tokenized as one piece.
 
-`tokenizers` requires 150 bytes for each character, and training time grows with the length of text without spaces.
+`tokenizers` needs 150 bytes of memory per character. For text without spaces, training time grows with its length.
 """
 AT_ONCE = 1_000_000
-"""Number of characters tokenized together."""
+"""Number of characters that are tokenized in one call."""
 _UP_TO_A_BREAK = re.compile(r".*(?:\S(?=[ \n]\S)|[^\W_](?=[^\w\s]))", re.DOTALL)
 
 
 def check_vocabulary(vocabulary: int, special: Sequence[str] = ()) -> None:
-    """Raise UsageError for a vocabulary too small for bytes, end of text and special tokens, or above LARGEST."""
+    """Raise UsageError if a vocabulary exceeds LARGEST, or is too small for bytes, end of text and special tokens."""
     least = SMALLEST + len(special)
     if vocabulary < least:
-        others = f" and the {len(special)} special tokens of the objective" if special else ""
+        others = f", {len(special)} special tokens of the objective" if special else ""
         raise UsageError(
-            f"data.vocabulary is {vocabulary}, fewer than the 256 bytes and the end of text{others}",
-            fix=f"raise data.vocabulary to {least} or more",
+            f"data.vocabulary is {vocabulary}; at least {least} are required: 256 bytes, end of text{others}",
+            fix=f"set data.vocabulary to {least} or more",
         )
     if vocabulary > LARGEST:
         raise UsageError(
-            f"data.vocabulary is {vocabulary}, more than {LARGEST}", fix=f"lower data.vocabulary to {LARGEST} or less"
+            f"data.vocabulary is {vocabulary}, more than {LARGEST}", fix=f"set data.vocabulary to {LARGEST} or less"
         )
 
 
 class TextTokenizer:
     """A tokenizer that encodes any text and decodes any tokens.
 
-    `end_of_text` is the token between documents; `special` are all tokens without text. Text that spells a special
-    token is encoded as ordinary text, so that data cannot end a document. Raises UsageError for a tokenizer without an
-    end of text.
+    `end_of_text` is the token between documents. `special` contains all tokens without text. Text that spells a special
+    token is encoded as ordinary text, so data cannot end a document. Raises UsageError for a tokenizer without an
+    end-of-text token.
     """
 
     def __init__(self, inner: Tokenizer, name: str = "the tokenizer"):
@@ -57,24 +57,24 @@ class TextTokenizer:
         if self.end_of_text < 0:
             raise UsageError(
                 f"{name} has no end-of-text token: none of {', '.join(KNOWN_ENDS)}",
-                fix=f"add one of them as a special token, such as {END_OF_TEXT}",
+                fix=f"add {END_OF_TEXT} to the tokenizer as a special token",
             )
         added = inner.get_added_tokens_decoder()
         self.special = frozenset([self.end_of_text, *(number for number, token in added.items() if token.special)])
 
     @property
     def vocabulary(self) -> int:
-        """Required rows of an embedding: the largest token number plus one."""
+        """Number of rows that an embedding requires: the largest token id plus one."""
         return max(self.inner.get_vocab(with_added_tokens=True).values()) + 1
 
     def number_of(self, *names: str) -> int:
-        """Return the first token with one of these names. Raises UsageError if there is none."""
+        """Return the id of the first of these tokens that exists. Raises UsageError if no token exists."""
         numbers = (self.inner.token_to_id(name) for name in names)
         number = next((number for number in numbers if number is not None), None)
         if number is None:
             raise UsageError(
                 f"{self.name} has no token {' or '.join(names)}, which the objective requires",
-                fix=f"leave data.tokenizer out, to train one with this token, or add {names[0]} as a special token",
+                fix=f"leave data.tokenizer out to train a tokenizer; or add {names[0]} as a special token",
             )
         return number
 
@@ -82,7 +82,7 @@ class TextTokenizer:
         return self.encode_batch([text])[0]
 
     def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
-        """Return the tokens of each text. A long text is encoded in pieces that end between words."""
+        """Return the tokens of each text. Long texts are encoded in pieces that end between words."""
         encoded: list[list[int]] = [[] for _ in texts]
         pieces = [(number, piece) for number, text in enumerate(texts) for piece in text_pieces(text)]
         step = AT_ONCE // LONGEST_PIECE
@@ -106,7 +106,7 @@ class TextTokenizer:
 
 
 def text_pieces(text: str, longest: int = LONGEST_PIECE) -> Iterator[str]:
-    """Yield a text in pieces of at most `longest` characters, each ending with a word if it has several."""
+    """Yield a text in pieces of at most `longest` characters. Pieces end between words if possible."""
     start = 0
     while len(text) - start > longest:
         words = _UP_TO_A_BREAK.match(text, start, start + longest)
@@ -117,19 +117,19 @@ def text_pieces(text: str, longest: int = LONGEST_PIECE) -> Iterator[str]:
 
 
 def read_tokenizer(path: Path) -> TextTokenizer:
-    """Return the tokenizer of a tokenizer.json. Raises UsageError for another file."""
+    """Return the tokenizer in a tokenizer.json. Raises UsageError for any other file."""
     return TextTokenizer(read_tokenizer_file(path), str(path))
 
 
 def read_tokenizer_file(path: Path) -> Tokenizer:
-    """Return a tokenizer.json without its padding and truncation. Raises UsageError for another file."""
+    """Load a tokenizer.json, and disable padding and truncation. Raises UsageError for any other file."""
     if not path.is_file():
         raise UsageError(
             f"there is no tokenizer {str(path)!r}", fix="set data.tokenizer to the path of a tokenizer.json"
         )
     try:
         inner = Tokenizer.from_file(str(path))
-    except Exception as error:  # tokenizers raises bare Exception for every fault of the file
+    except Exception as error:  # tokenizers raises Exception for every invalid file
         raise UsageError(
             f"{path} is not a tokenizer.json: {error}", fix="set data.tokenizer to a file that `tokenizers` saved"
         ) from None
@@ -139,10 +139,10 @@ def read_tokenizer_file(path: Path) -> Tokenizer:
 
 
 def train_tokenizer(texts: Iterable[str], vocabulary: int, special: Sequence[str] = ()) -> TextTokenizer:
-    """Return a byte-level BPE (Sennrich et al. 2016, Radford et al. 2019), which has no unknown tokens.
+    """Train a byte-level BPE (Sennrich et al. 2016, Radford et al. 2019). It has no unknown tokens.
 
-    `vocabulary` includes the 256 bytes, the end of text and the other `special` tokens. Short text yields fewer
-    tokens. Raises UsageError if `vocabulary` is too small for all of these.
+    `vocabulary` is the number of tokens, including 256 bytes, the end of text and `special` tokens. Short text yields
+    fewer tokens. Raises UsageError if `vocabulary` is too small.
     """
     check_vocabulary(vocabulary, special)
     inner = Tokenizer(models.BPE())

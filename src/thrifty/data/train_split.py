@@ -1,4 +1,4 @@
-"""Train and held-out split of documents by a hash of their text, independent of their order and files."""
+"""Train and held-out split of documents by a hash of the text. Order and file names have no effect."""
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
@@ -10,7 +10,7 @@ import numpy as np
 from thrifty.core.errors import UsageError
 
 SCARCE = 0.25
-"""Smallest accepted ratio of held-out (or training) text by hash to the intended amount."""
+"""Minimum ratio of the held-out (or training) text of a split by hash to the intended amount."""
 
 
 class DataSplit(StrEnum):
@@ -20,21 +20,21 @@ class DataSplit(StrEnum):
 
 @dataclass(frozen=True)
 class SplitPlan:
-    """A split of the documents of a source, and the size of the training part.
+    """A train and held-out split of documents, and the size of the training part.
 
-    A document is held out if the hash of its text is below the held-out fraction. With few documents, this may leave
-    next to nothing on one side. The end of the longest document is then held out instead.
+    A document is held out if the hash of its text, from 0 to 1, is below the held-out fraction. With few documents, one
+    part may become almost empty. The end of the longest document is then held out instead.
     """
 
     held_out: float
     longest: bytes | None
-    """Digest of the document whose end is held out; None for a split by hash."""
+    """Hash of the document whose end is held out; None for a split by hash."""
     train_characters: int
     key: Callable[[str], str] = str
-    """Function that returns the hashed part of a document; documents with equal keys stay on one side."""
+    """Function that returns the text to hash. Documents with equal keys belong to the same part."""
 
     def parts(self, documents: Iterable[str]) -> Iterator[tuple[DataSplit, str]]:
-        """Yield each document with its part; the longest one may be yielded in two pieces."""
+        """Yield each document with its part. The longest document may be yielded in two pieces."""
         for text in documents:
             digest = _digest(self.key(text))
             if self.longest is None:
@@ -47,7 +47,7 @@ class SplitPlan:
                 yield DataSplit.TRAIN, text
 
     def sample(self, documents: Iterable[str], characters: int) -> Iterator[str]:
-        """Yield training documents of about this many characters, chosen by their hashes."""
+        """Yield training documents with about `characters` characters in total, chosen by hash."""
         fraction = min(1.0, characters / max(1, self.train_characters))
         for part, text in self.parts(documents):
             if part is DataSplit.TRAIN and (fraction == 1 or _fraction(_digest(self.key(text))[8:]) < fraction):
@@ -55,7 +55,7 @@ class SplitPlan:
 
 
 def plan_split(documents: Iterable[str], held_out: float, name: str, key: Callable[[str], str] = str) -> SplitPlan:
-    """Return the split of documents, after reading them once; documents with equal keys stay on one side.
+    """Read all documents once and return their split. Documents with equal keys belong to the same part.
 
     Raises UsageError if there is not enough text to divide.
     """
@@ -67,7 +67,7 @@ def plan_split(documents: Iterable[str], held_out: float, name: str, key: Callab
         longest = max(longest, (len(text), digest))
     total = sum(characters.values())
     if longest[0] < 2:
-        raise UsageError(f"{name} holds no text to train on", fix="set data.source to a source with text")
+        raise UsageError(f"{name!r} has no text to train on", fix="set data.source to a source with text")
     enough = characters[DataSplit.HELD_OUT] >= SCARCE * held_out * total
     if enough and characters[DataSplit.TRAIN] >= SCARCE * (1 - held_out) * total:
         return SplitPlan(held_out, None, characters[DataSplit.TRAIN], key)
@@ -83,7 +83,7 @@ def _fraction(digest: bytes) -> float:
 
 
 def _cut(text: str, held_out: float) -> int:
-    """Return the start of the held-out end of a text, so that both pieces have at least one character."""
+    """Return the index at which a text is cut. Both pieces have at least one character."""
     return min(max(1, round(len(text) * (1 - held_out))), len(text) - 1)
 
 

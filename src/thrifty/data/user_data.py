@@ -1,4 +1,4 @@
-"""User data: a map-style dataset as a pure function of (seed, step), or an iterable dataset in its order."""
+"""User data: map-style datasets (batches depend only on seed and step), and iterable datasets in their order."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -46,11 +46,11 @@ class UserData:
 
     def previews(self, numbers: Sequence[int]) -> list[ExamplePreview]:
         if self.examples is None:
-            raise RefusedError("examples of an iterable dataset have no numbers", fix="read them in your code")
+            raise RefusedError("an iterable dataset has no previews", fix="pass a map-style dataset")
         return [ExamplePreview(number, text=repr(self.examples.dataset[number])[:500]) for number in numbers]
 
     def pictures(self, inputs: Tensor) -> list[str]:
-        raise RefusedError("examples of a dataset of your own have no pictures here", fix="draw them in your code")
+        raise RefusedError("a user's dataset has no pictures", fix="set data.source to a folder of images")
 
     def metadata(self) -> dict[str, str]:
         return {}
@@ -58,17 +58,17 @@ class UserData:
     def check_meaning(self, before: Mapping[str, str], old: Path) -> None:
         if before.get("structure") != self.identity["structure"]:
             raise UsageError(
-                f"batches have another form than in {old}: {self.identity['structure']}",
-                fix="pass a dataset of the old form, or start a new run",
+                f"batches have another form than in {str(old)!r}: {self.identity['structure']}",
+                fix="pass a dataset of the old form; or start a new run",
             )
 
 
 def open_user_data(
     data: Any, held_out: Any, batch: int, seed: int, collate: Collate | None = None, judged: int = 64
 ) -> UserData:
-    """Return the opened datasets or DataLoaders of a user, with the first `judged` examples of iterable held-out data.
+    """Open the datasets or DataLoaders of a user. Of iterable held-out data, only the first `judged` examples are used.
 
-    Raises UsageError for other objects.
+    Raises UsageError for any other object.
     """
     parts, others = dataset_of(data), dataset_of(held_out)
     collate, examples = collate or parts.collate, None
@@ -89,7 +89,7 @@ def open_user_data(
     collation = train.collation
     if other.collation.form != collation.form:
         raise UsageError(
-            f"held-out batches have the form {other.collation.form}, but training batches {collation.form}",
+            f"held-out batches have the form {other.collation.form}, but training batches have {collation.form}",
             fix="pass datasets whose examples have the same parts",
         )
     differing = "; ".join(filter(None, [train.unrepeatable, other.unrepeated_words("held_out")]))

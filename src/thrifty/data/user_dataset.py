@@ -1,4 +1,4 @@
-"""User's map-style datasets as a pure function of (seed, step)."""
+"""Map-style datasets of users. Batches depend only on seed and step."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -15,11 +15,11 @@ from thrifty.data.data_loading import Collate, DataParts
 from thrifty.data.epoch_sampler import HELD_OUT_KEY, EpochSource
 
 FINGERPRINTED = 16
-"""Number of examples, spread over the dataset, in its fingerprint."""
+"""Number of examples in a fingerprint. They are spread evenly over the dataset."""
 
 
 READ_TWICE = 5
-"""Number of examples, spread over the dataset, that are read twice to detect values that change."""
+"""Number of examples that are read twice to detect values that change. They are spread evenly over the dataset."""
 
 
 class UserDataset:
@@ -34,7 +34,7 @@ class UserDataset:
         read_twice = [int(index) for index in np.unique(np.linspace(0, len(dataset) - 1, READ_TWICE).astype(int))]
         pairs = ([self.seeded_fields([index], ["first"]) for _ in range(2)] for index in read_twice)
         self.unrepeated = next(filter(None, (same_values(*pair) for pair in pairs)), "")
-        """Part of an example that differs between two reads with the same seeds; empty if none does."""
+        """Name of a part that differs between two reads with the same seeds; empty if all parts are equal."""
 
     def __len__(self) -> int:
         return len(self.dataset)
@@ -43,7 +43,7 @@ class UserDataset:
         return self.seeded_fields(indices, [f"{HELD_OUT_KEY}/{index}" for index in indices])
 
     def seeded_fields(self, indices: Sequence[int] | np.ndarray, keys: Sequence[str]) -> dict[str, Tensor]:
-        """Return the examples at these indices, with random values seeded by their keys."""
+        """Return the examples at `indices`. `keys` seed random values, one key per example."""
         examples = [self._example(int(index), key) for index, key in zip(indices, keys, strict=True)]
         return self.collation.fields(examples, f"{keys[0]}/{len(keys)}/collate")
 
@@ -51,7 +51,7 @@ class UserDataset:
         return self.collation.assembled(batch)
 
     def fingerprint(self) -> str:
-        """Return a hash of the number of examples and of some examples, or of their form if values change."""
+        """Return a hash of the number of examples and of some examples. If values change, hash their form instead."""
         digest = hashlib.sha256(f"{type(self.dataset).__qualname__}/{len(self)}".encode())
         if self.unrepeated:
             digest.update(self.collation.form.encode())
@@ -62,7 +62,7 @@ class UserDataset:
         return digest.hexdigest()
 
     def unrepeated_words(self, name: str) -> str:
-        """Return a clause about values that change between two reads, or an empty string."""
+        """Describe a part that differs between two reads, or return an empty string."""
         if not self.unrepeated:
             return ""
         kind = type(self.dataset).__name__
@@ -78,16 +78,16 @@ class UserDataset:
             raise UsageError(
                 f"example {index} of the dataset ({type(self.dataset).__name__}) cannot be read: "
                 f"{type(error).__name__}: {error}",
-                fix=f"mend dataset[{index}]; indices from 0 to len(dataset) - 1 must be readable",
+                fix=f"correct dataset[{index}]: all indices from 0 to len(dataset) - 1 must be readable",
             ) from error
 
 
 class UserSource(EpochSource):
     """Training examples of a user's dataset in epochs.
 
-    User code uses global random generators. Examples are therefore read in the training thread or in worker processes
-    of a DataLoader, never in another thread. A collate function with random values is called with whole effective
-    batches, so that batches do not depend on the number of ranks.
+    The user's code may use global random generators. Examples are therefore read in the training thread or in worker
+    processes of a DataLoader, never in another thread. A collate function that uses random values is called with whole
+    effective batches. Batches then do not depend on the number of ranks.
     """
 
     contents: UserDataset

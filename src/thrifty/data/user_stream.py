@@ -1,4 +1,4 @@
-"""User's iterable datasets, read in their order."""
+"""Iterable datasets of users, read in their order."""
 
 import hashlib
 import json
@@ -16,25 +16,25 @@ from thrifty.data.collation import Collation, seeded_draws
 from thrifty.data.data_loading import Collate, DataParts
 
 COMPARED = 4
-"""Number of examples that are read again to check that a dataset restarts and that its state restores it."""
+"""Number of examples that are read twice to check that a dataset can restart and can restore its state."""
 
 
 class UserStream(BatchSource):
-    """Examples of an iterable dataset in its order, repeated from the start at its end.
+    """Examples of an iterable dataset in its order. At the end, the dataset starts again.
 
-    If `state_dict` and `load_state_dict` of the dataset restore it, a checkpoint keeps its state. Otherwise a resumed
-    run reads all earlier examples again. Every rank reads whole effective batches. Raises RefusedError for a dataset
-    that cannot restart.
+    Checkpoints contain the state of the dataset if its `state_dict` and `load_state_dict` work. Otherwise a resumed run
+    reads all earlier examples again. Every rank reads whole effective batches. Raises RefusedError for a dataset that
+    cannot restart.
     """
 
     def __init__(self, parts: DataParts, batch: int, seed: int, collate: Collate | None):
         self.dataset, self.batch, self.seed = parts.dataset, batch, seed
         self._copy = deep_copy(parts.dataset)
-        """Copy of the dataset before its first read; None if it cannot be copied."""
+        """Copy of the dataset before the first read; None if the dataset cannot be copied."""
         kind = type(parts.dataset).__name__
         if iter(parts.dataset) is parts.dataset:
             raise RefusedError(
-                f"a {kind} can be read once only, but a resumed run reads it from its start",
+                f"a {kind} can be read once only, but a resumed run must read it from the start",
                 fix="return a new iterator from __iter__",
             )
         self._start(0)
@@ -48,9 +48,9 @@ class UserStream(BatchSource):
         resuming = (
             "checkpoints keep the state of the dataset"
             if self.keeps_state
-            else "the dataset has no state that restores it, and a resumed run reads all earlier examples again"
+            else "the dataset cannot restore its state, so a resumed run reads all earlier examples again"
         )
-        self.notices = (*parts.notices, f"data are iterated: {resuming}")
+        self.notices = (*parts.notices, f"the dataset is iterable: {resuming}")
         self._start(0)
         self._step, self._read = -1, {}
 
@@ -59,7 +59,7 @@ class UserStream(BatchSource):
         return False
 
     def fingerprint(self) -> str:
-        """Return a hash of the first examples, or of their form if values change between reads."""
+        """Return a hash of the first examples. If values change between reads, hash their form instead."""
         digest = hashlib.sha256(f"{type(self.dataset).__qualname__}/{self.collation.form}".encode())
         for tensor in () if self.unrepeatable else self._first.values():
             digest.update(hashed(tensor))
@@ -73,7 +73,7 @@ class UserStream(BatchSource):
         return Batch(self._read, torch.full((self.batch,), 1 / self.batch)).rows(start, stop)
 
     def state(self) -> dict[str, Any]:
-        """Return the position of the next example as plain values; empty if resuming reads all earlier examples."""
+        """Return the position of the next example as plain values; {} if a resumed run reads all earlier examples."""
         return self._position() if self.keeps_state and self._at else {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
@@ -86,7 +86,7 @@ class UserStream(BatchSource):
         return {"examples": self._at, "cycle": self._cycle, "dataset": self._open.state_dict()}
 
     def _restores(self) -> bool:
-        """Return True if a dataset that loads its state continues with the next example."""
+        """Return True if the dataset continues with the next example after loading its state."""
         if not hasattr(self.dataset, "state_dict") or not hasattr(self.dataset, "load_state_dict"):
             return False
         if self._copy is None or self.unrepeatable or _has_shuffle_buffer(self.dataset):
@@ -101,7 +101,7 @@ class UserStream(BatchSource):
             wanted = self._fields(list(islice(self._examples, COMPARED)))
             self.load_state(state)
             return not same_values(wanted, self._fields(list(islice(self._examples, COMPARED))))
-        except Exception:  # a user's class may raise anything
+        except Exception:  # the user's class may raise anything
             return False
 
     def _fields(self, examples: Sequence[Any]) -> dict[str, Tensor]:
@@ -118,7 +118,7 @@ class UserStream(BatchSource):
             next(self._examples)
 
     def _start(self, cycle: int) -> None:
-        """Open the dataset at the start of a cycle."""
+        """Open the dataset at the start of pass number `cycle`."""
         self._reopen(cycle)
         self._at = 0
         self._examples = self._iterated()
@@ -129,9 +129,9 @@ class UserStream(BatchSource):
             self._open.set_epoch(cycle)
 
     def _iterated(self) -> Iterator[Any]:
-        """Yield examples without end, each with random values seeded by its number."""
+        """Yield examples without end. The number of an example seeds its random values."""
         empty = 0
-        while empty < 2:  # a resumed cycle may be at its end, and then yields nothing
+        while empty < 2:  # a dataset that resumes at its end yields nothing at first
             iterator, empty = None, empty + 1
             while True:
                 try:
@@ -146,7 +146,7 @@ class UserStream(BatchSource):
                     raise UsageError(
                         f"example {self._at} of the dataset ({type(self.dataset).__name__}) cannot be read: "
                         f"{type(error).__name__}: {error}",
-                        fix="mend the dataset's __iter__",
+                        fix="correct the dataset's __iter__",
                     ) from error
                 self._at, empty = self._at + 1, 0
                 yield example
@@ -155,7 +155,7 @@ class UserStream(BatchSource):
 
 
 def _has_shuffle_buffer(dataset: Any) -> bool:
-    """Return True for a shuffled `datasets.IterableDataset`, whose state lacks the examples in the buffer."""
+    """Return True for a shuffled `datasets.IterableDataset`. Its state lacks the examples in the shuffle buffer."""
     inner = getattr(dataset, "_ex_iterable", None)
     while inner is not None and not hasattr(inner, "buffer_size"):
         inner = getattr(inner, "ex_iterable", None)
@@ -163,7 +163,7 @@ def _has_shuffle_buffer(dataset: Any) -> bool:
 
 
 def first_examples(dataset: Any, count: int) -> list[Any]:
-    """Return the first examples of an iterable dataset."""
+    """Return the first `count` examples of an iterable dataset."""
     examples = []
     iterator = None
     for number in range(count):

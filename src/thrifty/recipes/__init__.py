@@ -1,6 +1,6 @@
-"""Recipes: functions that return the recipe of a run; each docstring has the command and the expected result.
+"""Recipes: functions that return the recipe of a run. Docstrings contain the command and the expected result.
 
-Experiments of many runs are studies, in `experiments/studies`.
+Experiments with many runs are studies, see `experiments/studies`.
 """
 
 from collections.abc import Callable, Collection
@@ -42,7 +42,7 @@ RECIPES: dict[str, Callable[[], Recipe]] = {
 
 
 def load_recipe(name_or_path: str, origin: str, studies: Collection[str] = ()) -> RecipeLayers:
-    """Return a recipe by its name or from a TOML file, as the lowest layer.
+    """Return recipe layers whose lowest layer is a named recipe or a TOML file.
 
     Raises UsageError for an unknown name, a missing file, a run, or a name in `studies`.
     """
@@ -56,8 +56,8 @@ def load_recipe(name_or_path: str, origin: str, studies: Collection[str] = ()) -
             raise UsageError(f"there is no recipe file {str(path)!r}", fix)
         return RecipeLayers().override(origin, read_tables(path))
     if name_or_path in studies:
-        raise UsageError(f"{name_or_path} is a study of many runs, not a recipe", fix=f"thrifty study {name_or_path}")
+        raise UsageError(f"{name_or_path!r} is a study of many runs, not a recipe", fix=f"thrifty study {name_or_path}")
     of_run = Path("runs", name_or_path, "recipe.toml")
     if of_run.is_file():
-        raise UsageError(f"{name_or_path!r} is a run and no recipe", fix=f"pass {of_run}")
+        raise UsageError(f"{name_or_path!r} is a run, not a recipe", fix=f"pass {of_run}")
     raise UsageError(f"there is no recipe {name_or_path!r}", fix=did_you_mean(name_or_path, [*RECIPES, *studies]))

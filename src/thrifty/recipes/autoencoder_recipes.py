@@ -1,6 +1,6 @@
 """Recipes of masked autoencoders on images without labels.
 
-`vit-digits --model FOLDER` trains a classifier from an exported one.
+To train a classifier from an exported autoencoder, use `thrifty train vit-digits --model FOLDER`.
 """
 
 from collections.abc import Sequence
@@ -13,7 +13,7 @@ from thrifty.techniques.optimizers.adamw import AdamW
 
 
 def mae_techniques(chosen: Sequence[Technique]) -> tuple[Technique, ...]:
-    """Return techniques with the AdamW settings of MAE and an encoder that skips removed patches."""
+    """Return `chosen` with the AdamW settings of the MAE paper, and with `data_selection.drop_masked_patches`."""
     changed = [
         AdamW(lr=each.lr, betas=(0.9, 0.95), weight_decay=0.05) if isinstance(each, AdamW) else each for each in chosen
     ]
@@ -21,7 +21,7 @@ def mae_techniques(chosen: Sequence[Technique]) -> tuple[Technique, ...]:
 
 
 def mae_digits() -> recipe.Recipe:
-    """A small masked autoencoder on the handwritten digits of Thrifty, without a download.
+    """A small masked autoencoder on the handwritten digits that Thrifty includes (no download).
 
     Command   thrifty train mae-digits && thrifty export mae-digits mae-digits-model
               thrifty train vit-digits --model mae-digits-model --set model.pool=patches --with adapters.head_only
@@ -44,11 +44,11 @@ def mae_digits() -> recipe.Recipe:
 
 
 def mae_cifar10() -> recipe.Recipe:
-    """A masked autoencoder of 0.9M parameters, most of them in the encoder, on CIFAR-10 without labels.
+    """A masked autoencoder of 0.9M parameters, mostly in the encoder, on CIFAR-10 without labels.
 
     Command   thrifty data get cifar10 && thrifty train mae-cifar10
     Expect    A held-out loss of 0.82 after 300 steps (seed 0). `thrifty report` shows the predicted patches. The whole
-              recipe was not run: it has 51 epochs. MAE trains for 800 and more, on larger images.
+              recipe of 51 epochs was not run. The MAE paper trains for 800 epochs or more, on larger images.
     """
     return recipe.Recipe(
         name="mae-cifar10",

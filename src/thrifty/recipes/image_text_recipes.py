@@ -1,4 +1,4 @@
-"""Recipes on images with captions."""
+"""Recipes of image-text models on images with captions."""
 
 from thrifty.core import recipe
 from thrifty.techniques.data_selection.drop_patches import DropPatches
@@ -8,11 +8,11 @@ from thrifty.techniques.schedules.cosine import CosineDecay
 
 
 def flip_emoji() -> recipe.Recipe:
-    """A small CLIP model on emoji and their captions, with half of the patches until the last tenth of the run.
+    """A small CLIP model on captioned emoji. It drops half of the patches until the last tenth of the run (FLIP).
 
     Command   thrifty data get emoji && thrifty train flip-emoji && thrifty retrieve flip-emoji
-    Expect    After 291 of 600 steps (seed 0), a recall at ten of 29 % for captions and 31 % for images. A random
-              ranking has 0.5 %. The 1,911 held-out drawings are of another vendor than the training drawings. The
+    Expect    After 291 of 600 steps (seed 0), recall at 10 is 29 % for captions and 31 % for images. A random
+              ranking has 0.5 %. The 1,911 held-out drawings come from another vendor than the training drawings. The
               whole recipe was not run.
     """
     return recipe.Recipe(

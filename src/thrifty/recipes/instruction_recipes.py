@@ -10,12 +10,12 @@ QUERIES_AND_VALUES = r"qkv|[qv]_proj|query|value|c_attn"
 
 
 def alpaca_lora_techniques(lr: float) -> tuple[Technique, ...]:
-    """Return the techniques of Alpaca-LoRA: LoRA of rank 8 on queries and values, everything else frozen."""
+    """Return the techniques of Alpaca-LoRA: LoRA of rank 8 on query and value projections; other weights are frozen."""
     return (*text_techniques(lr), Lora(rank=8, alpha=16.0, dropout=0.05, where=QUERIES_AND_VALUES, slices="qv"))
 
 
 def instruct() -> recipe.Recipe:
-    """Instruction tuning of SmolLM2-135M on a file of conversations; by default on Python functions.
+    """Instruction tuning of SmolLM2-135M on a file of conversations, by default on Python functions.
 
     Command   thrifty data get smollm2-135m && thrifty train instruct --data my.jsonl
     Full      To train all weights: --without adapters.lora --set techniques.optimizers.adamw.lr=5e-5
@@ -39,8 +39,8 @@ def instruct_kjv() -> recipe.Recipe:
 
     Command   thrifty data get smollm2-135m kjv-web && thrifty train instruct-kjv
     Expect    The loss on 64 held-out answers falls from 1.58 to 1.08 nats per token in 60 steps of ten verses. On one
-              core with bfloat16 units a step takes about 2.2 seconds, and compilation 20. On two cores that five
-              other processes each used, the whole run took 11 minutes.
+              core with bfloat16 instructions, a step takes about 2.2 s and compilation 20 s. On two cores, each shared
+              with five other processes, the whole run took 11 minutes.
     """
     return recipe.Recipe(
         name="instruct-kjv",

@@ -14,10 +14,10 @@ from thrifty.techniques.schedules.linear import LinearDecay
 
 
 def text_techniques(lr: float) -> tuple[Technique, ...]:
-    """Return the techniques that pay on nearly every run of a causal language model.
+    """Return the techniques that help in nearly every run of a causal language model.
 
-    AdamW with linear decay and gradient clipping; bfloat16 if the processor has units for it; compiled blocks if there
-    is a compiler, on CPUs with tiled attention in models that allow it.
+    The techniques are AdamW, linear decay and gradient clipping. Mixed precision is added if the processor has bfloat16
+    instructions. Compiled blocks are added if there is a compiler, on CPUs with tiled attention if the model allows it.
     """
     chosen: list[Technique] = [AdamW(lr=lr), LinearDecay(), GradientClipping()]
     if has_fast_bfloat16():
@@ -35,10 +35,10 @@ def bidirectional_techniques(lr: float) -> tuple[Technique, ...]:
 
 
 def text() -> recipe.Recipe:
-    """A small Llama-style model on any text: the recipe of `thrifty train --data FILE`.
+    """A small Llama-style model on any text. `thrifty train --data FILE` uses this recipe.
 
     Command   thrifty train text --data my.txt
-    Expect    Some thousand tokens per second and core. After 500 steps the held-out loss is well below the unigram
+    Expect    A few thousand tokens per second and core. After 500 steps the held-out loss is far below the unigram
               entropy.
     """
     return recipe.Recipe(
@@ -52,8 +52,7 @@ def text() -> recipe.Recipe:
 
 
 def plain() -> recipe.Recipe:
-    """The baseline of techniques: a small Llama-style model in plain PyTorch, with AdamW and no technique that saves
-    anything.
+    """The baseline of comparisons: a small Llama-style model in plain PyTorch, with AdamW and no saving technique.
 
     Command   thrifty compare plain --variant "--with precision.mixed"
     """
@@ -72,7 +71,7 @@ def masked() -> recipe.Recipe:
     """A small BERT-style encoder on any text, trained on masked tokens.
 
     Command   thrifty train masked --data my.txt
-    Expect    More tokens are required than for next-token prediction: only one in seven has a loss.
+    Expect    Training requires more tokens than next-token prediction, because only one token in seven has a loss.
     """
     return recipe.Recipe(
         name="masked",
@@ -86,13 +85,13 @@ def masked() -> recipe.Recipe:
 
 
 def spans() -> recipe.Recipe:
-    """A small T5-style encoder-decoder on any text, trained on cut-out spans.
+    """A small T5-style encoder-decoder on any text, trained with span corruption.
 
     Command   thrifty train spans --data my.txt
     """
     return recipe.Recipe(
         name="spans",
-        about="A small T5-style encoder-decoder on any text, trained on cut-out spans.",
+        about="A small T5-style encoder-decoder on any text, trained with span corruption.",
         model=recipe.ModelSettings(preset="t5-micro"),
         objective=recipe.ObjectiveSettings("sequence_to_sequence"),
         data=recipe.DataSettings(length=128, batch=64),
@@ -102,7 +101,7 @@ def spans() -> recipe.Recipe:
 
 
 def kjv() -> recipe.Recipe:
-    """The demo: a Llama-style model of 4M parameters on the King James Bible, for two and a half minutes.
+    """A Llama-style model of 4M parameters on the King James Bible: a demo that trains for 150 seconds.
 
     Command   thrifty data get kjv && thrifty train kjv
     """
@@ -119,13 +118,13 @@ def kjv() -> recipe.Recipe:
 
 
 def stdlib() -> recipe.Recipe:
-    """A small Llama-style model of Python on the source of the running environment, without a download.
+    """A small Llama-style model on Python code: sources of the standard library and torch (no download).
 
     Command   thrifty train stdlib
     """
     return recipe.Recipe(
         name="stdlib",
-        about="A small Llama-style model of Python on the source of the running environment.",
+        about="A small Llama-style model on Python code of the standard library and torch.",
         model=recipe.ModelSettings(preset="llama-micro"),
         data=recipe.DataSettings(source="python-stdlib", length=256, batch=32),
         budget=recipe.Budget(steps=500),

@@ -1,4 +1,4 @@
-"""Recipes of encoders and encoder–decoders on masked text."""
+"""Recipes of encoders and encoder-decoders on masked text."""
 
 from thrifty.core import recipe
 from thrifty.recipes.language_recipes import bidirectional_techniques
@@ -6,15 +6,15 @@ from thrifty.techniques.data_selection.drop_masked_tokens import DropMaskedToken
 
 
 def mask_more() -> recipe.Recipe:
-    """A small BERT-style encoder that reads no masks: half of the tokens are masked and left out of the encoder.
+    """A small BERT-style encoder that masks half of the tokens and computes only the visible tokens.
 
     Command   thrifty train mask-more
-    Expect    The encoder of six blocks reads 60 % of the tokens; a decoder of one block reads all. The held-out loss is
-              not comparable with that of `masked`, because it predicts half of a text and not 15 %.
+    Expect    The encoder of six blocks computes 60 % of the tokens, and a decoder of one block computes all tokens. Do
+              not compare held-out losses with `masked`, because 50 % instead of 15 % of a text is predicted.
     """
     return recipe.Recipe(
         name="mask-more",
-        about="A small BERT-style encoder that reads no masks: half of the tokens are masked and left out.",
+        about="A small BERT-style encoder that masks half of the tokens and computes only the visible tokens.",
         model=recipe.ModelSettings(preset="bert-nano", depth=6),
         objective=recipe.ObjectiveSettings("masked_token", rate=0.5),
         data=recipe.DataSettings(source="python-stdlib", length=128, batch=64),
@@ -24,13 +24,13 @@ def mask_more() -> recipe.Recipe:
 
 
 def mass() -> recipe.Recipe:
-    """A small Marian-style encoder–decoder on any text, trained on a masked half.
+    """A small Marian-style encoder-decoder on any text, trained to predict a masked span of half the text.
 
     Command   thrifty train mass --data my.txt
     """
     return recipe.Recipe(
         name="mass",
-        about="A small Marian-style encoder-decoder on any text, trained on a masked half.",
+        about="A small Marian-style encoder-decoder on any text, trained to predict a masked span.",
         model=recipe.ModelSettings(preset="marian-nano"),
         objective=recipe.ObjectiveSettings("mass"),
         data=recipe.DataSettings(length=128, batch=64),

@@ -17,11 +17,11 @@ SAVERS = (
     "precision.optimizer_state:format=int8",
     "memory.offload_optimizer",
 )
-"""Techniques as `--with` takes them, ordered by how little each changes the values of a run."""
+"""Values of `--with`. The first techniques change the results of a run least."""
 
 
 def leaner_start(recipe: Recipe, folder: Path, memory: float, check: Callable[[Recipe], object]) -> str:
-    """Return the commands that would make a run fit into `memory` bytes.
+    """Return advice: commands that reduce the memory of a run below `memory` bytes.
 
     `check` raises ThriftyError for a recipe that cannot be run.
     """
@@ -39,7 +39,7 @@ def leaner_start(recipe: Recipe, folder: Path, memory: float, check: Callable[[R
 
 
 def memory_savers(recipe: Recipe, check: Callable[[Recipe], object]) -> Iterator[str]:
-    """Yield values of `--with` that a recipe could add, more micro-batches first, if `check` raises no ThriftyError."""
+    """Yield values of `--with` that save memory, more micro-batches first. `check` must accept the changed recipe."""
     present = {technique.name for technique in recipe.techniques}
     parts = max((t.micro_batches for t in recipe.techniques if Claim.MICRO_BATCHES in t.claims), default=1)
     cuts = [f"{name}:micro_batches={2 * parts}" for name in ("gradient_accumulation", "gradient_cache")]

@@ -25,23 +25,23 @@ class RecipeLayers:
     """A base recipe and the values set above it."""
 
     base: Recipe | None = None
-    """The lowest layer; None below the tables of a file."""
+    """The lowest layer. None if the lowest layer is a file, whose tables are then in `changes`."""
     changes: dict[str, Any] = field(default_factory=dict)
-    """Tables of the values above the base, checked by `recipe`."""
+    """Tables of the values above the base. The method `recipe` checks them."""
     origins: dict[str, str] = field(default_factory=dict)
-    """The layer of each value by its path."""
+    """Name of the layer that set each value, by path."""
     names: dict[str, str] = field(default_factory=dict)
     """Names "package.module:name" of the user's model function, data and loss, as typed."""
 
     @classmethod
     def above(cls, origin: str, recipe: Recipe) -> "RecipeLayers":
-        """Return layers above a recipe, all of whose values have this origin."""
+        """Return layers above a recipe. All values of the recipe have the given origin."""
         layers = cls(recipe)
         layers.origins = dict.fromkeys(layers.values(), origin)
         return layers
 
     def override(self, origin: str, data: Mapping[str, Any], path: tuple[str, ...] = ()) -> "RecipeLayers":
-        """Set values above the present ones, table by table."""
+        """Set values in a new layer, table by table."""
         for key, value in data.items():
             here = (*path, key)
             if isinstance(value, Mapping):
@@ -53,7 +53,7 @@ class RecipeLayers:
         return self
 
     def replace(self, origin: str, key: str, table: Mapping[str, Any]) -> "RecipeLayers":
-        """Replace a whole table, because values that exclude each other must not be mixed."""
+        """Replace a whole table. Needed for tables whose values exclude each other."""
         if self.base is not None:
             self.base = self.base.without_objects("model") if key == "model" else self.base
             self.base = replace(self.base, **{key: type(getattr(self.base, key))()})
@@ -62,24 +62,24 @@ class RecipeLayers:
         return self.override(origin, {key: table})
 
     def set(self, assignment: str) -> "RecipeLayers":
-        """Set `path=value`, with the value in TOML; text requires no quotes."""
+        """Set `path=value`. The value is TOML; text requires no quotes."""
         path, equals, text = assignment.partition("=")
         if not equals or not path or path.count(".") > DEEPEST:
             raise UsageError(f"--set {assignment!r} is not path=value", fix="for example --set data.batch=16")
         return self.assign("--set", path, toml_value(text))
 
     def assign(self, origin: str, path: str, value: Any) -> "RecipeLayers":
-        """Set the value of a path such as `data.batch`. Raises UsageError for the path of an object."""
+        """Set the value of a path such as `data.batch`. Raises UsageError if the path names a Python object."""
         if path == "model.build" or path.split(".")[0] == "python":
             name = path.rpartition(".")[2].replace("build", "model").replace("python", "loss")
             fix = f"--{name.replace('_', '-')} package.module:name"
-            raise UsageError(f"{path} names an object, which is passed and not set", fix)
-        if path.startswith("budget."):  # amounts exclude each other, so the new one replaces the old one
+            raise UsageError(f"{path} is a Python object, which --set cannot set", fix)
+        if path.startswith("budget."):  # a budget has one amount, so the new amount replaces the old one
             return self.replace(origin, "budget", {path.removeprefix("budget."): value})
         return self.override(origin, _nested(path, value))
 
     def add_technique(self, words: str) -> "RecipeLayers":
-        """Add a technique as `name` or `name:key=value,key=value`, or change the settings of a present one."""
+        """Add a technique `name` or `name:key=value,key=value`. If the recipe has it, change its settings."""
         name, settings = techniques.split_settings(words)
         return self.override("--with", {"techniques": _nested(name, toml_table(settings, words))})
 
@@ -100,7 +100,7 @@ class RecipeLayers:
     def apply_changes(
         self, removals: Sequence[str], additions: Sequence[str], assignments: Sequence[str]
     ) -> "RecipeLayers":
-        """Apply --without, --with and --set in this order, so that a technique can be removed and added again."""
+        """Apply --without, --with and --set in this order. A removed technique can thus be added with new settings."""
         for name in removals:
             self.drop_technique(name)
         for words in additions:
@@ -110,7 +110,7 @@ class RecipeLayers:
         return self
 
     def apply_mesh(self, axes: str) -> "RecipeLayers":
-        """Set the mesh, such as `tensor=2,pipeline=2`, and add missing techniques that its axes require."""
+        """Set the mesh, such as `tensor=2,pipeline=2`. Add missing techniques that its axes require."""
         sizes = toml_table(axes, axes, "--mesh", "")
         self.replace("--mesh", "mesh", sizes)
         for axis, size in sizes.items():
@@ -131,13 +131,13 @@ class RecipeLayers:
         }
 
     def values(self) -> dict[str, Any]:
-        """Return each value by its path, unchecked."""
+        """Return each value by its path, without checks."""
         return (_values(recipe_to_data(self.base)) if self.base else {}) | _values(self.changes)
 
     def apply_model(self, model: str | None, arguments: Sequence[str] = ()) -> "RecipeLayers":
         """Set the model to a preset, a folder, or the name of a function with arguments `key=value`.
 
-        Settings of the same function are kept; sizes of another model are removed.
+        If the function is unchanged, its settings remain. Sizes of another model are removed.
         """
         present = self.values()
         if is_function_name(model):
@@ -163,8 +163,9 @@ class RecipeLayers:
     def apply_objects(self, data: str | None, held_out: str | None, loss: str | None) -> "RecipeLayers":
         """Set data, held-out data and loss.
 
-        Each is the name of a user's object, or data is a path or a known data set and the loss an objective. Existing
-        paths become absolute. Raises UsageError if only one of data and held-out data is a user's object.
+        An argument can be the name of a user's object. Otherwise data is a path or a named data set, and the loss is an
+        objective. Existing paths become absolute. Raises UsageError if only one of data and held-out data is a user's
+        object.
         """
         for name, text, section in (
             ("data", data, ("data", "source")),
@@ -181,23 +182,20 @@ class RecipeLayers:
                     self._drop_sources()
         if ("data" in self.names) != ("held_out" in self.names):
             raise UsageError(
-                "data of your own requires held-out data, both by name",
+                "only one of data and held-out data is a Python object; both must be",
                 fix="--data package.module:name --held-out package.module:name",
             )
         return self
 
     def _drop_sources(self) -> None:
-        """Remove a mixture of sources, which would replace the typed source."""
+        """Remove `data.sources`, because this mixture would replace the typed source."""
         if self.base is not None:
             self.base = replace(self.base, data=replace(self.base.data, sources={}))
         self._table(("data",)).pop("sources", None)
         self._forget("data.sources")
 
     def recipe(self) -> Recipe:
-        """Return the checked recipe, with the objects that `apply_model` and `apply_objects` named.
-
-        Only these objects are imported.
-        """
+        """Return the checked recipe with the user's objects. Only objects named in these layers are imported."""
         recipe = recipe_from_data(self.changes, self.base)
         names = {name: text for name, text in self.names.items() if name != "model" or recipe.model.build == text}
         if not names:
@@ -219,7 +217,7 @@ class RecipeLayers:
         for depth, name in enumerate(path, start=1):
             if ".".join(path[:depth]) in self.origins:
                 raise UsageError(
-                    f"{'.'.join(path)} is set as a value and as a table", fix=f"keep one of them: [{'.'.join(path)}]"
+                    f"{'.'.join(path)} is set as a value and as a table", fix=f"keep only the table [{'.'.join(path)}]"
                 )
             table = table.setdefault(name, {})
         return table
@@ -234,7 +232,7 @@ def _values(table: Mapping[str, Any], path: str = "") -> dict[str, Any]:
 
 
 def _nested(path: str, value: Any) -> dict[str, Any]:
-    """Return the value of path `a.b` as {"a": {"b": value}}."""
+    """Return nested tables: {"a": {"b": value}} for path `a.b`."""
     for key in reversed(path.split(".")):
         value = {key: value}
     return value
@@ -249,9 +247,9 @@ def toml_value(text: str) -> Any:
 
 
 def toml_table(settings: str, words: str, option: str = "--with", form: str = "name:") -> dict[str, Any]:
-    """Return settings such as `lr=1e-3,betas=[0.9,0.95],moments=copy` as a table; bare words are text.
+    """Return settings such as `lr=1e-3,betas=[0.9,0.95],moments=copy` as a table. Text requires no quotes.
 
-    Messages name the `option` with all its `words`, and the `form` of the text before the table.
+    Messages contain the `option`, its full value `words`, and the `form` of the text before the table.
     """
     bare = r"""("[^"]*"|'[^']*')|=\s*(?!(?:true|false|inf|nan)\b)([A-Za-z_][\w.-]*)"""
     quoted = re.sub(bare, lambda match: match[1] or f'="{match[2]}"', settings)

@@ -1,4 +1,4 @@
-"""Recipes as TOML. Reading a written recipe returns an equal value."""
+"""Recipes as TOML. A recipe that is written and read again is equal."""
 
 import os
 import shlex
@@ -18,14 +18,14 @@ from thrifty.core.recipe import Recipe
 from thrifty.core.secret_redaction import redact
 
 LARGEST = 1_000_000
-"""Largest size of a recipe file in bytes."""
+"""Maximum size of a recipe file in bytes."""
 
 
 def recipe_to_data(recipe: Recipe) -> dict[str, Any]:
     """Return the recipe as tables without secrets, with techniques under their dotted names.
 
-    Existing paths and names of objects are never redacted, because resuming a run requires them. Settings that a user's
-    objects replace are left out.
+    Existing paths and names of objects are not redacted, because resuming a run requires them. Settings that are
+    replaced by a user's objects are left out.
     """
     tables = to_data(recipe) | {"techniques": _nested((each.name, to_data(each)) for each in recipe.techniques)}
     replaced = {"preset", "folder", "reinitialize"} if recipe.model.build else set()
@@ -40,7 +40,7 @@ def recipe_to_data(recipe: Recipe) -> dict[str, Any]:
 
 
 def _nested(chosen: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
-    """Return a [techniques] table of techniques by their full names. Raises UsageError for a duplicate."""
+    """Return a nested [techniques] table from pairs of full name and settings. Raises UsageError for a duplicate."""
     tables: dict[str, Any] = {}
     for name, settings in chosen:
         *group, last = name.split(".")
@@ -48,15 +48,15 @@ def _nested(chosen: Iterable[tuple[str, Mapping[str, Any]]]) -> dict[str, Any]:
         for part in group:
             table = table.setdefault(part, {})
         if last in table:
-            raise UsageError(f"the recipe has {name!r} twice", fix=f"keep [techniques.{name}] alone")
+            raise UsageError(f"the recipe has the technique {name!r} twice", fix=f"keep only one [techniques.{name}]")
         table[last] = settings
     return tables
 
 
 def recipe_from_data(data: Mapping[str, Any], base: Recipe | None = None) -> Recipe:
-    """Return the recipe of these tables, or of `base` with the values of these tables.
+    """Return the recipe described by tables. Values that are not in the tables come from `base` or are defaults.
 
-    Raises UsageError, with the path, for unknown keys and techniques and for values of the wrong type.
+    Raises UsageError with the path for an unknown key or technique, or a value of the wrong type.
     """
     plain = {key: value for key, value in data.items() if key != "techniques"}
     chosen = {technique.name: technique for technique in (base.techniques if base else ())}
@@ -95,17 +95,17 @@ def read_tables(path: Path) -> dict[str, Any]:
 def _read_toml(path: Path) -> dict[str, Any]:
     if path.stat().st_size > LARGEST:
         raise UsageError(
-            f"{path} has {path.stat().st_size} bytes: too large for a recipe (at most {LARGEST})",
+            f"{str(path)!r} has {path.stat().st_size} bytes, but a recipe has at most {LARGEST}",
             fix="pass a recipe file",
         )
     try:
         return parse_toml(path.read_text(encoding="utf-8"), str(path))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{path} is not TOML: {error}", fix="correct that line, or write the file again") from None
+        raise UsageError(f"{str(path)!r} is not TOML: {error}", fix="correct the line") from None
 
 
 def read_stored_tables(path: Path) -> dict[str, Any]:
-    """Return the tables of the recipe in a run folder, with names of earlier versions replaced by current ones."""
+    """Return the tables of a recipe in a run folder. Names from earlier versions become current names."""
     try:
         return rename_recipe(_read_toml(path))
     except UsageError as error:

@@ -1,4 +1,4 @@
-"""Variants of a comparison on the command line: changes of a recipe, spelled as for `thrifty train`."""
+"""Variants of a comparison on the command line: changes of a recipe, with the options of `thrifty train`."""
 
 import os
 import shlex
@@ -13,8 +13,8 @@ CHANGES = ("--with", "--without", "--set")
 def read_variants(texts: Sequence[str], load: Callable[[str], Recipe]) -> dict[str, list[Recipe | str]]:
     """Return the changes of each variant by its name.
 
-    A variant is "NAME: RECIPE --without NAME --with NAME:KEY=VALUE,… --set PATH=VALUE"; each part is optional. By
-    default the text is the name, and the changes apply to the baseline. `load` returns a recipe by its name or file.
+    A variant is "NAME: RECIPE --without NAME --with NAME:KEY=VALUE,… --set PATH=VALUE". All parts are optional. The
+    default name is the text itself, and the default recipe is the baseline. `load` returns a recipe by name or file.
     Raises UsageError for any other text.
     """
     variants: dict[str, list[Recipe | str]] = {}
@@ -48,7 +48,7 @@ def _typed_changes(text: str, words: Sequence[str]) -> tuple[list[str], list[str
         option, equals, value = word.partition("=")
         if option not in values:
             likely = did_you_mean(option, CHANGES) if word.startswith("--") else _spelled(word)
-            raise UsageError(f"variant {text!r}: {word!r} is none of {', '.join(CHANGES)}", fix=likely)
+            raise UsageError(f"variant {text!r}: {word!r} is not one of {', '.join(CHANGES)}", fix=likely)
         value = value if equals else next(remaining, "")
         if not value:
             raise UsageError(f"variant {text!r}: {option} has no value", fix=f"see {option} in thrifty train --help")

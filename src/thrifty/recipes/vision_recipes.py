@@ -15,7 +15,8 @@ from thrifty.techniques.schedules.cosine import CosineDecay
 def image_techniques(lr: float) -> tuple[Technique, ...]:
     """Return AdamW with DeiT's weight decay, cosine decay and gradient clipping.
 
-    Adds bfloat16 if the processor has units for it, and compiled blocks on a GPU with a compiler.
+    Mixed precision is added if the processor has bfloat16 instructions. Compiled blocks are added on GPUs, if there is
+    a compiler.
     """
     chosen: list[Technique] = [AdamW(lr=lr, weight_decay=0.05), CosineDecay(), GradientClipping()]
     if has_fast_bfloat16():
@@ -26,10 +27,10 @@ def image_techniques(lr: float) -> tuple[Technique, ...]:
 
 
 def vit_digits() -> recipe.Recipe:
-    """A small ViT classifier of the 1,797 handwritten digits of Thrifty, without a download.
+    """A small ViT classifier of the 1,797 handwritten digits that Thrifty includes (no download).
 
     Command   thrifty train vit-digits
-    Expect    An accuracy of 97 % on the 497 test images after 600 steps (97.4 % at seed 0), in about a minute on one
+    Expect    After 600 steps, 97 % accuracy on the 497 test images (97.4 % with seed 0), in about one minute on one
               core.
     """
     return recipe.Recipe(
@@ -49,8 +50,8 @@ def vit_cifar10() -> recipe.Recipe:
     """A ViT classifier of 0.8M parameters on CIFAR-10.
 
     Command   thrifty data get cifar10 && thrifty train vit-cifar10
-    Expect    On one core with bfloat16 units a step takes 0.5 s. After 365 steps, less than one epoch, the accuracy on
-              2,000 test images is 38 % (seed 0). The whole recipe has ten epochs and was not run.
+    Expect    On one core with bfloat16 instructions, a step takes 0.5 s. After 365 steps, less than one epoch, the
+              accuracy on 2,000 test images is 38 % (seed 0). The whole recipe has ten epochs and was not run.
     """
     augment = recipe.AugmentationSettings(crop=4, flip=True, operations=2, magnitude=0.3)
     return recipe.Recipe(

@@ -243,7 +243,7 @@ def test_bad_settings_are_refused_by_name(stories, changes, says):
 @pytest.mark.parametrize("content", ["", "\n \n\n"])
 def test_an_empty_file_is_refused_by_name(tmp_path, content):
     (tmp_path / "empty.txt").write_text(content)
-    with pytest.raises(UsageError, match=r"empty\.txt holds no text"):
+    with pytest.raises(UsageError, match=r"empty\.txt' has no text"):
         open_token_cache(settings(tmp_path / "empty.txt"), quiet)
 
 
