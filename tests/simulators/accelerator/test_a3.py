@@ -83,7 +83,7 @@ def test_counts_of_a_trace_override_settings() -> None:
     with pytest.raises(UsageError, match="65 candidates of 64 keys"):
         lower(layer_of("counted", mask=mask, counts={"candidates": np.full((1, 1, 64), 65)}), A3)
     plain = simulate(A3, AttentionTrace("no counts", (layer_of("plain", mask=mask),)))
-    assert any("counts no candidates" in note for note in plain.notes)
+    assert any("no counts of candidates" in note for note in plain.notes)
 
 
 def test_a_budget_of_multipliers_changes_copies() -> None:

@@ -83,7 +83,7 @@ def test_all_tables_files_and_timelines(trace: Path, tmp_path: Path) -> None:
         ("elsa", "bandwidth=-64e9", "is not a number above zero"),
         ("elsa", "multipliers=1.5", "is not a whole number above zero"),
         ("elsa", "multipliers=100", "at least 128"),
-        (",", "clock=1e9", "no design is named"),
+        (",", "clock=1e9", "the list of designs is empty"),
         ("elsa,dense,elsa", "clock=1e9", "'elsa' is named twice"),
         ("elsa", "clock=inf", "clock is inf.*\n.*finite"),
         ("elsa", "bandwidth=1e-300", "bandwidth is 1e-300.*\n.*at least 1"),
@@ -157,7 +157,7 @@ def test_own_filters_and_factors_of_a_speed_ratio(tmp_path: Path) -> None:
     page, result = printed(*words), printed_json(*words)
     assert [row["masks"].get("filter") for row in result["results"]] == ["sanger", "dota", None]
     assert [round(row["masks"]["density"], 2) for row in result["results"]] == [0.25, 0.25, 1.0]
-    for word in ("softmax kept", "fewer operations", "of dense", "from memory and unverified"):
+    for word in ("softmax kept", "fewer operations", "of dense", "recalled, not checked"):
         assert word in page
     with pytest.raises(UsageError, match="did you mean 'sanger'"):
         printed(*words[:-1], "sangar")
@@ -171,12 +171,12 @@ def test_sparse_products_with_measured_times(tmp_path: Path) -> None:
     row = result["products"][0]
     assert row["measured_here"]["gustavson"] > 0 and row["measured_here"]["dense"] > 0
     assert row["multiplies"] - row["adds"] == row["found"] and set(row["traffic"]) == {"A", "B", "T", "Z"}
-    for word in ("here, Gustavson", "here, dense", "simulated", "relative to the minimum", "unverified"):
+    for word in ("here, Gustavson", "here, dense", "simulated", "relative to the minimum", "recalled"):
         assert word in page
     mmwrite(tmp_path / "m.mtx", random_array((20, 20), density=0.2, rng=np.random.default_rng(0)))
     result = printed_json("spgemm", tmp_path / "m.mtx", "--no-measure", "--designs", "outerspace,outerspace:copies=8")
     assert [row["copies"] for row in result["products"]] == [16, 8] and result["products"][0]["matrix"] == "m"
-    with pytest.raises(UsageError, match="no design is named"):
+    with pytest.raises(UsageError, match="the list of designs is empty"):
         printed("spgemm", "--designs", ",")
 
 

@@ -147,7 +147,7 @@ def test_scale_sim_files_are_read(tmp_path: Path) -> None:
         ("ArrayHeight: 8", "cannot be read"),
         (CFG.replace("10", "nan"), "Bandwidth is nan"),
         (CFG.replace("8", "9" * 25), "ArrayHeight is 1e.25.*\n.*at most"),
-        (CFG + "[sparsity]\nSparsitySupport : true\n", "SparsitySupport is not modelled"),
+        (CFG + "[sparsity]\nSparsitySupport : true\n", "SparsitySupport is not simulated"),
     ],
 )
 def test_invalid_architectures_are_refused(cfg: str, message: str, tmp_path: Path) -> None:
@@ -168,7 +168,7 @@ def test_invalid_architectures_are_refused(cfg: str, message: str, tmp_path: Pat
         ("Layer,M,N,K\nc,-3,4,5\n", "line 2.*not a layer"),
         ("Layer,M,N,K\nc,²,4,5\n", "line 2.*not a layer"),
         ("Layer,M,N,K\nc,9999999999,9999999999,9999999999\n", "line 2.*too large"),
-        ("Layer,M,N,K,Sparsity\nc,3,4,5,2:4\n", "column 'sparsity', which is not modelled"),
+        ("Layer,M,N,K,Sparsity\nc,3,4,5,2:4\n", "column 'sparsity', which is not simulated"),
     ],
 )
 def test_invalid_topologies_are_refused_with_the_line(text: str, message: str, tmp_path: Path) -> None:

@@ -191,7 +191,7 @@ def test_invalid_streams_are_refused() -> None:
     ):
         with pytest.raises(UsageError, match=message):
             scan(service, buffers)
-    with pytest.raises(UsageError, match="all items"):
+    with pytest.raises(UsageError, match="numbers of items differ"):
         play([StationUnit(np.zeros(2, int)), StationUnit(np.zeros(3, int))])
     with pytest.raises(UsageError, match="memory 'dram', which does not exist"):
         play([StationUnit(np.zeros(1, int), memory="dram", bytes=np.ones(1))])

@@ -186,7 +186,7 @@ def test_area_and_power_scale_with_station_width(
     own = copied(name, tmp_path, line, f"width = {width}\n")
     for changed in (machine.replaced(path, width), own):
         assert changed.stations[station].width == width
-        assert "an assumption" in changed.notes[0]
+        assert "(assumption)" in changed.notes[0]
         for part, module in machine.modules.items():
             grows = module.active == station and "memory" not in part
             assert changed.modules[part].area == pytest.approx(module.area * (factor if grows else 1))

@@ -1,4 +1,4 @@
-"""ViTCoD's mechanism, and its released simulator's rule for linear layers (You et al., HPCA 2023)."""
+"""ViTCoD's mechanism, and the released simulator's rule for linear layers (You et al., HPCA 2023)."""
 
 import numpy as np
 import pytest

@@ -1,6 +1,6 @@
-"""Accelerator simulators: one engine for all designs, machines as data, the same masks for each design.
+"""Accelerator simulators: the same engines and the same masks for all designs; machines are data.
 
-`attention_trace.py` and `spgemm_workload.py` hold workloads, `accelerator_spec.py` machines, and `designs/` the rules
-of papers. `scan_engine.py` and `event_engine.py` compute times, `energy_model.py` energy, `accelerator_simulation.py`
-both together, and `simulation_result.py` holds the results. `design_filters.py` applies each design's filter;
-`published_claims.py` compares with published figures."""
+`attention_trace.py` and `spgemm_workload.py` define workloads, `accelerator_spec.py` machines. `designs/` implements
+mechanisms from papers. `scan_engine.py` and `event_engine.py` compute times, `energy_model.py` computes energy.
+`accelerator_simulation.py` combines both in the results of `simulation_result.py`. `design_filters.py` applies each
+design's filter. `published_claims.py` compares with published figures."""

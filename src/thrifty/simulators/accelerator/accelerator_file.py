@@ -1,6 +1,6 @@
-"""Files of machines: `machines/*.toml`, or a file of the same form, checked against the design that it names.
+"""Machine files: `machines/*.toml` or a user's file in the same format, checked against the design of the machine.
 
-In a file, areas are in mm² and powers in mW, as papers print them; all other values are in SI units."""
+As in papers, areas are in mm² and powers in mW. All other values are in SI units."""
 
 import tomllib
 from collections.abc import Mapping, Sequence
@@ -24,7 +24,7 @@ Part = TypeVar("Part")
 
 
 def machine_names(workload: str | None = None) -> list[str]:
-    """Return the names of the package's machines, or only those for a workload, "attention" or "spgemm"."""
+    """Return the names of the built-in machines, all or only for a workload ("attention" or "spgemm")."""
     folder = files("thrifty.simulators.accelerator") / "machines"
     names = sorted(file.name.removesuffix(".toml") for file in folder.iterdir() if file.name.endswith(".toml"))
     if workload is None:
@@ -33,7 +33,7 @@ def machine_names(workload: str | None = None) -> list[str]:
 
 
 def find_machine(name: str) -> AcceleratorSpec:
-    """Return a machine of the package by its name, or a TOML file by its path. Raises UsageError if it is invalid."""
+    """Return a built-in machine by name, or the machine of a TOML file by path. Raises UsageError if invalid."""
     if name.endswith(".toml"):
         return read_machine(Path(name))
     refuse_unknown("there is no machine", name, machine_names())
@@ -41,7 +41,7 @@ def find_machine(name: str) -> AcceleratorSpec:
 
 
 def changed_machine(words: str) -> AcceleratorSpec:
-    """Return the machine of `NAME`, or of `NAME:KEY=VALUE:KEY=VALUE` with changed values; `words` is then its name."""
+    """Return the machine of `NAME` or `NAME:KEY=VALUE:KEY=VALUE`. A changed machine has the name `words`."""
     name, *assignments = words.strip().split(":")
     machine = find_machine(name)
     for assignment in assignments:
@@ -53,9 +53,9 @@ def changed_machine(words: str) -> AcceleratorSpec:
 
 
 def changed_machines(designs: Sequence[str]) -> list[AcceleratorSpec]:
-    """Return machines by name, see `changed_machine`. Raises UsageError if there are none, or for duplicates."""
+    """Return machines by name, see `changed_machine`. Raises UsageError if `designs` is empty or has duplicates."""
     if not designs:
-        raise UsageError("no design is named", fix="for example elsa, a3 or dense")
+        raise UsageError("the list of designs is empty", fix="for example elsa, a3 or dense")
     machines = [changed_machine(words) for words in designs]
     names = [machine.name for machine in machines]
     if twice := [name for name in names if names.count(name) > 1]:
@@ -70,9 +70,9 @@ def _packaged(name: str) -> AcceleratorSpec:
 
 
 def read_machine(path: Path) -> AcceleratorSpec:
-    """Return the machine of a file. Raises UsageError if it is invalid.
+    """Return the machine of a file. Raises UsageError if the file is invalid.
 
-    If its modules equal those of a machine of the package, area and power are published for that machine's sizes.
+    If the modules equal the modules of a built-in machine, area and power are published for the built-in sizes.
     """
     try:
         content = parse_toml(path.read_text(encoding="utf-8"), str(path))
@@ -93,7 +93,7 @@ def _has_modules_of(machine: AcceleratorSpec, other: AcceleratorSpec) -> bool:
 
 
 def _resized(machine: AcceleratorSpec, published: AcceleratorSpec) -> AcceleratorSpec:
-    """Return a machine with the published machine's area and power, changed to its own sizes."""
+    """Return `machine` with the area and power of `published`, scaled to the sizes of `machine`."""
     sizes, known = machine.values(), published.values()
     changed = replace(published, name=machine.name)
     for path in known.keys() & sizes.keys():
@@ -104,7 +104,7 @@ def _resized(machine: AcceleratorSpec, published: AcceleratorSpec) -> Accelerato
 
 
 def machine_from(name: str, content: Mapping[str, Any]) -> AcceleratorSpec:
-    """Return the machine of a file's content. Raises UsageError for unknown, missing or impossible values."""
+    """Return the machine described by parsed TOML. Raises UsageError for unknown, missing or impossible values."""
     if missing := [key for key in ("design", "clock", "source", "grade") if key not in content]:
         raise UsageError(f"machine {name!r} has no {missing[0]!r}", fix=f"add {missing[0]} = … to its file")
     tables = {key: _table(name, key, content.get(key, {})) for key in ("settings", "stations", "memories", "modules")}
@@ -134,7 +134,7 @@ def machine_from(name: str, content: Mapping[str, Any]) -> AcceleratorSpec:
 
 @dataclass(frozen=True)
 class ModuleTable:
-    """A module in a machine's file: `count` equal copies."""
+    """A module in a machine file. Area and power are for one of `count` equal modules."""
 
     active: str
     count: float = 1.0
@@ -169,5 +169,5 @@ def _part(kind: type[Part], machine: str, path: str, content: object) -> Part:
 
 def _table(machine: str, path: str, content: object) -> Mapping[str, Any]:
     if not isinstance(content, Mapping):
-        raise UsageError(f"{machine}.{path} is {content!r}, not a table", fix=f"write it as a table [{path}]")
+        raise UsageError(f"{machine}.{path} is {content!r}, not a table", fix=f"write a table [{path}]")
     return content

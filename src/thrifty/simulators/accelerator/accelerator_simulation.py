@@ -1,7 +1,9 @@
-"""Simulation of a machine on a trace: each layer's items pass the stations while operands are read and outputs written.
+"""Simulation of a machine on a workload, layer by layer.
 
-Units (heads of examples) are dealt to the copies in turn. With an outer memory, "dram", transfers overlap: operands are
-read during the unit before, outputs written during the unit after. Without one, transfers take no time."""
+A unit is one head of one example. Its items pass the stations (pipeline stages) in order. Copies of the machine
+receive units in round-robin order. If the machine has an outer memory "dram", transfers overlap with computation. A
+unit's operands are read during the previous unit, and outputs are written during the next unit. Without an outer
+memory, transfers take no time."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -27,12 +29,12 @@ BUDGET = ("multipliers", "clock", "bandwidth")
 
 @dataclass(frozen=True)
 class LoweredWork:
-    """A layer's items for a design, with the dense work and density that the result refers to."""
+    """A layer's stream of items for a design, with the dense work and the density."""
 
     name: str
     stream: ItemStream
     dense_macs: float
-    """Multiply-accumulate operations without selection."""
+    """Multiply-accumulate operations without a mask."""
     density: float
 
 
@@ -45,8 +47,9 @@ def simulate(
 ) -> SimulationResult:
     """Simulate a machine on an attention trace.
 
-    The `engine` "scan" models only the bandwidth of the outer memory; "event" also models its latency, banks and limit
-    of requests. `table` is the energy table of counted actions; `draw` keeps a timeline of each layer's first unit.
+    The `engine` "scan" simulates only the bandwidth of the outer memory. The engine "event" also simulates latency,
+    banks and the limit of requests. `table` names the energy table for counted operations. With `draw`, the result has
+    a timeline of each layer's first unit.
     """
     lower = _computing(machine, "attention").lower
     work = [
@@ -64,7 +67,7 @@ def simulate(
 def simulate_product(
     machine: AcceleratorSpec, product: SpgemmProduct, table: str = "horowitz-45nm", draw: bool = False
 ) -> SimulationResult:
-    """Simulate a machine on a product of sparse matrices, one phase after the other; see `simulate`."""
+    """Simulate a machine on a product of sparse matrices: the multiply phase, then the merge phase. See `simulate`."""
     lower = _computing(machine, "spgemm").lower
     phases = {"multiply": product.dense_macs, "merge": 0.0}
     work = [
@@ -91,7 +94,7 @@ def run(
     table: str = "horowitz-45nm",
     draw: bool = False,
 ) -> SimulationResult:
-    """Return the result of lowered work of any workload; see `simulate`."""
+    """Return the result for the streams of any workload, see `simulate`."""
     refuse_unknown("there is no engine", engine, ENGINES)
     layers = tuple(_layer(each, machine, engine, draw) for each in work)
     multipliers = find_design(machine.design).multipliers(machine) * machine.copies
@@ -105,10 +108,10 @@ def run(
 
 
 def limit_resources(machine: AcceleratorSpec, **budget: float) -> AcceleratorSpec:
-    """Return the machine under a budget of resources. Raises UsageError for other keys and amounts.
+    """Return the machine with limited resources. Raises UsageError for unknown keys and invalid amounts.
 
-    The keys are "multipliers" (at most), "clock" in Hz, and "bandwidth", the bytes/s of the outer memory for all copies
-    together.
+    The keys are "multipliers" (maximum number), "clock" (Hz) and "bandwidth" (bytes/s of the outer memory, for all
+    copies together).
     """
     for key, amount in budget.items():
         refuse_unknown("equal resources: there is no budget of", key, BUDGET)
@@ -160,7 +163,7 @@ def _layer(work: LoweredWork, machine: AcceleratorSpec, engine: str, draw: bool)
 
 
 def _played(stream: ItemStream, machine: AcceleratorSpec) -> StationTimeline:
-    """Return the timeline of the units, one by one, in the event engine."""
+    """Simulate the units one by one in the event engine."""
     memories, parts = list(machine.memories.values()), []
     for unit in range(stream.service.shape[1]):
         places = [_place(stream, station, number, unit) for number, station in enumerate(machine.stations.values())]
@@ -182,9 +185,9 @@ def _place(stream: ItemStream, station: PipelineStation, number: int, unit: int)
 def _with_memory(
     units: np.ndarray, stream: ItemStream, memory: AcceleratorMemory, machine: AcceleratorSpec, engine: str
 ) -> tuple[int, int, int]:
-    """Return the copies in use, the cycles of the slowest copy with transfers, and the cycles of transfers alone.
+    """Return the number of copies in use, the cycles of the slowest copy, and the cycles of transfers alone.
 
-    Copies that share the memory stay idle if fewer copies finish earlier.
+    If copies share the memory, only the number of copies that finishes first is used.
     """
     most = max(min(machine.copies, len(units)), 1)
     if memory.shared:
@@ -200,7 +203,7 @@ def _with_memory(
 def _scanned(
     units: np.ndarray, stream: ItemStream, memory: AcceleratorMemory, clock: float, copies: int
 ) -> tuple[int, int]:
-    """Return the cycles on `copies` copies, each with the memory's bandwidth, and the cycles of transfers alone."""
+    """Return the cycles of the slowest of `copies` copies in the scan engine, and the cycles of transfers alone."""
     per_byte = clock / memory.bandwidth
     read, written = (_dealt(moved, copies) for moved in (stream.read, stream.written))
     moving = int(np.ceil((read + written).sum(1).max() * per_byte - 1e-6))
@@ -210,7 +213,7 @@ def _scanned(
 
 
 def _played_copies(units: np.ndarray, stream: ItemStream, memory: AcceleratorMemory, clock: float, copies: int) -> int:
-    """Return the cycles on `copies` copies in the event engine."""
+    """Return the cycles of the slowest of `copies` copies in the event engine."""
     read, working, written = (_dealt(each, copies) for each in (stream.read, units, stream.written))
     idle = np.zeros_like(working[0])
     return max(
@@ -230,7 +233,7 @@ def _played_copies(units: np.ndarray, stream: ItemStream, memory: AcceleratorMem
 
 
 def _dealt(units: np.ndarray, copies: int) -> np.ndarray:
-    """Return values (u,) dealt to the copies in turn, as (copies, ⌈u/copies⌉), padded with zeros.
+    """Assign units (u,) to copies in round-robin order. Return (copies, ⌈u/copies⌉), padded with zeros.
 
     Copies without a unit are omitted.
     """

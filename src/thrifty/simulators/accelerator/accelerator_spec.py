@@ -1,8 +1,8 @@
-"""Machines as values: stations, memories, clock, and the area and power of each module with its source and grade.
+"""Accelerator machines: stations, memories, clock, and published area and power of each module.
 
-A machine is data (`machines/*.toml`); its design (`designs/`) defines the meaning of its stations. Grades of published
-figures, from best to worst: P read in the paper itself, R in released source or data, X computed here, S from notes on
-the paper, M from memory and unverified: not a target."""
+A machine is data (`machines/*.toml`). Its design (`designs/`) defines the meaning of its stations (pipeline stages).
+Grades of published figures, from best to worst: P read in the paper, R read in released source or data, X computed
+here, S from notes on the paper, M recalled and not checked. Grade M is never a target."""
 
 import math
 from collections.abc import Mapping
@@ -16,19 +16,19 @@ Setting = float | str | bool
 Grade = Literal["P", "R", "X", "S", "M"]
 Size = Annotated[int, SettingBound(least=1, most=2**31 - 1)]
 Limit = Annotated[int, SettingBound(least=0, most=2**31 - 1)]
-"""A limit; 0 for no limit."""
+"""Upper limit; 0 for no limit."""
 FromOne = Annotated[float, SettingBound(least=1)]
 
 
 @dataclass(frozen=True)
 class PipelineStation:
-    """A stage of the pipeline that serves one item at a time."""
+    """A pipeline stage that processes one work item at a time."""
 
     name: str
     width: Size = 1
-    """Operations per cycle; the design defines the operation."""
+    """Operations per cycle. The design defines the operation."""
     buffer: Limit = 1
-    """Items that fit between this station and the next; 0 for no limit."""
+    """Capacity of the buffer before the next station, in items; 0 for no limit."""
 
     def __post_init__(self) -> None:
         check_bounds(self, f"stations.{self.name}")
@@ -36,23 +36,23 @@ class PipelineStation:
 
 @dataclass(frozen=True)
 class AcceleratorMemory:
-    """A memory, reached through a crossbar of `ports` by `banks`."""
+    """A memory of `banks` behind a crossbar with `ports`."""
 
     name: str
     bytes: FromOne = math.inf
     banks: Size = 1
     ports: Limit = 0
-    """Ports, each with one request per cycle; 0 for no limit."""
+    """Number of ports. Each port sends one request per cycle. 0 for no limit."""
     bandwidth: FromOne = math.inf
-    """Bytes/s of all banks together."""
+    """Total bandwidth of all banks in bytes/s."""
     latency: Rate = 0.0
-    """Seconds from a request's turn at its bank to its reply, in addition to the transfer itself."""
+    """Seconds from the start of a request at its bank to its reply, in addition to the transfer time."""
     outstanding: Limit = 0
-    """Requests in flight at a time; 0 for no limit."""
+    """Maximum number of requests in flight; 0 for no limit."""
     burst: Size = 64
-    """Bytes of a request."""
+    """Bytes per request."""
     shared: bool = False
-    """True if `bandwidth` is a copy's part of one memory, so that other copies can use the part of an idle copy."""
+    """True if all copies share one memory, of which `bandwidth` is one copy's part. An idle copy frees its part."""
 
     def __post_init__(self) -> None:
         check_bounds(self, f"memories.{self.name}")
@@ -60,19 +60,19 @@ class AcceleratorMemory:
 
 @dataclass(frozen=True)
 class ChipModule:
-    """The area and power of a part of the chip."""
+    """Area and power of one part of the chip."""
 
     name: str
     active: str
-    """The station, or activity of the design, whose cycles are the module's active cycles."""
+    """Name of the station or activity of the design during which the module is active."""
     area: Rate = 0.0
-    """mm²."""
+    """Area in mm²."""
     dynamic: Rate = 0.0
-    """W while active, at `clock`."""
+    """Dynamic power in W, while active at `clock`."""
     static: Rate = 0.0
-    """W, always."""
+    """Static power in W, drawn at all times."""
     clock: FromOne = 1.0
-    """Hz at which the power was published."""
+    """Clock in Hz for which the power was published."""
     source: str = ""
     grade: Grade = "M"
 
@@ -82,26 +82,26 @@ class ChipModule:
 
 @dataclass(frozen=True)
 class AcceleratorSpec:
-    """An accelerator with all its parameters. Its `copies` share the work; each has its own memories."""
+    """An accelerator with all parameters. Its `copies` divide the work; each copy has its own memories."""
 
     name: str
     design: str
     clock: FromOne
-    """Hz."""
+    """Clock in Hz."""
     source: str
     grade: Grade
     about: str = ""
     node: Rate = 0.0
-    """nm; 0 if not applicable."""
+    """Process node in nm; 0 if not applicable."""
     copies: Size = 1
     stations: Mapping[str, PipelineStation] = field(default_factory=dict)
     memories: Mapping[str, AcceleratorMemory] = field(default_factory=dict)
     modules: Mapping[str, ChipModule] = field(default_factory=dict)
     settings: Mapping[str, Setting] = field(default_factory=dict)
     sizes: tuple[str, ...] = ()
-    """Names of the settings that are hardware sizes; area and power are published for one value of each."""
+    """Names of the settings that are hardware sizes. Area and power are published for one value per size."""
     notes: tuple[str, ...] = ()
-    """Conditions and assumptions of its area and power."""
+    """Conditions and assumptions of area and power."""
 
     def __post_init__(self) -> None:
         check_bounds(self, f"machine {self.name}")
@@ -111,12 +111,12 @@ class AcceleratorSpec:
 
     @property
     def area(self) -> float | None:
-        """mm² of one copy; None if unknown."""
+        """Area of one copy in mm²; None if unknown."""
         return sum(module.area for module in self.modules.values()) or None
 
     @property
     def buffers(self) -> list[int]:
-        """Items that fit between each station and the next; 0 for no limit."""
+        """Capacity of the buffers between stations, in items; 0 for no limit."""
         return [station.buffer for station in self.stations.values()][:-1]
 
     def number(self, setting: str) -> float:
@@ -142,8 +142,9 @@ class AcceleratorSpec:
     def replaced(self, path: str, value: object) -> "AcceleratorSpec":
         """Return the machine with one value changed. Raises UsageError for an unknown path or a value of another kind.
 
-        The path is `clock`, `stations.hash.width`, `memories.dram.bandwidth`, or the name of a setting. Area and power
-        scale with the width of a station, except for memories. For other changed sizes they become unknown.
+        `path` is, for example, `clock`, `stations.hash.width`, `memories.dram.bandwidth`, or the name of a setting.
+        Area and power of modules scale with the width of their station; memories do not scale. If another size changes,
+        area and power become unknown.
         """
         changed, before = self._with_value(path, value), self._value(path)
         if not self.modules or changed._value(path) == before:
@@ -151,19 +152,19 @@ class AcceleratorSpec:
         first, *rest = path.split(".")
         if first == "stations" and rest[1] == "width":
             station = changed.stations[rest[0]]
-            note = f"{self.name}: area and power of modules of {rest[0]} scale with its width, which is an assumption"
+            note = f"{self.name}: area and power of modules of {rest[0]} scale with its width (assumption)"
             modules = self.scaled_modules({rest[0]: station.width / before})
             return replace(changed, modules=modules, notes=(*self.notes, note))
         is_size = path in (*self.sizes, "node") or first == "stations" or (first == "memories" and rest[0] != "dram")
         return changed.without_area(f"{path} = {before}") if is_size else changed
 
     def without_area(self, published: str) -> "AcceleratorSpec":
-        """Return the machine without area and power, because they are published for the other size `published`."""
+        """Return the machine without area and power, because these are published for the size `published`."""
         note = f"area and power of {self.name} are published for {published}: unknown for this size"
         return replace(self, modules={}, notes=(*self.notes, note))
 
     def values(self) -> dict[str, Setting]:
-        """Return every value that can be changed, by its path; modules have none."""
+        """Return all changeable values by path. Values of modules cannot change."""
         values = {**self.settings, "clock": self.clock, "node": self.node, "copies": self.copies}
         for kind in ("stations", "memories"):
             for name, part in getattr(self, kind).items():
@@ -194,20 +195,20 @@ class AcceleratorSpec:
         raise UsageError(f"{self.name} has no value {path!r}", fix=did_you_mean(path, known))
 
     def with_bandwidth(self, bandwidth: float) -> "AcceleratorSpec":
-        """Return the machine with one outer memory, "dram", of this bandwidth in bytes/s for all copies together."""
+        """Return the machine with an outer memory "dram". All copies share `bandwidth`, in bytes/s."""
         dram = replace(
             self.memories.get("dram", AcceleratorMemory("dram")), bandwidth=bandwidth / self.copies, shared=True
         )
         return replace(self, memories={**self.memories, "dram": dram})
 
     def scaled_stations(self, by: int, over: int) -> dict[str, PipelineStation]:
-        """Return the stations `by` / `over` times as wide, in whole numbers from 1."""
+        """Return the stations with widths scaled by `by` / `over`, rounded down to integers of at least 1."""
         return {
             name: replace(station, width=max(1, station.width * by // over)) for name, station in self.stations.items()
         }
 
     def scaled_modules(self, factors: Mapping[str, float]) -> Mapping[str, ChipModule]:
-        """Return the modules with area and power scaled by the factor of their station or activity.
+        """Return the modules with area and power multiplied by the factor of their station or activity.
 
         Memories are not scaled. Proportional scaling is an assumption.
         """
@@ -227,7 +228,7 @@ def _keys(part: object) -> set[str]:
 
 
 def _like(path: str, value: object, present: Setting) -> Any:
-    """Convert a value, which may be text, to the type of the present value. Raises UsageError if it cannot be."""
+    """Convert `value` to the type of `present`. Raises UsageError if the conversion fails."""
     if isinstance(present, str):
         return str(value)
     text = str(value).lower()

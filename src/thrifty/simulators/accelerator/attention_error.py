@@ -1,4 +1,4 @@
-"""Accuracy of attention over fewer pairs: the softmax mass of the kept pairs, and the error of the outputs.
+"""Error of masked attention: the softmax mass of the kept pairs, and the error of the outputs.
 
 The reference is exact softmax over all visible pairs. `masked_replay.py` measures the effect on a model's loss."""
 
@@ -14,16 +14,16 @@ from thrifty.simulators.accelerator.attention_trace import AttentionLayer, Atten
 
 @dataclass(frozen=True)
 class AttentionError:
-    """Errors over all queries of a trace."""
+    """Error of masked attention over all queries of a trace."""
 
     softmax_kept: float
-    """Mean softmax mass of a query's kept pairs."""
+    """Softmax mass of the kept pairs, averaged over queries."""
     output_error: float | None
     """‖kept - exact‖ / ‖exact‖ over all outputs; None if no values were recorded."""
 
 
 def computed_pairs(layer: AttentionLayer) -> np.ndarray:
-    """Return the pairs (e, h, t, s) that outputs use: the kept pairs of queries that a filter left "alive"."""
+    """Return (e, h, t, s), True for kept pairs of queries that the filter did not drop (see "alive")."""
     kept, alive = layer.kept(), layer.count("alive")
     if alive is not None:
         kept = kept & (alive > 0)[..., None]
@@ -31,9 +31,9 @@ def computed_pairs(layer: AttentionLayer) -> np.ndarray:
 
 
 def attention_cost(before: AttentionTrace, after: AttentionTrace) -> AttentionError:
-    """Return the error of the masks in `after`, relative to the visible pairs of `before`.
+    """Return the error of the masks in `after`, relative to exact attention over the pairs of `before`.
 
-    A query without pairs outputs zeros. Raises UsageError if `before` has no queries and keys.
+    The output of a query without pairs is zero. Raises UsageError if `before` has no queries or no keys.
     """
     mass, queries, squared_error, squared_norm = 0.0, 0, 0.0, 0.0
     for old, new in zip(before.layers, after.layers, strict=True):

@@ -1,7 +1,7 @@
-"""Layers of attention: operands, or only the mask of kept pairs; the workload of all designs.
+"""Attention layers, the workload of attention designs: queries, keys and values, or only the mask of kept pairs.
 
-Masks are True for kept pairs, packed eight to a byte. (ViTCoD's published files are True for pruned pairs.) Shapes: e
-examples, h heads, t queries, s keys, k head width, u = e·h units."""
+Masks are True for kept pairs, packed eight to a byte. (ViTCoD's published files are True for pruned pairs.) A unit is
+one head of one example. Shapes: e examples, h heads, t queries, s keys, k head width, u = e·h units."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,32 +16,32 @@ _NUMBERS, _LENGTHS = ("q", "k", "v"), ("query_lengths", "key_lengths")
 
 @dataclass(frozen=True, eq=False)
 class AttentionLayer:
-    """One layer's attention. Raises UsageError for operands of mismatched shapes or with non-finite values."""
+    """Attention of one layer. Raises UsageError if shapes do not match or values are not finite."""
 
     name: str
     examples: int
     heads: int
     queries: int
-    """Queries of the longest example; likewise `keys`."""
+    """Number of queries of the longest example."""
     keys: int
     width: int
-    """Width of a head."""
+    """Head width."""
     query_lengths: np.ndarray
-    """(e,) queries without padding."""
+    """Number of queries per example without padding, (e,)."""
     key_lengths: np.ndarray
-    """(e,) keys without padding."""
+    """Number of keys per example without padding, (e,)."""
     packed: np.ndarray | None = None
-    """(e, h, t, ⌈s/8⌉) uint8: the kept pairs; None for all."""
+    """Mask of kept pairs (e, h, t, ⌈s/8⌉), uint8; None for all pairs."""
     q: np.ndarray | None = None
-    """(e, h, t, k)"""
+    """Queries (e, h, t, k)."""
     k: np.ndarray | None = None
-    """(e, h, s, k)"""
+    """Keys (e, h, s, k)."""
     v: np.ndarray | None = None
-    """(e, h, s, k)"""
+    """Values (e, h, s, k)."""
     counts: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """(e, h, t) integers that a filter counts in addition to its mask: "candidates", "iterations"."""
+    """Counts of a filter (e, h, t) by name, such as "candidates" and "iterations"; integers."""
     bits: int = 16
-    """Bits of a recorded operand."""
+    """Bits per recorded value."""
 
     def __post_init__(self) -> None:
         self._check_kinds()
@@ -53,13 +53,15 @@ class AttentionLayer:
             if array is not None and array.shape != shape:
                 raise UsageError(
                     f"layer {self.name!r}: {name} has shape {array.shape}, expected {shape}",
-                    fix="pad all examples of a layer to one length, and pass their lengths",
+                    fix="pad all examples of the layer to one length, and pass lengths=[…]",
                 )
         for name in _NUMBERS:
             array = getattr(self, name)
             if array is not None and not np.isfinite(array).all():
                 place = tuple(map(int, np.argwhere(~np.isfinite(array))[0]))
-                raise UsageError(f"layer {self.name!r}: {name} is {array[place]} at {place}", fix="record it again")
+                raise UsageError(
+                    f"layer {self.name!r}: {name} is {array[place]} at {place}", fix="record the trace again"
+                )
         for name, most in zip(_LENGTHS, (t, s), strict=True):
             lengths = getattr(self, name)
             if (lengths < 1).any() or (lengths > most).any():
@@ -71,20 +73,20 @@ class AttentionLayer:
             if array.shape != (e, h, t) or array.dtype.kind not in "iu" or (array < 0).any():
                 raise UsageError(
                     f"layer {self.name!r}: counts of {name!r} are {array.dtype} {array.shape}",
-                    fix=f"pass integers from 0 of shape {(e, h, t)}",
+                    fix=f"pass integers >= 0 of shape {(e, h, t)}",
                 )
         self._check_rows()
 
     def _check_kinds(self) -> None:
-        """Raise UsageError unless sizes are integers above zero and arrays have their dtypes."""
+        """Raise UsageError unless sizes are integers of at least 1 and arrays have the expected dtypes."""
         for name in ("examples", "heads", "queries", "keys", "width", "bits"):
             size = getattr(self, name)
             if not isinstance(size, (int, np.integer)) or isinstance(size, bool) or size < 1:
-                raise UsageError(f"layer {self.name!r}: {name} is {size!r}", fix="pass a whole number from 1")
+                raise UsageError(f"layer {self.name!r}: {name} is {size!r}", fix="pass an integer of at least 1")
         for names, kinds, word in (
             (_NUMBERS, "f", "floats"),
-            (_LENGTHS, "iu", "whole numbers"),
-            (("packed",), "u", "bytes"),
+            (_LENGTHS, "iu", "integers"),
+            (("packed",), "u", "uint8"),
         ):
             for name in names:
                 array = getattr(self, name)
@@ -100,7 +102,7 @@ class AttentionLayer:
             example, head = divmod(unit, self.heads)
             raise UsageError(
                 f"layer {self.name!r}: the mask keeps no key for query {row} of head {head}, example {example} "
-                f"({int(empty.sum())} such rows)",
+                f"({int(empty.sum())} queries without a key)",
                 fix="keep at least the largest score of each query; masks are True for kept pairs",
             )
 
@@ -110,12 +112,12 @@ class AttentionLayer:
 
     @cached_property
     def unit_queries(self) -> np.ndarray:
-        """(u,) queries of each unit."""
+        """Number of queries per unit, (u,)."""
         return np.repeat(self.query_lengths.astype(np.int64), self.heads)
 
     @cached_property
     def unit_keys(self) -> np.ndarray:
-        """(u,) keys of each unit."""
+        """Number of keys per unit, (u,)."""
         return np.repeat(self.key_lengths.astype(np.int64), self.heads)
 
     @property
@@ -127,7 +129,7 @@ class AttentionLayer:
         return np.where(self._real_queries, cycles, 0).astype(np.int64)
 
     def kept(self) -> np.ndarray:
-        """Return the kept pairs (u, t, s): True by the mask, and not padding."""
+        """Return (u, t, s), True for pairs that the mask keeps and that are not padding."""
         real = np.arange(self.keys) < self.unit_keys[:, None]
         real = real[:, None, :] & self._real_queries[:, :, None]
         if self.packed is None:
@@ -136,13 +138,13 @@ class AttentionLayer:
 
     @cached_property
     def kept_counts(self) -> np.ndarray:
-        """(u, t) number of keys that each query keeps."""
+        """Number of kept keys per query, (u, t)."""
         if self.packed is None:
             return self.per_query(self.unit_keys[:, None])
         return self.kept().sum(-1, dtype=np.int64)
 
     def count(self, name: str) -> np.ndarray | None:
-        """Return a filter's counts (u, t) by name, or None if the trace has none."""
+        """Return the counts `name` of a filter (u, t), or None if the layer has no such counts."""
         counts = self.counts.get(name)
         return None if counts is None else self.per_query(counts.reshape(self.units, self.queries))
 
@@ -152,13 +154,13 @@ class AttentionLayer:
         return float(self.kept_counts.sum() / (self.unit_queries * self.unit_keys).sum())
 
     def masked(self, mask: np.ndarray, counts: Mapping[str, np.ndarray] | None = None) -> "AttentionLayer":
-        """Return the layer with another mask (e, h, t, s) and its filter's counts."""
+        """Return the layer with the mask (e, h, t, s) of a filter and the counts of that filter."""
         return replace(self, packed=packed(mask), counts=counts or {})
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionTrace:
-    """Layers and their provenance."""
+    """Attention layers and their provenance."""
 
     name: str
     layers: tuple[AttentionLayer, ...]
@@ -191,10 +193,10 @@ def layer_of(
     width: int = 64,
     bits: int = 16,
 ) -> AttentionLayer:
-    """Return a layer of a mask (e, h, t, s), of q (e, h, t, k) and k (e, h, s, k), or of both.
+    """Return a layer from a mask (e, h, t, s), from q (e, h, t, k) and k (e, h, s, k), or from both.
 
-    `lengths` (e,) count queries, and keys too if they are as many and there are no `key_lengths`. Without q, `width` is
-    the head width. Raises UsageError if there is neither a mask nor q and k.
+    `lengths` (e,) is the number of queries per example. If t = s, the default of `key_lengths` is `lengths`. Without q,
+    `width` is the head width. Raises UsageError if the mask is missing and q or k is missing.
     """
     if mask is not None and mask.ndim == 4:
         examples, heads, queries, keys = mask.shape
@@ -202,7 +204,8 @@ def layer_of(
         (examples, heads, queries, _), keys = q.shape, k.shape[2]
     else:
         raise UsageError(
-            f"layer {name!r} has neither a mask (e, h, t, s), nor q and k (e, h, t, k)", fix="pass one of them"
+            f"layer {name!r} has neither a mask (e, h, t, s), nor q and k (e, h, t, k)",
+            fix="pass mask=…",
         )
     longest = np.full(examples, queries)
     query_lengths = longest if lengths is None else np.asarray(lengths)
@@ -217,12 +220,12 @@ def layer_of(
 
 
 def packed(mask: np.ndarray) -> np.ndarray:
-    """Pack a boolean array, eight elements of the last dim to a byte. Raises UsageError for another dtype."""
+    """Pack a boolean array, eight elements of the last dim per byte. Raises UsageError for other dtypes."""
     if mask.dtype != np.bool_:
         raise UsageError(f"the mask is {mask.dtype}, not boolean", fix="pass True for kept pairs, for example mask > 0")
     return np.packbits(mask, axis=-1)
 
 
 def unpacked(bitmap: np.ndarray, keys: int) -> np.ndarray:
-    """Unpack an array of `packed`, with `keys` elements in the last dim."""
+    """Reverse `packed`: return a boolean array with `keys` elements in the last dim."""
     return np.unpackbits(bitmap, axis=-1, count=keys).astype(bool)

@@ -1,8 +1,8 @@
 """Each design's own filter on a recorded trace, at the same density for all designs.
 
-`kernels/attention_filters` has the filters; this module searches the threshold of a density, or the density of an
-output error. `attention_error.py` measures the lost accuracy. DOTA's detector, which is trained with its model, is not
-trained here. ViTCoD's average maps, from a training set in the paper, are of the trace's examples."""
+`kernels/attention_filters` implements the filters. This module searches the threshold for a density, or the density
+for an output error. `attention_error.py` measures the error. DOTA trains its detector with the model; here a random
+projection replaces the detector. ViTCoD averages maps over a training set; here the average is over the trace."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -26,14 +26,14 @@ from thrifty.simulators.accelerator.attention_error import attention_cost
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer, AttentionTrace
 
 LONGEST = 4.0
-"""Most iterations of A3's search, over the number of keys; a row of products has a head's width of them."""
+"""Maximum number of iterations of A3's search per key. A key has one product per dim of the head."""
 REDUCTION = 0.2
-"""Width of DOTA's detector over the width of a head (unverified)."""
+"""Width of DOTA's detector as a fraction of the head width (unverified)."""
 
 
 @dataclass(frozen=True, eq=False)
 class LayerHeads:
-    """A layer's q (e, h, t, k), k (e, h, s, k), visible pairs (e, h, t, s), density, number, and the layer count."""
+    """A layer's q (e, h, t, k), k (e, h, s, k), visible pairs (e, h, t, s), density, index and layer count."""
 
     q: Tensor
     k: Tensor
@@ -44,16 +44,16 @@ class LayerHeads:
 
     @property
     def probabilities(self) -> Tensor:
-        """Exact softmax (e, h, t, s), zeros for queries that see nothing."""
+        """Exact softmax (e, h, t, s), with zeros for queries without visible keys."""
         return seen_softmax(exact_scores(self.q, self.k), self.visible)
 
 
 FilterResult = tuple[Tensor, dict[str, np.ndarray]]
-"""A mask (e, h, t, s), and counts (e, h, t) by name."""
+"""Mask (e, h, t, s), and counts (e, h, t) by name."""
 
 
 def highest(scores: Tensor, visible: Tensor, density: float) -> Tensor:
-    """Return the mask (e, h, t, s) of a threshold that keeps this fraction of the visible pairs, and one per query."""
+    """Keep the fraction `density` of visible pairs with the highest scores, and one pair per query: (e, h, t, s)."""
     seen = scores[visible]
     if not len(seen):
         return torch.zeros_like(visible)
@@ -71,9 +71,9 @@ def _elsa(heads: LayerHeads) -> FilterResult:
 
 
 def _a3(heads: LayerHeads, searched: float = 0.5) -> FilterResult:
-    """Return the candidates of the conservative search with the highest scores, up to the density.
+    """Search candidates conservatively and keep the candidates with the highest scores, up to the density.
 
-    A search that finds too few candidates is repeated with twice the iterations, up to LONGEST.
+    If the search finds too few candidates, it is repeated with twice the iterations, up to `LONGEST` per key.
     """
     candidates = a3_filter.a3_candidates(heads.q, heads.k, searched, heads.visible)
     if candidates.sum() < heads.density * heads.visible.sum() and searched < LONGEST:
@@ -94,9 +94,9 @@ def _sanger(heads: LayerHeads) -> FilterResult:
 
 
 def _dota(heads: LayerHeads) -> FilterResult:
-    """Return equally many keys for each query, or all it sees, by scores of randomly projected queries and keys.
+    """Keep the same number of keys for each query, by scores of randomly projected queries and keys.
 
-    The random projection replaces DOTA's trained detector.
+    A query with fewer visible keys keeps all. The random projection replaces DOTA's trained detector.
     """
     width, count = heads.q.shape[-1], heads.visible.shape[-1]
     generator = torch.Generator().manual_seed(0)
@@ -109,7 +109,7 @@ def _dota(heads: LayerHeads) -> FilterResult:
 
 
 def _vitcod(heads: LayerHeads) -> FilterResult:
-    """Return one mask for all examples, from the average of their maps, at a searched threshold of information."""
+    """Return the same mask for all examples, from their average attention map. The threshold is found by bisection."""
     average = heads.probabilities.mean(0)
     low, high = 0.0, 1.0
     for _ in range(14):
@@ -129,30 +129,30 @@ FILTERS: dict[str, Callable[[LayerHeads], FilterResult]] = {
 }
 """Filters of one layer, by design. SpAtten's filter works across layers: `_cascaded`."""
 EXACT = "exact"
-"""The filter of the highest exact scores, the same for every design; no accelerator can know them beforehand."""
+"""Name of the reference filter: keep the highest exact scores. An accelerator cannot know these before attention."""
 SELECTIVE = (*FILTERS, "spatten")
-"""Designs that can omit pairs; others compute all pairs."""
+"""Designs that can omit pairs. All other designs compute all pairs."""
 
 
 def uses_masks(machine: AcceleratorSpec) -> bool:
-    """Return True if masks change the machine's work: its design has a filter, and `approximate` is on."""
+    """Return True if the design can omit pairs and the machine's `approximate` is on."""
     return machine.design in SELECTIVE and bool(machine.settings.get("approximate", True))
 
 
 def apply_design_filter(trace: AttentionTrace, design: str, density: float) -> AttentionTrace:
-    """Return the trace with the masks of a design's own filter, or of EXACT scores, near a density of visible pairs.
+    """Apply a design's own filter, or the `EXACT` filter, to a trace at about `density` of the visible pairs.
 
-    For a design without a filter the trace is unchanged. The provenance has the "filter", "softmax kept" and, if values
-    were recorded, "output error". Raises UsageError for a trace without queries and keys.
+    If the design has no filter, the trace is unchanged. The provenance of the result records "filter", "softmax kept"
+    and, if the trace has values, "output error". Raises UsageError for a trace without queries and keys.
     """
     return _with_errors(trace, _masked(trace, design, density))
 
 
 def filter_within_error(trace: AttentionTrace, design: str, error: float) -> AttentionTrace:
-    """Return the trace of `apply_design_filter` at the lowest density whose output error is at most `error`.
+    """Apply a filter at the lowest density with an output error of at most `error`; see `apply_design_filter`.
 
-    The density is a multiple of 0.01, by bisection. If even density 1 has a larger error, it is used, and the
-    provenance has "within allowed" "no". Raises UsageError for a trace without queries, keys and values.
+    Bisection finds the density, a multiple of 0.01. If the error is larger even at density 1, density 1 is used, and
+    "within allowed" is "no" in the provenance. Raises UsageError for a trace without queries, keys and values.
     """
     if not 0 < error < 1:
         raise UsageError(f"an error of {error:g} is not in (0, 1)", fix="pass a fraction of the outputs' norm, as 0.05")
@@ -164,7 +164,7 @@ def filter_within_error(trace: AttentionTrace, design: str, error: float) -> Att
         masked = _masked(trace, design, middle / 100)
         output_error = attention_cost(trace, masked).output_error
         if output_error is None:
-            raise UsageError("the trace has no values, which outputs require", fix="record a run or a preset")
+            raise UsageError("the trace has no values, which output errors require", fix="record a run or a preset")
         low, high, best = (low, middle, masked) if output_error <= error else (middle, high, best)
     result = _with_errors(trace, best or _masked(trace, design, 1.0))
     about = {"error allowed": f"{error:g}", "within allowed": "yes" if best else "no"}
@@ -175,7 +175,7 @@ def _masked(trace: AttentionTrace, design: str, density: float) -> AttentionTrac
     if design not in (*SELECTIVE, EXACT):
         return trace
     if not 0 < density <= 1:
-        raise UsageError(f"a density of {density:g} is not in (0, 1]", fix="pass the fraction of kept pairs, as 0.2")
+        raise UsageError(f"a density of {density:g} is not in (0, 1]", fix="pass a fraction of pairs, such as 0.2")
     for layer in trace.layers:
         if layer.q is None or layer.k is None:
             raise UsageError(
@@ -218,9 +218,9 @@ def _heads(layer: AttentionLayer, density: float, number: int, layers: int) -> L
 
 
 def _cascaded(heads: list[LayerHeads]) -> list[FilterResult]:
-    """Return SpAtten's masks, at a searched average fraction of dropped tokens.
+    """Return SpAtten's masks. Bisection finds the average fraction of dropped tokens for the density.
 
-    Its first layers drop no tokens, so few layers cannot reach a low density.
+    The first layers drop no tokens, so a trace of few layers cannot reach a low density.
     """
     pairs = sum(int(each.visible.sum()) for each in heads)
     low, high = 0.0, 0.9
@@ -232,10 +232,10 @@ def _cascaded(heads: list[LayerHeads]) -> list[FilterResult]:
 
 
 def _dropping(heads: list[LayerHeads], average: float) -> list[FilterResult]:
-    """Return the masks after dropping the least important tokens, more in each later layer.
+    """Return the masks after dropping the least important tokens. Each later layer drops more tokens.
 
-    A dropped query keeps one pair, because a trace requires one; its "alive" count of 0 marks it as not computed.
-    Values are not dropped for single queries.
+    A dropped query keeps one pair, because traces require one. The query's "alive" count of 0 marks that the query is
+    not computed. Values of single queries are not skipped.
     """
     results: list[FilterResult] = []
     alive = heads[0].visible.any(1).any(1)

@@ -1,6 +1,7 @@
-"""Streams of items that a design makes of a layer: cycles at each station, bytes and operations.
+"""Streams of work items, the result of a design for a layer: cycles at each station, bytes and operations.
 
-Shapes: s stations, u units of work (one head of one example), i items of a unit (queries, tiles, columns)."""
+A station is a pipeline stage of the machine. A unit is one head of one example. An item is a part of a unit, such as a
+query, tile or column. Shapes: s stations, u units, i items per unit."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -16,31 +17,31 @@ from thrifty.simulators.accelerator.priced_operations import Operations
 
 @dataclass(frozen=True)
 class ItemStream:
-    """A layer's work for one design, in whole cycles. Shorter units are padded with items that take no time."""
+    """The work of one layer for one design, in integer cycles. Units are padded with items of 0 cycles."""
 
     service: np.ndarray
-    """(s, u, i) cycles that each item occupies each station of the machine."""
+    """Cycles of each item at each station, (s, u, i)."""
     macs: float
-    """Multiply-accumulate operations of scores and values, as executed."""
+    """Executed multiply-accumulate operations of scores and values."""
     read: np.ndarray
-    """(u,) bytes read from the outer memory before a unit can begin."""
+    """Bytes read from the outer memory before each unit begins, (u,)."""
     written: np.ndarray
-    """(u,) bytes written to the outer memory after a unit."""
+    """Bytes written to the outer memory after each unit, (u,)."""
     lead: np.ndarray | int = 0
-    """(u,) cycles before the first item."""
+    """Cycles before the first item of each unit, (u,)."""
     active: Mapping[str, float] = field(default_factory=dict)
-    """Active cycles over all units, by activity, for modules whose activity is not a station's service."""
+    """Active cycles over all units, by activity, for modules that are not active with a station."""
     operations: Operations = field(default_factory=dict)
     overlapped: bool = False
-    """True if reads and writes happen within the items' cycles, so that the outer memory adds none."""
+    """True if the cycles of items include reads and writes. The outer memory then adds no cycles."""
     notes: tuple[str, ...] = ()
     transfers: Mapping[str, "ItemTransfer"] = field(default_factory=dict)
-    """Transfers by station, for stations whose service is a transfer; the event engine computes their times."""
+    """Transfers by station, for stations that move data. The event engine computes the transfer times."""
     servers: Mapping[str, int] = field(default_factory=dict)
-    """Items that a station serves at a time, if not one; requires the event engine."""
+    """Number of items that a station processes in parallel, if not 1. Requires the event engine."""
     windows: Mapping[str, int] = field(default_factory=dict)
-    """Reorder windows by station, if not 1: the station takes the first arrived of its next items, up to this number.
-    Requires the event engine."""
+    """Size of the reorder window by station, if not 1. Among the items of its window, a station begins the first that
+    has arrived. Requires the event engine."""
 
     @property
     def needs_events(self) -> bool:
@@ -50,45 +51,45 @@ class ItemStream:
 
 @dataclass(frozen=True)
 class ItemTransfer:
-    """Items that a station reads or writes through a memory."""
+    """The bytes that a station reads or writes through a memory, per item."""
 
     memory: str
     bytes: np.ndarray
-    """(u, i) bytes of each item."""
+    """Bytes of each item, (u, i)."""
     banks: np.ndarray | None = None
-    """(u, i) bank of an item's first burst; further bursts take the next banks. By default items follow each other."""
+    """Bank of each item's first burst, (u, i). Later bursts use the next banks. By default, items follow each other."""
 
 
 @dataclass(frozen=True)
 class AcceleratorDesign:
-    """An accelerator's rules. `lower` is called once for each layer of attention, or phase of a sparse product."""
+    """An accelerator design. `lower` is called once per attention layer, or per phase of a sparse matrix product."""
 
     name: str
     stations: tuple[str, ...]
-    """Stations in the order in which items pass them."""
+    """Names of the stations, in the order in which items pass."""
     lower: Callable[[Any, AcceleratorSpec], ItemStream]
-    """Function from an `AttentionLayer`, or another `workload`, and a machine to its items."""
+    """Function from a layer (or phase) and a machine to the stream of items."""
     multipliers: Callable[[AcceleratorSpec], int]
-    """Function from a machine to the multipliers of scores and values in one copy, which a budget counts."""
+    """Function from a machine to the number of multipliers for scores and values in one copy. A budget counts these."""
     settings: Mapping[str, Setting] = field(default_factory=dict)
-    """Settings of a machine in addition to its stations, with their defaults."""
+    """Settings of a machine in addition to its stations, with defaults."""
     sizes: tuple[str, ...] = ()
     """Names of the settings that are hardware sizes."""
     resized: Callable[[AcceleratorSpec, int], AcceleratorSpec] | None = None
-    """Function from a machine and a budget of multipliers to one resized copy; None if only `copies` can change."""
+    """Function from a machine and a budget of multipliers to one resized copy. None if only `copies` can change."""
     least: Callable[[AcceleratorSpec], int] = lambda machine: 1
-    """Function from a machine to the fewest multipliers of a resized copy."""
+    """Function from a machine to the minimum number of multipliers of a resized copy."""
     grows: bool = False
-    """True if a larger budget enlarges the copy; otherwise it adds copies."""
+    """True if a larger budget enlarges the copy. False if a larger budget adds copies."""
     activities: tuple[str, ...] = ()
-    """Names in `ItemStream.active` that modules may use, in addition to the stations."""
+    """Names of activities that modules may use in addition to stations, see `ItemStream.active`."""
     workload: str = "attention"
-    """ "attention", or "spgemm" for phases of products of sparse matrices."""
+    """ "attention", or "spgemm" for sparse matrix products."""
 
     def scaled(self, machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
-        """Return the machine with at most `budget` multipliers in all copies together.
+        """Scale the machine so that all its copies together have at most `budget` multipliers.
 
-        Raises UsageError if the design cannot be as small.
+        Raises UsageError if `budget` is below the design's minimum.
         """
         own = self.multipliers(machine)
         least = own if self.resized is None else self.least(machine)
@@ -102,18 +103,18 @@ class AcceleratorDesign:
 
 
 def ceil_div(number: np.ndarray, by: int) -> np.ndarray:
-    """Return `number` / `by`, rounded up: the cycles of `number` operations, `by` per cycle."""
+    """Return the cycles of `number` operations at `by` operations per cycle: the quotient, rounded up."""
     return -(-number // by)
 
 
 def whole_cycles(cycles: np.ndarray) -> np.ndarray:
-    """Round cycles to whole ones along the last dim, so that each running total is rounded up."""
+    """Convert fractional cycles to integers. Each running total along the last dim is the exact total, rounded up."""
     ends = np.ceil(np.cumsum(cycles, axis=-1) - 1e-6).astype(np.int64)
     return np.diff(ends, prepend=0)
 
 
 def operand_bytes(layer: AttentionLayer, bits: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bytes of queries, keys and values, and the bytes of the output, of each unit (u,)."""
+    """Return the bytes of inputs (queries, keys, values) per unit (u,), and the bytes of outputs per unit (u,)."""
     queries, keys = layer.unit_queries, layer.unit_keys
     each = layer.width * bits / 8
     return (queries + 2 * keys) * each, queries * each

@@ -1,6 +1,7 @@
-"""Energy by two methods: power of published modules over their active cycles, and counted actions by an energy table.
+"""Energy by two methods: published power of modules in their active cycles, or counted operations by an energy table.
 
-Tables differ by 2 to 18 times for the same action. So every energy names its table, and `by_tables` compares all."""
+Tables differ by factors of 2 to 18 for the same operation. Therefore each estimate names its table, and `by_tables`
+compares all tables."""
 
 import math
 import tomllib
@@ -15,39 +16,39 @@ from thrifty.simulators.accelerator.priced_operations import Operations, PricedO
 
 PICOJOULE = 1e-12
 _GROWTH = {"int_multiply": 2.0, "float_multiply": 2.0, "sram": 0.5}
-"""Exponents, by kind, for a table with one point: energy scales with this power of the bits (bytes for "sram"). Other
-kinds scale in proportion. Both are assumptions."""
+"""Exponents by kind, for tables with one point. Energy scales with the bits (for "sram": bytes) to this power, by
+default 1. All exponents are assumptions."""
 
 
 @dataclass(frozen=True)
 class EnergyEstimate:
-    """An energy in J, and its method."""
+    """Energy in J by one method."""
 
     mode: str
     """ "activity" or "actions"."""
     table: str
-    """Source of the prices: "published modules", or the name of a table."""
+    """Source of the estimate: "published modules", or the name of a table."""
     total: float
     parts: Mapping[str, float]
-    """J by module, or by kind of action."""
+    """Energy in J by module, or by kind of operation."""
     unpriced: tuple[str, ...] = ()
-    """Actions missing in the table; the total excludes them."""
+    """Kinds of operations missing in the table. The total excludes these operations."""
 
 
 @dataclass(frozen=True)
 class EnergyTable:
-    """Energies of actions in pJ."""
+    """Energy per operation in pJ."""
 
     name: str
     source: str
     grade: str
     points: Mapping[str, Mapping[int, float]]
-    """pJ by kind and bits (for "sram", bytes of the memory)."""
+    """Energy in pJ by kind of operation, then by bits (for "sram": by bytes of the memory)."""
     unit_bits: Mapping[str, int] = field(default_factory=dict)
-    """Bits per access that the points of "sram" refer to."""
+    """Bits per access for the points of "sram"."""
 
     def picojoules(self, operation: PricedOperation) -> float | None:
-        """Return the pJ of one action, interpolated on a logarithmic scale, or None if the table lacks its kind."""
+        """Return the energy of one operation in pJ, log-log interpolated, or None if the table lacks the kind."""
         points = self.points.get(operation.kind)
         if points is None:
             return None
@@ -74,7 +75,7 @@ def table_names() -> list[str]:
 
 @cache
 def find_table(name: str, end: str = "points") -> EnergyTable:
-    """Return a table by its name; `end` is "low" or "high" for the ends of published ranges."""
+    """Return a table by name. `end` is "points", or "low" or "high" for the ends of published ranges."""
     refuse_unknown("there is no energy table", name, table_names())
     content = tomllib.loads(
         (files("thrifty.simulators.accelerator") / "tables" / f"{name}.toml").read_text(encoding="utf-8")
@@ -88,9 +89,9 @@ def find_table(name: str, end: str = "points") -> EnergyTable:
 
 
 def by_activity(machine: AcceleratorSpec, active: Mapping[str, float], cycles: float) -> EnergyEstimate | None:
-    """Return the energy of each module's dynamic power while active, and of static power for all `cycles`.
+    """Return the energy of dynamic power in active cycles plus static power in all `cycles`, by module.
 
-    `active` counts cycles of all copies together, by station or activity; during `cycles` all copies are on. Returns
+    `active` holds active cycles by station or activity, summed over copies. All copies are on for `cycles`. Returns
     None if no power is published.
     """
     if not any(module.dynamic or module.static for module in machine.modules.values()):
@@ -104,7 +105,7 @@ def by_activity(machine: AcceleratorSpec, active: Mapping[str, float], cycles: f
 
 
 def by_actions(operations: Operations, table: EnergyTable) -> EnergyEstimate:
-    """Return the energy of counted actions by a table."""
+    """Return the energy of counted operations by one table."""
     parts: dict[str, float] = {}
     unpriced = set()
     for operation, count in operations.items():
@@ -117,7 +118,7 @@ def by_actions(operations: Operations, table: EnergyTable) -> EnergyEstimate:
 
 
 def by_tables(operations: Operations) -> list[EnergyEstimate]:
-    """Return the energy by every table, and by both ends of published ranges."""
+    """Return one estimate per table, and one per end of published ranges."""
     estimates = [by_actions(operations, find_table(name)) for name in table_names()]
     for name in table_names():
         for end in ("low", "high"):

@@ -1,8 +1,8 @@
-"""Event engine: one unit's items through stations in tandem, with features that a recurrence cannot express.
+"""Event engine: discrete-event simulation of one unit's items through a chain of stations (pipeline stages).
 
-Stations may have several servers, take items out of order, and transfer through a memory. The memory has banks, a
-crossbar, latency and a limit of requests in flight. With one server each, in order, and no memory delays, the times
-equal those of `scan_engine.scan`."""
+The event engine covers features that `scan_engine.scan` cannot: parallel servers, reordering, and transfers through a
+memory. The memory has banks, a crossbar, latency and a limit of requests in flight. Without these features, the times
+equal the times of `scan_engine.scan`."""
 
 import heapq
 import math
@@ -19,33 +19,33 @@ from thrifty.simulators.accelerator.station_timeline import StationTimeline
 
 @dataclass(frozen=True, eq=False)
 class StationUnit:
-    """A station for one unit."""
+    """One station's work for one unit."""
 
     service: np.ndarray
-    """(i,) whole cycles."""
+    """Cycles per item, (i,); integers."""
     buffer: int = 0
-    """Items that fit between this station and the next; 0 for no limit."""
+    """Capacity of the buffer before the next station, in items; 0 for no limit."""
     servers: int = 1
     window: int = 1
-    """Reorder window: the station takes the first arrived of its next `window` items; 1 keeps the order."""
+    """Size of the reorder window: the first arrived of the next `window` items begins. 1 keeps the order."""
     memory: str = ""
-    """Memory that transfers the items after their service; empty for none."""
+    """Name of the memory that transfers each item after its service; empty for no transfer."""
     bytes: np.ndarray | None = None
-    """(i,) bytes of each item, with `memory`."""
+    """Bytes per item (i,), if `memory` is set."""
     banks: np.ndarray | None = None
-    """(i,) bank of an item's first burst; by default bursts follow each other over the banks."""
+    """Bank of each item's first burst, (i,). By default, consecutive bursts use consecutive banks."""
 
 
 def play(
     places: Sequence[StationUnit], memories: Sequence[AcceleratorMemory] = (), clock: float = 1.0
 ) -> StationTimeline:
-    """Return the times (s, 1, i) of all items of one unit, in cycles of `clock` Hz.
+    """Return the timeline of one unit, with times (s, 1, i) in cycles of `clock` Hz.
 
-    Raises UsageError for stations with different numbers of items, or for an unknown memory.
+    Raises UsageError if the numbers of items differ between stations, or if a memory is unknown.
     """
     if not places or any(len(place.service) != len(places[0].service) for place in places):
         raise UsageError(
-            "all stations require the service of all items", fix="set a service of 0 for items that skip a station"
+            "the numbers of items differ between stations", fix="set a service of 0 for items that skip a station"
         )
     return _UnitPlay(places, memories, clock).run()
 
@@ -57,17 +57,17 @@ class _UnitPlay:
         for place in places:
             if place.memory and place.memory not in self.channels:
                 raise UsageError(
-                    f"a station transfers through memory {place.memory!r}, which does not exist",
+                    f"a station uses memory {place.memory!r}, which is not in the list",
                     fix=f"use one of {', '.join(self.channels) or 'no memories'}",
                 )
         items = len(places[0].service)
         self.start = np.zeros((len(places), 1, items), dtype=np.int64)
         self.end, self.free = np.zeros_like(self.start), np.zeros_like(self.start)
         self.waiting = [deque(range(items)) for _ in places]
-        """Items, in order, that each station has not begun."""
+        """Items that each station has not begun, in order."""
         self.arrived = [set(range(items)), *(set() for _ in places[1:])]
         self.idle = [deque([0] * place.servers) for place in places]
-        """Time since which each idle server of a station has been idle."""
+        """For each idle server of a station, the time when the server became idle."""
         self.buffered = [0] * len(places)
         """Number of items that a station has begun and the next station has not."""
         self.queue: list[tuple[float, int, Callable[[float], None]]] = []
@@ -86,7 +86,7 @@ class _UnitPlay:
         return StationTimeline(self.start, self.end, self.free, servers)
 
     def _begin(self, station: int, time: int) -> None:
-        """Begin all items that can begin at a station, then at the station before it, which then has room."""
+        """Begin all items that can begin at a station. If any began, repeat for the previous station."""
         place, begun = self.places[station], False
         last = station == len(self.places) - 1
         while self.idle[station] and (last or not place.buffer or self.buffered[station] < place.buffer):
@@ -104,7 +104,7 @@ class _UnitPlay:
             self._begin(station - 1, time)
 
     def _next(self, station: int) -> int | None:
-        """Remove and return the item that a station takes now, or None if none in its window has arrived."""
+        """Remove and return the next item of a station, or None if no item of its window has arrived."""
         waiting, arrived = self.waiting[station], self.arrived[station]
         for place in range(min(self.places[station].window, len(waiting))):
             item = waiting[place]
@@ -136,12 +136,12 @@ class _UnitPlay:
 
 
 class _Channel:
-    """A memory with its crossbar: requests of one burst each, first come, first served at port and bank."""
+    """A memory with its crossbar. A request is one burst; ports and banks serve requests in order of arrival."""
 
     def __init__(self, memory: AcceleratorMemory, clock: float, at: Callable[[float, Callable[[float], None]], None]):
         self.memory, self.at = memory, at
         self.per_byte = memory.banks * clock / memory.bandwidth
-        """Cycles per byte of a bank."""
+        """Cycles per byte at one bank."""
         self.latency = memory.latency * clock
         self.banks, self.ports = [0.0] * memory.banks, [0.0] * max(memory.ports, 1)
         self.turn = 0
@@ -151,7 +151,7 @@ class _Channel:
     def transfer(
         self, time: float, size: float, bank: int | None, server: tuple[int, int], done: Callable[[int], None]
     ) -> None:
-        """Transfer `size` bytes, and call `done(end)` at the whole cycle in which the last byte arrives."""
+        """Transfer `size` bytes. Call `done(end)` in the cycle in which the last byte arrives."""
         count = max(1, math.ceil(size / self.memory.burst))
         bank = self.turn if bank is None else bank
         self.turn = (bank + count) % self.memory.banks
@@ -181,7 +181,7 @@ class _Channel:
         self._issue(time)
 
     def _send(self, time: float, size: float, bank: int, port: int) -> float:
-        """Return the time at which a burst that is requested now arrives."""
+        """Return the arrival time of a burst requested at `time`."""
         sent = max(time, self.ports[port])
         self.ports[port] = sent + 1 if self.memory.ports else sent
         self.banks[bank] = max(sent, self.banks[bank]) + size * self.per_byte

@@ -1,7 +1,7 @@
 """Speed ratio of two designs at equal peak, as a product of factors.
 
-Papers scale an accelerator to about the peak of a processor and print one ratio. That ratio is the reduction of
-operations, times the utilisation of one design, over the utilisation of the other."""
+Papers scale an accelerator to about the peak of a processor and print one speed ratio. This ratio is the reduction of
+operations, times the accelerator's utilization, divided by the processor's utilization."""
 
 from dataclasses import dataclass
 
@@ -10,21 +10,21 @@ from thrifty.simulators.accelerator.simulation_result import SimulationResult
 
 @dataclass(frozen=True)
 class IsoPeak:
-    """Factors of one design's speed over another's, at equal multiplications per second."""
+    """Factors of the speed ratio of two designs at equal peak multiplications per second."""
 
     omitted: float
-    """Operations of the other design over the operations of this one."""
+    """Operations of the other design, divided by the operations of this design."""
     utilisation: float
-    """Fraction of this design's multipliers in use."""
+    """Utilization of this design's multipliers, as a fraction."""
     other_utilisation: float
 
     @property
     def ratio(self) -> float:
-        """Speed over the other design's."""
+        """Speed of this design, divided by the speed of the other design."""
         return self.omitted * self.utilisation / self.other_utilisation
 
 
 def iso_peak(result: SimulationResult, other: SimulationResult) -> IsoPeak:
-    """Return the factors of the speed ratio at equal peak. They are exact for the two simulated results."""
+    """Return the factors of the speed ratio at equal peak. The factors are exact for the two results."""
     own, others = (sum(layer.macs for layer in each.layers) for each in (result, other))
     return IsoPeak(others / own, result.utilisation, other.utilisation)

@@ -1,7 +1,7 @@
-"""Replay of a model with the masks of a trace, to measure the effect of dropped pairs on its loss.
+"""Replay of a model with the masks of a trace, to measure the effect of dropped pairs on the loss.
 
-Cores that do not call torch's attention (tiled, sparse) are replayed as plain softmax over their kept pairs. The masks
-are those of the trace's queries and keys: later layers do not select again after earlier layers dropped pairs."""
+Tiled and sparse attention cores are replayed as plain softmax over their kept pairs. All masks are computed from the
+recorded queries and keys. Dropped pairs of earlier layers therefore do not change the masks of later layers."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -26,10 +26,10 @@ from thrifty.simulators.accelerator.trace_recorder import (
 
 @contextmanager
 def replay_with_masks(model: nn.Module, trace: AttentionTrace) -> Iterator[None]:
-    """Restrict attention to the trace's pairs within the context, for forward passes on its examples in their order.
+    """Within the context, restrict attention to the trace's pairs. Run the trace's examples in their order.
 
-    A query that keeps no pair outputs zeros. Raises UsageError for other examples. Raises RefusedError if the model
-    computes attention neither by torch's scaled_dot_product_attention nor in a core.
+    The output of a query without pairs is zero. Raises UsageError for other examples. Raises RefusedError if the model
+    calls neither torch's attention nor an attention core.
     """
     with track_running_module(model) as current_module:
         replay = _Replay({layer.name: layer for layer in trace.layers}, current_module)
@@ -37,7 +37,7 @@ def replay_with_masks(model: nn.Module, trace: AttentionTrace) -> Iterator[None]
             yield
     if missing := [name for name, layer in replay.layers.items() if replay.seen.get(name, 0) != layer.examples]:
         raise RefusedError(
-            f"{missing[0]} of {type(model).__name__} did not compute its examples by torch's attention or a core",
+            f"{missing[0]} of {type(model).__name__} did not run its examples in torch's attention or a core",
             fix="trace a run with plain attention",
         )
 
@@ -47,7 +47,7 @@ class _Replay(TorchFunctionMode):
     layers: dict[str, AttentionLayer]
     current_module: Callable[[], str]
     seen: dict[str, int] = field(default_factory=dict)
-    """Number of examples that each layer has computed."""
+    """Number of examples that each layer has processed."""
 
     def __post_init__(self) -> None:
         super().__init__()
@@ -58,13 +58,13 @@ class _Replay(TorchFunctionMode):
         arguments = attention_arguments(args, kwargs)
         kept = self.kept(self.current_module() or "attention", arguments["query"], arguments)
         mask, bias = kept, arguments.get("attn_mask")
-        if bias is not None and bias.dtype != torch.bool:  # the trace has visible pairs, but no biases
+        if bias is not None and bias.dtype != torch.bool:  # the trace records visible pairs, but no biases
             mask = bias.masked_fill(~kept, float("-inf"))
         output = func(**arguments | {"attn_mask": mask, "is_causal": False})
         return output.masked_fill(~kept.any(-1, keepdim=True), 0.0)
 
     def plain(self, core: Core) -> Core:
-        """Return a core that computes torch's attention, for a core that does not call it."""
+        """Return a core with the output of torch's attention, even if `core` does not call it."""
 
         def computed(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> Tensor:
             before = sum(self.seen.values())
@@ -76,7 +76,7 @@ class _Replay(TorchFunctionMode):
         return computed
 
     def kept(self, name: str, q: Tensor, arguments: dict[str, Any]) -> Tensor:
-        """Return the kept pairs (b, h, t, s) of this call's examples."""
+        """Return the mask of kept pairs (b, h, t, s) for the examples of one call."""
         examples, _, queries, _ = q.shape
         first, layer = self.seen.get(name, 0), self.layers.get(name)
         if layer is None or first + examples > layer.examples or queries > layer.queries:
@@ -86,7 +86,7 @@ class _Replay(TorchFunctionMode):
             recorded = torch.from_numpy(layer.q[:examples, :, :queries]).to(q)
             if not torch.allclose(recorded, q, rtol=1e-2, atol=1e-2):
                 raise UsageError(
-                    f"queries of {name!r} differ from the trace: it has other weights or other examples",
+                    f"queries of {name!r} differ from the trace, which has other weights or other examples",
                     fix="trace the same run again",
                 )
         kept = computed_pairs(layer)[first : first + examples, :, :queries, : arguments["key"].shape[2]]

@@ -1,8 +1,8 @@
-"""Measured time of attention on this machine, reported apart from the simulated times.
+"""Measured time of attention on this machine, reported separately from simulated times.
 
-All pairs run in torch's attention, in float32 on a CPU and float16 on a GPU. Kept pairs run in scipy, on one CPU
-thread. (`kernels/sparse_attention` is faster, but compiles for a second first.) If a trace has no operands, random ones
-are used; they take as long."""
+Attention over all pairs runs in torch, in float32 on a CPU and float16 on a GPU. Attention over kept pairs runs in
+scipy, on one CPU thread. (`kernels/sparse_attention` is faster, but its compilation takes a second.) If a trace has no
+queries, keys or values, random values replace them; the time is the same."""
 
 import timeit
 from collections.abc import Callable
@@ -17,9 +17,9 @@ from torch import Tensor
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer, AttentionTrace
 
 LIMIT, SPARSE_LIMIT = 1e11, 1e10
-"""Most operations of all pairs, and of kept pairs, that are timed: some seconds of a small processor."""
+"""Maximum number of timed operations, for all pairs and for kept pairs: a few seconds on a small CPU."""
 AT_A_TIME = 2**13
-"""Pairs whose queries and keys are gathered at once: as many as a cache holds."""
+"""Number of pairs per gather of queries and keys, so that the gathered values fit the cache."""
 Operands = tuple[Tensor, Tensor, Tensor]
 
 
@@ -29,9 +29,9 @@ def fastest_seconds(work: Callable[[], object], times: int) -> float:
 
 
 def all_pairs_seconds(trace: AttentionTrace, device: str = "cpu", times: int = 3) -> float | None:
-    """Return the seconds of torch's attention over all layers, padding included, or None above LIMIT operations.
+    """Return the seconds of torch's attention over all layers including padding, or None above `LIMIT` operations.
 
-    Layers whose masks are exactly causal run with `is_causal`.
+    A layer with an exactly causal mask runs with `is_causal`.
     """
     if sum(4.0 * layer.units * layer.queries * layer.keys * layer.width for layer in trace.layers) > LIMIT:
         return None
@@ -49,9 +49,9 @@ def all_pairs_seconds(trace: AttentionTrace, device: str = "cpu", times: int = 3
 
 
 def kept_pairs_seconds(trace: AttentionTrace) -> float | None:
-    """Return the seconds of scores, softmax and values at kept pairs, or None above SPARSE_LIMIT operations.
+    """Return the seconds of scores, softmax and values at kept pairs, or None above `SPARSE_LIMIT` operations.
 
-    scipy's sparse matrices compute head by head, the faster of two runs each; finding the patterns is not timed.
+    scipy computes each head separately; the faster of two runs counts. Building the sparse patterns is not timed.
     """
     if sum(4.0 * layer.kept_counts.sum() * layer.width for layer in trace.layers) > SPARSE_LIMIT:
         return None
@@ -65,9 +65,9 @@ def kept_pairs_seconds(trace: AttentionTrace) -> float | None:
 
 
 def sparse_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, pattern: sparse.csr_array) -> np.ndarray:
-    """Return the attention of q (t, k) over the keys and values (s, k) that the pattern (t, s) keeps.
+    """Return the attention output (t, k) of q (t, k) over k and v (s, k), at the pairs of the pattern (t, s).
 
-    Queries that keep none output zeros.
+    The output of a query without kept keys is zero.
     """
     counts = np.diff(pattern.indptr)
     row = np.repeat(np.arange(len(q)), counts)
@@ -86,7 +86,7 @@ def sparse_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, pattern: spars
 
 
 def _operands(layer: AttentionLayer) -> Operands:
-    """Return q, k and v (e, h, ·, k) in float32."""
+    """Return q (e, h, t, k), k and v (e, h, s, k) in float32, recorded or random."""
     random = np.random.default_rng(0)
     e, h, t, s, d = layer.examples, layer.heads, layer.queries, layer.keys, layer.width
     shapes = {"q": (e, h, t, d), "k": (e, h, s, d), "v": (e, h, s, d)}

@@ -1,4 +1,4 @@
-"""Actions that energy tables price, and how often they occur."""
+"""Operations with an energy in the energy tables, and counts of operations."""
 
 from collections.abc import Mapping
 from typing import NamedTuple, TypeVar
@@ -7,7 +7,7 @@ Key = TypeVar("Key")
 
 
 class PricedOperation(NamedTuple):
-    """An action that an energy table prices."""
+    """A kind of operation with an energy in the energy tables."""
 
     kind: str
     """ "int_add", "int_multiply", "float_add", "float_multiply", "register", "sram" or "dram"."""
@@ -17,11 +17,11 @@ class PricedOperation(NamedTuple):
 
 
 Operations = Mapping[PricedOperation, float]
-"""Operations with their counts."""
+"""Number of executions of each operation."""
 
 
 def add_up(*counted: Mapping[Key, float]) -> dict[Key, float]:
-    """Add counts by key, and omit zeros."""
+    """Sum counts by key. Zero counts are omitted."""
     total: dict[Key, float] = {}
     for counts in counted:
         for key, count in counts.items():
@@ -30,5 +30,5 @@ def add_up(*counted: Mapping[Key, float]) -> dict[Key, float]:
 
 
 def multiply_accumulate(count: float, bits: int, accumulator: int | None = None) -> Operations:
-    """Return `count` integer products of `bits` bits, each added to an accumulator of twice the bits by default."""
+    """Return `count` integer products of `bits` bits and as many additions. The default accumulator has 2 · `bits`."""
     return {PricedOperation("int_multiply", bits): count, PricedOperation("int_add", accumulator or 2 * bits): count}

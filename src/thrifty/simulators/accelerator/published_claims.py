@@ -1,7 +1,8 @@
-"""Published figures of accelerators, and their simulation: rows of `published.toml`, bars of `published_elsa.toml`.
+"""Published figures of accelerators, and simulations of these figures.
 
-ELSA's paper has kept fractions, but no masks. Our masks keep runs of neighbouring keys, which load the banks about
-evenly; random masks of scattered pairs take 15 to 20 % longer."""
+Figures are rows of `published.toml` and bars of `published_elsa.toml`. ELSA's paper prints kept fractions, but no
+masks. The simulated masks keep runs of neighboring keys, which load the banks about evenly. Random masks of scattered
+pairs take 15 to 20 % longer."""
 
 import tomllib
 from collections.abc import Callable, Iterator
@@ -23,9 +24,9 @@ from thrifty.simulators.accelerator.synthetic_traces import synthetic_trace
 
 BASE, MODES = "base", ("conservative", "moderate", "aggressive")
 P = (0.5, 1, 2, 4)
-"""Values of p with published kept fractions of ELSA."""
+"""Values of ELSA's parameter p for which the paper prints kept fractions."""
 COPIES, WATTS, MULTIPLIERS = 12, 250, 528
-"""ELSA accelerators compared with one GPU, power of that GPU, and multipliers of ELSA's ideal accelerator."""
+"""Number of ELSA accelerators per GPU, power of the GPU in W, and multipliers of ELSA's ideal accelerator."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +42,7 @@ class PublishedClaim:
     gap: str
     """Reason for a difference, or a condition of the published figure."""
     figure: str = ""
-    """Name of the figure, if this is a bar."""
+    """Name of the figure that contains the bar; empty for other claims."""
 
     def simulate(self) -> float:
         return OURS[self.name]()
@@ -58,7 +59,7 @@ def _packaged(name: str) -> dict[str, Any]:
 
 
 def _elsa_bars() -> Iterator[tuple[PublishedClaim, Callable[[], float]]]:
-    """Yield each bar with its simulation: latency in three modes, energy of the base and in two modes."""
+    """Yield each bar with its simulation: latency in three modes, and energy of the base and of two modes."""
     for row in _packaged("published_elsa.toml")["workload"]:
         kept = {mode: (p, row["kept"][P.index(p)]) for mode, p in zip(MODES, row["p"], strict=True)}
         kept[BASE] = (0.0, 1.0)
@@ -68,9 +69,9 @@ def _elsa_bars() -> Iterator[tuple[PublishedClaim, Callable[[], float]]]:
         ):
             for mode, value in zip(modes, published, strict=True):
                 (p, share), figure = kept[mode], f"{what}, {mode}"
-                gap = "masks are unpublished; ours keep runs of neighbours at the kept fraction of a measured p"
+                gap = "masks are unpublished; the simulated masks keep runs of neighbors at the kept fraction of p"
                 if mode == BASE:
-                    gap = "none: power of active modules, and a GPU of 250 W, at the published speedup"
+                    gap = "none: active power of the modules, a GPU of 250 W, and the published speedup"
                 bar = f"{figure}, {row['name']}"
                 quantity = f"{bar} (p = {p:g})" if p else bar
                 claim = PublishedClaim(f"elsa, {bar}", "ELSA (ISCA 2021)", place, quantity, value, "P", gap, figure)
@@ -78,9 +79,10 @@ def _elsa_bars() -> Iterator[tuple[PublishedClaim, Callable[[], float]]]:
 
 
 def _elsa_bar(mode: str, tokens: int, kept: float, speedup: float | None) -> float:
-    """Return the cycles over an ideal accelerator's, without preprocessing; with a speedup, the ratio of energies.
+    """Return the cycles without preprocessing, divided by the cycles of an ideal accelerator.
 
-    `speedup` is the base's over a V100; the ratio is the V100's energy over ELSA's.
+    With `speedup`, return the energy of a V100 divided by the energy of ELSA. `speedup` is the speed of ELSA's base
+    version divided by the speed of a V100.
     """
     elsa, trace = find_machine("elsa"), synthetic_trace("runs", kept, heads=1, tokens=tokens)
     base = simulate(elsa.replaced("approximate", False), trace)
@@ -93,7 +95,7 @@ def _elsa_bar(mode: str, tokens: int, kept: float, speedup: float | None) -> flo
 
 
 def _elsa(pattern: str, density: float, tokens: int, approximate: bool) -> float:
-    """Return the cycles, without preprocessing, over the cycles of multipliers that are always busy."""
+    """Return the cycles without preprocessing, divided by the cycles of always busy multipliers."""
     machine = find_machine("elsa").replaced("approximate", approximate)
     result = simulate(machine, synthetic_trace(pattern, density, heads=1, tokens=tokens))
     before = 3 * (tokens + 1) if approximate else 0
@@ -101,7 +103,7 @@ def _elsa(pattern: str, density: float, tokens: int, approximate: bool) -> float
 
 
 def _a3(figure: Callable[[int, int], float]) -> float:
-    """Return `figure` of the cycles of one query, and of 320 queries, over 320 keys."""
+    """Return `figure(a, b)` with a the cycles of one query and b the cycles of 320 queries, at 320 keys."""
     machine = find_machine("a3").replaced("approximate", False)
     result = simulate(machine, synthetic_trace("uniform", 0.5, heads=1, tokens=320), draw=True)
     example = result.layers[0].example
@@ -110,7 +112,7 @@ def _a3(figure: Callable[[int, int], float]) -> float:
 
 
 def _a3_pace(iterations: float, candidates: float, tokens: int = 320) -> float:
-    """Return the cycles between queries in the steady state, with the published fraction of candidates."""
+    """Return the cycles per query in the steady state, at the published fraction of candidates."""
     plain = synthetic_trace("balanced", 0.04, heads=1, tokens=tokens).layers[0]
     counts = {"candidates": np.full((1, 1, tokens), round(candidates * tokens))}
     trace = AttentionTrace("bert", (plain.masked(plain.kept()[None], counts),))
@@ -122,7 +124,7 @@ def _a3_pace(iterations: float, candidates: float, tokens: int = 320) -> float:
 
 
 def _rate(design: str) -> float:
-    """Return the effective Gop/s (as if all pairs were computed) for one mask, at 128 multipliers and 1 GHz."""
+    """Return the effective Gop/s for a power-law mask, as if all pairs were computed (128 multipliers, 1 GHz)."""
     machine = limit_resources(find_machine(design), multipliers=128, clock=1e9)
     return simulate(machine, synthetic_trace("power-law", 0.2, heads=4, tokens=384)).dense_rate / 1e9
 

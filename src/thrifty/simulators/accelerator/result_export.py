@@ -1,6 +1,6 @@
-"""Exports of results: CSV per layer and a summary, action counts, and a timeline for Perfetto.
+"""Exports of results: CSV files, operation counts in YAML, and a timeline for Perfetto.
 
-Columns are named as in SCALE-Sim's COMPUTE_REPORT if they mean the same; action counts have Accelergy's format."""
+Columns with the same meaning have the same names as in SCALE-Sim's COMPUTE_REPORT. The YAML has Accelergy's format."""
 
 import csv
 import json
@@ -13,7 +13,7 @@ from thrifty.simulators.accelerator.simulation_result import SimulationResult, l
 
 
 def write_csv(results: Sequence[SimulationResult], folder: Path) -> list[Path]:
-    """Write SUMMARY.csv and, for each machine, COMPUTE, STATION and ACTION reports and action counts as YAML."""
+    """Write SUMMARY.csv and, per machine, COMPUTE, STATION and ACTION reports (CSV) and operation counts (YAML)."""
     folder.mkdir(parents=True, exist_ok=True)
     written = [write_rows(folder / "SUMMARY.csv", [result.row() for result in results])]
     for result in results:
@@ -29,7 +29,7 @@ def write_csv(results: Sequence[SimulationResult], folder: Path) -> list[Path]:
 
 
 def compute_rows(result: SimulationResult) -> list[dict[str, Any]]:
-    """Return a row for each layer. Stall cycles are the cycles that the outer memory adds."""
+    """Return one row per layer. Stall cycles are the cycles added by the outer memory."""
     return [
         {
             "LayerID": number,
@@ -46,7 +46,7 @@ def compute_rows(result: SimulationResult) -> list[dict[str, Any]]:
 
 
 def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
-    """Write a CSV with the keys of the first row as titles."""
+    """Write a CSV file. The keys of the first row are the column titles."""
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.DictWriter(file, list(rows[0]) if rows else [])
         writer.writeheader()
@@ -55,7 +55,7 @@ def write_rows(path: Path, rows: Sequence[Mapping[str, Any]]) -> Path:
 
 
 def file_name(machine: str) -> str:
-    """Return a machine's name, which may contain changed values, as a valid file name."""
+    """Return a machine's name with characters that are unsafe in file names replaced by "_"."""
     return "".join(letter if letter.isalnum() or letter in "-_." else "_" for letter in machine)
 
 
@@ -63,7 +63,7 @@ _ACTIONS = {"sram": "access", "dram": "access", "register": "access"}
 
 
 def action_counts(result: SimulationResult) -> str:
-    """Return counted actions as YAML, with a component for each kind and size."""
+    """Return operation counts in Accelergy's YAML, with one component per kind and size."""
     lines = ["action_counts:", "  version: 0.4", "  local:"]
     for operation, count in result.operations.items():
         arguments = f"width: {operation.bits}"
@@ -81,9 +81,10 @@ def action_counts(result: SimulationResult) -> str:
 
 
 def perfetto(results: Sequence[SimulationResult]) -> dict[str, Any]:
-    """Return the items of each layer's first unit in Chrome's trace event format. Raises UsageError without timelines.
+    """Return the items of each layer's first unit in Chrome's trace event format.
 
-    Each machine is a process, each station a row; layers follow each other.
+    Each machine is a process, and each station is a thread. Layers follow in order. Raises UsageError if a result has
+    no timelines.
     """
     events: list[dict[str, Any]] = []
     for process, result in enumerate(results):

@@ -1,7 +1,7 @@
-"""SCALE-Sim's input files, an architecture's .cfg and a topology of matrix products, for our systolic array.
+"""Input files of SCALE-Sim for the systolic array: an architecture (.cfg) and a topology of matrix products (CSV).
 
-Cycles exclude stalls, as SCALE-Sim counts them. Buffer stalls at a given bandwidth are not modelled, only the minimum
-cycles to transfer the words."""
+As in SCALE-Sim, cycles exclude stalls. Buffer stalls at limited bandwidth are not simulated. Only the minimum cycles to
+transfer all words are reported."""
 
 import configparser
 import csv
@@ -18,12 +18,12 @@ from thrifty.simulators.accelerator.designs.systolic import DATAFLOWS, folds, re
 from thrifty.simulators.accelerator.result_export import write_rows
 
 MOST = 10**17
-"""Most multiplications of a layer."""
+"""Maximum number of multiplications per layer."""
 
 
 @dataclass(frozen=True)
 class GemmShape:
-    """Sizes of a matrix product (m, k) x (k, n)."""
+    """Sizes m, n and k of a matrix product (m, k) x (k, n)."""
 
     name: str
     m: int
@@ -32,9 +32,9 @@ class GemmShape:
 
 
 def read_cfg(path: Path) -> AcceleratorSpec:
-    """Return the array of a .cfg: height, width, dataflow, and the bandwidth in words per cycle if it has one.
+    """Return the systolic array of a .cfg file: height, width, dataflow, and optional bandwidth in words per cycle.
 
-    Raises UsageError for another file, or for values that are not modelled.
+    Raises UsageError if the file is invalid or a value cannot be simulated.
     """
     parser = configparser.ConfigParser()
     try:
@@ -53,9 +53,9 @@ def read_cfg(path: Path) -> AcceleratorSpec:
         ("ArrayHeight", rows, 2**20), ("ArrayWidth", columns, 2**20), ("Bandwidth", min(words, default=1), 1e12)
     ):  # fmt: skip
         if not 0 < value <= most:
-            raise UsageError(f"{path}: {name} is {value:g}", fix=f"set a value above zero, and at most {most:g}")
+            raise UsageError(f"{path}: {name} is {value:g}", fix=f"set a value above zero and at most {most:g}")
     if parser.has_section("sparsity") and parser["sparsity"].get("sparsitysupport", "false").strip().lower() == "true":
-        raise UsageError(f"{path}: SparsitySupport is not modelled", fix="write SparsitySupport : false")
+        raise UsageError(f"{path}: SparsitySupport is not simulated", fix="write SparsitySupport : false")
     machine = find_machine("systolic")
     for setting, value in {"rows": rows, "columns": columns, "dataflow": dataflow}.items():
         machine = machine.replaced(setting, value)
@@ -65,7 +65,7 @@ def read_cfg(path: Path) -> AcceleratorSpec:
 
 
 def read_topology(path: Path) -> list[GemmShape]:
-    """Read the matrix products of a CSV with columns Layer, M, N, K. Raises UsageError with the invalid line."""
+    """Read matrix products from a CSV with columns Layer, M, N, K. Raises UsageError that names an invalid line."""
     try:
         lines = list(csv.reader(path.read_text(encoding="utf-8-sig").splitlines()))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
@@ -76,7 +76,7 @@ def read_topology(path: Path) -> list[GemmShape]:
     if titles[:4] != ["layer", "m", "n", "k"]:
         raise UsageError(f"{path} is not a topology of matrix products", fix="begin it with the line Layer,M,N,K")
     if further := [title for title in titles[4:] if title]:
-        raise UsageError(f"{path} has a column {further[0]!r}, which is not modelled", fix="remove the column")
+        raise UsageError(f"{path} has a column {further[0]!r}, which is not simulated", fix="remove the column")
     layers = []
     for number, line in enumerate(lines[1:], 2):
         if not any(word.strip() for word in line):
@@ -84,7 +84,7 @@ def read_topology(path: Path) -> list[GemmShape]:
         words = [word.strip() for word in line[:4]]
         if len(words) < 4 or not all(word.isascii() and word.isdigit() and int(word) for word in words[1:]):
             raise UsageError(
-                f"{path}, line {number}: {','.join(line)!r} is not a layer", fix="write NAME,M,N,K with sizes from 1"
+                f"{path}, line {number}: {','.join(line)!r} is not a layer", fix="write NAME,M,N,K with sizes >= 1"
             )
         if math.prod(map(int, words[1:])) > MOST:
             raise UsageError(
@@ -92,12 +92,12 @@ def read_topology(path: Path) -> list[GemmShape]:
             )
         layers.append(GemmShape(words[0], *map(int, words[1:])))
     if not layers:
-        raise UsageError(f"{path} has no layers", fix="add a line NAME,M,N,K for each")
+        raise UsageError(f"{path} has no layers", fix="add a line NAME,M,N,K for each layer")
     return layers
 
 
 def compute_report(layers: Sequence[GemmShape], machine: AcceleratorSpec) -> list[dict[str, Any]]:
-    """Return a row for each matrix product, in SCALE-Sim's columns."""
+    """Return one row per matrix product, with the columns of SCALE-Sim's report."""
     rows, columns = int(machine.number("rows")), int(machine.number("columns"))
     dataflow = str(machine.settings["dataflow"])
     per_byte = machine.clock / machine.memories.get("dram", AcceleratorMemory("dram")).bandwidth
@@ -122,6 +122,6 @@ def compute_report(layers: Sequence[GemmShape], machine: AcceleratorSpec) -> lis
 
 
 def write_report(rows: Sequence[Mapping[str, Any]], folder: Path) -> Path:
-    """Write COMPUTE_REPORT.csv, with a row for each matrix product, into a folder."""
+    """Write COMPUTE_REPORT.csv with one row per matrix product. Return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     return write_rows(folder / "COMPUTE_REPORT.csv", rows)

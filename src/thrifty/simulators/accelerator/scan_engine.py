@@ -1,11 +1,12 @@
-"""Scan engine: stations in tandem with finite buffers, as a recurrence.
+"""Scan engine: times of items in a chain of stations (pipeline stages) with finite buffers, by a recurrence.
 
-A station begins an item when the item has arrived, the station is free, and the buffer after it has room:
+A station begins an item when the item has arrived, the station is free, and the next buffer has room:
 
     start[s, i] = max(end[s-1, i], end[s, i-1], start[s+1, i-B_s])        end[s, i] = start[s, i] + service[s, i]
 
-This is exact for deterministic service and memories without delays. All units (heads of examples) are computed
-together; without buffer limits, so are all items. `event_engine.py` is the other engine."""
+s is the station, i the item, B_s the buffer after station s. The recurrence is exact for deterministic cycles and
+memories without delays. All units (one head of one example) are computed in parallel. Without buffer limits, items are
+computed in parallel too. `event_engine.py` also simulates memory delays."""
 
 from collections.abc import Sequence
 
@@ -16,10 +17,10 @@ from thrifty.simulators.accelerator.station_timeline import StationTimeline
 
 
 def scan(service: np.ndarray, buffers: Sequence[int]) -> StationTimeline:
-    """Return the times of all items, for `service` (s, u, i) in whole cycles.
+    """Return the timeline of all items. `service` holds integer cycles of stations, units and items, (s, u, i).
 
-    `buffers` (s - 1,) are the items that fit between a station and the next, 0 for no limit. Raises UsageError as
-    `check_service`.
+    `buffers` (s - 1,) are the capacities between neighboring stations in items, 0 for no limit. Raises UsageError for
+    invalid arguments, see `check_service`.
     """
     check_service(service, buffers)
     start = _unlimited(service) if not any(buffers) else _limited(service, buffers)
@@ -30,21 +31,21 @@ def scan(service: np.ndarray, buffers: Sequence[int]) -> StationTimeline:
 
 
 def check_service(service: np.ndarray, buffers: Sequence[int]) -> None:
-    """Raise UsageError if service is not in whole cycles, or if the number of buffers does not fit the stations."""
+    """Raise UsageError unless `service` holds integers >= 0 and `buffers` has one capacity per pair of neighbors."""
     if service.ndim != 3 or not np.issubdtype(service.dtype, np.integer) or (service < 0).any():
         raise UsageError(
             f"service is {service.dtype} of shape {service.shape}",
-            fix="pass whole cycles from 0, of shape (stations, units, items)",
+            fix="pass integer cycles >= 0 of shape (stations, units, items)",
         )
     if len(buffers) != len(service) - 1 or any(depth < 0 for depth in buffers):
         raise UsageError(
             f"{len(service)} stations have {len(service) - 1} buffers between them, not {list(buffers)}",
-            fix="pass at least 1 item for each, or 0 for no limit",
+            fix="pass one capacity per buffer; 0 for no limit",
         )
 
 
 def _unlimited(service: np.ndarray) -> np.ndarray:
-    """Return starts without blocking: end[i] = max over j ≤ i of arrival[j] + service[j … i], a running maximum."""
+    """Return start times without buffer limits: end[i] = max over j ≤ i of arrival[j] + service[j … i]."""
     start = np.empty_like(service)
     arrived = np.zeros_like(service[0])
     for station, cycles in enumerate(service):
@@ -56,7 +57,7 @@ def _unlimited(service: np.ndarray) -> np.ndarray:
 
 
 def _limited(service: np.ndarray, buffers: Sequence[int]) -> np.ndarray:
-    """Return starts item by item: when item i begins at a station, all earlier items have begun at every station."""
+    """Return start times with buffer limits, item by item. Item i depends only on earlier items and stations."""
     stations, units, items = service.shape
     cycles = np.ascontiguousarray(service.transpose(2, 0, 1))  # (i, s, u): contiguous in the order of access
     start = np.empty_like(cycles)
@@ -73,7 +74,7 @@ def _limited(service: np.ndarray, buffers: Sequence[int]) -> np.ndarray:
 
 
 def bound(service: np.ndarray, servers: Sequence[int] | None = None) -> np.ndarray:
-    """Return the lower bound (u,) on cycles for any order of items: the busiest station's work, the longest item."""
+    """Return a lower bound on cycles per unit (u,): the maximum of the busiest station and the longest item."""
     parallel = np.asarray(servers or [1] * len(service))[:, None]
     busiest = (-(-service.sum(-1) // parallel)).max(0)
     longest = service.sum(0).max(-1, initial=0)

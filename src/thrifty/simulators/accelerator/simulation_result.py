@@ -1,4 +1,4 @@
-"""Results of a simulation: cycles, stalls, bytes, operations, energy and area, as named records."""
+"""Results of a simulation: cycles, stalls, bytes, operations, energy and area."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -16,49 +16,49 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class StationTime:
-    """Cycles of a station over all units and copies."""
+    """Cycles of a station (pipeline stage), summed over all units and copies."""
 
     busy: float
     starved: float
-    """Cycles without an item."""
+    """Idle cycles without an item."""
     blocked: float
-    """Cycles with an item, but a full buffer after the station."""
+    """Idle cycles with a waiting item but a full next buffer."""
 
 
 @dataclass(frozen=True)
 class LayerResult:
-    """The result of one layer."""
+    """The result of one layer, or of one phase of a sparse product."""
 
     name: str
     units: int
     cycles: int
     bound: int
-    """Lower bound on cycles for any order of items: the busiest station's work, or the transfers at the bandwidth."""
+    """Lower bound on cycles for any order of items: the maximum of the busiest station and of the transfers."""
     waiting: int
     """Cycles that the outer memory adds."""
     stations: Mapping[str, StationTime]
     read: float
-    """Bytes from the outer memory; likewise `written`."""
+    """Bytes read from the outer memory."""
     written: float
     macs: float
     dense_macs: float
-    """Multiply-accumulate operations of all pairs, without padding."""
+    """Multiply-accumulate operations without a mask and without padding."""
     operations: Operations
     active: Mapping[str, float]
     density: float
     example: StationTimeline | None = field(default=None, repr=False, compare=False)
-    """Timeline of the first unit, to draw."""
+    """Timeline of the first unit, for plots."""
 
 
 @dataclass(frozen=True)
 class SimulationResult:
-    """The result of one machine on one trace."""
+    """The result of one machine on one workload."""
 
     machine: AcceleratorSpec
     trace: str
     engine: str
     multipliers: int
-    """Multipliers of scores and values, in all copies together."""
+    """Number of multipliers for scores and values, in all copies together."""
     layers: tuple[LayerResult, ...]
     energies: tuple[EnergyEstimate, ...]
     notes: tuple[str, ...] = ()
@@ -73,17 +73,17 @@ class SimulationResult:
 
     @property
     def utilisation(self) -> float:
-        """Executed multiply-accumulates over the multipliers' capacity."""
+        """Fraction of multiplier cycles with a multiply-accumulate."""
         return sum(layer.macs for layer in self.layers) / (self.multipliers * self.cycles)
 
     @property
     def dense_rate(self) -> float:
-        """Effective throughput: operations/s as if all pairs were computed, two per multiply-accumulate."""
+        """Effective throughput in operations/s, as if all pairs were computed; two per multiply-accumulate."""
         return 2 * sum(layer.dense_macs for layer in self.layers) / self.seconds
 
     @property
     def area(self) -> float | None:
-        """mm² of all copies, or None if unknown."""
+        """Area of all copies in mm²; None if unknown."""
         return None if self.machine.area is None else self.machine.area * self.machine.copies
 
     @property
@@ -112,11 +112,11 @@ class SimulationResult:
         }
 
     def energy(self, mode: str) -> EnergyEstimate | None:
-        """Return the energy of a mode, "activity" or "actions", or None."""
+        """Return the estimate of a mode, "activity" or "actions", or None if the result has no such estimate."""
         return next((energy for energy in self.energies if energy.mode == mode), None)
 
     def as_dict(self) -> dict[str, Any]:
-        """Return all results as plain data."""
+        """Return the result as plain data, for example for JSON."""
         return {
             **self.row(),
             **{key: getattr(self.machine, key) for key in ("design", "clock", "node", "copies")},
@@ -132,7 +132,7 @@ class SimulationResult:
         }
 
     def row(self) -> dict[str, Any]:
-        """Return one row of a comparison, in SI units and mm²."""
+        """Return the main values of the result, in SI units and mm²."""
         activity, actions = self.energy("activity"), self.energy("actions")
         return {
             "machine": self.machine.name,
@@ -154,13 +154,13 @@ _STALLS = ("busy", "starved", "blocked")
 
 
 def str_of(operation: PricedOperation) -> str:
-    """Return an operation as text, for example "sram, 576 bits of 36864 bytes"."""
+    """Return an operation as text, such as "sram, 576 bits of 36864 bytes"."""
     size = f" of {operation.capacity} bytes" if operation.capacity else ""
     return f"{operation.kind}, {operation.bits} bits{size}"
 
 
 def layer_rows(result: SimulationResult) -> list[dict[str, Any]]:
-    """Return a row for each layer."""
+    """Return one row per layer."""
     return [
         {
             "layer": layer.name,
@@ -179,7 +179,7 @@ def layer_rows(result: SimulationResult) -> list[dict[str, Any]]:
 
 
 def frame(results: list[SimulationResult]) -> "DataFrame":
-    """Return results as a pandas DataFrame, a row each. Raises UsageError if pandas is not installed."""
+    """Return a pandas DataFrame with one row per result. Raises UsageError if pandas is not installed."""
     try:
         import pandas
     except ImportError as error:

@@ -1,6 +1,6 @@
-"""Products of two sparse matrices: the workload of accelerators that do not compute attention.
+"""Products of two sparse matrices (SpGEMM): the workload of accelerators for sparse matrices.
 
-Only the patterns determine an accelerator's work, so values are assumed not to cancel."""
+Only the sparsity patterns determine the simulated work. Sums of products are assumed to be nonzero."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,14 +13,14 @@ from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.simulators.accelerator.measured_attention import fastest_seconds
 
 DENSE_LIMIT = 2 * 1500**3
-"""Most operations of a dense product that is timed."""
+"""Maximum number of operations of a timed dense product."""
 MOST = 10**8
-"""Most nonzero values, rows and columns of a matrix."""
+"""Maximum number of nonzero values, of rows and of columns of a matrix."""
 
 
 @dataclass(frozen=True, eq=False)
 class SpgemmProduct:
-    """A (m, k) times B (k, n), in any of scipy's sparse formats; duplicate entries are added."""
+    """The product of A (m, k) and B (k, n), in any sparse format of scipy. Duplicate entries are summed."""
 
     name: str
     a: sparse.csr_array
@@ -41,12 +41,12 @@ class SpgemmProduct:
 
     @cached_property
     def columns(self) -> np.ndarray:
-        """(k,) nonzero values in each column of A."""
+        """Number of nonzero values per column of A, (k,)."""
         return np.bincount(self.a.indices, minlength=self.a.shape[1]).astype(np.int64)
 
     @cached_property
     def rows(self) -> np.ndarray:
-        """(k,) nonzero values in each row of B."""
+        """Number of nonzero values per row of B, (k,)."""
         return np.diff(self.b.indptr).astype(np.int64)
 
     @property
@@ -55,12 +55,12 @@ class SpgemmProduct:
 
     @cached_property
     def chunks(self) -> np.ndarray:
-        """(m,) number of nonempty rows of B that each row of the result sums."""
+        """Number of nonempty rows of B in the sum for each row of the result, (m,)."""
         return self._by_row((self.rows > 0).astype(np.int64))
 
     @cached_property
     def partial(self) -> np.ndarray:
-        """(m,) number of partial products in each row of the result."""
+        """Number of partial products per row of the result, (m,)."""
         return self._by_row(self.rows)
 
     def _by_row(self, weight: np.ndarray) -> np.ndarray:
@@ -69,7 +69,7 @@ class SpgemmProduct:
 
     @cached_property
     def result_counts(self) -> np.ndarray:
-        """(m,) nonzero values in each row of the result."""
+        """Number of nonzero values per row of the result, (m,)."""
         ones = [sparse.csr_array((np.ones(x.nnz, np.float32), x.indices, x.indptr), x.shape) for x in (self.a, self.b)]
         return np.diff((ones[0] @ ones[1]).indptr).astype(np.int64)
 
@@ -87,7 +87,7 @@ class SpgemmProduct:
 
 
 def by_rows(matrix: sparse.sparray | sparse.spmatrix) -> sparse.csr_array:
-    """Return the matrix in CSR with duplicate entries added; a copy if the matrix is not canonical."""
+    """Return the matrix in CSR format with duplicate entries summed. The argument does not change."""
     rows = sparse.csr_array(matrix)
     if not rows.has_canonical_format:
         rows = rows.copy()
@@ -97,7 +97,7 @@ def by_rows(matrix: sparse.sparray | sparse.spmatrix) -> sparse.csr_array:
 
 @dataclass(frozen=True, eq=False)
 class SpgemmPhase:
-    """A phase of a product, which must end before the next phase begins."""
+    """A phase of a sparse product. A phase ends before the next phase begins."""
 
     product: SpgemmProduct
     name: str
@@ -105,10 +105,10 @@ class SpgemmPhase:
 
 
 def uniform(size: int, density: float, seed: int = 0) -> SpgemmProduct:
-    """Return the square of a random matrix with uniformly placed values. Raises UsageError for an empty or huge one."""
+    """Return the square of a random (size, size) matrix. Raises UsageError if the matrix is empty or too large."""
     if size < 1 or not 0 < density <= 1:
         raise UsageError(
-            f"there is no matrix of {size} rows at density {density:g}", fix="pass a size from 1, a density in (0, 1]"
+            f"there is no matrix of {size} rows at density {density:g}", fix="pass a size >= 1, a density in (0, 1]"
         )
     if (values := size**2 * density) > MOST:
         raise UsageError(
@@ -119,16 +119,16 @@ def uniform(size: int, density: float, seed: int = 0) -> SpgemmProduct:
 
 
 def read_matrix(path: Path) -> SpgemmProduct:
-    """Return the square of a matrix in a Matrix Market file, or A times its transpose if A is not square.
+    """Return A · A for a square matrix A of a Matrix Market file, else A · Aᵀ.
 
-    Raises UsageError for a missing or too large file, IntegrityError for a truncated or damaged one.
+    Raises UsageError if the file is missing or too large, IntegrityError if the file is truncated or damaged.
     """
     if not path.is_file():
         raise UsageError(f"there is no matrix '{path}'", fix="pass a Matrix Market file (.mtx)")
     try:
         rows, columns, values, kind, *_ = io.mminfo(path)
-        is_text = kind == "coordinate" and path.suffix == ".mtx"  # a line per entry; compressed files are smaller
-        if is_text and 2 * values > path.stat().st_size + 1:  # before this much memory is allocated
+        is_text = kind == "coordinate" and path.suffix == ".mtx"  # one line per value; compressed files are smaller
+        if is_text and 2 * values > path.stat().st_size + 1:  # before memory for all values is allocated
             raise ValueError(f"the file is truncated: {values} values in {path.stat().st_size} bytes")
         if max(rows, columns, values) > MOST:
             size = f"{rows} rows, {columns} columns and {values} values"
@@ -141,16 +141,16 @@ def read_matrix(path: Path) -> SpgemmProduct:
     matrix.sum_duplicates()  # before zeros are removed, because duplicate entries may cancel
     matrix.eliminate_zeros()
     if not np.isfinite(matrix.data).all():
-        raise IntegrityError(f"{path} has NaN or infinite values", fix="remove them from the file")
+        raise IntegrityError(f"{path} has NaN or infinite values", fix="remove these values from the file")
     square = matrix.shape[0] == matrix.shape[1]
     return SpgemmProduct(path.stem, matrix, matrix if square else sparse.csr_array(matrix.T))
 
 
 def measured(product: SpgemmProduct, times: int = 3) -> dict[str, float | None]:
-    """Return the seconds of the product on this machine, the fastest of `times` runs.
+    """Return the seconds of the product on this machine, as the fastest of `times` runs.
 
-    "gustavson" is scipy's row-wise product on one thread. "dense" is numpy's dense product, None above DENSE_LIMIT
-    operations.
+    "gustavson" is scipy's row-wise product on one thread. "dense" is numpy's dense product, or None above
+    `DENSE_LIMIT` operations.
     """
     gustavson = fastest_seconds(lambda: product.a @ product.b, times)
     if 2 * product.dense_macs > DENSE_LIMIT:

@@ -1,6 +1,6 @@
-"""Timelines of both engines: when each item is at each station, and why a station was idle.
+"""Timelines of both engines: start and end of each item at each station, and idle cycles by cause.
 
-Shapes: s stations, u units, i items of a unit."""
+Shapes: s stations (pipeline stages), u units (heads of examples), i items per unit."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,35 +10,35 @@ import numpy as np
 
 @dataclass(frozen=True, eq=False)
 class StationTimeline:
-    """Times in cycles from the start of a unit."""
+    """Times of items, in cycles from the start of the unit."""
 
     start: np.ndarray
-    """(s, u, i)"""
+    """Start of each item at each station, (s, u, i)."""
     end: np.ndarray
-    """(s, u, i)"""
+    """End of each item at each station, (s, u, i)."""
     free: np.ndarray
-    """(s, u, i) time since which the server that takes an item had been idle."""
+    """Time when the server that processes an item became idle before the item, (s, u, i)."""
     servers: np.ndarray
-    """(s,) items that a station serves at a time."""
+    """Number of items that each station processes in parallel, (s,)."""
 
     @cached_property
     def makespan(self) -> np.ndarray:
-        """(u,) cycles until the last item leaves the last station."""
+        """Cycles until the last item leaves the last station, per unit (u,)."""
         return self.end.max(axis=(0, 2), initial=0)
 
     @property
     def latency(self) -> np.ndarray:
-        """(u,) cycles of the first item through all stations."""
+        """Cycles of the first item through all stations, per unit (u,)."""
         return self.end[-1, :, 0] - self.start[0, :, 0]
 
     @cached_property
     def busy(self) -> np.ndarray:
-        """(s, u) cycles in which a station serves."""
+        """Busy cycles per station and unit, (s, u)."""
         return (self.end - self.start).sum(-1)
 
     @cached_property
     def blocked(self) -> np.ndarray:
-        """(s, u) cycles in which a station had an item, but the buffer after it was full."""
+        """Idle cycles with a waiting item but a full next buffer, per station and unit, (s, u)."""
         arrived = np.zeros_like(self.start)
         arrived[1:] = self.end[:-1]
         is_real = (self.end > self.start).any(0)  # padding items of shorter units take no time at any station
@@ -46,5 +46,5 @@ class StationTimeline:
 
     @cached_property
     def starved(self) -> np.ndarray:
-        """(s, u) cycles in which a station had no item, including the cycles after its last item."""
+        """Idle cycles without an item, including those after the last item, per station and unit, (s, u)."""
         return self.servers[:, None] * self.makespan - self.busy - self.blocked

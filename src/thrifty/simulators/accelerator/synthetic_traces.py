@@ -8,17 +8,17 @@ from thrifty.core.errors import UsageError, refuse_unknown
 from thrifty.simulators.accelerator.attention_trace import AttentionTrace, layer_of
 
 MOST = 4 * 10**9
-"""Most pairs of a layer, a byte each while they are sampled."""
+"""Maximum number of pairs per layer. Sampling takes one byte per pair."""
 Drawing = Callable[[np.random.Generator, int, int, float], np.ndarray]
 
 
 def uniform(random: np.random.Generator, heads: int, tokens: int, density: float) -> np.ndarray:
-    """Keep every pair independently with the same probability: the worst case for designs that require balance."""
+    """Keep each pair with probability `density`: the worst case for designs that require balanced rows."""
     return random.random((heads, tokens, tokens)) < density
 
 
 def balanced(random: np.random.Generator, heads: int, tokens: int, density: float) -> np.ndarray:
-    """Keep equally many keys for every query, at equal distances from a random first: the best case."""
+    """Keep the same number of keys for each query, equally spaced from a random first key: the best case."""
     count = max(1, round(density * tokens))
     places = (np.arange(count) * tokens) // count
     first = random.integers(tokens, size=(heads, tokens, 1))
@@ -28,7 +28,7 @@ def balanced(random: np.random.Generator, heads: int, tokens: int, density: floa
 
 
 def runs(random: np.random.Generator, heads: int, tokens: int, density: float, run: int = 8) -> np.ndarray:
-    """Keep neighbouring keys together, in runs of `run` from a random start."""
+    """Keep neighboring keys together, in runs of `run` keys with random offset."""
     blocks = -(-tokens // run) + 1
     chosen = np.repeat(random.random((heads, tokens, blocks)) < density, run, axis=-1)
     shift = random.integers(run, size=(heads, tokens, 1))
@@ -36,7 +36,7 @@ def runs(random: np.random.Generator, heads: int, tokens: int, density: float, r
 
 
 def diagonal(random: np.random.Generator, heads: int, tokens: int, density: float) -> np.ndarray:
-    """Keep a window around the diagonal for half of the pairs, and global tokens for the rest, as in vision models."""
+    """Keep a window around the diagonal (half of the pairs) and global tokens (other half), as in vision models."""
     offset = np.abs(np.arange(tokens)[:, None] - np.arange(tokens))
     window = offset <= max(0, round((density * tokens / 2 - 1) / 2))
     in_window = window.mean()
@@ -50,7 +50,7 @@ def diagonal(random: np.random.Generator, heads: int, tokens: int, density: floa
 def power_law(
     random: np.random.Generator, heads: int, tokens: int, density: float, exponent: float = 1.0
 ) -> np.ndarray:
-    """Keep keys by popularity, rank^-exponent in a random order for each head: almost every query keeps a few keys."""
+    """Keep keys with probability ∝ rank^-exponent (random ranks per head). Most queries keep the few top keys."""
     weight = np.arange(1, tokens + 1.0) ** -exponent
     popularity = np.stack([random.permutation(weight) for _ in range(heads)])
     factor = _scale_to(popularity, density)
@@ -58,7 +58,7 @@ def power_law(
 
 
 def _scale_to(popularity: np.ndarray, density: float) -> float:
-    """Return the factor for which the probabilities, clipped at 1, have this mean."""
+    """Return the factor at which `popularity`, scaled and clipped at 1, has mean `density`."""
     low, high = 0.0, 1.0 / popularity.min()
     for _ in range(60):
         middle = (low + high) / 2
@@ -85,14 +85,14 @@ def synthetic_trace(
     lengths: list[int] | None = None,
     seed: int = 0,
 ) -> AttentionTrace:
-    """Return a trace of one of the PATTERNS; with `lengths`, one example for each, padded to the longest.
+    """Return a trace with random masks of a pattern of `PATTERNS`. `lengths` adds one example per length, padded.
 
     A query without sampled keys keeps one random key. Raises UsageError for an unknown pattern, a density outside
     (0, 1], or too many pairs.
     """
     refuse_unknown("there is no pattern", pattern, PATTERNS)
     if not 0 < density <= 1:
-        raise UsageError(f"a density of {density:g} is not in (0, 1]", fix="pass the fraction of kept pairs, as 0.2")
+        raise UsageError(f"a density of {density:g} is not in (0, 1]", fix="pass a fraction of pairs, such as 0.2")
     sizes = lengths or [tokens]
     longest = max(sizes)
     if (pairs := len(sizes) * heads * longest**2) > MOST:

@@ -1,4 +1,4 @@
-"""Files of traces: one safetensors file with provenance in its header, and ViTCoD's masks."""
+"""Trace files: a safetensors file with provenance in its header, or ViTCoD's published masks."""
 
 import json
 from dataclasses import replace
@@ -17,7 +17,7 @@ _SIZES = ("name", "examples", "heads", "queries", "keys", "width", "bits")
 
 
 def save_trace(trace: AttentionTrace, path: Path) -> None:
-    """Write a trace: tensors named NUMBER.q and so on, sizes and provenance in the header.
+    """Write a trace. Tensors are named LAYER.q, LAYER.packed and so on. The header holds sizes and provenance.
 
     Raises UsageError if the file cannot be written.
     """
@@ -40,7 +40,7 @@ def save_trace(trace: AttentionTrace, path: Path) -> None:
 
 
 def load_trace(path: Path) -> AttentionTrace:
-    """Read a trace. Raises UsageError for another file or an invalid layer, IntegrityError for a damaged file."""
+    """Read a trace. Raises UsageError if the file or a layer is invalid, IntegrityError if the file is damaged."""
     if not path.is_file():
         raise UsageError(f"there is no trace '{path}'", fix=f"thrifty trace RUN --out {path}")
     try:
@@ -60,7 +60,7 @@ def load_trace(path: Path) -> AttentionTrace:
         return AttentionTrace(str(about["name"]), layers, provenance)
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise IntegrityError(
-            f"{path} lacks an entry of a trace: {error}", fix="write the trace again with thrifty trace"
+            f"{path} lacks a part of the trace: {error}", fix="write the trace again with thrifty trace"
         ) from error
 
 
@@ -74,9 +74,9 @@ def _layer(number: int, sizes: dict, tensors: dict[str, np.ndarray]) -> Attentio
 
 
 def load_pruned_masks(path: Path, width: int = 64) -> AttentionTrace:
-    """Read masks (layers, heads, t, t) from an .npy file in which True is pruned, as ViTCoD publishes them.
+    """Read masks (layers, heads, t, t) from an .npy file. True means pruned, as in ViTCoD's published files.
 
-    Raises UsageError for another file.
+    Raises UsageError if the file has other contents.
     """
     try:
         pruned = np.load(path, allow_pickle=False)
@@ -94,7 +94,7 @@ def load_pruned_masks(path: Path, width: int = 64) -> AttentionTrace:
 
 
 def with_dtype(trace: AttentionTrace, dtype: str) -> AttentionTrace:
-    """Return the trace with q, k and v in "float16" or "float32"."""
+    """Return the trace with q, k and v converted to "float16" or "float32"."""
     layers = []
     for layer in trace.layers:
         arrays = {name: getattr(layer, name) for name in ("q", "k", "v")}

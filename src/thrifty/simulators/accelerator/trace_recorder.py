@@ -1,8 +1,8 @@
-"""Recorder of traces of real models: attention by torch's function, or by a core of ours. Forward passes only.
+"""Recorder of attention traces of real models: calls of torch's attention, or of an attention core of this package.
 
-A call of torch's `scaled_dot_product_attention` has all operands, the mask and causality. A module with an attribute
-`core` that computes attention otherwise (tiled, sparse) runs a second time with unit vectors as values. Its output is
-then the probabilities; pairs above zero are kept."""
+For `scaled_dot_product_attention`, the recorder reads queries, keys, values, mask and `is_causal` from the call. A
+tiled or sparse attention core runs a second time with unit vectors as values. The output of this run is the attention
+probabilities, and pairs above zero are kept. Only forward passes are recorded."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -24,10 +24,10 @@ from thrifty.simulators.accelerator.attention_trace import AttentionLayer, Atten
 _ARGUMENTS = ("query", "key", "value", "attn_mask", "dropout_p", "is_causal", "scale", "enable_gqa")
 Core = Callable[..., Tensor]
 HIDDEN = -9000.0
-"""Threshold below which an additive mask hides a pair: masks use -inf, the dtype's least, -1e9 or -10000 (-9984 in
-bfloat16). Biases of visible pairs are larger."""
+"""Threshold of additive masks: a lower value hides the pair. Masks use -inf, the dtype's minimum, -1e9 or -10000 (-9984
+in bfloat16). Biases of visible pairs are larger."""
 CORES = ("core", "thrifty_core")
-"""Attributes of our attention modules, and of transformers models, that hold the attention core."""
+"""Attributes that hold the attention core: in this package's modules, and in models of transformers."""
 
 
 @dataclass
@@ -38,12 +38,12 @@ class _AttentionCall:
     k: Tensor
     v: Tensor
     kept: Tensor | None
-    """(b, 1 or h, t, s) True for computed pairs; None for all."""
+    """Mask (b, 1 or h, t, s), True for computed pairs; None for all pairs."""
 
 
 @dataclass
 class _Recorder(TorchFunctionMode):
-    """Recorder of calls of torch's attention, by the name of the innermost running module."""
+    """Recorder of calls of torch's attention, grouped by the innermost running module."""
 
     current_module: Callable[[], str]
     calls: dict[str, list[_AttentionCall]] = field(default_factory=dict)
@@ -55,7 +55,7 @@ class _Recorder(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             arguments = attention_arguments(args, kwargs)
             q, k, v = arguments["query"], arguments["key"], arguments["value"]
-            if arguments.get("scale") is not None:  # readers of a trace assume the default scale
+            if arguments.get("scale") is not None:  # a trace implies the default scale
                 q = q * (arguments["scale"] * q.shape[-1] ** 0.5)
             kept = _visible(arguments.get("attn_mask"), bool(arguments.get("is_causal")), q, k)
             self.note(_AttentionCall(q, k, v, kept))
@@ -76,10 +76,10 @@ def record_attention(
     provenance: dict[str, str] | None = None,
     name: str = "recorded",
 ) -> AttentionTrace:
-    """Return a trace of the attention that `model` computes on `batches`, by default by `model(batch)`.
+    """Record the attention of `model` on `batches`, in evaluation mode. The default of `forward` is `model(batch)`.
 
-    Trailing keys that no query of an example sees count as padding. Raises RefusedError if the model computes no
-    attention by torch's function or a core.
+    Trailing keys that no query of an example can see are treated as padding. Raises RefusedError if the model calls
+    neither torch's attention nor an attention core.
     """
     was_training = model.training
     model.eval()
@@ -94,7 +94,7 @@ def record_attention(
         model.train(was_training)
     if not recorder.calls:
         raise RefusedError(
-            f"{type(model).__name__} computes no attention by torch's scaled_dot_product_attention or a core",
+            f"{type(model).__name__} calls neither torch's scaled_dot_product_attention nor an attention core",
             fix='load a transformers model with attn_implementation="sdpa"',
         )
     layers = tuple(_layer(layer, calls) for layer, calls in recorder.calls.items())
@@ -103,13 +103,13 @@ def record_attention(
 
 
 def attention_arguments(args: tuple, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the arguments of a call of torch's scaled_dot_product_attention, by name."""
+    """Return the arguments of a call of `scaled_dot_product_attention` by name."""
     return dict(zip(_ARGUMENTS, args, strict=False)) | dict(kwargs or {})
 
 
 @contextmanager
 def replace_attention(model: nn.Module, other: Callable[[Core], Core]) -> Iterator[None]:
-    """Replace each attention core of the model by `other(core)` within the context."""
+    """Within the context, replace each attention core of the model by `other(core)`."""
     cores = []
     for module, name in product(model.modules(), CORES):
         core = getattr(module, name, None)
@@ -129,10 +129,10 @@ def replace_attention(model: nn.Module, other: Callable[[Core], Core]) -> Iterat
 
 
 def _recorded(core: Core, recorder: _Recorder) -> Core:
-    """Return a core that records its kept pairs, by a second run if it does not call torch's function.
+    """Return a core that records its kept pairs. If it does not call torch's attention, it runs a second time.
 
-    A core may pass state to the next layer in its `relay`; the second run starts from the same state, and its own is
-    discarded.
+    A core may pass state to the next layer in its `relay`. The second run starts from the same state as the first, and
+    its final state is discarded.
     """
     relay = getattr(core, "relay", None)
 
@@ -162,7 +162,7 @@ def _visible(mask: Tensor | None, causal: bool, q: Tensor, k: Tensor) -> Tensor 
 
 
 def _layer(name: str, calls: list[_AttentionCall]) -> AttentionLayer:
-    """Return all calls of a module as examples of one layer, padded to the longest."""
+    """Return one layer with all calls of a module as examples, padded to the longest call."""
     queries, keys = (max(getattr(call, kind).shape[2] for call in calls) for kind in ("q", "k"))
     heads = calls[0].q.shape[1]
     q, k, v = (
@@ -189,7 +189,7 @@ def _layer(name: str, calls: list[_AttentionCall]) -> AttentionLayer:
 
 
 def _padded(tensor: Tensor, heads: int, tokens: int) -> np.ndarray:
-    """Return an operand as (b, h, tokens, k), with shared key heads repeated and zeros appended."""
+    """Return a tensor as (b, h, tokens, k): shared key-value heads are repeated, and zeros pad the tokens."""
     tensor = tensor.detach()
     if tensor.shape[1] != heads:
         tensor = tensor.repeat_interleave(heads // tensor.shape[1], dim=1)

@@ -1,4 +1,4 @@
-"""Layout of a training run over ranks: mesh sizes, step settings, and the blocks of each stage."""
+"""Layout of a training run over ranks: mesh sizes, step settings, and blocks per pipeline stage."""
 
 from dataclasses import dataclass
 from functools import cached_property
@@ -13,17 +13,17 @@ from thrifty.simulators.cluster.workload import Recompute, Workload, WorkloadPar
 class ClusterMesh:
     """Sizes of the mesh axes.
 
-    Ranks are counted along tensor first, then shard, replicate, pipeline, as in Megatron-LM. So the ranks of a tensor
-    group are neighbours, and stages are far apart.
+    Ranks are counted along tensor first, then shard, replicate, pipeline, as in Megatron-LM. Therefore ranks of a
+    tensor group are neighbors, and pipeline stages are far apart.
     """
 
     replicate: Positive = 1
     shard: Positive = 1
-    """Ranks over which ZeRO divides; `shard` times `replicate` are the data ranks."""
+    """Number of ranks over which ZeRO shards. The number of data ranks is `shard` · `replicate`."""
     tensor: Positive = 1
     pipeline: Positive = 1
     chunks: Positive = 1
-    """Stages on each pipeline rank (Narayanan et al. 2021, section 2.2)."""
+    """Number of stages per pipeline rank (Narayanan et al. 2021, section 2.2)."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "mesh")
@@ -43,7 +43,8 @@ class ClusterMesh:
     def groups(self, cluster: Cluster) -> dict[str, RankGroup]:
         """Return the groups of communicating ranks, by name.
 
-        There is one for each axis, "data" for shard and replicate together, and the pipeline's "neighbours" and "ends".
+        "tensor", "shard" and "replicate" are axes. "data" is shard and replicate together. "neighbours" are adjacent
+        pipeline ranks, "ends" are the first and the last pipeline rank.
         """
         stride = self.tensor * self.data
         two = min(self.pipeline, 2)
@@ -62,30 +63,30 @@ class StepSettings:
     """Settings of a training step."""
 
     batch: int
-    """Effective batch: examples per step over all ranks and micro-batches."""
+    """Effective batch: number of examples per step, over all ranks and micro-batches."""
     micro_batch: int = 1
     schedule: str = "1f1b"
     recompute: Recompute = "none"
     sequence_parallel: bool = False
-    """True if norms and sums of residuals are divided among the ranks of a tensor group by tokens."""
+    """True if the ranks of a tensor group divide the tokens of norms and residual sums among themselves."""
     zero: int = 0
-    """ZeRO stage along `shard`: 0 divides nothing, 1 the optimizer state, 2 gradients too, 3 parameters too."""
+    """ZeRO stage along `shard`. 0: no sharding. 1: optimizer state. 2: also gradients. 3: also parameters."""
     overlap: bool = True
     """True if collectives over the data ranks overlap with computation."""
     scatter: bool = True
-    """True if each rank of a tensor group sends its part of the activations to the next stage, which gathers them
-    (Narayanan et al. 2021, section 4.1). False if each rank sends all of them."""
+    """True if each rank of a tensor group sends a part of the activations, and the next stage all-gathers the parts
+    (Narayanan et al. 2021, section 4.1). False if each rank sends all activations."""
     number_format: str = "bfloat16"
     gradient_bytes: int = 2
-    """Bytes of an element of accumulated and reduced gradients: 4 for float32."""
+    """Bytes per element of accumulated and reduced gradients; 4 for float32."""
     fused: bool = True
     """True if chains of elementwise operations run as one kernel."""
 
 
 def micro_batches(mesh: ClusterMesh, settings: StepSettings) -> int:
-    """Return the number of micro-batches of a pipeline in a step.
+    """Return the number of micro-batches per step and pipeline.
 
-    Raises UsageError if the effective batch is not a multiple of data ranks times micro-batch.
+    Raises UsageError unless the effective batch is a multiple of data ranks times micro-batch.
     """
     examples = mesh.data * settings.micro_batch
     if min(settings.batch, settings.micro_batch) < 1 or settings.batch % examples:
@@ -100,7 +101,7 @@ def micro_batches(mesh: ClusterMesh, settings: StepSettings) -> int:
 
 @dataclass(frozen=True)
 class SimulatedStage:
-    """Consecutive parts of the model, on one pipeline rank."""
+    """A pipeline stage: consecutive parts of the model on one pipeline rank."""
 
     parts: tuple[WorkloadPart, ...]
 
@@ -109,16 +110,16 @@ class SimulatedStage:
         return self.parts[0].entry
 
     def parameters(self, tensor: int) -> float:
-        """Return the number of parameters on each rank of a tensor group."""
+        """Return the number of parameters per rank of a tensor group of size `tensor`."""
         return sum(part.parameters.per_rank(tensor) for part in self.parts)
 
 
 def cut_stages(workload: Workload, stages: int) -> list[SimulatedStage]:
-    """Cut the model into stages with equally many blocks.
+    """Cut the model into stages with the same number of blocks.
 
-    If the blocks do not divide, embedding and head count as a block each (as in Llama 3 2024, section 3.3.2). If that
-    does not divide either, stages are as even as possible, with more blocks in the middle. Raises InfeasibleError for
-    more stages than blocks, unless embedding and head are stages of their own.
+    If this is impossible, embedding and head each count as a block (as in Llama 3 2024, section 3.3.2). If this is
+    impossible too, stages differ by at most one block, and middle stages have more blocks. Raises InfeasibleError for
+    more stages than blocks. Two stages more are allowed: embedding and head.
     """
     depth = len(workload.blocks)
     if stages > depth + 2 or (stages > depth and stages != depth + 2):
@@ -143,10 +144,10 @@ def cut_stages(workload: Workload, stages: int) -> list[SimulatedStage]:
 
 
 def check_ranks(mesh: ClusterMesh, cluster: Cluster) -> None:
-    """Raise UsageError unless the mesh has as many ranks as the cluster."""
+    """Raise UsageError unless mesh and cluster have the same number of ranks."""
     if mesh.ranks != cluster.ranks:
         per_replica = mesh.ranks // mesh.replicate
         raise UsageError(
-            f"the mesh has {mesh.ranks} ranks and the cluster {cluster.ranks}",
-            fix=f"set replicate to {max(cluster.ranks // per_replica, 1)}, or the ranks to a multiple of {per_replica}",
+            f"the mesh has {mesh.ranks} ranks, but the cluster has {cluster.ranks}",
+            fix=f"set replicate to {max(cluster.ranks // per_replica, 1)}; or use a multiple of {per_replica} ranks",
         )

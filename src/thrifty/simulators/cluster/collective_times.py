@@ -1,18 +1,18 @@
-"""Times of collectives: each step of an algorithm costs a latency, and each byte on a link costs bandwidth.
+"""Times of collectives in the alpha-beta model: a latency per step, and size / bandwidth.
 
-The first functions are algorithms between n ranks over equal links of latency a (seconds) and bandwidth b (bytes/s each
-way). The later ones place them on nodes. Additions are not counted, because memory is faster than links. Sizes, in
-bytes:
+The first functions are algorithms for n ranks over equal links of latency a (seconds) and bandwidth b (bytes/s in each
+direction). The later functions place algorithms on nodes. Additions take no time, because memory is faster than links.
+`size` is in bytes:
 
-    all_reduce       the tensor that each rank has, before and after
-    all_gather       the whole tensor that each rank has afterwards
-    reduce_scatter   the whole tensor that each rank has before
+    all_reduce       the tensor on each rank, before and after
+    all_gather       the whole tensor on each rank, after
+    reduce_scatter   the whole tensor on each rank, before
     broadcast, send  the tensor
-    all_to_all       everything on a rank, before as after, its own part included
+    all_to_all       all data on a rank, before and after, including the part for the rank itself
 
-Sources: Thakur, Rabenseifner, Gropp 2005 (Optimization of Collective Communication Operations in MPICH); Sanders,
-Speck, Träff 2009 for the pair of trees that NCCL uses. Träff 2024 (from memory) shows that a reduce-scatter among any
-number of ranks requires only log2 n steps, rounded up."""
+Sources: Thakur, Rabenseifner, Gropp 2005 (Optimization of Collective Communication Operations in MPICH). Sanders,
+Speck, Träff 2009 for the pair of trees in NCCL. Träff 2024 (recalled, not checked against the paper) shows that a
+reduce-scatter of n ranks needs only ⌈log2 n⌉ steps."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -21,11 +21,11 @@ from thrifty.core.errors import refuse_unknown
 from thrifty.simulators.cluster.network_topology import NetworkLink, RankGroup
 
 Algorithm = Callable[[int, float, float, float], float]
-"""Seconds for n ranks, a size in bytes, a latency and a bandwidth."""
+"""Function from n ranks, size, latency a and bandwidth b to seconds."""
 
 
 def rounds(n: int) -> int:
-    """Return log2 n, rounded up: the halvings of a group of n ranks."""
+    """Return ⌈log2 n⌉, the number of halvings of a group of n ranks."""
     return (n - 1).bit_length()
 
 
@@ -35,17 +35,17 @@ def direct(n: int, size: float, a: float, b: float) -> float:
 
 
 def ring(n: int, size: float, a: float, b: float) -> float:
-    """Return the seconds of an all-gather or reduce-scatter around a ring: n - 1 steps, an n-th of the tensor each."""
+    """Return the seconds of a ring all-gather or reduce-scatter: n - 1 steps with 1/n of the tensor per step."""
     return (n - 1) * a + (n - 1) / n * size / b
 
 
 def halving(n: int, size: float, a: float, b: float) -> float:
-    """Return the seconds of an all-gather by doubling or reduce-scatter by halving: a ring's bytes in log2 n steps."""
+    """Return the seconds of an all-gather by doubling or a reduce-scatter by halving: ⌈log2 n⌉ steps."""
     return rounds(n) * a + (n - 1) / n * size / b
 
 
 def ring_all_reduce(n: int, size: float, a: float, b: float) -> float:
-    """Return the seconds of a reduce-scatter, then all-gather, around a ring."""
+    """Return the seconds of a ring all-reduce: a reduce-scatter, then an all-gather."""
     return 2 * ring(n, size, a, b)
 
 
@@ -55,16 +55,16 @@ def halving_doubling_all_reduce(n: int, size: float, a: float, b: float) -> floa
 
 
 def recursive_doubling_all_reduce(n: int, size: float, a: float, b: float) -> float:
-    """Return the seconds of log2 n exchanges of whole tensors, fast for small tensors.
+    """Return the seconds of log2 n exchanges of the whole tensor, an algorithm for small tensors.
 
-    Ranks beyond a power of two first send their tensor to another rank, and receive the result at the end.
+    If n is not a power of two, extra ranks first send their tensor to another rank and receive the result at the end.
     """
     steps = n.bit_length() - 1 + (0 if n.bit_count() == 1 else 2)
     return steps * (a + size / b)
 
 
 def pipelined(steps: int, size: float, a: float, b: float) -> float:
-    """Return the seconds to send a tensor along a chain of `steps` links, in the best number of pieces."""
+    """Return the seconds to send a tensor along a chain of `steps` links, in the optimal number of chunks."""
     if not a:
         return size / b
     pieces = max(1.0, math.sqrt((steps - 1) * size / (a * b)))
@@ -72,15 +72,15 @@ def pipelined(steps: int, size: float, a: float, b: float) -> float:
 
 
 def double_tree_all_reduce(n: int, size: float, a: float, b: float) -> float:
-    """Return the seconds of a reduce and broadcast on two trees at once, half of the tensor on each.
+    """Return the seconds of a reduce and a broadcast on two trees in parallel. Each tree has half of the tensor.
 
-    A leaf of one tree is an inner node of the other, so each rank sends twice the tensor.
+    A leaf of one tree is an inner node of the other tree, so each rank sends twice the tensor.
     """
     return pipelined(2 * rounds(n), 2 * size, a, b)
 
 
 def binomial_broadcast(n: int, size: float, a: float, b: float) -> float:
-    """Return the seconds of a broadcast in which every rank with the tensor sends it to one without."""
+    """Return the seconds of a binomial tree: in each step, each rank with the tensor sends it to one more rank."""
     return rounds(n) * (a + size / b)
 
 
@@ -90,17 +90,17 @@ def scatter_gather_broadcast(n: int, size: float, a: float, b: float) -> float:
 
 
 def chain_broadcast(n: int, size: float, a: float, b: float) -> float:
-    """Return the seconds of a broadcast along a chain, in pieces."""
+    """Return the seconds of a broadcast along a chain, in chunks."""
     return pipelined(n - 1, size, a, b)
 
 
 def pairwise_all_to_all(n: int, size: float, a: float, b: float) -> float:
-    """Return the seconds of an exchange with one partner after another."""
+    """Return the seconds of an all-to-all with one partner per step."""
     return (n - 1) * (a + size / n / b)
 
 
 def bruck_all_to_all(n: int, size: float, a: float, b: float) -> float:
-    """Return the seconds of log2 n steps with half of the tensor each, fast for small tensors."""
+    """Return the seconds of ⌈log2 n⌉ steps with half of the tensor, an algorithm for small tensors."""
     return rounds(n) * (a + size / 2 / b)
 
 
@@ -120,7 +120,7 @@ ALGORITHMS: Mapping[str, Mapping[str, Algorithm]] = {
 
 
 def seconds(kind: str, size: float, group: RankGroup) -> float:
-    """Return the seconds of a collective by its fastest algorithm; 0 for a group of one rank."""
+    """Return the seconds of a collective with its fastest algorithm; 0 for a group of one rank."""
     return fastest(kind, size, group)[1]
 
 
@@ -161,9 +161,9 @@ _RINGS: Mapping[str, Algorithm] = {
 
 
 def _around(group: RankGroup) -> tuple[float, float]:
-    """Return the mean latency of a step and the bandwidth of rings through all ranks.
+    """Return the mean latency of a step and the total bandwidth of rings through all ranks.
 
-    As in NCCL, there is a ring for each rank of a node, so that all network ports carry traffic.
+    As in NCCL, the number of rings equals the ranks per node, so that all network ports are used.
     """
     crossing = (group.nodes - 1) / (group.size - 1)
     latency = crossing * group.between.latency + (1 - crossing) * group.inside.latency
@@ -171,7 +171,7 @@ def _around(group: RankGroup) -> tuple[float, float]:
 
 
 def _with_each(size: float, group: RankGroup) -> float:
-    """Return the seconds of an all-to-all with one partner after another, inside the node and between nodes."""
+    """Return the seconds of an all-to-all with one partner per step, inside the node, then between nodes."""
     neighbours, share = group.per_node - 1, size / group.size
     remote = group.size - group.per_node
     return neighbours * group.inside.seconds(share) + remote * group.between.seconds(share)
@@ -180,7 +180,8 @@ def _with_each(size: float, group: RankGroup) -> float:
 def _in_two_levels(kind: str, size: float, group: RankGroup) -> float:
     """Return the seconds of a hierarchical collective.
 
-    It runs inside nodes, where each rank receives its part, then between ranks of equal position, then inside nodes.
+    An all-reduce is a reduce-scatter inside nodes, an all-reduce between ranks with the same position in their nodes,
+    and an all-gather inside nodes. Other collectives have one step inside nodes and one step between nodes.
     """
 
     def inside(kind: str) -> float:

@@ -1,7 +1,7 @@
-"""Seconds of work on a device, from the fractions of its published rates that training steps reach.
+"""Seconds of work on a device, from its published rates and the fraction of each rate that training reaches.
 
-`device_efficiency.json` has a fit for each device with published throughput, and one of all devices for other devices.
-`tools/fit_device_efficiency.py` writes it. Each interval is from rows that the fit did not use."""
+`device_efficiency.json` has one fit per device with published training throughput, and one fit over all devices for
+other devices. `tools/fit_device_efficiency.py` writes the file. Intervals are from runs that the fit did not use."""
 
 import json
 from collections.abc import Mapping
@@ -14,14 +14,14 @@ from thrifty.simulators.cluster.device_specs import DeviceSpec
 from thrifty.simulators.cluster.workload import PassWork
 
 SIXTEEN_BITS = {"float8": "bfloat16"}
-"""Formats of attention and of the head, by the 8-bit format of the blocks' products."""
+"""Format of attention and of the head, if the matrix products of blocks are in an 8-bit format."""
 OTHERS = "others"
-"""Name of the fit for devices without published throughput."""
+"""Name of the fit for devices without published training throughput."""
 
 
 @dataclass(frozen=True)
 class DeviceEfficiency:
-    """Reached fractions of published rates."""
+    """Reached fractions of published rates (1 = the published rate)."""
 
     products: float
     """Fraction of the dense peak in matrix products with weights."""
@@ -30,29 +30,29 @@ class DeviceEfficiency:
     float8: float
     """Fraction of the dense 8-bit peak in matrix products with weights."""
     low: float = 1.0
-    """Measured over simulated seconds: the 5th percentile of runs that the fit did not use."""
+    """Measured / simulated seconds: 5th percentile over runs that the fit did not use."""
     high: float = 1.0
-    """Measured over simulated seconds: the 95th percentile of the same runs."""
+    """Measured / simulated seconds: 95th percentile over the same runs."""
     basis: str = "given"
-    """The runs from which `low` and `high` are computed."""
+    """Description of the runs from which `low` and `high` are computed."""
     memory: float = 0.80
-    """Fraction of memory bandwidth in kernels that stream large tensors (a usual value, unverified)."""
+    """Fraction of memory bandwidth in elementwise kernels on large tensors (a typical value, unverified)."""
     links: float = 0.85
-    """Fraction of network bandwidth after headers and congestion (a usual value, unverified). NVLink's figures already
-    exclude both."""
+    """Fraction of network bandwidth without headers and congestion (a typical value, unverified). The figures of NVLink
+    already exclude both."""
     kernel: float = 5e-6
-    """Seconds to launch a kernel (a usual value, unverified). The CPU runs ahead, so it limits only small kernels."""
+    """Seconds to launch a kernel (a typical value, unverified). Launches limit only small kernels."""
 
 
 @cache
 def fitted_devices() -> Mapping[str, Mapping[str, Any]]:
-    """Return the fits and their evaluation, by device."""
+    """Return the fit and its evaluation, by device."""
     text = (files("thrifty.simulators.cluster") / "device_efficiency.json").read_text(encoding="utf-8")
     return json.loads(text)["devices"]
 
 
 def find_efficiency(device: str) -> DeviceEfficiency:
-    """Return the fit of a device, or the fit of all devices with the interval of left-out devices."""
+    """Return the fit of a device, else the fit over all devices with the interval of held-out devices."""
     fits = fitted_devices()
     fit = fits.get(device, fits[OTHERS])
     basis = (
@@ -78,9 +78,10 @@ def seconds(
 ) -> float:
     """Return the seconds of one pass over `examples` examples, on one rank of a tensor group.
 
-    `weights` are the bytes of weights and their gradients that the pass reads and writes. The model is an additive
-    roofline: products, attention and bytes take time at their own rates. A device reads ahead within a product, so it
-    takes less than the sum. The difference is small: large products dominate, and small ones wait for memory.
+    `weights` is the number of bytes of weights and weight gradients that the pass reads and writes. The model is an
+    additive roofline: the times of matrix products, attention and memory traffic are summed. A device overlaps some
+    memory traffic with products and takes less than the sum. The difference is small, because either products or memory
+    traffic dominates.
     """
     attention = work.attention.per_rank(tensor, sequence_parallel) * examples
     products = work.flops.per_rank(tensor, sequence_parallel) * examples - attention

@@ -1,4 +1,4 @@
-"""Devices: rates, memory and bandwidth, each with its source."""
+"""Specifications of devices: FLOP/s, memory and bandwidth, with sources."""
 
 import tomllib
 from collections.abc import Mapping
@@ -9,20 +9,20 @@ from typing import Any
 from thrifty.core.errors import UsageError, refuse_unknown
 
 GIB = 2.0**30
-"""Bytes of a GB of device memory as vendors count it: an "80 GB" A100 reports 81,920 MiB (from memory)."""
+"""Bytes per GB of device memory, as vendors count: an "80 GB" A100 reports 81,920 MiB (recalled, not checked)."""
 
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """A GPU or processor with its rates."""
+    """A GPU or CPU with its rates."""
 
     name: str
     flops: Mapping[str, float]
-    """Dense FLOP/s of matrix products by number format: "float32", "tfloat32", "bfloat16", "float16", "float8"."""
+    """Dense matmul FLOP/s by number format: "float32", "tfloat32", "bfloat16", "float16", "float8"."""
     memory: float
     """Bytes of device memory."""
     bandwidth: float
-    """Bytes/s between the device and its memory, reads and writes together."""
+    """Memory bandwidth in bytes/s, reads and writes together."""
     sources: Mapping[str, str]
     """Sources of `flops`, `memory` and `bandwidth`."""
 
@@ -31,15 +31,15 @@ class DeviceSpec:
         return self.flops.get("bfloat16", 0.0) > self.flops.get("float32", 0.0)
 
     def rate(self, number_format: str) -> float:
-        """Return the FLOP/s of a number format. Raises UsageError if the device does not support it."""
+        """Return the FLOP/s of a number format. Raises UsageError if the device has no rate for the format."""
         refuse_unknown(f"{self.name} has no rate for", number_format, self.flops)
         return self.flops[number_format]
 
 
 def measured(name: str, flops: Mapping[str, float], memory: float, bandwidth: float, source: str) -> DeviceSpec:
-    """Return a device of measured rates, for example of this machine's probe: FLOP/s, bytes, bytes/s.
+    """Return a device with measured rates: `flops` in FLOP/s, `memory` in bytes, `bandwidth` in bytes/s.
 
-    Raises UsageError for a rate or memory that is not above zero.
+    Raises UsageError unless all values are above zero.
     """
     if min([memory, bandwidth, *flops.values()], default=0.0) <= 0 or not flops:
         raise UsageError(f"{name} must have rates and a memory above zero", fix="measure again on a quiet machine")
@@ -47,7 +47,7 @@ def measured(name: str, flops: Mapping[str, float], memory: float, bandwidth: fl
 
 
 def _published(name: str, tera: Mapping[str, float], gib: float, gigabytes: float, source: str) -> DeviceSpec:
-    """Return a device of a row of the table, in the units of datasheets: TFLOP/s, GiB, GB/s."""
+    """Return a device from values in the units of datasheets: TFLOP/s, GiB and GB/s."""
     flops = {number_format: 1e12 * value for number_format, value in tera.items()}
     return measured(name, flops, gib * GIB, 1e9 * gigabytes, source)
 

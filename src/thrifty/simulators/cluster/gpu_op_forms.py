@@ -1,4 +1,4 @@
-"""GPU forms of operations, for tracing on a CPU, which decomposes some operations otherwise."""
+"""GPU versions of operations for tracing on a CPU, because a CPU decomposes some operations differently."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -11,9 +11,9 @@ from torch import Tensor
 
 @contextmanager
 def use_gpu_ops(flash: bool) -> Iterator[None]:
-    """Replace functions of `torch.nn.functional` by their GPU forms within the context.
+    """Within the context, replace functions of `torch.nn.functional` by their GPU versions.
 
-    Dropout has a mask of bytes, RMS norms are one kernel, and attention saves its scores only without `flash`.
+    Dropout saves a mask of bytes, an RMS norm is one kernel, and attention saves scores only without `flash`.
     """
     kernel = F.scaled_dot_product_attention
     replacements = {"scaled_dot_product_attention": partial(_attention, kernel if flash else None)}
@@ -29,7 +29,7 @@ def use_gpu_ops(flash: bool) -> Iterator[None]:
 
 
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """Return a layer norm: it reads, writes and saves the same bytes, and fake tensors have no values."""
+    """Return a layer norm in place of an RMS norm: both read, write and save the same bytes."""
     return torch.native_layer_norm(x, shape, weight, None, eps or 0.0)[0]
 
 
@@ -48,9 +48,9 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return attention; with `flash`, without dropout and mask.
+    """Return attention. `flash` runs without dropout and mask.
 
-    A GPU's flash kernels save no scores even with dropout or a mask, but the CPU's kernels do.
+    Reason: with dropout or a mask, CPU kernels save scores, but GPU flash kernels do not.
     """
     if flash is not None:
         return flash(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)

@@ -11,13 +11,13 @@ from thrifty.simulators.cluster.device_specs import DEVICES, HARDWARE, DeviceSpe
 
 @dataclass(frozen=True)
 class NetworkLink:
-    """A link between devices: a message of n bytes takes `latency` + n / `bandwidth`."""
+    """A link between devices. A message of n bytes takes `latency` + n / `bandwidth` seconds."""
 
     name: str
     latency: float
-    """Seconds per step of a collective, for any size."""
+    """Seconds per step of a collective, for messages of any size."""
     bandwidth: float
-    """Bytes/s received per device, in each direction at the same time."""
+    """Bandwidth per device in bytes/s, sending and receiving at the same time."""
     source: str
 
     def seconds(self, size: float) -> float:
@@ -35,12 +35,12 @@ LINKS: Mapping[str, NetworkLink] = {
 class RankGroup:
     """A group of communicating ranks, and its placement on nodes.
 
-    The other groups of the axis communicate at the same time, each over its own ranks' part of a node's ports.
+    All groups of a mesh axis communicate at the same time. Each group uses the network ports of its own ranks.
     """
 
     size: int
     per_node: int
-    """Ranks of the group on the fullest node."""
+    """Maximum number of ranks of the group on one node."""
     nodes: int
     """Number of nodes with ranks of the group."""
     inside: NetworkLink
@@ -48,44 +48,44 @@ class RankGroup:
 
     @property
     def even(self) -> bool:
-        """True if every node has equally many ranks of the group."""
+        """True if all nodes of the group have the same number of its ranks."""
         return self.size == self.per_node * self.nodes
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """A cluster of equal nodes with equal devices. Ranks are counted node by node."""
+    """A cluster of identical nodes with identical devices. Ranks are counted node by node."""
 
     device: DeviceSpec
     per_node: int
     nodes: int
     inside: NetworkLink
     between: NetworkLink
-    """The link between nodes, with the bandwidth of each device if devices share ports."""
+    """The link between nodes. If devices share ports, the bandwidth is one device's part."""
 
     @property
     def ranks(self) -> int:
         return self.per_node * self.nodes
 
     def group(self, size: int, stride: int = 1) -> RankGroup:
-        """Return the group of `size` ranks {0, stride, 2 stride, …}; the other groups of the axis are placed alike.
+        """Return the group of `size` ranks {0, stride, 2 · stride, …}. Other groups of the axis are placed alike.
 
         Raises UsageError if the cluster has fewer ranks.
         """
         if size < 1 or stride < 1:
             raise UsageError(
-                f"there is no group of {size} ranks with stride {stride}", fix="use a size and a stride from 1"
+                f"there is no group of {size} ranks with stride {stride}", fix="use a size and a stride of at least 1"
             )
         if (size - 1) * stride >= self.ranks:
             raise UsageError(
                 f"{size} ranks with stride {stride} span {(size - 1) * stride + 1} ranks, the cluster has {self.ranks}",
-                fix="use more nodes, or a smaller mesh",
+                fix="use more nodes; or use a smaller mesh",
             )
         occupied = Counter(rank // self.per_node for rank in range(0, size * stride, stride))
         return RankGroup(size, max(occupied.values()), len(occupied), self.inside, self.between)
 
     def of(self, ranks: int) -> Self:
-        """Return the cluster with `ranks` devices: whole nodes, or one smaller node.
+        """Return the cluster reduced or extended to `ranks` devices: full nodes, or one smaller node.
 
         Raises UsageError if the ranks do not fill whole nodes.
         """
@@ -96,7 +96,7 @@ class Cluster:
         if ranks % self.per_node:
             raise UsageError(
                 f"{ranks} ranks do not fill nodes of {self.per_node}",
-                fix=f"use {ranks - ranks % self.per_node} or {ranks + self.per_node - ranks % self.per_node}",
+                fix=f"use {ranks - ranks % self.per_node} or {ranks + self.per_node - ranks % self.per_node} ranks",
             )
         return replace(self, nodes=ranks // self.per_node)
 
@@ -113,6 +113,6 @@ CLUSTERS: Mapping[str, Cluster] = {name: _cluster(**row) for name, row in HARDWA
 
 
 def find_cluster(name: str) -> Cluster:
-    """Return a cluster by its name. Raises UsageError with the nearest name if there is none."""
+    """Return a cluster by name. Raises UsageError with the nearest name if no cluster has the name."""
     refuse_unknown("unknown cluster", name, CLUSTERS)
     return CLUSTERS[name]

@@ -1,8 +1,8 @@
 """Accelerator designs: simulate attention and sparse products as published hardware computes them.
 
-Each file is one design, and only these files contain rules of a paper. A design defines how a layer of attention
-becomes a stream of items through stations. The layer carries its masks and counts: a design never filters, so all
-designs can run the same masks."""
+Each file is one design, and only these files implement mechanisms from papers. A design converts a layer of attention
+into work items and their cycles at each station (pipeline stage). Masks come from the layer, not from the design.
+Therefore all designs can run the same masks."""
 
 import importlib
 import pkgutil
@@ -16,6 +16,6 @@ def design_names() -> list[str]:
 
 
 def find_design(name: str) -> AcceleratorDesign:
-    """Return the design of this name. Raises UsageError with the nearest name if there is none."""
+    """Return the design called `name`. Raises UsageError with the nearest name if no design has the name."""
     refuse_unknown("there is no design", name, design_names())
     return importlib.import_module(f"{__name__}.{name}").DESIGN

@@ -2,14 +2,14 @@
 
 Paper       Ham et al. 2020, A3: Accelerating Attention Mechanisms in Neural Networks with Approximation (HPCA 2020),
             table 1 and sections III to V.
-Promise     Only candidate keys are scored, and only kept keys are weighted.
+Promise     Scores are computed for candidate keys only. Exponentials and outputs are computed for kept keys only.
 Use         thrifty.trace("balanced", "trace.safetensors", density=0.1, examples=1, heads=2)
             result = thrifty.simulate.attention("trace.safetensors", ["a3", "a3:approximate=false"], measure=False)
-Start with  `a3` (conservative); `a3:iterations=0.125` is the paper's aggressive search. `a3:approximate=false` computes
+Start with  `a3` (conservative). `a3:iterations=0.125` is the paper's aggressive search. `a3:approximate=false` scores
             all keys.
-Cost        Keys must be sorted before the attention. The paper computes the order outside the accelerator and adds
-            7 % (conservative) or 24 % (aggressive).
-Avoid       More keys than the memories hold (`most_keys`, 320): area and power are published for that size.
+Cost        Keys must be sorted before attention. The paper sorts outside the accelerator and reports 7 % (conservative)
+            or 24 % (aggressive) more time.
+Avoid       Sequences of more than `most_keys` (320) keys, because area and power are published for 320 keys.
 Does not    Count the time of sorting the keys. Speed up attention in software."""
 
 import numpy as np
@@ -22,28 +22,29 @@ from thrifty.simulators.accelerator.priced_operations import Operations, PricedO
 
 STATIONS = ("select", "score", "exponent", "output")
 DRAIN = 9
-"""Cycles of a module after its last key: 7 of a division, 2 of a multiply-accumulate. All three modules have them, as
-in the paper's base design."""
+"""Extra cycles of a module after its last key: 7 for a division and 2 for a multiply-accumulate. All three modules have
+these cycles, as in the paper's base design."""
 
 
 def search_cycles(iterations: np.ndarray, depth: int, columns: int, multipliers: int) -> np.ndarray:
-    """Return the cycles of the greedy search: the iterations, after the refill of the queues.
+    """Return the cycles of the greedy search: one per iteration, plus the cycles that fill the queues.
 
-    All multipliers first compute `depth` products for both ends of each column: `depth` cycles at 2·d multipliers.
+    To fill the queues, all multipliers compute `depth` products for both ends of each of the d columns. This takes
+    `depth` cycles with 2·d multipliers.
     """
     refill = -(-2 * depth * columns // multipliers)
     return iterations + refill
 
 
 def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
-    """Return the items of a layer: one for each query, through search, scores, exponentials and outputs.
+    """Return one item per query of a layer. Each item passes search, scores, exponentials and outputs.
 
-    Without `approximate` there are three modules of n + 9 cycles each. With it, a query takes M iterations of the
-    search, one a cycle, after the refill of the queues. C candidates and K kept keys then pass the three modules.
+    Without `approximate`, each of the last three modules takes n + 9 cycles for n keys. With `approximate`, a query
+    first fills the queues and then searches for M cycles, one iteration per cycle. C candidate keys and K kept keys
+    then pass the three modules.
 
-    A trace may count "iterations" (M) and "candidates" (C) for each query. Without them, M is `iterations` · n and C is
-    K. A key that is wider than a module passes it in parts, one a cycle (our rule: in the paper all heads have the
-    module's width).
+    A trace may record "iterations" (M) and "candidates" (C) of each query. By default M = `iterations` · n and C = K.
+    A module splits a wider key into parts, one cycle per part. In the paper, all heads have the module's width.
     """
     approximate = bool(machine.settings["approximate"])
     keys = layer.unit_keys[:, None]
@@ -56,7 +57,7 @@ def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
         if (candidates > keys).any():
             raise UsageError(
                 f"layer {layer.name!r}: a query has {candidates.max()} candidates of {layer.keys} keys",
-                fix=f"count at most {layer.keys} candidates",
+                fix=f'reduce its "candidates" to at most {layer.keys}',
             )
         iterations = np.ceil(machine.number("iterations") * keys).astype(np.int64) if searched is None else searched
         depth, width = int(machine.number("depth")), machine.stations["score"].width
@@ -90,7 +91,7 @@ def _operations(
     memories = {name: machine.size(name) for name in ("keys", "values", "sorted keys")}
     refilled = 2 * machine.number("depth") * width * queries * bool(iterations)
     return add_up(
-        # an iteration compares all columns in a tree at both ends, adds to a score, computes a new product at each
+        # per iteration, at both ends: a comparison tree over all columns, an addition to a score, a new product
         {
             PricedOperation("int_add", 2 * bits): iterations * (2 * width + 2),
             PricedOperation("int_multiply", bits): 2 * iterations,
@@ -110,15 +111,15 @@ def _operations(
 def _notes(layer: AttentionLayer, machine: AcceleratorSpec) -> tuple[str, ...]:
     notes = []
     if machine.settings["approximate"]:
-        notes.append("A3: sorting the keys, outside the accelerator, is not counted")
+        notes.append("A3: the time of sorting the keys outside the accelerator is not counted")
         if layer.count("candidates") is None:
-            notes.append("A3: the trace counts no candidates, so only kept keys are scored")
+            notes.append("A3: the trace has no counts of candidates, so only kept keys are scored")
         searched = layer.count("iterations")
         if searched is not None and (most := (searched / layer.unit_keys[:, None]).max()) >= 1:
-            notes.append(f"A3: the search takes up to {most:.2g} iterations per key; its presets take 0.5")
+            notes.append(f"A3: the search takes up to {most:.2g} iterations per key; the default is 0.5")
     most = machine.number("most_keys")
     if layer.keys > most:
-        notes.append(f"A3: area and power are of memories for {most:.0f} keys; the trace has {layer.keys}")
+        notes.append(f"A3: area and power are published for {most:.0f} keys; the trace has {layer.keys}")
     return tuple(notes)
 
 

@@ -1,13 +1,13 @@
 """Dense (no paper): compute every query-key pair, as the baseline of other designs.
 
-Paper       None: an idealized accelerator to compare with, nobody's chip.
-Promise     The multipliers always have operands, at any width; there is no fill or drain.
+Paper       None. The design is an idealized baseline, not a real chip.
+Promise     Multipliers are never idle: each cycle has data. Pipeline fill and drain cost nothing.
 Use         thrifty.trace("uniform", "trace.safetensors", density=0.2, examples=1, heads=2)
             result = thrifty.simulate.attention("trace.safetensors", ["dense"], measure=False)
-Start with  `dense`, with `equal_resources={"multipliers": 128}` when it is compared with another design.
-Cost        All pairs, whatever the mask keeps.
-Avoid       Area and power: they are unknown. Energy from counted operations (`energy_table`) is available.
-Does not    Use masks. Model the fill and drain of an array; see `systolic` for that."""
+Start with  `dense`. To compare with another design, add `equal_resources={"multipliers": 128}`.
+Cost        All query-key pairs are computed, because the mask is ignored.
+Avoid       Comparisons of area or power, because both are unknown. Use energy from counted operations (`energy_table`).
+Does not    Use masks. Simulate the fill and drain of an array; `systolic` does."""
 
 from dataclasses import replace
 
@@ -22,7 +22,7 @@ STATIONS = ("score", "softmax", "value")
 
 
 def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
-    """Return the items of a layer: each query passes scores, softmax and values."""
+    """Return one item per query of a layer. Each item passes scores, softmax and values."""
     keys = layer.unit_keys[:, None]
     widths = {name: machine.stations[name].width for name in STATIONS}
     widths["softmax"] = max(widths["softmax"], -(-widths["score"] // layer.width))
@@ -52,7 +52,7 @@ def multipliers(machine: AcceleratorSpec) -> int:
 
 
 def resized(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
-    """Return the machine with half of the multipliers for scores, half for values, and the widest softmax they fill."""
+    """Return the machine with half of `budget` for scores, half for values. Softmax handles all scores of a cycle."""
     half = budget // 2
     softmax = max(1, -(-half // int(machine.number("head_width"))))
     widths = {"score": half, "softmax": softmax, "value": half}

@@ -1,15 +1,15 @@
 """DOTA (Qu et al. 2022): omit weak pairs and share fetched keys among queries.
 
 Paper       Qu et al. 2022, DOTA: Detect and Omit Weak Attentions for Scalable Transformer Acceleration (ASPLOS 2022).
-            Only the abstract was read; all sizes are from memory (unverified).
-Promise     Only kept pairs are computed. A key that several queries of a group keep is fetched once.
+            Only the abstract was read. All sizes are recalled, not checked against the paper.
+Promise     Only kept pairs are computed. If several queries of a group keep a key, the key is fetched once.
 Use         thrifty.trace("balanced", "trace.safetensors", density=0.1, examples=1, heads=2)
             result = thrifty.simulate.attention("trace.safetensors", ["dota", "dota:reordered=false"], measure=False)
-Start with  `dota`; `dota:reordered=false` fetches keys in order, `dota:approximate=false` computes all pairs.
-Cost        A detector of few bits runs on the same multipliers before the attention.
-Avoid       Masks with unequal numbers of keys per query: a group takes as long as its longest query.
-Does not    Reproduce the abstract's 152.6 times over a GPU, for attention alone at about the GPU's peak. Train the
-            detector or model linear layers."""
+Start with  `dota`. `dota:reordered=false` fetches keys in order. `dota:approximate=false` computes all pairs.
+Cost        A low-precision detector runs on the same multipliers before attention.
+Avoid       Masks with unequal keys per query, because a group takes as long as its query with the most keys.
+Does not    Reproduce the 152.6× speedup of the abstract, which is for attention alone at about the GPU's peak. Train
+            the detector. Simulate linear layers."""
 
 from dataclasses import replace
 
@@ -24,18 +24,18 @@ STATIONS = ("fetch", "attend")
 
 
 def grouped(kept: np.ndarray, lanes: int) -> np.ndarray:
-    """Return masks (u, t, s) as groups of neighbouring queries, (u, groups, lanes, s)."""
+    """Group neighboring queries of masks (u, t, s). Return (u, groups, lanes, s), one lane per query of a group."""
     padded = np.pad(kept, ((0, 0), (0, -kept.shape[1] % lanes), (0, 0)))
     return padded.reshape(kept.shape[0], -1, lanes, kept.shape[-1])
 
 
 def shared_fetches(groups: np.ndarray) -> np.ndarray:
-    """Return the keys (u, g) that are fetched when any order is allowed: the union of a group's sets."""
+    """Return the number of fetched keys (u, g) per group if the order is free: the union of its queries' keys."""
     return groups.any(2).sum(-1, dtype=np.int64)
 
 
 def ordered_fetches(groups: np.ndarray) -> np.ndarray:
-    """Return the keys (u, g) that are fetched when each lane takes its own keys in order, one at a time.
+    """Return the number of fetched keys (u, g) per group if each query fetches its kept keys in order.
 
     Two queries share a fetch if the same key has the same position in both of their lists.
     """
@@ -48,16 +48,16 @@ def ordered_fetches(groups: np.ndarray) -> np.ndarray:
 
 
 def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
-    """Return the items of a layer: one for each group of queries, through fetch and attention.
+    """Return one item per group of queries. Each item passes fetch and attention.
 
-    Each query of a group has a lane. A shared key is fetched once and broadcast, in the order that serves most queries
-    first. Without `reordered`, lanes fetch their own next keys in order and share those that coincide. A group takes as
-    long as its lane with most keys, so the detector should keep equally many keys for each query.
+    A group has one query per lane; a lane is a set of `lane` multipliers. A shared key is fetched once and broadcast.
+    Keys of the most queries come first. Without `reordered`, each query fetches its keys in order, and simultaneous
+    fetches of the same key are shared. The query with the most kept keys determines the cycles of its group.
 
-    The detector runs on the same multipliers: each multiplier of 16 bits computes (16 / bits)² products of few bits.
-    Exponentials (16 per lane and cycle) are never the limit and are omitted, as are linear layers. Unverified, from
-    memory: the sizes, and that a group has as many queries as there are lanes (four). No result is compared with a
-    published time; `iso_peak.py` explains the ratio at equal peak.
+    The detector runs on the same multipliers: a multiplier of `bits` computes (`bits` / `detected_bits`)² detector
+    products. Exponentials (16 per lane and cycle) are never the limit and are omitted, as are linear layers. The sizes
+    and the four lanes are recalled, not checked against the paper. No result is compared with a published time;
+    `iso_peak.py` explains the ratio at equal peak.
     """
     lanes, width, bits = machine.stations["attend"].width, layer.width, int(machine.number("bits"))
     each, kept = int(machine.number("lane")), layer.kept()
@@ -82,7 +82,7 @@ def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
         written=written,
         active={"detect": float(detecting.sum())},
         operations=_operations(layer, machine, computed, float(fetched.sum()), reduced),
-        notes=("DOTA: all sizes are from memory and unverified",),
+        notes=("DOTA: all sizes are recalled, not checked against the paper",),
     )
 
 
@@ -106,7 +106,7 @@ def multipliers(machine: AcceleratorSpec) -> int:
 
 
 def resized(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
-    """Return the machine with other numbers of multipliers per lane; the group size stays."""
+    """Return the machine with `budget` multipliers in the same number of lanes."""
     modules = machine.scaled_modules({"attend": budget / multipliers(machine)})
     return replace(machine, settings={**machine.settings, "lane": budget // lanes(machine)}, modules=modules)
 

@@ -2,14 +2,14 @@
 
 Paper       Ham et al. 2021, ELSA: Hardware-Software Co-design for Efficient, Lightweight Self-Attention Mechanism in
             Neural Networks (ISCA 2021), table 1 and section IV.
-Promise     Scores are computed for selected keys only. Selection and attention of a query overlap.
+Promise     Scores are computed for selected keys only. Key selection and attention overlap in time.
 Use         thrifty.trace("power-law", "trace.safetensors", density=0.1, examples=1, heads=2)
             result = thrifty.simulate.attention("trace.safetensors", ["elsa", "elsa:approximate=false"], measure=False)
-Start with  `elsa`; `elsa:copies=12` is the size that the paper compares with one V100. `elsa:approximate=false`
-            computes all keys without hashes.
-Cost        Hashing all keys before the first query, 3·d^(4/3)·(n + 1) multiplications of head width d.
-Avoid       More keys than the memories hold (`most_keys`, 512): area and power are published for that size.
-Does not    Follow a published order of keys in banks, since there is none: keys are interleaved."""
+Start with  `elsa`. `elsa:copies=12` is the size that the paper compares with one V100. `elsa:approximate=false`
+            scores all keys and computes no hashes.
+Cost        All n keys are hashed before the first query: 3·d^(4/3)·(n + 1) multiplications at head width d.
+Avoid       Sequences of more than `most_keys` (512) keys, because area and power are published for 512 keys.
+Does not    Reproduce the paper's assignment of keys to banks, which is not published. Keys are interleaved."""
 
 from dataclasses import replace
 
@@ -25,32 +25,32 @@ STATIONS = ("hash", "attend", "divide")
 
 
 def hash_multiplications(width: int) -> int:
-    """Return the multiplications that hash one vector by Kronecker factors: 3·d^(4/3) = 768 at d = 64."""
+    """Return the number of multiplications to hash a vector of width d with Kronecker factors: 768 at d = 64."""
     return multiplies(factor_sizes(width))
 
 
 def preprocessing_cycles(keys: np.ndarray, width: int, multipliers: int) -> np.ndarray:
-    """Return the cycles to hash all keys and the first query: 3·(n + 1) at d = 64 and 256 multipliers."""
+    """Return the cycles to hash n keys and the first query: 3·(n + 1) at d = 64 with 256 multipliers."""
     return ceil_div(hash_multiplications(width) * (keys + 1), multipliers)
 
 
 def bank_counts(kept: np.ndarray, banks: int) -> np.ndarray:
-    """Return the number of kept keys (u, t, banks) of each query in each bank; key j is in bank j mod `banks`."""
+    """Return the number of kept keys (u, t, banks) per query and bank. Key j is in bank j mod `banks`."""
     missing = -kept.shape[-1] % banks
     padded = np.pad(kept, ((0, 0), (0, 0), (0, missing)))
     return padded.reshape(*kept.shape[:2], -1, banks).sum(2, dtype=np.int64)
 
 
 def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
-    """Return the items of a layer: one for each query, through hash, selection with attention, and division.
+    """Return one item per query of a layer. Each item passes hash, selection with attention, and division.
 
-    Each bank of keys has candidate selectors and one attention module that takes a key per cycle. While a query is
-    attended, the next query is hashed and the previous one divided. Without `approximate`, every key is computed and
+    Each bank of keys has candidate selectors and one attention module that processes a key per cycle. While one query
+    attends, the next query is hashed and the previous query is divided. Without `approximate`, all keys are scored and
     nothing is hashed.
 
     A query takes max(3·d^(4/3) / hash width, n / (banks · selectors), keys of the fullest bank, d / divide width)
-    cycles. Before the first query there are 3·d^(4/3)·(n + 1) / hash width cycles. Heads wider than `head_width`, for
-    which modules and selectors are built, pass them in parts of that width (our rule: in the paper all heads have it).
+    cycles. Hashing before the first query takes 3·d^(4/3)·(n + 1) / hash width cycles. Modules and selectors split
+    heads wider than `head_width` into parts of `head_width`. In the paper, all heads have this width.
     """
     approximate = bool(machine.settings["approximate"])
     banks, width = machine.stations["attend"].width, layer.width
@@ -98,7 +98,7 @@ def _operations(layer: AttentionLayer, machine: AcceleratorSpec, kept: float, pa
     return add_up(
         multiply_accumulate(hashed * hash_multiplications(width), bits),
         multiply_accumulate(keys * width if pairs else 0.0, bits),  # norms
-        # a query's hash against a key's: 64 XORs and their count, a cosine from a table, a product and a comparison
+        # compare the hashes of a query and a key: 64 XORs, their count, a cosine from a table, a product, a comparison
         {
             PricedOperation("int_add", width): 2 * pairs,
             PricedOperation("int_multiply", 8): pairs,
@@ -107,7 +107,7 @@ def _operations(layer: AttentionLayer, machine: AcceleratorSpec, kept: float, pa
         {PricedOperation("sram", width + 8, 4096): pairs + keys * bool(pairs)},
         multiply_accumulate(2 * kept * width, bits),
         {PricedOperation("sram", width * bits, operand_memory): 2 * kept + 2 * queries},
-        # an exponential by table and product, and a division by the reciprocal of the sum: floats of 16 bits
+        # in 16-bit floats: an exponential by table and product, and a product with the reciprocal of the sum
         {PricedOperation("float_multiply", 16): kept + queries * width, PricedOperation("float_add", 16): kept},
     )
 
@@ -116,26 +116,26 @@ def _notes(layer: AttentionLayer, machine: AcceleratorSpec) -> tuple[str, ...]:
     most = machine.number("most_keys")
     if layer.keys <= most:
         return ()
-    return (f"ELSA: area and power are of memories for {most:.0f} keys; the trace has {layer.keys}",)
+    return (f"ELSA: area and power are published for {most:.0f} keys; the trace has {layer.keys}",)
 
 
 def multipliers(machine: AcceleratorSpec) -> int:
-    """Return the multipliers of scores and values: 2·d for each bank.
+    """Return the number of multipliers for scores and values: 2·d per bank at head width d.
 
-    A budget does not count the multipliers of hash and division.
+    A budget of multipliers excludes hash and division.
     """
     return 2 * int(machine.number("head_width")) * machine.stations["attend"].width
 
 
 def resized(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
-    """Return the machine with fewer banks, and hash and division in proportion."""
+    """Return the machine with fewer banks. Hash and division shrink in proportion."""
     banks, before = budget // bank(machine), machine.stations["attend"].width
     modules = machine.scaled_modules(dict.fromkeys((*STATIONS, "select"), banks / before))
     return replace(machine, stations=machine.scaled_stations(banks, before), modules=modules)
 
 
 def bank(machine: AcceleratorSpec) -> int:
-    """Return the multipliers of a bank."""
+    """Return the number of multipliers per bank."""
     return 2 * int(machine.number("head_width"))
 
 

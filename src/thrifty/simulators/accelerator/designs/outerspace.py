@@ -1,17 +1,17 @@
 """OuterSPACE (Pal et al. 2018): multiply sparse matrices by outer products, then merge rows.
 
 Paper       Pal et al. 2018, OuterSPACE: An Outer Product Based Sparse Matrix Multiplication Accelerator (HPCA 2018).
-            The body was not read; byte counts follow TeAAL's model of it (released code).
+            The body was not read. Byte counts follow the released code of TeAAL, a model of OuterSPACE.
 Promise     Zeros are neither read nor multiplied.
 Use         product = thrifty.simulate.spgemm(size=200, density=0.02, measure=False)
 Start with  `outerspace`, 16 tiles that share 128 GB/s.
 Cost        Partial products are written to memory and read back, once or more.
-Avoid       Comparing with the speedups of the abstract, which are over libraries of 2017. Relying on the latency of
-            100 ns, which is from memory (unverified).
-Does not    Compute attention. Simulate the processors of the paper's comparison."""
+Avoid       Comparisons with the abstract's speedups, because their baselines are libraries of 2017. Conclusions from
+            the memory latency of 100 ns, because it is recalled, not checked against the paper.
+Does not    Compute attention. Simulate the CPU and GPU of the paper's comparison."""
 
-# A machine is one tile with its share of the memory's channels. The tiles are `copies`; columns and rows are dealt to
-# them in turn.
+# A machine is one tile with its part of the memory's channels; `copies` is the number of tiles. Columns and rows are
+# assigned to tiles in round-robin order.
 
 from dataclasses import replace
 
@@ -25,14 +25,14 @@ from thrifty.simulators.accelerator.spgemm_workload import SpgemmPhase, SpgemmPr
 
 STATIONS = ("deal", "work", "move")
 NUMBER, CHUNK, ROW, POINTER = 12, 4, 4, 6
-"""Bytes of a value with its index, and of the heads of a chunk, a row of results and a row of an operand."""
+"""Bytes of a value with its index, of a chunk's header, of a result row's header and of an operand row's header."""
 
 
 def traffic(product: SpgemmProduct, machine: AcceleratorSpec) -> dict[str, float]:
     """Return the bytes between the chip and its memory, by matrix.
 
     The keys are the operands "A" and "B", the partial products "T" (written and read) and the result "Z". A value takes
-    12 bytes, as in TeAAL's model; the heads of chunks and rows are derived from its released counts.
+    12 bytes, as in TeAAL's model. Header sizes are derived from TeAAL's released byte counts.
     """
     used = product.columns > 0
     reads = _reads(product, machine)
@@ -47,14 +47,15 @@ def traffic(product: SpgemmProduct, machine: AcceleratorSpec) -> dict[str, float
 
 
 def _reads(product: SpgemmProduct, machine: AcceleratorSpec) -> np.ndarray:
-    """Return how often each row of B (k,) is read: once if the tile's cache holds it, else once per `elements` values
-    of its column."""
+    """Return how often each row of B is read, (k,).
+
+    A row that fits the tile's cache is read once. Other rows are read once per `elements` values of A's column."""
     fits = product.rows * NUMBER <= machine.size("cache")
     return np.where(fits, 1, ceil_div(product.columns, machine.stations["work"].width))
 
 
 def merge_passes(chunks: np.ndarray, machine: AcceleratorSpec) -> np.ndarray:
-    """Return the merge passes over rows of `chunks` chunks, for a scratchpad that holds a limited number of heads."""
+    """Return the number of merge passes for rows of `chunks` chunks. The scratchpad limits the chunks per pass."""
     heads = max(2, machine.size("scratchpad") // (NUMBER + CHUNK))
     return np.maximum(1, np.ceil(np.log(np.maximum(chunks, 1)) / np.log(heads) - 1e-9)).astype(np.int64)
 
@@ -62,24 +63,24 @@ def merge_passes(chunks: np.ndarray, machine: AcceleratorSpec) -> np.ndarray:
 def lower(phase: SpgemmPhase, machine: AcceleratorSpec) -> ItemStream:
     """Return the items of a phase: "multiply" or "merge".
 
-    This is our reading of the mechanism, made with published times at hand, which are four to nine times longer than by
-    bandwidth alone. Two chains wait for memory, one access after the other, each for its whole `latency`. A tile's
-    control deals out one value of A at a time, because its chunk must first be allocated and linked. A merging element
-    loads one value at a time, because the next is known only after the last is sorted in. The latency is a round 100
-    ns, from notes that have 80 to 150 (unverified), not fitted.
+    The paper does not describe this latency model. We derived it while knowing the published times, which are four to
+    nine times longer than bandwidth alone explains. Two sequences of memory accesses wait the whole `latency` per
+    access. A tile's control assigns one value of A at a time, because the value's chunk must first be allocated and
+    linked. A merging element loads one value at a time, because the previous value decides which value is next. The
+    latency of 100 ns is not fitted. It is rounded from notes that say 80 to 150 ns (unverified).
 
-    The abstract's 7.9, 13.0 and 14.0 times over MKL, cuSPARSE and CUSP are over libraries and processors of 2017. Only
-    the accelerator is simulated here.
+    The abstract's speedups of 7.9 (MKL), 13.0 (cuSPARSE) and 14.0 (CUSP) compare with libraries and processors of 2017.
+    Only the accelerator is simulated here.
     """
     lowered = {"multiply": _multiply, "merge": _merge}
     return lowered[phase.name](phase.product, machine)
 
 
 def _multiply(product: SpgemmProduct, machine: AcceleratorSpec) -> ItemStream:
-    """Return the items of the multiply phase: parts of a column of A with the matching row of B.
+    """Return the items of the multiply phase. An item is a part of a column of A with the matching row of B.
 
-    Each element of a tile takes a value of the column and multiplies the row by it. It appends the products as a chunk
-    to the list of a row of the result.
+    Each element of a tile multiplies the row by one value of the column. The element appends the products as a chunk to
+    the list of a result row.
     """
     elements = machine.stations["work"].width
     used = np.flatnonzero((product.columns > 0) & (product.rows > 0))
@@ -107,13 +108,13 @@ def _multiply(product: SpgemmProduct, machine: AcceleratorSpec) -> ItemStream:
 
 
 def _merge(product: SpgemmProduct, machine: AcceleratorSpec) -> ItemStream:
-    """Return the items of the merge phase: rows of the result, each merged by one of half of the elements.
+    """Return the items of the merge phase. An item is a row of the result; half of the elements merge one row each.
 
-    The element keeps the first value of every chunk sorted and emits the smallest. It then loads the next value of that
-    chunk. Values of the same column are added.
+    An element keeps the current value of each chunk, sorted by column. The element emits the value of the smallest
+    column and loads the next value of the same chunk. Values of the same column are added.
     """
     passes, latency = merge_passes(product.chunks, machine), _latency(machine)
-    # a value is sorted in among the heads of all chunks and passes half of them
+    # a new value is compared with the current values of half of the chunks, on average
     sorting = ceil_div(product.chunks, 2 * int(machine.number("sorted")))
     working = latency + product.partial * passes * (latency + sorting)
     moved = 2 * passes - 1  # read in each pass, written in all but the last
@@ -142,12 +143,12 @@ def _stream(service: np.ndarray, read: float, written: float, operations: Operat
         written=zeros + written / len(zeros),
         operations=operations,
         overlapped=True,
-        notes=("OuterSPACE: the chains that wait for memory are our reading; the latency is from memory (unverified)",),
+        notes=("OuterSPACE: the latency model is ours; its 100 ns are recalled, not checked against the paper",),
     )
 
 
 def _by_tile(cycles: np.ndarray, tile: np.ndarray, tiles: int) -> np.ndarray:
-    """Return cycles (s, i) rounded to whole ones and divided over tiles (s, tiles, items of a tile), items in order."""
+    """Assign items to tiles in order and round their cycles (s, i). Return (s, tiles, items of a tile)."""
     order = np.argsort(tile, kind="stable")
     counts = np.bincount(tile, minlength=tiles)
     place = np.arange(len(tile)) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -2,13 +2,13 @@
 
 Paper       Williams et al. 2009, Roofline: An Insightful Visual Performance Model for Multicore Architectures
             (Communications of the ACM 52).
-Promise     A layer takes the longer of its operations at the peak and its bytes at the bandwidth.
+Promise     A layer takes the longer of two times: operations at peak, and bytes at full bandwidth.
 Use         thrifty.trace("uniform", "trace.safetensors", density=0.2, examples=1, heads=2)
             result = thrifty.simulate.attention("trace.safetensors", ["h100", "cpu"], measure=False)
-Start with  `h100`, `v100`, `tpu-v1` or `cpu`. `h100:efficiency=0.5` assumes half of the peak; 1, the default, is a
-            bound.
-Cost        All pairs are computed. Without `fused`, the scores are written and read twice.
-Avoid       Reading the result as a measured time: nothing but peak and bandwidth limits it.
+Start with  `h100`, `v100`, `tpu-v1` or `cpu`. `h100:efficiency=0.5` assumes half of the peak. The default of 1 gives
+            a lower bound of the time.
+Cost        All query-key pairs are computed. With `fused=false`, the scores are written and read twice.
+Avoid       Use as a measured time, because only peak and bandwidth limit the result.
 Does not    Use masks. Skip padding, unless `padded=false`."""
 
 from dataclasses import replace
@@ -24,11 +24,11 @@ STATIONS = ("device",)
 
 
 def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
-    """Return the items of a layer: one for each head of an example, at its bound.
+    """Return one item for each head of each example, with its minimum time.
 
     With `padded`, every example has the length of the longest, as in libraries without variable lengths. Without
-    `fused`, the scores are written and read twice: by softmax and by the product with values. `efficiency` is the
-    fraction of the peak that is reached.
+    `fused`, two kernels write and read the scores: the score product and softmax. `efficiency` is the assumed fraction
+    of the peak.
     """
     queries, keys = layer.unit_queries, layer.unit_keys
     if machine.settings["padded"]:
@@ -59,7 +59,7 @@ def multipliers(machine: AcceleratorSpec) -> int:
 
 
 def resized(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
-    """Return a device with `budget` multipliers and the same bandwidth; its power is unknown."""
+    """Return a device with `budget` multipliers and the same bandwidth. The power of the device is unknown."""
     stations = {"device": replace(machine.stations["device"], width=2 * budget)}
     return replace(machine, stations=stations, modules={})
 

@@ -1,16 +1,16 @@
 """Sanger (Lu et al. 2021): predict a mask from 4-bit scores and pack it into a dense array.
 
 Paper       Lu et al. 2021, Sanger: A Co-Design Framework for Enabling Sparse Attention using Reconfigurable
-            Architecture (MICRO 2021). The body was not read; sizes are from the released code and notes on the paper.
-Promise     Only kept pairs occupy the array, and scores stay in place for the product with values.
+            Architecture (MICRO 2021). The body was not read. Sizes are from released code and notes on the paper.
+Promise     Only kept pairs occupy the array. Scores stay in the array for the product with values.
 Use         thrifty.trace("uniform", "trace.safetensors", density=0.1, examples=1, heads=2)
             result = thrifty.simulate.attention("trace.safetensors", ["sanger"], measure=False)
 Start with  `sanger`; `sanger:packing=columns` packs as the released code does. `sanger:skewed=true` fills the array
             before each product, as the released cost model does.
-Cost        All scores at 4 bits. Rows that keep few pairs leave elements of the array idle.
-Avoid       Comparing with the paper's 2.39 and 1.47 times over A3 and SpAtten: they are quotients of rates printed in
-            three papers, not runs of the same masks.
-Does not    Treat all heads together, as the released model does: each head is packed alone."""
+Cost        All scores are predicted at 4 bits. Rows with few kept pairs leave elements of the array idle.
+Avoid       Comparisons with the paper's speedups over A3 (2.39) and SpAtten (1.47), because they divide rates printed
+            in three papers, not runs of the same masks.
+Does not    Pack all heads together, unlike the released cost model. Each head is packed separately."""
 
 from dataclasses import replace
 
@@ -33,12 +33,11 @@ PACKINGS = ("split", "columns")
 
 
 def released_seconds(density: float, utilisation: float, tokens: int, version: int = 2) -> float:
-    """Return the seconds of one attention block of BERT-base by a released cost model: width 768, 64 x 16 elements at
-    1 GHz.
+    """Return the seconds of one attention block of BERT-base by a released cost model.
 
-    Both versions count an output projection that gains from the mask. Version 1 divides operations by the peak; version
-    2 computes tiles of 64 x 64. Both are reproduced unchanged: they treat all heads together, and take the number of
-    sub-rows for the width of the values.
+    The block has width 768; the array has 64 x 16 elements at 1 GHz. In both versions, the mask also shortens the
+    output projection. Version 1 divides operations by the peak. Version 2 sums over tiles of 64 x 64. Two errors are
+    reproduced: all heads are packed together, and the number of sub-rows replaces the width of the values.
     """
     width, peak, side = 768, 2 * 64 * 16 * 1e9, 64
     projected = 2 * tokens * width**2
@@ -52,21 +51,20 @@ def released_seconds(density: float, utilisation: float, tokens: int, version: i
 
 
 def sub_row_counts(kept: np.ndarray, ports: int) -> np.ndarray:
-    """Return the kept pairs (u, t, tiles) of each row in each tile of `ports` columns."""
+    """Return the number of kept pairs (u, t, tiles) per row in each tile of `ports` columns."""
     padded = np.pad(kept, ((0, 0), (0, 0), (0, -kept.shape[-1] % ports)))
     return padded.reshape(*kept.shape[:2], -1, ports).sum(-1, dtype=np.int64)
 
 
 def split_loads(kept: np.ndarray, ports: int, elements: int, rows: int) -> np.ndarray:
-    """Return the array loads (u, tiles) for each tile of masks (u, t, s), with sub-rows of all queries packed
-    together."""
+    """Return the number of array loads (u, tiles) for masks (u, t, s). Sub-rows of all queries are packed together."""
     return ceil_div(ceil_div(sub_row_counts(kept, ports), elements).sum(1), rows)
 
 
 def column_loads(kept: np.ndarray, elements: int, rows: int) -> np.ndarray:
-    """Return the array loads (u, groups of rows) that the released packer makes of masks (u, t, s).
+    """Return the number of array loads (u, groups of rows) of the released packing for masks (u, t, s).
 
-    A column that would exceed `elements` in some row begins a new load; empty columns are skipped.
+    A new load begins at a column that would exceed `elements` in some row. Empty columns are skipped.
     """
     padded = np.pad(kept, ((0, 0), (0, -kept.shape[1] % rows), (0, 0)))
     grouped = padded.reshape(kept.shape[0], -1, rows, kept.shape[-1])
@@ -81,15 +79,15 @@ def column_loads(kept: np.ndarray, elements: int, rows: int) -> np.ndarray:
 
 
 def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
-    """Return the items of a layer: one for each load of the array.
+    """Return one item per load of the array.
 
-    The columns are cut into tiles of `ports`. In each tile, empty rows are dropped, and rows with more kept pairs than
-    the array's `elements` in a row are split into sub-rows. As many sub-rows as the array has rows are one load. A load
-    takes head width cycles for the scores, in place, and as many for the values. `packing` "columns" follows the
-    released packer: for each `rows` queries it takes columns in order until some row has no free element.
+    The columns are cut into tiles of `ports`. In each tile, empty rows are dropped. Rows with more than `elements` kept
+    pairs are split into sub-rows. A load is one sub-row per row of the array. With head width d, a load takes d cycles
+    for scores, in place, and d cycles for values. `packing` "columns" follows the released code. For each group of
+    queries, the packer adds columns in order until some row has no free element.
 
-    `skewed` counts the fill of the array before each load and product, as the released cost model does. Otherwise loads
-    follow each other and the array is filled once.
+    With `skewed`, the array is filled before each load and product, as in the released cost model. Otherwise loads
+    follow without a gap, and the array is filled once.
     """
     rows, elements = machine.stations["attend"].width, int(machine.number("elements"))
     ports, width, kept = int(machine.number("ports")), layer.width, layer.kept()
@@ -104,7 +102,7 @@ def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
     fill = machine.number("skew") if machine.settings["skewed"] else 0.0
     attending = np.where(present, int(2 * (width + fill)), 0)
     pairs = layer.unit_queries * layer.unit_keys
-    # a tile of predicted scores takes head width cycles; one column is packed per cycle
+    # one tile of predicted scores takes d cycles (head width d); one column is packed per cycle
     predicted = ceil_div(layer.unit_queries, ports) * ceil_div(layer.unit_keys, ports)
     totals = [predicted * ceil_div(ports**2 * width, machine.stations["predict"].width)]
     totals.append(ceil_div(layer.unit_queries, machine.stations["pack"].width) * layer.unit_keys)
@@ -128,30 +126,30 @@ def _operations(layer: AttentionLayer, machine: AcceleratorSpec, kept: float, pa
     memory = machine.size("operands")
     return add_up(
         multiply_accumulate(pairs * width, int(machine.number("predicted_bits")), 16),
-        # norms of queries and keys; each predicted score is scaled by both and compared
+        # norms of queries and keys; each predicted score is scaled by both norms and compared
         multiply_accumulate((queries + keys) * width, bits),
         {PricedOperation("int_multiply", bits): 2 * pairs, PricedOperation("int_add", bits): pairs},
         multiply_accumulate(2 * kept * width, bits),
         {PricedOperation("sram", width * bits, memory): 2 * kept / machine.number("elements") + 2 * queries + 2 * keys},
-        # an exponential by a power of two and a table in the element, a division at the end of a row
+        # per element an exponential by a power of two and a table, per row a division at the end
         {PricedOperation("int_multiply", bits): kept + queries * width, PricedOperation("int_add", bits): 2 * kept},
     )
 
 
 def multipliers(machine: AcceleratorSpec) -> int:
-    """Return the multipliers of the array, without the 4-bit ones of the predicting array, as in the paper."""
+    """Return the number of multipliers, as in the paper without the 4-bit multipliers of the prediction array."""
     return machine.stations["attend"].width * int(machine.number("elements"))
 
 
 def resized(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
-    """Return the machine with fewer rows, and the predicting array in proportion."""
+    """Return the machine with fewer rows. The prediction array shrinks in proportion."""
     rows, before = budget // elements(machine), machine.stations["attend"].width
     modules = machine.scaled_modules(dict.fromkeys(STATIONS, rows / before))
     return replace(machine, stations=machine.scaled_stations(rows, before), modules=modules)
 
 
 def elements(machine: AcceleratorSpec) -> int:
-    """Return the multipliers of a row."""
+    """Return the number of multipliers per row."""
     return int(machine.number("elements"))
 
 

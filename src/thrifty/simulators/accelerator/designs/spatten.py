@@ -1,15 +1,15 @@
 """SpAtten (Wang et al. 2021): drop unimportant tokens for all later layers and skip small values.
 
 Paper       Wang et al. 2021, SpAtten: Efficient Sparse Attention Architecture with Cascade Token and Head Pruning
-            (HPCA 2021), tables 1 and 2. All sizes are the paper's.
-Promise     Dropped tokens are neither fetched nor computed. Values of small weights are not computed.
+            (HPCA 2021), tables 1 and 2. All sizes are from the paper.
+Promise     Dropped tokens are neither fetched nor computed. Values with small attention weights are skipped.
 Use         thrifty.trace("diagonal", "trace.safetensors", density=0.2, examples=1, heads=2)
             result = thrifty.simulate.attention("trace.safetensors", ["spatten"], measure=False)
-Start with  `spatten`, with `filters=["own"]` on a recorded trace. `equal_resources={"multipliers": 128}` gives the
-            paper's eighth.
-Cost        All scores among the remaining tokens. Queries with flat attention are computed twice, at more bits.
-Avoid       Masks of scattered pairs: they save values only. Use its own filter.
-Does not    Select tokens itself: keys that no query keeps are dropped, and queries whose "alive" count is zero."""
+Start with  `spatten`, with `filters=["own"]` on a recorded trace. `equal_resources={"multipliers": 128}` is the
+            paper's version with an eighth of the multipliers.
+Cost        All scores among the remaining tokens are computed. Queries with flat attention are scored twice.
+Avoid       Masks of scattered pairs, because they save only values. Use SpAtten's own filter.
+Does not    Select tokens. A key is dropped if no query keeps it; a query is dropped if its "alive" count is 0."""
 
 from dataclasses import replace
 
@@ -24,7 +24,7 @@ STATIONS = ("score", "softmax", "select", "value")
 
 
 def survivors(layer: AttentionLayer) -> tuple[np.ndarray, np.ndarray]:
-    """Return 1 for each remaining query (u, t), and the number of remaining keys (u,)."""
+    """Return (u, t) with 1 for each remaining query, and the number of remaining keys (u,)."""
     alive = layer.count("alive")
     queries = (layer.kept_counts > 0).astype(np.int64) if alive is None else np.minimum(alive, 1)
     keys = (layer.kept() & (queries > 0)[..., None]).any(1).sum(-1)
@@ -32,15 +32,15 @@ def survivors(layer: AttentionLayer) -> tuple[np.ndarray, np.ndarray]:
 
 
 def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
-    """Return the items of a layer: each query passes scores, softmax, a top-k of its weights, and values.
+    """Return one item per query of a layer. Each item passes scores, softmax, top-k of its weights, and values.
 
-    Dropped tokens are known before the layer begins. Keys that no query keeps are dropped, and so are queries whose
-    "alive" count is 0; a trace without counts drops no queries. Among the remaining tokens every score is computed,
-    for any mask. Values are computed for kept pairs.
+    Dropped tokens are known before the layer begins. A key is dropped if no query keeps it. A query is dropped if its
+    "alive" count is 0; a trace without "alive" counts drops no queries. All scores among the remaining tokens are
+    computed, for any mask. Values are computed for kept pairs.
 
-    Queries and keys are read with their high bits. The share `again` of the queries also needs the low bits, and their
-    scores are computed twice; a trace may count "again" for each query. The quick-select engine takes n / 8 cycles for
-    a row of n: 2·n expected comparisons, 16 per cycle.
+    Queries and keys are read with their high bits. The fraction `again` of the queries also reads the low bits and
+    computes scores twice; a trace may record "again" per query. Quick-select over a row of n needs 2·n expected
+    comparisons: n / 8 cycles at 16 per cycle.
     """
     width = layer.width
     queries, keys = survivors(layer)
@@ -76,17 +76,17 @@ def _operations(machine: AcceleratorSpec, width: int, scored: float, kept: float
         multiply_accumulate((scored + kept) * width, bits),
         {PricedOperation("sram", width * bits, memory): scored + kept},
         {PricedOperation("float_multiply", 32): scored, PricedOperation("float_add", 32): scored + queries},
-        {PricedOperation("int_add", bits): 3 * scored},  # two expected comparisons of top-k, and the sum of importance
+        {PricedOperation("int_add", bits): 3 * scored},  # two comparisons for top-k, one addition for importance
     )
 
 
 def _notes(layer: AttentionLayer, machine: AcceleratorSpec, scored: float, kept: float) -> tuple[str, ...]:
     notes = []
     if layer.packed is not None and scored > 2 * kept:
-        notes.append("SpAtten computes the scores of all remaining tokens: a mask of scattered pairs saves only values")
+        notes.append("SpAtten computes all scores of remaining tokens, so a mask of scattered pairs saves only values")
     most = machine.size("operands") / (layer.width * 12 / 8)
     if layer.keys > most:
-        notes.append(f"SpAtten: the memories hold {most:.0f} of {layer.keys} keys; reading keys again is not counted")
+        notes.append(f"SpAtten: the memories hold {most:.0f} of {layer.keys} keys; repeated reads are ignored")
     return tuple(notes)
 
 
@@ -95,7 +95,7 @@ def multipliers(machine: AcceleratorSpec) -> int:
 
 
 def resized(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
-    """Return the machine with everything in proportion, as the paper does for an eighth."""
+    """Return the machine with all sizes in proportion, as the paper does for an eighth."""
     share = budget / multipliers(machine)
     stations = {
         name: replace(station, width=max(1, int(station.width * share))) for name, station in machine.stations.items()

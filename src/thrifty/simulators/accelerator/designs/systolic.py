@@ -2,13 +2,13 @@
 
 Paper       Samajdar et al. 2020, A systematic methodology for characterizing scalability of DNN accelerators using
             SCALE-Sim (ISPASS 2020).
-Promise     Cycles without stalls equal those that SCALE-Sim 3.0 reports.
+Promise     Cycles without memory stalls equal the reports of SCALE-Sim 3.0.
 Use         open("layers.csv", "w").write("Layer,M,N,K,\\nscores,512,512,64,\\n")
             result = thrifty.simulate.gemm("layers.csv")
-Start with  `systolic`, a 32 x 32 array; `systolic:dataflow=ws` for weight stationary, `is` for input stationary.
-Cost        Each tile of the product pays the fill and drain of the array.
-Avoid       Comparisons that depend on softmax: neither SCALE-Sim nor this design models it.
-Does not    Use masks. Stall on memory in `thrifty.simulate.gemm`."""
+Start with  `systolic`, a 32 x 32 array. `systolic:dataflow=ws` is weight stationary, `is` is input stationary.
+Cost        Each tile of the product adds the cycles that fill and drain the array.
+Avoid       Comparisons that depend on softmax, because neither SCALE-Sim nor this design simulates softmax.
+Does not    Use masks. Count memory stalls in `thrifty.simulate.gemm`."""
 
 from dataclasses import replace
 
@@ -26,7 +26,7 @@ Count = np.ndarray | int
 
 
 def folds(m: Count, n: Count, k: Count, rows: int, columns: int, dataflow: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the number of folds of (m, k) x (k, n) on the array, and the cycles of each fold. Shapes broadcast."""
+    """Return the number of folds (array tiles) of (m, k) x (k, n), and the cycles per fold. m, n and k broadcast."""
     refuse_unknown("there is no dataflow", dataflow, DATAFLOWS)
     m, n, k = np.asarray(m), np.asarray(n), np.asarray(k)
     if dataflow == "os":
@@ -42,15 +42,15 @@ def reported_cycles(m: Count, n: Count, k: Count, rows: int, columns: int, dataf
     """Return the total cycles of a matrix product without stalls, as SCALE-Sim 3.0 reports them.
 
     M x N x K on R rows and C columns take: output stationary ⌈M/R⌉·⌈N/C⌉·(K + R + C - 2), weight stationary
-    ⌈K/R⌉·⌈N/C⌉·(M + 2R + C - 2), input stationary ⌈K/R⌉·⌈M/C⌉·(N + 2R + C - 2). Each is less one, because SCALE-Sim
-    reports the number of the last cycle, counted from 0. The formulas were derived from runs of SCALE-Sim.
+    ⌈K/R⌉·⌈N/C⌉·(M + 2R + C - 2), input stationary ⌈K/R⌉·⌈M/C⌉·(N + 2R + C - 2). SCALE-Sim reports one cycle less: the
+    index of the last cycle, from 0. The formulas were derived from runs of SCALE-Sim.
     """
     count, each = folds(m, n, k, rows, columns, dataflow)
     return count * each - 1
 
 
 def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
-    """Return the items of a layer: for each head, the folds of the score product, then of the value product."""
+    """Return one item per fold: for each head, the folds of the score product, then the folds of the value product."""
     rows, columns = int(machine.number("rows")), int(machine.number("columns"))
     dataflow, width = str(machine.settings["dataflow"]), layer.width
     queries, keys = layer.unit_queries, layer.unit_keys
@@ -70,7 +70,7 @@ def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
         read=read,
         written=written,
         operations=add_up(multiply_accumulate(macs, bits), {PricedOperation("sram", bits, memory): float(fetched)}),
-        notes=("systolic: softmax is not modelled",),
+        notes=("systolic: softmax is not simulated",),
     )
 
 
@@ -79,7 +79,7 @@ def multipliers(machine: AcceleratorSpec) -> int:
 
 
 def resized(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
-    """Return the machine with at most `budget` multipliers, its rows a power of two and the array nearly square."""
+    """Return a nearly square array of at most `budget` multipliers. The number of rows is a power of two."""
     rows = 1 << ((budget.bit_length() - 1) // 2)
     settings = {**machine.settings, "rows": rows, "columns": budget // rows}
     return replace(machine, settings=settings)

@@ -1,16 +1,16 @@
 """ViTCoD (You et al. 2023): split a fixed mask into dense columns and sparse pairs.
 
 Paper       You et al. 2023, ViTCoD: Vision Transformer Acceleration via Dedicated Algorithm and Accelerator Co-Design
-            (HPCA 2023). Only parts were read; sizes are from its released simulator.
-Promise     Columns of global tokens run as dense work, other pairs as sparse work, at the same time.
+            (HPCA 2023). Only parts were read. Sizes are from the released simulator.
+Promise     Dense work (columns of global tokens) and sparse work (other pairs) run at the same time.
 Use         thrifty.trace("diagonal", "trace.safetensors", density=0.1, examples=1, heads=2)
             result = thrifty.simulate.attention("trace.safetensors", ["vitcod"], measure=False)
-Start with  `vitcod`; a key that more than `global_tokens` (50) queries keep is a global token. `vitcod:coded=false`
+Start with  `vitcod`. A global token is a key that more than `global_tokens` (50) queries keep. `vitcod:coded=false`
             reads queries and keys without compression over heads.
-Cost        Decoding queries and keys, which are stored for fewer heads than the model has.
-Avoid       Masks that change with the input: the paper's mask is fixed after training.
-Does not    Reproduce the paper's averages over six models at 90 % pruned, 86.0 times over a GPU and 6.8 over Sanger.
-            Model softmax."""
+Cost        Queries and keys are stored for fewer heads than the model has and must be decoded.
+Avoid       Masks that depend on the input, because the paper's mask is fixed after training.
+Does not    Reproduce the paper's mean speedups over a GPU (86.0) and Sanger (6.8) on six models with 90 % of pairs
+            pruned. Simulate softmax."""
 
 from dataclasses import replace
 
@@ -25,7 +25,7 @@ STATIONS = ("lines",)
 
 
 def split_pairs(kept: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the global tokens (u,) of masks (u, t, s), and the pairs (u,) in the other columns, as counts.
+    """Return the number of global tokens (u,) of masks (u, t, s), and the number of pairs (u,) in other columns.
 
     A global token is a column with more than `limit` pairs.
     """
@@ -34,20 +34,20 @@ def split_pairs(kept: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def shared_lines(denser: np.ndarray, sparser: np.ndarray, lines: int) -> np.ndarray:
-    """Return the lines (u,) for the global tokens, in proportion to their pairs.
+    """Return the number of lines (u,) for global tokens, in proportion to their pairs. A line is a row of multipliers.
 
-    Each nonempty part has at least one line.
+    The dense and the sparse part have at least one line each, unless the part is empty.
     """
     share = (lines * denser / np.maximum(denser + sparser, 1)).astype(np.int64)
     return np.clip(share, np.minimum(denser, 1), lines - np.minimum(sparser, 1))
 
 
 def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
-    """Return the items of a layer: decode, scores and values of each head, on the same lines of multipliers.
+    """Return three items per head: decode, scores and values. All run on the same lines of multipliers.
 
-    Columns of global tokens are computed whole, other columns by their kept pairs. The lines are divided between both
-    in proportion to their work, for each head. Queries and keys are decoded from fewer heads than there are. For
-    scores, keys stay in place and products are added between multipliers.
+    All pairs of global tokens are computed; other columns compute their kept pairs. Per head, lines are divided between
+    dense and sparse work in proportion to the pairs. Queries and keys are decoded from fewer heads than the model has.
+    For scores, keys stay in place and the multipliers of a line add their products.
     """
     lines, each = machine.stations["lines"].width, int(machine.number("line"))
     width, bits = layer.width, machine.number("bits")
@@ -59,7 +59,7 @@ def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
     vectors = layer.unit_queries + layer.unit_keys
     decoded = vectors * width * code
     depth = -(-width // each)
-    # keys stay in place: a line of the dense part has a query, a line of the sparse part has a pair
+    # keys stay in place: a line computes one query in the dense part, one pair in the sparse part
     scores = np.maximum(
         global_tokens * ceil_div(layer.unit_queries, np.maximum(denser_lines, 1)) * depth,
         ceil_div(sparser, np.maximum(sparser_lines, 1)) * depth,
@@ -94,10 +94,10 @@ def _operations(layer: AttentionLayer, machine: AcceleratorSpec, pairs: float, d
 
 
 def _notes(layer: AttentionLayer, machine: AcceleratorSpec) -> tuple[str, ...]:
-    notes = ["ViTCoD: softmax is not modelled, as in its released simulator"]
+    notes = ["ViTCoD: softmax is not simulated, as in the released simulator"]
     operands = layer.keys * layer.width * machine.number("bits") / 8
     if operands > machine.size("operands"):
-        notes.append(f"ViTCoD: the memories do not hold the {layer.keys} keys of a head; reading again is not counted")
+        notes.append(f"ViTCoD: the memories do not hold the {layer.keys} keys of a head; repeated reads are ignored")
     return tuple(notes)
 
 
@@ -114,7 +114,7 @@ def resized(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
 
 
 def two_lines(machine: AcceleratorSpec) -> int:
-    """Return the multipliers of the smallest machine: the dense and the sparse part each require a line."""
+    """Return the number of multipliers of the smallest machine: one line for dense and one for sparse work."""
     return 2 * int(machine.number("line"))
 
 
@@ -124,10 +124,10 @@ DESIGN = AcceleratorDesign("vitcod", STATIONS, lower, multipliers, SETTINGS, SIZ
 
 
 def released_linear_cycles(tokens: int, heads: int, layers: int) -> tuple[int, int]:
-    """Return the cycles of the projections around attention, and of the two linear layers after it.
+    """Return the cycles of the projections around attention, and of the MLP's two linear layers.
 
-    The rules are those of the released simulator, with heads of 64. Nothing else of that simulator is here: `lower`
-    computes the mechanism head by head.
+    The rules are from the released simulator, for head width 64. `lower` does not follow that simulator: it computes
+    each head separately.
     """
     width, multipliers = heads * 64, 512
     share = multipliers // heads
