@@ -26,5 +26,5 @@ def test_rows_print_the_breakeven_density() -> None:
     )
     assert row.crossover == pytest.approx(0.75)
     assert str(row).startswith(
-        "64 x 32, float32, blocks of 16: faster below a density of 0.75; time over dense 0.70 at 0.5"
+        "64 x 32, float32, blocks of 16: faster below a density of 0.75; time relative to dense: 0.70 at 0.5"
     )

@@ -66,7 +66,7 @@ def test_plans_beyond_the_time_limit_are_refused_with_a_fix() -> None:
             f"tokens does not fit one step of {16 * BATCH}",
             f"--tokens {16 * BATCH}",
         ),
-        (PlanRequest(seconds=17.5), r"the start is forecast to take 17 s and a step 1\.25 s", "--hours"),
+        (PlanRequest(seconds=17.5), r"startup takes about 17 s and a step takes 1\.25 s", "--hours"),
     ],
 )
 def test_budgets_below_one_step_are_refused_with_a_fix(plan_request: PlanRequest, what: str, fix: str) -> None:
@@ -112,7 +112,7 @@ def test_table_and_reasons_have_the_same_ratio(monkeypatch: pytest.MonkeyPatch) 
     plan = replace(PLANNER, request=PlanRequest(allow=Numerics.DIFFERENT), time=noisy, seconds=math.inf).plan()
     steps = {candidate.label: forecast.step.value for candidate, forecast in plan.alternatives}
     explainer = [
-        re.search(r"a step with (.+) takes ([\d.]+) of the plan's time", reason.why) for reason in plan.reasons
+        re.search(r"a step with (.+) takes ([\d.]+) times the plan's time", reason.why) for reason in plan.reasons
     ]
     ratios = {match[1]: match[2] for match in explainer if match}
     assert ratios and all(f"{steps[name] / steps[plan.chosen.label]:.2f}" == ratios[name] for name in ratios)

@@ -153,7 +153,7 @@ def test_samples_are_reproducible_by_seed() -> None:
     [
         ([1e6], [1e14], "1 runs cannot determine five constants"),
         ([1e6, 4e6], [1e14, 2e14, 4e14, 8e14], "2 different sizes"),
-        (np.geomspace(1e6, 1e8, 9), [1e15], "the number of tokens follows from the size"),
+        (np.geomspace(1e6, 1e8, 9), [1e15], "the number of tokens is a function of the size"),
     ],
 )
 def test_degenerate_runs_are_refused_with_the_reason(sizes, budgets, reason: str) -> None:

@@ -1,1 +1,1 @@
-"""Planning: footprints, step times and plans of runs, scaling laws, and exports to other trainers."""
+"""Planning of runs: footprints, step times, plans, scaling laws, and exports to other trainers."""

@@ -1,4 +1,4 @@
-"""Break-even densities: the density below which sparse products of a layer are faster on this machine."""
+"""Break-even densities: the density below which sparse matrix products of a layer are faster on this machine."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,30 +13,30 @@ DENSITIES = (0.5, 0.2, 0.1, 0.05, 0.02, 0.005)
 
 @dataclass(frozen=True)
 class BreakevenRow:
-    """Time by density for one form of sparse products of one layer."""
+    """Time by density, for one sparse format of one layer."""
 
     case: BreakevenCase
     line: DensityTimeFit
 
     @property
     def crossover(self) -> float:
-        """Density below which sparse products are faster than dense ones; 0 if they never are."""
+        """Density below which sparse products are faster than dense products; 0 if none is."""
         return self.line.crossover
 
     def __str__(self) -> str:
         times = ", ".join(f"{self.line.ratio(density):.2f} at {density:g}" for density in DENSITIES)
         form = "single weights (csr)" if self.case.form == "csr" else f"blocks of {LANES}"
         shape = f"{self.case.outputs} x {self.case.inputs}, {self.case.dtype}"
-        return f"{shape}, {form}: faster below a density of {self.crossover:.2f}; time over dense {times}"
+        return f"{shape}, {form}: faster below a density of {self.crossover:.2f}; time relative to dense: {times}"
 
 
 def crossover_table(
     shapes: Iterable[Sequence[int]], tokens: int = 2048, dtypes: Sequence[str] = ("float32",)
 ) -> Iterator[BreakevenRow]:
-    """Yield a row for each form of layers of these shapes (outputs, inputs).
+    """Yield one row per layer shape (outputs, inputs), number format and sparse format.
 
-    Times are cached for this machine, or measured now in about a second each. `sparsity.sparse_products` chooses by
-    these times.
+    Times are cached for this machine. A missing time is measured in about a second. `sparsity.sparse_products` uses the
+    same times to choose a format.
     """
     device = "cuda" if torch.cuda.is_available() else "cpu"
     for outputs, inputs in shapes:

@@ -1,4 +1,4 @@
-"""Reasons why each technique of the catalogue is in a plan, or is not."""
+"""Reasons for or against each technique of the catalog in a plan."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -16,7 +16,7 @@ from thrifty.planning.rank_options import RANKS
 from thrifty.planning.search_space import NUMERICS_ORDER, Catalogue, PlanOption
 
 LITTLE = 0.02
-"""Smallest fraction of the peak memory that counts as a gain."""
+"""Minimum saved fraction of peak memory that counts as a gain."""
 DETAIL = {
     "activations": "activation memory",
     "optimizer": "optimizer state",
@@ -38,7 +38,7 @@ class ChoiceReason:
 
 
 def verdict_on(name: str, before: Iterable[Technique], after: Iterable[Technique]) -> str:
-    """Return the verdict on a technique from recipe to plan: added, kept, changed, taken out or not taken."""
+    """Return how a technique differs between recipe and plan: added, kept, changed, taken out or not taken."""
     own, planned = (next((each for each in group if each.name == name), None) for group in (before, after))
     if planned is None:
         return "not taken" if own is None else "taken out"
@@ -50,12 +50,12 @@ class ChoiceExplainer:
     search: PlanSearch
     chosen: PlanCandidate
     disallowed: Mapping[str, Sequence[PlanOption]]
-    """Options of each axis that the request does not allow."""
+    """Options that the request does not allow, by axis."""
     catalogue: Catalogue
     missing: Mapping[str, str]
     allow: Numerics
     evidence: Mapping[str, str]
-    """Places of measured results, by technique name."""
+    """Paths of measured results, by technique name."""
 
     def all(self) -> list[ChoiceReason]:
         return [self.of(name) for name in sorted(self.catalogue)]
@@ -68,7 +68,7 @@ class ChoiceExplainer:
         return ChoiceReason(name, verdict, self._kept(name) if verdict == "kept" else self._effect(name))
 
     def _options_with(self, name: str, axes: Mapping[str, Sequence[PlanOption]]) -> list[PlanOption]:
-        """Return the options that add this technique."""
+        """Return the options that add the technique `name`."""
         every = (option for options in axes.values() for option in options)
         return [option for option in every if name in (technique.name for technique in option.techniques)]
 
@@ -80,7 +80,7 @@ class ChoiceExplainer:
         return "your recipe has it"
 
     def _effect(self, name: str) -> str:
-        """Return the effect of the option that added or removed the technique, alone and in the plan."""
+        """Return the effect of the option that adds or removes the technique, alone and in the plan."""
         option = next(w for w in self.chosen.options if name in w.drops or name in {t.name for t in w.techniques})
         alone = self.search.alone(option)
         saved = 1 - alone.memory / self.search.plainest.memory
@@ -96,7 +96,7 @@ class ChoiceExplainer:
         if base is None or candidate.timing is None:
             return "it fits, unlike the unchanged recipe" if base is None else "nothing was measured"
         ratio = candidate.least_step / base.least_step
-        return f"a step takes {ratio:.2f} of the measured time of the unchanged recipe"
+        return f"a step takes {ratio:.2f} times the measured time of the unchanged recipe"
 
     def _not_taken(self, name: str) -> str:
         kind, options = self.catalogue[name], self._options_with(name, self.search.options)
@@ -117,15 +117,15 @@ class ChoiceExplainer:
         if refusal := self._refusal(technique):
             return f"refused: {refusal}"
         if technique.numerics is Numerics.DIFFERENT:
-            return "another algorithm: only a comparison shows if it learns more within this budget (thrifty compare)"
+            return "a different algorithm: only a comparison (thrifty compare) shows if the model learns more"
         if technique.stage is Stage.MEASURE:
             return "it only measures"
         return "nothing in this run requires it"
 
     def _undivided(self) -> str:
         if RANKS in self.search.options:
-            return f"no mesh of these ranks fits it and a batch of {self.search.plain.source.batch}"
-        return "one rank: there are no others to divide the work among (--ranks plans for several)"
+            return f"no mesh of these ranks fits the technique and a batch of {self.search.plain.source.batch}"
+        return "the plan has one rank, so no work can be divided (--ranks N plans for several)"
 
     def _disallowed(self, numerics: Numerics) -> str:
         change = "rounds differently" if numerics is Numerics.ROUNDING else "changes the result"
@@ -138,12 +138,12 @@ class ChoiceExplainer:
             if technique.overrides("batches"):
                 run.source.at(0)
             touched_modules(run)
-        except Exception as refusal:  # a bug in one option must not end the plan
+        except Exception as refusal:  # a bug in one option must not stop planning
             return reason_of(refusal)
         return ""
 
     def _offered(self, options: Sequence[PlanOption]) -> str:
-        """Return the reason against a considered technique: refused, no faster, or little memory for its cost."""
+        """Return the reason against a considered technique: refused, not faster, or memory savings too small."""
         counted = [option for option in options if option in self.search.singles]
         if not counted:
             why = self.search.refused[options[0]]
@@ -153,20 +153,20 @@ class ChoiceExplainer:
         return self._not_needed(counted)
 
     def _not_needed(self, counted: Sequence[PlanOption]) -> str:
-        """Return the reason against a technique that saves memory and costs time."""
+        """Return the reason against a technique that saves memory but takes time."""
         base = self.search.plainest
         least = min(self.search.singles[option].memory for option in counted)
         saved = 1 - least / base.memory
         if saved < LITTLE:
             name, share = largest_part(base)
-            return f"no gain here: it saves {saved:.1%} of the peak, of which {DETAIL.get(name, name)} is {share:.0%}"
+            return f"no gain: it saves {saved:.1%} of peak memory; {DETAIL.get(name, name)} is {share:.0%} of the peak"
         if any(not candidate.options for candidate in self.search.tried):
-            return f"not needed: everything fits without it; it would save {saved:.0%} of the peak and cost time"
+            return f"not needed: the run fits without it; it would save {saved:.0%} of the peak but take time"
         measured = self._measured(counted)
         alone = f"alone it saves {saved:.0%} of the peak"
         if least * COUNTED_HIGH > self.search.memory:
             alone += f", to {least / 1e6:,.0f} MB, which is not enough"
-        return f"other options suffice, and {measured or 'are expected to cost less time'}; {alone}"
+        return f"other options suffice, and {measured or 'are expected to take less time'}; {alone}"
 
     def _no_faster(self, options: Sequence[PlanOption]) -> str:
         if measured := self._measured(options):
@@ -175,14 +175,14 @@ class ChoiceExplainer:
         if failed:
             return failed[0]
         run = any({*candidate.options} & {*options} for candidate in self.search.tried)
-        other = "fewer changes are expected to be as fast" if run else "other options were expected to be faster"
+        other = "fewer changes are expected to be equally fast" if run else "other options were expected to be faster"
         return f"not run: {other}"
 
     def _measured(self, options: Sequence[PlanOption]) -> str:
-        """Return the time of the fastest run with one of these options, relative to the plan; "" if none was run."""
+        """Return the relative time of the fastest probe with any of `options`, as text; "" if no such probe ran."""
         timed = [candidate for candidate in self.search.tried if {*candidate.options} & {*options} and candidate.timing]
         if not timed or not self.chosen.timing:
             return ""
         fastest = min(timed, key=lambda candidate: candidate.least_step)
         ratio = fastest.least_step / self.chosen.least_step
-        return f"a step with {fastest.label} takes {ratio:.2f} of the plan's time"
+        return f"a step with {fastest.label} takes {ratio:.2f} times the plan's time"

@@ -1,4 +1,4 @@
-"""Reasons why each technique of the catalogue is in a plan for a cluster, or is not."""
+"""Reasons for or against each technique of the catalog in a plan for a cluster."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -46,7 +46,7 @@ class ClusterChoiceExplainer:
             return "the fastest layout that fits does not use it"
         if NUMERICS_ORDER.index(self.catalogue[name].numerics) > NUMERICS_ORDER.index(self.allow):
             return f"changes the result, and the plan allows only {self.allow.value}"
-        return "not considered: it is not simulated; a plan for one device (without --cluster) considers it"
+        return "not considered, because it is not simulated; a plan without --cluster considers it"
 
     def _unused_axis(self, axis: str) -> str:
         if axis == "replicate" and self.chosen.mesh.replicate > 1:
@@ -56,8 +56,8 @@ class ClusterChoiceExplainer:
             return f"no layout has ranks along {axis}"
         ratio = first.seconds / self.chosen.seconds
         if ratio < 1:
-            return f"a simulated step with it takes {ratio:.2f} of the plan's time, but does not fit or is refused"
-        return f"the fastest simulated layout with it takes {ratio:.2f} of the plan's time"
+            return f"a simulated step with it takes {ratio:.2f} times the plan's time, but does not fit or is refused"
+        return f"the fastest simulated layout with it takes {ratio:.2f} times the plan's time"
 
 
 def _axis(name: str) -> str | None:

@@ -1,4 +1,4 @@
-"""A cluster by name, or described in your own TOML file.
+"""A cluster by name, or from your own TOML file.
 
     per_node = 8
     nodes = 2
@@ -6,7 +6,7 @@
     inside = "nvlink4"               # a known link, or a table with latency and bandwidth
     between = { latency = 5e-6, bandwidth = 5e10 }
 
-Values are in bytes, seconds and FLOP/s; `flops` is a table by number format."""
+Values are in bytes, seconds, bytes/s and FLOP/s. `flops` is a table by number format."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -23,7 +23,7 @@ KEYS = ("per_node", "nodes", "device", "inside", "between")
 
 
 def read_cluster(name: str) -> Cluster:
-    """Return a cluster by its name or TOML file. Raises UsageError for an unknown name or an invalid file."""
+    """Return a cluster by name or TOML file. Raises UsageError if the name or the file is invalid."""
     path = Path(name)
     if name in CLUSTERS or path.suffix != ".toml":
         return find_cluster(name)
@@ -39,7 +39,7 @@ def read_cluster(name: str) -> Cluster:
     counts = {key: tables[key] for key in ("per_node", "nodes")}
     for key, count in counts.items():
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise UsageError(f"{name}: {key} is {count!r}", fix=f"set {key} to a whole number from 1")
+            raise UsageError(f"{name}: {key} is {count!r}", fix=f"set {key} to an integer of at least 1")
     return Cluster(
         device=_look_up(name, "device", tables["device"], DEVICES, _device),
         inside=_look_up(name, "inside", tables["inside"], LINKS, _link),
@@ -51,13 +51,13 @@ def read_cluster(name: str) -> Cluster:
 def _look_up(
     file: str, key: str, value: Any, known: Mapping[str, Thing], build: Callable[[str, str, Any], Thing]
 ) -> Thing:
-    """Return the device or link of a key's value, a name or a table."""
+    """Return the device or link of `key`. `value` is a name or a table."""
     kind = "device" if key == "device" else "link"
     if not isinstance(value, str):
         try:
             return build(file, key, value)
         except ValueError as error:
-            raise UsageError(f"{file}: {key} is no {kind}: {error}", fix=f"write a name, or {_FORMS[kind]}") from None
+            raise UsageError(f"{file}: invalid {kind}: {error}", fix=f"write a name; or {_FORMS[kind]}") from None
     if value not in known:
         raise UsageError(f"{file}: {key} is an unknown {kind} {value!r}", fix=did_you_mean(value, known))
     return known[value]
@@ -86,7 +86,7 @@ def _link(file: str, key: str, value: Any) -> NetworkLink:
 
 
 def _table(key: str, value: Any, names: Sequence[str] = ()) -> Mapping[str, Any]:
-    """Return a value that is a table, with exactly `names` as keys if there are any. Raises ValueError otherwise."""
+    """Return `value` if it is a table with exactly the keys `names` (any keys by default), else raise ValueError."""
     if not isinstance(value, Mapping):
         raise ValueError(f"{key} is {value!r}, not a table")
     for name in (*names, *value) if names else ():
@@ -98,8 +98,8 @@ def _table(key: str, value: Any, names: Sequence[str] = ()) -> Mapping[str, Any]
 
 
 def _amount(key: str, value: Any, or_zero: bool = False) -> float:
-    """Return a finite number above zero, or also zero with `or_zero`. Raises ValueError otherwise."""
+    """Return a finite number above zero (with `or_zero`: at least zero), else raise ValueError."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if not (is_number and 0 <= value < math.inf and (value or or_zero)):
-        raise ValueError(f"{key} is {value!r}, not a finite number {'from' if or_zero else 'above'} zero")
+        raise ValueError(f"{key} is {value!r}, not a finite number {'>=' if or_zero else '>'} 0")
     return float(value)

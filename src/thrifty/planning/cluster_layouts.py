@@ -1,4 +1,4 @@
-"""Layouts of a run over the ranks of a cluster, each with its simulated step."""
+"""Layouts of a run over the ranks of a cluster, with simulated steps."""
 
 import math
 from collections.abc import Iterator
@@ -13,19 +13,19 @@ from thrifty.simulators.cluster.step_report import StepReport
 from thrifty.simulators.cluster.workload import Recompute, Workload
 
 TECHNIQUES = {axis: technique for axis, (_, technique) in core_mesh.USED_BY.items()}
-"""Parallel techniques by the mesh axis that they use."""
+"""Names of the parallel techniques, by mesh axis."""
 ACCUMULATE, RECOMPUTE = "large_batch.gradient_accumulation", "memory.recompute"
-"""Techniques that a layout adds on each rank."""
+"""Techniques that a layout may add on each rank."""
 MOST_PARTS = 64
-"""Most micro-batches of a rank; more bring no gain."""
+"""Maximum number of micro-batches per rank. More micro-batches are not faster."""
 NO_DIFFERENCE = 1.03
-"""Smallest ratio of times at which a simulation distinguishes layouts."""
+"""Minimum ratio of step times that counts as a difference between layouts."""
 RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "every")
 
 
 @dataclass(frozen=True)
 class ClusterLayout:
-    """A mesh, the settings of its step, and the simulated step."""
+    """A mesh, step settings, and the report of the simulated step."""
 
     mesh: ClusterMesh
     settings: StepSettings
@@ -62,9 +62,9 @@ def recipe_mesh(mesh: ClusterMesh) -> core_mesh.Mesh:
 def layouts(
     workload: Workload, cluster: Cluster, batch: int, number_format: str, recompute: Recompute | None = None
 ) -> list[ClusterLayout]:
-    """Return all layouts that divide the effective batch evenly, fastest first, and simplest first at equal speed.
+    """Return all layouts that divide the effective batch evenly, sorted by step time, then by number of changes.
 
-    `recompute` fixes the recompute setting.
+    If `recompute` is set, all layouts have this recompute setting.
     """
     candidates = []
     for mesh in meshes(cluster.ranks, cluster.per_node, len(workload.blocks)):
@@ -77,9 +77,9 @@ def layouts(
 
 
 def meshes(ranks: int, per_node: int, depth: int) -> Iterator[ClusterMesh]:
-    """Yield meshes whose tensor groups stay on a node.
+    """Yield meshes in which each tensor group is inside one node.
 
-    Data ranks replicate, shard, or shard on a node and replicate over nodes.
+    Data ranks replicate, shard, or shard inside nodes and replicate over nodes.
     """
     for tensor in _divisors(ranks, per_node):
         for pipeline in _divisors(ranks // tensor, depth):

@@ -1,7 +1,7 @@
-"""Plans for a cluster: the mesh axes that divide the work, chosen by simulated steps and counted memory.
+"""Plans for a cluster: mesh sizes and step settings, chosen by simulated step time and counted memory.
 
-Every layout of the mesh is simulated. For the fastest ones, a rank's footprint is counted with the techniques
-themselves, until enough layouts fit. Nothing runs on a device."""
+All layouts are simulated. For the fastest layouts, the footprint of a rank is counted with the actual techniques, until
+enough layouts fit. Nothing runs on a device."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -24,9 +24,9 @@ from thrifty.simulators.cluster.network_topology import Cluster
 from thrifty.simulators.cluster.workload import Recompute, Workload
 
 ALTERNATIVES, COUNTS, MOST_COUNTS = 4, 24, 48
-"""Layouts reported in addition to the fastest that fits; most counted layouts; most counted before one fits."""
+"""Number of alternatives to the fastest layout, and maximum numbers of counted layouts: after and before one fits."""
 TOO_MUCH = 2.0
-"""Largest simulated memory of a counted layout, over the limit."""
+"""Maximum simulated memory of a counted layout, as a multiple of the limit."""
 TOO_LARGE = "does not fit"
 PARTS = {
     "compute": "computing",
@@ -40,7 +40,7 @@ PARTS = {
 
 @dataclass(frozen=True)
 class PlacedLayout:
-    """A layout whose counted footprint fits, and the recipe's techniques for it."""
+    """A layout with a counted footprint that fits, and the techniques for the layout."""
 
     layout: ClusterLayout
     techniques: tuple[Technique, ...]
@@ -52,18 +52,18 @@ class ClusterPlan:
     recipe: Recipe
     place: str
     limit: float
-    """Memory limit of a rank, in bytes."""
+    """Memory limit per rank, in bytes."""
     chosen: PlacedLayout
     alternatives: tuple[PlacedLayout, ...]
     misfits: Mapping[str, str]
     reasons: tuple[ChoiceReason, ...]
     tokens: float
-    """Tokens of a step."""
+    """Number of tokens per step."""
     steps: float
     price: float | None
 
     def step(self, placed: PlacedLayout) -> Estimate:
-        """Return the simulated seconds of a step, with the interval of published runs on the device."""
+        """Return the simulated seconds of a step, with the 90 % interval from published runs on the device."""
         return Estimate(placed.layout.seconds, *placed.layout.report.interval("step_seconds"))
 
     @property
@@ -110,7 +110,7 @@ class ClusterPlan:
 
 @dataclass(frozen=True)
 class ClusterPlanner:
-    """A planner of a recipe on all ranks of a cluster. `tokens` is the number per example."""
+    """Planner of a recipe on all ranks of a cluster. `tokens` is the number of tokens per example."""
 
     recipe: Recipe
     plain: BaseRun
@@ -124,13 +124,14 @@ class ClusterPlanner:
     say: Callable[[str], None] = lambda text: None
 
     def plan(self) -> ClusterPlan:
-        """Return the plan. Raises UsageError if only exact changes are allowed on several ranks.
+        """Return the plan. Raises UsageError for several ranks if the request allows only exact changes.
 
-        Raises InfeasibleError if no layout fits the memory, or the fastest exceeds the time limit.
+        Raises InfeasibleError if no layout fits the memory, or if the fastest layout exceeds the time limit.
         """
         if self.request.allow is Numerics.EXACT and self.cluster.ranks > 1:
             raise UsageError(
-                "several ranks sum in another order than one, which --allow exact forbids", fix="--allow rounding"
+                "several ranks sum in a different order than one rank, which --allow exact forbids",
+                fix="--allow rounding",
             )
         candidates = layouts(self.workload, self.cluster, self.plain.source.batch, self._format(), self._recompute())
         if self.request.allow is Numerics.EXACT:
@@ -138,7 +139,7 @@ class ClusterPlanner:
         if not candidates:
             raise InfeasibleError(
                 f"an effective batch of {self.plain.source.batch} cannot be divided over {self.cluster.ranks:,} ranks",
-                fix=f"--set data.batch={self.cluster.ranks}, or fewer --ranks",
+                fix=f"--set data.batch={self.cluster.ranks}; or use fewer --ranks",
             )
         self.say(f"{len(candidates)} layouts of {self.cluster.ranks:,} ranks simulated")
         placed, misfits = self._counted(candidates)
@@ -183,7 +184,7 @@ class ClusterPlanner:
         why = misfits.get(least.label, f"{needed / 1e9:,.1f} GB by simulation")
         raise InfeasibleError(
             f"no layout fits {self._limit / 1e9:,.1f} GB per rank; the smallest is {least.label}: {why}",
-            fix="more --ranks, a larger --memory, or a smaller model or data.length",
+            fix="use more --ranks; or a larger --memory; or a smaller model or data.length",
         )
 
     @property
@@ -191,21 +192,21 @@ class ClusterPlanner:
         return min(self.request.memory, self.cluster.device.memory)
 
     def _format(self) -> str:
-        """Return the number format of products: the recipe's, or the device's nearest one."""
+        """Return the number format of matrix products: the format of the recipe, or a similar format of the device."""
         mixed = any(technique.is_low_precision for technique in self.recipe.techniques)
         preferred = ("bfloat16", "float16", "float32") if mixed else ("float32", "tfloat32")
         return next(name for name in (*preferred, *self.cluster.device.flops) if name in self.cluster.device.flops)
 
     def _recompute(self) -> Recompute | None:
-        """Return the recompute setting of the recipe; None if it has none, so that a layout may choose."""
+        """Return the recompute setting of the recipe, or None if layouts may choose it."""
         return next((t.recomputation for t in self.recipe.techniques if t.recomputation != "none"), None)
 
     def _parts(self) -> int:
-        """Return the recipe's number of micro-batches; another number sums gradients in another order."""
+        """Return the number of micro-batches of the recipe. Other numbers change the order of gradient sums."""
         return max((t.micro_batches for t in self.recipe.techniques if Claim.MICRO_BATCHES in t.claims), default=1)
 
     def _counted(self, candidates: list[ClusterLayout]) -> tuple[list[PlacedLayout], dict[str, str]]:
-        """Return the first layout of each mesh that fits, fastest first, and the reasons why others do not."""
+        """Return the fastest fitting layout per mesh, sorted by time, and the reasons against other layouts."""
         placed: list[PlacedLayout] = []
         misfits: dict[str, str] = {}
         lightest = TOO_MUCH * self._limit
@@ -213,14 +214,14 @@ class ClusterPlanner:
             memory, tries = layout.report.fullest.total, len(placed) + len(misfits)
             if len(placed) > ALTERNATIVES or tries >= (COUNTS if placed else MOST_COUNTS):
                 break
-            # after many layouts that do not fit, count only smaller ones
+            # after many layouts that do not fit, count only smaller layouts
             most = TOO_MUCH * self._limit if tries < COUNTS else 0.99 * lightest
             if memory > most or layout.mesh in (p.layout.mesh for p in placed):
                 continue
             try:
                 techniques = self._techniques(layout)
                 footprint = self._footprint(layout, techniques)
-            except Exception as refusal:  # a bug in one option must not end the plan
+            except Exception as refusal:  # a bug in one technique must not stop planning
                 misfits[layout.label] = reason_of(refusal)
                 continue
             if footprint.memory * OVER_MESH_HIGH > self._limit:
@@ -252,7 +253,7 @@ class ClusterPlanner:
         return self.catalogue[name](**settings)
 
     def _footprint(self, layout: ClusterLayout, techniques: tuple[Technique, ...]) -> Footprint:
-        """Return the footprint of the first rank, as techniques claim it over the mesh."""
+        """Return the footprint of the first rank of the layout's mesh."""
         with fake_first_rank(recipe_mesh(layout.mesh)):
             return count_footprint(compose(self.plain, techniques, self.steps))
 

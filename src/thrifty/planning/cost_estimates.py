@@ -1,4 +1,4 @@
-"""Cost estimates of a run: counted footprints, and step times from probes, each with an interval."""
+"""Cost estimates of a run: counted memory footprints, and step times from probes, with intervals."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, fields
@@ -13,14 +13,14 @@ from thrifty.core.footprint import Footprint
 from thrifty.core.technique import Technique
 
 COUNTED_HIGH = 1.1
-"""Factor from counted to largest expected memory: in 268 cases the error was at most 9.4 % (results/benchmarks)."""
+"""Upper bound of measured memory / counted memory. In 268 cases, the error was at most 9.4 % (results/benchmarks)."""
 OVER_MESH_HIGH = 1.2
-"""The same factor over a mesh: in 26 small cases on two gloo ranks, memory was at most 1.8 % more and 6.4 % less. It is
-larger because communication buffers are claimed by techniques, not counted, and neither GPUs nor many ranks were
-measured."""
+"""Upper bound of measured memory / counted memory over a mesh. In 26 small cases on two gloo ranks, memory was at most
+1.8 % more and 6.4 % less. The bound is larger, because communication buffers are estimated by techniques and not
+counted. GPUs and many ranks were not measured."""
 HELD = ("parameters", "gradients", "optimizer", "activations", "temporary", "buffers")
 DISTURBED = 0.1
-"""Fraction of a machine's cores above which other processes count as a disturbance."""
+"""Fraction of cores. If other processes use more, the measurement counts as disturbed."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class Estimate:
 
     @classmethod
     def within(cls, value: float, below: float, above: float) -> Self:
-        """Return an estimate with bounds as factors of the value, such as 0.9 and 1.1."""
+        """Return an estimate with the bounds `value` · `below` and `value` · `above`."""
         return cls(value, value * below, value * above)
 
     def times(self, factor: float) -> "Estimate":
@@ -51,7 +51,7 @@ class Estimate:
 
 
 def count_footprint(run: Run) -> Footprint:
-    """Return the footprint of a run with all its techniques, in one trace; the last one of `thrifty explain`."""
+    """Return the footprint of a run with all techniques, as in the last row of `thrifty explain`."""
     claiming = [t for t in run.techniques if type(t).footprint is not Technique.footprint]
     _, footprint = count(run, tuple(t for t in run.techniques if t not in claiming), data_shard_count(run.techniques))
     for technique in claiming:
@@ -60,9 +60,9 @@ def count_footprint(run: Run) -> Footprint:
 
 
 def largest_part(footprint: Footprint) -> tuple[str, float]:
-    """Return the name of the largest part of the predicted peak, and its fraction.
+    """Return the name of the largest part of the predicted peak, and the fraction of this part.
 
-    Gradients appear while activations are freed, so only the larger of the two counts.
+    Gradients are allocated while activations are freed, so only the larger of both counts.
     """
     smaller = "gradients" if footprint.activations >= footprint.gradients else "activations"
     parts = {name: getattr(footprint, name) for name in HELD if name != smaller}
@@ -71,45 +71,45 @@ def largest_part(footprint: Footprint) -> tuple[str, float]:
 
 
 def interpolate_footprint(one: Footprint, other: Footprint, share: float) -> Footprint:
-    """Return a footprint on the straight line from `one` (share 0) to `other` (share 1)."""
+    """Interpolate linearly between the footprints `one` (share 0) and `other` (share 1)."""
     ends = ((field.name, getattr(one, field.name), getattr(other, field.name)) for field in fields(Footprint))
     return Footprint(**{name: first + share * (last - first) for name, first, last in ends})
 
 
 @dataclass(frozen=True)
 class StepTiming:
-    """Measured times of whole steps in a separate process, in seconds, and peak memory in bytes.
+    """Seconds of training steps, and peak memory in bytes, measured in a separate process.
 
-    A step is the forward and backward pass of micro-batches of several sizes, then the update.
+    A step is forward and backward passes of micro-batches, then the update. Micro-batches of several sizes are timed.
     """
 
     rows: tuple[int, ...]
-    """Examples of a micro-batch, smallest first; only the largest size if it was far slower than the best candidate."""
+    """Numbers of examples per micro-batch, ascending. Slow candidates have only the largest size."""
     passes: tuple[float, ...]
-    """Median seconds of forward and backward pass by size, as a run will see them."""
+    """Median seconds of forward and backward pass, by size. A run is expected to take this time."""
     least: tuple[float, ...]
-    """Shortest seconds of forward and backward pass by size. Candidates are compared by these, because other processes
-    only add time."""
+    """Minimum seconds of forward and backward pass, by size. Candidates are compared by the minimum, because other
+    processes only add time."""
     update: float
     spread: float
-    """Half the interquartile range of step times, over the median."""
+    """Half the interquartile range of step times, divided by the median."""
     startup: float
-    """Seconds from building the model to the end of the first step, and of the first evaluated batch, with
+    """Seconds from building the model to the end of the first step, plus the first evaluated batch. Both include
     compilation."""
     evaluation: float
     save: float
     memory: float
-    """Peak memory with micro-batches of the largest size, above the process memory before the model was built."""
+    """Peak memory with micro-batches of the largest size, minus the process memory before the model was built."""
     others: float = 0.0
     """Number of cores used by other processes during the measurement."""
     cores: int = 1
     """Number of cores of the machine."""
     process: float = 0.0
-    """Bytes of the process before the model was built, on a CPU."""
+    """Bytes of the process before the model was built; on a CPU only."""
 
     @property
     def is_disturbed(self) -> bool:
-        """True if other processes took so many cores that steps are faster on a quiet machine."""
+        """True if other processes used so many cores that the steps were slowed down."""
         return self.others > DISTURBED * self.cores
 
     def step(self, batch: int, parts: int) -> float:
@@ -117,7 +117,7 @@ class StepTiming:
         return self._step(batch, parts, self.passes)
 
     def least_step(self, batch: int, parts: int) -> float:
-        """Return the shortest seconds of a step of `batch` examples in `parts` micro-batches."""
+        """Return the minimum seconds of a step of `batch` examples in `parts` micro-batches."""
         return self._step(batch, parts, self.least)
 
     def _step(self, batch: int, parts: int, passes: tuple[float, ...]) -> float:
@@ -135,9 +135,9 @@ class StepTiming:
 
 
 def line_through(rows: Sequence[int], seconds: Sequence[float]) -> Callable[[int], float]:
-    """Return a function from rows to seconds: the measured ones, else the least-squares line through all.
+    """Return a function from micro-batch size to seconds. For other sizes than `rows`, it is the least-squares line.
 
-    If noise makes the line fall or start below zero, seconds are proportional to the largest size.
+    If noise makes the slope or the intercept negative, the time of the largest size is scaled in proportion.
     """
     slope, fixed = np.polyfit(rows, seconds, 1) if len(rows) > 1 else (0.0, 0.0)
 

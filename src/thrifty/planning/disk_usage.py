@@ -7,15 +7,15 @@ from thrifty.core.recipe import CheckpointSettings
 from thrifty.core.technique import Technique
 
 BEST, NEXT = 1, 1
-"""Checkpoints in addition to the newest ones: the best, and the next, written before the oldest is deleted."""
+"""Number of checkpoints in addition to the newest: the best, and the next (written before the oldest is deleted)."""
 ADAM = 2.0
-"""Moments per parameter of an offloaded optimizer state, which the footprint does not count."""
+"""Number of moments per parameter in an offloaded optimizer state. The footprint does not count this state."""
 
 
 def disk_bytes(
     checkpoints: CheckpointSettings, footprint: Footprint, techniques: Iterable[Technique], data: float
 ) -> dict[str, float]:
-    """Return the largest bytes on disk by kind. A checkpoint holds parameters, buffers and optimizer state."""
+    """Return the maximum bytes on disk by kind. A checkpoint holds parameters, buffers and optimizer state."""
     is_outside = any(technique.offloads_optimizer_state for technique in techniques)
     state = max(footprint.optimizer, ADAM * footprint.gradients if is_outside else 0.0)
     each = footprint.parameters + footprint.buffers + state

@@ -1,4 +1,4 @@
-"""Requests of a plan, and forecasts for its candidates."""
+"""Requests for a plan, and forecasts of candidates."""
 
 import math
 from collections.abc import Mapping
@@ -16,9 +16,9 @@ from thrifty.planning.forecast_ledger import PredictionRecord
 from thrifty.planning.plan_candidate import PlanCandidate
 
 SURE, UNSURE = 0.15, 3.0
-"""Error of a step's time: a fraction for measured steps, a factor for steps that were only counted."""
+"""Error of a step time: a fraction for measured steps, a factor for steps with only counted FLOPs."""
 MARGIN = 1.1
-"""Factor from a probe's memory to a run's largest, until the ledger has enough runs."""
+"""Factor from the memory of a probe to the maximum memory of a run, until the ledger has enough runs."""
 
 
 @dataclass(frozen=True)
@@ -29,7 +29,7 @@ class PlanRequest:
     memory: float = math.inf
     disk: float = math.inf
     seconds: float | None = None
-    """The budget; with tokens or FLOPs, the time limit for them."""
+    """The budget in seconds. With `tokens` or `flops`, the time limit for this budget."""
     tokens: float | None = None
     flops: float | None = None
     price: float | None = None
@@ -42,20 +42,20 @@ class PlanRequest:
             if steps < 1:
                 raise InfeasibleError(
                     f"a budget of {self.flops:.3g} FLOP does not fit one step of {flops_per_step:.3g}",
-                    fix=f"--flops {flops_per_step * 100:.2g}, or a smaller model or data.batch",
+                    fix=f"--flops {flops_per_step * 100:.2g}; or use a smaller model or data.batch",
                 )
             return Budget(steps=steps)
         return Budget(seconds=self.seconds) if self.seconds is not None else default
 
     def refuse_late(self, least: Estimate) -> None:
-        """Raise InfeasibleError if the fastest candidate that fits exceeds the time limit for tokens or FLOPs."""
+        """Raise InfeasibleError if the forecast `least` exceeds the time limit for a budget of tokens or FLOPs."""
         limit = self.seconds
         if limit is None or (self.tokens is None and self.flops is None) or least.value <= limit:
             return
         raise InfeasibleError(
             f"the fastest candidate that fits takes {least.value / 3600:.3g} h ({least.low / 3600:.3g} to "
             f"{least.high / 3600:.3g}); the limit is {limit / 3600:.3g} h",
-            fix=f"--hours {least.high / 3600:.2g}, {limit / least.value:.0%} of the tokens, or a smaller model",
+            fix=f"--hours {least.high / 3600:.2g}; or use {limit / least.value:.0%} of the tokens; or a smaller model",
         )
 
 
@@ -64,49 +64,49 @@ def refuse_no_step(
 ) -> None:
     """Raise InfeasibleError if the budget is smaller than one step of `step` seconds and `tokens` tokens.
 
-    `unit` replaces tokens for other examples.
+    `unit` is the unit of `tokens`, such as tokens or images.
     """
     if steps >= 1:
         return
     if budget.seconds is not None:
-        starting = f"the start is forecast to take {startup:.3g} s and " if startup else ""
+        starting = f"startup takes about {startup:.3g} s and " if startup else ""
         raise InfeasibleError(
-            f"a budget of {budget.seconds:.3g} s does not fit one step: {starting}a step {step:.3g} s",
+            f"a budget of {budget.seconds:.3g} s does not fit one step: {starting}a step takes {step:.3g} s",
             fix=f"--hours {(startup + 10 * step) / 3600:.2g} or more",
         )
     raise InfeasibleError(
         f"a budget of {budget.tokens or 0:,.0f} {unit} does not fit one step of {tokens:,.0f}",
-        fix=f"--tokens {tokens:.0f} or more, or a smaller data.batch",
+        fix=f"--tokens {tokens:.0f} or more; or use a smaller data.batch",
     )
 
 
 @dataclass(frozen=True)
 class Forecast:
     counted: float
-    """Counted bytes of tensors at the peak."""
+    """Counted bytes of tensors at peak memory."""
     memory: Estimate
-    """Peak bytes as a run measures them: of the device on a GPU; of the process beyond its bytes before the model on a
-    CPU; of tensors alone without a probe."""
+    """Peak memory in bytes, as a run measures it. On a GPU: device memory. On a CPU: process memory, minus the process
+    memory before the model is built. Without a probe: tensors only."""
     step: Estimate
     tokens_per_second: Estimate
     seconds: Estimate
-    """Seconds until the budget is used, with evaluations and checkpoints."""
+    """Seconds of the whole run, including evaluations and checkpoints."""
     steps: Estimate
     tokens: Estimate
     cost: Estimate | None
     memory_is: tuple[str, float]
-    """Largest part of the peak, and its fraction."""
+    """Name and fraction of the largest part of peak memory."""
     time_is: tuple[str, float]
     disk: Mapping[str, float]
-    """Bytes of a run on disk, by kind."""
+    """Bytes on disk, by kind."""
     startup: float = 0.0
-    """Seconds outside steps: the start, an evaluation and a checkpoint."""
+    """Seconds outside of steps: startup, one evaluation and one checkpoint."""
     others: float = 0.0
-    """Number of cores used by other processes while the step was measured, if enough to disturb it."""
+    """Number of cores used by other processes during the measurement, if the measurement was disturbed; else 0."""
     cores: int = 1
     """Number of cores of the machine."""
     process: float = 0.0
-    """Bytes of the process before the model is built, on a CPU; the whole process is this plus `memory`."""
+    """Bytes of the process before the model is built, on a CPU. The whole process has `process` + `memory` bytes."""
     unit: str = "tokens"
     """Unit of examples, such as tokens or images."""
 
@@ -127,10 +127,10 @@ class Forecast:
 
 @dataclass(frozen=True, kw_only=True)
 class Forecaster:
-    """A forecaster for candidates of a recipe.
+    """Forecaster for candidates of a recipe.
 
-    `rate` is the reached FLOP/s of training on a device, for candidates without a probe. `tokens` is the number per
-    example, `data` the bytes of prepared data.
+    `rate` is the reached FLOP/s of training on the device, used for candidates without a probe. `tokens` is the number
+    of tokens per example. `data` is the size of prepared data in bytes.
     """
 
     recipe: Recipe
@@ -142,15 +142,15 @@ class Forecaster:
     data: float = 0.0
     rate: float = 1e12
     process: float = 0.0
-    """Expected bytes of a process on a CPU without its run, before the first probe."""
+    """Expected bytes of a process before it builds the model, on a CPU. Used until the first probe."""
 
     def forecast(
         self, candidate: PlanCandidate, budget: Budget, past: Mapping[str, PredictionRecord], slowdown: float = 1.0
     ) -> Forecast:
         """Return the forecast of a candidate.
 
-        `past` is the ledger's record of "memory" and "step". `slowdown` is the ratio of median to fastest steps;
-        candidates are compared by their fastest.
+        `past` has the ledger's records of "memory" and "step". `slowdown` is the ratio of median to minimum step time.
+        Candidates are compared by minimum step time.
         """
         timing, footprint = candidate.timing, candidate.footprint
         assert footprint is not None
@@ -162,7 +162,7 @@ class Forecaster:
         else:
             step = _step(slowdown * candidate.least_step, timing, past["step"])
             peak = max(timing.memory, footprint.memory)
-            # the probe includes the compiler's own memory, which is not needed if its results are cached
+            # the probe includes memory of the compiler, which a run with cached compilation does not use
             low = footprint.memory / peak if candidate.is_compiled else 1.0
             memory = past["memory"].around(peak, 0.9 * low, MARGIN)
             aside = timing.evaluation / self.recipe.evaluation.every + timing.save / self.recipe.checkpoints.every
@@ -172,7 +172,7 @@ class Forecaster:
         per_step = candidate.batch * self.tokens
         if budget.seconds is not None:
             steps = step.over(max(budget.seconds - started, 0.0))
-            # as in training, the budget covers steps alone, and evaluations and checkpoints are added
+            # as in training, the budget is for steps; evaluations and checkpoints take additional time
             seconds = Estimate(budget.seconds, budget.seconds, budget.seconds + aside * steps.high)
         else:
             number = budget.steps or math.floor((budget.tokens or 0) / per_step)
@@ -204,8 +204,9 @@ class Forecaster:
 
 
 def _step(seconds: float, timing: StepTiming, past: PredictionRecord) -> Estimate:
-    """Return the estimate of a step; for a disturbed probe, its lower bound is reduced by the fraction of cores that
-    other processes used."""
+    """Return the estimate of a step's seconds.
+
+    For a disturbed probe, the lower bound is reduced by the fraction of cores that other processes used."""
     error = max(SURE, 2 * timing.spread)
     step = past.around(seconds, 1 / (1 + error), 1 + error)
     if not timing.is_disturbed:

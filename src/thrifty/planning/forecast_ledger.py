@@ -1,7 +1,7 @@
 """Ledger of predictions: predicted and measured values of each finished run of this user, one line per run.
 
-It widens or narrows the intervals of later plans. Lines are appended under a lock. Unreadable lines are skipped, and
-failures to write one do not affect the run."""
+The ledger widens or narrows the intervals of later plans. Lines are appended under a lock. Unreadable lines are
+skipped. If a line cannot be written, the run continues."""
 
 import json
 import math
@@ -16,7 +16,7 @@ from thrifty.planning.cost_estimates import Estimate
 from thrifty.training.run_ledger import ledger_file
 
 ENOUGH = 5
-"""Fewest runs from which the ledger sets an interval; with fewer it only widens the default one."""
+"""Minimum number of runs for an interval from the ledger. Fewer runs only widen the default interval."""
 COVERAGE = 0.9
 
 
@@ -24,15 +24,15 @@ COVERAGE = 0.9
 class LedgerEntry:
     run: str
     predicted: Mapping[str, float]
-    """Known values of "counted" (bytes of tensors), "memory" (bytes as a run measures them) and "step" (seconds)."""
+    """Known predictions of "counted" (bytes of tensors), "memory" (bytes as a run measures) and "step" (seconds)."""
     measured: Mapping[str, float]
-    """Values of "memory", on the first rank, and "step"."""
+    """Measured "memory" (bytes, on the first rank) and "step" (seconds)."""
     machine: Mapping[str, Any]
     ranks: int = 1
 
 
 def entries(device: str) -> list[LedgerEntry]:
-    """Return the ledger's entries of runs on this machine's devices of a type."""
+    """Return the ledger's entries of runs on this machine and this type of device."""
     machine = machine_identity(device)
     ledger_entries = []
     try:
@@ -50,27 +50,29 @@ def entries(device: str) -> list[LedgerEntry]:
 
 @dataclass(frozen=True)
 class PredictionRecord:
-    """Accuracy of predictions of one quantity: measured over predicted, by run."""
+    """Accuracy of predictions of one quantity: the ratio measured / predicted of each run."""
 
     ratios: tuple[float, ...]
 
     @property
     def error(self) -> float | None:
-        """Median relative error of the predictions, or None without runs."""
+        """Median relative error of predictions; None without runs."""
         return statistics.median(abs(ratio - 1) for ratio in self.ratios) if self.ratios else None
 
     def around(self, value: float, low: float, high: float) -> Estimate:
-        """Return the estimate of a new prediction: by earlier runs if they are enough, else by the factors `low` and
-        `high`, widened by earlier runs."""
+        """Return a new prediction with its interval.
+
+        With at least `ENOUGH` runs, the interval is from their ratios. With fewer runs, it is `low` to `high`, widened
+        to contain their ratios."""
         below, above = self._bounds() if len(self.ratios) >= ENOUGH else (low, high)
         if self.ratios and len(self.ratios) < ENOUGH:
             below, above = min(low, *self.ratios), max(high, *self.ratios)
         return Estimate(value, value * min(below, 1.0), value * max(above, 1.0))
 
     def _bounds(self) -> tuple[float, float]:
-        """Return the bounds that cover the next ratio with COVERAGE, for exchangeable runs.
+        """Return bounds that contain the next ratio with probability `COVERAGE`, if runs are exchangeable.
 
-        If runs are too few for that, the bounds exceed the outermost ratios by half their distance from 1.
+        For too few runs, the bounds extend beyond the extreme ratios by half of their distance from 1.
         """
         ordered, outside = sorted(self.ratios), (1 - COVERAGE) / 2
         place = math.floor((len(ordered) + 1) * outside)
@@ -80,7 +82,7 @@ class PredictionRecord:
 
 
 def prediction_record(ledger: Iterable[LedgerEntry], predicted: str, measured: str) -> PredictionRecord:
-    """Return the ratios of a measured quantity over a predicted one, over entries that have both."""
+    """Return the ratios measured / predicted of all entries that have both quantities."""
     ratios: Sequence[float] = [
         entry.measured[measured] / entry.predicted[predicted]
         for entry in ledger

@@ -1,7 +1,7 @@
-"""IsoFLOP analysis: a parabola of loss in log size at each compute budget, and the movement of its minimum.
+"""IsoFLOP analysis: for each compute budget, fit a parabola of loss over log size. Its minimum is the optimal size.
 
-Paper  Hoffmann et al. 2022 (2203.15556), approach 2. It assumes no law, but the parabola is exact only near the
-       minimum: sizes far from it, or more on one side, bias the result."""
+Paper  Hoffmann et al. 2022 (2203.15556), approach 2. The method assumes no law, but a parabola is accurate only near
+       the minimum. Sizes far from the minimum, or mostly on one side of it, bias the result."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -14,41 +14,41 @@ from thrifty.planning.scaling_law import COVERAGE, Interval
 from thrifty.planning.scaling_law_fit import TrainedRun
 
 SAME_BUDGET = 0.1
-"""Largest relative difference of budgets in a group; whole steps rarely use a budget exactly."""
+"""Maximum relative difference of budgets in a group, because integer steps rarely use a budget exactly."""
 
 
 @dataclass(frozen=True)
 class IsoFlopParabola:
-    """The parabola of one budget: loss + curvature (log N - log parameters)^2."""
+    """Parabola of one budget over the size N: loss + curvature (log N - log parameters)^2."""
 
     flops: float
     runs: int
     parameters: float
-    """Size of least loss."""
+    """Model size with minimum loss."""
     interval: Interval | None
-    """95 % interval of `parameters`; None with three runs, which determine the parabola exactly."""
+    """95 % interval of `parameters`; None for three runs, because three runs determine the parabola exactly."""
     loss: float
     curvature: float
 
 
 @dataclass(frozen=True)
 class IsoFlop:
-    """The optimal size as coefficient x FLOPs^exponent."""
+    """The optimal model size as a power law: coefficient · FLOPs^exponent."""
 
     valleys: tuple[IsoFlopParabola, ...]
     exponent: float
     exponent_interval: Interval | None
-    """95 % interval; None with two budgets, which determine the line exactly."""
+    """95 % interval of `exponent`; None for two budgets, because two budgets determine the line exactly."""
     coefficient: float
     refused: tuple[str, ...]
-    """Omitted budgets, with the reason."""
+    """Omitted budgets, with reasons."""
 
     def parameters(self, flops: float) -> float:
         return self.coefficient * flops**self.exponent
 
 
 def isoflop(runs: Sequence[TrainedRun]) -> IsoFlop:
-    """Fit the optimal size to runs. Raises UsageError if fewer than two budgets have a minimum among their sizes."""
+    """Fit the optimal size to runs. Raises UsageError unless two budgets have a minimum within their sizes."""
     valleys: list[IsoFlopParabola] = []
     refused: list[str] = []
     for group in budgets(runs):
@@ -58,7 +58,7 @@ def isoflop(runs: Sequence[TrainedRun]) -> IsoFlop:
         else:
             refused.append(valley)
     if len(valleys) < 2:
-        reasons = "; ".join(refused) or "all runs are of one budget"
+        reasons = "; ".join(refused) or "all runs have the same budget"
         raise UsageError(f"fewer than two budgets have a minimum: {reasons}", fix="add runs of other sizes or budgets")
     log_flops = np.log([valley.flops for valley in valleys])
     log_parameters = np.log([valley.parameters for valley in valleys])
@@ -68,7 +68,7 @@ def isoflop(runs: Sequence[TrainedRun]) -> IsoFlop:
 
 
 def budgets(runs: Sequence[TrainedRun]) -> list[list[TrainedRun]]:
-    """Return the runs grouped by budget, smallest first."""
+    """Return the runs grouped by budget, in ascending order."""
     groups: list[list[TrainedRun]] = []
     for run in sorted(runs, key=lambda run: run.flops):
         if groups and run.flops < groups[-1][0].flops * (1 + SAME_BUDGET):
@@ -79,7 +79,7 @@ def budgets(runs: Sequence[TrainedRun]) -> list[list[TrainedRun]]:
 
 
 def find_valley(runs: Sequence[TrainedRun]) -> IsoFlopParabola | str:
-    """Return the parabola of one budget's runs, or the reason why there is none."""
+    """Return the parabola of one budget's runs, or the reason against a fit."""
     flops = float(np.exp(np.mean([np.log(run.flops) for run in runs])))
     log_sizes = np.log([run.parameters for run in runs])
     if len(np.unique(np.round(log_sizes, 2))) < 3:
@@ -92,7 +92,7 @@ def find_valley(runs: Sequence[TrainedRun]) -> IsoFlopParabola | str:
     lowest = -slope / (2 * curvature)
     if not log_sizes.min() <= centre + lowest <= log_sizes.max():
         side = "smaller" if centre + lowest < log_sizes.min() else "larger"
-        return f"{flops:.3g} FLOP: the minimum is outside the trained sizes, at {side} ones"
+        return f"{flops:.3g} FLOP: the minimum is outside of the trained sizes, at {side} sizes"
     interval = None
     if covariance is not None:
         gradient = np.array([slope / (2 * curvature**2), -1 / (2 * curvature), 0.0])
@@ -103,7 +103,7 @@ def find_valley(runs: Sequence[TrainedRun]) -> IsoFlopParabola | str:
 
 
 def _least_squares(design: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray | None]:
-    """Return the coefficients, and their covariance if there are more values than coefficients."""
+    """Return the coefficients, and their covariance (None unless there are more values than coefficients)."""
     coefficients = np.linalg.lstsq(design, values, rcond=None)[0]
     spare = len(values) - design.shape[1]
     if spare <= 0:

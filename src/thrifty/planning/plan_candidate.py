@@ -1,4 +1,4 @@
-"""A candidate of a plan: a combination of options, with its footprint and timing."""
+"""Candidates of a plan: combinations of options."""
 
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -13,17 +13,17 @@ from thrifty.planning.search_space import PlanOption, mesh_of
 
 @dataclass(frozen=True)
 class PlanCandidate:
-    """A combination of options, at most one per axis, with its footprint and timing as far as known."""
+    """A combination of options, at most one per axis. Footprint and timing are None until known."""
 
     options: tuple[PlanOption, ...]
     techniques: tuple[Technique, ...]
     batch: int
     relative: float = 1.0
-    """Expected seconds of a step over the unchanged recipe's."""
+    """Expected step time, relative to the unchanged recipe."""
     footprint: Footprint | None = field(default=None, compare=False)
     timing: StepTiming | None = field(default=None, compare=False)
     undivided: Footprint | None = field(default=None, compare=False)
-    """Footprint of the candidate on one rank, whose state is in checkpoints."""
+    """Footprint of the candidate on one rank. It determines the size of checkpoints."""
 
     @cached_property
     def parts(self) -> int:
@@ -39,13 +39,13 @@ class PlanCandidate:
 
     @property
     def tensors(self) -> float:
-        """Counted bytes of tensors at the peak of a rank."""
+        """Counted bytes of tensors per rank, at peak memory."""
         assert self.footprint is not None
         return self.footprint.memory
 
     @property
     def counted_high(self) -> float:
-        """Factor from counted to largest expected bytes of a rank."""
+        """Factor from counted bytes to maximum expected bytes per rank."""
         return COUNTED_HIGH if self.ranks == 1 else OVER_MESH_HIGH
 
     @property
@@ -54,9 +54,9 @@ class PlanCandidate:
 
     @property
     def process_kind(self) -> tuple[bool, bool, int]:
-        """Kind of process, which determines the bytes beyond its tensors.
+        """Kind of process. It determines the process memory in addition to tensors.
 
-        It consists of the compiler's own memory, the policy for freed memory
+        The elements are: compiled or not, freed memory returned to the system or not
         (`training.memory_meter.set_freed_memory_policy`), and the number of ranks.
         """
         returns_memory = any(technique.limits_activation_bytes for technique in self.techniques)
@@ -64,14 +64,14 @@ class PlanCandidate:
 
     @property
     def step(self) -> float:
-        """Median measured seconds of a step, as a run will see them."""
+        """Measured median seconds of a step. A run is expected to take this time."""
         assert self.timing is not None
         return self.timing.step(self.batch, self.parts)
 
     @property
     def least_step(self) -> float:
-        """Shortest measured seconds of a step, without the time added by other processes; candidates are compared by
-        these."""
+        """Measured minimum seconds of a step. Candidates are compared by the minimum, because other processes only add
+        time."""
         assert self.timing is not None
         return self.timing.least_step(self.batch, self.parts)
 

@@ -1,7 +1,8 @@
-"""Search of a plan: count single options, estimate their combinations, count the best ones, probe the very best.
+"""Search for a plan. Footprints of single options are counted, and footprints of combinations are estimated. The best
+combinations are counted, and the fastest of these are probed: their steps run in a separate process.
 
-Estimates only determine the order of the search. A proposed candidate was counted to fit and, if probes are allowed,
-ran its steps within the requested memory."""
+Estimates only determine the order of the search. The counted footprint of a proposed candidate fits. If probes are
+allowed, a probe of the candidate also stayed within the requested memory."""
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
@@ -23,31 +24,31 @@ from thrifty.planning.search_space import MICRO_BATCHES, ONE_RANK, PlanOption, a
 from thrifty.planning.single_options import SingleOptionCosts
 
 FINALISTS, COUNTS, PROBES, ALIKE = 4, 48, 8, 2
-"""Probed candidates in addition to the unchanged recipe; most counted combinations; most probes; most candidates that
-differ only in micro-batches."""
+"""Number of probed candidates in addition to the unchanged recipe, and maximum numbers of counted combinations, of
+probes, and of candidates that differ only in micro-batches."""
 TOO_HIGH = 1.25
-"""Largest expected ratio of a combination's estimated memory to its counted memory."""
+"""Maximum expected ratio of estimated to counted memory of a combination."""
 NEAR = 1.25
-"""Largest expected step time of a probed candidate, over the best probed one."""
+"""Maximum expected step time of a candidate to be probed, relative to the fastest probed candidate."""
 NO_DIFFERENCE = 0.03
-"""Fraction by which a candidate with more changes must be faster, in addition to its own noise."""
+"""Minimum fraction by which a candidate with more changes must be faster."""
 COUNTING = 0.5
-"""Fraction of a plan's time for counting options; the rest is for probes."""
+"""Fraction of the planning time for counting options. The rest is for probes."""
 SOME_PROBE = 10.0
-"""Expected seconds of a probe before the first one."""
+"""Expected seconds of the first probe."""
 
 NO_ROOM = "does not fit the disk"
 
 TimeOf = Callable[[PlanCandidate, float], StepTiming]
-"""A probe of a candidate, which may skip the rest if a step takes longer than these seconds. Raises ProbeError."""
+"""Function that probes a candidate. It may stop early if a step exceeds the given seconds. Raises ProbeError."""
 
 
 @dataclass
 class PlanSearch(SingleOptionCosts):
-    """A search for the fastest candidate that fits.
+    """Search for the fastest candidate that fits.
 
-    `memory` is the limit in bytes, `margin` the factor from a probe's memory to a run's largest. `process` is the
-    expected bytes of a process on a CPU without its run, before the first probe.
+    `memory` is the limit in bytes. `margin` is the factor from the memory of a probe to the maximum memory of a run.
+    `process` is the expected size of a process before it builds the model, in bytes, on a CPU, until the first probe.
     """
 
     memory: float = inf
@@ -55,42 +56,43 @@ class PlanSearch(SingleOptionCosts):
     time: TimeOf | None = None
     finalists: int = FINALISTS
     no_room: Callable[[PlanCandidate], str] = lambda candidate: ""
-    """Function from a counted candidate to the resource other than memory that it lacks; "" for none."""
+    """Function from a counted candidate to a missing resource other than memory; "" if none is missing."""
     shared: bool = False
-    """True if the memory is for all ranks together, not for each."""
+    """True if `memory` is for all ranks together, False if `memory` is per rank."""
     process: float = 0.0
     free: float = inf
-    """Bytes of this machine that are free for a probe."""
+    """Free memory of this machine for a probe, in bytes."""
     allowance: Callable[[float], float] = lambda step: inf
-    """Function from the seconds of the fastest step (infinite before the first) to the time limit of a plan."""
+    """Function from the seconds of the fastest step (infinite until the first probe) to the time limit of planning."""
     began: float = field(default_factory=monotonic)
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.footprints: dict[tuple[PlanOption, ...], Footprint] = {}
         self.tried: list[PlanCandidate] = []
-        """Candidates that were probed or, without probes, counted to fit."""
+        """Candidates that fit: probed, or only counted if probes are not allowed."""
         self.misfits: dict[tuple[PlanOption, ...], str] = {}
-        """Reasons of candidates that do not fit, or whose probe failed."""
+        """Reasons against candidates that do not fit, or whose probe failed."""
         self.failed: set[tuple[PlanOption, ...]] = set()
-        """Candidates that were counted to fit, but whose probe failed."""
+        """Candidates whose counted footprint fits, but whose probe failed."""
         self.needs: dict[tuple[PlanOption, ...], tuple[float, str]] = {}
-        """Required bytes of candidates that do not fit, with the evidence: of probed ones, and of the leanest if this
-        machine has no room to probe it."""
+        """Required bytes of candidates that do not fit, with a description. Includes probed candidates, and candidates
+        that this machine has no memory to probe."""
         self.surpluses: dict[tuple[bool, bool, int], list[float]] = defaultdict(list)
-        """Measured bytes beyond the tensors, by kind of process."""
+        """Measured bytes in addition to tensors, by kind of process."""
         self.processes: dict[int, float] = {}
-        """Smallest measured bytes of a process before the model is built, by number of ranks."""
+        """Minimum measured bytes of a process before it builds the model, by number of ranks."""
         self.probes = 0
         self.fastest, self.longest_probe = inf, SOME_PROBE
-        """Seconds of the fastest probed step, fitting or not, and of the longest probe."""
+        """Seconds of the fastest probed step (of all candidates, even if they do not fit), and of the longest probe."""
         self.stopped = ""
-        """Work that was skipped at the time limit of planning; empty if none."""
+        """Description of work skipped at the time limit of planning; empty if no work was skipped."""
 
     def run(self) -> PlanCandidate:
-        """Return the best candidate. Raises InfeasibleError, with the limit to relax, if none fits.
+        """Return the best candidate. Raises InfeasibleError if no candidate fits; the error names the limit to relax.
 
-        At any time limit, one candidate is probed, and the leanest is tried before the error.
+        Even at a very short time limit, one candidate is probed. The candidate with the least memory is tried before
+        the error.
         """
         self.say(f"the unchanged recipe: {self.plainest.memory / 1e6:,.0f} MB counted")
         self._try_recipe()
@@ -116,7 +118,7 @@ class PlanSearch(SingleOptionCosts):
 
     @property
     def further_seconds(self) -> int:
-        """Seconds to suggest when the time limit of planning is reached."""
+        """Time limit that the notice suggests after planning stopped at its limit, in seconds."""
         return ceil(max(2 * self.seconds_taken, 2 * self.allowance(self.fastest), 60))
 
     def fits(self) -> bool:
@@ -133,8 +135,8 @@ class PlanSearch(SingleOptionCosts):
     def _is_late(self) -> bool:
         """Return True if no time is left for another probe.
 
-        The first probe after the unchanged recipe always runs: the candidate expected to be fastest comes before the
-        leanest.
+        The first probe after the unchanged recipe always runs. This probe is of the candidate that is expected to be
+        fastest.
         """
         has_begun = self.tried or self.probes > 1 or self.counts >= FINALISTS
         if not has_begun or self.seconds_left > (self.longest_probe if self.time else 0.0):
@@ -143,33 +145,34 @@ class PlanSearch(SingleOptionCosts):
         return True
 
     def beyond(self, candidate: PlanCandidate, reduce: Callable[[list[float]], float] = median) -> float:
-        """Return the expected bytes beyond the tensors, from probes of the same kind of process.
+        """Return the expected bytes in addition to tensors, from probes of the same kind of process.
 
-        Before the first such probe, compiled code is expected to hold as much as other code, and other kinds nothing.
+        Before the first such probe, compiled code is expected to need as much as code without compilation. For other
+        kinds of processes, 0 is expected.
         """
         own = self.surpluses[candidate.process_kind] or self.surpluses[False, *candidate.process_kind[1:]]
         return reduce(own) if own else 0.0
 
     def before_model(self, candidate: PlanCandidate) -> float:
-        """Return the bytes of a candidate's process before it builds the model."""
+        """Return the bytes of a candidate's process before the process builds the model."""
         return self.processes.get(candidate.ranks, self.process)
 
     def _expected(self, candidate: PlanCandidate, reduce: Callable[[list[float]], float] = median) -> float:
-        """Return the expected bytes of a candidate's process, before it is counted."""
+        """Return the expected bytes of a candidate's process, from the estimated footprint."""
         return self.before_model(candidate) + self.estimated(candidate.options) + self.beyond(candidate, reduce)
 
     def _expected_least(self, candidate: PlanCandidate) -> float:
-        """Return the bytes that a candidate requires if it holds as little as the leanest of its kind."""
+        """Return the required bytes of a candidate, by the smallest measured process of its kind."""
         before = self.before_model(candidate)
         return (before + (self._expected(candidate, min) - before) * self.margin) * self._sharing(candidate)
 
     def _is_hopeless(self, candidate: PlanCandidate) -> bool:
-        """Return True if half of all allowed probes had the candidate's kind of process, and none fitted."""
+        """Return True if half of the allowed probes had the candidate's kind of process, and none of them fits."""
         kind = candidate.process_kind
         return len(self.surpluses[kind]) >= PROBES // 2 and all(c.process_kind != kind for c in self.tried)
 
     def room(self, candidate: PlanCandidate) -> float:
-        """Return the memory limit of each rank of a candidate, in bytes."""
+        """Return the memory limit per rank of a candidate, in bytes."""
         return self.memory / self._sharing(candidate)
 
     def _has_enough(self) -> bool:
@@ -177,27 +180,27 @@ class PlanSearch(SingleOptionCosts):
         return kinds > self.finalists or self.counts >= COUNTS or self.probes >= PROBES
 
     def _is_too_slow(self, candidate: PlanCandidate) -> bool:
-        """Return True if a candidate is expected to be far slower than the best, by the most favorable probe."""
+        """Return True if a candidate is expected to be far slower than the best candidate, even by the best probe."""
         probed = [other for other in self.tried if other.timing]
         fastest = min((other.least_step / other.relative for other in probed), default=0.0)
         return candidate.relative * fastest > NEAR * self.bar
 
     @property
     def bar(self) -> float:
-        """Seconds of the fastest step so far."""
+        """Seconds of the fastest step of all probed candidates that fit."""
         return min((candidate.least_step for candidate in self.tried if candidate.timing), default=inf)
 
     def kind(self, candidate: PlanCandidate) -> frozenset[PlanOption]:
-        """Return the options without micro-batches; candidates of the same kind share a probe.
+        """Return the options without micro-batches. Candidates of the same kind share a probe.
 
-        Joint losses keep micro-batches, because they are computed differently in parts. Several ranks keep them too,
-        because they communicate per step and per micro-batch.
+        Micro-batches are included for joint losses, because micro-batches change their computation. Micro-batches are
+        also included for several ranks, because communication is partly per step and partly per micro-batch.
         """
         keeps_parts = self.plain.objective.joint or candidate.ranks > 1
         return frozenset(option for option in candidate.options if keeps_parts or option.axis != MICRO_BATCHES)
 
     def combinations(self) -> Iterator[PlanCandidate]:
-        """Yield all legal combinations, the unchanged recipe first."""
+        """Yield all legal combinations of options. The unchanged recipe is first."""
         choices = [[None, *(option for option in axis if option in self.singles)] for axis in self.options.values()]
         for chosen in product(*choices):
             options = tuple(option for option in chosen if option is not None)
@@ -211,17 +214,17 @@ class PlanSearch(SingleOptionCosts):
         return PlanCandidate(options, techniques, self.plain.source.batch, prod(map(self.relative, options)))
 
     def _promising(self) -> Iterator[PlanCandidate]:
-        """Yield combinations, fastest first, with the fewest changes first among equals."""
+        """Yield combinations, sorted by expected time, then by number of changes."""
         changed = (candidate for candidate in self.combinations() if candidate.options)
         ordered = sorted(changed, key=lambda c: (round(c.relative, 3), len(c.options)))
         yield from (candidate for candidate in ordered if self._expected(candidate) <= self.room(candidate))
-        # estimates may be too high, so combinations slightly above the limit come last, smallest first
+        # estimates may be too high, so combinations slightly above the limit are last, in order of size
         above = [(self._expected(candidate), candidate) for candidate in ordered]
         little_above = [pair for pair in above if 1 < pair[0] / self.room(pair[1]) <= TOO_HIGH]
         yield from (candidate for _, candidate in sorted(little_above, key=lambda pair: pair[0]))
 
     def try_out(self, candidate: PlanCandidate) -> None:
-        """Count a candidate, and probe it if it fits, unless it is a tried one with options that only cost time."""
+        """Count and probe a candidate. Skip it if it only adds slower options to a tried candidate."""
         alike = sum(self.kind(other) == self.kind(candidate) for other in self.tried)
         if alike >= ALIKE or any(self._only_costs(candidate, other) for other in self.tried):
             return
@@ -234,15 +237,15 @@ class PlanSearch(SingleOptionCosts):
         self._run(counted)
 
     def _try_recipe(self) -> None:
-        """Probe the unchanged recipe even if it was counted not to fit.
+        """Probe the unchanged recipe, even if its counted footprint does not fit.
 
-        Its step time limits the time for planning, and its process memory applies to other candidates.
+        The step time determines the time limit of planning. The process memory is used for other candidates.
         """
         if base := self._counted(self._candidate(())):
             self._run_if_possible(base)
 
     def _run_if_possible(self, candidate: PlanCandidate) -> None:
-        """Probe a candidate that may exceed the limit, if this machine has room; without probes, keep it if it fits."""
+        """Probe a candidate if this machine has enough memory for it. Without probes, keep it if it fits."""
         needed = self._least_room(candidate)
         if needed <= (self.room(candidate) if self.time is None else self.free / candidate.ranks):
             self._run(candidate)
@@ -253,7 +256,7 @@ class PlanSearch(SingleOptionCosts):
         self.needs[candidate.options] = size, least
 
     def _sharing(self, candidate: PlanCandidate) -> int:
-        """Return the number of ranks that the memory is for."""
+        """Return the number of ranks that share the memory limit."""
         return candidate.ranks if self.shared else 1
 
     def _misfit(self, candidate: PlanCandidate) -> str:
@@ -262,11 +265,11 @@ class PlanSearch(SingleOptionCosts):
         return f"does not fit: {candidate.tensors / 1e6:,.0f} MB counted{process}"
 
     def _counted(self, candidate: PlanCandidate) -> PlanCandidate | None:
-        """Return the candidate with its footprint; None if a technique refuses, or the disk has no room for it."""
+        """Return the candidate with its footprint, or None if a technique refuses or the disk is too small."""
         try:
             footprint = self._footprint(candidate.options)
             undivided = self._footprint(tuple(option for option in candidate.options if option.mesh == ONE_RANK))
-        except Exception as refusal:  # a bug in one option must not end the plan
+        except Exception as refusal:  # a bug in one option must not stop planning
             self.misfits[candidate.options] = reason_of(refusal)
             return None
         counted = replace(candidate, footprint=footprint, undivided=undivided)
@@ -276,7 +279,7 @@ class PlanSearch(SingleOptionCosts):
         return counted
 
     def _least_room(self, candidate: PlanCandidate) -> float:
-        """Return the bytes that each rank of a candidate requires, before its probe."""
+        """Return the required bytes per rank of a counted candidate, before its probe."""
         expected = (candidate.tensors + self.beyond(candidate)) * self.margin
         return self.before_model(candidate) + max(candidate.tensors * candidate.counted_high, expected)
 
@@ -287,11 +290,11 @@ class PlanSearch(SingleOptionCosts):
             self.tried.append(timed)
 
     def _try_leanest(self) -> None:
-        """Probe up to two combinations that were counted not to fit. Raises InfeasibleError if none fits.
+        """Probe up to two combinations whose counted footprint does not fit. Raises InfeasibleError if none fits.
 
-        The first is the fastest that fits if its process is as lean as the leanest of its kind. The second is the one
-        with the smallest expected process. The first also measures the bytes beyond the tensors of its kind of process,
-        which may show that others fit.
+        The first is the fastest combination that fits with the smallest measured process of its kind. Its probe
+        measures the bytes in addition to tensors, so it may show that other combinations fit. The second is the
+        combination with the smallest expected process.
         """
         waiting = [c for c in self.combinations() if c.options not in {*self.needs, *self.failed}]
         runs = 0
@@ -322,9 +325,9 @@ class PlanSearch(SingleOptionCosts):
         return {*other.options} <= {*candidate.options} and all(self.relative(option) >= 1 for option in more)
 
     def _timed(self, candidate: PlanCandidate) -> PlanCandidate:
-        """Return the candidate with its timing, or without one if the probe fails or exceeds the memory.
+        """Return the candidate with its timing, or without timing if the probe fails or exceeds the memory.
 
-        A larger probe that differs only in micro-batches also serves as its timing.
+        The timing of a candidate with larger micro-batches and otherwise the same options is reused.
         """
         assert self.time is not None
         rows = -(-candidate.batch // candidate.parts)
@@ -361,7 +364,7 @@ class PlanSearch(SingleOptionCosts):
         return replace(candidate, timing=timing)
 
     def best(self) -> PlanCandidate:
-        """Return the fastest tried candidate, or one with fewer changes that is equally fast within the noise."""
+        """Return the fastest tried candidate, or an equally fast candidate (within noise) with fewer changes."""
         ordered = self.ranked()
         best = ordered[0]
         for other in sorted(ordered[1:], key=lambda c: len(c.options)):
@@ -375,7 +378,7 @@ class PlanSearch(SingleOptionCosts):
         return sorted(self.tried, key=lambda c: (self.seconds(c), len(c.options)))
 
     def seconds(self, candidate: PlanCandidate) -> float:
-        """Return the seconds of a step or, without probes, its time relative to the unchanged recipe."""
+        """Return the seconds of a step. Without probes, return the step time relative to the unchanged recipe."""
         return candidate.relative if candidate.timing is None else candidate.least_step
 
     def noise(self, candidate: PlanCandidate) -> float:
@@ -383,7 +386,7 @@ class PlanSearch(SingleOptionCosts):
         return max(NO_DIFFERENCE, spread / 2)
 
     def _refuse_less_than_a_process(self) -> None:
-        """Raise InfeasibleError if even a process without a model does not fit, so that no option helps."""
+        """Raise InfeasibleError if a process without a model already exceeds the memory limit."""
         before = self.processes.get(1, 0.0 if self.time else self.process)
         if before > self.memory and self.needs:
             needed, least = min(self.needs.values())
@@ -397,10 +400,10 @@ class PlanSearch(SingleOptionCosts):
         if failures := [why for options, why in self.misfits.items() if options in self.failed]:
             raise InfeasibleError(
                 f"no candidate that fits {self.memory / 1e6:,.0f} MB completed its steps: {failures[0]}",
-                fix="thrifty train RECIPE --budget 5steps shows the whole error; --no-probe plans by counts alone",
+                fix="thrifty train RECIPE --budget 5steps (prints the whole error); or --no-probe",
             )
         if full := next((why for why in self.misfits.values() if why.startswith(NO_ROOM)), ""):
-            raise InfeasibleError(f"the counted candidate {full}", fix="a larger --disk, or --set checkpoints.keep=1")
+            raise InfeasibleError(f"the counted candidate {full}", fix="a larger --disk; or --set checkpoints.keep=1")
         if not self.needs:
             raise InfeasibleError(
                 f"every combination is refused: {next(iter(self.misfits.values()))}",
@@ -410,16 +413,16 @@ class PlanSearch(SingleOptionCosts):
         among, further = "no allowed combination", ""
         if self.stopped:
             among = f"stopped after {self.seconds_taken:.0f} s, with {self.stopped}: no combination that was tried"
-            further = f"--seconds {self.further_seconds} or "
+            further = f"--seconds {self.further_seconds}; or "
         raise InfeasibleError(
             f"{among} fits in {self.memory / 1e6:,.4g} MB: {what}",
-            fix=f"{further}--memory {ceil(needed / 1e6)}MB, --allow different, or a smaller model, data.length or "
+            fix=f"{further}--memory {ceil(needed / 1e6)}MB; or --allow different; or a smaller model, data.length or "
             "data.batch",
         )
 
 
 def _lighter(sibling: PlanCandidate, candidate: PlanCandidate) -> StepTiming:
-    """Return the timing of a candidate with less tensor memory than its probed sibling."""
+    """Return the timing of a probed sibling, with its memory reduced to the candidate's smaller tensors."""
     assert sibling.timing is not None and sibling.footprint is not None and candidate.footprint is not None
     less = max(sibling.footprint.memory - candidate.footprint.memory, 0.0)
     return replace(sibling.timing, memory=max(sibling.timing.memory - less, candidate.footprint.memory))

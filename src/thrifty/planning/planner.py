@@ -1,4 +1,4 @@
-"""Plans: the recipe to run, its forecast, the next best candidates, and the reason for or against each technique."""
+"""Plans: a recipe, its forecast, alternatives, and the reason for or against each technique."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -32,11 +32,11 @@ from thrifty.planning.search_space import (
 )
 
 STEPS = 1000
-"""Assumed steps of a run whose budget is not in steps."""
+"""Assumed number of steps of a run if its budget is not in steps."""
 SHARE, FLOOR = 0.2, 60.0
-"""Fraction of a run's time that planning may take, and the seconds that it may always take: to probe the recipe, count
-its options, and probe a few combinations."""
-OUTSIDE = "third-party technique, whose code is loaded only if a recipe names it: try it with --with"
+"""Time limit of planning: a fraction of the run's time, and a minimum in seconds. The minimum is enough to probe the
+recipe, count its options, and probe a few combinations."""
+OUTSIDE = "third-party technique, loaded only if the recipe names it: add it with --with"
 
 
 @dataclass(frozen=True)
@@ -45,13 +45,13 @@ class Plan:
     chosen: PlanCandidate
     forecast: Forecast
     alternatives: tuple[tuple[PlanCandidate, Forecast], ...]
-    """All candidates that were probed or, without probes, counted to fit, fastest first."""
+    """All candidates that fit (probed, or counted without probes), sorted by time."""
     misfits: Mapping[str, str]
     reasons: tuple[ChoiceReason, ...]
     past: Mapping[str, PredictionRecord]
     """The ledger's records of "memory" and "step"."""
     stopped: str = ""
-    """Notice that planning stopped at its time limit, with the skipped work; empty otherwise."""
+    """Notice that planning stopped at its time limit, with the skipped work; empty if no work was skipped."""
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -73,7 +73,7 @@ class Plan:
 def allowed_options(
     recipe: Recipe, plain: BaseRun, catalogue: Catalogue, allow: Numerics, device: str, ranks: int = 1
 ) -> tuple[dict[str, list[PlanOption]], dict[str, list[PlanOption]]]:
-    """Return the allowed options of each axis, and the options that `allow` excludes."""
+    """Return the allowed options by axis, and the options by axis that `allow` excludes."""
     batch = plain.source.batch
     offers = AXES | {MICRO_BATCHES: micro_batches(batch, plain.objective.joint)}
     if ranks > 1:
@@ -92,9 +92,9 @@ def allowed_options(
 
 @dataclass(frozen=True, kw_only=True)
 class Planner(Forecaster):
-    """A planner for a recipe with opened data, on up to `ranks` ranks.
+    """Planner for a recipe with opened data, on up to `ranks` ranks.
 
-    Planning takes at most `seconds` since it `began`; by default a fifth of the run's time, and at least a minute.
+    The time limit is `seconds` after `began`. By default, it is a fifth of the run's time, but at least a minute.
     """
 
     plain: BaseRun
@@ -102,15 +102,15 @@ class Planner(Forecaster):
     time: TimeOf | None = None
     ledger: Sequence[LedgerEntry] = ()
     outside: Sequence[str] = ()
-    """Names of third-party techniques, whose code is loaded only if a recipe names them."""
+    """Names of third-party techniques. Their code is loaded only if the recipe names them."""
     evidence: Mapping[str, str] = field(default_factory=dict)
     say: Callable[[str], None] = lambda text: None
     finalists: int = FINALISTS
     ranks: int = 1
     shared: bool = False
-    """True if the requested memory is for all ranks together, not for each."""
+    """True if the requested memory is for all ranks together, False if it is per rank."""
     free: float = inf
-    """Bytes of this machine that are free for a probe."""
+    """Free memory of this machine for a probe, in bytes."""
     seconds: float | None = None
     began: float = field(default_factory=monotonic)
 
@@ -183,7 +183,7 @@ class Planner(Forecaster):
 
     @cached_property
     def _unsure_step(self) -> float:
-        """Expected seconds of a step before the first probe, for small models, which use less of a machine."""
+        """Expected seconds of a step before the first probe, by a low FLOP/s rate as for small models."""
         return UNSURE * self._plain_flops(self.recipe.budget.steps or STEPS) / self.rate
 
     def _allowance(self, step: float) -> float:
@@ -206,12 +206,12 @@ class Planner(Forecaster):
         )
 
     def _records(self, ranks: int) -> dict[str, PredictionRecord]:
-        """Return the records of predicted memory and steps of runs over `ranks` ranks."""
+        """Return the ledger's records of "memory" and "step" for runs on `ranks` ranks."""
         alike = [entry for entry in self.ledger if entry.ranks == ranks]
         return {name: prediction_record(alike, name, name) for name in ("memory", "step")}
 
     def no_room(self, candidate: PlanCandidate) -> str:
-        """Return the reason why a candidate does not fit the disk; "" if it does."""
+        """Return the reason why a candidate does not fit the disk, or "" if it fits."""
         usage = self.disk(candidate)
         if sum(usage.values()) <= self.request.disk:
             return ""
@@ -219,6 +219,6 @@ class Planner(Forecaster):
         return f"{NO_ROOM}: {parts}"
 
     def _plain_flops(self, steps: int) -> float:
-        """Return the FLOPs of a step without techniques."""
+        """Return the FLOPs per step without techniques."""
         _, bare = count(compose(self.plain, self.recipe.techniques, steps, self.device), ())
         return bare.flops

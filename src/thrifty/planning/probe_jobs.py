@@ -1,4 +1,4 @@
-"""Probes: steps of a candidate, run in separate processes and cached for this machine."""
+"""Probes: timed steps of a candidate in a separate process. Results are cached for this machine."""
 
 import hashlib
 import json
@@ -25,30 +25,30 @@ from thrifty.training.process_launch import python, settings
 from thrifty.training.sent_objects import write_value
 
 IRRELEVANT = ("name", "about", "budget", "checkpoints")
-"""Sections of a recipe that do not affect the time of a step."""
+"""Sections of a recipe that do not change the step time."""
 
 LONGEST = 600.0
 """Time limit of a probe in seconds."""
 
 
 class ProbeError(ThriftyError):
-    """A probe that ended without a result."""
+    """The error of a probe that ended without a result."""
 
 
 @dataclass(frozen=True)
 class ProbeJob:
-    """The input of a probe: a recipe as tables, without techniques that cut batches, and the sizes to time."""
+    """Input of a probe: a recipe as tables, without micro-batch techniques, and the micro-batch sizes to time."""
 
     recipe: Mapping[str, Any]
     steps: int
-    """Steps of the whole run."""
+    """Number of steps of the whole run."""
     rows: tuple[int, ...]
     parts: int
     seconds: float
     counted: tuple[float, float]
-    """Counted bytes and FLOPs of the candidate, which distinguish models of the same name, such as two folders."""
+    """Counted bytes and FLOPs of the candidate. They distinguish different models with the same name in the cache."""
     bar: float = math.inf
-    """Seconds of a step above which smaller sizes need not be timed."""
+    """Step time in seconds. If the largest size is slower, smaller sizes are not timed."""
 
     @property
     def ranks(self) -> int:
@@ -59,20 +59,20 @@ class ProbeJob:
         return {**vars(self), "recipe": relevant, "bar": min(self.bar, sys.float_info.max)}  # JSON has no infinity
 
     def is_covered_by(self, timing: StepTiming) -> bool:
-        """Return True if a timing has all sizes, or its step exceeds the bar."""
+        """Return True if a cached timing has all sizes, or if its step is slower than `bar`."""
         batch = self.parts * self.rows[-1]
         return timing.rows == self.rows or timing.least_step(batch, self.parts) > self.bar
 
 
 Probe = Callable[[ProbeJob], StepTiming]
-"""A function that runs a job and returns its timing. Raises ProbeError."""
+"""Function that runs a job and returns the timing. Raises ProbeError."""
 
 
 def sizes(batch: int, parts: int, compiled: bool, fixed: bool = False) -> tuple[int, ...]:
     """Return the micro-batch sizes to time for a step of `batch` examples in `parts` parts.
 
-    They are the plan's size and its half; without compilation, which takes seconds for each shape, also its quarter.
-    With `fixed`, only the plan's size.
+    The sizes are the plan's size, a half and a quarter of it. With `compiled`, the quarter is omitted, because each
+    shape compiles for seconds. With `fixed`, only the plan's size is timed.
     """
     rows = -(-batch // parts)
     if fixed:
@@ -81,7 +81,7 @@ def sizes(batch: int, parts: int, compiled: bool, fixed: bool = False) -> tuple[
 
 
 def cache_probe(probe: Probe, device: str) -> Probe:
-    """Return a probe whose results are cached for this machine, except those disturbed by other processes."""
+    """Return a probe with cached results for this machine. Disturbed measurements are not cached."""
     # the key "counts" excludes older results, whose memory included mapped files
     machine = machine_identity(device) | {"counts": "what the system cannot drop"}
 
@@ -96,7 +96,7 @@ def cache_probe(probe: Probe, device: str) -> Probe:
         timing = probe(job)
         if timing.is_disturbed:
             return timing
-        with suppress(OSError):  # no space or no permission: measured again next time
+        with suppress(OSError):  # no space or no permission: the next call measures again
             path.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
                 json.dump({"timing": timing.as_dict(), "job": job.as_dict(), "machine": machine}, file, default=str)
@@ -107,9 +107,9 @@ def cache_probe(probe: Probe, device: str) -> Probe:
 
 
 def probe_in_process(module: str, limit: float = LONGEST, objects: UserObjects | None = None) -> Probe:
-    """Return a probe that runs a module in a separate process, on the ranks of the job's mesh, with a time limit.
+    """Return a probe that runs `module` in one process per rank of the job's mesh, for at most `limit` seconds.
 
-    The module receives the path of a job file. It writes its result next to that file (`answer_file`).
+    The module receives the path of a job file and writes its result to `answer_file(job_file)`.
     """
 
     def probe(job: ProbeJob) -> StepTiming:
@@ -124,7 +124,7 @@ def probe_in_process(module: str, limit: float = LONGEST, objects: UserObjects |
                     raise ProbeError(answer["refused"].splitlines()[0])
                 return StepTiming.from_dict(answer)
         if code == -9 or "(exitcode: -9)" in stderr:
-            raise ProbeError("its process was killed, as the system does when memory runs out")
+            raise ProbeError("its process was killed, probably because the system ran out of memory")
         lines = [line for line in stderr.splitlines() if line.strip()]
         raise ProbeError(lines[-1].strip() if lines else f"its process ended with exit code {code}")
 
@@ -140,7 +140,7 @@ def answer_file(job_file: Path) -> Path:
 
 
 def write_probe_answer(job_file: Path, answer: Mapping[str, Any]) -> None:
-    """Write the result of a job, a timing or the reason of "refused"; the first rank to write wins."""
+    """Write the result of a job: a timing, or "refused" with a reason. Only the first rank that writes has effect."""
     with tempfile.NamedTemporaryFile("w", dir=job_file.parent, encoding="utf-8") as file:
         json.dump(dict(answer), file)
         file.flush()
@@ -149,7 +149,7 @@ def write_probe_answer(job_file: Path, answer: Mapping[str, Any]) -> None:
 
 
 def _run(command: Sequence[str], ranks: int, limit: float) -> tuple[int, str]:
-    """Run a command, and return its exit code and standard error. Raises ProbeError at the time limit."""
+    """Run a command and return its exit code and standard error. Raises ProbeError at the time limit."""
     process = subprocess.Popen(
         [*command],
         stdin=subprocess.DEVNULL,
@@ -168,7 +168,7 @@ def _run(command: Sequence[str], ranks: int, limit: float) -> tuple[int, str]:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Kill a running process and its children, because torchrun's ranks would outlive it."""
+    """Kill a process and its children, because ranks of torchrun would continue to run."""
     if process.poll() is not None:
         return
     with suppress(psutil.NoSuchProcess):

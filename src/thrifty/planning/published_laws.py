@@ -1,14 +1,14 @@
-"""Published constants of the scaling law, with their sources and uncertainty.
+"""Published constants of the scaling law, with sources and uncertainty.
 
-The first two rows are one fit: its constants were printed with two digits, and the source of the paper has five. Epoch
-AI read 245 runs from a figure of the paper, omitted the five of highest loss and fitted again. The last row is the
-converged minimum of that fit, from all 4500 starts of the paper with `scaling_law_fit.fit`.
+The first two rows are the same fit. The paper prints exponents with two digits, and its TeX source has five digits.
+Epoch AI read 245 runs from a figure of the paper, omitted the five runs with the highest loss and fitted again. The
+last row is the converged minimum for the same 240 runs, from all 4500 starts of the paper with `scaling_law_fit.fit`.
 
-The first two rows have no published errors. Epoch AI published one standard error per constant and no correlations. But
-A and alpha are almost one degree of freedom, and so are B and beta: as independent errors, they would put the optimum
-at 5.76e23 FLOP between 0.1 and 3,100 tokens per parameter. A bootstrap of the same 240 runs reproduces the published
-errors (A 122 against 125, B 1,350 against 1,290, E 0.026, alpha 0.015, beta 0.020 against 0.021). So its covariance is
-used for both last rows."""
+The first two rows have no published errors. Epoch AI published one standard error per constant, but no correlations. A
+and alpha are almost perfectly correlated, and so are B and beta. Independent errors would put the optimum at 5.76e23
+FLOP between 0.1 and 3,100 tokens per parameter. A bootstrap of the same 240 runs reproduces the published errors: A 122
+(published 125), B 1,350 (1,290), E 0.026, alpha 0.015, beta 0.020 (0.021). Therefore the last two rows use the
+covariance of the bootstrap."""
 
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 from thrifty.planning.scaling_law import Interval, LawUncertainty, ScalingLaw, SizeRecommendation, recommend
 
 FITTED_FLOPS = Interval(1.4e18, 1.3e22)
-"""Range of compute of Epoch AI's runs; a recommendation outside is an extrapolation."""
+"""Range of compute (FLOP) of Epoch AI's runs. Recommendations outside of this range are extrapolations."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,7 @@ class PublishedLaw:
     law: ScalingLaw
     source: str
     evidence: str
-    """Check of the constants against the source."""
+    """Description of how the constants were checked against the source."""
     uncertainty: LawUncertainty | None = None
 
     def recommend(self, *, flops: float | None = None, tokens: float | None = None) -> SizeRecommendation:
@@ -79,4 +79,4 @@ PUBLISHED = (
 )
 
 BEST = PUBLISHED[-1]
-"""Recommended constants if you have not fitted your own."""
+"""Recommended constants for users without their own fit."""

@@ -1,4 +1,4 @@
-"""Options that divide the work among ranks of this machine: one more axis of a plan."""
+"""Options that divide the work among ranks of this machine. They are one axis of a plan."""
 
 from collections.abc import Iterable, Iterator
 from itertools import product
@@ -10,27 +10,27 @@ from thrifty.planning.search_space import OptionTemplate
 
 RANKS = "ranks"
 SHARING = 0.85
-"""Best expected time factor of ranks that share cores."""
+"""Lowest expected factor on step time for ranks that share the cores of a CPU."""
 LONGER = {"replicate": 1.02, "shard": 1.04, "tensor": 1.15}
-"""Expected time factors of collectives along an axis; a pipeline's bubble follows from its micro-batches."""
+"""Expected factor on step time for the collectives of each axis. A pipeline's factor depends on micro-batches."""
 DEEPER = 1.03
-"""Expected time factor of each ZeRO stage."""
+"""Expected factor on step time per ZeRO stage."""
 ROUNDS = (1, 2, 4)
-"""Micro-batches of a pipeline, over its ranks."""
+"""Numbers of micro-batches per pipeline rank."""
 
 AxisUse = tuple[dict[str, dict[str, int]], float]
-"""Techniques with their settings, and their time factor."""
+"""Techniques with settings, and the expected factor on step time."""
 
 
 def without_rank_techniques(techniques: Iterable[Technique]) -> tuple[Technique, ...]:
-    """Return the techniques without parallel ones, which the plan chooses."""
+    """Return the techniques without parallel techniques, because the plan chooses these."""
     return tuple(technique for technique in techniques if not technique.divides_ranks)
 
 
 def options_over_ranks(ranks: int, batch: int, device: str) -> Iterator[OptionTemplate]:
-    """Yield meshes of `ranks` ranks (`cluster_layouts.meshes`) that divide a batch equally, with their techniques.
+    """Yield options for all meshes of `ranks` ranks (`cluster_layouts.meshes`) that divide a batch equally.
 
-    On a CPU, ranks share the cores of one rank, but wait less for each other than its threads. GPUs divide the time.
+    On a CPU, ranks share the cores, but wait less than the threads of a single rank. On GPUs, ranks divide the time.
     """
     part = SHARING if device == "cpu" else 1 / ranks
     for mesh_sizes in meshes(ranks, ranks, ranks):
@@ -61,7 +61,7 @@ def _tensor_uses(mesh: Mesh) -> Iterator[AxisUse]:
 
 
 def _pipeline_uses(mesh: Mesh, own: int) -> Iterator[AxisUse]:
-    """Yield pipelines by the number of micro-batches of a data rank; with few of them most ranks wait."""
+    """Yield pipelines with different numbers of micro-batches. Fewer micro-batches have a larger bubble."""
     stages = mesh.pipeline
     if stages == 1:
         yield {}, 1.0

@@ -1,11 +1,12 @@
-"""Compute-optimal sizing: the best model size and tokens for a compute, by L(N, D) = E + A / N^alpha + B / D^beta.
+"""Compute-optimal model size and number of tokens, by the law L(N, D) = E + A / N^alpha + B / D^beta.
 
 Paper    Hoffmann et al. 2022, Training Compute-Optimal Large Language Models (2203.15556), approach 3.
-Compute  C = 6 N D FLOP for N parameters (all of them) and D tokens; the products inside attention are not counted.
+Compute  C = 6 N D FLOP for N parameters (all parameters) and D tokens. Matrix products inside attention do not count.
 
-The constants are fitted to a few hundred runs, and the optimum is sensitive to them: rounding two exponents to two
-digits moves it from 59 to 93 tokens per parameter. So a law comes with samples of laws that fit equally well, and each
-recommendation with an interval. `published_laws.py` has published constants; `scaling_law_fit.py` fits your runs."""
+The constants are fitted to a few hundred runs, and the optimum is sensitive to the constants. Rounding two exponents to
+two digits moves the optimum from 59 to 93 tokens per parameter. Therefore a law has samples of laws that fit equally
+well, and each recommendation has an interval. `published_laws.py` has published constants. `scaling_law_fit.py` fits
+your own runs."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -19,16 +20,16 @@ Number = float | np.ndarray
 
 FLOP_PER_PARAMETER_AND_TOKEN = 6.0
 LARGEST_LOG = 700.0
-"""Largest logarithm whose exponential is a finite float."""
+"""Maximum logarithm with a finite exponential."""
 COVERAGE = 0.95
-"""Fraction of samples that an interval covers."""
+"""Fraction of samples inside an interval."""
 
 
 @dataclass(frozen=True)
 class ScalingLaw:
     """L(N, D) = E + A / N^alpha + B / D^beta in nats per token. Every constant is positive.
 
-    The constants may be arrays of one shape, for as many laws at once; results then have that shape.
+    Constants may be arrays of the same shape, one law per element. Results then have this shape.
     """
 
     E: Number
@@ -46,13 +47,13 @@ class ScalingLaw:
 
     @classmethod
     def from_logs(cls, constants: np.ndarray) -> "ScalingLaw":
-        """Return the law of constants (log A, log B, log E, alpha, beta), of shape (5,) or (samples, 5)."""
+        """Return the law with the constants (log A, log B, log E, alpha, beta), shape (5,) or (samples, 5)."""
         log_a, log_b, log_e, alpha, beta = np.moveaxis(np.asarray(constants, dtype=float), -1, 0)
         values = (np.exp(log_e), np.exp(log_a), np.exp(log_b), alpha, beta)
         return cls(*(value if value.ndim else float(value) for value in values))
 
     def logs(self) -> np.ndarray:
-        """Return (log A, log B, log E, alpha, beta), of shape (5,) or (samples, 5)."""
+        """Return the constants (log A, log B, log E, alpha, beta), shape (5,) or (samples, 5)."""
         return np.stack([np.log(self.A), np.log(self.B), np.log(self.E), self.alpha, self.beta], axis=-1)
 
     def loss(self, parameters: Number, tokens: Number) -> Number:
@@ -60,11 +61,11 @@ class ScalingLaw:
 
     @property
     def size_exponent(self) -> Number:
-        """Exponent of compute in the optimal number of parameters."""
+        """Exponent of compute in the optimal number of parameters: beta / (alpha + beta)."""
         return self.beta / (self.alpha + self.beta)
 
     def optimal(self, flops: float) -> "ModelSizing":
-        """Return the sizes of least loss at a compute of `flops`: N = G (C/6)^(beta/(alpha+beta)), D = C / 6N."""
+        """Return the sizes with minimum loss at C = `flops`: N = G (C/6)^(beta/(alpha+beta)), D = C / 6N."""
         check_amount("flops", flops)
         product = flops / FLOP_PER_PARAMETER_AND_TOKEN
         exponents = self.alpha + self.beta
@@ -86,7 +87,7 @@ class ScalingLaw:
 
 @dataclass(frozen=True)
 class ModelSizing:
-    """A model size and number of tokens, with the predicted loss; arrays for several laws."""
+    """A model size and number of tokens, with the predicted loss. Fields are arrays for several laws."""
 
     parameters: Number
     tokens: Number
@@ -117,15 +118,15 @@ class Interval:
 
 @dataclass(frozen=True)
 class LawSamples:
-    """Samples of laws that fit the same data about equally well, as one law of arrays."""
+    """Samples of laws that fit the same data about equally well. `law` has arrays as constants."""
 
     law: ScalingLaw
     without_optimum: float = 0.0
-    """Fraction of omitted samples: an exponent is not positive, so they have no optimal size."""
+    """Fraction of omitted samples. A sample with an exponent <= 0 has no optimal size."""
 
     @classmethod
     def from_logs(cls, constants: np.ndarray, failed: int = 0) -> "LawSamples | None":
-        """Return samples of rows (log A, log B, log E, alpha, beta); `failed` counts samples without a fit."""
+        """Return samples from rows (log A, log B, log E, alpha, beta). `failed` is the number of failed fits."""
         in_range = (np.abs(constants[:, :3]) < LARGEST_LOG).all(axis=1)
         usable = constants[in_range & (constants[:, 3:] > 0).all(axis=1)]
         if not len(usable):
@@ -133,7 +134,7 @@ class LawSamples:
         return cls(ScalingLaw.from_logs(usable), 1 - len(usable) / (len(constants) + failed))
 
     def interval(self, values: Number) -> Interval | None:
-        """Return the central 95 % of values over samples; None if too many samples have no optimum."""
+        """Return the central 95 % interval of values, or None if too many samples have no optimum."""
         tail = (1 - COVERAGE) / 2
         if self.without_optimum > tail:
             return None
@@ -148,10 +149,10 @@ class LawUncertainty:
     standard_errors: Sequence[float]
     correlations: Sequence[Sequence[float]]
     origin: str
-    """Source of the errors and correlations."""
+    """Source of the standard errors and correlations."""
 
     def draw(self, law: ScalingLaw, count: int = 4000, seed: int = 0) -> LawSamples:
-        """Sample laws from the distribution around a law."""
+        """Sample `count` laws from the distribution around a law."""
         errors = np.asarray(self.standard_errors)
         covariance = np.asarray(self.correlations) * np.outer(errors, errors)
         constants = np.random.default_rng(seed).multivariate_normal(law.logs(), covariance, size=count)
@@ -162,11 +163,11 @@ class LawUncertainty:
 
 @dataclass(frozen=True)
 class SizeRecommendation:
-    """The recommendation of one law."""
+    """Optimal sizes by one law, with intervals."""
 
     sizing: ModelSizing
     intervals: dict[str, Interval | None]
-    """Intervals by quantity of `ModelSizing`; None if the law's uncertainty is unknown."""
+    """95 % intervals by name of a quantity of `ModelSizing`; None if unknown."""
 
     def as_dict(self) -> dict[str, Any]:
         intervals = {name: None if each is None else each.ends() for name, each in self.intervals.items()}
@@ -176,9 +177,9 @@ class SizeRecommendation:
 def recommend(
     law: ScalingLaw, draws: LawSamples | None = None, *, flops: float | None = None, tokens: float | None = None
 ) -> SizeRecommendation:
-    """Return the optimal sizes for a compute of `flops`, or the optimal model and compute for `tokens`.
+    """Return the optimal model size and tokens for `flops`, or the optimal model size and compute for `tokens`.
 
-    Raises UsageError unless exactly one is set, or if the law has no such optimum.
+    Raises UsageError unless exactly one of `flops` and `tokens` is set, or if the law has no optimum.
     """
     if (flops is None) == (tokens is None):
         raise UsageError("a recommendation requires either flops or tokens", fix="pass exactly one of them")
@@ -190,10 +191,15 @@ def recommend(
         sizing = size(law)
         many = None if draws is None else size(draws.law)
     if not np.isfinite(sizing.flops * sizing.tokens_per_parameter):
-        raise UsageError(f"this law has no finite optimal size: {law}", fix="fit it to runs of a wider range")
+        raise UsageError(
+            f"this law has no finite optimal size: {law}",
+            fix="fit it to runs of a wider range",
+        )
     if min(sizing.parameters, sizing.tokens) < 1:
         sizes = f"{sizing.parameters:.2g} parameters and {sizing.tokens:.2g} tokens"
-        raise UsageError(f"the optimal sizes would be {sizes}, less than one", fix="pass a larger amount, such as 1e18")
+        raise UsageError(
+            f"the optimal sizes would be {sizes}, less than one", fix="pass a larger amount, such as 1e18"
+        )
     quantities = ("parameters", "flops" if flops is None else "tokens", "tokens_per_parameter", "loss")
     if draws is None:
         return SizeRecommendation(sizing, dict.fromkeys(quantities))
@@ -201,6 +207,6 @@ def recommend(
 
 
 def check_amount(name: str, value: float) -> None:
-    """Raise UsageError unless a value is positive and finite."""
+    """Raise UsageError unless `value` is positive and finite."""
     if not 0 < value < np.inf:
         raise UsageError(f"{name} is {value:g}", fix="pass a positive, finite number, such as 1e18")

@@ -1,11 +1,11 @@
-"""Fit of the scaling law to runs: the sum of Huber losses on log loss, by log-sum-exp, from many starts.
+"""Fit of the scaling law to runs: minimize the sum of Huber losses on log loss, from many starts.
 
 Paper  Hoffmann et al. 2022 (2203.15556), approach 3, with the correction of Besiroglu et al. 2024 (2404.10102).
 
-The published fit minimized the mean of the Huber losses. Near the minimum the mean is some 1e-5, so small that L-BFGS-B
-with its usual tolerance stops too early. `FitProcedure.CONVERGED` minimizes the scaled sum with a tight tolerance. It
-also centres log N and log D, which makes the two constants of a term nearly independent. `FitProcedure.STOPS_EARLY`
-reproduces the mistake, for studies of it."""
+The published fit minimized the mean of the Huber losses. Near the minimum, the mean is about 1e-5, so L-BFGS-B with its
+default tolerance stops too early. `FitProcedure.CONVERGED` minimizes the scaled sum with a small tolerance. It also
+centers log N and log D, which makes the two constants of a term nearly independent. `FitProcedure.STOPS_EARLY`
+reproduces the early stop, for studies."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -19,15 +19,15 @@ from thrifty.core.errors import UsageError
 from thrifty.planning.scaling_law import FLOP_PER_PARAMETER_AND_TOKEN, LawSamples, ScalingLaw, check_amount
 
 DELTA = 1e-3
-"""Huber threshold on residuals of log loss: larger ones count linearly, so a failed run does not bend the law."""
+"""Huber threshold of residuals of log loss. Larger residuals count linearly, so outliers have little influence."""
 
 FEWEST_RUNS, FEWEST_LEVELS = 6, 3
-"""Fewest runs for five constants, and fewest sizes (or numbers of tokens) for a power of N (or D) plus a constant."""
+"""Minimum number of runs for five constants, and minimum number of sizes (and of token counts) for a power law."""
 
 
 @dataclass(frozen=True)
 class TrainedRun:
-    """The size, tokens and loss of a run; `loss` is held-out, in nats per token, at the end of the schedule."""
+    """Size, tokens and loss of a run. `loss` is the held-out loss at the end of the schedule, in nats per token."""
 
     parameters: float
     tokens: float
@@ -51,15 +51,15 @@ def grid(
     alphas: Sequence[float], betas: Sequence[float], log_es: Sequence[float], log_as: Sequence[float],
     log_bs: Sequence[float],
 ) -> np.ndarray:  # fmt: skip
-    """Return all combinations as rows (n, 5) of (log A, log B, log E, alpha, beta)."""
+    """Return all combinations of constants (log A, log B, log E, alpha, beta) as rows, (n, 5)."""
     return np.array([[a, b, e, alpha, beta] for alpha, beta, e, a, b in product(alphas, betas, log_es, log_as, log_bs)])
 
 
 PAPER_STARTS = grid(*[np.arange(0, 2.1, 0.5)] * 2, np.arange(-1, 1.1, 0.5), *[np.arange(0, 26, 5)] * 2)
-"""The 4500 starts of the paper (4500, 5): some 20 s on one core for 240 runs."""
+"""The paper's grid of 4500 starts, (4500, 5). A fit of 240 runs takes about 20 s on one core."""
 
 COARSE_STARTS = grid(*[(0.25, 0.5, 1.0)] * 2, (-1.0, 0.0, 1.0), *[(0.0, 5.0, 10.0)] * 2)
-"""A grid of 243 starts (243, 5): about a second."""
+"""A grid of 243 starts, (243, 5). A fit takes about a second."""
 
 
 def huber_objective(
@@ -67,8 +67,9 @@ def huber_objective(
 ) -> tuple[float, np.ndarray]:
     """Return the sum over runs of Huber(log L(N, D) - log loss), and its gradient (5,).
 
-    `constants` (5,) are (log A, log B, log E, alpha, beta), the other arrays (runs,). The predicted log loss is the
-    log-sum-exp of log A - alpha log N, log B - beta log D and log E; its gradient is the softmax of the three.
+    `constants` (5,) are (log A, log B, log E, alpha, beta). The other arguments have shape (runs,). The predicted log
+    loss is the log-sum-exp of log A - alpha log N, log B - beta log D and log E. Its gradient is the softmax of these
+    three terms.
     """
     log_a, log_b, log_e, alpha, beta = constants
     terms = np.empty((3, len(log_loss)))
@@ -89,14 +90,14 @@ def huber_objective(
 class LawFit:
     law: ScalingLaw
     objective: float
-    """Sum of Huber losses at the law."""
+    """Sum of Huber losses of the fitted law."""
     residual: float
     """Median of |log L(N, D) - log loss| over the runs."""
     starts: int
     agreeing: int
-    """Number of starts that ended at this minimum, within a millionth of its value."""
+    """Number of starts with the same minimum, within a relative difference of 1e-6."""
     draws: LawSamples | None
-    """Laws fitted to bootstrap samples of the runs; None without resampling."""
+    """Laws fitted to bootstrap samples of the runs; None for `resamples` = 0."""
 
 
 def fit(
@@ -106,9 +107,9 @@ def fit(
     resamples: int = 0,
     seed: int = 0,
 ) -> LawFit:
-    """Return the law of least summed Huber loss, with `resamples` bootstrap fits that start at it.
+    """Return the law with the minimum sum of Huber losses, and `resamples` bootstrap fits that start at this law.
 
-    Raises UsageError if the runs do not determine the law: too few runs or sizes, one budget, or no effect.
+    Raises UsageError if the runs do not determine the law: too few runs or sizes, one budget, or equal losses.
     """
     refuse_degenerate(runs)
     logs = _logs(runs)
@@ -133,7 +134,7 @@ def fit(
 
 
 def refuse_degenerate(runs: Sequence[TrainedRun]) -> None:
-    """Raise UsageError, with the reason, if the runs cannot determine five constants."""
+    """Raise UsageError with the reason if the runs cannot determine five constants."""
     if len(runs) < FEWEST_RUNS:
         raise UsageError(f"{len(runs)} runs cannot determine five constants", fix=f"pass at least {FEWEST_RUNS} runs")
     log_parameters, log_tokens, log_loss = _logs(runs)
@@ -147,20 +148,20 @@ def refuse_degenerate(runs: Sequence[TrainedRun]) -> None:
     slope = np.polyfit(log_parameters, log_tokens, 1)
     if np.std(log_tokens - np.polyval(slope, log_parameters)) < 0.05:
         raise UsageError(
-            "the number of tokens follows from the size in these runs: their effects cannot be separated",
-            fix="train each size at several budgets, or with several numbers of tokens",
+            "the number of tokens is a function of the size in these runs, so their effects cannot be separated",
+            fix="train each size with several numbers of tokens",
         )
     if np.ptp(log_loss) < 10 * DELTA:
         raise UsageError("all runs have nearly the same loss", fix="spread sizes and tokens over a factor of ten")
 
 
 def _logs(runs: Sequence[TrainedRun]) -> np.ndarray:
-    """Return log parameters, log tokens and log loss (3, runs)."""
+    """Return log parameters, log tokens and log loss as rows, (3, runs)."""
     return np.log([[run.parameters, run.tokens, run.loss] for run in runs]).T
 
 
 def _descend(start: np.ndarray, logs: np.ndarray, procedure: FitProcedure) -> tuple[float, np.ndarray]:
-    """Return the objective at the end of L-BFGS-B, always as the sum, and the constants (5,) there."""
+    """Run L-BFGS-B from `start`. Return the sum of Huber losses and the constants (5,) at the minimum."""
     converge = procedure is FitProcedure.CONVERGED
     scale = 1e6 if converge else 1 / logs.shape[1]
     settings = {"ftol": 1e-15, "gtol": 1e-12, "maxiter": 1000, "maxfun": 2000} if converge else {}
@@ -177,7 +178,7 @@ def _descend(start: np.ndarray, logs: np.ndarray, procedure: FitProcedure) -> tu
 
 
 def _shifted(constants: np.ndarray, centre: np.ndarray) -> np.ndarray:
-    """Return the constants of the same law with log N and log D shifted by `centre`: only log A and log B change."""
+    """Return the constants of the same law after log N and log D shift by `centre`. Only log A and log B change."""
     shifted = np.array(constants, dtype=float)
     shifted[:2] += constants[3:] * centre
     return shifted
@@ -202,8 +203,7 @@ def _bootstrap(
 def synthetic_runs(
     law: ScalingLaw, sizes: Iterable[float], budgets: Iterable[float], noise: float = 0.0, seed: int = 0
 ) -> tuple[TrainedRun, ...]:
-    """Return runs of every size at every budget of FLOPs, with losses by the law; `noise` is the standard deviation of
-    log loss."""
+    """Return one run per size and budget (FLOP), with losses of the law. `noise` is the standard error of log loss."""
     generator = np.random.default_rng(seed)
     runs = []
     for size, budget in product(sizes, budgets):

@@ -1,4 +1,4 @@
-"""Runs to fit a scaling law to, from run folders or from a table."""
+"""Runs for the fit of a scaling law, read from run folders or a table."""
 
 import csv
 from collections.abc import Sequence
@@ -15,25 +15,25 @@ COLUMNS = {
     "flops": ("flops", "Training FLOP"),
     "loss": ("loss",),
 }
-"""Column names: ours, and those of the table that Epoch AI read from a figure of Hoffmann et al."""
+"""Column names: this package's names, and the names in Epoch AI's table of the runs of Hoffmann et al."""
 
 SEPARATORS = ",;\t"
 LONGEST_HEADER = 1 << 16
-"""Most characters of a header; a device such as /dev/zero is one line without an end."""
+"""Maximum number of characters of a header, because the first line of a device such as /dev/zero never ends."""
 
 
 def runs_from_folders(paths: Sequence[Path]) -> list[TrainedRun]:
     """Read runs from folders. Raises UsageError for unfinished runs, or for runs with different tokenizers.
 
-    Losses per token of different tokenizers are not comparable.
+    With different tokenizers, losses per token are not comparable.
     """
     runs = [run_from_folder(path) for path in paths]
     tokenizers = {path: _tokenizer(path) for path in paths}
     other = next((path for path in paths if tokenizers[path] != tokenizers[paths[0]]), None)
     if other is not None:
         raise UsageError(
-            f"{other} has another tokenizer than {paths[0]}: their losses per token are not comparable",
-            fix="fit runs of one tokenizer and one text",
+            f"{other} and {paths[0]} have different tokenizers, so losses per token are not comparable",
+            fix="fit only runs with the same tokenizer and text",
         )
     return runs
 
@@ -57,15 +57,15 @@ def run_from_folder(path: Path) -> TrainedRun:
     if status != "finished" or loss is None:
         raise UsageError(
             f"{path} is {status} with a held-out loss of {loss}",
-            fix=f"leave it out, or finish it: thrifty resume {path}",
+            fix=f"leave it out; or finish it: thrifty resume {path}",
         )
     return TrainedRun(parameters, tokens, loss)
 
 
 def runs_from_table(path: Path) -> list[TrainedRun]:
-    """Read runs from a CSV file with the columns parameters, tokens and loss. Raises UsageError for another file.
+    """Read runs from a CSV file with the columns parameters, tokens and loss. Raises UsageError for an invalid file.
 
-    flops = 6 N D may replace tokens. Separators are commas, semicolons or tabs; further columns are ignored.
+    A column flops (6 N D) may replace tokens. Separators are commas, semicolons or tabs. Other columns are ignored.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:
@@ -86,7 +86,7 @@ def _columns(path: Path, header: Sequence[str]) -> dict[str, str]:
     columns = {quantity: names[0] for quantity, names in matches.items() if names}
     twice = next((name for name in columns.values() if list(header).count(name) > 1), None)
     if twice is not None:
-        raise UsageError(f"{path} has {list(header).count(twice)} columns {twice!r}", fix="keep one of them")
+        raise UsageError(f"{path} has {list(header).count(twice)} columns {twice!r}", fix="keep one of these columns")
     for quantity in ("parameters", "tokens", "loss"):
         if quantity not in columns and not (quantity == "tokens" and "flops" in columns):
             near = did_you_mean(quantity, header)
@@ -101,11 +101,11 @@ def _run(path: Path, line: int, row: dict[str, str], columns: dict[str, str]) ->
     try:
         missing = next((quantity for quantity, column in columns.items() if not (row[column] or "").strip()), None)
         if missing is not None:
-            raise ValueError(f"it has no {missing}")
+            raise ValueError(f"{missing} is missing")
         values = {quantity: float(row[column]) for quantity, column in columns.items()}
         if "tokens" not in values:
             values["tokens"] = values["flops"] / (FLOP_PER_PARAMETER_AND_TOKEN * values["parameters"])
         return TrainedRun(values["parameters"], values["tokens"], values["loss"])
     except (ValueError, TypeError, ZeroDivisionError, UsageError) as error:
         what = error.what if isinstance(error, UsageError) else str(error)
-        raise UsageError(f"line {line} of {path}: {what}", fix="write positive numbers, or remove the line") from error
+        raise UsageError(f"line {line} of {path}: {what}", fix="write positive numbers; or remove the line") from error

@@ -1,7 +1,7 @@
-"""Search space of a plan: axes, and the options of each.
+"""Search space of a plan: axes, and options of each axis.
 
-An option adds techniques, or removes others; one option per axis makes a candidate. Techniques on no axis change what
-the model learns; only a comparison shows their effect."""
+An option adds or removes techniques. A candidate has at most one option per axis. Techniques without an axis change the
+result of training, so only a comparison shows their effect."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
@@ -16,7 +16,7 @@ from thrifty.machine.cpu_features import has_fast_bfloat16
 Catalogue = Mapping[str, type[Technique]]
 
 NUMERICS_ORDER = (Numerics.EXACT, Numerics.ROUNDING, Numerics.DIFFERENT)
-"""Numerics from the strictest promise to none."""
+"""Numerics, from the strictest promise to no promise."""
 MICRO_BATCHES = "micro-batches"
 
 
@@ -29,29 +29,29 @@ def _nothing(device: str) -> str:
 
 def _bfloat16(device: str) -> str:
     kind = "processor" if device == "cpu" else "GPU"
-    return "" if has_fast_bfloat16(device) else f"this {kind} has no units for bfloat16: it is slower"
+    return "" if has_fast_bfloat16(device) else f"this {kind} has no bfloat16 units, so bfloat16 is slower"
 
 
 def _cpu(device: str) -> str:
-    return "" if device == "cpu" else "on GPUs torch's own kernel is faster"
+    return "" if device == "cpu" else "on GPUs, torch's own kernel is faster"
 
 
 @dataclass(frozen=True)
 class OptionTemplate:
-    """Techniques with their settings, and the expected factor on a step's time beyond its FLOPs.
+    """Techniques with settings, and the expected factor on step time in addition to the change of FLOPs.
 
-    The factors are from the techniques' cards, the best case for those that promise speed. They determine the order of
-    the search; tried candidates are measured.
+    Factors are from the techniques' cards. For techniques that promise speed, the factor is the best case. Factors
+    determine only the order of the search, because tried candidates are measured.
     """
 
     techniques: Mapping[str, Mapping[str, Any]]
     factor: float
     lacks: Callable[[str], str] = _nothing
-    """Function from a device type to its missing requirement; "" for none."""
+    """Function from a device type to a missing requirement; "" if no requirement is missing."""
     mesh: Mesh = ONE_RANK
     """Mesh of the option, over all ranks."""
     on_processors: float = 1.0
-    """Additional time factor on a CPU."""
+    """Additional factor on step time, on a CPU."""
 
     def factor_on(self, device: str) -> float:
         return self.factor * (self.on_processors if device == "cpu" else 1.0)
@@ -62,9 +62,9 @@ def _one(name: str, factor: float, lacks: Callable[[str], str] = _nothing, **set
 
 
 def _within(name: str, factor: float, fraction: float) -> OptionTemplate:
-    """Return a template with a limit as a fraction of the bytes.
+    """Return a template with a limit, as a fraction of the bytes.
 
-    On a CPU the limit applies to the process, so freed memory must be cleared again.
+    On a CPU, the limit is for the process. Freed memory is returned to the system and cleared again, which takes time.
     """
     return OptionTemplate({name: {"bytes": fraction}}, factor, on_processors=1.3)
 
@@ -99,15 +99,15 @@ AXES: dict[str, tuple[OptionTemplate, ...]] = {
         _one("memory.offload_optimizer", 1.03),
     ),
 }
-"""Options of a plan by axis, from the least to the most memory saved. The plan has the reason why it does not consider
-other techniques."""
+"""Options of a plan by axis, in ascending order of saved memory. For other techniques, the plan prints why they are
+not considered."""
 ADAPTER_OPTIONS = (_one("adapters.lora", 0.75),)
 """Options for pretrained models."""
 
 
 @dataclass(frozen=True)
 class PlanOption:
-    """One option of an axis: it adds `techniques`, and removes the techniques named in `drops`."""
+    """One option of an axis. It adds `techniques` and removes the techniques named in `drops`."""
 
     axis: str
     techniques: tuple[Technique, ...]
@@ -131,19 +131,19 @@ class PlanOption:
 
 
 def apply_options(options: Iterable[PlanOption], techniques: Sequence[Technique]) -> tuple[Technique, ...]:
-    """Return a run's techniques with all of these options."""
+    """Return the techniques after all options are applied."""
     for option in options:
         techniques = option.apply(techniques)
     return tuple(techniques)
 
 
 def mesh_of(options: Iterable[PlanOption]) -> Mesh:
-    """Return the mesh of options, of which at most one is over several ranks."""
+    """Return the mesh of the option with several ranks (at most one option), else the mesh of one rank."""
     return next((option.mesh for option in options if option.mesh != ONE_RANK), ONE_RANK)
 
 
 def micro_batches(batch: int, joint: bool) -> tuple[OptionTemplate, ...]:
-    """Return options for the effective batch in 2, 4, 8 … parts, by the technique that fits the loss."""
+    """Return options with 2, 4, 8 … micro-batches. `joint` losses use gradient caching, others accumulation."""
     name = "large_batch.gradient_cache" if joint else "large_batch.gradient_accumulation"
     recompute = 4 / 3 if joint else 1.0
     parts = [2**power for power in range(1, 12) if 2**power <= batch]
@@ -158,7 +158,7 @@ def options_along(
     device: str,
     norms: Sequence[str] = (),
 ) -> Iterator[PlanOption]:
-    """Yield the options of an axis for a run with the techniques `present`: the offers, and removal of present ones.
+    """Yield the options of an axis: `offers`, and removal of the axis's techniques that are in `present`.
 
     `norms` are the names of the model's layers that normalize over the batch.
     """
@@ -195,7 +195,7 @@ def _loosest(techniques: Iterable[Technique], norms: Sequence[str]) -> Numerics:
 
 
 def missing_requirements(catalogue: Catalogue, device: str) -> dict[str, str]:
-    """Return the missing requirement of each technique that is on an axis, but has no option on this device."""
+    """Return the missing requirement of each technique on an axis that cannot be used on this type of device."""
     offers = [offer for some in AXES.values() for offer in some]
     offered = {name for offer in offers if not offer.lacks(device) for name in offer.techniques}
     missing = ((name, offer.lacks(device)) for offer in offers for name in offer.techniques)

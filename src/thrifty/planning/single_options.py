@@ -1,4 +1,4 @@
-"""Counted footprints of single plan options, and estimates of their combinations."""
+"""Counted footprints of single plan options, and estimated footprints of combinations."""
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -21,13 +21,13 @@ COUNTED_PARTS = ("parameters", "buffers", "gradients", "optimizer", "activations
 
 
 def _leanest_first(option: PlanOption) -> tuple[bool, bool]:
-    """Return a sort key: options that only remove techniques, then options with a limit, which return freed memory."""
+    """Sort key: options that only remove techniques, then options with a memory limit, then other options."""
     return bool(option.techniques), not any(technique.limits_activation_bytes for technique in option.techniques)
 
 
 @dataclass
 class SingleOptionCosts:
-    """Costs of single options. `base` are the techniques of the recipe, `options` the allowed options by axis."""
+    """Costs of single options. `base` has the techniques of the recipe, `options` the allowed options by axis."""
 
     plain: BaseRun
     base: tuple[Technique, ...]
@@ -41,7 +41,7 @@ class SingleOptionCosts:
         self.singles: dict[PlanOption, Footprint] = {}
         self.refused: dict[PlanOption, str] = {}
         self.interpolated: set[PlanOption] = set()
-        """Options whose footprint was interpolated, not counted."""
+        """Options with an interpolated (not counted) footprint."""
         self.counts = 0
 
     @cached_property
@@ -50,10 +50,9 @@ class SingleOptionCosts:
         return self.counted(())
 
     def counted(self, options: Sequence[PlanOption]) -> Footprint:
-        """Return the footprint with all of these options, of the first rank.
+        """Count the footprint of the first rank with all `options`.
 
-        Over several ranks that rank's model is also built, because the claims of techniques do not check that a model
-        can be divided.
+        For several ranks, the model of the first rank is also built. This checks that the model can be divided.
         """
         self.counts += 1
         mesh = mesh_of(options)
@@ -64,14 +63,14 @@ class SingleOptionCosts:
             return self.count(run)
 
     def look_at_singles(self) -> None:
-        """Count the footprint of every option alone, or record why it is refused."""
+        """Count the footprint of each option alone. If an option is refused, record the reason."""
         cutting = [option for option in self.options.get(MICRO_BATCHES, ()) if option.techniques]
         cutting.sort(key=lambda option: option.parts, reverse=True)
         # a joint loss is computed differently in parts of the batch
         last = cutting.pop() if self.plain.objective.joint and len(cutting) > 1 else None
         inner = cutting[1:]
-        # axes take turns, so that each has options counted before the time limit; the largest saving of an axis is last
-        # if the recipe fits, else first, after options that only remove techniques
+        # axes alternate, so that each axis has counted options before the time limit. If the recipe fits, the option
+        # with the largest saving is last in its axis, else first (after options that only remove techniques)
         axes = [axis if self.fits() else sorted(axis[::-1], key=_leanest_first) for axis in self.options.values()]
         in_turns = (option for turn in zip_longest(*axes) for option in turn if option is not None)
         self._look_at(option for option in in_turns if option not in inner)
@@ -79,7 +78,7 @@ class SingleOptionCosts:
             self._interpolate(inner, cutting[0], last)
 
     def fits(self) -> bool:
-        """Return True if the unchanged recipe fits, so that faster options rank before leaner ones."""
+        """Return True if the unchanged recipe fits. Options for speed are then counted before options for memory."""
         return True
 
     def is_counting_late(self) -> bool:
@@ -94,13 +93,14 @@ class SingleOptionCosts:
             try:
                 self.singles[option] = self.counted((option,))
                 self.say(f"{option.label}: {self.singles[option].memory / 1e6:,.0f} MB counted")
-            except Exception as refusal:  # a bug in one option must not end the plan
+            except Exception as refusal:  # a bug in one option must not stop planning
                 self.refused[option] = reason_of(refusal)
 
     def _interpolate(self, options: Sequence[PlanOption], leanest: PlanOption, last: PlanOption | None) -> None:
-        """Interpolate footprints of options between the leanest and `last`, or the unchanged recipe.
+        """Interpolate footprints of options between `leanest` and `last` (by default the unchanged recipe).
 
-        Footprints are linear in the examples of a micro-batch. Options are counted if one of the ends is refused.
+        Footprints are linear in the number of examples per micro-batch. If `leanest` or `last` is refused, the options
+        are counted instead.
         """
         if not {leanest, last} <= {*self.singles, None}:
             return self._look_at(options)
@@ -115,22 +115,22 @@ class SingleOptionCosts:
             self.interpolated.add(option)
 
     def _rows(self, parts: int) -> int:
-        """Return the examples of a micro-batch."""
+        """Return the number of examples per micro-batch."""
         return -(-self.plain.source.batch // parts)
 
     def alone(self, option: PlanOption) -> Footprint:
-        """Return the counted footprint of an option alone. Raises as counting does."""
+        """Return the counted footprint of an option alone. Raises the errors of `counted`."""
         if option in self.interpolated:
             self.singles[option] = self.counted((option,))
             self.interpolated.remove(option)
         return self.singles[option]
 
     def relative(self, option: PlanOption) -> float:
-        """Return the expected time of a step with an option over the unchanged one, by its card and counted FLOPs."""
+        """Return the expected relative step time with an option, from its card and counted FLOPs."""
         return option.factor * self.singles[option].flops / max(self.plainest.flops, 1.0)
 
     def estimated(self, options: Sequence[PlanOption]) -> float:
-        """Return the estimated bytes at the peak, as if the options' effects on each part were independent."""
+        """Return the estimated peak bytes, as if the effects of options on each part were independent."""
         base, parts = self.plainest, {}
         for name in COUNTED_PARTS:
             whole = getattr(base, name)

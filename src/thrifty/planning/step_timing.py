@@ -1,4 +1,4 @@
-"""Timing of whole steps of a run: the work of a probe in its process."""
+"""Timing of training steps, as a probe does in its process."""
 
 import math
 import shutil
@@ -24,24 +24,24 @@ from thrifty.training.memory_meter import MemoryMeter
 from thrifty.training.rank_sync import process_group_sync
 
 LEAST, MOST = 3, 12
-"""Fewest and most timed steps of each size, after one warm-up step; timing ends when steps agree."""
+"""Minimum and maximum number of timed steps per size, after one warm-up step. Timing ends when steps agree."""
 AGREE, SECONDS = 1.03, 2.0
-"""Largest ratio of median to fastest step for agreement, and fewest seconds of all steps, because machine speed varies
-over seconds."""
+"""Maximum ratio of median to minimum step time for agreement, and minimum seconds of all steps. The minimum exists
+because machine speed varies over seconds."""
 JUDGED = 2
-"""Batches that estimate the time of an evaluation, after one that may compile."""
+"""Number of batches for the estimated time of an evaluation, after a first batch that may compile."""
 
 
 def time_steps(
     run: Run, rows: Sequence[int], parts: int, held_out: Sequence[Batch], seconds: float, bar: float = math.inf
 ) -> StepTiming:
-    """Time training steps in micro-batches of each size for about `seconds` in all, then one evaluation and save.
+    """Time training steps for each micro-batch size in `rows`, for about `seconds` in total, then evaluation and save.
 
-    Sizes run from the largest; smaller ones are skipped if a step with the largest takes longer than `bar`. All ranks
-    must call this function: times are each rank's own, bytes those of the rank with the most.
+    The largest size is first. If its step is slower than `bar` seconds, smaller sizes are skipped. All ranks must call
+    this function. Each rank returns its own times, and the maximum bytes over ranks.
 
-    `run` has no techniques that cut its batches. If the plan's step has several `parts`, a step of the largest size has
-    two micro-batches, so that gradients and activations are held at the same time.
+    `run` must not have techniques for micro-batches. If the plan has several `parts`, a step of the largest size runs
+    two micro-batches, so that gradients and activations are in memory at the same time.
     """
     count_footprint(run)  # import modules first, as a run does, so that they do not count as its memory
     meter, began = MemoryMeter(run.device), time.perf_counter()
@@ -82,7 +82,7 @@ def time_steps(
 
 
 def _repeated(run: Run, state: TrainState, rows: int, cut: int, seconds: float) -> tuple[list[float], list[float]]:
-    """Return the seconds of each micro-batch and of each update, over several steps."""
+    """Return the seconds per micro-batch and the seconds of the update, for each of several steps."""
     backward: list[float] = []
     update: list[float] = []
     began, all_ranks = time.perf_counter(), process_group_sync()
@@ -101,7 +101,7 @@ def _is_enough(passes: Sequence[float], began: float, seconds: float) -> bool:
 
 
 def _step(run: Run, state: TrainState, rows: int, cut: int, number: int) -> tuple[float, float]:
-    """Run a step as the training loop does, and return the seconds of its passes and of its update."""
+    """Run a step like the training loop. Return the seconds of its passes and of its update."""
     model, optimizer = state.model, state.optimizer
     assert model is not None and optimizer is not None
     model.train()
@@ -127,7 +127,7 @@ def _spread(seconds: Sequence[float]) -> float:
 
 
 def _timed_evaluation(run: Run, state: TrainState, held_out: Sequence[Batch]) -> tuple[float, float]:
-    """Return the seconds of the first batch, with compilation, and of all batches, estimated by the next few."""
+    """Return the seconds of the first batch with compilation, and the estimated seconds of all batches."""
 
     def judged(batches: Sequence[Batch]) -> float:
         assert state.model is not None
@@ -140,7 +140,7 @@ def _timed_evaluation(run: Run, state: TrainState, held_out: Sequence[Batch]) ->
 
 
 def _timed_save(state: TrainState) -> float:
-    """Return the seconds of a checkpoint on the disk for temporary files; 0 if it has no room."""
+    """Return the seconds of a checkpoint on the disk for temporary files, or 0 if the disk is full."""
     all_ranks = process_group_sync()
     folder = Path(all_ranks.run_first(tempfile.mkdtemp))
     try:

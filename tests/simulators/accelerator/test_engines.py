@@ -184,8 +184,8 @@ def test_windows_let_items_overtake_a_late_one() -> None:
 
 def test_invalid_streams_are_refused() -> None:
     for service, buffers, message in (
-        (np.ones((2, 1, 3)), [1], "whole cycles"),
-        (-np.ones((2, 1, 3), int), [1], "whole cycles"),
+        (np.ones((2, 1, 3)), [1], "integer cycles"),
+        (-np.ones((2, 1, 3), int), [1], "integer cycles"),
         (np.ones((2, 1, 3), int), [], "2 stations have 1 buffers"),
         (np.ones((2, 1, 3), int), [-1], "2 stations have 1 buffers"),
     ):
@@ -193,5 +193,5 @@ def test_invalid_streams_are_refused() -> None:
             scan(service, buffers)
     with pytest.raises(UsageError, match="numbers of items differ"):
         play([StationUnit(np.zeros(2, int)), StationUnit(np.zeros(3, int))])
-    with pytest.raises(UsageError, match="memory 'dram', which does not exist"):
+    with pytest.raises(UsageError, match="memory 'dram', which is not in the list"):
         play([StationUnit(np.zeros(1, int), memory="dram", bytes=np.ones(1))])

@@ -115,16 +115,14 @@ def test_other_examples_and_unseen_attention_are_refused() -> None:
         masked(MODEL, TRACE, X + 1)
     with pytest.raises(UsageError, match="no mask for this call of first"):
         masked(MODEL, TRACE, torch.cat([X, X]))
-    with pytest.raises(RefusedError, match="did not compute its examples"):
+    with pytest.raises(RefusedError, match="did not run its examples"):
         masked(MODEL, TRACE, X[:2])
 
     class ByHand(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
             return (x @ x.mT).softmax(-1) @ x
 
-    with pytest.raises(
-        RefusedError, match="first of ByHand did not compute its examples by torch's attention or a core"
-    ):
+    with pytest.raises(RefusedError, match="first of ByHand did not run its examples in torch's attention or a core"):
         masked(ByHand(), TRACE)
 
 

@@ -122,9 +122,9 @@ def test_invalid_orders_are_refused(orders: tuple[str, ...], problem: str) -> No
 def test_unsupported_sizes_are_refused() -> None:
     with pytest.raises(UsageError, match="did you mean '1f1b'"):
         schedule("1f1", 4, 8)
-    with pytest.raises(UsageError, match="use 1 or more of each"):
+    with pytest.raises(UsageError, match="use at least 1 of each"):
         schedule("1f1b", 4, 0)
-    with pytest.raises(UsageError, match="set chunks to 1, or use interleaved"):
+    with pytest.raises(UsageError, match="set chunks to 1; or use interleaved"):
         schedule("gpipe", 4, 8, 2)
     with pytest.raises(UsageError, match="zero_bubble_v cannot have 1 stages per rank"):
         schedule("zero_bubble_v", 4, 8)

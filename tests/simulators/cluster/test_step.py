@@ -236,7 +236,7 @@ def test_stages_are_as_even_as_blocks_allow() -> None:
 @pytest.mark.parametrize(
     ("mesh", "chosen", "message"),
     [
-        (ClusterMesh(tensor=4), StepSettings(8), "the mesh has 4 ranks and the cluster 8"),
+        (ClusterMesh(tensor=4), StepSettings(8), "the mesh has 4 ranks, but the cluster has 8"),
         (ClusterMesh(replicate=8), StepSettings(12), "12 examples do not divide"),
         (ClusterMesh(pipeline=8), StepSettings(8, schedule="1f2b"), "unknown pipeline schedule"),
         (ClusterMesh(pipeline=4, chunks=2, tensor=2), StepSettings(6, schedule="interleaved"), "multiple"),

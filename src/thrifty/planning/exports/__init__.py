@@ -1,4 +1,4 @@
-"""Exports of plans: configurations for Accelerate and DeepSpeed, a torchtitan-style one, and a plain PyTorch script."""
+"""Exports of plans: configurations for Accelerate, DeepSpeed and torchtitan, and a plain PyTorch script."""
 
 import json
 from collections.abc import Callable, Mapping
@@ -11,4 +11,4 @@ CONFIGURATIONS: Mapping[str, tuple[str, Callable[[PortableRecipe], str]]] = {
     "deepspeed": ("deepspeed.json", lambda run: json.dumps(deepspeed.configuration(run), indent=1) + "\n"),
     "torchtitan": ("torchtitan.toml", torchtitan.configuration),
 }
-"""File name and content of each configuration."""
+"""File name, and function that returns the content, by trainer."""

@@ -11,9 +11,9 @@ DTYPES = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def configuration(run: PortableRecipe) -> str:
-    """Return the configuration as YAML. Raises RefusedError for mesh axes without a key in it.
+    """Return the configuration as YAML. Raises RefusedError for mesh axes that Accelerate's configuration lacks.
 
-    Settings without a key (batch, micro-batches, optimizer) are in comments at the top.
+    Other settings that the configuration lacks (batch, micro-batches, optimizer) are in comments at the top.
     """
     run.refuse_other_axes("accelerate")
     on_processor = run.device == "cpu"
@@ -51,7 +51,7 @@ def configuration(run: PortableRecipe) -> str:
 
 
 def yaml(values: Mapping[str, Any], indent: str = "") -> str:
-    """Return nested tables of scalars as YAML; scalars are written as JSON, which is valid YAML."""
+    """Return nested tables of scalars as YAML. Scalars are written as JSON, which is valid YAML."""
     lines = []
     for name, value in values.items():
         if isinstance(value, Mapping):

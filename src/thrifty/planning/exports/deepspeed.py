@@ -7,9 +7,9 @@ from thrifty.planning.exports.portable_recipe import PortableRecipe
 
 
 def configuration(run: PortableRecipe) -> dict[str, Any]:
-    """Return the configuration. Raises RefusedError for mesh axes without a key in it.
+    """Return the configuration. Raises RefusedError for mesh axes that DeepSpeed's configuration lacks.
 
-    Also raises RefusedError if the effective batch does not divide evenly, which DeepSpeed requires.
+    Also raises RefusedError if micro-batches do not have equal size, which DeepSpeed requires.
     """
     run.refuse_other_axes("deepspeed")
     pieces = run.data_ranks * run.parts

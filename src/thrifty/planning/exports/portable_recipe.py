@@ -1,4 +1,4 @@
-"""The settings of a run that other trainers support, and the techniques that they do not."""
+"""The settings of a run that other trainers support, and the techniques that other trainers lack."""
 
 import math
 from collections.abc import Sequence
@@ -14,18 +14,18 @@ SUPPORTED = {
     "large_batch.gradient_accumulation", "memory.recompute", "memory.offload_optimizer", "parallelism.shard",
     "parallelism.replicate", "parallelism.tensor", "parallelism.pipeline",
 }  # fmt: skip
-"""Techniques with an equivalent in other trainers. Each has a field here and a line in every export."""
+"""Techniques with an equivalent in other trainers. `PortableRecipe` and all exports support these techniques."""
 
 
 @dataclass(frozen=True)
 class PortableRecipe:
-    """A run in the terms of other trainers, with durations in steps and peak learning rates."""
+    """A run with the settings of other trainers. Durations are in steps, and `lr` is the peak learning rate."""
 
     name: str
     seed: int
     device: str
     batch: int
-    """Examples of a step over all ranks."""
+    """Number of examples per step, over all ranks."""
     parts: int
     length: int
     steps: int
@@ -47,7 +47,7 @@ class PortableRecipe:
     offload_optimizer: bool
     mesh: dict[str, int] = field(default_factory=dict)
     zero: int = 0
-    """ZeRO stage along `shard`; 0 divides nothing."""
+    """ZeRO stage along `shard`; 0 for no sharding."""
     unsupported: tuple[str, ...] = ()
     """Techniques without an equivalent that change only memory, time or rounding."""
     lost: tuple[str, ...] = ()
@@ -55,7 +55,7 @@ class PortableRecipe:
 
     @classmethod
     def of(cls, recipe: Recipe, techniques: Sequence[Technique], steps: int, device: str) -> Self:
-        """Return the portable form of a recipe; `techniques` are composed, with durations in steps."""
+        """Return the portable form of a recipe. Durations of `techniques` must be in steps."""
         table: dict[str, Any] = {technique.name: technique for technique in techniques}
         adamw, accumulation = table.get("optimizers.adamw"), table.get("large_batch.gradient_accumulation")
         decay = table.get("schedules.linear") or table.get("schedules.cosine")
@@ -102,14 +102,14 @@ class PortableRecipe:
             if self.mesh.get(axis, 1) > 1:
                 raise RefusedError(
                     f"{trainer}: its configuration has no key for ranks along {axis}",
-                    fix="--export torchtitan, which has one",
+                    fix="--export torchtitan",
                 )
 
     def notes(self) -> list[str]:
-        """Return a line on each kind of technique without an equivalent."""
+        """Return comments that name the techniques without an equivalent."""
         lines = []
         if self.lost:
-            lines.append(f"without {', '.join(self.lost)}, which are unsupported here: results differ")
+            lines.append(f"without {', '.join(self.lost)}, which are unsupported here, so results differ")
         if self.unsupported:
-            lines.append(f"without {', '.join(self.unsupported)}: the same values, other memory and time")
+            lines.append(f"without {', '.join(self.unsupported)}: same results, but different memory and time")
         return lines

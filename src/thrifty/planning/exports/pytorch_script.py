@@ -1,4 +1,4 @@
-"""Plain PyTorch script: the same model, data, order and update, without importing this package."""
+"""Plain PyTorch script with the same model, data, example order and updates. It does not import this package."""
 
 import shlex
 
@@ -8,7 +8,7 @@ from thrifty.planning.exports.portable_recipe import PortableRecipe
 
 TEMPLATE = '''"""Training run in plain PyTorch. Requires torch, transformers and numpy.
 
-The folder of this file also holds the model with its initial weights, and the tokens.
+The folder of this file also contains the model with its initial weights, and the tokens.
 """
 
 {comments}
@@ -28,7 +28,7 @@ SCHEDULE, WARMUP, UNTIL, FLOOR = {schedule!r}, {warmup}, {until}, {floor!r}
 DTYPE, COMPILED, RECOMPUTE = torch.{dtype}, {compiled}, {recompute}
 
 
-# ---- order of examples: a permutation for each epoch, computed for any single position
+# ---- example order: one permutation per epoch, computed for any single position
 {permutation}
 
 def batch_at(tokens, step):
@@ -93,19 +93,19 @@ if __name__ == "__main__":
 
 
 def script(run: PortableRecipe, permutation: str, file: str) -> str:
-    """Return the script. `permutation` is the source of the function that orders examples.
+    """Return the script. `permutation` is the source code of the function for the example order.
 
     Raises RefusedError for techniques that change the algorithm, several ranks, or a number format with a loss scale.
     """
     if run.lost:
         raise RefusedError(
-            f"script: plain PyTorch has no {', '.join(run.lost)}, which change the algorithm",
+            f"script: plain PyTorch lacks {', '.join(run.lost)}, which change the algorithm",
             fix=" ".join(f"--without {name}" for name in run.lost),
         )
     if run.lr == 0.0 or run.dtype == "float16" or run.ranks > 1:
         raise RefusedError(
             "script: the script supports AdamW on one device, in float32 or bfloat16",
-            fix="--with optimizers.adamw, --set techniques.precision.mixed.format=bfloat16, and no mesh",
+            fix="--with optimizers.adamw --set techniques.precision.mixed.format=bfloat16, without a mesh",
         )
     comments = comment_lines([f"python {shlex.quote(file)}", *run.notes()])
     values = vars(run) | {"recompute": run.recompute != "none", "on_gpu": run.device != "cpu"}

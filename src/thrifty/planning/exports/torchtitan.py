@@ -1,4 +1,4 @@
-"""torchtitan-style configuration: TOML tables, to be adapted to one of torchtitan's models."""
+"""Configuration in the style of torchtitan: TOML tables for one of torchtitan's models."""
 
 import tomli_w
 
@@ -9,7 +9,7 @@ RECOMPUTE_MODES = {"none": "none", "every": "full", "selective": "selective"}
 
 
 def configuration(run: PortableRecipe) -> str:
-    """Return TOML with the keys of torchtitan's job files. You fill in `model`, since torchtitan has its own models."""
+    """Return TOML with the keys of torchtitan's job files. The user must set `model` to a model of torchtitan."""
     values = {
         "job": {"description": run.name},
         "model": {"name": "llama3", "flavor": "TO BE FILLED IN"},

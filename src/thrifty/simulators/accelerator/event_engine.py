@@ -58,7 +58,7 @@ class _UnitPlay:
             if place.memory and place.memory not in self.channels:
                 raise UsageError(
                     f"a station uses memory {place.memory!r}, which is not in the list",
-                    fix=f"use one of {', '.join(self.channels) or 'no memories'}",
+                    fix=f"add memory {place.memory!r} to memories",
                 )
         items = len(places[0].service)
         self.start = np.zeros((len(places), 1, items), dtype=np.int64)

@@ -1,24 +1,24 @@
-"""A Transformer's workload in closed form from its sizes, for any size and as a check on traced workloads.
+"""The workload of a Transformer in closed form, computed from its sizes. It also checks traced workloads.
 
 Saved bytes follow Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1): s·h·(34 + 5·a·s/h) for a block with dropout
-and 16-bit elements. FLOPs follow Narayanan et al. 2021 (arXiv 2104.04473, appendix). Moved bytes are our count: the
-reads and writes of each kernel, with chains of elementwise operations as one kernel.
+and 16-bit elements. FLOPs follow Narayanan et al. 2021 (arXiv 2104.04473, appendix). Moved bytes are counted here: the
+reads and writes of each kernel, with a chain of elementwise operations as one kernel.
 
-Shapes in the formulas: s tokens, h width, a heads, g width of all keys, f inner width, v vocabulary."""
+Symbols: s tokens, h width, a heads, g width of all keys, f inner width, v vocabulary."""
 
 from dataclasses import dataclass
 
 from thrifty.simulators.cluster.workload import DividedAmount, PassWork, Workload, WorkloadPart
 
 ITEM = 2
-"""Bytes of an element in bfloat16 or float16."""
+"""Bytes per element in bfloat16 or float16."""
 ACCURATE = 4
-"""Bytes of an element of losses and statistics of norms, in float32."""
+"""Bytes per element of losses and norm statistics, in float32."""
 
 
 @dataclass(frozen=True)
 class DecoderSizes:
-    """Sizes of a decoder. By default `kv_heads` equals heads, and `hidden` is 4 · width."""
+    """Sizes of a decoder. By default, `kv_heads` = `heads` and `hidden` = 4 · `width`."""
 
     depth: int
     width: int
@@ -28,11 +28,11 @@ class DecoderSizes:
     kv_heads: int = 0
     hidden: int = 0
     gated: bool = False
-    """True for a gated network and rotary positions without biases, as in Llama; False for GPT's."""
+    """True for a gated MLP and rotary positions without biases, as in Llama; False for the GPT architecture."""
     tied: bool = True
     dropout: bool = False
     flash: bool = True
-    """True if attention saves nothing of size s·s and recomputes the scores in the backward pass."""
+    """True if attention saves no (s, s) tensor and recomputes the scores in the backward pass."""
 
     @property
     def keys(self) -> int:
@@ -44,7 +44,7 @@ class DecoderSizes:
 
 
 def transformer(name: str, sizes: DecoderSizes) -> Workload:
-    """Return the workload of a pre-norm decoder that is trained on next tokens."""
+    """Return the workload of a pre-norm decoder trained on next-token prediction."""
     block = _block(sizes)
     return Workload(
         name,
@@ -58,7 +58,7 @@ def transformer(name: str, sizes: DecoderSizes) -> Workload:
 
 
 def _products(z: DecoderSizes) -> float:
-    """Return the forward FLOPs of the block's products with weights."""
+    """Return the forward FLOPs of a block's matrix products with weights."""
     return 2.0 * z.length * _weights(z)
 
 
@@ -74,7 +74,7 @@ def _block(z: DecoderSizes) -> WorkloadPart:
     forward, backward = _around_attention(z)
     stream, core_saved = float(s * h * ITEM), _core_saved(z)
     saved = DividedAmount(
-        # q, k, v; input of the output product; inputs and outputs of the activation function
+        # q, k, v; input of the output projection; inputs and outputs of the activation function
         split=ITEM * s * ((h + 2 * g) + h + (3 if z.gated else 2) * f + (f if z.gated else 0)),
         # both norms' inputs and outputs, and two masks
         whole=4 * stream + (2.0 * s * h if z.dropout else 0.0),
@@ -93,10 +93,10 @@ def _block(z: DecoderSizes) -> WorkloadPart:
 
 
 def _around_attention(z: DecoderSizes) -> tuple[PassWork, PassWork]:
-    """Return both passes of a block without the part between q, k, v and the output product.
+    """Return the forward and backward work of a block, without attention between q, k, v and the output projection.
 
-    Each product reads and writes activations once forward and twice backward, each norm once. A sum of residuals reads
-    two tensors and writes one.
+    A matrix product reads and writes its activations once forward and twice backward. A norm reads and writes its
+    activations once. A residual sum reads two tensors and writes one tensor.
     """
     s, h, f, qkv = z.length, z.width, z.inner, z.width + 2 * z.keys
     up = f * (2 if z.gated else 1)
@@ -109,7 +109,7 @@ def _around_attention(z: DecoderSizes) -> tuple[PassWork, PassWork]:
         ITEM * s * (3 * qkv + 2 * h + 3 * up + (2 * up + f) + 2 * f + joined) + turned,
         stream * (2 * 3 + 2 * (2 + 2) + 2 * 3 + (0 if z.gated else 2)) + masks,
     )
-    # intermediate tensors of a gate, of rotary positions, and between dropout and a sum
+    # intermediate tensors of the gate, of rotary positions, and between dropout and the residual sum
     between = DividedAmount((2.0 * ITEM * s * f if z.gated else 0.0) + 3 * turned, 4 * stream if z.dropout else 0.0)
     forward = PassWork(DividedAmount(_products(z)), moved, moved + between, 12 if z.gated else 10, 2 * stream, 2)
     between += DividedAmount(ITEM * s * f if z.gated else 0.0)
@@ -127,8 +127,9 @@ def _core_saved(z: DecoderSizes) -> DividedAmount:
 
 
 def _attention(z: DecoderSizes) -> tuple[PassWork, PassWork, PassWork]:
-    """Return attention between the products with weights: forward, the part that selective recompute repeats, and
-    backward."""
+    """Return the work of attention after q, k, v and before the output projection.
+
+    The three values are forward, the part that selective recompute repeats, and backward."""
     s, h, g = z.length, z.width, z.keys
     scores = float(z.heads * s * s)
     product = 2.0 * s * s * h
@@ -155,7 +156,7 @@ def _attention(z: DecoderSizes) -> tuple[PassWork, PassWork, PassWork]:
 
 
 def _fused(flops: float, moved: float) -> PassWork:
-    """Return a pass of attention in one kernel."""
+    """Return the work of an attention pass in one kernel."""
     products, bytes_moved = DividedAmount(flops), DividedAmount(moved)
     return PassWork(products, bytes_moved, bytes_moved, kernels=1, attention=products)
 
@@ -178,7 +179,7 @@ def _embedding(z: DecoderSizes) -> WorkloadPart:
 
 
 def _head(z: DecoderSizes) -> WorkloadPart:
-    """Return the last norm, the product with the vocabulary, and the loss on float32 logits."""
+    """Return the work of the last norm, the vocabulary projection, and the loss on float32 logits."""
     stream, logits = float(z.length * z.width * ITEM), float(z.length * z.vocabulary)
     product = 2.0 * logits * z.width
     parameters = DividedAmount(

@@ -1,4 +1,4 @@
-"""Event simulation of a pipeline schedule: times of actions, waits, and held micro-batches of each rank."""
+"""Event simulation of a pipeline schedule: times of actions, idle times, and live micro-batches per rank."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from thrifty.simulators.cluster.pipeline_schedules import Result, ScheduleAction
 
 
 class ActionEvent(NamedTuple):
-    """An action on its rank, from `start` to `end` in seconds."""
+    """An action on a rank. `start` and `end` are in seconds."""
 
     rank: int
     action: ScheduleAction
@@ -19,7 +19,7 @@ class ActionEvent(NamedTuple):
 
 
 class StageTransfer(NamedTuple):
-    """A transfer of an action's result between ranks, from `start` to `end` in seconds."""
+    """A transfer of an action's result between ranks. `start` and `end` are in seconds."""
 
     source: int
     target: int
@@ -30,7 +30,7 @@ class StageTransfer(NamedTuple):
 
 @dataclass(frozen=True)
 class PipelineTimeline:
-    """The timeline of one step of a pipeline."""
+    """The timeline of one training step of a pipeline."""
 
     by_rank: list[list[ActionEvent]]
     """Events of each rank, in order."""
@@ -42,7 +42,7 @@ class PipelineTimeline:
 
     @cached_property
     def events(self) -> list[ActionEvent]:
-        """Events of all ranks, rank by rank."""
+        """Events of all ranks, sorted by rank."""
         return list(chain.from_iterable(self.by_rank))
 
     @cached_property
@@ -56,9 +56,9 @@ class PipelineTimeline:
 
     @cached_property
     def bubble(self) -> float:
-        """Fraction of all ranks' time without computation.
+        """Idle fraction of the total time of all ranks.
 
-        Narayanan et al. 2021 report it relative to the time with computation: bubble / (1 - bubble).
+        Narayanan et al. 2021 report idle time relative to busy time: bubble / (1 - bubble).
         """
         total = self.ranks * self.makespan
         return 1 - sum(map(self.busy, range(self.ranks))) / total if total else 0.0
@@ -66,10 +66,10 @@ class PipelineTimeline:
     def live(
         self, rank: int, size: Callable[[int], float] = lambda stage: 1, for_weights: float = 1.0
     ) -> list[tuple[float, float]]:
-        """Return (seconds, amount) pairs of the activations that a rank holds, at each change in order of time.
+        """Return the amount of live activations on a rank as (seconds, amount) pairs, one per change.
 
-        One micro-batch on one stage counts `size(stage)` (1, or bytes) from the start of its forward pass to the end of
-        its backward pass. If the backward pass is split, the fraction `for_weights` stays from I to W.
+        A micro-batch on a stage adds `size(stage)` (1, or bytes) from the start of its forward pass to the end of its
+        backward pass. If the backward pass is split, the fraction `for_weights` remains from I to W.
         """
         micro_batches, steps = 0.0, []
         for _, (kind, stage, _), start, end in self.by_rank[rank]:
@@ -79,7 +79,7 @@ class PipelineTimeline:
         return steps
 
     def peak(self, rank: int, size: Callable[[int], float] = lambda stage: 1, for_weights: float = 1.0) -> float:
-        """Return the peak of the activations that a rank holds, counted as in `live`."""
+        """Return the peak amount of live activations on a rank, see `live`."""
         return max((micro_batches for _, micro_batches in self.live(rank, size, for_weights)), default=0.0)
 
 
@@ -89,11 +89,11 @@ def play(
     transfer: Callable[[int, int], float] = lambda source, target: 0.0,
     overlap: bool = True,
 ) -> PipelineTimeline:
-    """Simulate a schedule: each rank runs its actions in order, each as soon as its inputs have arrived.
+    """Simulate a schedule. Each rank runs its actions in order, as soon as their inputs have arrived.
 
-    `seconds(action)` is the duration of an action, `transfer(source, target)` of a transfer between ranks. One rank
-    sends another one result at a time. With `overlap` the sender continues to compute; without, it waits until its
-    message has arrived. Raises UsageError for a deadlock.
+    `seconds(action)` is the duration of an action, and `transfer(source, target)` is the duration of a transfer between
+    ranks. Transfers between the same two ranks do not overlap. With `overlap`, the sender computes during a transfer.
+    Otherwise, the sender waits until the transfer ends. Raises UsageError if the schedule deadlocks.
     """
     places = placement(orders)
     stages = len(places)

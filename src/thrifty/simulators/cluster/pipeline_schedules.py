@@ -1,9 +1,9 @@
 """Pipeline schedules as data: the ordered actions of each rank.
 
-A model is cut into stages, an effective batch into parts (micro-batches). The forward pass of a stage depends on the
-stage before, its backward pass on the stage after. The backward pass may be split in two: the gradient of the input,
-for which the stage before waits, and the gradient of the weights, for which no stage waits (Qi et al. 2023, arXiv
-2401.10241)."""
+A model is cut into stages, and an effective batch into parts (micro-batches). The forward pass of a stage depends on
+the previous stage, and the backward pass depends on the next stage. The backward pass may be split into the gradient of
+the input and the gradient of the weights (Qi et al. 2023, arXiv 2401.10241). The previous stage waits only for the
+gradient of the input."""
 
 from collections.abc import Iterator, Sequence
 from typing import Literal, NamedTuple
@@ -14,14 +14,14 @@ Kind = Literal["F", "B", "I", "W"]
 
 
 class ScheduleAction(NamedTuple):
-    """An action of a rank: a pass of one micro-batch through one stage."""
+    """One pass of one micro-batch through one stage."""
 
     kind: Kind
     """F: forward. B: whole backward. I: gradient of the input only. W: gradient of the weights only, after I."""
     stage: int
-    """Number of the stage along the model, over all ranks and chunks."""
+    """Index of the stage along the model, over all ranks and chunks."""
     part: int
-    """Number of the micro-batch."""
+    """Index of the micro-batch."""
 
 
 Order = list[ScheduleAction]
@@ -30,43 +30,47 @@ Order = list[ScheduleAction]
 def schedule(name: str, ranks: int, parts: int, chunks: int = 1) -> list[Order]:
     """Return the ordered actions of each pipeline rank for `parts` micro-batches.
 
-    `chunks` is the number of stages per rank: 1, any number for "interleaved" (stage s on rank s mod ranks), 2 for
-    "zero_bubble_v" (stages r and 2 ranks - 1 - r on rank r). Raises UsageError for sizes that the schedule excludes.
+    `chunks` is the number of stages per rank: any number for "interleaved" (stage s is on rank s mod ranks), 2 for
+    "zero_bubble_v" (stages r and 2 · ranks - 1 - r are on rank r), else 1. Raises UsageError for sizes that the
+    schedule does not support.
     """
     refuse_unknown("unknown pipeline schedule", name, _SCHEDULES)
     if min(ranks, parts, chunks) < 1:
         raise UsageError(
-            f"there is no pipeline of {ranks} ranks, {parts} parts and {chunks} chunks", fix="use 1 or more of each"
+            f"there is no pipeline of {ranks} ranks, {parts} parts and {chunks} chunks", fix="use at least 1 of each"
         )
     required = {"interleaved": chunks, "zero_bubble_v": 2}.get(name, 1)
     if chunks != required:
         raise UsageError(
-            f"{name} cannot have {chunks} stages per rank", fix=f"set chunks to {required}, or use interleaved"
+            f"{name} cannot have {chunks} stages per rank", fix=f"set chunks to {required}; or use interleaved"
         )
     return [_SCHEDULES[name](rank, ranks, parts, chunks) for rank in range(ranks)]
 
 
 def _gpipe(rank: int, ranks: int, parts: int, chunks: int) -> Order:
-    """Return all forward, then all backward passes in reverse order, so that the newest activations are freed first
-    (Huang et al. 2019)."""
+    """Return all forward passes, then all backward passes in reverse order (Huang et al. 2019).
+
+    The newest activations are freed first."""
     forward = [ScheduleAction("F", rank, part) for part in range(parts)]
     return forward + [ScheduleAction("B", rank, part) for part in reversed(range(parts))]
 
 
 def _one_forward_one_backward(rank: int, ranks: int, parts: int, chunks: int) -> Order:
-    """Return 1F1B: the fewest live micro-batches that keep all ranks busy (PipeDream-Flush, Narayanan et al. 2021,
-    arXiv 2006.09503)."""
+    """Return 1F1B, with the minimum number of live micro-batches that keeps all ranks busy.
+
+    Also called PipeDream-Flush (Narayanan et al. 2021, arXiv 2006.09503)."""
     forward = [ScheduleAction("F", rank, part) for part in range(parts)]
     return _interleave(forward, [[ScheduleAction("B", rank, part)] for part in range(parts)], ranks - rank - 1)
 
 
 def _interleaved(rank: int, ranks: int, parts: int, chunks: int) -> Order:
-    """Return interleaved 1F1B: several stages per rank, in rounds of `ranks` micro-batches (Narayanan et al. 2021,
-    arXiv 2104.04473)."""
+    """Return interleaved 1F1B (Narayanan et al. 2021, arXiv 2104.04473).
+
+    Each rank has several stages. Micro-batches run in rounds of `ranks`."""
     if parts % ranks:
         raise UsageError(
             f"the schedule interleaved requires a multiple of {ranks} micro-batches, not {parts}",
-            fix=f"use {parts - parts % ranks or ranks} micro-batches, or the schedule 1f1b",
+            fix=f"use {parts - parts % ranks or ranks} micro-batches; or use the schedule 1f1b",
         )
     rounds = [range(start, start + ranks) for start in range(0, parts, ranks)]
     forward = [ScheduleAction("F", c * ranks + rank, part) for turn in rounds for c in range(chunks) for part in turn]
@@ -77,11 +81,11 @@ def _interleaved(rank: int, ranks: int, parts: int, chunks: int) -> Order:
 
 
 def _zero_bubble(rank: int, ranks: int, parts: int, chunks: int) -> Order:
-    """Return ZB-H1 (Qi et al. 2023): 1F1B whose weight gradients are delayed more on later ranks.
+    """Return ZB-H1 (Qi et al. 2023): 1F1B with weight gradients that are delayed more on later ranks.
 
-    So every rank holds as many micro-batches as the first, and has work while it waits at the end. Table 2's bubble of
-    (ranks - 1)(F + I - W) seconds holds while W takes no longer than F and I, as in Transformers without recompute.
-    Otherwise it is (ranks - 1) max(F, I).
+    All ranks hold the same number of micro-batches and compute weight gradients at the end instead of waiting. The
+    bubble is (ranks - 1)(F + I - W) seconds (table 2) if W takes no longer than F and I, as in Transformers without
+    recompute. Otherwise the bubble is (ranks - 1) · max(F, I).
     """
     forward = [ScheduleAction("F", rank, part) for part in range(parts)]
     backward = [
@@ -93,9 +97,10 @@ def _zero_bubble(rank: int, ranks: int, parts: int, chunks: int) -> Order:
 
 
 def _zero_bubble_v(rank: int, ranks: int, parts: int, chunks: int) -> Order:
-    """Return ZB-V: stages go down the ranks and up again, so the first rank has the loss (Qi et al. 2023, section 6).
+    """Return ZB-V (Qi et al. 2023, section 6).
 
-    The order is built for 2 ranks - 1 micro-batches or more; with fewer, the missing ones are omitted.
+    Stages are placed from the first rank to the last and back, so the first rank computes the loss. The order is built
+    for at least 2 · ranks - 1 micro-batches. Extra micro-batches are then removed.
     """
     down, up, many = rank, 2 * ranks - 1 - rank, max(parts, 2 * ranks - 1)
     order: Order = []
@@ -126,7 +131,7 @@ def _zero_bubble_v(rank: int, ranks: int, parts: int, chunks: int) -> Order:
 
 
 def _interleave(forward: Order, backward: Sequence[Order], ahead: int) -> Order:
-    """Return `ahead` forward passes, then forward and backward passes in turn, then the remaining backward passes."""
+    """Return `ahead` forward passes, then alternating forward and backward passes, then the other backward passes."""
     ahead = min(ahead, len(forward))
     order = forward[:ahead]
     for position, after in enumerate(backward):
@@ -148,7 +153,7 @@ Result = tuple[str, int, int]
 
 
 def needs(action: ScheduleAction, stages: int) -> Result | None:
-    """Return the result that an action depends on; None for the input of the model."""
+    """Return the result on which an action depends; None if it depends only on the input of the model."""
     kind, stage, part = action
     if kind == "F":
         return ("output", stage - 1, part) if stage else None
@@ -158,13 +163,13 @@ def needs(action: ScheduleAction, stages: int) -> Result | None:
 
 
 def leaves(action: ScheduleAction) -> Result | None:
-    """Return the result of an action; None for `W`, since no action depends on it."""
+    """Return the result of an action; None for `W`, because no action depends on weight gradients."""
     kind, stage, part = action
     return None if kind == "W" else ("output" if kind == "F" else "gradient", stage, part)
 
 
 def placement(orders: Sequence[Sequence[ScheduleAction]]) -> list[int]:
-    """Return the rank of each stage. Raises UsageError for a stage on two ranks or on none."""
+    """Return the rank of each stage. Raises UsageError if a stage is on two ranks or on no rank."""
     places: dict[int, int] = {}
     for rank, order in enumerate(orders):
         for stage in {action.stage for action in order}:
@@ -180,9 +185,9 @@ def placement(orders: Sequence[Sequence[ScheduleAction]]) -> list[int]:
 def walk(
     orders: Sequence[Sequence[ScheduleAction]],
 ) -> Iterator[tuple[int, ScheduleAction, Result | None, Result | None]]:
-    """Yield (rank, action, needed result, own result) for every action, after the actions it depends on.
+    """Yield (rank, action, required result, own result) for each action, in an order of dependencies.
 
-    Raises UsageError for a deadlock.
+    Raises UsageError if the orders deadlock.
     """
     places = placement(orders)
     stages = len(places)
@@ -206,14 +211,13 @@ def walk(
     for rank, order in enumerate(orders):
         if position[rank] < len(order):
             raise UsageError(
-                f"rank {rank} deadlocks at {order[position[rank]]}: the result it depends on comes later or never",
+                f"rank {rank} deadlocks at {order[position[rank]]}: its input is computed later or never",
                 fix="order each action after the actions it depends on",
             )
 
 
 def check(orders: Sequence[Sequence[ScheduleAction]]) -> None:
-    """Raise UsageError unless the orders run without deadlock, and each stage runs each micro-batch forward and
-    backward once."""
+    """Raise UsageError unless each stage runs each micro-batch once forward and once backward, without deadlock."""
     seen: dict[tuple[int, int], str] = {}
     for _, (kind, stage, part), _, _ in walk(orders):
         seen[stage, part] = seen.get((stage, part), "") + kind

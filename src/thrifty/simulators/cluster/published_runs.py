@@ -1,4 +1,4 @@
-"""Training runs with published speed (`published_runs.toml`): model, mesh, settings and measured value of each."""
+"""Training runs with published speed (`published_runs.toml`): model, mesh, settings and measured value."""
 
 import tomllib
 from collections.abc import Mapping
@@ -14,13 +14,13 @@ from thrifty.simulators.cluster.simulated_step import StepReport, simulate
 from thrifty.simulators.cluster.workload import Workload
 
 Measure = Literal["hardware_flops", "model_flops", "mfu", "step_seconds"]
-"""Published quantities: FLOP/s per device with recompute ("hardware_flops") or without ("model_flops"), the latter over
-the peak ("mfu"), or seconds per step."""
+"""Published quantities. "hardware_flops": FLOP/s per device including recompute. "model_flops": excluding recompute.
+"mfu": "model_flops" / peak. "step_seconds": seconds per step."""
 
 
 @dataclass(frozen=True)
 class PublishedRun:
-    """A run in a published table."""
+    """One run of a published table."""
 
     name: str
     paper: str
@@ -32,12 +32,11 @@ class PublishedRun:
     measure: Measure
     measured: float
     evidence: str
-    """Check of the figures against the source."""
+    """Description of how the figures were checked against the source."""
     note: str = ""
     """Assumptions about details that the paper omits."""
     tolerance: float | None = None
-    """Relative error that a test allows: the simulation's error, rounded up. None if the simulation does not describe
-    the run."""
+    """Relative error that a test allows: the simulation's error, rounded up. None if the run is not reproduced."""
 
     @property
     def workload(self) -> Workload:
@@ -48,7 +47,7 @@ class PublishedRun:
 
 
 def gpt(depth: int, width: int, heads: int, length: int = 2048) -> DecoderSizes:
-    """Return the sizes of GPT in Megatron-LM: a vocabulary of 51,200, dropout, attention that saves its scores."""
+    """Return the sizes of GPT in Megatron-LM, with vocabulary 51,200, dropout and attention that saves its scores."""
     return DecoderSizes(depth, width, heads, length, 51_200, dropout=True, flash=False)
 
 
@@ -63,7 +62,7 @@ MODELS: Mapping[str, DecoderSizes] = {
     "llama3-405b": LLAMA_405B,
     "llama3-70b": LLAMA_70B,
 }
-"""Models by name: GPT-3 (Brown et al. 2020, table 2.1), models of Narayanan et al. 2021, Llama 3 (2024, table 3)."""
+"""Model sizes by name: GPT-3 (Brown et al. 2020, table 2.1), Narayanan et al. 2021, Llama 3 (2024, table 3)."""
 
 
 def _runs() -> list[PublishedRun]:

@@ -1,9 +1,9 @@
-"""Trace of a pass: bytes and FLOPs of every operation, and their division by tensor parallelism.
+"""Trace of a pass: bytes and FLOPs of each operation, and how tensor parallelism divides both.
 
-A tensor's placement under tensor parallelism follows from its inputs, equally in both passes. The product of a whole
-tensor and a weight is split (the weight by columns). The product of a split tensor and a weight is a partial sum (the
-weight by rows). Sums of partial sums stay partial; any other use sums them over the ranks. For a Transformer this gives
-Megatron-LM's division (Shoeybi et al. 2019, section 3) without knowledge of its architecture."""
+The placement of a tensor follows from the placements of the operation's inputs, in both passes. The product of a whole
+tensor and a weight is split (column-parallel weight). The product of a split tensor and a weight is a partial sum
+(row-parallel weight). The sum of partial sums is partial. Any other use requires an all-reduce. For a Transformer, the
+result is Megatron-LM's tensor parallelism (Shoeybi et al. 2019, section 3). The rules do not use the architecture."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -19,9 +19,9 @@ from thrifty.core.tensor_tracing import EagerTrace, tensor_bytes
 from thrifty.simulators.cluster.workload import DividedAmount, PassWork
 
 COPIES = frozenset({"_to_copy", "clone", "copy_", "masked_fill", "where", "flip", "cat", "_softmax_backward_data"})
-"""Elementwise operations that torch does not tag as pointwise, and operations that share a kernel with them."""
+"""Elementwise operations without torch's pointwise tag, and operations that fuse with elementwise operations."""
 WITHIN_A_ROW = frozenset({"_softmax", "_safe_softmax", "_log_softmax"})
-"""Operations that can end a chain of elementwise operations in one kernel."""
+"""Operations that can be fused at the end of a chain of elementwise operations."""
 NORMS = frozenset({"native_layer_norm", "_fused_rms_norm"})
 LOOKUPS = frozenset({"embedding", "index_select"})
 
@@ -37,12 +37,12 @@ class TensorPlacement(Enum):
 
 @dataclass
 class TracedStorage:
-    """A tensor storage: bytes, placement, and the operations that write and read it."""
+    """Storage of tensors: bytes, placement, and the operations that write and read the storage."""
 
     bytes: float
     place: TensorPlacement
     core: bool = False
-    """True if computed from attention scores, before the product with values."""
+    """True for attention scores and tensors computed from scores, before the product with values."""
     made_by: int | None = None
     read_by: list[int] = field(default_factory=list)
     saved: bool = False
@@ -54,22 +54,22 @@ class TracedOperation:
     flops: float
     place: TensorPlacement
     chained: bool
-    """True if elementwise, so that it can share a kernel with its neighbours."""
+    """True if the operation is elementwise and can be fused with neighboring operations."""
     ends_chain: bool
     core: bool
     is_gradient: bool
-    """True for a product that computes the gradient of a weight."""
+    """True for a matrix product that computes the gradient of a weight."""
     is_attention: bool
     """True for a fused attention kernel."""
     reads: list[tuple[int, float]]
     writes: list[tuple[int, float]]
     reduced: list[float]
     products: int
-    """Number of earlier products; a chain of elementwise operations ends at a product."""
+    """Number of earlier matrix products. A chain of elementwise operations ends at a product."""
 
 
 class OperationTracer(EagerTrace):
-    """A recorder of the operations within its context, by section; section "" is not recorded."""
+    """Recorder of the operations within its context, by section. Section "" is not recorded."""
 
     def __init__(self, parameters: Iterable[Tensor], buffers: Iterable[Tensor] = ()):
         super().__init__()
@@ -89,7 +89,7 @@ class OperationTracer(EagerTrace):
         self.permanent = frozenset(self.storages)
 
     def save(self, tensor: Tensor) -> Tensor:
-        """Record a tensor that autograd saves in this section, as a hook of `saved_tensors_hooks`."""
+        """Record a tensor that autograd saves in the current section. This is a hook for `saved_tensors_hooks`."""
         key = _key(tensor)
         if self.section and key in self.storages and key not in self.permanent:
             self.storages[key].saved = True
@@ -97,12 +97,12 @@ class OperationTracer(EagerTrace):
         return tensor
 
     def add_inputs(self, tensors: Iterable[Tensor]) -> None:
-        """Record activations from outside of the section, as whole tensors."""
+        """Record input activations of the section as whole tensors."""
         for tensor in tensors:
             self._add(tensor, TensorPlacement.WHOLE)
 
     def sum_output(self, tensor: Tensor) -> None:
-        """Sum a partial sum over the ranks, because the tensor leaves the section."""
+        """All-reduce a partial sum, because the tensor leaves the section."""
         value = self.storages[_key(tensor)]
         if value.place is TensorPlacement.PARTIAL and value.made_by is not None:
             value.place = TensorPlacement.WHOLE
@@ -131,14 +131,14 @@ class OperationTracer(EagerTrace):
         for key, source in sources.items():
             if source.place is TensorPlacement.WEIGHT:
                 self.weights_read.setdefault(key, set()).add(self.section)
-        if not activations and sources:  # a weight in another format is still a weight
+        if not activations and sources:  # a weight that is cast to another format is still a weight
             for tensor in outputs:
                 self._add(tensor, TensorPlacement.WEIGHT)
             return
         reduced = self._summed(name, activations)
         place = self._place(name, flops > 0 and weighted, activations, outputs)
         is_gradient = flops > 0 and not weighted and tuple(outputs[0].shape) in self.shapes
-        # the first product of two activations computes scores, the next multiplies them by the values
+        # the first product of two activations computes scores, the next product multiplies scores by values
         makes_scores = flops > 0 and not weighted and not is_gradient and "scaled_dot_product" not in name
         had_core = any(source.core for source in activations)
         core = had_core if flops == 0 else makes_scores and not had_core
@@ -171,7 +171,7 @@ class OperationTracer(EagerTrace):
         self.operations.append(operation)
 
     def _summed(self, name: str, activations: list[TracedStorage]) -> list[float]:
-        """Return the bytes of each partial sum that this operation requires summed."""
+        """Return the bytes of each partial sum that must be all-reduced before the operation."""
         partial = [value for value in activations if value.place is TensorPlacement.PARTIAL]
         only_added = name in ("add", "add_") and len(partial) == len(activations)
         if not partial or only_added:
@@ -202,7 +202,7 @@ class OperationTracer(EagerTrace):
         return self.storages[key]
 
     def work(self, section: str, only_core: bool = False) -> PassWork:
-        """Return the work of a section, summed over its operations."""
+        """Return the work of all operations of a section."""
         chosen = [
             (number, op)
             for number, op in enumerate(self.operations)
@@ -225,8 +225,7 @@ class OperationTracer(EagerTrace):
         return PassWork(flops, moved, unfused, kernels, sum(sums), len(sums), attention)
 
     def _is_free(self, key: int, reader: int) -> bool:
-        """Return True if an operation reads a tensor from registers, written by an elementwise operation of the same
-        kernel."""
+        """Return True if the reading operation is fused with the operation that wrote the storage."""
         number = self.storages[key].made_by
         if number is None or number == reader:
             return False
@@ -240,7 +239,7 @@ class OperationTracer(EagerTrace):
         return bool(value.read_by) and not value.saved and all(self._is_free(key, reader) for reader in value.read_by)
 
     def for_weights(self, section: str) -> DividedAmount:
-        """Return the FLOPs of a section's products that compute gradients of weights."""
+        """Return the FLOPs of the matrix products of a section that compute gradients of weights."""
         products = [op for op in self.operations if op.section == section and op.is_gradient]
         return sum((_placed(op.flops, op.place) for op in products), DividedAmount())
 
@@ -263,5 +262,5 @@ def _key(tensor: Tensor) -> int:
 
 
 def _seen_bytes(tensor: Tensor) -> float:
-    """Return the bytes of distinct elements: elements repeated by a stride of zero are read once."""
+    """Return the bytes of distinct elements. Expanded elements (stride 0) count once."""
     return float(min(tensor_bytes(tensor), tensor.untyped_storage().nbytes()))

@@ -1,8 +1,8 @@
-"""Simulation of one training step on a cluster: its seconds by cause, and the memory of each rank.
+"""Simulation of one training step on a cluster: seconds by cause, and the memory of each rank.
 
-All data ranks run equally at the same time, and so do the ranks of a tensor group. So one pipeline is simulated for any
-number of ranks. A step is the pipeline's schedule, the collectives of the data ranks that do not overlap with it, and
-the optimizer. A collective inside a block blocks its rank; messages between stages do not."""
+All data ranks have the same timeline, and so have all ranks of a tensor group. Therefore one pipeline is simulated for
+any number of ranks. A step consists of the pipeline's schedule, collectives of the data ranks that do not overlap with
+the schedule, and the optimizer. A collective inside a block blocks the rank. A transfer between stages does not."""
 
 from collections.abc import Sequence
 
@@ -31,9 +31,9 @@ def simulate(
     settings: StepSettings,
     rates: DeviceEfficiency | None = None,
 ) -> StepReport:
-    """Simulate one step of a workload on a cluster. Raises UsageError or InfeasibleError for incompatible sizes.
+    """Simulate one training step on a cluster. Raises UsageError or InfeasibleError for incompatible sizes.
 
-    A step that exceeds the memory of a device is reported, not refused.
+    A step that exceeds device memory raises no error; the report says that it does not fit.
     """
     check_ranks(mesh, cluster)
     return _Step(workload, cluster, mesh, settings, rates or find_efficiency(cluster.device.name)).report()
@@ -91,9 +91,10 @@ class _Step:
         )
 
     def _reduced(self, timeline: PipelineTimeline, rank: int) -> float:
-        """Return the time at which a pipeline rank's gradients are reduced over the data ranks.
+        """Return the time at which the gradients of a pipeline rank are reduced over the data ranks.
 
-        Each stage starts when the first of its parts has its last gradient; without overlap, after the last action.
+        The reduction of a stage starts when one of its parts has its final gradient. Without overlap, the reduction
+        starts after the last action.
         """
         events = timeline.by_rank[rank]
         done, total = 0.0, 0.0
@@ -113,7 +114,7 @@ class _Step:
         return [stage for stage, place in enumerate(self.places) if place == rank]
 
     def _parameters(self, rank: int) -> float:
-        """Return the parameters on a rank; a tied embedding counts on both the first and the last stage."""
+        """Return the number of parameters on a rank. A tied embedding counts on the first and on the last stage."""
         own = self._own(rank)
         has_copy = self.mesh.stages - 1 in own and 0 not in own
         parameters = sum(self.stages[stage].parameters(self.mesh.tensor) for stage in own)

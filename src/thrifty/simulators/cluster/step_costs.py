@@ -1,4 +1,4 @@
-"""Seconds of the components of a step: actions of stages, transfers between stages, collectives of the data ranks."""
+"""Seconds of each component of a step: actions of stages, transfers between stages, collectives of data ranks."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -15,9 +15,9 @@ from thrifty.simulators.cluster.workload import PassWork, WorkloadPart
 class ActionSeconds:
     compute: float
     tensor: float
-    """Seconds in collectives of the tensor group, which block a rank."""
+    """Seconds of collectives of the tensor group. These block the rank."""
     data: float
-    """Seconds of waiting for collectives over the data ranks."""
+    """Seconds of collectives over the data ranks that do not overlap with computation."""
 
     @property
     def total(self) -> float:
@@ -25,7 +25,7 @@ class ActionSeconds:
 
 
 class LayoutCosts:
-    """Costs of one layout on one cluster; equal stages share the costs of their actions."""
+    """Costs of one layout on one cluster. The costs of identical stages are computed once."""
 
     def __init__(self, cluster: Cluster, mesh: ClusterMesh, settings: StepSettings, rates: DeviceEfficiency):
         self.mesh, self.settings, self.rates, self.device = mesh, settings, rates, cluster.device
@@ -59,7 +59,7 @@ class LayoutCosts:
     def _passes(self, passes: Iterable[tuple[WorkloadPart, PassWork, int]]) -> tuple[float, float]:
         """Return the seconds of computation and of the tensor group's collectives for one micro-batch.
 
-        Each pass is (part, work, number of reads or writes of the part's weights).
+        Each element of `passes` is (part, work, number of reads or writes of the part's weights).
         """
         nonempty = [(part, work, times) for part, work, times in passes if work != PassWork()]
         computing = sum(self._computing(*each) for each in nonempty)
@@ -92,7 +92,7 @@ class LayoutCosts:
         return collective_times.seconds(kind, size, group) if group.size > 1 and size else 0.0
 
     def _per_micro_batch(self, stage: SimulatedStage) -> tuple[float, float]:
-        """Return the seconds to gather a stage's weights for a pass, block by block, and to reduce its gradients."""
+        """Return the seconds to all-gather a stage's weights for one pass, and to reduce-scatter its gradients."""
         zero, gather, scatter = self.settings.zero, 0.0, 0.0
         for part in stage.parts:
             parameters = part.parameters.per_rank(self.mesh.tensor)
@@ -106,7 +106,7 @@ class LayoutCosts:
         return ActionSeconds(compute, tensor, max(data - hidden, 0.0))
 
     def transfer(self, stages: Sequence[SimulatedStage]) -> float:
-        """Return the seconds to send hidden states, or their gradients, from stage to stage."""
+        """Return the seconds to send hidden states or their gradients between neighboring stages."""
         size = max(stage.entry for stage in stages) * self.settings.micro_batch
         if not (self.settings.scatter or self.settings.sequence_parallel):
             return self._collective("send", size, "neighbours")
@@ -114,7 +114,7 @@ class LayoutCosts:
         return self._collective("send", size / self.mesh.tensor, "neighbours") + gathering
 
     def reduction(self, stage: SimulatedStage) -> float:
-        """Return the seconds to reduce a stage's gradients over the data ranks, for the part done once per step."""
+        """Return the seconds of the collectives over data ranks that reduce a stage's gradients once per step."""
         size = stage.parameters(self.mesh.tensor) * self.settings.gradient_bytes
         if self.settings.zero == 0:
             return self._collective("all_reduce", size, "data")
@@ -122,18 +122,18 @@ class LayoutCosts:
         return scattered + self._collective("all_reduce", size / self.mesh.shard, "replicate")
 
     def tied(self, shared: float) -> float:
-        """Return the seconds to sum the gradient of `shared` parameters that the first and the last stage share."""
+        """Return the seconds to all-reduce the gradient of `shared` parameters between the first and the last stage."""
         return self._collective("all_reduce", shared / self.mesh.tensor * self.settings.gradient_bytes, "ends")
 
     def update(self, parameters: float) -> float:
         """Return the seconds of the optimizer step on a rank with `parameters` parameters.
 
-        The state is read and written, the gradient read for its norm and for the update, the weight written.
+        The optimizer reads and writes its state, reads the gradient twice (norm and update), and writes the weight.
         """
         own = parameters / (self.mesh.shard if self.settings.zero else 1)
         moved = own * (2 * MOMENTS + 2 * self.settings.gradient_bytes + WEIGHT)
         return moved / (self.device.bandwidth * self.rates.memory)
 
     def gathering(self, parameters: float) -> float:
-        """Return the seconds to gather the weights that each rank of the optimizer updated."""
+        """Return the seconds to all-gather the updated weights after a sharded optimizer step."""
         return self._collective("all_gather", parameters * WEIGHT, "shard") if self.settings.zero in (1, 2) else 0.0

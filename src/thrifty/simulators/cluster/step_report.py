@@ -1,4 +1,4 @@
-"""Report of a simulated step: seconds by cause, rates, and memory."""
+"""Report of a simulated training step: seconds by cause, FLOP/s and memory."""
 
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -11,22 +11,22 @@ from thrifty.simulators.cluster.rank_memory import RankMemory
 from thrifty.simulators.cluster.workload import Workload
 
 RATES = ("model_flops", "hardware_flops", "mfu", "hfu", "tokens_per_second")
-"""Properties that a report prints in addition to its fields."""
+"""Names of properties of a report that are printed in addition to its fields."""
 
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Seconds of a step on the rank that computes longest; they add up to the step."""
+    """Seconds of a step on the rank with the most computation. The sum of all fields is the step."""
 
     compute: float
     tensor: float
-    """Collectives of tensor groups."""
+    """Seconds of collectives of tensor groups."""
     bubble: float
-    """Waiting for other stages to compute."""
+    """Seconds of waiting for computation of other stages."""
     transfers: float
-    """Additional waiting for messages between stages."""
+    """Additional seconds of waiting for transfers between stages."""
     data: float
-    """Collectives over the data ranks that do not overlap with computation."""
+    """Seconds of collectives over the data ranks that do not overlap with computation."""
     optimizer: float
 
     @property
@@ -42,22 +42,22 @@ class StepReport:
     micro_batches: int
     seconds: StepSeconds
     peak: float
-    """FLOP/s of the device in the number format of the run."""
+    """Peak FLOP/s of the device in the number format of the run."""
     memory: tuple[RankMemory, ...]
     """Memory of each pipeline rank."""
     timeline: PipelineTimeline
     stage_bytes: tuple[float, ...]
-    """Bytes of activations that each stage keeps per micro-batch."""
+    """Bytes of saved activations per micro-batch, for each stage."""
     rates: DeviceEfficiency
 
     @cached_property
     def model_flops(self) -> float:
-        """FLOP/s per device without recompute, as in MFU."""
+        """FLOP/s per device, excluding recompute, as in MFU."""
         return self._rate(self.workload.model_flops)
 
     @cached_property
     def hardware_flops(self) -> float:
-        """FLOP/s per device with recompute, as in HFU."""
+        """FLOP/s per device, including recompute, as in HFU."""
         return self._rate(self.workload.hardware_flops(self.settings.recompute))
 
     @property
@@ -80,7 +80,7 @@ class StepReport:
         return self.settings.batch * self.workload.length / self.step_seconds
 
     def interval(self, name: str) -> tuple[float, float]:
-        """Return the 90 % interval of a quantity: "step_seconds" or one of `RATES`."""
+        """Return the 90 % interval of the quantity `name`: "step_seconds" or a name in `RATES`."""
         value, low, high = getattr(self, name), self.rates.low, self.rates.high
         return (value * low, value * high) if name == "step_seconds" else (value / high, value / low)
 
@@ -93,7 +93,7 @@ class StepReport:
         return self.fullest.fits
 
     def activations(self, rank: int) -> list[tuple[float, float]]:
-        """Return (seconds, bytes) of activations on a pipeline rank, at each change."""
+        """Return the live activations on a pipeline rank as (seconds, bytes) pairs, one per change."""
         return self.timeline.live(rank, lambda stage: self.stage_bytes[stage])
 
     def as_dict(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Views of a timeline: a trace for Perfetto (ui.perfetto.dev) or chrome://tracing, and a chart."""
+"""Exports of a pipeline timeline: a trace for Perfetto (ui.perfetto.dev) or chrome://tracing, and a chart."""
 
 import json
 from collections.abc import Mapping
@@ -10,23 +10,23 @@ import altair as alt
 from thrifty.simulators.cluster.pipeline_events import ActionEvent, PipelineTimeline
 
 MICROSECOND = 1e-6
-"""Seconds of the unit of time in a trace, which has three decimals."""
+"""Time unit of a trace in seconds. Times in a trace have three decimals."""
 
 WORDS = {"F": "forward", "B": "backward", "I": "gradient of inputs", "W": "gradient of weights"}
 COLOURS = {"F": "#0072b2", "B": "#d55e00", "I": "#e69f00", "W": "#009e73"}
-"""Colours of Okabe and Ito (2008), for any colour vision, lightened to keep labels legible."""
+"""Colors of Okabe and Ito (2008), suitable for color blindness, lightened for legible labels."""
 INK = "#1b2026"
 
 MOST_RANKS, MOST_BARS = 32, 8000
-"""Most ranks and bars of a chart. Ranks are evenly chosen, including the first and the last; busy ranks reduce them."""
+"""Maximum number of ranks and of bars in a chart. Selected ranks are evenly spaced and include first and last."""
 MOST_LABELS = 600
-"""Most events whose micro-batches are numbered."""
+"""Maximum number of events in a chart with labels of micro-batches."""
 
 
 def trace(timeline: PipelineTimeline) -> dict[str, Any]:
     """Return the timeline in Chrome's trace event format.
 
-    It has a row for each rank, an event for each action, arrows for transfers, and a curve of held micro-batches.
+    The trace has a row per rank, an event per action, arrows for transfers, and a curve of live micro-batches.
     """
     events: list[dict[str, Any]] = []
     for rank in range(timeline.ranks):
@@ -61,7 +61,7 @@ def _ticks(seconds: float) -> float:
 
 
 def chart(timeline: PipelineTimeline) -> alt.LayerChart:
-    """Return a chart with ranks as rows and actions as bars over time; white is the bubble."""
+    """Return a chart with ranks as rows and actions as bars over time. White space is the bubble."""
     ranks = _chosen(timeline)
     rows = [_row(event) for rank in ranks for event in timeline.by_rank[rank]]
     kinds = [kind for kind in WORDS if any(row["kind"] == WORDS[kind] for row in rows)]
@@ -95,7 +95,7 @@ def _row(event: ActionEvent) -> dict[str, Any]:
 
 
 def figure(timeline: PipelineTimeline, title: str) -> dict[str, Any]:
-    """Return the chart with its title, as a Vega-Lite specification."""
+    """Return the chart with a title, as a Vega-Lite specification."""
     heading = {"text": title, "subtitle": _caption(timeline), "anchor": "start", "fontSize": 15, "offset": 12}
     return {**chart(timeline).to_dict(), "title": heading}
 

@@ -1,7 +1,7 @@
-"""Workload of any model, traced on fake tensors: each kind of block once, for any size and number of blocks.
+"""The workload of any model, traced on fake tensors. Each kind of block is traced once.
 
-A model is any module that keeps its blocks in a `nn.ModuleList`. Tracing allocates no memory and computes no values; a
-model of 10^12 parameters takes about a second."""
+A model is any module with its blocks in a `nn.ModuleList`. Tracing allocates no memory and computes no values. Tracing
+a model of 10^12 parameters takes about a second."""
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -23,13 +23,13 @@ from thrifty.simulators.cluster.sharded_op_trace import OperationTracer
 from thrifty.simulators.cluster.workload import DividedAmount, Workload, WorkloadPart
 
 Loss = Callable[[nn.Module, Tensor], Tensor]
-"""The loss of a model on tokens (1, t)."""
+"""Function from a model and tokens (1, t) to the loss."""
 
 
 def next_token_loss(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Return the cross-entropy of `model.logits`, or of the model's output if it has no such method.
+    """Return the cross-entropy of `model.logits(tokens)`, or of `model(tokens)` if the model has no such method.
 
-    An encoder-decoder reads a source as long as its target.
+    For an encoder-decoder, source and target have the same length.
     """
     inputs = (tokens, tokens) if getattr(model, "task", "") == "sequence_to_sequence" else (tokens,)
     output = getattr(model, "logits", model)(*inputs)
@@ -52,9 +52,9 @@ def trace_workload(
 ) -> Workload:
     """Return the workload of the model that `build` returns, on examples of `length` tokens.
 
-    With `flash`, attention saves nothing of the size of its scores. Blocks of equal class, with equal shapes of
-    parameters and inputs, are traced once. Raises RefusedError for a model that has no list of blocks, does not call
-    its blocks, or reads values of tensors.
+    With `flash`, attention saves no scores. Blocks with the same class and the same shapes of parameters and inputs are
+    traced once. Raises RefusedError if the model has no list of blocks, does not call its blocks, or reads values of
+    tensors.
     """
     with FakeTensorMode(allow_non_fake_inputs=True), _default(dtype), torch.random.fork_rng(devices=[]):
         try:
@@ -65,16 +65,16 @@ def trace_workload(
                 return _BlockTracing(model, flash).workload(name, lambda: loss(model, tokens), length, dtype.itemsize)
         except (DataDependentOutputException, DynamicOutputShapeException) as error:
             raise RefusedError(
-                f"the model {name!r} reads values of tensors ({error}); a simulation has only shapes",
-                fix="simulate a model whose operations do not depend on values, such as one with dense layers",
+                f"the model {name!r} reads values of tensors, but a simulation has only shapes: {error}",
+                fix="simulate a model whose operations do not depend on values, such as a model of dense layers",
             ) from error
 
 
 @dataclass
 class _BlockTracing:
-    """A forward pass that traces the first block of each kind and skips all other blocks.
+    """Tracer of a forward pass that traces the first block of each kind and skips all other blocks.
 
-    Skipped blocks return their input, so the rest of the pass is the embedding and the head.
+    A skipped block returns its input. Everything outside of blocks is the embedding or the head.
     """
 
     model: nn.Module
@@ -123,7 +123,7 @@ class _BlockTracing:
         )
 
     def _run(self, stack: str, block: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        if not args:  # some models pass all arguments by name, hidden states first
+        if not args:  # some models pass all arguments by name, with hidden states first
             name, *_ = kwargs
             args = (kwargs.pop(name),)
         hidden, *others = args
@@ -185,7 +185,7 @@ class _BlockTracing:
         )
 
     def _outside(self, parameters: list[Tensor]) -> tuple[float, DividedAmount, DividedAmount]:
-        """Return the number of parameters that embedding and head share, and the parameters of both."""
+        """Return the number of shared parameters, and the parameters of the embedding and of the head."""
         shared, embedding, head = 0.0, DividedAmount(), DividedAmount()
         for parameter in parameters:
             readers = self.trace.weights_read.get(parameter.untyped_storage()._cdata, set())
@@ -203,7 +203,7 @@ class _BlockTracing:
 
 
 def _division(parameter: Tensor) -> DividedAmount:
-    """Return the parameters as an amount: matrices are split; biases and scales are small and stay whole."""
+    """Return the number of parameters. Matrices are split; biases and scales are small and stay whole."""
     return DividedAmount(split=parameter.numel()) if parameter.ndim > 1 else DividedAmount(whole=parameter.numel())
 
 
@@ -232,7 +232,7 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _as_fake(model: nn.Module, dtype: torch.dtype) -> None:
-    """Replace parameters by fake ones in the run's number format, because a folder's parameters may be loaded."""
+    """Replace parameters by fake parameters in the run's number format. `build` may have loaded real parameters."""
     fakes: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

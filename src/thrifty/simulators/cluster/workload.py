@@ -1,9 +1,9 @@
-"""Work of a training step as values: traced from a model, or in closed form from its sizes.
+"""The work of a training step: FLOPs, bytes and collectives, traced from a model or computed from its sizes.
 
 All values are for one example (one row of tokens) and one part of the model, before division among ranks. Tensor
-parallelism after Megatron-LM (Shoeybi et al. 2019, arXiv 1909.08053, section 3) divides the work between a column-split
-and a row-split product. Norms and sums of residuals stay whole on each rank. Sequence parallelism (Korthikanti et al.
-2022, arXiv 2205.05198, section 4.2.2) divides these too."""
+parallelism (Megatron-LM; Shoeybi et al. 2019, arXiv 1909.08053, section 3) divides the work between a column-parallel
+and a row-parallel product. Norms and residual sums are whole on each rank. Sequence parallelism (Korthikanti et al.
+2022, arXiv 2205.05198, section 4.2.2) divides norms and residual sums too."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
@@ -11,13 +11,13 @@ from functools import cached_property
 from typing import Literal, Self
 
 Recompute = Literal["none", "selective", "every"]
-"""Recomputed part in the backward pass: nothing, the core of attention (from the scores to the weights of the values;
-Korthikanti et al. 2022, section 5), or every block from its input."""
+"""Recomputation in the backward pass. "none": nothing. "selective": attention from the scores to the softmax weights
+(Korthikanti et al. 2022, section 5). "every": each block from its input."""
 
 
 @dataclass(frozen=True)
 class DividedAmount:
-    """An amount with a part that tensor parallelism splits among its ranks, and a part that stays whole on each."""
+    """An amount with a part that tensor parallelism splits among ranks, and a part that is whole on each rank."""
 
     split: float = 0.0
     whole: float = 0.0
@@ -41,21 +41,21 @@ class DividedAmount:
 
 @dataclass(frozen=True)
 class PassWork:
-    """The work of one pass of one example through a part of a model."""
+    """The work of one pass (forward or backward) of one example through a part of a model."""
 
     flops: DividedAmount = field(default_factory=DividedAmount)
-    """FLOPs of matrix products and attention; a multiply-add counts as two, a causal mask reduces nothing."""
+    """FLOPs of matrix products and attention. A multiply-add counts as two. Masked pairs of causal attention count."""
     moved: DividedAmount = field(default_factory=DividedAmount)
-    """Bytes of activations read and written, with each chain of elementwise operations as one kernel."""
+    """Bytes of activations read and written, if each chain of elementwise operations is one kernel."""
     unfused: DividedAmount = field(default_factory=DividedAmount)
-    """Bytes of activations read and written, with every operation as its own kernel."""
+    """Bytes of activations read and written, if each operation is one kernel."""
     kernels: int = 0
     reduced: float = 0.0
-    """Bytes of activations that the ranks of a tensor group sum."""
+    """Bytes of activations that are all-reduced over a tensor group."""
     reduces: int = 0
-    """Number of collectives that sum them."""
+    """Number of all-reduces over a tensor group."""
     attention: DividedAmount = field(default_factory=DividedAmount)
-    """Part of `flops` in fused attention kernels. Unfused attention counts as products with scores in memory."""
+    """Part of `flops` in fused attention kernels. Unfused attention counts as matrix products."""
 
     def __add__(self, other: Self) -> "PassWork":
         return PassWork(*(getattr(self, each.name) + getattr(other, each.name) for each in fields(self)))
@@ -67,24 +67,24 @@ class WorkloadPart:
 
     name: str
     parameters: DividedAmount
-    """Number of parameters, not bytes."""
+    """Number of parameters."""
     forward: PassWork
     backward: PassWork
     saved: DividedAmount
-    """Bytes of activations saved for the backward pass without recompute."""
+    """Bytes of activations saved for the backward pass, without recompute."""
     entry: float
-    """Bytes of the input's hidden states: sent between stages, and the only saved bytes of a recomputed block."""
+    """Bytes of the input: sent between stages, and the only saved activation of a recomputed block."""
     for_weights: DividedAmount = field(default_factory=DividedAmount)
-    """FLOPs of the backward pass that compute gradients of weights, for which no other stage waits."""
+    """FLOPs of the backward pass for gradients of weights. No other stage waits for these gradients."""
     core: PassWork = field(default_factory=PassWork)
     """Work that selective recompute repeats."""
     core_saved: DividedAmount = field(default_factory=DividedAmount)
     """Saved bytes that selective recompute avoids."""
     is_block: bool = True
-    """True for a block; other parts are never recomputed."""
+    """True for a block. Other parts are never recomputed."""
 
     def recomputed(self, recompute: Recompute) -> PassWork:
-        """Return the work that is recomputed before the backward pass."""
+        """Return the work that is recomputed in the backward pass."""
         if not self.is_block:
             return PassWork()
         return {"none": PassWork(), "selective": self.core, "every": self.forward}[recompute]
@@ -107,11 +107,11 @@ class Workload:
     head: WorkloadPart
     """Work after the last block, including the loss."""
     length: int
-    """Tokens in an example."""
+    """Number of tokens per example."""
     itemsize: int = 2
-    """Bytes of an element in products and activations."""
+    """Bytes per element of activations and weights in matrix products."""
     shared: float = 0.0
-    """Number of parameters shared by embedding and head; the embedding counts them."""
+    """Number of parameters shared by embedding and head. These count in `embedding`."""
 
     @property
     def parts(self) -> Iterable[WorkloadPart]:
@@ -123,9 +123,9 @@ class Workload:
 
     @cached_property
     def model_flops(self) -> float:
-        """FLOPs of one example forward and backward, without recompute."""
+        """FLOPs per example, forward and backward, without recompute."""
         return sum((part.forward.flops + part.backward.flops).total for part in self.parts)
 
     def hardware_flops(self, recompute: Recompute) -> float:
-        """Return the FLOPs of one example forward and backward, with recompute."""
+        """Return the FLOPs per example, forward and backward, including recompute."""
         return self.model_flops + sum(block.recomputed(recompute).flops.total for block in self.blocks)

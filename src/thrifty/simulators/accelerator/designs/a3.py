@@ -5,8 +5,8 @@ Paper       Ham et al. 2020, A3: Accelerating Attention Mechanisms in Neural Net
 Promise     Scores are computed for candidate keys only. Exponentials and outputs are computed for kept keys only.
 Use         thrifty.trace("balanced", "trace.safetensors", density=0.1, examples=1, heads=2)
             result = thrifty.simulate.attention("trace.safetensors", ["a3", "a3:approximate=false"], measure=False)
-Start with  `a3` (conservative). `a3:iterations=0.125` is the paper's aggressive search. `a3:approximate=false` scores
-            all keys.
+Start with  `a3`, the paper's conservative search; `a3:iterations=0.125` is the aggressive search.
+            `a3:approximate=false` scores all keys.
 Cost        Keys must be sorted before attention. The paper sorts outside the accelerator and reports 7 % (conservative)
             or 24 % (aggressive) more time.
 Avoid       Sequences of more than `most_keys` (320) keys, because area and power are published for 320 keys.

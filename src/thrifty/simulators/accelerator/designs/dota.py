@@ -5,11 +5,11 @@ Paper       Qu et al. 2022, DOTA: Detect and Omit Weak Attentions for Scalable T
 Promise     Only kept pairs are computed. If several queries of a group keep a key, the key is fetched once.
 Use         thrifty.trace("balanced", "trace.safetensors", density=0.1, examples=1, heads=2)
             result = thrifty.simulate.attention("trace.safetensors", ["dota", "dota:reordered=false"], measure=False)
-Start with  `dota`. `dota:reordered=false` fetches keys in order. `dota:approximate=false` computes all pairs.
+Start with  `dota`. `dota:reordered=false` fetches keys in order; `dota:approximate=false` computes all pairs.
 Cost        A low-precision detector runs on the same multipliers before attention.
 Avoid       Masks with unequal keys per query, because a group takes as long as its query with the most keys.
 Does not    Reproduce the 152.6× speedup of the abstract, which is for attention alone at about the GPU's peak. Train
-            the detector. Simulate linear layers."""
+            the detector, or simulate linear layers."""
 
 from dataclasses import replace
 

@@ -5,7 +5,7 @@ Paper       Ham et al. 2021, ELSA: Hardware-Software Co-design for Efficient, Li
 Promise     Scores are computed for selected keys only. Key selection and attention overlap in time.
 Use         thrifty.trace("power-law", "trace.safetensors", density=0.1, examples=1, heads=2)
             result = thrifty.simulate.attention("trace.safetensors", ["elsa", "elsa:approximate=false"], measure=False)
-Start with  `elsa`. `elsa:copies=12` is the size that the paper compares with one V100. `elsa:approximate=false`
+Start with  `elsa`; `elsa:copies=12` is the size that the paper compares with one V100. `elsa:approximate=false`
             scores all keys and computes no hashes.
 Cost        All n keys are hashed before the first query: 3·d^(4/3)·(n + 1) multiplications at head width d.
 Avoid       Sequences of more than `most_keys` (512) keys, because area and power are published for 512 keys.

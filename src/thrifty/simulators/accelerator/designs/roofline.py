@@ -5,8 +5,8 @@ Paper       Williams et al. 2009, Roofline: An Insightful Visual Performance Mod
 Promise     A layer takes the longer of two times: operations at peak, and bytes at full bandwidth.
 Use         thrifty.trace("uniform", "trace.safetensors", density=0.2, examples=1, heads=2)
             result = thrifty.simulate.attention("trace.safetensors", ["h100", "cpu"], measure=False)
-Start with  `h100`, `v100`, `tpu-v1` or `cpu`. `h100:efficiency=0.5` assumes half of the peak. The default of 1 gives
-            a lower bound of the time.
+Start with  `h100`, `v100`, `tpu-v1` or `cpu`: these assume the full peak, so the time is a lower bound.
+            `h100:efficiency=0.5` assumes half of the peak.
 Cost        All query-key pairs are computed. With `fused=false`, the scores are written and read twice.
 Avoid       Use as a measured time, because only peak and bandwidth limit the result.
 Does not    Use masks. Skip padding, unless `padded=false`."""

@@ -5,7 +5,7 @@ Paper       You et al. 2023, ViTCoD: Vision Transformer Acceleration via Dedicat
 Promise     Dense work (columns of global tokens) and sparse work (other pairs) run at the same time.
 Use         thrifty.trace("diagonal", "trace.safetensors", density=0.1, examples=1, heads=2)
             result = thrifty.simulate.attention("trace.safetensors", ["vitcod"], measure=False)
-Start with  `vitcod`. A global token is a key that more than `global_tokens` (50) queries keep. `vitcod:coded=false`
+Start with  `vitcod`; a global token is a key that more than `global_tokens` (50) queries keep. `vitcod:coded=false`
             reads queries and keys without compression over heads.
 Cost        Queries and keys are stored for fewer heads than the model has and must be decoded.
 Avoid       Masks that depend on the input, because the paper's mask is fixed after training.
