@@ -1,4 +1,4 @@
-"""Every technique of the catalogue has the right reason in a plan."""
+"""Each technique of the catalog has the right reason in a plan."""
 
 import math
 import re

@@ -1,4 +1,4 @@
-"""Plans for simulated clusters: layouts of all ranks, the fastest that fits, and a reason for every technique."""
+"""Plans for simulated clusters: all layouts, the fastest layout that fits, and a reason for each technique."""
 
 import itertools
 import math

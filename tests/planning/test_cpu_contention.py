@@ -25,7 +25,7 @@ WORK = "import time; end = time.time() + 30\nwhile time.time() < end: pass"
 
 
 class Clocks:
-    """Fake clocks of the work of all processes and of this one, in seconds."""
+    """Fake clocks in seconds: CPU time of all processes, and of this process."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch):
         self.all = self.own = 0.0

@@ -1,4 +1,4 @@
-"""Exports to other trainers are read by these trainers, and the plain script reproduces our losses."""
+"""Other trainers read the exports, and the plain script reproduces this package's losses."""
 
 import ast
 import inspect
@@ -175,7 +175,7 @@ SECTIONS = {
     "fp16": {"enabled"},
     "activation_checkpointing": {"partition_activations", "contiguous_memory_optimization"},
 }
-"""Used sections of DeepSpeed's documented configuration (version 0.19.8)."""
+"""Exported sections of DeepSpeed's documented configuration (version 0.19.8)."""
 NUMBERS = {
     "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "gradient_clipping",
 }  # fmt: skip
@@ -201,7 +201,7 @@ def test_deepspeed_keys_are_documented_ones(run: PortableRecipe) -> None:
 
 @pytest.mark.parametrize("run", FOR_DEEPSPEED, ids=["plain", "bfloat16", "float16", "sharded", "cosine"])
 def test_deepspeed_reads_its_configuration(monkeypatch: pytest.MonkeyPatch, run: PortableRecipe) -> None:
-    """DeepSpeed reads its configuration, if it is installed; it is not a dependency."""
+    """DeepSpeed reads the configuration. The test runs only if DeepSpeed is installed."""
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     config = pytest.importorskip("deepspeed.runtime.config")
     monkeypatch.setattr(config.dist, "get_world_size", lambda *group: run.ranks)

@@ -1,4 +1,4 @@
-"""Forecasts: intervals under noise, for probed plans and for counted ones."""
+"""Forecasts: intervals with noise, for probed and for counted plans."""
 
 import math
 import re
@@ -103,7 +103,7 @@ def test_cached_probes_distinguish_models_of_one_name(tmp_path: Path, monkeypatc
 @pytest.mark.slow
 def test_table_and_reasons_have_the_same_ratio(monkeypatch: pytest.MonkeyPatch) -> None:
     def noisy(candidate: PlanCandidate, bar: float) -> StepTiming:
-        """Return step times with slow outliers, more for candidates with more changes."""
+        """Return step times with slow outliers. Candidates with more changes have more outliers."""
         least = 1.0 + 0.01 * len(candidate.options)
         return replace(TIMING, passes=(least * (1.0 + 0.17 * len(candidate.options)),), least=(least,))
 

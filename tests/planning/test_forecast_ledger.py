@@ -1,4 +1,4 @@
-"""The ledger of predictions: concurrent appends, damaged lines, and the intervals it sets."""
+"""The ledger of predictions: concurrent appends, damaged lines, and intervals."""
 
 import fcntl
 import json
@@ -27,7 +27,7 @@ def own_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def finished_run(
     folder: Path, status: str = "finished", seconds: float = 0.5, **environment: object
 ) -> dict[str, object]:
-    """Write a run folder with twenty steps, the first one slow, and return its summary."""
+    """Write a run folder of twenty steps with a slow first step. Return the summary."""
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "recipe.toml").write_text(RECIPE)
     (folder / "environment.json").write_text(json.dumps({"device": "cpu", "ranks": 1} | environment))

@@ -1,4 +1,4 @@
-"""Minima of the loss at each budget, and their movement."""
+"""Minima of the loss per budget, and the fitted optimal size."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Predicted peak memory of a rank of a mesh, against two real ranks."""
+"""Predicted peak memory per rank of a mesh, compared with two real ranks."""
 
 from functools import cache
 
@@ -16,7 +16,7 @@ CASES = {
     "gpipe": Case({"pipeline": 2}, {PIPELINE: {"micro_batches": 4, "schedule": "gpipe"}}),
 }
 LESS, MORE = 0.02, 0.07
-"""Relative errors of a prediction allowed below and above the measured peak of the fullest rank."""
+"""Allowed relative errors of a prediction, below and above the maximum measured peak over ranks."""
 
 
 @cache

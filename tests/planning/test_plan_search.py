@@ -1,4 +1,4 @@
-"""The search of a plan: legal candidates within the memory, as good as an exhaustive search, few changes."""
+"""The search for a plan: legal candidates within the memory, as fast as an exhaustive search, with few changes."""
 
 import math
 from dataclasses import replace
@@ -24,7 +24,7 @@ from thrifty.planning.search_space import NUMERICS_ORDER
 
 
 def everything(search: PlanSearch) -> list[PlanCandidate]:
-    """Return all legal combinations that fit, by counting each."""
+    """Count all legal combinations. Return the combinations that fit."""
     result = []
     for candidate in search.combinations():
         run = compose(search.plain, candidate.techniques, search.steps)
@@ -261,7 +261,7 @@ def test_budgets_have_whole_steps() -> None:
 
 
 def holding(compiled: float, plain: float, run: list[PlanCandidate] | None = None) -> TimeOf:
-    """Return a probe of processes with these MB beyond their tensors, for compiled and for plain code."""
+    """Return a probe whose processes use additional MB: one number for compiled code, one for plain code."""
 
     def time(candidate: PlanCandidate, bar: float) -> StepTiming:
         if run is not None:
@@ -311,7 +311,7 @@ def test_the_leanest_candidate_is_probed_before_an_error() -> None:
 
 
 def keeping(kept: float, given_back: float) -> TimeOf:
-    """Return a probe of processes with these MB beyond their tensors: keeping freed memory, and returning it."""
+    """Return a probe whose processes use additional MB: one number if freed memory is kept, one if it is returned."""
 
     def time(candidate: PlanCandidate, bar: float) -> StepTiming:
         gives_back = any(technique.limits_activation_bytes for technique in candidate.techniques)
@@ -323,7 +323,7 @@ def keeping(kept: float, given_back: float) -> TimeOf:
 
 @pytest.mark.parametrize("memory", [260.0, 330.0])
 def test_freed_memory_counts_only_for_processes_that_keep_it(memory: float) -> None:
-    """The candidate with the fewest bytes of tensors keeps freed memory, so its process is not the leanest."""
+    """The candidate with the smallest tensors keeps freed memory, so its process is not the smallest."""
     search = searching(memory, Numerics.EXACT, time=keeping(kept=250.0, given_back=5.0))
     best = search.run()
     assert best.timing is not None and best.timing.memory * search.margin <= memory * MB

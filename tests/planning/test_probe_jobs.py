@@ -1,4 +1,4 @@
-"""Probes in separate processes: their timings, and the reasons of failed ones."""
+"""Probes in separate processes: timings, and reasons of failures."""
 
 import time
 from pathlib import Path
@@ -42,7 +42,7 @@ def job(ranks: int) -> ProbeJob:
 
 @pytest.fixture
 def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return the path of the module `a_probe`, which a probe's process runs."""
+    """Return the path of the module `a_probe`, which the process of a probe runs."""
     monkeypatch.syspath_prepend(tmp_path)
     return tmp_path / "a_probe.py"
 
@@ -60,8 +60,8 @@ def test_probes_return_their_timing(module: Path, ranks: int) -> None:
     [
         (REFUSES, 1, "^the loss is nan$"),
         (REFUSES, 2, "^the loss is nan$"),
-        (KILLED, 1, "killed, probably because the system does when memory runs out"),
-        (KILLED, 2, "killed, probably because the system does when memory runs out"),
+        (KILLED, 1, "killed, probably because the system ran out of memory"),
+        (KILLED, 2, "killed, probably because the system ran out of memory"),
         (BREAKS, 1, "ValueError: no such thing"),
         (DIES, 1, "ended with exit code 3"),
         (SILENT, 1, "ended with exit code 0"),

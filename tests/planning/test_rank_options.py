@@ -1,4 +1,4 @@
-"""Plans for several ranks of one machine: the considered meshes, and the choice among them."""
+"""Plans for several ranks of one machine: considered meshes, and the chosen mesh."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -52,7 +52,7 @@ def test_one_rank_and_exact_plans_have_no_rank_options() -> None:
 
 
 def halving(run: Run) -> Footprint:
-    """Return the footprint of a rank, for ranks that divide a step."""
+    """Return the footprint per rank if ranks divide a step."""
     result = formula(run)
     names = {technique.name for technique in run.techniques}
     if names & {"parallelism.replicate", "parallelism.tensor", "parallelism.pipeline"}:
@@ -61,7 +61,7 @@ def halving(run: Run) -> Footprint:
 
 
 def over_two(memory: float = inf, gain: float = 0.5) -> PlanSearch:
-    """Return a search in which two ranks take `gain` times their expected time."""
+    """Return a search in which steps on two ranks take `gain` times their expected time."""
 
     def time(candidate: PlanCandidate, bar: float) -> StepTiming:
         result = by_expectation(candidate)

@@ -1,4 +1,4 @@
-"""Optimal sizes of the scaling law: minimal loss, requested compute, and published values for published constants."""
+"""Optimal sizes by the scaling law: minimum loss, requested compute, and published values."""
 
 import numpy as np
 import pytest
@@ -10,7 +10,7 @@ from thrifty.planning.published_laws import BEST, BOOTSTRAP, PUBLISHED
 from thrifty.planning.scaling_law import LawSamples, LawUncertainty, ScalingLaw, recommend
 
 GOPHER = 5.76e23
-"""Compute in FLOP at which the papers compare their constants."""
+"""Compute in FLOP at which the papers compare constants."""
 
 laws = st.builds(
     ScalingLaw,

@@ -1,4 +1,4 @@
-"""Fits recover the law of synthetic runs, the published mistake does not, and degenerate runs are refused."""
+"""Fits recover the law of synthetic runs, the published early stop does not, and degenerate runs are refused."""
 
 import numpy as np
 import pytest

@@ -197,9 +197,7 @@ def recommend(
         )
     if min(sizing.parameters, sizing.tokens) < 1:
         sizes = f"{sizing.parameters:.2g} parameters and {sizing.tokens:.2g} tokens"
-        raise UsageError(
-            f"the optimal sizes would be {sizes}, less than one", fix="pass a larger amount, such as 1e18"
-        )
+        raise UsageError(f"the optimal sizes would be {sizes}, less than one", fix="pass a larger amount, such as 1e18")
     quantities = ("parameters", "flops" if flops is None else "tokens", "tokens_per_parameter", "loss")
     if draws is None:
         return SizeRecommendation(sizing, dict.fromkeys(quantities))

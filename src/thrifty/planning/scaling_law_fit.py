@@ -203,7 +203,7 @@ def _bootstrap(
 def synthetic_runs(
     law: ScalingLaw, sizes: Iterable[float], budgets: Iterable[float], noise: float = 0.0, seed: int = 0
 ) -> tuple[TrainedRun, ...]:
-    """Return one run per size and budget (FLOP), with losses of the law. `noise` is the standard error of log loss."""
+    """Return one run per size and budget (FLOP), with the law's loss and normal noise in log loss, of std `noise`."""
     generator = np.random.default_rng(seed)
     runs = []
     for size, budget in product(sizes, budgets):

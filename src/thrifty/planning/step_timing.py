@@ -40,8 +40,8 @@ def time_steps(
     The largest size is first. If its step is slower than `bar` seconds, smaller sizes are skipped. All ranks must call
     this function. Each rank returns its own times, and the maximum bytes over ranks.
 
-    `run` must not have techniques for micro-batches. If the plan has several `parts`, a step of the largest size runs
-    two micro-batches, so that gradients and activations are in memory at the same time.
+    `run` must not have techniques for micro-batches. With several `parts`, a step of the largest size runs two
+    micro-batches, so that gradients and activations are in memory at the same time.
     """
     count_footprint(run)  # import modules first, as a run does, so that they do not count as its memory
     meter, began = MemoryMeter(run.device), time.perf_counter()

@@ -1,4 +1,4 @@
-"""A3's published latency and throughput, for both designs (Ham et al., HPCA 2020)."""
+"""A3's published latency and throughput, with and without approximation (Ham et al., HPCA 2020)."""
 
 import numpy as np
 import pytest
@@ -42,7 +42,7 @@ def test_base_latency_and_cycles_per_query_of_section_iii(tokens: int) -> None:
 def test_bert_cycles_per_query_of_figure_14(
     iterations: float, candidates: float, expected: float, within: float
 ) -> None:
-    """The published 1.85 and 5.69 times base, without 7 and 24 % for sorting, are 165 and 44 cycles per query."""
+    """The published speedups 1.85 and 5.69 over the base, without 7 % and 24 % for sorting, are 165 and 44 cycles."""
     timeline = played(A3.replaced("iterations", iterations), candidates=candidates)
     assert per_query(timeline) == pytest.approx(expected, abs=within)
 
@@ -54,8 +54,8 @@ def test_bert_cycles_per_query_of_figure_14(
 def test_bert_latency_of_figure_14_within_40_percent(
     iterations: float, candidates: float, kept: float, sorting: float, published: float
 ) -> None:
-    """Our latency is longer. The kept fractions are of the threshold alone, an upper bound on K: no others are
-    published. Our three drains take 27 cycles, where the paper's latency has room for about 24."""
+    """The simulated latency is longer. Only the kept fractions of the threshold are published, an upper bound on K.
+    The simulated drains of three modules take 27 cycles; the paper's latency allows about 24."""
     timeline = played(A3.replaced("iterations", iterations), candidates=candidates, kept=kept)
     assert 1 <= timeline.latency[0] * (1 + sorting) / (3 * 320 + 27) / published < 1.4
 
@@ -65,7 +65,7 @@ def test_all_multipliers_refill_the_queues() -> None:
 
 
 def test_the_slowest_module_sets_the_pace() -> None:
-    """Cycles at 64 keys: 8 iterations and 4 of refill, 40 candidates + 9, 3 compares + 10 kept + 9, 10 + 9."""
+    """Cycles at 64 keys: 8 iterations + 4 to fill queues; 40 candidates + 9; 3 compares + 10 kept + 9; 10 + 9."""
     machine = A3.replaced("iterations", 1 / 8)
     timeline = played(machine, 64, candidates=40 / 64, kept=10 / 64)
     assert (timeline.end - timeline.start)[:, 0, 5].tolist() == [12, 49, 22, 19]

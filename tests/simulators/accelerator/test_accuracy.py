@@ -1,4 +1,4 @@
-"""Accuracy of masks against plain loops: softmax mass, output error, and masks at an equal error."""
+"""Errors of masks equal plain loops: softmax mass, output error, and masks within an allowed error."""
 
 import numpy as np
 import pytest
@@ -13,7 +13,7 @@ from thrifty.simulators.accelerator.synthetic_traces import synthetic_trace
 
 
 def recorded(values: bool = True) -> AttentionTrace:
-    """Return a causal trace of two layers and two examples, one shorter; queries prefer some keys."""
+    """Return a causal trace of two layers and two examples of different length, in which queries prefer some keys."""
     random, layers = np.random.default_rng(0), []
     mask = np.tril(np.ones((24, 24), dtype=bool))[None, None].repeat(2, 0).repeat(2, 1)
     for number in range(2):

@@ -1,4 +1,4 @@
-"""`thrifty simulate attention` compares designs on one trace under one budget; `gemm` reads SCALE-Sim files."""
+"""`thrifty simulate attention` compares designs on one trace with equal resources. `gemm` reads SCALE-Sim files."""
 
 import csv
 import json

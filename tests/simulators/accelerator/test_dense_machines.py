@@ -1,4 +1,4 @@
-"""Designs without selection: SCALE-Sim's array against its reports, a dense pipeline, and rooflines."""
+"""Designs without masks: the systolic array against SCALE-Sim's reports, the dense pipeline, and rooflines."""
 
 import time
 from pathlib import Path
@@ -28,7 +28,7 @@ RAN = {
 
 
 def test_cycles_on_32_x_32_are_computed_at_once() -> None:
-    """512x512x64 takes 32,255 cycles, 512x64x512 18,367; SCALE-Sim needs seconds to compute them."""
+    """512x512x64 takes 32,255 cycles, and 512x64x512 takes 18,367. SCALE-Sim needs seconds for both."""
     began = time.perf_counter()
     assert reported_cycles(512, 512, 64, 32, 32, "os") == 32_255
     assert reported_cycles(512, 64, 512, 32, 32, "os") == 18_367
@@ -63,7 +63,7 @@ def output_stationary(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, int]:
 
 
 def weight_stationary(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, int]:
-    """Return a (m, R) x b (R, C) and its cycles; b is loaded one row per cycle, sums move down and leave below."""
+    """Return a (m, R) x b (R, C) and its cycles. b is loaded one row per cycle; sums leave at the bottom."""
     rows, columns, count = len(b), b.shape[1], len(a)
     right, sums = np.zeros((rows, columns)), np.zeros((rows, columns))
     result, cycle = np.full((count, columns), np.nan), 0

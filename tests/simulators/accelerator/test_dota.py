@@ -1,6 +1,6 @@
-"""DOTA's mechanism, as its abstract describes it (Qu et al., ASPLOS 2022).
+"""DOTA's mechanism as described in the abstract (Qu et al., ASPLOS 2022).
 
-Its sizes are unverified, so no published time is compared."""
+The sizes are unverified, so no published time is compared."""
 
 import numpy as np
 import pytest
@@ -56,7 +56,7 @@ def test_reordered_fetches_are_never_slower() -> None:
 
 
 def test_equal_peak_ratio_is_the_product_of_its_factors() -> None:
-    """The factors of a headline such as 152.6 times equal the ratio of times at the same multipliers and clock."""
+    """The product of the factors equals the ratio of times at the same multipliers and clock."""
     trace = synthetic_trace("balanced", 0.1, heads=4, tokens=128)
     gpu = find_machine("v100")
     results = simulate(MACHINE, trace), simulate(gpu, trace)

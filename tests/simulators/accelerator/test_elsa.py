@@ -1,7 +1,7 @@
 """ELSA's published cycles and energy at the published kept fractions (Ham et al., ISCA 2021).
 
-The paper has kept fractions, no masks. Masks of runs of neighbouring keys load the banks almost evenly, masks of
-independent pairs unevenly; published values should lie between. Bars are digitised, grade P."""
+The paper prints kept fractions, but no masks. Masks with runs of neighboring keys load banks almost evenly. Masks with
+independent pairs load banks unevenly. Published values should be between both. Bars are digitized, grade P."""
 
 import numpy as np
 import pytest
@@ -29,8 +29,8 @@ PUBLISHED = {
     "ALBERT SQuAD1.1": (212, 42.5, 960, 0.322, 0.353, 0.411, 2503),
     "ALBERT RACE": (383, 12.2, 277, 0.398, 0.391, 0.423, 654),
 }
-"""Published bars by workload, without SASRec. Figure 10 keeps 0.577 and 0.424 of its pairs for a loss of at most 0.5 %;
-banks cannot then be as fast as its bar of 0.243."""
+"""Published bars by workload. SASRec is omitted: figure 10 keeps 0.577 and 0.424 of the pairs for a loss of at most
+0.5 %, but its bar of 0.243 is faster than the banks allow."""
 MODERATE = {
     # kept fraction, latency without preprocessing, energy ratio at the largest measured p that loses at most 2.5 %.
     # Omitted because their p was not measured: BERT RACE (0.235; p = 2 keeps 0.271) and IMDB (0.221; p = 4 keeps 0.240
@@ -43,7 +43,7 @@ MODERATE = {
     "ALBERT RACE": (0.273, 0.283, 887),
 }
 AGGRESSIVE = {"RoBERTa SQuAD2": (0.195, 0.238), "ALBERT SQuAD1.1": (0.177, 0.216)}
-"""Kept fraction and latency at p = 4, for workloads that then lose nearly the allowed 5 %; others had a larger p."""
+"""Kept fraction and latency at p = 4, if the workload then loses nearly 5 %. Other workloads had a larger p."""
 
 
 def ideal(queries: int) -> float:
@@ -56,12 +56,12 @@ def ran(pattern: str, density: float, tokens: int) -> SimulationResult:
 
 
 def execution(result: SimulationResult, tokens: int) -> float:
-    """Return the latency over ideal, without preprocessing."""
+    """Return the latency relative to the ideal accelerator, without preprocessing."""
     return (result.cycles / 2 - 3 * (tokens + 1)) / ideal(tokens)
 
 
 def ratio_to_gpu(result: SimulationResult, speedup: float, tokens: int) -> float:
-    """Return the energy of a GPU at 250 W over the energy of twelve accelerators, from the base's `speedup`."""
+    """Return the energy of a GPU at 250 W, divided by the energy of twelve accelerators. `speedup` is of the base."""
     base = simulate(BASE, synthetic_trace("uniform", 0.5, heads=2, tokens=tokens))
     energy = result.energy("activity")
     assert energy is not None
@@ -133,7 +133,7 @@ def test_geometric_mean_of_conservative_latency() -> None:
 
 
 def test_the_slowest_module_sets_the_cycles_of_a_query() -> None:
-    """8 keys over 4 banks: kept keys of a query in bank 1, then spread."""
+    """8 keys in 4 banks. The kept keys of a query are first in one bank, then spread over banks."""
     mask = np.zeros((1, 1, 2, 8), bool)
     mask[0, 0, 0, [1, 5]] = True
     mask[0, 0, 1, [0, 1, 2, 3]] = True

@@ -1,4 +1,4 @@
-"""Energy by published modules and by counted actions, each with its table and unpriced actions."""
+"""Energy by published modules and by counted operations, with table names and missing operations."""
 
 import pytest
 

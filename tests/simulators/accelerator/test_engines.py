@@ -1,4 +1,4 @@
-"""Both engines against a plain loop: equal times without memory delays, later times with them."""
+"""Both engines equal a plain loop without memory delays, and are later with memory delays."""
 
 import heapq
 from dataclasses import replace
@@ -16,7 +16,7 @@ from thrifty.simulators.accelerator.scan_engine import bound, scan
 
 
 def by_loops(service: np.ndarray, buffers: list[int]) -> np.ndarray:
-    """Return the ends by the recurrence, one element at a time."""
+    """Return the end times by the recurrence, one element at a time."""
     stations, units, items = service.shape
     start, end = np.zeros_like(service), np.zeros_like(service)
     for unit in range(units):
@@ -82,7 +82,7 @@ def test_cycles_are_busy_blocked_or_starved_and_bounded(
 def test_slow_memory_never_ends_earlier(
     stream: tuple[np.ndarray, list[int]], width: int, latency: int, banks: int, outstanding: int, burst: int
 ) -> None:
-    """The first station fetches items: at the bandwidth in the scan, with all memory features in the events."""
+    """The first station fetches items: at full bandwidth in the scan engine, with all delays in the event engine."""
     service, buffers = stream
     size = 10 * service[0, 0]
     fetched = np.concatenate([-(-size // width)[None, None], service[1:, :1]])
@@ -103,7 +103,7 @@ def test_slow_memory_never_ends_earlier(
 def test_unlimited_requests_equal_a_very_high_limit(
     seed: int, banks: int, ports: int, latency: int, servers: int
 ) -> None:
-    """Without a limit of requests, a transfer is computed at once, and as one burst for a single bank."""
+    """Without a limit of requests, a transfer is computed in one step, for a single bank as one burst."""
     random = np.random.default_rng(seed)
     memory = AcceleratorMemory("dram", banks=banks, ports=ports, bandwidth=7.5, latency=latency, burst=16)
     items = 8
@@ -133,7 +133,7 @@ def test_buffers_block_as_by_hand_calculation() -> None:
 
 @pytest.mark.parametrize(("outstanding", "expected"), [(1, 10 * 108), (2, 4 * 108 + 116), (0, 10 * 8 + 100)])
 def test_requests_in_flight_hide_latency(outstanding: int, expected: int) -> None:
-    """Ten bursts of 8 cycles with a latency of 100: one by one, in pairs 8 cycles apart, or back to back."""
+    """Ten bursts of 8 cycles with a latency of 100, at 1, 2 and many requests in flight."""
     memory = AcceleratorMemory("dram", bandwidth=8, latency=100, outstanding=outstanding)
     place = StationUnit(np.zeros(1, int), memory="dram", bytes=np.array([640]))
     assert play([place], [memory]).makespan[0] == expected
@@ -172,7 +172,7 @@ def test_free_servers_take_the_next_item(service: list[int], servers: int) -> No
 
 
 def test_windows_let_items_overtake_a_late_one() -> None:
-    """Item 0 is fetched late: in order all items wait for it, with a window arrived items are served first."""
+    """Item 0 arrives late. In order, all items wait for item 0. With a window, arrived items are served first."""
     fetching, working = np.array([50, 5, 5, 5]), np.array([10, 10, 10, 10])
     starts = {
         window: play([StationUnit(fetching, servers=2), StationUnit(working, window=window)]).start[1, 0].tolist()

@@ -1,4 +1,4 @@
-"""Machines are checked data: unknown, missing or impossible values are refused, and every value can be replaced."""
+"""Machine files: unknown, missing or impossible values are refused, and every value can be replaced."""
 
 from copy import deepcopy
 from importlib.resources import files
@@ -162,7 +162,7 @@ def test_values_are_replaced_by_path() -> None:
 
 
 def copied(name: str, folder: Path, old: str, new: str) -> AcceleratorSpec:
-    """Return a machine read from a copy of a package file with one line changed."""
+    """Return the machine of a copy of a built-in file with one changed line."""
     text = (files("thrifty.simulators.accelerator") / "machines" / f"{name}.toml").read_text(encoding="utf-8")
     assert text.count(old) == 1
     (folder / "mine.toml").write_text(text.replace(old, new), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Measured attention times are of the trace's attention, and long ones are skipped."""
+"""Measured times are for the trace's attention. Long measurements are skipped."""
 
 import numpy as np
 import pytest

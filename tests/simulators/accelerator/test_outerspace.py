@@ -1,6 +1,6 @@
 """OuterSPACE's counts, traffic and time for uniform random matrices (Pal et al., HPCA 2018).
 
-Published times are digitised from the paper's figure (grade R), for matrices of the same sizes and densities. Traffic
+Published times are digitized from the paper's figure (grade R), for matrices of the same sizes and densities. Traffic
 is from the released results of TeAAL's model (MICRO 2023)."""
 
 import gzip
@@ -30,7 +30,7 @@ PUBLISHED = {
     39_888: (1.3e-4, 1.791, 1_072_202, (2_721_936, 2_707_496, 27_696_728, 12_941_600)),
     79_730: (3.1e-5, 1.715, 488_667, (2_844_400, 2_633_688, 13_811_848, 6_009_584)),
 }
-"""Published rows. T of the second row was released as 48,646,856, one direction only; the other rows count both."""
+"""Published rows. For the second row, T was released as 48,646,856, which is one direction. Other rows count both."""
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +51,7 @@ def test_time_is_within_30_percent_of_the_paper(size: int, products: dict) -> No
 def test_traffic_by_operand_is_within_5_percent_of_teaal(size: int, products: dict) -> None:
     _, _, multiplies, sizes = PUBLISHED[size]
     result = traffic(products[size], MACHINE)
-    assert products[size].multiplies == pytest.approx(multiplies, rel=0.02)  # other random numbers
+    assert products[size].multiplies == pytest.approx(multiplies, rel=0.02)  # different random matrices
     for ours, theirs in zip(result.values(), sizes, strict=True):
         assert ours == pytest.approx(theirs, rel=0.05)
     least = [sum(moved) / (moved[0] + moved[1] + moved[3]) for moved in (tuple(result.values()), sizes)]
@@ -96,8 +96,8 @@ def test_counts_equal_plain_loops(product: SpgemmProduct) -> None:
 
 
 def test_both_phases_by_hand_calculation() -> None:
-    """One value times a row of three: dealt (150 cycles), fetched (150) and multiplied (3). Merged one value at a time
-    after the list's head (150 · 4 + 3 · 1). Moved at 16 / 3 bytes per cycle."""
+    """One value times a row of three. Multiply: assign (150 cycles), fetch (150), multiply (3). Merge: the list's
+    header and three values (150 · 4 + 3 · 1). Transfers run at 16 / 3 bytes per cycle."""
     product = SpgemmProduct("one", sparse.csr_array(np.array([[2.0]])), sparse.csr_array(np.array([[1.0, 2.0, 3.0]])))
     multiply, merge = simulate_product(MACHINE, product).layers
     moved = 12 + (12 * 3 + 6) + (12 * 3 + 4)

@@ -1,4 +1,4 @@
-"""Each design's own filter on a recorded trace keeps the requested density, by the filter's own rule."""
+"""Each design's own filter keeps the requested density of a recorded trace."""
 
 from itertools import pairwise
 
@@ -18,7 +18,7 @@ ALL = [*FILTERS, "spatten"]
 
 
 def recorded(layers: int = 4, causal: bool = False) -> AttentionTrace:
-    """Return a trace of two examples, one padded, whose queries prefer some keys."""
+    """Return a trace of two examples, one of them padded, in which queries prefer some keys."""
     random, trace_layers = np.random.default_rng(0), []
     mask = np.tril(np.ones((40, 40), dtype=bool))[None, None].repeat(2, 0).repeat(2, 1) if causal else None
     for number in range(layers):

@@ -1,4 +1,4 @@
-"""Published figures of accelerators against simulated ones: every row, its grade, and its tolerance."""
+"""Published figures of accelerators against simulated figures, within tolerances."""
 
 import json
 import tomllib
@@ -26,9 +26,9 @@ FURTHER = {
     "energy of a V100 over its own, conservative, SASRec ML-1M",
     "energy of a V100 over its own, moderate, SASRec ML-1M",
 }
-"""ELSA's bars that differ from ours by more than 15 %."""
+"""ELSA's bars that differ from the simulation by more than 15 %."""
 LOOSE = ("sanger_rate", "spatten_rate", "a3_rate")
-"""Rates that papers compare with each other; ours are of one mask, not reproductions."""
+"""Rates from papers' comparisons. The simulation uses a single mask, so it does not reproduce these."""
 CLAIMS = claims()
 BARS = [claim for claim in CLAIMS if claim.figure]
 
@@ -80,7 +80,7 @@ def test_elsa_mean_latency_of_figure_11b(mode: str, published: float) -> None:
 
 
 def test_elsa_p_is_the_largest_that_accuracy_allows() -> None:
-    """Accuracy is compared to the last printed digit; the file names the two exceptions."""
+    """Accuracy is compared up to the last printed digit. The file names the two exceptions."""
     beyond = []
     for row in elsa_workloads():
         exact, *others = row["accuracy"]

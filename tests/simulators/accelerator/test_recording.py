@@ -1,4 +1,4 @@
-"""Traces hold a model's attention operands and kept pairs, for every kind of core."""
+"""Traces record queries, keys, values and kept pairs of a model, for each kind of attention core."""
 
 from pathlib import Path
 from types import SimpleNamespace
@@ -200,7 +200,7 @@ def test_additive_masks_hide_pairs_and_biases_do_not(least: float, dtype) -> Non
 
 def test_recording_preserves_the_relay_of_a_core() -> None:
     class Handing:
-        """A core that keeps one more key for every earlier call of a pass."""
+        """A core that keeps one more key at each call within a pass."""
 
         def __init__(self, relay: SimpleNamespace):
             self.relay = relay

@@ -1,4 +1,4 @@
-"""Sanger against its released cost models and packer (Lu et al., MICRO 2021); the body of the paper was not read."""
+"""Sanger equals its released cost models and packing (Lu et al., MICRO 2021). The body of the paper was not read."""
 
 import numpy as np
 import pytest
@@ -21,7 +21,7 @@ MACHINE = find_machine("sanger")
 
 
 def packed_groups(mask: np.ndarray, elements: int) -> int:
-    """Return the number of column groups of the released packer for a mask (height, s), by counters for each row."""
+    """Return the number of column groups of the released packing for a mask (height, s), with one counter per row."""
     groups, counters = 0, np.full(len(mask), elements)
     for column in mask.T:
         if column.any():
@@ -32,7 +32,7 @@ def packed_groups(mask: np.ndarray, elements: int) -> int:
 
 
 def utilisation(kept: np.ndarray) -> float:
-    """Return the fraction of the 16 elements in use, over array rows with work, sub-rows of 64 ports split."""
+    """Return the used fraction of the 16 elements over nonempty array rows, with split sub-rows of 64 ports."""
     counts = sub_row_counts(kept, 64)
     return float(counts.sum() / (16 * -(-counts // 16)).sum())
 
@@ -73,8 +73,8 @@ def test_split_loads_equal_plain_loops(kept: np.ndarray, elements: int, ports: i
 
 @pytest.mark.parametrize("density", [0.15, 0.2, 0.27, 0.33])
 def test_utilisation_of_table_5(density: float) -> None:
-    """Published: 0.56 to 0.74 with 16 elements of 64 ports, over kept fractions of 0.09 to 0.33. Masks are unpublished:
-    here half of the heads keep runs of neighbours, half keep popular keys."""
+    """Published: 0.56 to 0.74 with 16 elements and 64 ports, for kept fractions of 0.09 to 0.33. Masks are unpublished.
+    Here, half of the heads keep runs of neighbors, and half keep popular keys."""
     halves = [
         synthetic_trace(pattern, density, heads=4, tokens=384).layers[0].kept() for pattern in ("runs", "power-law")
     ]
@@ -82,7 +82,7 @@ def test_utilisation_of_table_5(density: float) -> None:
 
 
 def test_utilisation_at_the_lowest_density() -> None:
-    """Only masks of neighbours reach the range: scattered pairs fill 6 of 16 elements on average."""
+    """Only masks of neighbors reach the published range. Scattered pairs use 6 of 16 elements on average."""
     together, scattered = (
         utilisation(synthetic_trace(pattern, 0.09, heads=4, tokens=384).layers[0].kept())
         for pattern in ("runs", "uniform")

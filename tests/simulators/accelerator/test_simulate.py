@@ -1,4 +1,4 @@
-"""Complete simulations: budgets, memory, both engines, simulation time, and exported files."""
+"""Whole simulations: equal resources, memory, both engines, simulation time, and exported files."""
 
 import csv
 import json
@@ -25,7 +25,7 @@ DESIGNS = ["elsa", "a3", "dense", "systolic", "sanger", "vitcod", "dota", "spatt
 
 
 def bare(name: str) -> AcceleratorSpec:
-    """Return a machine without outer memory, and without ViTCoD's coding, which spans all heads."""
+    """Return a machine without outer memory, and without ViTCoD's compression over heads."""
     machine = find_machine(name)
     memories = {key: memory for key, memory in machine.memories.items() if key != "dram"}
     settings = {**machine.settings, "coded": False} if name == "vitcod" else machine.settings
@@ -134,7 +134,7 @@ def test_stations_can_be_transfers(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_servers_and_windows_use_the_event_engine() -> None:
-    """Tasks of very different length are dealt to 4 servers, then gathered in order or as they arrive."""
+    """Items of very different length run on 4 servers, then continue in order or as they arrive."""
     cycles = np.random.default_rng(0).integers(1, 60, (2, 3, 40))
     cycles[1] //= 6
     none = np.zeros(3)

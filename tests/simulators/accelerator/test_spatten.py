@@ -1,4 +1,4 @@
-"""SpAtten's sizes, and the savings of tokens that are dropped whole (Wang et al., HPCA 2021)."""
+"""SpAtten's sizes, and the savings from dropped tokens (Wang et al., HPCA 2021)."""
 
 from dataclasses import replace
 
@@ -20,7 +20,7 @@ def trace_of(mask: np.ndarray, **counts: np.ndarray) -> AttentionTrace:
 
 
 def dropped(tokens: int, left: int, heads: int = 2) -> AttentionTrace:
-    """Return a trace that keeps the first `left` tokens; dropped queries keep one pair, with an "alive" count of 0."""
+    """Return a trace that keeps the first `left` tokens. Dropped queries keep one pair; their "alive" count is 0."""
     mask = np.zeros((1, heads, tokens, tokens), dtype=bool)
     mask[..., :left, :left] = True
     mask[..., left:, 0] = True

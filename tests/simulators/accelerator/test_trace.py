@@ -1,4 +1,4 @@
-"""Traces hold attention layers, round-trip through files, and refuse invalid layers."""
+"""Traces of attention layers: round trips through files, and refusal of invalid layers."""
 
 import json
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Collectives: closed forms, algorithms executed on pieces of tensors, and limits."""
+"""Collectives: closed forms, algorithms executed on chunks of tensors, and limits."""
 
 import math
 from collections import Counter, defaultdict
@@ -20,13 +20,13 @@ APART = RankGroup(16, 1, 16, FAST, SLOW)
 GB = 1e9
 
 Rounds = list[list[tuple[int, int, set]]]
-"""Messages of each round: (source, target, pieces)."""
+"""Messages of each round: (source, target, chunks)."""
 
 
 def played(owned: dict[int, set], rounds: Rounds) -> tuple[int, int]:
-    """Execute the rounds, and return their number and the total pieces of the busiest link of each round.
+    """Execute the rounds. Return the number of rounds, and the sum over rounds of the chunks on the busiest link.
 
-    In a round, each rank sends only pieces that it has, to at most one rank, and receives from at most one rank.
+    In a round, each rank sends only chunks that it has, to at most one rank, and receives from at most one rank.
     """
     carried = 0
     for messages in rounds:
@@ -162,7 +162,7 @@ def test_a_better_network_never_takes_longer(kind: str, group: RankGroup, size: 
 
 @given(group=groups, size=some.floats(1, 1e12))
 def test_times_respect_the_bandwidth_bound(group: RankGroup, size: float) -> None:
-    """All but a node's own part must pass its ports, and all but a rank's own part its links."""
+    """Everything except a node's own part passes its ports. Everything except a rank's own part passes its links."""
     assume(group.even)
     n, nodes = group.size, group.nodes
     best = max(group.inside.bandwidth, group.between.bandwidth)

@@ -1,4 +1,4 @@
-"""Fitted efficiencies against published throughput: each row is judged by a fit without its model size."""
+"""Fitted efficiencies against published throughput. Each row is simulated by a fit without its model size."""
 
 import math
 from collections import Counter
@@ -15,7 +15,7 @@ FITTED = [name for name in fitted_devices() if name != OTHERS]
 
 
 def left_out(device: str, number_format: str | None = None) -> list[tuple[ThroughputRow, float]]:
-    """Return (row, simulated over measured) by the stored fit of the other folds."""
+    """Return (row, simulated / measured) by the stored fit of the other folds."""
     groups = fitted_devices()[device]["left_out"]
     rates = {int(fold): DeviceEfficiency(**judged["efficiency"]) for fold, judged in groups.items()}
     rows = [row for row in ROWS if row.device == device and number_format in (None, row.number_format)]
@@ -44,7 +44,7 @@ def test_left_out_rows_are_within_15_percent(device: str, share: float) -> None:
 
 
 def test_h100_utilization_correlates_with_published_rows() -> None:
-    """With one efficiency for all work, utilizations are almost uncorrelated."""
+    """With a single efficiency for all work, utilizations would be almost uncorrelated."""
     rows, ratios = zip(*left_out("h100", "bfloat16"), strict=True)
     measured = np.array([row.measured * row.workload.model_flops / row.length for row in rows])
     one = DeviceEfficiency(0.73, 0.73, 0.73)

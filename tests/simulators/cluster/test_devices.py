@@ -1,4 +1,4 @@
-"""The table of devices: every figure has a source and agrees with common facts of datasheets."""
+"""The table of devices: each figure has a source and agrees with well-known datasheet figures."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Simulated schedules: bubbles and memory against published formulas, and against pipelines of real processes."""
+"""Simulated schedules against published formulas for bubbles and memory, and against real processes."""
 
 import time
 from itertools import pairwise
@@ -17,7 +17,7 @@ duration = some.integers(1, 20).map(lambda tenths: tenths / 10)
 
 
 def played(name: str, ranks: int, parts: int, chunks: int = 1, **seconds: float) -> PipelineTimeline:
-    """Return a simulated schedule of equal stages; `seconds` by kind of action are for all chunks of a rank."""
+    """Simulate a schedule of equal stages. `seconds`, by kind of action, are for all chunks of a rank."""
     return play(schedule(name, ranks, parts, chunks), lambda action: seconds[action.kind] / chunks)
 
 
@@ -51,7 +51,7 @@ def test_bubble_of_interleaved(ranks: int, turns: int, chunks: int, forward: flo
 
 @given(ranks=some.integers(1, 8), more=some.integers(0, 24), forward=duration, inputs=duration, weights=duration)
 def test_bubble_of_zero_bubble(ranks: int, more: int, forward: float, inputs: float, weights: float) -> None:
-    """The bubble is (p - 1)(F + I - W) seconds (Qi et al. 2023, table 2, ZB-H1) if W is no longer; else our formula."""
+    """For W <= F and I, the bubble is (p - 1)(F + I - W) (Qi et al. 2023, table 2, ZB-H1), else (p - 1) · max(F, I)."""
     parts = ranks + more
     timeline = played("zero_bubble", ranks, parts, F=forward, I=inputs, W=weights)
     idle = timeline.makespan - parts * (forward + inputs + weights)
@@ -60,7 +60,7 @@ def test_bubble_of_zero_bubble(ranks: int, more: int, forward: float, inputs: fl
 
 @given(ranks=some.integers(1, 8), more=some.integers(0, 16))
 def test_zero_bubble_v_has_no_bubble(ranks: int, more: int) -> None:
-    """With F = I = W, ranks only start at different times (Qi et al. 2023, section 6)."""
+    """With F = I = W, ranks are idle only before their first action (Qi et al. 2023, section 6)."""
     parts = 2 * ranks - 1 + more
     timeline = played("zero_bubble_v", ranks, parts, 2, F=1.0, I=1.0, W=1.0)
     for rank, events in enumerate(timeline.by_rank):
@@ -77,7 +77,7 @@ def test_bubbles_of_known_pipelines(ranks: int, parts: int, bubble: float) -> No
 
 @pytest.mark.parametrize(("ranks", "parts", "even", "slow"), [(4, 16, 0.1579, 0.236), (8, 32, 0.1795, 0.271)])
 def test_a_slow_stage_costs_more_than_the_formula(ranks: int, parts: int, even: float, slow: float) -> None:
-    """The first stage is 25 % slower in 1F1B; a slow later stage, or GPipe, costs more."""
+    """A first stage that is 25 % slower lengthens 1F1B. A slow later stage, or GPipe, costs more."""
 
     def bubble(name: str, stage: int) -> float:
         orders = schedule(name, ranks, parts)
@@ -93,7 +93,7 @@ def test_a_slow_stage_costs_more_than_the_formula(ranks: int, parts: int, even: 
 @settings(max_examples=30)
 @given(ranks=some.integers(1, 8), parts=some.integers(1, 24))
 def test_live_micro_batches(ranks: int, parts: int) -> None:
-    """GPipe has m, 1F1B p - rank (at most m), ZB-H1 p, of which `rank` only wait for W (Qi et al. 2023, table 1)."""
+    """GPipe has m, 1F1B p - rank (at most m), ZB-H1 p, of which `rank` are for W only (Qi et al. 2023, table 1)."""
     for rank in range(ranks):
         assert played("gpipe", ranks, parts, F=1.0, B=2.0).peak(rank) == parts
         assert played("1f1b", ranks, parts, F=1.0, B=2.0).peak(rank) == min(ranks - rank, parts)
@@ -105,7 +105,7 @@ def test_live_micro_batches(ranks: int, parts: int) -> None:
 
 @given(ranks=some.integers(2, 8), turns=some.integers(2, 4), chunks=some.integers(1, 4))
 def test_live_micro_batches_of_interleaved(ranks: int, turns: int, chunks: int) -> None:
-    """The first rank has 1 + (p - 1)/(p v) times the micro-batches of 1F1B (Korthikanti et al. 2022, from memory)."""
+    """The first rank has 1 + (p - 1)/(p v) times the micro-batches of 1F1B (Korthikanti et al. 2022, unverified)."""
     timeline = played("interleaved", ranks, ranks * turns, chunks, F=1.0, B=2.0)
     assert timeline.peak(0) / chunks == pytest.approx(ranks * (1 + (ranks - 1) / (ranks * chunks)))
 
@@ -125,7 +125,7 @@ def test_held_bytes_over_time() -> None:
     overlap=some.booleans(),
 )
 def test_events_respect_dependencies(name: str, ranks: int, turns: int, delay: float, overlap: bool) -> None:
-    """Each event follows the earlier one of its rank and its inputs; a link carries one transfer at a time."""
+    """Each event follows the previous event of its rank and its inputs. A link carries one transfer at a time."""
     chunks = 2 if name in ("interleaved", "zero_bubble_v") else 1
     orders = schedule(name, ranks, ranks * turns, chunks)
     timeline = play(orders, lambda action: 1.0 + action.stage % 3, lambda source, target: delay, overlap)
@@ -191,7 +191,7 @@ STAGES = {"gpipe": 4, "1f1b": 4, "slow first stage": 4, "interleaved": 8, "zero_
 
 
 def sleeping(case: str) -> Case:
-    """Return a case of four ranks and eight micro-batches; a slow first stage takes 1.5 times as long, in 1F1B."""
+    """Return a case of four ranks and eight micro-batches. A slow first stage (in 1F1B) takes 1.5 times as long."""
     slow = 1.5 if case == "slow first stage" else 1.0
     seconds = {
         (kind, stage): length * (slow if stage == 0 else 1.0)
@@ -215,7 +215,7 @@ def real_seconds() -> dict[str, list[float]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("case", STAGES)
 def test_real_pipelines_take_the_simulated_time(case: str, real_seconds: dict[str, list[float]]) -> None:
-    """Sleeps can be too long but not too short, so the shortest of several runs counts."""
+    """Sleeps can be too long, but not too short, so the fastest of several runs counts."""
     name, parts, chunks, seconds = sleeping(case)
     simulated = play(schedule(name, 4, parts, chunks), lambda action: seconds[action.kind, action.stage]).makespan
     print(f"{case}: {simulated:.3f} s simulated, {[f'{real:.3f}' for real in real_seconds[case]]} s real")

@@ -1,4 +1,4 @@
-"""Placement of rank groups on nodes, against ranks counted one by one; named clusters."""
+"""Placement of rank groups on nodes, compared with counted ranks, and named clusters."""
 
 from collections import Counter
 

@@ -36,7 +36,7 @@ def small(schedule: str, parts: int, **settings: object) -> StepReport:
 
 @pytest.mark.parametrize(("schedule", "most"), [("gpipe", [12] * 4), ("1f1b", [4, 3, 2, 1])])
 def test_activations_equal_the_live_micro_batches(schedule: str, most: list[int]) -> None:
-    """GPipe holds m on every rank, 1F1B at most p (Huang et al. 2019; Narayanan et al. 2021, section 2.2)."""
+    """GPipe holds m per rank, 1F1B at most p (Huang et al. 2019; Narayanan et al. 2021, section 2.2)."""
     report = small(schedule, 12)
     for rank, times in enumerate(most):
         assert report.memory[rank].activations == pytest.approx(times * report.stage_bytes[rank])

@@ -1,4 +1,4 @@
-"""Published runs by paper and table, simulated with the fit of their device, and their errors."""
+"""Errors of simulated published runs, by paper and table, with the fit of the device."""
 
 import json
 from pathlib import Path
@@ -54,7 +54,7 @@ def test_megatron_2019_scaling_efficiency_of_8_3b_on_512(result: dict[str, Any])
 
 
 def test_llama_3_table_4_slows_down_as_published(off: dict[str, float]) -> None:
-    """Twice the ranks reduce 430 to 400 TFLOP/s, because each pipeline has half the micro-batches."""
+    """With twice the ranks, 430 TFLOP/s fall to 400, because each pipeline has half of the micro-batches."""
     assert off["llama3-405b-16384"] == pytest.approx(off["llama3-405b-8192"], abs=0.02)
 
 
@@ -64,7 +64,7 @@ def test_narayanan_2021_table_1_rises_with_model_size(result: dict[str, Any]) ->
 
 
 def test_unseen_a100_runs_are_within_an_eighth(off: dict[str, float]) -> None:
-    """Efficiencies are fitted to another table, with other models on up to 128 devices."""
+    """Efficiencies are fitted to a different table, with different models on up to 128 devices."""
     unseen = [run for run in DESCRIBED if run.cluster == "selene-a100"]
     assert len(unseen) == 17 and max(abs(off[run.name]) for run in unseen) < 0.125
 

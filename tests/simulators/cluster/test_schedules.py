@@ -60,7 +60,7 @@ def test_orders_equal_torch(parts: int) -> None:
 
 @pytest.mark.usefixtures("ranks_in_name_only")
 def test_gpipe_equals_torch_with_reversed_backward_passes() -> None:
-    """Backward passes are in reverse order, as in the paper's figure 2c; torch's are in forward order."""
+    """Backward passes are in reverse order, as in the paper's figure 2c; torch runs these in forward order."""
     for mine, theirs in zip(orders_in_short("gpipe", 5), torch_orders(schedules.ScheduleGPipe, 5, [0], 4), strict=True):
         assert mine[:5] + mine[:4:-1] == theirs
 

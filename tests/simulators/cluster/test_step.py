@@ -1,4 +1,4 @@
-"""Simulated steps: components add up, follow from rates and links, and react to settings."""
+"""Simulated steps: components add up, follow from rates and links, and depend on settings."""
 
 import json
 import time
@@ -105,7 +105,7 @@ def test_components_of_a_step_are_nonnegative_and_complete(
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("pipeline", "parts"), [(2, 1), (4, 4), (4, 16), (8, 32)])
 def test_bubble_of_equal_stages_equals_the_formula(schedule: str, pipeline: int, parts: int) -> None:
-    """Without message costs the bubble is (p - 1)/(m + p - 1) (Huang et al. 2019; Narayanan et al. 2021, 2.2.1)."""
+    """Without transfer times, the bubble is (p - 1)/(m + p - 1) (Huang et al. 2019; Narayanan et al. 2021, 2.2.1)."""
     report = step(ClusterMesh(pipeline=pipeline), StepSettings(parts, 1, schedule), ONLY_BLOCKS)
     idle = report.seconds.bubble / (report.seconds.bubble + report.seconds.compute)
     assert idle == pytest.approx((pipeline - 1) / (parts + pipeline - 1))
@@ -131,7 +131,7 @@ def test_weight_gradients_fill_the_bubble() -> None:
 
 
 def test_an_expensive_head_enlarges_the_bubble() -> None:
-    """The stage with the vocabulary's product delays all others, beyond the formula."""
+    """The stage with the vocabulary projection delays all stages by more than the formula."""
     mesh, chosen = ClusterMesh(pipeline=4), StepSettings(16)
     assert step(mesh, chosen).timeline.bubble > 1.3 * step(mesh, chosen, ONLY_BLOCKS).timeline.bubble
 
@@ -196,7 +196,7 @@ def test_hybrid_sharding_reduces_shards_between_replicas() -> None:
 
 
 def test_unfused_operations_take_longer() -> None:
-    """Fusion raised 175B from 113 to 135 TFLOP/s in Narayanan et al. 2021, section 5.8."""
+    """Fusion raised the 175B model from 113 to 135 TFLOP/s (Narayanan et al. 2021, section 5.8)."""
     fused, unfused = (step(ClusterMesh(), StepSettings(4, 4, fused=on)).seconds.compute for on in (True, False))
     assert 1.02 < unfused / fused < 1.6
 

@@ -1,4 +1,4 @@
-"""Timelines as traces and charts: every event is present, at its time."""
+"""Timelines as traces and charts: each event is present at the right time."""
 
 import json
 from pathlib import Path

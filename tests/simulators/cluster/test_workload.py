@@ -1,4 +1,4 @@
-"""Work of a step: closed forms against the papers' formulas, traced models against closed forms and full counts."""
+"""Work of a step: closed forms against papers' formulas, and traced models against closed forms and real passes."""
 
 import time
 from collections.abc import Callable
@@ -104,7 +104,7 @@ def test_traced_models_equal_the_closed_form(style: str, flash: bool) -> None:
         assert getattr(mine, passes).flops == getattr(theirs, passes).flops
         assert getattr(mine, passes).reduces == getattr(theirs, passes).reduces == 2
         assert getattr(mine, passes).reduced == getattr(theirs, passes).reduced
-        # rotary positions are several operations; the formula counts one
+        # rotary positions are several operations, but the formula counts one
         assert near(getattr(mine, passes).moved, getattr(theirs, passes).moved, 0.10 if style == "gpt" else 0.15)
     assert mine.for_weights == theirs.for_weights and mine.entry == theirs.entry
     assert mine.core.flops == theirs.core.flops
@@ -164,7 +164,7 @@ def full_count(model: nn.Module, loss: Callable[[nn.Module], Tensor]) -> int:
 
 @pytest.mark.parametrize("name", ["gpt-nano", "llama-nano", "bert-nano", "t5-nano", "marian-nano"])
 def test_flops_of_every_style_equal_a_full_pass(name: str) -> None:
-    """One block of each kind is traced; the real model computes all of them."""
+    """One block of each kind is traced. The real model computes all blocks."""
     length = 64
     given = replace(PRESETS[name], length=128)
     model = assemble(given)
