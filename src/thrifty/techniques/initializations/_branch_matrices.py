@@ -23,7 +23,7 @@ _UNSCALED_SCORES = {"GPTNeoSelfAttention": True, "EsmSelfAttention": False}
 
 @dataclass(frozen=True)
 class BranchMatrix:
-    """One matrix of a branch: a parameter, or a part of a fused one."""
+    """A matrix of a residual branch: a whole parameter, or a slice of a fused parameter."""
 
     parameter: str
     """Name of its parameter in the model."""

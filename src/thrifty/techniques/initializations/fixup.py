@@ -113,7 +113,7 @@ def _shift_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
 
 
 class Fixup(NormFreeTechnique):
-    """The three rules of the paper:
+    """Rules of the paper:
 
     (1) The last layer of each branch and an untied head start at 0.
     (2) The other matrices of a branch start from Xavier's values times L^(-1 / (2m - 2)). L is the number of branches
@@ -121,12 +121,12 @@ class Fixup(NormFreeTechnique):
     (3) A learned scalar is added before each linear layer and activation of a branch; another multiplies its output.
 
     L counts 2 branches per encoder block and 3 per decoder block, at the depth at which the run starts. Scalars train
-    at a tenth of the learning rate, as in the authors' ResNet, and are never decayed. A tied head keeps the values of
-    the embedding. Embeddings are multiplied so that the residual stream starts with a root mean square of 1. Norms of
-    queries and keys, and norms in the head, stay.
+    at a tenth of the learning rate, as in the authors' ResNet, without weight decay. A tied head has the values of the
+    embedding. Embeddings are multiplied so that the residual stream starts with a root mean square of 1. Norms of
+    queries and keys, and norms in the head, are not removed.
 
-    Differs from the paper: fused matrices are initialized part by part, which gives values sqrt(2) times larger. The
-    authors initialize a fused matrix as a whole.
+    Differs from the paper: each slice of a fused matrix is initialized separately, so its values are sqrt(2) times
+    larger. The authors initialize a fused matrix as a whole.
     """
 
     clashes: ClassVar[Mapping[Claim, str]] = {

@@ -46,9 +46,9 @@ def fold(model: nn.Module) -> nn.Module:
 
 class LayerScale(Technique):
     """The initial gain is 0.1 up to 18 blocks, 1e-5 up to 24 and 1e-6 for deeper models, as in the paper (section 3.2).
-    Several libraries use 1e-4 as the default of their class, which is not the paper's value.
+    The default of several libraries, 1e-4, is not from the paper.
 
-    A norm after a branch would undo any gain before it, since it rescales its input to one size.
+    A norm after a branch would cancel the gains before it, because a norm rescales its input.
     """
 
     stage, numerics = Stage.INITIALIZE, Numerics.DIFFERENT

@@ -34,10 +34,10 @@ def largest_start(blocks: int) -> float:
 
 
 class SkipInit(NormFreeTechnique):
-    """An initial value above 1 / sqrt(blocks) is refused: the paper's analysis allows no larger one. The paper adds
-    dropout, since norms also regularize. The scalars are never decayed. Embeddings are multiplied so that the residual
-    stream starts with a root mean square of 1, as after a norm. Norms of queries and keys, and norms in the head, stay.
-    """
+    """An initial value above 1 / sqrt(blocks) is refused, because the paper's analysis does not allow it. The paper
+    adds dropout, since norms also regularize. The scalars get no weight decay. Embeddings are multiplied so that the
+    residual stream starts with a root mean square of 1, as after a norm. Norms of queries and keys, and norms in the
+    head, are not removed."""
 
     clashes: ClassVar[Mapping[Claim, str]] = {
         Claim.FROZEN_BASE_WEIGHTS: "its scalars would keep their small initial values",

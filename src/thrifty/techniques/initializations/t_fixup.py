@@ -71,14 +71,15 @@ def multiply_embeddings(model: nn.Module, multiplier: float) -> None:
 
 
 class TFixup(NormFreeTechnique):
-    """All matrices start from Xavier's uniform values. Value, attention output and MLP matrices are then multiplied: in
-    an encoder of N blocks by 0.67 N^(-1/4), in a decoder of M blocks by (9M)^(-1/4). Token embeddings start from N(0,
-    d^(-1/2)) times (9N)^(-1/4). Queries and keys keep Xavier's values. Each part of a fused matrix is initialized by
-    its own size. A tied table is initialized once. Factors follow the depth at which the run starts.
+    """All matrices start from Xavier's uniform values. Value, attention output and MLP matrices are then scaled. The
+    factor is 0.67 N^(-1/4) in an encoder of N blocks, and (9M)^(-1/4) in a decoder of M blocks. Token embeddings start
+    from N(0, d^(-1/2)) times (9N)^(-1/4). Queries and keys keep Xavier's values. Each slice of a fused matrix is
+    initialized for the size of the slice. A tied table is initialized once. Factors are computed from the depth at
+    which the run starts.
 
     Embeddings are multiplied by sqrt(d) in the forward pass, as in the original Transformer, unless the model does so
-    itself. Differs from the paper: it treats encoder-decoders only; a decoder without cross-attention gets the
-    encoder's factor here.
+    itself. Differs from the paper: the paper treats encoder-decoders only. Here a decoder without cross-attention uses
+    the encoder's factor.
     """
 
     clashes: ClassVar[Mapping[Claim, str]] = {

@@ -42,8 +42,8 @@ def size_at(step: int, start: float, full: int, until: int, multiple: int, shape
 
 
 class BatchRamp(Technique):
-    """Each example weighs 1 / (effective batch of its step). Differs from GPT-3: all phases have equally many steps,
-    where GPT-3 counts tokens."""
+    """The loss of each example has the weight 1 / (effective batch of the step). Differs from GPT-3: all phases have
+    the same number of steps. GPT-3's phases are measured in tokens."""
 
     stage, numerics = Stage.RESIZE, Numerics.DIFFERENT
     claims = frozenset({Claim.BATCH_SIZE})

@@ -43,9 +43,9 @@ def accumulated(backward: Backward, micro_batches: int) -> Backward:
 
 
 class GradientAccumulation(Technique):
-    """Weights of examples are fixed for the effective batch. BatchNorm normalizes each micro-batch by its own
-    statistics: a model with such layers is reported as numerics "different", and `explain`, `plan`, `check` and the run
-    name the layers."""
+    """Per-example weights are set for the effective batch. BatchNorm normalizes each micro-batch by the statistics of
+    that micro-batch. A model with BatchNorm is therefore reported as numerics "different", and `explain`, `plan`,
+    `check` and the run name the layers."""
 
     stage, numerics, tolerance = Stage.ACCUMULATE, Numerics.ROUNDING, 1e-4
     claims = frozenset({Claim.MICRO_BATCHES})

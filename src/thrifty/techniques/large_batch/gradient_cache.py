@@ -33,7 +33,7 @@ from thrifty.core.written_buffers import BufferSnapshot
 
 
 class VectorGradientObjective(WrappedObjective):
-    """A wrapped objective whose losses have `gradient` as their gradient with respect to the vectors."""
+    """A wrapped objective whose losses have the gradient `gradient` with respect to the embedding vectors."""
 
     def __init__(self, inner: Objective, gradient: Tensor):
         super().__init__(inner)
@@ -91,9 +91,9 @@ def cached(backward: Backward, micro_batches: int) -> Backward:
 
 
 class GradientCache(Technique):
-    """The step has three parts. First, a forward pass without gradients computes the vectors of all examples. Then the
-    loss and its gradient with respect to these vectors are computed; the vectors are small. Finally, micro-batch by
-    micro-batch, a second forward pass and a backward pass carry that gradient into the model."""
+    """A step has three parts. First, a forward pass without gradients computes the embedding vectors of all examples.
+    Then the loss and its gradient with respect to the vectors are computed. Finally, a second forward pass and a
+    backward pass of each micro-batch propagate that gradient into the model."""
 
     stage, numerics, tolerance = Stage.ACCUMULATE, Numerics.ROUNDING, 1e-4
     claims = frozenset({Claim.MICRO_BATCHES})

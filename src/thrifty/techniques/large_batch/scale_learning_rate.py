@@ -43,8 +43,9 @@ def warmed_up_from_base(step: int, factor: float, warmup: int) -> float:
 
 class ScaleLearningRate(Technique):
     """The factor is 1 before the first update and grows linearly to its final value. A factor below 1 applies from the
-    start. Differs from the paper: no momentum correction, which only a momentum that includes the rate needs. With a
-    batch ramp the factor is that of the recipe's batch; set `batch` if the ramp ends at another one."""
+    first update. Differs from the paper: there is no momentum correction, because the rate here is not part of the
+    momentum. With a batch ramp the factor is computed for the recipe's batch. Set `batch` if the ramp ends at a
+    different batch."""
 
     stage, numerics = Stage.SCHEDULE, Numerics.DIFFERENT
 

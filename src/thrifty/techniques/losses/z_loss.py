@@ -27,7 +27,7 @@ from thrifty.modeling.module_surgery import wrap_forward
 class ZLossObjective(WrappedObjective):
     """A wrapped objective plus coefficient · mean of log(normalizer)² over the predictions of an example.
 
-    Predictions have the same weights as in the loss.
+    Each prediction has the same weight as in the loss.
     """
 
     def __init__(self, inner: Objective, coefficient: float):

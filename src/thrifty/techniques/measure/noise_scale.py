@@ -89,10 +89,10 @@ def squared_norm(gradients: Sequence[Tensor | None]) -> float:
 
 
 class NoiseScaleBackward:
-    """A backward pass that measures signal and noise every `every` calls.
+    """A backward pass that measures |G|² (signal) and tr Σ (noise) at every `every`-th call.
 
-    `state` has the number of calls and both running averages. Both start at zero, so that their ratio needs no
-    correction.
+    `state` has the number of calls and the running averages of signal and noise. Both averages start at zero, so their
+    ratio needs no bias correction.
     """
 
     def __init__(self, inner: Backward, every: int, momentum: float):
@@ -128,13 +128,14 @@ class NoiseScaleBackward:
 
 
 class NoiseScale(Technique):
-    """tr Σ is the variance of the gradient of one example, |G|² the squared norm of the mean gradient. Well below a
-    batch of B, doubling the batch nearly halves the steps; well above, it saves few. The ratio is that of two running
-    averages, since single measurements are noisy and may be negative.
+    """tr Σ is the variance of the gradient of one example. |G|² is the squared norm of the mean gradient. If the batch
+    is well below B, doubling the batch nearly halves the number of steps. If the batch is well above B, doubling saves
+    few steps. The noise scale is the ratio of two running averages, because single measurements are noisy and may be
+    negative.
 
     Differs from the paper: a squared gradient above 10 times the running average counts as 10 times the average.
-    Without this, one gradient 1000 times too long would dominate some 500 measurements at a momentum of 0.98. The first
-    measurement is not limited.
+    Without this limit, one gradient 1000 times too long would dominate about 500 measurements at a momentum of 0.98.
+    The first measurement is not limited.
     """
 
     stage, numerics, tolerance = Stage.MEASURE, Numerics.ROUNDING, 1e-4

@@ -171,7 +171,7 @@ ACTIVATION_PLANNER: ModuleNote[ActivationPlanner] = ModuleNote("activation_plann
 
 
 class PlannedObjective(WrappedObjective):
-    """A wrapped objective whose model follows the plans of its planner."""
+    """A wrapped objective whose model follows the plans of an `ActivationPlanner`."""
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         planner = ACTIVATION_PLANNER.get(model)
@@ -181,7 +181,8 @@ class PlannedObjective(WrappedObjective):
 
 
 class ForwardPass(Objective):
-    """An objective that calls a model with any arguments. Its loss replaces the unknown loss of the caller."""
+    """An objective that calls a model with any arguments. The objective's loss replaces the caller's loss, which is
+    unknown."""
 
     def __init__(self, inner: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]):
         self.inner, self.args, self.kwargs = inner, args, kwargs
@@ -207,14 +208,14 @@ def _planned_forward(model: nn.Module, inner: Callable[..., Any], *args: Any, **
 
 
 class ActivationBudget(Technique):
-    """The plan is the faster of two: a plan for single tensors, and the best schedule of whole blocks (Beaumont et al.
-    2019). Blocks that are recomputed as a whole have less Python overhead than single operations; both overheads are
-    measured. Differs from Checkmate: tensors may also be compressed.
+    """Two plans are computed, and the faster one is used. The first is a plan for single tensors. The second is the
+    best schedule of whole blocks (Beaumont et al. 2019). Recomputing a whole block has less Python overhead than
+    recomputing single operations. Both overheads are measured. Differs from Checkmate: tensors may also be compressed.
 
-    Costs are measured on this machine, operation by operation, or counted from shapes. With compression they are
-    counted, and the solver stops after the same amount of search on any machine. A resumed run then makes the same
-    plan. Otherwise it stops after 20 s. On a CPU freed memory is returned to the system at once, so that the process
-    stays within the limit.
+    Costs are measured on this machine, operation by operation, or counted from shapes. With compression, costs are
+    counted, and the solver stops after the same number of search steps on any machine. A resumed run then computes the
+    same plan. Without compression the solver stops after 20 s. On a CPU, freed memory is returned to the system at
+    once, so that the process stays within the limit.
     """
 
     stage, numerics = Stage.RECOMPUTE, Numerics.EXACT

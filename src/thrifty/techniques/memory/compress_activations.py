@@ -49,7 +49,7 @@ PROBED = 8
 
 
 class QuantizingObjective(WrappedObjective):
-    """A wrapped objective whose predictions use a new quantized store each."""
+    """A wrapped objective that creates a new quantized activation store for each prediction."""
 
     def __init__(self, inner: Objective, new_store: Callable[[nn.Module, Batch], QuantizedStore]):
         super().__init__(inner)
@@ -65,8 +65,8 @@ class QuantizingObjective(WrappedObjective):
 class QuantizingBackward:
     """A backward pass whose forward passes quantize their activations.
 
-    `state` has the number of calls. With `adaptive` it also has the decided bits, the number of tensors that have them,
-    and the numbers of tensors and rows in the first forward pass of the last call.
+    `state` has the number of calls. With `adaptive`, `state` also has the decided bits and the number of tensors with
+    decided bits. It also has the numbers of tensors and rows in the first forward pass of the last call.
     """
 
     def __init__(self, inner: Backward, settings: "CompressActivations"):
@@ -147,11 +147,11 @@ class QuantizingBackward:
 
 
 class CompressActivations(Technique):
-    """Rounding is stochastic: each restored tensor has the saved one as its expectation, including ranges rounded to
-    bfloat16. Gradients of matrices are therefore unbiased. After functions that are not linear in what they save (GELU,
-    softmax, norms) gradients are unbiased to first order. Exact zeros stay zero, and no positive value of a
-    non-negative tensor becomes zero, which ReLU's gradient requires. Adaptive bits help if tensors differ much in
-    sensitivity."""
+    """Rounding is stochastic, so the expected value of each dequantized tensor is the saved tensor. This includes
+    ranges rounded to bfloat16. Gradients of matrices are therefore unbiased. For functions that are nonlinear in their
+    saved tensors (GELU, softmax, norms), gradients are unbiased to first order. Zeros stay exactly zero. Positive
+    values of a non-negative tensor stay positive, because ReLU's gradient requires this. Adaptive bits help if the
+    gradient is much more sensitive to some tensors than to others."""
 
     stage, numerics = Stage.COMPRESS, Numerics.DIFFERENT
     claims = frozenset({Claim.SAVED_TENSORS})

@@ -33,9 +33,9 @@ from thrifty.modeling.module_surgery import wrap_forward
 class OffloadingStore:
     """Store that offloads the activations of one forward pass: `use_activation_store(OffloadingStore(tier))`.
 
-    Tensors are sent in the order in which they are saved, each after `keep_last` more, since those saved last are
-    needed first. At most `prefetch` are in transfer: the next one waits for the first. When a tensor is read, the
-    tensors saved before it are prefetched.
+    Tensors are offloaded in the order in which they are saved. A tensor is offloaded after `keep_last` more tensors are
+    saved, because the backward pass reads the last tensors first. At most `prefetch` tensors are in transfer, and the
+    next tensor waits for the oldest transfer. When a tensor is read, the tensors saved before it are prefetched.
     """
 
     def __init__(self, tier: StorageTier, prefetch: int = 4, keep_last: int = 0):
@@ -106,7 +106,7 @@ class OffloadingObjective(WrappedObjective):
 
 
 class OffloadActivations(Technique):
-    """On a CPU the only second memory is the disk."""
+    """On a CPU the only available tier is the disk."""
 
     stage, numerics = Stage.OFFLOAD, Numerics.EXACT
     claims = frozenset({Claim.SAVED_TENSORS})

@@ -58,7 +58,7 @@ def tiles(sizes: Sequence[int], elements: int) -> list[list[int]]:
 
 
 class TierStateUpdate(UpdateLocation):
-    """An update of parameters in place, with its state on a tier."""
+    """An in-place update of parameters whose optimizer state is on a tier (host memory or disk)."""
 
     def __init__(self, transform: TransformChain, names: Sequence[str], parameters: list[Tensor], tier: StorageTier):
         super().__init__(transform, names, parameters)
@@ -68,9 +68,9 @@ class TierStateUpdate(UpdateLocation):
 
 
 class HostCopyUpdate(UpdateLocation):
-    """An update on host copies of the parameters, whose new values are then sent to the device.
+    """An update of host copies of the parameters. The new values are then copied to the device.
 
-    Stateless elements that require all gradients together, such as clipping, run on the device before.
+    Stateless transforms that require all gradients together, such as clipping, run on the device before the update.
     """
 
     def __init__(self, transform: TransformChain, names: Sequence[str], parameters: list[Tensor], tier: HostTier):
@@ -152,10 +152,10 @@ class HostCopyUpdate(UpdateLocation):
 
 
 class DelayedUpdate(HostCopyUpdate):
-    """An update that, from step `after` on, is computed during the next step and applied after it.
+    """An update that, from step `after` on, is computed during the next step and applied after that step.
 
-    The copies are then one update ahead of the parameters, and are state: slot `NEXT`. An update uses the scalars of
-    the step whose gradients it uses.
+    The host copies are then one update ahead of the parameters, and are stored in the state slot `NEXT`. Each update
+    uses the gradients and the scalars of one step.
     """
 
     behind = True
@@ -244,13 +244,14 @@ def offloaded(
 
 
 class OffloadOptimizer(Technique):
-    """The same transforms run on host copies of the parameters. If memory is short, a mapped file is read and written
-    once per step. Gradients stay on the device until their norm is known, since clipping and the check for finite
-    values come before the update.
+    """The optimizer's transforms run on host copies of the parameters. If host memory is short, a mapped file is read
+    and written once per step. Gradients stay on the device until their norm is known, because clipping and the check
+    for finite values come before the update.
 
-    With `delay` each update reaches the weights one step later, from step `after` on, and is computed during the next
-    step. This is another algorithm (numerics: different) and requires lower rates: Adam on a quadratic oscillates at
-    rates at which it converges without delay. The default of 40 steps before the delay is the paper's (unverified).
+    With `delay`, from step `after` on, each update is computed during the next step and reaches the weights one step
+    later. This is a different algorithm (numerics: different) and requires lower rates. On a quadratic, delayed Adam
+    oscillates at rates at which Adam without delay converges. The default of 40 steps before the delay is the paper's
+    (unverified).
     """
 
     stage, numerics = Stage.OFFLOAD, Numerics.EXACT

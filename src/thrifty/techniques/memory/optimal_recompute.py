@@ -42,7 +42,7 @@ def bytes_allowed(budget: float, chain: ChainCost) -> int:
 
 
 class ScheduledRecompute:
-    """A wrapper of a model whose blocks follow the best schedule for each input shape."""
+    """A wrapper of a model that computes the best schedule of the blocks for each input shape."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], budget: float, timed: bool = False):
         self.chain = BlockChain(blocks, RecomputeSchedule())
@@ -72,9 +72,9 @@ def _plan_key(args: tuple, kwargs: dict) -> tuple:
 
 
 class OptimalRecompute(Technique):
-    """Each block keeps everything, only its input or nothing, also while other blocks are recomputed. A block that
-    computes the same as another costs half the time to survey. Freed memory is returned to the system at once on a CPU
-    whenever a limit in bytes is promised."""
+    """Each block saves all activations, only its input, or nothing. This also holds while other blocks are recomputed.
+    If a block computes the same as an earlier block, measuring it takes half the time. On a CPU, freed memory is
+    returned to the system at once, to keep the limit."""
 
     stage, numerics = Stage.RECOMPUTE, Numerics.EXACT
     claims = frozenset({Claim.RECOMPUTATION, Claim.ACTIVATION_BYTES})

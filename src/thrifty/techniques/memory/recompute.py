@@ -78,8 +78,8 @@ class Recompute(Technique):
     sqrt       one block in sqrt(n) saves its input; sqrt(n) blocks are recomputed together, and the last ones save all
     selective  results of matrix products and attention are saved; only operations between them are recomputed
 
-    "sqrt" is for chains of small layers. A Transformer's block saves so much in addition to its input that "every"
-    takes less memory up to hundreds of blocks.
+    "sqrt" is for chains of small layers. A Transformer block saves much more than its input, so "every" takes less
+    memory up to hundreds of blocks.
     """
 
     stage, numerics = Stage.RECOMPUTE, Numerics.EXACT

@@ -125,7 +125,7 @@ def multiply_out(model: nn.Module) -> None:
 class FactorizedHead(WrappedObjective):
     """A wrapped objective that splits a factorized head into hidden states of width E and a plain linear layer.
 
-    The loss can then work on the vocabulary in chunks.
+    The loss can then process the vocabulary in chunks.
     """
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
@@ -139,10 +139,11 @@ class FactorizedHead(WrappedObjective):
 
 
 class ShareParameters(Technique):
-    """The paper's base model has 12M parameters, BERT 108M (unverified). The gradient of a shared parameter is the sum
-    over its uses; norms for clipping and LAMB count it once. Blocks keep their parameter names, tied to those of the
-    first block of their group. Export unties them into the plain architecture. A head tied to the table stays tied: it
-    first projects from width d to E, and the loss works in chunks as usual."""
+    """The paper's base model has 12M parameters, and BERT has 108M (unverified). The gradient of a shared parameter is
+    the sum over its uses. Norms for clipping and LAMB count the parameter once. Blocks keep their parameter names. The
+    parameters are tied to the first block of the group. Export unties the parameters into the plain architecture. A
+    head tied to the embedding stays tied: the head first projects from width d to E, and the loss is computed in chunks
+    as usual."""
 
     stage, numerics = Stage.ARCHITECTURE, Numerics.DIFFERENT
     claims = frozenset({Claim.SHARED_PARAMETERS})

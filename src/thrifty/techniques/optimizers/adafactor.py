@@ -56,7 +56,7 @@ class ScaleByFactoredSquare(GradientTransform):
     """Divide updates by the root of their mean squares, and clip each update to a root mean square of `clip_threshold`.
 
     Mean squares of matrices are estimated from rows and columns. The newest square has the weight count^decay. Roots
-    below `eps1` count as `eps1`, by default the precision of the gradient's dtype.
+    are at least `eps1`. By default `eps1` is the machine epsilon of the gradient's dtype.
     """
 
     name = "scale_by_factored_square"
@@ -94,7 +94,7 @@ class ScaleByFactoredSquare(GradientTransform):
 
 
 class ScaleByParameterSize(GradientTransform):
-    """Multiply updates by the root mean square of the parameter, at least by `least`."""
+    """Multiply updates by the root mean square of the parameter, and at least by `least`."""
 
     name = "scale_by_parameter_size"
     reach = TransformScope.TENSOR
@@ -135,9 +135,9 @@ def adafactor(
 
 
 class Adafactor(Technique):
-    """As in torch, `lr` bounds the relative step min(lr, 1 / sqrt(step)), which is multiplied by the root mean square
-    of the parameter. Weight decay is lr · weight_decay. Differs from the paper: ε₁ bounds the divisor from below and is
-    not added to squares. Convolution kernels are factored over their last two dims."""
+    """As in torch, the relative step is min(lr, 1 / sqrt(step)). It is multiplied by the root mean square of the
+    parameter. Weight decay is lr · weight_decay. Differs from the paper: ε₁ is a lower bound of the divisor and is not
+    added to squares. Convolution kernels are factored over their last two dims."""
 
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
     claims = frozenset({Claim.OPTIMIZER})

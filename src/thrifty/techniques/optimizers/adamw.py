@@ -25,8 +25,8 @@ def adamw(
 
 
 class AdamW(Technique):
-    """Differs from the paper: decay follows torch's convention, lr · weight_decay. The paper multiplies it by the
-    schedule alone."""
+    """Differs from the paper: the decay factor is lr · weight_decay, as in torch. The paper multiplies the weight decay
+    by the schedule alone."""
 
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
     claims = frozenset({Claim.OPTIMIZER})

@@ -42,10 +42,10 @@ def lamb(
 
 
 class Lamb(Technique):
-    """Decay is part of the update whose length is scaled. Bias correction is in the paper but not in its authors'
-    TensorFlow code (`bias_correction = false`). The ratio is per parameter: queries, keys and values in one matrix
-    count as one layer unless `slices = true`. pytorch_optimizer's Lamb is another algorithm: decay outside the ratio,
-    ‖w‖ clipped at 10, half of the bias correction."""
+    """The update includes weight decay before its norm is scaled. Bias correction is in the paper but not in its
+    authors' TensorFlow code (`bias_correction = false`). Each parameter has one ratio: queries, keys and values in one
+    matrix count as one layer unless `slices = true`. pytorch_optimizer's Lamb is a different algorithm: decay outside
+    the ratio, ‖w‖ clipped at 10, half of the bias correction."""
 
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
     claims = frozenset({Claim.OPTIMIZER})

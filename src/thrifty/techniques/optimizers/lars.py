@@ -46,7 +46,7 @@ def lars(
 class Lars(Technique):
     """A layer whose norm is 0 has the ratio 1. Equal to LARS of pytorch_optimizer 4.1 if no gradient is 0 everywhere.
     Differs from the paper by default: the rate multiplies the momentum. The paper's rate is inside the momentum
-    (`learning_rate_placement = "inside"`), which differs only if the rate changes."""
+    (`learning_rate_placement = "inside"`). The two forms differ only if the rate changes."""
 
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
     claims = frozenset({Claim.OPTIMIZER})

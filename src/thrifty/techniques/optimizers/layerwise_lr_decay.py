@@ -71,7 +71,7 @@ def _is_before(name: str, embedding_pattern: str, is_defined_after: bool) -> boo
 
 
 class ScaleByParameterFactor(GradientTransform):
-    """Multiply the update of each parameter by a factor of its own."""
+    """Multiply the update of each parameter by the factor of that parameter."""
 
     name = "scale_each"
     reach = TransformScope.ROWS
@@ -100,12 +100,13 @@ class ScaleByParameterFactor(GradientTransform):
 
 
 class LayerwiseLearningRateDecay(Technique):
-    """The factors are those of BEiT and MAE. ELECTRA's published code counts one depth more between blocks and head:
-    decay ** (L + 1 - k). Decoupled weight decay shrinks with the rate, as in torch's AdamW with one group per depth.
+    """The factors are those of BEiT and MAE. ELECTRA's published code has one more exponent between blocks and head:
+    decay ** (L + 1 - k). Decoupled weight decay shrinks with the rate, as in torch's AdamW with one parameter group per
+    depth.
 
-    It is made for a pretrained model (`model.folder`). In a model with several stacks, blocks are counted from the end
-    of their own stack. Modules before the blocks are recognized by order and name; `embedding_pattern` corrects that,
-    and `explain` lists them. A table tied to the head counts as an embedding.
+    The method is made for a pretrained model (`model.folder`). In a model with several stacks, blocks are counted from
+    the end of their own stack. Modules before the blocks are detected by order and name. `explain` lists these modules,
+    and `embedding_pattern` overrides the detection. An embedding tied to the head counts as an embedding.
     """
 
     stage, numerics = Stage.SCHEDULE, Numerics.DIFFERENT

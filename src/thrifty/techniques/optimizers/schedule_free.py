@@ -45,10 +45,10 @@ def schedule_free_update(
 
 
 class ScheduleFreeTransform(GradientTransform):
-    """Steps of z, the average x, and the point y between them; the last transform of a chain.
+    """The last transform of a chain: it steps z, averages x, and returns y between z and x.
 
     A step has the weight count^power · (rate / largest rate)^rate_power in the average. With the defaults all steps
-    after the warm-up have equal weights, and earlier ones less.
+    after the warm-up have equal weights, and warm-up steps have smaller weights.
     """
 
     name = "schedule_free"
@@ -123,8 +123,8 @@ def schedule_free(
 
 class ScheduleFreeAdamW(Technique):
     """Gradients are computed at y, the weights during training. Evaluation and export use the average x. As in the
-    authors' code, decay is computed at y; it spares vectors, biases and positions. The method is the core of the
-    winning entry of AlgoPerf 2024's self-tuning track."""
+    authors' code, weight decay is computed at y. Vectors, biases and positions are not decayed. The method is the core
+    of the winning entry of AlgoPerf 2024's self-tuning track."""
 
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
     claims = frozenset({Claim.OPTIMIZER, Claim.SCHEDULE, Claim.AVERAGED_WEIGHTS})

@@ -34,9 +34,9 @@ def sgd(
 
 
 class Sgd(Technique):
-    """Weight decay is L2: it is added to the gradient before the momentum. It spares vectors, biases and positions, and
-    defaults to 1e-4, as in Goyal et al. The rate multiplies the momentum, so that a changing rate needs no momentum
-    correction."""
+    """Weight decay is L2: it is added to the gradient before the momentum. The default is 1e-4, as in Goyal et al.
+    Vectors, biases and positions are not decayed. The rate multiplies the momentum, so a changing rate needs no
+    momentum correction."""
 
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
     claims = frozenset({Claim.OPTIMIZER})

@@ -96,8 +96,8 @@ LINE: ModuleNote[PipelineRunner] = ModuleNote("pipeline")
 class PipelineObjective(WrappedObjective):
     """A wrapped objective whose predictions pass through all stages.
 
-    The last stage computes losses and scores, and broadcasts them to all ranks. While a stage runs by itself, calls
-    pass to the wrapped objective.
+    The last stage computes losses and scores, and broadcasts them to all ranks. While a single stage runs, calls pass
+    to the wrapped objective.
     """
 
     line: PipelineRunner | None = None
@@ -172,20 +172,21 @@ class PipelineParallel(Technique):
     zbv          two stages per rank in the form of a V: the first rank also has the last stage with the head
 
     One micro-batch (`micro_batches = 1` with gpipe) is the "vertical" or layer-wise model parallelism of the
-    literature: one rank works at a time. Micro-batches are equal; missing rows are padded with rows of weight zero.
-    Blocks are divided by their cost. The value of a borrowed tied head is sent before each pass, its gradient returned
-    after it.
+    literature: one rank works at a time. Micro-batches have equal size: missing rows are padded with rows of weight
+    zero. Blocks are divided among stages by cost. The value of a tied head is sent to the last stage before each pass.
+    Its gradient is returned after the pass.
 
-    Differs from GPipe: torch runs backward passes first in, first out. With `recompute` the first micro-batch is kept,
-    since its backward pass comes first; the paper keeps the last. A last stage that alternates keeps all of them.
-    `memory.recompute` recomputes all of them instead. Schedules with split backward passes compute chunked losses, and
-    recomputed values, twice.
+    Differs from GPipe: torch runs the backward passes in the order of the forward passes. With `recompute`, activations
+    of the first micro-batch are kept, because its backward pass comes first. The paper keeps the last micro-batch. If
+    the last stage alternates forward and backward passes, it keeps all micro-batches. `memory.recompute` instead
+    recomputes all micro-batches. Schedules with split backward passes compute chunked losses and recomputed values
+    twice.
 
-    The footprint is that of a rank with the most blocks and the parameters of both ends, as with zbv or a tied head.
-    The peak is that of the first rank, which has most micro-batches alive, or of the last, which has the loss. From the
-    second backward pass on, gradients are added. torch holds a buffer for the hidden states of each micro-batch in
-    either direction. With zbv, torch also keeps hidden states that pass between stages of one rank; these are not
-    counted.
+    The footprint is for a rank with the most blocks and the parameters of both ends, as with zbv or a tied head. The
+    peak is on the first rank, which has the most micro-batches alive, or on the last rank, which computes the loss.
+    From the second backward pass on, gradients are accumulated. torch holds a buffer for the hidden states of each
+    micro-batch in either direction. With zbv, torch also keeps hidden states that pass between stages of one rank. The
+    footprint does not include these hidden states.
     """
 
     stage, numerics, tolerance = Stage.CUT, Numerics.ROUNDING, 1e-4

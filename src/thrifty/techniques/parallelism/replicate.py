@@ -87,9 +87,9 @@ def average_over(data: MeshAxis, model: nn.Module) -> None:
 
 
 class ReplicatedDataParallel(Technique):
-    """Differs from the paper: gradients are summed with example weights that are fixed for the effective batch, so that
-    ranks with unequal shares count correctly. In your own loop gradients are averaged over ranks. Running statistics of
-    BatchNorm are those of the first rank, as in torch's DistributedDataParallel."""
+    """Differs from the paper: gradients are summed with per-example weights of the effective batch. Ranks with unequal
+    numbers of examples therefore count correctly. In your own loop gradients are averaged over ranks. BatchNorm uses
+    the running statistics of the first rank, as in torch's DistributedDataParallel."""
 
     stage, numerics, tolerance = Stage.REDUCE, Numerics.ROUNDING, 1e-4
     claims = frozenset({Claim.DATA_PARALLELISM})

@@ -70,8 +70,8 @@ def parts_of(model: nn.Module) -> Iterator[FSDPModule]:
 class ShardingObjective(WrappedObjective):
     """A wrapped objective that configures the next backward pass of FSDP.
 
-    It sets whether gradients are synchronized and parameters resharded. Without a backward pass, parameters are
-    resharded after the losses.
+    The objective switches gradient synchronization and resharding of parameters on or off. Without a backward pass,
+    parameters are resharded after the losses.
     """
 
     model: nn.Module | None = None
@@ -108,10 +108,10 @@ class ShardedDataParallel(Technique):
     2      4 P + 16 P / N      2 P + 16 P / N     2 P + 14 P / N
     3      16 P / N            16 P / N           16 P / N
 
-    The literature has three formulas for stage 2. Gathered as stored, ours is that of DeepSpeed's documentation. In
-    bfloat16 it is the paper's with gradients summed in 4 bytes instead of 2. DeepSpeed's estimator, 2 P + 18 P / N, has
-    gradients in both formats. Stage 1 without accumulation is stage 2, since there is one micro-batch whose gradients
-    are sent.
+    The literature has three formulas for stage 2. Gathered as stored, the formula above equals DeepSpeed's
+    documentation. In bfloat16 the formula equals the paper's, except that gradients are summed in 4 bytes instead of 2.
+    DeepSpeed's estimator, 2 P + 18 P / N, counts gradients in both formats. Stage 1 without gradient accumulation
+    equals stage 2, because gradients are sent for one micro-batch only.
     """
 
     stage, numerics, tolerance = Stage.SHARD, Numerics.ROUNDING, 1e-4

@@ -46,7 +46,7 @@ SPLITTING: ModuleNote[TensorParallelizer] = ModuleNote("splitting")
 class VocabularyParallelHead(WrappedObjective):
     """A wrapped objective whose head is a plain linear layer with a divided weight.
 
-    The loss then works on each rank's part of the vocabulary, while the head as a module returns all logits.
+    The loss then uses each rank's part of the vocabulary. The head as a module returns all logits.
     """
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
@@ -95,15 +95,15 @@ def is_divided(parameter: Tensor) -> bool:
 
 
 class TensorParallel(Technique):
-    """The engine is torch's DTensor. The first matrix of a pair is split by its outputs, the second by its inputs,
-    attention by heads. Embedding, head and loss are split by the vocabulary, so that no rank holds all logits. Along
-    tokens each sum is a reduce-scatter and a gather of the same bytes. In your own loop all ranks compute the same
-    examples; clip by thrifty.apply(optimizer, "clip"), which handles divided gradients.
+    """The engine is torch's DTensor. The first matrix of a pair is split by outputs, the second by inputs, and
+    attention by heads. Embedding, head and loss are split by the vocabulary, so no rank holds all logits. With
+    `sequence_parallel`, each all-reduce becomes a reduce-scatter and an all-gather of the same bytes. In your own loop
+    all ranks compute the same examples. Clip by thrifty.apply(optimizer, "clip"), which handles divided gradients.
 
     A layer with several slices (queries, keys and values) is stored so that the rows of each rank are contiguous
     (`core/shard_layout.py`). Checkpoints and exports have the plain order. Norms, positions and biases of row-split
-    layers are whole on all ranks. Random values are equal on all ranks for whole activations and differ for divided
-    ones.
+    layers are replicated on all ranks. Random values are equal on all ranks for replicated activations and differ for
+    divided activations.
     """
 
     stage, numerics, tolerance = Stage.SPLIT, Numerics.ROUNDING, 1e-4

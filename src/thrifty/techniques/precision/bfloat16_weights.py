@@ -72,10 +72,10 @@ def round_with_compensation(sums: Tensor, seed: int | Tensor) -> tuple[Tensor, T
 
 
 class Float32Update(GradientTransform):
-    """A chain for bfloat16 weights that receives gradients and weights in float32 and rounds the sum.
+    """A chain for bfloat16 weights: it receives gradients and weights in float32 and rounds the updated weights.
 
-    The returned update is the difference of two bfloat16 values. Added in float32 it gives the new value exactly,
-    unless a step shrinks a weight by more than 2^14. Then the error is one bit of the larger value in float32.
+    The returned update is the difference of two bfloat16 values. Added in float32, it yields the new weight exactly,
+    unless a step shrinks a weight by a factor above 2^14. Then the error is one bit of the larger value in float32.
     """
 
     name = "in_float32"
@@ -203,8 +203,9 @@ class Bfloat16InputObjective(WrappedObjective):
 
 class Bfloat16Weights(Technique):
     """The optimizer receives gradients and weights in float32, and keeps its moments in float32 or in the format of
-    `precision.optimizer_state`. "nearest" exists for comparison: in bfloat16, 1 + 1e-3 rounds to 1, so that small
-    updates are lost. Transforms that need all parameters at once, such as sparsity.rigl, make one float32 copy."""
+    `precision.optimizer_state`. "nearest" exists for comparison: in bfloat16, 1 + 1e-3 rounds to 1, so small updates
+    are lost. Transforms that require all parameters at once, such as sparsity.rigl, make one float32 copy of the
+    parameters."""
 
     stage, numerics = Stage.PRECISION, Numerics.DIFFERENT
     claims = frozenset({Claim.PRECISION})

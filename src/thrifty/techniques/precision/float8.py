@@ -118,9 +118,9 @@ def rolled(backward: Backward, most_recent: bool = False) -> Backward:
 
 class Float8(Technique):
     # it changes the product of a linear layer, and so comes before adapters, which add to the layer's output
-    """A delayed scale is computed from the largest magnitudes of the last `history` steps on all ranks. Values that
-    grow from one step to the next are therefore clipped. `margin` leaves headroom. `scaling=current` computes the scale
-    from the tensor at hand, as a layer without history does. E4M3 spans 18 powers of two, E5M2 32."""
+    """A delayed scale is computed from the largest magnitudes of the last `history` steps on all ranks. A value above
+    the recent maximum is therefore clipped, and `margin` adds headroom. `scaling=current` computes the scale from the
+    tensor itself. Layers without history do the same. E4M3 spans 18 powers of two, and E5M2 spans 32."""
 
     stage, numerics = Stage.ARCHITECTURE, Numerics.DIFFERENT
     claims = frozenset({Claim.LINEAR_PRODUCTS})

@@ -73,7 +73,7 @@ def unscale(gradients: Sequence[Tensor], factor: float) -> Tensor:
 
 
 class LossScalingBackward:
-    """A backward pass of the loss times a scale that adapts to the range of float16.
+    """A backward pass of the loss times a scale. The scale adapts to the range of float16.
 
     `state` has the number of doublings minus the number of halvings, and the counters of `LossScale`.
     """
@@ -156,9 +156,9 @@ def _with_autocast(model: nn.Module, inner: Callable[..., Any], *args: Any, **kw
 class MixedPrecision(Technique):
     """float16 represents magnitudes down to 6e-8, and many gradients are smaller. The loss is therefore multiplied by a
     scale, a power of two, and gradients are divided by it. A step that overflows is skipped as a whole and halves the
-    scale; after `growth_interval` clean steps the scale doubles. A falling scale is no sign of divergence. Defaults are
-    those of torch.amp.GradScaler; `hysteresis = 2` follows DeepSpeed and Megatron. float16 works only in the trainer,
-    which keeps the scale."""
+    scale; after `growth_interval` clean steps the scale doubles. A falling scale is not a sign of divergence. Defaults
+    equal those of torch.amp.GradScaler. `hysteresis = 2` is the value of DeepSpeed and Megatron. float16 works only in
+    the trainer, because the trainer stores the scale."""
 
     stage, numerics = Stage.PRECISION, Numerics.DIFFERENT
     claims = frozenset({Claim.PRECISION})

@@ -52,8 +52,8 @@ from thrifty.optim.transform_elements import SelectiveTransform
 class CompactStateTransform(GradientTransform):
     """A transform that stores the large moments of another transform, `element`, in fewer bits between steps.
 
-    The element itself receives float32. Slots keep their names; scales are in additional slots. Other moments stay in
-    float32.
+    The wrapped transform itself receives float32. State slots keep their names, and additional slots store the scales.
+    Other moments stay in float32.
     """
 
     def __init__(self, element: GradientTransform, form: StateFormat, smallest: int):
@@ -183,9 +183,10 @@ FORMATS: dict[str, Callable[[], StateFormat]] = {"int8": Int8Format, "bfloat16":
 
 
 class OptimizerState(Technique):
-    """int8 uses one scale per block of up to 256 elements. Rows that tensor parallelism divides into parts without a
-    divisor from 16 to 256 stay in float32. Rounding is stochastic: rounded to nearest, slow averages stall, since small
-    changes are lost. In int8 that works up to a beta2 of about 0.9997, in bfloat16 beyond."""
+    """int8 uses one scale per block of up to 256 elements. If tensor parallelism divides rows into parts without a
+    divisor from 16 to 256, the moments stay in float32. Rounding is stochastic. With rounding to nearest, slow averages
+    stall because small changes are lost. In int8, stochastic rounding works up to a beta2 of about 0.9997. In bfloat16
+    it also works above that."""
 
     stage, numerics, tolerance = Stage.PRECISION, Numerics.ROUNDING, 1e-3
     clashes: ClassVar[Mapping[Claim, str]] = {

@@ -10,7 +10,7 @@ from thrifty.optim.transform_elements import ScaleBySchedule
 
 
 class ScheduleTechnique(Technique):
-    """A technique that multiplies each update by a factor that depends on the step."""
+    """A technique that multiplies each update by a step-dependent factor."""
 
     stage, numerics = Stage.SCHEDULE, Numerics.DIFFERENT
     claims = frozenset({Claim.SCHEDULE})

@@ -67,7 +67,7 @@ class DensityLogger:
 
 
 class MaskTechnique(Technique):
-    """A technique that is its own `MaskPolicy`. Masks are fixed unless a subclass moves them."""
+    """A technique that implements `MaskPolicy`. Masks are fixed unless a subclass changes them."""
 
     stage, numerics = Stage.SPARSITY, Numerics.DIFFERENT
     claims = frozenset({Claim.WEIGHT_MASKS})
@@ -103,7 +103,7 @@ class MaskTechnique(Technique):
 
 
 class MatrixMaskTechnique(MaskTechnique):
-    """A technique that masks the matrices whose names match a pattern; masks are full at first."""
+    """A technique that masks the matrices whose names match a pattern. All mask elements are True at first."""
 
     density: Fraction = 0.2
     """Kept fraction of the weights in the blocks' matrices, in (0, 1]."""
@@ -190,7 +190,7 @@ def _nonzero(tensors: Mapping[str, Tensor]) -> int:
 
 
 class DynamicMaskTechnique(MatrixMaskTechnique):
-    """A technique with random masks that moves a fraction of the connections every `every` steps."""
+    """A technique with random masks that drops and grows a fraction of the connections at every `every`-th step."""
 
     clashes: ClassVar[Mapping[Claim, str]] = {Claim.FROZEN_BASE_WEIGHTS: "it moves weights that adapters keep frozen"}
 
@@ -225,7 +225,7 @@ class DynamicMaskTechnique(MatrixMaskTechnique):
 
 
 class SaliencyMaskedUpdate(MaskedUpdate):
-    """Masks that are full during the scoring steps, and then chosen by the summed gradients."""
+    """Masks without zeros during the scoring steps. The summed gradients then select the masked weights."""
 
     def __init__(self, rest: GradientTransform, masking: MaskPolicy, steps: int):
         super().__init__(rest, masking)

@@ -55,14 +55,14 @@ def moved_pieces(kept: Tensor, weight: Tensor, gradient: Tensor, fraction: float
 
 
 class DynamicHeads(MaskTechnique):
-    """Heads with the smallest |sum of weight · gradient| are dropped: the first-order Taylor estimate of the loss
-    without the head. Heads whose output weights have the largest dense gradient are grown, from zero. A head is a group
-    of columns of the layer that writes into the residual stream. Heads that share a key and a value are treated
+    """Heads with the smallest |sum of weight · gradient| are dropped. This score is a first-order Taylor estimate of
+    the loss change without the head. Heads whose output weights have the largest dense gradient are grown, and start at
+    zero. A head is a group of columns of the attention's output layer. Heads that share a key and a value are treated
     together. `neurons` below 1 does the same for feed-forward networks.
 
-    At the end dropped heads are removed, and the smaller matrices compute the same within rounding. Hugging Face
-    formats that cannot store fewer heads (GPT-2, BERT, ViT) get zeros instead. sparsity.early_bird chooses heads once
-    and then trains the smaller model.
+    At the end of the run, dropped heads are removed from the matrices. The smaller model computes the same within
+    rounding. Hugging Face formats that cannot store fewer heads (GPT-2, BERT, ViT) store zeros instead.
+    sparsity.early_bird chooses heads once and then trains the smaller model.
     """
 
     claims = frozenset({Claim.WEIGHT_MASKS, Claim.HEADS_AND_NEURONS})

@@ -91,7 +91,7 @@ def prune_model(model: nn.Module, kept: Mapping[str, Any]) -> None:
 
 
 class AddSignPenalty(SelectiveTransform):
-    """Gradient of penalty · |c|, added for each coefficient c."""
+    """Add the gradient of penalty · |c| to the gradient of each coefficient c."""
 
     name = "add_signs"
     reach = TransformScope.ROWS
@@ -107,7 +107,7 @@ class AddSignPenalty(SelectiveTransform):
 
 
 class EarlyBirdBackward:
-    """A backward pass that turns coefficients into masks every `spacing` calls.
+    """A backward pass that computes masks from coefficients at every `spacing`-th call.
 
     `state` has the number of calls. The recent masks are buffers of the layers with coefficients.
     """
@@ -134,14 +134,15 @@ class EarlyBirdBackward:
 
 
 class EarlyBird(Technique):
-    """Coefficients (initially 1, with an L1 penalty, without decay) multiply the output of each head and neuron. Every
-    `every` steps they are turned into a mask of what would be kept. The ticket is drawn when the newest of five masks
-    agrees with the others: it differs in less than a tenth of the heads and of the neurons. Heads that share keys and
-    values are treated together. The smaller model is exported in its own shapes.
+    """The output of each head and neuron is multiplied by a coefficient. Coefficients start at 1, with an L1 penalty
+    and without weight decay. Every `every` steps the coefficients yield a mask of the heads and neurons to keep. The
+    ticket (the mask for training) is selected when the newest of five masks agrees with the other four. The masks agree
+    if they differ in less than a tenth of the heads and of the neurons. Heads that share keys and values are treated
+    together. The smaller model is exported in its smaller shapes.
 
-    Differs from EarlyBERT's code: the largest magnitudes are kept, where the code takes the largest signed values; and
-    the moment follows the mask distance, where the code fixes it. Controls are settings: "random" keeps as many of each
-    block at random, at the same moment; "late" draws at the latest moment.
+    Differs from EarlyBERT's code: the code keeps the largest signed coefficients at a fixed step. Here the largest
+    magnitudes are kept, and the mask distance determines the step. `criterion` has two controls. "random" keeps the
+    same number of random heads and neurons per block, at the same step. "late" selects the ticket at the step `latest`.
     """
 
     stage, numerics = Stage.SPARSITY, Numerics.DIFFERENT

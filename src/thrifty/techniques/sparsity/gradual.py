@@ -37,9 +37,9 @@ def magnitudes(weight: Tensor, mask: Tensor) -> Tensor:
 
 
 class GradualPruning(MatrixMaskTechnique):
-    """distribution = "global" uses one threshold for all layers and may empty a layer; the note "empty_weights" counts
-    such layers. "uniform" and "erk" select within each layer. To prune an existing dense run, fork it with `start` at
-    the step of the fork or later."""
+    """distribution = "global" uses one threshold for all layers and may remove all weights of a layer. The note
+    "empty_weights" counts such layers. "uniform" and "erk" select within each layer. To prune an existing dense run,
+    fork it with `start` at the step of the fork or later."""
 
     replaces_update: ClassVar[bool] = False
 

@@ -46,7 +46,7 @@ def grasp_scores(weight: Tensor, hessian_gradient: Tensor) -> Tensor:
 class TemperatureHead(nn.Module):
     """A head whose logits are divided by `temperature`.
 
-    It is no plain linear layer, so that losses compute all logits at once, which can be differentiated twice.
+    The head is not a plain linear layer. Losses therefore compute all logits at once, and can be differentiated twice.
     """
 
     def __init__(self, head: nn.Module, temperature: float):
@@ -77,9 +77,9 @@ class TemperedObjective(WrappedObjective):
 
 
 class DirectionalObjective(WrappedObjective):
-    """A wrapped objective whose weighted losses sum to the product of their gradient with a vector.
+    """A wrapped objective whose weighted losses sum to the dot product of the loss gradient and a vector.
 
-    The gradient of that sum is the product of the Hessian with the vector.
+    The gradient of that sum is the Hessian-vector product.
     """
 
     def __init__(self, inner: Objective, parameters: Sequence[Tensor], vector: Sequence[Tensor]):
@@ -121,10 +121,11 @@ def hessian_gradient(
 
 
 class GraspBackward:
-    """A backward pass that leaves H g instead of gradients in the scoring steps.
+    """A backward pass that, in scoring steps, writes the Hessian-gradient product H g to `.grad` instead of the
+    gradient.
 
-    `state` has the number of scored steps. Steps with values that are not finite are skipped by the loop and not
-    counted.
+    `state` has the number of scored steps. The training loop skips steps with non-finite values, and the number does
+    not include them.
     """
 
     def __init__(self, inner: Backward, settings: "Grasp"):
@@ -145,12 +146,12 @@ class GraspBackward:
 
 
 class Grasp(SaliencyMaskTechnique):
-    """Scores are signed: a weight is kept for a large w · (H g), with the Hessian H and gradient g of the masked
-    weights. The absolute value would keep wrong weights too. Logits are divided by `temperature` during scoring. H g is
-    exact for the effective batch of each step, dropout included, over micro-batches and ranks. H g of several scoring
-    steps is summed. Attention is torch's plain implementation during scoring. The method builds on Xavier's
-    initialization. `explain` counts a scoring step. The note "empty_weights" counts layers without remaining weights.
-    """
+    """Scores are signed: weights with the largest w · (H g) are kept, with the Hessian H and gradient g of the masked
+    weights. The absolute value would also keep weights that reduce gradient flow. Logits are divided by `temperature`
+    during scoring. H g is exact for the effective batch of each step, dropout included, over micro-batches and ranks. H
+    g of several scoring steps is summed. During scoring, attention uses torch's plain implementation. The method
+    assumes Xavier initialization. `explain` counts a scoring step. The note "empty_weights" counts layers without
+    remaining weights."""
 
     clashes: ClassVar[Mapping[Claim, str]] = {
         **SaliencyMaskTechnique.clashes,

@@ -140,7 +140,7 @@ def _mask(path: Path, name: str, entry: Mapping[str, Any]) -> Tensor:
 
 
 class MaskFileContents(NamedTuple):
-    """Summary of a ticket: shape and number of kept weights of each mask."""
+    """Summary of a mask file: shape and number of unmasked weights of each mask."""
 
     shapes: Mapping[str, tuple[int, ...]]
     counts: Mapping[str, int]
@@ -158,10 +158,10 @@ def contents_of(file: str, sha256: str) -> MaskFileContents:
 
 
 class MaskFromFile(MaskTechnique):
-    """The controls of the paper are settings. "random-mask" keeps as many weights of each matrix at other places.
-    "reinitialise" keeps the mask and shuffles the initial values of every parameter within its layer, which is another
-    sample of the same distribution. Without a file nothing is masked: the dense run from which the first ticket is
-    drawn has the same state as later ones."""
+    """`control` selects a control of the paper. "random-mask" keeps the same number of weights per matrix at random
+    positions. "reinitialise" keeps the mask and shuffles the initial values of every parameter within its layer. The
+    shuffled values are another sample of the same distribution. Without a file nothing is masked. A dense run for the
+    first pruning round therefore has the same state as later rounds."""
 
     clashes: ClassVar[Mapping[Claim, str]] = {
         **MaskTechnique.clashes,

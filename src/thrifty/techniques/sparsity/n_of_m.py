@@ -123,7 +123,7 @@ def decay_masked(layers: Iterable[nn.Module], decay: float) -> None:
 
 
 class NOfMBackward:
-    """A backward pass over all micro-batches and ranks that first computes new masks if due.
+    """A backward pass over all micro-batches and ranks. Before it, new masks are computed if the step is due.
 
     `state` has the next step and the number of mask computations. The first call always computes masks.
     """
@@ -162,15 +162,15 @@ def fill_masks(layers: Iterable[nn.Module]) -> None:
 
 
 class NOfM(Technique):
-    """The gradient of the masked weight is applied to the whole weight, and masked elements decay (SR-STE). Hu et al.
-    add the decay on gradients, transposable masks, the flip rate and the dense finish. With `transposable` the weight
-    is N:M sparse along its columns too, so that half of the products for the input's gradient can be skipped; with
-    `mvue`, half of those for the weight's gradient. With `dense_from` the last steps train, and the run exports, the
-    dense weight.
+    """The gradient of the masked weight updates the whole weight, and masked elements decay (SR-STE). Hu et al. add the
+    decay on gradients, transposable masks, the flip rate and the dense finish. With `transposable` the weight is also
+    N:M sparse along its columns. Half of the multiplications for the input's gradient can then be skipped. With `mvue`,
+    half of the multiplications for the weight's gradient can be skipped. With `dense_from`, the last steps train the
+    dense weight, and the run exports it.
 
-    On GPUs with 2:4 units the products are torch's, in 16 bits. Published on an A100: 1.24 to 1.27 times as fast for
-    one layer, 6 % for a ViT-L (torchao, since removed). SR-STE's code uses a decay of 2e-4. Hu et al. use 6e-5 for
-    GPT-2 of 124M and 774M, 2e-4 for 350M and 1558M. The note "mask_flip_rate" is the fraction of mask elements that
+    On GPUs with 2:4 units, torch computes the matmuls in 16 bits. torchao published speedups on an A100 (feature since
+    removed): 1.24 to 1.27 times for one layer, 6 % for a ViT-L. SR-STE's code uses a decay of 2e-4. Hu et al. use 6e-5
+    for GPT-2 of 124M and 774M, 2e-4 for 350M and 1558M. The note "mask_flip_rate" is the fraction of mask elements that
     changed. Sharded weights are gathered once more to compute masks, and every rank holds all masks.
     """
 

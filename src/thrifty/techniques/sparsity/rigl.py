@@ -29,13 +29,14 @@ def moved_mask(mask: Tensor, weight: Tensor, gradient: Tensor, fraction: float) 
 
 
 class Rigl(DynamicMaskTechnique):
-    """The share of moved connections anneals by cosine, as in the paper's text; its code defaults to a constant.
-    Biases, norms, embeddings and the head stay dense. Clipping by the global norm uses the masked gradients only.
+    """The fraction of moved connections anneals by cosine, as in the paper's text. The paper's code uses a constant by
+    default. Biases, norms, embeddings and the head stay dense. Clipping by the global norm uses the masked gradients
+    only.
 
-    New connections start with moments of zero at the run's age, as in the paper, so that bias correction does not treat
-    them as new. Late in a run Adam's first update of a new connection is therefore (1 - beta1) / sqrt(1 - beta2) times
-    the usual one. This is 3.16 with betas of 0.9 and 0.999 and 6.6 after a dozen equal gradients; it is 0.45 with a
-    beta2 of 0.95.
+    New connections start with zero moments, and Adam's bias correction uses the run's step count, as in the paper. Late
+    in a run, Adam's first update of a new connection is therefore (1 - beta1) / sqrt(1 - beta2) times the usual update.
+    The factor is 3.16 with betas of 0.9 and 0.999, and 6.6 after a dozen equal gradients. With a beta2 of 0.95 it is
+    0.45.
     """
 
     def next_masks(self, names: Sequence[str], layer: LayerReader, step: int) -> Iterator[tuple[str, Tensor]]:

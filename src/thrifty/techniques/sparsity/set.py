@@ -33,9 +33,10 @@ def regrown_mask(mask: Tensor, weight: Tensor, fraction: float, key: str) -> Ten
 
 
 class SparseEvolution(DynamicMaskTechnique):
-    """Moves are those of sparsity.rigl except for where connections grow: growth is at zero, the share anneals by
-    cosine, and new places are drawn from (seed, name, step) alone. Differs from the paper: the smallest weights by
-    magnitude are dropped. The paper drops the smallest positive and the largest negative weights separately."""
+    """Connections are dropped as in sparsity.rigl, and new connections grow at random positions. New connections start
+    at zero, and the moved fraction anneals by cosine. The random positions depend only on (seed, name, step). Differs
+    from the paper: the smallest weights by magnitude are dropped. The paper drops the smallest positive and the largest
+    negative weights separately."""
 
     def next_masks(self, names: Sequence[str], layer: LayerReader, step: int) -> Iterator[tuple[str, Tensor]]:
         for name in names:

@@ -25,10 +25,10 @@ def snip_scores(weight: Tensor, gradient: Tensor) -> Tensor:
 
 
 class Snip(SaliencyMaskTechnique):
-    """Gradients of all scoring steps are summed before the absolute value is taken. Above one scoring step the sum
-    takes one more element per masked weight. Differs from the paper: it divides by the sum of all scores, which changes
-    no mask. A layer may lose all its weights; the note "empty_weights" counts such layers. For a fork use
-    sparsity.static or sparsity.gradual."""
+    """Gradients of all scoring steps are summed before the absolute value is taken. With several scoring steps, the sum
+    needs one more element per masked weight. Differs from the paper: scores are not divided by the sum of all scores,
+    because that changes no mask. A layer may lose all its weights. The note "empty_weights" counts such layers. For a
+    fork use sparsity.static or sparsity.gradual."""
 
     def scores(self, weight: Tensor, gradient: Tensor) -> Tensor:
         return snip_scores(weight, gradient)

@@ -162,16 +162,16 @@ class SparseProductCounter:
 
 
 class SparseProducts(Technique):
-    """The forward pass and the input's gradient use SpMM, the weight's gradient SDDMM. In bfloat16 dense products are
-    faster and sparse ones still compute in float32, so that the crossover density is lower than in float32. If masks
-    move, the structure of each weight is rebuilt.
+    """The forward pass and the input's gradient use SpMM. The weight's gradient uses SDDMM. In bfloat16, dense matmuls
+    are faster, but sparse matmuls still compute in float32. The crossover density is therefore lower than in float32.
+    If masks change, the sparse structure of each weight is rebuilt.
 
-    A step that moves masks has the dense gradient, as growth requires. In all other steps the recorded gradient norm
-    and the noise scale use the gradients of kept weights. Weights divided among ranks stay dense, and so do all weights
-    in a run with delayed updates. `explain` counts masked products as dense ones, since masks are known only when the
-    run starts. Measured times are stored in the cache folder; a run resumed without them, or on another machine, may
-    choose and round differently. On a GPU blocks are multiplied in Triton, which has run only in its interpreter
-    (unverified on a GPU).
+    A step that changes masks computes the dense gradient, because growth requires it. In all other steps the recorded
+    gradient norm and the noise scale use the gradients of unmasked weights. Weights divided among ranks use dense
+    matmuls, and so do all weights in a run with delayed updates. `explain` counts masked matmuls as dense, because
+    masks are known only when the run starts. Measured times are stored in the cache folder. A run resumed without them,
+    or on a different machine, may choose and round differently. On a GPU blocks are multiplied in Triton, which has run
+    only in its interpreter (unverified on a GPU).
     """
 
     stage, numerics, tolerance = Stage.COMPILE, Numerics.ROUNDING, 1e-4

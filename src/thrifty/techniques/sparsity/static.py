@@ -35,8 +35,8 @@ from thrifty.techniques.sparsity._mask_techniques import MatrixMaskTechnique
 
 
 class StaticMask(MatrixMaskTechnique):
-    """The note "empty_weights" counts layers without remaining weights. Forked from a dense run, masks are chosen from
-    the weights of that run: criterion = "magnitude" is then one-shot pruning followed by training."""
+    """The note "empty_weights" counts layers without remaining weights. In a fork of a dense run, masks are computed
+    from the weights of the dense run. criterion = "magnitude" is then one-shot pruning followed by training."""
 
     criterion: Literal["random", "magnitude"] = "random"
     """Selection of the kept weights: random, or by magnitude of the initial values."""
