@@ -134,7 +134,7 @@ def test_allocated_copies_share_no_memory(tier: StorageTier) -> None:
 
 
 def test_host_tier_without_gpu_is_refused() -> None:
-    with pytest.raises(RefusedError, match="runs on the processor") as refused:
+    with pytest.raises(RefusedError, match="trains on the CPU") as refused:
         tier_for("host", torch.ones(1))
     assert 'to="disk"' in refused.value.fix
 

@@ -242,7 +242,7 @@ def test_delayed_update_with_communication_is_refused() -> None:
 
 
 def test_host_tier_is_refused_on_cpu() -> None:
-    with pytest.raises(RefusedError, match="runs on the processor") as refused:
+    with pytest.raises(RefusedError, match="trains on the CPU") as refused:
         compose(plain_run(), with_optimizer([technique("memory.offload_optimizer", to="host")]), 2).start()
     assert 'to="disk"' in refused.value.fix
 

@@ -154,9 +154,7 @@ def compare(
 def _able(
     launchers: Sequence[RunLauncher], variants: Sequence[Variant], say: Callable[[str], None]
 ) -> Sequence[RunLauncher]:
-    """Return launchers that can start these variants. If objects cannot be sent to other processes, return this process
-    only.
-    """
+    """Return launchers that can start these variants, or only this process if objects cannot be sent to others."""
     if all(can_be_sent(variant.recipe.objects) for variant in variants):
         return launchers
     say("objects from Python cannot be sent to other processes: all runs use this process, one after another")

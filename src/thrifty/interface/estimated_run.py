@@ -44,9 +44,7 @@ class EstimatedRun:
 
 
 class OneBatch(BatchSource):
-    """Batch source that returns the same batch at every step. Its fields are the tensors of the batch with one row per
-    example.
-    """
+    """Batch source with the same batch at every step. Its fields are the batch's tensors with one row per example."""
 
     def __init__(self, leaves: Mapping[str, Tensor]):
         self.leaves, self.batch = leaves, len(next(iter(leaves.values())))

@@ -61,9 +61,7 @@ class EstimatedOption:
     peak: float
     relative_time: float
     numerics: str
-    """"exact" if the change alters no value, "rounding" if it alters only the last bits, "different" for another
-    algorithm.
-    """
+    """"exact" if the change alters no value, "rounding" if only the last bits, "different" for another algorithm."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -85,9 +83,7 @@ class StepEstimate(PrintedResult):
     """Changes that make the step fit `memory`, cheapest first. Empty if the step fits, or if no change makes it fit."""
     notes: tuple[str, ...] = ()
     process: tuple[float, float] | None = None
-    """Expected bounds in bytes of the peak memory of the whole process on a CPU, including interpreter and libraries.
-    None on a GPU.
-    """
+    """Expected bounds, in bytes, of the peak of the whole CPU process with interpreter and libraries. None on a GPU."""
 
     @property
     def fits(self) -> bool:

@@ -117,9 +117,7 @@ def _refuse_ranks(ranks: int, device: torch.device, allow: Numerics) -> None:
 
 
 def _expected(plan: Plan) -> dict[str, float]:
-    """Return the predictions that are later compared with a run. Step times that other processes disturbed are left
-    out.
-    """
+    """Return the predictions to compare with a later run. Disturbed step times are left out."""
     timing, forecast = plan.chosen.timing, plan.forecast
     if timing is None:
         return {}

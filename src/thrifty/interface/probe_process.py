@@ -1,6 +1,4 @@
-"""Process of a probe, or of one rank of a probe: read a job file, time its steps, and write the result to the same
-folder.
-"""
+"""Process of a probe, or of one of its ranks: read a job file, time its steps, write the result to the same folder."""
 
 import json
 import sys

@@ -78,9 +78,7 @@ def _text_counts(seen: TextSummary) -> list[str]:
 
 
 def _left_out(seen: TextSummary) -> list[str]:
-    """Return the number of near-duplicates and their least similar pairs. Both texts are cut around the first
-    difference.
-    """
+    """Return the number of near-duplicates and the least similar pairs, cut around the first difference."""
     duplicates = seen.near_duplicates
     if duplicates is None:
         return []

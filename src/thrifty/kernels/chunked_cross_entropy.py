@@ -176,9 +176,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
 
 def _in_chunks(ctx, hidden, weight, bias, targets, soft, hard) -> list[Tensor | None]:
-    """Return losses, lse and the requested gradients over all tokens. Gradients of weight and bias are summed in
-    float32.
-    """
+    """Return losses, lse and requested gradients over all tokens. Weight and bias gradients are summed in float32."""
     wants = ctx.wants if soft is not None else (False, False, False)
     accurate = _accurate(hidden.dtype)
     cast_weight, cast_bias = weight.to(hidden.dtype), bias if bias is None else bias.to(hidden.dtype)
@@ -242,9 +240,7 @@ def _relative(expected: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _common_factor(arrived: Tensor, relative: Tensor, targets: Tensor) -> Tensor | None:
-    """Return the scalar c with arrived = c · relative for all tokens, to a relative error of 1e-6. Return None if there
-    is none.
-    """
+    """Return the scalar c with arrived = c · relative for all tokens, to a relative error of 1e-6, or None."""
     arrived = torch.where(targets != IGNORED, arrived, 0.0)
     factor = (arrived.double() @ relative.double()) / relative.double().square().sum().clamp(min=1e-300)
     if arrived.is_meta or isinstance(arrived, FakeTensor):  # no values to compare

@@ -94,9 +94,7 @@ class _ContrastiveLosses(torch.autograd.Function):
 
 
 def _log_sums(images: Tensor, captions: Tensor, tile: int) -> tuple[Tensor, Tensor]:
-    """Return the log-sum-exps of rows (n,) and columns (N,) of the logits: images (n, e) times captions (N, e)
-    transposed.
-    """
+    """Return the log-sum-exps of rows (n,) and columns (N,) of the logits of images (n, e) and captions (N, e)."""
     image_sums, caption_sums = (vectors.new_full((len(vectors),), -torch.inf) for vectors in (images, captions))
     for rows in _tiles(len(images), tile):
         for columns in _tiles(len(captions), tile):

@@ -31,7 +31,5 @@ def random_fractions(numbers: np.ndarray) -> np.ndarray:
 
 
 def random_subset(scores: np.ndarray, count: int) -> np.ndarray:
-    """Return the positions (b, count) of the `count` smallest random numbers in each row of (b, n), in ascending
-    order.
-    """
+    """Return the positions (b, count), ascending, of the `count` smallest random numbers in each row of (b, n)."""
     return np.sort(np.argpartition(scores, count - 1, axis=1)[:, :count], axis=1)

@@ -239,9 +239,7 @@ _attention.register_autograd(_backward, setup_context=_keep_for_backward)
 
 
 def _flops(q: Tensor, products: int) -> int:
-    """Return the FLOPs of `products` matmuls over all pairs. Causally masked pairs are included, as in torch's
-    counter.
-    """
+    """Return the FLOPs of `products` matmuls over all pairs, including causally masked pairs, as torch counts."""
     return 2 * products * q.shape[0] * q.shape[1] * q.shape[2] ** 2 * q.shape[-1]
 
 

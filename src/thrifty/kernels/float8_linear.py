@@ -38,8 +38,8 @@ class CastRule:
 
 @dataclass
 class DelayedScaling:
-    """Delayed scaling: scales from earlier steps. All tensors start at zero. While there is no scale, the current
-    tensor sets it.
+    """Delayed scaling: scales from earlier steps. All tensors start at 0. While a scale is 0, the current tensor sets
+    it.
     """
 
     scales: Tensor

@@ -32,9 +32,7 @@ def standardize_patches(pixels: Tensor) -> Tensor:
 
 
 def match_brightness(pixels: Tensor, like: Tensor) -> Tensor:
-    """Return standardized patches (…, m) with the mean and standard deviation of `like`. Inverse of
-    `standardize_patches`.
-    """
+    """Return standardized patches (…, m) with mean and deviation of `like`. Inverse of `standardize_patches`."""
     variance, mean = torch.var_mean(like, dim=-1, correction=1, keepdim=True)
     return pixels * (variance + 1e-6).sqrt() + mean
 

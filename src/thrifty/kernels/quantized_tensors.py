@@ -251,7 +251,7 @@ def _run(function: Callable[..., Any], lines: Tensor, *rest: Any) -> Any:
 
 
 def _run_compiled(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run compiled code. On a GPU, one compilation covers any number of lines, but other arguments are compiled
+    """Run compiled code. On a GPU, one compilation covers any number of lines; other arguments are compiled
     separately.
     """
     if arguments[0].device.type == "cpu":

@@ -121,8 +121,8 @@ def tiled_backward(
 
 
 def _scores(grouped: Tensor, first_query: int, keys: Tensor, first_key: int, mask: Tensor | None) -> Tensor:
-    """Return scaled scores (b, g, r·n, m) of queries (b, g, r, n, k) and keys (b, g, m, k), -inf for invisible
-    pairs.
+    """Return scaled scores (b, g, r·n, m), -inf for invisible pairs, of queries (b, g, r, n, k) and keys (b, g, m,
+    k).
     """
     rows, count = grouped.flatten(2, 3), grouped.shape[3]
     scores = (rows @ keys.transpose(-1, -2)).to(torch.promote_types(rows.dtype, torch.float32)) * rows.shape[-1] ** -0.5

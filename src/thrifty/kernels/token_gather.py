@@ -13,8 +13,6 @@ def gather_tokens(tokens: Tensor, places: Tensor) -> Tensor:
 
 
 def scatter_tokens(tokens: Tensor, places: Tensor, absent: Tensor, total: int) -> Tensor:
-    """Return tokens (b, t, d) with t = `total`: `tokens` (b, n, d) at positions (b, n), `absent` (1, 1 or t, d)
-    elsewhere.
-    """
+    """Return `total` tokens (b, t, d): `tokens` (b, n, d) at positions (b, n), `absent` (1, 1 or t, d) elsewhere."""
     rows = absent.to(tokens.dtype).expand(len(tokens), total, -1)
     return rows.scatter(1, places[..., None].expand_as(tokens), tokens)

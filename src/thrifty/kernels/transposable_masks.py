@@ -31,9 +31,7 @@ def _patterns(n: int, m: int) -> tuple[tuple[tuple[int, ...], ...], ...]:
 
 
 def transposable_patterns(n: int, m: int) -> Tensor:
-    """Return all tiles (patterns, m, m) of 0 and 1 with n ones per row and column. Raise RefusedError if there are too
-    many.
-    """
+    """Return all tiles (patterns, m, m) of 0 and 1 with n ones per row and column. Raise RefusedError if too many."""
     if m > LARGEST_TILE:
         raise RefusedError(
             f"transposable {n}:{m} masks are not supported: the search tries all patterns of a tile, 90 for 2:4 but "

@@ -87,7 +87,7 @@ def survey(
 
 
 def forward_seconds(call: Callable[..., Any], args: tuple, kwargs: dict, times: int = 3) -> float:
-    """Return the minimum time of a few calls after a warm-up call. Return the mean over ranks, so that all ranks decide
+    """Return the minimum time of a few calls after a warm-up, as the mean over ranks, so that all ranks decide
     equally.
     """
     seconds = []

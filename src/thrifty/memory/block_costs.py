@@ -190,9 +190,7 @@ def fake_parameters(module: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def in_seconds(cost: ChainStageCost, forward: float) -> ChainStageCost:
-    """Return a counted cost, rescaled so that its forward time is the measured `forward`. Ratios of times are
-    unchanged.
-    """
+    """Return a counted cost, scaled so that its forward time is the measured `forward`. Ratios are unchanged."""
     rate = forward / cost.forward if cost.forward else 0.0
     stopped = None if cost.stopped is None else rate * cost.stopped
     return replace(cost, forward=forward, backward=rate * cost.backward, stopped=stopped)

@@ -1,6 +1,4 @@
-"""Signatures of block calls, computed from their operations on fake tensors. Blocks with equal signatures compute the
-same thing.
-"""
+"""Signatures of block calls from their operations on fake tensors. Equal signatures mean equal computations."""
 
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from itertools import count
@@ -14,9 +12,7 @@ from thrifty.core.tensor_tracing import StepTrace
 
 
 class CallSignature(StepTrace):
-    """Trace of a call: operations, their inputs, live bytes after each operation, saved tensors, and the autograd
-    graph.
-    """
+    """Trace of a call: operations, their inputs, live bytes after each, saved tensors, and the autograd graph."""
 
     def __init__(self, *known: Tensor):
         self.steps: list[Hashable] = []

@@ -28,13 +28,9 @@ class PeakInterval:
     bytes: int
     """Peak bytes in addition to the input and all saved tensors. Negative while some saved tensors do not exist."""
     here: frozenset[int]
-    """Indices of offloadable tensors that are on the device. They are in use, or do not exist yet and are counted as
-    saved.
-    """
+    """Indices of offloadable tensors on the device: in use, or not yet created and therefore counted as saved."""
     next: tuple[int, ...]
-    """Indices in transfer order. The first of these tensors that is offloaded is in transfer, so it is also on the
-    device.
-    """
+    """Indices in transfer order. The first one that is offloaded is in transfer, and therefore also on the device."""
 
 
 def peak_intervals(
@@ -140,7 +136,7 @@ class _PeakTracer:
         self.back.append(self.live.end_interval()[0])
 
     def intervals(self, results: int) -> list[PeakInterval]:
-        """Return the intervals. In the backward pass the bytes of the `results` are excluded, because the caller counts
+        """Return the intervals. The backward pass excludes the bytes of the `results`, because the caller counts
         them.
         """
         saved = self.tape.saved_tensors

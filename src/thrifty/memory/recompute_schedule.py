@@ -46,9 +46,7 @@ class RecomputeSchedule:
 
 @dataclass(frozen=True)
 class ChainStageCost:
-    """Cost of a stage. Times are in any unit. Temporary bytes are peak bytes in addition to inputs, outputs and saved
-    tensors.
-    """
+    """Cost of a stage. Times have any unit. Temporary bytes do not include inputs, outputs and saved tensors."""
 
     forward: float
     backward: float

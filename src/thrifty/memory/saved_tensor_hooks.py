@@ -1,6 +1,4 @@
-"""Hooks for tensors that autograd saves. They find the activations among the tensors, and pass them to an activation
-store.
-"""
+"""Hooks for tensors that autograd saves. They pass the activations among these tensors to an activation store."""
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager

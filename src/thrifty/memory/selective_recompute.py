@@ -52,7 +52,7 @@ class BlockPlan:
 
     @property
     def is_whole(self) -> bool:
-        """True if the whole block is recomputed at once. No item is stored or unused, and no operation only writes
+        """True if the whole block is recomputed at once: no item is stored or unused, and nothing is written
         outside.
         """
         stored = self.stored.keys() - {INPUT}

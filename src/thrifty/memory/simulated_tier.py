@@ -51,8 +51,8 @@ class LinkClock:
         return self._begin(0, size, self.now)
 
     def back(self, size: int, gone: float) -> float:
-        """Return the time at which a requested tensor is back. Its transfer starts now, or at the time `gone` if that
-        is later.
+        """Return the time at which a requested tensor is back. Its transfer starts now, or at `gone` if that is
+        later.
         """
         return self._begin(1, size, max(self.now, gone))
 

@@ -165,9 +165,7 @@ def product(factors: TransformChain, numbers: Scalars) -> float:
 
 
 def _spans(tensors: Sequence[Tensor], by_rows: bool, elements: int) -> Iterator[list[Span]]:
-    """Yield groups of about `elements` elements. Small tensors share a group. Large tensors are split by rows if
-    `by_rows`.
-    """
+    """Yield groups of about `elements` elements: small tensors together, large tensors split by rows if `by_rows`."""
     group: list[Span] = []
     filled = 0
     for index, tensor in enumerate(tensors):

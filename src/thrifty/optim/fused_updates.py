@@ -163,7 +163,7 @@ class FusedSGDUpdate(FusedUpdate):
 
 
 def fused_tail(chain: TransformChain) -> tuple[TransformChain, FusedUpdate] | None:
-    """Return the elements before a fused kernel, and the kernel for the remaining elements. Return None if no kernel
+    """Return the elements before a fused kernel, and the kernel for the remaining ones. Return None if no kernel
     fits.
     """
     inner, factors = without_factors(

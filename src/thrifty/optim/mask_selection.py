@@ -77,12 +77,12 @@ def random_masks(parameters: Mapping[str, Tensor], density: float, distribution:
 
 
 def full_mask(parameter: Tensor) -> Tensor:
-    """Return a mask of True values, sharded like `parameter`."""
+    """Return a mask of True values in the shape of `parameter`, sharded like `parameter`."""
     return shard_like_parameter(torch.ones(parameter.shape, dtype=torch.bool), parameter)
 
 
 def shard_like_parameter(mask: Tensor, parameter: Tensor) -> Tensor:
-    """Return a mask that is sharded like its parameter, from a whole mask that is the same on every rank."""
+    """Return a mask sharded like its parameter, from a whole mask of the same shape that every rank has."""
     sharded = tag_order(torch.empty_like(parameter, dtype=torch.bool), order_of(parameter))
     fill_tensor(sharded, mask)
     return sharded

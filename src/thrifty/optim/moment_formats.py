@@ -125,9 +125,7 @@ def opened_dtype(name: str, tensors: Mapping[str, Tensor]) -> torch.dtype:
 
 @torch.no_grad()
 def fill_moment(name: str, tensors: Mapping[str, Tensor], value: Tensor, slot_kind: SlotKind) -> None:
-    """Fill this rank's part of a state tensor from `value`, the whole tensor in the same shape. Quantize to 8 bits if
-    stored so.
-    """
+    """Fill this rank's part of a state tensor from a whole `value` of its shape, quantized if stored in 8 bits."""
     if (scales := _scales(name, tensors)) is None:
         return fill_tensor(tensors[name], value)
     codes, scales = local_tensor(tensors[name]), local_tensor(scales)

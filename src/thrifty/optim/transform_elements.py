@@ -241,7 +241,7 @@ def add_multiple(tensors: list[Tensor], others: list[Tensor], factor: float | Te
 
 
 def global_norm(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the joint 2-norm of all tensors as a scalar in float32 or wider. Sharded tensors are counted as whole
+    """Return the joint 2-norm of all tensors as a scalar in float32 or wider. Sharded tensors count as whole
     tensors.
     """
     dtype = reduce(torch.promote_types, {tensor.dtype for tensor in tensors}, torch.float32)

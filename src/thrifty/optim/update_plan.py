@@ -47,9 +47,7 @@ class PartitionedUpdate:
 
 
 def split_chain(chain: TransformChain, parameters: Sequence[Tensor]) -> tuple[TransformChain, UpdateExecutor]:
-    """Split an initialized chain into head and tail. The head ends with the last element that requires all parameters
-    together.
-    """
+    """Split an initialized chain into head and tail. The last element of the head requires all parameters together."""
     keys = [key for key, element in chain.elements.items() if changes_updates(element)]
     far = max((i + 1 for i, key in enumerate(keys) if chain.elements[key].reach is TransformScope.ALL), default=0)
     return chain.part(keys[:far]), update_tail(chain.part(keys[far:]), parameters)

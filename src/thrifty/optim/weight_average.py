@@ -60,5 +60,5 @@ class EmaTransform(GradientTransform):
 
 
 def high_precision_copy(parameter: Tensor) -> Tensor:
-    """Return a copy of the parameter in float32, or in its own dtype if that is wider."""
+    """Return a copy of the same shape in float32, or in the parameter's dtype if that is wider."""
     return parameter.detach().to(torch.promote_types(parameter.dtype, torch.float32), copy=True)

@@ -48,9 +48,7 @@ def greedy_scores(query: Tensor, keys: Tensor, rounds: Tensor, visible: Tensor) 
 
 
 def a3_candidates(q: Tensor, k: Tensor, share: float, visible: Tensor) -> Tensor:
-    """Return the keys with a positive greedy score after ⌈share · n⌉ rounds, as a mask (b, h, t, s), for n visible
-    keys.
-    """
+    """Return a mask (b, h, t, s) of keys with a positive greedy score after ⌈share · n⌉ rounds, for n visible keys."""
     (b, h, t, width), k = q.shape, heads_of_keys(k, q.shape[1])
     visible = visible.expand(b, h, t, k.shape[2])
     queries, seen = q.flatten(0, 2), visible.flatten(0, 2)
@@ -65,16 +63,12 @@ def a3_candidates(q: Tensor, k: Tensor, share: float, visible: Tensor) -> Tensor
 
 
 def post_scored(candidates: Tensor, scores: Tensor, percent: float) -> Tensor:
-    """Return the candidates whose softmax weight is at least `percent` % of the largest weight, as a mask (b, h, t,
-    s).
-    """
+    """Return a mask (b, h, t, s) of the candidates with a softmax weight of at least `percent` % of the largest."""
     among = scores.masked_fill(~candidates, float("-inf"))
     return candidates & (among >= among.amax(-1, keepdim=True) + math.log(percent / 100))
 
 
 def a3_keep(q: Tensor, k: Tensor, share: float, percent: float, visible: Tensor) -> Tensor:
-    """Return the keys that pass both selections, as a mask (b, h, t, s). A query without candidates keeps its best
-    key.
-    """
+    """Return a mask (b, h, t, s) of keys that pass both selections. Without candidates, a query keeps its best key."""
     scores = exact_scores(q, k)
     return with_one(post_scored(a3_candidates(q, k, share, visible), scores, percent), scores, visible)

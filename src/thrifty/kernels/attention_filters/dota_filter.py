@@ -37,9 +37,7 @@ def detected_scores(
 
 
 def detector_loss(estimated: Tensor, exact: Tensor, visible: Tensor) -> Tensor:
-    """Return the mean squared difference of two score tensors (b, h, t, s) over visible pairs, one value per example
-    (b,).
-    """
+    """Return the mean squared difference of scores (b, h, t, s) over visible pairs, one value per example (b,)."""
     difference = (estimated - exact).float().square().masked_fill(~visible, 0.0)
     return difference.sum((1, 2, 3)) / visible.expand_as(difference).sum((1, 2, 3)).clamp(min=1)
 

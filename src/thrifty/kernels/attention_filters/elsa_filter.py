@@ -16,15 +16,11 @@ from torch.utils._python_dispatch import _disable_current_modes
 from thrifty.kernels.attention_filters.keep_masks import exact_scores, heads_of_keys, with_one
 
 PAIRS, PROJECTIONS = 2048, 96
-"""Number of random vector pairs per projection, and number of random projections. The bias is a percentile over all
-pairs.
-"""
+"""Numbers of random vector pairs per projection and of projections. The bias is a percentile over all pairs."""
 
 
 def factor_sizes(width: int) -> tuple[int, ...]:
-    """Return the sizes of square matrices whose Kronecker product has size `width`: factors 4 first, then other
-    primes.
-    """
+    """Return sizes of square matrices whose Kronecker product has size `width`: fours first, then other primes."""
     sizes: list[int] = []
     for divisor in (4, *range(2, width + 1)):
         while width % divisor == 0 and width > 1:
@@ -34,9 +30,7 @@ def factor_sizes(width: int) -> tuple[int, ...]:
 
 
 def multiplies(sizes: Sequence[int]) -> int:
-    """Return the number of multiplications of one projection: 768 for sizes (4, 4, 4), compared with 4096 for the full
-    matrix.
-    """
+    """Return the number of multiplications of one projection: 768 for sizes (4, 4, 4), 4096 for the full matrix."""
     return math.prod(sizes) * sum(sizes)
 
 

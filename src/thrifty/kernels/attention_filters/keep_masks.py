@@ -43,9 +43,7 @@ def with_one(keep: Tensor, scores: Tensor, visible: Tensor) -> Tensor:
 
 
 def attend_kept(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
-    """Return exact softmax attention over a keep set (b, h, t, s), by torch's masked kernels. No computation is
-    saved.
-    """
+    """Return exact softmax attention over a keep set (b, h, t, s), by torch's masked kernels. Saves no computation."""
     return F.scaled_dot_product_attention(q, k, v, keep, enable_gqa=q.shape[1] != k.shape[1])
 
 

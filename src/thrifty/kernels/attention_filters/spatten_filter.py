@@ -52,9 +52,7 @@ class KeptShares:
 
 
 def token_importance(probabilities: Tensor) -> Tensor:
-    """Return the importance of each key (b, s): the sum of its weights over heads and queries, from probabilities (b,
-    h, t, s).
-    """
+    """Return the importance (b, s) of each key: the sum of probabilities (b, h, t, s) over heads and queries."""
     return probabilities.float().sum((1, 2))
 
 
@@ -70,9 +68,9 @@ def pruned_share(block: int, blocks: int, average: float, spread: float, spared:
 
 
 def cascade(importance: Tensor, alive: Tensor, keep: int | Tensor, always: Tensor | None = None) -> Tensor:
-    """Return a mask (…, n) of the `keep` most important remaining entries and the entries in `always`. `importance` (…,
-    n) is summed over all blocks so far. `keep` is an integer or integers (…, 1). Entries that are not in `alive` (…, n)
-    stay pruned.
+    """Return a mask (…, n) of the `keep` most important remaining entries and the entries in `always`. The `importance`
+    (…, n) is summed over all blocks so far. `keep` is an integer or integers (…, 1). Entries that are not in `alive`
+    (…, n) stay pruned.
     """
     ranked = importance.masked_fill(~alive, float("-inf"))
     if always is not None:
@@ -81,9 +79,7 @@ def cascade(importance: Tensor, alive: Tensor, keep: int | Tensor, always: Tenso
 
 
 def highest(ranked: Tensor, keep: int | Tensor) -> Tensor:
-    """Return a mask of the `keep` largest entries of each row (…, n), at least one. Among equal values the first are
-    kept.
-    """
+    """Return a mask of the `keep` largest entries per row (…, n), at least one. Among equals the first are kept."""
     rank = ranked.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
     return rank < (keep.clamp(min=1) if isinstance(keep, Tensor) else max(keep, 1))
 

@@ -56,9 +56,7 @@ def _sddmm_kernel(
 
 
 def spmm(x: Tensor, values: Tensor, starts: Tensor, columns: Tensor, bias: Tensor | None, rows: int) -> Tensor:
-    """Return the result (n, rows · b) of `BlockSparseMatrix.spmm`, for x (n, k), values (blocks, b, b) and `rows` block
-    rows.
-    """
+    """Return `BlockSparseMatrix.spmm` (n, rows · b) of x (n, k) and values (blocks, b, b), with `rows` block rows."""
     tokens, inputs, block = *x.shape, values.shape[1]
     y = x.new_empty(tokens, rows * block)
     if y.numel():

@@ -1,6 +1,4 @@
-"""Linear layer with a sparse weight S, y = x Sᵀ. The gradient of x is an SpMM; the gradient of kept values is an
-SDDMM.
-"""
+"""Linear layer with a sparse weight S, y = x Sᵀ. The gradient of x is an SpMM, and that of kept values an SDDMM."""
 
 from typing import Any
 

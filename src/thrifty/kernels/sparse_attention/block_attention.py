@@ -30,8 +30,7 @@ def block_attention(
     segments: Tensor | None = None,
     scale: float | None = None,
 ) -> Tensor:
-    """Return attention of q (b, h, t, k) over the visible keys and values (b, g, s, k) in kept blocks, as (b, h, t,
-    k).
+    """Return attention (b, h, t, k) of q (b, h, t, k) over the visible keys and values (b, g, s, k) in kept blocks.
 
     `mask`, boolean (b, 1 or h, 1 or t, s), and `segments` int64 (b, t) limit visibility further: tokens see only tokens
     with an equal segment id. `scale` multiplies the scores; the default is 1 / sqrt(k). Second derivatives and grids of

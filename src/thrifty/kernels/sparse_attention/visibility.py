@@ -11,9 +11,7 @@ class VisibilityRule:
 
     causal: bool = False
     window: int = 0
-    """Number of tokens that a token sees backward, including itself, and also forward if not causal. 0 means no
-    limit.
-    """
+    """Number of tokens that a token sees backward, including itself, and if not causal also forward. 0: no limit."""
     first: int = 0
     """Number of first tokens without the window's limit: all tokens see them, and they see all tokens."""
 
@@ -26,7 +24,7 @@ class VisibilityRule:
         return seen & (keys <= queries) if self.causal else seen
 
     def visible_blocks(self, queries: Tensor, keys: Tensor, block: int) -> tuple[Tensor, Tensor]:
-        """Return two masks for pairs of blocks with these indices (broadcast): some pair is visible, every pair is
+        """Return two masks for pairs of blocks with these indices (broadcast): some pair visible, every pair
         visible.
         """
         q, k = queries * block, keys * block

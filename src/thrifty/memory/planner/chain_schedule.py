@@ -136,9 +136,7 @@ def optimal_schedule(chain: ChainCost, bytes: int, slots: int = 500) -> list[Sch
 def fastest_within(
     chain: ChainCost, schedules: Iterable[Sequence[ScheduledOperation]], bytes: int
 ) -> tuple[ScheduledOperation, ...]:
-    """Return the fastest schedule with a peak within `bytes`; among equals, the one with the smallest peak. One must
-    fit.
-    """
+    """Return the fastest schedule with a peak within `bytes`; among equals, the smallest peak. One must fit."""
     costs = {schedule: simulate(chain, schedule) for schedule in dict.fromkeys(map(tuple, schedules))}
     return min((each for each in costs if costs[each][1] <= bytes), key=costs.__getitem__)
 
@@ -165,18 +163,14 @@ def schedules_near(chain: ChainCost, bytes: int, slots: int) -> list[list[Schedu
 
 
 def _unit(chain: ChainCost, bytes: int, slots: int) -> int:
-    """Return the bytes per unit. There are at most `slots` units. If possible, the largest stage is a whole number of
-    units.
-    """
+    """Return the bytes per unit, for at most `slots` units. If possible, the largest stage is whole units."""
     unit = max(1, -(-bytes // slots))
     largest = max(stage.saved for stage in chain.stages)
     return -(-largest // (largest // unit)) if largest >= unit else unit
 
 
 Choose = Callable[[int, int, int], tuple[int, int, int]]
-"""Function of (first stage, last stage, room). Returns the first choice, the room for later stages and for earlier
-stages.
-"""
+"""Function of (first stage, last stage, room): returns the first choice, and the room for later and earlier stages."""
 
 
 def _unrolled(chain: ChainCost, choose: Choose, room: int) -> list[ScheduledOperation]:

@@ -124,9 +124,7 @@ def peak_when_kept(blocks: Sequence[BlockCosts]) -> float:
 
 
 def peak_when_recomputed(blocks: Sequence[BlockCosts], inputs: TensorAction = TensorAction.KEEP) -> float:
-    """Return the peak bytes if all repeatable items are recomputed, block by block. `inputs` is the action for block
-    inputs.
-    """
+    """Return the peak bytes if all repeatable items are recomputed block by block, with action `inputs` for inputs."""
     action = {True: TensorAction.RECOMPUTE, False: TensorAction.KEEP}
     actions = [{n: action[block.tape.items[n].repeatable] for n in saved_items(block.tape)} for block in blocks]
     if inputs is not TensorAction.KEEP:
@@ -167,9 +165,7 @@ def saved_items(tape: OpTrace) -> list[int]:
 
 
 def plan_peak(blocks: Sequence[BlockCosts], chosen: Sequence[BlockActions], bits: float = 0.0) -> float:
-    """Return the peak over all backward passes: bytes stored by this block and earlier blocks, plus temporary bytes of
-    this block.
-    """
+    """Return the peak over all backward passes: bytes stored by all blocks so far, plus the block's temporary bytes."""
     stored, peak, returning = 0.0, 0.0, 0.0
     for block, actions in zip(blocks, chosen, strict=True):
         tape, moved = block.tape, actions.get(INPUT)
@@ -193,9 +189,7 @@ def plan_peak(blocks: Sequence[BlockCosts], chosen: Sequence[BlockActions], bits
 
 
 def stored_bytes(tape: OpTrace, number: int, size: float, action: TensorAction, bits: float) -> float:
-    """Return the bytes of an item, or of the input, that stay on the device. A dropout mask is quantized to one bit per
-    element.
-    """
+    """Return the bytes of an item or of the input on the device. A dropout mask is quantized to one bit per element."""
     if action is not TensorAction.COMPRESS:
         return size if action is TensorAction.KEEP else 0.0
     item = tape.items.get(number)

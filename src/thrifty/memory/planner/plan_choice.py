@@ -89,9 +89,7 @@ _ORDER, _SCHEDULE_ORDER = tuple(TensorAction), tuple(RecomputeAction)
 
 
 def plan_to_numbers(schedule: RecomputeSchedule | None, count: int) -> list[int]:
-    """Encode a schedule as integers: 1 if it exists, else 0; then first actions and repeated actions; -1 for a missing
-    action.
-    """
+    """Encode a schedule as integers: 1 if it exists, else 0; then first and repeated actions; -1 for no action."""
     passes = [schedule.first, *(schedule.again.get(place, {}) for place in range(count))] if schedule else []
     codes = [_SCHEDULE_ORDER.index(each[place]) if place in each else -1 for each in passes for place in range(count)]
     return [int(schedule is not None), *codes, *[-1] * (count * (count + 1) - len(codes))]

@@ -59,9 +59,7 @@ class TierStore:
         return send
 
     def stream(self, block: int) -> Store:
-        """Return a store for a block whose tensors return one by one. At most one transfer per direction runs at a
-        time.
-        """
+        """Return a store for a block whose tensors return one by one, with at most one transfer per direction."""
         line, places = self.streams[block], set[int]()
 
         def send(tensor: Tensor) -> Callable[[], Tensor]:
@@ -135,9 +133,7 @@ def stored_bits(bits: int) -> float:
 
 @cache
 def bytes_per_second(where: Where, folder: str, device: torch.device) -> float:
-    """Return the measured bandwidth of a tier's link in one direction. For a simulated tier, return the configured
-    bandwidth.
-    """
+    """Return the measured bandwidth of a tier's link in one direction, or the configured one of a simulated tier."""
     with _disable_current_modes(), unset_fake_temporarily():
         # arange, because a random tensor would change the random state
         tensor = torch.arange(PROBE_ELEMENTS, dtype=torch.float32, device=device)
