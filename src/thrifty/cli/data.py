@@ -136,12 +136,12 @@ def score(
     """Score every training example of RECIPE, and write the scores to a file.
 
     \b
-    el2n        L2 norm of the error, softmax minus label
+    el2n        L2 norm of softmax minus one-hot label
     grand       norm of the example's gradient over all parameters
     forgetting  number of times a correct prediction became wrong
     loss        loss of the example
-    margin      probability of the most likely wrong label minus that of the label
-    prototype   cosine distance of the embedding to its k-means centre
+    margin      largest probability of a wrong label minus the probability of the right label
+    prototype   cosine distance of the embedding to the nearest k-means center
     random, input_norm   controls
 
     If your own model was trained in the run of --embed-with, pass its builder function as --model. The same command

@@ -64,8 +64,8 @@ def apply(
     Parameters keep their names. Call `apply` before `torch.compile`, `DistributedDataParallel` and `fully_shard`.
 
     Warns if an effect of the technique never occurs within `total_steps`. Raises NeedsTrainer if the technique works
-    only in the trainer, UsageError if a name or setting is unknown, and RefusedError if the technique does not support
-    the model.
+    only in the trainer. Raises UsageError if a name or setting is unknown, and RefusedError if the technique does not
+    support the model.
 
     Example::
 

@@ -1,7 +1,7 @@
 """Scores of single examples: difficulty, or influence on the model. A higher score always means a harder example.
 
     el2n                 Paul, Ganguli & Dziugaite 2021, Deep Learning on a Data Diet (arXiv 2107.07075)
-    grand                same paper; at initialization it only measures the input norm (Kirsch 2023,
+    grand                same paper; useless at initialization, where it follows the input norm (Kirsch 2023,
                          Does "Deep Learning on a Data Diet" reproduce?, arXiv 2303.14753)
     margin               distance to the decision boundary, as in Sorscher et al. 2022 for a perceptron
     Forgetting           Toneva et al. 2019, An Empirical Study of Example Forgetting (arXiv 1812.05159)
