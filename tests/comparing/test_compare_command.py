@@ -43,7 +43,7 @@ def test_unnamed_variants_are_named_by_their_changes() -> None:
 
 def test_help_options() -> None:
     for words in (["compare", "-h"], ["compare", "--help"]):
-        assert "Compare variants with RECIPE" in CliRunner().invoke(thrifty, words).stdout
+        assert "Compare variants with the baseline RECIPE" in CliRunner().invoke(thrifty, words).stdout
 
 
 def test_output_has_verdict_budgets_and_trials() -> None:
@@ -111,7 +111,7 @@ def test_evidence_skips_unfinished_and_damaged_comparisons(worker: Simulated) ->
 
 
 def test_show_prints_measured_evidence() -> None:
-    assert "nothing measured yet" in CliRunner().invoke(show, ["optimizers.lion"]).stdout
+    assert "not measured yet" in CliRunner().invoke(show, ["optimizers.lion"]).stdout
     typed(*SWAP, "--seeds", "8", "--rate-trials", "1", "--name", "race")
     printed = CliRunner().invoke(show, ["optimizers.lion"]).stdout
     (line,) = re.findall(r"added with optimizers\.adamw.*", printed)

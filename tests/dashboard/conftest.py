@@ -1,4 +1,4 @@
-"""Run folders and a board over them, for tests of the dashboard."""
+"""Run folders and a board that serves them, for tests of the dashboard."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -30,8 +30,7 @@ Serve = Callable[..., BoardServer]
 
 @pytest.fixture
 def serve(site: BoardSite) -> Iterator[Serve]:
-    """Return a function that starts a board over the site, by default on any free port; all boards end with the
-    test."""
+    """Return a function that starts a board for the site, by default on any free port. All boards end with the test."""
     with ExitStack() as stack:
 
         def start(port: int = 0, token: str = TOKEN) -> BoardServer:

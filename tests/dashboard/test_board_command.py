@@ -22,8 +22,8 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def started(cache, tmp_path, monkeypatch):
-    """Return a function that starts a board which ends at once; it returns the address and the page opened in the
-    browser."""
+    """Return a function that starts a board, which ends at once. The function returns the board's address and the pages
+    opened in the browser."""
     (tmp_path / "runs").mkdir()
     monkeypatch.setattr(BoardServer, "serve_forever", lambda self: None)
 

@@ -39,7 +39,7 @@ def browser(tmp_path_factory):
 
 @pytest.fixture(autouse=True)
 def quiet(browser):
-    """Fail if a test leaves an error in the console, or requests anything outside the board."""
+    """Fail if a test causes a console error, or requests a resource outside the board."""
     browser.console.clear()
     browser.requests.clear()
     excused = []

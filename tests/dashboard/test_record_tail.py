@@ -1,4 +1,4 @@
-"""Reading of appended lines: every complete line once."""
+"""Reader of appended lines: every complete line is read once."""
 
 import os
 

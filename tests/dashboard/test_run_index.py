@@ -1,4 +1,4 @@
-"""An incrementally read run has the same key figures as its report."""
+"""A run that is read incrementally has the same key figures as its report."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""Summary of a run: its state, its latest values, and reading at constant cost."""
+"""Summary of a run: state, latest values, and constant cost of reading."""
 
 import json
 import os
@@ -36,7 +36,7 @@ def test_a_finished_run_shows_its_last_numbers(run_folder):
     [
         ("interrupted", "interrupted", "by a signal"),
         ("stopped", "stopped", "by an error"),
-        ("running", KILLED, "its process ended without writing a status"),
+        ("running", KILLED, "the process ended without writing a status"),
     ],
 )
 def test_a_run_without_lock_owner_has_stopped_with_a_reason(run_folder, status, state, reason):

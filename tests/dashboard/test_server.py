@@ -1,4 +1,4 @@
-"""Access to the board: local, under its own host name, with the token, read-only."""
+"""Access to the board: only local, with its host name and the token, and read-only."""
 
 import http.client
 import socket

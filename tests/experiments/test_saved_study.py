@@ -92,7 +92,7 @@ def test_results_that_cannot_be_compared_are_refused() -> None:
         compare_with_saved(result(), kept(result(seeds=1)))
     other = kept(result())
     other["definition"]["cases"]["one"]["level"] = 5.0
-    with pytest.raises(UsageError, match="other settings"):
+    with pytest.raises(UsageError, match="different settings"):
         compare_with_saved(result(), other)
     with pytest.raises(UsageError, match="belongs to study 'heights'"):
         compare_with_saved(result(), kept(result()) | {"study": "heights"})

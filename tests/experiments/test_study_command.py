@@ -61,7 +61,7 @@ def test_some_cases_are_compared_with_a_saved_result(thrifty: CommandLine) -> No
         (("depth_preconditioner", "--data", "my.txt"), "No such option '--data'"),
         (("depth_preconditioner", "--with", "compile"), "No such option '--with'"),
         (("depth_preconditioner", "--set", "width=3"), "no setting 'width'"),
-        (("depth_preconditioner", "--baseline-result", "no.json"), "there is no result no.json"),
+        (("depth_preconditioner", "--baseline-result", "no.json"), "there is no result 'no.json'"),
         (("depth_preconditioner", "--save-result", "here"), "not a .json file"),
         (("depth_preconditioner", "--save-result", "k.json", "--cases", "p 2"), "--save-result requires a whole study"),
         (("depth_precondition",), "did you mean 'depth_preconditioner'"),

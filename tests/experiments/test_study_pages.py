@@ -62,7 +62,7 @@ def test_a_plot_has_finite_points_and_names_infinite_cases() -> None:
     drawn, left_out = points(result(), never)
     assert [row["case"] for row in drawn] == ["one", "two"]
     assert left_out == ["three"]
-    assert "Not drawn, since infinite: three" in caption(result(), never)
+    assert "Not drawn, because values are infinite: three" in caption(result(), never)
 
 
 def test_a_derived_row_is_drawn_if_it_has_both_quantities() -> None:
@@ -84,7 +84,7 @@ def test_images_match_their_format() -> None:
 
 
 class Page(HTMLParser):
-    """All addresses and scripts of a page, and its text."""
+    """Addresses, number of scripts, and text of a page."""
 
     def __init__(self, text: str):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Study runs with real processes: from the first cell to the page, killed and resumed in between."""
+"""Study runs with real processes, from the first cell to the page, with kills and resumes."""
 
 import json
 import os
@@ -20,7 +20,7 @@ from thrifty.experiments.study_runner import read_folder, run_study
 
 
 def begun(folder: Path) -> list[str]:
-    """Return the started cells, once per start."""
+    """Return the started cells; a cell that started twice is listed twice."""
     lines = (folder.parent / "log").read_text().splitlines()
     return [line.removeprefix("began ") for line in lines if line.startswith("began")]
 
@@ -30,7 +30,7 @@ def cells(folder: Path) -> list[dict]:
 
 
 def start(folder: Path, seconds: float = 0.3) -> subprocess.Popen[str]:
-    """Start another process that measures twelve cells, two at a time, each in this many seconds."""
+    """Start a process that measures twelve cells, two at a time. Each cell takes `seconds`."""
     return subprocess.Popen(
         [sys.executable, "-c", "from tiny_studies import main; main()", folder, "4", str(seconds)],
         env=os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)},
@@ -110,7 +110,7 @@ def test_another_folder_is_not_touched(tmp_path: Path) -> None:
 
 def test_cells_of_another_definition_are_refused(tmp_path: Path) -> None:
     run_study(levels(seeds=1), tmp_path / "levels", jobs=1)
-    with pytest.raises(UsageError, match="its cases changed"):
+    with pytest.raises(UsageError, match="the cases changed"):
         run_study(levels(seeds=2, spread=0.2), tmp_path / "levels")
 
 
@@ -152,7 +152,7 @@ def test_a_dead_process_is_reported(tmp_path: Path) -> None:
 
 
 def test_printed_output_is_ignored_and_unknown_names_refused(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="width is none of its quantities"):
+    with pytest.raises(UsageError, match="'width' is not a quantity of the study"):
         run_study(one_case(noisy), tmp_path / "odd", jobs=1)
 
 

@@ -72,5 +72,5 @@ def test_rows_are_derived_for_seeds_with_all_cases() -> None:
 
 
 def test_an_unknown_quantity_is_an_error() -> None:
-    with pytest.raises(UsageError, match="depth is none of its quantities"):
+    with pytest.raises(UsageError, match="'depth' is not a quantity of the study"):
         summarize(levels(), {("one", 0): {"depth": 1.0}})

@@ -37,7 +37,7 @@ def test_the_figure_is_saved_in_the_formats_of_papers(
     content = verdict.figure().save(tmp_path / f"race{ending}").read_bytes()
     assert content.startswith({".pdf": b"%PDF", ".png": b"\x89PNG", ".svg": b"<svg"}[ending])
     assert b"var(--" not in content
-    with pytest.raises(UsageError, match="ends in none of"):
+    with pytest.raises(UsageError, match="does not end in"):
         verdict.figure().save(tmp_path / "race.doc")
 
 

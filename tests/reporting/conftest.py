@@ -14,7 +14,7 @@ WriteRun = Callable[..., Path]
 
 @pytest.fixture
 def write_run(tmp_path: Path) -> WriteRun:
-    """Return a function that writes a run folder; `replaced` files have other values, or are missing if None."""
+    """Return a function that writes a run folder. `replaced` sets the content of files; None omits a file."""
 
     def write(name: str = "kjv", steps: int = 600, **replaced: Any) -> Path:
         return write_run_folder(tmp_path / "runs" / name, steps, **replaced)

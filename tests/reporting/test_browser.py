@@ -1,4 +1,4 @@
-"""The page in a real browser without any network: its proxy does not exist."""
+"""The page in a real browser without a network: the configured proxy does not exist."""
 
 import re
 

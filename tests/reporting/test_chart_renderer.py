@@ -1,4 +1,4 @@
-"""Charts without the extra that renders them."""
+"""Charts if the extra `charts` is not installed."""
 
 import sys
 

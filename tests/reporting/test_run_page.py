@@ -22,7 +22,7 @@ CHARTS = {"loss", "throughput", "learning_rate", "gradient_norm", "memory"}
 
 
 class Reader(HTMLParser):
-    """Parser of a page: its tags, its visible text, and the JSON of its charts."""
+    """Parser of a page: tags, visible text, and JSON of the charts."""
 
     def __init__(self, page: Path):
         super().__init__()
@@ -45,7 +45,7 @@ class Reader(HTMLParser):
 
 
 def page_alone(folder: Path) -> Path:
-    """Write the page without the chart images, which take most of the time."""
+    """Write the page without chart images, which take most of the time."""
     record = read_run(folder)
     page = folder / "report.html"
     page.write_text(render(record, figures(record, key_figures(record))))
@@ -96,7 +96,7 @@ def test_no_tag_refers_to_anything_outside_the_page(standard_page):
 
 
 def hostile(value):
-    """Return a JSON value whose texts try to break out of their elements."""
+    """Return a JSON value whose texts try to escape from their HTML elements."""
     if isinstance(value, dict):
         return {key: hostile(inner) for key, inner in value.items()}
     if isinstance(value, list):
@@ -173,7 +173,7 @@ def test_skipped_steps_without_a_finite_loss_are_counted(write_run):
 
 
 def with_changed_records(folder, change):
-    """Pass each record of the run through a function."""
+    """Apply a function to each record of the run."""
     path = folder / "records.jsonl"
     records = [change(json.loads(line)) for line in path.read_text().splitlines()]
     path.write_text("".join(json.dumps(record) + "\n" for record in records))

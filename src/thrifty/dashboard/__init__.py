@@ -1,1 +1,1 @@
-"""Live pages over run folders, read-only and local. Training code does not depend on it."""
+"""Board: local, read-only live pages for run folders. Training code does not depend on this package."""

@@ -1,4 +1,4 @@
-"""Pages of the board as text, and their parts that are updated live."""
+"""Pages of the board as text, and page parts that are updated live."""
 
 import functools
 import re
@@ -28,18 +28,18 @@ SORTS = {
     "rate": ("Per second", lambda row: row.tokens_per_second or 0.0, True),
     "updated": ("Updated", lambda row: row.updated, True),
 }
-"""Sortable columns of runs: title, key, and True for descending order."""
+"""Sortable columns of the run list: title, sort key, and True for descending order."""
 UNSORTED = "updated"
 """Default sort column."""
 
 
 def page(name: str, **values: Any) -> str:
-    """Return a complete page from its template."""
+    """Return a complete page from the template called `name`."""
     return _environment().get_template(f"{name}.html").render(**values)
 
 
 def part(template: str, name: str, *values: Any) -> str:
-    """Return a part of a page: the output of a template's macro for these values."""
+    """Return a part of a page: the output of a template macro for `values`."""
     return getattr(_environment().get_template(template).module, name)(*values)
 
 
@@ -49,7 +49,7 @@ def sorted_rows(rows: Sequence[RunListRow], by: str) -> list[RunListRow]:
 
 
 def run_parts(record: RunRecord, key: KeyFigures) -> dict[str, str]:
-    """Return the parts of a run's page that change during the run, by name."""
+    """Return, by name, the parts of a run's page that change during the run."""
     return {
         "verdict": part("run_parts.html", "sentence", verdict(key)),
         "damage": part("run_parts.html", "damage", record.damage),
@@ -77,7 +77,7 @@ def code(text: str) -> Markup:
 
 
 def sparkline(points: Sequence[CurvePoint]) -> str:
-    """Return an SVG path through the points in a box of 100 x 24; empty for fewer than two points."""
+    """Return an SVG path through the points in a 100 x 24 box; empty for fewer than two points."""
     if len(points) < 2:
         return ""
     first, last = points[0].step, points[-1].step

@@ -1,4 +1,4 @@
-"""Server of the board: local, read-only, and only for requests with the token."""
+"""Server of the board. It is local and read-only, and accepts only requests with the token."""
 
 import secrets
 import socketserver
@@ -17,14 +17,14 @@ from thrifty.dashboard.page_responses import OWN_POLICY, PageResponse
 
 HOST = "127.0.0.1"
 IDLE_TIMEOUT = 30.0
-"""Seconds after which an idle connection is closed."""
+"""Time in seconds after which an idle connection is closed."""
 MOST_CONNECTIONS = 64
-"""Maximum number of connections at a time; a browser opens six."""
+"""Maximum number of simultaneous connections. A browser opens six."""
 MOST_FIELDS = 8
 """Maximum number of fields in a query."""
 FULL = b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
 OURS = ("same-origin", "none")
-"""Allowed values of Sec-Fetch-Site: a page of the board, or the user."""
+"""Allowed values of Sec-Fetch-Site, for requests from a page of the board or directly from the user."""
 HEADERS = {
     "X-Content-Type-Options": "nosniff",
     "Referrer-Policy": "no-referrer",
@@ -39,7 +39,7 @@ def new_token() -> str:
 
 
 class BoardServer(ThreadingHTTPServer):
-    """Server of a site under http://127.0.0.1:PORT/TOKEN/. Raise `UsageError` if the port is in use."""
+    """Server of a site at http://127.0.0.1:PORT/TOKEN/. Raises UsageError if the port is in use."""
 
     daemon_threads = True
 
@@ -49,12 +49,12 @@ class BoardServer(ThreadingHTTPServer):
         try:
             super().__init__((HOST, port), _Handler)
         except OSError as error:
-            fix = "choose another --port, or --port 0 for any free port"
+            fix = "--port 0 for any free port; or choose another --port"
             raise UsageError(f"port {port} is not available: {error.strerror}", fix) from error
         self.hosts = (f"{HOST}:{self.server_port}", f"localhost:{self.server_port}")
 
     def server_bind(self) -> None:
-        # as in HTTPServer, but without a DNS lookup of this machine's name
+        # as in HTTPServer, but without a DNS lookup of the host name
         socketserver.TCPServer.server_bind(self)
         self.server_name, self.server_port = HOST, self.server_address[1]
 
@@ -63,7 +63,7 @@ class BoardServer(ThreadingHTTPServer):
         return f"http://{HOST}:{self.server_port}/{self.token}/"
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Close connections beyond `MOST_CONNECTIONS` at once, because each takes a thread."""
+        """Close connections beyond `MOST_CONNECTIONS` at once, because each connection uses a thread."""
         if not self._room.acquire(blocking=False):
             with suppress(OSError):
                 request.sendall(FULL)
@@ -82,7 +82,7 @@ class BoardServer(ThreadingHTTPServer):
             self._room.release()
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Ignore a browser that disconnects during a response."""
+        """Ignore the error if a browser disconnects during a response."""
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -97,7 +97,7 @@ class _Handler(BaseHTTPRequestHandler):
     do_HEAD = do_GET
 
     def _refuse_method(self) -> None:
-        self.close_connection = True  # a request body may follow that nobody reads
+        self.close_connection = True  # an unread request body may follow
         refused = self._refused()
         self._send(refused or _plain(HTTPStatus.METHOD_NOT_ALLOWED, "The board is read-only."), Allow="GET, HEAD")
 
@@ -120,7 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
     def _refused(self) -> PageResponse | None:
         """Return 403 unless host, origin and token are valid.
 
-        The request must name this host. It must come from a page of the board or from the user; another page may only
+        The request must name this host. It must come from a page of the board or from the user. Any other page may only
         open the start page.
         """
         hosts = self.headers.get_all("Host") or []
@@ -133,12 +133,13 @@ class _Handler(BaseHTTPRequestHandler):
         has_token = compare_digest(token.encode(), self.server.token.encode())
         if is_our_host and is_same_origin and is_allowed_site and has_token:
             return None
-        return _plain(HTTPStatus.FORBIDDEN, "Open the address that the board printed at its start.")
+        return _plain(HTTPStatus.FORBIDDEN, "Open the address that the board printed when it started.")
 
     def _address_parts(self) -> tuple[str, str, str]:
-        """Return token, path and query of the address.
+        """Return the token, path and query of the address.
 
-        All are empty if there is no token or no slash after it, since the links of the pages are relative.
+        All are empty if there is no token, or no slash after the token. The slash is required because links of pages
+        are relative.
         """
         address, _, query = self.path.partition("?")
         token, slash, path = unquote(address).removeprefix("/").partition("/")

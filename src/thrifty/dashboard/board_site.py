@@ -1,4 +1,4 @@
-"""Site of the board: maps a path and its query to a page, a part of a page, or 404. Independent of sockets."""
+"""Site of the board. It maps a path and a query to a page, a part of a page, or 404. It does not use sockets."""
 
 import hashlib
 import json
@@ -29,25 +29,25 @@ from thrifty.reporting.run_state import RUNNING
 from thrifty.reporting.run_tables import environment, predicted_parts, settings
 
 LARGEST_PAGE = 64 << 20
-"""Maximum bytes of an offline page that is shown."""
+"""Maximum number of bytes of a shown offline page."""
 READ_SECONDS = 0.4
-"""Seconds that one response spends on reading records; a long run takes several responses."""
+"""Maximum time in seconds for reading records in one response. A long run requires several responses."""
 FRESH = 60.0
-"""Seconds since the last record within which a run counts as active, whatever its lock says."""
+"""Maximum age in seconds of the last record of an active run. Such a run counts as active regardless of its lock."""
 SIMULATIONS = ("cluster", "hardware")
 """Folders of results that contain simulations."""
 SCRIPT = "text/javascript; charset=utf-8"
 ListedResult = tuple[str, str, str, str, str]
 """Name, address, description, outcome, and address of the offline page (or "") of a study or comparison."""
 TechniqueEvidence = tuple[Mapping[str, str], Sequence[str]]
-"""Verdicts by aspect, and one line for each measurement."""
+"""Verdicts by aspect, and one line per measurement."""
 
 
 class BoardSite:
-    """Site over a folder of runs and a folder of saved results.
+    """Site for a folder of runs and a folder of saved results.
 
-    `profiles` returns the profile of each technique (`technique_cards.card_from`), which may take seconds. `evidence`
-    returns the verdicts on a technique by aspect, and one line for each measurement.
+    `profiles` returns the profile of each technique (`technique_cards.card_from`) and may take seconds. `evidence`
+    returns the verdicts on a technique by aspect, and one line per measurement.
     """
 
     def __init__(
@@ -79,14 +79,14 @@ class BoardSite:
         }
 
     def warm(self) -> None:
-        """Prepare slow parts in a background thread."""
+        """Prepare slow page parts in a background thread."""
         Thread(
             target=lambda: (vega_bundle(), specification(ChartTheme(), ("smoothed",))),
             daemon=True,
         ).start()
 
     def respond(self, path: str, query: Query) -> PageResponse:
-        """Return the response for a path without the token; 404 if there is none."""
+        """Return the response for a path without the token; 404 if the page does not exist."""
         route = self._routes.get(path)
         response = route(query) if route else None
         return response or PageResponse(b"There is no such page.\n", "text/plain; charset=utf-8", HTTPStatus.NOT_FOUND)
@@ -131,7 +131,7 @@ class BoardSite:
 
             def update() -> dict[str, Any]:
                 parts = {"state": board_pages.part("run_parts.html", "head", row)}
-                if share < 1:  # key figures of a partly read run would be wrong
+                if share < 1:  # key figures of a run that is only partly read would be wrong
                     return {"parts": parts}
                 record = index.record()
                 key = key_figures(record, index.curves)
@@ -195,7 +195,7 @@ class BoardSite:
         return self._page("technique", "techniques", card=card, verdicts=verdicts, evidence=evidence, used=used)
 
     def offline_page(self, query: Query) -> PageResponse | None:
-        """Return a page stored in a folder, sandboxed: only the scripts of reports run, and they load nothing."""
+        """Return a page stored in a folder, sandboxed. Only the scripts of reports run, and they load nothing."""
         entry = self._entry(query)
         page = entry.path / "report.html" if entry else None
         if page is None or not page.is_file() or page.stat().st_size > LARGEST_PAGE:

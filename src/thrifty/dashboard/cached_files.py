@@ -1,4 +1,4 @@
-"""Cache of small parsed files of run folders and results; a file is reread only after a change."""
+"""Cache of small parsed files of run folders and results. A file is reread only after it has changed."""
 
 import json
 import stat
@@ -10,11 +10,11 @@ from typing import Any
 from thrifty.reporting.run_record import mapping
 
 LARGEST = 8 << 20
-"""Maximum bytes of a file; a larger one counts as unreadable."""
+"""Maximum number of bytes of a file. A larger file counts as unreadable."""
 
 
 class CachedFiles:
-    """Parsed files by path; None if a file is missing, too large or invalid."""
+    """Parsed files by path. The value is None if a file is missing, too large or invalid."""
 
     def __init__(self) -> None:
         self._parsed: dict[Path, tuple[tuple[int, int], Any]] = {}

@@ -14,7 +14,9 @@ OWN_POLICY = (
     "default-src 'none'; script-src 'self'; style-src 'self' 'unsafe-inline'; img-src data:; connect-src 'self'; "
     "base-uri 'none'; form-action 'none'; frame-ancestors 'none'"
 )
-"""Content security policy of the board's own pages: own scripts, no external requests. Vega sets inline styles."""
+"""Content security policy of the board's pages. It allows only own scripts and no external requests. Inline styles are
+allowed, because Vega sets them.
+"""
 
 
 @dataclass(frozen=True)
@@ -30,13 +32,15 @@ class PageResponse:
 def changed_parts(
     update: dict[str, Any], query: Query, version: str, more: Callable[[], dict[str, Any]]
 ) -> PageResponse:
-    """Return the values that change with every request, and the rest if the page has another version."""
+    """Return values that change with every request. If the page has a different version, also return all other
+    values.
+    """
     update |= {"version": version, **({"same": True} if query.get("have") == version else more())}
     return PageResponse(json.dumps(update, allow_nan=False).encode(), "application/json")
 
 
 def figure_data(figure: ChartFigure) -> dict[str, Any]:
-    """Return a chart as data for the page's script."""
+    """Return a chart as data for the script of the page."""
     return {
         "id": figure.id,
         "title": figure.title,
@@ -49,5 +53,5 @@ def figure_data(figure: ChartFigure) -> dict[str, Any]:
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return columns instead of rows, which takes a third of the bytes."""
+    """Return rows as columns, which take a third of the bytes."""
     return {name: [row[name] for row in rows] for name in rows[0]} if rows else {}

@@ -1,4 +1,4 @@
-"""Index of one run's records, which reads only appended lines."""
+"""Index of one run's records. It reads only appended lines."""
 
 import time
 from collections.abc import Mapping
@@ -30,7 +30,7 @@ class RunIndex:
         self._restarts = self.tail.restarts
 
     def advance(self, seconds: float) -> None:
-        """Read appended records for at most about this many seconds."""
+        """Read appended records for at most about `seconds` seconds."""
         end = time.monotonic() + seconds
         self._is_whole = False
         while not self._is_whole:
@@ -45,12 +45,12 @@ class RunIndex:
 
     @property
     def share(self) -> float:
-        """Fraction of the records that has been read; 1 only after all complete lines."""
+        """Fraction of the records that has been read. It is 1 only after all complete lines are read."""
         return 1.0 if self._is_whole else min(self.tail.offset / max(1, self.tail.size), 0.999)
 
     @property
     def version(self) -> str:
-        """Version that changes with every file that the page shows."""
+        """Version that changes when any file of the page changes."""
         files = [self.tail.offset, self.tail.restarts]
         for name in SMALL_FILES:
             try:
@@ -60,7 +60,7 @@ class RunIndex:
         return "-".join(map(str, files))
 
     def record(self) -> RunRecord:
-        """Return the run with its events and its last step only; `curves` has the values."""
+        """Return the run with its events and only its last step. `curves` contains the values of all steps."""
         rows = [{"kind": "step", "step": step} for step in self.curves.steps.steps[-1:]]
         record = read_run(self.folder, [*rows, *sorted(self.events.values(), key=lambda event: event["step"])])
         return replace(record, damage=(*record.damage, *self._damage()))

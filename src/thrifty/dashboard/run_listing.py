@@ -1,4 +1,4 @@
-"""Listing of the run folders, and of the studies, comparisons and lotteries that consist of runs."""
+"""Listing of run folders, and of the studies, comparisons and lotteries that contain runs."""
 
 import os
 from collections.abc import Iterator
@@ -8,25 +8,25 @@ from pathlib import Path
 from thrifty.reporting.run_record import is_run_folder
 
 DEEPEST = 3
-"""Maximum folder depth: runs of a comparison are in subfolders."""
+"""Maximum folder depth. Runs of a comparison are in subfolders."""
 MOST = 5_000
-"""Maximum number of folders listed."""
+"""Maximum number of listed folders."""
 KINDS = {"study.json": "study", "comparison.json": "comparison", "lottery.json": "lottery"}
-"""Kind of a folder by the file in it."""
+"""Kind of a folder by the name of a file in it."""
 
 
 @dataclass(frozen=True)
 class RunListing:
-    """A listed folder. `name` is its path below the folder of runs, with slashes, and identifies it in a query."""
+    """Listed folder. `name` is the path below the folder of runs, with slashes. It identifies the folder in a query."""
 
     name: str
     path: Path
     kind: str
-    """Kind: run, study, comparison or lottery."""
+    """Kind of the folder: run, study, comparison or lottery."""
 
 
 def entries(runs: Path) -> list[RunListing]:
-    """Return all listed folders. Only these can be requested, so no request reaches other files."""
+    """Return all listed folders. Requests can name only these folders, so no request can read other files."""
     listings = []
     for count, (name, path) in enumerate(_folders(runs, "", DEEPEST)):
         if count == MOST:
@@ -40,7 +40,7 @@ def entries(runs: Path) -> list[RunListing]:
 
 
 def _is_shown(name: str) -> bool:
-    """True for names that are not hidden and that a page can show as text."""
+    """Return True if a name is not hidden and a page can show the name as text."""
     return not name.startswith(".") and name.isprintable()
 
 

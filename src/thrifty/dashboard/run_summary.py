@@ -1,4 +1,4 @@
-"""Summary of a run for the list, from the end of its records and a few samples, at constant cost."""
+"""Summary of a run for the list. It is computed from the end of the records and a few samples, at constant cost."""
 
 from collections import deque
 from collections.abc import Mapping
@@ -16,17 +16,19 @@ from thrifty.reporting.run_record import mappings, number, parse_record
 from thrifty.reporting.run_state import run_state
 
 FROM_END = 1 << 16
-"""Bytes at the end of the records that are read; anything before is skipped."""
+"""Number of bytes read at the end of the records. Earlier bytes are skipped."""
 SAMPLES = 64
 AROUND = 1 << 12
-"""Bytes read at each loss sample."""
+"""Number of bytes read at each loss sample."""
 RECENT = 50
 """Number of steps over which tokens per second are averaged."""
 
 
 @dataclass(frozen=True)
 class RunListRow:
-    """Row of the run list. Losses are in the objective's unit, `updated` in seconds since 1970; None if unknown."""
+    """Row of the run list. Losses are in the objective's unit, `updated` is in seconds since 1970. Unknown values are
+    None.
+    """
 
     name: str
     about: str
@@ -41,7 +43,7 @@ class RunListRow:
     tokens_per_second: float | None
     updated: float
     sparkline: tuple[CurvePoint, ...]
-    """Training loss at sampled steps; short spikes between them are missed."""
+    """Training loss at sampled steps. Short spikes between samples are not visible."""
 
 
 class RunSummary:
@@ -61,7 +63,7 @@ class RunSummary:
         self._restarts = self.tail.restarts
 
     def refresh(self) -> RunListRow:
-        """Return the current row of the run. Missing or damaged files raise nothing."""
+        """Return the current row of the run. Missing or damaged files do not raise errors."""
         self._follow()
         recipe = rename_recipe(self.files.toml(self.folder / "recipe.toml"))
         summary = self.files.json_object(self.folder / "summary.json")
@@ -121,8 +123,9 @@ class RunSummary:
 
 
 def sampled_losses(file: Path, size: int) -> list[CurvePoint]:
-    """Return the training loss at evenly spaced positions of the records by step; a small file is read fully and
-    thinned."""
+    """Return the training loss, by step, at evenly spaced positions in the records. A small file is read completely,
+    and its losses are thinned.
+    """
     curves = StepColumns(["loss"])
     if not file.is_file():
         return []
@@ -140,7 +143,7 @@ def sampled_losses(file: Path, size: int) -> list[CurvePoint]:
 
 
 def _put_losses(curves: StepColumns, content: bytes, most: int | None = None) -> None:
-    """Add the losses of the first `most` steps in a part of the records; all by default."""
+    """Add the losses of the first `most` steps in a part of the records; by default all losses."""
     count = 0
     for line in content.split(b"\n"):
         record = parse_record(line) if line.startswith(b"{") else None
@@ -163,7 +166,7 @@ def _model_and_data(recipe: Mapping[str, Any]) -> str:
 
 
 def _steps(recipe: Mapping[str, Any]) -> int | None:
-    """Return the number of steps of the budget, or None if it is not in steps."""
+    """Return the budget's number of steps, or None if the budget is not in steps."""
     budget = recipe.get("budget")
     steps = number(budget.get("steps")) if isinstance(budget, dict) else None
     return int(steps) if steps else None

@@ -1,4 +1,4 @@
-"""Watcher of a folder of runs: summaries of all runs, and indexed records of the few that are open."""
+"""Watcher of a folder of runs. It has summaries of all runs, and indexed records of the few open runs."""
 
 from collections import OrderedDict
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ from thrifty.dashboard.run_listing import RunListing, entries
 from thrifty.dashboard.run_summary import RunListRow, RunSummary
 
 MOST_INDEXES = 8
-"""Maximum number of runs with records in memory, at about 10 MB per hundred thousand steps."""
+"""Maximum number of runs with records in memory. A hundred thousand steps take about 10 MB."""
 
 
 class RunWatcher:
@@ -27,7 +27,7 @@ class RunWatcher:
         return entries(self.runs)
 
     def find(self, name: str) -> RunListing | None:
-        """Return the listed folder of this name, or None."""
+        """Return the listed folder called `name`, or None."""
         return next((entry for entry in self.entries() if entry.name == name), None)
 
     def rows(self) -> list[RunListRow]:
@@ -46,7 +46,9 @@ class RunWatcher:
 
     @contextmanager
     def index(self, entry: RunListing, seconds: float) -> Iterator[RunIndex]:
-        """Yield the index of a run for this thread alone, after reading for at most about this many seconds."""
+        """Yield the index of a run, locked for this thread, after reading records for at most about `seconds`
+        seconds.
+        """
         with self._opening:
             index, lock = self._indexes.setdefault(entry.name, (RunIndex(entry.path), Lock()))
             self._indexes.move_to_end(entry.name)

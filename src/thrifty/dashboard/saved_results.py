@@ -1,4 +1,4 @@
-"""Saved results: JSON files under results/, by folder, as tables."""
+"""Saved results (JSON files in folders of results/) as tables."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -12,30 +12,30 @@ from thrifty.reporting.run_record import mapping, mappings, number
 from thrifty.reporting.run_tables import TextTable
 
 MOST = 2_000
-"""Maximum number of files listed."""
+"""Maximum number of listed files."""
 COLUMNS, ROWS = 14, 400
-"""Maximum numbers of columns and rows of a table."""
+"""Maximum numbers of columns and rows in a table."""
 DEEPEST = 3
-"""Maximum nesting of objects that have tables of their own, counted by commas in the caption."""
+"""Maximum nesting of objects with their own tables, counted as commas in the caption."""
 Labelled = Sequence[tuple[str, Mapping[str, Any]]]
 FACTS = ("cpu", "gpu", "device", "cores", "torch", "python", "thrifty", "started")
 
 
 @dataclass(frozen=True)
 class SavedResult:
-    """One file of results. `name`, which identifies it in a query, is its path below the folder without suffix."""
+    """One result file. `name` is its path below the folder, without suffix. It identifies the result in a query."""
 
     name: str
     group: str
-    """First folder of its path: studies, cluster, hardware, benchmarks, comparisons, …."""
+    """First folder of the path: studies, cluster, hardware, benchmarks, comparisons, …."""
     about: str
     outcome: str
-    """Short text, see `outcome`."""
+    """Short text from the function `outcome`."""
     data: Mapping[str, Any]
 
 
 def saved_results(folder: Path, files: CachedFiles) -> list[SavedResult]:
-    """Return all readable results, ordered by name."""
+    """Return all readable results, sorted by name."""
     results = []
     for path in sorted(folder.glob("**/*.json"))[:MOST]:
         name = path.relative_to(folder).with_suffix("").as_posix()
@@ -47,9 +47,9 @@ def saved_results(folder: Path, files: CachedFiles) -> list[SavedResult]:
 
 
 def tables(data: Mapping[str, Any]) -> list[TextTable]:
-    """Return the tables of a results file.
+    """Return the tables of a result file.
 
-    For a study these are expectations and means, for other files their lists and mappings of similar objects.
+    For a study, the tables are expectations and means. For other files, they are lists and mappings of similar objects.
     """
     study = "summary" in data and "definition" in data
     found_tables = list(_study(data)) if study else list(_generic_tables(data, ""))
@@ -88,7 +88,7 @@ def _estimate(estimate: Any) -> str:
 
 
 def _generic_tables(data: Mapping[str, Any], path: str) -> Iterator[TextTable]:
-    """Yield a table for each list of objects and object of objects; deeper ones have tables of their own."""
+    """Yield a table for each list or mapping of objects. Nested lists and mappings have their own tables."""
     single = [(name, _cell(value)) for name, value in data.items() if not _is_deep(value) and name not in FACTS]
     if single:
         yield TextTable(path or "Values", ("Name", "Value"), single[:ROWS], note=_left_out((), len(single)))
@@ -109,7 +109,7 @@ def _generic_tables(data: Mapping[str, Any], path: str) -> Iterator[TextTable]:
 
 
 def _rows(caption: str, objects: Labelled, labelled: bool) -> TextTable:
-    """Return a table with a row per object; columns with nested objects are left out."""
+    """Return a table with one row per object. Columns with nested objects are omitted."""
     names = list(dict.fromkeys(column for _, row in objects for column in row))
     columns = [column for column in names if not any(_is_deep(row.get(column)) for _, row in objects)][:COLUMNS]
     rows = [
@@ -122,7 +122,7 @@ def _rows(caption: str, objects: Labelled, labelled: bool) -> TextTable:
 
 
 def _left_out(columns: Sequence[str], rows: int) -> str:
-    """Return a sentence on columns and rows that a table leaves out."""
+    """Return a sentence that names omitted columns and rows."""
     left = [", ".join(columns)] if columns else []
     left += [f"{rows - ROWS:,} more rows"] if rows > ROWS else []
     return f"Not shown: {'; '.join(left)}." if left else ""
@@ -137,7 +137,9 @@ def _is_numeric(objects: Labelled, column: str) -> bool:
 
 
 def outcome(data: Mapping[str, Any]) -> str:
-    """Return a study's count of expectations that hold, a comparison's verdicts, or the status of other results."""
+    """Return the number of expectations of a study that hold, the verdicts of a comparison, or the status of any other
+    result.
+    """
     verdicts = [each.get("verdict") for each in mappings(data.get("expectations"))]
     if verdicts:
         return f"{verdicts.count('holds')} of {len(verdicts)} expectations hold"

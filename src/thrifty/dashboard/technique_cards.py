@@ -1,4 +1,4 @@
-"""Technique cards of the board: a technique's card, split into sections, with its settings."""
+"""Technique cards of the board: sections of a technique's card, with the technique's settings."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,9 +14,9 @@ class TechniqueCard:
     stage: str
     numerics: str
     title: str
-    """The effect in one clause."""
+    """Effect of the technique in one clause."""
     sections: Mapping[str, str]
-    """Text by section of the card, and "Notes"."""
+    """Text of each section of the card, and of "Implementation"."""
     settings: TextTable
 
     @property
@@ -25,7 +25,7 @@ class TechniqueCard:
 
 
 def card_from(profile: Mapping[str, Any]) -> TechniqueCard:
-    """Build a card from the profile of a technique, as `thrifty show --json` prints it."""
+    """Return the card for a technique's profile, which has the form that `thrifty show --json` prints."""
     card = read_card(profile["card"])
     rows = [(each["name"], str(each["default"]), each["type"]) for each in profile["settings"]]
     more = {"More": card.rest, "Notes": profile.get("notes", "")}

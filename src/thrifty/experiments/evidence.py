@@ -10,12 +10,12 @@ from thrifty.experiments.past_results import FOLDERS, PastComparison, PastStudy,
 
 ASPECTS = ("time", "memory", "data", "quality", "exactness")
 _OF_EQUAL = {"time": "time", "flops": "time", "tokens": "data", "steps": "data"}
-"""The aspect that a comparison measures, by what its variants have equal."""
+"""Aspect that a comparison measures, by the equal budget of its variants."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """All measurements of one technique."""
+    """All measurements of one technique in benchmarks, comparisons and studies."""
 
     findings: tuple[Finding, ...] = ()
     comparisons: tuple[PastComparison, ...] = ()
@@ -26,14 +26,16 @@ class Evidence:
         return [each.in_words() for each in (*self.findings, *self.comparisons, *self.studies)]
 
     def best(self) -> str:
-        """Return the most telling line: of a comparison in which nothing else changed, the longest; else of a study;
-        else of a finding; empty without evidence."""
+        """Return the line with the strongest evidence; empty without evidence. The order is: the longest comparison in
+        which only this technique changed, other comparisons, studies, findings.
+        """
         comparisons = sorted(self.comparisons, key=lambda one: (one.alone, one.tokens), reverse=True)
         return next((each.in_words() for each in (*comparisons, *self.studies, *self.findings)), "")
 
     def verdicts(self) -> dict[str, str]:
-        """Return a verdict for each measured aspect: "better", "equal", "worse" or "undecided" if all evidence says
-        so, otherwise "mixed"."""
+        """Return a verdict for each measured aspect. It is "better", "equal", "worse" or "undecided" if all evidence
+        agrees, and "mixed" otherwise.
+        """
         words: dict[str, set[str]] = defaultdict(set)
         for aspect, verdict in self._verdicts():
             words[aspect].add(verdict)
@@ -51,13 +53,13 @@ class Evidence:
                     yield "memory", "equal" if abs(ratio - 1) <= TOLERANCE else "better" if ratio < 1 else "worse"
 
     def machines(self) -> list[str]:
-        """Return the machines that the evidence was measured on."""
+        """Return the machines on which the evidence was measured."""
         devices = [finding.device for finding in self.findings]
         return list(dict.fromkeys([*devices, *(each.cpu for each in (*self.comparisons, *self.studies))]))
 
 
 def evidence_by_technique(folders: Sequence[Path] = FOLDERS) -> dict[str, Evidence]:
-    """Return the evidence below the folders for each technique that has any."""
+    """Return the evidence in the folders for each technique with evidence."""
     findings, comparisons, studies = read_findings(folders), past_comparisons(folders), past_studies(folders)
     names = {each.technique for each in (*findings, *comparisons)}.union(*(each.techniques for each in studies))
     return {

@@ -1,7 +1,7 @@
 """Findings: measured effects of techniques, from `findings/*.toml` in a results folder.
 
-A finding names an aspect, a model and its conditions. Its values are read from the result file that it points to, so
-that a repeated benchmark changes what is shown.
+A finding names an aspect, a model and its conditions. It points to a result file that contains its values. A repeated
+benchmark therefore changes the shown values.
 """
 
 import json
@@ -16,7 +16,7 @@ from thrifty.core.errors import UsageError
 Aspect = Literal["time", "memory", "data", "quality", "exactness"]
 FindingVerdict = Literal["better", "equal", "worse", "mixed"]
 TOLERANCE = 0.03
-"""Relative difference up to which two measurements count as equal."""
+"""Maximum relative difference at which two measurements count as equal."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,13 +27,13 @@ class Finding:
     aspect: Aspect
     verdict: FindingVerdict
     text: str
-    """The effect in one sentence or clause, with its values."""
+    """Effect in one sentence or clause, with its values."""
     settings: str = ""
-    """Settings of the technique, as in "rank=8"; empty for its defaults."""
+    """Settings of the technique, such as "rank=8"; empty for the defaults."""
     model: str
     device: str
     source: str
-    """The result file or the command that repeats the measurement."""
+    """Result file, or the command that repeats the measurement."""
 
     def in_words(self) -> str:
         """Return the finding on one line, with its conditions."""
@@ -43,9 +43,9 @@ class Finding:
 
 
 def read_findings(folders: Sequence[Path]) -> list[Finding]:
-    """Return the findings of all techniques below the folders.
+    """Return the findings of all techniques in the folders.
 
-    Raises UsageError for a finding that lacks a key or whose values are not in its file.
+    Raises UsageError if a finding lacks a key, or if its values are not in its result file.
     """
     return [
         _finding(table, file, folder)
@@ -87,7 +87,7 @@ def _finding(table: dict[str, Any], file: Path, folder: Path) -> Finding:
 
 
 def _values(data: Any, path: Sequence[str]) -> Iterator[float]:
-    """Yield the numbers under a path of keys, in which "*" stands for every key or index."""
+    """Yield the numbers at a path of keys. "*" in the path matches every key or index."""
     if not path:
         yield float(data)
         return
@@ -99,7 +99,7 @@ def _values(data: Any, path: Sequence[str]) -> Iterator[float]:
 
 
 def _verdict(low: float, high: float, higher_is_better: bool) -> FindingVerdict:
-    """Compare ratios to a baseline of 1 with it."""
+    """Return the verdict for ratios to a baseline, which has the ratio 1."""
     if higher_is_better:
         low, high = 1 / high, 1 / low
     if abs(low - 1) <= TOLERANCE and abs(high - 1) <= TOLERANCE:

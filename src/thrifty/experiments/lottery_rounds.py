@@ -5,7 +5,7 @@ Paper     Frankle & Carbin 2019, The Lottery Ticket Hypothesis (arXiv 1803.03635
 
 Each round is an ordinary run with the masks of `sparsity.mask_from_file`: runs/NAME-round-0 (dense), -1, -2, ….
 Controls are additional runs, such as runs/NAME-round-2-random-mask. Tickets and the state of the rounds are in
-runs/NAME-lottery. Finished work is never repeated: after a kill, the same call resumes, also within a round.
+runs/NAME-lottery. Finished work is never repeated. After a kill, the same call resumes, also in the middle of a round.
 """
 
 import hashlib
@@ -54,16 +54,17 @@ class LotterySettings:
     prune: Annotated[float, SettingBound(above=0, below=1)] = 0.2
     """Fraction of the remaining weights that each round prunes."""
     rewind: StepOrFraction = 0
-    """Step of the dense run that every ticket starts from. 0 is the initialization; any other step restores the
-    weights, the optimizer, the schedule and the data order of that step."""
+    """Step of the dense run from which every ticket starts. 0 is the initialization. Any other step restores the
+    weights, the optimizer, the schedule and the data order of that step.
+    """
     scope: Scope = "global"
-    """"global" ranks the weights of all matrices together, "layerwise" those of each matrix separately."""
+    """"global" ranks the weights of all matrices together; "layerwise" ranks the weights of each matrix separately."""
     where: str = r"\.\d+\."
-    """Regular expression for the names of the matrices to prune; by default those of numbered blocks."""
+    """Regular expression for the names of matrices to prune; by default the matrices of numbered blocks."""
     half: str = r"(^|\.)(lm_)?head\."
-    """Regular expression for matrices that lose half the fraction, each ranked separately: output layers."""
+    """Regular expression for output layers, each of which loses half the fraction and is ranked separately."""
     controls: tuple[Control, ...] = ()
-    """Control runs for each ticket: a random mask with equal counts per matrix, or another initialization."""
+    """Control runs for each ticket: a random mask with the same density per matrix, or another initialization."""
     seed: int = 0
     """Seed of the controls."""
 
@@ -73,7 +74,7 @@ class LotterySettings:
             check_pattern(self, "lottery", name)
         if self.rewind < 0 or (isinstance(self.rewind, float) and self.rewind >= 1):
             raise UsageError(
-                f"lottery: rewind is {self.rewind}, and must be a step before the last one",
+                f"lottery: rewind is '{self.rewind}', but must be a step before the last step",
                 fix="set a step, such as 50, or a fraction of the run below 1",
             )
 
@@ -89,11 +90,13 @@ def run_lottery(
 ) -> dict[str, Any]:
     """Run all rounds and return the content of runs/NAME-lottery/lottery.json.
 
-    If a signal stops a round, `status` is "interrupted" and `exit_code` is that of the signal. Raise UsageError if the
-    folder holds another lottery; only `rounds` and `controls` may change, and only grow.
+    If a signal stops a round, `status` is "interrupted" and `exit_code` is the exit code of that signal. Raises
+    UsageError if the folder holds a different lottery. Only `rounds` and `controls` may change; both may only grow.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UsageError("a lottery starts its rounds itself, from one process", fix="start it without torchrun")
+        raise UsageError(
+            "a lottery starts its rounds itself, from one process", fix="start the lottery without torchrun"
+        )
     if (steps := recipe.budget.steps) and in_steps(lottery.rewind, steps) >= steps:
         raise UsageError(
             f"tickets cannot start at step {in_steps(lottery.rewind, steps)} of {steps}",
@@ -108,7 +111,7 @@ def run_lottery(
 def _require_prunable_matrices(recipe: Recipe, lottery: LotterySettings, quiet: bool) -> None:
     """Raise UsageError if no matrix matches, or if a technique of the recipe cannot be combined with masks.
 
-    The model is built for this check only.
+    The model is built only for this check.
     """
     dense = replace(recipe, techniques=(*recipe.techniques, MaskFromFile()))
     built = prepare_run(dense, steps=recipe.budget.steps or 1000, quiet=quiet).run.build_model()
@@ -118,8 +121,8 @@ def _require_prunable_matrices(recipe: Recipe, lottery: LotterySettings, quiet: 
 def next_mask_file(run: Path, step: int, lottery: LotterySettings) -> tuple[bytes, float]:
     """Return the file content and the density of the next ticket.
 
-    The ticket prunes the weights that the run's masks keep after this step. Raise UsageError if no matrix name matches
-    `where`.
+    The ticket prunes among the weights that the masks of the run keep after step `step`. Raises UsageError if no matrix
+    name matches `where`.
     """
     tensors = checkpoint.load(run / "checkpoints", step).tensors
     now = masks_of(tensors)
@@ -142,7 +145,7 @@ def _prunable_matrices(parameters: Mapping[str, Tensor], lottery: LotterySetting
 
 @contextmanager
 def _open_lottery(path: Path, recipe: Recipe, lottery: LotterySettings) -> Iterator[RunFolder]:
-    """Yield the locked folder of the lottery: a new one, or the one of an interrupted lottery with equal settings."""
+    """Yield the locked folder of the lottery. It is new, or belongs to an interrupted lottery with equal settings."""
     definition = {"recipe": recipe_to_data(recipe), "lottery": to_data(lottery)}
     is_there = (path / "lottery.json").is_file()
     if not is_there and (first := path.parent / f"{recipe.name}-round-0").exists():
@@ -153,7 +156,7 @@ def _open_lottery(path: Path, recipe: Recipe, lottery: LotterySettings) -> Itera
             saved["recipe"] = rename_recipe(saved["recipe"])
         if other := differences(_binding(redact(saved)), _binding(redact(definition))) if saved else []:
             raise UsageError(
-                f"{path} holds a lottery with other settings: " + "; ".join(other),
+                f"{path} holds a lottery with different settings: " + "; ".join(other),
                 fix="undo the change, or choose another --name",
             )
         folder.write_json("lottery", {**saved, **definition})
@@ -212,25 +215,25 @@ class _Rounds:
 
     @property
     def steps(self) -> int:
-        """Number of steps of the dense run and therefore of every run."""
+        """Number of steps of the dense run, and therefore of every run."""
         return checkpoint.find(self.path(0) / "checkpoints").scalars["steps"]
 
     def prune(self, number: int) -> float:
-        """Write the ticket of a round if its file is missing, and return its density. The result is deterministic."""
+        """Return the density of a round's ticket; write the ticket if its file is missing. Runs deterministically."""
         content, density = next_mask_file(self.path(number - 1), self.steps, self.lottery)
         if not self.ticket(number).is_file():
             AtomicFiles().swap(self.ticket(number), content)
         return density
 
     def finished_summary(self, number: int, control: str) -> dict[str, Any] | None:
-        """Return the summary of this run, or None if it has not finished."""
+        """Return the summary of a round's run, or None if the run has not finished."""
         with suppress(IntegrityError):
             summary = RunFolder(self.runs / self.name(number, control)).read_json("summary")
             return summary if summary["status"] == "finished" else None
         return None
 
     def train_round(self, number: int, control: str) -> dict[str, Any]:
-        """Train or resume one run of this round and return its summary."""
+        """Train or resume one run of a round and return its summary."""
         name, recipe = self.name(number, control), self.recipe
         path = self.runs / name
         self.say(f"round {number} of {self.lottery.rounds}: {name}")

@@ -1,4 +1,4 @@
-"""Export of a sparse run's masks as a ticket, a file from which other runs load masks."""
+"""Export of a sparse run's masks as a ticket: a file from which other runs load masks."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,7 +13,7 @@ from thrifty.training import checkpoint
 
 
 def masks_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the masks in a checkpoint's tensors, keyed by the names of their weights."""
+    """Return the masks among a checkpoint's tensors, keyed by weight names."""
     masks = {}
     for name, tensor in tensors.items():
         kind, _, rest = name.partition("/")
@@ -26,15 +26,15 @@ def masks_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def export_masks(run: Path, file: Path, step: int | None = None) -> tuple[float, str]:
     """Write the masks of a sparse run as a ticket; return its density and its sha256.
 
-    The run may use any sparse technique. A recipe that loads the ticket must name the sha256. Raise UsageError if the
-    run has no masks or the file exists.
+    The run may use any sparse technique. A recipe that loads the ticket must contain the sha256. Raises UsageError if
+    the run has no masks, or if the file exists.
     """
     loaded = checkpoint.load(run / "checkpoints", step)
     masks = masks_of(loaded.tensors)
     if not masks:
         raise UsageError(f"{run} has no masks", fix="choose a run with a sparse technique")
     if file.exists():
-        raise UsageError(f"{file} exists already", fix="choose a file that does not exist yet")
+        raise UsageError(f"{file} exists already", fix="choose another file name")
     weights = {name: loaded.tensors[f"parameters/{name}"] for name in masks}
     content = mask_file_bytes(masks, f"after step {loaded.step} of {run.name}", weights)
     return density_of(masks), AtomicFiles().swap(file, content).sha256

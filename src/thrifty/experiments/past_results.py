@@ -1,4 +1,4 @@
-"""Finished comparisons and studies in results/ and runs/, by the techniques that they measured."""
+"""Finished comparisons and studies in results/ and runs/, with the techniques that they measured."""
 
 import json
 import re
@@ -27,38 +27,42 @@ class PastComparison:
 
     technique: str
     role: Literal["added", "removed", "changed"]
-    """The variant's change; if it removed the technique, "better" counts against the technique."""
+    """Change of the technique in the variant. If the variant removed the technique, "better" counts against the
+    technique.
+    """
     others: tuple[str, ...]
-    """Other techniques that the variant added, removed or changed: the verdict covers them too."""
+    """Other techniques that the variant added, removed or changed. The verdict also covers these techniques."""
     alone: bool
-    """True if the variant's recipe differs from the baseline's in this technique only."""
+    """True if the variant's recipe differs from the baseline's only in this technique."""
     verdict: "Word"
     sentence: str
     relative: float | None
-    """Mean difference of held-out losses relative to the baseline's; negative if the variant's loss is lower."""
+    """Mean difference of held-out losses relative to the baseline's loss. It is negative if the variant's loss is
+    lower.
+    """
     equal: str
-    """The equal budget: "time", "flops", "tokens" or "steps"."""
+    """Budget that is equal for both variants: "time", "flops", "tokens" or "steps"."""
     step_time: float | None
-    """Ratio to the baseline; so are the next three."""
+    """Ratio to the baseline's step time. The next three values are also ratios to the baseline."""
     flops: float | None
-    """Over whole runs."""
+    """FLOPs of whole runs."""
     peak_memory: float | None
     time_to_quality: float | None
-    """Time to the baseline's final loss; None if not every run reached it."""
+    """Time to the baseline's final loss; None if a run did not reach this loss."""
     pairs: int
     device: str
     cpu: str
     parameters: int
-    """Parameters of the baseline's model."""
+    """Number of parameters of the baseline's model."""
     tokens: float
-    """Tokens of a baseline run, or images."""
+    """Number of tokens or images of a baseline run."""
     steps: int
     file: Path
     arm: str
 
     @property
     def is_replacement(self) -> bool:
-        """True if the variant removed other techniques of the same group only, such as another optimizer."""
+        """True if the variant removed only techniques of the same group, such as another optimizer."""
         group = self.technique.rpartition(".")[0]
         return bool(self.others) and all(other.rpartition(".")[0] == group for other in self.others)
 
@@ -72,13 +76,13 @@ class PastComparison:
 
 
 def past_comparisons(folders: Path | Sequence[Path] = FOLDERS) -> list[PastComparison]:
-    """Return an entry for each variant of a finished comparison below the folders and each technique that it changes.
+    """Return an entry for each variant of a finished comparison and each technique that the variant changes.
 
-    Files of another kind are skipped.
+    Files that are not comparisons are skipped.
     """
     comparisons = []
     for data, file in _comparisons([folders] if isinstance(folders, Path) else folders):
-        with suppress(KeyError, TypeError, ValueError):  # of another version, or damaged
+        with suppress(KeyError, TypeError, ValueError):  # a file of another version, or damaged
             comparisons += _of_comparison(data, file)
     return comparisons
 
@@ -116,14 +120,14 @@ def _of_comparison(data: dict[str, Any], file: Path) -> list[PastComparison]:
 
 
 def _comparisons(folders: Sequence[Path]) -> Iterator[tuple[dict[str, Any], Path]]:
-    """Yield finished comparisons with their files: `*/comparison.json` of run folders, JSON files of comparisons/."""
+    """Yield finished comparisons with their files: `*/comparison.json` in run folders, JSON files in comparisons/."""
     for data, file in _kept(folders, f"*/{FILE}", "comparisons/**/*.json"):
         if isinstance(data, dict) and data.get("schema") == SCHEMA and data.get("status") == "finished":
             yield rename_comparison(data), file
 
 
 def _kept(folders: Sequence[Path], *patterns: str) -> Iterator[tuple[Any, Path]]:
-    """Yield the content and path of each JSON file below the folders; unreadable files are skipped."""
+    """Yield the content and path of each JSON file in the folders. Unreadable files are skipped."""
     for file in sorted({file for folder in folders for pattern in patterns for file in folder.glob(pattern)}):
         with suppress(OSError, ValueError):
             yield json.loads(file.read_bytes()), file
@@ -137,28 +141,28 @@ def _differs_by_techniques(data: dict[str, Any], label: str) -> bool:
 
 @dataclass(frozen=True)
 class PastStudy:
-    """A kept or finished study."""
+    """A saved or finished study."""
 
     study: str
     about: str
-    """Its result in one sentence."""
+    """Result of the study in one sentence."""
     techniques: frozenset[str]
-    """Techniques that it uses; AdamW, schedules and clipping too."""
+    """Techniques that the study uses, including AdamW, schedules and clipping."""
     expected: int
-    """Number of statements that were written before the study ran."""
+    """Number of expectations, which were written before the study ran."""
     held: int
-    """Number of these that hold."""
+    """Number of expectations that hold."""
     cpu: str
     file: Path
 
     def in_words(self) -> str:
-        """Return its result on one line."""
+        """Return the result of the study on one line."""
         outcome = f"{self.held} of {self.expected} expectations hold"
         return f"study {self.study}: {self.about} {outcome} ({self.cpu}): {self.file}"
 
 
 def past_studies(folders: Sequence[Path] = FOLDERS) -> list[PastStudy]:
-    """Return the kept and finished studies below the folders; files of another kind are skipped."""
+    """Return the saved and finished studies in the folders. Files that are not studies are skipped."""
     past = []
     for data, file in _kept(folders, "*/study.json", "studies/*/*.json"):
         with suppress(KeyError, TypeError):

@@ -16,14 +16,16 @@ from thrifty.training.result_file import refuse_overwriting
 from thrifty.training.run_folder import RunFolder
 
 ROUNDING = 1e-3
-"""Relative tolerance for means if all seeds of the saved result agree. Other Python patch versions have another source
-text, and other processors round differently."""
+"""Relative tolerance for means if all seeds of the saved result agree. The source text of another Python patch version
+differs, and other processors round differently.
+"""
 
 
 @dataclass(frozen=True)
 class StudyComparison:
-    """Comparison of a new study result with a saved one: the number of compared means, and a sentence for each
-    difference."""
+    """Comparison of a new study result with a saved result: the number of compared means, and a sentence for each
+    difference.
+    """
 
     compared: int
     off: tuple[str, ...]
@@ -35,7 +37,7 @@ def refuse_existing_study(file: Path) -> None:
 
 
 def save_study(result: StudyResult, file: Path) -> None:
-    """Write a finished result as JSON, and its table as Markdown under the same name."""
+    """Write a finished result as JSON, and its table as a Markdown file with the same name."""
     refuse_existing_study(file)
     if not result.finished:
         raise UsageError(f"{result.study.name} is incomplete", fix="measure the remaining cells first")
@@ -46,16 +48,17 @@ def save_study(result: StudyResult, file: Path) -> None:
 
 
 def compare_with_saved(result: StudyResult, kept: Mapping[str, Any]) -> StudyComparison:
-    """Compare each mean of a new result with the interval of the saved one.
+    """Compare each mean of a new result with the interval of the saved result.
 
-    The interval allows for the uncertainty of both means: saved half-width times sqrt(1 + saved seeds / new seeds).
-    Times are not compared. Raise UsageError if the saved result belongs to another study or other cases, or has one
-    seed.
+    The interval covers the uncertainty of both means: saved half-width times sqrt(1 + saved seeds / new seeds). Times
+    are not compared. Raises UsageError if the saved result belongs to another study or other cases, or has one seed.
     """
     if kept["study"] != result.study.name:
         raise UsageError(f"the saved result belongs to study {kept['study']!r}, not to {result.study.name!r}")
     if rename_cases(kept["definition"]["cases"]) != result.study.definition()["cases"]:
-        raise UsageError("the saved result has cases with other settings", fix="compare with a result of this version")
+        raise UsageError(
+            "the cases of the saved result have different settings", fix="compare with a result of this version"
+        )
     old, new, off, compared = kept_summary(kept), result.summary, [], 0
     for label, numbers in new.items():
         for name, fresh in numbers.items():
@@ -74,7 +77,9 @@ def _agrees(fresh: SeedMean, kept: SeedMean) -> bool:
     if kept.never or fresh.never:
         return kept.never == kept.runs and fresh.never == fresh.runs
     if kept.runs == 1:
-        raise UsageError("the saved result has one seed, so no intervals", fix="save a result of several seeds")
+        raise UsageError(
+            "the saved result has one seed and therefore no intervals", fix="save a result of several seeds"
+        )
     within = max(kept.half_width_for(fresh.runs), ROUNDING * abs(kept.mean))
     return math.isfinite(fresh.mean) and abs(fresh.mean - kept.mean) <= within
 

@@ -1,6 +1,6 @@
 """Study: an experiment of many small runs that yields a table, plots, and verdicts on expectations.
 
-A study is the product of its cases and its seeds. `measure` returns the values of one run, a *cell*. The other fields
+A study runs every case with every seed. `measure` returns the values of one run. One run is a *cell*. The other fields
 define how cells are aggregated, plotted and judged.
 """
 
@@ -19,25 +19,26 @@ from thrifty.core.errors import UsageError
 Settings = Mapping[str, Any]
 """Keyword arguments of `measure`, as plain JSON values."""
 Numbers = Mapping[str, float]
-"""Measured values of one run. Infinity means "never": a diverged loss, or a target that was not reached."""
+"""Measured values of one run. Infinity means "never": the loss diverged, or a target was not reached."""
 Cells = Mapping[str, Numbers]
-"""Measured values by case label: those of one seed, or means over seeds."""
+"""Measured values by case label, for one seed or as means over seeds."""
 
 
 @dataclass(frozen=True)
 class MeasuredQuantity:
-    """One quantity that a study measures."""
+    """Quantity that a study measures."""
 
     about: str
     """Description of the quantity, with its unit."""
     of_machine: bool = False
-    """True if the value depends on the machine, such as a time. It is shown but never compared."""
+    """True if the value depends on the machine, such as a time. The value is shown but never compared."""
 
 
 @dataclass(frozen=True)
 class StudyPlot:
-    """A plot of one quantity against a setting, another quantity, or the cases; one line per value of the setting
-    `by`."""
+    """Plot of one quantity by a setting, by another quantity, or by case. Each value of the setting `by` has one
+    line.
+    """
 
     id: str
     title: str
@@ -50,31 +51,34 @@ class StudyPlot:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """An experiment, defined by its measure, cases, quantities, expectations and plots.
+    """Experiment, defined by its measure function, cases, quantities, expectations and plots.
 
-    Raise UsageError if these do not fit together.
+    Raises UsageError if these parts do not match.
     """
 
     name: str = ""
-    """Name of the study; by default the module name of `measure`. `about` is then the first paragraph of its
-    docstring."""
+    """Name of the study; by default the name of the module that defines `measure`. With the default name, `about` is
+    the first paragraph of that module's docstring.
+    """
     about: str = ""
     measure: Callable[..., Numbers]
-    """Top-level function of a module, called as measure(seed=…, **settings) in separate processes."""
+    """Top-level function of a module. Separate processes call it as measure(seed=…, **settings)."""
     cases: Mapping[str, Settings]
     quantities: Mapping[str, MeasuredQuantity]
     seeds: int = 3
-    """Number of seeds, counted from 0."""
+    """Number of seeds. Seeds start at 0."""
     derive: Callable[[Cells], Cells] | None = None
-    """Function that computes additional rows, with labels of their own, from all cases of a seed, such as the best
-    rate."""
+    """Function that computes additional rows with their own labels, such as the best learning rate. Its argument is all
+    cells of one seed.
+    """
     expect: Mapping[str, Callable[[Cells], bool]] = field(default_factory=dict)
     """Expected statements about the outcome, each with its condition. A condition is checked on the means and on each
-    seed. A statement that does not hold is a result too. If the condition raises KeyError, because a case was not
-    measured, the verdict is "open"."""
+    seed. A statement that does not hold is also a result. If the condition raises KeyError because a case was not
+    measured, the verdict is "open".
+    """
     plots: Sequence[StudyPlot] = ()
     minutes: float = 1.0
-    """Approximate duration on two cores, in minutes."""
+    """Approximate duration in minutes on two cores."""
 
     def __post_init__(self) -> None:
         docstring = sys.modules[self.measure.__module__].__doc__ or ""
@@ -82,7 +86,8 @@ class Study:
         object.__setattr__(self, "about", self.about or " ".join(docstring.partition("\n\n")[0].split()))
         if self.seeds < 1 or not self.cases:
             raise UsageError(
-                f"{self.name}: {len(self.cases)} cases, {self.seeds} seeds", fix="define at least 1 of each"
+                f"{self.name} has {len(self.cases)} cases and {self.seeds} seeds",
+                fix="define at least 1 case and 1 seed",
             )
         if not self.measure.__qualname__.isidentifier() or self.measure.__module__ == "__main__":
             raise UsageError(
@@ -98,23 +103,27 @@ class Study:
             if not same:
                 raise UsageError(
                     f"{self.name}, case {label!r}: its settings are not plain JSON values",
-                    fix="use numbers, strings, lists",
+                    fix="use only numbers, strings and lists",
                 )
 
     @property
     def measured_by(self) -> str:
-        """The measure as `module:function`, so that another process can import it."""
+        """Name of the measure as `module:function`. Another process imports the measure by this name."""
         return f"{self.measure.__module__}:{self.measure.__qualname__}"
 
     def definition(self) -> dict[str, Any]:
-        """Return the part of the study that determines a cell's values: measure, hash of its source file, and cases."""
+        """Return the values that determine the results of cells: the measure, the hash of its source file, and the
+        cases.
+        """
         source = Path(inspect.getfile(self.measure)).read_bytes()
         cases = {label: dict(settings) for label, settings in self.cases.items()}
         return {"measure": self.measured_by, "source": f"sha256 {hashlib.sha256(source).hexdigest()}", "cases": cases}
 
 
 def grid(**factors: Sequence[Any]) -> dict[str, dict[str, Any]]:
-    """Return every combination of factor levels as cases: grid(p=(2, 4), depth=(1, 2)) has "p 2, depth 1"."""
+    """Return every combination of factor levels as cases. For example, grid(p=(2, 4), depth=(1, 2)) contains "p 2,
+    depth 1".
+    """
     cases = {}
     for levels in itertools.product(*factors.values()):
         settings = dict(zip(factors, levels, strict=True))
@@ -123,5 +132,5 @@ def grid(**factors: Sequence[Any]) -> dict[str, dict[str, Any]]:
 
 
 def level_text(level: Any) -> str:
-    """Format a level of a factor."""
+    """Return a factor level as text."""
     return f"{level:g}" if isinstance(level, int | float) and not isinstance(level, bool) else str(level)

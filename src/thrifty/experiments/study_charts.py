@@ -1,4 +1,4 @@
-"""Plots of a study as Vega-Lite charts and images: means as points, 95 % intervals as bars."""
+"""Plots of a study as Vega-Lite charts and images, with means as points and 95 % intervals as bars."""
 
 import math
 from typing import Any
@@ -12,16 +12,18 @@ from thrifty.reporting.color_theme import LIGHT, chart_look
 from thrifty.reporting.number_format import significant
 
 SERIES = ["#0072b2", "#d55e00", "#009e73", "#b25690", "#8a6d00", "#56b4e9", "#4d4d4d", "#e69f00"]
-"""Colours of Okabe and Ito (2008), three of them darkened for contrast on white."""
+"""Colors of Okabe and Ito (2008). Three of them are darker, for contrast on white."""
 
 Row = dict[str, Any]
 
 LEVELS = 8
-"""Maximum number of distinct x values that each have a tick."""
+"""Maximum number of distinct x values for one tick per value."""
 
 
 def points(result: StudyResult, plot: StudyPlot) -> tuple[list[Row], list[str]]:
-    """Return the plot's rows (x, y, interval, line), and the labels of cases left out because a value is infinite."""
+    """Return the rows of the plot (x, y, interval, line), and the labels of cases that are omitted because a value is
+    infinite.
+    """
     drawn, left_out = [], []
     for label, numbers in result.summary.items():
         settings = result.study.cases.get(label, {})
@@ -43,7 +45,9 @@ def points(result: StudyResult, plot: StudyPlot) -> tuple[list[Row], list[str]]:
 def chart(result: StudyResult, plot: StudyPlot) -> alt.LayerChart:
     drawn, _ = points(result, plot)
     lowest = min((row["y"] for row in drawn), default=1.0)
-    for row in drawn if plot.log_y else ():  # an interval may reach below zero, a logarithmic axis cannot
+    for row in (
+        drawn if plot.log_y else ()
+    ):  # intervals may include values below zero, which a logarithmic axis cannot show
         row["low"] = max(row["low"], lowest / 2)
     base = alt.Chart(alt.Data(values=drawn)).encode(x=_x(plot, drawn))
     if plot.by:
@@ -82,16 +86,16 @@ def picture(result: StudyResult, plot: StudyPlot, kind: str) -> bytes:
 
 
 def caption(result: StudyResult, plot: StudyPlot) -> str:
-    """Return a text alternative of the plot, which also names the cases left out."""
+    """Return a text alternative of the plot, with the labels of omitted cases."""
     drawn, left_out = points(result, plot)
     if not drawn:
-        return f"{plot.title}: nothing to draw."
+        return f"{plot.title}: no finite values."
     low, high = min(drawn, key=lambda row: row["y"]), max(drawn, key=lambda row: row["y"])
     text = (
         f"Lowest {_words(plot.y)} {significant(low['y'])} ({low['case']}), highest {significant(high['y'])} "
         f"({high['case']}). Bars are 95 % intervals over seeds."
     )
-    return text + (f" Not drawn, since infinite: {'; '.join(left_out)}." if left_out else "")
+    return text + (f" Not drawn, because values are infinite: {'; '.join(left_out)}." if left_out else "")
 
 
 def _words(name: str) -> str:

@@ -49,7 +49,7 @@ def render(result: StudyResult) -> str:
 
 
 def study_html(result: StudyResult) -> str:
-    """Render a study for a notebook: expectations and the table of means."""
+    """Render a study for a notebook: expectations and table of means."""
     study, (head, body) = result.study, rows(result)
     title = study.name if result.finished else f"{study.name}: in progress"
     sentences = [study.about, *map(sentence, result.verdicts)]
@@ -60,5 +60,5 @@ StudyResult._repr_html_ = study_html
 
 
 def _data_url(result: StudyResult, plot: StudyPlot) -> str:
-    """Return a plot as a data URL, so that the page loads and runs nothing external."""
+    """Return a plot as a data URL. The page therefore loads no external resources and runs no scripts."""
     return "data:image/svg+xml;base64," + base64.b64encode(picture(result, plot, "svg")).decode()

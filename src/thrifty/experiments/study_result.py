@@ -1,11 +1,11 @@
-"""Study result as stored in `study.json`: in runs/NAME during measurement, in results/ once saved.
+"""Study result as stored in `study.json`, in runs/NAME during the study and in results/ after it is saved.
 
     study  about  definition  environment  seconds
     cells            values of every run: case, seed, numbers, seconds
     summary          means over seeds and half-widths of their 95 % intervals
     expectations     expected statements and their verdicts
 
-JSON has no infinity: null means an infinite value, "never".
+JSON has no infinity. A null means an infinite value ("never").
 """
 
 import json
@@ -28,7 +28,7 @@ from thrifty.experiments.study_summary import (
 )
 
 MACHINE = ("cpu", "python", "torch")
-"""Environment facts that must be equal for all cells of one result."""
+"""Environment entries that must be equal for all cells of one result."""
 
 _KEPT = "saved results are results/studies/STUDY/DEVICE.json"
 
@@ -63,7 +63,7 @@ class StudyResult:
         return judge_expectations(self.study, self.measured)
 
     def as_data(self) -> dict[str, Any]:
-        """Return plain JSON data; equal cells give equal data in any order of measurement."""
+        """Return plain JSON data. It does not depend on the order in which cells were measured."""
         order = {label: place for place, label in enumerate(self.study.cases)}
         places = sorted(self.cells, key=lambda place: (order[place[0]], place[1]))
         return {
@@ -81,11 +81,11 @@ class StudyResult:
         }
 
     def take_over(self, data: Mapping[str, Any]) -> None:
-        """Load the cells of an interrupted study. Raise UsageError if they have another definition or machine."""
+        """Load the cells of an interrupted study. Raises UsageError if its definition or machine differs."""
         if changes := self._changed_since(data):
             raise UsageError(
                 f"{self.study.name} has changed since its first cells were measured: {'; '.join(changes)}",
-                fix="measure it again under another name: --name NAME",
+                fix="measure the study under another name: --name NAME",
             )
         self.environment = data["environment"]
         for cell in data["cells"]:
@@ -95,7 +95,7 @@ class StudyResult:
     def _changed_since(self, data: Mapping[str, Any]) -> list[str]:
         definition, environment = self.study.definition(), data["environment"]
         before = {**data["definition"], "cases": rename_cases(data["definition"]["cases"])}
-        changes = [f"its {part} changed" for part in definition if definition[part] != before.get(part)]
+        changes = [f"the {part} changed" for part in definition if definition[part] != before.get(part)]
         for fact in MACHINE:
             if environment.get(fact) != self.environment.get(fact):
                 changes.append(f"{fact} was {environment.get(fact)} and is {self.environment.get(fact)}")
@@ -103,10 +103,11 @@ class StudyResult:
 
 
 def read_result(path: Path) -> dict[str, Any]:
-    """Read the JSON of a study. Raise UsageError if the file is missing or no study, IntegrityError if it is
-    damaged."""
+    """Read the JSON file of a study. Raises UsageError if the file is missing or is not a study result, and
+    IntegrityError if it is damaged.
+    """
     if not path.is_file():
-        raise UsageError(f"there is no result {path}", fix=_KEPT)
+        raise UsageError(f"there is no result '{path}'", fix=_KEPT)
     try:
         data = json.loads(path.read_bytes())
     except ValueError as error:
@@ -118,7 +119,7 @@ def read_result(path: Path) -> dict[str, Any]:
 
 
 def kept_summary(data: Mapping[str, Any]) -> Summary:
-    """Return the summary stored in a saved result."""
+    """Return the summary of a saved result."""
     return {
         label: {
             name: SeedMean(

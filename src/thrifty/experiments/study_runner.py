@@ -1,4 +1,6 @@
-"""Study runner: measures the missing cells, saves the result after each cell, then writes the table and the page."""
+"""Study runner. It measures missing cells, saves the result after each cell, and writes the table and the page at the
+end.
+"""
 
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -27,17 +29,17 @@ def run_study(
     jobs: int | None = None,
     say: Callable[[str], None] = lambda text: None,
 ) -> StudyResult:
-    """Measure a study into a folder: study.json, table.md, plots/ and report.html.
+    """Run a study in a folder, which then contains study.json, table.md, plots/ and report.html.
 
-    A folder with some of the cells is resumed. `only` selects the cases whose labels contain one of these words. `jobs`
-    is the number of processes, by default one per core. Raise UsageError if the folder holds anything else, or if no
-    cell is left to measure.
+    An interrupted study resumes. `only` selects cases whose labels contain one of its words. `jobs` is the number of
+    processes, by default one per core. Raises UsageError if the folder holds other content, or if all cells are
+    measured.
     """
     result = StudyResult(study, environment("cpu"))
     with _open_study(folder, result) as run:
         tasks = _missing_cells(result, _selected_labels(study, only))
         if not tasks:
-            raise UsageError(f"{folder} is finished: no cell is left", fix="choose another --name, or more --seeds")
+            raise UsageError(f"{folder} is finished: no cell is left", fix="choose another --name; or use more --seeds")
         if result.cells:
             say(f"resuming {folder}: {len(result.cells)} cells measured, {len(tasks)} to measure")
         progress = _Progress(len(tasks))
@@ -57,7 +59,7 @@ def write_outcome(result: StudyResult, folder: Path) -> None:
 
 
 def read_folder(study: Study, folder: Path) -> StudyResult | None:
-    """Return the result measured so far in a study's folder, or None if there is none."""
+    """Return the result that a study's folder contains so far, or None if it contains none."""
     if not (folder / FILE).is_file():
         return None
     result = StudyResult(study, environment("cpu"))
@@ -66,13 +68,13 @@ def read_folder(study: Study, folder: Path) -> StudyResult | None:
 
 
 def is_measured(result: StudyResult, only: Sequence[str] = ()) -> bool:
-    """True if every cell of these cases is measured."""
+    """Return True if all cells of the cases that `only` selects are measured."""
     return not _missing_cells(result, _selected_labels(result.study, only))
 
 
 @contextmanager
 def _open_study(folder: Path, result: StudyResult) -> Iterator[RunFolder]:
-    """Yield the locked folder, new or existing; load its cells into `result`."""
+    """Yield the locked folder, new or existing, after loading its cells into `result`."""
     there = (folder / FILE).is_file()
     with RunFolder(folder).lock() if there else RunFolder.create(folder) as run:
         if there:
@@ -88,7 +90,7 @@ def _selected_labels(study: Study, only: Sequence[str]) -> list[str]:
 
 
 def _missing_cells(result: StudyResult, labels: Sequence[str]) -> list[CellTask]:
-    """Return the missing cells seed by seed, so that the first results cover all cases."""
+    """Return the missing cells, seed by seed, so that the first results cover all cases."""
     study = result.study
     return [
         CellTask(study.measured_by, label, study.cases[label], seed)
@@ -99,7 +101,7 @@ def _missing_cells(result: StudyResult, labels: Sequence[str]) -> list[CellTask]
 
 
 class _Progress:
-    """Progress lines, one after each cell."""
+    """Progress messages, one after each cell."""
 
     def __init__(self, total: int):
         self.total, self.done, self.began = total, 0, time.monotonic()

@@ -1,4 +1,4 @@
-"""Summary of a study's cells: means over seeds with intervals, and verdicts on expectations."""
+"""Summary of a study's cells: means over seeds with confidence intervals, and verdicts on expectations."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -12,7 +12,7 @@ from thrifty.experiments.study import Cells, Numbers, Study
 
 CONFIDENCE = 0.95
 HOLDS, FAILS, OPEN = "holds", "does not hold", "open"
-"""Verdicts on an expectation; open if a case or quantity in its condition was not measured."""
+"""Verdicts on an expectation. It is open if a case or quantity of its condition was not measured."""
 
 Measured = Mapping[tuple[str, int], Numbers]
 """Measured values of each cell, keyed by case and seed."""
@@ -22,26 +22,26 @@ Summary = Mapping[str, Mapping[str, "SeedMean"]]
 
 @dataclass(frozen=True)
 class SeedMean:
-    """Mean of a quantity over `runs` seeds; infinite if one of them is infinite."""
+    """Mean of a quantity over `runs` seeds; infinite if a value is infinite."""
 
     mean: float
     half_width: float
-    """Half-width of the 95 % confidence interval (Student's t); nan for one seed or an infinite mean."""
+    """Half-width of the 95 % confidence interval (Student's t); NaN for one seed or an infinite mean."""
     runs: int
     never: int = 0
     """Number of runs with an infinite value."""
 
     def half_width_for(self, fresh: int) -> float:
-        """Return the half-width of the 95 % prediction interval for a mean over `fresh` other seeds.
+        """Return the half-width of the 95 % prediction interval for a mean over `fresh` new seeds.
 
-        It combines the uncertainty of both means.
+        The interval includes the uncertainty of both means.
         """
         return self.half_width * math.sqrt(1 + self.runs / fresh)
 
 
 @dataclass(frozen=True)
 class ExpectationVerdict:
-    """Verdict on one expectation for the means, and the number of seeds for which it holds."""
+    """Verdict on one expectation from the means, and the number of seeds for which the expectation holds."""
 
     sentence: str
     verdict: str
@@ -60,7 +60,7 @@ def estimate(values: Sequence[float]) -> SeedMean:
 
 
 def cells_of(study: Study, measured: Measured) -> dict[int, dict[str, Numbers]]:
-    """Return the values of each seed by case; a seed with all cases also has the derived rows."""
+    """Return the values of each seed by case. If all cases of a seed are measured, derived rows are included."""
     seeds: dict[int, dict[str, Numbers]] = {}
     for (label, seed), numbers in measured.items():
         seeds.setdefault(seed, {})[label] = numbers
@@ -71,13 +71,15 @@ def cells_of(study: Study, measured: Measured) -> dict[int, dict[str, Numbers]]:
 
 
 def summarize(study: Study, measured: Measured) -> dict[str, dict[str, SeedMean]]:
-    """Return means in the order of the study's cases, derived rows last. Raise UsageError for an unknown quantity."""
+    """Return means in the order of the study's cases, then derived rows. Raises UsageError for an unknown quantity."""
     values: dict[str, dict[str, list[float]]] = {label: {} for label in study.cases}
     for cells in cells_of(study, measured).values():
         for label, numbers in cells.items():
             if unknown := numbers.keys() - study.quantities.keys():
                 known = ", ".join(study.quantities)
-                raise UsageError(f"{study.name}: {', '.join(unknown)} is none of its quantities", fix=f"it has {known}")
+                raise UsageError(
+                    f"{study.name}: {', '.join(unknown)!r} is not a quantity of the study", fix=f"use {known}"
+                )
             for name, value in numbers.items():
                 values.setdefault(label, {}).setdefault(name, []).append(value)
     return {

@@ -1,4 +1,4 @@
-"""Text output of a study: the table of means, the verdicts, and where it was measured."""
+"""Text output of a study: table of means, verdicts, and the machine of the measurement."""
 
 import math
 import shlex
@@ -13,7 +13,7 @@ NEVER, MISSING = "never", "–"
 
 
 def shown(value: float) -> str:
-    """Format a value to four significant digits; "never" if it is infinite."""
+    """Return a value with four significant digits; "never" if it is infinite."""
     if not math.isfinite(value):
         return NEVER
     if value and not 1e-3 <= abs(value) < 1e7:
@@ -24,7 +24,7 @@ def shown(value: float) -> str:
 
 
 def interval(estimate: SeedMean) -> str:
-    """Format a mean with the half-width of its 95 % interval: "2.231 ± 0.012", "never in 2 of 3"."""
+    """Return a mean with the half-width of its 95 % interval, such as "2.231 ± 0.012", or "never in 2 of 3"."""
     if estimate.never:
         return NEVER if estimate.never == estimate.runs else f"{NEVER} in {estimate.never} of {estimate.runs}"
     if not math.isfinite(estimate.half_width) or estimate.half_width == 0:
@@ -36,7 +36,7 @@ def interval(estimate: SeedMean) -> str:
 
 
 def rows(result: StudyResult) -> tuple[list[str], list[list[str]]]:
-    """Return the table's header and its rows of text; columns without any value are left out."""
+    """Return the table's header and its text rows. Columns without values are omitted."""
     summary = result.summary
     names = [name for name in result.study.quantities if any(name in numbers for numbers in summary.values())]
     body = [
@@ -69,7 +69,7 @@ def measured_on(facts: Mapping[str, Any]) -> str:
 
 
 def table(result: StudyResult) -> str:
-    """Return the outcome as Markdown."""
+    """Return the study result as Markdown."""
     study, (head, body) = result.study, rows(result)
     lines = [f"# {study.name}", "", study.about, "", *_markdown(head, body), ""]
     lines += [spread(result), ""]

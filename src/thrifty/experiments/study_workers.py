@@ -1,7 +1,7 @@
-"""Worker processes that measure cells: one torch thread each, as many in parallel as there are cores.
+"""Worker processes that measure cells. Each process uses one torch thread; as many processes run as there are cores.
 
-A worker reads one cell as a JSON line from standard input and writes one JSON line to standard output. Cells of tiny
-models do not gain from a second thread. Separate processes isolate each cell's threads, random state and memory.
+A worker reads one cell as a JSON line from standard input, and writes one JSON line to standard output. For tiny
+models, a second thread saves no time. Separate processes isolate the threads, random state and memory of each cell.
 """
 
 import importlib
@@ -27,7 +27,7 @@ from thrifty.experiments.study import Settings
 
 @dataclass(frozen=True)
 class CellTask:
-    """One cell to measure; `measure` names its function as `module:function`."""
+    """One cell to measure. `measure` is the name of the measure, as `module:function`."""
 
     measure: str
     case: str
@@ -43,7 +43,7 @@ class CellResult:
 
 
 class CellWorker:
-    """A process that measures one cell at a time."""
+    """Process that measures one cell at a time."""
 
     def __init__(self) -> None:
         self.process = subprocess.Popen(
@@ -55,7 +55,7 @@ class CellWorker:
         )
 
     def measure(self, task: CellTask) -> CellResult:
-        """Measure one cell in this process. Raise ThriftyError if the measure fails or the process ends."""
+        """Measure one cell in the worker process. Raises ThriftyError if the measure fails or the process ends."""
         assert self.process.stdin and self.process.stdout
         try:
             self.process.stdin.write(json.dumps(asdict(task)) + "\n")
@@ -66,7 +66,7 @@ class CellWorker:
         where = f"case {task.case!r}, seed {task.seed}"
         if not line:
             code = self.process.wait()
-            raise ThriftyError(f"{where}: its process ended with code {code}", fix="if memory ran out: --jobs 1")
+            raise ThriftyError(f"{where}: the process ended with code {code}", fix="if memory ran out: --jobs 1")
         answer = json.loads(line)
         if "error" in answer:
             raise ThriftyError(f"{where}: {answer['error']}")
@@ -79,7 +79,7 @@ class CellWorker:
 
 
 def measure_all(tasks: Sequence[CellTask], jobs: int) -> Iterator[CellResult]:
-    """Yield the cells in the order in which they finish. Leaving the iteration ends all processes at once."""
+    """Yield cells in the order in which they finish. If the caller stops the iteration, all processes end at once."""
     workers = [CellWorker() for _ in range(min(jobs, len(tasks)))]
     free: SimpleQueue[CellWorker] = SimpleQueue()
     for worker in workers:
@@ -103,10 +103,10 @@ def measure_all(tasks: Sequence[CellTask], jobs: int) -> Iterator[CellResult]:
 
 
 def _serve() -> None:
-    """Measure tasks until standard input closes; then end at once, even during a cell."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles an interrupt for both
+    """Measure tasks until standard input closes; then end at once, even in the middle of a cell."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles interrupts
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # keep output of the measure apart from the replies
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # so that output of the measure is not mixed with the results
     tasks: SimpleQueue[str] = SimpleQueue()
 
     def listen() -> None:
@@ -124,7 +124,7 @@ def _answer(task: dict[str, Any]) -> dict[str, Any]:
     module, _, function = task["measure"].partition(":")
     try:
         measure = getattr(importlib.import_module(module), function)
-        if "torch" in sys.modules:  # do not import torch only for this
+        if "torch" in sys.modules:  # otherwise torch need not be imported
             sys.modules["torch"].manual_seed(task["seed"])
         began = time.perf_counter()
         with explain_out_of_memory():

@@ -1,1 +1,1 @@
-"""Reports: one offline page and chart images from a run folder. Reads files only, never the training process."""
+"""Reports: one offline page and chart images from a run folder. They read only files, never the training process."""

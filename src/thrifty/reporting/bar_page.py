@@ -5,22 +5,22 @@ from dataclasses import dataclass
 from html import escape
 
 WIDTH, LEFT, RIGHT = 960, 250, 110
-"""Widths in pixels of a chart, of the row names, and of the values after the bars."""
+"""Widths in pixels of a chart, of its row names, and of the values to the right of the bars."""
 BAR, GAP = 13, 10
 COLOURS = ("train", "held-out", "trained")
-"""Palette colours of up to three series."""
+"""Palette colors of up to three series."""
 
 
 @dataclass(frozen=True)
 class StackedBar:
-    """Bar of consecutive parts, each fainter than the previous one, with a text after it."""
+    """Bar of consecutive segments, each fainter than the previous segment, followed by a text."""
 
     parts: tuple[float, ...]
     text: str
 
 
 def page(title: str, about: str, body: Sequence[str]) -> str:
-    """Return a complete page of HTML sections; `title` and `about` are plain text."""
+    """Return a complete page with the HTML sections of `body`; `title` and `about` are plain text."""
     from thrifty.reporting.page_templates import template
 
     return template("simulation.html").render(title=title, about=about, sections="".join(body))
@@ -40,7 +40,7 @@ def figure(title: str, unit: str, svg: str, legend: str = "") -> str:
 
 
 def legend(series: Sequence[str]) -> str:
-    """Return a legend, or nothing for a single series."""
+    """Return a legend; empty for a single series."""
     if len(series) < 2:
         return ""
     keys = [
@@ -51,7 +51,9 @@ def legend(series: Sequence[str]) -> str:
 
 
 def bars(title: str, rows: Sequence[tuple[str, Mapping[str, StackedBar]]], series: Sequence[str]) -> str:
-    """Return an SVG with a group of horizontal bars per row, one bar per series on a common scale from 0."""
+    """Return an SVG with one group of horizontal bars per row. A group has one bar per series. All bars share a scale
+    from 0.
+    """
     longest = max((sum(bar.parts) for _, group in rows for bar in group.values()), default=0.0) or 1.0
     height = sum(len(group) * (BAR + 2) + GAP for _, group in rows)
     parts = [f'<svg viewBox="0 0 {WIDTH} {height}" role="img" aria-label="{escape(title)}" font-size="12">']
@@ -75,7 +77,7 @@ def bars(title: str, rows: Sequence[tuple[str, Mapping[str, StackedBar]]], serie
 
 
 def table(columns: Sequence[str], rows: Sequence[Sequence[str]], numbers: Collection[str]) -> str:
-    """Return an HTML table of texts; columns in `numbers` are right-aligned."""
+    """Return an HTML table of texts. Columns named in `numbers` are right-aligned."""
 
     def cells(kind: str, row: Sequence[str]) -> str:
         scope, number = ' scope="col"' if kind == "th" else "", ' class="number"'

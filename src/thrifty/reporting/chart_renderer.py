@@ -1,4 +1,4 @@
-"""Renderer of Vega-Lite charts: SVG, PNG, PDF, and the script for live pages. Requires the extra `charts`."""
+"""Renderer of Vega-Lite charts as SVG, PNG, PDF, and as a script for live pages. Requires the extra `charts`."""
 
 import functools
 from collections.abc import Mapping
@@ -13,7 +13,9 @@ INSTALL = "pip install 'thrifty[charts]'"
 
 
 def render_svg(spec: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """Return a chart as SVG; without the extra, an SVG with the install command, so that the rest of the page works."""
+    """Return a chart as SVG. Without the extra, return an SVG that shows the install command; the page remains
+    usable.
+    """
     try:
         convert = _converter()
     except UsageError:
@@ -23,20 +25,20 @@ def render_svg(spec: Mapping[str, Any], config: Mapping[str, Any]) -> str:
 
 
 def render_png(spec: Mapping[str, Any], config: Mapping[str, Any]) -> bytes:
-    """Return a chart as PNG. Raise UsageError without the extra."""
+    """Return a chart as PNG. Raises UsageError without the extra."""
     return _converter().vegalite_to_png(spec, vl_version=VEGA_LITE, config=config, scale=2, allowed_base_urls=[])
 
 
 def render_pdf(spec: Mapping[str, Any], config: Mapping[str, Any]) -> bytes:
-    """Return a chart as PDF. Raise UsageError without the extra."""
+    """Return a chart as PDF. Raises UsageError without the extra."""
     return _converter().vegalite_to_pdf(spec, vl_version=VEGA_LITE, config=config, allowed_base_urls=[])
 
 
 @functools.cache
 def vega_bundle() -> str:
-    """Return Vega, Vega-Lite and vega-embed as one self-contained script; the first call takes a second or two.
+    """Return Vega, Vega-Lite and vega-embed as one self-contained script. The first call takes one or two seconds.
 
-    Raise UsageError without the extra.
+    Raises UsageError without the extra.
     """
     return _converter().javascript_bundle(vl_version=VEGA_LITE).replace("</script", "<\\/script")
 

@@ -1,7 +1,7 @@
-"""Colours of pages and charts, for light and dark mode, and the Vega-Lite config made from them.
+"""Colors of pages and charts for light and dark mode, and their Vega-Lite config.
 
-Curves use the colours of Okabe and Ito (2008, Color Universal Design), which are distinguishable with any colour
-vision. Each mode has its own shades: contrast is at least 3:1 for curves and 4.5:1 for text (WCAG AA).
+Curves use the colors of Okabe and Ito (2008, Color Universal Design), which people with color blindness can
+distinguish. Each mode has its own shades. Contrast is at least 3:1 for curves and 4.5:1 for text (WCAG AA).
 """
 
 from collections.abc import Callable
@@ -42,12 +42,12 @@ FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-se
 
 
 def css_variable(name: str) -> str:
-    """Return a CSS variable, so that charts follow a change of colour scheme without being redrawn."""
+    """Return a CSS variable. Charts then follow a change of the color scheme without a redraw."""
     return f"var(--{name})"
 
 
 def chart_look(colour: Callable[[str], str], font: str = FONT) -> dict[str, Any]:
-    """Return a Vega-Lite `config`; `colour` maps a colour name to a value for the renderer."""
+    """Return a Vega-Lite `config`. `colour` maps a color name to a value that the renderer understands."""
     text = {"labelColor": colour("muted"), "titleColor": colour("muted"), "labelFontSize": 12, "titleFontSize": 12}
     plain = {"titleFontWeight": "normal", "labelFont": font, "titleFont": font}
     return {

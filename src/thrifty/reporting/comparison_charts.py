@@ -1,4 +1,4 @@
-"""Charts of a comparison as SVG with CSS colours: paired differences, and losses over time."""
+"""Charts of a comparison as SVG with CSS colors: paired differences, and losses over time."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -10,34 +10,38 @@ from thrifty.reporting.color_theme import chart_look, css_variable
 
 BASELINE = "baseline"
 SERIES = ("control", "train", "held-out", "trained", "bad")
-"""Palette colours, the baseline's first; further variants repeat them with dashes."""
+"""Palette colors. The first is for the baseline. After the last color, further variants repeat colors with dashed
+lines.
+"""
 DASHES = ([1, 0], [6, 3], [2, 2], [8, 2, 2, 2])
 Comparison = Mapping[str, Any]
 """Content of comparison.json."""
 
 
 def charts(data: Comparison) -> list[tuple[str, str, alt.LayerChart]]:
-    """Return title, text alternative and chart of each figure."""
+    """Return the title, text alternative and chart of each figure."""
     done = [entry for entry in data["runs"] if "seed" in entry and entry["status"] == "finished"]
     return [chart for chart in [_differences(data, done), _curves(data, done)] if chart is not None]
 
 
 def judged_of(data: Comparison) -> str:
-    """Return the held-out metric of the verdict: "loss" or the name of another metric."""
+    """Return the name of the held-out metric that the verdict uses, such as "loss"."""
     return data["definition"]["arms"][BASELINE].get("evaluation", {}).get("judge", "loss")
 
 
 def judged_value(measured: Mapping[str, Any], judged: str) -> float | None:
-    """Return this metric for a run, or for the means of a variant."""
+    """Return the metric `judged` of a run, or of the means of a variant."""
     return measured["held_out_loss"] if judged == "loss" else measured["measured"].get(judged)
 
 
 def found_difference(data: Comparison, label: str) -> Mapping[str, float | None] | None:
-    """Return the mean difference of a variant to the baseline with its interval ("low", "high"), if available."""
+    """Return a variant's mean difference from the baseline with the ends "low" and "high" of its interval; None if not
+    available.
+    """
     found = data["outcome"]["arms"][label].get("verdict", {}).get("found")
     if found is None or _is_lower_better(data):
         return found
-    ends = {"low": found["high"], "high": found["low"]}  # in a verdict lower is always better
+    ends = {"low": found["high"], "high": found["low"]}  # a verdict negates the metric if higher is better
     return {name: value and -value for name, value in {"mean": found["mean"], **ends}.items()}
 
 
@@ -100,7 +104,7 @@ def _curves(data: Comparison, done: Sequence[Mapping[str, Any]]) -> tuple[str, s
 
 
 def _scale(points: Sequence[Mapping[str, Any]], judged: str) -> alt.Scale:
-    """Return a scale that cuts off the steep beginning of a loss curve."""
+    """Return a y scale. For a loss, it cuts off the steep beginning of the curve."""
     losses = sorted(point["loss"] for point in points)
     most = {"domainMax": losses[int(0.9 * (len(losses) - 1))]} if judged == "loss" else {}
     return alt.Scale(zero=False, **most)
@@ -108,5 +112,5 @@ def _scale(points: Sequence[Mapping[str, Any]], judged: str) -> alt.Scale:
 
 def svg(chart: alt.LayerChart) -> str:
     spec = {key: part for key, part in chart.to_dict().items() if key != "$schema"}
-    look = chart_look(css_variable, font="sans-serif")  # a font that both sides know, so that labels get enough space
+    look = chart_look(css_variable, font="sans-serif")  # a font that renderer and browser both have, so that labels fit
     return render_svg({**spec, "background": None}, look)

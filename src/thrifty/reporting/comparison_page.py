@@ -1,5 +1,6 @@
-"""Page of a comparison from its comparison.json: one self-contained HTML file without scripts, with inline SVG
-charts."""
+"""Page of a comparison from its comparison.json: one self-contained HTML file with inline SVG charts and without
+scripts.
+"""
 
 import json
 import shlex
@@ -16,12 +17,12 @@ from thrifty.reporting.page_templates import template
 
 FACTS = ("cpu", "gpu", "cores", "device", "torch", "python", "thrifty", "platform", "started")
 UNEQUAL = 0.05
-"""Relative deviation from the equal budget above which the page prints a caution."""
+"""Relative deviation from the equal budget above which the page shows a caution."""
 OUTCOMES = {"better": "holds", "worse": "fails"}
 
 
 def write_comparison_page(folder: Path) -> Path:
-    """Write report.html next to comparison.json and return its path; works during the comparison too."""
+    """Write report.html next to comparison.json and return its path. Works also while the comparison runs."""
     data = rename_comparison(redact(json.loads((folder / "comparison.json").read_text(encoding="utf-8"))))
     page = folder / "report.html"
     AtomicFiles().swap_text(page, render(data))
@@ -29,7 +30,7 @@ def write_comparison_page(folder: Path) -> Path:
 
 
 def render(data: Comparison) -> str:
-    """Return the page as text; it is deterministic."""
+    """Return the page as text. The page is deterministic."""
     devices = sorted({entry["device"] for entry in data["runs"] if "device" in entry})
     facts = {**data["environment"], "device": ", ".join(devices)}
     return template("comparison.html").render(
@@ -64,7 +65,7 @@ def about(data: Comparison) -> str:
 
 
 def verdicts(data: Comparison) -> list[tuple[str, str, str]]:
-    """Return label, verdict and sentence of each variant."""
+    """Return the label, verdict and sentence of each variant."""
     outcomes = data.get("outcome", {}).get("arms", {})
     return [
         (label, variant["verdict"]["verdict"], variant["verdict"]["sentence"])
@@ -74,7 +75,7 @@ def verdicts(data: Comparison) -> list[tuple[str, str, str]]:
 
 
 def cautions(data: Comparison) -> list[str]:
-    """Return cautions that limit the verdicts."""
+    """Return cautions that restrict the meaning of the verdicts."""
     variants, protocol = data.get("outcome", {}).get("arms", {}), data["definition"]["terms"]
     equal = {"flops": "FLOPs", "time": "seconds", "tokens": _unit(data)}.get(protocol["equal"], protocol["equal"])
     warnings = [*data.get("cautions", [])]
@@ -84,20 +85,20 @@ def cautions(data: Comparison) -> list[str]:
         if variant.get("used") and abs(variant["used"] - 1) > UNEQUAL
     ]
     warnings += [
-        f"the FLOPs of {label} change over its run; they are counted for its last steps"
+        f"the FLOPs of {label} change over its run; only the FLOPs of its last steps are counted"
         for label, each in data.get("budgets", {}).items()
         if each["step"]["flops_vary"]
     ]
     machines = sorted({f"{entry['cpu']}, {entry['device']}" for entry in data["runs"] if "cpu" in entry})
     if len(machines) > 1:
-        warnings.append(f"its runs used different machines, so times are mixed: {'; '.join(machines)}")
+        warnings.append(f"runs used different machines, so times are mixed: {'; '.join(machines)}")
     if edge := [label for label, sweep in data.get("rates", {}).items() if sweep["at_edge"]]:
         warnings.append(f"the best learning rate was at the edge of the grid for: {', '.join(edge)}")
     return warnings
 
 
 def tables(data: Comparison) -> list[tuple[str, str, list[str], list[list[str]]]]:
-    """Return title, note, header and rows of every table; a table without rows has no data yet."""
+    """Return the title, note, header and rows of every table. A table without data has no rows."""
     return [_rungs(data), _used(data), _measured(data), _rates(data), _planned(data), _runs(data)]
 
 
@@ -134,7 +135,7 @@ def _rungs(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
 
 
 def _of(variants: Mapping[str, Any], label: str, value: Any) -> str:
-    """Return the ratio to the baseline in brackets; empty if one of the values is missing."""
+    """Return the ratio to the baseline in brackets; empty if the variant's or the baseline's value is missing."""
     if label == BASELINE:
         return ""
     try:
@@ -172,8 +173,8 @@ def _used(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
         for label, variant in variants.items()
     ]
     note = (
-        "Means over seeds of the resources that each variant used. Seconds are training steps only; with starts they "
-        "include compilation. Elapsed is from start to end, with evaluations and saving."
+        'Means over seeds of the resources that each variant used. Seconds are in training steps. "With starts" also '
+        "includes compilation. Elapsed time is from start to end, with evaluations and saving."
     )
     return "Resources used", note, head, rows
 
@@ -192,7 +193,7 @@ def _measured(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
     ]
     head = ["variant", "metric", "mean", "minus baseline"]
     judged = judged_of(data)
-    note = "No verdict is based on these." if judged == "loss" else f"The verdict is based on {judged} only."
+    note = "No verdict is based on these metrics." if judged == "loss" else f"The verdict is based on {judged} only."
     return "Additional metrics", note, head, rows
 
 
@@ -237,7 +238,7 @@ def _planned(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
         ]
         for label, each in data.get("budgets", {}).items()
     ]
-    note = "From pilot runs of a few alternating steps. Schedules decay to the end of each variant's own budget."
+    note = "From pilot runs of a few steps. Schedules decay until the end of each variant's own budget."
     return "Budgets", note, ["variant", "steps", "step time", f"{_unit(data)} per step", "FLOPs per step"], rows
 
 

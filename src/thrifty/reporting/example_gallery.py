@@ -1,4 +1,4 @@
-"""Cards of training examples: an image or a text with its score and label."""
+"""Cards of training examples. A card shows an image or a text with its score and label."""
 
 import re
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ from thrifty.reporting.run_tables import TextTable
 
 _PICTURE = re.compile(r"data:image/png;base64,[A-Za-z0-9+/=]+")
 LONGEST = 400
-"""Maximum number of characters shown of a text."""
+"""Maximum number of shown characters of a text."""
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class CardRow:
 
 
 def card(example: Mapping[str, Any], title: str = "", remarks: tuple[str, ...] = ()) -> ExampleCard:
-    """Make a card from an example in the form of `data.run_data.ExamplePreview`; an invalid image is dropped."""
+    """Return a card for an example in the form of `data.run_data.ExamplePreview`. An invalid image is omitted."""
     picture, text, file = (str(example.get(name) or "") for name in ("picture", "text", "file"))
     index = whole(number(example.get("number")))
     source = redact_text(file) if file else f"example {index}"
@@ -47,7 +47,7 @@ def card(example: Mapping[str, Any], title: str = "", remarks: tuple[str, ...] =
 
 
 def sentence(selection: Mapping[str, Any]) -> str:
-    """Return a sentence on the number of kept examples."""
+    """Return a sentence with the number of kept examples."""
     kept, total = (whole(number(selection.get(name))) for name in ("kept", "examples"))
     return (
         f"{kept} of {total} training examples are kept. If there are scores, each kind shows the examples with the "
@@ -56,7 +56,7 @@ def sentence(selection: Mapping[str, Any]) -> str:
 
 
 def kept_by_label(selection: Mapping[str, Any]) -> TextTable:
-    """Return a table of the training examples kept, by label."""
+    """Return a table with the number of kept training examples per label."""
     rows = []
     for row in selection.get("labels") or ():
         if isinstance(row, list) and len(row) == 3:
@@ -67,7 +67,7 @@ def kept_by_label(selection: Mapping[str, Any]) -> TextTable:
 
 
 def groups(selection: Mapping[str, Any]) -> list[tuple[str, list[ExampleCard]]]:
-    """Return the examples shown in the run's folder, grouped by selection."""
+    """Return the examples that the run's folder contains for display, grouped by selection."""
     shown = []
     for name, examples in mapping(selection.get("shown")).items():
         cards = [card(each, remarks=_scored(each)) for each in mappings(examples)]
@@ -77,13 +77,13 @@ def groups(selection: Mapping[str, Any]) -> list[tuple[str, list[ExampleCard]]]:
 
 
 def seen(pictures: Mapping[str, Any]) -> str:
-    """Return a sentence that describes the images of a run's predictions."""
+    """Return a sentence that describes the images of the model's predictions."""
     step, about = whole(number(pictures.get("step"))), redact_text(str(pictures.get("about") or ""))
     return f"{about} Held-out examples after step {step}.".strip()
 
 
 def rows(pictures: Mapping[str, Any]) -> list[CardRow]:
-    """Return the images of a run's predictions, one row per example."""
+    """Return the images of the model's predictions, one row per example."""
     shown = pictures.get("shown")
     rows = []
     for index, each in enumerate(shown if isinstance(shown, list) else (), start=1):

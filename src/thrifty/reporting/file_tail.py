@@ -1,19 +1,20 @@
-"""Reader of a file to which another process appends lines; each line is read once."""
+"""Reader of a file to which another process appends lines. Each line is read once."""
 
 import os
 import stat
 from pathlib import Path
 
 CHUNK = 4 << 20
-"""Maximum bytes of one read."""
+"""Maximum number of bytes per read."""
 _MARK = 256
 
 
 class FileTail:
-    """The complete lines of a growing file; an incomplete last line is read later.
+    """Reader of the complete lines of a growing file. An incomplete last line is read later.
 
-    A truncated or replaced file is read from its beginning; `restarts` counts these. One read takes at most `chunk`
-    bytes; longer lines are skipped and counted in `left_out`. An initial `offset` must be the beginning of a line.
+    If the file is truncated or replaced, reading restarts at its beginning; `restarts` counts these events. One read
+    takes at most `chunk` bytes. Longer lines are skipped and counted in `left_out`. An initial `offset` must be the
+    beginning of a line.
     """
 
     def __init__(self, file: Path, offset: int = 0, *, chunk: int = CHUNK):
@@ -22,11 +23,11 @@ class FileTail:
         self._mid_line = self._overlong = False
         self._identity: tuple[int, int] | None = None
         self._mark = b""
-        """First bytes of the file, because a new file may reuse the inode number of a removed one."""
+        """First bytes of the file. They detect a new file with the inode number of a removed file."""
 
     @property
     def size(self) -> int:
-        """Current size of the file in bytes; 0 if it is missing."""
+        """Current size of the file in bytes; 0 if there is no file."""
         try:
             status = self.file.stat()
         except OSError:
@@ -34,8 +35,8 @@ class FileTail:
         return status.st_size if stat.S_ISREG(status.st_mode) else 0
 
     def read(self) -> list[bytes]:
-        """Return the next complete lines without line ends; empty if there are none."""
-        if not self.file.is_file():  # a pipe or a device would never end
+        """Return the next complete lines without line ends; empty if there are no new lines."""
+        if not self.file.is_file():  # reading a pipe or a device would never end
             return []
         try:
             opened = self.file.open("rb")
@@ -56,7 +57,7 @@ class FileTail:
                     return lines
 
     def skip_to(self, offset: int) -> None:
-        """Skip to `offset`, and to the end of the line that contains it."""
+        """Skip to `offset`, and then to the end of the line that contains `offset`."""
         self.offset, self._mid_line = offset, offset > 0
 
     def _lines(self, content: bytes) -> list[bytes]:

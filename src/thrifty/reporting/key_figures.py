@@ -1,4 +1,4 @@
-"""Key figures of a run, its state, and a sentence on the learning outcome."""
+"""Key figures of a run, its state, and a sentence that compares the held-out loss with a simple reference."""
 
 import math
 from collections.abc import Mapping
@@ -13,9 +13,9 @@ from thrifty.reporting.run_state import KILLED
 
 @dataclass(frozen=True)
 class KeyFigures:
-    """Key figures. Memory is in bytes, time in seconds; None if the folder has no value yet.
+    """Key figures of a run. Memory is in bytes, time in seconds. A figure is None if the folder has no value yet.
 
-    Losses are in nats per token, or in the unit that `nats` names.
+    Losses are in nats per token, or in the unit that `nats` returns.
     """
 
     status: str
@@ -29,27 +29,27 @@ class KeyFigures:
     unigram_entropy: float | None
     bytes_per_token: float | None
     tokens_per_second: float | None
-    """Median over steps, like flops_per_second."""
+    """Median over steps. The same holds for flops_per_second."""
     flops_per_second: float | None
     peak_flops_per_second: float | None
-    """Measured peak of matrix multiplication on this machine."""
+    """Measured peak FLOP rate of matrix multiplication on this machine."""
     peak_memory: float | None
     process_memory: float | None
-    """Memory of the process before the model was built, in bytes (CPU only)."""
+    """Memory of the process in bytes before the model was built (only on a CPU)."""
     predicted_memory: float | None
     noise_scale: float | None
-    """Latest gradient noise scale, in examples; much larger batches gain little."""
+    """Latest gradient noise scale in examples. Much larger batches gain little."""
     batch: float | None
-    """Examples per step of the recipe."""
+    """Number of examples per step in the recipe."""
     measured: Mapping[str, float] = field(default_factory=dict)
-    """Latest held-out metrics besides the loss, such as the accuracy, as fractions."""
+    """Latest held-out metrics other than the loss, such as the accuracy as a fraction."""
     label_entropy: float | None = None
     """Entropy of the label frequencies in nats per image."""
     unit: str = "tokens"
-    """Unit of examples, such as tokens or images."""
+    """Unit in which examples are counted, such as tokens or images."""
     loss_in: str = "nats"
     budget_seconds: float | None = None
-    """Budget in seconds, if the recipe has one."""
+    """Budget in seconds; None if the recipe's budget is not in seconds."""
 
     @property
     def nats(self) -> str:
@@ -64,9 +64,9 @@ class KeyFigures:
 
     @property
     def memory_error(self) -> float | None:
-        """Relative error of the prediction, negative if too little memory was predicted.
+        """Relative error of the memory prediction. It is negative if the prediction is too low.
 
-        None on a CPU, where the growth of the process is measured but the size of tensors is predicted.
+        None on a CPU, where the prediction is the size of tensors, but the measurement is the growth of the process.
         """
         ratio = None if self.process_memory else _ratio(self.predicted_memory, self.peak_memory)
         return None if ratio is None else ratio - 1
@@ -76,12 +76,12 @@ class KeyFigures:
         return None if self.held_out_loss is None else math.exp(min(self.held_out_loss, 700.0))
 
     def bits_per_byte(self, loss: float | None) -> float | None:
-        """Convert nats per token to bits per byte of text, which does not depend on the tokenizer."""
+        """Convert nats per token to bits per byte of text. Bits per byte do not depend on the tokenizer."""
         return None if loss is None else _ratio(loss / math.log(2), self.bytes_per_token)
 
 
 def key_figures(record: RunRecord, curves: RunCurves | None = None) -> KeyFigures:
-    """Return the key figures of a run; if it was resumed past its summary, the records take precedence."""
+    """Return the key figures of a run. If the records continue after the summary, the records take precedence."""
     curves = curves or curves_of(record)
     summary, steps, evaluations = record.summary, curves.steps, curves.evaluations
     is_current = bool(summary) and record.last_step <= (number(summary.get("steps")) or 0)
@@ -118,9 +118,9 @@ def key_figures(record: RunRecord, curves: RunCurves | None = None) -> KeyFigure
 
 
 def verdict(key: KeyFigures) -> str:
-    """Return a sentence that compares the held-out loss with the unigram or label entropy.
+    """Return a sentence that compares the held-out loss with the unigram entropy or the label entropy.
 
-    A second sentence states the used budget in seconds of a finished run, or that the run was killed.
+    For a finished run, a second sentence states the used budget in seconds. For a killed run, it states how to resume.
     """
     used = ""
     if key.status == "finished" and key.budget_seconds and key.seconds is not None:
@@ -167,7 +167,7 @@ def _verdict_on_labels(key: KeyFigures) -> str:
 
 
 def batch_advice(key: KeyFigures) -> str | None:
-    """Return a sentence on the batch size above which larger batches gain little; None if not measured."""
+    """Return a sentence with the batch size above which larger batches gain little; None if not measured."""
     if key.noise_scale is None:
         return None
     batch = f" (this batch: {key.batch:,.0f})" if key.batch else ""

@@ -1,6 +1,6 @@
 """Notebook view of a run: HTML with embedded images, without scripts or external resources.
 
-Importing this module gives `RunRecord` its notebook representation.
+Importing this module adds the notebook view to `RunRecord`.
 """
 
 import base64
@@ -19,7 +19,7 @@ PICTURES = ("loss", "memory")
 
 
 def run_html(record: RunRecord) -> str:
-    """Return HTML of a run's current verdict, loss, memory and key numbers."""
+    """Return HTML with a run's current verdict, loss, memory and key numbers."""
     key = key_figures(record)
     charts = [figure for figure in figures(record, key) if figure.id in PICTURES]
     addresses = ["data:image/png;base64," + base64.b64encode(picture(figure)).decode() for figure in charts]
@@ -31,7 +31,7 @@ def run_html(record: RunRecord) -> str:
 def piece(
     title: str, sentences: Sequence[str], tables: Sequence[TextTable], pictures: Sequence[tuple[str, str]] = ()
 ) -> str:
-    """Return HTML for a notebook; `pictures` are data URLs with their text alternatives."""
+    """Return HTML for a notebook. `pictures` are pairs of a data URL and a text alternative."""
     return template("notebook.html").render(title=title, sentences=sentences, tables=tables, pictures=pictures)
 
 

@@ -1,4 +1,4 @@
-"""Formats of numbers for readers; values are in SI base units."""
+"""Number formats for readers. Values are in SI base units."""
 
 import math
 
@@ -7,7 +7,7 @@ MISSING = "–"
 
 
 def scaled(value: float | None, unit: str = "", digits: int = 3) -> str:
-    """Format a value with an SI prefix: 1234567.0, "B" -> "1.23 MB"."""
+    """Return a value with an SI prefix: 1234567.0, "B" -> "1.23 MB"."""
     if value is None:
         return MISSING
     size, prefix = prefix_for(value)
@@ -15,12 +15,12 @@ def scaled(value: float | None, unit: str = "", digits: int = 3) -> str:
 
 
 def prefix_for(value: float) -> tuple[float, str]:
-    """Return the SI prefix that leaves one to three digits before the point, and its factor."""
+    """Return the factor and the SI prefix that leave one to three digits before the decimal point."""
     return next(((size, prefix) for size, prefix in _STEPS if abs(value) >= 0.9995 * size), (1.0, ""))
 
 
 def significant(value: float | None, digits: int = 3) -> str:
-    """Format a value to significant digits, without an exponent unless it is below 0.001."""
+    """Return a value with significant digits. Values below 0.001 have an exponent."""
     if value is None:
         return MISSING
     if value and abs(value) < 1e-3:
@@ -40,7 +40,7 @@ def percent(share: float | None, digits: int = 1) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Format a duration: 0.81 -> "0.81 s", 161 -> "2 min 41 s", 9000 -> "2 h 30 min"."""
+    """Return a duration as text: 0.81 -> "0.81 s", 161 -> "2 min 41 s", 9000 -> "2 h 30 min"."""
     if seconds is None:
         return MISSING
     if seconds < 59.95:

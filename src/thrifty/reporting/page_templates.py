@@ -1,4 +1,4 @@
-"""Templates of pages: inserted values are escaped, and an unknown name is an error."""
+"""Templates of pages. Inserted values are escaped, and an unknown name raises an error."""
 
 import functools
 from importlib import resources
@@ -12,9 +12,11 @@ POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri
 
 
 def environment(*packages: str) -> jinja2.Environment:
-    """Return an environment over the `assets` folders of these packages and of reports; the first match wins.
+    """Return a template environment over the `assets` folders of `packages` and of this package. The first match is
+    used.
 
-    Its globals are those of `page.html`: both palettes, the style, and the policy of a page without scripts.
+    The globals of the environment are required by `page.html`: both palettes, the style, and the policy of a page
+    without scripts.
     """
     loader = jinja2.ChoiceLoader(
         [jinja2.PackageLoader(package, "assets") for package in (*packages, "thrifty.reporting")]

@@ -1,4 +1,4 @@
-"""Results of the public functions: tables in a terminal, HTML in a notebook, plain data for a script."""
+"""Results of public functions: tables in a terminal, HTML in a notebook, and plain data in a script."""
 
 import io
 import sys
@@ -12,15 +12,15 @@ from rich.table import Table
 from rich.text import Text
 
 WIDTH = 160
-"""Line width in characters without a terminal: enough for tables."""
+"""Line width in characters if there is no terminal. Tables fit this width."""
 HTML = '<pre style="white-space: pre; overflow-x: auto">{code}</pre>'
 
 
 class PrintedResult:
-    """A result that prints as text and tables, and converts to plain data."""
+    """Result that prints as text and tables, and converts to plain data."""
 
     exit_code = 0
-    """Exit code of the command that returns it."""
+    """Exit code of the command that returns this result."""
 
     def __rich__(self) -> RenderableType:
         raise NotImplementedError
@@ -45,7 +45,7 @@ class PrintedResult:
 
 @dataclass(frozen=True, repr=False)
 class ResultTable(PrintedResult):
-    """A table of texts."""
+    """Table of texts."""
 
     head: Sequence[str]
     rows: Sequence[Sequence[str]]
@@ -68,7 +68,7 @@ def open_table(*columns: str) -> Table:
 
 
 def number_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """Return a table with a left-aligned first column and right-aligned other columns."""
+    """Return a table. The first column is left-aligned; all other columns are right-aligned."""
     table = open_table()
     for index, column in enumerate(head):
         table.add_column(column, justify="right" if index else "left", no_wrap=True)
@@ -78,11 +78,11 @@ def number_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
 
 def lines(*parts: RenderableType) -> Group:
-    """Stack texts and tables vertically; texts are printed without markup."""
+    """Stack texts and tables vertically. Texts are printed without markup."""
     return Group(*(Text(part) if isinstance(part, str) else part for part in parts))
 
 
 def print_to_terminal(result: PrintedResult) -> None:
-    """Print a result in the terminal's colours and width, or at a width for tables if there is no terminal."""
+    """Print a result in the colors and width of the terminal. Without a terminal, the width is `WIDTH`."""
     width = None if sys.stdout.isatty() else WIDTH
     Console(highlight=False, width=width).print(result, soft_wrap=True)

@@ -1,6 +1,6 @@
-"""Charts of a run's records: Vega-Lite with named data, so that a live page updates the data without redrawing.
+"""Charts of a run's records as Vega-Lite with named data. A live page can update the data without a redraw.
 
-`color_theme.chart_look` adds the colours.
+`color_theme.chart_look` adds the colors.
 """
 
 import functools
@@ -19,23 +19,23 @@ from thrifty.reporting.run_tables import CHART_ROWS, TextTable, curve_table
 
 Rows = list[dict[str, Any]]
 EACH_POINTS, LINE_POINTS = 600, 300
-"""Maximum number of points of a curve: per-step values, and the line over them."""
+"""Maximum number of points of per-step values, and of the smoothed line."""
 CHANGE_LINES, NAMED_CHANGES = 60, 4
 SMOOTHED_FROM = 40
-"""Minimum number of points for smoothing; shorter curves are drawn unchanged."""
+"""Minimum number of points for smoothing. Shorter curves are drawn unchanged."""
 SERIES = {
     "each": "each step",
     "smoothed": "smoothed",
     "held_out": "held-out",
     "trained": "held-out, weights in training",
 }
-"""Series by data name, in the order of the palette's category colours."""
+"""Series names by data name, in the order of the palette's category colors."""
 NO_CURVE = Curve(np.empty(0, np.int64), np.empty(0))
 
 
 @dataclass(frozen=True)
 class ChartFigure:
-    """A chart with its title, text alternative and table. `data` (rows by name) changes every step, `spec` rarely."""
+    """Chart with title, text alternative and table. `data` (rows by name) changes at every step, `spec` rarely."""
 
     id: str
     title: str
@@ -48,7 +48,7 @@ class ChartFigure:
 
     @property
     def whole(self) -> dict[str, Any]:
-        """Complete Vega-Lite chart with its data."""
+        """Complete Vega-Lite chart, including its data."""
         return {**self.spec, "datasets": self.data}
 
 
@@ -66,7 +66,7 @@ class ChartTheme:
 
 @dataclass(frozen=True)
 class _Plot:
-    """Curves of one quantity, drawn in one chart."""
+    """Curves of one quantity in one chart."""
 
     id: str
     title: str
@@ -75,7 +75,7 @@ class _Plot:
     look: ChartTheme = field(default_factory=ChartTheme)
     held_out: Curve = NO_CURVE
     trained: Curve = NO_CURVE
-    """Held-out losses of the weights in training, if an average of them is evaluated."""
+    """Held-out losses of the weights in training. They exist only if averaged weights are evaluated."""
     references: Sequence[tuple[float, str]] = ()
     changes: Sequence[Mapping[str, Any]] = ()
     remark: str = ""
@@ -83,7 +83,7 @@ class _Plot:
 
 
 def figures(record: RunRecord, key: KeyFigures, curves: RunCurves | None = None) -> list[ChartFigure]:
-    """Return the charts with records, most important first; `curves` defaults to those of the record."""
+    """Return all charts with data, most important first. By default, `curves` are the curves of the record."""
     curves = curves or curves_of(record)
     steps, evaluations = curves.steps, curves.evaluations
     metrics = [name for name in key.measured if name in evaluations.columns]
@@ -116,9 +116,9 @@ def _loss(curve: Curve, evaluations: StepColumns, record: RunRecord, key: KeyFig
 
 
 def _memory(curve: Curve, key: KeyFigures) -> _Plot:
-    """Return the memory plot with the predicted and the measured peak, or the highest value so far.
+    """Return the memory plot with the predicted peak, and the measured peak or the highest value so far.
 
-    On a CPU the measurement is the growth of the process, which exceeds the predicted tensors.
+    On a CPU, the measurement is the growth of the process, which is larger than the predicted tensors.
     """
     highest = float(curve.values.max()) if len(curve) else None
     measured = ("measured peak", key.peak_memory) if key.peak_memory is not None else ("highest so far", highest)
@@ -136,7 +136,7 @@ def _throughput(curve: Curve, key: KeyFigures) -> _Plot:
 
 
 def _gradient_norm(curve: Curve) -> _Plot:
-    """Return the plot of gradient norms, with a logarithmic scale if one is far above the others."""
+    """Return the plot of gradient norms. The scale is logarithmic if one norm is far above the others."""
     values = curve.values
     spiky = len(values) > 0 and values.min() > 0 and values.max() > 20 * np.median(values)
     unit, scale = ("logarithmic scale", "log") if spiky else ("", "linear")
@@ -175,7 +175,7 @@ def _figure(plot: _Plot) -> ChartFigure:
 
 
 def _summary(plot: _Plot, thinned: Sequence[CurvePoint]) -> str:
-    """Return the text alternative of a curve: its ends, its extremes, and the reference lines."""
+    """Return the text alternative of a curve: first and last value, extremes, and reference lines."""
     sentences = [f"{plot.title} has no values yet."]
     if thinned:
         low, high = min(point.value for point in thinned), max(point.value for point in thinned)
@@ -192,7 +192,9 @@ def _summary(plot: _Plot, thinned: Sequence[CurvePoint]) -> str:
 
 @functools.cache
 def specification(look: ChartTheme, names: tuple[str, ...]) -> dict[str, Any]:
-    """Return the Vega-Lite spec of a chart without its data; it omits empty series, about which Vega warns."""
+    """Return the Vega-Lite spec of a chart without its data. Empty series are omitted, because Vega warns about
+    them.
+    """
     shown = [series for name, series in SERIES.items() if name in names]
     legend = alt.Legend(values=shown, title=None, orient="top") if len(shown) > 1 else None
     colour = alt.Color("series:N", scale=alt.Scale(domain=list(SERIES.values())), legend=legend)
@@ -217,11 +219,11 @@ def specification(look: ChartTheme, names: tuple[str, ...]) -> dict[str, Any]:
     }
     drawn = [layer for name, each in layers.items() if name in names for layer in each]
     spec = alt.layer(*drawn).properties(width="container", height=look.height).to_dict(validate=False)
-    return {name: part for name, part in spec.items() if name != "$schema"}  # a URL that nothing reads here
+    return {name: part for name, part in spec.items() if name != "$schema"}  # the schema URL is not needed
 
 
 def _hover_points(chart: alt.Chart) -> alt.Chart:
-    """Add points that show a tooltip on hover."""
+    """Add points that show a tooltip when the pointer hovers over them."""
     nearest = alt.selection_point(nearest=True, on="pointerover", clear="pointerout", fields=["step"], empty=False)
     return (
         chart.mark_circle(style="hover", aria=False)
@@ -240,7 +242,7 @@ def _evaluations(chart: alt.Chart, series: str) -> alt.Chart:
 
 
 def _reference(chart: alt.Chart, below: bool) -> list[alt.Chart]:
-    """Return dashed lines across the chart, with their names at the right end, above or below the line."""
+    """Return dashed lines across the chart. Their names are at the right end, above or below the line."""
     lines = chart.encode(y="value:Q")
     rule = lines.mark_rule(style="reference", aria=False)
     end = lines.encode(x=alt.value("width"), text="label:N")

@@ -1,6 +1,6 @@
-"""Curves of a run: one value per step, thinned or smoothed for charts and tables without hiding spikes.
+"""Curves of a run with one value per step. For charts and tables, they are thinned or smoothed without hiding spikes.
 
-A curve grows with the run without rereading; a hundred thousand steps take milliseconds.
+A growing curve is extended without rereading. A hundred thousand steps take milliseconds.
 """
 
 from array import array
@@ -21,7 +21,7 @@ STEP_FIELDS = (
     "seconds", NOTED,
 )  # fmt: skip
 MEASURES = 64
-"""Maximum number of evaluation columns: losses and other metrics."""
+"""Maximum number of evaluation columns for losses and other metrics."""
 
 
 class CurvePoint(NamedTuple):
@@ -31,7 +31,7 @@ class CurvePoint(NamedTuple):
 
 @dataclass(frozen=True)
 class CurveSpan:
-    """A range of steps with the mean and the extremes of the curve."""
+    """Range of steps, with the mean and the extremes of the curve in that range."""
 
     first: int
     last: int
@@ -41,14 +41,14 @@ class CurveSpan:
 
 
 class StepColumns:
-    """Columns of values by step. If a step occurs twice, as after a resume, the later record counts."""
+    """Columns of values by step. If a step is recorded twice, for example after a resume, the later record counts."""
 
     def __init__(self, fields: Sequence[str]):
         self.steps = array("q")
         self.columns = {field: array("d") for field in fields}
 
     def put(self, step: int, record: Mapping[str, Any]) -> None:
-        """Add the fields of one record; a missing or non-finite value is a gap."""
+        """Add the fields of one record. A missing or non-finite value is a gap."""
         steps = self.steps
         is_next = not steps or step > steps[-1]
         index = len(steps) if is_next else bisect_left(steps, step)
@@ -63,25 +63,25 @@ class StepColumns:
                 column.insert(index, np.nan if value is None else value)
 
     def add(self, field: str) -> None:
-        """Add a column that contains only gaps so far."""
+        """Add a column of gaps."""
         self.columns[field] = array("d", [np.nan]) * len(self.steps)
 
     def curve(self, field: str) -> "Curve":
-        """Return a copy of the points of a field, without gaps."""
-        # copies, because an array with an exported buffer cannot grow
+        """Return a copy of all points of a field without gaps."""
+        # copy, because an array with an exported buffer cannot grow
         steps, values = np.array(self.steps, np.int64), np.array(self.columns[field], np.float64)
         is_finite = np.isfinite(values)
         return Curve(steps[is_finite], values[is_finite])
 
 
 class RunCurves:
-    """All curves of a run, over its steps and its evaluations."""
+    """All curves of a run, from its steps and evaluations."""
 
     def __init__(self) -> None:
         self.steps, self.evaluations = StepColumns(STEP_FIELDS), StepColumns(["loss", "trained_loss"])
 
     def put(self, record: Mapping[str, Any]) -> None:
-        """Add a record of a step or of an evaluation."""
+        """Add the record of a step or of an evaluation."""
         step = int(record["step"])
         if record["kind"] == "step":
             noted = mapping(record.get("notes")).get(NOTED)
@@ -95,7 +95,7 @@ class RunCurves:
 
 
 def curves_of(record: RunRecord) -> RunCurves:
-    """Return the curves of a completely read run."""
+    """Return the curves of a run that was read completely."""
     curves = RunCurves()
     for each in (*record.steps, *record.evaluations):
         curves.put(each)
@@ -103,7 +103,7 @@ def curves_of(record: RunRecord) -> RunCurves:
 
 
 class Curve:
-    """One field: `steps` (n,) ascending, `values` (n,) finite."""
+    """Curve of one field: ascending steps (n,) and finite values (n,)."""
 
     def __init__(self, steps: NDArray[np.int64], values: NDArray[np.float64]):
         self.steps, self.values = steps, values
@@ -112,9 +112,9 @@ class Curve:
         return len(self.steps)
 
     def thin(self, limit: int) -> list[CurvePoint]:
-        """Return at most `limit` points, with both ends and the extremes of every stretch.
+        """Return at most `limit` points, including both ends of the curve and the extremes of every stretch.
 
-        limit: at least 4.
+        `limit` must be at least 4.
         """
         if len(self) <= limit:
             return self.points
@@ -125,15 +125,16 @@ class Curve:
         return self._points(sorted(selected))
 
     def smooth(self, limit: int, share: float = 1 / 60) -> list[CurvePoint]:
-        """Return `limit` evenly spaced points of a centred moving mean over about twice `share` of the run.
+        """Return `limit` evenly spaced points of a centered moving mean. The window is about twice the fraction `share`
+        of the run.
 
-        A centred mean has no lag; an exponential average would show the loss falling too late.
+        A centered mean has no lag. An exponential average would show a falling loss too late.
         """
         indices = np.unique(np.linspace(0, len(self) - 1, min(limit, len(self))).round().astype(np.int64))
         reach, smoothed = int(len(self) * share), []
         for index in indices:
             half = min(reach, index)  # the window shrinks towards the steep beginning
-            # a direct sum: after one huge value, differences of running sums are only rounding errors
+            # a direct sum, because differences of running sums are only rounding errors after one huge value
             mean = self.values[index - half : index + half + 1].mean()
             smoothed.append(CurvePoint(int(self.steps[index]), float(mean)))
         return smoothed
@@ -151,7 +152,7 @@ class Curve:
         return float(np.median(self.values)) if len(self) else None
 
     def spans(self, limit: int) -> list[CurveSpan]:
-        """Return the curve as at most `limit` stretches with equally many points."""
+        """Return the curve as at most `limit` stretches with equal numbers of points."""
         spans = []
         for first, end in _stretches(len(self), min(limit, len(self))):
             stretch = self.values[first:end]

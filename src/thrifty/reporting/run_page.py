@@ -30,7 +30,7 @@ SECTIONS = [
 def write_report(folder: Path) -> Path:
     """Write report.html and plots/*.png into a run folder and return the path of the page.
 
-    Works during the run and with missing files. Raise `UsageError` if `folder` is not a run folder, or contains a
+    Works also during the run and with missing files. Raises UsageError if `folder` is not a run folder, or contains a
     symbolic link.
     """
     return write_page(read_run(folder))
@@ -48,7 +48,7 @@ def write_page(record: RunRecord) -> Path:
 
 
 def render(record: RunRecord, charts: Sequence[ChartFigure]) -> str:
-    """Return the page as text; it is deterministic."""
+    """Return the page as text. The page is deterministic."""
     key = key_figures(record)
     vega, script = vega_bundle(), script_of_reports()
     predictions = example_gallery.rows(record.pictures)
@@ -105,7 +105,7 @@ def _charts_json(charts: Sequence[ChartFigure]) -> str:
 
 
 def scripts_policy() -> str:
-    """Return the content security policy that allows exactly the scripts of reports, whoever wrote the page."""
+    """Return a content security policy that allows only the scripts of reports, for pages of any origin."""
     return _policy([vega_bundle(), script_of_reports()])
 
 
@@ -114,7 +114,9 @@ def script_of_reports() -> str:
 
 
 def _policy(scripts: Sequence[str]) -> str:
-    """Return a policy that allows these scripts only and no requests, even if text of a run escapes the escaping."""
+    """Return a policy that allows only `scripts`, and no requests. It protects the page even if text of a run is not
+    escaped correctly.
+    """
     digests = [base64.b64encode(hashlib.sha256(script.encode()).digest()).decode() for script in scripts]
     allowed = " ".join(f"'sha256-{digest}'" for digest in digests)
     sources = f"script-src {allowed}; style-src 'unsafe-inline'; img-src data:"

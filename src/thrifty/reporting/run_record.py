@@ -1,4 +1,4 @@
-"""Reader of a run folder: all data of the report as one value, with secrets redacted."""
+"""Reader of a run folder. It returns all data of the report as one object, with secrets redacted."""
 
 import json
 import math
@@ -17,15 +17,15 @@ from thrifty.reporting.run_state import RunState, run_state
 
 EVENTS = ("change", "checkpoint", "notice")
 RUN_FILES = ("recipe.toml", "records.jsonl", "checkpoints/LATEST")
-"""Files that identify a run folder; one of them suffices."""
+"""Files that identify a run folder. One of them is sufficient."""
 LARGEST = 64 << 20
 LARGEST_STEP = 2**53
-"""Maximum bytes of a file other than the records, and maximum step."""
+"""Maximum number of bytes of a file other than the records, and maximum step."""
 
 
 @dataclass(frozen=True)
 class RunRecord:
-    """Content of a run folder. Missing files are empty; unreadable ones are also listed in `damage`."""
+    """Content of a run folder. Missing and unreadable files are empty; `damage` lists unreadable files."""
 
     folder: Path
     recipe_text: str
@@ -37,13 +37,13 @@ class RunRecord:
     steps: tuple[Mapping[str, Any], ...]
     evaluations: tuple[Mapping[str, Any], ...]
     events: tuple[Mapping[str, Any], ...]
-    """Changes, checkpoints and notices by step."""
+    """Changes, checkpoints and notices, ordered by step."""
     damage: tuple[str, ...]
-    """Sentences about unreadable files."""
+    """Sentences that describe unreadable files."""
     selection: Mapping[str, Any] = field(default_factory=dict)
-    """Selected examples of a pruned run, for `example_gallery.py`. Not redacted yet, since images are text."""
+    """Selected examples of a pruned run, for `example_gallery.py`. They are not redacted, because images are text."""
     pictures: Mapping[str, Any] = field(default_factory=dict)
-    """Images of a model's predictions, not redacted either."""
+    """Images of the model's predictions. They are also not redacted."""
     state: RunState = field(default_factory=RunState)
 
     @property
@@ -56,9 +56,9 @@ class RunRecord:
 
 
 def find_run(run: str | Path) -> Path:
-    """Return the folder of a run, given as a path or as a name under ./runs.
+    """Return the folder of a run from a path, or from a name in ./runs.
 
-    Raise `UsageError` if there is no such run folder.
+    Raises UsageError if there is no such run folder.
     """
     candidates = [Path(run), Path("runs") / run]
     for folder in candidates:
@@ -68,7 +68,7 @@ def find_run(run: str | Path) -> Path:
     if existing is not None:
         raise UsageError(
             f"{existing} is not a run folder: it has none of {', '.join(RUN_FILES)}",
-            fix="choose a folder that `thrifty train` made, such as runs/NAME",
+            fix="choose a folder that `thrifty train` created, such as runs/NAME",
         )
     names = [folder.name for folder in Path("runs").glob("*") if is_run_folder(folder)]
     raise UsageError(
@@ -82,9 +82,9 @@ def is_run_folder(folder: Path) -> bool:
 
 
 def read_run(folder: Path, records: Sequence[Mapping[str, Any]] | None = None) -> RunRecord:
-    """Read a run folder. Raise `UsageError` if `folder` is not one.
+    """Read a run folder. Raises UsageError if `folder` is not a run folder.
 
-    `records` replace the content of records.jsonl if the caller has read it already.
+    If the caller has already read the records, `records` replace the content of records.jsonl.
     """
     folder = find_run(str(folder)).resolve()
     damage: list[str] = []
@@ -113,7 +113,7 @@ def read_run(folder: Path, records: Sequence[Mapping[str, Any]] | None = None) -
 
 
 def mapping(value: Any) -> Mapping[str, Any]:
-    """Return a JSON object, or an empty one for any other value."""
+    """Return a JSON object; an empty object for any other value."""
     return value if isinstance(value, Mapping) else {}
 
 
@@ -123,7 +123,7 @@ def mappings(value: Any) -> list[Mapping[str, Any]]:
 
 
 def number(value: Any) -> float | None:
-    """Return a finite number, or None for any other value: a skipped step has no finite loss."""
+    """Return a finite number; None for any other value, for example the loss of a skipped step."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
     try:
@@ -168,7 +168,7 @@ def _read_object(path: Path, damage: list[str]) -> dict[str, Any]:
 
 
 def _read_records(path: Path, damage: list[str]) -> list[dict[str, Any]]:
-    """Return the records by step; of several with equal kind and step, the last one."""
+    """Return the records by step. If several records have the same kind and step, return the last one."""
     latest: dict[tuple[str, float, str, str], dict[str, Any]] = {}
     unreadable: list[int] = []
     lines = path.read_bytes().split(b"\n") if path.is_file() else []
@@ -188,7 +188,7 @@ def _read_records(path: Path, damage: list[str]) -> list[dict[str, Any]]:
 
 
 def parse_record(line: bytes) -> dict[str, Any] | None:
-    """Parse one line of records.jsonl; None if it is no record."""
+    """Parse one line of records.jsonl; return None if the line is not a record."""
     try:
         record = json.loads(line)
     except (ValueError, RecursionError):

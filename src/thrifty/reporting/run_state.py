@@ -10,21 +10,21 @@ from thrifty.machine.lock_owner import lock_owner
 
 RUNNING, FINISHED, WAITING, KILLED = "running", "finished", "not started", "killed"
 REASONS = {"interrupted": "by a signal", "stopped": "by an error"}
-"""Statuses of a run that recorded its early end."""
+"""Reasons for an early end, by recorded status."""
 
 
 @dataclass(frozen=True)
 class RunState:
     name: str = WAITING
-    """State: running, finished, interrupted, stopped, killed or not started."""
+    """Name of the state: running, finished, interrupted, stopped, killed or not started."""
     reason: str = ""
 
 
 def run_state(folder: Path, summary: Mapping[str, Any], step: float) -> RunState:
     """Return the state of a run whose last recorded step is `step`.
 
-    A killed process leaves an old summary. A run without a lock owner is therefore killed if its summary is "running",
-    or "finished" with fewer steps than recorded.
+    A killed process leaves an old summary. A run without a lock owner was therefore killed in two cases: if its summary
+    is "running", or if its summary is "finished" with fewer steps than recorded.
     """
     if owner := lock_owner(folder / "lock"):
         return RunState(RUNNING, f"process {owner['pid']} on {redact_text(owner['host'])}")
@@ -34,4 +34,4 @@ def run_state(folder: Path, summary: Mapping[str, Any], step: float) -> RunState
     is_past_summary = step > (steps if isinstance(steps, int | float) else 0)
     if status in REASONS or (status == FINISHED and not is_past_summary):
         return RunState(status, REASONS.get(status, ""))
-    return RunState(KILLED, "its process ended without writing a status")
+    return RunState(KILLED, "the process ended without writing a status")

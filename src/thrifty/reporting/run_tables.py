@@ -1,4 +1,4 @@
-"""Tables of the report: records as rows of plain text."""
+"""Tables of the report. They convert records to rows of plain text."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ class TextTable:
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]
     numeric: frozenset[int] = frozenset()
-    """Indices of right-aligned number columns."""
+    """Indices of number columns, which are right-aligned."""
     note: str = ""
 
 
 def tiles(key: KeyFigures) -> list[tuple[str, str, str]]:
-    """Return label, value and remark of each key figure."""
+    """Return the label, value and remark of each key figure."""
     best = f"best {significant(key.best_held_out_loss)}" if key.best_held_out_loss is not None else "none measured yet"
     peak = f"of {scaled(key.peak_flops_per_second, 'FLOP/s')} measured"
     bits = key.bits_per_byte(key.held_out_loss)
@@ -67,7 +67,7 @@ def techniques(record: RunRecord, key: KeyFigures) -> TextTable:
 
 
 def predicted_parts(record: RunRecord) -> TextTable:
-    """Return the predicted memory by part."""
+    """Return the predicted memory of each part."""
     parts = [(part, number(mapping(record.explanation.get("footprint")).get(part))) for part in COMPONENTS]
     rows = [(part, scaled(size, "B")) for part, size in parts if size is not None]
     note = "All gradients exist only after the activations are freed, so the peak is below the sum."
@@ -159,7 +159,7 @@ def _last_within(points: Sequence[CurvePoint], first: int, last: int) -> str:
 
 
 def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yield dotted paths and values of a recipe; list entries are numbered from 0."""
+    """Yield the dotted path and the value of each setting in a recipe. List items are numbered from 0."""
     if isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _leaves(inner, f"{path}.{key}" if path else str(key))

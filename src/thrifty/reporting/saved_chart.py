@@ -14,7 +14,7 @@ FORMATS = (".svg", ".png", ".pdf")
 
 
 class SavedChart:
-    """A Vega-Lite chart that can be saved and shown in a notebook."""
+    """Vega-Lite chart that can be saved, and shown in a notebook."""
 
     def __init__(self, spec: Mapping[str, Any]):
         colours = re.sub(r"var\(--([\w-]+)\)", lambda match: LIGHT[match[1]], json.dumps(spec))
@@ -22,11 +22,13 @@ class SavedChart:
         self.look = chart_look(LIGHT.__getitem__, font="sans-serif")
 
     def save(self, file: str | Path) -> Path:
-        """Write the chart as .svg, .png or .pdf. Raise UsageError for another suffix, or without the extra `charts`."""
+        """Write the chart as .svg, .png or .pdf. Raises UsageError for any other suffix, or without the extra
+        `charts`.
+        """
         path = Path(file)
         if path.suffix not in FORMATS:
             raise UsageError(
-                f"{str(path)!r} ends in none of {', '.join(FORMATS)}", fix=f"name it {path.with_suffix('.pdf')}"
+                f"{str(path)!r} does not end in {' or '.join(FORMATS)}", fix=f"use {path.with_suffix('.pdf')}"
             )
         if path.suffix == ".svg":
             path.write_text(self._repr_svg_(), encoding="utf-8")

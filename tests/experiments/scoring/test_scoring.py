@@ -43,7 +43,7 @@ def scored(recipe: Recipe, folder: Path, by: str = "el2n", name: str = "scores",
 
 
 def sight_of(recipe: Recipe, few: int = 0) -> ScoringContext:
-    """Return the recipe's model after some steps, with the recipe's examples or the first few of them."""
+    """Return the recipe's model after some steps, with all examples of the recipe or the first `few`."""
     prepared = prepare_run(recipe, quiet=True)
     state = prepared.run.start()
     advance(prepared.run, state, 3)
@@ -89,7 +89,7 @@ def test_el2n_loss_and_margin_match_their_formulas(tmp_path: Path) -> None:
     assert (el2n >= 0).all() and (el2n <= math.sqrt(2)).all()
 
 
-@pytest.mark.parametrize("kind", ["images", "text", "masked text", "computed in ways of their own"])
+@pytest.mark.parametrize("kind", ["images", "text", "masked text", "custom backward passes"])
 def test_grand_is_the_norm_of_single_backward_passes(kind: str, tmp_path: Path) -> None:
     if kind == "images":
         recipe = digits()
@@ -234,7 +234,7 @@ def test_prototypes_with_embedding_model_and_with_own_runs(tmp_path: Path) -> No
     assert named.facts.steps == 0 and named.facts.model.endswith("embedder") and named.guesses is None
     assert (named.scores >= 0).all() and (named.scores <= 2).all() and len(named.scores.unique()) > 1000
     own = scored(recipe, tmp_path, "prototype", "own", runs=1, steps=STEPS)
-    torch.testing.assert_close(own.scores, named.scores, rtol=1e-3, atol=1e-4)  # the same seed yields the same run
+    torch.testing.assert_close(own.scores, named.scores, rtol=1e-3, atol=1e-4)  # equal seeds yield equal runs
     model, _ = load_trained_model(tmp_path / "runs" / "embedder")
     ends = prepare_run(recipe, quiet=True).data.ends
     assert isinstance(ends, ImageModelSpec)

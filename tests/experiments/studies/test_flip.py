@@ -9,7 +9,7 @@ from thrifty.experiments.study import Cells
 
 
 def cells(*recalls: float, work: tuple[int, ...] = (100, 300)) -> Cells:
-    """Return cells with the same percentages at each budget, in the order of the variants."""
+    """Return cells with the same recalls at each budget, in the order of the variants."""
     return {
         label_of(way, steps): {"recall_10": recall, "chance_10": 0.5}
         for steps in work

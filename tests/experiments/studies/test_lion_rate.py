@@ -27,7 +27,7 @@ def test_the_minimum_of_a_parabola_is_found(optimizer: lion_rate.Optimizer, plac
 
 
 @pytest.mark.parametrize("losses", [[1.0, 2.0, 3.0], [3.0, 2.0, 1.0], [2.0, 1.0, math.inf]])
-def test_the_best_grid_rate_is_used_without_finite_neighbours(losses: list[float]) -> None:
+def test_the_best_grid_rate_is_used_without_finite_neighbors(losses: list[float]) -> None:
     rate, loss = lowest_point([1e-3, 2e-3, 4e-3], losses)
     assert loss == 1.0
     assert rate == [1e-3, 2e-3, 4e-3][losses.index(1.0)]

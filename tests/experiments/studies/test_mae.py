@@ -1,4 +1,4 @@
-"""Study of masked autoencoders: expectations, labelled subsets, and the start of a classifier."""
+"""Study of masked autoencoders: expectations, labeled subsets, and the initialization of a classifier."""
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ TINY = AutoencoderSizes(patch=2, depth=1, width=32, decoder_depth=1, decoder_wid
 
 
 def cells(tuned: tuple[float, ...], probe: tuple[float, ...], gains: tuple[float, ...]) -> Cells:
-    """Return cells by case: from scratch, longer, with mask tokens, 50, 75, 90 %."""
+    """Return cells by case: from scratch, longer from scratch, with mask tokens, and 50, 75, 90 %."""
     labels = (SCRATCH, LONGER, BLANKS, "50 %", "75 %", "90 %")
     return {
         label: {"tuned_100": t, "probe_100": p, "encoder_gain": g, "step_gain": 0.8 * g}

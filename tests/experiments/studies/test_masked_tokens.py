@@ -1,4 +1,4 @@
-"""Study of masked-out tokens: equal FLOPs, equal evaluation, expectations that can fail."""
+"""Study of omitted mask tokens: equal FLOPs, equal evaluation, and expectations that can fail."""
 
 from pathlib import Path
 
@@ -31,7 +31,7 @@ CLAIMED = {
 
 
 def cells(**changed: tuple[float, float]) -> Cells:
-    """Return the cells expected by the paper; `changed` variants have the given values at both budgets."""
+    """Return the cells that the paper suggests; `changed` sets the values of variants at both budgets."""
     found = {
         label_of(way, paid): changed.get(way, each) for paid, ways in CLAIMED.items() for way, each in ways.items()
     }

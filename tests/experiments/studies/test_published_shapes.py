@@ -1,4 +1,4 @@
-"""Studies: their mathematics against independent references, and the smallest cell of each."""
+"""Mathematics of the studies, compared with independent references, and the smallest cell of each study."""
 
 import math
 from collections.abc import Mapping
@@ -108,8 +108,7 @@ def test_names_are_either_recipes_or_studies() -> None:
 
 
 def end_to_end_velocity(end_to_end: Tensor, gradient: Tensor, depth: int) -> Tensor:
-    """Return the velocity of the product of balanced factors under gradient flow (theorem 1), (out, in) like both
-    arguments.
+    """Return the velocity (out, in) of the product of balanced factors under gradient flow (theorem 1).
 
     -Σ_j (W Wᵀ)^((depth-j)/depth) · gradient · (Wᵀ W)^((j-1)/depth), j = 1 … depth
     """
@@ -211,7 +210,7 @@ def test_contradictory_labels_are_never_fitted() -> None:
     assert width_lazy.measure(seed=0, **case, conflicts=0)["steps"] < 300
     conflict = width_lazy.measure(seed=0, **case, conflicts=4)
     assert math.isinf(conflict["steps"])
-    assert conflict["loss"] == pytest.approx(8 / 20 / 2, rel=0.05)  # the best output for a pair is 0, half off each
+    assert conflict["loss"] == pytest.approx(8 / 20 / 2, rel=0.05)  # the best output for contradictory labels is 0
 
 
 def test_wider_networks_move_less() -> None:
@@ -238,7 +237,7 @@ def test_a_diverged_run_has_infinite_remaining_losses() -> None:
 
 def test_a_step_costs_six_flops_per_parameter_and_token() -> None:
     assert steps_for(6.0 * 1000 * 512 * 7, 1000, 512) == 7
-    assert parameters_of(llama(2, 16, 64, 0)) == 10_832  # the tied table counts once
+    assert parameters_of(llama(2, 16, 64, 0)) == 10_832  # the tied embedding counts once
 
 
 # train_large

@@ -1,4 +1,4 @@
-"""Studies of data selection: expectations that can hold and fail, and correct parts."""
+"""Studies of data selection: expectations that can hold and fail, and correct components."""
 
 import math
 
@@ -18,7 +18,7 @@ ERRORS = {
     "easiest": (0.193, 0.145, 0.090, 0.052, 0.027), "hardest": (0.453, 0.404, 0.104, 0.035, 0.018),
     teacher_perceptron.BLURRED: (0.43, 0.39, 0.31, 0.10, 0.03),
 }  # fmt: skip
-"""Errors of the teacher-student perceptron, the first four from another implementation."""
+"""Errors of the teacher-student perceptron. The first four rows are from another implementation."""
 
 
 def verdicts(name: str, cells: Cells) -> list[bool]:
@@ -103,7 +103,7 @@ def test_an_equal_fraction_of_each_class_is_kept() -> None:
 
 
 def halves(leads: dict[str, tuple[float, ...]]) -> dict[str, dict[str, float]]:
-    """Return accuracies of the variants as their leads over 80 percent at each number of images."""
+    """Return accuracies of the variants: 80 percent plus `leads` at each number of images."""
     sizes = {"digits": (100, 325, 1300), "fashion-mnist": (250, 2000, 30000)}
     return {
         hard_or_easy.label_of(way, data, images): {"accuracy": 80 + leads[way][place]}
@@ -145,7 +145,7 @@ def test_importance_sampling_expectations_can_hold_and_fail() -> None:
 
 @pytest.mark.parametrize("opens", [100, 320, 400])
 def test_the_number_of_steps_meets_the_compute_budget(opens: int) -> None:
-    """The gate opens at a certain step, whatever the length of the run."""
+    """The gate opens at a certain step, independent of the length of the run."""
     ran: list[int] = []
 
     def run(steps: int) -> FinishedRun:
@@ -161,7 +161,7 @@ def test_a_closed_gate_requires_no_search() -> None:
 
 
 def test_the_gain_is_tau_squared_if_scores_are_gradient_norms() -> None:
-    """Model of one bias on text of one position: the gradient at the logits equals the gradient of its parameters."""
+    """The model is one bias on one-token text, so the gradient of its logits equals the gradient of its parameter."""
     task = task_of("text", 0, depth=1, width=16, batch=32, length=1, windows=400)
 
     class Bias(torch.nn.Module):

@@ -20,7 +20,7 @@ NUMBER = 300
 
 
 def answers(each: BabiStory) -> set[str]:
-    """Return all answers that follow from the sentences, read word by word; several would be an error."""
+    """Return all answers that follow from the sentences, read word by word. More than one is an error."""
     where: dict[str, str] = {}
     has: dict[str, list[str]] = {}
     been: dict[str, list[str]] = {}

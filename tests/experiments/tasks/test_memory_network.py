@@ -1,4 +1,4 @@
-"""Memory network against its formulas in plain loops."""
+"""Memory network, compared with its formulas in plain loops."""
 
 import math
 from typing import Literal
@@ -12,7 +12,7 @@ from thrifty.core.errors import UsageError
 from thrifty.experiments.tasks.memory_network import MemoryNetwork, position_encoding, position_sums, recency
 
 STORY = [[3, 5, 1], [2, 4], [], [6, 1, 2], [4, 3]]
-"""Words of four sentences, one of them empty, and a question."""
+"""Words of four sentences, one of which is empty, and of a question."""
 
 
 def story_tensor() -> Tensor:
@@ -20,7 +20,7 @@ def story_tensor() -> Tensor:
     return torch.tensor([rows, rows[::-1]])[:1]
 
 
-def embedding_by_hand(words: list[int], table: Tensor) -> Tensor:
+def reference_embedding(words: list[int], table: Tensor) -> Tensor:
     total, width = torch.zeros(table.shape[1], dtype=table.dtype), table.shape[1]
     for j, word in enumerate(words, 1):
         for k in range(1, width + 1):
@@ -29,15 +29,15 @@ def embedding_by_hand(words: list[int], table: Tensor) -> Tensor:
     return total
 
 
-def answer_by_hand(model: MemoryNetwork) -> Tensor:
+def reference_answer(model: MemoryNetwork) -> Tensor:
     *sentences, question = STORY
     there = [words for words in sentences if words]
     adjacent = model.tying == "adjacent"
-    state = embedding_by_hand(question, model.words[0] if adjacent else model.question)
+    state = reference_embedding(question, model.words[0] if adjacent else model.question)
     for hop in range(model.hops):
         first, second = (hop, hop + 1) if adjacent else (0, 1)
         keys, values = (
-            [embedding_by_hand(words, model.words[i]) + model.times[i][len(there) - 1 - at]
+            [reference_embedding(words, model.words[i]) + model.times[i][len(there) - 1 - at]
              for at, words in enumerate(there)]
             for i in (first, second)
         )  # fmt: skip
@@ -56,7 +56,7 @@ def test_answers_match_the_formulas(tying: Literal["adjacent", "layer_wise"], ho
         for parameter in model.parameters():
             parameter.normal_(0, 0.5)
         found = model(story_tensor())
-        torch.testing.assert_close(found[0], answer_by_hand(model).to(found.dtype), rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(found[0], reference_answer(model).to(found.dtype), rtol=1e-5, atol=1e-6)
         again = model(torch.cat((story_tensor(), torch.zeros(1, 5, 3, dtype=torch.int64)), 1)[:, [0, 5, 1, 6, 2, 3, 4]])
         torch.testing.assert_close(again, found)  # padding does not count
 
@@ -65,7 +65,7 @@ def test_a_sentence_embedding_is_the_weighted_sum_of_its_words() -> None:
     table = torch.randn(8, 5)
     found = position_encoding(position_sums(story_tensor(), 8), table)
     for row, words in enumerate(STORY):
-        torch.testing.assert_close(found[0, row], embedding_by_hand(words, table))
+        torch.testing.assert_close(found[0, row], reference_embedding(words, table))
 
 
 def test_in_training_recencies_are_skipped_and_keep_their_order() -> None:
@@ -93,5 +93,5 @@ def test_gradients_match_finite_differences() -> None:
 
 
 def test_no_hops_are_refused() -> None:
-    with pytest.raises(UsageError, match="0 hops over 4 sentences"):
+    with pytest.raises(UsageError, match="hops is '0' and sentences is '4'"):
         MemoryNetwork(8, 4, hops=0)

@@ -1,1 +1,1 @@
-"""Example scoring: short runs of a recipe score the difficulty of each training example; other runs read the file."""
+"""Example scoring: short runs of a recipe score the difficulty of each training example. Other runs read the scores."""

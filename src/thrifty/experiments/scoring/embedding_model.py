@@ -17,10 +17,10 @@ from thrifty.training.trained_model import load_trained_model, stored_recipe
 
 
 def load_embedding_model(folder: Path, recipe: Recipe, data: RunData) -> nn.Module:
-    """Return the model of a run folder or of a folder in Hugging Face layout.
+    """Return the model of a run folder, or of a folder in Hugging Face layout.
 
-    A run that trained a user's own model uses the model object of `recipe`. Raise UsageError if the model's inputs do
-    not match `data`.
+    If the run trained a user's own model, the model object of `recipe` is used. Raises UsageError if the inputs of the
+    model do not match `data`.
     """
     if not (folder / "recipe.toml").is_file():
         if not (folder / "config.json").is_file():
@@ -31,7 +31,7 @@ def load_embedding_model(folder: Path, recipe: Recipe, data: RunData) -> nn.Modu
         if (there.side, there.channels) != (here.side, here.channels):
             raise UsageError(
                 f"{folder} expects images of {there.side} pixels and {there.channels} channels, but the data have "
-                f"{here.side} and {here.channels}",
+                f"{here.side} pixels and {here.channels} channels",
                 fix=f"--set data.size={there.side}",
             )
     elif type(there) is not type(here):

@@ -1,6 +1,7 @@
-"""Scoring of training examples: train several short runs of a recipe, score every example with each, and average.
+"""Scoring of training examples: several short runs of a recipe each score every example, and the scores are averaged.
 
-The scores of a finished run are cached. An interrupted scoring, or one with more runs, computes only the missing ones.
+The scores of each finished run are cached. An interrupted scoring, or a scoring with more runs, computes only the
+missing scores.
 """
 
 import hashlib
@@ -27,7 +28,7 @@ from thrifty.training.run_setup import PreparedRun, prepare_run
 
 RUNS = 5
 NOT_SCORED_BY = ("name", "about", "seed", "evaluation", "checkpoints")
-"""Sections of a recipe that do not affect the scores of a run; the seed is part of each run's own key."""
+"""Sections of a recipe that do not affect the scores of a run. The seed is part of each run's own cache key."""
 
 
 @dataclass(frozen=True)
@@ -35,13 +36,13 @@ class ScoringSettings:
     by: str = "el2n"
     """Name of a method in `scoring_methods.METHODS`."""
     runs: int | None = None
-    """Number of runs, with consecutive seeds from the recipe's seed; by default 5, or 1 if nothing is trained."""
+    """Number of runs, with consecutive seeds from the recipe's seed. The default is 5, or 1 if nothing is trained."""
     steps: int | float = 0.2
-    """Length of each run in steps, or as a float fraction of the recipe's budget; 0 scores the initialization."""
+    """Length of each run in steps, or as a float fraction of the recipe's budget. 0 scores the initialized model."""
     embed_with: str = ""
-    """With prototype: a run folder, or a folder in Hugging Face layout, whose model computes the embeddings."""
+    """For "prototype": a run folder or a Hugging Face folder. Its model computes the embeddings."""
     clusters: int | None = None
-    """With prototype: number of k-means clusters; by default the number of labels."""
+    """For "prototype": number of k-means clusters; by default the number of labels."""
 
     def __post_init__(self) -> None:
         refuse_unknown("examples cannot be scored by", self.by, METHODS)
@@ -76,15 +77,15 @@ def score(
     *,
     say: Say = lambda text: None,
 ) -> tuple[ExampleScores, str]:
-    """Score every training example of a recipe; write the file, return the scores and the sha256 of the file.
+    """Score every training example of a recipe. Write the score file; return the scores and the sha256 of the file.
 
-    Runs of a user's own model are not cached. Raise UsageError if the file exists, or if the data or the objective do
-    not support the method. Raise ThriftyError if a run yields scores that are not finite.
+    Scores of a user's own model are not cached. Raises UsageError if the file exists, or if the data or the objective
+    do not support the method. Raises ThriftyError if scores of a run are not finite.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        raise UsageError("scoring runs in one process", fix="start it without torchrun")
+        raise UsageError("scoring runs in one process", fix="start the command without torchrun")
     if out.exists():
-        raise UsageError(f"{out} exists already", fix="choose another --out, or remove it")
+        raise UsageError(f"{out} exists already", fix="choose another --out; or remove the file")
     unpruned = tuple(each for each in recipe.techniques if not isinstance(each, PrunedExamples))
     scores = _ScoringRuns(replace(recipe, techniques=unpruned), scoring, say).average()
     return scores, write_scores(out, scores)
@@ -134,21 +135,21 @@ class _ScoringRuns:
         if not scores.isfinite().all():
             raise ThriftyError(
                 f"the run with seed {seed} yields {int((~scores.isfinite()).sum())} scores that are not finite",
-                fix="lower the learning rate of the recipe, or score after fewer steps: --steps 0.1",
+                fix="lower the learning rate of the recipe; or score after fewer steps: --steps 0.1",
             )
         flops, seconds = self.step_flops * self.steps + sight.flops, time.monotonic() - began
         facts = replace(self.facts, seeds=(seed,), flops=flops, seconds=seconds)
         return ExampleScores(scores, scores[None], facts, prepared.data.train.example_index().labels, sight.guesses)
 
     def require_scorable(self, prepared: PreparedRun) -> None:
-        """Raise UsageError if the method cannot score these examples."""
+        """Raise UsageError if the method cannot score the examples of the recipe."""
         method, objective, data = METHODS[self.scoring.by], prepared.run.plain.objective, prepared.data
         data.train.example_index()
         if objective.joint and method.trained:
             raise UsageError(
                 f"the loss of {self.recipe.objective.name} for one example depends on the whole batch, "
                 "so no example can be scored alone",
-                fix="--method random or --method input_norm",
+                fix="--method random; or --method input_norm",
             )
         if not isinstance(data.train, EpochSource):
             raise UsageError(f"{self.recipe.data.source} has no fixed set of examples")
@@ -156,7 +157,7 @@ class _ScoringRuns:
             raise UsageError(
                 f"--method {self.scoring.by} requires examples with {method.needs}, but "
                 f"{self.recipe.data.source} has none",
-                fix="--method el2n, --method grand or --method loss",
+                fix="--method el2n; or --method grand; or --method loss",
             )
         self.clusters = self.scoring.clusters or len(data.train.example_index().label_names)
         if self.scoring.by == "prototype" and not self.clusters:
@@ -183,7 +184,7 @@ class _ScoringRuns:
 
 
 def _hashes(folder: str) -> dict[str, str]:
-    """Return the sha256 of each file of a model folder by its path; empty if there is no folder."""
+    """Return the sha256 of each file in a model folder, keyed by path; empty if there is no folder."""
     path = Path(folder).expanduser()
     files = sorted(each for each in path.rglob("*") if each.is_file()) if folder and path.is_dir() else []
     return {str(file): file_sha256(file) for file in files}

@@ -1,4 +1,4 @@
-"""Page of `thrifty data look --scores`: the examples that a person should review."""
+"""Page of `thrifty data look --scores`: examples that a person should review."""
 
 import base64
 from dataclasses import asdict, replace
@@ -25,26 +25,26 @@ from thrifty.techniques.data_selection.prune import PrunedExamples
 from thrifty.training.run_setup import open_examples
 
 EACH = 24
-"""Maximum number of cards in a section."""
+"""Maximum number of cards per section."""
 OF_A_LABEL = 8
 
 
 def open_scored(scores: ExampleScores, source: str, say: Say = print_to_stderr) -> RunData:
-    """Open the data to which the scores belong, from this source. Raise RefusedError if the data differ."""
+    """Open the data of `source` to which the scores belong. Raises RefusedError if the data differ."""
     tables = {name: table for name, table in scores.facts.recipe.items() if name != "techniques"}
     recipe: Recipe = recipe_from_data(tables)
     _, data = open_examples(replace(recipe, data=replace(recipe.data, source=source)), say)
     there = data.train.example_index()
     if there.fingerprint != scores.facts.fingerprint:
         raise RefusedError(
-            f"the scores belong to {len(scores):,} other examples than the {there.count:,} of {source}",
-            fix=f"review {recipe.data.source}, which was scored, or score this source: thrifty data score",
+            f"the scores belong to {len(scores):,} examples that differ from the {there.count:,} of {source!r}",
+            fix=f"review {recipe.data.source}, which was scored; or score this source: thrifty data score",
         )
     return data
 
 
 def page(scores: ExampleScores, data: RunData, source: str, prune: PrunedExamples | None = None) -> str:
-    """Return the page as text; with `prune`, also the examples that it keeps. The page is deterministic."""
+    """Return the page as text. With `prune`, the page also shows the kept examples. The page is deterministic."""
     order = scores.scores.argsort(descending=True, stable=True)
     kept = None if prune is None else _kept(scores, prune)
     facts = scores.facts
@@ -67,7 +67,7 @@ def page(scores: ExampleScores, data: RunData, source: str, prune: PrunedExample
 
 
 def _kept(scores: ExampleScores, prune: PrunedExamples) -> Tensor:
-    """Return a boolean mask of the kept examples (n,)."""
+    """Return a boolean mask (n,) that is True for kept examples."""
     kept = torch.zeros(len(scores), dtype=torch.bool)
     kept[prune.kept(scores.scores, scores.labels)] = True
     return kept
@@ -81,7 +81,7 @@ def _prune_summary(prune: PrunedExamples, scores: ExampleScores, kept: Tensor | 
 
 
 def suspicious(scores: ExampleScores) -> Tensor:
-    """Return the indices of examples whose predicted label differs from their own, the most suspicious first."""
+    """Return the indices of examples whose predicted label differs from their label, most suspicious first."""
     if scores.guesses is None or scores.labels is None:
         return torch.empty(0, dtype=torch.int64)
     suspicion = scores.guesses.suspicion(scores.labels)
@@ -90,7 +90,7 @@ def suspicious(scores: ExampleScores) -> Tensor:
 
 
 def _suspects_by_label(scores: ExampleScores, data: RunData) -> list[tuple[str, int, list[ExampleCard]]]:
-    """Return for each label the most suspicious examples and their count."""
+    """Return, for each label, the most suspicious examples and the number of suspicious examples."""
     numbers, groups = suspicious(scores), []
     if scores.labels is None:
         return []
@@ -104,7 +104,7 @@ def _suspects_by_label(scores: ExampleScores, data: RunData) -> list[tuple[str, 
 def _border(
     scores: ExampleScores, data: RunData, order: Tensor, kept: Tensor | None
 ) -> list[tuple[str, list[ExampleCard]]]:
-    """Return examples next to each border between kept and left-out examples in the order of scores."""
+    """Return examples that lie next to a border between kept and left-out examples in the order of scores."""
     if kept is None:
         return []
     groups = []

@@ -1,4 +1,4 @@
-"""Cache of the scores of finished runs, keyed by a hash of everything that determines them."""
+"""Cache of the scores of finished runs. The key is a hash of everything that determines the scores."""
 
 import hashlib
 import json
@@ -11,14 +11,14 @@ from thrifty.core.score_file import ExampleScores, ScoreProvenance, read_scores,
 
 
 def cache_path(facts: ScoreProvenance, clusters: int, seed: int) -> Path:
-    """Return the cache path for the scores of a run with these facts and this seed."""
+    """Return the cache path for the scores of a run with the given provenance, clusters and seed."""
     depends = [facts.method, facts.recipe_sha256, facts.fingerprint, facts.steps, facts.steps_of_recipe, clusters]
     key = hashlib.blake2b(json.dumps([*depends, facts.thrifty]).encode(), digest_size=16).hexdigest()
     return cache_folder() / "scores" / key / f"seed-{seed}.safetensors"
 
 
 def read_cached_scores(place: Path) -> ExampleScores | None:
-    """Return the cached scores; None if they are missing or damaged, so that they are recomputed."""
+    """Return the cached scores; None if the file is missing or damaged."""
     if not place.is_file():
         return None
     try:

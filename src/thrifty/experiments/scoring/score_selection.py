@@ -1,4 +1,4 @@
-"""Support for `thrifty data prune`: kept examples by label, and the `--with` option of a selection."""
+"""Support for `thrifty data prune`: counts of kept examples per label, and the `--with` option of a selection."""
 
 import json
 import shlex
@@ -12,7 +12,7 @@ from thrifty.techniques.data_selection.prune import PrunedExamples
 
 
 class LabelCount(NamedTuple):
-    """Number of examples of one label, before and after pruning; an empty label means all examples."""
+    """Number of examples of one label before and after pruning. An empty label counts all examples."""
 
     label: str
     there: int
@@ -20,7 +20,7 @@ class LabelCount(NamedTuple):
 
 
 def count_labels(scores: ExampleScores, kept: Tensor) -> list[LabelCount]:
-    """Count the examples of each label, and those whose index is in `kept` (k,)."""
+    """Count all examples of each label, and the examples whose index is in `kept` (k,)."""
     if scores.labels is None:
         return [LabelCount("", len(scores), len(kept))]
     count = max(len(scores.facts.label_names), int(scores.labels.max()) + 1)
@@ -29,13 +29,12 @@ def count_labels(scores: ExampleScores, kept: Tensor) -> list[LabelCount]:
 
 
 def changed_settings(prune: PrunedExamples) -> dict[str, object]:
-    """Return the settings that differ from their defaults."""
+    """Return the settings that differ from their default values."""
     default = to_data(PrunedExamples())
     return {name: value for name, value in to_data(prune).items() if value != default[name]}
 
 
 def format_option(prune: PrunedExamples) -> str:
-    """Format the selection as the argument of --with in a shell. Texts are quoted, since a hash may begin like a
-    number."""
+    """Return the selection as a shell argument of --with. Texts are quoted, because a hash may start with digits."""
     settings = ",".join(f"{name}={json.dumps(value)}" for name, value in changed_settings(prune).items())
     return shlex.quote(f"{prune.name}:{settings}")

@@ -1,4 +1,4 @@
-"""Scoring methods. Each scores all training examples with one model; higher is harder."""
+"""Scoring methods. Each method scores all training examples with one model; a higher score means a harder example."""
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ from thrifty.data.epoch_sampler import EpochSource
 from thrifty.kernels import example_scores
 
 GRADIENT_BYTES = 1 << 28
-"""Approximate memory limit for the per-example gradients that GraNd computes at a time."""
+"""Approximate maximum bytes of per-example gradients that GraNd computes in one batch."""
 
 
 @dataclass
 class ScoringContext:
-    """A model and the training examples that it scores, in order and without augmentation."""
+    """A model, and the training examples that it scores, in order and without augmentation."""
 
     model: nn.Module
     objective: Objective
@@ -33,9 +33,9 @@ class ScoringContext:
     clusters: int
     say: Callable[[str], None] = lambda text: None
     flops: float = 0.0
-    """FLOP spent on scoring."""
+    """FLOPs spent on scoring."""
     guesses: PredictedLabels | None = None
-    """Predicted labels of the latest scoring pass of a classifier."""
+    """Predicted labels of a classifier in its latest scoring pass."""
 
     def batches(self) -> Iterator[Batch]:
         """Yield every example once, as inputs of the objective."""
@@ -44,7 +44,7 @@ class ScoringContext:
 
     @torch.no_grad()
     def scores_of(self, score: Callable[[Prediction, Batch], Tensor]) -> Tensor:
-        """Return the scores (n,) of the model's predictions; store a classifier's predicted labels in `guesses`."""
+        """Return scores (n,) of the model's predictions. Store the predicted labels of a classifier in `guesses`."""
         self.model.eval()
         scores, predicted = [], []
         for number, batch in enumerate(self.batches()):
@@ -67,7 +67,7 @@ def _predicted_labels(probabilities: Tensor, labels: Tensor) -> tuple[Tensor, Te
 
 
 def el2n(sight: ScoringContext) -> Tensor:
-    """Return the norm of softmax minus one-hot label (n,); for tokens, the norm over all tokens of an example."""
+    """Return the norm of softmax minus one-hot label (n,). For text, the norm covers all tokens of an example."""
 
     def score(prediction: Prediction, batch: Batch) -> Tensor:
         if "labels" in batch.fields:
@@ -77,7 +77,7 @@ def el2n(sight: ScoringContext) -> Tensor:
     try:
         return sight.scores_of(score)
     except NotImplementedError as error:
-        raise UsageError(str(error), fix="--method loss or --method grand") from None
+        raise UsageError(str(error), fix="--method loss; or --method grand") from None
 
 
 def loss(sight: ScoringContext) -> Tensor:
@@ -89,12 +89,12 @@ def margin(sight: ScoringContext) -> Tensor:
 
 
 def is_correct(sight: ScoringContext) -> Tensor:
-    """Return 1 for each correctly classified example and 0 for others (n,)."""
+    """Return a tensor (n,) that is 1 for correctly classified examples and 0 for all others."""
     return sight.scores_of(lambda prediction, batch: prediction.logits.argmax(-1) == batch["labels"])
 
 
 class _ExampleLoss(nn.Module):
-    """Module that maps the fields of one example, without batch dimension, to its loss."""
+    """Module that maps the fields of one example, without a batch dim, to the loss of the example."""
 
     def __init__(self, model: nn.Module, objective: Objective):
         super().__init__()
@@ -105,13 +105,13 @@ class _ExampleLoss(nn.Module):
         batch = Batch({name: value[None] for name, value in fields.items()}, weight)
         prediction = self.objective.predict(self.model, batch)
         if prediction.hidden is not None and prediction.head is not None:
-            # hide the head's weight: the chunked loss has its own backward pass, which torch.func cannot batch
+            # hide the head's weight: torch.func cannot batch the custom backward pass of the chunked loss
             prediction = Prediction(hidden=prediction.hidden, head=nn.Sequential(prediction.head))
         return self.objective.losses(prediction, batch).squeeze(0)
 
 
 def grand(sight: ScoringContext) -> Tensor:
-    """Return the gradient norm of each example's own loss over all trainable parameters (n,)."""
+    """Return the norm (n,) of each example's loss gradient over all trainable parameters."""
     example_loss = _ExampleLoss(sight.model.eval(), sight.objective)
     learning = {name: value for name, value in example_loss.named_parameters() if value.requires_grad}
     size = sum(value.numel() * value.element_size() for value in learning.values())
@@ -154,8 +154,9 @@ def _one_at_a_time(example_loss: _ExampleLoss, learning: list[nn.Parameter], bat
 
 
 def prototype(sight: ScoringContext) -> Tensor:
-    """Return the cosine distance of each example's embedding (the input of the model's head) to its k-means centre
-    (n,)."""
+    """Return the cosine distance (n,) of each example's embedding to its k-means center. The embedding is the input of
+    the model's head.
+    """
     head, hidden_states = getattr(sight.model, "head", None), []
     if not isinstance(head, nn.Module):
         raise UsageError(
@@ -193,16 +194,20 @@ class ScoringMethod:
     trained: bool = True
     """True if the method trains a model."""
     needs: str = ""
-    """Name of a field that examples must have."""
+    """Name of a field that every example must have."""
 
 
 METHODS: Mapping[str, ScoringMethod] = {
     "el2n": ScoringMethod("norm of the error, softmax minus label", el2n),
     "grand": ScoringMethod("norm of the example's own gradient over all parameters", grand),
-    "forgetting": ScoringMethod("number of times it was correct and then wrong again", is_correct, needs="labels"),
-    "loss": ScoringMethod("its loss", loss),
-    "margin": ScoringMethod("by how much another label is more likely than its own", margin, needs="labels"),
-    "prototype": ScoringMethod("cosine distance of its embedding to its k-means centre", prototype),
+    "forgetting": ScoringMethod(
+        "number of times a correct prediction of the example became wrong", is_correct, needs="labels"
+    ),
+    "loss": ScoringMethod("loss of the example", loss),
+    "margin": ScoringMethod(
+        "how much likelier the best other label is than the example's label", margin, needs="labels"
+    ),
+    "prototype": ScoringMethod("cosine distance of the embedding to its k-means center", prototype),
     "random": ScoringMethod("random, as a control", random, trained=False),
-    "input_norm": ScoringMethod("norm of its pixels, as a control", input_norm, trained=False, needs="inputs"),
+    "input_norm": ScoringMethod("norm of the pixels, as a control", input_norm, trained=False, needs="inputs"),
 }

@@ -1,4 +1,6 @@
-"""One scoring run: train for some steps, then score every training example; forgetting scores during training."""
+"""One scoring run. It trains for some steps, then scores every training example. The "forgetting" method scores during
+training.
+"""
 
 from collections.abc import Callable
 from contextlib import closing
@@ -24,9 +26,9 @@ from thrifty.training.loop import train
 from thrifty.training.run_setup import PreparedRun
 
 LOOKS = 10
-"""Number of equally spaced steps at which forgetting scores all examples."""
+"""Number of equally spaced steps at which "forgetting" scores all examples."""
 COMPUTE_STAGES = {Stage.PRECISION, Stage.COMPRESS, *HOW}
-"""Stages removed for per-example gradients: torch.func mostly cannot batch special implementations."""
+"""Stages that are removed for per-example gradients. torch.func cannot batch most special implementations."""
 
 Say = Callable[[str], None]
 
@@ -34,7 +36,7 @@ Say = Callable[[str], None]
 def trained_and_scored(
     prepared: PreparedRun, by: str, steps: int, seed: int, clusters: int, say: Say
 ) -> tuple[Tensor, ScoringContext]:
-    """Return the scores (n,) from the run's model after these steps, and the scoring context."""
+    """Train for `steps` steps. Return the scores (n,) from the trained model, and the scoring context."""
     run, state = prepared.run, prepared.run.start()
     assert state.model is not None
     context = ScoringContext(state.model, run.eval_objective, _examples(prepared.data), run.device, seed, clusters, say)
@@ -43,7 +45,7 @@ def trained_and_scored(
             return _forgetting_scores(run, state, context, steps), context
         _train(run, state, steps, seed)
     assert state.model is not None
-    context.model = state.model  # a structural change replaces the model
+    context.model = state.model  # a structural change replaces the model object
     if by == "grand":
         context.model, context.objective = plain_model_and_objective(run, state)
     return METHODS[by].score(context), context
@@ -52,7 +54,7 @@ def trained_and_scored(
 def scored_by(
     model: Path | None, recipe: Recipe, prepared: PreparedRun, by: str, clusters: int
 ) -> tuple[Tensor, ScoringContext]:
-    """Return the scores (n,) and the context without training: with a trained model, or with none."""
+    """Return the scores (n,) and the scoring context without training. `model` is a trained model's folder or None."""
     run = prepared.run
     embedder = load_embedding_model(model, recipe, prepared.data).to(run.device) if model else nn.Identity()
     context = ScoringContext(embedder, run.plain.objective, _examples(prepared.data), run.device, recipe.seed, clusters)
@@ -92,8 +94,9 @@ def _forgetting_scores(run: Run, state: TrainState, context: ScoringContext, ste
 
 
 def plain_model_and_objective(run: Run, state: TrainState) -> tuple[nn.Module, Objective]:
-    """Return a run's model with its current values, and its objective, without stages that only change the
-    computation."""
+    """Return the model of a run with its current weights, and its objective, without stages that only change the
+    computation.
+    """
     functional = [each for each in run.techniques if each.stage not in COMPUTE_STAGES]
     same_function = [
         each for each in functional if each.stage is Stage.ATTENTION and each.numerics is not Numerics.DIFFERENT

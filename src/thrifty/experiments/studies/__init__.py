@@ -1,6 +1,7 @@
-"""Studies of published claims, one file each, with a function of the file's name that returns a Study.
+"""Studies of published claims, one file per study, with a function of the file's name that returns a Study.
 
-The function's docstring states the command and the expected outcome. The folder is the registry.
+The docstring of the function states the command and the expected outcome. Every file in this folder is registered as a
+study.
 """
 
 import importlib
@@ -16,19 +17,20 @@ from thrifty.recipes.recipe_layers import toml_value
 
 
 def names() -> list[str]:
-    """Return the names of all studies, sorted, without importing them."""
+    """Return the sorted names of all studies without importing the studies."""
     return sorted(module.name for module in pkgutil.iter_modules(__path__))
 
 
 def find(name: str) -> Callable[..., Study]:
-    """Return the function that builds the study of this name. Raise UsageError with the nearest name if there is
-    none."""
+    """Return the function that builds a study. Raises UsageError with the most similar name if there is no such
+    study.
+    """
     refuse_unknown("there is no study", name, names())
     return getattr(importlib.import_module(f"{__name__}.{name}"), name)
 
 
 def make(name: str, assignments: Sequence[str] = ()) -> Study:
-    """Build the study of this name, with arguments of its function set by `key=value`."""
+    """Build a study by name. `key=value` assignments set arguments of the study's function."""
     function = find(name)
     hints, arguments = typing.get_type_hints(function), {}
     for assignment in assignments:

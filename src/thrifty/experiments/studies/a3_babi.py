@@ -1,4 +1,4 @@
-"""A3 attention on story questions: the fraction of sentences its approximations keep, and the loss of accuracy.
+"""A3 attention on story questions: kept sentences and accuracy loss of its approximations.
 
 Paper     Ham et al. 2020, A3: Accelerating Attention Mechanisms in Neural Networks with Approximation (HPCA), results
           for MemN2N on bAbI. Exact accuracy is .826.
@@ -10,11 +10,11 @@ Paper     Ham et al. 2020, A3: Accelerating Attention Mechanisms in Neural Netwo
           | conservative (n/2, 5 %)        | .816                     |                            |
           | aggressive (n/8, 10 %)         | .730                     |                            |
 
-          The conservative setting keeps .781 of the two largest weights, the aggressive one .623.
-Note      The stories are generated (`experiments/tasks/babi_stories.py`): seven kinds of questions, 20 sentences on
-          average and at most 50, as in the paper. Only the shape of the results can agree, not the values. As in the
-          paper, the model is trained exactly and approximated afterwards, in all three hops. n is the number of
-          sentences of a story. Values are in floating point, not in the paper's 9 bits.
+          Of the two largest weights, the conservative setting keeps .781, the aggressive setting .623.
+Note      The stories are generated (`experiments/tasks/babi_stories.py`), with seven kinds of questions. As in the
+          paper, stories have 20 sentences on average and at most 50. Only trends can agree with the paper, not values.
+          As in the paper, the model is trained with exact attention. Afterwards, attention is approximated in all three
+          hops. n is the number of sentences of a story. Values are in floating point, not in the paper's 9 bits.
 """
 
 from collections.abc import Callable
@@ -41,17 +41,18 @@ SEARCHED = {"M = n": 1.0, "M = 3/4 n": 0.75, "M = n/2": 0.5, "M = n/4": 0.25, "M
 PERCENT = {"T = 1 %": 1.0, "T = 2.5 %": 2.5, "T = 5 %": 5.0, "T = 10 %": 10.0, "T = 20 %": 20.0}
 EXACT, CONSERVATIVE, AGGRESSIVE = "exact", "conservative: M = n/2, T = 5 %", "aggressive: M = n/8, T = 10 %"
 PAPER_KEPT = {"M = n": 61.0, "M = 3/4 n": 56.9, "M = n/2": 49.3, "M = n/4": 37.0, "M = n/8": 27.1}
-"""Candidate sentences in the paper's figure, in percent."""
+"""Fraction of candidate sentences in the paper's figure, in percent."""
 
 
 def approximated(
     searched: float, percent: float, seen: Callable[[Tensor, Tensor, Tensor], None], state: Tensor, memories: Tensor,
     there: Tensor,
 ) -> Tensor:  # fmt: skip
-    """Return attention weights (b, n) of a state (b, d) over the memories (b, n, d) that A3 keeps under the mask
-    `there`.
+    """Return A3's attention weights (b, n) of a state (b, d) over unmasked memories (b, n, d). `there` (b, n) is the
+    mask.
 
-    The search runs `searched` · n rounds; the threshold is `percent` of the largest weight. 0 disables either.
+    b is the batch, n sentences, d the width. The candidate search runs `searched` · n rounds. The threshold is
+    `percent` of the largest weight. A value of 0 disables the search or the threshold.
     """
     scores, visible = torch.einsum("bd,bnd->bn", state, memories), there
     if searched:
@@ -63,7 +64,7 @@ def approximated(
 
 
 class KeptSentenceCounter:
-    """Counter of sentences, kept sentences, and kept ones among the two of largest weight, over hops and stories."""
+    """Counter of all sentences, kept sentences, and kept sentences among the two with the largest weights."""
 
     def __init__(self) -> None:
         self.kept = self.total = self.largest = self.largest_kept = 0
@@ -94,7 +95,7 @@ def trained(seed: int, stories: int, steps: int, width: int, batch: int, tying: 
 
 @cache
 def examples(stories: int, held_out: bool) -> StoryExamples:
-    """Return the stories, which are the same for every seed of a model."""
+    """Return the stories. They are the same for all model seeds."""
     return make_stories(stories, held_out)
 
 
@@ -138,11 +139,11 @@ def a3_babi(
     """A three-hop memory network on story questions, with A3's candidate search and its threshold.
 
     Command   thrifty study a3_babi
-    Expect    The shape of the paper's results, but steeper. The exact model has 84.7 % (paper: 82.6). Shorter searches
+    Expect    The trends of the paper, but steeper. The exact model has 84.7 % accuracy (paper: 82.6). Shorter searches
               have 83.8, 82.9, 79.7, 70.3 and 60.9 % (paper: 82.7 to 73.0), and keep 48 to 13 % of the sentences (paper:
-              61 to 27). A threshold alone costs nothing: 84.4 % with 7 % of the sentences. The conservative setting
-              loses 5 points (paper: 1), the aggressive one 24 (paper: 10). Three of six expectations, those about the
-              amounts, do not hold. The reason for the smaller search results is unknown. Ten minutes of one core.
+              61 to 27). A threshold alone loses almost nothing: 84.4 % with 7 % of the sentences. The conservative
+              setting loses 5 points (paper: 1), the aggressive setting 24 (paper: 10). Three of six expectations do not
+              hold, all about amounts. The reason for the smaller search results is unknown. Ten minutes on one core.
     """
     fixed = {"stories": stories, "tested": tested, "steps": steps, "width": width, "batch": batch, "tying": tying}
     chosen = {EXACT: (0.0, 0.0), CONSERVATIVE: (0.5, 5.0), AGGRESSIVE: (0.125, 10.0)}
@@ -151,7 +152,7 @@ def a3_babi(
     cases = {label: {"searched": share, "percent": percent, **fixed} for label, (share, percent) in chosen.items()}
 
     def lost(cells: Cells, label: str) -> float:
-        """Return the accuracy lost against the exact model, in points."""
+        """Return the accuracy loss relative to the exact model, in percentage points."""
         return cells[EXACT]["accuracy"] - cells[label]["accuracy"]
 
     def falls(cells: Cells, labels: dict[str, float], quantity: str) -> bool:

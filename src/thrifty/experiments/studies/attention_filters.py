@@ -1,12 +1,12 @@
-"""Attention filters: the loss of each in a small language model and a small ViT, by the density it keeps.
+"""Attention filters: loss and density of each filter in a small language model and a small ViT.
 
 Papers    Ham et al. 2021, ELSA (ISCA); Ham et al. 2020, A3 (HPCA); Lu et al. 2021, Sanger (MICRO); Qu et al. 2022, DOTA
           (ASPLOS); Wang et al. 2021, SpAtten (HPCA); You et al. 2023, ViTCoD (HPCA); Beltagy et al. 2020, Longformer
           (arXiv 2004.05150); Zaheer et al. 2020, BigBird (2007.14062).
-Note      The papers filter trained models of 128 to 4096 tokens, some without further training. Here models of 64 bytes
-          and of 17 patches are trained with their filter; if the paper does so, the first tenth uses plain attention.
-          Density is measured on the attention weights: the fraction of visible pairs with a weight, over all blocks,
-          heads and held-out examples. Seconds do not measure a filter: in software, every filter computes all pairs.
+Note      The papers filter trained models of 128 to 4096 tokens, some without further training. Here, models of 64
+          bytes and of 17 patches are trained with their filter. The first tenth uses plain attention if the paper does
+          so. Density is the fraction of visible pairs with a nonzero attention weight, over all blocks, heads and
+          held-out examples. Seconds do not measure a filter, because in software every filter computes all pairs.
 """
 
 from collections.abc import Mapping
@@ -62,7 +62,9 @@ SETTINGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 
 @torch.no_grad()
 def density_of(model: nn.Module, *inputs: Tensor) -> float:
-    """Return the fraction of visible pairs with a weight in one forward pass; 1 if no attention core was replaced."""
+    """Return the fraction of visible pairs with a nonzero weight in one forward pass; 1 if no attention core was
+    replaced.
+    """
     kept, visible = 0, 0
     sites = ATTENTION_SITES.get(model) or ()
     cores = [site.module.core for site in sites]
@@ -99,7 +101,7 @@ def measure(
     batch: int,
     length: int,
 ) -> dict[str, float]:
-    """Return the held-out loss, the error on images, and the density at the end."""
+    """Return the held-out loss, the classification error on images, and the density at the end of the run."""
     chosen = [] if method == PLAIN else [FILTERS[method](**settings)]
     if model == "images":
         trained = train_on_images(
@@ -132,12 +134,12 @@ def label_of(model: str, method: str, setting: str = "") -> str:
 def attention_filters(
     seeds: int = 3, steps: int = 500, depth: int = 3, width: int = 64, batch: int = 16, length: int = 64
 ) -> Study:
-    """Eight filters, each at a wide and a narrow setting, in a 3-block byte decoder and a 3-block ViT on digits.
+    """Eight filters, each at a high and a low density, in a 3-block byte decoder and a 3-block ViT on digits.
 
     Command   thrifty study attention_filters
-    Expect    On text, a window of 4 bytes loses almost nothing. Filters that compute scores lose less than blocks that
-              do not. On digits, ViTCoD's fixed masks gain, and filters lose if a query keeps only one or two patches.
-              About 40 minutes of one core, a third of it for A3.
+    Expect    On text, a window of 4 bytes loses almost nothing. Filters that compute scores lose less than block
+              patterns without scores. On digits, ViTCoD's fixed masks improve the loss, and filters lose if a query
+              keeps only one or two patches. About 40 minutes on one core, a third of it for A3.
     """
     fixed = {"steps": steps, "depth": depth, "width": width, "batch": batch, "length": length}
     cases: dict[str, Mapping[str, Any]] = {}
@@ -150,7 +152,7 @@ def attention_filters(
                 cases[label_of(model, method, name)] = case
 
     def lost(cells: Cells, model: str, method: str, setting: str) -> float:
-        """Return the held-out loss above that of plain attention, in nats."""
+        """Return the held-out loss minus the loss with plain attention, in nats."""
         return cells[label_of(model, method, setting)]["loss"] - cells[label_of(model, PLAIN)]["loss"]
 
     def density(cells: Cells, model: str, method: str, setting: str) -> float:

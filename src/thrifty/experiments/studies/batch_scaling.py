@@ -1,11 +1,12 @@
-"""Batch scaling: the largest batch at which a learning rate tuned at a small batch still works, by scaling rule.
+"""Batch scaling: the largest batch size at which a tuned learning rate still works, by scaling rule.
 
 Paper     Goyal et al. 2017, Accurate, Large Minibatch SGD (arXiv 1706.02677); You, Gitman & Ginsburg 2017, LARS (arXiv
           1708.03888).
-Note      The number of epochs is fixed, so a larger batch has fewer steps. Rates are not decayed. LARS uses the same
-          base rate. Its coefficient of 0.01 was the best of eight values tried on the test images at the largest batch;
-          the other methods were not tuned. A small lead of LARS therefore proves nothing. With the usual 0.001, LARS is
-          worse there than the square root.
+Note      The learning rate is tuned at the smallest batch. The number of epochs is fixed, so a larger batch has fewer
+          steps. Learning rates do not decay. LARS uses the same base rate. Its coefficient of 0.01 was the best of
+          eight values tried on the test images at the largest batch. The other methods were not tuned, so a small
+          advantage of LARS proves nothing. With the usual coefficient of 0.001, LARS is worse than the square-root rule
+          at that batch.
 """
 
 from collections.abc import Sequence
@@ -30,7 +31,7 @@ PIXELS, CLASSES = 64, 10
 
 @dataclass(frozen=True)
 class ScalingMethod:
-    """A method to scale the learning rate: optimizer, rule, and warm-up in epochs."""
+    """Method of scaling the learning rate: optimizer, rule, and warm-up in epochs."""
 
     optimizer: type[Technique]
     rule: Rule | None
@@ -48,7 +49,7 @@ METHODS = {
 
 
 def perceptron(hidden: Sequence[int], seed: int) -> nn.Module:
-    """Return a perceptron from images (b, 8, 8) to logits (b, 10), with torch's default initialization."""
+    """Return a perceptron with torch's default initialization; it maps images (b, 8, 8) to logits (b, 10)."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         layers: list[nn.Module] = [nn.Flatten()]
@@ -60,7 +61,7 @@ def perceptron(hidden: Sequence[int], seed: int) -> nn.Module:
 
 
 def chosen(method: ScalingMethod, rate: float, coefficient: float, base_batch: int, batch: int) -> list[Technique]:
-    """Return the optimizer at the base rate, and the technique that scales the rate."""
+    """Return the optimizer at the base learning rate, and the technique that scales the rate."""
     settings = {"lr": rate} | ({"trust_coefficient": coefficient} if method.optimizer is Lars else {})
     techniques: list[Technique] = [build(method.optimizer, settings)]
     if method.rule:
@@ -79,7 +80,7 @@ def accuracy(model: nn.Module) -> float:
 def measure(
     seed: int, batch: int, method: str, rate: float, coefficient: float, base_batch: int, epochs: int, hidden: list[int]
 ) -> dict[str, float]:
-    """Train a perceptron on handwritten digits for some epochs of batches of this size."""
+    """Train a perceptron on handwritten digits for `epochs` epochs at batch size `batch`."""
     plain = BaseRun(lambda: perceptron(hidden, seed), DigitEpochs("train", batch, seed), Classification())
     techniques = chosen(METHODS[method], rate, coefficient, base_batch, batch)
     model, state = run_to_end(compose(plain, techniques, max(1, epochs * TRAIN // batch)), seed, may_diverge=True)
@@ -94,13 +95,13 @@ def batch_scaling(
     epochs: int = 15,
     hidden: tuple[int, ...] = (256, 256),
 ) -> Study:
-    """A perceptron on 1300 handwritten digits for 15 epochs, with batches from 16 to half of all images, by five
-    methods.
+    """A perceptron on 1300 handwritten digits for 15 epochs with five scaling methods. Batches are 16 to half of all
+    images.
 
     Command   thrifty study batch_scaling
-    Expect    All SGD methods reach 98 % at the base batch. The unscaled rate collapses as batches grow. The linear rule
-              holds at batch 256 and fails at half of the images, with or without warm-up. The square root and LARS hold
-              to the end, LARS at 95 %. Two minutes on two cores.
+    Expect    All SGD methods reach 98 % at the base batch. Accuracy with the unscaled rate collapses as batches grow.
+              The linear rule works at batch 256 and fails at half of the images, with or without warm-up. The
+              square-root rule and LARS work at all batches; LARS reaches 95 % at the largest. Two minutes on two cores.
     """
     base, largest = batches[0], batches[-1]
     fixed = {"rate": rate, "coefficient": coefficient, "base_batch": base, "epochs": epochs, "hidden": list(hidden)}

@@ -1,11 +1,11 @@
-"""Chinchilla re-fit: on runs of a known law, minimizing the sum of the losses recovers the law; the published
-procedure, which minimized their mean and stopped early, does not.
+"""Chinchilla re-fit: on runs of a known scaling law, minimizing the summed loss recovers the law. The published fit
+(mean loss, early stopping) does not recover it.
 
 Paper     Hoffmann et al. 2022 (arXiv 2203.15556), approach 3; Besiroglu et al. 2024 (arXiv 2404.10102), who found the
           mistake.
-Note      The runs are synthetic: 30 sizes at each of 8 budgets as in the paper, 2 to 300 tokens per parameter, with
-          losses of the re-fitted law. On the paper's own runs, at 5.76e23 FLOP, the mean gave 64 tokens per parameter
-          and the sum 17.9.
+Note      Runs are synthetic, with losses of the re-fitted law. Each of 8 budgets has 30 model sizes, as in the paper,
+          with 2 to 300 tokens per parameter. On the paper's own runs, at 5.76e23 FLOPs, the mean recommended 64 tokens
+          per parameter, and the sum 17.9.
 """
 
 import math
@@ -20,7 +20,7 @@ from thrifty.planning.scaling_law import FLOP_PER_PARAMETER_AND_TOKEN, ScalingLa
 from thrifty.planning.scaling_law_fit import COARSE_STARTS, PAPER_STARTS, FitProcedure, TrainedRun, fit, synthetic_runs
 
 GOPHER = 5.76e23
-"""Compute in FLOP at which the papers compare their constants."""
+"""Compute in FLOPs at which the papers compare their constants."""
 BUDGETS = np.geomspace(6e18, 3e21, 8)
 TOKENS_PER_PARAMETER = (2.0, 300.0)
 
@@ -31,7 +31,7 @@ STARTS = {"coarse": COARSE_STARTS, "paper": PAPER_STARTS}
 
 
 def isoflop_runs(law: ScalingLaw, per_budget: int, noise: float, seed: int) -> list[TrainedRun]:
-    """Return runs with log-uniform sizes at each budget; `noise` is the standard deviation of the log loss."""
+    """Return runs with log-uniform model sizes at each budget; `noise` is the standard deviation of the log loss."""
     generator = np.random.default_rng(seed)
     runs: list[TrainedRun] = []
     for place, flops in enumerate(BUDGETS):
@@ -42,24 +42,24 @@ def isoflop_runs(law: ScalingLaw, per_budget: int, noise: float, seed: int) -> l
 
 
 def as_printed(law: ScalingLaw) -> ScalingLaw:
-    """Return the law rounded to the digits that the paper printed."""
+    """Return the law with constants rounded to the digits that the paper prints."""
     digits = {"E": 2, "A": 1, "B": 1, "alpha": 2, "beta": 2}
     return ScalingLaw(**{name: round(value, digits[name]) for name, value in asdict(law).items()})
 
 
 def sizing(law: ScalingLaw) -> dict[str, float]:
-    """Return the constants of a law and its recommended model size."""
+    """Return the constants of a law and the model size that it recommends."""
     ratio = law.optimal(GOPHER).tokens_per_parameter
     return {**asdict(law), "size_exponent": float(law.size_exponent), "tokens_per_parameter": float(ratio)}
 
 
 def factor(ratio: float, other: float) -> float:
-    """Return the factor between two ratios, at least 1."""
+    """Return the larger of `ratio` / `other` and `other` / `ratio`."""
     return math.exp(abs(math.log(ratio / other)))
 
 
 def measure(seed: int, reduction: Reduction, starts: Starts, noise: float, per_budget: int) -> dict[str, float]:
-    """Fit a law to one set of synthetic runs and return its constants and errors."""
+    """Fit a law to one set of synthetic runs; return its constants and errors."""
     law_fit = fit(isoflop_runs(BEST.law, per_budget, noise, seed), STARTS[starts], PROCEDURES[reduction])
     numbers = sizing(law_fit.law)
     ratio, rounded = (law.optimal(GOPHER).tokens_per_parameter for law in (law_fit.law, as_printed(law_fit.law)))
@@ -74,14 +74,15 @@ def measure(seed: int, reduction: Reduction, starts: Starts, noise: float, per_b
 def chinchilla_refit(
     seeds: int = 8, noise: float = 0.005, per_budget: int = 30, starts: tuple[Starts, ...] = ("coarse", "paper")
 ) -> Study:
-    """Fits of 240 runs with and without noise: the sum from 243 starts, the mean from 243 and from the paper's 4500
-    starts.
+    """Fits of 240 runs with and without noise. The sum starts from 243 points, the mean from 243 and from the paper's
+    4500 points.
 
     Command   thrifty study chinchilla_refit
-    Expect    Without noise, the sum recovers the constants, and two thirds of its starts agree. The mean ends at a
-              different point for every start; the best of them recommends several times too many or too few tokens.
-              With noise of half a percent, the sum is off by a factor of about 1.2. Two digits instead of five change
-              the published answer from 59 to 93 tokens per parameter. Three minutes on two cores.
+    Expect    Without noise, the sum recovers the constants, and two thirds of its starts agree. Fits of the mean end at
+              a different point for every start. The best of these fits recommends several times too many or too few
+              tokens. With noise of half a percent, the sum is wrong by a factor of about 1.2. Rounding the published
+              constants from five digits to two changes the recommendation from 59 to 93 tokens per parameter. Three
+              minutes on two cores.
     """
     cases = {
         f"{reduction}, {which} starts, {'noise' if amount else 'no noise'}": {

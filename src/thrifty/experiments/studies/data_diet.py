@@ -1,13 +1,13 @@
 """Data pruning with label noise: accuracy after training on half of a dataset, selected by different scores.
 
 Papers    Paul, Ganguli & Dziugaite 2021, Deep Learning on a Data Diet (arXiv 2107.07075): EL2N and GraNd. Kirsch 2023
-          (2303.14753): GraNd at initialization follows the input norm and selects nothing useful. Toneva et al. 2019
-          (1812.05159): forgetting. Sorscher et al. 2022 (2206.14486): prototypes.
-Note      Scores are averaged over ten networks with other initializations, after one epoch; prototype distances use the
-          last hidden layer of one of them. The final network has its own initialization, and always trains for the same
-          number of steps. Scoring adds a fifth of that compute, which is not counted. With scores after five epochs,
-          the hardest half was as good as a random one (one seed), because the networks were then confident of most
-          examples.
+          (2303.14753): GraNd at initialization correlates with the input norm and selects nothing useful. Toneva et al.
+          2019 (1812.05159): forgetting. Sorscher et al. 2022 (2206.14486): prototypes.
+Note      Scores are averages over ten networks with different initializations, after one epoch. Prototype distances use
+          the last hidden layer of one of these networks. The final network has its own initialization, and always
+          trains for the same number of steps. Scoring adds a fifth of the final compute, which is not counted. With
+          scores after five epochs, the hardest half was as good as a random half (one seed). The networks were then
+          confident of most examples.
 """
 
 from contextlib import closing
@@ -42,11 +42,11 @@ VARIANTS = (
     "prototype, easiest",
 )  # fmt: skip
 LOOK = 2
-"""Steps between two forgetting evaluations."""
+"""Number of steps between two forgetting evaluations."""
 
 
 def gradient_norms(model: nn.Module, data: FixedImages) -> Tensor:
-    """Return the GraNd score of every example (n,)."""
+    """Return the GraNd scores of all examples (n,)."""
 
     def loss(parameters: Fields, example: Fields) -> Tensor:
         logits = functional_call(model, dict(parameters), (example["inputs"][None],))
@@ -59,7 +59,7 @@ def gradient_norms(model: nn.Module, data: FixedImages) -> Tensor:
 def scores_of_runs(
     seed: int, wrong: float, networks: int, scored_after: int, width: int, steps: int, batch: int
 ) -> dict[str, Tensor]:
-    """Return the scores of each network (r, n) by kind; prototypes and inputs have one row."""
+    """Return scores (r, n) of r networks for n examples, by kind. Prototypes and the input norm have one row."""
     data, _ = with_wrong_labels(wrong, seed)
     everything, by_method = torch.arange(len(data)), {name: [] for name in ("EL2N", TRAINED, BEGUN, "forgetting")}
     for network in range(networks):
@@ -90,7 +90,7 @@ def scores_of_runs(
 def chosen(scores: Tensor, rule: str, share: float, offset: float) -> Tensor:
     """Return the indices of the examples to keep, given scores (n,).
 
-    "hardest but some" first skips the fraction `offset` of the hardest.
+    "hardest but some" skips the hardest fraction `offset` before it selects.
     """
     order = scores.argsort(descending=rule != "easiest", stable=True)
     first = round(offset * len(scores)) if rule == "hardest but some" else 0
@@ -113,7 +113,9 @@ def measure(
     steps: int,
     batch: int,
 ) -> dict[str, float]:
-    """Return the test accuracy after training on the kept examples, or the agreement between scores."""
+    """Return the test accuracy after training on the kept examples; for `SCORES`, return the agreement between
+    scores.
+    """
     data, flipped = with_wrong_labels(wrong, seed)
     if way == ALL:
         kept = torch.arange(len(data))
@@ -133,7 +135,9 @@ def measure(
 
 
 def agreement(scores: dict[str, Tensor], flipped: Tensor) -> dict[str, float]:
-    """Return rank correlations of scores, and the percentage of wrong labels among equally many highest EL2N scores."""
+    """Return rank correlations of scores, and the precision of high EL2N scores in percent. As many examples are
+    selected as labels are wrong.
+    """
     runs = scores["EL2N"]
     half, count = len(runs) // 2, int(flipped.sum())
     singles = [rank_correlation(one, runs[half:].mean(0)) for one in runs[:half]]
@@ -157,13 +161,13 @@ def data_diet(
     steps: int = 1000,
     batch: int = 64,
 ) -> Study:
-    """Half of 1,300 digits, 5 % of them with wrong labels, selected by eight kinds of score; accuracy of a perceptron.
+    """Accuracy of a perceptron on half of 1,300 digits, selected by eight kinds of scores; 5 % of the labels are wrong.
 
     Command   thrifty study data_diet
-    Expect    The hardest half contains all wrong labels and is worse than a random half. The easiest half contains none
-              and is worse too. Without the hardest 5 %, the next hardest half beats even the whole set, because it
-              excludes the wrong labels. GraNd at initialization follows the input norm and is no better than random.
-              Two minutes on two cores.
+    Expect    The hardest half contains all wrong labels and is worse than a random half. The easiest half contains no
+              wrong label and is also worse. Without the hardest 5 %, the next hardest half is better even than the
+              whole set, because it excludes the wrong labels. GraNd at initialization correlates with the input norm
+              and is no better than random. Two minutes on two cores.
     """
     settings = {
         "share": share, "offset": offset, "wrong": wrong, "networks": networks, "scored_after": scored_after,

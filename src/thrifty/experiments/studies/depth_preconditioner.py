@@ -1,5 +1,5 @@
-"""Depth as preconditioner: a product of linear maps represents the same functions as one map, but gradient descent on
-it is preconditioned, which no regularizer can imitate.
+"""Depth as preconditioner: a product of linear maps represents the same functions as one map. Gradient descent on the
+product is preconditioned, and no regularizer can imitate this.
 
 Paper     Arora, Cohen & Hazan 2018, On the Optimization of Deep Networks: Implicit Acceleration by Overparameterization
           (arXiv 1802.06509): theorem 1, and the contrast of section 8 between l4 and l2.
@@ -18,7 +18,7 @@ RATES = tuple(10 ** (exponent / 8) for exponent in range(-24, 9))
 def balanced_factors(end_to_end: Tensor, depth: int) -> list[Tensor]:
     """Return W_1 … W_depth with product W_depth … W_1 = `end_to_end` (out, in) and W_{j+1}ᵀ W_{j+1} = W_j W_jᵀ.
 
-    By singular value decomposition, each factor has a root of the singular values.
+    Each factor has the `depth`-th root of the singular values of `end_to_end`.
     """
     if depth == 1:
         return [end_to_end.clone()]
@@ -28,8 +28,9 @@ def balanced_factors(end_to_end: Tensor, depth: int) -> list[Tensor]:
 
 
 def regression(seed: int, examples: int, features: int, condition: float) -> tuple[Tensor, Tensor]:
-    """Return inputs (n, d) with column scales from 1 down to 1 / `condition`, and targets (n,): linear with unit
-    noise."""
+    """Return inputs (n, d) and targets (n,) of n examples. Column scales fall from 1 to 1 / `condition`. Targets are
+    linear in the inputs, plus unit noise.
+    """
     generator = torch.Generator().manual_seed(seed)
     scales = torch.logspace(0, -math.log10(condition), features, dtype=torch.float64)
     x = torch.randn(examples, features, generator=generator, dtype=torch.float64) * scales
@@ -50,9 +51,9 @@ def lowest_loss(x: Tensor, y: Tensor, p: int) -> float:
 def measure(
     seed: int, p: int, depth: int, examples: int, features: int, condition: float, most_steps: int
 ) -> dict[str, float]:
-    """Return the steps of gradient descent on `depth` factors until the loss is within 0.1 % of the minimum.
+    """Return the number of gradient descent steps on `depth` factors until the loss is within 0.1 % of the minimum.
 
-    All rates of the grid are tried in parallel along a leading dimension; the best one counts.
+    All learning rates of the grid run in parallel along a leading dim. The best rate counts.
     """
     x, y = regression(seed, examples, features, condition)
     goal = lowest_loss(x, y, p) * 1.001
@@ -80,8 +81,8 @@ def depth_preconditioner(
     """Linear regression by products of 1, 2 and 3 factors, with l4 and l2 loss.
 
     Command   thrifty study depth_preconditioner
-    Expect    With l4, two and three factors require less than half of the steps of one. With l2 they gain nothing.
-              Under a minute on two cores.
+    Expect    With l4, two and three factors require less than half of the steps of one factor. With l2, more factors
+              have no advantage. Under a minute on two cores.
     """
     fixed = {"examples": examples, "features": features, "condition": condition, "most_steps": most_steps}
     cases = {label: {**levels, **fixed} for label, levels in grid(p=(4, 2), depth=(1, 2, 3)).items()}

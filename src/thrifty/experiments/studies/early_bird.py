@@ -1,8 +1,9 @@
-"""Early-bird tickets in a small language model: masks of heads and neurons converge early, and the ticket suffices.
+"""Early-bird tickets in a small language model: masks of heads and neurons converge early, and an early ticket is
+sufficient.
 
 Paper     You et al. 2020 (arXiv 1909.11957); Chen et al. 2021, EarlyBERT (arXiv 2101.00063).
-Note      A byte model is trained from scratch. Tickets are compared by training the smaller models alone, from the
-          dense model's initialization, with equal steps; the cost of the search is reported separately. One more case
+Note      A byte model is trained from scratch. To compare tickets, only the smaller models are trained, from the dense
+          model's initialization, with equal steps. The cost of the search is reported separately. One additional case
           combines search and training in one run.
 """
 
@@ -31,11 +32,11 @@ from thrifty.training.loop import train
 Kind = Literal["whole", "early", "late", "random", "in one run"]
 TICKETS: tuple[Kind, ...] = ("early", "late", "random")
 NEAR = 0.1
-"""Mask distance below which masks agree."""
+"""Distance below which two masks agree."""
 
 
 def search(run: Run, seed: int) -> tuple[TrainState, list[tuple[int, float]]]:
-    """Train until the ticket is chosen; return the state, and the mask distance after each step that has one."""
+    """Train until the ticket is chosen. Return the state, and pairs of (step, mask distance)."""
     state = run.start()
     curve: list[tuple[int, float]] = []
     with closing(train(run, state, seed)) as records:
@@ -48,13 +49,13 @@ def search(run: Run, seed: int) -> tuple[TrainState, list[tuple[int, float]]]:
 
 
 def prune_to(model: nn.Module, ticket: Mapping[str, Any]) -> nn.Module:
-    """Return a dense model pruned to the parts of a ticket."""
+    """Return a dense model that keeps only the heads and neurons of a ticket."""
     prune_model(model, ticket)
     return model
 
 
 def measure(seed: int, kind: Kind, depth: int, width: int, length: int, batch: int, steps: int) -> dict[str, float]:
-    """Train the whole model, a ticket, or search and ticket in one run, for `steps`."""
+    """Train for `steps` steps: the whole model, a ticket, or search and ticket in one run."""
     criterion = {"late": "late", "random": "random"}.get(kind, "coefficients")
     bird = EarlyBird(criterion=criterion, latest=steps - 1)  # type: ignore[arg-type]
     techniques = decayed_adamw(width)
@@ -90,14 +91,14 @@ def _summary(trained: TrainedLanguageModel) -> dict[str, float]:
 def early_bird(
     seeds: int = 3, depth: int = 4, width: int = 64, length: int = 64, batch: int = 16, steps: int = 1000
 ) -> Study:
-    """A 4-block byte model with 8 heads a block, and tickets of two thirds of its heads and 60 % of its neurons.
+    """A 4-block byte model with 8 heads per block. Tickets keep two thirds of its heads and 60 % of its neurons.
 
-    The tickets are chosen early, at the end of a training, and at random.
+    The tickets are chosen early, at the end of a training run, and at random.
 
     Command   thrifty study early_bird
-    Expect    The masks agree within the first quarter of the steps. One seed: the early ticket, chosen after 23 % of
-              the steps, reached 1.540 nats. A random one of equal size reached 1.539, and the late one 1.522. The early
-              ticket gained nothing over a random one. Ten minutes on two cores.
+    Expect    The masks agree within the first quarter of the steps. In one seed, the early ticket, chosen after 23 % of
+              the steps, reached 1.540 nats. A random ticket of equal size reached 1.539, and the late ticket 1.522. The
+              early ticket was no better than the random ticket. Ten minutes on two cores.
     """
     fixed = {"depth": depth, "width": width, "length": length, "batch": batch, "steps": steps}
     kinds: tuple[Kind, ...] = ("whole", *TICKETS, "in one run")

@@ -1,12 +1,12 @@
 """FLIP: retrieval accuracy of a contrastive model that drops patches in training, at equal FLOPs.
 
-Paper     Li et al. 2022, Scaling Language-Image Pre-training via Masking (FLIP, arXiv 2212.00794): half of the patches
-          dropped in all released configurations, then a little unmasked tuning; 3.7 times less time to CLIP's accuracy
-          (from memory, not verified).
-Note      All runs of a budget cost the same counted FLOPs, unmasked tuning included; runs that drop patches have more
-          steps. Runs with and without unmasked tuning are separate, each with its own cosine schedule; tuning uses
-          whole images in the last tenth of the steps. The evaluation is retrieval in both directions of all 1,911
-          held-out emoji, whole, from a vendor not used in training. Captions cost the same at every dropping rate.
+Paper     Li et al. 2022, Scaling Language-Image Pre-training via Masking (FLIP, arXiv 2212.00794). All released
+          configurations drop half of the patches, then train briefly without masks. FLIP reaches CLIP's accuracy in 3.7
+          times less time (recalled, not checked against the paper).
+Note      All runs of a budget have the same counted FLOPs, including unmasked tuning. Runs that drop patches have more
+          steps. Runs with and without unmasked tuning are separate, each with its own cosine schedule. Tuning uses
+          whole images in the last tenth of the steps. The evaluation is retrieval, in both directions, of all 1,911
+          held-out whole emoji from a vendor not used in training. Captions have the same cost at every dropping rate.
 """
 
 from dataclasses import dataclass
@@ -35,9 +35,9 @@ VARIANTS = {
     MOST: (0.75, False),
     MOST_TUNED: (0.75, True),
 }
-"""Dropping rate and use of unmasked tuning, by variant."""
+"""Dropping rate, and True for unmasked tuning, of each variant."""
 TUNED = 0.1
-"""Fraction of the steps used for unmasked tuning."""
+"""Fraction of steps for unmasked tuning."""
 
 
 @dataclass(frozen=True)
@@ -69,20 +69,20 @@ class FlipSizes:
 
 
 def dropping(rate: float, tuned: bool) -> list[Technique]:
-    """Return the technique of a variant; none for whole images."""
+    """Return the techniques of a variant; an empty list for whole images."""
     return [DropPatches(rate=rate, until=1.0 - TUNED * tuned)] if rate else []
 
 
 def flops_of_step(plain: BaseRun, rate: float) -> float:
-    """Return the FLOPs of a step at this dropping rate."""
+    """Return the FLOPs of a step at dropping rate `rate`."""
     step = compose(plain, [AdamW(), *dropping(rate, tuned=False)], 1)
     return count(step, step.techniques)[1].flops
 
 
 def steps_for(whole_steps: int, whole: float, dropped: float, tuned: bool) -> int:
-    """Return the number of steps with the cost of `whole_steps` on whole images.
+    """Return the number of steps that costs as much as `whole_steps` steps on whole images.
 
-    `whole` and `dropped` are the FLOPs of a step on whole images and with patches dropped.
+    `whole` and `dropped` are the FLOPs of a step on whole images, and of a step that drops patches.
     """
     share = TUNED * tuned
     return max(1, round(whole_steps * whole / ((1 - share) * dropped + share * whole)))
@@ -135,15 +135,15 @@ def flip(
     lr: float = 1e-3,
     data: str = "emoji",
 ) -> Study:
-    """Image-text retrieval at equal FLOPs with no, half and three quarters of the patches dropped, with and without
-    tuning.
+    """Image-text retrieval at equal FLOPs. Training drops none, half or three quarters of the patches, with and without
+    unmasked tuning.
 
-    A budget is the cost of this many steps on whole images. First: thrifty data get emoji.
+    A budget is the cost of a number of steps on whole images. First run `thrifty data get emoji`.
 
     Command   thrifty study flip
     Expect    The additional steps matter most at small budgets. At a budget of only 50 whole steps (one seed), three
-              quarters dropped had 6.3 % recall at 10. Half dropped with tuning had 4.7, whole images 3.2, and chance is
-              0.5.
+              quarters dropped had a recall at 10 of 6.3 %. Half dropped with tuning had 4.7 %, whole images 3.2 %, and
+              a random ranking has 0.5 %.
     """
     sizes = {"depth": depth, "width": width, "side": side, "patch": patch, "batch": batch, "lr": lr, "data": data}
     most, least = max(budgets), min(budgets)

@@ -1,7 +1,7 @@
 """Data pruning on real images: accuracy with the hardest or the easiest half, for small and large datasets.
 
 Paper     Sorscher et al. 2022, Beyond neural scaling laws: beating power law scaling via data pruning (arXiv
-          2206.14486): keep the hardest examples if data are abundant, the easiest if they are scarce.
+          2206.14486). Keep the hardest examples if data are abundant, and the easiest examples if data are scarce.
 Note      Difficulty is EL2N, averaged over networks trained briefly on all examples. An equal fraction of each class is
           kept. Without that rule, half of Fashion-MNIST consisted mostly of shirts and pullovers, and the network
           learned almost nothing about shoes. All networks train for the same number of steps.
@@ -36,7 +36,7 @@ def images_of(data: str, part: DataSplit) -> FixedImages:
 
 
 def trained(data: FixedImages, classes: int, width: int, steps: int, until: int, batch: int, seed: int) -> nn.Module:
-    """Return a classifier after the first `until` steps of a run of `steps`."""
+    """Return a classifier after the first `until` steps of a run of `steps` steps."""
     sizes = (data.images.shape[1], width, width, classes)
     run = run_on(lambda: nn.Sequential(*linear_layers(sizes, seed)), data, steps=steps, batch=batch, seed=seed)
     with closing(in_steps(run, seed)) as states:
@@ -47,7 +47,7 @@ def trained(data: FixedImages, classes: int, width: int, steps: int, until: int,
 def pool_and_scores(
     seed: int, data: str, images: int, networks: int, scored_after: int, width: int, steps: int, batch: int
 ) -> tuple[FixedImages, Tensor]:
-    """Return a random training subset, and the EL2N score of each example (n,)."""
+    """Return a random subset of the training images, and the EL2N scores of its examples (n,)."""
     whole = images_of(data, DataSplit.TRAIN)
     indices = torch.randperm(len(whole), generator=keyed_generator(f"hard or easy/{seed}"))[:images]
     pool, classes = FixedImages(whole.images[indices], whole.labels[indices]), int(whole.labels.max()) + 1
@@ -60,8 +60,9 @@ def pool_and_scores(
 
 
 def kept_of_each_class(keys: Tensor, labels: Tensor, share: float, offset: float) -> Tensor:
-    """Return the indices with the highest keys (n,), an equal fraction of each class, after skipping a first
-    fraction."""
+    """Return the indices of the examples with the highest keys (n,), as an equal fraction `share` of each class. The
+    highest fraction `offset` of each class is skipped.
+    """
     kept = []
     for label in labels.unique():
         own = (labels == label).nonzero().squeeze(1)
@@ -83,7 +84,9 @@ def measure(
     steps: int,
     batch: int,
 ) -> dict[str, float]:
-    """Return the test accuracy of a network trained on the kept images; `kept_of` is such as "hardest of digits"."""
+    """Return the test accuracy of a network trained on the kept images. `kept_of` names the selection and the data,
+    such as "hardest of digits".
+    """
     way, _, data = kept_of.rpartition(" of ")
     pool, scores = pool_and_scores(seed, data, images, networks, scored_after, width, steps, batch)
     keys = {
@@ -118,13 +121,14 @@ def hard_or_easy(
     steps: int = 1000,
     batch: int = 64,
 ) -> Study:
-    """Half of 100 to 1,300 digits and of 250 to 30,000 images of clothes: the hardest or the easiest of each class.
+    """Half of 100 to 1,300 digits, and half of 250 to 30,000 images of clothes: the hardest or the easiest of each
+    class.
 
     Command   thrifty study hard_or_easy
-    Expect    With more images, the hardest half improves relative to the easiest. At one seed, the paper's advice for
-              few images failed: the easiest half was never better than a random one. On clothes, where the hardest are
-              ambiguous, a random half beat both; skipping the hardest tenth helped there. Requires `thrifty data get
-              fashion-mnist`. Six minutes on two cores.
+    Expect    With more images, the hardest half improves relative to the easiest half. With one seed, the paper's
+              advice for few images failed: the easiest half was never better than a random half. On clothes, where the
+              hardest images are ambiguous, a random half was better than both. There, skipping the hardest tenth
+              helped. Requires `thrifty data get fashion-mnist`. Six minutes on two cores.
     """
     sets = {"digits": digits, "fashion-mnist": clothes}
     fixed = {

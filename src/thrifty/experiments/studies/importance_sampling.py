@@ -2,12 +2,12 @@
 
 Papers    Katharopoulos & Fleuret 2018, Not All Samples Are Created Equal (arXiv 1803.00942). Paul, Ganguli & Dziugaite
           2021 (2107.07075): EL2N. The comparison follows Kaddour et al. 2023, No Train No Gain (2307.06440): equal
-          compute, and a rate decayed to the end of each run.
-Note      Compute is counted in examples: 1 for a forward pass, 3 with the backward pass. It includes the network that
-          scores before pruning, and the scoring while the gate of sampling is open. Because the gate is unpredictable,
-          additional uncounted runs find the number of steps that meets the budget. Pruning keeps half of each class
-          (`data_selection.prune`). Sampling reduces the gradient's second moment by tau squared, if scores are gradient
-          norms; the true reduction uses each example's gradient at the end of the uniform run.
+          compute, and a learning rate that decays until the end of each run.
+Note      Compute is counted in forward passes of an example: 1 for a forward pass, 3 with the backward pass. It
+          includes the scoring network before pruning, and scoring while the gate of sampling is open. The gate is
+          unpredictable, so additional uncounted runs find the number of steps that meets the budget. Pruning keeps half
+          of each class (`data_selection.prune`). If scores are gradient norms, sampling reduces the gradient's second
+          moment by tau squared. The true reduction uses each example's gradient at the end of the uniform run.
 """
 
 from contextlib import closing
@@ -37,11 +37,11 @@ from thrifty.training.evaluation import evaluate
 
 VARIANTS = ("uniform", "sampled", "hardest half", "easiest half")
 SCORED_AFTER, TESTED = 0.15, 497
-"""Training fraction of the network that scores for pruning; number of held-out examples."""
+"""Training fraction of the network that scores for pruning, and number of held-out examples."""
 
 
 def scores_before(task: SelectionTask, steps: int, lr: float, seed: int) -> Tensor:
-    """Return the score of each example (n,) from another, briefly trained network."""
+    """Return the scores (n,) of all examples from a separate network that was trained briefly."""
     own_seed = seed_of(f"importance sampling/{seed}")
     with closing(in_steps(run_of(task, task.source, [], steps, lr, own_seed), own_seed)) as states:
         model = next(model for step, model, _ in states if step == scored_after(steps))
@@ -64,7 +64,7 @@ def measure(
     length: int = 0,
     windows: int = 0,
 ) -> dict[str, float]:
-    """Train at the compute of `full_steps` plain steps, scoring included, and evaluate."""
+    """Train with the compute of `full_steps` plain steps, including scoring, and evaluate."""
     task = task_of(data, seed, depth, width, batch, length, windows)
     train_on = partial(finished, task, lr=lr, seed=seed)
     if way == "uniform":
@@ -101,14 +101,14 @@ def importance_sampling(
     length: int = 64,
     windows: int = 4096,
 ) -> Study:
-    """A small ViT on digits and a small byte model at equal compute, with four ways to choose examples.
+    """A small ViT on digits and a small byte model at equal compute, with four methods to choose examples.
 
-    They are uniform sampling, gradient-norm sampling behind a gate, and the hardest and the easiest half.
+    The methods are uniform sampling, gradient-norm sampling with a gate, the hardest half, and the easiest half.
 
     Command   thrifty study importance_sampling
-    Expect    On digits, sampling would reduce the gradient's second moment by more than 2 at the end, and the gate
-              opens before. On text the gate never opens, since all windows are about equally hard. At equal compute
-              nothing beats uniform sampling on digits: the cost of scoring is not recovered. Eight minutes on two
+    Expect    On digits, the gate opens. At the end, sampling would reduce the gradient's second moment by more than 2.
+              On text, the gate never opens, because all windows are about equally hard. At equal compute, no method is
+              better than uniform sampling on digits, because the cost of scoring is not recovered. Eight minutes on two
               cores.
     """
     fixed = {"full_steps": full_steps, "depth": depth, "width": width, "batch": batch}

@@ -1,8 +1,8 @@
-"""IsoFLOP: at each compute budget the loss has a minimum at some model size, and that size grows with compute.
+"""IsoFLOP: at each compute budget, the loss has a minimum at some model size. That size grows with compute.
 
 Paper     Hoffmann et al. 2022, Training Compute-Optimal Large Language Models (arXiv 2203.15556), approach 2.
-Note      The rate is decayed to the end of each run, because a run cut off within its schedule is not comparable.
-          Compute is 6 · parameters · tokens, with all parameters counted.
+Note      The learning rate decays until the end of each run, because a run that stops within its schedule is not
+          comparable. Compute is 6 · parameters · tokens, with all parameters counted.
 """
 
 import math
@@ -15,12 +15,13 @@ from thrifty.planning import isoflop_analysis
 from thrifty.planning.scaling_law_fit import TrainedRun
 
 SIZES = ((2, 12), (2, 20), (2, 32), (3, 40), (3, 54))
-"""Depth and width of the models: 7 to 120 thousand parameters, each about twice the previous one."""
+"""Depth and width of the models. They have 7 to 120 thousand parameters; each has about twice as many as the previous.
+"""
 EXPONENT = "exponent"
 
 
 def measure(seed: int, depth: int, width: int, flops: float, length: int, batch: int) -> dict[str, float]:
-    """Return the held-out loss of a model of this size trained at this compute."""
+    """Return the held-out loss of a model that is trained with compute `flops`."""
     parameters = parameters_of(llama(depth, width, length, seed))
     steps = steps_for(flops, parameters, length * batch)
     trained = train_llama(
@@ -35,7 +36,9 @@ def measure(seed: int, depth: int, width: int, flops: float, length: int, batch:
 
 
 def optima(budgets: Sequence[float], cells: Cells) -> Cells:
-    """Return the minimum of each budget's parabola, if its sizes enclose one, and the scaling exponent over budgets."""
+    """Return the minimum of each budget's parabola, if the sizes enclose a minimum, and the scaling exponent over all
+    budgets.
+    """
     runs = {
         flops: [
             TrainedRun(cell["parameters"], cell["tokens"], cell["loss"])

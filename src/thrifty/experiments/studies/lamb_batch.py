@@ -1,10 +1,10 @@
-"""LAMB against AdamW at equal sequences: LAMB's advantage as batches grow and steps become few.
+"""LAMB compared with AdamW on an equal number of sequences: LAMB's advantage for large batches and few steps.
 
 Paper     You et al. 2020, Large Batch Optimization for Deep Learning (arXiv 1904.00962). Nado et al. 2021 (2102.06356)
-          match it with well-tuned Adam.
-Note      Each optimizer has the best of five rates, a factor of two apart, so small differences are not decided.
-          Gradients are clipped for both, and each has its own betas. At batch 16, exchanging the betas changed the loss
-          by at most about 0.01.
+          reach the same results with well-tuned Adam.
+Note      Each optimizer uses the best of five learning rates, a factor of two apart, so small differences are not
+          decisive. Gradients are clipped for both optimizers, and each optimizer has its own betas. At batch 16,
+          exchanging the betas changed the loss by at most about 0.01.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,8 +30,9 @@ RATES: Mapping[Optimizer, Sequence[float]] = {
 def measure(
     seed: int, optimizer: Optimizer, batch: int, rate: float, sequences: int, depth: int, width: int, length: int
 ) -> dict[str, float]:
-    """Return the held-out loss after these sequences at this peak rate, with warm-up for a tenth of the run, then
-    decay."""
+    """Return the held-out loss after `sequences` sequences at peak rate `rate`. Warm-up takes a tenth of the run, then
+    the rate decays.
+    """
     settings = {"lr": rate, "weight_decay": 0.01}
     chosen: list[Technique] = [
         build(techniques.find(f"optimizers.{optimizer}"), settings),
@@ -44,7 +45,7 @@ def measure(
 
 
 def optima(batches: Sequence[int], cells: Cells) -> Cells:
-    """Return each optimizer's best rate, and LAMB's lead over AdamW, for each batch."""
+    """Return, for each batch size, the best rate of each optimizer, and LAMB's advantage over AdamW."""
     rows: dict[str, dict[str, float]] = {}
     for batch in batches:
         best = {}
@@ -80,12 +81,12 @@ def lamb_batch(
     width: int = 64,
     length: int = 64,
 ) -> Study:
-    """AdamW and LAMB at five rates each, on 9600 sequences in batches of 16, 64 and 256.
+    """AdamW and LAMB at five learning rates each, on 9600 sequences in batches of 16, 64 and 256.
 
     Command   thrifty study lamb_batch
-    Expect    LAMB's lead over AdamW grows with the batch, to about 0.2 nats at batch 256, where 37 steps remain. Other
-              small studies suggest that AdamW is better at batch 16; one seed here had LAMB lower by 0.04 there too. A
-              quarter of an hour on two cores.
+    Expect    LAMB's advantage over AdamW grows with the batch, to about 0.2 nats at batch 256 (37 steps). Other small
+              studies suggest that AdamW is better at batch 16. Here, in one seed, LAMB had a loss lower by 0.04 at
+              batch 16 too. A quarter of an hour on two cores.
     """
     fixed = {"sequences": sequences, "depth": depth, "width": width, "length": length}
 

@@ -2,7 +2,7 @@
 
 Paper     Zhang & He 2020, Accelerating Training of Transformer-Based Language Models with Progressive Layer Dropping
           (arXiv 2010.13369). Kaddour et al. 2023, No Train No Gain (arXiv 2307.06440), found no gain at equal budgets.
-Note      Compute is counted in expected block-steps, so a run that drops blocks has more steps.
+Note      Compute is the expected number of computed blocks over all steps, so a run that drops blocks has more steps.
 """
 
 from typing import Literal
@@ -23,7 +23,7 @@ RATES: dict[Rate, Technique] = {
 
 
 def steps_for(block_steps: float, depth: int, theta: float = THETA, settle: float = SETTLE) -> int:
-    """Return the longest run whose expected number of computed blocks, over all its steps, is at most `block_steps`."""
+    """Return the largest number of steps whose expected number of computed blocks is at most `block_steps`."""
 
     def spent(steps: int) -> float:
         pace = round(settle * steps)
@@ -40,7 +40,7 @@ def steps_for(block_steps: float, depth: int, theta: float = THETA, settle: floa
 def measure(
     seed: int, dropping: bool, rate: Rate, full_steps: int, depth: int, width: int, length: int, batch: int, lr: float
 ) -> dict[str, float]:
-    """Return the held-out loss at the compute of `full_steps` steps of all blocks."""
+    """Return the held-out loss with the compute of `full_steps` steps of all blocks."""
     steps = steps_for(full_steps * depth, depth) if dropping else full_steps
     chosen = [RATES[rate], *([LayerDrop(theta=THETA, time_constant=SETTLE, seed=seed)] if dropping else [])]
     return after(steps, chosen, seed=seed, depth=depth, width=width, length=length, batch=batch, lr=lr)
@@ -57,10 +57,10 @@ def layer_drop(
 ) -> Study:
     """An 8-block byte model with and without dropped blocks, at the compute of 800 and of 4000 full steps.
 
-    The rate is constant or decayed.
+    The learning rate is constant or decays.
 
-    Command   thrifty study layer_drop
-    Expect    No gain of 0.01 nats in any of the four settings. Forty minutes on two cores.
+    Command   thrifty study layer_drop Expect    No gain of 0.01 nats in any of the four settings. Forty minutes on two
+    cores.
     """
     fixed = {"depth": depth, "width": width, "length": length, "batch": batch, "lr": lr}
     levels = grid(dropping=(False, True), rate=tuple(RATES), full_steps=budgets)

@@ -1,10 +1,10 @@
 """Lottery tickets on digits: a pruned network with its original initialization trains as well as the dense network.
 
 Paper     Frankle & Carbin 2019, The Lottery Ticket Hypothesis (arXiv 1803.03635).
-Note      The paper prunes 20 % a round. Here it is 37 %, since nine rounds of 20 % end at a density of 13 % in this
-          wide network, at which any mask learns digits. The head loses half the fraction, as in the paper's fully
-          connected networks. All rounds run in one process without run folders; `thrifty lottery` does the same with
-          them.
+Note      The paper prunes 20 % per round, and this study 37 %. After nine rounds of 20 %, this wide network would have
+          a density of 13 %. Any mask of that density learns digits. The head loses half the fraction, as in the paper's
+          fully connected networks. All rounds run in one process without run folders. `thrifty lottery` runs the same
+          rounds with run folders.
 """
 
 import hashlib
@@ -43,7 +43,7 @@ class LotteryRound(NamedTuple):
 
 
 def trained(masks: dict[str, Tensor], kind: Kind, seed: int, width: int, steps: int, batch: int) -> LotteryRound:
-    """Train the network of a seed under masks or a control of them, always on the same batches."""
+    """Train the network of a seed with masks, or with a control of the masks, always on the same batches."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "ticket.safetensors")
         file.write_bytes(mask_file_bytes(masks, "a round of this study", {}))
@@ -69,7 +69,7 @@ def matrices(model: nn.Module) -> dict[str, Tensor]:
 
 @lru_cache(maxsize=32)
 def round_of(number: int, seed: int, prune: float, width: int, steps: int, batch: int) -> LotteryRound:
-    """Return the trained ticket after this many rounds; round 0 is the dense network. Earlier rounds are cached."""
+    """Return the trained ticket after `number` rounds; round 0 is the dense network. Earlier rounds are cached."""
     if number:
         before = round_of(number - 1, seed, prune, width, steps, batch)
         head = [*before.weights][-1]
@@ -98,8 +98,8 @@ def lottery_ticket(
     Controls are the same masks with another initialization, and random masks of equal density.
 
     Command   thrifty study lottery_ticket
-    Expect    At 10 % of the weights and below, the ticket has the lowest loss. Its mask with another initialization
-              comes second and a random mask last (here the last two differ at 2 % only). Five minutes on two cores.
+    Expect    At a density of 10 % and less, the ticket has the lowest loss. Its mask with another initialization is
+              second, and a random mask is last. Here, the last two differ only at 2 %. Five minutes on two cores.
     """
     fixed = {"prune": prune, "width": width, "steps": steps, "batch": batch}
     cases = {DENSE: {"kind": "ticket", "rounds": 0, **fixed}}

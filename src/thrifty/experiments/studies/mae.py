@@ -1,12 +1,11 @@
-"""Masked autoencoders: speedup from leaving masked patches out of the encoder, and value of pre-training with few
-labels.
+"""Masked autoencoders: speedup of an encoder that omits masked patches, and value of pre-training with few labels.
 
-Paper     He et al. 2021, Masked Autoencoders Are Scalable Vision Learners (MAE, arXiv 2111.06377): 3 times as fast or
+Paper     He et al. 2021, Masked Autoencoders Are Scalable Vision Learners (MAE, arXiv 2111.06377): a speedup of 3 or
           more at 75 %, the best rate of its ablation (unverified).
-Note      Speedups are measured on a larger model, with images of `side` pixels in patches of 8: 6 blocks of width 192,
-          and 2 of width 96 in the decoder. They cover forward, backward and update on one thread. Classifiers start
-          from an autoencoder's encoder or from scratch with equal steps, and from scratch with `longer` times the
-          steps. The head reads the mean over patches. Each seed has other labelled images.
+Note      Speedups are measured on a larger model, with images of `side` pixels in patches of 8. The encoder has 6
+          blocks of width 192, and the decoder 2 of width 96. Speedups cover forward, backward and update on one thread.
+          Classifiers start from the encoder of an autoencoder, or from scratch with equal steps or with `longer` times
+          the steps. The head reads the mean over patches. Each seed has different labeled images.
 """
 
 from thrifty.composition.compose import compose
@@ -38,7 +37,7 @@ def dropping(blanks: bool) -> list[Technique]:
 def pretrained(
     sizes: AutoencoderSizes, data: str, rate: float, blanks: bool, steps: int, batch: int, lr: float, seed: int
 ) -> tuple[MaskedAutoencoder, float]:
-    """Return a trained autoencoder, and the seconds of its steps."""
+    """Return a trained autoencoder, and the seconds of its training steps."""
     plain = masked(sizes, data, batch, rate, seed, AugmentationSettings(crop=1))
     model, state = run_to_end(compose(plain, [*adamw(lr), *dropping(blanks)], steps), seed)
     assert isinstance(model, MaskedAutoencoder)
@@ -61,7 +60,7 @@ def measure(
     side: int,
     paced: int,
 ) -> dict[str, float]:
-    """Return the accuracy of classifiers that start from this autoencoder, and the speedup and FLOPs of its training.
+    """Return the accuracy of classifiers that start from an autoencoder, and the speedup and FLOPs of its training.
 
     If `rate` is 0, the classifiers start from an untrained encoder.
     """
@@ -101,9 +100,10 @@ def mae(
     """Digits with half, three quarters and nine tenths of the patches masked; classifiers with 100 and 300 labels.
 
     Command   thrifty study mae
-    Expect    At 75 % the encoder is 4 times as fast as with mask tokens, and a step 3 times. With 100 labels, the
-              accuracy is 92 % after 50 %, 87 % after 75 %, 84 % after 75 % with mask tokens, and 66 % after 90 %. From
-              scratch it is 73 %, and 83 % with five times the steps (seed 0). Half an hour on two cores.
+    Expect    At 75 %, the encoder is 4 times as fast as with mask tokens, and a step 3 times as fast. With 100 labels,
+              the accuracy is 92 % after masking 50 %, 87 % after 75 %, and 66 % after 90 %. After 75 % with mask
+              tokens, it is 84 %. From scratch it is 73 %, and 83 % with five times the steps (seed 0). Half an hour on
+              two cores.
     """
     fixed = {
         "steps": steps, "tuning": tuning, "labels": list(labels), "data": data, "patch": patch, "depth": depth,
@@ -118,11 +118,11 @@ def mae(
     } | {label_of(rate): {"rate": rate, "blanks": False, **fixed} for rate in rates}
 
     def faster(cells: Cells, rate: float, part: str) -> float:
-        """Return the speedup over mask tokens in the encoder."""
+        """Return the speedup over an encoder with mask tokens, for the encoder or the step."""
         return cells[label_of(rate)][f"{part}_gain"]
 
     def gain(cells: Cells, rate: float, metric: str, other: str = SCRATCH) -> float:
-        """Return the accuracy gain over another start with the fewest labels, in points."""
+        """Return the accuracy gain over another initialization with the fewest labels, in points."""
         return cells[label_of(rate)][f"{metric}_{few}"] - cells[other][f"{metric}_{few}"]
 
     accuracies = {

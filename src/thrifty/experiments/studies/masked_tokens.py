@@ -1,13 +1,16 @@
-"""Masked-token training at equal FLOPs: half of the tokens left out of the encoder, against BERT's 15 % mask tokens.
+"""Masked-token training at equal FLOPs: an encoder that omits half of the tokens, compared with BERT's 15 % mask
+tokens.
 
 Papers    Liao et al. 2022, Mask More and Mask Later (3ML, arXiv 2211.04898); Devlin et al. 2019, BERT (1810.04805).
-Note      Losses at different masking rates are not comparable, and an encoder that left masks out never read one. So
-          the encoders are compared, without their decoders, on two common tasks. The first is a linear probe of the
-          state at a letter: comment, string, keyword or other name, in files unseen by the probe (pre-training saw them
-          without labels). The second is the held-out loss at 15 % after the same short training at 15 %, a task closer
-          to the plain runs. All cases have the same counted FLOPs before, with heads, decoders and optimizer included.
-          Texts are short: with 128 bytes, the plain run only learned byte frequencies in 300 steps (one seed). A probe
-          of the mean state for the source package of 32 bytes did not separate any encoder from an untrained one.
+Note      Losses at different masking rates are not comparable, and an encoder that omits mask tokens has never read a
+          mask token. The encoders are therefore compared, without their decoders, on two common tasks. The first task
+          is a linear probe of the hidden state at a letter. The probe predicts comment, string, keyword or other name,
+          in files that it was not trained on (pre-training saw the files without labels). The second task is the
+          held-out loss at 15 % after the same short training at 15 %. This task is closer to the plain runs. All cases
+          have the same counted FLOPs in pre-training, including heads, decoders and optimizer. Texts are short: with
+          128 bytes, the plain run learned only byte frequencies in 300 steps (one seed). A second probe predicted the
+          source package of 32 bytes from the mean hidden state. It did not separate any encoder from an untrained
+          encoder.
 """
 
 from collections.abc import Iterable
@@ -35,7 +38,7 @@ from thrifty.techniques.schedules.linear import LinearDecay
 from thrifty.training.evaluation import held_out_loss
 
 HIDDEN = MaskedToken(mask=0, vocabulary=BYTES, special=frozenset({0}))
-"""Masked-token objective; byte 0, which no source text contains, is the mask."""
+"""Masked-token objective. Byte 0, which no source text contains, is the mask token."""
 UNTRAINED, BERT, MORE, SELF, CROSS = "untrained", "MLM, 15 %", "MLM, 50 %", "3ML self, 50 %", "3ML cross, 50 %"
 DECODERS = {SELF: "self", CROSS: "cross"}
 RATES = {BERT: 0.15, MORE: 0.5, SELF: 0.5, CROSS: 0.5}
@@ -49,7 +52,7 @@ def encoder(depth: int, width: int, length: int, seed: int) -> nn.Module:
 
 
 def composed(way: str, steps: int, lr: float, depth: int, width: int, length: int, batch: int, seed: int) -> Run:
-    """Return the pre-training run of a variant; a decoder has one block per six of the encoder."""
+    """Return the pre-training run of a variant. A decoder has one block per six encoder blocks."""
     source = PackedTokens(source_text()[0], length, batch, seed)
     plain = BaseRun(partial(encoder, depth, width, length, seed), source, replace(HIDDEN, rate=RATES[way]))
     chosen: list[Technique] = [AdamW(lr=lr), LinearDecay(warmup=0.1), GradientClipping()]
@@ -66,7 +69,7 @@ def flops(way: str, **sizes: Any) -> float:
 
 
 def trained(run: Run, seed: int) -> tuple[nn.Module, float]:
-    """Return the plain model at the end of a run, and the seconds of its steps."""
+    """Return the plain model at the end of a run, and the seconds of the run's steps."""
     model, state = run_to_end(run, seed)
     for technique in reversed(run.techniques):
         model = technique.finish(model)
@@ -76,7 +79,7 @@ def trained(run: Run, seed: int) -> tuple[nn.Module, float]:
 def measure(
     seed: int, way: str, steps: int, tuning: int, depth: int, width: int, length: int, batch: int, lr: float
 ) -> dict[str, float]:
-    """Evaluate one encoder after the number of steps with the cost of `steps` of BERT's."""
+    """Evaluate one encoder. Its number of steps has the cost of `steps` BERT steps."""
     sizes = {"lr": lr, "depth": depth, "width": width, "length": length, "batch": batch, "seed": seed}
     model, seconds, own_steps = encoder(depth, width, length, seed), 0.0, 0
     if way != UNTRAINED:
@@ -91,8 +94,9 @@ def measure(
 
 
 def tuned_loss(model: nn.Module, steps: int, length: int, batch: int, lr: float, seed: int) -> float:
-    """Return the held-out loss in nats per masked byte at BERT's rate, after plain steps on other batches of the
-    text."""
+    """Return the held-out loss in nats per masked byte at BERT's rate, after plain steps on different batches of the
+    text.
+    """
     source = PackedTokens(source_text()[0], length, batch, seed + 1000)
     run = compose(
         BaseRun(lambda: deepcopy(model), source, HIDDEN),
@@ -118,12 +122,13 @@ def masked_tokens(
     batch: int = 32,
     lr: float = 3e-3,
 ) -> Study:
-    """Byte encoders pre-trained at a small and a larger equal FLOP budget: BERT, half masked, and half left out.
+    """Byte encoders pre-trained at a small and a larger equal FLOP budget: BERT, half masked, and half omitted.
 
     Command   thrifty study masked_tokens
-    Expect    One seed. At the FLOPs of 600 steps, the encoder that reads no masks has 53 % probe accuracy and 2.78
-              nats. BERT's has 38 % and 3.22, the level of byte frequencies. At 2,500 steps it has 61 % and 2.03,
-              against 63 % and 1.88. Twenty minutes on two cores.
+    Expect    One seed. At the FLOPs of 600 steps, the encoder that reads no mask tokens has 53 % probe accuracy and a
+              loss of 2.78 nats. BERT's encoder has 38 % and 3.22 nats, the level of byte frequencies. At 2,500 steps,
+              the encoder without mask tokens has 61 % and 2.03 nats, and BERT's 63 % and 1.88 nats. Twenty minutes on
+              two cores.
     """
     fixed = {"tuning": tuning, "depth": depth, "width": width, "length": length, "batch": batch, "lr": lr}
     little, more = steps

@@ -1,9 +1,9 @@
-"""Norm-free training: with the right initialization, 24 blocks train without norms and without warm-up.
+"""Norm-free training: with a suitable initialization, 24 blocks train without norms and without warm-up.
 
 Papers    Zhang et al. 2019, Fixup (arXiv 1901.09321); Bachlechner et al. 2020, ReZero (2003.04887); De & Smith 2020,
           SkipInit (2002.10444); Huang et al. 2020, T-Fixup (ICML); Touvron et al. 2021, LayerScale (2103.17239).
-Note      All variants start from Xavier initialization, as in the post-norm Transformer that required warm-up.
-          LayerScale keeps the norms; at this depth little change is expected.
+Note      All variants start from Xavier initialization, like the post-norm Transformer, which required warm-up.
+          LayerScale keeps the norms; at this depth, little change is expected.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ NORM_FREE = ("rezero", "skip_init", "t_fixup", "fixup")
 
 
 def build(style: Style, norms: bool, depth: int, width: int, length: int, seed: int) -> nn.Module:
-    """Return a byte decoder with pre-norm ("gpt") or post-norm ("gpt1") blocks, or without norms."""
+    """Return a byte decoder with pre-norm blocks ("gpt"), post-norm blocks ("gpt1"), or without norms."""
     model = assemble(ModelConfig(style, depth, width, 4, 4, 4 * width, BYTES, length, tied=False))
     model.law = xavier_uniform_init
     initialize(model, seed)
@@ -40,7 +40,9 @@ def build(style: Style, norms: bool, depth: int, width: int, length: int, seed: 
 
 
 def initialization(name: str, seed: int) -> list[Technique]:
-    """Return the initialization technique of this name, with this seed if it has one; none for the empty name."""
+    """Return the initialization technique called `name`, with `seed` if it has a seed; an empty list if `name` is
+    empty.
+    """
     if not name:
         return []
     kind = techniques.find(f"initializations.{name}")
@@ -60,7 +62,7 @@ def measure(
     technique: str = "",
     norms: bool = True,
 ) -> dict[str, float]:
-    """Return training losses of one variant, under Adam at 1e-3, constant after the warm-up."""
+    """Return training losses of one variant with Adam. The learning rate is 1e-3, and constant after the warm-up."""
     trained = train_on_bytes(
         lambda: build(style, norms, depth, width, length, seed),
         [
@@ -98,9 +100,9 @@ def norm_free(
     """Ten variants of a 24-block byte decoder for 250 steps.
 
     Command   thrifty study norm_free
-    Expect    Post-norm stays at the unigram entropy, with and without warm-up. Without norms and without another
-              initialization, training diverges. Pre-norm and every norm-free initialization learn from the first step;
-              T-Fixup is fastest. A quarter of an hour on two cores.
+    Expect    Post-norm models stay at the unigram entropy, with and without warm-up. Without norms and without a
+              special initialization, training diverges. Pre-norm models and all norm-free initializations learn from
+              the first step; T-Fixup is fastest. A quarter of an hour on two cores.
     """
     fixed = {"depth": depth, "width": width, "length": length, "batch": batch, "steps": steps}
     variants: dict[str, dict] = {
@@ -149,7 +151,9 @@ def norm_free(
 
 
 def unigram_entropy() -> float:
-    """Return the entropy of the byte frequencies in nats per byte: the loss of a model that knows only these."""
+    """Return the entropy of the byte frequencies in nats per byte: the loss of a model that knows only the
+    frequencies.
+    """
     counts = np.bincount(source_text()[0], minlength=BYTES)
     shares = counts[counts > 0] / counts.sum()
     return float(-(shares * np.log(shares)).sum())

@@ -1,9 +1,9 @@
-"""Progressive resolution: accuracy against training seconds of a small ViT that starts with small images.
+"""Progressive resolution: accuracy by training time of a small ViT that starts with small images.
 
-Papers    Wang et al. 2022, EfficientTrain (arXiv 2211.09703); the resizing of Tan & Le 2021, EfficientNetV2 (arXiv
-          2104.00298).
-Note      All variants of a budget have equal steps and images, so small images save time only. Accuracy is on full
-          images. This is no ViT at the scale of ImageNet: with 64 patches there is little to save.
+Papers    Wang et al. 2022, EfficientTrain (arXiv 2211.09703); Tan & Le 2021, EfficientNetV2 (arXiv 2104.00298), for the
+          resizing.
+Note      All variants of a budget have equal steps and images, so small images save only time. Accuracy is on full
+          images. The ViT is much smaller than ImageNet models; with 64 patches, there is little to save.
 """
 
 from statistics import fmean
@@ -30,7 +30,7 @@ def techniques_of(way: Way, patch: int) -> list[Technique]:
 def measure(
     seed: int, way: Way, steps: int, data: str, depth: int, width: int, patch: int, batch: int, tested: int
 ) -> dict[str, float]:
-    """Return accuracy and loss on held-out images, mean patches per image, and seconds."""
+    """Return accuracy and loss on held-out images, the mean number of patches per image, and seconds."""
     trained = train_on_images(
         techniques_of(way, patch),
         steps=steps, seed=seed, data=data, depth=depth, width=width, patch=patch, batch=batch, lr=1e-3,
@@ -58,8 +58,8 @@ def resolution(
     """A 4-block ViT on CIFAR-10 for 200, 400 and 800 steps: full images, growing images, and growing low frequencies.
 
     Command   thrifty study resolution
-    Expect    Starting with small images saves a third of the seconds. It costs less accuracy at equal steps than
-              halving the number of full steps. Requires `thrifty data get cifar10`. Forty minutes on two cores.
+    Expect    A start with small images saves a third of the time. At equal steps, it loses less accuracy than full
+              images with half the steps. Requires `thrifty data get cifar10`. Forty minutes on two cores.
     """
     fixed = {"data": data, "depth": depth, "width": width, "patch": patch, "batch": batch, "tested": tested}
     levels = grid(way=("full", "resolution", "low_frequency"), steps=budgets)

@@ -1,11 +1,12 @@
-"""Sparse ViT: FLOPs and time saved by RigL, SET and static masks in a small Vision Transformer.
+"""Sparse ViT: FLOPs and time that RigL, SET and static masks save in a small Vision Transformer.
 
 Papers    Chen et al. 2021, SViTE (arXiv 2106.04533): dynamic sparse training of DeiT; Evci et al. 2020, RigL
           (1911.11134); Mocanu et al. 2018, SET (1707.04780).
-Note      The settings follow SViTE: AdamW, ERK densities, half of the connections moved at first, until 80 % of the
-          run. For DeiT-S it reports savings of 49 % of FLOPs and 4.4 % of time (abstract), because masked products are
-          dense. The last rows are RigL with products that skip zeros. FLOPs count masked matrices at their density,
-          plus the dense weight gradient of steps that move masks, plus everything else.
+Note      The settings follow SViTE: AdamW, ERK densities, and mask updates until 80 % of the run. The first update
+          replaces half of the connections. For DeiT-S, SViTE reports savings of 49 % of FLOPs and 4.4 % of time
+          (abstract), because matrix products with masked weights are dense. The last rows are RigL with matrix products
+          that skip zeros. FLOPs count masked matrices at their density, the dense weight gradient of steps that update
+          masks, and everything else.
 """
 
 from thrifty.composition.explain import count
@@ -21,11 +22,11 @@ from thrifty.techniques.sparsity.static import StaticMask
 DENSE, SKIPPING = "dense", "RigL, sparse products"
 METHODS = ("static", "SET", "RigL", SKIPPING)
 PER_WEIGHT = 6
-"""FLOP per weight and token: a multiplication and an addition in each of three products."""
+"""FLOPs per weight and token: a multiplication and an addition in each of three matrix products."""
 
 
 def masking(method: str, density: float, every: int, seed: int) -> list[Technique]:
-    """Return the techniques of a method; none for the dense network."""
+    """Return the pruning techniques of a method; an empty list for "dense"."""
     if method == DENSE:
         return []
     if method == "static":
@@ -60,7 +61,7 @@ def measure(
     batch: int,
     tested: int,
 ) -> dict[str, float]:
-    """Return accuracy and loss on held-out images at the end, and the run's FLOPs and seconds."""
+    """Return the final accuracy and loss on held-out images, and the FLOPs and seconds of the run."""
     trained = train_on_images(
         masking(method, density, every, seed),
         steps=steps, seed=seed, data=data, depth=depth, width=width, patch=patch, batch=batch, lr=2e-3,
@@ -95,10 +96,10 @@ def sparse_vit(
     """A 4-block ViT of width 128 on handwritten digits, dense and with block densities of 20, 10, 5 and 2 %.
 
     Command   thrifty study sparse_vit
-    Expect    At 20 % no method loses two points. At 2 % dynamic masks beat static ones, and RigL beats SET, as
-              published. (Here the order was reversed: static 91.5, SET 90.1, RigL 88.7 % correct.) Masked products save
-              no time; sparse products save some, far less than FLOPs. For larger images: `--set data=cifar10 --set
-              patch=4`. Half an hour on two cores.
+    Expect    At 20 %, no method loses two points. At 2 %, dynamic masks are better than static masks, and RigL is
+              better than SET, as published. (Here, the order was reversed: static 91.5, SET 90.1, RigL 88.7 % correct.)
+              Masked products save no time. Sparse products save some time, far less than FLOPs. For larger images:
+              `--set data=cifar10 --set patch=4`. Half an hour on two cores.
     """
     fixed = {
         "every": every, "steps": steps, "data": data, "depth": depth, "width": width, "patch": patch, "batch": batch,

@@ -1,9 +1,10 @@
-"""Progressive stacking at equal compute: a large gain in a short run, a small one in a run five times as long.
+"""Progressive stacking at equal compute: a large gain in a short run, a small gain in a run five times as long.
 
 Paper     Gong et al. 2019, Efficient Training of BERT by Progressively Stacking (ICML). Schedule and caveat follow
           Kaddour et al. 2023, No Train No Gain (arXiv 2307.06440).
-Note      Compute is counted in block-steps, so a run that starts shallow has more steps. Every rate is decayed to the
-          end of its own run. Embedding and head are not counted: at this size they are a twentieth of a step.
+Note      Compute is the number of computed blocks over all steps, so a run with few blocks at first has more steps. The
+          learning rate of each run decays until its own end. Embedding and head are not counted; at this size, they are
+          a twentieth of the cost of a step.
 """
 
 from typing import Literal
@@ -15,7 +16,7 @@ from thrifty.techniques.growth.stacking import ProgressiveStacking
 from thrifty.techniques.schedules.cosine import CosineDecay
 
 AT = (0.125, 0.3)
-"""Fractions of a run after which the depth doubles."""
+"""Fractions of a run at which the depth doubles."""
 
 Way = Literal["full", "stacked", "zeroed", "mean"]
 VARIANTS: dict[Way, list[Technique]] = {
@@ -27,7 +28,7 @@ VARIANTS: dict[Way, list[Technique]] = {
 
 
 def mean_depth(depth: int, at: tuple[float, ...] = AT) -> float:
-    """Return the mean depth over a run whose depth doubles at these fractions and ends at `depth`."""
+    """Return the mean depth over a run that ends at `depth`. The depth doubles at each fraction in `at`."""
     ends, total = (*at, 1.0), 0.0
     for stage, end in enumerate(ends):
         start = ends[stage - 1] if stage else 0.0
@@ -38,7 +39,7 @@ def mean_depth(depth: int, at: tuple[float, ...] = AT) -> float:
 def measure(
     seed: int, way: Way, full_steps: int, depth: int, width: int, length: int, batch: int, lr: float
 ) -> dict[str, float]:
-    """Return the held-out loss at the compute of `full_steps` steps of the full model."""
+    """Return the held-out loss with the compute of `full_steps` steps of the full model."""
     steps = full_steps if way == "full" else round(full_steps * depth / mean_depth(depth))
     chosen = [CosineDecay(warmup=0.05), *VARIANTS[way]]
     return after(steps, chosen, seed=seed, depth=depth, width=width, length=length, batch=batch, lr=lr)
@@ -53,12 +54,13 @@ def stacking(
     batch: int = 16,
     lr: float = 2e-3,
 ) -> Study:
-    """An 8-block byte model, full from the start or stacked twice, at the compute of 800 and of 4000 full steps.
+    """An 8-block byte model at the compute of 800 and of 4000 full steps. It has all blocks from the start, or is
+    stacked twice.
 
     Command   thrifty study stacking
-    Expect    Stacking gains at the short budget, and less than half of that at a budget five times as long. Copies with
-              zeroed output, and moments averaged over layers, change less than stacking itself. Forty minutes on two
-              cores.
+    Expect    Stacking lowers the loss at the short budget. At a budget five times as long, the gain is less than half.
+              Copied blocks with zeroed output, and moments averaged over layers, change the loss less than stacking.
+              Forty minutes on two cores.
     """
     fixed = {"depth": depth, "width": width, "length": length, "batch": batch, "lr": lr}
     cases = {label: {**case, **fixed} for label, case in grid(way=tuple(VARIANTS), full_steps=budgets).items()}

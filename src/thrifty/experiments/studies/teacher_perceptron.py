@@ -2,9 +2,10 @@
 
 Paper     Sorscher et al. 2022, Beyond neural scaling laws: beating power law scaling via data pruning (arXiv
           2206.14486), the teacher-student perceptron of its theory.
-Note      A teacher, a direction in d dimensions, labels Gaussian examples. The student is the maximum-margin direction
-          on the kept examples; its exact error is its angle to the teacher. Hard examples are close to the boundary of
-          a scoring probe: the teacher itself, or a direction at an angle to it. Unlike in real data, no label is wrong.
+Note      The teacher is a direction in d dimensions that labels Gaussian examples. The student is the maximum-margin
+          direction on the kept examples. Its exact error is its angle to the teacher. Hard examples are close to the
+          decision boundary of a scoring probe. The probe is the teacher, or a direction at an angle to the teacher.
+          Unlike in real data, no label is wrong.
 """
 
 import math
@@ -19,10 +20,10 @@ VARIANTS = (ALL, "random", "easiest", "hardest", BLURRED)
 
 
 def max_margin(signed: np.ndarray) -> np.ndarray:
-    """Return the shortest w (d,) with signed @ w >= 1, for separable examples times labels (n, d).
+    """Return the shortest vector w (d,) with signed @ w >= 1. `signed` (n, d) are separable examples times labels.
 
-    Least distance programming, reduced to nonnegative least squares as in Lawson and Hanson 1974, Solving Least Squares
-    Problems, chapter 23.
+    The problem is least distance programming. It is reduced to nonnegative least squares as in Lawson and Hanson 1974,
+    Solving Least Squares Problems, chapter 23.
     """
     count, width = signed.shape
     system = np.vstack([signed.T, np.ones((1, count))])
@@ -34,7 +35,7 @@ def max_margin(signed: np.ndarray) -> np.ndarray:
 
 
 def probe_at(teacher: np.ndarray, degrees: float, random: np.random.Generator) -> np.ndarray:
-    """Return a unit vector (d,) at this angle to the teacher, a unit vector."""
+    """Return a unit vector (d,) at an angle of `degrees` to the teacher, which is also a unit vector."""
     orthogonal = random.standard_normal(len(teacher))
     orthogonal -= (orthogonal @ teacher) * teacher
     orthogonal /= np.linalg.norm(orthogonal)
@@ -42,7 +43,7 @@ def probe_at(teacher: np.ndarray, degrees: float, random: np.random.Generator) -
 
 
 def measure(seed: int, per_dimension: float, kept: str, share: float, blur: float, width: int) -> dict[str, float]:
-    """Return the student's error: the probability that it and the teacher label a new example differently."""
+    """Return the student's error: the probability that student and teacher label a new example differently."""
     random = np.random.default_rng(seed)
     teacher = random.standard_normal(width)
     teacher /= np.linalg.norm(teacher)
@@ -71,9 +72,9 @@ def teacher_perceptron(
     """A quarter of the examples of a perceptron in 100 dimensions: random, the hardest, or the easiest.
 
     Command   thrifty study teacher_perceptron
-    Expect    With 2 examples per dimension the easiest quarter is best, and the hardest is worse than random. With 16
-              and 32 it is reversed, and the hardest quarter is as good as all. A probe at 20° to the teacher loses half
-              of that. Less than a minute on two cores.
+    Expect    With 2 examples per dimension, the easiest quarter is best, and the hardest is worse than random. With 16
+              and 32 examples, the order is reversed, and the hardest quarter is as good as all examples. With a probe
+              at 20° to the teacher, half of that advantage is lost. Less than a minute on two cores.
     """
     fixed = {"share": share, "blur": blur, "width": width}
     cases = {

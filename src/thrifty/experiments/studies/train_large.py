@@ -1,8 +1,8 @@
-"""Train large, then compress: with more compute wider models win, and can be pruned afterwards.
+"""Train large, then compress: with more compute, wider models have a lower loss and can be pruned afterwards.
 
 Paper     Li et al. 2020, Train Large, Then Compress (arXiv 2002.11794).
-Note      The paper prunes with further training. Here weights are set to zero in one shot without further training, the
-          hardest test of its claim.
+Note      The paper prunes with further training. Here, weights are set to zero once without further training, which is
+          the hardest test of the claim.
 """
 
 from itertools import pairwise
@@ -16,13 +16,13 @@ from thrifty.modeling.parameter_kinds import is_matrix
 
 
 def block_matrices(model: nn.Module) -> list[Tensor]:
-    """Return the weights to prune: the matrices of the blocks, without embedding, head and norms."""
+    """Return the weights to prune: all matrices of the blocks, without embedding, head and norms."""
     return [p for name, p in model.named_parameters() if name.startswith("blocks.") and is_matrix(name, p)]
 
 
 @torch.no_grad()
 def keep_largest(weights: list[Tensor], kept: int) -> None:
-    """Set all but the `kept` elements of largest magnitude, over all tensors together, to zero."""
+    """Set all elements to zero except the `kept` elements of largest magnitude over all tensors."""
     sizes = torch.cat([weight.abs().flatten() for weight in weights])
     if kept < len(sizes):
         threshold = sizes.kthvalue(len(sizes) - kept).values
@@ -33,8 +33,9 @@ def keep_largest(weights: list[Tensor], kept: int) -> None:
 def measure(
     seed: int, depth: int, width: int, flops: float, length: int, batch: int, narrower: int | None = None
 ) -> dict[str, float]:
-    """Return the losses of a model trained at this compute: dense, pruned to half of its block weights, and pruned to
-    those of width `narrower`."""
+    """Return the losses of a model trained with compute `flops`: dense, with half of its block weights, and with as
+    many block weights as a model of width `narrower`.
+    """
     parameters = parameters_of(llama(depth, width, length, seed))
     steps = steps_for(flops, parameters, length * batch)
     trained = train_llama(
@@ -49,7 +50,7 @@ def measure(
     weights = block_matrices(trained.model)
     keep_largest(weights, sum(weight.numel() for weight in weights) // 2)
     numbers["halved_loss"] = trained.held_out_loss()
-    if narrower:  # narrower models have fewer than half of these weights, so that pruning can continue
+    if narrower:  # narrower models have fewer than half of the weights, so pruning can continue from here
         keep_largest(weights, sum(weight.numel() for weight in block_matrices(llama(depth, narrower, length, seed))))
         numbers["cut_loss"] = trained.held_out_loss()
     return numbers
@@ -66,9 +67,9 @@ def train_large(
     """Llama-style byte models at four widths and three compute budgets, then pruned by magnitude.
 
     Command   thrifty study train_large
-    Expect    The best width grows with the budget, and a wider model loses less when half of its weights are pruned.
-              The paper claims that a wide model pruned to the size of a narrow one beats it. That is not expected from
-              one-shot pruning at these sizes. A quarter of an hour on two cores.
+    Expect    The best width grows with the budget. If half of the weights are pruned, a wider model loses less. The
+              paper claims that a wide model, pruned to the size of a narrow model, is better than the narrow model.
+              One-shot pruning at these sizes is not expected to confirm this. A quarter of an hour on two cores.
     """
     cases = {}
     for flops in budgets:

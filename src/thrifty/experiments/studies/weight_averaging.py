@@ -1,9 +1,9 @@
-"""Weight averaging: at a constant rate the mean of the latest weights is far better than the last weights; after rate
-decay it is not.
+"""Weight averaging: at a constant rate, the mean of the latest weights is far better than the last weights. After rate
+decay, it is not better.
 
 Paper     Kaddour 2022, Stop Wasting My Time! (arXiv 2209.14981); Sanyal et al. 2023 (arXiv 2306.03241).
-Note      A case trains up to one step of a run planned for `steps`, and evaluates the raw weights and both means there.
-          Runs of one schedule and seed are identical up to that step.
+Note      A case trains until one step of a run that is planned for `steps` steps. At that step, it evaluates the raw
+          weights and both means. Runs with equal schedule and seed are identical until that step.
 """
 
 from typing import Literal
@@ -30,7 +30,7 @@ Schedule = Literal["constant", "cosine"]
 
 
 def schedule_of(name: Schedule, warmup: int, steps: int) -> Technique:
-    """Return the schedule of a run planned for `steps`, independent of the evaluation step."""
+    """Return the schedule of a run of `steps` steps. It does not depend on the evaluation step."""
     if name == "cosine":
         return CosineDecay(warmup=warmup, until=steps)
     return ConstantThenDecay(warmup=warmup, decay_from=steps, until=steps)
@@ -50,7 +50,7 @@ def measure(
     length: int,
     batch: int,
 ) -> dict[str, float]:
-    """Return held-out losses after `at` steps: of the raw weights, and of the two running means."""
+    """Return held-out losses after `at` steps, for the raw weights and for the two running means."""
     source = PackedTokens(source_text()[0], length, batch, seed)
     plain = BaseRun(lambda: llama(depth, width, length, seed), source, NextToken())
     techniques = [AdamW(lr=lr), GradientClipping(), schedule_of(schedule, steps // 50, steps)]
@@ -97,12 +97,13 @@ def weight_averaging(
 ) -> Study:
     """A 3-block byte model for 2400 steps at a constant and at a cosine rate, evaluated at five steps.
 
-    The evaluated weights are the raw ones, the mean of the latest six copies (LAWA), and an exponential average (EMA).
+    The evaluated weights are the raw weights, the mean of the latest six copies (LAWA), and an exponential moving
+    average (EMA).
 
     Command   thrifty study weight_averaging
-    Expect    Early, LAWA is worse, because its copies are outdated. At the constant rate both means gain almost 0.1
-              nats from the middle on, and by the end about as much as decay does. At the decayed rate the gain vanishes
-              as the run ends. Twelve minutes on two cores.
+    Expect    Early, LAWA is worse, because its copies are outdated. At the constant rate, both means gain almost 0.1
+              nats from the middle of the run on. At the end, they gain about as much as decay. At the decayed rate, the
+              gain vanishes toward the end of the run. Twelve minutes on two cores.
     """
     fixed = {
         "steps": moments[-1], "lr": lr, "copies": copies, "every": every, "decay": decay, "depth": depth,

@@ -1,9 +1,9 @@
 """Width and lazy training: a wider network fits random labels in fewer steps, and its weights move less.
 
 Paper     Allen-Zhu, Li & Song 2019, A Convergence Theory for Deep Learning via Over-Parameterization (arXiv
-          1811.03962); Du et al. 2019 (arXiv 1810.02054), whose two-layer network this is.
-Note      The effect depends on the output scale 1/sqrt(width); with torch's own initialization the weights move at any
-          width. Contradictory labels cannot be fitted at any width: the control.
+          1811.03962); Du et al. 2019 (arXiv 1810.02054), for the two-layer network.
+Note      The effect depends on the output scale 1/sqrt(width). With torch's own initialization, the weights move at any
+          width. The control has contradictory labels, which no width can fit.
 """
 
 import math
@@ -28,15 +28,17 @@ def unit_inputs(kind: Inputs, examples: int, generator: torch.Generator) -> Tens
         images = digits().images.flatten(1)
         if len(images) < examples:
             raise UsageError(
-                f"examples is {examples}, but there are only {len(images)} digits",
-                fix=f"{len(images)} examples",
+                f"examples is '{examples}', but there are only {len(images)} digits",
+                fix=f"--set examples={len(images)}",
             )
         x = images[torch.randperm(len(images), generator=generator)[:examples]]
     return x / x.norm(dim=1, keepdim=True)
 
 
 def forward(x: Tensor, weight: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-    """Return f(x) = output · relu(weight x), (n,), and the active units, (n, m); `output` (m,) is ±1/sqrt(m)."""
+    """Return f(x) = output · relu(weight x) of n inputs (n,), and True for each active unit (n, m). `output` (m,)
+    contains ±1/sqrt(m).
+    """
     before = x @ weight.mT
     on = before > 0
     return (before * on) @ output, on
@@ -47,7 +49,7 @@ def measure(
 ) -> dict[str, float]:
     """Train the first layer by full-batch gradient descent until half the mean squared error is at most `goal`.
 
-    The last `conflicts` inputs repeat the ones before them, with the opposite labels.
+    The last `conflicts` inputs repeat the inputs before them, with the opposite labels.
     """
     generator = torch.Generator().manual_seed(seed)
     x = unit_inputs(inputs, examples, generator)
@@ -85,9 +87,9 @@ def width_lazy(
     """A two-layer network fits random labels of 200 digits at five widths; a sixth case has contradictory labels.
 
     Command   thrifty study width_lazy
-    Expect    From width 16 to 4096, the steps fall to about a third. The relative movement of the weights falls about
-              as 1/sqrt(width), from several times their norm to a fifth. Contradictory labels are never fitted. About
-              five minutes on two cores.
+    Expect    From width 16 to 4096, the number of steps falls to about a third. The relative movement of the weights
+              falls about as 1/sqrt(width), from several times their norm to a fifth. Contradictory labels are never
+              fitted. About five minutes on two cores.
     """
     fixed = {"inputs": inputs, "examples": examples, "rate": 10.0, "goal": 0.025, "most_steps": most_steps}
     cases = {label: {**levels, **fixed, "conflicts": 0} for label, levels in grid(width=widths).items()}

@@ -38,7 +38,7 @@ LABELLED_KEY = 0x4C41424C
 
 @dataclass(frozen=True)
 class AutoencoderSizes:
-    """Sizes of the encoder, whose heads are 32 wide, and of the decoder."""
+    """Sizes of encoder and decoder. Encoder heads have width 32."""
 
     patch: int
     depth: int
@@ -59,7 +59,7 @@ class AutoencoderSizes:
 
 
 def adamw(lr: float) -> list[Technique]:
-    """Return the techniques of MAE pretraining: AdamW, a cosine schedule to zero, gradient clipping."""
+    """Return the techniques of MAE pre-training: AdamW, a cosine schedule to zero, gradient clipping."""
     return [AdamW(lr=lr, betas=(0.9, 0.95), weight_decay=0.05), CosineDecay(warmup=0.05), GradientClipping()]
 
 
@@ -76,7 +76,7 @@ def masked(
 
 @dataclass(frozen=True)
 class LabelledImages:
-    """A labelled subset of an image set for training, and all its test images."""
+    """A labeled training subset of an image set, and all test images of the set."""
 
     images: ImageData
     train: TrainingImages
@@ -85,7 +85,7 @@ class LabelledImages:
     def of(
         cls, data: str, labels: int, batch: int, seed: int, augment: AugmentationSettings | None = None
     ) -> "LabelledImages":
-        """Return a random subset of `labels` images; each seed selects another subset."""
+        """Return a random subset of `labels` labeled images. Each seed selects a different subset."""
         settings = DataSettings(source=data, batch=batch, augment=augment)
         images = open_images(settings, seed, None, lambda text: None)
         whole = images.parts[DataSplit.TRAIN]
@@ -94,7 +94,7 @@ class LabelledImages:
         return cls(images, TrainingImages(few, min(batch, labels), seed, augment))
 
     def accuracy(self, model: nn.Module, objective: Objective, tested: int) -> float:
-        """Return the accuracy on the first `tested` test images in percent."""
+        """Return the accuracy in percent on the first `tested` test images."""
         return 100 * evaluate(model, objective, self.images.held_out.batches(tested, 250), CPU)["accuracy"]
 
 
@@ -106,7 +106,7 @@ def tuned(
     steps: int,
     seed: int,
 ) -> tuple[nn.Module, Classification]:
-    """Return a classifier fine-tuned from an autoencoder's encoder for `steps` steps, and its objective."""
+    """Return a classifier, fine-tuned for `steps` steps from an autoencoder's encoder, and its objective."""
     labels, objective = len(labelled.images.ends.labels), Classification(label_smoothing=0.1)
 
     def build() -> nn.Module:
@@ -118,7 +118,8 @@ def tuned(
 
 
 class EncoderPace:
-    """Timed autoencoder training step, and its encoder's forward and backward pass alone, on fixed random RGB images.
+    """Timer of an autoencoder training step, and of the encoder's forward and backward pass alone. Inputs are fixed
+    random RGB images.
 
     With techniques, the encoder processes only visible patches.
     """
@@ -144,15 +145,15 @@ class EncoderPace:
         self.state.optimizer.zero_grad()
 
     def flops(self) -> dict[str, float]:
-        """Return the FLOP of a training step, and of the encoder's forward and backward pass."""
+        """Return the FLOPs of a training step, and of the encoder's forward and backward pass."""
         with StepTrace() as trace:
             self.encoder()
         return {"step_flops": count(self.run, self.run.techniques)[1].flops, "encoder_flops": trace.flops}
 
     def gains(self, other: "EncoderPace", rounds: int) -> dict[str, float]:
-        """Return the speedup over another pace, for the step and for the encoder.
+        """Return the speedup relative to `other`, for the step and for the encoder.
 
-        Each is the median over rounds of the time ratio. A first round is discarded; in each round both run once.
+        Each speedup is the median time ratio over rounds. In each round, both run once. The first round is discarded.
         """
         medians = {}
         for part in ("step", "encoder"):
@@ -163,7 +164,7 @@ class EncoderPace:
 
 
 class RepeatedBatch(BatchSource):
-    """The same batch at every step."""
+    """Source that returns the same batch at every step."""
 
     def __init__(self, only: Batch):
         self.only, self.batch = only, len(only)

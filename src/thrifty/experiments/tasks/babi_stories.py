@@ -1,7 +1,7 @@
-"""Generated short stories with a question and a one-word answer: who went where, who carries what.
+"""Generated short stories with a question and a one-word answer, about movements of people and objects.
 
-They replace bAbI (Weston et al. 2015, arXiv 1502.05698), but contain neither its sentences nor its files. Story i of a
-seed is a function of both. A hash of a story's text and question selects its split, so no story is in both splits.
+They replace bAbI (Weston et al. 2015, arXiv 1502.05698), but do not contain its sentences or files. A story depends
+only on the seed and its number. A hash of a story's text and question selects its split, so no story is in both splits.
 """
 
 import hashlib
@@ -35,23 +35,23 @@ KINDS = tuple(QUESTIONS)
 SENTENCES, SENTENCE = 50, 7
 """Maximum number of sentences in a story, and of words in a sentence."""
 SHORTEST, USUAL = 4, 13.0
-"""Sentences in the shortest story, and the mean number of additional ones."""
+"""Number of sentences in the shortest story, and mean number of additional sentences."""
 HELD_OUT = 8
-"""One story in this many is held out."""
+"""One of every `HELD_OUT` stories is held out."""
 SPELLED = (*MOVES, *TAKES, *DROPS, *GIVES, *QUESTIONS.values())
 WORDS = ("", *sorted({*PEOPLE, *PLACES, *THINGS, *NUMBERS, "yes", "no", *" ".join(SPELLED).replace("{}", "").split()}))
 """Vocabulary; index 0 is padding."""
 
 
 class StoryWorld:
-    """State of a story: the places of people and things, and their history."""
+    """State of a story: current places of people and things, and their history."""
 
     def __init__(self) -> None:
         self.place: dict[str, str] = {}
         """Current place of each person mentioned so far."""
         self.holder: dict[str, str] = {}
         self.places_of: dict[str, list[str]] = {thing: [] for thing in THINGS}
-        """Places of each thing in order of time."""
+        """Places of each thing in chronological order."""
         self.given: dict[tuple[str, str], str] = {}
         """Latest giver, keyed by thing and receiver."""
 
@@ -63,7 +63,7 @@ class StoryWorld:
         return self.places_of[thing][-1] if self.places_of[thing] else None
 
     def next_sentence(self, random: Random) -> str:
-        """Apply a random possible event and return its sentence."""
+        """Apply a random possible event and return the sentence that describes it."""
         person = random.choice(PEOPLE)
         place = self.place.get(person)
         here = [other for other in PEOPLE if other != person and place and self.place.get(other) == place]
@@ -94,7 +94,7 @@ class StoryWorld:
         return random.choice(MOVES).format(person, place)
 
     def question(self, random: Random, kind: str) -> tuple[str, str] | None:
-        """Return a random question of this kind with its answer, or None if the story does not determine one."""
+        """Return a random question of kind `kind` with its answer, or None if the story determines no answer."""
         people = [person for person in PEOPLE if person in self.place]
         things = [thing for thing in THINGS if self.places_of[thing]]
         subjects: dict[str, list[tuple[tuple[str, ...], str]]] = {
@@ -133,8 +133,9 @@ class BabiStory:
 
 
 def story(seed: int, number: int) -> BabiStory:
-    """Return story `number` of a seed. Kinds of questions alternate; a story has 4 to 50 sentences, about 17 on
-    average."""
+    """Return story `number` of a seed. Question kinds alternate with the number. A story has 4 to 50 sentences, about
+    17 on average.
+    """
     random, kind = Random(f"{seed}/{number}"), KINDS[number % len(KINDS)]
     while True:
         world = StoryWorld()
@@ -146,14 +147,14 @@ def story(seed: int, number: int) -> BabiStory:
 
 @dataclass(frozen=True)
 class StoryExamples:
-    """Stories as word indices: the sentences of each story, then its question."""
+    """Stories as word indices. The sentences of a story come first, then its question."""
 
     inputs: np.ndarray
-    """(n, SENTENCES + 1, SENTENCE), 0 for padding; the question is the last row."""
+    """Word indices (n, SENTENCES + 1, SENTENCE); 0 is padding. The question is the last row of a story."""
     labels: np.ndarray
-    """Word index of the answer, (n,)."""
+    """Word indices of the answers, (n,)."""
     kinds: np.ndarray
-    """Index into KINDS of the question, (n,)."""
+    """Indices into KINDS for the questions, (n,)."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -166,7 +167,7 @@ class StoryExamples:
 
 
 def make_stories(count: int, held_out: bool, seed: int = 0) -> StoryExamples:
-    """Return the first `count` held-out (or training) stories of a seed."""
+    """Return the first `count` held-out stories of a seed, or the first training stories."""
     inputs = np.zeros((count, SENTENCES + 1, SENTENCE), np.uint8)
     labels, kinds = np.zeros(count, np.uint8), np.zeros(count, np.uint8)
     example = number = 0

@@ -1,7 +1,7 @@
-"""Small models for studies of data selection: a task, a run, and its number of steps at equal compute.
+"""Small models for studies of data selection: a task, a training run, and the number of steps at equal compute.
 
-Compute is counted in plain steps. A plain step costs 3 forward passes per example: one forward, and a backward pass
-that costs two.
+The unit of compute is a plain step. A plain step costs 3 forward passes per example: one forward pass, and one backward
+pass that costs as much as two.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,16 +33,16 @@ from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.techniques.schedules.cosine import CosineDecay
 
 TIMES = 3
-"""Ratio of scored to trained examples while the gate of sampling is open."""
+"""Ratio of scored examples to trained examples while the gate of sampling is open."""
 ALONE = 96
-"""Number of examples whose per-example gradients are computed."""
+"""Number of examples for per-example gradients."""
 NEAR, SEARCHES = 0.05, 6
-"""Relative tolerance of the compute budget, and the maximum number of runs to meet it."""
+"""Relative tolerance of the compute budget, and maximum number of runs to reach it."""
 
 
 @dataclass(frozen=True)
 class SelectionTask:
-    """A model to train, its training data, and its held-out data."""
+    """A model to train, with training data and held-out data."""
 
     objective: Objective
     source: BatchSource
@@ -64,7 +64,7 @@ class SelectionTask:
 
 
 def task_of(data: str, seed: int, depth: int, width: int, batch: int, length: int, windows: int) -> SelectionTask:
-    """Return a task on digits, or on `windows` windows of bytes from the standard library's source files."""
+    """Return a task on digits, or on `windows` byte windows from the standard library's source files."""
     if data == "digits":
         dataset = open_images(DataSettings(source=data, batch=batch), seed, None, lambda text: None)
         return SelectionTask(
@@ -80,14 +80,14 @@ def task_of(data: str, seed: int, depth: int, width: int, batch: int, length: in
 def run_of(
     task: SelectionTask, source: BatchSource, techniques: Sequence[Technique], steps: int, lr: float, seed: int
 ) -> Run:
-    """Return the training run of the task's model on the selected examples."""
+    """Return a training run of the task's model on the examples of `source`."""
     plain = BaseRun(partial(task.build, seed), source, task.objective)
     return compose(plain, [AdamW(lr=lr), CosineDecay(warmup=0.05), GradientClipping(), *techniques], steps)
 
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A model at the end of its run; `work` is its compute in plain steps."""
+    """A model at the end of its run. `work` is the run's compute in plain steps."""
 
     model: nn.Module
     steps: int
@@ -107,7 +107,7 @@ def finished(
 
 
 def at_equal_compute(run: Callable[[int], FinishedRun], full: int) -> FinishedRun:
-    """Return the run whose compute is closest to `full` plain steps, by searching its number of steps."""
+    """Return the run whose compute is closest to `full` plain steps. Searches for the number of steps."""
     least = full * 3 // (3 + TIMES)
     runs = [run(full)]
     low, high = (least, float(least)), (full, runs[0].work)
@@ -130,9 +130,10 @@ def scores_of(model: nn.Module, objective: Objective, batches: Iterator[Batch]) 
 
 
 def gains(model: nn.Module, task: SelectionTask) -> dict[str, float]:
-    """Return the reduction of the gradient's second moment by sampling in proportion to scores: claimed and true.
+    """Return by how much score-proportional sampling reduces the second moment of the gradient: claimed and true
+    reduction.
 
-    "Claimed" is tau squared. Both use the first examples of training.
+    The claimed reduction is tau squared. Both reductions use the first training examples.
     """
     batch = task.objective.examples(task.source.rows(0, 0, min(ALONE, task.source.batch)))
     for step in range(1, -(-ALONE // task.source.batch)):

@@ -1,4 +1,4 @@
-"""Small perceptrons on images of handwritten digits, for studies: network, training run, noisy labels, accuracy."""
+"""Small perceptrons on images of handwritten digits for studies: network, training run, noisy labels, accuracy."""
 
 from collections.abc import Callable, Sequence
 from functools import cache
@@ -20,7 +20,7 @@ PIXELS, CLASSES = 64, 10
 
 @cache
 def pixel_statistics() -> tuple[float, float]:
-    """Return the mean and standard deviation of the training images' pixels."""
+    """Return the mean and standard deviation of the pixels of all training images."""
     images = DigitImages("train").images
     return float(images.mean()), float(images.std())
 
@@ -34,7 +34,7 @@ class PixelStandardizer(nn.Module):
 
 
 def linear_layers(sizes: Sequence[int], seed: int, xavier: bool = False) -> list[nn.Module]:
-    """Return linear layers of these sizes with ReLU between them, with He or Xavier initialization."""
+    """Return linear layers of the given sizes, with ReLU between layers, and He or Xavier initialization."""
     generator, modules = torch.Generator().manual_seed(seed), []
     for inputs, outputs in pairwise(sizes):
         layer = nn.Linear(inputs, outputs)
@@ -48,8 +48,9 @@ def linear_layers(sizes: Sequence[int], seed: int, xavier: bool = False) -> list
 
 
 def perceptron(width: int, seed: int, xavier: bool = False) -> nn.Module:
-    """Return a model from images (b, 8, 8) through three hidden layers to logits (b, 10), with He or Xavier
-    initialization."""
+    """Return a perceptron with three hidden layers and He or Xavier initialization. It maps images (b, 8, 8) to logits
+    (b, 10).
+    """
     layers = linear_layers((PIXELS, width, width, width, CLASSES), seed, xavier)
     return nn.Sequential(PixelStandardizer(), nn.Flatten(), *layers)
 
@@ -67,7 +68,7 @@ def accuracy(model: nn.Module) -> float:
 
 
 def with_wrong_labels(share: float, seed: int) -> tuple[FixedImages, Tensor]:
-    """Return the training images with a share of wrong labels, and a mask of the wrong ones (n,)."""
+    """Return the training images, a fraction `share` of which have wrong labels, and a mask of these images (n,)."""
     digits, generator = DigitImages("train"), torch.Generator().manual_seed(seed)
     wrong = torch.zeros(len(digits), dtype=torch.bool)
     wrong[torch.randperm(len(digits), generator=generator)[: round(share * len(digits))]] = True
@@ -76,6 +77,6 @@ def with_wrong_labels(share: float, seed: int) -> tuple[FixedImages, Tensor]:
 
 
 def run_on(build: Callable[[], nn.Module], contents: IndexedExamples, *, steps: int, batch: int, seed: int) -> Run:
-    """Return a classifier's training run. Data order and techniques are the same for every `build`."""
+    """Return a training run of a classifier. Data order and techniques do not depend on `build`."""
     plain = BaseRun(build, EpochSource(contents, min(batch, len(contents)), seed), Classification())
     return compose(plain, decayed_sgd(), steps)

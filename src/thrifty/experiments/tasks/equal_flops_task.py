@@ -1,4 +1,4 @@
-"""Small language models trained with different techniques at equal FLOP: measured quantities and the plot."""
+"""Small language models trained with different techniques at equal FLOPs: measured quantities and plot."""
 
 from collections.abc import Sequence
 
@@ -9,7 +9,7 @@ from thrifty.techniques.gradients.clip import GradientClipping
 from thrifty.techniques.optimizers.adamw import AdamW
 
 EXAMPLES = 1024
-"""Number of held-out examples in an evaluation."""
+"""Number of held-out examples per evaluation."""
 
 QUANTITIES = {
     "loss": MeasuredQuantity("held-out loss, nats per byte"),
@@ -30,7 +30,7 @@ def after(
     batch: int,
     lr: float,
 ) -> dict[str, float]:
-    """Return the `QUANTITIES` of a byte model after these steps of clipped AdamW with these techniques.
+    """Return the `QUANTITIES` of a byte model after `steps` steps with AdamW, gradient clipping and `techniques`.
 
     The techniques must include a schedule.
     """
@@ -40,5 +40,5 @@ def after(
 
 
 def losses_by(by: str) -> StudyPlot:
-    """Return the plot of the loss at each budget, `full_steps`, with one line per value of the setting `by`."""
+    """Return the plot of the loss by budget (`full_steps`), with one line per value of the setting `by`."""
     return StudyPlot("loss", "Held-out loss at equal FLOP, nats per byte", x="full_steps", y="loss", by=by, log_x=True)

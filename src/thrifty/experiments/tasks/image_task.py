@@ -1,4 +1,4 @@
-"""Small Vision Transformers on labelled images, for studies."""
+"""Small Vision Transformers on labeled images for studies."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -27,11 +27,11 @@ class TrainedImageModel:
 
     @property
     def seconds(self) -> float:
-        """Duration of all training steps."""
+        """Duration in seconds of all training steps."""
         return self.state.counters["seconds"]
 
     def judged(self, tested: int) -> dict[str, float]:
-        """Return "accuracy" (a fraction) and "loss" (nats) on this many held-out images at full size."""
+        """Return "accuracy" (a fraction) and "loss" (nats) on the first `tested` held-out images at full size."""
         assert self.state.model is not None
         return evaluate(self.state.model, Classification(), self.images.held_out.batches(tested, 250), CPU)
 
@@ -48,9 +48,10 @@ def train_on_images(
     batch: int,
     lr: float,
 ) -> TrainedImageModel:
-    """Train a ViT with 32-wide heads on a known image set or a folder of images.
+    """Train a ViT with heads of width 32 on a known image set or a folder of images.
 
-    The recipe follows DeiT: AdamW, a cosine schedule after a short warm-up, label smoothing. `techniques` are added.
+    The recipe follows DeiT: AdamW, a cosine schedule after a short warm-up, and label smoothing. `techniques` are
+    added.
     """
     images = open_images(DataSettings(source=data, batch=batch), seed, None, lambda text: None)
     ends, heads = images.ends, width // HEAD_WIDTH or 1

@@ -1,4 +1,4 @@
-"""Small byte-level language models for studies: the text, a complete training run, and its results."""
+"""Small byte-level language models for studies: text, complete training run, and results."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -27,15 +27,15 @@ from thrifty.training.evaluation import held_out_loss
 from thrifty.training.loop import Record
 
 BYTES = 256
-"""Vocabulary size: models read bytes, so no tokenizer is required."""
+"""Vocabulary size. Models read bytes and therefore require no tokenizer."""
 TEXT_BYTES = 10_000_000
 HELD_OUT = 20
-"""One file in this many is held out."""
+"""One of every `HELD_OUT` files is held out."""
 
 
 @cache
 def source_text() -> tuple[np.ndarray, np.ndarray]:
-    """Return the standard library's source files as bytes: the training text and the held-out text.
+    """Return the training text and the held-out text: bytes of the standard library's source files.
 
     A hash of the file name selects the held-out files.
     """
@@ -47,33 +47,35 @@ def source_text() -> tuple[np.ndarray, np.ndarray]:
 
 
 def llama(depth: int, width: int, length: int, seed: int, head_width: int = 16) -> nn.Module:
-    """Return a randomly initialized Llama-style byte model; the inner width is 8/3 of the width, a multiple of 8."""
+    """Return a randomly initialized Llama-style byte model. The MLP width is 8/3 of the width, rounded up to a multiple
+    of 8.
+    """
     heads, hidden = max(1, width // head_width), 8 * math.ceil(width / 3)
     return initialized(ModelConfig("llama", depth, width, heads, heads, hidden, BYTES, length, tied=True), seed)
 
 
 def parameters_of(model: nn.Module) -> int:
-    """Return the number of parameters; a shared parameter counts once."""
+    """Return the number of parameters. A shared parameter counts once."""
     return sum(parameter.numel() for parameter in model.parameters())
 
 
 def steps_for(flops: float, parameters: int, tokens_per_step: int) -> int:
-    """Return the number of steps in a compute budget, at 6 · parameters · tokens FLOP a step.
+    """Return the number of steps in a compute budget. A step costs 6 · parameters · tokens FLOPs.
 
-    Raise InfeasibleError if the budget is too small for one step.
+    Raises InfeasibleError if the budget is below the cost of one step.
     """
     steps = round(flops / (FLOP_PER_PARAMETER_AND_TOKEN * parameters * tokens_per_step))
     if steps < 1:
         raise InfeasibleError(
-            f"{flops:g} FLOP do not pay for one step of {parameters:,} parameters", fix="set a larger budget"
+            f"a budget of {flops:g} FLOPs is below one step of {parameters:,} parameters", fix="set a larger budget"
         )
     return steps
 
 
 def decayed_adamw(width: int) -> tuple[Technique, ...]:
-    """Return the training techniques: clipped AdamW, 10 % warm-up, linear decay.
+    """Return the training techniques: AdamW, gradient clipping, 10 % warm-up, and linear decay.
 
-    The rate 0.24 / width was the best of three at widths 16 to 96.
+    The learning rate of 0.24 / width was the best of three rates at widths 16 to 96.
     """
     return (AdamW(lr=0.24 / width), LinearDecay(warmup=0.1), GradientClipping())
 
@@ -85,16 +87,16 @@ class TrainedLanguageModel:
     model: nn.Module
     objective: Objective
     losses: Sequence[float]
-    """Loss of each step, before its update."""
+    """Loss of each step before the update of that step."""
     tokens: int
     seconds: float
-    """Duration of all training steps."""
+    """Duration in seconds of all training steps."""
     length: int
     notes: Sequence[Mapping[str, float]] = ()
-    """Notes of the techniques at each completed step."""
+    """Values that techniques recorded at each completed step."""
 
     def mean_loss(self, last: int) -> float:
-        """Return the mean loss of the last steps."""
+        """Return the mean loss of the last `last` steps."""
         return fmean(self.losses[-last:])
 
     def held_out_loss(self, examples: int = 512) -> float:
@@ -106,7 +108,9 @@ class TrainedLanguageModel:
 def train_on_bytes(
     build: Callable[[], nn.Module], techniques: Sequence[Technique], *, steps: int, seed: int, length: int, batch: int
 ) -> TrainedLanguageModel:
-    """Train with the library's own loop. A run that diverges ends early, and its remaining losses are infinite."""
+    """Train with the library's training loop. If a run diverges, it ends early, and its remaining losses are
+    infinite.
+    """
     plain = BaseRun(build, PackedTokens(source_text()[0], length, batch, seed), NextToken())
     run = compose(plain, techniques, steps)
     records: list[Record] = []
@@ -126,7 +130,7 @@ def train_on_bytes(
 def train_llama(
     techniques: Sequence[Technique], *, steps: int, seed: int, depth: int, width: int, length: int, batch: int
 ) -> TrainedLanguageModel:
-    """Train a Llama-style model of these sizes, initialized from its seed."""
+    """Train a Llama-style model of the given sizes, initialized from `seed`."""
     return train_on_bytes(
         lambda: llama(depth, width, length, seed), techniques, steps=steps, seed=seed, length=length, batch=batch
     )

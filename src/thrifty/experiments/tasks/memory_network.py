@@ -1,7 +1,7 @@
 """End-to-end memory network: attention over sentences in several hops, then a one-word answer.
 
-Paper: Sukhbaatar et al. 2015, End-To-End Memory Networks (arXiv 1503.08895), sections 2 and 4. The formulas follow
-memory and secondary sources, and were not compared with the authors' code.
+Paper: Sukhbaatar et al. 2015, End-To-End Memory Networks (arXiv 1503.08895), sections 2 and 4. The formulas are
+recalled or from secondary sources. They were not compared with the authors' code.
 
 Shapes: b batch, n sentences, w words of a sentence, d width, v vocabulary.
 """
@@ -15,19 +15,20 @@ from torch import Tensor, nn
 from thrifty.core.errors import UsageError
 
 AttentionWeights = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Function from a state (b, d), memories (b, n, d) and their mask (b, n) to attention weights (b, n)."""
+"""Function that maps a state (b, d), memories (b, n, d) and a mask (b, n) to attention weights (b, n)."""
 
 
 def softmax_weights(state: Tensor, memories: Tensor, there: Tensor) -> Tensor:
-    """Return the softmax over the unscaled dot products of state and unmasked memories."""
+    """Return the softmax over the unscaled dot products of the state and unmasked memories."""
     scores = torch.einsum("bd,bnd->bn", state, memories)
     return scores.masked_fill(~there, torch.finfo(scores.dtype).min).softmax(-1) * there
 
 
 def position_sums(words: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Return two position-weighted bag-of-words sums (…, v) of sentences (…, w), where 0 is padding.
+    """Return two position-weighted bag-of-words sums (…, v) of sentences (…, w), in which 0 is padding.
 
-    Word j of J, counted from 1, has weight 1 - j / J in the first sum and 1 - 2 j / J in the second.
+    Words of a sentence are counted from 1. In the first sum, word j of J has weight 1 - j / J. In the second sum, it
+    has weight 1 - 2 j / J.
     """
     there = words != 0
     along = torch.arange(1, words.shape[-1] + 1, device=words.device) / there.sum(-1, keepdim=True).clamp(min=1)
@@ -36,9 +37,9 @@ def position_sums(words: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
 
 
 def position_encoding(sentences: tuple[Tensor, Tensor], table: Tensor) -> Tensor:
-    """Return sentence embeddings (…, d) with position encoding, from `position_sums` and a table (v, d).
+    """Return sentence embeddings (…, d) with position encoding, from `position_sums` and an embedding table (v, d).
 
-    Element k of d of word j of J is multiplied by (1 - j / J) - (k / d) (1 - 2 j / J).
+    For word j of J, element k of d is multiplied by (1 - j / J) - (k / d) (1 - 2 j / J).
     """
     across = torch.arange(1, table.shape[1] + 1, dtype=table.dtype, device=table.device) / table.shape[1]
     once, turned = (sums.to(table.dtype) @ table for sums in sentences)
@@ -46,20 +47,23 @@ def position_encoding(sentences: tuple[Tensor, Tensor], table: Tensor) -> Tensor
 
 
 def recency(there: Tensor, gaps: Tensor | None = None) -> Tensor:
-    """Return the number of later sentences for each sentence (b, n) under the mask; `gaps` (b, n) adds random
-    offsets."""
+    """Return, for each unmasked sentence (b, n), the number of later sentences. `gaps` (b, n) adds random offsets."""
     later = there.long() if gaps is None else there.long() + gaps * there
     return later.flip(-1).cumsum(-1).flip(-1) - later
 
 
 class MemoryNetwork(nn.Module):
-    """Memory network from inputs (b, n + 1, w), the question last, to logits over all words (b, v).
+    """Memory network that maps inputs (b, n + 1, w) to logits (b, v) over all words. The last row is the question.
 
-    The state starts as the embedded question. Each of `hops` attends over the sentences in one embedding, and adds
-    their weighted sum in another embedding to the state. `tying` "adjacent": each hop attends with the output embedding
-    of the previous hop. The first hop shares the question's embedding, and the last output embedding predicts the
-    answer. "layer_wise": all hops share two embeddings, and a matrix maps the state. A learned vector per recency is
-    added to each sentence. Training skips a tenth of the recencies at random, for robustness.
+    The state starts as the embedded question. Each of `hops` hops attends over the sentences in one embedding. It adds
+    their weighted sum in another embedding to the state.
+
+    With `tying` "adjacent", each hop attends with the output embedding of the previous hop. The first hop shares the
+    embedding of the question, and the last output embedding predicts the answer. With "layer_wise", all hops share two
+    embeddings, and a matrix maps the state.
+
+    A learned vector per recency is added to each sentence. For robustness, training randomly skips a tenth of the
+    recencies.
     """
 
     def __init__(
@@ -73,7 +77,7 @@ class MemoryNetwork(nn.Module):
     ):
         super().__init__()
         if hops < 1 or sentences < 1:
-            raise UsageError(f"{hops} hops over {sentences} sentences", fix="give at least 1 of each")
+            raise UsageError(f"hops is '{hops}' and sentences is '{sentences}'", fix="set both to at least 1")
         self.width, self.hops, self.tying, self.skipped = width, hops, tying, skipped
         self.weigh: AttentionWeights = softmax_weights
         tables = hops + 1 if tying == "adjacent" else 2
@@ -104,5 +108,5 @@ class MemoryNetwork(nn.Module):
         return state @ (self.words[-1] if adjacent else self.answer).T
 
     def gaps(self, there: Tensor) -> Tensor | None:
-        """Return random gaps (b, n) during training, None in evaluation."""
+        """Return random gaps (b, n) during training, and None in evaluation."""
         return (torch.rand(there.shape, device=there.device) < self.skipped).long() if self.training else None

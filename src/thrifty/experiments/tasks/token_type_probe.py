@@ -1,7 +1,7 @@
-"""Linear probe of a byte encoder: predict the Python token type of a letter from its hidden state.
+"""Linear probe of a byte encoder: predict the Python token type of a letter from the hidden state at the letter.
 
-Labels come from Python's own tokenizer on the source files of the standard library and of torch: comment, string,
-keyword or name. The prediction requires context.
+Python's tokenizer labels the source files of the standard library and of torch: comment, string, keyword or name. The
+prediction requires context.
 """
 
 import io
@@ -20,13 +20,13 @@ from thrifty.experiments.tasks.language_task import TEXT_BYTES
 
 KINDS = ("COMMENT", "STRING", "KEYWORD", "NAME")
 FILES, PLACES = 40, (800, 400)
-"""Number of training files (and of test files); letters of each kind in training and test."""
+"""Number of training files, which equals the number of test files; letters of each kind in training and in test."""
 
 
 def token_types(path: Path) -> tuple[np.ndarray, np.ndarray]:
-    """Return a source file's bytes and the index in `KINDS` of each byte, -1 for none.
+    """Return the bytes of a source file, and for each byte its index in `KINDS`, or -1.
 
-    Both are empty if the file is not plain ASCII or does not tokenize.
+    Both are empty if the file is not plain ASCII or cannot be tokenized.
     """
     text = path.read_bytes()
     nothing = np.empty(0, dtype=np.uint8), np.empty(0, dtype=np.int64)
@@ -48,9 +48,9 @@ def token_types(path: Path) -> tuple[np.ndarray, np.ndarray]:
 
 @cache
 def places(length: int, seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """Return windows of bytes (n, length) and the kind (n,) of their middle letter, for training and test.
+    """Return byte windows (n, length) and the kind (n,) of the middle letter of each window, for training and test.
 
-    The files of the two differ, and all kinds are equally frequent.
+    Training and test use different files. All kinds are equally frequent.
     """
     ordered = sorted(python_files(TEXT_BYTES), key=lambda path: seed_of(path.name))
     files = [types for path in ordered[: 2 * FILES] if len((types := token_types(path))[0])]
@@ -69,7 +69,7 @@ def places(length: int, seed: int) -> tuple[tuple[Tensor, Tensor], tuple[Tensor,
 
 @torch.no_grad()
 def probe_accuracy(model: nn.Module, length: int, seed: int) -> float:
-    """Return the test accuracy of ridge regression on the middle states, in percent."""
+    """Return the test accuracy in percent of ridge regression on the middle hidden states."""
     (train_bytes, train_kinds), (test_bytes, test_kinds) = places(length, seed)
     states, test_states = middle_states(model, train_bytes), middle_states(model, test_bytes)
     mean, deviation = states.mean(0), states.std(0) + 1e-6
@@ -81,7 +81,7 @@ def probe_accuracy(model: nn.Module, length: int, seed: int) -> float:
 
 
 def middle_states(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Return the last block's output (n, d) at the middle of each text, in double precision."""
+    """Return the last block's output (n, d) at the middle of each of n texts, in double precision."""
     seen: list[Tensor] = []
     middle = tokens.shape[1] // 2
     hook = model.blocks[-1].register_forward_hook(lambda _, inputs, states: seen.append(states[:, middle].double()))

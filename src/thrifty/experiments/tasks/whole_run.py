@@ -15,7 +15,7 @@ from thrifty.training.loop import Record, train
 
 
 def initialized(shape: ModelConfig, seed: int) -> nn.Module:
-    """Build a model of this shape, initialized from this seed."""
+    """Build a model from its config `shape`, and initialize it from `seed`."""
     model = assemble(shape)
     initialize(model, seed)
     return model
@@ -26,8 +26,8 @@ def run_to_end(
 ) -> tuple[nn.Module, TrainState]:
     """Train a run to its end; return the model and the state.
 
-    With `may_diverge`, a run that the loop stops for divergence returns its state at that step. `see` is called with
-    each step's record.
+    With `may_diverge`, a run that the loop stops because of divergence returns its state at that step. `see` is called
+    with the record of each step.
     """
     state = run.start()
     try:

@@ -1,6 +1,6 @@
 "use strict";
 (() => {
-  // Chart colours are CSS variables of the page, so a change of colour scheme requires no redrawing.
+  // Chart colors are CSS variables of the page, so a change of the color scheme requires no redraw.
   const { config, specs } = JSON.parse(document.getElementById("charts").textContent);
   const options = { mode: "vega-lite", config, renderer: "svg", actions: false, ast: true, tooltip: { theme: "page" } };
   for (const [id, spec] of Object.entries(specs)) {
