@@ -179,7 +179,7 @@ def test_a_technique_has_a_card(site, run_folder):
         ("Promise", "half of AdamW&#39;s state, and no second moment."),
         ("More", "More is said in a line of its own."),
     ]
-    assert "The sign of a momentum." in page and "0.0001" in page and "None in" in page
+    assert "The sign of a momentum." in page and "0.0001" in page and "No such run in" in page
     explanation = {"techniques": [{"name": "optimizers.lion"}], "footprint": {}}
     run_folder("with-lion", explanation=explanation)
     assert 'href="run?name=with-lion"' in text(site, "technique", name="optimizers.lion")
