@@ -113,7 +113,7 @@ def test_the_report_shows_kept_and_removed_examples(desk: CommandLine, scored: d
 def test_scores_of_other_data_are_refused(desk: CommandLine, scored: dict[str, Any]) -> None:
     option = f'data_selection.prune:scores="scores.safetensors",sha256="{scored["sha256"]}"'
     refused = desk("train", "vit-digits", "--name", "other", "--with", option, "--budget", "4steps", exit_code=2)
-    assert "other examples than the 1,300 of this data" in refused.stderr and "thrifty data score" in refused.stderr
+    assert "examples of other data than these 1,300" in refused.stderr and "thrifty data score" in refused.stderr
     assert not (desk.run("other") / "records.jsonl").exists()
     look = desk("data", "look", "digits", "--scores", "scores.safetensors", exit_code=2)
     assert "which was scored" in look.stderr

@@ -156,7 +156,7 @@ def test_state_without_a_dim_of_units_is_refused() -> None:
 
 
 def test_masks_and_adapters_are_refused() -> None:
-    for other, reason in (("sparsity.rigl", "another density"), ("adapters.lora", "keep frozen")):
+    for other, reason in (("sparsity.rigl", "the density of a mask depends"), ("adapters.lora", "keep frozen")):
         with pytest.raises(UsageError, match=reason):
             compose(plain_run(), [CompoundGrowth(), technique(other), technique("optimizers.adamw")], 4)
 

@@ -286,7 +286,7 @@ def test_two_ranks_equal_a_single_process() -> None:
     [
         (lambda: tiny_model(), OBJECTIVE, "is not an encoder of this package"),
         (encoder, replace(OBJECTIVE, rate=1.0, mask_share=1.0, random_share=0.0), "the encoder has no input"),
-        (encoder, plain_run().objective, "have no visible tokens"),
+        (encoder, plain_run().objective, "have no field `visible`"),
     ],
 )
 def test_unsupported_models_and_batches_are_refused(model, objective, what: str) -> None:

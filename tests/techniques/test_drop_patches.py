@@ -202,7 +202,7 @@ def test_counted_flops_fall_with_dropped_patches():
 
 
 def test_models_without_patches_or_with_masks_are_refused():
-    with pytest.raises(RefusedError, match="itself chooses the visible patches"):
+    with pytest.raises(RefusedError, match="itself selects the visible patches"):
         run = compose(autoencoder_run(), with_optimizer([DropPatches()]), STEPS)
         advance(run, run.start())
     with pytest.raises(UsageError, match="both decide the encoder input"):
@@ -218,7 +218,7 @@ def test_positions_added_outside_the_embedding_are_refused():
             "blocks": nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2)),
         }
     )
-    with pytest.raises(RefusedError, match="positions are not added in cut"):
+    with pytest.raises(RefusedError, match="cut cuts the patches but does not add positions"):
         find_embedding(model)
 
 
@@ -230,6 +230,6 @@ class WithoutKeys(MappedSource):
 def test_data_without_keys_is_refused_with_a_fix():
     plain = image_run()
     run = compose(BaseRun(plain.build, WithoutKeys(plain.source), plain.objective), with_optimizer([DropPatches()]), 3)
-    with pytest.raises(RefusedError, match="no keys") as refused:
+    with pytest.raises(RefusedError, match="no field `key`") as refused:
         run.source.at(0)
     assert "int64" in refused.value.fix

@@ -298,7 +298,7 @@ def test_losses_across_examples_are_refused() -> None:
 
 
 def test_an_objective_without_scores_is_refused() -> None:
-    with pytest.raises(RefusedError, match="Objective has no gradient-norm scores"):
+    with pytest.raises(RefusedError, match="Objective does not implement gradient-norm scores"):
         technique(NAME).objective(WrappedObjective(Objective()))
 
 

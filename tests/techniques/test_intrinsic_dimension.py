@@ -86,7 +86,7 @@ def test_finishing_leaves_the_trained_weights_only() -> None:
 
 
 def test_more_dimensions_than_weights_are_refused() -> None:
-    with pytest.raises(RefusedError, match="dimension 7 is more than the 6 weights"):
+    with pytest.raises(RefusedError, match="dimension '7' exceeds the 6 weights"):
         IntrinsicDimension(dimension=7).model(nn.Linear(2, 2))
 
 

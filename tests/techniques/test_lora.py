@@ -213,7 +213,7 @@ def test_interleaved_heads_are_adapted_as_a_whole_or_refused() -> None:
     model = random_model(config)
     whole = Lora(rank=2, where="query_key_value").attach(model)
     assert whole.gpt_neox.layers[0].attention.query_key_value.lora_a.shape == (2, 16)
-    with pytest.raises(RefusedError, match=r"queries, keys and values of .*query_key_value cannot be told apart"):
+    with pytest.raises(RefusedError, match=r"slices of queries, keys and values in .*query_key_value are unknown"):
         Lora(rank=2, slices="qv").attach(random_model(config))
     with pytest.raises(UsageError, match="slices is 'qx'"):
         Lora(slices="qx")
@@ -247,7 +247,7 @@ def test_torch_attention_uses_the_additions() -> None:
     assert plain == names
     with collect_notes() as notes:
         Lora(rank=2, where=".", dropout=0.1).attach(encoder())
-    assert "layers.0.self_attn: dropout cannot precede A" in notes[0]
+    assert "layers.0.self_attn: its attention reads the weight" in notes[0]
 
 
 @pytest.mark.parametrize("family", ["", "gpt2-untied", "llama"])
@@ -408,12 +408,12 @@ def test_merging_in_the_middle_of_training_is_noticed() -> None:
 
 
 def test_an_oversized_rank_is_refused() -> None:
-    with pytest.raises(RefusedError, match="rank 33 is larger than the weight") as refused:
+    with pytest.raises(RefusedError, match="rank '33' is larger than the weight") as refused:
         adapted_model(rank=33, where="out")
-    assert "at most 32" in refused.value.fix
+    assert "rank=32 or less" in refused.value.fix
     with collect_notes() as notes:
         adapted_model("t5-1.1", where="SelfAttention")
-    assert "relative_attention_bias: it holds scores" in notes[0]
+    assert "relative_attention_bias: it stores attention scores" in notes[0]
     with collect_notes() as notes:
         adapted_model("marian", where="embed_positions|fc1")
     assert "the computation of a MarianSinusoidalPositionalEmbedding is unknown" in notes[0]

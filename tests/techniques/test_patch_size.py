@@ -112,7 +112,7 @@ def test_a_patch_size_unlike_the_log_is_an_error() -> None:
     run = run_of()
     state = run.start()
     state.model.embedding.patch_size = 2
-    with pytest.raises(IntegrityError, match="side of patches is 2; the run's log has 4 times the final 2"):
+    with pytest.raises(IntegrityError, match="side of patches is 2, but the run's log has 4 times the final side 2"):
         run.verify(state)
 
 

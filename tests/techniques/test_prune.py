@@ -65,7 +65,7 @@ def test_kept_examples_obey_all_settings_for_any_scores(case: tuple) -> None:
     scores, labels = torch.tensor([row[0] for row in rows]), torch.tensor([row[1] for row in rows])
     count, left_out = max(round(keep * len(rows)), 1), round(offset * len(rows))
     if keep + offset > 1 or left_out == len(rows):
-        with pytest.raises(RefusedError, match="exceed 1 together"):
+        with pytest.raises(RefusedError, match="exceeds 1"):
             kept_examples(scores, labels, keep, order, offset, floor)
         return
     kept, count = kept_examples(scores, labels, keep, order, offset, floor), min(count, len(rows) - left_out)
@@ -150,23 +150,23 @@ def test_scores_of_other_data_are_refused_by_hash(tmp_path: Path) -> None:
     other = replace(scored(images).facts, fingerprint="0" * 64)
     wrong = written(replace(scored(images), facts=other), tmp_path / "scores")
     with pytest.raises(
-        RefusedError, match=r"data_selection.prune: .* scores of 1,300 other examples than the 1,300"
+        RefusedError, match=r"data_selection.prune: .* scores 1,300 examples of other data than these 1,300"
     ) as error:
         compose(images, with_optimizer([PrunedExamples(**wrong)]), 3).source.at(0)
     assert "thrifty data score" in error.value.fix
     right = written(scored(images), tmp_path / "right")
-    with pytest.raises(RefusedError, match="other examples"):
+    with pytest.raises(RefusedError, match="other data"):
         compose(plain_run(), with_optimizer([PrunedExamples(**right)]), 3).source.at(0)
 
 
 def test_a_missing_or_wrong_hash_is_refused(tmp_path: Path) -> None:
     named = written(scored(image_run()), tmp_path / "scores")
     for settings, kind, printed in (
-        ({"scores": named["scores"]}, UsageError, "have no hash in the settings"),
-        ({**named, "sha256": "a" * 64}, IntegrityError, "is not the file of scores in the recipe"),
+        ({"scores": named["scores"]}, UsageError, "have no hash of the score file"),
+        ({**named, "sha256": "a" * 64}, IntegrityError, "is not the score file of the recipe"),
         ({**named, "scores": str(tmp_path / "none")}, UsageError, "there is no scores file"),
-        ({}, UsageError, "requires a file of scores"),
-        ({"order": "random", "drop_hardest": 0.1}, UsageError, "drop_hardest requires a file of scores"),
+        ({}, UsageError, "requires a score file"),
+        ({"order": "random", "drop_hardest": 0.1}, UsageError, "drop_hardest requires a score file"),
     ):
         run = compose(image_run(), with_optimizer([PrunedExamples(**settings)]), 3)
         with pytest.raises(kind, match=printed) as error:

@@ -23,10 +23,10 @@ DIVIDING = ("parallelism.pipeline", "parallelism.replicate", "parallelism.shard"
 OTHERS = sample_of((name for name in techniques.names() if name not in (*DIVIDING, *RUNS)), 4)
 REFUSED = {
     "adapters.bias_only": "more than a weight and a bias",
-    "adapters.intrinsic_dimension": "the projection needs all weights in one place",
+    "adapters.intrinsic_dimension": "the projection needs all weights on one device",
     "adapters.lora": "computes with more than its weight",
     "adapters.prefix_tuning": "the plan has no style for it",
-    "attention.dota": "a detector reads the input of a whole attention",
+    "attention.dota": "a detector reads the input of all heads",
     "attention.spatten": "importance sums over all heads",
     "attention.vitcod": "each head has a mask",
     "initializations.fixup": "more than a weight and a bias",

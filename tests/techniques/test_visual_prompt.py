@@ -100,5 +100,5 @@ def test_models_without_patches_or_with_masks_are_refused() -> None:
     with pytest.raises(RefusedError, match="has 2 stacks of blocks"):
         VisualPrompt(patch=4).model(KINDS["t5"].model())
     model = VisualPrompt(patch=4).model(KINDS["llama"].model())
-    with pytest.raises(UsageError, match="a mask or positions with its tokens"):
+    with pytest.raises(UsageError, match="receives a mask or positions"):
         KINDS["llama"].loss(model)

@@ -1,4 +1,4 @@
-"""Read-only caches of keys and values through which models of transformers receive the prefixes of adapters."""
+"""Read-only caches of keys and values that pass the prefixes of adapters to models of transformers."""
 
 import inspect
 from functools import cache
@@ -27,12 +27,12 @@ def is_two_sided(model: nn.Module) -> bool:
 def cache_shapes(body: nn.Module) -> list[torch.Size]:
     """Return the shape (b, g, t, k) of the keys that the self-attention of each block caches.
 
-    The shapes come from a forward pass, because configs name heads in many ways and some share one among all queries.
-    An encoder fills only a cache that it receives. Raises RefusedError if the values have another shape.
+    b is the batch size, g the number of key-value heads, t the tokens, k the head width. The shapes come from a forward
+    pass, because configs name heads differently. Raises RefusedError if keys and values differ in shape.
     """
     tokens = torch.zeros(1, 2, dtype=torch.long, device=next(body.parameters()).device)
     training_modules = [module for module in body.modules() if module.training]
-    body.eval()  # in training a model may skip blocks, or cache nothing because it recomputes its blocks
+    body.eval()  # in training mode a model may skip blocks, or recompute its blocks and therefore cache nothing
     with torch.no_grad(), preserved_draws([tokens]):
         filled = _fill(body, tokens)
     for module in training_modules:
@@ -41,7 +41,7 @@ def cache_shapes(body: nn.Module) -> list[torch.Size]:
     pairs = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in layers]
     if any(keys is None or values is None or keys.ndim != 4 or keys.shape != values.shape for keys, values in pairs):
         raise RefusedError(
-            f"{type(body).__name__} caches something else than keys and values of equal shape", fix="use adapters.lora"
+            f"{type(body).__name__} does not cache keys and values of equal shape", fix="use adapters.lora"
         )
     return [keys.shape for keys, _ in pairs]
 
@@ -52,24 +52,25 @@ def _fill(body: nn.Module, tokens: Tensor) -> Any:
     # the method of the class: an existing prefix would remove the cache from the output
     forward, inputs = type(body).forward, {"input_ids": tokens, "return_dict": True}
     cache = forward(body, **inputs, use_cache=True).past_key_values
-    if cache is None:
+    if cache is None:  # an encoder fills only a cache that it receives
         forward(body, **inputs, past_key_values=(cache := DynamicCache()))
     return cache
 
 
 def refuse_own_recomputation(body: nn.Module) -> None:
-    """Raise UsageError for a model that ignores its cache because its own gradient checkpointing is on."""
+    """Raise UsageError if the model's own gradient checkpointing is on, because the model then ignores its cache."""
     if any(module.training and getattr(module, "gradient_checkpointing", False) for module in body.modules()):
         raise UsageError(
-            f"{type(body).__name__} recomputes its blocks itself, and then ignores its cache with the prefix",
-            fix="call its gradient_checkpointing_disable, and use --with memory.recompute",
+            f"{type(body).__name__} uses its own gradient checkpointing, so it ignores the cache that holds the prefix",
+            fix="model.gradient_checkpointing_disable(), then --with memory.recompute",
         )
 
 
 def unwritten_cache(pairs: list[tuple[Tensor, Tensor]], batch: int, two_sided: bool) -> Any:
-    """Return a read-only cache with keys and values (g, p, k) for each block, so that recomputation finds it unchanged.
+    """Return a read-only cache with the keys and values of each block, (g, p, k) for p virtual tokens.
 
-    In the decoder of an encoder-decoder, self-attention reads it and cross-attention is unchanged.
+    Read-only, because recomputation must read the same cache. In an encoder-decoder (`two_sided`), only the
+    self-attention of the decoder reads the cache.
     """
     filled = _layers_of([tuple(x.expand(batch, -1, -1, -1) for x in pair) for pair in pairs])
     if not two_sided:
@@ -82,7 +83,7 @@ def unwritten_cache(pairs: list[tuple[Tensor, Tensor]], batch: int, two_sided: b
 
 
 class _NeverWritten(dict[int, bool]):
-    """A mapping from blocks to True if the cache holds the encoder's keys; it stays empty."""
+    """A mapping that stays empty. transformers sets a block to True once its cache holds the encoder's keys."""
 
     def __setitem__(self, block: int, written: bool) -> None:
         """Ignore the assignment."""

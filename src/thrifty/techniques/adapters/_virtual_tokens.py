@@ -1,4 +1,4 @@
-"""Inputs of a model extended by virtual tokens: the prompts and prefixes of adapters."""
+"""Model inputs for virtual tokens, the prompts and prefixes of adapters."""
 
 import inspect
 import re
@@ -15,14 +15,14 @@ _MASKS = ("attention_mask", "keep")
 
 
 def input_names(module: nn.Module) -> list[str]:
-    """Return the parameter names of the class's forward method, also if a wrapper replaces it.
+    """Return the parameter names of the class's forward method, even if a wrapper replaced the method.
 
-    Raises RefusedError if it takes unnamed inputs.
+    Raises RefusedError if the method takes `*args`.
     """
     _, *parameters = inspect.signature(type(module).forward).parameters.values()
     if any(each.kind is each.VAR_POSITIONAL for each in parameters):
         raise RefusedError(
-            f"{type(module).__name__}.forward takes its inputs without names, so none is known to be the tokens",
+            f"{type(module).__name__}.forward takes unnamed inputs (*args), so the input with the tokens is unknown",
             fix="give its inputs names: forward(self, tokens, keep=None)",
         )
     return [each.name for each in parameters]
@@ -34,10 +34,10 @@ def named_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def extend_masks(inputs: dict[str, Any], count: int) -> dict[str, Any]:
-    """Return the masks (b, t) among the inputs, extended to (b, count + t) by visible tokens at the front.
+    """Return the masks (b, t) of the inputs, extended to (b, count + t) by `count` visible tokens at the front.
 
-    Raises UsageError for a mask of another shape, for several texts in one row and for a cache. Only the first text of
-    a row would follow the virtual tokens. Cached tokens would precede them.
+    Raises UsageError for a mask of another shape, for packed rows and for a cache. In a packed row only the first text
+    would follow the virtual tokens. Cached tokens would precede the virtual tokens.
     """
     refuse_shared_rows(inputs)
     if inputs.get("past_key_values") is not None:
@@ -49,21 +49,21 @@ def extend_masks(inputs: dict[str, Any], count: int) -> dict[str, Any]:
     for name in _MASKS:
         if (mask := inputs.get(name)) is not None:
             if mask.ndim != 2:
-                raise UsageError(f"{name} has shape {tuple(mask.shape)}", fix="pass one of shape (batch, tokens)")
+                raise UsageError(f"{name} has shape {tuple(mask.shape)}", fix=f"pass {name} with shape (batch, tokens)")
             extended[name] = F.pad(mask, (count, 0), value=1)
     return extended
 
 
 def refuse_shared_rows(inputs: dict[str, Any]) -> None:
-    """Raise UsageError if several texts share a row (`segments`)."""
+    """Raise UsageError if several texts are packed into a row (`segments`)."""
     if inputs.get("segments") is not None:
         raise UsageError(
-            "virtual tokens precede a row, and several texts share one", fix="--set objective.packed=false"
+            "virtual tokens need one text per row, but rows are packed", fix="--set objective.packed=false"
         )
 
 
 def position_limit(model: nn.Module) -> int | None:
-    """Return the context length of the position tables in a model, None without tables."""
+    """Return the smallest number of positions of the model's position tables; None without tables."""
     limits = []
     for name, module in model.named_modules():
         if isinstance(table := getattr(module, "cos", None), Tensor):  # rotary positions
@@ -74,11 +74,11 @@ def position_limit(model: nn.Module) -> int | None:
 
 
 def refuse_beyond(limit: int | None, count: int, tokens: int) -> None:
-    """Raise UsageError if `count` virtual and `tokens` real tokens exceed `limit` positions."""
+    """Raise UsageError if `count` virtual tokens plus `tokens` real tokens exceed `limit` positions."""
     if limit is not None and count + tokens > limit:
         raise UsageError(
             f"{count} virtual tokens and {tokens} tokens exceed the {limit} positions of the model",
-            fix=f"use texts of at most {limit - count} tokens (data.length), or fewer virtual tokens",
+            fix=f"--set data.length={limit - count}; or fewer virtual tokens",
         )
 
 

@@ -57,9 +57,9 @@ class BiasOnly(AdapterTechnique):
     claims = AdapterTechnique.claims | {Claim.TRAINED_VECTORS}
 
     head: bool = False
-    """Train the head too, unless it is also the embedding."""
+    """Train the head too, unless the head shares its weight with the embedding."""
     add: bool = False
-    """Add zero biases to the linear layers of the blocks that have none."""
+    """Add zero biases to linear layers of the blocks that have no bias."""
 
     def model(self, model: nn.Module) -> nn.Module:
         if self.add:
@@ -68,7 +68,7 @@ class BiasOnly(AdapterTechnique):
         if not trained:
             raise RefusedError(
                 f"{type(model).__name__} has no biases to train",
-                fix=f"--set techniques.{self.name}.add=true to add biases, or --with adapters.lora",
+                fix=f"--set techniques.{self.name}.add=true; or --with adapters.lora",
             )
         train_only(model, trained | (head_names(model) if self.head else set()))
         return model

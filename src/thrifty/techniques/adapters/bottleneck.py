@@ -33,7 +33,7 @@ PARTS = ("adapter_down", "adapter_down_bias", "adapter_up", "adapter_up_bias")
 
 
 def apply_bottleneck(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    """Return x + W2 gelu(W1 x + b1) + b2 for x (..., d), W1 (width, d), W2 (d, width)."""
+    """Return x + W2 gelu(W1 x + b1) + b2 for x (..., d), W1 (width, d) and W2 (d, width)."""
     return x + F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
 
 
@@ -45,7 +45,10 @@ def draw_truncated_normal(values: Tensor, std: float, generator: torch.Generator
 
 @torch.no_grad()
 def add_bottleneck(writer: nn.Module, d: int, width: int, std: float, generator: torch.Generator | None = None) -> None:
-    """Add a bottleneck to the (first) output of a module, with its parameters on the module. Biases start at zero."""
+    """Add an adapter to the (first) output of a residual branch, as parameters of the branch's output layer `writer`.
+
+    Biases start at zero.
+    """
     device = next(writer.parameters()).device
     for name, shape in zip(PARTS, ((width, d), (width,), (d, width), (d,)), strict=True):
         values = torch.zeros(shape, device=device)
@@ -69,15 +72,15 @@ class BottleneckAdapter(AdapterTechnique):
 
     width: Positive = 64
     placement: Literal["both", "feed_forward"] = "both"
-    """After attention and feed-forward networks, or after the latter alone."""
+    """Branches with an adapter: attention and feed-forward ("both"), or feed-forward only."""
     norms: bool = True
     """Train the norms too."""
     head: bool = False
-    """Train the head too, unless it is also the embedding."""
+    """Train the head too, unless the head shares its weight with the embedding."""
     std: Rate = 1e-3
     """Standard deviation of the initial values of both matrices."""
     where: str = ""
-    """Pattern of the modules inside a block that write into the residual stream; empty to detect them."""
+    """Name pattern of the modules in a block whose output is added to the residual stream; empty detects them."""
     seed: int = 0
     """Seed of the initial values, combined with each layer's name."""
 

@@ -31,15 +31,15 @@ class HeadOnly(AdapterTechnique):
     """
 
     clashes: ClassVar[Mapping[Claim, str]] = {
-        Claim.PARAMETER_SHARDING: "gathering and freeing follow the gradient of the output, which has none"
+        Claim.PARAMETER_SHARDING: "shards are freed by the output's gradient, and frozen blocks have no gradient"
     }
 
     def model(self, model: nn.Module) -> nn.Module:
         trained = head_names(model)
         if not trained:
             raise RefusedError(
-                f"{type(model).__name__} has no head of its own to train",
-                fix="--set model.tied=false if it shares the embedding's weights, or --with adapters.lora",
+                f"{type(model).__name__} has no head with its own weight to train",
+                fix="--set model.tied=false if the head shares the embedding's weight; or --with adapters.lora",
             )
         train_only(model, trained)
         return model

@@ -47,7 +47,7 @@ class RandomSubspace:
         self.weights, self.projection = weights, projection
         self.origin = torch.cat([weight.detach().flatten().float() for weight in weights])
         self.is_placed = False
-        """True while the gradients of one step are computed, during which z does not change."""
+        """True while a step computes gradients, because z does not change then."""
 
     @torch.no_grad()
     def place(self, z: Tensor) -> None:
@@ -60,7 +60,7 @@ class RandomSubspace:
 
     @contextmanager
     def gradients_of(self, z: Tensor) -> Iterator[None]:
-        """Set the weights to θ₀ + P z and let them require gradients inside the context."""
+        """Set the weights to θ₀ + P z for z (d,). The weights require gradients inside the context."""
         self.place(z)
         self.is_placed = True
         for weight in self.weights:
@@ -74,7 +74,7 @@ class RandomSubspace:
 
     @torch.no_grad()
     def take_gradients(self) -> Tensor:
-        """Return the gradient of z (d,) from the gradients of the weights, and clear the latter."""
+        """Return the gradient of z (d,), computed from the weight gradients. Clear the weight gradients."""
         gradients = [torch.zeros_like(w) if w.grad is None else w.grad for w in self.weights]
         flat = torch.cat([gradient.flatten().float() for gradient in gradients])
         for weight in self.weights:
@@ -87,13 +87,13 @@ PLACEMENT_HOOK: ModuleNote[RemovableHandle] = ModuleNote("placement_hook")
 
 
 def restrict_to_subspace(model: nn.Module, dimension: int, seed: int) -> RandomSubspace:
-    """Add the parameter z to a model, initially zero, and set the weights from it before each forward pass."""
+    """Add the parameter z, initially zero, to a model. Set the weights to θ₀ + P z before each forward pass."""
     weights = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
     total = sum(weight.numel() for weight in weights)
     if dimension > total:
         raise RefusedError(
-            f"dimension {dimension} is more than the {total} weights of the model",
-            fix=f"use a dimension of at most {total}",
+            f"dimension '{dimension}' exceeds the {total} weights of the model",
+            fix=f"dimension={total} or less",
         )
     # sampled on the CPU: the same projection on every device
     projection = draw_fastfood(dimension, total, keyed_generator(f"{seed}/{NAME}"), weights[0].device)
@@ -130,9 +130,9 @@ class IntrinsicDimension(AdapterTechnique):
 
     claims = AdapterTechnique.claims | {Claim.TRAINED_VECTORS}
     clashes: ClassVar[Mapping[Claim, str]] = {
-        Claim.DEPTH: "added blocks share no θ₀ with the blocks that they copy",
-        Claim.PARAMETER_SHARDING: "the projection needs all weights in one place",
-        Claim.TENSOR_PARALLELISM: "the projection needs all weights in one place",
+        Claim.DEPTH: "added blocks have no part in θ₀",
+        Claim.PARAMETER_SHARDING: "the projection needs all weights on one device",
+        Claim.TENSOR_PARALLELISM: "the projection needs all weights on one device",
     }
 
     dimension: Positive = 1000
@@ -143,7 +143,7 @@ class IntrinsicDimension(AdapterTechnique):
     def model(self, model: nn.Module) -> nn.Module:
         subspace = restrict_to_subspace(model, self.dimension, self.seed)
         add_note(f"{len(subspace.origin):,} weights in a subspace of {self.dimension:,} dimensions")
-        ALSO_TRAINED.set(model, frozenset())  # a new head is part of the subspace like all weights
+        ALSO_TRAINED.set(model, frozenset())  # a new head is in the subspace, like all weights
         train_only(model, {NAME})
         return model
 

@@ -36,7 +36,7 @@ from thrifty.modeling.parameter_kinds import FusedSlices, fused_slices
 from thrifty.modeling.residual_branches import is_transposed, part_of_attention
 
 _USED_BY_ATTENTION = (nn.MultiheadAttention, NonDynamicallyQuantizableLinear)
-"""torch's own attention, and its output layer, whose weight it reads itself."""
+"""torch's attention, and the class of its output layer. The attention reads the layer's weight without calling it."""
 
 
 class Lora(AdapterTechnique):
@@ -52,15 +52,15 @@ class Lora(AdapterTechnique):
     rank: Positive = 8
     alpha: float = 16.0
     dropout: Probability = 0.0
-    """Dropout probability of the input of A; the frozen layer receives the whole input."""
+    """Dropout probability of the input of A. The frozen layer receives the input without dropout."""
     where: str = ""
-    """Pattern in the names of adapted layers; `embed` matches most embeddings, "." every layer. Empty adapts every
-    linear layer except those that produce the model's outputs."""
+    """Pattern in the names of adapted layers: `embed` matches most embeddings, "." every layer. An empty
+    pattern adapts every linear layer except the model's output layers."""
     slices: str = "qkv"
-    """Letters of queries, keys and values to adapt, in fused and separate layers. In a fused layer each has its own A;
-    an empty text adapts a fused layer as one."""
+    """Projections to adapt: letters of q (queries), k (keys) and v (values). In a fused layer each has its own A.
+    An empty text adapts a fused layer as one matrix."""
     also: str = ""
-    """Pattern in the names of parameters that are trained without factors, such as a head or norms."""
+    """Pattern in the names of parameters that are trained in full, such as a head or norms."""
     rank_stabilized: bool = False
     """Scale by alpha / sqrt(rank) instead of alpha / rank."""
     seed: int = 0
@@ -70,21 +70,21 @@ class Lora(AdapterTechnique):
         super().__post_init__()
         if not set(self.slices) <= set("qkv"):
             raise UsageError(
-                f"{self.name}: slices is {self.slices!r}", fix="use letters of qkv, such as slices=qv, or an empty text"
+                f"{self.name}: slices is {self.slices!r}, not letters of 'qkv'", fix="slices=qv, or an empty text"
             )
 
     def model(self, model: nn.Module) -> nn.Module:
         return self.attach(model)
 
     def attach(self, model: nn.Module, name: str = DEFAULT) -> nn.Module:
-        """Add an adapter of this name with these settings to a model, which may have other adapters."""
+        """Add an adapter called `name` with these settings to a model. The model may have other adapters."""
         layers, also = self.layers(model), self._also_trained(model)
         attach(model, layers, name, self.seed)
         train_only(model, factor_names(model) | also)
         return model
 
     def layers(self, model: nn.Module) -> dict[str, LoraFactors]:
-        """Return the factors of each adapted layer, by its name.
+        """Return the sizes of the factors of each adapted layer, by layer name.
 
         Raises RefusedError if nothing matches, the rank is too large, or a fused layer cannot be cut into slices.
         """
@@ -106,7 +106,7 @@ class Lora(AdapterTechnique):
             if self.slices and letters and not set(letters) & set(self.slices):
                 return f"slices={self.slices} excludes it"
             if self.dropout and isinstance(layer, _USED_BY_ATTENTION):
-                return "dropout cannot precede A if an attention reads the weight itself"
+                return "its attention reads the weight without calling the layer, so LoRA dropout is impossible"
             return _reason_to_skip(name, layer)
 
         selection = select(model, (nn.Linear, nn.MultiheadAttention, *kinds), self.where, skip)
@@ -119,8 +119,8 @@ class Lora(AdapterTechnique):
         letters = _letters(name, cut)
         if cut is None and self.slices and not set(letters) <= set(self.slices):
             raise RefusedError(
-                f"the queries, keys and values of {name} cannot be told apart",
-                fix="adapt all of it with slices=qkv, or exclude it by where",
+                f"the slices of queries, keys and values in {name} are unknown",
+                fix="slices=qkv to adapt the whole layer; or exclude the layer by `where`",
             )
         sizes = cut.sizes if cut is not None and self.slices else ()
         chosen = tuple(i for i in range(len(sizes)) if not letters or letters[i] in self.slices)
@@ -128,8 +128,8 @@ class Lora(AdapterTechnique):
         width_out = min((sizes[i] for i in chosen), default=width_out)
         if self.rank > min(width_in, width_out):
             raise RefusedError(
-                f"rank {self.rank} is larger than the weight {(width_out, width_in)} of {name}",
-                fix=f"use a rank of at most {min(width_in, width_out)}",
+                f"rank '{self.rank}' is larger than the weight {(width_out, width_in)} of {name}",
+                fix=f"rank={min(width_in, width_out)} or less",
             )
         return LoraFactors(self.rank, self.alpha, self.dropout, self.rank_stabilized, sizes, chosen)
 
@@ -138,7 +138,7 @@ class Lora(AdapterTechnique):
         if self.also and not names:
             raise RefusedError(
                 f"no parameter matches also={self.also!r}",
-                fix='use a pattern of parameter names, such as also="head|norm"',
+                fix='a pattern of parameter names, such as also="head|norm"',
             )
         return names
 
@@ -150,7 +150,7 @@ class Lora(AdapterTechnique):
         super().holds(state)
         assert state.model is not None
         if is_merged(state.model):
-            raise IntegrityError(f"{self.name}: the additions are merged into the weights during training")
+            raise IntegrityError(f"{self.name}: the additions B A were merged into the weights during training")
 
 
 def _numberless(names: Iterable[str]) -> str:
@@ -170,7 +170,7 @@ def _stacked_matrices(model: nn.Module) -> Iterator[str]:
 
 
 def _narrow(layer: nn.Module) -> int:
-    """Return the smaller side of a layer's weight, 0 without a single weight."""
+    """Return the smaller side of a layer's weight matrix; 0 if the layer has no single weight matrix."""
     return 0 if getattr(layer, weight_name(layer)) is None else min(widths(layer))
 
 
@@ -182,7 +182,7 @@ def _cuts(model: nn.Module) -> dict[str, FusedSlices]:
 
 
 def _letters(name: str, cut: FusedSlices | None) -> str:
-    """Return the letters of the queries, keys and values that a layer produces, in order; "" for another layer."""
+    """Return the letters of the projections (q, k, v) that a layer computes, in order; "" for another layer."""
     part = part_of_attention(name)
     if cut is not None:
         return "qkv" if len(cut.sizes) == 3 else "kv" if part else ""
@@ -198,10 +198,10 @@ def _reason_to_skip(name: str, layer: nn.Module) -> str | None:
         return "its weight is quantized"
     if isinstance(layer, nn.Embedding):
         if any("relative" in word for word in name.split(".")[-2:]):
-            return "it holds scores, not vectors"
+            return "it stores attention scores, not vectors"
         if layer.max_norm is not None:
-            return "it changes its weight when it is used (max_norm)"
-        # many position embeddings have a class of their own, whose input is not tokens
+            return "it rescales its weight in the forward pass (max_norm)"
+        # many position embeddings have a special class, whose input is not tokens
         is_known = type(layer).forward is nn.Embedding.forward or hasattr(layer, "embed_scale")
     else:
         is_known = isinstance(layer, nn.Linear | nn.MultiheadAttention) or is_transposed(layer)

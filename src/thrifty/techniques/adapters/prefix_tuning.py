@@ -60,12 +60,15 @@ AttentionCore = Callable[..., Tensor]
 
 
 def make_prefix(table: Tensor, w_in: Tensor, b_in: Tensor, w_out: Tensor, b_out: Tensor) -> Tensor:
-    """Return the prefix (p, 2 · g · k) of a block: tanh(E W_inᵀ + b_in) W_outᵀ + b_out for E (p, e)."""
+    """Return the prefix of a block, tanh(E W_inᵀ + b_in) W_outᵀ + b_out, (p, 2 · g · k), for the table E (p, e).
+
+    p is the number of virtual tokens, g the number of key-value heads and k the head width.
+    """
     return F.linear(torch.tanh(F.linear(table, w_in, b_in)), w_out, b_out)
 
 
 def keys_and_values(prefix: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Split a prefix (p, 2 · g · k), keys first, into keys and values (g, p, k) of g heads."""
+    """Split a prefix (p, 2 · g · k), keys first, into keys and values, each (g, p, k), of g = `heads` heads."""
     keys, values = prefix.unflatten(-1, (2, heads, -1)).permute(1, 2, 0, 3)
     return keys, values
 
@@ -73,10 +76,10 @@ def keys_and_values(prefix: Tensor, heads: int) -> tuple[Tensor, Tensor]:
 def attend_with_prefix(
     core: AttentionCore, prefix: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 ) -> Tensor:
-    """Return attention of q (b, h, t, k) over a prefix (p, 2 · g · k), then keys and values (b, g, s, k).
+    """Return the attention (b, h, t, k) of q over a prefix (p, 2 · g · k), then k and v (b, g, s, k).
 
-    A core without a mask may be causal and aligns the last query with the last key. So p queries are prepended and
-    their outputs dropped.
+    Without a mask the core may be causal and align the last query with the last key. So p queries are prepended, and
+    their outputs are dropped.
     """
     prefixes = [x.to(k.dtype).expand(len(k), -1, -1, -1) for x in keys_and_values(prefix, k.shape[1])]
     k, v = (torch.cat(pair, 2) for pair in zip(prefixes, (k, v), strict=True))
@@ -86,10 +89,10 @@ def attend_with_prefix(
 
 
 def body_of(model: nn.Module) -> nn.Module:
-    """Return the module that holds the network's table.
+    """Return the module that owns the table of the prefix network.
 
-    In a model of transformers it is the module around the (last) stack of blocks that takes tokens and a cache; in
-    others it is the parent of the (first) stack.
+    In a model of transformers the owner is the module that contains the (last) stack of blocks and takes tokens and a
+    cache. In other models it is the parent of the (first) stack.
     """
     return model.get_submodule(_body_path(model))
 
@@ -102,7 +105,7 @@ def _body_path(model: nn.Module) -> str:
 
 
 def prefix_of(module: nn.Module, body: nn.Module) -> Tensor:
-    """Return the prefix (p, 2 · g · k) of a module, stored or computed by the network."""
+    """Return the prefix of a module, (p, 2 · g · k), stored or computed by the network in `body`."""
     if hasattr(module, "prefix"):
         return module.prefix
     network = (getattr(body, name) for name in NETWORK_PARAMETERS)
@@ -111,7 +114,7 @@ def prefix_of(module: nn.Module, body: nn.Module) -> Tensor:
 
 @torch.no_grad()
 def set_prefixes(model: nn.Module, sites: PrefixSites, tokens: int, hidden: int, seed: int) -> None:
-    """Add the parameters of each site, with seeded initial values as in `nn.Embedding` and `nn.Linear`."""
+    """Add the prefix parameters of each site, initialized as in `nn.Embedding` and `nn.Linear`."""
     shapes: dict[str, tuple[int, ...]] = {}
     path = _body_path(model)
     body_prefix = f"{path}." if path else ""
@@ -139,7 +142,7 @@ def set_prefixes(model: nn.Module, sites: PrefixSites, tokens: int, hidden: int,
 
 @torch.no_grad()
 def collapse(model: nn.Module) -> None:
-    """Replace the network by the prefixes that it computes."""
+    """Replace the network by the prefixes that the network computes."""
     body = body_of(model)
     for module in model.modules():
         if hasattr(module, "prefix_out"):
@@ -151,7 +154,7 @@ def collapse(model: nn.Module) -> None:
 
 
 def find_prefix_sites(model: nn.Module) -> PrefixSites:
-    """Return every attention with a replaceable core; in a model of transformers the blocks that read the cache."""
+    """Return every attention with a replaceable core; in a model of transformers, the blocks that read the cache."""
     cores = {
         name: PrefixSite(module, getattr(module, "kv_heads", module.heads), module.head_width)
         for name, module in model.named_modules()
@@ -167,13 +170,12 @@ def _cached_blocks(model: nn.Module) -> PrefixSites:
     if len(stacks) > 2 or not hasattr(body, "config") or not is_reader(body):
         raise RefusedError(
             f"{type(model).__name__} has neither attention with a replaceable core nor a cache of keys and values",
-            fix="use a preset, a decoder, an encoder-decoder or an encoder such as BERT of transformers, or "
-            "adapters.lora",
+            fix="use adapters.lora; or a preset; or a decoder, encoder-decoder or BERT of transformers",
         )
     shapes = cache_shapes(body)
     if len(shapes) != len(blocks):
         raise RefusedError(
-            f"{type(model).__name__} has {len(blocks)} blocks and caches keys and values of {len(shapes)}",
+            f"{type(model).__name__} has {len(blocks)} blocks, but caches keys and values of {len(shapes)} blocks",
             fix="use adapters.lora",
         )
     pairs = enumerate(zip(blocks, shapes, strict=True))
@@ -181,7 +183,7 @@ def _cached_blocks(model: nn.Module) -> PrefixSites:
 
 
 def prepend_prefix(model: nn.Module, sites: PrefixSites, tokens: int) -> None:
-    """Prepend the prefix in every attention and shift the positions of the tokens by its length."""
+    """Prepend the prefix in every attention. Shift token positions by the length of the prefix."""
     body = body_of(model)
     if not all(hasattr(site.module, "core") for site in sites.values()):
         wrap_forward(
@@ -216,7 +218,7 @@ def _with_prefix_cache(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call a model of transformers with the prefixes as its cache of keys and values."""
+    """Call a model of transformers with the prefixes as cache of keys and values."""
     refuse_own_recomputation(body)
     inputs = named_inputs(body, args, kwargs)
     inputs |= extend_masks(inputs, tokens) | {"use_cache": False}
@@ -257,7 +259,7 @@ class PrefixTuning(AdapterTechnique):
         sites = find_prefix_sites(model)
         set_prefixes(model, sites, self.tokens, self.hidden, self.seed)
         prepend_prefix(model, sites, self.tokens)
-        add_note(f"{self.tokens} keys and values before those of {len(sites)} attentions")
+        add_note(f"{self.tokens} keys and values prepended in {len(sites)} attentions")
         train_only(model, names_ending(model, "prefix", *NETWORK_PARAMETERS, *SITE_PARAMETERS))
         return model
 

@@ -37,20 +37,26 @@ Initialization = Literal["words", "random"]
 
 
 def lengthen(tokens: Tensor, count: int) -> Tensor:
-    """Prepend `count` virtual tokens to tokens (b, t): (b, count + t). Token -1 is row 0 of the prompt, -2 row 1, …"""
+    """Return tokens (b, t) with `count` virtual tokens at the front, (b, count + t).
+
+    Virtual token -1 selects row 0 of the prompt, -2 selects row 1, …
+    """
     virtual = -1 - torch.arange(count, device=tokens.device, dtype=tokens.dtype)
     return torch.cat((virtual.expand(len(tokens), -1), tokens), 1)
 
 
 def embed(tokens: Tensor, words: Tensor, prompt: Tensor) -> Tensor:
-    """Return the embeddings `words` (b, t, d) of real tokens, with rows of the prompt (k, d) at virtual tokens."""
+    """Return embeddings (b, t, d): rows of the prompt (k, d) at virtual tokens, `words` (b, t, d) at real tokens."""
     rows = F.embedding((-1 - tokens).clamp(min=0), prompt)
     return torch.where((tokens < 0)[..., None], rows.to(words.dtype), words)
 
 
 @torch.no_grad()
 def initial_prompt(table: Tensor, count: int, initialization: Initialization, generator: torch.Generator) -> Tensor:
-    """Return a prompt (k, d): random rows of the table, without repetition if possible, or uniform in ±0.5."""
+    """Return an initial prompt (k, d) of k = `count` vectors.
+
+    The vectors are random rows of the table, without repetition if possible, or uniform in ±0.5 ("random").
+    """
     if initialization == "random":
         return table.new_empty(count, table.shape[1]).uniform_(-0.5, 0.5, generator=generator)
     rows = torch.randperm(len(table), generator=generator, device=table.device)
@@ -58,7 +64,7 @@ def initial_prompt(table: Tensor, count: int, initialization: Initialization, ge
 
 
 def add_prompt(model: nn.Module, values: Tensor) -> nn.Parameter:
-    """Prepend a prompt (k, d) to every sequence of a model; it becomes the parameter `prompt` of the embedding."""
+    """Prepend a prompt (k, d) to every sequence of a model. Return the prompt, a parameter of the embedding."""
     tables, stacks = feeding_tables(model), find_stacks(model)
     prompt = nn.Parameter(values)
     for table in tables.values():
@@ -75,13 +81,13 @@ def add_prompt(model: nn.Module, values: Tensor) -> nn.Parameter:
 
 
 def feeding_tables(model: nn.Module) -> dict[str, nn.Embedding]:
-    """Return the token embedding before the first stack and the modules that share its weight, by name."""
+    """Return the token embedding before the first stack, and all modules with the same weight, by name."""
     tables, stacks = token_tables(model), find_stacks(model)
     first = next((t for name, t in tables.items() if stack_after(name, stacks) == next(iter(stacks))), None)
     if first is None:
         raise RefusedError(
             f"{type(model).__name__} has no token embedding to add a prompt to",
-            fix="use adapters.visual_prompt, which acts on the blocks",
+            fix="--with adapters.visual_prompt, which adds prompts in the blocks",
         )
     return {name: table for name, table in tables.items() if table.weight is first.weight}
 
@@ -93,7 +99,7 @@ def _embed_with_prompt(table: nn.Module, inner: Any, tokens: Tensor) -> Tensor:
 def _read_with_prompt(body: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
     inputs = named_inputs(body, args, kwargs)
     if inputs.get(body.tokens_name) is None:
-        raise UsageError("a prompt precedes tokens, and there are none", fix=f"pass the tokens as {body.tokens_name}")
+        raise UsageError("the prompt has no tokens to precede", fix=f"pass the tokens as {body.tokens_name}")
     refuse_beyond(body.position_limit, body.virtual_tokens, inputs[body.tokens_name].shape[1])
     output = inner(**_lengthen_inputs(inputs, body.tokens_name, body.virtual_tokens))
     return _cut(output, body.virtual_tokens) if body.is_output_cut else output

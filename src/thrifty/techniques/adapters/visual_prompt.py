@@ -31,23 +31,23 @@ NAME = "visual_prompt"
 
 
 def initial_bound(patch: int, width: int) -> float:
-    """Return the bound of the uniform initial values: Xavier's, for a layer from the pixels of a patch to the width."""
+    """Return the bound of the uniform initial values, Xavier's bound for a layer from a patch's pixels to `width`."""
     return math.sqrt(6 / (3 * patch * patch + width))
 
 
 def insert(x: Tensor, prompt: Tensor, after: int) -> Tensor:
-    """Insert a prompt (k, d) after the first `after` tokens of x (b, t, d): (b, t + k, d)."""
+    """Return x (b, t, d) with k prompt vectors (k, d) inserted after `after` tokens, (b, t + k, d)."""
     rows = prompt.to(x.dtype).expand(len(x), -1, -1)
     return torch.cat((x[:, :after], rows, x[:, after:]), 1)
 
 
 def cut_out(x: Tensor, count: int, after: int) -> Tensor:
-    """Remove k = `count` tokens after the first `after` tokens of x (b, t + k, d): (b, t, d)."""
+    """Return x (b, t + k, d) without k = `count` tokens from index `after` on, (b, t, d)."""
     return torch.cat((x[:, :after], x[:, after + count :]), 1)
 
 
 def add_prompts(blocks: nn.ModuleList, prompts: dict[int, Tensor], after: int) -> None:
-    """Add a prompt (k, d) to some blocks of a stack, including the first, as the parameter `visual_prompt`."""
+    """Add prompts (k, d) to blocks, by block index, as the parameter `visual_prompt`. The first block must have one."""
     count, last = len(prompts[0]), len(blocks) - 1
     for index, block in enumerate(blocks):
         if index in prompts:
@@ -66,11 +66,11 @@ def _with_prompt(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call a block with its prompt; `span` is the prompt length and the number of tokens before it."""
+    """Call a block with its prompt. `span` is the prompt's length and the number of tokens before the prompt."""
     if any(_has_token_dim(each, x) for each in (*args, *kwargs.values())):
         raise UsageError(
-            f"{type(block).__name__} receives a mask or positions with its tokens, which do not cover prompts",
-            fix="use adapters.prompt_tuning for text, or images without padding",
+            f"{type(block).__name__} receives a mask or positions, which do not cover the inserted prompts",
+            fix="--with adapters.prompt_tuning for text; or images without padding",
         )
     if hasattr(block, NAME):
         x = insert(x if is_first else cut_out(x, *span), block.visual_prompt, span[1])
@@ -84,7 +84,7 @@ def _has_token_dim(value: Any, x: Tensor) -> bool:
 
 
 def patch_size(model: nn.Module) -> int:
-    """Return the side in pixels of the patches that the first convolution of the model cuts."""
+    """Return the side of a patch in pixels, from the first patch convolution. Raise RefusedError without one."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d) and module.kernel_size == module.stride:
             return module.kernel_size[0]
@@ -104,15 +104,15 @@ class VisualPrompt(AdapterTechnique):
     """
 
     tokens: Positive = 10
-    """Number of prompts, k, in each block that has prompts."""
+    """Number of prompt tokens in a block, k."""
     deep: bool = True
-    """Use new prompts in every block, not only in the first."""
+    """Insert new prompts in every block; otherwise only in the first block."""
     after: Natural = 1
-    """Number of tokens before the prompts: the class token, and the second one of a distilled model."""
+    """Number of tokens before the prompts: 1 for a class token, 2 with a distillation token."""
     patch: Natural = 0
-    """Side of a patch in pixels, for the initial values; 0 reads it from the model."""
+    """Side of a patch in pixels, for the initial values; 0 reads the side from the model."""
     head: bool = True
-    """Train the head too, unless it is also an embedding."""
+    """Train the head too, unless the head shares its weight with an embedding."""
     seed: int = 0
     """Seed of the initial values, combined with each block's name."""
 

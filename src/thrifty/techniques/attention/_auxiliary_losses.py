@@ -11,7 +11,7 @@ from thrifty.modeling.attention_sites import LOSING_CORES
 class AuxiliaryLossObjective(WrappedObjective):
     """An objective plus λ times the mean auxiliary loss (b,) of the model's `LOSING_CORES`.
 
-    In the forward pass each core appends its loss to its attribute `losses`, which is a list during collection.
+    In the forward pass each core appends its loss to its list `losses`, which exists only during `predict`.
     """
 
     def __init__(self, inner: Objective, weight: float):

@@ -1,7 +1,8 @@
 """Base classes of techniques that replace attention cores at a step of the run, after calibration if required.
 
-A run has up to two phases, both in its log. In the second, cores are built from the settings and the calibrated values.
-These are plain numbers, equal on all ranks and after a resume.
+A run has up to two phases, "plain" and "chosen". Both are in the run's log. In the second phase, cores are built from
+the settings and the calibrated values. Calibrated values are plain JSON numbers, equal on all ranks and after a resume.
+A *site* is one attention module of the model.
 """
 
 from collections.abc import Callable, Mapping
@@ -40,9 +41,9 @@ from thrifty.modeling.attention_sites import (
 
 PLAIN, CHOSEN = "plain", "chosen"
 PHASE: ModuleNote[Mapping[str, Any]] = ModuleNote("attention_phase")
-"""The current phase of a model and its calibrated values."""
+"""Current phase and calibrated values of a model."""
 SWAPPABLE_CORES: ModuleNote[dict[str, SwappableCore]] = ModuleNote("swappable_cores")
-"""The cores of a model that are observed before their replacement, by the name of their site."""
+"""Cores that are observed during calibration, by site name."""
 
 
 def decided_phase(model: nn.Module | None) -> Mapping[str, Any]:
@@ -50,31 +51,31 @@ def decided_phase(model: nn.Module | None) -> Mapping[str, Any]:
 
 
 class ReplacedAttention(Technique):
-    """A technique with another attention core from `from_step` on, which a subclass defines in `core`."""
+    """A technique that replaces the attention cores from `from_step` on. A subclass defines the new core in `core`."""
 
     stage, numerics = Stage.ATTENTION, Numerics.DIFFERENT
     claims = frozenset({Claim.ATTENTION_CORE})
 
     from_step: StepOrFraction = 0
-    """First step with the replaced attention; attention is plain before."""
+    """First step with the replaced attention. Earlier steps use plain attention."""
     export_plain: bool = False
-    """Allow export as a model with plain attention, which computes something else."""
+    """Allow export as a model with plain attention, whose outputs differ."""
 
     @property
     def optional_seams(self) -> frozenset[str]:
         return frozenset({"changes"} if self.from_step else {"changes", "hook_steps"})
 
     def core(self, site: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
-        """Return the core of one attention; `calibration` holds the calibrated values by the names of sites."""
+        """Return the core of one attention. `calibration` has the calibrated values by site name."""
         raise NotImplementedError
 
     @property
     def start(self) -> int:
-        """The first step with replaced cores."""
+        """First step with replaced cores."""
         return int(self.from_step)
 
     def calibrated_values(self, state: TrainState) -> dict[str, Any]:
-        """Return the calibrated values as plain JSON, by the names of sites."""
+        """Return the calibrated values as plain JSON, by site name."""
         return {}
 
     def changes(self, step: int, state: TrainState) -> StructuralChange | None:
@@ -132,9 +133,9 @@ class ReplacedAttention(Technique):
         """Raise RefusedError unless `export_plain` is set."""
         if not self.export_plain:
             raise RefusedError(
-                f"{self.name}: the plain architecture attends to all tokens and would compute something else with "
-                "these weights",
-                fix=f"--set techniques.{self.name}.export_plain=true to export it anyway",
+                f"{self.name}: the plain architecture attends to all tokens, so its outputs would differ with these "
+                "weights",
+                fix=f"--set techniques.{self.name}.export_plain=true, to export the model anyway",
             )
 
     def holds(self, state: TrainState) -> None:
@@ -153,9 +154,9 @@ def _mark(model: nn.Module, decided: Mapping[str, Any]) -> nn.Module:
 
 
 class CalibrationBackward:
-    """A backward pass that calibrates on some examples in the last steps with plain attention.
+    """A backward pass that first calibrates on some examples, in the last steps with plain attention.
 
-    `state` counts calls. Buffers of the attentions accumulate the measurements.
+    `state` counts calls. Buffers of the attention modules accumulate the measured values.
     """
 
     def __init__(self, inner: Backward, settings: "CalibratedAttention"):
@@ -176,7 +177,7 @@ class CalibrationBackward:
 class CalibratedAttention(ReplacedAttention):
     """A technique whose core depends on values measured on the model during training.
 
-    A subclass defines in `measure` the values of each call, and in `settle` the logged result of their means.
+    A subclass defines `measure`, the values of each call, and `settle`, the logged result computed from their means.
     """
 
     clashes: ClassVar[Mapping[Claim, str]] = {
@@ -185,9 +186,9 @@ class CalibratedAttention(ReplacedAttention):
     }
 
     from_step: StepOrFraction = 0.1
-    """First step with the replaced attention; at least one step with plain attention precedes it."""
+    """First step with the replaced attention. At least one step uses plain attention."""
     steps: Positive = 4
-    """Number of last steps with plain attention that calibrate."""
+    """Number of calibration steps, the last steps with plain attention."""
     examples: Positive = 8
     """Maximum number of calibration examples per step and rank."""
 
@@ -200,15 +201,15 @@ class CalibratedAttention(ReplacedAttention):
         return max(int(self.from_step), 1)
 
     def measure(self, site: AttentionSite, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-        """Return values (n,) of a call, to be averaged over calls and ranks."""
+        """Return the values (n,) of one call for q (b, h, t, k) and k (b, g, t, k). Calls and ranks are averaged."""
         raise NotImplementedError
 
     def count(self, model: nn.Module, site: AttentionSite) -> int:
-        """Return the number of values that `measure` returns, n."""
+        """Return n, the number of values that `measure` returns."""
         return 1
 
     def settle(self, site: AttentionSite, means: Tensor) -> Any:
-        """Return the logged result, as plain JSON, of the means (n,)."""
+        """Return the logged result, as plain JSON, computed from the means (n,)."""
         return means.tolist()
 
     def model(self, model: nn.Module) -> nn.Module:
@@ -228,9 +229,9 @@ class CalibratedAttention(ReplacedAttention):
 
     @torch.no_grad()
     def calibrate(self, model: nn.Module, forward: Callable[[], object]) -> None:
-        """Measure one forward pass without dropout, and add the mean over ranks to the buffers."""
+        """Run `forward` without dropout, and add the mean of the measured values over ranks to the buffers."""
         sites, cores = ATTENTION_SITES.of(model), SWAPPABLE_CORES.of(model)
-        if not cores:  # already replaced: only the cost of a step is counted
+        if not cores:  # cores are already replaced; only FLOPs are counted
             return
         values: dict[str, list[Tensor]] = {site.name: [] for site in sites}
         for site in sites:
@@ -256,7 +257,7 @@ class CalibratedAttention(ReplacedAttention):
 
     def before_pass(self, model: nn.Module, step: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         site = ATTENTION_SITES.of(model)[0].module
-        done = int(site.calibration[-1])  # including steps before a checkpoint
+        done = int(site.calibration[-1])  # also counts steps before a resume
         first = max(self.start - self.steps, 0)
         if step < first or step - first < done:
             return

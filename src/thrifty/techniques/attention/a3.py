@@ -54,7 +54,7 @@ class A3(ReplacedAttention):
     rounds: Fraction = 0.5
     """Search rounds as a fraction of the keys that a query sees."""
     percent: Annotated[float, SettingBound(above=0, most=100)] = 5.0
-    """Minimum weight of a kept candidate, in percent of the largest."""
+    """Minimum attention weight of a kept candidate, in percent of the query's largest weight."""
     from_step: StepOrFraction = 0.1
 
     def core(self, site: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:

@@ -31,9 +31,9 @@ def scattered_attention(
     block: int, near: int, first: int, sampled: int, causal: bool, seed: int, q: Tensor, k: Tensor, v: Tensor,
     mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the attention of q (b, h, t, k) over k and v (b, g, t, k) in the blocks of a `scattered_grid`.
+    """Return the attention (b, h, t, k) of q over k and v (b, g, t, k) in the blocks of a `scattered_grid`.
 
-    A boolean mask excludes further pairs.
+    A boolean mask excludes further query-key pairs.
     """
     refuse_other_lengths(q.shape[2], k.shape[2])
     grid = scattered_grid(q.shape[2], block, near, first, sampled, causal, seed, q.device)
@@ -51,11 +51,11 @@ class BlockSparseAttention(ReplacedAttention):
     block: Positive = 64
     """Side of a block in tokens."""
     window_blocks: Natural = 1
-    """Visible blocks on either side of each block."""
+    """Number of visible blocks on each side of a block."""
     global_blocks: Natural = 1
-    """Blocks at the beginning that attend to every block (in a decoder: every earlier one) and are visible to all."""
+    """Number of first blocks that attend to every block (in a decoder: every earlier block) and are visible to all."""
     random_blocks: Natural = 2
-    """Number of further, random blocks."""
+    """Number of additional visible blocks, chosen at random."""
     seed: int = 0
 
     def core(self, site: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:

@@ -48,9 +48,9 @@ DETECTOR_BUFFERS = ("detector_projection", "longest_text")
 
 
 class DetectorCore:
-    """The core of one attention with a detector, which reads the attention's input (b, t, d) of each call.
+    """An attention core with a detector, which reads the input (b, t, d) of the attention module in each call.
 
-    It appends the detector's loss (b,) to `losses` during collection.
+    The core appends the detector's loss (b,) to `losses` if `losses` is a list.
     """
 
     def __init__(self, settings: "Dota", site: AttentionSite, is_active: bool):
@@ -76,10 +76,10 @@ class DetectorCore:
         return attend_kept(q, k, v, keep_of(keys, k.shape[2]))
 
     def kept_counts(self, visible: Tensor) -> tuple[int, Tensor | None]:
-        """Return the maximum number of keys per query, and the number in each example (b,) if those differ.
+        """Return the maximum number of kept keys per query, and the number in each example (b,) if examples differ.
 
-        An encoder keeps a share of the example's own tokens. A decoder keeps a share of the longest training text, so
-        that a query keeps as many keys when it is the last one.
+        An encoder keeps a fraction of the example's own tokens. A decoder keeps a fraction of the longest training
+        text, so that the number is the same in a text of any length.
         """
         density, tokens = self.settings.density, visible.shape[-1]
         if self.site.causal:
@@ -88,11 +88,11 @@ class DetectorCore:
         return max(round(density * tokens), 1), counts
 
     def longest(self, tokens: int) -> int:
-        """Return the length of the longest text so far, including this one; training stores it."""
+        """Return the length of the longest text so far, including the current text. Training stores the length."""
         known = self.site.module.longest_text
         if is_fake(known) or known.is_meta:
             return tokens
-        with _disable_current_modes():  # traces of a block must contain the same operations each time
+        with _disable_current_modes():  # each trace of a block must contain the same operations
             most = max(int(known), tokens)
             if torch.is_grad_enabled():
                 known.fill_(most)
@@ -106,7 +106,7 @@ class DetectorCore:
         return detected_scores(self.rounded(x.float()), projection, w_q, w_k, self.rotation(x.shape[1], w_q.shape[-1]))
 
     def rotation(self, tokens: int, width: int) -> tuple[Tensor, Tensor] | None:
-        """Return cosines and sines (t, width / 2) of the rotary positions, from the fastest to the slowest pair.
+        """Return cosines and sines of the rotary positions, each (t, width / 2), from highest to lowest frequency.
 
         Return None for a model without rotary positions.
         """
@@ -122,13 +122,13 @@ class DetectorCore:
 
 
 def rotary_tables(module: nn.Module) -> tuple[Tensor, Tensor] | None:
-    """Return cosines and sines (positions, head width / 2) of the rotary positions of an attention, else None."""
+    """Return cosines and sines of an attention's rotary positions, each (positions, head width / 2); None without."""
     position = getattr(module, "position", None)
     return (position.cos, position.sin) if hasattr(position, "cos") else None
 
 
 DETECTOR_CORE: ModuleNote[DetectorCore] = ModuleNote("detector_core")
-"""The core of an attention."""
+"""Core with the detector of an attention module."""
 
 
 def with_input(module: nn.Module, inner: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -162,20 +162,20 @@ class Dota(ReplacedAttention):
         Claim.SHARED_PARAMETERS: "each block has a detector of its own",
         Claim.FROZEN_BASE_WEIGHTS: "its detectors would be frozen",
         Claim.PIPELINE_PARALLELISM: "the last stage does not know the loss of detectors in other stages",
-        Claim.TENSOR_PARALLELISM: "a detector reads the input of a whole attention",
+        Claim.TENSOR_PARALLELISM: "a detector reads the input of all heads",
         Claim.COMPILED_BLOCKS: "detectors return their loss in addition to the block's output",
     }
 
     density: Fraction = 0.25
-    """Kept keys of each query as a fraction of the tokens of a text; in a decoder, of the longest training text."""
+    """Kept keys per query, as a fraction of the text's length; in a decoder, of the longest training text's length."""
     ratio: Fraction = 0.25
     """Width of the detector as a fraction of the model's width."""
     bits: Annotated[int, SettingBound(least=2, most=16)] = 4
     """Bits of the detector's operands."""
     weight: Rate = 0.01
-    """Weight λ of the detectors' loss."""
+    """Weight λ of the detector loss."""
     products: Literal["dense", "rows"] = "dense"
-    """Computation of attention over kept pairs: under a mask, or from those pairs alone."""
+    """Computation of attention: all pairs with a mask ("dense"), or kept pairs only ("rows")."""
     from_step: StepOrFraction = 0.1
     seed: int = 0
     """Seed of the projections and the detectors' initial values, combined with each module's name."""
@@ -198,7 +198,7 @@ class Dota(ReplacedAttention):
         qkv = getattr(site.module, "qkv", None)
         if qkv is None:
             raise RefusedError(
-                f"{site.name} has no attribute `qkv` with its input width",
+                f"{site.name} has no fused projection `qkv`, from which the input width is read",
                 fix="use a preset such as gpt, llama, bert or vit",
             )
         width, heads = qkv.weight.shape[1], site.module.heads
@@ -217,7 +217,7 @@ class Dota(ReplacedAttention):
             site.module.register_parameter(name, nn.Parameter(weight))
 
     def core(self, site: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
-        return site.plain  # `model` replaces it by a detector
+        return site.plain  # `model` replaces this core by a DetectorCore
 
     def objective(self, objective: Objective) -> Objective:
         return AuxiliaryLossObjective(objective, self.weight)

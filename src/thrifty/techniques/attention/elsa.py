@@ -33,9 +33,9 @@ from thrifty.modeling.attention_sites import AttentionCore, AttentionSite
 from thrifty.techniques.attention._replaced_attention import CalibratedAttention
 
 PlainMatrix = tuple[tuple[float, ...], ...]
-"""A small matrix as plain numbers, which exist while only shapes are traced."""
+"""A small matrix as Python floats, because tensors have no values while shapes are traced."""
 UNKNOWN = 0.5
-"""The threshold before one is learned, for counting work."""
+"""Threshold used to count FLOPs before a threshold is learned."""
 
 
 def _keep(

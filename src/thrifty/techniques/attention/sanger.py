@@ -27,7 +27,7 @@ from thrifty.modeling.attention_sites import AttentionCore, AttentionSite
 from thrifty.techniques.attention._replaced_attention import CalibratedAttention
 
 UNKNOWN = (1.0, 1.0)
-"""The ranges before calibration, for counting work."""
+"""Ranges of queries and keys, used to count FLOPs before calibration."""
 
 
 class Sanger(CalibratedAttention):
@@ -43,7 +43,7 @@ class Sanger(CalibratedAttention):
     threshold: Probability = 0.02
     """Minimum predicted softmax weight of a kept key."""
     bits: Annotated[int, SettingBound(least=2, most=16)] = 4
-    """Bits of queries and keys in the prediction, including the sign."""
+    """Bits of queries and keys in the predicted scores, including the sign."""
 
     def measure(self, site: AttentionSite, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
         return torch.stack([unit_rows(x)[0].abs().amax((2, 3)).mean() for x in (q, k)])

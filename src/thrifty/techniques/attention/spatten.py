@@ -41,7 +41,7 @@ from thrifty.techniques.attention._replaced_attention import CHOSEN, ReplacedAtt
 
 
 class CascadeRelay:
-    """The cascade state that the blocks of one stack pass on in a forward pass."""
+    """Importance and kept tokens and heads, passed from block to block of one stack in a forward pass."""
 
     def __init__(self) -> None:
         self.current: CascadeState | None = None
@@ -57,7 +57,7 @@ class CascadeRelay:
 
 
 class CascadeCore:
-    """The core of one attention, which stores its incoming state for recomputation."""
+    """An attention core that stores its incoming cascade state for recomputation."""
 
     def __init__(self, relay: CascadeRelay, site: AttentionSite, keep: KeptShares, bits: int):
         self.relay, self.site, self.keep, self.bits = relay, site, keep, bits
@@ -79,14 +79,14 @@ class CascadeCore:
         passes, self.relay.passes = self.relay.passes, 0
         if passes > 1:
             raise RefusedError(
-                f"{Spatten.name}: {self.site.name} cannot be recomputed for one of {passes} forward passes, because it "
-                "stores the state of the last one only",
-                fix="train without the technique that recomputes blocks",
+                f"{Spatten.name}: {self.site.name} cannot be recomputed after {passes} forward passes, because it "
+                "stores the state of the last pass only",
+                fix="--without memory.recompute, or without another technique that recomputes blocks",
             )
 
 
 def in_backward() -> bool:
-    """Return True during a backward pass, where forward code is recomputed."""
+    """Return True if a backward pass is running, which may recompute forward code."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -108,30 +108,30 @@ class Spatten(ReplacedAttention):
     """
 
     clashes: ClassVar[Mapping[Claim, str]] = {
-        Claim.HEADS_AND_NEURONS: "heads are compared from block to block, and it removes some of each",
+        Claim.HEADS_AND_NEURONS: "heads are compared across blocks, and it removes heads of each block",
         Claim.PIPELINE_PARALLELISM: "importance in earlier blocks is unknown on another rank",
         Claim.TENSOR_PARALLELISM: "importance sums over all heads, which would be on several ranks",
-        Claim.RANK_WIDE_PLAN: "the first block computes something else than blocks that receive importance",
-        Claim.COMPILED_BLOCKS: "blocks pass on importance in addition to their output",
-        Claim.TOKENS_OF_BLOCKS: "tokens are compared from block to block, and it skips some in a few blocks",
+        Claim.RANK_WIDE_PLAN: "the first block differs from blocks that receive importance",
+        Claim.COMPILED_BLOCKS: "blocks return importance in addition to their output",
+        Claim.TOKENS_OF_BLOCKS: "tokens are compared across blocks, and it skips tokens in some blocks",
     }
 
     tokens: Fraction = 0.7
-    """Fraction of kept tokens, averaged over the pruning blocks; the first block and 15 % of the blocks keep all."""
+    """Fraction of kept tokens, averaged over pruning blocks. The first 15 % of the blocks, at least one, keep all."""
     heads: Fraction = 0.9
-    """Fraction of kept heads, averaged likewise; the first block and 30 % of the blocks keep all."""
+    """Fraction of kept heads, averaged over pruning blocks. The first 30 % of the blocks, at least one, keep all."""
     values: Fraction = 0.8
-    """Fraction of the remaining tokens whose values a query uses."""
+    """Fraction of a query's remaining tokens whose values the query uses."""
     recent_fraction: Probability = 0.5
-    """In a decoder, the fraction of kept tokens that are the latest before a query; 0 keeps only its own."""
+    """In a decoder, fraction of kept tokens that are the query's latest tokens; 0 keeps only its own token."""
     spread: Probability = 0.2
-    """Difference of the pruned fractions of the last block and the first pruning block."""
+    """Pruned fraction in the last block minus the pruned fraction in the first pruning block."""
     bits: Annotated[int, SettingBound(least=0, most=12)] = 0
-    """Initial bits of queries and keys, including the sign; 0 for exact scores."""
+    """Bits of queries and keys for the first scores, including the sign; 0 for exact scores."""
     from_step: StepOrFraction = 0.1
 
     def core(self, site: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
-        return site.plain  # `model` replaces it by a core that knows its block
+        return site.plain  # `model` replaces this core by a CascadeCore
 
     def model(self, model: nn.Module) -> nn.Module:
         model = super().model(model)
@@ -143,7 +143,7 @@ class Spatten(ReplacedAttention):
             for site in ATTENTION_SITES.of(model):
                 if site.name not in connected:
                     raise RefusedError(
-                        f"{self.name}: {site.name} is in no list of blocks, so the block before it is unknown",
+                        f"{self.name}: {site.name} is not in a list of blocks, so its previous block is unknown",
                         fix="keep the repeated blocks of the model in one nn.ModuleList",
                     )
         return model
@@ -162,7 +162,7 @@ class Spatten(ReplacedAttention):
         return connected
 
     def kept_shares(self, block: int, blocks: int, latest: float = 0.0) -> KeptShares:
-        if block == 0:  # no importance is known yet
+        if block == 0:  # importance is unknown
             return KeptShares(1.0, 1.0, self.values)
         token_share, head_share = (
             1 - pruned_share(block, blocks, 1 - kept, self.spread if kept < 1 else 0.0, spared)

@@ -30,7 +30,7 @@ from thrifty.kernels.tiled_attention import causal_attention_reference, tiled_ca
 
 
 def triton_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, tile: int | None = None) -> Tensor:
-    """Return causal attention of q (b, h, t, k) over k and v (b, g, t, k): by Triton, under a mask by tiles."""
+    """Return causal attention (b, h, t, k) of q over k and v (b, g, t, k) by Triton; with a mask, by torch tiles."""
     if mask is not None:
         return tiled_causal_attention(q, k, v, mask, tile)
     from thrifty.kernels.flash_attention_triton import TILE, flash_attention
@@ -48,11 +48,11 @@ class TiledAttention(Technique):
     claims = frozenset({Claim.ATTENTION_CORE})
 
     tile: Natural = 0
-    """Queries per tile; 0 takes a quarter of the tokens, between 64 and 512, and 64 in Triton."""
+    """Queries per tile. 0 selects a quarter of the tokens, between 64 and 512; in Triton, 64."""
     kernel: Literal["torch", "triton"] = "torch"
     """Implementation: torch's operations, or a Triton kernel on a GPU."""
     optional: bool = False
-    """Leave a model without such attention unchanged, with a note; for recipes that serve several kinds of models."""
+    """Leave a model without plain causal attention unchanged, with a note, instead of raising RefusedError."""
 
     def model(self, model: nn.Module) -> nn.Module:
         attentions = [module for module in model.modules() if hasattr(module, "core")]
@@ -63,8 +63,8 @@ class TiledAttention(Technique):
         if not causal:
             raise RefusedError(
                 f"none of the {len(attentions)} replaceable attention cores is plain and causal",
-                fix=f"--without {self.name}, or use a model whose attention keeps causal_attention_reference of "
-                "thrifty.kernels.tiled_attention in an attribute `core`, such as the gpt and llama presets",
+                fix=f"--without {self.name}; or a gpt or llama preset; or a model whose attention has "
+                "causal_attention_reference of thrifty.kernels.tiled_attention as attribute `core`",
             )
         if self.kernel == "triton":
             self.refuse_without_triton(model)
@@ -78,7 +78,7 @@ class TiledAttention(Technique):
     def refuse_without_triton(self, model: nn.Module) -> None:
         device = next(model.parameters()).device
         if device.type != "cuda" or not has_triton_package():
-            reason = f"the model is on {device}" if device.type != "cuda" else "Triton is not installed"
+            reason = f"the model is on '{device}'" if device.type != "cuda" else "Triton is not installed"
             raise RefusedError(
                 f"the Triton kernel runs on GPUs, but {reason}", fix=f"--set techniques.{self.name}.kernel=torch"
             )

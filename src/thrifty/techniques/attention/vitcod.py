@@ -50,7 +50,7 @@ POSITIONS = ("position", "position_embeddings", "pos_embed")
 
 
 class AutoencodedCore:
-    """A core whose queries and keys pass an autoencoder; it appends the reconstruction error (b,) to `losses`."""
+    """An attention core with autoencoded queries and keys, which appends the reconstruction error (b,) to `losses`."""
 
     def __init__(self, site: AttentionSite, inner: AttentionCore):
         self.site, self.inner = site, inner
@@ -67,7 +67,7 @@ class AutoencodedCore:
 
 
 def autoencode_attention(site: AttentionSite, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the reconstructed queries (b, h, t, k) and keys (b, g, t, k) of the site's autoencoders."""
+    """Return queries (b, h, t, k) and keys (b, g, t, k) as reconstructed by the site's autoencoders."""
     query_weights, key_weights = (
         [getattr(site.module, name).to(x.dtype) for name in names]
         for x, names in ((q, AUTOENCODER[:2]), (k, AUTOENCODER[2:]))
@@ -78,16 +78,16 @@ def autoencode_attention(site: AttentionSite, q: Tensor, k: Tensor) -> tuple[Ten
 def fixed_attention(
     site: AttentionSite, block: int, count: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 ) -> Tensor:
-    """Return the attention of q (b, h, t, k) over k and v (b, g, t, k) under the masks of a site.
+    """Return the attention (b, h, t, k) of q over k and v (b, g, t, k) with the masks of a site.
 
-    Computed in `count` blocks of each head, or under a dense mask if that is 0.
+    `count` is the number of computed blocks per head; 0 computes all pairs with a dense mask.
     """
     t, kept = q.shape[2], site.module.kept_pairs
     refuse_other_lengths(t, k.shape[2])
     if t > kept.shape[-1] > 1:
         raise UsageError(
-            f"{t} tokens exceed the masks of {site.name} for {kept.shape[-1]} tokens",
-            fix=f"--set techniques.{Vitcod.name}.tokens={t}, from the start of the run",
+            f"'{t}' tokens exceed the {kept.shape[-1]} tokens of the masks of {site.name}",
+            fix=f"start a new run with --set techniques.{Vitcod.name}.tokens={t}",
         )
     keep = visible_pairs(t, t, site.causal, mask, q.device) & kept[:, :t, :t]
     if count and t == kept.shape[-1]:
@@ -115,22 +115,22 @@ class Vitcod(CalibratedAttention):
         **CalibratedAttention.clashes,
         Claim.HEADS_AND_NEURONS: "each head has a mask, and it removes heads",
         Claim.TENSOR_PARALLELISM: "each head has a mask, and heads would be on several ranks",
-        Claim.ENCODER_INPUT: "masks belong to positions, and it drops other ones of each input",
-        Claim.RESOLUTION: "masks belong to positions, and it moves them",
+        Claim.ENCODER_INPUT: "masks belong to positions, and it drops different positions of each input",
+        Claim.RESOLUTION: "masks belong to positions, and it changes the positions",
     }
 
     cut: Fraction = 0.5
-    """Sum of a query's average attention weights that its kept keys reach."""
+    """Sum of average attention weights that the kept keys of a query must reach."""
     first: Natural = 1
-    """Tokens at the beginning, such as a class token, that attend to all tokens and are visible to all."""
+    """Number of first tokens, such as a class token, that attend to all tokens and are visible to all."""
     tokens: Natural = 0
-    """Maximum number of tokens of an input; 0 reads it from the position table of an image model."""
+    """Maximum number of tokens of an input; 0 reads the number from the position table of an image model."""
     autoencoder: bool = False
-    """Pass queries and keys through an autoencoder with half as many heads."""
+    """Pass queries and keys through an autoencoder with half the number of heads."""
     weight: Rate = 1e-4
     """Weight of the reconstruction error in the loss."""
     products: Literal["dense", "blocks"] = "dense"
-    """Computation of attention over kept pairs: under a mask, or in blocks."""
+    """Computation of attention: all pairs with a mask ("dense"), or blocks that contain kept pairs ("blocks")."""
     block: Positive = 16
     """Side of a block in tokens."""
 
@@ -159,7 +159,7 @@ class Vitcod(CalibratedAttention):
         return model
 
     def put_autoencoder(self, model: nn.Module, site: AttentionSite) -> None:
-        """Wrap the current core of a site, observed or masked, in the autoencoder."""
+        """Wrap the current core of a site, observed or masked, in an autoencoder."""
         decided, swappable = decided_phase(model), SWAPPABLE_CORES.of(model).get(site.name)
         core = AutoencodedCore(site, site.plain if swappable else self.core(site, decided.get("found", {})))
         LOSING_CORES.of(model).append(core)
@@ -169,7 +169,7 @@ class Vitcod(CalibratedAttention):
             site.put(core)
 
     def attach(self, site: AttentionSite) -> None:
-        """Add the autoencoders to an attention, initially projections on a random half of the heads."""
+        """Add autoencoders to an attention. Initially they project on a random half of the heads."""
         like = next(site.module.parameters())
         for heads, names in ((site.heads, AUTOENCODER[:2]), (site.key_heads, AUTOENCODER[2:])):
             generator = keyed_generator(f"{site.name}.{names[0]}", like)
@@ -188,7 +188,7 @@ class Vitcod(CalibratedAttention):
         refuse_other_lengths(t, k.shape[2])
         if t > side:
             raise UsageError(
-                f"{self.name}: {t} tokens of {site.name} exceed tokens = {side}",
+                f"{self.name}: '{t}' tokens of {site.name} exceed tokens = {side}",
                 fix=f"--set techniques.{self.name}.tokens={t}",
             )
         q, k = autoencode_attention(site, q, k) if self.autoencoder else (q, k)
@@ -238,19 +238,19 @@ class Vitcod(CalibratedAttention):
 
 
 def masks_of(site: AttentionSite, calibration: Mapping[str, Any]) -> np.ndarray:
-    """Return the masks (h, t, t) of a site; a single pair while only work is counted."""
+    """Return the masks (h, t, t) of a site; (1, 1, 1) without calibration, while FLOPs are counted."""
     if site.name not in calibration:
         return np.ones((1, 1, 1), bool)
     return vitcod_filter.read_masks(calibration[site.name]["masks"], site.heads, calibration[site.name]["tokens"])
 
 
 def side_of(site: AttentionSite, count: int) -> int:
-    """Return the side of square maps with `count` elements over all heads of a site."""
+    """Return the side t of the square attention maps of a site, which have `count` elements over all heads."""
     return math.isqrt(count // site.heads)
 
 
 def positions_of(model: nn.Module, name: str) -> int:
-    """Return the number of tokens of an image, from the position table of the model."""
+    """Return the number of tokens of an image, from the model's position table. Raise RefusedError without one."""
     for path, tensor in (*model.named_parameters(), *model.named_buffers()):
         if path.rpartition(".")[2] in POSITIONS and tensor.ndim == 3:
             return tensor.shape[1]

@@ -32,7 +32,7 @@ from thrifty.techniques.attention._replaced_attention import ReplacedAttention
 def window_attention(
     rule: VisibilityRule, block: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 ) -> Tensor:
-    """Return attention of q (b, h, t, k) over k and v (b, g, t, k), limited by the rule and a boolean mask."""
+    """Return the attention (b, h, t, k) of q over k and v (b, g, t, k), limited by a rule and a boolean mask."""
     refuse_other_lengths(q.shape[2], k.shape[2])
     return block_attention(q, k, v, window_grid(q.shape[2], rule, block, q.device), mask)
 
@@ -43,9 +43,9 @@ class WindowAttention(ReplacedAttention):
     """
 
     window: Positive = 512
-    """Visible tokens up to and including each token; in encoders also as many after it."""
+    """Number of visible tokens, including the token itself. In an encoder, the next window - 1 are visible too."""
     global_tokens: Natural = 0
-    """Tokens at the beginning that attend to every token (in a decoder: every earlier one) and are visible to all."""
+    """Number of first tokens that attend to every token (in a decoder: every earlier token) and are visible to all."""
     block: Positive = 64
     """Side of a block in tokens."""
 

@@ -35,13 +35,13 @@ class ExponentialMovingAverage(Technique):
     claims = frozenset({Claim.AVERAGED_WEIGHTS})
 
     decay: Annotated[float, SettingBound(least=0, most=0.999999)] = 0.999
-    """Fraction of the average that each step keeps, after the warmup."""
+    """Factor of the old average in each update, after the warmup."""
     ramp: Beginning = "warmup"
     """Early averages: a decay that warms up, or the bias correction of Adam."""
     start: StepOrFraction = 0
     """First step whose weights are averaged."""
     evaluate: bool = True
-    """Evaluate and export the average; otherwise it is only stored in the checkpoints."""
+    """Evaluate and export the average. If false, only checkpoints store the average."""
 
     def update(self, transform: GradientTransform) -> GradientTransform:
         return chain(EmaTransform(self.decay, self.ramp, int(self.start), self.evaluate), transform)

@@ -28,8 +28,8 @@ from thrifty.optim.weight_average import high_precision_copy
 
 
 def uniform_mean(copies: Sequence[Sequence[Tensor]]) -> list[Tensor]:
-    """Return the mean of the weights of several models, lists of tensors in the same order."""
-    # one by one: torch's operations on lists do not accept a mixture with tensors sharded over ranks
+    """Return the mean of several copies of the weights. Each copy lists its tensors in the same order."""
+    # no foreach operations, because these refuse plain tensors mixed with tensors sharded over ranks
     means = []
     for first, *others in zip(*copies, strict=True):
         total = first.clone()
@@ -40,14 +40,14 @@ def uniform_mean(copies: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 
 
 def copies_taken(updates: int, start: int, every: int) -> int:
-    """Return the number of copies at start, start + every, … after `updates` updates."""
+    """Return the number of copies made after `updates` updates, at start, start + every, …"""
     return (updates - start) // every + 1 if updates >= start else 0
 
 
 class LatestWeightsTransform(GradientTransform):
-    """Copies of the parameters in a ring of `copies` slots; updates pass unchanged.
+    """Copies of the parameters in a ring buffer of `copies` slots; updates are unchanged.
 
-    The filled slots are a function of (step, age) alone: a copy counts if it is younger than the state.
+    The filled slots depend only on (step, age). Copies made before the state was reset do not count.
     """
 
     name = "latest_weight_average"
@@ -88,13 +88,13 @@ class LatestWeightAverage(Technique):
     claims = frozenset({Claim.AVERAGED_WEIGHTS})
 
     copies: Positive = 6
-    """Number of latest copies in the average."""
+    """Number of latest copies in the mean."""
     every: StepOrFraction = 0.01
-    """Steps between copies, at least one."""
+    """Number of steps between copies, at least one."""
     start: StepOrFraction = 0.1
     """Step of the first copy."""
     evaluate: bool = True
-    """Evaluate and export the mean; otherwise it is only stored in the checkpoints."""
+    """Evaluate and export the mean. If false, only checkpoints store the copies."""
 
     def update(self, transform: GradientTransform) -> GradientTransform:
         return chain(

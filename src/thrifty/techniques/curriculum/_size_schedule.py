@@ -1,10 +1,10 @@
-"""Schedule of a size that grows in phases during a run."""
+"""Schedule of a text length or image side that grows in phases during a run."""
 
 
 def phased_size(step: int, start: float, full: int, until: int, multiple: int, phases: int) -> int:
-    """Return the size at a step, which grows from `start` to `full` in `phases` equal phases over `until` steps.
+    """Return the size at a step. It grows from `start` to `full` in `phases` equal phases over `until` steps.
 
-    Sizes are multiples of `multiple`, at least one of it and at most `full`.
+    Sizes are multiples of `multiple`, at least `multiple` and at most `full`.
     """
     if step >= until:
         return full

@@ -38,18 +38,18 @@ class LowFrequencyCurriculum(Technique):
     claims = frozenset({Claim.RESOLUTION})
 
     fractions: Annotated[tuple[float, ...], SettingBound(above=0, most=1)] = (160 / 224, 192 / 224)
-    """Sides of the images as fractions of the full side, in each phase except the last, which has full images."""
+    """Image side of each phase, as a fraction of the full side. A last phase with full images follows."""
     until: tuple[StepOrFraction, ...] = (0.6, 0.8)
-    """End of each of these phases."""
+    """End of each phase in `fractions`: steps, or fractions of the run."""
     multiple: Positive = 8
-    """Sides are multiples of this number of pixels."""
+    """Number of pixels of which each image side is a multiple."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.fractions) != len(self.until) or list(self.until) != sorted(self.until):
             raise UsageError(
-                f"{self.name}: {len(self.fractions)} fractions end at {list(self.until)}",
-                fix="use one rising moment per fraction: fractions = [0.7, 0.85], until = [0.6, 0.8]",
+                f"{self.name}: {len(self.fractions)} fractions have the ends until = {list(self.until)}",
+                fix="one end per fraction, in rising order: fractions = [0.7, 0.85], until = [0.6, 0.8]",
             )
 
     def side_at(self, step: int, side: int) -> int:

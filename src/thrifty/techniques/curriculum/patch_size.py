@@ -32,13 +32,13 @@ from thrifty.kernels.image_resizing import resized_patches, resized_positions
 
 FINAL_PATCH: ModuleNote[int] = ModuleNote("final_patch")
 EMBEDDING_ATTRIBUTES = ("patch", "patch_size", "position", "before", "side")
-"""Attributes of a module that cuts images into patches."""
+"""Attributes of a patch embedding, the module that cuts images into patches."""
 
 
 def find_embedding(model: nn.Module) -> tuple[str, Any]:
     """Return the name and module of the patch embedding.
 
-    Raises RefusedError without one, or if other modules would have to change with it.
+    Raises RefusedError if the model has no patch embedding with learned positions, or has a decoder.
     """
     embeddings = [
         (name, each)
@@ -55,11 +55,11 @@ def find_embedding(model: nn.Module) -> tuple[str, Any]:
 
 @torch.no_grad()
 def resize_patches(embedding: Any, patch: int) -> None:
-    """Change the side of the patches of an embedding and resize its weights and positions."""
+    """Set the side of the patches of an embedding to `patch` pixels, and resize its weights and positions."""
     if embedding.side % patch:
         raise RefusedError(
             f"images of {embedding.side} x {embedding.side} pixels cannot be cut into patches of {patch} x {patch}",
-            fix="use fewer moments in curriculum.patch_size.at, or another image side, such as --set data.size=32",
+            fix="use fewer steps in curriculum.patch_size.at; or --set data.size=32, a multiple of the largest patch",
         )
     weight = embedding.patch.weight
     embedding.patch.weight = nn.Parameter(resized_patches(weight, patch), weight.requires_grad)
@@ -71,13 +71,12 @@ def resize_patches(embedding: Any, patch: int) -> None:
 
 
 def _refuse_uneven_images(embedding: Any, args: tuple[Any, ...]) -> None:
-    """Raise UsageError for images of another size that cannot be cut; `resize_patches` checks the full size."""
+    """Raise UsageError if smaller images cannot be cut into whole patches; `resize_patches` checks full images."""
     (height, width), patch = args[0].shape[-2:], embedding.patch_size
     if height % patch or width % patch:
         raise UsageError(
             f"images reduced to {height} x {width} pixels cannot be cut into the initial patches of {patch} x {patch}",
-            fix=f"use sides that are multiples of {patch}, such as with curriculum.resolution.multiple={patch}, or "
-            "fewer moments in curriculum.patch_size.at",
+            fix=f"--set techniques.curriculum.resolution.multiple={patch}; or fewer steps in curriculum.patch_size.at",
         )
 
 
@@ -92,7 +91,7 @@ class PatchSizeCurriculum(Technique):
     clashes: ClassVar[Mapping[Claim, str]] = {Claim.PIPELINE_PARALLELISM: "only one stage of a pipeline has patches"}
 
     at: tuple[StepOrFraction, ...] = (0.5,)
-    """Steps at which the side of a patch is halved; the initial side is doubled as often."""
+    """Steps that halve the side of a patch. The initial side is doubled once per step in `at`."""
 
     def objective(self, objective: Objective) -> Objective:
         if not objective.sees_images:
@@ -124,7 +123,7 @@ class PatchSizeCurriculum(Technique):
         return StructuralChange(reason, {"patch_factor": factor}, restructure, resize=resize, moments="reset")
 
     def finish(self, model: nn.Module) -> nn.Module:
-        """Return the model with patches of the final size, as in the plain architecture."""
+        """Return the model with patches of the final size, which is the plain architecture."""
         resize_patches(find_embedding(model)[1], FINAL_PATCH.of(model))
         return model
 
@@ -134,6 +133,6 @@ class PatchSizeCurriculum(Technique):
         _, embedding = find_embedding(state.model)
         if not factors or embedding.patch_size != FINAL_PATCH.of(state.model) * factors[-1]:
             raise IntegrityError(
-                f"{self.name}: the side of patches is {embedding.patch_size}; the run's log has "
-                f"{factors[-1] if factors else 'no'} times the final {FINAL_PATCH.of(state.model)}"
+                f"{self.name}: the side of patches is {embedding.patch_size}, but the run's log has "
+                f"{factors[-1] if factors else 'no'} times the final side {FINAL_PATCH.of(state.model)}"
             )

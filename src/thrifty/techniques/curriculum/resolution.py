@@ -41,7 +41,7 @@ class ResolutionCurriculum(Technique):
     phases: Positive = 4
     """Number of phases with smaller images."""
     multiple: Positive = 8
-    """Sides are multiples of this number of pixels."""
+    """Number of pixels of which each image side is a multiple."""
 
     def side_at(self, step: int, side: int) -> int:
         return phased_size(step, self.start * side, side, int(self.until), self.multiple, self.phases)

@@ -36,13 +36,13 @@ class SequenceLengthWarmup(Technique):
     phases: Positive = 4
     """Number of phases with shorter texts."""
     multiple: Positive = 8
-    """Lengths are multiples of this number of tokens."""
+    """Number of tokens of which each length is a multiple."""
 
     def batches(self, source: BatchSource) -> BatchSource:
         def shorten(step: int, batch: Batch) -> Batch:
             full = text_length(batch, self.name)
             is_micro_batch = len(batch.weight) < source.size(step) and not has_only_text(batch)
-            if is_micro_batch and step < int(self.until):  # a micro-batch is padded to its own longest text
+            if is_micro_batch and step < int(self.until):  # a micro-batch is padded only to its own longest text
                 full = text_length(source.at(step), self.name)
             length = phased_size(step, min(self.start, full), full, int(self.until), self.multiple, self.phases)
             return truncate_texts(batch, length)

@@ -25,15 +25,15 @@ from thrifty.kernels.token_gather import gather_tokens
 
 
 def reconstruct_patches(model: nn.Module, images: Tensor, visible: Tensor, removed: Tensor) -> Tensor:
-    """Return the predicted pixels (b, m, p · p · c) of the `removed` patches (b, m) of images (b, c, h, w).
+    """Return predicted pixels (b, m, p · p · c) of the m `removed` patches (b, m) of images (b, c, h, w).
 
-    The encoder sees the `visible` patches (b, n) only.
+    The encoder processes only the n `visible` patches (b, n). Patches have p × p pixels.
     """
     return model.head(gather_tokens(model(images, visible), removed))
 
 
 class VisiblePatchObjective(WrappedObjective):
-    """A masked-patch objective whose encoder sees visible patches only."""
+    """A masked-patch objective whose encoder processes visible patches only."""
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         return Prediction(output=reconstruct_patches(model, batch["inputs"], batch["visible"], batch["removed"]))
@@ -52,7 +52,7 @@ class DropMaskedPatches(Technique):
         if getattr(model, "task", None) != "masked_reconstruction":
             raise RefusedError(
                 f"{type(model).__name__} is not a masked autoencoder",
-                fix="--set objective.name=masked_reconstruction, and --set model.preset=mae-nano",
+                fix="--set objective.name=masked_reconstruction --set model.preset=mae-nano",
             )
         add_note(f"{len(model.blocks)} blocks process visible patches, {len(model.decoder.blocks)} all patches")
         return model

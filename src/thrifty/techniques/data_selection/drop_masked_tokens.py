@@ -39,7 +39,7 @@ Attend = Literal["self", "cross"]
 
 
 def attention_over(q: Tensor, kv: Tensor, head_width: int) -> Tensor:
-    """Return softmax attention (b, k, d) of queries (b, k, d) over concatenated keys and values (b, n, 2 d)."""
+    """Return softmax attention (b, k, d) of queries (b, k, d) over keys and values, concatenated as (b, n, 2 d)."""
     queries = q.unflatten(-1, (-1, head_width)).transpose(1, 2)
     keys, values = kv.unflatten(-1, (-1, head_width)).transpose(1, 2).chunk(2, dim=1)
     return F.scaled_dot_product_attention(queries, keys, values).transpose(1, 2).flatten(2)
@@ -47,16 +47,16 @@ def attention_over(q: Tensor, kv: Tensor, head_width: int) -> Tensor:
 
 @torch.no_grad()
 def random_like(pattern: Tensor, key: str, shape: Sequence[int] = ()) -> nn.Parameter:
-    """Return a parameter with normal values of the pattern's standard deviation, seeded by `key`.
+    """Return a parameter of random normal values with the standard deviation of `pattern`, seeded by `key`.
 
-    Its shape is `shape`, by default the pattern's.
+    The default shape is the shape of `pattern`.
     """
     values = pattern.new_empty(shape or pattern.shape)
     return nn.Parameter(values.normal_(generator=keyed_generator(key, values)) * pattern.std())
 
 
 def block_like(block: nn.Module, key: str) -> nn.Module:
-    """Return a copy of a block, or of a part of it, with new random matrices; vectors are copied."""
+    """Return a copy of a block, or of a module in it, with new random matrices. Vectors are copied."""
     parameters = {
         id(values): random_like(values, f"{key}.{name}")
         if is_matrix(name, values)
@@ -67,7 +67,7 @@ def block_like(block: nn.Module, key: str) -> nn.Module:
 
 
 class DecoderCrossAttention(nn.Module):
-    """Cross-attention over the encoder's states with the sizes of a block's attention, initialized by `key`."""
+    """Cross-attention over the encoder's states, with the sizes of `attention`. `key` is the seed."""
 
     def __init__(self, attention: nn.Module, key: str):
         super().__init__()
@@ -87,7 +87,7 @@ class DecoderCrossAttention(nn.Module):
 
 
 class MaskDecoder(nn.Module):
-    """The mask vector and blocks like the encoder's first one with new random matrices.
+    """A decoder of the mask vector and copies of the encoder's first block, with new random matrices.
 
     With "cross" each block also attends to the encoder's states.
     """
@@ -106,7 +106,8 @@ class MaskDecoder(nn.Module):
     def forward(self, states: Tensor, absent: Tensor, visible: Tensor, places: Tensor) -> Tensor:
         """Return the states (b, k, d) at the predicted positions `places` (b, k).
 
-        `states` (b, n, d) are those of the `visible` positions (b, n), `absent` (1, t, d) the mask at each position.
+        `states` (b, n, d) are encoder states at the `visible` positions (b, n). `absent` (1, t, d) is the mask vector
+        at each of the t positions.
         """
         x = scatter_tokens(states, visible, absent, absent.shape[1])
         if self.attend == "self":
@@ -128,9 +129,9 @@ def read_around_masks(
     places: Tensor | None = None,
     **named: Any,
 ) -> Tensor:
-    """Return the states (b, k, d) at `places` (b, k) of texts (b, t); the encoder reads `visible` (b, n) only.
+    """Return the states (b, k, d) at positions `places` (b, k) of texts `tokens` (b, t).
 
-    Without `visible`, run the plain forward pass.
+    The encoder reads only the positions `visible` (b, n). Without `visible`, run the plain forward pass.
     """
     if visible is None:
         return inner(tokens, *context, **named)
@@ -147,11 +148,11 @@ class VisibleTokenObjective(WrappedObjective):
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         if "visible" not in batch.fields:
             raise RefusedError(
-                "the batches have no visible tokens (`visible`)", fix="--set objective.name=masked_token"
+                "the batches have no field `visible` with visible tokens", fix="--set objective.name=masked_token"
             )
         if not batch["visible"].shape[1]:
             raise RefusedError(
-                "every token of a text is masked, so the encoder has no input", fix="--set objective.rate=0.5 or less"
+                "every token of a text is masked, so the encoder has no input", fix="--set objective.rate=0.5, or lower"
             )
         hidden = model(batch["tokens"], visible=batch["visible"], places=batch["places"])
         return Prediction(hidden=hidden, head=model.head)
@@ -162,9 +163,9 @@ class DropMaskedTokens(Technique):
     % of the work for 12 blocks and 68 % for 24, which is the cost of two decoder blocks. Visible tokens keep their
     positions in the whole text.
 
-    `finish` drops the decoder. The exported encoder is meant for fine-tuning, because it never read a mask, and the
-    layers between its blocks and the head saw only decoder states. It predicts masked tokens only after further
-    training. The mask vector belongs to the decoder.
+    `finish` drops the decoder. The exported encoder is meant for fine-tuning. It never read a mask, and the layers
+    between its blocks and the head saw only decoder states. It predicts masked tokens only after further training. The
+    mask vector belongs to the decoder.
 
     "self" runs on the whole text, with the encoder states at their positions. "cross" is our reading of the paper's
     second decoder: tokens to predict attend to each other, then to the encoder states. Only encoders of this package
@@ -175,15 +176,15 @@ class DropMaskedTokens(Technique):
     stage, numerics = Stage.ARCHITECTURE, Numerics.DIFFERENT
     claims = frozenset({Claim.ENCODER_INPUT, Claim.TOKENS_OF_BLOCKS})
     clashes: ClassVar[Mapping[Claim, str]] = {
-        Claim.FROZEN_BASE_WEIGHTS: "the decoder has random initial values, which cannot learn if frozen",
-        Claim.HEADS_AND_NEURONS: "a ticket covers one stack of blocks, and the decoder is a second one",
-        Claim.PIPELINE_PARALLELISM: "the decoder is a second stack of blocks, and a pipeline divides one",
+        Claim.FROZEN_BASE_WEIGHTS: "the decoder has random initial values and must not be frozen",
+        Claim.HEADS_AND_NEURONS: "a mask covers one stack of blocks, and the decoder is a second stack",
+        Claim.PIPELINE_PARALLELISM: "the decoder is a second stack of blocks, and a pipeline divides one stack",
     }
 
     blocks: Positive = 2
-    """Number of decoder blocks, as wide as the encoder's."""
+    """Number of decoder blocks, which have the encoder's width."""
     attend: Attend = "self"
-    """Decoder input: the whole text, or only the tokens to predict, which then attend to the encoder's states."""
+    """Decoder input: the whole text ("self"), or the tokens to predict, which attend to encoder states ("cross")."""
     seed: int = 0
     """Seed of the decoder's initial values."""
 
@@ -192,12 +193,14 @@ class DropMaskedTokens(Technique):
         if not all(hasattr(owner, part) for owner, part in parts):
             raise RefusedError(
                 f"{type(model).__name__} is not an encoder of this package",
-                fix="--set model.preset=bert-micro, or the folder of a BertForMaskedLM",
+                fix="--set model.preset=bert-micro; or the folder of a BertForMaskedLM as model",
             )
         model.mask_decoder = MaskDecoder(model, self.blocks, self.attend, self.seed)
         wrap_forward(model, read_around_masks)
         parameters = sum(parameter.numel() for parameter in model.mask_decoder.parameters())
-        add_note(f"a decoder of {self.blocks} blocks after {len(model.blocks)}, {parameters:,} parameters")
+        add_note(
+            f"a decoder of {self.blocks} blocks after {len(model.blocks)} encoder blocks, {parameters:,} parameters"
+        )
         return model
 
     def objective(self, objective: Objective) -> Objective:

@@ -36,32 +36,32 @@ from thrifty.kernels.token_gather import gather_tokens
 from thrifty.modeling.module_surgery import find_stacks, is_under, wrap_forward
 
 FIELD = "patch_key"
-"""Name of the batch field with random bits of each example (b,), which select its patches."""
+"""Name of the batch field with keys (b,), the random bits that select the visible patches of each example."""
 
 
 def kept_patches(patches: int, rate: float) -> int:
-    """Return the number of visible patches of an image: the nearest whole number, at least one."""
+    """Return the number of visible patches of an image, at least 1."""
     return max(1, round(patches * (1 - rate)))
 
 
 def visible_patches(keys: Tensor, patches: int, rate: float) -> Tensor:
-    """Return the indices of visible patches, int64 (b, kept), ascending, by keys int64 (b,).
+    """Return ascending indices of visible patches, int64 (b, n), selected by the example's key, int64 (b,).
 
-    Every subset of this size has the same probability.
+    Every subset of n patches has the same probability.
     """
     return random_subset_torch(random_integers_torch(keys, patches), kept_patches(patches, rate))
 
 
 def without_patches(tokens: Tensor, visible: Tensor, before: int) -> Tensor:
-    """Return the first `before` tokens and the `visible` patches (b, n) of tokens (b, before + t, d)."""
+    """Return tokens (b, before + t, d) without hidden patches, (b, before + n, d), for n `visible` patches (b, n)."""
     return torch.cat((tokens[:, :before], gather_tokens(tokens[:, before:], visible)), 1)
 
 
 def find_embedding(model: nn.Module) -> tuple[str, nn.Module, nn.Conv2d]:
     """Return the name and module of the patch embedding, and its convolution.
 
-    The embedding is the largest module around the convolution without blocks. Raises RefusedError without one, or if
-    positions are added outside of it, because the kept patches would lose theirs.
+    The embedding is the largest module that contains the convolution and no blocks. Raises RefusedError without patch
+    convolution. Also raises RefusedError if positions are added later, because visible patches would lose them.
     """
     stacks = find_stacks(model)
     convolutions = {name: module for name, module in model.named_modules() if isinstance(module, nn.Conv2d)}
@@ -79,14 +79,14 @@ def find_embedding(model: nn.Module) -> tuple[str, nn.Module, nn.Conv2d]:
     tensors = (*embedding.named_parameters(), *embedding.named_buffers())
     if not any("pos" in path for path, _ in tensors):
         raise RefusedError(
-            f"positions are not added in {owner}, which cuts the patches: the kept patches would lose theirs",
+            f"{owner} cuts the patches but does not add positions, so the kept patches would lose their positions",
             fix="use a model whose patch embedding adds positions, such as --set model.preset=vit-nano",
         )
     return owner, embedding, cut
 
 
 DROPPING: ModuleNote[tuple[Tensor, float] | None] = ModuleNote("patch_dropping")
-"""The keys of the examples and the rate while patches are dropped."""
+"""Keys of the examples (b,) and the drop rate; None while no patches are dropped."""
 
 
 def _embedded(cut: nn.Conv2d, embedding: nn.Module, inner: Any, images: Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -100,7 +100,7 @@ def _embedded(cut: nn.Conv2d, embedding: nn.Module, inner: Any, images: Tensor, 
 
 @contextmanager
 def drop_patches(model: nn.Module, keys: Tensor, rate: float) -> Iterator[None]:
-    """Let the model see only the patches that the keys (b,) select inside the context."""
+    """Drop patches of the model's images inside the context; the keys (b,) select the visible patches."""
     embeddings = [module for _, module in DROPPING.noted(model)]
     for module in embeddings:
         DROPPING.set(module, (keys, rate))
@@ -112,7 +112,7 @@ def drop_patches(model: nn.Module, keys: Tensor, rate: float) -> Iterator[None]:
 
 
 class PatchDropObjective(WrappedObjective):
-    """An objective predicted from visible patches while the batch has keys."""
+    """An objective that drops patches in batches with keys."""
 
     def __init__(self, inner: Objective, rate: float):
         super().__init__(inner)
@@ -121,8 +121,8 @@ class PatchDropObjective(WrappedObjective):
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         if "visible" in batch.fields:
             raise RefusedError(
-                "data_selection.drop_patches: the objective itself chooses the visible patches of its examples",
-                fix="--with data_selection.drop_masked_patches instead, or --set objective.name=classification",
+                "data_selection.drop_patches: the objective itself selects the visible patches of its examples",
+                fix="--with data_selection.drop_masked_patches; or --set objective.name=classification",
             )
         if FIELD not in batch.fields:
             return super().predict(model, batch)
@@ -166,8 +166,8 @@ class DropPatches(Technique):
                 return batch
             if "key" not in batch.fields:
                 raise RefusedError(
-                    f"{self.name}: the examples have no keys, which select their patches",
-                    fix='add "key", int64 (b,), to the batches, with random bits of each example',
+                    f"{self.name}: the batches have no field `key`, which selects the visible patches",
+                    fix='add the field "key" to the batches: random int64 values (b,), fixed for each example',
                 )
             return Batch({**batch.fields, FIELD: batch["key"] ^ seed}, batch.weight, batch.last)
 

@@ -32,16 +32,17 @@ from thrifty.core.technique import Numerics, Technique
 
 
 def variance_reduction(scores: Tensor) -> Tensor:
-    """Return tau = sqrt(B · sum g²) for scores (B,) normalized to g: the gain of sampling as a batch-size factor.
+    """Return tau = sqrt(B · sum g²) for scores (B,), normalized to g with sum 1, over all ranks.
 
-    It is 1 for equal scores and NaN if all are 0. Over ranks with equally many scores it covers all scores.
+    tau is the gain of sampling, as a factor of the batch size: 1 for equal scores, NaN if all scores are 0. Each rank
+    must have the same number of scores.
     """
     mean, mean_square = mean_over_ranks(torch.stack([scores.mean(), scores.square().mean()]).double().cpu())
     return mean_square.sqrt() / mean
 
 
 def probabilities(scores: Tensor) -> Tensor:
-    """Return probabilities (B,) in proportion to scores; uniform ones if all scores are 0."""
+    """Return probabilities (B,) in proportion to scores (B,); uniform if all scores are 0."""
     total = scores.sum()
     return torch.where(total > 0, scores / total, 1 / len(scores))
 
@@ -49,7 +50,7 @@ def probabilities(scores: Tensor) -> Tensor:
 def sample(batch: Batch, scores: Tensor, count: int) -> Batch:
     """Sample `count` examples with replacement in proportion to their scores (B,).
 
-    Their weights make the expected weighted sum equal to the weighted sum over the whole batch.
+    The weights of the sampled examples are set so that the expected weighted sum equals the sum over the batch.
     """
     chances = probabilities(scores)
     rows = torch.multinomial(chances, count, replacement=True)
@@ -59,7 +60,7 @@ def sample(batch: Batch, scores: Tensor, count: int) -> Batch:
 
 @torch.no_grad()
 def weighted_scores(model: nn.Module, objective: Objective, batch: Batch, at_once: int) -> Tensor:
-    """Return the weight times the score of each example (b,), without dropout, `at_once` examples at a time."""
+    """Return weight times score of each example, (b,), computed without dropout, `at_once` examples at a time."""
     was_training = model.training
     model.eval()
     parts = [batch.rows(start, start + at_once) for start in range(0, len(batch), at_once)]
@@ -69,7 +70,7 @@ def weighted_scores(model: nn.Module, objective: Objective, batch: Batch, at_onc
 
 
 class GradientNormObjective(WrappedObjective):
-    """An objective that stores the weighted scores of the examples whose losses it computes."""
+    """An objective that also stores the weighted scores of the examples in `recorded`."""
 
     def __init__(self, inner: Objective):
         super().__init__(inner)
@@ -81,18 +82,18 @@ class GradientNormObjective(WrappedObjective):
 
 
 class GradientNormBackward:
-    """A backward pass over sampled examples. `state["tau"]` is the running average that activates sampling."""
+    """A backward pass over sampled examples. Sampling is active if the running average `state["tau"]` is large."""
 
     def __init__(self, inner: Backward, times: int, momentum: float, at_once: int = 0):
         self.inner, self.times, self.momentum, self.at_once = inner, times, momentum, at_once
-        # a plain step costs 3 per example and scoring 1: the gain must exceed the ratio
+        # per example, a training step costs 3 forward passes and scoring costs 1; tau must exceed the cost ratio
         self.threshold = (times + 3) / 3
         self.state = {"tau": torch.zeros(())}
 
     def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         if len(batch) % self.times:
             raise RefusedError(
-                f"{len(batch)} examples on this rank are not a multiple of presample = {self.times}",
+                f"'{len(batch)}' examples on this rank are not a multiple of presample = {self.times}",
                 fix="--batch with a multiple of the number of ranks",
             )
         count, sampled = len(batch) // self.times, None
@@ -108,7 +109,7 @@ class GradientNormBackward:
             total_weight, trained_weight = mean_over_ranks(torch.stack([batch.weight.sum(), plain.weight.sum()]))
             outcome = self.inner(model, scoring, plain.weighted(plain.weight * (total_weight / trained_weight)))
             tau = variance_reduction(torch.cat(scoring.recorded))
-        if tau.isfinite():  # the loop skips a non-finite step; tau must stay finite
+        if tau.isfinite():  # the loop skips a non-finite step, but tau must stay finite
             self.state["tau"].mul_(self.momentum).add_(tau, alpha=1 - self.momentum)
         notes = {"tau": float(self.state["tau"]), "sampled": float(sampled is not None)}
         return replace(outcome, notes=outcome.notes | notes)
@@ -128,12 +129,12 @@ class GradientNormSampling(Technique):
     claims = frozenset({Claim.SELECTED_EXAMPLES})
 
     presample: Positive = 3
-    """Ratio of scored to trained examples."""
+    """Ratio of scored examples to trained examples."""
     momentum: Probability = 0.9
     """Momentum of the running average of tau."""
     scoring_batch: Natural = 0
-    """Examples scored at a time; 0 for as many as are trained on. With many micro-batches, set the size of one:
-    otherwise scoring needs more memory than training."""
+    """Examples scored at a time; 0 for the number of trained examples. With many micro-batches, set the size of one
+    micro-batch, because scoring otherwise needs more memory than training."""
 
     def batches(self, source: BatchSource) -> BatchSource:
         return OversampledSource(source, self.presample)
@@ -143,16 +144,16 @@ class GradientNormSampling(Technique):
         kind = type(baseline).__name__
         if objective.joint:
             raise RefusedError(
-                f"the loss of {kind} compares several examples, so single examples have no score",
+                f"the loss of {kind} compares several examples, so a single example has no score",
                 fix=f"--without {self.name}",
             )
         if type(baseline).scores is Objective.scores:
-            raise RefusedError(f"{kind} has no gradient-norm scores", fix=f"--without {self.name}")
+            raise RefusedError(f"{kind} does not implement gradient-norm scores", fix=f"--without {self.name}")
         return objective
 
     def backward(self, backward: Backward) -> Backward:
         return GradientNormBackward(backward, self.presample, self.momentum, self.scoring_batch)
 
     def footprint(self, footprint: Footprint) -> Footprint:
-        # activation depends on values; this is a step with active sampling
+        # whether sampling is active depends on values; this is the cost of a step with active sampling
         return footprint.scale(flops=1 + self.presample / 3)

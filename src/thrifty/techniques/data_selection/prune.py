@@ -37,7 +37,7 @@ from thrifty.core.tensor_tracing import untraced
 
 Order = Literal["hard", "easy", "auto", "random"]
 LISTED_CLASSES = 10
-"""Maximum number of classes listed in a note; of more, only those with the fewest and the most kept examples."""
+"""Maximum number of classes listed in a note. Of more classes, only the extremes of kept examples are listed."""
 
 
 def kept_examples(
@@ -49,20 +49,21 @@ def kept_examples(
     min_class_share: float = 0.0,
     seed: int = 0,
 ) -> Tensor:
-    """Return the indices (k,) of the kept examples, ascending; k is round(keep · n), at least 1.
+    """Return the ascending indices (k,) of the kept examples; k = round(keep · n), at least 1.
 
-    The round(drop_hardest · n) hardest by the scores (n,) are dropped. Of each class in `labels` (n,) at least
-    floor(min_class_share · k / classes) are kept, or all that remain. The others are the hardest, the easiest, or
-    random ones. With equal scores the first example counts as harder. Raises RefusedError if too few remain.
+    First the round(drop_hardest · n) examples with the highest scores (n,) are dropped. Then at least
+    floor(min_class_share · k / classes) examples of each class in `labels` (n,) are kept, or all of a smaller
+    class. `order` selects the rest: hardest, easiest or random examples. With equal scores the first example counts as
+    harder. Raises RefusedError if fewer than k examples remain.
     """
     count, dropped = max(round(keep * len(scores)), 1), round(drop_hardest * len(scores))
     chosen = scores.argsort(descending=True, stable=True)[dropped:]
     if keep + drop_hardest > 1 + 1e-9 or not len(chosen):
         raise RefusedError(
-            f"keep {keep:g} and drop_hardest {drop_hardest:g} exceed 1 together",
-            fix=f"lower one of them, such as keep = {max(1 - drop_hardest, 0):g}",
+            f"keep '{keep:g}' plus drop_hardest '{drop_hardest:g}' exceeds 1",
+            fix=f"keep = {max(1 - drop_hardest, 0):g}",
         )
-    count = min(count, len(chosen))  # both may have been rounded up
+    count = min(count, len(chosen))  # keep and drop_hardest may both be rounded up
     if order == "easy":
         chosen = chosen.flip(0)
     elif order == "random":
@@ -73,7 +74,7 @@ def kept_examples(
 
 
 def _classes_first(chosen: Tensor, labels: Tensor, min_class_share: float, count: int) -> Tensor:
-    """Reorder examples: as many of each class as `min_class_share` keeps come before all others."""
+    """Reorder examples so that the minimum number of each class comes before all other examples."""
     classes, class_index = labels.unique(return_inverse=True)
     by_class = class_index.argsort(stable=True)
     starts = class_index.bincount().cumsum(0) - class_index.bincount()
@@ -84,7 +85,7 @@ def _classes_first(chosen: Tensor, labels: Tensor, min_class_share: float, count
 
 
 def order_by_abundance(count: int, labels: Tensor | None, abundant_from: int) -> Literal["hard", "easy"]:
-    """Choose which examples to keep: the hardest if `count` is at least `abundant_from` for each class."""
+    """Return "hard" if `count` kept examples are at least `abundant_from` per class on average, else "easy"."""
     classes = 1 if labels is None else len(labels.unique())
     return "hard" if count >= abundant_from * classes else "easy"
 
@@ -94,11 +95,11 @@ def _read(file: str, sha256: str) -> ExampleScores:
     path = Path(file).expanduser()
     actual = file_hash(path)
     if not sha256:
-        raise UsageError(f"the scores {path} have no hash in the settings", fix=f"set sha256 = {actual!r}")
+        raise UsageError(f"the settings have no hash of the score file '{path}'", fix=f"set sha256 = {actual!r}")
     if actual != sha256:
         raise IntegrityError(
-            f"{path} is not the file of scores in the recipe: its sha256 is {actual[:12]}…, not {sha256[:12]}…",
-            fix=f"restore the old file, or start another run with sha256 = {actual!r}",
+            f"'{path}' is not the score file of the recipe: its sha256 is {actual[:12]}…, not {sha256[:12]}…",
+            fix=f"restore the old file; or start a new run with sha256 = {actual!r}",
         )
     return read_scores(path)
 
@@ -113,19 +114,19 @@ class PrunedExamples(Technique):
     stage, numerics = Stage.SOURCE, Numerics.DIFFERENT
 
     scores: str = ""
-    """Path of a file that `thrifty data score` wrote."""
+    """Path of a score file, written by `thrifty data score`."""
     sha256: str = ""
-    """Hexadecimal SHA-256 of the file; a changed file is refused."""
+    """Hexadecimal SHA-256 of the score file. A changed file is refused."""
     keep: Fraction = 0.5
     """Fraction of the training examples to keep."""
     order: Order = "hard"
-    """Examples to keep: "hard", "easy", "auto" by abundance, or "random"."""
+    """Examples to keep: "hard", "easy", "random", or "auto", which selects hard or easy by `abundant_from`."""
     drop_hardest: Annotated[float, SettingBound(least=0, below=1)] = 0.0
-    """Fraction of all examples, the hardest, to drop first, because mislabeled and broken examples are there."""
+    """Fraction of all examples to drop first. The hardest are dropped, which include mislabeled and broken examples."""
     min_class_share: Probability = 0.5
-    """Minimum of each class, as a fraction of an equal part of the kept examples; 0 for no balance."""
+    """Minimum number of kept examples of a class, as a fraction of (kept examples / classes); 0 for no minimum."""
     abundant_from: Positive = 50
-    """Minimum average of kept examples per class at which order "auto" keeps the hardest."""
+    """Minimum number of kept examples per class, on average, for which order "auto" keeps the hardest."""
     seed: int = 0
     """Seed of order "random"."""
 
@@ -134,8 +135,8 @@ class PrunedExamples(Technique):
         return frozenset({"model"})
 
     def kept(self, scores: Tensor, labels: Tensor | None) -> Tensor:
-        """Return the indices (k,) of the kept examples, of all with these scores and labels (n,)."""
-        with untraced(), unset_fake_temporarily():  # real tensors, also while work is counted on fake ones
+        """Return the indices (k,) of the kept examples, from the scores (n,) and labels (n,) of all examples."""
+        with untraced(), unset_fake_temporarily():  # real tensors, also while FLOPs are counted on fake tensors
             order = self.chosen_order(len(scores), labels)
             return kept_examples(scores, labels, self.keep, order, self.drop_hardest, self.min_class_share, self.seed)
 
@@ -145,17 +146,17 @@ class PrunedExamples(Technique):
         return order_by_abundance(max(round(self.keep * count), 1), labels, self.abundant_from)
 
     def read(self) -> ExampleScores | None:
-        """Return the scores, None if none are required. Raises UsageError or IntegrityError for a wrong file."""
+        """Return the scores, None if the order requires none. Raises UsageError or IntegrityError for a bad file."""
         if self.scores:
             return _read(self.scores, self.sha256)
         if self.order != "random":
             raise UsageError(
-                f"{self.name}: order is {self.order!r}, which requires a file of scores",
+                f"{self.name}: order is {self.order!r}, which requires a score file",
                 fix="thrifty data score RECIPE --method el2n --out FILE, then set scores and sha256; or order = random",
             )
         if self.drop_hardest:
             raise UsageError(
-                f"{self.name}: drop_hardest requires a file of scores",
+                f"{self.name}: drop_hardest requires a score file",
                 fix="thrifty data score RECIPE --method el2n --out FILE, then set scores and sha256",
             )
         return None
@@ -168,8 +169,8 @@ class PrunedExamples(Technique):
                 return source.subset(ExampleSubset(self.kept(torch.zeros(index.count), index.labels)))
             if index.fingerprint != table.facts.fingerprint:
                 raise RefusedError(
-                    f"{self.scores} has scores of {len(table):,} other examples than the {index.count:,} of this "
-                    f"data: their hash is {table.facts.fingerprint[:12]}…, not {index.fingerprint[:12]}…",
+                    f"'{self.scores}' scores {len(table):,} examples of other data than these {index.count:,} "
+                    f"examples: its hash is {table.facts.fingerprint[:12]}…, not {index.fingerprint[:12]}…",
                     fix="score this data: thrifty data score RECIPE --out FILE",
                 )
             return source.subset(ExampleSubset(self.kept(table.scores, table.labels), table.scores))

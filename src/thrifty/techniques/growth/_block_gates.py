@@ -1,6 +1,6 @@
-"""Gates that skip blocks in a forward pass: the input passes unchanged to the next block.
+"""Gates that skip blocks in a forward pass. A closed gate passes the block's input unchanged to the next block.
 
-Each technique has its own gates, so that several may skip the same block.
+Each technique (`owner`) has its own gates, so that several techniques may skip the same block.
 """
 
 from collections.abc import Callable, Iterator
@@ -15,9 +15,9 @@ from thrifty.modeling.module_surgery import find_stacks, refuse_repeated, wrap_f
 
 
 def add_gates(model: nn.Module, owner: str) -> list[nn.Module]:
-    """Add an open gate of this owner to every block of every stack, and return the blocks.
+    """Add an open gate of `owner` to every block of every stack, and return the blocks.
 
-    `gate_places[owner]` of a block is (stack, index of the block, number of blocks).
+    The block's attribute `gate_places[owner]` is (stack, index of the block, number of blocks in the stack).
     """
     gated = []
     for stack, blocks in find_stacks(model).items():
@@ -31,7 +31,7 @@ def add_gates(model: nn.Module, owner: str) -> list[nn.Module]:
 
 
 def gated_blocks(model: nn.Module, owner: str) -> list[tuple[nn.Module, str, int, int]]:
-    """Return (block, stack, index of the block, number of blocks) for each block with a gate of this owner."""
+    """Return (block, stack, index of the block, number of blocks) of each block with a gate of `owner`."""
     return [
         (module, *places[owner])
         for module in model.modules()
@@ -41,7 +41,7 @@ def gated_blocks(model: nn.Module, owner: str) -> list[tuple[nn.Module, str, int
 
 @contextmanager
 def gates(model: nn.Module, owner: str, is_open: Callable[[str, int, int], bool]) -> Iterator[None]:
-    """Set every gate of this owner to `is_open(stack, index, blocks)` inside the context."""
+    """Open or close every gate of `owner` by `is_open(stack, index, blocks)` inside the context."""
     blocks = gated_blocks(model, owner)
     for block, *place in blocks:
         setattr(block, _attribute(owner), is_open(*place))
@@ -58,11 +58,11 @@ def _attribute(owner: str) -> str:
 
 def _gated(attribute: str, block: nn.Module, inner: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
     if not getattr(block, attribute):
-        return x.view_as(x)  # a new tensor, because some autograd hooks are registered on the output of a block
+        return x.view_as(x)  # a new tensor, because other code registers autograd hooks on a block's output
     output = inner(x, *args, **kwargs)
     if not isinstance(output, Tensor):
         raise RefusedError(
             f"{type(block).__name__} returns a {type(output).__name__}, not hidden states, so it cannot be skipped",
-            fix="use a model whose blocks map hidden states to hidden states, such as --set model.preset=llama-nano",
+            fix="--set model.preset=llama-nano, or another model whose blocks map hidden states to hidden states",
         )
     return output

@@ -1,4 +1,4 @@
-"""Growth in depth: removal of blocks at the start, and the origins of added blocks."""
+"""Growth in depth: remove blocks at the start of a run, and later add copies of blocks."""
 
 import re
 from collections.abc import Callable
@@ -15,40 +15,40 @@ Order = Literal["ABCABC", "AABBCC"]
 
 
 def stacked_origin(block: int, old_depth: int, order: Order = "ABCABC") -> int:
-    """Return the index of the old block that initializes a block of the deeper model.
+    """Return the index of the old block that initializes block `block` of the deeper model.
 
-    ABCABC repeats the whole stack, AABBCC each block.
+    The order ABCABC repeats the whole stack. The order AABBCC repeats each block.
     """
     return block % old_depth if order == "ABCABC" else min(block // 2, old_depth - 1)
 
 
 def is_copied_block(block: int, old_depth: int, order: Order = "ABCABC") -> bool:
-    """Return True if a block of the deeper model is a further copy, not the first of its origin."""
+    """Return True if a block of the deeper model is an added copy, not the first copy of its old block."""
     if order == "ABCABC":
         return block >= old_depth
     return block > 0 and stacked_origin(block, old_depth, order) == stacked_origin(block - 1, old_depth, order)
 
 
 def cut_stacks(model: nn.Module, depth: Callable[[int], int]) -> None:
-    """Keep the first `depth(blocks)` blocks of each stack, at least one."""
+    """Keep the first `depth(number of blocks)` blocks of each stack, at least one."""
     for blocks in find_stacks(model).values():
         del blocks[max(depth(len(blocks)), 1) :]
 
 
 @dataclass(frozen=True)
 class BlockParameter:
-    """The position of a parameter that belongs to a block."""
+    """Position of a block's parameter in the model."""
 
     stack: str
     block: int
     path: str
-    """Name inside the block."""
+    """Name of the parameter inside the block."""
     old_depth: int
     """Number of blocks of the stack before growth."""
 
 
 class DepthMapping:
-    """A mapping from the parameter names of a deeper model to those of the current model of a state."""
+    """A mapping from parameter names of a deeper model to parameter names of the current model."""
 
     def __init__(self, state: TrainState, order: Order = "ABCABC"):
         self.state, self.order = state, order
@@ -73,5 +73,5 @@ class DepthMapping:
     def _depths(self) -> dict[str, int]:
         model = self.state.model
         assert model is not None
-        # including blocks of other pipeline stages
+        # also counts blocks of other pipeline stages
         return {name: len([*model.get_submodule(name).children()]) for name in find_stacks(model)}

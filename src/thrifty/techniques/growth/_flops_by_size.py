@@ -1,4 +1,4 @@
-"""FLOPs of a step at other sizes of a model, counted from shapes."""
+"""FLOPs of a training step for a given depth and length, counted from shapes."""
 
 import math
 from collections.abc import Mapping
@@ -15,9 +15,9 @@ from thrifty.modeling.residual_branches import in_width
 
 
 def positions_of(model: nn.Module, batch: Batch) -> int:
-    """Return the number of positions of an example: predicting tokens, or patches of the model's first convolution.
+    """Return the number of positions of an example.
 
-    Return 0 for other examples.
+    Positions are tokens with a prediction, or patches of the model's first convolution; 0 for other examples.
     """
     if "tokens" in batch.fields:
         return batch["tokens"].shape[1] - 1
@@ -29,10 +29,10 @@ def positions_of(model: nn.Module, batch: Batch) -> int:
 
 
 def step_flops(model: nn.Module, depths: Mapping[str, int], positions: float) -> float:
-    """Return the FLOPs of a forward and backward pass of one example, with `depths` blocks of each stack.
+    """Return the FLOPs of a forward and backward pass of one example, with `depths[stack]` blocks in each stack.
 
-    Each weight of a matrix costs 6 per position, the head included. The attention of a block costs
-    12 · width · positions². Embeddings cost nothing.
+    Each element of a weight matrix costs 6 FLOPs per position, also in the head. The attention of a block costs
+    12 · width · positions² FLOPs. Embeddings cost nothing.
     """
     stacks, head = find_stacks(model), find_head(model)
     flops = 6 * positions * head[1].weight.numel() if head else 0.0
@@ -42,8 +42,8 @@ def step_flops(model: nn.Module, depths: Mapping[str, int], positions: float) ->
         layers = list(weight_layers(block).values())
         if not layers:
             raise RefusedError(
-                f"{type(block).__name__} has no linear layer with a weight of its own, so its width is unknown",
-                fix="--with growth.compound or --with growth.stacking, which do not count FLOPs",
+                f"{type(block).__name__} has no linear layer with a weight, so its width is unknown",
+                fix="--with growth.compound; or --with growth.stacking",
             )
         width = in_width(layers[0])
         flops += depth * (6 * positions * weights + 12 * width * positions**2)

@@ -1,18 +1,18 @@
-"""Selection of a model size from the losses and times of several tried sizes."""
+"""Selection of a model size by the losses and times of several tried sizes."""
 
 import math
 from collections.abc import Sequence
 
 
 def sizes_up(fraction: float, count: int) -> list[float]:
-    """Return `count` fractions from `fraction` to its double, at most 1, descending; for 1 only the largest."""
+    """Return `count` descending fractions from min(2 · fraction, 1) to `fraction`, without duplicates."""
     largest = min(2 * fraction, 1.0)
     steps = [largest - index * (largest - fraction) / max(count - 1, 1) for index in range(count)]
     return list(dict.fromkeys(steps))
 
 
 def fitted_weight(losses: Sequence[float], times: Sequence[float]) -> float:
-    """Return w of the power law loss ~ time^-w, fitted by least squares of the logarithms; 0 if time does not help."""
+    """Return w of the power law loss ~ time^-w, by least squares of logarithms; 0 if the loss does not fall."""
     x, y = [math.log(time) for time in times], [math.log(loss) for loss in losses]
     mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
     spread = sum((each - mean_x) ** 2 for each in x)
@@ -21,6 +21,6 @@ def fitted_weight(losses: Sequence[float], times: Sequence[float]) -> float:
 
 
 def best_size(losses: Sequence[float], times: Sequence[float], weight: float) -> int:
-    """Return the index of the lowest loss · time^weight, the first of equal ones."""
+    """Return the index of the lowest loss · time^weight; the first index if several are equal."""
     scores = [math.log(loss) + weight * math.log(time) for loss, time in zip(losses, times, strict=True)]
     return scores.index(min(scores))

@@ -1,7 +1,7 @@
 """Pooling of neighboring token embeddings before the blocks, in training only.
 
-The output of a group of k tokens predicts the token after the group, so that no token is predicted from itself. Targets
-in between are dropped.
+The output of a group of tokens predicts the token after the group, so that no token is predicted from itself. The other
+targets are dropped.
 """
 
 from functools import partial
@@ -20,18 +20,18 @@ POOLED_IN: ModuleNote[int] = ModuleNote("pooled_in")
 
 
 def pool_tokens(x: Tensor, group: int) -> Tensor:
-    """Return the means (b, t // group, d) of groups of neighbors of x (b, t, d); an incomplete group is dropped."""
+    """Return the means (b, t // group, d) of groups of `group` neighbors in x (b, t, d). Drop an incomplete group."""
     whole = x.shape[1] // group * group
     return x[:, :whole].unflatten(1, (-1, group)).mean(2)
 
 
 def pool_targets(tokens: Tensor, group: int) -> Tensor:
-    """Return the first token and the token after each group, (b, t // group + 1), of tokens (b, t + 1)."""
+    """Return, from tokens (b, t + 1), the first token and the token after each group, (b, t // group + 1)."""
     return tokens[:, ::group]
 
 
 def add_pooling(model: nn.Module, group: int) -> None:
-    """Pool the input of the first block in training; the note `POOLED_IN` stores the group size.
+    """Pool the input of the first block in training. The note `POOLED_IN` stores the group size.
 
     Raises RefusedError for a model with several stacks.
     """
@@ -49,14 +49,14 @@ def _pooling(group: int, block: nn.Module, inner: Any, x: Tensor, *args: Any, **
         return inner(x, *args, **kwargs)
     if any(isinstance(each, Tensor | tuple) for each in (*args, *kwargs.values())):
         raise RefusedError(
-            f"{type(block).__name__} receives a mask or positions with its tokens, which pooling does not change",
+            f"{type(block).__name__} receives a mask or positions, which pooling does not shorten",
             fix='set shorten="truncate"',
         )
     return inner(pool_tokens(x, group), *args, **kwargs)
 
 
 class PooledObjective(WrappedObjective):
-    """An objective whose targets match the groups of a pooling model."""
+    """An objective whose targets are the tokens after each pooled group."""
 
     def __init__(self, inner: Objective):
         super().__init__(inner)

@@ -1,7 +1,7 @@
-"""Growth in width: feed-forward networks that duplicate their inner units.
+"""Growth in width: duplicate the inner units (neurons) of feed-forward networks.
 
-An inner unit is a row of the layers before the last one of the branch and a column of the last layer. A copied unit has
-the activation of its origin. The function is unchanged if the outgoing weights of all copies sum to those of the origin
+A unit is one output of the first layers and one input of the last layer. A copied unit has the same activation as the
+old unit. The function is unchanged if the outgoing weights of all copies sum to the outgoing weights of the old unit
 (Chen et al. 2016, Net2Net, arXiv 1511.05641, section 3).
 """
 
@@ -17,12 +17,12 @@ from thrifty.modeling.residual_branches import ResidualBranch, find_branches, in
 
 
 def copied_units(old: int, new: int) -> Tensor:
-    """Return the index of the old unit that each new unit copies, (new,): all in turn."""
+    """Return, for each new unit, the index of the old unit that it duplicates, (new,). Old units repeat cyclically."""
     return torch.arange(new) % old
 
 
 def duplicate_units(value: Tensor, dim: int, new: int, parts: int = 1) -> Tensor:
-    """Duplicate the units of a tensor along `dim` to `new` units, separately in each of `parts` fused layers."""
+    """Duplicate units along `dim` to `new` units in total, separately in each of `parts` fused layers."""
     old = value.shape[dim] // parts
     units = copied_units(old, new // parts)
     return value.index_select(dim, torch.cat([part * old + units for part in range(parts)]).to(value.device))
@@ -31,8 +31,8 @@ def duplicate_units(value: Tensor, dim: int, new: int, parts: int = 1) -> Tensor
 def divide_outputs(value: Tensor, dim: int, old: int, spread: float, key: str) -> Tensor:
     """Divide outgoing weights along `dim` among the copies of each of `old` units.
 
-    Each copy has an equal share plus noise of `spread` times the standard deviation of all weights. The noise sums to
-    zero over the copies of a unit. Without noise, copies receive equal gradients and stay equal.
+    Each copy receives an equal part plus noise, of `spread` times the standard deviation of all weights. The noise sums
+    to zero over the copies of a unit. Without noise, copies receive equal gradients and stay equal.
     """
     origin = copied_units(old, value.shape[dim]).to(value.device)
     copies = torch.bincount(origin, minlength=old).to(value.dtype)
@@ -46,20 +46,20 @@ def divide_outputs(value: Tensor, dim: int, old: int, spread: float, key: str) -
 
 @dataclass(frozen=True)
 class InnerUnits:
-    """The layout of the units of a feed-forward network in one of its parameters."""
+    """Layout of a feed-forward network's units in one parameter."""
 
     units: int
     parts: int
-    """Number of fused layers with as many units each."""
+    """Number of fused layers, each with `units` units."""
     writes: bool
-    """True for the weight of the last layer, whose input dim has the units."""
+    """True for the weight of the last layer, where the units are inputs."""
     dim: int
 
 
 def inner_parameters(model: nn.Module) -> dict[str, InnerUnits]:
-    """Return every parameter with a dim of inner units, by its name inside a block.
+    """Return the layout of every parameter that has a dim of units, by parameter name inside a block.
 
-    Raises RefusedError for a network with another structure.
+    Raises RefusedError if the size of a layer is not a multiple of the units.
     """
     return {
         name.removeprefix(f"{stack}.").partition(".")[2]: inner
@@ -76,7 +76,7 @@ def _inner(branch: ResidualBranch) -> Iterator[tuple[str, nn.Module, InnerUnits]
         parts, rest = divmod(out_width(layer), units)
         if rest or not parts:
             raise RefusedError(
-                f"the output of {name} is no multiple of the {units} units of {branch.name}", fix="set width=1"
+                f"the output size of {name} is not a multiple of the {units} units of {branch.name}", fix="set width=1"
             )
         for leaf, parameter in layer.named_parameters(recurse=False):
             dim = parameter.ndim - 1 if is_transposed(layer) else 0
@@ -85,14 +85,14 @@ def _inner(branch: ResidualBranch) -> Iterator[tuple[str, nn.Module, InnerUnits]
 
 
 def narrow_networks(model: nn.Module, divisor: int) -> None:
-    """Keep the first 1 / `divisor` of the inner units of every feed-forward network, at least one."""
+    """Keep the first 1 / `divisor` of the units of every feed-forward network, at least one unit."""
     if divisor == 1:
         return
     for blocks in find_branches(model).values():
         for branch in (branch for block in blocks for branch in block if branch.kind == "mlp"):
             layers = [*_inner(branch)]
             if not layers[:-1]:
-                raise RefusedError(f"{branch.name} follows no layer that could be narrower", fix="set width=1")
+                raise RefusedError(f"{branch.name} has no earlier layer to make narrower", fix="set width=1")
             for name, layer, inner in layers:
                 _keep_first(layer, name.rpartition(".")[2], inner, max(inner.units // divisor, 1))
 

@@ -47,18 +47,18 @@ from thrifty.techniques.growth._flops_by_size import positions_of, step_flops
 from thrifty.techniques.growth._size_choice import best_size, fitted_weight, sizes_up
 
 AVERAGE = "weights_behind"
-"""Name of the average's optimizer slots."""
+"""Name of the optimizer slots of the EMA."""
 Size = tuple[float, float]
-"""Depth and length as fractions of the full ones."""
+"""Depth and length, each as a fraction of the full depth and length."""
 
 
 def shorten_examples(batch: Batch, fraction: float, multiple: int) -> Batch:
-    """Truncate texts to a fraction, or resize images to a fraction of their sides, in multiples of `multiple`.
+    """Truncate texts, or resize images, to a fraction of their length or sides, in multiples of `multiple`.
 
-    Other examples, and images with patch indices, stay unchanged.
+    Other examples, and images with patch indices, are unchanged.
     """
     images = images_of(batch)
-    if images is not None and "visible" not in batch.fields:  # patch indices belong to one size
+    if images is not None and "visible" not in batch.fields:  # patch indices are valid for one image size
         return replace_images(
             batch, resize(images, *(scaled_side(side, fraction, multiple) for side in images.shape[-2:]))
         )
@@ -69,12 +69,12 @@ def shorten_examples(batch: Batch, fraction: float, multiple: int) -> Batch:
 
 @dataclass(frozen=True)
 class GrownStructure:
-    """The last growth decision of a model."""
+    """Last growth decision of a model."""
 
     since: int
-    """The step before which the decision was made."""
+    """First step after the decision."""
     sizes: tuple[Size, ...]
-    """Sizes that the steps train in turn; one outside of searches."""
+    """Sizes that consecutive steps train cyclically; a single size outside a search."""
     full: Mapping[str, int]
     """Number of blocks of each stack at full depth."""
 
@@ -91,10 +91,10 @@ def blocks_at(fraction: float, full: int) -> int:
 
 
 class GrowthSearchBackward:
-    """A backward pass at the size of the step.
+    """A backward pass at the depth and length of the step.
 
-    `state` counts steps. For each size of the last search it has the number of trials and the sum of losses.
-    If time is measured, it also has the sum of seconds.
+    `state` counts steps. For each size of the last search, it also stores the number of trials and the sum of losses.
+    If time is measured, it stores the sum of seconds too.
     """
 
     def __init__(self, inner: Backward, settings: "AutoGrow"):
@@ -102,7 +102,7 @@ class GrowthSearchBackward:
         # readable while only shapes are traced, unlike torch.zeros
         self.state = {"steps": torch.tensor(0), "positions": torch.tensor(0)}
         tried = settings.depths * settings.lengths
-        # seconds only if they decide, because they differ between runs
+        # seconds differ between runs, so they are stored only if time is measured
         self.recorded = ("count", "loss", *(["seconds"] if settings.time_source == "measured" else []))
         self.state |= {name: torch.tensor([0.0] * tried).double() for name in self.recorded}
 
@@ -121,7 +121,7 @@ class GrowthSearchBackward:
         began = time.perf_counter()
 
         def is_open(stack: str, block: int, _: int) -> bool:
-            full = structure.full.get(stack)  # None for a stack that another technique added, which stays whole
+            full = structure.full.get(stack)  # None for a stack that another technique added; all its blocks run
             return full is None or block < blocks_at(depth, full)
 
         with gates(model, self.settings.name, is_open):
@@ -151,9 +151,9 @@ class AutoGrow(Technique):
     clashes: ClassVar[Mapping[Claim, str]] = {
         Claim.FROZEN_BASE_WEIGHTS: "it copies weights that adapters keep frozen",
         Claim.TRAINED_START: "a run starts with the smallest model",
-        Claim.WEIGHT_MASKS: "the average that initializes added blocks is not masked",
+        Claim.WEIGHT_MASKS: "the EMA that initializes added blocks is not masked",
         Claim.RANK_WIDE_PLAN: "the memory plan of a block is fixed, and a search skips blocks",
-        Claim.PIPELINE_PARALLELISM: "no stage of a pipeline has all blocks, from which sizes are counted",
+        Claim.PIPELINE_PARALLELISM: "no stage of a pipeline has all blocks, and FLOPs are counted from all blocks",
     }
 
     stages: Annotated[int, SettingBound(least=2)] = 4
@@ -161,33 +161,33 @@ class AutoGrow(Technique):
     until: StepOrFraction = 1.0
     """End of the last stage."""
     search: StepOrFraction = 0.02
-    """Steps of each search; with 0 the model grows to the largest size at once."""
+    """Number of steps of each search. With 0, each stage uses the largest size without a search."""
     start: Fraction = 0.5
-    """Depth and length of the first stage as fractions of the full ones."""
+    """Depth and length of the first stage, as a fraction of the full depth and length."""
     depths: Positive = 3
     """Number of depths that a search tries."""
     lengths: Positive = 2
     """Number of lengths that a search tries for each depth."""
     multiple: Positive = 8
-    """Lengths of texts and sides of images are multiples of this number."""
+    """Number of tokens or pixels of which each text length or image side is a multiple."""
     weight: Rate = 0.0
-    """Weight w of time; 0 fits it to the tried sizes."""
+    """Exponent w of time in loss · time^w; 0 fits w to the tried sizes."""
     time_source: Literal["counted", "measured"] = "counted"
     """Time of a size: FLOPs counted from shapes, or measured seconds."""
     momentum: Probability = 0.998
-    """Decay of the weight average that initializes added blocks."""
+    """Decay of the weight EMA that initializes added blocks."""
     moments: Moments = "copy"
     """Optimizer state after a growth, as in growth.stacking."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         stage = self.until // self.stages if isinstance(self.until, int) else self.until / self.stages
-        # a search that ends where the next stage begins would end without a selection
+        # a search that ends at the start of the next stage would select nothing
         if type(self.search) is type(self.until) and self.search and self.search >= stage:
             half = stage // 2 if isinstance(stage, int) else stage / 2
             raise UsageError(
-                f"{self.name}: a search of {self.search:g} is not shorter than a stage of {stage:g}",
-                fix=f"--set techniques.{self.name}.search={half:g}, or fewer stages",
+                f"{self.name}: search '{self.search:g}' is not shorter than a stage of {stage:g}",
+                fix=f"--set techniques.{self.name}.search={half:g}; or fewer stages",
             )
 
     def model(self, model: nn.Module) -> nn.Module:
@@ -216,7 +216,7 @@ class AutoGrow(Technique):
         )
 
     def _decide(self, step: int, state: TrainState) -> dict[str, Any] | None:
-        """Return the decision before this step as plain JSON, None without one."""
+        """Return the decision before step `step` as plain JSON; None if there is no decision."""
         boundaries = [int(self.until) * stage // self.stages for stage in range(1, self.stages)]
         if step == 0:
             start = self.start if boundaries[-1] else 1.0  # fewer steps than stages
@@ -235,7 +235,7 @@ class AutoGrow(Technique):
         return None
 
     def _choose(self, sizes: Sequence[Sequence[float]], state: TrainState) -> dict[str, Any]:
-        # averaged, so that all ranks make the same choice
+        # averaged over ranks, so that all ranks select the same size
         trials = {name: mean_over_ranks(state.techniques[self.name][name]).tolist() for name in ("count", "loss")}
         tried = [index for index in range(len(sizes)) if trials["count"][index]]
         if not tried:
@@ -253,12 +253,12 @@ class AutoGrow(Technique):
         return {"sizes": [list(sizes[best])], **evidence}
 
     def _times(self, sizes: Sequence[Sequence[float]], tried: Sequence[int], state: TrainState) -> list[float]:
-        """Return the cost of one step of each size: FLOPs of an example, or seconds."""
+        """Return the cost of one step of each size: FLOPs of one example, or measured seconds."""
         trials, model = state.techniques[self.name], state.model
         assert model is not None
         if self.time_source == "measured":
             return mean_over_ranks(trials["seconds"] / trials["count"].clamp(min=1))[list(tried)].tolist()
-        dims = 2 if any(isinstance(module, nn.Conv2d) for module in model.modules()) else 1  # shortened dims
+        dims = 2 if any(isinstance(module, nn.Conv2d) for module in model.modules()) else 1  # dims that are shortened
         positions, full = int(trials["positions"]) or 1, GROWN.of(model).full
         return [
             step_flops(model, {stack: blocks_at(depth, full[stack]) for stack in full}, positions * length**dims)

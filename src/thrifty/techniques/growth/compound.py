@@ -41,7 +41,7 @@ from thrifty.techniques.growth._width_growth import (
 
 
 def divisor_at(step: int, first: int, at: tuple[int | float, ...]) -> int:
-    """Return the divisor of a size at a step: initially `first`, at most 2 before the last growth, 4 before that, …"""
+    """Return the divisor of a size at a step: min(first, 2^n) if n growths of `at` are still to come."""
     return min(first, 2 ** sum(1 for moment in at if moment > step))
 
 
@@ -60,26 +60,25 @@ class CompoundGrowth(Technique):
     clashes: ClassVar[Mapping[Claim, str]] = {
         Claim.FROZEN_BASE_WEIGHTS: "it copies weights that adapters keep frozen",
         Claim.TRAINED_START: "a run starts with the smallest model",
-        Claim.WEIGHT_MASKS: "a wider layer would have another density than its shape requires",
+        Claim.WEIGHT_MASKS: "the density of a mask depends on the shape of its layer, which changes",
         Claim.SHARED_PARAMETERS: "shared parameters do not belong to the units of one block",
     }
 
     at: tuple[StepOrFraction, ...] = (0.125, 0.3)
     """Steps at which the model grows."""
     depth: Positive = 4
-    """Initial divisor of the depth, at most 2 per growth. The last growths halve it to 1; a divisor of 1 keeps the
-    full depth."""
+    """Initial divisor of the depth, at most 2^n for n growths. The last growths halve the divisor to 1."""
     width: Positive = 2
-    """Initial divisor of the inner units of feed-forward networks, as for depth."""
+    """Initial divisor of the feed-forward width, halved in the same way."""
     length: Positive = 2
-    """Initial divisor of the length of texts, as for depth."""
+    """Initial divisor of the text length, halved in the same way."""
     shorten: Literal["truncate", "pool"] = "truncate"
     """Truncate texts, or pool neighboring embeddings."""
     spread: Rate = 0.1
-    """Noise in the outgoing weights of copied units, in standard deviations of the weights."""
+    """Standard deviation of the noise in outgoing weights of copied units, relative to the weights' own."""
     moments: Moments = "reset"
-    """Optimizer state after a growth: reset, copied, or copied with the second moments of added blocks at their mean
-    over each layer."""
+    """Optimizer state after a growth: reset, copied ("copy"), or copied with second moments of added blocks replaced by
+    their mean over each layer ("mean")."""
     seed: int = 0
 
     def batches(self, source: BatchSource) -> BatchSource:
@@ -129,13 +128,13 @@ class CompoundGrowth(Technique):
 
 
 class _WiderValues:
-    """The values of a wider model, computed from the current model of a state."""
+    """Parameter values and optimizer state of a wider model, computed from the current model."""
 
     def __init__(self, settings: CompoundGrowth, state: TrainState):
         self.settings, self.mapping = settings, DepthMapping(state)
 
     def resize(self, parameter: str, value: Tensor, shape: torch.Size) -> Tensor:
-        """Return a tensor with its inner units along one dim duplicated to a larger shape."""
+        """Return `value` with its units duplicated along one dim, so that it has shape `shape`."""
         layer = parameter.rpartition(".")[0]
         inner = next((own for name, own in self._parameters.items() if self._owns(layer, name)), None)
         grown = [dim for dim, pair in enumerate(zip(value.shape, shape, strict=False)) if pair[0] != pair[1]]
@@ -144,7 +143,7 @@ class _WiderValues:
             raise RefusedError(
                 f"optimizer state of shape {tuple(value.shape)} for {parameter} has no dim of "
                 f"{inner.units if inner else 'any'} inner units, so it cannot grow to {tuple(shape)}",
-                fix=f'--set techniques.{self.settings.name}.moments="reset", or width=1',
+                fix=f'--set techniques.{self.settings.name}.moments="reset"; or width=1',
             )
         return duplicate_units(value, grown[0], shape[grown[0]], inner.parts)
 
@@ -156,7 +155,7 @@ class _WiderValues:
         return divide_outputs(value, inner.dim, inner.units, self.settings.spread, f"{self.settings.seed}/{parameter}")
 
     def _owns(self, layer: str, name: str) -> bool:
-        """Return True if the named layer of the model has the parameter of this name inside its block."""
+        """Return True if the parameter `name` (inside a block) belongs to the layer `layer` (in the model)."""
         position = self.mapping.locate(f"{layer}.")
         return position is not None and position.path == f"{name.rpartition('.')[0]}."
 

@@ -44,7 +44,7 @@ def theta_at(step: int, theta: float, settle: int) -> float:
 
 
 def keep_probability(block: int, blocks: int, theta: float, spare_first: bool = False) -> float:
-    """Return 1 - l / L · (1 - theta) with l = `block` + 1, or l = `block` to spare the first."""
+    """Return 1 - l / L · (1 - theta) for L blocks. l is `block` + 1; with `spare_first`, l is `block`."""
     return 1 - (block + (not spare_first)) / blocks * (1 - theta)
 
 
@@ -53,7 +53,7 @@ def is_kept(seed: int, step: int, stack: str, block: int, probability: float) ->
 
 
 class LayerDropBackward:
-    """A backward pass that skips some blocks; `state` counts the steps."""
+    """A backward pass that skips some blocks. `state` counts steps."""
 
     def __init__(self, inner: Backward, settings: "LayerDrop"):
         self.inner, self.settings = inner, settings
@@ -87,7 +87,7 @@ IS_MULTIPLIED: ModuleNote[bool] = ModuleNote("is_multiplied")
 
 
 def _multiply(block: nn.Module, factor: float | None) -> None:
-    """Multiply the outputs of a block's branches by a factor; None for none."""
+    """Multiply the outputs of a block's residual branches by a factor from now on; None stops it."""
     for writer in block.modules():
         if hasattr(writer, "kept_factor"):
             IS_MULTIPLIED.set(writer, factor is not None)
@@ -102,7 +102,7 @@ def _times_factor(writer: nn.Module, args: Any, output: Any) -> Any:
 
 
 def add_factor(writer: nn.Module, like: Tensor) -> None:
-    """Register the factor as a buffer, so that a compiled block is not recompiled when it changes."""
+    """Register the factor as a buffer of a branch's output layer, so that a new factor needs no recompilation."""
     writer.register_buffer("kept_factor", torch.ones((), device=like.device), persistent=False)
     IS_MULTIPLIED.set(writer, False)
     writer.register_forward_hook(_times_factor)
@@ -124,16 +124,16 @@ class LayerDrop(Technique):
     stage, numerics = Stage.ARCHITECTURE, Numerics.DIFFERENT
     claims = frozenset({Claim.DROPPED_BLOCKS})
     clashes: ClassVar[Mapping[Claim, str]] = {
-        Claim.FROZEN_BASE_WEIGHTS: "a step that drops all blocks would train nothing",
-        Claim.RANK_WIDE_PLAN: "the memory plan of a block is fixed, and a dropped block does nothing",
+        Claim.FROZEN_BASE_WEIGHTS: "a step that drops all blocks would train no parameter",
+        Claim.RANK_WIDE_PLAN: "the memory plan of a block is fixed, and a dropped block is not computed",
     }
 
     theta: Fraction = 0.5
-    """Limit of theta: the fraction of steps that keep the last block."""
+    """Final theta, the fraction of late steps that keep the last block."""
     time_constant: StepOrFraction = 0.01
-    """Steps in which theta approaches its limit by a factor of e, the inverse of the paper's gamma."""
+    """Time constant of theta's decay in steps, 1 / gamma of the paper."""
     keep_first_block: bool = False
-    """Count blocks from 0, so that the first is never dropped."""
+    """Count blocks from 0, so that the first block is never dropped."""
     seed: int = 0
 
     def model(self, model: nn.Module) -> nn.Module:

@@ -31,7 +31,7 @@ from thrifty.techniques.growth._depth_growth import DepthMapping, Order, cut_sta
 
 
 def written_by(model: nn.Module) -> set[str]:
-    """Return the parameters of the layers that write into the residual stream, by name inside a block."""
+    """Return the parameter names, inside a block, of the output layers of residual branches."""
     paths: set[str] = set()
     for stack, blocks in find_branches(model).items():
         for branch in blocks[0]:
@@ -57,20 +57,20 @@ class ProgressiveStacking(Technique):
     clashes: ClassVar[Mapping[Claim, str]] = {Claim.TRAINED_START: "a run starts with the first blocks only"}
 
     at: tuple[StepOrFraction, ...] = (0.125, 0.3)
-    """Steps at which the depth of each stack doubles."""
+    """Steps that double the depth of each stack."""
     order: Order = "ABCABC"
-    """Order of the copies: the whole stack repeated, or each block."""
+    """Order of the copies: repeat the whole stack ("ABCABC"), or repeat each block ("AABBCC")."""
     start: Literal["copy", "zeroed"] = "copy"
-    """Initial values of added blocks: copies, or zeros in the layers that write into the residual stream."""
+    """Initial values of added blocks: copies, or copies with zeros in the output layers of residual branches."""
     moments: Moments = "reset"
-    """Optimizer state after a growth: reset, copied with the block, or copied with second moments at their mean over
-    each layer."""
+    """Optimizer state after a growth: reset, copied ("copy"), or copied with second moments of added blocks replaced by
+    their mean over each layer ("mean")."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.start == "zeroed":
             refused = {
-                Claim.FROZEN_BASE_WEIGHTS: "added blocks with zeros would never contribute",
+                Claim.FROZEN_BASE_WEIGHTS: "frozen blocks that start with zeros would never contribute",
                 Claim.SHARED_PARAMETERS: "shared parameters cannot be zero in some blocks only",
             }
             object.__setattr__(self, "clashes", refused)
@@ -105,7 +105,7 @@ class ProgressiveStacking(Technique):
 
 
 class _ZeroedBlocks:
-    """The values of added blocks, zero in the layers that write into the residual stream."""
+    """Initial values of added blocks, with zeros in the output layers of residual branches."""
 
     def __init__(self, mapping: DepthMapping):
         self.mapping = mapping
