@@ -392,7 +392,7 @@ def test_the_process_stays_within_the_stated_bounds() -> None:
         ({"model": lambda: encoder().requires_grad_(False)}, "has no gradient"),
         ({"model": 3}, "neither a module"),
         ({"model": "gpt-nan"}, "neither a preset nor a folder"),
-        ({"model": "clip-nano", "loss": None, "batch": 2}, "needs data"),
+        ({"model": "clip-nano", "loss": None, "batch": 2}, "requires data"),
         ({"memory": "many"}, "is not a size"),
         ({"memory": -1}, "is not a size"),
         ({"optimizer": "lora"}, "is not an optimizer"),
