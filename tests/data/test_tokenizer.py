@@ -115,5 +115,5 @@ def test_token_by_any_of_its_names_or_refused_with_a_fix(tmp_path):
 
 
 def test_vocabulary_too_small_for_special_tokens_is_refused():
-    with pytest.raises(UsageError, match=r"data\.vocabulary is 258, fewer than .* 2 special tokens"):
+    with pytest.raises(UsageError, match=r"data\.vocabulary is 258; at least 259 .* 2 special tokens"):
         train_tokenizer(TEXTS, 258, ("<mask>", "<extra_id_0>"))

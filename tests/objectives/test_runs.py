@@ -82,7 +82,7 @@ def test_pairs_are_learned(thrifty: CommandLine) -> None:
     changed = {"objective__name": "sequence_to_sequence", "model__preset": "marian-nano", "evaluation__examples": 40}
     words = ("--data", str(thrifty.folder / "pairs.tsv"))
     refused = thrifty(*thrifty.recipe("no", *words, objective__rate=0.2, **changed), exit_code=2).stderr
-    assert "objective.rate is set, but no spans are cut out of the pairs" in refused
+    assert "objective.rate is set, but span corruption is not applied to the pairs" in refused
     stderr = thrifty(*thrifty.recipe("cut", *words, steps=1, data__length=4, **changed)).stderr
     assert stderr.count("of the pairs are longer than data.length = 4 and are cut") == 1
     summary = thrifty.train("pairs", *words, steps=60, data__length=16, data__vocabulary=270, **changed)

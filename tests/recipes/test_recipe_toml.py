@@ -236,7 +236,7 @@ def test_invalid_recipe_file_is_refused_with_a_reason(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="is not TOML"):
             load_recipe(str(path), "it")
     path.write_bytes(b"# " + b"x" * 1_000_000)
-    with pytest.raises(UsageError, match="too large"):
+    with pytest.raises(UsageError, match="but a recipe has at most"):
         load_recipe(str(path), "it")
     with pytest.raises(UsageError, match="there is no recipe file"):
         load_recipe(str(tmp_path), "it")

@@ -94,15 +94,15 @@ def test_numbers_are_read_from_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("label", "objective", "match"),
     [
-        (0.5, "classification", r"line 1: column 'label' holds 0.5, a number and not a class"),
-        ("0.37", "classification", r"line 1: column 'label' holds 0.37, a number and not a class"),
-        (["a", "b"], "classification", r"holds \['a', 'b'\], a list and not a single label"),
+        (0.5, "classification", r"line 1: column 'label' holds 0.5, a number, not a class"),
+        ("0.37", "classification", r"line 1: column 'label' holds 0.37, a number, not a class"),
+        (["a", "b"], "classification", r"holds \['a', 'b'\], a list, not a single label"),
         ("good", "regression", "holds 'good', not a number"),
         ("1e999", "regression", "not a finite number"),
         (3, "multi_label_classification", "holds 3, not a list"),
         ([0.0, 1.0, 0.0], "multi_label_classification", r"holds \[0.0, 1.0, 0.0\], a one-hot row"),
         ("1, 0, 1", "multi_label_classification", "a one-hot row without class names"),
-        (float("inf"), "classification", "holds inf, a number and not a class"),
+        (float("inf"), "classification", "holds inf, a number, not a class"),
         pytest.param(10**400, "regression", "holds 10+, not a number", id="huge"),
     ],
 )
@@ -242,11 +242,11 @@ def test_label_columns_require_labelled_texts(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "match"),
     [
-        ("a.csv", "text,label\nso,1,2\n", "line 2: not as many columns as the heading"),
+        ("a.csv", "text,label\nso,1,2\n", "line 2: the number of columns differs from the heading"),
         ("a.csv", 'text,label\n"so,1\n', "not a readable table"),
         ("a.csv", "", "no train texts with labels"),
         ("a.csv", "text,label\n", "no train texts with labels"),
-        ("a.txt", "so", "no table of texts with labels"),
+        ("a.txt", "so", "not a table of texts with labels"),
     ],
 )
 def test_damaged_table_is_refused(tmp_path: Path, name: str, content: str, match: str) -> None:

@@ -153,8 +153,8 @@ def test_heading_blank_lines_and_blank_sides_are_skipped(tmp_path):
     [
         ("a.tsv", "one\tzwei\tdrei", "line 2: 3 columns"),
         ("a.tsv", "one", "line 2: 1 columns"),
-        ("a.jsonl", '{"source": "one"}', "line 2: no pair"),
-        ("a.jsonl", '{"source": "one", "target": 2}', "line 2: no pair"),
+        ("a.jsonl", '{"source": "one"}', "line 2: not a pair"),
+        ("a.jsonl", '{"source": "one", "target": 2}', "line 2: not a pair"),
         ("a.jsonl", "[1]", "line 2: a JSON list"),
         ("a.jsonl", '{"source": "a\\u0000b", "target": "c"}', "line 2: a NUL character"),
         ("a.jsonl", '{"source": "a", "target": "\\ud800"}', "line 2: 'target' holds half of a surrogate pair"),

@@ -1,7 +1,7 @@
 """Sources of documents: a file, a folder, a known set, or a data set of the Hugging Face hub.
 
-`open_source` finds the source of a name. A `DocumentSource` can be read repeatedly, and its identity changes with its
-contents.
+`open_source` returns the source for a name. A `DocumentSource` can be read repeatedly. Its identity changes when its
+contents change.
 """
 
 import hashlib
@@ -44,15 +44,15 @@ class DocumentSource(Protocol):
         """Return a hash that changes when the documents may have changed."""
 
     def left_out(self) -> str:
-        """Return a message that counts and names unreadable files, after `documents`; empty if there are none."""
+        """Return a message that counts and names unreadable files, or "". Call it after `documents`."""
         return ""
 
 
 def open_source(source: str, column: str = "text") -> DocumentSource:
-    """Return the source of a name: a known set, a path, or hub:owner/name.
+    """Return the source for a name: a named set, a path, or hub:owner/name.
 
-    A known set is found before a path of the same name; write ./kjv for a folder named kjv. Raises UsageError for a
-    name without a readable source.
+    A named set has priority over a path: write ./kjv for a folder named kjv. Raises UsageError if there is no readable
+    source.
     """
     if source.startswith(HUB):
         return HubSource(source.removeprefix(HUB), column)
@@ -73,7 +73,7 @@ def open_source(source: str, column: str = "text") -> DocumentSource:
 
 @dataclass(frozen=True)
 class FileSource(DocumentSource):
-    """Files in order: .jsonl and .parquet row by row, any other file as text.
+    """A sequence of files: .jsonl and .parquet files are read row by row, other files as text.
 
     Unreadable text files of a folder are left out.
     """
@@ -81,9 +81,9 @@ class FileSource(DocumentSource):
     files: tuple[Path, ...]
     column: str = "text"
     folder: bool = False
-    """True if each text file is one document; a single text file is cut into passages."""
+    """True if each text file is one document. A text file outside a folder is cut into passages."""
     unread: dict[Path, str] = field(default_factory=dict, compare=False)
-    """Left-out files of the folder, each with the reason."""
+    """Files of the folder that are left out, each with the reason."""
 
     def documents(self) -> Iterator[str]:
         for path in self.files:
@@ -126,7 +126,7 @@ class FetchedSet(DocumentSource):
 
 @dataclass(frozen=True)
 class HubSource(DocumentSource):
-    """The training split of a data set of the Hugging Face hub, or of a local folder of that name."""
+    """The training split of a data set on the Hugging Face hub, or in a local folder of that name."""
 
     dataset: str
     column: str
@@ -150,7 +150,7 @@ class HubSource(DocumentSource):
 
     @contextmanager
     def _library(self) -> Iterator[ModuleType]:
-        """Yield the datasets package. Raises UsageError if it is not installed, and for its errors."""
+        """Yield the package `datasets`. Raises UsageError if it is not installed, or if it raises an error."""
         try:
             import datasets
         except ImportError:
@@ -162,7 +162,7 @@ class HubSource(DocumentSource):
             yield datasets
         except UsageError:
             raise
-        except Exception as error:  # the library raises errors of many packages if the set cannot be read
+        except Exception as error:  # errors of many packages are possible
             raise UsageError(f"{self.label} cannot be read: {reason_of(error)}", fix=self.remedy) from error
 
     def training_rows(self, datasets: ModuleType) -> Any:
@@ -172,7 +172,7 @@ class HubSource(DocumentSource):
         return datasets.load_dataset(self.dataset)
 
     def identity(self) -> str:
-        """Return a hash of the name only, so that prepared tokens are reused without network access."""
+        """Return a hash of the name only. Prepared tokens can thus be used again without network access."""
         return _hash(self.label)
 
 
@@ -193,7 +193,7 @@ class SavedDataset(HubSource):
         rows = datasets.load_from_disk(self.dataset)
         splits = rows if isinstance(rows, dict) else {"train": rows}
         for each in splits.values():
-            each.data.validate(full=True)  # offsets of a damaged file may point beyond its end
+            each.data.validate(full=True)  # in a damaged file, offsets may point beyond the end
         return splits
 
     def identity(self) -> str:
@@ -217,7 +217,7 @@ _NO_TEXT = {
         "set objective.name = contrastive, and an image-text model such as model.preset = clip-nano",
     ),
 }
-"""Kinds of entries without text, with their description and a fix."""
+"""Description and fix of an error, for each kind of catalogue entry that is not text."""
 
 
 def _named(entry: CatalogueEntry) -> DocumentSource:
@@ -232,7 +232,7 @@ def _named(entry: CatalogueEntry) -> DocumentSource:
 
 
 def _files_below(folder: Path, unread: dict[Path, str]) -> tuple[Path, ...]:
-    """Return every file below the folder in sorted order, without hidden and binary files (except .parquet).
+    """Return all files below a folder in sorted order, except hidden files and binary files other than .parquet.
 
     Unreadable files are added to `unread`.
     """
@@ -280,7 +280,7 @@ def _nothing_there(source: str) -> UsageError:
 
 
 def _file_states(files: Iterable[Path]) -> str:
-    """Return a hash of each file's path, size and modification time, which is fast for large files."""
+    """Return a hash of paths, sizes and modification times. Contents are not read."""
     states = ((path.absolute(), path.stat()) for path in files)
     return _hash("\n".join(f"{path} {state.st_size} {state.st_mtime_ns}" for path, state in states))
 

@@ -1,4 +1,4 @@
-"""Labelled texts: tokenized once by the rules of the tokenizer, cached, and padded to equal length.
+"""Labelled texts: tokenized once, cached, and padded to equal length. The tokenizer adds its special tokens.
 
 prepared/<key>/train.safetensors, held_out.safetensors   tokens of all texts, end of each text, labels
                tokenizer.json, manifest.json             as for plain text
@@ -47,15 +47,15 @@ FORMAT = 1
 PADS = ("<pad>", "[PAD]", "<|pad|>", "<|padding|>")
 """Usual names of padding tokens."""
 NO_LABEL = -100
-"""Label of a token without one, as in transformers."""
+"""Label of tokens without a label, as in transformers."""
 AT_ONCE = 1_000
-"""Number of texts tokenized together."""
+"""Number of texts that are tokenized in one call."""
 
 Rows = dict[DataSplit, list[LabelledRow]]
 
 
 class PaddedTexts:
-    """Texts padded to the length t of the longest, see `objectives.labelled_text`.
+    """Texts padded to the length t of the longest text, see `objectives.labelled_text`.
 
     {"inputs": (b, t), "keep": bool (b, t), "labels": (b, …)}; for pairs also {"types": (b, t)}.
     """
@@ -83,7 +83,7 @@ class PaddedTexts:
 
     @property
     def classes(self) -> np.ndarray:
-        """Labels of all texts, or of all words."""
+        """Labels of all texts; for word labels, of all words."""
         return self.labels[self.labels != NO_LABEL] if self.has_words else self.labels
 
     def texts(self, indices: np.ndarray, decode: Callable[[list[int]], str]) -> list[str]:
@@ -121,7 +121,7 @@ class LabelledData:
     contents: PaddedTexts
     """Training examples."""
     label_entropy: float | None = None
-    """Cross-entropy in nats per held-out label under the training frequencies; None unless a label is one class."""
+    """Nats per held-out label under the training frequencies of labels; None unless labels are classes."""
 
     @property
     def example_unit(self) -> int:
@@ -196,7 +196,7 @@ class LabelledTexts(DataKind):
 
 
 def has_texts(data: Any) -> bool:
-    """Return True for a map-style dataset whose first example is a mapping with texts or words."""
+    """Return True for a map-style dataset whose first example is a mapping that contains text or a list of words."""
     try:
         parts = dataset_of(data)
         first = parts.dataset[0] if parts.is_map_style and len(parts.dataset) else None
@@ -209,7 +209,7 @@ def has_texts(data: Any) -> bool:
 
 
 def _read(objects: Any, settings: DataSettings, form: str, say: Callable[[str], None]) -> Rows:
-    """Return the training rows, and the held-out rows of a source that has them. Raises UsageError for no rows."""
+    """Return the training rows, and held-out rows if the source has them. Raises UsageError for a part without rows."""
     left_out: list[str] = []
     if objects.data is None:
         tables = open_tables(settings.source)
@@ -229,9 +229,9 @@ def _read(objects: Any, settings: DataSettings, form: str, say: Callable[[str], 
 
 
 def _split(rows: Sequence[LabelledRow], settings: DataSettings) -> Rows:
-    """Return rows split by the hash of each text, so that rows with the same text are on the same side.
+    """Split rows by the hash of their text. Rows with the same text belong to the same part.
 
-    The split does not depend on their order. Raises UsageError if no training rows remain.
+    The order of rows has no effect. Raises UsageError if no training rows remain.
     """
     digests = [hashlib.blake2b(repr(row.texts[0]).encode(), digest_size=8).digest() for row in rows]
     ordered = sorted(set(digests))
@@ -252,7 +252,7 @@ def _classes(row: LabelledRow) -> tuple[str, ...]:
 
 
 def _model_labels(config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the model's labels in order, or an empty tuple."""
+    """Return the label names in a model's config.json (`id2label`) in order, or an empty tuple."""
     known = config.get("id2label")
     if not isinstance(known, dict) or not all(key.isdecimal() for key in known):
         return ()
@@ -260,7 +260,7 @@ def _model_labels(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _with_names_of_numbers(rows: Rows, form: str, config: Mapping[str, Any]) -> Rows:
-    """Return rows whose classes 0 to n - 1 have the names of the model's n labels, if it has names."""
+    """Replace class numbers 0 to n - 1 by the model's n label names, if the model has names."""
     names = {str(number): name for number, name in enumerate(_model_labels(config)) if name != f"LABEL_{number}"}
     if form == "number" or names.keys() != {name for row in rows[DataSplit.TRAIN] for name in _classes(row)}:
         return rows
@@ -273,10 +273,10 @@ def _with_names_of_numbers(rows: Rows, form: str, config: Mapping[str, Any]) -> 
 
 
 def _names(rows: Rows, settings: DataSettings, form: str, config: Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the names of the classes, or the column name of a number.
+    """Return the names of the classes; for regression, the name of the label column.
 
-    The order is that of the model if it has all classes, otherwise numerical or alphabetical. Raises UsageError for a
-    held-out label without training texts, and for a single class.
+    If the model has all classes, its order is used; otherwise classes are sorted by number or alphabet. Raises
+    UsageError for a held-out label without training texts, and for a single class.
     """
     if form == "number":
         return (settings.label_column or "score",)
@@ -299,7 +299,7 @@ def _names(rows: Rows, settings: DataSettings, form: str, config: Mapping[str, A
 
 
 def _padding(tokenizer: TextTokenizer, config: Mapping[str, Any]) -> int:
-    """Return the padding token: that of the model, that of the tokenizer, or the end of text."""
+    """Return the padding token of the model, else of the tokenizer, else the end-of-text token."""
     own = config.get("pad_token_id")
     if isinstance(own, int) and 0 <= own < tokenizer.vocabulary:
         return own
@@ -310,7 +310,7 @@ def _padding(tokenizer: TextTokenizer, config: Mapping[str, Any]) -> int:
 def _prepared(
     rows: Rows, names: tuple[str, ...], settings: DataSettings, form: str, say: Callable[[str], None]
 ) -> Path:
-    """Return the folder of tokenized rows, built first if it is missing."""
+    """Return the folder of tokenized rows. Build the folder first if it is missing."""
     path = Path(settings.tokenizer).expanduser()
     tokenizer = read_tokenizer(path) if settings.tokenizer else None
     digest = hashlib.sha256()
@@ -335,7 +335,7 @@ def _prepared(
 
 
 def _trained(rows: Sequence[LabelledRow], vocabulary: int) -> TextTokenizer:
-    """Return a tokenizer trained on these texts, which encodes a text between two end-of-text tokens."""
+    """Train a tokenizer on `rows`. It adds an end-of-text token before and after each text."""
     texts = (text if isinstance(text, str) else " ".join(text) for row in rows for text in row.texts)
     tokenizer = train_tokenizer(texts, vocabulary, PADS[:1])
     one, two = f"{END_OF_TEXT} $A {END_OF_TEXT}", f"$B:1 {END_OF_TEXT}:1"
@@ -347,12 +347,12 @@ def _trained(rows: Sequence[LabelledRow], vocabulary: int) -> TextTokenizer:
 def _encoded(
     rows: Sequence[LabelledRow], names: tuple[str, ...], form: str, tokenizer: TextTokenizer, length: int
 ) -> tuple[dict[str, np.ndarray], int]:
-    """Return the arrays of `PaddedTexts` and the number of cut texts."""
+    """Return the arrays of `PaddedTexts`, and the number of texts that are cut."""
     inner, number = Tokenizer.from_str(tokenizer.inner.to_str()), {name: n for n, name in enumerate(names)}
     inner.encode_special_tokens = True
     try:
         inner.enable_truncation(length)
-    except Exception as error:  # tokenizers raises bare Exception if the special tokens alone are longer
+    except Exception as error:  # tokenizers raises Exception if the special tokens alone exceed the length
         raise UsageError(f"data.length is {length}: {error}", fix="raise data.length") from None
     mark = " " if form == "tags" and '"ByteLevel"' in json.dumps(json.loads(inner.to_str())["pre_tokenizer"]) else ""
     tokens, types, sizes, labels, cut = [], [], [], [], 0
@@ -384,7 +384,7 @@ def _inputs(row: LabelledRow) -> Any:
 
 
 def _first_pieces(words: Sequence[int | None], tags: Sequence[int]) -> list[int]:
-    """Return the tag of the word that begins with each token, or NO_LABEL."""
+    """Return a label per token: the tag of a word for its first token, otherwise NO_LABEL."""
     before = (None, *words[:-1])
     return [NO_LABEL if word is None or word == last else tags[word] for word, last in zip(words, before, strict=True)]
 

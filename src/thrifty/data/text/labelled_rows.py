@@ -1,6 +1,6 @@
-"""Rows of texts and labels of .csv, .tsv, .jsonl and .parquet files, folders of them, and map-style datasets.
+"""Rows of texts and labels from .csv, .tsv, .jsonl and .parquet files, folders of files, and map-style datasets.
 
-A folder has files named by part, such as train.csv and test.csv.
+Files in a folder are named by part, such as train.csv and test.csv.
 """
 
 import csv
@@ -30,9 +30,9 @@ WORDS = (("tokens",), ("words",), ("text",))
 LABELS = ("label", "labels", "class", "target", "score", "stars")
 TAGS = ("tags", "ner_tags", "pos_tags", "labels", "label")
 PARTS = {DataSplit.TRAIN: ("train",), DataSplit.HELD_OUT: ("held_out", "validation", "valid", "dev", "eval", "test")}
-"""First words of the names of files and splits, by part."""
+"""Prefixes of the names of files and splits, by part."""
 INDICATORS = {"0", "1", "true", "false"}
-"""Values of one-hot rows, which have a one or a zero for each class."""
+"""Values in a one-hot row, which has a 1 or a 0 for each class."""
 DECIMAL = re.compile(r"-?\d+\.\d+")
 """A decimal number in a text table."""
 FORMS = "a .csv, .tsv, .jsonl or .parquet file with a column of texts and one of labels"
@@ -41,7 +41,7 @@ Label = str | float | tuple[str, ...]
 
 class LabelledRow(NamedTuple):
     texts: tuple[str, ...] | tuple[tuple[str, ...], ...]
-    """One or two texts; or the words of one."""
+    """One or two texts, or one list of words."""
     label: Label
     where: str
     """Position of the row, for messages."""
@@ -49,7 +49,7 @@ class LabelledRow(NamedTuple):
 
 @dataclass
 class Table:
-    """Rows by column, each with its position for messages, and the names of numbered classes by column."""
+    """Rows with their positions for messages, and the class names of columns with class numbers."""
 
     name: str
     rows: Iterable[tuple[str, Mapping[str, Any]]]
@@ -57,7 +57,7 @@ class Table:
 
 
 def open_tables(source: str) -> dict[DataSplit, list[Table]]:
-    """Return the tables of a source by part; a source without a held-out part has only a training part.
+    """Return the tables of a source by part. A source without a held-out part has only a training part.
 
     Raises UsageError if there is no table.
     """
@@ -82,7 +82,7 @@ def dataset_table(data: Any, name: str) -> Table:
 
 
 def read_rows(tables: Sequence[Table], settings: DataSettings, form: str, left_out: list[str]) -> list[LabelledRow]:
-    """Return the labelled texts of tables, and add the position of each row without a text or a label to `left_out`.
+    """Return the labelled texts of tables. Add the positions of rows without a text or label to `left_out`.
 
     `form` is an objective's `label_form`. Raises UsageError for missing columns and for a label of another form.
     """
@@ -112,7 +112,7 @@ def read_rows(tables: Sequence[Table], settings: DataSettings, form: str, left_o
 
 
 def _columns(row: Mapping[str, Any], settings: DataSettings, form: str, name: str) -> tuple[tuple[str, ...], str]:
-    """Return the columns of texts and of labels. Raises UsageError, naming all columns, for a missing one."""
+    """Return the text columns and the label column. Raises UsageError, with all columns, for a missing column."""
     present = ", ".join(map(str, row))
     usual = WORDS if form == "tags" else TEXTS
     own = settings.column if settings.column in row or settings.column != "text" else ""
@@ -134,12 +134,12 @@ def _columns(row: Mapping[str, Any], settings: DataSettings, form: str, name: st
 
 
 def _plain(value: Any) -> Any:
-    """Return a label without the types of numpy and torch."""
+    """Convert a label of numpy or torch to a Python value."""
     return value.tolist() if hasattr(value, "tolist") else value
 
 
 def _words(value: Any, where: str, split: bool) -> Any:
-    """Return a text, or with `split` its words."""
+    """Return a text; with `split`, its words."""
     value = _plain(value)
     if split and isinstance(value, list | tuple) and all(isinstance(word, str) for word in value):
         for word in value:
@@ -167,7 +167,7 @@ def _label(value: Any, form: str, names: Sequence[str], where: str) -> Label | N
     each = [_class(one, names, where) for one in value]
     if None in each:
         raise UsageError(
-            f"{where} holds {value!r:.60}, with an element that is no label", fix="replace that element by a label"
+            f"{where} holds {value!r:.60}, with an element that is not a label", fix="replace the element by a label"
         )
     if form == "classes" and len({*each}) < len(each) and {*each} <= INDICATORS:
         raise UsageError(
@@ -178,7 +178,7 @@ def _label(value: Any, form: str, names: Sequence[str], where: str) -> Label | N
 
 
 def _class(value: Any, names: Sequence[str], where: str) -> str | None:
-    """Return the name of a class: a text, a whole number (1.0 is 1), or the name of a numbered class."""
+    """Return the name of a class: a text, an integer as text (1.0 is 1), or the name of a class number."""
     if value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
         return None
     if isinstance(value, str):
@@ -192,9 +192,9 @@ def _class(value: Any, names: Sequence[str], where: str) -> str | None:
             return None  # test sets without labels have -1
         return names[number] if names else str(number)
     if isinstance(value, float):
-        raise UsageError(f"{where} holds {value!r}, a number and not a class", fix="--loss regression")
+        raise UsageError(f"{where} holds {value!r}, a number, not a class", fix="--loss regression")
     raise UsageError(
-        f"{where} holds {value!r:.60}, a {type(value).__name__} and not a single label",
+        f"{where} holds {value!r:.60}, a {type(value).__name__}, not a single label",
         fix="--set objective.name=multi_label_classification or token_classification",
     )
 
@@ -217,9 +217,9 @@ def _number(value: Any, where: str) -> float | None:
 
 
 def _parts(named: Mapping[str, Any]) -> dict[DataSplit, list[Any]]:
-    """Return the values whose names begin with the name of a part, or nothing without a training part.
+    """Group values by part: each name begins with a prefix in PARTS. Return {} without a training part.
 
-    If several kinds of held-out names exist, the first kind in PARTS is used.
+    If several held-out prefixes occur, the first prefix in PARTS is used.
     """
     by_word = {
         word: [each for name, each in named.items() if name.lower().startswith(word)]
@@ -236,14 +236,15 @@ def _datasets(source: str, path: Path) -> dict[DataSplit, list[Table]]:
     if parts := _parts(splits):
         return {part: [dataset_table(chosen[0], source)] for part, chosen in parts.items()}
     raise UsageError(
-        f"{source} has the splits {', '.join(splits)}, but none called train", fix="save it with a split called train"
+        f"{source} has the splits {', '.join(splits)}, but no split called train",
+        fix="save it with a split called train",
     )
 
 
 def _file(path: Path) -> Table:
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
-        raise UsageError(f"{path} is no table of texts with labels", fix=f"set data.source to {FORMS}")
+        raise UsageError(f"{path} is not a table of texts with labels", fix=f"set data.source to {FORMS}")
     return reader(path)
 
 
@@ -255,7 +256,7 @@ def _separated(path: Path, separator: str) -> Table:
                 for row in reader:
                     where = f"{path}, line {reader.line_num}"
                     if None in row or None in row.values():
-                        what = f"{where}: not as many columns as the heading"
+                        what = f"{where}: the number of columns differs from the heading"
                         raise UsageError(what, fix=f"quote texts that contain {separator!r}")
                     yield where, row
         except (csv.Error, UnicodeDecodeError) as error:

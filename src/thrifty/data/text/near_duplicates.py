@@ -1,13 +1,13 @@
-"""Near-duplicate removal by MinHash: leave out documents that share most of their 5-grams of words with an earlier one.
+"""Near-duplicate removal by MinHash: leave out documents that share most word 5-grams with an earlier document.
 
-The similarity of two documents is the Jaccard index of their sets of 5-grams of words (Broder 1997, On the resemblance
-and containment of documents). MinHash estimates it from 128 hashes, with a standard error of 0.035 at 0.8.
-Locality-sensitive hashing (package datasketch) finds candidates. It misses about one in eight pairs at exactly the
-threshold, and one in forty at 0.05 above it. Throughput on Python sources is 10 MB per second and core; each kept
-document requires 6 kB of memory.
+The similarity of two documents is the Jaccard index of their sets of word 5-grams (Broder 1997, On the resemblance
+and containment of documents). MinHash estimates the similarity from 128 hashes, with a standard error of 0.035 at 0.8.
+Locality-sensitive hashing (package datasketch) finds candidate pairs. It misses about one pair in eight at exactly the
+threshold, and one in forty at 0.05 above the threshold. Throughput on Python sources is 10 MB per second and core. Each
+kept document requires 6 kB of memory.
 
-A document is compared with kept documents only, so that the first of a group is kept. No two kept documents are found
-similar. The later split therefore cannot divide such a pair between training and held-out text.
+A document is compared with kept documents only, so the first document of a group is kept. A pair of similar documents
+that is found can therefore not end up in both training and held-out text.
 """
 
 import hashlib
@@ -29,9 +29,9 @@ RUN = 5
 HASHES = 128
 """Number of MinHash values of a document."""
 LSH_WEIGHTS = (0.1, 0.9)
-"""Weights of false candidates and of missed pairs; candidates are compared by their MinHash values in any case."""
+"""Weights of false candidates and missed pairs. MinHash values of all candidates are compared afterwards."""
 METHOD = 1
-"""Version of the method, increased whenever it would leave out other documents."""
+"""Version of the method. Increase it when a change of the code leaves out other documents."""
 SHOWN, EXCERPT, BEFORE = 5, 160, 40
 """Number of reported pairs, characters of each excerpt, and characters before the first difference."""
 WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|\w+")
@@ -42,7 +42,7 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True)
 class DuplicatePair:
-    """A kept document and a left-out one, by their numbers in the source, from 0."""
+    """A kept document and a left-out document. Both are numbers in the source, from 0."""
 
     kept: int
     left_out: int
@@ -62,7 +62,7 @@ class _WordHashes(dict[str, int]):
 def runs_of_words(text: str, numbers: dict[str, int] | None = None) -> np.ndarray:
     """Return the distinct n-grams of a text as 32-bit hashes, ascending.
 
-    A text with fewer words is one n-gram; a text without words is one word.
+    A text of fewer than 5 words is one n-gram. A text without words counts as one word.
     """
     numbers = _WordHashes() if numbers is None else numbers
     words = WORD.findall(text.lower()) or [text.strip()]
@@ -76,7 +76,7 @@ def runs_of_words(text: str, numbers: dict[str, int] | None = None) -> np.ndarra
 
 
 def find_alike(texts: Iterable[str], threshold: float) -> Iterator[DuplicatePair]:
-    """Yield each document whose similarity to a kept one reaches the threshold, with the most similar kept one.
+    """Yield each document that reaches the similarity `threshold`, paired with the most similar kept document.
 
     Raises UsageError if datasketch is not installed.
     """
@@ -85,7 +85,7 @@ def find_alike(texts: Iterable[str], threshold: float) -> Iterator[DuplicatePair
     except ImportError:
         raise UsageError(
             "near-duplicate removal requires datasketch, which is not installed",
-            fix="pip install 'thrifty[duplicates]', or leave data.near_duplicates out",
+            fix="pip install 'thrifty[duplicates]'; or leave data.near_duplicates out",
         ) from None
     blank = MinHash(HASHES, seed=1, scheme="affine32", hashfunc=int)
     index, signatures, numbers = MinHashLSH(threshold, HASHES, weights=LSH_WEIGHTS), {}, _WordHashes()
@@ -105,7 +105,7 @@ def find_alike(texts: Iterable[str], threshold: float) -> Iterator[DuplicatePair
 
 @dataclass(frozen=True)
 class DeduplicatedSource(DocumentSource):
-    """The documents of a source without near-duplicates of earlier ones."""
+    """The documents of a source without near-duplicates of earlier documents."""
 
     source: DocumentSource
     threshold: float
@@ -125,7 +125,7 @@ class DeduplicatedSource(DocumentSource):
         return self.source.left_out()
 
     def report(self) -> dict[str, Any]:
-        """Return the number and bytes of left-out documents, and the least similar pairs, to check the threshold."""
+        """Return the number and bytes of left-out documents, and the least similar pairs to check the threshold."""
         left_out = {pair.left_out for pair in self.alike}
         shown = heapq.nsmallest(SHOWN, self.alike, key=lambda pair: (pair.similarity, pair.left_out))
         wanted, texts, size = {number for pair in shown for number in (pair.kept, pair.left_out)}, {}, 0

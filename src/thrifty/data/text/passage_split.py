@@ -5,16 +5,16 @@ from collections.abc import Iterable, Iterator
 from thrifty.data.tokenizer import text_pieces
 
 PASSAGE = 2_000
-"""Smallest number of characters in a passage, except the last one."""
+"""Minimum number of characters in a passage. The last passage may be shorter."""
 LONGEST = 10 * PASSAGE
-"""Number of characters after which text without blank lines is cut at the next line end.
+"""Number of characters after which text without blank lines is cut at the next end of line.
 
-A line with as many characters again is cut between words.
+A longer passage than twice this number is cut between words.
 """
 
 
 def passages(lines: Iterable[str]) -> Iterator[str]:
-    """Yield paragraphs (separated by blank lines), joined to passages of at least PASSAGE characters."""
+    """Join paragraphs (separated by blank lines) to passages of at least PASSAGE characters, and yield them."""
     pending: list[str] = []
     size = 0
     for line in lines:

@@ -1,6 +1,6 @@
 """Python sources of the standard library and of torch, as files and as functions with their docstrings.
 
-Every machine has them.
+They exist on every machine.
 """
 
 import ast
@@ -13,18 +13,18 @@ from collections.abc import Iterator
 from pathlib import Path
 
 SIZE = 40_000_000
-"""Largest total size of the source text in bytes."""
+"""Maximum total size of the source text in bytes."""
 SHORTEST_DOCSTRING = 40
-"""Smallest number of characters of a docstring that describes a function."""
+"""Minimum number of characters of a docstring."""
 LONGEST_FUNCTION = 60
-"""Largest number of lines of a function."""
+"""Maximum number of lines of a function."""
 SKIPPED = {"test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__"}
 
 
 def python_files(size: int = SIZE) -> tuple[Path, ...]:
     """Return .py files of the standard library and then of torch, up to `size` bytes, without tests, sorted by path.
 
-    Files of torch are chosen in the order of a hash of their names, so that they spread over the whole library.
+    Files of torch are chosen by a hash of their names, so that they come from the whole library.
     """
     library, torch = Path(sysconfig.get_path("stdlib")), _torch_folder()
     scattered = sorted(_sources(torch), key=lambda path: _name_hash(path.relative_to(torch)))
@@ -40,7 +40,7 @@ def python_files(size: int = SIZE) -> tuple[Path, ...]:
 def described_functions(path: Path) -> Iterator[tuple[str, str]]:
     """Yield a question for each short function of a file with a docstring, and its source without the docstring.
 
-    A file that this Python version cannot parse yields nothing.
+    Yields nothing for a file that this Python version cannot parse.
     """
     source = path.read_text(encoding="utf-8", errors="replace")
     try:

@@ -36,20 +36,20 @@ class ReadableExamples(Protocol):
 
 @dataclass(frozen=True)
 class TextData:
-    """Training and held-out examples of text, with statistics (see `run_data.RunData`)."""
+    """Training and held-out text, with statistics (see `run_data.RunData`)."""
 
     train: BatchSource
     held_out: HeldOutExamples
     tokenizer: TextTokenizer
     vocabulary: int
     unigram_entropy: float
-    """Nats per held-out token under the training frequencies of single tokens, which a model must beat."""
+    """Nats per held-out token under the training frequencies of single tokens. A useful model has a lower loss."""
     bytes_per_token: float
-    """Bytes of held-out text per token. Bits per byte are nats per token / ln 2 / this."""
+    """Bytes of held-out text per token. Bits per byte = nats per token / (ln 2 · bytes_per_token)."""
     train_tokens: int
     held_out_tokens: int
     identity: Mapping[str, str]
-    """The sha256 of the token files and the tokenizer, which a resumed run must match."""
+    """The sha256 of the token files and the tokenizer. They must not change when a run resumes."""
     folder: Path
     """Folder of the prepared tokens, tokenizer.json and manifest.json."""
     length: int = 0
@@ -57,7 +57,7 @@ class TextData:
     readable: ReadableExamples | None = None
     """Training examples for previews; None if they cannot be decoded."""
     shares: Mapping[str, float] = field(default_factory=dict)
-    """Fraction of the examples from each of several sources."""
+    """Fraction of examples from each source of a mixture."""
 
     @property
     def ends(self) -> TextModelSpec:
@@ -78,7 +78,10 @@ class TextData:
 
     def previews(self, numbers: Sequence[int]) -> list[ExamplePreview]:
         if self.readable is None:
-            raise RefusedError("examples of this kind have no previews", fix="preview images or a single text source")
+            raise RefusedError(
+                "examples of this kind have no previews",
+                fix="set data.source to an image folder or a single text source",
+            )
         texts = self.readable.texts(np.array(numbers, np.int64), self.tokenizer.decode)
         return [ExamplePreview(number, text=text) for number, text in zip(numbers, texts, strict=True)]
 
@@ -103,11 +106,11 @@ def open_text(
     special: Sequence[str] = (),
     pairs: bool = False,
 ) -> TextData:
-    """Return the opened text of a recipe, which is tokenized into the cache the first time.
+    """Open the text of a recipe. The first time, tokenize the text into the cache.
 
-    A trained tokenizer also has the `special` tokens. With `pairs` the source is a file of pairs, and counts are of
-    targets. `say` receives a line before long work, when a damaged cache is rebuilt, or when pairs are cut. The network
-    is used only for a hub: source that is opened for the first time. Raises UsageError for an invalid source or
+    A trained tokenizer also has the `special` tokens. With `pairs`, the source is a file of pairs and tokens of targets
+    are counted. `say` receives a message before long work, when a damaged cache is rebuilt, or when pairs are cut. The
+    network is used only when a hub: source is opened for the first time. Raises UsageError for an invalid source or
     setting, and for text shorter than one batch.
     """
     prepared = open_token_cache(settings, say, special, pairs)
@@ -118,9 +121,9 @@ def open_text(
 def open_mixture(
     settings: DataSettings, seed: int, say: Callable[[str], None], special: Sequence[str] = ()
 ) -> TextData:
-    """Return several opened sources of plain text, all with the tokenizer of the first.
+    """Open several sources of plain text. All use the tokenizer of the first source.
 
-    Raises UsageError as `open_text` does, and for invalid weights.
+    Raises UsageError like `open_text`, and for invalid weights.
     """
     counts = example_counts(settings.sources)
     parts: list[TextData] = []
@@ -193,7 +196,7 @@ def _pairs(
 
 
 class PlainText(DataKind):
-    """Plain text, cut into windows; the default for sources that no other kind recognizes."""
+    """Plain text, cut into windows. It is the default for sources that no other kind recognizes."""
 
     name, own_settings = "text", ("near_duplicates", "sources", "separate")
 
@@ -212,7 +215,7 @@ class PlainText(DataKind):
 
 
 class PairsOfTexts(DataKind):
-    """Pairs of texts, from which no spans are cut out."""
+    """Pairs of source and target texts. Span corruption is not applied."""
 
     name, own_settings = "text_pairs", ("near_duplicates",)
 
@@ -223,7 +226,7 @@ class PairsOfTexts(DataKind):
         settings, cutting = request.recipe.data, request.recipe.objective
         if unused := [name for name in ("rate", "mean_span") if getattr(cutting, name) is not None]:
             raise UsageError(
-                f"objective.{unused[0]} is set, but no spans are cut out of the pairs in {settings.source}",
+                f"objective.{unused[0]} is set, but span corruption is not applied to the pairs in {settings.source!r}",
                 fix=f"leave objective.{unused[0]} out",
             )
         data = open_text(settings, request.recipe.seed, request.say, pairs=True)

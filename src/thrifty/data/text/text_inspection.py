@@ -14,7 +14,7 @@ from thrifty.data.train_split import DataSplit
 from thrifty.kernels.keyed_permutation import permute
 
 KEPT = ("split", "documents", "bytes", "tokens", "vocabulary", "bytes_per_token", "unigram_entropy")
-"""Fields of the manifest of prepared tokens that a summary repeats."""
+"""Manifest fields of prepared tokens that a summary contains."""
 
 
 @dataclass(frozen=True)
@@ -39,18 +39,18 @@ class TextSummary:
     vocabulary: int
     bytes_per_token: float
     unigram_entropy: float
-    """Cross-entropy in nats per held-out token under the training frequencies of single tokens."""
+    """Cross-entropy of held-out tokens under the training frequencies of single tokens, in nats per token."""
     duplicates: float
-    """Fraction of documents with the exact text of an earlier one."""
+    """Fraction of documents that equal an earlier document."""
     near_duplicates: dict | None
-    """Left-out near-duplicates, as `DeduplicatedSource.report` lists them."""
+    """Report of left-out near-duplicates, see `DeduplicatedSource.report`."""
     lengths: list[LengthBin]
     examples: list[str]
     """Decoded training examples."""
 
 
 def inspect_text(settings: DataSettings, examples: int, say: Callable[[str], None]) -> TextSummary:
-    """Return the summary of a source, which is tokenized first if necessary. Raises UsageError as `open_text` does."""
+    """Return the summary of a source. Tokenize the source first if necessary. Raises UsageError like `open_text`."""
     prepared = open_token_cache(settings, say)
     manifest, tokenizer = prepared.manifest, prepared.tokenizer
     train = prepared.tokens(DataSplit.TRAIN)
@@ -69,12 +69,12 @@ def inspect_text(settings: DataSettings, examples: int, say: Callable[[str], Non
 
 
 def document_lengths(tokens: np.ndarray, end_of_text: int) -> np.ndarray:
-    """Return the number of tokens of each document in a stream, without its end of text."""
+    """Return the number of tokens of each document in a stream, without end-of-text tokens."""
     return np.diff(np.flatnonzero(tokens == end_of_text), prepend=-1) - 1
 
 
 def histogram(lengths: np.ndarray) -> list[LengthBin]:
-    """Return the counts of lengths between powers of two, from the shortest to the longest."""
+    """Return a histogram of lengths with powers of two as bin edges, shortest first."""
     powers = np.frexp(lengths)[1]  # a length of 2^(p-1) … 2^p - 1 has power p; 0 has power 0
     counts = np.bincount(powers)
     first = int(np.flatnonzero(counts)[0])

@@ -13,11 +13,11 @@ from thrifty.data.epoch_sampler import HELD_OUT_KEY, EpochSource, HeldOutByKey, 
 from thrifty.kernels.keyed_permutation import permute
 
 PERIOD = 1000
-"""Number of examples in which every source has its exact fraction, rounded to whole examples."""
+"""Number of consecutive examples that contain the exact fraction of every source, rounded to whole examples."""
 
 
 def example_counts(weights: Mapping[str, float], period: int = PERIOD) -> list[int]:
-    """Return the number of examples of each source among `period`, by its weight.
+    """Return how many of `period` examples come from each source, by its weight.
 
     Raises UsageError for weights that are not positive, or too small for one example.
     """
@@ -38,7 +38,7 @@ def example_counts(weights: Mapping[str, float], period: int = PERIOD) -> list[i
 class MixedSource(BatchSource):
     """Training examples of several sources, each in its own epochs.
 
-    A keyed permutation of every `PERIOD` examples chooses the source, so that it depends only on seed and step.
+    A keyed permutation of each block of `PERIOD` examples selects the source. The source depends only on seed and step.
     """
 
     def __init__(self, sources: Sequence[EpochSource], counts: Sequence[int], batch: int, seed: int):
@@ -51,7 +51,7 @@ class MixedSource(BatchSource):
         return Batch(fields, torch.full((stop - start,), 1 / self.batch))
 
     def places(self, numbers: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-        """Return the source of each example number (b,) of the run, and its number among the source's examples."""
+        """Return two arrays (b,) for examples of the run: the source, and the example number within the source."""
         cycles, positions = np.divmod(numbers, PERIOD)
         slots = np.empty_like(positions)
         for cycle in np.unique(cycles):
@@ -62,7 +62,7 @@ class MixedSource(BatchSource):
 
 
 class MixedExamples:
-    """Held-out examples of several sources in their fractions, as many as the smallest source allows."""
+    """Held-out examples of several sources in the fractions of the mixture. The smallest source limits their number."""
 
     def __init__(self, parts: Sequence[IndexedExamples], counts: Sequence[int]):
         total = min(len(part) * sum(counts) // count for part, count in zip(parts, counts, strict=True))
@@ -86,7 +86,7 @@ def mixed_held_out(parts: Sequence[IndexedExamples], counts: Sequence[int]) -> H
 
 
 def _gathered(which: np.ndarray, fields_of: Any) -> dict[str, Tensor]:
-    """Return rows in the order of `which`; `fields_of` returns the rows of each source."""
+    """Return rows in the order of the source numbers `which`. `fields_of` returns the rows of one source."""
     gathered: dict[str, Tensor] = {}
     for source in np.unique(which):
         here = which == source

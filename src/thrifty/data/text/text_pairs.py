@@ -1,4 +1,4 @@
-"""Pairs of source and target texts of a .tsv or .jsonl file, as padded examples."""
+"""Padded examples from pairs of source and target texts in a .tsv or .jsonl file."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -18,7 +18,7 @@ from thrifty.data.text.text_readers import check_characters, json_rows, lines
 
 SIDES = ("source", "target")
 SEPARATOR = "\0"
-"""Separator of source and target in a pair that is stored as one document; no text of a pair contains it."""
+"""Separator of source and target when a pair is stored as one document. Texts must not contain this character."""
 
 
 def holds_pairs(source: str) -> bool:
@@ -41,8 +41,9 @@ def _is_pair(line: str) -> bool:
 class PairFile(DocumentSource):
     """A file of pairs: a .tsv file of two columns, or a .jsonl file of rows with "source" and "target".
 
-    A first line "source, tab, target" is a heading. Pairs with a blank side are skipped. Pairs with the same source are
-    on the same side of the split. Raises UsageError, with the line number, for a line that is no pair.
+    A first line "source, tab, target" is a heading. Pairs with a blank source or target are skipped. Pairs with the
+    same source belong to the same part of the split. Raises UsageError with the line number for a line that is not a
+    pair.
     """
 
     path: Path
@@ -75,7 +76,7 @@ def _json_pairs(path: Path) -> Iterator[tuple[str, list[str]]]:
     for where, row in json_rows(path):
         pair = [row.get(side) for side in SIDES]
         if not all(isinstance(text, str | None) for text in pair) or not all(side in row for side in SIDES):
-            raise UsageError(f"{where}: no pair", fix='write {"source": "...", "target": "..."} per line')
+            raise UsageError(f"{where}: not a pair", fix='write {"source": "...", "target": "..."} per line')
         texts = [text or "" for text in pair]
         for side, text in zip(SIDES, texts, strict=True):
             check_characters(text, f"{where}: {side!r}")
@@ -83,11 +84,11 @@ def _json_pairs(path: Path) -> Iterator[tuple[str, list[str]]]:
 
 
 class TextPairs:
-    """A stream of tokens, with an end of text after each source and each target, as examples of equal length.
+    """Pairs from a token stream as examples of equal length. An end-of-text token ends each source and target.
 
     {"source": (b, s), "source_keep": bool (b, s), "tokens": (b, t+1), "counted": bool (b, t)} with s = t = `length`.
-    "tokens" is the end of text, where a decoder starts, and the target. Longer texts are cut. Shorter texts are padded
-    with the end of text, where "source_keep" and "counted" are False.
+    "tokens" starts with an end-of-text token, the start token of the decoder; the target follows. Longer texts are cut.
+    Shorter texts are padded with end-of-text tokens. "source_keep" and "counted" are False on padding.
     """
 
     def __init__(self, tokens: np.ndarray, length: int, end_of_text: int):
@@ -101,7 +102,7 @@ class TextPairs:
 
     @property
     def cut(self) -> float:
-        """Fraction of pairs with a side that is longer than an example."""
+        """Fraction of pairs whose source or target is longer than `length`."""
         return float((self.sizes > self.length).any(axis=1).mean())
 
     def fields(self, indices: np.ndarray) -> dict[str, Tensor]:
@@ -112,7 +113,7 @@ class TextPairs:
         return {name: torch.from_numpy(values) for name, values in rows.items()}
 
     def texts(self, indices: np.ndarray, decode: Callable[[list[int]], str]) -> list[str]:
-        """Return the decoded pairs with these numbers."""
+        """Return the decoded pairs at `indices`."""
         rows = self.fields(indices)
         sides = zip(rows["source"].tolist(), rows["tokens"][:, 1:].tolist(), strict=True)
         return [" → ".join(decode(self._unpadded(side)) for side in both) for both in sides]
@@ -128,7 +129,7 @@ class TextPairs:
         return fingerprint(self.tokens, also=self.length)
 
     def _side(self, indices: np.ndarray, side: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return one side of these pairs with its end of text, and a mask without padding, (b, length) each."""
+        """Return the sources (side 0) or targets (side 1), and a mask that is False on padding, (b, length) each."""
         offsets = np.arange(self.length)
         kept = offsets < self.sizes[indices, side, None]
         places = np.where(kept, self.begins[indices, side, None] + offsets, 0)

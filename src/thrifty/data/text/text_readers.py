@@ -1,4 +1,4 @@
-"""Readers of text files, one document at a time, with errors that name the file and the line."""
+"""Readers of text files, one document at a time. Errors contain the file and line."""
 
 import json
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,19 +12,19 @@ from thrifty.data.text.passage_split import joined, passages
 
 BINARY_PROBE = 8192
 LONGEST_LINE = 1 << 28
-"""Largest size of a line in bytes, since a line is read as a whole."""
+"""Maximum size of a line in bytes. A whole line is kept in memory."""
 
 
 def open_data_file(path: Path) -> BinaryIO:
-    """Return an open file. Raises UsageError for a broken link, and for a pipe or a device, which may never end."""
+    """Return an open file. Raises UsageError for a broken link, a pipe or a device (may never end)."""
     if not path.is_file():
-        what = "is not a regular file" if path.exists() else "is no file, or a broken link"
-        raise UsageError(f"{path} {what}", fix="remove it from the folder, or set data.source to a regular file")
+        what = "is not a regular file" if path.exists() else "is not a file, or is a broken link"
+        raise UsageError(f"{path} {what}", fix="remove it from the folder; or set data.source to a regular file")
     return path.open("rb")
 
 
 def looks_binary(path: Path) -> bool:
-    """Return True if the first bytes of a file contain a NUL, which is git's rule for binary files."""
+    """Return True if the first bytes of a file contain a NUL byte (git's rule for binary files)."""
     with open_data_file(path) as file:
         return b"\0" in file.read(BINARY_PROBE)
 
@@ -64,15 +64,15 @@ def text_passages(path: Path) -> Iterator[str]:
 
 
 def json_lines(path: Path, column: str) -> Iterator[str]:
-    """Return the text under `column` in each line of a .jsonl file; null and blank texts are skipped.
+    """Return the text in `column` of each line of a .jsonl file. Skip null and blank texts.
 
-    Raises UsageError for a line that is no JSON object, lacks the column, or has another type in it.
+    Raises UsageError for a line that is not a JSON object, lacks the column, or has another type in the column.
     """
     return row_texts(json_rows(path), column)
 
 
 def json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the JSON objects of a .jsonl file, each with its position for messages; blank lines are skipped.
+    """Yield the JSON objects of a .jsonl file, each with its position for messages. Skip blank lines.
 
     Raises UsageError for any other line.
     """
@@ -83,9 +83,9 @@ def json_rows(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def parquet_rows(path: Path, column: str) -> Iterator[str]:
-    """Yield the text under `column` in each row of a .parquet file; null and blank texts are skipped.
+    """Yield the text in `column` of each row of a .parquet file. Skip null and blank texts.
 
-    Raises UsageError without pyarrow, for a damaged file, and for a column that is missing or has another type.
+    Raises UsageError if pyarrow is not installed, the file is damaged, or the column is missing or not text.
     """
     with open_parquet(path) as file:
         schema, types = file.schema_arrow, arrow_for(path).types
@@ -101,7 +101,7 @@ def parquet_rows(path: Path, column: str) -> Iterator[str]:
 
 
 def arrow_for(path: Path) -> ModuleType:
-    """Return the package pyarrow. Raises UsageError, naming this file, if it is not installed."""
+    """Return the package pyarrow. Raises UsageError, which contains `path`, if pyarrow is not installed."""
     try:
         import pyarrow
     except ImportError:
@@ -113,7 +113,7 @@ def arrow_for(path: Path) -> ModuleType:
 
 @contextmanager
 def open_parquet(path: Path) -> Iterator[Any]:
-    """Yield an open .parquet file. Raises UsageError without pyarrow, and for a damaged file."""
+    """Yield an open .parquet file. Raises UsageError if pyarrow is not installed or the file is damaged."""
     arrow = arrow_for(path)
     from pyarrow import parquet
 
@@ -148,13 +148,13 @@ def _json_object(line: str, where: str) -> dict[str, Any]:
 
 
 def row_texts(rows: Iterable[tuple[str, Mapping[str, Any]]], column: str) -> Iterator[str]:
-    """Return the texts in a column of rows with positions; null and blank texts are skipped."""
+    """Return the text in a column of each row. Skip null and blank texts. Rows are (position, row)."""
     texts = (row_text(row, column, where) for where, row in rows)
     return (text for text in texts if text.strip())
 
 
 def row_text(row: Mapping[str, Any], column: str, where: str) -> str:
-    """Return the text in a column of a row, "" for null. Raises UsageError for a missing column or another type."""
+    """Return the text in a column of a row, or "" for null. Raises UsageError if the column is missing or not text."""
     check_column(column, list(row), where)
     text = row[column]
     if text is None:
@@ -169,7 +169,7 @@ def row_text(row: Mapping[str, Any], column: str, where: str) -> str:
 
 
 def check_characters(text: str, what: str) -> None:
-    """Raise UsageError for half of a surrogate pair, which JSON can represent but UTF-8 cannot."""
+    """Raise UsageError for half of a surrogate pair. JSON can represent it, but UTF-8 cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:

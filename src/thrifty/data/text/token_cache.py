@@ -1,11 +1,11 @@
-"""Token cache: a source tokenized once into two memory-mapped files, under a hash of its settings.
+"""Token cache: two memory-mapped files of tokens per source. A hash of the settings is the folder name.
 
-    prepared/<key>/train.bin, held_out.bin   tokens, uint16 or uint32, with an end of text after each document, or
-                                             after each source and each target of pairs
+    prepared/<key>/train.bin, held_out.bin   tokens, uint16 or uint32. An end-of-text token follows each document,
+                                             and each source and target of a pair
                    tokenizer.json            the tokenizer
                    manifest.json             counts, statistics, and the size and sha256 of the files
 
-Ranks that prepare the same data wait for one another and share the result. A damaged folder is rebuilt.
+If several ranks need the same data, one rank prepares them and the others wait. A damaged folder is rebuilt.
 """
 
 from collections.abc import Callable, Sequence
@@ -34,9 +34,9 @@ FORMAT = 1
 def open_token_cache(
     settings: DataSettings, say: Callable[[str], None], special: Sequence[str] = (), pairs: bool = False
 ) -> TokenCache:
-    """Return the prepared tokens of these settings, built first if they are missing or damaged.
+    """Return the prepared tokens for `settings`. Build the tokens first if they are missing or damaged.
 
-    A trained tokenizer also has the `special` tokens. With `pairs` the source is a file of pairs. `length` and `batch`
+    A trained tokenizer also has the `special` tokens. With `pairs`, the source is a file of pairs. `length` and `batch`
     have no effect. Raises UsageError for an invalid setting or input.
     """
     if not settings.tokenizer:
@@ -49,13 +49,13 @@ def open_token_cache(
     prepared = open_or_build_tokens(
         key, settings.source, lambda folder: _build(settings, source, special, pairs, folder), say
     )
-    if left_out := prepared.manifest.get("left_out"):  # older folders have none
+    if left_out := prepared.manifest.get("left_out"):  # older manifests lack this field
         say(left_out)
     return prepared
 
 
 def _key(settings: DataSettings, source: DocumentSource, special: Sequence[str]) -> str:
-    """Return a hash of everything that the tokens depend on."""
+    """Return a hash of all inputs that determine the tokens."""
     if settings.tokenizer:
         path = Path(settings.tokenizer).expanduser()
         tokenizer = file_sha256(path) if path.is_file() else ""
@@ -69,10 +69,10 @@ def _build(settings: DataSettings, source: DocumentSource, special: Sequence[str
     own_tokenizer = read_tokenizer(Path(settings.tokenizer).expanduser()) if settings.tokenizer else None
     pieces: Callable[[str], list[str]] = (lambda text: text.split(SEPARATOR)) if pairs else (lambda text: [text])
     split = plan_split(source.documents(), settings.held_out, settings.source, lambda text: pieces(text)[0])
-    if split.longest is not None and pairs:  # a split within a text would split a pair
+    if split.longest is not None and pairs:  # cutting the longest document would cut a pair
         raise UsageError(
             f"{settings.source} has too few pairs to hold {100 * settings.held_out:g}% of them out",
-            fix="add pairs, or raise data.held_out",
+            fix="add pairs; or raise data.held_out",
         )
     texts = (piece for text in split.sample(source.documents(), TRAINING_TEXT) for piece in pieces(text))
     tokenizer = own_tokenizer or train_tokenizer(texts, settings.vocabulary, special)

@@ -1,4 +1,4 @@
-"""Files of tokens: all documents in sequence, with an end of text after each of their pieces."""
+"""Token files: all documents in sequence. A pair has two pieces; an end-of-text token ends each piece."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -10,13 +10,13 @@ from thrifty.data.tokenizer import TextTokenizer
 from thrifty.data.train_split import DataSplit
 
 AT_ONCE = 1_000_000
-"""Number of characters tokenized together."""
+"""Number of characters that are tokenized in one call."""
 
 
 class TokenFile:
     """A file of tokens that is being written, with counts.
 
-    The last piece of a document is predicted: the document itself, or the target of a pair. Only these pieces are
+    A model predicts the last piece of a document: the document itself, or the target of a pair. Only last pieces are
     counted.
     """
 
@@ -28,7 +28,7 @@ class TokenFile:
         self.documents = self.bytes = 0
 
     def add(self, documents: Sequence[Sequence[str]], encoded: Sequence[list[int]]) -> None:
-        """Append the tokens `encoded` of every piece of these documents."""
+        """Append the tokens of documents. `encoded` has the tokens of each piece, in order."""
         ended = ((*tokens, self.end_of_text) for tokens in encoded)
         numbers = np.fromiter((token for tokens in ended for token in tokens), dtype=self.type)
         self.file.write(numbers.tobytes())
@@ -45,7 +45,7 @@ class TokenFile:
         if np.count_nonzero(numbers == self.end_of_text) != pieces:
             raise UsageError(
                 "a text contains the tokenizer's end-of-text token, which separates pairs",
-                fix="remove it from the text, or leave data.tokenizer out to train a tokenizer",
+                fix="remove it from the text; or leave data.tokenizer out to train a tokenizer",
             )
 
     @property
@@ -56,7 +56,7 @@ class TokenFile:
 def write_streams(
     parts: Iterator[tuple[DataSplit, str]], pieces: Callable[[str], list[str]], tokenizer: TextTokenizer, folder: Path
 ) -> dict[DataSplit, TokenFile]:
-    """Write the documents of each part, tokenized in pieces, to PART.bin in a folder, and return the counts."""
+    """Tokenize the pieces of all documents, write each part to PART.bin in a folder, and return the counts."""
     streams = {part: TokenFile(folder / f"{part}.bin", tokenizer) for part in DataSplit}
     try:
         for group in _groups(parts):
@@ -70,7 +70,7 @@ def write_streams(
 
 
 def _groups(parts: Iterator[tuple[DataSplit, str]]) -> Iterator[list[tuple[DataSplit, str]]]:
-    """Yield groups of consecutive documents with at least AT_ONCE characters."""
+    """Yield groups of consecutive documents. A group has at least AT_ONCE characters."""
     for first in parts:
         group, size = [first], len(first[1])
         while size < AT_ONCE and (following := next(parts, None)):
@@ -84,6 +84,9 @@ def token_type(tokenizer: TextTokenizer) -> str:
 
 
 def unigram_entropy(train: np.ndarray, held_out: np.ndarray) -> float:
-    """Return nats per held-out token under the training frequencies with add-one smoothing (Laplace 1812)."""
+    """Return the cross-entropy of held-out tokens in nats per token, for counts (v,) of v tokens.
+
+    Probabilities are training frequencies with add-one smoothing (Laplace 1812).
+    """
     log_probability = np.log((train + 1) / (train.sum() + len(train)))
     return float(-(held_out * log_probability).sum() / held_out.sum())

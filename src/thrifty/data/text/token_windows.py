@@ -1,4 +1,4 @@
-"""Windows of equal length in a stream of tokens, as examples."""
+"""Examples as windows of equal length in a stream of tokens."""
 
 from collections.abc import Callable
 from functools import cached_property
@@ -15,7 +15,7 @@ from thrifty.data.epoch_sampler import EpochsByKey, HeldOutByKey, fingerprint
 class TokenWindows:
     """A stream of tokens (any unsigned type, memory-mapped or not) as examples of `length` + 1 tokens each.
 
-    A window begins with the last token of the window before it, so that every token but the first is predicted once.
+    A window begins with the last token of the previous window. Thus every token except the first is predicted once.
     Tokens at the end that do not fill a window are not used.
     """
 
@@ -26,7 +26,7 @@ class TokenWindows:
         return max(0, (len(self.tokens) - 1) // self.length)
 
     def at(self, indices: np.ndarray) -> Tensor:
-        """Return the windows with these numbers (b,) as int64 (b, length + 1)."""
+        """Return the windows at `indices` (b,), int64 (b, length + 1)."""
         places = indices[:, None] * self.length + np.arange(self.length + 1)
         return torch.from_numpy(self.tokens[places].astype(np.int64))
 
@@ -34,7 +34,7 @@ class TokenWindows:
         return {"tokens": self.at(indices)}
 
     def texts(self, indices: np.ndarray, decode: Callable[[list[int]], str]) -> list[str]:
-        """Return the decoded windows with these numbers."""
+        """Return the decoded windows at `indices`."""
         return [decode(tokens) for tokens in self.at(indices).tolist()]
 
     def example_index(self) -> ExampleIndex:
@@ -48,7 +48,7 @@ class TokenWindows:
 class PackedTokens(EpochsByKey):
     """Training examples in epochs: {"tokens": int64 (b, length + 1), "key": int64 (b,)}.
 
-    The key has random bits; a window has a new key in each epoch. Raises UsageError for text with fewer windows than
+    Keys seed random values; a window has a new key in each epoch. Raises UsageError if the text has fewer windows than
     one batch.
     """
 
