@@ -123,7 +123,7 @@ def test_a_folder_of_images_has_the_models_image_size(desk: CommandLine) -> None
     changed = {"model__patch": 8, "model__depth": 1, "data__held_out": 0.25, "data__source": str(folder)}
     done = desk(*words("shades", "--json", steps=40, **changed))
     summary = json.loads(done.stdout)
-    assert "1 of 49 image files are left out: light/broken.png: it is no image" in done.stderr
+    assert "1 of 49 image files are left out: light/broken.png: it is not an image" in done.stderr
     assert summary["held_out"]["accuracy"] == 1.0
     kept = json.loads((desk.run("shades") / "images.json").read_text())
     assert kept["labels"] == ["dark", "light"] and kept["side"] == 32 and kept["channels"] == 3

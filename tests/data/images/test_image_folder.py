@@ -219,7 +219,7 @@ def test_links_are_followed_once_and_broken_ones_left_out(tmp_path):
     os.mkfifo(folder / "light" / "pipe.png")
     printed, opened, _ = said_of(folder, held_out=0.5)
     assert sum(map(len, opened.values())) == 6 + 3 + 6 + 1
-    assert "3 of 19 image files are left out" in printed[-1] and "light/nowhere.png: it is no file" in printed[-1]
+    assert "3 of 19 image files are left out" in printed[-1] and "light/nowhere.png: it is not a file" in printed[-1]
 
 
 def test_names_that_are_not_utf8_are_accepted(tmp_path):

@@ -1,14 +1,14 @@
 """Data augmentation of training images, as a pure function of each image's key.
 
-Random generators, the order of images and ranks have no effect. Random values of one augmentation do not depend on
-other augmentations. Images are float (b, c, h, w) in 0 … 1, keys uint64 (b,).
+Global random generators, the order of images and ranks have no effect. Random values of one augmentation do not depend
+on other augmentations. Images are float (b, c, h, w) in 0 … 1. Keys are uint64 (b,).
 
 - Crops and flips as for CIFAR since He et al. 2015.
-- Operations on colours and geometry after RandAugment (Cubuk et al. 2019, arXiv 1909.13719), without its equalize and
-  sharpness.
+- Operations on colors and geometry as in RandAugment (Cubuk et al. 2019, arXiv 1909.13719), without the operations
+  equalize and sharpness.
 - Random erasing (Zhong et al. 2017, arXiv 1708.04896).
 - mixup (Zhang et al. 2017, arXiv 1710.09412) and CutMix (Yun et al. 2019, arXiv 1905.04899). The second image is any
-  image of the training set, not one of the same batch, so that no rank requires images of another.
+  training image, not one of the same batch. Ranks therefore do not exchange images.
 """
 
 import math
@@ -24,11 +24,12 @@ from thrifty.core.recipe import AugmentationSettings
 from thrifty.kernels.example_rng import random_fractions, random_integers
 
 PER_PURPOSE = 64
-"""Random values of a key for each purpose. An operation uses two, and `AugmentationSettings` allows at most 32."""
+"""Number of random values of a key for each purpose. An operation uses two values, and `AugmentationSettings` allows at
+most 32 operations."""
 ERASED = (0.02, 1 / 3)
-"""Smallest and largest erased fraction of an image."""
+"""Minimum and maximum erased fraction of an image."""
 NARROWEST = 0.3
-"""Smallest ratio of width to height of the erased rectangle; the largest is its reciprocal."""
+"""Minimum ratio of width to height of the erased rectangle. The maximum ratio is 1 / NARROWEST."""
 
 
 class AugmentationDraw(IntEnum):
@@ -49,13 +50,13 @@ def uniform(keys: np.ndarray, purpose: AugmentationDraw, count: int) -> Tensor:
 
 
 def partners(keys: np.ndarray, images: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the index of the training image that each image is mixed with, and the key of that image, (b,) each."""
+    """Return a second training image for each image: index and key, (b,) each."""
     numbers = random_integers(keys, 2, skip=PER_PURPOSE * AugmentationDraw.PARTNER)
     return (numbers[:, 0] % np.uint64(images)).astype(np.int64), numbers[:, 1].copy()
 
 
 def augment(images: Tensor, keys: np.ndarray, how: AugmentationSettings, fill: tuple[float, ...]) -> Tensor:
-    """Return images with crops, flips, operations and erasing; `fill` is the colour of empty pixels."""
+    """Return images with crops, flips, operations and erasing; `fill` is the color of empty pixels."""
     colour = torch.tensor(fill).view(1, -1, 1, 1)
     if how.crop or how.flip:
         images = crop_and_flip(images, keys, how.crop, how.flip)
@@ -65,13 +66,13 @@ def augment(images: Tensor, keys: np.ndarray, how: AugmentationSettings, fill: t
 
 
 def crop_and_flip(images: Tensor, keys: np.ndarray, crop: int, flip: bool) -> Tensor:
-    """Return images shifted by up to `crop` pixels in each direction, padded with black, and half of them mirrored."""
+    """Shift images by up to `crop` pixels in each direction, with black padding. With `flip`, mirror a random half."""
     h, w = images.shape[-2:]
     padded = F.pad(images, (crop,) * 4).numpy()
     places = (uniform(keys, AugmentationDraw.CROP, 2) * (2 * crop + 1)).long().tolist()
     mirrored = (uniform(keys, AugmentationDraw.FLIP, 1)[:, 0] < 0.5).tolist()
     augmented = np.empty(images.shape, padded.dtype)
-    # a slice per image is about ten times as fast as one indexing of all images by tensors
+    # slicing image by image is about ten times as fast as indexing all images with tensors
     for number, (top, left) in enumerate(places):
         piece = padded[number, :, top : top + h, left : left + w]
         augmented[number] = piece[:, :, ::-1] if flip and mirrored[number] else piece
@@ -79,7 +80,7 @@ def crop_and_flip(images: Tensor, keys: np.ndarray, crop: int, flip: bool) -> Te
 
 
 def erase_rectangles(images: Tensor, keys: np.ndarray, share: float, colour: Tensor) -> Tensor:
-    """Return images of which a fraction `share` has a rectangle of random size and position in one colour."""
+    """Fill a rectangle of random size and position with one color, in a random fraction `share` of images."""
     h, w = images.shape[-2:]
     chance, area, aspect, top, left = uniform(keys, AugmentationDraw.ERASE, 5).unbind(1)
     area = (ERASED[0] + area * (ERASED[1] - ERASED[0])) * h * w
@@ -91,7 +92,7 @@ def erase_rectangles(images: Tensor, keys: np.ndarray, share: float, colour: Ten
 
 
 def rectangles(top: Tensor, left: Tensor, high: Tensor, wide: Tensor, h: int, w: int) -> Tensor:
-    """Return a mask of the pixels in each rectangle, boolean (b, 1, h, w)."""
+    """Return a mask of the pixels inside each rectangle, boolean (b, 1, h, w)."""
     y, x = torch.arange(h), torch.arange(w)
     rows = (y >= top[:, None]) & (y < (top + high)[:, None])
     columns = (x >= left[:, None]) & (x < (left + wide)[:, None])
@@ -99,9 +100,9 @@ def rectangles(top: Tensor, left: Tensor, high: Tensor, wide: Tensor, h: int, w:
 
 
 def mix_examples(images: Tensor, others: Tensor, keys: np.ndarray, how: AugmentationSettings) -> tuple[Tensor, Tensor]:
-    """Return images mixed with others, and the fraction (b,) that remains of each image.
+    """Mix images with `others`. Return the mixed images, and the fraction (b,) that remains of each image.
 
-    With both mixup and CutMix, half of the keys use CutMix.
+    If both mixup and CutMix are set, a random half of the images uses CutMix.
     """
     coin, amount, middle_y, middle_x = uniform(keys, AugmentationDraw.MIX, 4).unbind(1)
     h, w = images.shape[-2:]
@@ -119,14 +120,16 @@ def mix_examples(images: Tensor, others: Tensor, keys: np.ndarray, how: Augmenta
 
 
 def _beta(uniform: Tensor, shape: float) -> Tensor:
-    """Return values of the distribution Beta(shape, shape) from uniform values."""
-    from scipy.special import betaincinv  # the import takes 0.1 s, and only mixed images require it
+    """Transform uniform values to the distribution Beta(shape, shape)."""
+    from scipy.special import (
+        betaincinv,
+    )  # imported here, because the import takes 0.1 s and only mixed images require it
 
     return torch.from_numpy(betaincinv(shape, shape, uniform.numpy()))
 
 
 def apply_operations(images: Tensor, keys: np.ndarray, operations: int, magnitude: float, colour: Tensor) -> Tensor:
-    """Return images after a number of random operations in sequence; signed operations have a random sign."""
+    """Apply a sequence of random operations to each image. Strengths have a random sign."""
     which, sign = uniform(keys, AugmentationDraw.OPERATION, 2 * operations).chunk(2, dim=1)
     chosen = (which * len(OPERATIONS)).long()
     strengths = magnitude * torch.where(sign < 0.5, -1.0, 1.0)
@@ -141,7 +144,7 @@ def apply_operations(images: Tensor, keys: np.ndarray, operations: int, magnitud
 
 
 Operation = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Function of images (b, c, h, w), strengths (b, 1, 1, 1) in -1 … 1, and the colour of empty pixels."""
+"""Function of images (b, c, h, w), strengths (b, 1, 1, 1) in -1 … 1, and the color of empty pixels."""
 
 
 def grey(images: Tensor) -> Tensor:
@@ -152,7 +155,7 @@ def grey(images: Tensor) -> Tensor:
 
 
 def away_from(other: Tensor, images: Tensor, strength: Tensor) -> Tensor:
-    """Return images moved towards another image for negative strengths, and away from it for positive ones."""
+    """Move images towards `other` for negative strengths, and away from `other` for positive strengths."""
     return (other + (1 + 0.9 * strength) * (images - other)).clamp(0, 1)
 
 
@@ -173,19 +176,19 @@ def saturation(images: Tensor, strength: Tensor, colour: Tensor) -> Tensor:
 
 
 def stretch(images: Tensor, strength: Tensor, colour: Tensor) -> Tensor:
-    """Return images with each channel rescaled to the range 0 … 1."""
+    """Rescale each channel to the range 0 … 1."""
     least, most = images.amin((2, 3), keepdim=True), images.amax((2, 3), keepdim=True)
     return torch.where(most > least, (images - least) / (most - least).clamp(min=1e-6), images)
 
 
 def posterize(images: Tensor, strength: Tensor, colour: Tensor) -> Tensor:
-    """Return images with fewer levels: 256 at strength 0, 16 at strength 1."""
+    """Reduce the number of levels: 256 at strength 0, 16 at strength 1."""
     levels = 2 ** (8 - 4 * strength.abs()).round()
     return (images * levels).floor().clamp(max=levels - 1) / (levels - 1)
 
 
 def solarize(images: Tensor, strength: Tensor, colour: Tensor) -> Tensor:
-    """Return images with pixels brighter than 1 - strength inverted."""
+    """Invert pixels that are brighter than 1 - strength."""
     return torch.where(images > 1 - strength.abs(), 1 - images, images)
 
 
@@ -205,7 +208,7 @@ def shear_y(images: Tensor, strength: Tensor, colour: Tensor) -> Tensor:
 
 
 def warp(images: Tensor, colour: Tensor, to_x: tuple[Tensor, Tensor], to_y: tuple[Tensor, Tensor]) -> Tensor:
-    """Return images resampled by a linear map, with two rows of elements (b, 1, 1, 1), around the centre."""
+    """Resample images by a linear map around the center. `to_x` and `to_y` are the rows of its 2 x 2 matrix."""
     h, w = images.shape[-2:]
     y = ((torch.arange(h) + 0.5) * 2 / h - 1).view(1, h, 1)
     x = ((torch.arange(w) + 0.5) * 2 / w - 1).view(1, 1, w)
@@ -217,4 +220,4 @@ def warp(images: Tensor, colour: Tensor, to_x: tuple[Tensor, Tensor], to_y: tupl
 OPERATIONS: tuple[Operation, ...] = (
     same, brightness, contrast, saturation, stretch, posterize, solarize, rotate, shear_x, shear_y,
 )  # fmt: skip
-"""Operations of `apply_operations`; crops replace translation."""
+"""Operations of `apply_operations`. Translation is missing, because crops translate images."""

@@ -1,9 +1,9 @@
-"""Handwritten digits: 1,797 real images of 8 x 8 pixels with their labels, shipped with Thrifty.
+"""Handwritten digits: 1,797 real labelled images of 8 x 8 pixels, included in Thrifty.
 
 Optical Recognition of Handwritten Digits, by E. Alpaydin and C. Kaynak (1998), UCI Machine Learning Repository,
 https://doi.org/10.24432/C50P49, licensed under Creative Commons Attribution 4.0 International
-(https://creativecommons.org/licenses/by/4.0/). These are the images of its test file, which scikit-learn ships as well.
-Only the file format was changed. The images are of 13 people, and the splits here do not separate people.
+(https://creativecommons.org/licenses/by/4.0/). These are the images of its test file, which scikit-learn also includes.
+Only the file format was changed. 13 people wrote the digits, and the splits do not separate people.
 """
 
 from functools import cache
@@ -45,7 +45,7 @@ def digits() -> LabelledDigits:
 
 @cache
 def _places(split: str) -> np.ndarray:
-    """Return the indices of the images of a split, the same on every machine and for every seed."""
+    """Return the indices of the images in a split. They are the same on every machine and for every seed."""
     total = len(digits().labels)
     shuffled = permute(np.arange(total), total, SPLIT_KEY)
     parts = {"train": shuffled[:TRAIN], "test": shuffled[TRAIN:]}

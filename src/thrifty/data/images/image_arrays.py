@@ -2,7 +2,7 @@
 
 train.bin, held_out.bin                 pixels, uint8 (n, c, h, w)
 train_labels.bin, held_out_labels.bin   int32 (n,)
-train_names.json, held_out_names.json   names of the image files, if each image is a file
+train_names.json, held_out_names.json   names of the image files, if each image has its own file
 images.json                             shape and number of images, names of labels, mean and standard deviation of
                                         training pixels, and the source of the pixels
 """
@@ -33,13 +33,13 @@ LABEL = np.dtype("<i4")
 
 
 def normalized(images: Tensor, ends: ImageModelSpec) -> Tensor:
-    """Return images (b, c, h, w) in 0 … 1 standardized by the mean and standard deviation of each channel."""
+    """Standardize images (b, c, h, w) in 0 … 1 by the mean and standard deviation of each channel."""
     mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (ends.mean, ends.std))
     return images.sub(mean).div_(std)
 
 
 def denormalized(images: Tensor, ends: ImageModelSpec) -> Tensor:
-    """Return images (b, c, h, w) in 0 … 1 from the result of `normalized`."""
+    """Invert `normalized`: return images (b, c, h, w) in 0 … 1."""
     mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (ends.mean, ends.std))
     return images.mul(std).add_(mean)
 
@@ -49,25 +49,25 @@ class ImageArrays:
     """The images of one part, as `IndexedExamples`."""
 
     pixels: np.ndarray
-    """uint8 (n, c, h, w), from 0 to `brightest`."""
+    """Pixels from 0 to `brightest`, uint8 (n, c, h, w)."""
     labels: np.ndarray
     ends: ImageModelSpec
-    """Model inputs. If the side differs from that of the pixels, images are resized to it."""
+    """Description of model inputs. Images are resized to its `side` if they have another size."""
     brightest: int = BRIGHTEST
     names: Sequence[str] = ()
-    """Names of the image files; empty unless each image is a file."""
+    """Names of the image files; empty unless each image has its own file."""
 
     def __len__(self) -> int:
         return len(self.labels)
 
     def shown(self, indices: np.ndarray) -> Tensor:
-        """Return images in 0 … 1, float32 (b, c, side, side)."""
+        """Return the images at `indices` without augmentation, float32 (b, c, side, side) in 0 … 1."""
         return self._scaled(self._stored(indices))
 
     def changed(self, indices: np.ndarray, keys: np.ndarray, how: AugmentationSettings) -> Tensor:
-        """Return images in 0 … 1, augmented by their keys uint64 (b,), see `augmentation.augment`."""
+        """Return augmented images in 0 … 1. Keys uint64 (b,) seed the random values, see `augmentation.augment`."""
         pixels = self._stored(indices)
-        if pixels.shape[-1] == self.ends.side and (how.crop or how.flip):  # equal result, and faster on bytes
+        if pixels.shape[-1] == self.ends.side and (how.crop or how.flip):  # the result is equal, and bytes are faster
             pixels, how = crop_and_flip(pixels, keys, how.crop, how.flip), replace(how, crop=0, flip=False)
         return augment(self._scaled(pixels), keys, how, self.ends.mean)
 
@@ -82,7 +82,7 @@ class ImageArrays:
         return torch.from_numpy(self.labels[indices].astype(np.int64))
 
     def example_index(self) -> ExampleIndex:
-        """Return the index of the stored images, which does not depend on the size they are resized to."""
+        """Return the index of the stored images. Resizing does not change the index."""
         labels = self.labels_of(np.arange(len(self))) if self.ends.labels else None
         return ExampleIndex(len(self), self._fingerprint, labels, self.ends.labels)
 
@@ -95,7 +95,7 @@ class ImageArrays:
         return replace(self, ends=replace(self.ends, labels=()))
 
     def fields(self, indices: np.ndarray) -> dict[str, Tensor]:
-        """Return {"inputs": (b, c, side, side)}, and "labels" (b,) if there are any."""
+        """Return {"inputs": (b, c, side, side)}, and "labels" (b,) if images have labels."""
         labels = {"labels": self.labels_of(indices)} if self.ends.labels else {}
         return {"inputs": normalized(self.shown(indices), self.ends), **labels}
 
@@ -106,7 +106,7 @@ def names_file(part: DataSplit) -> str:
 
 @dataclass
 class ChannelStatistics:
-    """Exact mean and standard deviation of each channel of a stream of images, from sums of whole numbers."""
+    """Exact mean and standard deviation per channel of a stream of images, from integer sums."""
 
     count: int = 0
     sums: np.ndarray = field(default_factory=lambda: np.zeros(1, np.int64))
@@ -119,7 +119,7 @@ class ChannelStatistics:
         self.sums, self.squares = self.sums + flat.sum(1), self.squares + (flat * flat).sum(1)
 
     def statistics(self, brightest: int = BRIGHTEST) -> tuple[tuple[float, ...], tuple[float, ...]]:
-        """Return mean and standard deviation of pixels in 0 … 1; for a constant channel the latter is 1."""
+        """Return mean and standard deviation per channel, for pixels in 0 … 1. A constant channel has deviation 1."""
         mean = self.sums / self.count
         std = np.sqrt(np.maximum(self.squares / self.count - mean**2, 0))
         return tuple((mean / brightest).tolist()), tuple((np.where(std > 0, std, brightest) / brightest).tolist())

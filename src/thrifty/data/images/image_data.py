@@ -36,7 +36,7 @@ LABELS = "labels"
 
 
 def holds_images(source: str) -> bool:
-    """Return True for a known set of images, with labels or captions, and for a folder with image files."""
+    """Return True for a named image set (with labels or captions), and for a folder with image files."""
     if source == DIGITS or (source in entries() and entries()[source].kind in ("images", "pairs")):
         return True
     path = Path(source).expanduser()
@@ -44,7 +44,7 @@ def holds_images(source: str) -> bool:
 
 
 def holds_mainly_images(source: str) -> bool:
-    """Return True for a known set of images, and for a folder most of whose files have names of images."""
+    """Return True for a named image set, and for a folder in which most files are images by name."""
     path = Path(source).expanduser()
     return holds_images(source) and (source in (DIGITS, *entries()) or image_share(path) > 0.5)
 
@@ -52,8 +52,8 @@ def holds_mainly_images(source: str) -> bool:
 class TrainingImages(EpochsByKey):
     """Augmented images in epochs, as a pure function of (seed, number of the example in the run).
 
-    {"inputs": (b, c, h, w), "labels": (b,), "key": (b,)}. Labels of mixed images are distributions (b, v); unlabelled
-    images have none. The key has random bits of the example in this run.
+    {"inputs": (b, c, h, w), "labels": (b,), "key": (b,)}. Mixed images have label weights (b, v) for v labels. There is
+    no field "labels" for unlabelled images. The key seeds the random values of the example.
     """
 
     contents: ImageArrays
@@ -94,7 +94,7 @@ class ImageData:
     identity: Mapping[str, str]
     parts: Mapping[DataSplit, ImageArrays]
     frequencies_entropy: float | None = None
-    """Nats per held-out image under the training frequencies of labels; None without labels."""
+    """Cross-entropy of held-out labels under the training frequencies, in nats per image; None without labels."""
     left_out: int = 0
     """Number of unreadable image files."""
     named: tuple[str, ...] = ()
@@ -141,18 +141,18 @@ class ImageData:
     def check_meaning(self, before: Mapping[str, str], old: Path) -> None:
         if before.get(LABELS) != self.identity[LABELS]:
             raise UsageError(
-                "the fork has other labels than the old run: outputs would have another meaning",
-                fix="use the old names of the image folders, or start a new run",
+                "the fork has other labels than the old run, so outputs would change their meaning",
+                fix="use the old names of the image folders; or start a new run",
             )
 
 
 def open_images(
     settings: DataSettings, seed: int, side: int | None, say: Callable[[str], None], labelled: bool = True
 ) -> ImageData:
-    """Return the opened images of a recipe; images of a folder are decoded once into the cache.
+    """Open the images of a recipe. The first time, images of a folder are decoded into the cache.
 
-    `side` is the size in pixels of a folder's images unless the settings have one. Without `labelled`, labels are
-    optional and not returned. Raises UsageError for an invalid source or setting, and for fewer images than one batch.
+    `side` is the default size in pixels for images of a folder. Without `labelled`, labels are optional and not
+    returned. Raises UsageError for an invalid source or setting, and for fewer images than one batch.
     """
     if settings.tokenizer:
         raise UsageError(f"data.tokenizer is set, but {settings.source} holds images", fix="leave data.tokenizer out")
@@ -177,7 +177,7 @@ def open_images(
 
 
 Opened = tuple[dict[DataSplit, ImageArrays], dict[str, str], dict[str, Any]]
-"""Arrays, sha256 of their files, and other facts of the manifest."""
+"""Arrays, the sha256 of the array files, and other facts from the manifest."""
 
 
 def _open(settings: DataSettings, side: int | None, say: Callable[[str], None], labelled: bool) -> Opened:

@@ -1,8 +1,8 @@
-"""Decoding of untrusted image files to arrays of one size, by Pillow (extra `images`).
+"""Decoding of untrusted image files to arrays of equal size, with Pillow (extra `images`).
 
-The size of an image is checked before any pixel is decoded. A truncated or damaged file is an error, never a half-grey
-image. Images are rotated by their EXIF orientation, transparency becomes white, and all colour spaces and depths
-become RGB.
+The size of an image is checked before any pixel is decoded. A truncated or damaged file is an error, never a half-gray
+image. Images are rotated by their EXIF orientation. Transparency becomes white. All color spaces and bit depths become
+8-bit RGB.
 """
 
 import warnings
@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF", "TIFF", "PPM")
 SUFFIXES = frozenset({".png", ".jpg", ".jpeg", ".webp", ".bmp", ".gif", ".tif", ".tiff", ".ppm", ".pgm"})
 MOST_PIXELS = 100_000_000
-"""Largest number of pixels of a file; a larger one may be a decompression bomb."""
+"""Maximum number of pixels of a file. A larger file may be a decompression bomb."""
 DEEP = ("I", "I;16", "I;16B", "I;16L", "I;16N")
-"""Pillow's modes of 16-bit grey images."""
+"""Pillow's modes of 16-bit grayscale images."""
 
 
 class ImageDecodeError(Exception):
-    """Unusable image file, with the reason."""
+    """An image file cannot be used. The text is the reason."""
 
 
 def pillow() -> ModuleType:
@@ -42,19 +42,21 @@ def pillow() -> ModuleType:
 
 
 def decode(source: Path | bytes, side: int) -> np.ndarray:
-    """Return the central square of an image file, by its path or its contents, scaled to uint8 (3, side, side).
+    """Return the central square of an image file, scaled to uint8 (3, side, side). `source` is a path or contents.
 
-    The first of several images in a file is used. Raises ImageDecodeError for a file that is missing, empty, no image,
-    too large, truncated or damaged, and OSError for a file that cannot be read.
+    If a file has several images, the first is used. Raises ImageDecodeError for a file that is missing, empty, not an
+    image, too large, truncated or damaged. Raises OSError for a file that cannot be read.
     """
     image = pillow()
     if isinstance(source, Path) and not source.is_file():
-        raise ImageDecodeError("it is no file, or a broken link")
+        raise ImageDecodeError("it is not a file, or a broken link")
     if not (source if isinstance(source, bytes) else source.stat().st_size):
         raise ImageDecodeError("it is empty")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about damaged metadata, and about sizes, which are checked below
+            warnings.simplefilter(
+                "ignore"
+            )  # warnings are about damaged metadata and about sizes, which `check_size` checks
             with image.open(BytesIO(source) if isinstance(source, bytes) else source, formats=FORMATS) as opened:
                 check_size(*opened.size)
                 opened.draft("RGB", (side, side))
@@ -62,7 +64,7 @@ def decode(source: Path | bytes, side: int) -> np.ndarray:
     except ImageDecodeError:
         raise
     except image.UnidentifiedImageError:
-        raise ImageDecodeError("it is no image of a known format") from None
+        raise ImageDecodeError("it is not an image of a known format") from None
     except image.DecompressionBombError:
         raise ImageDecodeError(f"it has more than {MOST_PIXELS:,} pixels") from None
     except Exception as error:  # a damaged file can raise anything in a decoder: struct.error, SyntaxError, …
@@ -77,7 +79,7 @@ def check_size(width: int, height: int) -> None:
 
 
 def as_rgb(opened: "Image") -> "Image":
-    """Return an upright RGB image, with 16 bits scaled to 8 and transparent parts on white."""
+    """Return an upright RGB image: 16-bit values are scaled to 8 bits, and transparency becomes white."""
     from PIL import ImageOps
 
     opened.load()

@@ -1,8 +1,8 @@
-"""Folders of images, decoded once into cached arrays, with a subfolder for each label.
+"""Image folders with a subfolder for each label. Images are decoded once into cached arrays.
 
-The split is that of the folders train, and val or test, if they exist; otherwise by the hash of each file. Undecodable
-files are left out, counted, and the first few named. Objectives without labels use images in any subfolder. If all
-images are in folders of labels, the same arrays are used with and without labels.
+If the folder contains train, and val or test, these are the parts. Otherwise images are split by the hash of each file.
+Files that cannot be decoded are left out and counted, and the first few are named. Objectives without labels use images
+in any subfolder. If all images are in label folders, the same arrays are used with and without labels.
 """
 
 import json
@@ -31,7 +31,7 @@ class ImageFile:
 
     path: Path
     label: str
-    """Name of the label's folder; empty outside of one."""
+    """Name of the label folder; empty for an image outside of label folders."""
     part: DataSplit | None
     """Part of the split; None for a split by the hash of the file."""
 
@@ -39,7 +39,8 @@ class ImageFile:
 def image_files(folder: Path, labelled: bool = True) -> list[ImageFile]:
     """Return the sorted image files of a folder.
 
-    Raises UsageError if there are none, and with `labelled` unless they are in folders of at least two labels.
+    Raises UsageError if there are no images. With `labelled`, also raises it unless images are in at least two label
+    folders.
     """
     files = list(_listed(folder, labelled))
     if not labelled:
@@ -72,7 +73,7 @@ def prepare_folder(folder: Path, side: int, held_out: float, say: Callable[[str]
     """Return the cached arrays of a folder's images, `side` pixels high and wide.
 
     Images are decoded if they are not cached, or if the name, size or modification time of a file has changed. Raises
-    UsageError as `image_files` does, and if no image of a label can be read.
+    UsageError like `image_files`, and if no image of a label can be read.
     """
     pillow()
     files = image_files(folder, labelled)
@@ -84,7 +85,7 @@ def prepare_folder(folder: Path, side: int, held_out: float, say: Callable[[str]
     if labelled and manifest["unread"]:
         raise UsageError(
             f"{folder}: no image of the label {manifest['unread'][0]!r} can be read",
-            fix="add readable images to its folder, or remove the folder",
+            fix="add readable images to its folder; or remove the folder",
         )
     refuse_empty(str(folder), manifest["images"], held_out)
     return built
@@ -134,4 +135,4 @@ def refuse_empty(source: str, counts: Mapping[str, int], held_out: float) -> Non
     """Raise UsageError if there is no training image or no held-out image."""
     if not counts[DataSplit.TRAIN] or not counts[DataSplit.HELD_OUT]:
         what = "to train on" if not counts[DataSplit.TRAIN] else f"when {held_out:.0%} are held out for evaluation"
-        raise UsageError(f"{source}: no image is left {what}", fix="add images, or raise data.held_out")
+        raise UsageError(f"{source}: no image is left {what}", fix="add images; or raise data.held_out")

@@ -30,16 +30,16 @@ class ImageSummary:
     std: list[float]
     """Standard deviation of each channel of the training images, for pixels in 0 … 1."""
     label_entropy: float | None
-    """Nats per held-out image under the training frequencies of labels."""
+    """Cross-entropy of held-out labels under the training frequencies, in nats per image."""
     unlabelled: str
-    """Reason for missing labels; empty for labelled images."""
+    """Reason why there are no labels; empty for labelled images."""
     left_out: int
     named: list[str]
     """Names of the first thousand unreadable files, with the reasons."""
 
 
 def inspect_images(settings: DataSettings, say: Callable[[str], None]) -> ImageSummary:
-    """Return the summary of a source, decoded first if necessary. Raises UsageError as `open_images` does."""
+    """Return the summary of a source. Decode images first if necessary. Raises UsageError like `open_images`."""
     unlabelled = _unlabelled(settings.source)
     data = open_images(replace(settings, batch=1), 0, FOLDER_SIDE, say, labelled=not unlabelled)
     names = data.ends.labels
@@ -60,7 +60,7 @@ def inspect_images(settings: DataSettings, say: Callable[[str], None]) -> ImageS
 
 
 def _unlabelled(source: str) -> str:
-    """Return the reason for missing labels, or an empty string for labelled images."""
+    """Return the reason why there are no labels, or an empty string for labelled images."""
     if source == DIGITS or source in entries():
         return ""
     try:

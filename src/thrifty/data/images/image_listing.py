@@ -15,7 +15,7 @@ PART_FOLDERS = {
     "validation": DataSplit.HELD_OUT,
     "test": DataSplit.HELD_OUT,
 }
-"""Names of the folders of each part; of several held-out folders the first in this order is used."""
+"""Folder names of each part. If several held-out folders exist, the first in this order is used."""
 
 
 def is_image_name(name: str) -> bool:
@@ -23,12 +23,12 @@ def is_image_name(name: str) -> bool:
 
 
 def has_image_files(folder: Path) -> bool:
-    """Return True if any file below a folder has the name of an image."""
+    """Return True if any file below a folder has an image suffix."""
     return any(True for _ in images_below(folder))
 
 
 def image_share(folder: Path) -> float:
-    """Return the fraction of visible files below a folder with names of images; 0 without files."""
+    """Return the fraction of visible files below a folder that have an image suffix; 0 without files."""
     are_images = [is_image_name(path.name) for path in files_below(folder)]
     return sum(are_images) / max(len(are_images), 1)
 
@@ -40,7 +40,7 @@ def images_below(folder: Path) -> Iterator[Path]:
 def files_below(folder: Path) -> Iterator[Path]:
     """Yield every visible file below a folder in sorted order.
 
-    Links to folders are followed, but each folder is visited once, because links may be circular.
+    Links to folders are followed. Each folder is visited once, because links may be circular.
     """
     visited: set[str] = set()
     for root, inner, names in os.walk(folder, followlinks=True):
@@ -59,7 +59,7 @@ def folders_in(folder: Path) -> dict[str, Path]:
 
 
 def split_folders(folder: Path) -> list[tuple[DataSplit | None, Path]]:
-    """Return the folders of the training and the held-out part, or the whole folder with the part None."""
+    """Return (part, folder) pairs: the train and held-out folders, or (None, folder) if there is no split."""
     inner = folders_in(folder)
     tests = [name for name, part in PART_FOLDERS.items() if part is DataSplit.HELD_OUT and name in inner]
     if "train" in inner and tests:
@@ -68,7 +68,7 @@ def split_folders(folder: Path) -> list[tuple[DataSplit | None, Path]]:
 
 
 def folder_state(paths: Iterable[Path]) -> str:
-    """Return a hash of the paths, sizes and modification times of files, which is fast for large files."""
+    """Return a hash of paths, sizes and modification times. Contents are not read."""
     digest = hashlib.blake2b(digest_size=16)
     for path in paths:
         try:
@@ -81,7 +81,7 @@ def folder_state(paths: Iterable[Path]) -> str:
 
 
 def part_by_hash(image: Path | bytes, held_out: float) -> DataSplit:
-    """Return the part of a file by a hash of its contents, so that a copy under another name has the same part."""
+    """Return the part of a file by a hash of its contents. A copy under another name has the same part."""
     if isinstance(image, bytes):
         digest = hashlib.blake2b(image, digest_size=8)
     else:

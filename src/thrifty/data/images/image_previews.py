@@ -13,10 +13,10 @@ from thrifty.data.images.image_arrays import denormalized
 from thrifty.kernels.image_resizing import resize
 
 LARGEST = 64
-"""Largest side of a picture in pixels; larger images are scaled down."""
+"""Maximum side of a picture in pixels. Larger images are scaled down."""
 
 LARGEST_INPUT = 128
-"""Largest side in pixels of pictures of model inputs and outputs, in which patches must be visible."""
+"""Maximum side in pixels for pictures of model inputs and outputs. They are larger, because patches must be visible."""
 
 
 def input_pictures(images: Tensor, ends: ImageModelSpec) -> list[str]:
@@ -27,7 +27,7 @@ def input_pictures(images: Tensor, ends: ImageModelSpec) -> list[str]:
 def picture(image: Tensor, largest: int = LARGEST) -> str:
     """Return a data URL of a PNG of an image (c, h, w) in 0 … 1, with sides of at most `largest` pixels.
 
-    An image of three channels is shown in colour, any other by its first channel in grey.
+    An image of three channels is shown in color. Of other images, the first channel is shown in gray.
     """
     _, height, width = image.shape
     if max(height, width) > largest:

@@ -1,4 +1,4 @@
-"""Captions of images: tokenized once into a cache folder, and padded to rows of equal length.
+"""Captions of images: tokenized once into a cache folder, and padded to equal length.
 
 train.bin, held_out.bin                 tokens of all captions
 train_counts.bin, held_out_counts.bin   int32 (n,), number of captions of each image
@@ -29,15 +29,15 @@ from thrifty.kernels.example_rng import random_integers
 FORMAT = 1
 COUNT, END = np.dtype("<i4"), np.dtype("<i8")
 TOGETHER = 4096
-"""Number of images whose captions are tokenized together."""
+"""Number of images whose captions are tokenized in one call."""
 START_OF_TEXT = "<|startoftext|>"
-"""First token of a text in CLIP's tokenizer; a trained tokenizer has no such token."""
+"""First token of a text in CLIP's tokenizer. Tokenizers trained by Thrifty do not have this token."""
 
 
 def prepare_captions(folder: Path, settings: DataSettings, source: str, say: Callable[[str], None]) -> TokenCache:
     """Return the cached tokens of the captions in a folder.
 
-    A tokenizer is trained on the training captions unless the settings name one.
+    Unless the settings name a tokenizer, one is trained on the training captions.
     """
     file = Path(settings.tokenizer).expanduser() if settings.tokenizer else None
     if file is None:
@@ -80,16 +80,16 @@ def _write(captions: Iterator[list[str]], tokenizer: TextTokenizer, folder: Path
 
 @dataclass(frozen=True)
 class CaptionRows:
-    """The captions of one part's images as rows of `length` tokens, with random access."""
+    """Captions of the images of one part, as rows of `length` tokens with random access."""
 
     tokens: np.ndarray
     """Tokens of all captions in sequence."""
     firsts: np.ndarray
-    """Number of the first caption of each image (n,)."""
+    """Index of the first caption of each image (n,)."""
     counts: np.ndarray
     """Number of captions of each image (n,), at least one."""
     ends: np.ndarray
-    """End of the tokens of each caption (m,)."""
+    """Index after the last token of each caption (m,)."""
     tokenizer: TextTokenizer
     length: int
 
@@ -103,7 +103,7 @@ class CaptionRows:
 
     @property
     def cut(self) -> float:
-        """Fraction of captions that are longer than a row."""
+        """Fraction of captions that are cut, because they are longer than a row."""
         return float((self.sizes > caption_length(self.tokenizer, self.length)).mean())
 
     def captions_of(self, image: int) -> list[str]:
@@ -114,9 +114,9 @@ class CaptionRows:
         return [self.tokenizer.decode(row.tolist()) for row in rows]
 
     def fields(self, indices: np.ndarray, keys: np.ndarray | None = None) -> dict[str, Tensor]:
-        """Return {"tokens": int64 (b, length), "keep": bool (b, length)} of images (b,).
+        """Return one caption per image: {"tokens": int64 (b, length), "keep": bool (b, length)}.
 
-        The caption of an image is its first one, or with keys uint64 (b,) a random one seeded by its key.
+        It is the first caption of an image, or with `keys` uint64 (b,) a random caption seeded by the key.
         """
         chosen = self.firsts[indices]
         if keys is not None:
@@ -135,14 +135,14 @@ def open_captions(prepared: TokenCache, part: DataSplit, length: int) -> Caption
 
 
 def caption_rows(texts: list[str], tokenizer: TextTokenizer, length: int) -> dict[str, Tensor]:
-    """Return texts as rows of captions, as in training."""
+    """Tokenize texts to caption rows, as in training."""
     encoded = [np.array(tokens, np.int64) for tokens in tokenizer.encode_batch([clean_caption(text) for text in texts])]
     sizes = np.array([len(tokens) for tokens in encoded], np.int64)
     return _rows(np.concatenate([*encoded, np.zeros(0, np.int64)]), np.cumsum(sizes) - sizes, sizes, tokenizer, length)
 
 
 def caption_length(tokenizer: TextTokenizer, length: int) -> int:
-    """Return the largest number of caption tokens in a row. Raises UsageError for a row without room for any."""
+    """Return the maximum number of caption tokens in a row. Raises UsageError if no token fits."""
     left = length - 1 - (_start(tokenizer) is not None)
     if left < 1:
         raise UsageError(f"data.length is {length}, too short for a caption", fix="--set data.length=32")
@@ -156,9 +156,10 @@ def _start(tokenizer: TextTokenizer) -> int | None:
 def _rows(
     tokens: np.ndarray, begins: np.ndarray, sizes: np.ndarray, tokenizer: TextTokenizer, length: int
 ) -> dict[str, Tensor]:
-    """Return rows of captions that begin at these positions of a stream (b,).
+    """Return rows of captions. `begins` and `sizes` (b,) are positions and lengths in the stream `tokens`.
 
-    A row has the start of text (if the tokenizer has one), the caption, cut if too long, and ends of text as padding.
+    A row consists of the start of text (if the tokenizer has one), the caption, and end-of-text tokens as padding. Long
+    captions are cut.
     """
     start, end = _start(tokenizer), tokenizer.end_of_text
     sizes = np.minimum(sizes, caption_length(tokenizer, length))

@@ -1,13 +1,13 @@
 """Tables of images with captions: .jsonl, .tsv and .parquet files.
 
-The image of a row is under one of `IMAGES` or `CONTENTS`:
+The image of a row is in one of the columns `IMAGES` or `CONTENTS`:
 
 - a path, relative to the table's folder or absolute;
 - the bytes of the file, as base64 in JSON;
 - {"bytes": ..., "path": ...}, as in data sets of the Hugging Face hub.
 
-The caption, or a list of captions, is under the named column or one of `CAPTIONS`. The optional "split" is the part.
-Several rows of one image are several captions. URLs are never downloaded.
+The caption, or a list of captions, is in the column that the user names, or in one of `CAPTIONS`. The optional column
+"split" is the part. If an image has several rows, it has several captions. URLs are never downloaded.
 """
 
 import base64
@@ -32,7 +32,7 @@ SPLIT = "split"
 
 @dataclass(frozen=True)
 class CaptionedRow:
-    """An image with its captions. `image` is None for captions without an image; `why` is the reason of an error."""
+    """An image with captions. `image` is None for captions without an image. `why` is the reason of an error."""
 
     name: str
     image: Path | bytes | None
@@ -40,13 +40,13 @@ class CaptionedRow:
     part: DataSplit | None = None
     why: str = ""
     outside: bool = False
-    """True if an absolute path is outside of the table's folder."""
+    """True if the image has an absolute path outside of the table's folder."""
 
 
 def is_table(path: Path) -> bool:
-    """Return True for a table of images with captions, judged by its first row.
+    """Return True if the first row of a table has an image and a caption.
 
-    Tables of text may contain paths, too.
+    The path must have an image suffix, because tables of text may also contain paths.
     """
     if path.suffix.lower() not in TABLES:
         return False
@@ -64,10 +64,10 @@ def is_table(path: Path) -> bool:
 
 
 def table_rows(path: Path, column: str = "") -> Iterator[CaptionedRow]:
-    """Yield the rows of a table; `column` is the column of captions, unless it has a known name.
+    """Yield the rows of a table; `column` is the column of captions; empty for a known name.
 
-    Raises UsageError with the position of an invalid row: a missing column, a value of another type, a relative path
-    out of the folder, or an unknown part.
+    Raises UsageError with the position of an invalid row. A row is invalid if a column is missing, a value has another
+    type, a relative path leaves the folder, or the part is unknown.
     """
     for where, row in _dictionaries(path, column):
         yield _row(row, column, where, path.parent)
@@ -114,7 +114,7 @@ def _of_path(value: str, root: Path, row: CaptionedRow, where: str) -> Captioned
     if path.parts[:1] == ("..",):
         raise UsageError(
             f"{where}: the image {value!r} is outside of {root}",
-            fix="move it below that folder, or write its absolute path",
+            fix="move it below that folder; or write its absolute path",
         )
     return CaptionedRow(row.name, root / path, row.captions, row.part)
 
@@ -141,7 +141,7 @@ def _part(value: Any, where: str) -> DataSplit | None:
 
 
 def _decoded(text: str) -> bytes:
-    """Return the bytes of base64 or of a data URL; empty if it is damaged."""
+    """Return the bytes of base64 text or of a data URL; empty if the text is damaged."""
     try:
         return base64.b64decode(text.rpartition(",")[2], validate=True)
     except (binascii.Error, ValueError):
@@ -173,7 +173,7 @@ def _dictionaries(path: Path, column: str) -> Iterator[tuple[str, Mapping[str, A
 
 
 def _tab_separated(path: Path, column: str) -> Iterator[tuple[str, dict[str, str]]]:
-    """Yield the rows of a .tsv file with a heading, or of two columns, image and caption."""
+    """Yield the rows of a .tsv file. Without a heading, the columns are image and caption."""
     heading: list[str] | None = None
     for number, line in lines(path):
         if not line.strip():
@@ -194,7 +194,7 @@ def _tab_separated(path: Path, column: str) -> Iterator[tuple[str, dict[str, str
 
 
 def _parquet(path: Path, column: str) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the rows of a .parquet file, of which only the required columns are read."""
+    """Yield the rows of a .parquet file. Read only the required columns."""
     with open_parquet(path) as file:
         names = dict.fromkeys(file.schema_arrow.names)
         image, caption = _first(names, (*IMAGES, *CONTENTS)), _captions_column(names, column)
@@ -215,4 +215,4 @@ def _names_files(path: Path) -> bool:
             kind = None if image is None else file.schema_arrow.field(image).type
             return kind is not None and not types.is_binary(kind) and not types.is_large_binary(kind)
     except UsageError:
-        return False  # the error is raised when rows are read
+        return False  # reading rows raises the error

@@ -16,7 +16,7 @@ from thrifty.data.train_split import DataSplit
 
 
 def clean_caption(text: str) -> str:
-    """Return a caption on one line, with white space and control characters replaced by single spaces."""
+    """Return a caption on one line. Replace white space and control characters by single spaces."""
     return " ".join("".join(" " if unicodedata.category(sign) == "Cc" else sign for sign in text).split())
 
 
@@ -29,7 +29,7 @@ def write_captioned(
 ) -> dict[DataSplit, int]:
     """Write images with their parts and captions to the files of a folder, see `write_arrays`.
 
-    The list of an image's captions may grow until `images` is exhausted.
+    The caption list of an image may grow until `images` is exhausted.
     """
     captions: dict[DataSplit, list[list[str]]] = {part: [] for part in DataSplit}
 

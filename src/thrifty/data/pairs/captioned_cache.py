@@ -1,6 +1,6 @@
-"""Cache of a user's images with captions, decoded once.
+"""Cache of a user's images with captions. Images are decoded once.
 
-Images without a caption, captions without an image, and unreadable files are left out, counted and named.
+Images without a caption, captions without an image, and unreadable files are left out. Messages count and name them.
 """
 
 import hashlib
@@ -56,7 +56,7 @@ def _build(source: CaptionedSource, settings: DataSettings, side: int, into: Pat
 
 
 class CaptionedImport:
-    """One pass over a source, which yields every image once and counts left-out rows.
+    """One pass over a source. It yields every image once, and counts the rows that are left out.
 
     The captions of an image are complete at the end of the pass.
     """
@@ -74,7 +74,7 @@ class CaptionedImport:
         }
 
     def images(self) -> Iterator[tuple[DataSplit, np.ndarray, list[str]]]:
-        """Yield the part, the pixels and the growing list of captions of each image."""
+        """Yield part, pixels and caption list of each image. Lists grow until the end of the pass."""
         without_caption: dict[Path | bytes, str] = {}
         broken: set[Path | bytes] = set()
         for row in self.source.rows():

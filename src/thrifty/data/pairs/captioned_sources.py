@@ -1,12 +1,13 @@
-"""Sources of images with captions: a folder, or a table of pairs.
+"""Sources of images with captions: a folder or a table.
 
-A folder contains one of
+A folder contains captions in one of these forms:
 
 - a table: captions.jsonl, captions.tsv, captions.parquet or metadata.jsonl;
 - captions.txt with a line for each image, in the order of the file names;
-- for each image a text file of the same name, with a caption on each line.
+- a text file for each image, with the same name and one caption per line.
 
-It may contain such folders named train, and val or test. A row of a table has the path or the bytes of an image.
+Instead, a folder may contain folders of this form, named train, and val or test. A table row has the
+path or the bytes of an image.
 """
 
 import os
@@ -30,7 +31,7 @@ from thrifty.data.text.text_readers import lines
 NAMED_TABLES = ("captions.jsonl", "captions.tsv", "captions.parquet", "metadata.jsonl")
 IN_ORDER = "captions.txt"
 ANY_COLUMN = "text"
-"""Default of `data.column`, with which captions may be in any of the known columns."""
+"""Default of `data.column`. Captions may then be in any known column."""
 
 
 class CaptionedSource(Protocol):
@@ -52,7 +53,7 @@ def holds_captioned(source: str) -> bool:
 
 
 def open_captioned(source: str, column: str) -> CaptionedSource:
-    """Return the source of a path; `column` is the column of captions in a table.
+    """Return the source for a path. `column` is the column of captions in a table.
 
     Raises UsageError for a path of another kind.
     """
@@ -70,12 +71,14 @@ def open_captioned(source: str, column: str) -> CaptionedSource:
         raise UsageError(
             f"{path}: cannot read captions from {path.suffix} files", fix="convert it to .jsonl, .tsv or .parquet"
         )
-    raise UsageError(f"{source}: no such file or folder", fix="check data.source, or see `thrifty data list`")
+    raise UsageError(
+        f"{source}: no such file or folder", fix="check data.source; or choose a set of `thrifty data list`"
+    )
 
 
 @dataclass(frozen=True)
 class CaptionTable:
-    """A .jsonl, .tsv or .parquet file, with paths of images relative to its folder."""
+    """A .jsonl, .tsv or .parquet file. Relative image paths start at the folder of the file."""
 
     path: Path
     column: str = ""
@@ -89,7 +92,7 @@ class CaptionTable:
 
 @dataclass(frozen=True)
 class CaptionedFolder:
-    """A folder of images with captions, or its folders of the parts."""
+    """A folder of images with captions, or a folder with one such folder per part."""
 
     path: Path
     column: str = ""
@@ -128,7 +131,7 @@ def _table_in(root: Path) -> Path | None:
 
 
 def _is_list(root: Path) -> bool:
-    """Return True if captions.txt is a list of captions, and not the caption of an image of this name."""
+    """Return True if captions.txt is a list of captions, not the caption of an image named captions."""
     path = root / IN_ORDER
     return path.is_file() and not any(_caption_of(image) == path for image in images_below(root))
 
@@ -139,7 +142,7 @@ def _rows_of_list(root: Path) -> Iterator[CaptionedRow]:
     if len(images) != len(captions):
         raise UsageError(
             f"{root / IN_ORDER} has {len(captions)} lines, but {root} has {len(images)} images",
-            fix="write one line for each image, or use captions.tsv with lines of image, tab, caption",
+            fix="write one line per image; or write captions.tsv with lines of image, tab, caption",
         )
     for path, text in zip(images, captions, strict=True):
         yield CaptionedRow(_name(path, root), path, (text,))

@@ -1,6 +1,6 @@
 """Image-text pairs of a recipe: opened, decoded once into the cache, and ready for training.
 
-The split is that of the source, or by the hash of each image file, so that copies are on the same side.
+If the source has no parts, images are split by a hash of each file, so copies of an image belong to the same part.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -35,13 +35,13 @@ from thrifty.data.train_split import DataSplit
 
 
 def holds_image_pairs(source: str) -> bool:
-    """Return True for a known set of images with captions, and for a file or folder of them."""
+    """Return True for a named set, a file or a folder of images with captions."""
     return entries()[source].kind == "pairs" if source in entries() else holds_captioned(source)
 
 
 @dataclass(frozen=True)
 class CaptionedImages:
-    """The images of one part with captions, as `IndexedExamples`."""
+    """Images with captions of one part, as `IndexedExamples`."""
 
     images: ImageArrays
     captions: CaptionRows
@@ -66,11 +66,11 @@ class CaptionedImages:
 
 
 class TrainingPairs(EpochsByKey):
-    """Augmented images in epochs, each with one of its captions.
+    """Augmented images in epochs, each with a random caption of the image.
 
     Examples are a pure function of (seed, number of the example in the run). {"inputs": (b, c, h, w), "tokens": int64
-    (b, t), "keep": bool (b, t), "key": int64 (b,)}. A caption ends with the end of text, which is also the padding;
-    "keep" is False on padding.
+    (b, t), "keep": bool (b, t), "key": int64 (b,)}. The end-of-text token ends a caption and pads it. "keep" is False
+    on padding.
     """
 
     contents: CaptionedImages
@@ -121,7 +121,9 @@ class PairData:
         }
 
     def previews(self, numbers: Sequence[int]) -> list[ExamplePreview]:
-        raise RefusedError("images with captions have no previews", fix="preview images or text")
+        raise RefusedError(
+            "images with captions have no previews", fix="set data.source to an image folder, or to a text file"
+        )
 
     def pictures(self, inputs: Tensor) -> list[str]:
         return input_pictures(inputs, self.ends.images)
@@ -134,10 +136,10 @@ class PairData:
 
 
 def open_image_pairs(settings: DataSettings, seed: int, side: int | None, say: Callable[[str], None]) -> PairData:
-    """Return the opened images with captions of a recipe, decoded and tokenized the first time.
+    """Open the images with captions of a recipe. The first time, images are decoded and captions tokenized.
 
-    `side` is the image size in pixels if neither the settings nor a known set has one. Raises UsageError for an invalid
-    source or setting, and for fewer pairs than one batch.
+    `side` is the image size in pixels, unless the settings or a named set determine the size. Raises UsageError
+    for an invalid source or setting, and for fewer pairs than one batch.
     """
     if not settings.tokenizer:
         check_vocabulary(settings.vocabulary)
@@ -167,7 +169,7 @@ def open_image_pairs(settings: DataSettings, seed: int, side: int | None, say: C
 
 
 def _open(settings: DataSettings, side: int | None, say: Callable[[str], None]) -> tuple[Path, dict, dict]:
-    """Return the folder of arrays and captions, the sha256 of its files, and its manifest."""
+    """Return the folder of arrays and captions, the sha256 of the files, and the manifest."""
     if settings.source in entries():
         entry = entries()[settings.source]
         if entry.kind != "pairs":

@@ -26,11 +26,11 @@ class PairSummary:
     std: list[float]
     vocabulary: int
     length: int
-    """Largest number of caption tokens in an example."""
+    """Maximum number of caption tokens in an example."""
     tokens_per_caption: float
     longest: int
     cut: float
-    """Fraction of longer captions."""
+    """Fraction of captions that are longer than `length` and are cut."""
     left_out: dict[str, int]
     """Number of left-out files or rows by reason."""
     named: list[str]
@@ -39,9 +39,9 @@ class PairSummary:
 
 
 def inspect_pairs(settings: DataSettings, examples: int, say: Callable[[str], None]) -> PairSummary:
-    """Return the summary of a source of images with captions, which is prepared first if necessary.
+    """Return the summary of a source of images with captions. Prepare the source first if necessary.
 
-    Raises UsageError as `open_image_pairs` does.
+    Raises UsageError like `open_image_pairs`.
     """
     data = open_image_pairs(replace(settings, batch=1), 0, FOLDER_SIDE, say)
     train, ends = data.parts[DataSplit.TRAIN], data.ends.images

@@ -154,7 +154,7 @@ class LabelledData:
         refuse_other_tokenizer(before, self.identity, old)
         if before.get(TEXT_LABELS) != self.identity[TEXT_LABELS]:
             raise UsageError(
-                f"the fork has other labels than {old}: outputs would have another meaning",
+                f"the fork has other labels than {str(old)!r}, so outputs would change their meaning",
                 fix="use data with the same labels, or start a new run",
             )
 
