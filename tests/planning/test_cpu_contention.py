@@ -68,10 +68,10 @@ def test_child_processes_are_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
         before = cpu_contention._own_work(ours.head)
         time.sleep(1.0)
         spent = cpu_contention._own_work(ours.head) - before
-        beside = ours.taken()
+        counted = ours.taken()
         monkeypatch.setattr(cpu_contention, "_own_work", lambda head: 0.0)
         ours.own = 0.0
-        assert ours.taken() > beside  # without subtraction, the child's work counts as another process's
+        assert ours.taken() > counted  # without subtraction, the child's work counts as another process's
         assert spent > 0.02
     finally:
         child.kill()
@@ -101,8 +101,8 @@ def test_higher_bars_measure_skipped_sizes(tmp_path: Path, monkeypatch: pytest.M
     made = [TIMING, whole]
     result = cache_probe(lambda job: made.pop(0), "cpu")
     plan_request = ProbeJob({"name": "a"}, 10, (BATCH // 2, BATCH), 1, 1.0, (5.0, 6.0))
-    behind = [result(replace(plan_request, bar=1.0)) for _ in range(2)]  # a step takes 1.25 s
-    assert behind == [TIMING, TIMING] and result(replace(plan_request, bar=2.0)) == result(plan_request) == whole
+    timings = [result(replace(plan_request, bar=1.0)) for _ in range(2)]  # a step takes 1.25 s
+    assert timings == [TIMING, TIMING] and result(replace(plan_request, bar=2.0)) == result(plan_request) == whole
 
 
 def test_disturbed_step_times_are_upper_bounds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ COLUMNS = {
     "flops": ("flops", "Training FLOP"),
     "loss": ("loss",),
 }
-"""Column names: this package's names, and the names in Epoch AI's table of the runs of Hoffmann et al."""
+"""Column names: this package's names, and those of Epoch AI's table, read from a figure of Hoffmann et al."""
 
 SEPARATORS = ",;\t"
 LONGEST_HEADER = 1 << 16

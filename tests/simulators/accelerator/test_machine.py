@@ -39,7 +39,7 @@ def test_every_machine_has_a_design_and_a_source(name: str) -> None:
     assert machine.design in design_names() and tuple(machine.stations) == find_design(machine.design).stations
     assert machine.source and machine.grade in "PRXSM"
     if machine.grade == "M":
-        assert "unverified" in machine.source
+        assert "recalled" in machine.source
 
 
 def test_elsa_area_and_power_of_table_1() -> None:

@@ -60,7 +60,7 @@ def test_traffic_by_operand_is_within_5_percent_of_teaal(size: int, products: di
 
 matrices = st.builds(
     lambda seed, m, k, n, density: SpgemmProduct(
-        "drawn",
+        "random",
         *(
             sparse.csr_array((np.random.default_rng(seed + part).random(shape) < density) + corner(shape))
             for part, shape in enumerate(((m, k), (k, n)))
@@ -141,26 +141,26 @@ def test_workloads_of_another_kind_are_refused() -> None:
 
 @pytest.mark.parametrize("form", ["coo", "csc", "csr", "lil"])
 def test_products_are_equal_in_all_scipy_formats(form: str) -> None:
-    drawn = sparse.random_array((30, 30), density=0.1, rng=np.random.default_rng(0), format="csr")
+    matrix = sparse.random_array((30, 30), density=0.1, rng=np.random.default_rng(0), format="csr")
     twice = sparse.coo_array((np.ones(4), ([0, 0, 5, 5], [3, 3, 2, 9])), shape=(30, 30))
-    drawn = sparse.csr_array(drawn + twice)
-    expected, given = SpgemmProduct("a", drawn, drawn), drawn.asformat(form)
+    matrix = sparse.csr_array(matrix + twice)
+    expected, converted = SpgemmProduct("a", matrix, matrix), matrix.asformat(form)
     if form == "coo":  # with duplicate entries
-        halves, places = given.data / 2, np.stack(given.coords)
-        given = sparse.coo_array((np.tile(halves, 2), np.tile(places, 2)), (30, 30))
-    result, entries = SpgemmProduct("a", given, given), given.nnz
+        halves, places = converted.data / 2, np.stack(converted.coords)
+        converted = sparse.coo_array((np.tile(halves, 2), np.tile(places, 2)), (30, 30))
+    result, entries = SpgemmProduct("a", converted, converted), converted.nnz
     machine = find_machine("outerspace")
-    assert result.multiplies == expected.multiplies and given.nnz == entries
+    assert result.multiplies == expected.multiplies and converted.nnz == entries
     assert traffic(result, machine) == traffic(expected, machine)
     assert simulate_product(machine, result).cycles == simulate_product(machine, expected).cycles
 
 
 def test_matrix_files_round_trip(tmp_path: Path) -> None:
-    drawn = sparse.random_array((30, 20), density=0.2, rng=np.random.default_rng(1))
-    io.mmwrite(tmp_path / "m.mtx", drawn)
+    matrix = sparse.random_array((30, 20), density=0.2, rng=np.random.default_rng(1))
+    io.mmwrite(tmp_path / "m.mtx", matrix)
     product = read_matrix(tmp_path / "m.mtx")
     assert product.a.shape == (30, 20) and product.b.shape == (20, 30)
-    assert np.allclose(product.a.toarray(), drawn.toarray(), atol=1e-9)
+    assert np.allclose(product.a.toarray(), matrix.toarray(), atol=1e-9)
 
 
 def test_truncated_and_missing_files_are_refused(tmp_path: Path) -> None:

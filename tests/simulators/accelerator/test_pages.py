@@ -33,14 +33,14 @@ def test_bar_lengths_equal_their_values() -> None:
         ("two", {"b": StackedBar((0.0,), "0")}),
     ]
     svg = bars("lengths & more", rows, ("a", "b"))
-    drawn = re.findall(
+    rectangles = re.findall(
         r'<rect x="([0-9.]+)" y="([0-9.]+)" width="([0-9.]+)" [^>]*fill="var\(--([a-z-]+)\)" opacity="([0-9.]+)"', svg
     )
     longest = WIDTH - LEFT - RIGHT
-    assert [float(width) for _, _, width, *_ in drawn] == [longest / 4, longest * 3 / 4, longest / 2, 0]
-    assert float(drawn[1][0]) == pytest.approx(LEFT + longest / 4)
-    assert [colour for *_, colour, _ in drawn] == ["train", "train", "held-out", "held-out"]
-    assert [opacity for *_, opacity in drawn] == ["1.00", "0.40", "1.00", "1.00"]
+    assert [float(width) for _, _, width, *_ in rectangles] == [longest / 4, longest * 3 / 4, longest / 2, 0]
+    assert float(rectangles[1][0]) == pytest.approx(LEFT + longest / 4)
+    assert [colour for *_, colour, _ in rectangles] == ["train", "train", "held-out", "held-out"]
+    assert [opacity for *_, opacity in rectangles] == ["1.00", "0.40", "1.00", "1.00"]
     assert "4 &lt;b&gt;" in svg and "lengths &amp; more" in svg
     assert bars("none", [], ()).startswith("<svg") and legend(("one",)) == ""
     assert table(["a", "b"], [["<x>", "1"]], ["b"]).count('class="number"') == 2

@@ -166,7 +166,7 @@ def test_the_command_writes_presets_patterns_and_masks(tmp_path: Path) -> None:
     trace = load_trace(out)
     assert trace.provenance["data"] == "random" and trace.layers[0].q.dtype == np.float16
     page, out = printed(tmp_path, "power-law", "--density", 0.25, "--layers", 2, "--heads", 3, "--length", 64)
-    assert "2 layers, 12 heads" in page and load_trace(out).density == pytest.approx(0.25, abs=0.02)
+    assert "2 layers, 12 (example, head) pairs" in page and load_trace(out).density == pytest.approx(0.25, abs=0.02)
     np.save(tmp_path / "m.npy", np.zeros((2, 3, 9, 9), bool))
     assert "9 x 9 tokens" in printed(tmp_path, tmp_path / "m.npy")[0]
 

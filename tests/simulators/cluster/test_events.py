@@ -60,7 +60,7 @@ def test_bubble_of_zero_bubble(ranks: int, more: int, forward: float, inputs: fl
 
 @given(ranks=some.integers(1, 8), more=some.integers(0, 16))
 def test_zero_bubble_v_has_no_bubble(ranks: int, more: int) -> None:
-    """With F = I = W, ranks are idle only before their first action (Qi et al. 2023, section 6)."""
+    """With F = I = W, idle time comes only from different start times (Qi et al. 2023, section 6)."""
     parts = 2 * ranks - 1 + more
     timeline = played("zero_bubble_v", ranks, parts, 2, F=1.0, I=1.0, W=1.0)
     for rank, events in enumerate(timeline.by_rank):

@@ -54,8 +54,8 @@ def bars(timeline: PipelineTimeline) -> list[dict]:
 
 def test_charts_have_a_bar_for_every_event() -> None:
     timeline = timeline_of("zero_bubble")
-    drawn = {(bar["rank"], bar["start"], bar["end"]) for bar in bars(timeline)}
-    assert drawn == {(event.rank, event.start, event.end) for event in timeline.events}
+    shown = {(bar["rank"], bar["start"], bar["end"]) for bar in bars(timeline)}
+    assert shown == {(event.rank, event.start, event.end) for event in timeline.events}
     image = SavedChart(figure(timeline, "Zero bubble"))._repr_svg_()
     for word in (
         "Zero bubble",

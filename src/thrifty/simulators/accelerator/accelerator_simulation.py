@@ -135,7 +135,7 @@ def _layer(work: LoweredWork, machine: AcceleratorSpec, engine: str, draw: bool)
     copies, with_memory, moving = machine.copies, 0, 0
     if memory is not None and not stream.overlapped:
         copies, with_memory, moving = _with_memory(units, stream, memory, machine, engine)
-    without_memory = int(_dealt(units, copies).sum(1).max(initial=0))
+    without_memory = int(_assigned(units, copies).sum(1).max(initial=0))
     cycles = max(without_memory, with_memory)
     outer = stream.read.sum() + stream.written.sum() if memory is not None else 0.0
     stations = {
@@ -143,7 +143,7 @@ def _layer(work: LoweredWork, machine: AcceleratorSpec, engine: str, draw: bool)
         for number, name in enumerate(machine.stations)
     }
     servers = [stream.servers.get(name, 1) for name in machine.stations]
-    least = _dealt(bound(stream.service, servers) + stream.lead, copies).sum(1).max(initial=0)
+    least = _assigned(bound(stream.service, servers) + stream.lead, copies).sum(1).max(initial=0)
     return LayerResult(
         name=work.name,
         units=len(units),
@@ -205,16 +205,16 @@ def _scanned(
 ) -> tuple[int, int]:
     """Return the cycles of the slowest of `copies` copies in the scan engine, and the cycles of transfers alone."""
     per_byte = clock / memory.bandwidth
-    read, written = (_dealt(moved, copies) for moved in (stream.read, stream.written))
+    read, written = (_assigned(moved, copies) for moved in (stream.read, stream.written))
     moving = int(np.ceil((read + written).sum(1).max() * per_byte - 1e-6))
     whole = [np.ceil(moved * per_byte - 1e-6).astype(np.int64) for moved in (read, written)]
-    service = np.stack([whole[0], _dealt(units, copies), whole[1]])
+    service = np.stack([whole[0], _assigned(units, copies), whole[1]])
     return max(int(scan(service, (1, 1)).makespan.max()), moving), moving
 
 
 def _played_copies(units: np.ndarray, stream: ItemStream, memory: AcceleratorMemory, clock: float, copies: int) -> int:
     """Return the cycles of the slowest of `copies` copies in the event engine."""
-    read, working, written = (_dealt(each, copies) for each in (stream.read, units, stream.written))
+    read, working, written = (_assigned(each, copies) for each in (stream.read, units, stream.written))
     idle = np.zeros_like(working[0])
     return max(
         int(
@@ -232,7 +232,7 @@ def _played_copies(units: np.ndarray, stream: ItemStream, memory: AcceleratorMem
     )
 
 
-def _dealt(units: np.ndarray, copies: int) -> np.ndarray:
+def _assigned(units: np.ndarray, copies: int) -> np.ndarray:
     """Assign units (u,) to copies in round-robin order. Return (copies, ⌈u/copies⌉), padded with zeros.
 
     Copies without a unit are omitted.

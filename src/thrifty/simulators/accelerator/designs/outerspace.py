@@ -152,9 +152,9 @@ def _by_tile(cycles: np.ndarray, tile: np.ndarray, tiles: int) -> np.ndarray:
     order = np.argsort(tile, kind="stable")
     counts = np.bincount(tile, minlength=tiles)
     place = np.arange(len(tile)) - np.repeat(np.cumsum(counts) - counts, counts)
-    dealt = np.zeros((len(cycles), tiles, int(counts.max())))
-    dealt[:, tile[order], place] = cycles[:, order]
-    return whole_cycles(dealt)
+    assigned = np.zeros((len(cycles), tiles, int(counts.max())))
+    assigned[:, tile[order], place] = cycles[:, order]
+    return whole_cycles(assigned)
 
 
 def _latency(machine: AcceleratorSpec) -> int:
