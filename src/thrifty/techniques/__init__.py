@@ -47,7 +47,7 @@ ALIASES = {
     "zero": "parallelism.shard",
     "zero_offload": "memory.offload_optimizer",
 }
-"""Names in common use. The last part of a full name is accepted too if no other technique has the same."""
+"""Common names of techniques. The last part of a full name is also accepted if it is unique."""
 HINTS = {
     "1f1b": "parallelism.pipeline",
     "bf16": "precision.mixed:format=bfloat16",
@@ -62,7 +62,7 @@ HINTS = {
     "zero2": "parallelism.shard:zero=2",
     "zero3": "parallelism.shard:zero=3",
 }
-"""Suggestions for names of related methods and of settings. The names themselves are refused."""
+"""Suggestions for names of related methods and of settings. These names are not accepted as techniques."""
 
 _OWN = list(__path__)
 for _folder in filter(None, os.environ.get("THRIFTY_TECHNIQUES", "").split(os.pathsep)):
@@ -82,12 +82,12 @@ def _walk(paths: list[str], prefix: str = "") -> list[str]:
 
 
 def own_names() -> list[str]:
-    """Return the names of the techniques of this package, without third parties'."""
+    """Return the names of this package's techniques, without third-party techniques."""
     return _walk(_OWN)
 
 
 def source_file(name: str) -> Path | None:
-    """Return the Python file of a technique; None for one of an entry point."""
+    """Return the Python file of a technique, or None if the technique comes from an entry point."""
     files = (Path(folder, *name.split(".")).with_suffix(".py") for folder in __path__)
     return next((file for file in files if file.exists()), None)
 
@@ -100,12 +100,12 @@ def third_party() -> dict[str, EntryPoint]:
 
 @cache
 def _installed() -> EntryPoints:
-    """Return the installed entry points. The result is cached, since reading it is slow and it does not change."""
+    """Return the installed entry points, cached because reading them is slow."""
     return entry_points(group="thrifty.techniques")
 
 
 def names() -> list[str]:
-    """Return the names of all techniques, sorted, without importing any."""
+    """Return the names of all techniques, sorted, without importing the techniques."""
     return sorted(set(_walk(list(__path__))) | third_party().keys())
 
 

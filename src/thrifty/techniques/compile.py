@@ -31,7 +31,7 @@ class CompiledBlocks(Technique):
     backend: str = "inductor"
     """Backend of torch.compile; "aot_eager" traces without generating code."""
     dynamic: bool = False
-    """True if one compilation serves all shapes, instead of one each."""
+    """True to compile once for all shapes, instead of once per shape."""
 
     @property
     def optional_seams(self) -> frozenset[str]:

@@ -26,15 +26,15 @@ class BranchMatrix:
     """A matrix of a residual branch: a whole parameter, or a slice of a fused parameter."""
 
     parameter: str
-    """Name of its parameter in the model."""
+    """Name of the parameter in the model."""
     role: Role
     values: Tensor
     """Writable view of the parameter, (out, in)."""
     fan_in: int
     fan_out: int
     folded: float = 1.0
-    """Factor that the architecture expects in the initialization: T5 divides initial queries by the root of the head
-    width, instead of scaling the scores."""
+    """Factor that the architecture requires in the initialization. T5 does not scale scores, but divides initial
+    queries by sqrt(head width)."""
 
 
 def matrices(branch: ResidualBranch) -> list[BranchMatrix]:
@@ -68,7 +68,8 @@ def _split(name: str, rows: Tensor, roles: Iterable[Role], sizes: list[int]) -> 
 
 
 def _mlp_matrices(branch: ResidualBranch, name: str, layer: nn.Module) -> Iterator[BranchMatrix]:
-    """Yield gate and value separately if one layer computes both: it then has twice the inputs of the last layer."""
+    """Yield gate and value separately if one layer computes both. This layer has twice as many outputs as the last has
+    inputs."""
     whole = _whole(name, layer, "hidden")
     hidden = in_width(branch.last)
     fused = len(branch.inner) == 1 and whole.fan_out == 2 * hidden
@@ -106,7 +107,7 @@ def _sizes(branch: ResidualBranch, name: str, layer: nn.Module, rows: int) -> di
 
 
 def _has_unscaled_scores(attention: nn.Module) -> bool:
-    """Return whether an attention multiplies scores by 1, by the attributes of transformers or of our own models."""
+    """Return True if attention scores are not scaled, by the attributes of transformers' or this package's models."""
     kind, core = type(attention).__name__, getattr(attention, "core", None)
     if kind in _UNSCALED_SCORES:
         return _UNSCALED_SCORES[kind]
@@ -114,7 +115,7 @@ def _has_unscaled_scores(attention: nn.Module) -> bool:
 
 
 def _headwise_matrices(branch: ResidualBranch, name: str, rows: Tensor) -> list[BranchMatrix]:
-    """Return the parts of a layer that stores query, key and value head by head, as GPT-NeoX and BLOOM do."""
+    """Return the matrices of a fused layer that stores query, key and value head by head, as in GPT-NeoX and BLOOM."""
     head = _head_width(branch, name)
     if rows.shape[0] != 3 * in_width(branch.last):
         raise _unknown_parts(name)
@@ -133,9 +134,10 @@ def _multihead_attention_matrices(name: str, attention: nn.MultiheadAttention) -
 
 
 def outer_matrices(model: nn.Module) -> list[BranchMatrix]:
-    """Return the matrices of layers outside the blocks: heads, projections, patch embeddings (a kernel is a row).
+    """Return the matrices of layers outside the blocks: heads, projections, patch embeddings (each kernel counts as a
+    row).
 
-    Embedding tables and matrices tied to them are left out.
+    Embedding tables and matrices tied to embeddings are excluded.
     """
     stacks = find_stacks(model)
     tables = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
@@ -169,7 +171,7 @@ def draw_xavier(
 ) -> None:
     """Initialize matrices from Glorot's U(±sqrt(6 / (in + out))), times `scale` except for the roles in `unscaled`.
 
-    The values of a parameter depend only on the seed and its name.
+    The values of a parameter depend only on the seed and the parameter's name.
     """
     generators: dict[str, torch.Generator] = {}
     for matrix in matrices:

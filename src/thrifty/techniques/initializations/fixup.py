@@ -37,9 +37,9 @@ from thrifty.techniques.initializations._branch_matrices import draw_xavier, mat
 
 
 def depth_factor(branches: int, matrices: int) -> float:
-    """Return L^(-1 / (2m - 2)) for L residual branches and m matrices in this one.
+    """Return L^(-1 / (2m - 2)) for L residual branches in the model and m matrices in a branch.
 
-    Return 1 for a branch of a single matrix, which starts at 0.
+    Return 1 for a branch of a single matrix, because this matrix starts at 0.
     """
     return branches ** (-1 / (2 * matrices - 2)) if matrices > 1 else 1.0
 
@@ -47,8 +47,8 @@ def depth_factor(branches: int, matrices: int) -> float:
 def branches_in_path(stacks: Mapping[str, Blocks], depths: Mapping[str, int]) -> dict[str, int]:
     """Return the number L of branches on the path through the model, by stack.
 
-    If one stack attends to another, L counts the branches of all stacks; otherwise each stack counts its own. `depths`
-    is the number of blocks of each stack in the path.
+    If one stack attends to another, L counts the branches of all stacks. Otherwise L counts the branches of each stack
+    separately. `depths` has the number of blocks of each stack.
     """
     counts = {stack: sum(map(len, blocks)) * depths[stack] // len(blocks) for stack, blocks in stacks.items()}
     return dict.fromkeys(counts, sum(counts.values())) if are_joined(stacks) else counts
@@ -57,8 +57,8 @@ def branches_in_path(stacks: Mapping[str, Blocks], depths: Mapping[str, int]) ->
 def are_joined(stacks: Mapping[str, Blocks]) -> bool:
     """Return whether the stacks form one path.
 
-    They do if there is only one stack, or if one attends to another. They also do if each has half of every block, as
-    with attentions in one list and MLPs in another.
+    Stacks form one path if there is only one stack, or if one stack attends to another. They also form one path if each
+    stack has half of every block, as with attentions in one list and MLPs in another.
     """
     halves = all(len(blocks[0]) == 1 for blocks in stacks.values())
     return len(stacks) == 1 or halves or any(is_decoder(blocks) for blocks in stacks.values())
@@ -66,7 +66,7 @@ def are_joined(stacks: Mapping[str, Blocks]) -> bool:
 
 @torch.no_grad()
 def draw(branch: ResidualBranch, branches: int, seed: int) -> None:
-    """Initialize a branch of a model with L = `branches`: scaled matrices, zeros in its last matrix and its biases."""
+    """Initialize a branch of a model with L = `branches`: scale all matrices, and zero the last matrix and the biases."""
     factors = matrices(branch)
     scale = depth_factor(branches, len(factors))
     draw_xavier(factors[:-1], seed, scale)
@@ -137,9 +137,9 @@ class Fixup(NormFreeTechnique):
     scalar_rate: Fraction = 0.1
     """Learning rate of the scalars, relative to that of the weights."""
     multiplier: Rate = 0.0
-    """Factor of all embeddings; 0 chooses it so that the residual stream starts with a root mean square of 1."""
+    """Factor of all embeddings; with 0, the residual stream starts with a root mean square of 1."""
     where: str = ""
-    """Pattern of the modules in a block that write into the residual stream; by default they are found."""
+    """Pattern of the names of each branch's output layer in a block; by default these layers are detected."""
     seed: int = 0
     """Seed of the initialization, together with each parameter's name."""
 

@@ -33,7 +33,7 @@ def initial_gain(depth: int) -> float:
 
 @torch.no_grad()
 def fold(model: nn.Module) -> nn.Module:
-    """Multiply every gain into the weight and bias before it, and remove it."""
+    """Multiply every gain into the weight and bias before the gain, and remove the gain."""
     for _, module in GAIN_HOOK.noted(model):
         last = module.out_proj if isinstance(module, nn.MultiheadAttention) else module
         last.weight.mul_(module.gain if is_transposed(last) else module.gain[:, None])
@@ -61,7 +61,7 @@ class LayerScale(Technique):
     initial_value: Rate = 0.0
     """Initial value of every gain; 0 uses the paper's value for the model's depth."""
     where: str = ""
-    """Pattern of the modules in a block that write into the residual stream; by default they are found."""
+    """Pattern of the names of each branch's output layer in a block; by default these layers are detected."""
 
     def model(self, model: nn.Module) -> nn.Module:
         refuse_undone_gains(model, self.where, "it would undo every gain before it")

@@ -26,7 +26,7 @@ from thrifty.modeling.stream_norms import NormFreeTechnique, bypass_norms
 
 
 def alphas(branches: Sequence[ResidualBranch], shared: Literal["block", "branch"]) -> list[nn.Parameter]:
-    """Return a residual weight (1,) of zero for each branch of a block, shared by all of them or one each."""
+    """Return the residual weight α (1,), initially 0, of each branch of a block. Branches share α, or have one α each."""
 
     def zero(like: Tensor) -> nn.Parameter:
         return nn.Parameter(torch.zeros(1, device=like.device))
@@ -50,9 +50,9 @@ class ReZero(NormFreeTechnique):
     shared: Literal["block", "branch"] = "block"
     """Scope of an α: all branches of a block, or one branch."""
     multiplier: Rate = 0.0
-    """Factor of all embeddings; 0 chooses it so that the residual stream starts with a root mean square of 1."""
+    """Factor of all embeddings; with 0, the residual stream starts with a root mean square of 1."""
     where: str = ""
-    """Pattern of the modules in a block that write into the residual stream; by default they are found."""
+    """Pattern of the names of each branch's output layer in a block; by default these layers are detected."""
 
     def model(self, model: nn.Module) -> nn.Module:
         count = 0

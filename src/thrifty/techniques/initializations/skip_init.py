@@ -29,7 +29,8 @@ from thrifty.modeling.stream_norms import NormFreeTechnique, bypass_norms
 
 
 def largest_start(blocks: int) -> float:
-    """Return 1 / sqrt(blocks), the largest initial value that keeps the sum of all branches as large as the stream."""
+    """Return 1 / sqrt(blocks), the largest initial value with which the sum of all branches is at most as large as the
+    residual stream."""
     return 1 / math.sqrt(blocks)
 
 
@@ -47,9 +48,9 @@ class SkipInit(NormFreeTechnique):
     initial_value: Rate = 0.0
     """Initial value of every scalar, at most 1 / sqrt(blocks)."""
     multiplier: Rate = 0.0
-    """Factor of all embeddings; 0 chooses it so that the residual stream starts with a root mean square of 1."""
+    """Factor of all embeddings; with 0, the residual stream starts with a root mean square of 1."""
     where: str = ""
-    """Pattern of the modules in a block that write into the residual stream; by default they are found."""
+    """Pattern of the names of each branch's output layer in a block; by default these layers are detected."""
 
     def model(self, model: nn.Module) -> nn.Module:
         count = 0

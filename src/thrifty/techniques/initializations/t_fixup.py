@@ -60,7 +60,7 @@ def draw(model: nn.Module, stacks: Mapping[str, Blocks], seed: int) -> None:
 
 
 def multiply_embeddings(model: nn.Module, multiplier: float) -> None:
-    """Multiply token embeddings by `multiplier`; for 0 by sqrt(width), unless the model does so itself."""
+    """Multiply token embeddings by `multiplier`; 0 is sqrt(width), unless the model already multiplies by it."""
     for name, table in token_tables(model).items():
         if multiplier == 0.0 and own_multiplier(model, table) != 1.0:
             add_note(f"the model itself multiplies the output of {name}")
@@ -88,9 +88,9 @@ class TFixup(NormFreeTechnique):
     }
 
     multiplier: Rate = 0.0
-    """Factor of token embeddings; 0 is sqrt(width), unless the model multiplies them itself."""
+    """Factor of token embeddings; 0 is sqrt(width), unless the model already multiplies by it."""
     where: str = ""
-    """Pattern of the modules in a block that write into the residual stream; by default they are found."""
+    """Pattern of the names of each branch's output layer in a block; by default these layers are detected."""
     seed: int = 0
     """Seed of the initialization, together with each parameter's name."""
 

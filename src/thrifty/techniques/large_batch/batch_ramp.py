@@ -27,10 +27,10 @@ Shape = Literal["doubling", "linear"]
 
 
 def size_at(step: int, start: float, full: int, until: int, multiple: int, shape: Shape) -> int:
-    """Return the effective batch of a step in examples: from `start` to `full` over `until` steps.
+    """Return the effective batch of a step in examples. It grows from `start` to `full` over `until` steps.
 
-    Sizes below `full` are multiples of `multiple`. "doubling" takes equally many steps for each doubling, "linear" for
-    each added multiple.
+    Sizes below `full` are multiples of `multiple`. With "doubling", each doubling takes the same number of steps. With
+    "linear", each added multiple takes the same number of steps.
     """
     if step >= until:
         return full
@@ -49,9 +49,9 @@ class BatchRamp(Technique):
     claims = frozenset({Claim.BATCH_SIZE})
 
     start: Fraction = 0.125
-    """First batch, as a fraction of the full one."""
+    """First batch size, as a fraction of the full batch."""
     until: StepOrFraction = 0.3
-    """Step from which the batch is full."""
+    """First step with the full batch."""
     shape: Shape = "doubling"
     multiple: Positive = 8
     """Divisor of all sizes below the full batch, and a multiple of the number of ranks."""
@@ -59,7 +59,7 @@ class BatchRamp(Technique):
     """Full batch; 0 is the run's effective batch."""
 
     def sizes(self, full: int) -> list[int]:
-        """Return the size of each batch up to the first full one."""
+        """Return the sizes of all batches up to the first full batch."""
         until = int(self.until)
         return [size_at(step, self.start * full, full, until, self.multiple, self.shape) for step in range(until + 1)]
 

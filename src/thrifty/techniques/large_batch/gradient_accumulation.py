@@ -29,7 +29,7 @@ from thrifty.core.technique import Numerics, Technique
 
 
 def accumulated(backward: Backward, micro_batches: int) -> Backward:
-    """Return a backward pass over `micro_batches` parts of equal size; the last part may be smaller."""
+    """Return a backward pass over `micro_batches` parts of equal size. The last part may be smaller."""
 
     def in_parts(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         rows = -(-len(batch) // micro_batches)

@@ -49,7 +49,7 @@ def predict_vectors(
 ) -> tuple[Prediction, list[tuple[GeneratorStates, BufferSnapshot]]]:
     """Predict several micro-batches without gradients.
 
-    Return the joined prediction, and the states of generators and buffers before each micro-batch.
+    Return the concatenated prediction, and the states of random generators and buffers before each micro-batch.
     """
     states, hidden = [], []
     with torch.no_grad():
@@ -63,7 +63,7 @@ def predict_vectors(
 
 
 def cached(backward: Backward, micro_batches: int) -> Backward:
-    """Return a backward pass of a joint loss over `micro_batches` equal parts; the last part may be smaller."""
+    """Return a backward pass of a joint loss over `micro_batches` parts of equal size. The last part may be smaller."""
 
     def in_parts(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         rows = -(-len(batch) // micro_batches)

@@ -34,7 +34,7 @@ def scaled_rate(batch: int, base_batch: int, rule: Rule) -> float:
 def warmed_up_from_base(step: int, factor: float, warmup: int) -> float:
     """Return the factor before update `step`: 1 at step 0, `factor` from step `warmup` on, linear in between.
 
-    A factor below 1 applies from step 0, since a higher rate would be too high.
+    A factor below 1 applies from step 0, because a higher rate could diverge.
     """
     if factor <= 1 or step >= warmup:
         return factor
@@ -54,7 +54,7 @@ class ScaleLearningRate(Technique):
     rule: Rule = "square_root"
     warmup: StepOrFraction = 0.05
     batch: EffectiveBatch = 0
-    """Examples per step of this run; 0 is its effective batch."""
+    """Examples per step of this run; 0 is the run's effective batch."""
 
     def update(self, transform: GradientTransform) -> GradientTransform:
         factor, warmup = scaled_rate(self.batch, self.base_batch, self.rule), int(self.warmup)

@@ -32,14 +32,15 @@ from thrifty.core.technique import Numerics, Technique
 from thrifty.optim.transform_elements import global_norm
 
 MOST = 10.0
-"""Upper limit of a squared gradient norm, relative to its running average."""
+"""Maximum squared gradient norm, relative to the running average."""
 
 
 def signal_and_noise(small: float, big: float, small_batch: float, big_batch: float) -> tuple[float, float]:
-    """Return unbiased estimates of |G|², the squared norm of the true gradient, and tr Σ, its variance per example.
+    """Return unbiased estimates of |G|², the squared norm of the true gradient, and tr Σ, the gradient variance per
+    example.
 
-    `small` and `big` are squared norms of mean gradients over batches of two sizes. Each has the expectation
-    |G|² + tr Σ / batch (McCandlish et al. 2018, appendix A.1).
+    `small` and `big` are squared norms of mean gradients over batches of two sizes. The expectation of each is |G|² +
+    tr Σ / batch (McCandlish et al. 2018, appendix A.1).
     """
     signal = (big_batch * big - small_batch * small) / (big_batch - small_batch)
     noise = (small - big) / (1 / small_batch - 1 / big_batch)
@@ -60,9 +61,9 @@ def measured_in_halves(
 ) -> tuple[BackwardResult, tuple[float, float]]:
     """Run the backward pass over each half of the batch; return its result with signal and noise.
 
-    The gradients afterwards are those of the whole batch. `times` is the number of ranks, which have equally many
-    examples. The small batch is a half. If the halves differ by one example, it is their harmonic mean, which keeps the
-    estimates unbiased.
+    Afterwards `.grad` has the gradients of the whole batch. `times` is the number of ranks. All ranks have the same
+    number of examples. The small batch size is half of the batch. If the halves differ by one example, it is the
+    harmonic mean of both sizes, which keeps the estimates unbiased.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     whole, half = len(batch), len(batch) // 2

@@ -12,10 +12,11 @@ from thrifty.optim.transform_elements import global_norm
 
 
 def sensitivities(run: Callable[[int | None], None], model: nn.Module, count: int) -> list[float]:
-    """Return the squared distance between the gradients with perturbation i and without, for each i < `count`.
+    """Return the squared distance between the gradients with and without perturbation i, for each i < `count`.
 
-    `run(i)` leaves gradients in the parameters; `run(None)` has no perturbation. Each call has the same random state
-    and buffers. Afterwards buffers, random state and gradients are restored. The result is the mean over ranks.
+    `run(i)` writes gradients to the parameters' `.grad`. `run(None)` runs without a perturbation. Each call starts with
+    the same random state and buffers. Afterwards buffers, random state and gradients are restored. The result is the
+    mean over ranks.
     """
     with preserve_gradients(model) as restore:
         plain = _gradients(run, model, None, restore)
@@ -41,7 +42,7 @@ def _gradients(
 
 @contextmanager
 def preserve_gradients(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Run a block without gradients, and restore gradients, buffers and random state afterwards.
+    """Run a `with` block without gradients, and restore gradients, buffers and random state afterwards.
 
     Yield a function that restores buffers and random state within the block.
     """

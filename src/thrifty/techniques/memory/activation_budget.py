@@ -57,10 +57,10 @@ from thrifty.modeling.attention_sites import LOSING_CORES
 from thrifty.modeling.module_surgery import find_stacks, refuse_copies, wrap_forward
 
 OVERHEADS = 45e-6, 12e-6
-"""Python overhead in seconds per operation, forward and backward together: of operations followed one by one, and of
-blocks recomputed as a whole. Used if costs are counted, and on a GPU."""
+"""Python overhead in seconds per operation, forward and backward together. The first value is for operations that are
+planned one by one, the second for blocks that are recomputed as a whole. Used if costs are counted, and on a GPU."""
 COUNTED_PASSES = 4
-"""Passes over a tensor for quantization, and for dequantization, if costs are counted."""
+"""Number of passes over a tensor for quantization, and for dequantization, if costs are counted."""
 COUNTED_LINK = 1e9
 """Bytes per second of the link to a tier, if costs are counted."""
 MEASURED = MeasuredSeconds()
@@ -86,7 +86,7 @@ class ActivationPlanner:
     def run(self, name: str, block: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
         if self.rehearsal is not None:
             return self.rehearsal.run(name, block, inner, args, kwargs)
-        if self.called == len(self.current):  # without gradients: evaluation, sampling
+        if self.called == len(self.current):  # a forward pass without gradients, as in evaluation
             return inner(*args, **kwargs)
         place, self.called = self.called, self.called + 1
         if self.chain and self.chain.schedule:
@@ -130,7 +130,7 @@ class ActivationPlanner:
         return blocks, plan
 
     def rehearse(self, objective: Objective, model: nn.Module, batch: Batch) -> tuple[DryRun, BlockCosts]:
-        """Return the operations of the blocks, and the costs outside of them: saved tensors and the loss."""
+        """Return the operations of the blocks, and the costs outside the blocks: saved tensors and the loss."""
         known = [*model.parameters(), *model.buffers(), *batch.fields.values(), batch.weight]
         try:
             streams = bool(self.settings.bits) or self.settings.offload != "never"
@@ -142,7 +142,7 @@ class ActivationPlanner:
                 edges = [get_gradient_edge(end) for end in ends]
                 loss = (objective.losses(prediction, batch) * batch.weight).sum()
                 del prediction, ends  # as in a step, where only the loss refers to them
-                if edges:  # there are none if only the head is trained
+                if edges:  # without gradients if only the head is trained
                     torch.autograd.grad(loss, edges, allow_unused=True)
                 del loss
                 rest = BlockCosts(OpTrace(input_bytes=outside), live.peak - outside, 0.0, 0.0, 0.0)
@@ -161,7 +161,7 @@ class ActivationPlanner:
         return plans
 
     def _key_of_pass(self) -> str:
-        """Return a key that differs between forward passes, and is the same when a step is repeated."""
+        """Return a key of a forward pass. Repeated steps have the same keys; all other passes have different keys."""
         seed = torch.initial_seed()
         self.seed, self.passes = seed, self.passes + 1 if seed == self.seed else 0
         return f"{seed}/{self.passes}"
@@ -221,17 +221,17 @@ class ActivationBudget(Technique):
     stage, numerics = Stage.RECOMPUTE, Numerics.EXACT
     claims = frozenset({Claim.SAVED_TENSORS, Claim.RECOMPUTATION, Claim.ACTIVATION_BYTES, Claim.RANK_WIDE_PLAN})
     clashes: ClassVar[Mapping[Claim, str]] = {
-        Claim.COMPILED_BLOCKS: "it follows single operations, which a compiler fuses",
-        Claim.TENSOR_PARALLELISM: "it follows single operations, and one rank cannot recompute those between ranks",
+        Claim.COMPILED_BLOCKS: "it plans single operations, and a compiler fuses them",
+        Claim.TENSOR_PARALLELISM: "it plans single operations, and one rank cannot recompute a collective operation",
     }
 
     bytes: Annotated[float, SettingBound(above=0)] = 0.5
-    """Limit of the activations at the peak, in bytes. A value up to 1 is relative to the peak without a limit; if
-    that is infeasible with recomputation, the smallest feasible peak."""
+    """Maximum activation memory in bytes. A value up to 1 is relative to the peak without a limit. If recomputation
+    cannot reach a relative limit, the smallest feasible peak is the limit."""
     recompute: bool = True
     """True to allow recomputation."""
     bits: Bits = 0
-    """Bits per element of compressed tensors (2, 4 or 8), which makes gradients noisy; 0 allows none."""
+    """Bits per element of compressed tensors (2, 4 or 8); gradients become noisy. 0 turns compression off."""
     offload: Literal["never", "auto", "host", "disk", "simulated"] = "never"
     """Memory to which tensors may be offloaded; "auto" is the host for a GPU and the disk for a CPU."""
     folder: str = ""

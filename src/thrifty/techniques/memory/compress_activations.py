@@ -43,9 +43,9 @@ from thrifty.techniques.memory._gradient_sensitivity import preserve_gradients, 
 CHOICES = (2, 4, 8)
 """Bits per element among which `adaptive` chooses."""
 TENSORS = 4096
-"""Number of saved tensors per forward pass with bits of their own; later ones get the average."""
+"""Maximum number of saved tensors per forward pass with separately chosen bits. Later tensors use the average bits."""
 PROBED = 8
-"""Divisor of a micro-batch: sensitivity is measured on this fraction of its examples."""
+"""Divisor of a micro-batch: sensitivity is measured on 1 / `PROBED` of the examples."""
 
 
 class QuantizingObjective(WrappedObjective):
@@ -107,7 +107,7 @@ class QuantizingBackward:
         return QuantizedStore(seed, bits, s.group, s.ranges == "head", s.min_elements, alive, like)
 
     def decided(self) -> Callable[[int], int]:
-        """Return a function from positions to bits, which are the average for undecided tensors."""
+        """Return a function from a tensor's position to its bits. Undecided tensors use the average bits."""
         decided = self.state.get("bits")
         if decided is None or isinstance(decided, FakeTensor):
             return lambda position: self.settings.bits
@@ -115,7 +115,7 @@ class QuantizingBackward:
         return lambda position: (bits[position] if position < TENSORS else 0) or self.settings.bits
 
     def adapt(self, model: nn.Module, objective: Objective, batch: Batch, calls: int) -> dict[str, float]:
-        """Measure sensitivity and allocate bits, if due or if the number of tensors has changed; return notes."""
+        """Measure sensitivity and allocate bits, if due or if the number of tensors has changed. Return notes."""
         tensors, rows, decided = (int(self.state[name]) for name in ("tensors", "rows", "decided"))
         if (calls - 1) % self.settings.every and tensors == decided:
             return {}
@@ -131,7 +131,7 @@ class QuantizingBackward:
     def measure(self, model: nn.Module, objective: Objective, batch: Batch) -> tuple[list[float], list[int]]:
         """Return the sensitivity of the gradient to each tensor, and the number of elements of each.
 
-        The tensor is kept in 4 bits and all others in 8, on a fraction of the examples.
+        For each measurement one tensor has 4 bits and all other tensors 8 bits, on a fraction of the examples.
         """
         whole = self.store(model, batch, "whole", self.decided())
         # the forward pass of a whole micro-batch lists the saved tensors
@@ -157,17 +157,17 @@ class CompressActivations(Technique):
     claims = frozenset({Claim.SAVED_TENSORS})
 
     bits: Literal[2, 4, 8] = 4
-    """Bits per element; the average with `adaptive`."""
+    """Bits per element; with `adaptive`, the average bits."""
     group: Positive = GROUP
     """Number of neighboring elements that share a range, a multiple of 8."""
     ranges: Literal["group", "head"] = "group"
     """Scope of a range: "group" is neighboring elements of one token; "head" is a head over all tokens, or `group`
     neighboring channels of a tensor without heads."""
     min_elements: Positive = SMALLEST
-    """Smallest compressed tensor, in elements."""
+    """Minimum number of elements of a compressed tensor."""
     adaptive: bool = False
-    """True to choose 2, 4 or 8 bits for each tensor by its effect on the gradient, at the same total. The effect is
-    measured, tensor by tensor, on an eighth of a micro-batch."""
+    """True to choose 2, 4 or 8 bits for each tensor by its effect on the gradient, at the same total size. The effect
+    of each tensor is measured on an eighth of a micro-batch."""
     every: Positive = 1000
     """Number of steps between measurements."""
 

@@ -112,13 +112,13 @@ class OffloadActivations(Technique):
     claims = frozenset({Claim.SAVED_TENSORS})
 
     to: Where = "auto"
-    """Target: host memory, disk or a simulated link; "auto" is the host for a GPU and the disk for a CPU."""
+    """Target: host memory, disk or a simulated link. "auto" is the host for a GPU and the disk for a CPU."""
     prefetch: Positive = 4
-    """Largest number of tensors in transfer, in either direction."""
+    """Maximum number of tensors in transfer, in either direction."""
     keep_last: Natural = 8
-    """Number of tensors, the last ones of a forward pass, that stay on the device."""
+    """Number of last tensors of a forward pass that stay on the device."""
     min_elements: Positive = SMALLEST
-    """Smallest offloaded tensor, in elements."""
+    """Minimum number of elements of an offloaded tensor."""
     folder: str = ""
     """Folder of the files; $TMPDIR or /var/tmp by default."""
 

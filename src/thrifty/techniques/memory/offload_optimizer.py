@@ -44,11 +44,11 @@ from thrifty.optim.update_plan import update_tail
 
 NEXT = "next"
 TILE = 4 * 1024 * 1024
-"""Approximate number of elements per tile: new values of a tile are sent while the next tile is computed."""
+"""Approximate number of elements per tile. New values of a tile are sent while the next tile is computed."""
 
 
 def tiles(sizes: Sequence[int], elements: int) -> list[list[int]]:
-    """Return indices of neighbors in groups of at least `elements` in total; the last group may be smaller."""
+    """Return groups of neighboring indices with at least `elements` elements in total. The last group may be smaller."""
     groups: list[list[int]] = [[]]
     for index, _ in enumerate(sizes):
         if sum(sizes[i] for i in groups[-1]) >= elements:
@@ -108,7 +108,7 @@ class HostCopyUpdate(UpdateLocation):
                 copy.copy_(parameter)
 
     def send(self, gradients: list[Tensor], parameters: list[Tensor], numbers: Scalars) -> list[OffloadHandle]:
-        """Run the part of the chain on the device, and send the gradients."""
+        """Run the device part of the chain, and send the gradients to the host."""
         if not self.head_remembers:
             gradients = self.head.update(gradients, {}, parameters, numbers)
         return [self.tier.send(gradient) for gradient in local_tensors(gradients)]
@@ -218,7 +218,7 @@ class DelayedUpdate(HostCopyUpdate):
 
 
 def version_of(tensor: Tensor) -> tuple[int, int]:
-    """Return a value that changes when the tensor is written or its memory is replaced."""
+    """Return a value that changes when the tensor is written or when its memory is replaced."""
     return tensor._version, tensor.data_ptr()
 
 
@@ -227,7 +227,8 @@ def offloaded(
 ) -> TransformChain:
     """Return a transform with its state on a tier, as in `offloaded(adamw(1e-3), to="disk")`.
 
-    With host memory of a GPU the update runs on the host, delayed by a step from step `delayed_after` on.
+    If the tier is the host memory of a GPU, the update runs on the host. From step `delayed_after` on it is delayed by
+    a step.
     """
 
     def site(transform: TransformChain, names: Sequence[str], parameters: list[Tensor]) -> UpdateLocation:
@@ -257,7 +258,7 @@ class OffloadOptimizer(Technique):
     stage, numerics = Stage.OFFLOAD, Numerics.EXACT
 
     to: Where = "auto"
-    """Target: host memory, disk or a simulated link; "auto" is the host for a GPU and the disk for a CPU."""
+    """Target: host memory, disk or a simulated link. "auto" is the host for a GPU and the disk for a CPU."""
     delay: bool = False
     """True to apply each update one step later, so that it is computed during the next step."""
     after: StepOrFraction = 40

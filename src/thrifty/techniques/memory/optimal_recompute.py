@@ -34,7 +34,8 @@ from thrifty.modeling.module_surgery import find_stacks, refuse_copies, wrap_for
 
 
 def bytes_allowed(budget: float, chain: ChainCost) -> int:
-    """Return a budget in bytes. A value up to 1 is relative to the plain peak, and at least the smallest peak."""
+    """Return a budget in bytes. A value up to 1 is relative to the peak without recomputation. The budget is at least
+    the smallest possible peak."""
     if budget > 1:
         return int(budget)
     _, peak = simulate(chain, periodic_schedule(len(chain), len(chain)))
@@ -84,11 +85,11 @@ class OptimalRecompute(Technique):
     }
 
     bytes: Annotated[float, SettingBound(above=0)] = 0.5
-    """Limit in bytes. A value up to 1 is relative to the peak of the blocks in the plain run, at least the smallest
-    possible peak."""
+    """Limit in bytes. A value up to 1 is relative to the peak of the blocks in the plain run. A relative limit is at
+    least the smallest possible peak."""
     cost_source: Literal["counted", "measured"] = "counted"
-    """Source of the costs of a block: FLOPs and bytes, or seconds of a real forward pass. Results are equal with
-    either."""
+    """Source of the costs of a block: FLOPs and bytes, or seconds of a real forward pass. The source does not change
+    results."""
 
     def model(self, model: nn.Module) -> nn.Module:
         stacks = find_stacks(model)

@@ -36,12 +36,12 @@ from thrifty.modeling.module_surgery import find_stacks, wrap_forward
 
 
 def recompute_block(module: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a block; recompute its intermediate tensors in the backward pass."""
+    """Run a block. Recompute its intermediate tensors in the backward pass."""
     return recompute(inner, args, kwargs, module)
 
 
 def recompute_between_products(module: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a block; save only results of matrix products and attention, and recompute the rest."""
+    """Run a block. Save only results of matmuls and attention, and recompute all other tensors."""
     contexts = partial(create_selective_checkpoint_contexts, keep_products)
     return recompute(inner, args, kwargs, module, context_fn=contexts)
 
@@ -86,7 +86,7 @@ class Recompute(Technique):
     claims = frozenset({Claim.RECOMPUTATION})
 
     every: Positive = 1
-    """Distance of recomputed blocks in each stack: 1 is all, 2 every other one. Not for "sqrt"."""
+    """Recompute each `every`-th block of each stack: 1 is all blocks, 2 is every second block. Not for "sqrt"."""
     schedule: Literal["every", "sqrt", "selective"] = "every"
 
     def __post_init__(self) -> None:

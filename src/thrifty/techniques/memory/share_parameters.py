@@ -39,13 +39,13 @@ Part = Literal["all", "attention", "feed_forward"]
 
 
 def first_of_group(block: int, depth: int, groups: int) -> int:
-    """Return the block whose parameters this one uses, if `depth` blocks form `groups` of nearly equal size."""
+    """Return the first block of the block's group, if `depth` blocks form `groups` of nearly equal size."""
     group = block * groups // depth
     return -(-group * depth // groups)
 
 
 def share(block: nn.Module, leader: nn.Module, chosen: Callable[[str], bool]) -> int:
-    """Replace the chosen parameters of a block by the leader's; return the number of elements saved."""
+    """Replace the chosen parameters of a block by those of `leader`. Return the number of elements saved."""
     replaced = set()
     leader_parameters = dict(leader.named_parameters(remove_duplicate=False))
     for path, parameter in list(block.named_parameters(remove_duplicate=False)):
@@ -57,7 +57,7 @@ def share(block: nn.Module, leader: nn.Module, chosen: Callable[[str], bool]) ->
 
 
 def shared_blocks(model: nn.Module, groups: int) -> Iterator[tuple[str, nn.Module, nn.Module]]:
-    """Yield the name of each block that uses another's parameters, the block, and the leader of its group."""
+    """Yield each block that uses shared parameters: its name, the block, and the first block (leader) of its group."""
     for name, blocks in find_stacks(model).items():
         if groups > len(blocks):
             raise RefusedError(
@@ -72,9 +72,9 @@ def shared_blocks(model: nn.Module, groups: int) -> Iterator[tuple[str, nn.Modul
 
 @torch.no_grad()
 def factorize(model: nn.Module, width: int, seed: int) -> None:
-    """Replace each token table (V, d) by a product of (V, E) and (E, d), and a head tied to it likewise.
+    """Replace each token table (V, d), and a head tied to it, by a product of (V, E) and (E, d).
 
-    The product is initialized with the table's standard deviation.
+    The product initially has the standard deviation of the table.
     """
     tables = token_tables(model)
     if not tables:
@@ -148,9 +148,9 @@ class ShareParameters(Technique):
     stage, numerics = Stage.ARCHITECTURE, Numerics.DIFFERENT
     claims = frozenset({Claim.SHARED_PARAMETERS})
     clashes: ClassVar[Mapping[Claim, str]] = {
-        Claim.FROZEN_BASE_WEIGHTS: "blocks start as copies of the first, and frozen ones could not adapt",
+        Claim.FROZEN_BASE_WEIGHTS: "blocks start as copies of the first block, and frozen blocks could not adapt",
         Claim.DEPTH: "the groups of blocks would change with the depth",
-        Claim.TRAINED_START: "the first block's weights would replace those of the others",
+        Claim.TRAINED_START: "the first block's weights would replace the weights of all other blocks",
         Claim.PARAMETER_SHARDING: "each block is sharded separately, which would untie them",
     }
 
@@ -159,7 +159,7 @@ class ShareParameters(Technique):
     groups: Positive = 1
     """Number of parameter sets in each stack; adjacent blocks form a group."""
     embedding: Natural = 0
-    """Width E of the factorized token table; 0 keeps the table."""
+    """Width E of the factorized token table; 0 turns factorization off."""
     seed: int = 0
     """Seed of a factorized table's initialization, together with its name."""
 

@@ -27,9 +27,10 @@ from thrifty.optim.transform_elements import AddDecayedWeights, ScaleBySchedule,
 
 
 def factored_update(update: Tensor, row: Tensor, column: Tensor, fresh: float | Tensor, least: float) -> None:
-    """Divide an update (…, r, c) in place by the root of its estimated mean squares, row · column / mean of row.
+    """Divide an update (…, r, c) in place by the root of its estimated mean squares, row · column / mean(row).
 
-    `row` (…, r) has mean squares over columns, `column` (…, c) over rows. `fresh` is the weight of the newest squares.
+    `row` (…, r) has mean squares over columns, and `column` (…, c) has mean squares over rows. `fresh` is the weight of
+    the newest squares.
     """
     parts = row_chunks(update) if update.ndim == 2 else (update,)
     total: Tensor | None = None
@@ -46,7 +47,7 @@ def factored_update(update: Tensor, row: Tensor, column: Tensor, fresh: float | 
 
 
 def on_every_rank(total: Tensor) -> Tensor:
-    """Return a sum of parts on several ranks added up; other tensors unchanged."""
+    """Return a partial DTensor all-reduced over ranks. Return any other tensor unchanged."""
     if not is_dtensor(total):
         return total
     return with_partial_sums_added(total)
@@ -143,15 +144,15 @@ class Adafactor(Technique):
     claims = frozenset({Claim.OPTIMIZER})
 
     lr: Rate = 1e-2
-    """Largest relative step."""
+    """Maximum relative step."""
     decay: Annotated[float, SettingBound(most=0)] = -0.8
     """Exponent of the weight of the newest second moment, step^decay."""
     clip_threshold: Annotated[float, SettingBound(above=0)] = 1.0
-    """Largest root mean square of an update before it is multiplied by the relative step."""
+    """Maximum root mean square of an update, before multiplication by the relative step."""
     eps1: Annotated[float | None, LEAST_EPSILON] = None
-    """The paper's ε₁, lower bound of the root of a second moment; by default the precision of the gradients."""
+    """The paper's ε₁, lower bound of the root of a second moment; by default the machine epsilon of the gradients."""
     eps2: Rate = 1e-3
-    """The paper's ε₂, lower bound of the size of a parameter."""
+    """The paper's ε₂, lower bound of the root mean square of a parameter."""
     weight_decay: Rate = 0.0
 
     def update(self, transform: GradientTransform) -> GradientTransform:

@@ -20,7 +20,7 @@ from thrifty.optim.transform_elements import AddDecayedWeights, ScaleByAdam, sca
 def adamw(
     lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.1
 ) -> GradientTransform:
-    """Return AdamW as a chain. Decay spares vectors, biases and positions (`modeling/parameter_kinds.py`)."""
+    """Return AdamW as a chain. Vectors, biases and positions are not decayed (`modeling/parameter_kinds.py`)."""
     return chain(ScaleByAdam(*betas, eps), AddDecayedWeights(weight_decay), scale_by_learning_rate(lr))
 
 

@@ -55,11 +55,11 @@ class Lamb(Technique):
     eps: Epsilon = 1e-6
     weight_decay: Rate = 0.01
     bias_correction: bool = True
-    """True to correct the moments for their start at zero, as in the paper."""
+    """True to correct the moments for their initial value of zero, as in the paper."""
     norm_bounds: tuple[float, float] = (0.0, math.inf)
     """Limits of the weight norm, the paper's φ."""
     slices: bool = False
-    """True to compute a ratio for each layer in a fused matrix (queries, keys, values; gate, value)."""
+    """True to compute a separate ratio for each slice of a fused matrix (queries, keys, values; gate, value)."""
 
     def update(self, transform: GradientTransform) -> GradientTransform:
         rates = self.lr, self.betas, self.eps, self.weight_decay

@@ -33,7 +33,7 @@ def lars(
     """Return LARS as a chain of transforms.
 
     v = momentum · v + λ · (g + weight_decay · w) with λ = coefficient · ‖w‖ / (‖g‖ + weight_decay · ‖w‖) for each
-    layer; w -= lr · v. With the rate "inside", lr and `schedule` multiply the summand of v instead.
+    layer; w -= lr · v. With the rate "inside", lr and `schedule` multiply the term added to v instead.
     """
     ratio, schedule = ScaleByTrustRatio(coefficient, weight_decay), schedule or GradientTransform()
     name = "step_momentum" if rate == "inside" else "layer_scaled_momentum"
@@ -55,10 +55,11 @@ class Lars(Technique):
     momentum: Probability = 0.9
     weight_decay: Rate = 1e-4
     trust_coefficient: Rate = 1e-3
-    """The paper's η: length of a layer's update at rate 1, relative to the norm of its weights."""
+    """The paper's η: norm of a layer's update at rate 1, relative to the norm of the layer's weights."""
     nesterov: bool = False
     learning_rate_placement: Literal["outside", "inside"] = "outside"
-    """Place of the learning rate: it multiplies the momentum ("outside") or its summand ("inside")."""
+    """Position of the learning rate: it multiplies the momentum ("outside"), or the term added to the momentum
+    ("inside")."""
 
     def update(self, transform: GradientTransform) -> GradientTransform:
         rates = self.lr, self.momentum, self.weight_decay, self.trust_coefficient

@@ -35,15 +35,15 @@ _TABLE = re.compile(r"embed|position|wte|wpe")
 
 
 def depth_factor(depth: int, blocks: int, decay: float) -> float:
-    """Return the learning-rate factor at a depth: 0 is before the blocks, `blocks` + 1 after them."""
+    """Return the learning-rate factor at a depth. Depth 0 is before the blocks, and `blocks` + 1 is after the blocks."""
     return decay ** (blocks + 1 - depth)
 
 
 def depths(model: nn.Module, embedding_pattern: str = "") -> dict[str, tuple[int, int]]:
-    """Return the depth of each parameter by name, as `depth_factor` counts it, and the number of blocks of its stack.
+    """Return the depth of each parameter by name, as defined by `depth_factor`, and the number of blocks in its stack.
 
-    `embedding_pattern` matches names of parameters that are used before the blocks. By default these are recognized by
-    order and name. Raise RefusedError if the model has no list of equal blocks.
+    `embedding_pattern` matches names of parameters that are used before the blocks. By default these parameters are
+    detected by order and name. Raise RefusedError if the model has no list of equal blocks.
     """
     stacks = {stack: len(model.get_submodule(stack)) for stack in find_stacks(model)}
     positions: dict[int, tuple[str, int, int]] = {}
@@ -57,12 +57,12 @@ def depths(model: nn.Module, embedding_pattern: str = "") -> dict[str, tuple[int
             stack = stack_after(name, stacks)
             depth = 0 if _is_before(name, embedding_pattern, stack in started) else stacks[stack] + 1
         first, known, blocks = positions.get(id(parameter), (name, depth, stacks[stack]))
-        positions[id(parameter)] = (first, min(known, depth), blocks)  # a tied one counts at its first use
+        positions[id(parameter)] = (first, min(known, depth), blocks)  # a tied parameter counts at its first use
     return {name: (depth, blocks) for name, depth, blocks in positions.values()}
 
 
 def _is_before(name: str, embedding_pattern: str, is_defined_after: bool) -> bool:
-    """Return whether a parameter outside the blocks is used before them."""
+    """Return True if a parameter outside the blocks is used before the blocks."""
     if embedding_pattern:
         return re.search(embedding_pattern, name) is not None
     if _AFTER.search(name):
@@ -113,9 +113,9 @@ class LayerwiseLearningRateDecay(Technique):
     clashes: ClassVar[Mapping[Claim, str]] = {Claim.SHARED_PARAMETERS: "parameters shared by all blocks have no depth"}
 
     decay: Fraction = 0.75
-    """Factor between the rates of a block and the block before it."""
+    """Ratio of a block's rate to the rate of the next block."""
     embedding_pattern: str = ""
-    """Pattern of the parameters used before the blocks; by default recognized by order and name."""
+    """Pattern of the parameters used before the blocks; by default these are detected by order and name."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -50,10 +50,10 @@ from thrifty.optim.transform_elements import (
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Coefficients of Jordan's quintic, which is steep at 0. Five iterations map singular values above 0.002 of a matrix's
-norm to between 0.68 and 1.21; they do not converge to 1."""
+norm to values between 0.68 and 1.21. The iterations do not converge to 1."""
 
 HALVED = 256
-"""Number of rows from which a symmetric product in two pieces is faster than in one."""
+"""Minimum number of rows at which a symmetric matmul in two parts is faster than one matmul."""
 
 Scale = Literal["original", "match_rms"]
 
@@ -61,7 +61,8 @@ Scale = Literal["original", "match_rms"]
 def orthogonalized(matrix: Tensor, steps: int = 5, dtype: torch.dtype = torch.bfloat16, eps: float = 1e-7) -> Tensor:
     """Return approximately the nearest orthogonal matrix of each matrix (…, rows, columns).
 
-    It is U Vᵀ of the singular value decomposition with singular values near 1, by Newton-Schulz iteration in `dtype`.
+    The result is U S Vᵀ with the U and V of the singular value decomposition and S near 1. It is computed by
+    Newton-Schulz iteration in `dtype`.
     """
     a, b, c = COEFFICIENTS
     x = matrix.to(dtype)
@@ -77,7 +78,7 @@ def orthogonalized(matrix: Tensor, steps: int = 5, dtype: torch.dtype = torch.bf
 def symmetric_product(x: Tensor, added: Tensor | None = None, beta: float = 0.0, alpha: float = 1.0) -> Tensor:
     """Return x @ xᵀ, or beta · added + alpha · x @ xᵀ for a symmetric `added`.
 
-    On a CPU a quarter of a large product is mirrored instead of computed.
+    On a CPU a quarter of a large product is copied from the symmetric quarter instead of computed.
     """
 
     def product(rows: slice, columns: slice) -> Tensor:
@@ -105,7 +106,7 @@ def _plus_product(added: Tensor, beta: float, left: Tensor, right: Tensor, alpha
 def _with_fast_products(product: Callable[..., Tensor], *operands: Tensor, **factors: float) -> Tensor:
     """Return the product, rounded once to the operands' dtype.
 
-    It is computed in float32 on CPUs without bfloat16 units, where bfloat16 products are 4 to 60 times slower.
+    CPUs without bfloat16 units compute in float32, because bfloat16 matmuls are 4 to 60 times slower there.
     """
     device, dtype = operands[0].device.type, operands[0].dtype
     if dtype is not torch.bfloat16 or device != "cpu" or has_fast_bfloat16("cpu"):
@@ -116,8 +117,8 @@ def _with_fast_products(product: Callable[..., Tensor], *operands: Tensor, **fac
 def step_size(outputs: int, inputs: int, scale: Scale) -> float:
     """Return the factor of an orthogonal update.
 
-    "original" is sqrt(outputs / inputs), at least 1 (Jordan). "match_rms" gives updates a root mean square of 0.2, as
-    AdamW's usually have (Liu et al.).
+    "original" is sqrt(outputs / inputs), at least 1 (Jordan). "match_rms" scales updates to a root mean square of 0.2,
+    which is usual for AdamW (Liu et al.).
     """
     return max(1.0, outputs / inputs) ** 0.5 if scale == "original" else 0.2 * max(outputs, inputs) ** 0.5
 
@@ -148,7 +149,7 @@ class ScaleByOrthogonalization(GradientTransform):
 
     def update(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
         everything = list(range(len(updates)))
-        # sharded matrices are gathered one by one: all of them would be the whole model
+        # sharded matrices are gathered one by one, because all at once would be the whole model
         sharded = any(is_dtensor(update) for update in updates)
         for group in [[i] for i in everything] if sharded else [everything]:
             matrices = {i: full_values(updates[i], order_of(parameters[i])) for i in group}
@@ -191,7 +192,7 @@ def muon(
     """Return Muon for hidden matrices (`modeling/parameter_kinds.py`), and AdamW for all other parameters.
 
     Muon: parameter -= lr · (orthogonal update + weight_decay · parameter). AdamW uses the rate `adamw_lr` and the same
-    decay.
+    weight decay.
     """
     hidden = chain(
         ScaleByMomentum(momentum, nesterov),
@@ -224,16 +225,16 @@ class Muon(Technique):
     nesterov: bool = True
     weight_decay: Rate = 0.1
     scale: Scale = "match_rms"
-    """Size of an orthogonal update. "match_rms" is as large as AdamW's, for AdamW's rates; "original" is Jordan's, for
-    rates about 20 times larger."""
+    """Size of an orthogonal update. "match_rms" scales updates to AdamW's size, so that AdamW's rates apply.
+    "original" is Jordan's, with rates about 20 times larger."""
     newton_schulz_steps: Positive = 5
     """Number of Newton-Schulz iterations."""
     slices: bool = False
-    """True to orthogonalize each layer in a fused matrix separately (queries, keys, values; gate, value)."""
+    """True to orthogonalize each slice of a fused matrix separately (queries, keys, values; gate, value)."""
     precision: Literal["bfloat16", "float32"] = "bfloat16"
-    """Format of the values between the products of the iterations."""
+    """Format of intermediate values of the iterations."""
     adamw_lr: Rate = 1e-3
-    """AdamW's rate, for all parameters but hidden matrices."""
+    """AdamW's rate, for all parameters except hidden matrices."""
     adamw_betas: Betas = (0.9, 0.95)
     adamw_eps: Epsilon = 1e-8
 

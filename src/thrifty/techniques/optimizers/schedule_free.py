@@ -29,12 +29,12 @@ from thrifty.optim.transform_elements import AddDecayedWeights, ScaleByAdam, add
 def schedule_free_update(
     direction: list[Tensor], ahead: list[Tensor], rate: float | Tensor, share: float | Tensor, beta: float
 ) -> list[Tensor]:
-    """Return the update of y for a direction of ascent d at y, and update `ahead` = z - y in place.
+    """Return the update of y for an ascent direction d at y. Update `ahead` = z - y in place.
 
     z -= rate · d;  x += share · (z - x);  y = beta · x + (1 - beta) · z
 
-    Since x is not stored, `ahead` becomes (1 - share) · (ahead - beta · rate · d). y moves by the decrease of `ahead`
-    minus rate · d.
+    Because x is not stored, `ahead` becomes (1 - share) · (ahead - beta · rate · d). The update of y is the decrease of
+    `ahead` minus rate · d.
     """
     ahead_rate = (1 - share) * beta * rate
     update = torch._foreach_mul(ahead, share)
@@ -75,7 +75,7 @@ class ScheduleFreeTransform(GradientTransform):
         return (age + 1) ** self.power * self._warmed(step) ** self.rate_power
 
     def _sum(self, step: int, age: int) -> float:
-        """Return the sum of the weights of all steps since the state was fresh, cached."""
+        """Return the sum of the weights of all steps since the state was initialized, cached."""
         sums = self._sums.setdefault(step - age, [0.0])
         for since in range(len(sums) - 1, age + 1):
             sums.append(sums[-1] + self._weight(step - age + since, since))
@@ -88,7 +88,7 @@ class ScheduleFreeTransform(GradientTransform):
         return schedule_free_update(updates, slots["ahead"], numbers["rate"], numbers["share"], self.beta)
 
     def eval_weights(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor]:
-        pairs = zip(parameters, slots["ahead"], strict=True)  # some may be sharded
+        pairs = zip(parameters, slots["ahead"], strict=True)  # some tensors may be sharded
         return [parameter.add(ahead, alpha=1 - 1 / self.beta) for parameter, ahead in pairs]
 
     def slot_kind(self, slot: str) -> Content:
@@ -110,8 +110,8 @@ def schedule_free(
 ) -> GradientTransform:
     """Return Schedule-Free AdamW as a chain of transforms.
 
-    It is Adam's direction without a first moment, plus weight_decay · parameter, averaged by `ScheduleFreeTransform`.
-    Other transforms that multiply updates, `factors`, must come before the average.
+    The direction is Adam's without a first moment, plus weight_decay · parameter. `ScheduleFreeTransform` averages the
+    steps. `factors` are transforms that multiply updates. They must come before the average.
     """
     return chain(
         ScaleByAdam(0.0, betas[1], eps),

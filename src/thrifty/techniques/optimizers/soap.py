@@ -29,7 +29,7 @@ from thrifty.core.technique import Numerics, Technique
 from thrifty.optim.transform_elements import AddDecayedWeights, full_values, match_layout, scale_by_learning_rate
 
 Sides = Sequence[Tensor | None]
-"""Matrices for the rows and for the columns of another; None for a side that is not rotated."""
+"""Matrices for the row dim and the column dim of a parameter. None for a dim that is not rotated."""
 
 
 def update_spread(gradient: Tensor, spread: Sides, beta: float) -> None:
@@ -42,7 +42,7 @@ def update_spread(gradient: Tensor, spread: Sides, beta: float) -> None:
 
 
 def rotated(matrix: Tensor, axes: Sides) -> Tensor:
-    """Return a matrix in other axes, the columns of `axes`."""
+    """Return a matrix rotated into the basis of the columns of `axes`."""
     left, right = axes
     matrix = matrix if left is None else left.mT @ matrix
     return matrix if right is None else matrix @ right
@@ -55,7 +55,7 @@ def rotated_back(matrix: Tensor, axes: Sides) -> Tensor:
 def direction(
     gradient: Tensor, mean: Tensor, square: Tensor, axes: Sides, beta1: float, beta2: float, eps: float
 ) -> Tensor:
-    """Return Adam's direction without bias correction; `mean` and `square` are in the rotated axes."""
+    """Return Adam's direction without bias correction. `mean` and `square` are in the rotated basis."""
     new = rotated(gradient, axes)
     mean.lerp_(new, 1 - beta1)
     square.lerp_(new.square_(), 1 - beta2)
@@ -63,7 +63,7 @@ def direction(
 
 
 def find_axes(axes: Sides, spread: Sides) -> None:
-    """Set axes to the eigenvectors of `spread`, by descending eigenvalue."""
+    """Set `axes` to the eigenvectors of `spread`, by descending eigenvalue."""
     for side_axes, side in zip(axes, spread, strict=True):
         if side_axes is not None and side is not None:
             side_axes.copy_(eigenvectors(side).flip(1))
@@ -72,8 +72,8 @@ def find_axes(axes: Sides, spread: Sides) -> None:
 def eigenvectors(side: Tensor) -> Tensor:
     """Return the eigenvectors of a symmetric matrix, by ascending eigenvalue.
 
-    If many rows are zero (words that have not occurred), LAPACK may fail in the matrix's own precision. It is then
-    called in float64.
+    If many rows are zero (tokens that have not occurred), LAPACK may fail in the matrix's dtype. LAPACK then runs in
+    float64.
     """
     with suppress(torch.linalg.LinAlgError):
         vectors = torch.linalg.eigh(side).eigenvectors
@@ -83,9 +83,9 @@ def eigenvectors(side: Tensor) -> Tensor:
 
 
 def follow_axes(axes: Sides, spread: Sides, mean: Tensor, square: Tensor) -> None:
-    """Improve axes by one power iteration, and convert the moments.
+    """Improve `axes` by one power iteration, and convert the moments to the new basis.
 
-    As in the paper, the mean is rotated into the new axes, and squares are permuted with their axes.
+    As in the paper, the first moment is rotated into the new basis. Second moments are permuted with the eigenvectors.
     """
     plain = rotated_back(mean, axes)
     for dim, (side_axes, side) in enumerate(zip(axes, spread, strict=True)):
@@ -161,7 +161,7 @@ def soap(
     every: int = 10,
     max_dim: int = 10_000,
 ) -> GradientTransform:
-    """Return SOAP as a chain: parameter -= lr · (Adam's direction in rotated axes + weight_decay · parameter)."""
+    """Return SOAP as a chain: parameter -= lr · (Adam's direction in the rotated basis + weight_decay · parameter)."""
     return chain(ScaleBySoap(*betas, eps, every, max_dim), AddDecayedWeights(weight_decay), scale_by_learning_rate(lr))
 
 
@@ -180,13 +180,13 @@ class Soap(Technique):
 
     lr: Rate = 3e-3
     betas: Betas = (0.95, 0.95)
-    """Decay of both moments; the second also of the statistics for the axes."""
+    """Decays of both moments. The second value is also the decay of the preconditioner statistics."""
     eps: Epsilon = 1e-8
     weight_decay: Rate = 0.01
     every: Positive = 10
-    """Number of steps between updates of the axes."""
+    """Number of steps between updates of the eigenvectors."""
     max_dim: Positive = 10_000
-    """Largest rotated side; longer ones, such as vocabularies, keep their own axes."""
+    """Maximum size of a rotated dim. Longer dims, such as vocabularies, are not rotated."""
 
     def update(self, transform: GradientTransform) -> GradientTransform:
         return chain(soap(self.lr, self.betas, self.eps, self.weight_decay, self.every, self.max_dim), transform)

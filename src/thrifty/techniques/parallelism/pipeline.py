@@ -60,16 +60,16 @@ SEVERAL_STAGES: dict[str, Any] = {
 
 
 def stage_places(schedule: str, ranks: int, chunks: int) -> list[int]:
-    """Return the rank of each stage: cyclic, or for zbv descending the ranks and back."""
+    """Return the rank of each stage. Ranks are cyclic; for zbv they run from the first to the last rank and back."""
     if schedule == "zbv":
         return [*range(ranks), *reversed(range(ranks))]
     return [*range(ranks)] * chunks
 
 
 def most_ends(places: Sequence[int]) -> tuple[int, int]:
-    """Return the largest number of stage ends on a rank, and of ends that connect to another rank.
+    """Return the maximum number of stage ends on a rank, and the maximum number of ends that connect to another rank.
 
-    An end receives hidden states, or sends them and receives their gradients.
+    An end receives hidden states, or it sends hidden states and receives their gradients.
     """
     ends = [(place, place != other) for pair in pairwise(places) for place, other in (pair, pair[::-1])]
     by_rank = [[is_remote for place, is_remote in ends if place == rank] for rank in set(places)]
@@ -77,7 +77,7 @@ def most_ends(places: Sequence[int]) -> tuple[int, int]:
 
 
 def most_alive(schedule: str, ranks: int, parts: int, chunks: int) -> float:
-    """Return the largest number of micro-batches whose activations a rank holds at once.
+    """Return the maximum number of micro-batches whose activations a rank holds at once.
 
     Activations of one of a rank's `chunks` stages count as a fraction of a micro-batch.
     """
@@ -193,8 +193,8 @@ class PipelineParallel(Technique):
     claims = frozenset({Claim.PIPELINE_PARALLELISM})
     clashes: ClassVar[Mapping[Claim, str]] = {
         Claim.SHARED_PARAMETERS: "blocks that share their parameters would be on different ranks",
-        Claim.SELECTED_EXAMPLES: "each stage would select other examples",
-        Claim.RANK_WIDE_PLAN: "each stage has other blocks in its plan",
+        Claim.SELECTED_EXAMPLES: "each stage would select different examples",
+        Claim.RANK_WIDE_PLAN: "each stage plans different blocks",
     }
 
     schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "zbv"] = "1f1b"
@@ -203,12 +203,12 @@ class PipelineParallel(Technique):
     chunks: Positive = 2
     """Number of stages per rank, for interleaved and zero_bubble."""
     recompute: bool = False
-    """True to keep only the blocks' inputs, except of the micro-batch whose backward pass comes first."""
+    """True to keep only the blocks' inputs, except for the micro-batch whose backward pass comes first."""
     blocks: tuple[int, ...] = ()
-    """Number of blocks per stage, in order; by default divided by cost."""
+    """Number of blocks per stage, in order; by default blocks are divided by cost."""
     cost_source: Literal["counted", "measured"] = "counted"
-    """Source of the blocks' costs: FLOPs, so that a resumed run has the same stages, or seconds of a forward pass on
-    the first rank."""
+    """Source of the blocks' costs: FLOPs, or seconds of a forward pass on the first rank. With FLOPs, a resumed run has
+    the same stages."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -277,7 +277,7 @@ class PipelineParallel(Technique):
         inside = alive * saved + max(footprint.inside - footprint.saved, 0.0)
         loss = at_end * saved + (at_end - 1) * ends + footprint.passes - footprint.saved
         gradients = fraction * footprint.gradients
-        # with all micro-batches alive, gradients appear while activations of one are freed
+        # with all micro-batches alive, gradients are allocated while activations of one are freed
         if alive >= self.micro_batches:
             gradients = max(gradients - saved, 0.0)
         activations = max(alive * saved, at_end * (saved + ends))

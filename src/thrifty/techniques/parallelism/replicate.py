@@ -35,11 +35,11 @@ from thrifty.core.written_buffers import broadcast_buffers
 from thrifty.distributed.after_backward import call_after_backward
 
 BUCKET = 8_000_000
-"""Number of elements per collective: enough for full bandwidth, and small in memory."""
+"""Number of elements per all-reduce: large enough for full bandwidth, and small in memory."""
 
 
 def sum_over(group: dist.ProcessGroup | None, tensors: list[torch.Tensor]) -> None:
-    """Replace each tensor by its sum over a group of ranks (None: all), in flat buckets."""
+    """All-reduce each tensor in place over a group of ranks (None: all), in flat buckets."""
     bucket: list[torch.Tensor] = []
     for index, tensor in enumerate(tensors):
         bucket.append(tensor)
@@ -72,7 +72,7 @@ def summed(backward: Backward, group: dist.ProcessGroup | None) -> Backward:
 
 
 def average_over(data: MeshAxis, model: nn.Module) -> None:
-    """Replace gradients by their mean over ranks. A gradient that no rank has stays None."""
+    """Replace gradients by their mean over ranks. If a gradient is None on all ranks, it stays None."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     has_gradient = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
     has_gradient = has_gradient.to(parameters[0].device) if parameters else has_gradient

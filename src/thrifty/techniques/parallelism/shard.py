@@ -44,7 +44,8 @@ Zero = Literal[1, 2, 3]
 
 
 def sharded(model: nn.Module, zero: Zero, policy: MixedPrecisionPolicy, averages: bool = False) -> nn.Module:
-    """Apply FSDP2 to each block, then to the model, over the data axis. Gradients are summed unless `averages`."""
+    """Apply FSDP2 to each block, then to the model, over the data axis. Gradients are summed, or averaged if `averages`
+    is True."""
     device = next(model.parameters()).device.type
     copies = axis("replicate").size
     mesh = submesh("replicate", "shard", device=device) if copies > 1 else submesh("shard", device=device)
@@ -118,9 +119,10 @@ class ShardedDataParallel(Technique):
     claims = frozenset({Claim.DATA_PARALLELISM, Claim.PARAMETER_SHARDING})
 
     zero: Zero = 3
-    """Sharded tensors: 1 the optimizer state, 2 also gradients, 3 also parameters."""
+    """Sharded tensors: 1 is the optimizer state, 2 adds gradients, 3 adds parameters."""
     gather_dtype: Literal["parameter", "bfloat16"] = "parameter"
-    """Format of gathered parameters and of computation. Gradients are summed, and parameters updated, in float32."""
+    """Format of gathered parameters and of the computation. Gradients are summed in float32, and updates are in
+    float32."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -185,8 +187,9 @@ class ShardedDataParallel(Technique):
     def footprint(self, footprint: Footprint) -> Footprint:
         """Return the footprint of a rank, for one micro-batch.
 
-        N is the number of ranks along shard, R along replicate. G is the size of gradients in bytes, W that of gathered
-        parameters. O of W is outside the blocks; the largest block has B of W, and gradients of size b.
+        N is the number of ranks along shard, R the number along replicate. G is the number of bytes of gradients, W the
+        number of bytes of gathered parameters. O bytes of W are outside the blocks. The largest block has B bytes of W,
+        and b bytes of gradients.
 
             peak, stage 1   W
             peak, stage 2   W during the loss, W + (2 - 1 / N) b in a block
@@ -194,8 +197,8 @@ class ShardedDataParallel(Technique):
             traffic         (W + G) (1 - 1 / N) + 2 G / N (1 - 1 / R), with 2 W - O instead of W at stage 3
 
         Peaks are added to the single-process peak with a rank's examples and, at stages 2 and 3, 1 / N of the
-        gradients. At stage 3 a block and the next are gathered. The gradients of a block, and those in transfer, are
-        whole. Stage 1 has whole gradients, as with accumulation.
+        gradients. At stage 3 a block and the next block are gathered. The gradients of the current block, and gradients
+        in transfer, are not sharded. At stage 1 no gradients are sharded, as with accumulation.
         """
         data, copies = axis("data").size, axis("replicate").size
         if data == 1:

@@ -36,8 +36,8 @@ from thrifty.distributed.after_backward import call_after_backward
 from thrifty.distributed.tensor_parallel_model import TensorParallelizer, split_model
 
 WHOLE, WHOLE_WITH_SEQUENCE_PARALLEL = 0.27, 0.125
-"""Fraction of the activations that every rank holds whole, measured on gpt and llama blocks: inputs of split layers and
-norms, and with sequence parallelism inputs of layers only."""
+"""Fractions of the activations that are replicated on every rank, measured on gpt and llama blocks. Without sequence
+parallelism these are the inputs of split layers and norms, with it only the inputs of split layers."""
 
 
 SPLITTING: ModuleNote[TensorParallelizer] = ModuleNote("splitting")
@@ -61,10 +61,10 @@ class VocabularyParallelHead(WrappedObjective):
 
 @torch.no_grad()
 def settle_gradients(model: nn.Module, summed: set[str], group: dist.ProcessGroup | None) -> None:
-    """Sum partial gradients over ranks.
+    """All-reduce partial gradients over ranks.
 
-    These belong to whole parameters that each rank used on its own part of the data, `summed`, and to DTensors with
-    partial placements.
+    Partial gradients belong to replicated parameters that each rank used on a different part of the data (`summed`),
+    and to DTensors with partial placements.
     """
     partial: list[Tensor] = []
     for name, parameter in model.named_parameters():
@@ -85,7 +85,7 @@ def settle_gradients(model: nn.Module, summed: set[str], group: dist.ProcessGrou
 
 
 def is_divided(parameter: Tensor) -> bool:
-    """Return whether ranks of the tensor axis hold different parts of a parameter."""
+    """Return True if ranks of the tensor axis hold different parts of a parameter."""
     if not isinstance(parameter, DTensor):
         return False
     names = parameter.device_mesh.mesh_dim_names or ()
@@ -110,10 +110,11 @@ class TensorParallel(Technique):
     claims = frozenset({Claim.TENSOR_PARALLELISM})
 
     sequence_parallel: bool = False
-    """True to divide hidden states between split layers along tokens: norms, residuals and their saved tensors."""
+    """True to divide hidden states between split layers along tokens. This includes norms, residuals and saved tensors.
+    """
     plan: tuple[str, ...] = ()
-    """Entries "pattern=style" for layers of unknown models, or with another split than by default. A style is column,
-    row, summed or whole (`distributed/tensor_parallel_plan.py`)."""
+    """Entries "pattern=style" for layers of unknown models, or for layers with a split other than the default. A style
+    is column, row, summed or whole (`distributed/tensor_parallel_plan.py`)."""
 
     @property
     def optional_seams(self) -> frozenset[str]:
@@ -146,10 +147,10 @@ class TensorParallel(Technique):
         return settled if tensor.size > 1 else backward
 
     def footprint(self, footprint: Footprint) -> Footprint:
-        """Return the footprint of one of N ranks. Matrices are divided, vectors are whole.
+        """Return the footprint of one of N ranks. Matrices are divided, vectors are replicated.
 
-        There are four sums of hidden states per block and two outside, for each micro-batch. A rank sends 2 (1 - 1/N)
-        of their bytes (ring all-reduce).
+        Each micro-batch has four all-reduces of hidden states per block and two outside the blocks. In a ring
+        all-reduce a rank sends 2 (1 - 1/N) times the bytes.
         """
         ranks = axis("tensor").size
         if ranks == 1 or not footprint.parameters:

@@ -52,20 +52,20 @@ Rounding = Literal["stochastic", "kahan", "nearest"]
 
 
 def round_stochastically(sums: Tensor, seed: int | Tensor) -> Tensor:
-    """Return float32 values in bfloat16, rounded by their value, column and the step's seed.
+    """Return float32 values rounded to bfloat16. The rounding depends only on value, column and the step's seed.
 
-    Ranks that hold different rows therefore round them equally.
+    Rounding is therefore the same on one rank and on ranks that hold different rows.
     """
-    # a vector counts as one column, since a shard of it does not know its offset
+    # a vector counts as one column, because the offset of a shard is unknown
     rows = sums if sums.ndim > 1 else sums.view(-1, 1)
     return round_to_bfloat16(rows, seed).view_as(sums)
 
 
 def round_with_compensation(sums: Tensor, seed: int | Tensor) -> tuple[Tensor, Tensor]:
-    """Return float32 values as the nearest bfloat16, and the remainder in bfloat16.
+    """Return float32 values rounded to the nearest bfloat16, and the remainder in bfloat16.
 
-    The remainder is rounded stochastically, since small updates accumulate in it and would otherwise have a bias of a
-    few per cent.
+    The remainder is rounded stochastically. Otherwise small updates, which accumulate in the remainder, would have a
+    bias of a few per cent.
     """
     nearest = sums.bfloat16()
     return nearest, round_stochastically(sums - nearest, seed)
@@ -140,7 +140,7 @@ class Float32Update(GradientTransform):
         return self.inner.rate(numbers)
 
     def _round(self, sums: list[Tensor], slots: Slots, numbers: Scalars) -> None:
-        """Round each sum to a bfloat16 value, stored in float32."""
+        """Round each updated weight to a bfloat16 value, stored in float32."""
         seed = numbers["rounding_seed"]
         seed = seed.to(torch.int16) if isinstance(seed, Tensor) else int(seed)
         compensation = local_tensors(slots[COMPENSATION]) if self.rounding == "kahan" else []
@@ -156,8 +156,8 @@ class Float32Update(GradientTransform):
 def update_in_float32(transform: GradientTransform, rounding: Rounding = "stochastic") -> GradientTransform:
     """Return a transform for bfloat16 parameters, as in `update_in_float32(adamw(1e-3))`.
 
-    Stateless elements that require all gradients together, such as clipping, run first on bfloat16 gradients. All
-    other elements can then run in pieces, so that only one piece is in float32 at a time.
+    Stateless transforms that require all gradients together, such as clipping, run first on bfloat16 gradients. All
+    other transforms can then run on subsets of the parameters, and only one subset is in float32 at a time.
     """
     elements = list(chain(transform).elements.values())
     updating = [element for element in elements if changes_updates(element)]
@@ -165,14 +165,14 @@ def update_in_float32(transform: GradientTransform, rounding: Rounding = "stocha
         takewhile(lambda element: type(element).init in (GradientTransform.init, SelectiveTransform.init), updating)
     )
     count = max((i + 1 for i, element in enumerate(leading) if element.reach is TransformScope.ALL), default=0)
-    # elements that only observe the weights receive them in bfloat16
+    # transforms that only observe the weights receive them in bfloat16
     observing = [element for element in elements if not changes_updates(element)]
     return chain(*updating[:count], _rounded(updating[count:], rounding), *observing)
 
 
 def _rounded(elements: Sequence[GradientTransform], rounding: Rounding) -> GradientTransform:
-    """Return elements in float32, followed by rounding. A partition rounds in each member, so that members can run in
-    pieces of their own."""
+    """Return transforms in float32, followed by rounding. A partition rounds in each member, so each member can run on
+    its own subsets."""
     for index, element in enumerate(elements):
         before, after = elements[:index], elements[index + 1 :]
         if isinstance(element, ParameterPartition) and all(
@@ -180,7 +180,7 @@ def _rounded(elements: Sequence[GradientTransform], rounding: Rounding) -> Gradi
         ):
             parts = copy(element)
             parts.rules = {
-                # elements store data of their parameters, so that each member needs a copy
+                # transforms store data of their parameters, so each member needs a copy
                 label: (
                     rule,
                     _rounded([*deepcopy(before), *chain(inner).elements.values(), *deepcopy(after)], rounding),
@@ -211,7 +211,7 @@ class Bfloat16Weights(Technique):
     claims = frozenset({Claim.PRECISION})
 
     rounding: Rounding = "stochastic"
-    """Rounding of new weights: stochastic, to nearest with the remainder kept ("kahan"), or to nearest."""
+    """Rounding of new weights: stochastic, to nearest with a stored remainder ("kahan"), or to nearest."""
 
     @property
     def optional_seams(self) -> frozenset[str]:

@@ -45,9 +45,9 @@ BUFFERS = ("float8_history", "float8_scales", "float8_seen")
 
 
 def use_float8(layer: nn.Module, casting: CastRule, history: int = 0) -> None:
-    """Make a linear layer (or `Conv1D`) compute its products in 8 bits in training mode.
+    """Make a linear layer (or `Conv1D`) compute its matmuls in 8 bits in training mode.
 
-    With a `history` its scales are delayed, and the training loop must call `roll` after each step.
+    With a `history`, scales are delayed, and the training loop must call `roll` after each step.
     """
     CASTING.set(layer, casting)
     FORMER_FORWARD.set(layer, vars(layer).get("forward"))
@@ -81,7 +81,7 @@ def _multiply(layer: nn.Module, inner: Any, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def roll(layers: Sequence[nn.Module], most_recent: bool = False, growth: float = 1.0) -> None:
-    """Update histories and scales after a step from the magnitudes that the layers saw on all ranks.
+    """Update histories and scales after a step, from the magnitudes recorded by the layers on all ranks.
 
     In the next step gradients will be `growth` times as large.
     """
@@ -117,7 +117,7 @@ def rolled(backward: Backward, most_recent: bool = False) -> Backward:
 
 
 class Float8(Technique):
-    # it changes the product of a linear layer, and so comes before adapters, which add to the layer's output
+    # it changes the matmul of a linear layer, and so comes before adapters, which add to the layer's output
     """A delayed scale is computed from the largest magnitudes of the last `history` steps on all ranks. A value above
     the recent maximum is therefore clipped, and `margin` adds headroom. `scaling=current` computes the scale from the
     tensor itself. Layers without history do the same. E4M3 spans 18 powers of two, and E5M2 spans 32."""
@@ -128,18 +128,18 @@ class Float8(Technique):
     scaling: Literal["delayed", "current"] = "delayed"
     """Source of scales: earlier steps ("delayed"), or the tensor itself ("current")."""
     granularity: Literal["tensor", "row"] = "tensor"
-    """Scope of a scale: a tensor, or each row of each factor; "row" requires current scaling."""
+    """Scope of a scale: a tensor, or each row of each matmul operand. "row" requires current scaling."""
     history: Positive = 1024
-    """Number of steps whose largest magnitude sets a delayed scale."""
+    """Number of past steps whose maximum magnitude determines a delayed scale."""
     most_recent: bool = False
-    """True to set a delayed scale by the last step only."""
+    """True to determine a delayed scale from the last step only."""
     margin: Annotated[int, SettingBound(least=0, most=8)] = 0
-    """Headroom above the largest magnitude, in powers of two."""
+    """Headroom above the maximum magnitude, in powers of two."""
     powers_of_two: bool = False
-    """True to round scales down to powers of two, so that scaling is exact."""
+    """True to round scales down to powers of two. Scaling is then exact."""
     gradients: Literal["e5m2", "e4m3"] = "e5m2"
     where: str = ""
-    """Pattern in the names of treated linear layers."""
+    """Pattern in the names of the quantized linear layers."""
     skip_end_blocks: bool = True
     """True to skip the first and the last block of each stack of three or more."""
 

@@ -40,9 +40,9 @@ class LossScale:
 
     exponent: int
     clean_steps: int = 0
-    """Steps since the scale last changed or a step overflowed."""
+    """Number of steps since the scale last changed or a step overflowed."""
     passed: int = 0
-    """Overflows that the hysteresis tolerated since the scale last grew."""
+    """Number of overflows since the scale last grew that the hysteresis tolerated."""
 
 
 def next_scale(
@@ -50,8 +50,8 @@ def next_scale(
 ) -> LossScale:
     """Return the scale after a step whose gradients were finite or not.
 
-    It is halved from the `hysteresis`-th overflow on, but not below 2^least. It doubles after `growth_interval` clean
-    steps in a row.
+    From the `hysteresis`-th overflow on, the scale is halved, but not below 2^least. After `growth_interval` clean
+    steps in a row, the scale doubles.
     """
     if not finite:
         if scale.passed + 1 < hysteresis:
@@ -92,7 +92,7 @@ class LossScalingBackward:
         loss = outcome.loss / factor
         gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
         overflow = unscale(local_tensors(gradients), 1 / factor) + ~loss.isfinite()
-        # ranks with parts of the gradients must take the same decision
+        # ranks with different parts of the gradients must make the same decision
         finite = isinstance(overflow, FakeTensor) or not bool(mean_over_ranks(overflow))
         then = next_scale(current, finite, self.settings.growth_interval, self.settings.hysteresis, self.least)
         if not finite and then.exponent == current.exponent == self.least and then.passed == current.passed:
@@ -129,7 +129,7 @@ class AutocastObjective(WrappedObjective):
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         with self.autocast(batch):
             prediction = super().predict(model, batch)
-        if prediction.hidden is not None:  # the head is a matrix product too
+        if prediction.hidden is not None:  # the head is a matmul too
             prediction.hidden = prediction.hidden.to(self.dtype)
         return prediction
 
@@ -147,7 +147,7 @@ class AutocastObjective(WrappedObjective):
 
 
 def _with_autocast(model: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run the forward pass in bfloat16; return its results in float32."""
+    """Run the forward pass in bfloat16. Return the results in float32."""
     with torch.autocast(next(model.parameters()).device.type, torch.bfloat16):
         result = inner(*args, **kwargs)
     return tree_map_only(Tensor, lambda each: each.float() if each.dtype == torch.bfloat16 else each, result)
@@ -165,13 +165,13 @@ class MixedPrecision(Technique):
 
     format: Literal["bfloat16", "float16"] = "bfloat16"
     init_scale: float = 2.0**16
-    """Initial loss scale of float16. bfloat16 ignores this setting and those below."""
+    """Initial loss scale of float16. bfloat16 ignores this setting and all following settings."""
     growth_interval: Positive = 2000
     """Number of clean steps in a row after which the scale doubles."""
     hysteresis: Positive = 1
-    """Number of overflows since the last growth before the scale is halved: 1 as in torch, 2 as in DeepSpeed."""
+    """Number of overflows since the last growth at which the scale is halved: 1 as in torch, 2 as in DeepSpeed."""
     min_scale: float = 1.0
-    """Smallest loss scale; an overflow there stops the run."""
+    """Minimum loss scale. An overflow at the minimum stops the run."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

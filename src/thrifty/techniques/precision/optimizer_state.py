@@ -152,7 +152,7 @@ class CompactStateTransform(GradientTransform):
 
 
 def is_large(parameter: Tensor, smallest: int) -> bool:
-    """Return whether a parameter is a matrix of at least `smallest` elements in rows long enough to quantize."""
+    """Return True if a parameter is a matrix of at least `smallest` elements, with rows long enough to quantize."""
     if parameter.ndim < 2 or parameter.numel() < smallest:
         return False
     return parameter.numel() >= SHORTEST_ROW * parameter.shape[0]
@@ -163,7 +163,7 @@ def with_compact_state(
 ) -> GradientTransform:
     """Return a transform with moments in fewer bits, as in `with_compact_state(lion(1e-4), Bfloat16Format)`.
 
-    Each element of a chain is wrapped separately, so that it can still run in pieces.
+    Each transform of a chain is wrapped separately, so it can still run on subsets of the parameters.
     """
     if type(transform) is TransformChain:
         return chain(*(with_compact_state(element, form, smallest) for element in transform.elements.values()))
@@ -195,7 +195,7 @@ class OptimizerState(Technique):
 
     format: Literal["int8", "bfloat16"] = "int8"
     min_elements: Positive = 4096
-    """Smallest parameter whose moments are quantized, in elements."""
+    """Minimum number of elements of a parameter whose moments are quantized."""
 
     @property
     def optional_seams(self) -> frozenset[str]:

@@ -24,9 +24,9 @@ class ScheduleTechnique(Technique):
 
 
 def warmed_up(step: int, warmup: int, until: int, shape: Callable[[float], float]) -> float:
-    """Return (step + 1) / warmup during the warm-up, then shape(progress) with progress from 0 to 1.
+    """Return (step + 1) / warmup during the warm-up, then shape(progress), with progress from 0 to 1.
 
-    The first update has a positive rate, the last one a rate just above the shape's end.
+    The rate of the first update is positive. The rate of the last update is just above the end of the shape.
     """
     if step < warmup:
         return (step + 1) / warmup

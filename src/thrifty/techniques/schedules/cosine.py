@@ -25,7 +25,7 @@ def cosine(progress: float, floor: float = 0.0) -> float:
 class CosineDecay(ScheduleTechnique):
     warmup: StepOrFraction = 0.05
     until: StepOrFraction = 1.0
-    """End of the decay; the factor stays at `floor` afterwards."""
+    """End of the decay. Afterwards the factor stays at `floor`."""
     floor: float = 0.0
     """Final rate, as a fraction of the peak rate."""
 

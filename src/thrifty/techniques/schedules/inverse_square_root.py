@@ -18,7 +18,7 @@ from thrifty.techniques.schedules._warmup import ScheduleTechnique
 def inverse_square_root(step: int, warmup: int, cooldown: int, until: int) -> float:
     """Return the factor before update `step`: linear warm-up, sqrt(warmup / step), then linear to 0.
 
-    The last part begins at `cooldown` and ends at `until`.
+    The linear cooldown begins at `cooldown` and ends at `until`.
     """
     warmup = max(warmup, 1)
     factor = min((step + 1) / warmup, (warmup / (step + 1)) ** 0.5)
