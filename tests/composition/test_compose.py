@@ -32,7 +32,9 @@ def test_two_techniques_with_one_claim_are_refused() -> None:
 def test_clash_is_refused_with_its_reason() -> None:
     chosen = [ADAMW, technique("adapters.lora"), technique("sparsity.rigl")]
     for order in (chosen, chosen[::-1]):
-        with pytest.raises(UsageError, match=r"cannot be combined: it moves weights that adapters keep frozen"):
+        with pytest.raises(
+            UsageError, match=r"cannot be combined: it drops and grows weights that adapters keep frozen"
+        ):
             compose(plain_run(), order, 10)
 
 

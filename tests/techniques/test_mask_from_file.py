@@ -215,7 +215,7 @@ def test_invalid_ticket_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "text").write_text("no ticket at all")
     with pytest.raises(UsageError, match=r"has F32 for blocks\.0\.mlp\.down\.weight"):
         read_mask_file(**settings("floats"))
-    with pytest.raises(IntegrityError, match="no safetensors file"):
+    with pytest.raises(IntegrityError, match="not a safetensors file"):
         read_mask_file(**settings("text"))
     with pytest.raises(UsageError, match="there is no ticket"):
         read_mask_file(str(tmp_path / "nowhere"), "0")

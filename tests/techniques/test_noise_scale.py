@@ -152,7 +152,7 @@ def test_non_finite_step_does_not_change_averages() -> None:
 
 
 def test_batch_of_one_is_refused() -> None:
-    with pytest.raises(RefusedError, match="cannot be halved"):
+    with pytest.raises(RefusedError, match="cannot be split into two halves"):
         NoiseScaleBackward(plain_backward, 1, 0.5)(Weights(), Projected(), drawn(1, 0))
 
 

@@ -230,7 +230,7 @@ def test_unknown_tier_is_refused_with_the_known_ones() -> None:
 
 def test_delay_is_refused_on_disk() -> None:
     chosen = with_optimizer([technique("memory.offload_optimizer", to="disk", delay=True)])
-    with pytest.raises(RefusedError, match="a delay saves nothing") as refused:
+    with pytest.raises(RefusedError, match="a delay saves no time") as refused:
         compose(plain_run(), chosen, 2).start()
     assert "delay=false" in refused.value.fix
 

@@ -110,5 +110,5 @@ def test_footprint_counts_saved_and_recomputed_tensors() -> None:
 
 
 def test_every_with_sqrt_is_refused() -> None:
-    with pytest.raises(UsageError, match="every is 2, and the schedule 'sqrt'"):
+    with pytest.raises(UsageError, match="every is 2, but the schedule 'sqrt'"):
         Recompute(every=2, schedule="sqrt")

@@ -172,7 +172,7 @@ def test_parameters_used_twice_are_shared_twice() -> None:
 
 
 def test_settings_that_save_nothing_are_refused() -> None:
-    with pytest.raises(RefusedError, match="embedding 32 saves nothing at width 32"):
+    with pytest.raises(RefusedError, match="embedding=32 saves no parameters at width 32"):
         ShareParameters(embedding=32).model(tiny_model())
     with pytest.raises(RefusedError, match="2 blocks do not form 3 groups"):
         ShareParameters(groups=3).model(tiny_model(depth=2))

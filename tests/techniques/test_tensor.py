@@ -30,7 +30,7 @@ REFUSED = {
     "attention.spatten": "importance sums over all heads",
     "attention.vitcod": "each head has a mask",
     "initializations.fixup": "more than a weight and a bias",
-    "memory.activation_budget": "one rank cannot recompute those between ranks",
+    "memory.activation_budget": "one rank cannot recompute a collective operation",
     "memory.optimal_recompute": "layers compute on several",
     "precision.float8": "computes with more than its weight",
     "sparsity.dynamic_heads": "heads are compared with each other",

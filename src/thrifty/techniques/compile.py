@@ -42,7 +42,7 @@ class CompiledBlocks(Technique):
         if device == "cpu" and self.backend == "inductor" and not can_compile():
             raise RefusedError(
                 "there is no C++ compiler, or no Python headers, on this machine",
-                fix="apt-get install g++ python3-dev (Debian), or --without compile",
+                fix="apt-get install g++ python3-dev (Debian); or --without compile",
             )
         stacks = find_stacks(model)
         for name, blocks in stacks.items():

@@ -68,8 +68,7 @@ def _split(name: str, rows: Tensor, roles: Iterable[Role], sizes: list[int]) -> 
 
 
 def _mlp_matrices(branch: ResidualBranch, name: str, layer: nn.Module) -> Iterator[BranchMatrix]:
-    """Yield gate and value separately if one layer computes both. This layer has twice as many outputs as the last has
-    inputs."""
+    """Yield gate and value separately if one layer computes both. It is twice as wide as the last layer's input."""
     whole = _whole(name, layer, "hidden")
     hidden = in_width(branch.last)
     fused = len(branch.inner) == 1 and whole.fan_out == 2 * hidden
@@ -134,8 +133,7 @@ def _multihead_attention_matrices(name: str, attention: nn.MultiheadAttention) -
 
 
 def outer_matrices(model: nn.Module) -> list[BranchMatrix]:
-    """Return the matrices of layers outside the blocks: heads, projections, patch embeddings (each kernel counts as a
-    row).
+    """Return the matrices outside the blocks: heads, projections, patch embeddings (each kernel is a row).
 
     Embedding tables and matrices tied to embeddings are excluded.
     """
@@ -161,7 +159,7 @@ def _head_width(branch: ResidualBranch, name: str) -> int:
 def _unknown_parts(name: str) -> RefusedError:
     return RefusedError(
         f"the parts of {name!r} that compute queries, keys and values are unknown",
-        fix="--with initializations.rezero in its place, or use a model with separate layers for them",
+        fix="--with initializations.rezero; or use a model with separate layers for them",
     )
 
 

@@ -66,7 +66,7 @@ def are_joined(stacks: Mapping[str, Blocks]) -> bool:
 
 @torch.no_grad()
 def draw(branch: ResidualBranch, branches: int, seed: int) -> None:
-    """Initialize a branch of a model with L = `branches`: scale all matrices, and zero the last matrix and the biases."""
+    """Initialize a branch of a model with L = `branches`: scale all matrices, and zero the last one and the biases."""
     factors = matrices(branch)
     scale = depth_factor(branches, len(factors))
     draw_xavier(factors[:-1], seed, scale)
@@ -154,7 +154,7 @@ class Fixup(NormFreeTechnique):
         if are_joined(stacks):
             _start_head_at_zero(model)
         else:
-            add_note("separate stacks share no head of logits; no head starts at 0")
+            add_note("separate stacks have no common head, so no head starts at 0")
         size_stream(model, self.multiplier)
         for name, norm in bypass_norms(model).matched.items():
             if not any(is_under(name, stack) for stack in stacks) and "embed" not in name.lower():

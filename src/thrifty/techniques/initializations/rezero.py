@@ -26,7 +26,7 @@ from thrifty.modeling.stream_norms import NormFreeTechnique, bypass_norms
 
 
 def alphas(branches: Sequence[ResidualBranch], shared: Literal["block", "branch"]) -> list[nn.Parameter]:
-    """Return the residual weight α (1,), initially 0, of each branch of a block. Branches share α, or have one α each."""
+    """Return the residual weight α (1,), initially 0, of each branch. All branches of a block may share one α."""
 
     def zero(like: Tensor) -> nn.Parameter:
         return nn.Parameter(torch.zeros(1, device=like.device))

@@ -69,8 +69,8 @@ class ZLoss(Technique):
     def change_forward(self, model: nn.Module) -> None:
         if not isinstance(model, nn.CrossEntropyLoss):
             raise NeedsTrainer(
-                f"{self.name} changes a loss, and {type(model).__name__!r} is no torch.nn.CrossEntropyLoss",
-                fix=f"criterion = thrifty.apply(nn.CrossEntropyLoss(), {self.name!r}), or "
+                f"{self.name} changes a loss, and {type(model).__name__!r} is not a torch.nn.CrossEntropyLoss",
+                fix=f"criterion = thrifty.apply(nn.CrossEntropyLoss(), {self.name!r}); or "
                 f"thrifty.losses.chunked_cross_entropy(…, z_loss={self.coefficient:g})",
             )
         wrap_forward(model, partial(_with_z_loss, self.coefficient))
@@ -78,7 +78,7 @@ class ZLoss(Technique):
     def objective(self, objective: Objective) -> Objective:
         if objective.joint:
             raise RefusedError(
-                "a loss of several examples together has no normalizer for each",
+                "a loss that compares examples has no softmax normalizer per example",
                 fix=f"--without {self.name}",
             )
         plain = type(objective.baseline)

@@ -107,8 +107,8 @@ class NoiseScaleBackward:
             return self.inner(model, objective, batch)
         if len(batch) < 2:
             raise RefusedError(
-                f"a batch of {len(batch)} example per rank cannot be halved",
-                fix="--set data.batch=8, or any larger batch",
+                f"a batch of {len(batch)} example per rank cannot be split into two halves",
+                fix="--set data.batch=8",
             )
         outcome, (signal, noise) = measured_in_halves(self.inner, model, objective, batch, axis("data").size)
         if math.isfinite(signal) and math.isfinite(noise):  # the loop skips a step without finite gradients

@@ -175,7 +175,7 @@ class CompressActivations(Technique):
         super().__post_init__()
         if self.group % 8:
             raise UsageError(
-                f"{self.name}: group {self.group} is no multiple of 8",
+                f"{self.name}: group is {self.group}, not a multiple of 8",
                 fix=f"--set techniques.{self.name}.group={-(-self.group // 8) * 8}",
             )
         if self.adaptive and self.bits != 4:

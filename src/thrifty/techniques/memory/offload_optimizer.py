@@ -48,7 +48,7 @@ TILE = 4 * 1024 * 1024
 
 
 def tiles(sizes: Sequence[int], elements: int) -> list[list[int]]:
-    """Return groups of neighboring indices with at least `elements` elements in total. The last group may be smaller."""
+    """Return groups of neighboring indices with at least `elements` elements each. The last group may be smaller."""
     groups: list[list[int]] = [[]]
     for index, _ in enumerate(sizes):
         if sum(sizes[i] for i in groups[-1]) >= elements:
@@ -171,8 +171,7 @@ class DelayedUpdate(HostCopyUpdate):
         if not is_local and any(is_dtensor(parameter) for parameter in parameters):
             raise RefusedError(
                 "a delayed update of sharded parameters cannot communicate with other ranks during the next step",
-                fix="--with optimizers.adamw, which updates each element separately, or --set "
-                "techniques.memory.offload_optimizer.delay=false",
+                fix="--with optimizers.adamw; or --set techniques.memory.offload_optimizer.delay=false",
             )
 
     @property
@@ -283,7 +282,7 @@ class OffloadOptimizer(Technique):
         tier = tier_for(self.to, next(model.parameters()), self.folder)
         if self.delay and tier.name == "disk":
             raise RefusedError(
-                "an update with its state on disk runs on the device, where a delay saves nothing",
+                "an update with its state on disk runs on the device, so a delay saves no time",
                 fix=f"--set techniques.{self.name}.delay=false",
             )
         add_note(f"the optimizer state is offloaded to the {tier}")

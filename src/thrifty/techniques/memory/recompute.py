@@ -93,8 +93,8 @@ class Recompute(Technique):
         super().__post_init__()
         if self.schedule == "sqrt" and self.every != 1:
             raise UsageError(
-                f"{self.name}: every is {self.every}, and the schedule 'sqrt' recomputes all blocks",
-                fix=f"--set techniques.{self.name}.every=1, or schedule=every",
+                f"{self.name}: every is {self.every}, but the schedule 'sqrt' recomputes all blocks",
+                fix=f"--set techniques.{self.name}.every=1; or --set techniques.{self.name}.schedule=every",
             )
 
     @property
@@ -110,7 +110,7 @@ class Recompute(Technique):
         if self.schedule == "sqrt":
             if LOSING_CORES.get(model) is not None:
                 raise RefusedError(
-                    "blocks return an additional loss, which segments that are recomputed together lose",
+                    "blocks return an additional loss, which segments recomputed together would lose",
                     fix=f"--set techniques.{self.name}.schedule=every",
                 )
             blocks = [block for stack in stacks.values() for block in stack]

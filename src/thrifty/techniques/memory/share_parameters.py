@@ -62,7 +62,7 @@ def shared_blocks(model: nn.Module, groups: int) -> Iterator[tuple[str, nn.Modul
         if groups > len(blocks):
             raise RefusedError(
                 f"{len(blocks)} blocks do not form {groups} groups",
-                fix=f"--set techniques.memory.share_parameters.groups={len(blocks)}, or fewer",
+                fix=f"--set techniques.memory.share_parameters.groups={len(blocks)}",
             )
         for index, block in enumerate(blocks):
             first = first_of_group(index, len(blocks), groups)
@@ -88,7 +88,7 @@ def factorize(model: nn.Module, width: int, seed: int) -> None:
         old = user.weight
         if width >= old.shape[1]:
             raise RefusedError(
-                f"embedding {width} saves nothing at width {old.shape[1]}",
+                f"embedding={width} saves no parameters at width {old.shape[1]}",
                 fix=f"--set techniques.memory.share_parameters.embedding={old.shape[1] // 2}",
             )
         if id(old) not in factors:

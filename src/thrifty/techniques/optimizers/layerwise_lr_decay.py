@@ -35,7 +35,7 @@ _TABLE = re.compile(r"embed|position|wte|wpe")
 
 
 def depth_factor(depth: int, blocks: int, decay: float) -> float:
-    """Return the learning-rate factor at a depth. Depth 0 is before the blocks, and `blocks` + 1 is after the blocks."""
+    """Return the learning-rate factor at a depth: 0 is before the blocks, `blocks` + 1 is after the blocks."""
     return decay ** (blocks + 1 - depth)
 
 

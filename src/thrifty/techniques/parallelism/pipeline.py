@@ -303,12 +303,12 @@ class PipelineParallel(Technique):
         if self.schedule in ("zero_bubble", "zbv") and not supports_split_backward():
             raise RefusedError(
                 f"torch {torch.__version__} cannot split the backward pass of the loss for schedule {self.schedule!r}",
-                fix=f"--set techniques.{self.name}.schedule=interleaved, or a newer torch",
+                fix=f"--set techniques.{self.name}.schedule=interleaved; or install a newer torch",
             )
         if self.schedule == "1f1b" and self.micro_batches < ranks:
             raise RefusedError(
                 f"1f1b requires at least as many micro-batches as stages: {ranks}, not {self.micro_batches}",
-                fix=f"--set techniques.{self.name}.micro_batches={ranks}, or more",
+                fix=f"--set techniques.{self.name}.micro_batches={ranks}",
             )
         if self.schedule in ("interleaved", "zero_bubble") and self.micro_batches % max(1, self.micro_batches // ranks):
             raise RefusedError(
@@ -326,7 +326,7 @@ class PipelineParallel(Technique):
         if len(self.blocks) != stages or sum(self.blocks) != depth or 0 in self.blocks:
             raise RefusedError(
                 f"blocks {list(self.blocks)} do not divide {depth} blocks into {stages} stages",
-                fix=f"--set techniques.{self.name}.blocks=[], or {stages} positive numbers that sum to {depth}",
+                fix=f"--set techniques.{self.name}.blocks=[]; or write {stages} positive numbers that sum to {depth}",
             )
         return list(self.blocks)
 

@@ -152,7 +152,7 @@ class Float8(Technique):
         if self.granularity == "row" and self.scaling == "delayed":
             raise UsageError(
                 f"{self.name}: granularity 'row' has no history, since rows differ in each step",
-                fix=f"--set techniques.{self.name}.scaling=current, or granularity=tensor",
+                fix=f"--set techniques.{self.name}.scaling=current; or --set techniques.{self.name}.granularity=tensor",
             )
 
     @property

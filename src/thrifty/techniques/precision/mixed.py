@@ -97,9 +97,9 @@ class LossScalingBackward:
         then = next_scale(current, finite, self.settings.growth_interval, self.settings.hysteresis, self.least)
         if not finite and then.exponent == current.exponent == self.least and then.passed == current.passed:
             raise ThriftyError(
-                f"{self.settings.name}: the loss or gradients are not finite even at min_scale, {factor:g}",
-                fix=f"--set techniques.{self.settings.name}.format=bfloat16, which needs no scale, or lower the "
-                "learning rate; parameters are unchanged",
+                f"{self.settings.name}: the loss or gradients are not finite even at min_scale, {factor:g}; "
+                "parameters are unchanged",
+                fix=f"--set techniques.{self.settings.name}.format=bfloat16; or lower the learning rate",
             )
         self._keep(then)
         notes, growth = outcome.notes | {"loss_scale": factor}, 2.0 ** (then.exponent - current.exponent)
@@ -180,12 +180,12 @@ class MixedPrecision(Technique):
             if not (0 < value < math.inf and math.frexp(value)[0] == 0.5):
                 raise UsageError(
                     f"{self.name}: {name} is {value!r}",
-                    fix=f"--set techniques.{self.name}.{name}=65536, or another power of two, which causes no rounding",
+                    fix=f"--set techniques.{self.name}.{name}=65536; or another power of two",
                 )
         if self.min_scale > self.init_scale:
             raise UsageError(
                 f"{self.name}: min_scale is {self.min_scale:g}, above the init_scale of {self.init_scale:g}",
-                fix=f"--set techniques.{self.name}.min_scale={self.init_scale:g}, or less",
+                fix=f"--set techniques.{self.name}.min_scale={self.init_scale:g}",
             )
 
     @property
@@ -203,7 +203,7 @@ class MixedPrecision(Technique):
         if self.format == "float16":
             raise NeedsTrainer(
                 f"{self.name}: float16 needs a loss scale, which only the trainer keeps",
-                fix="format='bfloat16', or torch.amp.GradScaler around your loss",
+                fix="format='bfloat16'; or torch.amp.GradScaler around your loss",
             )
         wrap_forward(model, _with_autocast)
 

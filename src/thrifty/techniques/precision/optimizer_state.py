@@ -207,7 +207,7 @@ class OptimizerState(Technique):
         if not large:
             raise RefusedError(
                 f"no matrix of the model has {self.min_elements} elements, in rows of at least {SHORTEST_ROW}",
-                fix=f"--without {self.name}, or --set techniques.{self.name}.min_elements=1",
+                fix=f"--without {self.name}; or --set techniques.{self.name}.min_elements=1",
             )
         share = sum(map(torch.numel, large)) / sum(map(torch.numel, trained))
         add_note(f"{len(large)} matrices, {share:.1%} of the trained elements; other moments stay in float32")

@@ -106,9 +106,9 @@ class MatrixMaskTechnique(MaskTechnique):
     """A technique that masks the matrices whose names match a pattern. All mask elements are True at first."""
 
     density: Fraction = 0.2
-    """Kept fraction of the weights in the blocks' matrices, in (0, 1]."""
+    """Fraction of nonzero weights in the blocks' matrices, in (0, 1]."""
     where: str = r"\.\d+\."
-    """Pattern of the names of masked matrices; by default those in numbered blocks."""
+    """Pattern of the names of masked matrices; by default the matrices in numbered blocks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -132,9 +132,9 @@ class MatrixMaskTechnique(MaskTechnique):
         computed = [name for name, module in model.named_modules() if computes_weight(module)]
         if parts := [name for name in chosen if any(is_under(name, layer) for layer in computed)]:
             raise RefusedError(
-                f"{self.where!r} would mask {parts[0]!r}, from which a weight is computed: a zero there is no zero of "
-                "the weight",
-                fix="set where to a pattern without such layers, or remove weight_norm and the like from the model",
+                f"{self.where!r} would mask {parts[0]!r}, from which a weight is computed; zeros there are not "
+                "zeros of the weight",
+                fix="set where to a pattern without such layers; or remove weight_norm and the like from the model",
             )
         dense = [name for name, each in parameters.items() if each.ndim > 1 and name not in chosen]
         left = ", ".join(dict.fromkeys(re.sub(r"\d+", "N", name) for name in dense))
@@ -155,10 +155,10 @@ class MatrixMaskTechnique(MaskTechnique):
         return {name: all_shapes[name] for name in self.masked(all_shapes)}
 
     def allowed(self, state: TrainState, density: float, distribution: str) -> dict[str, int]:
-        """Return the largest number of kept weights of each layer.
+        """Return the maximum number of unmasked weights of each layer.
 
-        After a growth, masks are those of the smaller model. ERK densities of the larger model can differ if stacks
-        grow in different proportions, so that a tenth more is allowed.
+        After a growth step, masks come from the smaller model. ERK densities of the larger model can differ if stacks
+        grow in different proportions, so a tenth more is allowed.
         """
         counts = layer_counts(self.shapes(state), density, distribution)
         if distribution == "erk" and any(entry.step for entry in state.log):
@@ -192,14 +192,16 @@ def _nonzero(tensors: Mapping[str, Tensor]) -> int:
 class DynamicMaskTechnique(MatrixMaskTechnique):
     """A technique with random masks that drops and grows a fraction of the connections at every `every`-th step."""
 
-    clashes: ClassVar[Mapping[Claim, str]] = {Claim.FROZEN_BASE_WEIGHTS: "it moves weights that adapters keep frozen"}
+    clashes: ClassVar[Mapping[Claim, str]] = {
+        Claim.FROZEN_BASE_WEIGHTS: "it drops and grows weights that adapters keep frozen"
+    }
 
     distribution: Literal["erk", "uniform"] = "erk"
-    """Density of layers: "erk" (for matrices Erdős–Rényi, ER) or the same for all."""
+    """Density of layers: "erk" (for matrices Erdős–Rényi, ER), or the same density for all layers."""
     every: Positive = 100
-    """Number of steps between moves."""
+    """Number of steps between drop-and-grow steps."""
     alpha: Probability = 0.3
-    """Initial fraction of active connections that move; annealed by cosine."""
+    """Initial fraction of active connections that are dropped and grown; annealed by cosine."""
     until: StepOrFraction = 0.75
     seed: int = 0
 
@@ -217,7 +219,7 @@ class DynamicMaskTechnique(MatrixMaskTechnique):
         return 0 < step < int(self.until) and step % self.every == 0 and self.fraction(step) > 0
 
     def fraction(self, step: int) -> float:
-        """Return the fraction of active connections that move at a step."""
+        """Return the fraction of active connections that a step drops and grows."""
         return drop_fraction(step, self.alpha, int(self.until))
 
     def holds(self, state: TrainState) -> None:
@@ -264,10 +266,10 @@ class SaliencyMaskTechnique(MatrixMaskTechnique):
 
     density: Fraction = 0.1
     scoring_steps: Positive = 1
-    """Number of steps whose gradients are summed and scored. They make no other update."""
+    """Number of steps whose gradients are summed and scored. These steps do not update weights."""
 
     def scores(self, weight: Tensor, gradient: Tensor) -> Tensor:
-        """Return the score of each weight, in its shape; the largest are kept."""
+        """Return the score of each weight, in the weight's shape. Weights with the largest scores are kept."""
         raise NotImplementedError
 
     def update(self, transform: GradientTransform) -> GradientTransform:

@@ -35,20 +35,21 @@ from thrifty.techniques.sparsity._mask_techniques import MaskTechnique
 
 
 def by_piece(values: Tensor, pieces: int) -> Tensor:
-    """Return a writer's weight (out, in) grouped by piece: (pieces, out · in / pieces)."""
+    """Return an output layer's weight (out, in) grouped by its n units (heads or neurons), (n, out · in / n)."""
     return values.unflatten(1, (pieces, -1)).transpose(0, 1).flatten(1)
 
 
 def columns_of(kept: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a mask of pieces (n,) expanded to the writer's weight, in its shape (out, in)."""
+    """Return a mask of units (n,) expanded to the shape of the output layer's weight (out, in)."""
     return kept.repeat_interleave(shape[1] // len(kept)).expand(*shape).contiguous()
 
 
 def moved_pieces(kept: Tensor, weight: Tensor, gradient: Tensor, fraction: float) -> Tensor:
-    """Return the mask of pieces (n,) after a move.
+    """Return the new mask of units (n,), heads or neurons, after a drop-and-grow step.
 
-    The `fraction` of kept pieces with the smallest |sum of weight · gradient| is dropped. As many are grown, those with
-    the largest gradient norm. Weight and gradient are the writer's, (out, in).
+    The `fraction` of active units with the smallest |sum of weight · gradient| is dropped. The same number of inactive
+    units, with the largest gradient norm, becomes active. `weight` and `gradient` belong to the branch's output layer,
+    (out, in).
     """
     importance = by_piece(weight.double() * gradient, len(kept)).sum(1).abs()
     return replace_connections(kept, importance, by_piece(gradient.double(), len(kept)).norm(dim=1), fraction)
@@ -67,7 +68,7 @@ class DynamicHeads(MaskTechnique):
 
     claims = frozenset({Claim.WEIGHT_MASKS, Claim.HEADS_AND_NEURONS})
     clashes: ClassVar[Mapping[Claim, str]] = {
-        Claim.FROZEN_BASE_WEIGHTS: "it moves weights that adapters keep frozen",
+        Claim.FROZEN_BASE_WEIGHTS: "it drops and grows weights that adapters keep frozen",
         Claim.TENSOR_PARALLELISM: "heads are compared with each other, and each rank has only some",
         Claim.PIPELINE_PARALLELISM: "one rank must know the heads of all blocks",
         Claim.SHARED_PARAMETERS: "each block keeps its own heads",
@@ -79,15 +80,15 @@ class DynamicHeads(MaskTechnique):
     neurons: Fraction = 1.0
     """Kept fraction of the neurons of each feed-forward network."""
     every: Positive = 100
-    """Number of steps between moves."""
+    """Number of steps between drop-and-grow steps."""
     alpha: Probability = 0.5
-    """Initial fraction of kept heads that move; annealed by cosine."""
+    """Initial fraction of active heads that are dropped and grown; annealed by cosine."""
     until: StepOrFraction = 0.8
     seed: int = 0
 
     @cached_property
     def counts(self) -> dict[str, tuple[int, int]]:
-        """Numbers of pieces and of kept pieces by masked weight, filled by `model`."""
+        """Number of units, and number of active units, by masked weight. Filled by `model`."""
         return {}
 
     def model(self, model: nn.Module) -> nn.Module:
@@ -102,14 +103,14 @@ class DynamicHeads(MaskTechnique):
         return [pieces for pieces in find_units(model).values() if self.kept_count(pieces) < pieces.count]
 
     def kept_count(self, pieces: PrunableUnits) -> int:
-        """Return the number of kept pieces of a branch."""
+        """Return the number of active units of a branch."""
         return max(round((self.density if pieces.kind == "heads" else self.neurons) * pieces.count), 1)
 
     def moves_at(self, step: int) -> bool:
         return 0 < step < int(self.until) and step % self.every == 0 and self.alpha > 0
 
     def fraction(self, step: int) -> float:
-        """Return the fraction of kept pieces that move at a step."""
+        """Return the fraction of active units that a step drops and grows."""
         return drop_fraction(step, self.alpha, int(self.until))
 
     def masked(self, shapes: Shapes) -> list[str]:

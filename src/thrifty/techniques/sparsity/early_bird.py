@@ -51,25 +51,28 @@ Draw = Literal["coefficients", "random", "late"]
 SEARCH, TRAIN = "search", "train"
 KINDS = ("heads", "neurons")
 KIND_OF_PIECES: ModuleNote[str] = ModuleNote("kind_of_pieces")
-"""Kind of the pieces that a writer's coefficients multiply."""
+"""Kind of the units (heads or neurons) that an output layer's coefficients multiply."""
 KEPT_PIECES: ModuleNote[Mapping[str, Any]] = ModuleNote("kept_pieces")
-"""Ticket of a model, once drawn."""
+"""Ticket of a model, after selection."""
 
 
 def kept_of_each(scores: Mapping[str, Tensor], removed: float) -> dict[str, Tensor]:
-    """Return masks (n,) without the fraction `removed` of smallest scores, entry by entry; one always stays."""
+    """Return masks (n,) that drop the fraction `removed` of smallest scores per layer. At least one unit per layer
+    stays."""
     return {name: largest(each, max(len(each) - round(removed * len(each)), 1)) for name, each in scores.items()}
 
 
 def kept_of_all(scores: Mapping[str, Tensor], removed: float) -> dict[str, Tensor]:
-    """Return masks (n,) without the fraction `removed` of smallest scores over all entries; the best of each stays."""
+    """Return masks (n,) that drop the fraction `removed` of smallest scores over all layers. The best unit per layer
+    stays."""
     total = sum(len(each) for each in scores.values())
     best = {name: each.masked_fill(largest(each, 1), torch.inf) for name, each in scores.items()}
     return largest_of_all(best, max(total - round(removed * total), len(scores)))
 
 
 def mask_distance(masks: Tensor) -> float:
-    """Return the largest fraction of elements in which any of the masks (q, n) differs from the first, the newest."""
+    """Return the maximum fraction of elements in which a mask differs from the newest. `masks` (q, n) starts with the
+    newest."""
     return float((masks[1:] != masks[0]).float().mean(1).max()) if len(masks) > 1 else 0.0
 
 
@@ -80,7 +83,7 @@ def as_hex(mask: Tensor) -> str:
 
 
 def from_hex(text: str, count: int) -> list[int]:
-    """Return the indices that a hexadecimal mask of `count` elements keeps."""
+    """Return the indices of the True elements of a hexadecimal mask of `count` elements."""
     return [place for place, bit in enumerate(f"{int(text, 16):0{count}b}") if bit == "1"]
 
 
@@ -162,17 +165,17 @@ class EarlyBird(Technique):
     neurons: Part = 0.4
     """Removed fraction of the feed-forward neurons."""
     spread: Literal["global", "layerwise"] = "global"
-    """Scope in which neurons are compared: all blocks, or each block separately."""
+    """Scope of the comparison of neurons: all blocks, or each block separately."""
     penalty: Rate = 1e-4
     """Weight of the sum of all |coefficients| in the training loss."""
     every: StepOrFraction = 0.01
     """Number of steps between masks, at least one."""
     queue: Positive = 5
-    """Number of compared masks: the newest with all others."""
+    """Number of compared masks: the newest mask and the masks before it."""
     distance: Probability = 0.1
-    """Largest fraction of differing elements between the newest and other masks with which a ticket is drawn."""
+    """Maximum fraction of elements that may differ between the newest mask and each earlier mask."""
     latest: StepOrFraction = 0.15
-    """Last step at which the ticket is drawn."""
+    """Latest step at which the ticket is selected."""
     criterion: Draw = "coefficients"
     seed: int = 0
     """Seed of random tickets."""
@@ -207,7 +210,7 @@ class EarlyBird(Technique):
         return chain(AddSignPenalty(self.penalty), transform)
 
     def masks(self, model: nn.Module) -> dict[str, Tensor]:
-        """Return the masks that the current coefficients imply, by writer."""
+        """Return the masks of the current coefficients, by name of the output layer."""
         scores: dict[str, dict[str, Tensor]] = {"heads": {}, "neurons": {}}
         for name, coefficients in coefficients_of(model).items():
             scores[KIND_OF_PIECES.of(model.get_submodule(name))][name] = full_value(coefficients).abs()
@@ -221,7 +224,8 @@ class EarlyBird(Technique):
             recent.copy_(torch.cat((mask[None].to(recent.device), recent[:-1])))
 
     def distances(self, model: nn.Module, known: int) -> dict[str, float]:
-        """Return the distance of the newest mask to the others of the `known` newest, for heads and for neurons."""
+        """Return the maximum distance between the newest mask and the `known` - 1 masks before it, for heads and for
+        neurons."""
         writers = [model.get_submodule(name) for name in coefficients_of(model)]
         kinds = {kind: [w.recent_masks[:known] for w in writers if KIND_OF_PIECES.of(w) == kind] for kind in KINDS}
         return {kind: mask_distance(torch.cat(masks, 1)) for kind, masks in kinds.items() if masks}
@@ -256,7 +260,7 @@ class EarlyBird(Technique):
         return "the latest step to draw a ticket" if step >= self.latest else ""
 
     def _draw_ticket(self, model: nn.Module) -> dict[str, Any]:
-        """Return the ticket by writer: indices of kept heads, or a hexadecimal mask of neurons."""
+        """Return the ticket by name of the output layer: indices of kept heads, or a hexadecimal mask of neurons."""
         masks = self.masks(model)
         if self.criterion == "random":
             for name, mask in masks.items():
@@ -286,7 +290,7 @@ class EarlyBird(Technique):
         if phases[-1]["phase"] == SEARCH:
             if coefficients.keys() != units.keys():
                 raise IntegrityError(
-                    f"{self.name}: {len(coefficients)} of {len(units)} layers have coefficients, and all must"
+                    f"{self.name}: {len(coefficients)} of {len(units)} layers have coefficients; all layers must"
                 )
             return
         for name, pieces in units.items():

@@ -49,7 +49,7 @@ class GradualPruning(MatrixMaskTechnique):
     until: StepOrFraction = 0.75
     """Step at which the final density is reached."""
     every: Positive = 100
-    """Number of steps between prunings; one more is at `until`."""
+    """Number of steps between prunings. One more pruning is at `until`."""
     distribution: Literal["uniform", "erk", "global"] = "uniform"
 
     def __post_init__(self) -> None:
@@ -63,7 +63,7 @@ class GradualPruning(MatrixMaskTechnique):
         if type(self.start) is type(self.until) and self.until < self.start:
             raise UsageError(
                 f"{self.name}: until is {self.until}, before the start at {self.start}",
-                fix=f"--set techniques.{self.name}.until={self.start}, or later",
+                fix=f"--set techniques.{self.name}.until={self.start}",
             )
         if isinstance(self.until, float) and self.until >= 1:
             raise UsageError(
@@ -76,7 +76,7 @@ class GradualPruning(MatrixMaskTechnique):
         return step == until or (start <= step < until and (step - start) % self.every == 0)
 
     def density_at(self, step: int) -> float:
-        """Return the density after the update of a step with pruning."""
+        """Return the density after a step that prunes."""
         return cubic_density(step, int(self.start), int(self.until), self.initial_density, self.density)
 
     def next_masks(self, names: Sequence[str], layer: LayerReader, step: int) -> Iterator[tuple[str, Tensor]]:

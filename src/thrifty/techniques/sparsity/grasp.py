@@ -35,10 +35,10 @@ from thrifty.techniques.sparsity._mask_techniques import SaliencyMaskTechnique
 
 
 def grasp_scores(weight: Tensor, hessian_gradient: Tensor) -> Tensor:
-    """Return weight · (H g), elementwise; the largest scores are kept.
+    """Return weight · (H g), elementwise. Weights with the largest scores are kept.
 
-    To first order, this is half of the decrease of the squared gradient norm if a weight is removed. H is the Hessian
-    of the loss and g its gradient. All tensors have the weight's shape.
+    To first order, the score is half of the decrease of the squared gradient norm if a weight is removed. H is the
+    Hessian of the loss and g its gradient. All tensors have the weight's shape.
     """
     return weight * hessian_gradient
 
@@ -93,7 +93,7 @@ class DirectionalObjective(WrappedObjective):
         )
         products = [(gradient * each).sum() for gradient, each in zip(gradients, self.vector, strict=True)]
         product = torch.stack(products).sum()
-        # distributed over the examples, so that the weighted losses have this sum
+        # distributed over the examples, so that the weighted losses sum to it
         return product * batch.weight / batch.weight.square().sum().clamp_min(torch.finfo(torch.float32).tiny)
 
 
@@ -105,7 +105,7 @@ def hessian_gradient(
     parameters: Sequence[Tensor],
     temperature: float,
 ) -> BackwardResult:
-    """Run two backward passes over a batch with equal random values, and leave H g in `.grad`.
+    """Run two backward passes over a batch with equal random values, and write H g to `.grad`.
 
     H and g are derivatives with respect to `parameters`. Logits are divided by the temperature.
     """
@@ -171,7 +171,7 @@ class Grasp(SaliencyMaskTechnique):
     def objective(self, objective: Objective) -> Objective:
         if objective.joint:
             raise RefusedError(
-                "a loss that compares several examples has no second derivative here",
+                "a loss that compares examples has no second derivative in this technique",
                 fix="--with sparsity.snip in its place",
             )
         return objective

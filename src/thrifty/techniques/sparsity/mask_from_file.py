@@ -41,7 +41,7 @@ from thrifty.optim.weight_masks import check_masks, masks_in
 from thrifty.techniques.sparsity._mask_techniques import MaskTechnique
 
 KEY = "thrifty-ticket"
-"""Metadata key of a ticket. Its value is one JSON object, since the order of several entries would vary."""
+"""Metadata key of a ticket. The value is one JSON object, because the order of several entries would vary."""
 
 Weights = Mapping[str, Tensor]
 Scope = Literal["global", "layerwise"]
@@ -50,10 +50,10 @@ Scope = Literal["global", "layerwise"]
 def prune_by_magnitude(
     weights: Weights, masks: Weights, prune: float, scope: str = "global", half: Collection[str] = ()
 ) -> Weights:
-    """Return masks without the fraction `prune` of their smallest kept weights, by magnitude.
+    """Return masks that drop the fraction `prune` of unmasked weights with the smallest magnitudes.
 
-    The fraction is of all weights together ("global"), or of each weight ("layerwise"). Weights named in `half` lose
-    half of it, each separately. Among equal magnitudes the last elements are removed first.
+    The fraction refers to all matrices together ("global"), or to each matrix ("layerwise"). Each matrix named in
+    `half` loses half of the fraction. Among equal magnitudes the last elements are removed first.
     """
     separate = set(weights) if scope == "layerwise" else set(half)
     pruned = [_smallest_cut([name], weights, masks, prune / (1 + (name in half))) for name in sorted(separate)]
@@ -72,7 +72,7 @@ def _smallest_cut(names: Sequence[str], weights: Weights, masks: Weights, prune:
 
 @torch.no_grad()
 def shuffle_values(parameters: Mapping[str, Tensor], key: str) -> None:
-    """Shuffle the values of every parameter; in a fused parameter, those of each layer separately.
+    """Shuffle the values of every parameter. In a fused parameter, shuffle the values of each slice separately.
 
     Initial values keep their distribution.
     """
@@ -97,17 +97,17 @@ def mask_file_bytes(masks: Weights, drawn: str, weights: Weights) -> bytes:
 
 
 def counts_of(masks: Weights) -> dict[str, int]:
-    """Return the number of kept weights by mask."""
+    """Return the number of unmasked weights by mask name."""
     return {name: int(mask.sum()) for name, mask in masks.items()}
 
 
 def density_of(masks: Weights) -> float:
-    """Return the kept fraction of all masked weights."""
+    """Return the fraction of unmasked weights over all masks."""
     return sum(counts_of(masks).values()) / sum(mask.numel() for mask in masks.values())
 
 
 def read_mask_file(file: str, sha256: str) -> dict[str, Tensor]:
-    """Return the masks of a ticket. Raise UsageError if there is none, IntegrityError if its sha256 differs."""
+    """Return the masks of a ticket. Raise UsageError if there is no file, IntegrityError if its sha256 differs."""
     path = Path(file).expanduser()
     try:
         content = path.read_bytes()
@@ -121,12 +121,12 @@ def read_mask_file(file: str, sha256: str) -> dict[str, Tensor]:
     if actual != sha256:
         raise IntegrityError(
             f"{path} is not the recipe's ticket: its sha256 is {actual[:12]}…, not {sha256[:12]}…",
-            fix="restore the old file, or start another run with the new sha256",
+            fix="restore the old file; or start another run with the new sha256",
         )
     try:
         stored = dict(sorted(deserialize(content)))  # sorted, since the order differs between processes
     except SafetensorError as error:
-        raise IntegrityError(f"{path} is no safetensors file: {error}", fix="draw the ticket again") from error
+        raise IntegrityError(f"{path} is not a safetensors file: {error}", fix="draw the ticket again") from error
     with untraced(), unset_fake_temporarily():  # real tensors even during fake-tensor tracing
         return {name: _mask(path, name, entry) for name, entry in stored.items()}
 
@@ -171,7 +171,7 @@ class MaskFromFile(MaskTechnique):
     }
 
     file: str = ""
-    """Ticket file: safetensors of booleans by parameter name; empty masks nothing."""
+    """Ticket file: safetensors of booleans by parameter name. If empty, nothing is masked."""
     sha256: str = ""
     """Hexadecimal sha256 of the file. A file that has changed is refused."""
     control: Literal["", "random-mask", "reinitialise"] = ""
@@ -223,7 +223,7 @@ class MaskFromFile(MaskTechnique):
         counts, parameters = self.contents.counts, dict(state.model.named_parameters())
         own = {
             name: parameters[name] for name in counts if name in parameters
-        }  # without those of other pipeline stages
+        }  # without the masks of other pipeline stages
         check_masks(self.name, state, {name: counts[name] for name in own})
         masks = masks_in(state)
         for name, mask in self.initial_masks(own).items():

@@ -44,7 +44,7 @@ from thrifty.modeling.module_surgery import find_stacks, is_under, select, weigh
 from thrifty.modeling.residual_branches import is_transposed
 
 MASK = "n_of_m_mask"
-"""Name of the mask buffer of a treated layer, in the shape of its weight."""
+"""Name of the mask buffer of a masked layer. The mask has the shape of the layer's weight."""
 PRODUCTS: ModuleNote[NOfMProducts] = ModuleNote("n_of_m")
 IS_DENSE: ModuleNote[bool] = ModuleNote("n_of_m_dense")
 MADE_AT: ModuleNote[int | None] = ModuleNote("n_of_m_made_at")
@@ -54,7 +54,7 @@ MADE_AT: ModuleNote[int | None] = ModuleNote("n_of_m_made_at")
 def use_masked_product(layer: nn.Module, products: NOfMProducts) -> None:
     """Make a linear layer (or `Conv1D`) compute with n of each m weights.
 
-    A training loop must call `remake` after each update; otherwise the next forward pass in training warns.
+    A training loop must call `remake` after each update. Otherwise the next forward pass in training mode warns.
     """
     PRODUCTS.set(layer, products)
     IS_DENSE.set(layer, False)
@@ -100,7 +100,8 @@ def masked_layers(model: nn.Module) -> list[nn.Module]:
 
 @torch.no_grad()
 def remake(layers: Iterable[nn.Module]) -> Tensor:
-    """Compute new masks from the weights, on all ranks. Return the numbers of changed and of all elements (2,)."""
+    """Compute new masks from the weights, on all ranks. Return the number of changed elements and the number of all
+    elements, (2,)."""
     changed = []
     for layer in layers:
         mask = _mask_for(layer)
@@ -112,7 +113,7 @@ def remake(layers: Iterable[nn.Module]) -> Tensor:
 
 @torch.no_grad()
 def decay_masked(layers: Iterable[nn.Module], decay: float) -> None:
-    """Add the masked decay to the gradients of the layers' weights, once per weight."""
+    """Add the decay of masked weights to the gradients of the layers' weights, once per weight."""
     for layer in {id(layer.weight): layer for layer in layers}.values():
         if layer.weight.grad is None:
             continue
@@ -154,7 +155,7 @@ class NOfMBackward:
 
 
 def fill_masks(layers: Iterable[nn.Module]) -> None:
-    """Make the layers dense: fill their masks."""
+    """Make the layers dense: set all mask elements to True."""
     for layer in layers:
         if not IS_DENSE.of(layer):
             layer.n_of_m_mask.fill_(True)
@@ -182,21 +183,21 @@ class NOfM(Technique):
     }
 
     n: Positive = 2
-    """Kept weights of each m neighbors along a layer's inputs."""
+    """Number of unmasked weights in each m neighbors along a layer's inputs."""
     m: Annotated[int, SettingBound(least=2, most=32)] = 4
     transposable: bool = False
-    """True for masks that are N:M along a layer's outputs too; in each tile the best of these (m up to 4)."""
+    """True for masks that are also N:M along a layer's outputs. Each m × m tile gets the best such mask (m up to 4)."""
     decay: Rate = 2e-4
-    """Factor with which a masked weight is added to its gradient; 0 is the plain straight-through estimator."""
+    """Factor of a masked weight that is added to its gradient. 0 is the plain straight-through estimator."""
     every: Positive = 1
     """Number of steps between mask computations."""
     dense_from: StepOrFraction = 1.0
     """First step of dense training at the end of the run."""
     mvue: bool = False
-    """True to compute weight gradients from a minimum-variance unbiased N:M estimate of output gradients, along
-    tokens."""
+    """True to compute weight gradients from an N:M sparse, minimum-variance unbiased estimate of the output gradients.
+    It is N:M sparse along tokens."""
     where: str = ""
-    """Pattern in the names of treated layers; the papers on Transformers use "mlp"."""
+    """Pattern in the names of masked layers. The papers on Transformers use "mlp"."""
 
     @property
     def optional_seams(self) -> frozenset[str]:
@@ -222,7 +223,7 @@ class NOfM(Technique):
         return model
 
     def layers(self, model: nn.Module) -> Mapping[str, nn.Module]:
-        """Return the treated layers by name. Raise RefusedError if there are none."""
+        """Return the masked layers by name. Raise RefusedError if there are none."""
         stacks = find_stacks(model)
         kinds = {type(layer) for layer in weight_layers(model).values() if is_transposed(layer)}
 
@@ -257,7 +258,8 @@ class NOfM(Technique):
         optimizer.register_step_post_hook(follow)
 
     def changes(self, step: int, state: TrainState) -> None:
-        """Set the step counter, for a run that was forked from one without masks. The structure stays."""
+        """Set the step counter of a run that was forked from a run without masks. The model's structure does not
+        change."""
         if state.model is not None:
             state.techniques[self.name]["step"].fill_(step)
 

@@ -20,10 +20,10 @@ from thrifty.techniques.sparsity._mask_techniques import DynamicMaskTechnique
 
 
 def moved_mask(mask: Tensor, weight: Tensor, gradient: Tensor, fraction: float) -> Tensor:
-    """Return the mask after a move; all tensors have the weight's shape.
+    """Return the mask after a drop-and-grow step. All tensors have the weight's shape.
 
-    The `fraction` of active connections with the smallest |weight| is dropped. As many inactive ones, including those
-    just dropped, are grown: those with the largest |gradient|.
+    The `fraction` of active connections with the smallest |weight| is dropped. The same number of inactive connections,
+    with the largest |gradient|, is grown. Just dropped connections count as inactive.
     """
     return replace_connections(mask, weight.abs(), gradient.abs(), fraction)
 

@@ -19,7 +19,7 @@ from thrifty.techniques.sparsity._mask_techniques import SaliencyMaskTechnique
 def snip_scores(weight: Tensor, gradient: Tensor) -> Tensor:
     """Return |gradient · weight|, elementwise, in the weight's shape.
 
-    To first order, it is the change of the loss per relative change of a weight.
+    To first order, the score is the change of the loss per relative change of a weight.
     """
     return (gradient * weight).abs()
 

@@ -50,7 +50,7 @@ from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.optim.weight_masks import masks_in
 
 WORTH = 0.9
-"""Largest time of sparse products, relative to dense ones, with which they are chosen."""
+"""Maximum time of sparse matmuls, relative to dense matmuls, at which sparse matmuls are chosen."""
 UNMASKED = "dense: its weight has no mask"
 Lines = dict[torch.dtype, dict[Form, DensityTimeFit]]
 """Fitted times of products over density, by dtype and form."""
@@ -72,7 +72,7 @@ class LayerProducts:
         self._known: tuple[Tensor, int] | None = None
 
     def follow(self, mask: Tensor | None, weight: Tensor) -> None:
-        """Choose products again if the mask has moved. A weight that is nonzero outside its mask stays dense."""
+        """Choose the matmuls again if the mask has changed. A weight that is nonzero outside its mask stays dense."""
         if mask is None or is_dtensor(mask) or mask.device != weight.device:
             self.patterns, self._known = {}, None
             self.summary = UNMASKED if mask is None else "dense: its mask is divided among ranks, or on another device"
@@ -105,7 +105,7 @@ class LayerProducts:
 
 
 def format_products(form: Form, density: float, ratio: float) -> str:
-    """Return which products a layer chose, and why."""
+    """Return the matmuls that a layer uses, and the reason, as text."""
     if ratio <= WORTH:
         return f"{form}: at density {density:.3g} they take {ratio:.2f} of the time of dense products"
     return f"dense: at density {density:.3g} sparse products would take {ratio:.2f} of the time"
@@ -115,7 +115,7 @@ SPARSE_PRODUCT: ModuleNote[LayerProducts] = ModuleNote("sparse_product")
 
 
 def use_sparse_product(layer: nn.Linear, lines: Lines) -> None:
-    """Make a linear layer use sparse products in training mode, once its note `SPARSE_PRODUCT` follows a mask."""
+    """Make a linear layer use sparse matmuls in training mode, after its note `SPARSE_PRODUCT` has a mask."""
     SPARSE_PRODUCT.set(layer, LayerProducts(lines))
     wrap_forward(layer, _multiply)
 
@@ -127,7 +127,7 @@ def remove_sparse_product(layer: nn.Linear) -> None:
 
 
 def _multiply(layer: Any, inner: Any, x: Tensor) -> Tensor:
-    # a compiler guards only on this condition
+    # torch.compile guards only on this condition
     return _sparse(layer, inner, x) if layer.training and SPARSE_PRODUCT.of(layer).is_sparse else inner(x)
 
 
@@ -142,7 +142,8 @@ def _sparse(layer: Any, inner: Any, x: Tensor) -> Tensor:
 
 
 def products_of(model: nn.Module) -> Iterator[tuple[str, Any]]:
-    """Return the layers that may use sparse products, by name. `SPARSE_PRODUCT.of(layer).summary` is their choice."""
+    """Return the layers that may use sparse matmuls, by name. `SPARSE_PRODUCT.of(layer).summary` is the choice of a
+    layer."""
     return SPARSE_PRODUCT.noted(model)
 
 
@@ -178,9 +179,9 @@ class SparseProducts(Technique):
     claims = frozenset({Claim.LINEAR_PRODUCTS})
 
     where: str = r"\.\d+\."
-    """Pattern of the names of layers that may use sparse products; by default those in numbered blocks."""
+    """Pattern of the names of layers that may use sparse matmuls; by default the layers in numbered blocks."""
     tokens: Positive = 2048
-    """Rows of the measured products, about the tokens of a micro-batch."""
+    """Number of rows in the measured matmuls, about the number of tokens of a micro-batch."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -206,7 +207,7 @@ class SparseProducts(Technique):
         return model
 
     def lines(self, weight: Tensor) -> Lines:
-        """Return the fitted times of a layer's products over density, for each possible dtype."""
+        """Return the fitted times of a layer's matmuls over density, for each possible dtype."""
         device, fits = weight.device.type, {}
         for dtype in dict.fromkeys((weight.dtype, torch.bfloat16, torch.float16)):
             if dtype is not weight.dtype and not has_fast_bfloat16():
@@ -223,13 +224,13 @@ class SparseProducts(Technique):
         return f"{subject}, are faster as {when}; sparse products are chosen up to {WORTH:g} of the dense time"
 
     def changes(self, step: int, state: TrainState) -> StructuralChange | None:
-        """Update the layers after a move of their masks. The structure stays."""
+        """Update the layers after a change of their masks. The model's structure does not change."""
         if state.model is not None and state.optimizer is not None:
             self.follow_masks(state)
         return None
 
     def follow_masks(self, state: TrainState) -> None:
-        """Choose the products of each layer by the current mask of its weight."""
+        """Choose the matmuls of each layer by the current mask of its weight."""
         masks = {} if state.optimizer.site.behind else masks_in(state)
         by_parameter = dict(zip(map(id, state.optimizer.parameters), state.optimizer.names, strict=True))
         moving = bool(masks) and state.optimizer.will_move_masks()

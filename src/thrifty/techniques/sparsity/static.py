@@ -41,7 +41,7 @@ class StaticMask(MatrixMaskTechnique):
     criterion: Literal["random", "magnitude"] = "random"
     """Selection of the kept weights: random, or by magnitude of the initial values."""
     distribution: Literal["erk", "uniform", "global"] = "erk"
-    """Density of layers; "global" compares the weights of all layers."""
+    """Density of layers. "global" compares the weights of all layers."""
     seed: int = 0
 
     def initial_masks(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
