@@ -79,7 +79,7 @@ def test_moments_are_resolved_to_steps() -> None:
 
 
 class Counting(Technique):
-    """A technique whose backward pass counts its steps."""
+    """Technique whose backward pass counts its steps."""
 
     stage: ClassVar[Stage] = Stage.MEASURE
     numerics: ClassVar[Numerics] = Numerics.EXACT
@@ -125,7 +125,7 @@ def test_broken_promise_stops_the_run_at_the_change() -> None:
 
 
 def test_empty_structural_change_is_exact() -> None:
-    """Gathering, rebuilding and loading are exact, the optimizer's state included."""
+    """Gathering, rebuilding and loading are exact, also for the optimizer state."""
 
     class Silent(Never):
         def holds(self, state: TrainState) -> None:

@@ -58,7 +58,7 @@ def test_footprint_changes_of_techniques() -> None:
     before, after = effect("data_selection.gradient_norm_sampling")
     assert after["flops"] == 2 * before["flops"]
     before, after = effect("sparsity.rigl")
-    assert 0 < after["optimizer"] < after["parameters"] / 2  # a byte per masked weight
+    assert 0 < after["optimizer"] < after["parameters"] / 2  # one byte per masked weight
     before, after = effect("schedules.cosine")
     assert after == before
 
@@ -118,7 +118,7 @@ def test_explanation_is_plain_data_with_settings_and_stages() -> None:
 
 
 class Copied(nn.Module):
-    """Layers that are copies of one another, as in `nn.TransformerEncoder`, or of an existing module."""
+    """Layers that are copies of each other, as in `nn.TransformerEncoder`, or copies of an existing module."""
 
     def __init__(self, original: nn.Module):
         super().__init__()

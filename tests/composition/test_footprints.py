@@ -1,7 +1,7 @@
 """Predicted footprints compared with the allocator's events, for models and techniques.
 
-Each technique, and some combinations, run on one of the models in turn; `make test` runs a sample.
-`benchmarks/bench_footprints.py` runs all of them on each model.
+Techniques and some combinations are distributed over the models. `make test` runs a sample.
+`benchmarks/bench_footprints.py` runs all techniques on each model.
 """
 
 import gc
@@ -58,7 +58,9 @@ APART = {
 }
 CHOSEN = [*((name,) for name in techniques.names() if name not in {*RUNS, *APART}), *TOGETHER]
 ON = {"sparsity.snip": "llama"}
-"""Models for which the position in the table is not used: SNIP's scoring step takes 11 % more on the GPT."""
+"""Models of techniques that cannot use the model of their table position. On the GPT, SNIP's scoring step takes 11 %
+more.
+"""
 
 
 def model_for(place: int, names: tuple[str, ...]) -> str:
@@ -69,7 +71,7 @@ GRID = sample_of([(model_for(place, names), names) for place, names in enumerate
 
 
 def plain_run(style: str, width: int = WIDTH, vocabulary: int = VOCABULARY, length: int = LENGTH) -> BaseRun:
-    """Return a run in which activations are larger than weights, as in real runs, by default."""
+    """Return a run in which activations are larger than weights by default, as in real runs."""
 
     def build() -> nn.Module:
         if style == "gpt_neox":
@@ -84,19 +86,19 @@ def plain_run(style: str, width: int = WIDTH, vocabulary: int = VOCABULARY, leng
 
 
 def gpt_neox() -> nn.Module:
-    """Return a GPT-NeoX as users bring it: an untied head, and dropout."""
+    """Return a GPT-NeoX with an untied head and dropout, as users bring it."""
     sizes = {"hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": DEPTH, "num_attention_heads": 4}
     torch.manual_seed(0)
     shape = transformers.GPTNeoXConfig(
         **sizes, vocab_size=VOCABULARY, max_position_embeddings=LENGTH + ROOM, hidden_dropout=0.1, attention_dropout=0.1
     )
-    with unset_fake_temporarily():  # wrapping runs it with values
+    with unset_fake_temporarily():  # wrapping runs the model on real values
         return HuggingFaceCausalLM(transformers.GPTNeoXForCausalLM(shape))
 
 
 @pytest.fixture(autouse=True)
 def alone(one_rank: None) -> Iterator[None]:
-    """Set up one rank for techniques that require several, no compiled code, and no garbage to collect."""
+    """Set up one rank for techniques that require several ranks, without compiled code and collectable garbage."""
     torch._dynamo.reset()
     gc.freeze()
     yield

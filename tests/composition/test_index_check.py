@@ -1,4 +1,4 @@
-"""Indices out of range (tokens, labels, positions) are refused before a run, without running the model."""
+"""Indices out of range (tokens, labels, positions) are refused before a run, without computing the model."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +18,7 @@ TOKENS, POSITIONS = 20, 16
 
 
 class Reader(nn.Module):
-    """Token model with learned positions; with `reads_values`, its forward pass depends on values."""
+    """Token model with learned positions. With `reads_values`, the forward pass depends on tensor values."""
 
     def __init__(self, reads_values: bool = False):
         super().__init__()

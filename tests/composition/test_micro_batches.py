@@ -1,4 +1,4 @@
-"""Footprints from two micro-batches equal those of a trace of all, to the byte."""
+"""Footprints counted on two micro-batches equal, to the byte, footprints counted on all micro-batches."""
 
 import pytest
 from tiny_runs import plain_run, technique, with_optimizer

@@ -1,4 +1,4 @@
-"""Models that do not run on fake tensors: they are counted on a real batch, trained and planned."""
+"""Models that cannot run on fake tensors are counted on a real batch, trained and planned."""
 
 import json
 from dataclasses import replace

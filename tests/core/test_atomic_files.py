@@ -1,4 +1,4 @@
-"""State after a power cut: flushed data is certain; other data may be present, missing, or zeros."""
+"""State of the disk after a power cut: flushed data is complete. Other data may be complete, missing, or zeros."""
 
 import os
 import random
@@ -18,7 +18,7 @@ from thrifty.training.checkpoint_manifest import verify
 
 @dataclass
 class Node:
-    """A file (`content`) or a folder (`entries`), now and at its last flush."""
+    """File (`content`) or folder (`entries`), at present and at the last flush."""
 
     content: bytes | None = None
     entries: dict[str, int] = field(default_factory=dict)
@@ -27,7 +27,7 @@ class Node:
 
 
 class MemoryOfDisk(AtomicFiles):
-    """The real disk with a model of its flushed data; stops the save after `last` changes."""
+    """Real disk with a model of its flushed data. It stops the save after `last` changes."""
 
     def __init__(self, root: Path):
         self.root, self.nodes, self.changes = root, {os.stat(root).st_ino: Node()}, 0
@@ -166,7 +166,7 @@ def test_write_file_returns_length_and_hash(tmp_path: Path) -> None:
 
 
 def test_swap_uses_an_unpredictable_temporary_name(tmp_path: Path) -> None:
-    """A link or hard link at the temporary name is not written through."""
+    """A swap does not write through a link or hard link at its temporary name."""
     precious, names = tmp_path / "precious", []
     precious.write_text("precious")
 

@@ -11,7 +11,7 @@ from thrifty.core.errors import RefusedError
 
 
 class Numbered(BatchSource):
-    """Source whose row r of step s is the number s · batch + r."""
+    """Source in which row r of step s has the value s · batch + r."""
 
     def __init__(self, batch: int):
         self.batch = batch

@@ -1,4 +1,4 @@
-"""Claims: each belongs to a technique, and unknown ones are refused."""
+"""Every claim belongs to a technique, and unknown claims are refused."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from thrifty.core.technique import Technique
 
 def test_every_claim_belongs_to_a_technique() -> None:
     claimed = {claim for name in techniques.names() for claim in techniques.find(name).claims}
-    assert claimed == set(Claim) - {Claim.TRAINED_START}  # the run claims it
+    assert claimed == set(Claim) - {Claim.TRAINED_START}  # the run makes this claim
 
 
 @pytest.mark.parametrize("attributes", [{"claims": frozenset({"optimiser"})}, {"clashes": {"weight mask": "a reason"}}])

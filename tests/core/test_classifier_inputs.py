@@ -1,4 +1,4 @@
-"""Arguments of classifiers: token types are passed only to models that have any."""
+"""Arguments of classifiers: only models with several token types receive token types."""
 
 from types import SimpleNamespace
 

@@ -1,4 +1,4 @@
-"""Fixes of errors, as options on the command line and as arguments in Python."""
+"""Fixes of errors name options on the command line, and arguments in Python."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Order in which techniques are applied. It decides a run's results, so renames must not change it."""
+"""Order in which techniques are applied. The order decides a run's results, so renames must not change it."""
 
 import random
 from contextlib import suppress
@@ -21,7 +21,7 @@ def stages_and_names(ordered: list[Technique]) -> list[list[str]]:
 
 
 def test_techniques_are_applied_in_the_recorded_order(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Add a line for a new technique to the file; existing lines keep their order."""
+    """Add a line to the file for a new technique. Existing lines keep their order."""
     recorded = [line.split() for line in ORDER.read_text().splitlines()]
     every = [techniques.find(name)() for name in techniques.names()]
     random.Random(0).shuffle(every)

@@ -1,4 +1,4 @@
-"""Notes on modules: they are copied and pickled with the module, and are in no state_dict."""
+"""Notes on modules are copied and pickled with the module, and are not in its state_dict."""
 
 import pickle
 import re

@@ -1,4 +1,4 @@
-"""Moments of a run: fractions and numbers of steps."""
+"""Moments of a run as fractions and as numbers of steps."""
 
 from dataclasses import dataclass
 

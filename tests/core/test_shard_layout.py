@@ -1,4 +1,4 @@
-"""Fused order of slices for several ranks, and the boxes of the whole tensor in a part of it."""
+"""Fused order of slices for several ranks, and boxes of the whole tensor in a part of the stored tensor."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""Growth in the middle of a run: every value reaches its new place."""
+"""Growth during a run: every value reaches its new name and shape."""
 
 import pytest
 import torch
@@ -29,7 +29,9 @@ from thrifty.optim.weight_masks import SLOT
 
 
 def grown(*others: Technique, **settings: object) -> tuple[Run, TrainState, TrainState]:
-    """Return a run that grows from 2 to 4 blocks before step 2, a copy of its state before, and its state after."""
+    """Return a run that grows from 2 to 4 blocks before step 2, a copy of the state before growth, and the state after
+    growth.
+    """
     chosen = [technique("growth.stacking", at=(2,), **settings), *others]
     if not any(Claim.OPTIMIZER in other.claims for other in others):
         chosen.append(technique("optimizers.adamw"))
@@ -115,7 +117,7 @@ def test_compiled_model_learns_after_growth() -> None:
 
 
 def test_buffer_follows_its_block() -> None:
-    """Persistent buffers are values too."""
+    """Persistent buffers are transferred too."""
 
     def model() -> torch.nn.Module:
         made = plain_run(depth=4).build()
@@ -207,7 +209,7 @@ def test_post_norm_model_refuses_zeroed_blocks() -> None:
 
 
 def first_update(age: int, square: Tensor) -> Tensor:
-    """Return Adam's update for a gradient of one, a first moment of zero and this second moment."""
+    """Return Adam's update for a gradient of 1, a first moment of 0 and this second moment."""
     adam = ScaleByAdam(0.9, 0.999)
     slots = {"mean": [torch.zeros_like(square)], "square": [square.clone()]}
     return adam.update([torch.ones_like(square)], slots, [torch.zeros_like(square)], adam.scalars(age, age))[0]
@@ -218,7 +220,7 @@ def test_first_update_after_growth_has_normal_size() -> None:
     naive = first_update(10_000, zeros)
     assert naive.mean() == pytest.approx((1 - 0.9) / (1 - 0.999) ** 0.5, rel=1e-3)
     assert naive.mean() == pytest.approx(3.16, abs=0.01)
-    assert first_update(0, zeros).mean() == pytest.approx(1.0)  # reset, the age too
+    assert first_update(0, zeros).mean() == pytest.approx(1.0)  # the age is reset too
     assert first_update(10_000, ones).mean() == pytest.approx(0.1, rel=1e-2)  # from the mean of the layer
 
 

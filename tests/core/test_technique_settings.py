@@ -15,7 +15,7 @@ class Scaled(Technique):
 
 @dataclass(frozen=True)
 class ScaledTwice(Scaled):
-    """A subclass with an explicit dataclass decorator, which changes nothing."""
+    """Subclass with its own dataclass decorator, which changes nothing."""
 
     again: float = 3.0
 

@@ -66,8 +66,8 @@ def test_peak_is_the_largest_number_of_live_bytes(rows: list[int]) -> None:
     with StepTrace() as live:
         sums = []
         for count_ in rows:
-            temporary = torch.zeros(count_, 3)  # 12 bytes a row
-            sums.append(temporary.sum(1))  # 4 bytes a row
+            temporary = torch.zeros(count_, 3)  # 12 bytes per row
+            sums.append(temporary.sum(1))  # 4 bytes per row
             wanted = max(wanted, kept + 16 * count_)
             del temporary
             kept += 4 * count_
@@ -106,9 +106,9 @@ def test_footprint_of_a_model_equals_the_formula() -> None:
     size = sum(parameter.numel() for parameter in model.parameters())
     assert footprint.parameters == footprint.gradients == 4 * size
     assert footprint.optimizer == 8 * size
-    # a multiply-add is two; the backward pass has two products for each product of the forward pass; 64 tokens
+    # a multiply-add counts as 2; the backward pass has two matmuls for each forward matmul; 64 tokens
     matrices = sum(p.numel() for p in model.parameters() if p.ndim == 2)  # tied: the embedding is the head
-    product = 2 * 4 * 4 * 16 * 16 * 8  # attention: 4 examples, 4 heads, 16 x 16 tokens, width 8; 2 + 5 products
+    product = 2 * 4 * 4 * 16 * 16 * 8  # attention: 4 examples, 4 heads, 16 x 16 tokens, width 8; 2 + 5 matmuls
     assert footprint.flops == 3 * 2 * 64 * matrices + 7 * product
 
 
@@ -154,7 +154,7 @@ def test_tensor_bytes() -> None:
 def test_nested_gc_freeze_ends_with_the_outermost_block(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(tensor_tracing, "_is_settled", False)  # its value outside of tests
+    monkeypatch.setattr(tensor_tracing, "_is_settled", False)  # the value outside tests
     gc.unfreeze()
     try:
         with gc_frozen():

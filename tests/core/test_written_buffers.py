@@ -20,9 +20,9 @@ WIDTH, BLOCKS, STEPS = 6, 5, 3
 
 
 class Writing(nn.Module):
-    """A block with a batch norm, a spectral norm, a buffer written in place and a replaced one.
+    """Block with a batch norm, a spectral norm, a buffer written in place and a replaced buffer.
 
-    The output depends on both buffers.
+    The output depends on all buffers.
     """
 
     def __init__(self) -> None:
@@ -56,7 +56,7 @@ class Stack(nn.Module):
 
 
 def after_steps(change: Callable[[nn.Module], nn.Module] = lambda model: model) -> dict[str, Tensor]:
-    """Return the gradients of each step, and the buffers after all, with two micro-batches per step."""
+    """Return the gradients of each step, and the buffers after all steps, with two micro-batches per step."""
     torch.manual_seed(0)
     model = change(Stack())
     results = {}

@@ -142,7 +142,7 @@ def test_two_lotteries_are_not_mixed(played: tuple[Path, dict[str, Any]], recipe
 def test_impossible_lotteries_are_refused(recipe: Recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(UsageError, match=r"lottery: prune is 1\.0"):
         LotterySettings(prune=1.0)
-    with pytest.raises(UsageError, match="where is no regular expression"):
+    with pytest.raises(UsageError, match="where is not a regular expression"):
         LotterySettings(where="(")
     for moment in (-1, 1.0):
         with pytest.raises(UsageError, match="before the last one"):

@@ -125,7 +125,7 @@ def test_options_without_meaning_are_refused(desk: CommandLine, scored: dict[str
         (["look", "images", "--keep-fraction", "0.5"], "--keep-fraction has no effect without --scores"),
         (["prune", "scores.safetensors", "--recipe", "vit-digits"], "--recipe applies only with --write"),
         (["prune", "scores.safetensors", "--keep-fraction", "2"], "keep must be"),
-        (["prune", "nothing"], "there is no scores file"),
+        (["prune", "nothing"], "there is no score file"),
         (["score", "vit-digits", "--steps", "soon"], "is not a number of steps"),
         (["score", "vit-digits", "--method", "el2m"], "did you mean 'el2n'"),
     ):

@@ -1,4 +1,4 @@
-"""Start time of a process: it distinguishes processes with one pid, and is independent of the clock."""
+"""The start time of a process distinguishes processes with the same pid, and does not depend on the clock."""
 
 import os
 import subprocess
@@ -18,7 +18,7 @@ def test_process_is_running_until_it_has_ended() -> None:
     assert born is not None and born >= start and is_running(child.pid, born)
     child.kill()
     child.stdin.close()  # type: ignore[union-attr]
-    while process_start(child.pid) is not None:  # it has ended, but was not waited for
+    while process_start(child.pid) is not None:  # the process has ended, but was not waited for
         pass
     assert not is_running(child.pid, born)
     child.wait()

@@ -215,7 +215,7 @@ def test_masks_of_a_sparse_run_apply_to_weights_of_a_dense_run(name: str) -> Non
 
 
 def test_invalid_name_pattern_is_refused() -> None:
-    with pytest.raises(UsageError, match=r"sparsity\.static: where is no regular expression"):
+    with pytest.raises(UsageError, match=r"sparsity\.static: where is not a regular expression"):
         technique("sparsity.static", where="(")
 
 

@@ -226,7 +226,7 @@ def test_unknown_parameter_raises_integrity_error() -> None:
 def test_invalid_models_and_settings_are_refused() -> None:
     with pytest.raises(RefusedError, match="no list of equal blocks"):
         LayerwiseLearningRateDecay().model(nn.Sequential(nn.Linear(2, 2)))
-    with pytest.raises(UsageError, match="embedding_pattern is no regular expression"):
+    with pytest.raises(UsageError, match="embedding_pattern is not a regular expression"):
         LayerwiseLearningRateDecay(embedding_pattern="(")
     for decay in (0.0, 1.1):
         with pytest.raises(UsageError, match="decay must be above 0 and at most 1"):

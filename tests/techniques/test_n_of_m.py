@@ -104,7 +104,7 @@ def test_skipped_layers_are_listed_with_reasons() -> None:
         ({"n": 4, "m": 8, "transposable": True}, "sparsity.n_of_m: .*116,963,796,250 for 4:8"),
         ({"every": 0}, "every is 0"),
         ({"decay": -1.0}, "decay is -1.0"),
-        ({"where": "("}, "where is no regular expression"),
+        ({"where": "("}, "where is not a regular expression"),
     ],
 )
 def test_invalid_settings_are_refused(settings: dict[str, Any], words: str) -> None:

@@ -164,7 +164,7 @@ def test_a_missing_or_wrong_hash_is_refused(tmp_path: Path) -> None:
     for settings, kind, printed in (
         ({"scores": named["scores"]}, UsageError, "have no hash of the score file"),
         ({**named, "sha256": "a" * 64}, IntegrityError, "is not the score file of the recipe"),
-        ({**named, "scores": str(tmp_path / "none")}, UsageError, "there is no scores file"),
+        ({**named, "scores": str(tmp_path / "none")}, UsageError, "there is no score file"),
         ({}, UsageError, "requires a score file"),
         ({"order": "random", "drop_hardest": 0.1}, UsageError, "drop_hardest requires a score file"),
     ):
@@ -179,7 +179,7 @@ def test_a_missing_or_wrong_hash_is_refused(tmp_path: Path) -> None:
 def test_a_trained_model_does_not_require_the_file() -> None:
     run = compose(image_run(), with_optimizer([PrunedExamples(scores="gone", sha256="a" * 64)]), 3)
     run.build_model()
-    assert "there is no scores file gone" in run.notes["data_selection.prune"][0]
+    assert "there is no score file gone" in run.notes["data_selection.prune"][0]
 
 
 def test_a_file_of_scores_survives_a_round_trip(tmp_path: Path) -> None:
@@ -209,7 +209,7 @@ def test_a_damaged_file_is_named(tmp_path: Path, damage: str) -> None:
         content = content.replace(b'\\"format\\": 1', b'\\"format\\": 9')
     path = tmp_path / "scores"
     path.write_bytes(content)
-    with pytest.raises(IntegrityError, match="is no scores file"):
+    with pytest.raises(IntegrityError, match="is not a score file"):
         read_scores(path)
 
 

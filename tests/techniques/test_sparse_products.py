@@ -269,7 +269,7 @@ def test_delayed_weights_stay_dense() -> None:
 
 
 @pytest.mark.parametrize(
-    ("where", "words"), [("nowhere", "no layer has a name"), ("(", "where is no regular expression")]
+    ("where", "words"), [("nowhere", "no layer has a name"), ("(", "where is not a regular expression")]
 )
 def test_pattern_without_layers_is_refused(where: str, words: str) -> None:
     with pytest.raises(UsageError, match=words):

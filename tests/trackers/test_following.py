@@ -1,4 +1,4 @@
-"""Each record reaches a tracker once, in order, over several calls and during the run."""
+"""Each record reaches a tracker once and in order, over several calls and during the run."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ from thrifty.training.run_folder import RunFolder
 
 
 class RecordingTracker:
-    """A tracker that stores all calls."""
+    """Tracker that stores all calls."""
 
     opened: "list[RecordingTracker]"
 
@@ -38,7 +38,7 @@ class RecordingTracker:
 
 @pytest.fixture
 def trackers(monkeypatch):
-    """The opened trackers, in order."""
+    """Opened trackers, in order."""
     opened = []
 
     def open_tracker(kind, folder, run, online):

@@ -1,4 +1,4 @@
-"""Content of the trackers' files, as their installed packages read it."""
+"""Content of the trackers' files, as read by the trackers' own packages."""
 
 import importlib.util
 import json
@@ -63,7 +63,7 @@ def test_wandb_writes_an_offline_run_and_uploads_nothing(run, tmp_path, monkeypa
 
 
 def test_trackio_has_every_record_once(run, tmp_path):
-    if importlib.util.find_spec("trackio") is None:  # an import here would fix its folder
+    if importlib.util.find_spec("trackio") is None:  # an import here would fix trackio's folder
         pytest.skip("trackio is not installed")
     track(run, "trackio", tmp_path)
     append(run, 61, 7.5)

@@ -39,7 +39,7 @@ class BaseRun:
     is_trained: bool = False
     """True if the initial values come from training."""
     has_values: bool = True
-    """False if model or examples have shapes only, so that a step can only be counted on fake tensors."""
+    """False if model or examples have only shapes. A step can then only be counted on fake tensors."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Run:
 
     @cached_property
     def source(self) -> BatchSource:
-        """Training data. Techniques change plain rows; the objective then makes examples of them."""
+        """Training data. Techniques change plain rows, and the objective then makes examples from these rows."""
         source = self.plain.source
         for technique in self.techniques:
             source = technique.batches(source)
@@ -71,8 +71,9 @@ class Run:
 
     @cached_property
     def eval_objective(self) -> Objective:
-        """The objective for evaluation: computed as in the run, but without loss terms that techniques add. Held-out
-        losses of runs with different techniques are therefore comparable."""
+        """The objective for evaluation, without the loss terms that techniques add. Held-out losses of runs with
+        different techniques are therefore comparable.
+        """
         objective = self.plain.objective
         for technique in self.techniques:
             if technique.stage < Stage.SOURCE:
@@ -86,8 +87,9 @@ class Run:
 
     @cached_property
     def memories(self) -> dict[str, dict[str, Tensor]]:
-        """State of techniques between steps, part of the checkpoint. A Backward stores it in `self.state`, a dict of
-        tensors that start at zero."""
+        """State that techniques keep between steps, part of the checkpoint. A Backward stores its state in
+        `self.state`, a dictionary of tensors that are initially zero.
+        """
         return self._wrapped_backward[1]
 
     @cached_property
@@ -108,7 +110,7 @@ class Run:
         return transform
 
     def build_model(self, log: Sequence[StructureLogEntry] = ()) -> nn.Module:
-        """Return the model at its initial values, in the structure of the log, with all techniques applied."""
+        """Return the model at its initial values, with the logged structure and all techniques applied."""
         model = self.plain.build()
         latest = {entry.technique: entry for entry in log}
         for technique in self.techniques:
@@ -131,13 +133,13 @@ class Run:
         return record_orders(model)
 
     def init_state(self, log: Sequence[StructureLogEntry] = ()) -> TrainState:
-        """Return a state in the structure of the log, at its initial values."""
+        """Return a state at its initial values, with the logged structure."""
         model = self.build_model(log)
         optimizer = TransformOptimizer(model.named_parameters(), self.transform())
         return TrainState(model=model, optimizer=optimizer, techniques=self.memories, log=list(log))
 
     def start(self) -> TrainState:
-        """Return the state before the first step, after structural changes that are due at once."""
+        """Return the state before the first step, after structural changes at step 0."""
         for memory in self.memories.values():
             for tensor in memory.values():
                 tensor.zero_()
@@ -148,7 +150,7 @@ class Run:
         return self.init_state(state.log)
 
     def changes(self, state: TrainState) -> list[StructureLogEntry]:
-        """Make every structural change due before the state's step, and return their log entries."""
+        """Make every structural change that is due before the state's step. Return the log entries."""
         made = []
         for technique in self.techniques:
             if state.logged_decision(technique.name, state.step) is not None:
@@ -170,7 +172,7 @@ class Run:
         state.optimizer.updates = updates
         state.optimizer.born = updates if change.moments == "reset" else born
         state.optimizer.births = {} if change.moments == "reset" else births
-        # fresh state, such as an average, does not have the transferred masks applied yet
+        # the transferred masks are not yet applied to new state, such as an average
         state.optimizer.apply_constraints()
         gc.collect()  # the old model is in reference cycles with its wrappers
 
@@ -182,7 +184,7 @@ class Run:
 
 @contextmanager
 def _named(technique: Technique) -> Iterator[None]:
-    """Prefix the technique's name to a refusal raised in the block."""
+    """Prefix a refusal raised in the block with the technique's name."""
     try:
         yield
     except RefusedError as refused:
@@ -192,15 +194,16 @@ def _named(technique: Technique) -> Iterator[None]:
 
 
 def compose(plain: BaseRun, techniques: Sequence[Technique], steps: int, device: torch.device = CPU) -> Run:
-    """Return a run of techniques sorted by stage, with settings that depend on the run resolved. The order of
-    `techniques` does not matter. Raises UsageError for combinations that are not possible."""
+    """Return a run with the techniques sorted by stage, and with settings that depend on the run resolved. The order of
+    `techniques` does not matter. Raise UsageError for techniques that cannot be combined.
+    """
     ordered = sorted(techniques, key=lambda technique: (technique.stage, order_key(technique.name)))
     refuse_illegal(ordered)
     if plain.is_trained:
         refuse_trained_start(ordered)
     resolved = (resolve_moments(technique, steps, plain.source.batch) for technique in ordered)
     run = Run(plain, tuple(resolved), steps, device)
-    _ = run.objective  # a technique that does not support it refuses before anything is built
+    _ = run.objective  # techniques that do not support the objective refuse before anything is built
     return run
 
 
@@ -210,12 +213,14 @@ def refuse_trained_start(techniques: Sequence[Technique]) -> None:
         if reason := technique.clashes.get(Claim.TRAINED_START):
             raise RefusedError(
                 f"{technique.name} is not for trained weights: {reason}",
-                fix=f"--without {technique.name}, or a new run from random weights: --set model.reinitialize=true",
+                fix=f"--without {technique.name}; or random initial weights: --set model.reinitialize=true",
             )
 
 
 def refuse_illegal(techniques: Sequence[Technique]) -> None:
-    """Raise UsageError if two techniques make the same claim or exclude each other, with their names and the reason."""
+    """Raise UsageError if two techniques make the same claim or exclude each other. The message has the names and the
+    reason.
+    """
     claimed: dict[Claim, str] = {}
     for technique in techniques:
         if technique.name in (other.name for other in techniques if other is not technique):
@@ -224,7 +229,7 @@ def refuse_illegal(techniques: Sequence[Technique]) -> None:
             if claim in claimed:
                 raise UsageError(
                     f"{claimed[claim]} and {technique.name} both decide the {claim}",
-                    fix=f"keep one of them, for instance --without {claimed[claim]}",
+                    fix=f"keep one of them: --without {claimed[claim]}; or --without {technique.name}",
                 )
             claimed[claim] = technique.name
     if Claim.OPTIMIZER not in claimed:
@@ -234,5 +239,5 @@ def refuse_illegal(techniques: Sequence[Technique]) -> None:
             if claim in claimed and claimed[claim] != technique.name:
                 raise UsageError(
                     f"{technique.name} and {claimed[claim]} cannot be combined: {reason}",
-                    fix=f"--without {technique.name} or --without {claimed[claim]}",
+                    fix=f"--without {technique.name}; or --without {claimed[claim]}",
                 )

@@ -1,9 +1,9 @@
 """Predicted memory and work of a composed run, technique by technique.
 
-Each technique's effect is counted: the run so far is built on fake tensors, and one step is traced. Techniques that
-override `footprint` add effects that one process of fake tensors cannot show, such as other ranks or values. Memory
-that a compiler saves in addition is not counted. A model that reads values cannot run on fake tensors; it is counted on
-a real batch.
+The effect of each technique is counted: the run so far is built on fake tensors, and one step is traced. Techniques
+that override `footprint` add effects that one process of fake tensors cannot show, such as other ranks or values.
+Memory that a compiler saves in addition is not counted. A model that reads values cannot run on fake tensors. Such a
+model is counted on a real batch.
 """
 
 import copy
@@ -51,7 +51,7 @@ OF_EXAMPLES = ("hidden", "activations", "saved", "passes", "inside", "temporary"
 
 @dataclass(frozen=True)
 class TechniqueFootprint:
-    """Footprints before and after one technique."""
+    """Footprints without and with one technique."""
 
     technique: Technique
     before: Footprint
@@ -84,7 +84,7 @@ class Explanation:
         return self.rows[-1].after if self.rows else self.plain
 
     def as_dict(self, notes: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-        """Return plain data; `notes` are the modules that each technique changed or skipped (`Run.notes`)."""
+        """Return plain data. `notes` has the modules that each technique changed or skipped (`Run.notes`)."""
         return {
             "parameters": self.parameters,
             "techniques": [row.as_dict(notes.get(row.technique.name, ())) for row in self.rows],
@@ -95,7 +95,7 @@ class Explanation:
 
 
 def explain(run: Run) -> Explanation:
-    """Return footprints of the plain run and after each technique, for the run's full structure and last batch."""
+    """Return the footprints of the plain run and after each technique, for the run's final structure and last batch."""
     with gc_frozen():
         return _explained(run)
 
@@ -120,21 +120,23 @@ def _explained(run: Run) -> Explanation:
 
 
 def count(run: Run, techniques: tuple[Technique, ...], shards: int = 1) -> tuple[int, Footprint]:
-    """Return the number of parameters, and one step's footprint, of the run with only these techniques. If its examples
-    are divided into `shards`, the bytes are those of one shard and the FLOPs those of all."""
+    """Return the number of parameters and the footprint of one step, for the run with only these techniques. If the
+    examples are divided into `shards`, bytes are for one shard and FLOPs for all shards.
+    """
     return _RunCounts(run).of(techniques, shards)
 
 
 class _RunCounts:
-    """Footprints of a run with some of its techniques. If successive techniques differ only in the update, forward and
-    backward pass are not traced again."""
+    """Footprints of a run with some of its techniques. If techniques differ from the previous ones only in the update,
+    forward and backward pass are not traced again.
+    """
 
     def __init__(self, run: Run):
         self.run = run
         self.decisions: list[str] = []
         """Decisions of the last counted techniques at the first batch."""
         self._fake: FakeTensorMode | None = FakeTensorMode(allow_non_fake_inputs=True)
-        """None if the model turned out to require real tensors."""
+        """None if the model requires real tensors."""
         self._key: tuple[tuple[Technique, ...], int] | None = None
 
     @property
@@ -188,7 +190,7 @@ class _RunCounts:
             return self._largest_passes(part, batch.to(part.device), casts)
 
     def _largest_passes(self, part: Run, batch: Batch, casts: bool) -> CountedPasses:
-        """Return the passes on a real batch. If the model drops layers at random, they are those with all layers."""
+        """Return the passes on a real batch. If the model drops layers at random, return the passes with all layers."""
         counted: list[CountedPasses] = []
         failure: Exception | None = None
         for value in (1 - 2**-24, 0.0):
@@ -206,8 +208,9 @@ class _RunCounts:
 
 
 class _SingleDraws(TorchDispatchMode):
-    """Mode that sets each random tensor of one element to this value. Models compare such a tensor with the probability
-    to drop a layer. The largest step drops none."""
+    """Mode that sets each random tensor of one element to `value`. Models compare such a tensor with the probability to
+    drop a layer. The largest step drops no layer.
+    """
 
     def __init__(self, value: float):
         super().__init__()
@@ -235,7 +238,7 @@ def without_log() -> Iterator[None]:
 
 
 def _refusal_without_values(error: Exception) -> Exception:
-    """Return the error for a step that does not run on fake tensors when there are no real ones."""
+    """Return the error for a step that does not run on fake tensors when there are no real tensors."""
     if not isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         return error
     return RefusedError(
@@ -245,8 +248,9 @@ def _refusal_without_values(error: Exception) -> Exception:
 
 
 def passes_of(run: Run, batch: Batch, limit: float = inf, casts: bool = True) -> CountedPasses:
-    """Return the traced passes of a run's model on this batch: on real tensors, unless they are fake. Counting stops at
-    more than `limit` bytes. See `StepTrace` for `casts`."""
+    """Return the traced passes of a run's model on a batch. The tensors are real unless they are fake. Counting stops
+    at more than `limit` bytes. See `StepTrace` for `casts`.
+    """
     with one_thread():
         with StepTrace(limit=limit, casts=casts) as built:
             model = run.build_model()
@@ -289,8 +293,9 @@ def trained_batch_norms(plain: BaseRun) -> list[str]:
 
 
 class _FakeCopies(TorchFunctionMode):
-    """Mode in which `copy.deepcopy` of a fake tensor returns a new fake tensor. torch's own copies share the storage of
-    the original and its remembered value. The process may crash when they are freed (torch 2.13)."""
+    """Mode in which `copy.deepcopy` of a fake tensor returns a new fake tensor. A copy by torch shares the storage and
+    remembered value of the original. The process may crash when such a copy is freed (torch 2.13).
+    """
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is not Tensor.__deepcopy__:
@@ -306,7 +311,7 @@ class _FakeCopies(TorchFunctionMode):
 
 
 def _faked(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
-    """Replace the model's remaining real tensors, such as weights loaded from a file, by fake ones."""
+    """Replace the model's remaining real tensors, such as weights loaded from a file, by fake tensors."""
     converted: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():
@@ -325,7 +330,7 @@ def _is_to_be_faked(tensor: Tensor) -> bool:
 
 
 def _fake_of(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
-    """Return a fake tensor like another; one on the meta device becomes a CPU tensor."""
+    """Return a fake tensor like another tensor. For a tensor on the meta device, it is on the CPU."""
     if hasattr(tensor, "fake_mode") or tensor.device.type == "meta":
         return torch.empty_like(tensor, device="cpu")
     return fake.from_tensor(tensor)
@@ -342,7 +347,7 @@ def touched_modules(run: Run) -> dict[str, list[str]]:
 
 @dataclass(frozen=True)
 class ResidentBytes:
-    """Bytes of a rank between steps, and the modules that techniques changed on it."""
+    """Bytes of a rank between steps, and the modules that techniques changed on the rank."""
 
     parameters: int
     gradients: int
@@ -351,9 +356,10 @@ class ResidentBytes:
 
 
 def resident_bytes(run: Run) -> ResidentBytes:
-    """Return this rank's bytes with all techniques, computed on fake tensors. Techniques run outside the fake mode, in
-    which torch cannot determine positions in a mesh. New tensors that they create, such as those of an adapter, are
-    therefore real. Raises RefusedError if a technique refuses the model."""
+    """Return this rank's bytes with all techniques, computed on fake tensors. Techniques run outside the fake mode,
+    because torch cannot determine mesh positions inside it. New tensors that techniques create, such as tensors of an
+    adapter, are therefore real. Raise RefusedError if a technique refuses the model.
+    """
     trial = replace(on_fakes(run, FakeTensorMode(allow_non_fake_inputs=True)), notes={})
     model = trial.build_model()
     optimizer = TransformOptimizer(model.named_parameters(), trial.transform())

@@ -1,8 +1,8 @@
 """Check of integer indices in the data before a run, without arithmetic on real tensors.
 
-An embedding, a classification loss or a gather fails at the step with the first index out of range: with IndexError, or
-on a GPU by ending the process. This check stores the values of integer tensors next to fake tensors. One forward pass
-on fake tensors then finds the index.
+At the first step with an index out of range, an embedding, a classification loss or a gather raises IndexError, or on a
+GPU ends the process. This check stores the values of integer tensors next to fake tensors. One forward pass on fake
+tensors then finds such an index.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -27,9 +27,9 @@ from thrifty.core.randomness import preserved_draws
 from thrifty.core.tensor_tracing import EagerTrace, one_thread, tensors_in
 
 LARGEST = 1 << 26
-"""Largest number of elements of a tensor whose values are tracked."""
+"""Maximum number of elements of a tensor whose values are tracked."""
 UNSIGNED = (torch.uint16, torch.uint32, torch.uint64)
-"""Integer types for which torch has no minimum."""
+"""Integer types for which torch does not implement the minimum."""
 ROWS = ("gather", "index_select", "scatter", "scatter_", "scatter_add", "scatter_add_")
 """Operations with arguments (tensor, dimension, indices, …)."""
 CLASSES = ("nll_loss_forward", "nll_loss2d_forward")
@@ -37,13 +37,14 @@ CLASSES = ("nll_loss_forward", "nll_loss2d_forward")
 
 
 class IndexWithoutRow(UsageError):
-    """An index is out of range for a model or a loss."""
+    """Error for an index that is out of range for a model or a loss."""
 
 
 def refuse_indices_without_row(plain: BaseRun, batches: Iterable[Batch]) -> None:
-    """Raise IndexWithoutRow if a forward pass on one of the batches would use an index out of range. A batch whose
-    integers are within the range of earlier ones is skipped. A model that does not run on fake tensors is run on the
-    batch itself. Other errors are ignored here, because the run reports them."""
+    """Raise IndexWithoutRow if a forward pass on one of the batches would use an index out of range. A batch is skipped
+    if its integers are within the range of earlier batches. If the model does not run on fake tensors, it is run on the
+    batch itself. Other errors are ignored here, because the run reports them.
+    """
     seen: dict[str, list[int]] = {}
     fake, model = FakeTensorMode(allow_non_fake_inputs=True), None
     with preserved_draws(), one_thread(), torch.no_grad(), without_log(), causal_masks_of_plain_rows():
@@ -83,7 +84,7 @@ def _other_errors_ignored() -> Iterator[None]:
 
 
 def _extends(seen: dict[str, list[int]], batch: Batch) -> bool:
-    """Return True if a field of the batch has other columns, or larger or smaller integers, than earlier ones."""
+    """Return True if a field of the batch has another shape, or larger or smaller integers, than in earlier batches."""
     extends = False
     for name, tensor in batch.fields.items():
         low, high = _range(tensor)
@@ -115,8 +116,9 @@ def _pass(plain: BaseRun, model: nn.Module, batch: Batch, copied: Callable[[Tens
 
 
 class _IndexWatch(EagerTrace):
-    """Mode that tracks the values of integer tensors, and the batch fields that they come from. Values are tracked
-    through operations on integer tensors only. An index out of range raises IndexWithoutRow."""
+    """Mode that tracks the values of integer tensors, and the batch fields from which they are computed. Values are
+    tracked only through operations on integer tensors. An index out of range raises IndexWithoutRow.
+    """
 
     def __init__(self, model: nn.Module, batch: Batch):
         super().__init__()
@@ -198,8 +200,9 @@ def _on_cpu(kwargs: dict[str, Any], value: Callable[[Tensor], Tensor | None]) ->
 
 
 def _uses(func: Callable, args: tuple, names: dict[int, str]) -> Iterator[tuple[str, Tensor, int, int | None, bool]]:
-    """Yield the index tensors of an operation. Each comes with the name of its reader, the number of rows, the ignored
-    index, and True if negative indices count from the end."""
+    """Yield the index tensors of an operation. With each tensor, yield a name for messages, the number of rows, the
+    ignored index, and True if negative indices count from the end.
+    """
     name = getattr(getattr(func, "overloadpacket", None), "__name__", "")
     if name == "embedding":
         weight = names.get(id(args[0]), "")

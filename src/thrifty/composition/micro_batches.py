@@ -1,4 +1,4 @@
-"""Counting a step of many equal micro-batches on two of them."""
+"""Footprint of a step with many equal micro-batches, counted on two micro-batches."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,14 +12,17 @@ from thrifty.core.stages import Stage
 from thrifty.core.technique import Technique
 
 ENOUGH = 2
-"""Micro-batches to count. Only the first runs without stored gradients; all later ones have equal memory."""
+"""Number of micro-batches to count. Only the first runs without stored gradients. All later micro-batches use equal
+memory.
+"""
 SEES_ALL = {Stage.SPLIT, Stage.CUT, *range(Stage.SOURCE, Stage.ACCUMULATE)}
 """Stages whose backward pass receives the whole batch before it is split."""
 
 
 def representative_micro_batches(run: Run, batch: Batch) -> tuple[Run, Batch, float]:
-    """Return the run with two micro-batches, their examples, and the factor from their FLOPs to those of a whole step.
-    If it has no more than two, or they are not equal, return the run unchanged, the batch, and 1.0."""
+    """Return the run with two micro-batches, the examples of these micro-batches, and the factor to the FLOPs of a
+    whole step. If the run has at most two micro-batches, or unequal ones, return the unchanged run, the batch, and 1.0.
+    """
     cutting = [technique for technique in run.techniques if Claim.MICRO_BATCHES in technique.claims]
     rows = -(-len(batch) // (cutting[0].micro_batches if cutting else 1))
     count = len(batch) // rows
@@ -31,8 +34,9 @@ def representative_micro_batches(run: Run, batch: Batch) -> tuple[Run, Batch, fl
 
 
 def data_shard_count(techniques: Sequence[Technique]) -> int:
-    """Return the number of equal parts into which techniques of several ranks divide the examples of a step. These are
-    the ranks along the data axis, times the micro-batches of a pipeline."""
+    """Return the number of equal parts into which parallel techniques divide the examples of a step. It is the number
+    of ranks along the data axis, times the micro-batches of a pipeline.
+    """
     shards = 1
     for technique in techniques:
         if Claim.DATA_PARALLELISM in technique.claims:

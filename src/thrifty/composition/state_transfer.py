@@ -12,7 +12,7 @@ from thrifty.optim.moment_formats import fill_moment, is_scales, opened
 
 
 def transfer_state(change: StructuralChange, old: Mapping[str, Tensor], placed: TrainState) -> None:
-    """Fill a state of the new structure with values of the old one: whole tensors by names of `TrainState.tensors`."""
+    """Fill a state of the new structure with values of the old state: whole tensors, by `TrainState.tensors` names."""
     assert placed.optimizer is not None
     tensors, slot_kind = placed.tensors(), placed.optimizer.site.slot_kind
     sources = {name: source for name in tensors if (source := _source(change, name, tensors[name], placed))}
@@ -31,9 +31,9 @@ def _parts(name: str) -> tuple[str, str, str]:
 
 
 def _source(change: StructuralChange, name: str, tensor: Tensor, placed: TrainState) -> str:
-    """Return the name of the tensor whose value a tensor starts from; "" if it keeps its initial value."""
+    """Return the name of the old tensor whose value a new tensor takes; "" if it keeps its initial value."""
     kind, slot, parameter = _parts(name)
-    # a mask is no moment: it follows the weight for every setting of `moments`
+    # a mask is not a moment: it is transferred with the weight for every setting of `moments`
     is_moment = kind == "optimizer" and tensor.dtype != torch.bool
     origin = change.origin(parameter)
     if kind == "techniques" or origin is None or (is_moment and change.moments == "reset"):

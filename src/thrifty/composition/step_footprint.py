@@ -25,9 +25,10 @@ from thrifty.optim.update_plan import PartitionedUpdate, TwoPartUpdate
 
 
 class CountedPasses:
-    """A traced forward and backward pass of a model on a batch, fake or real. Each of several updates may follow,
-    because the passes do not depend on it. `built` is a trace that was open while the model was built, so that it
-    includes the model's other tensors. Passes that run out of memory are counted up to there."""
+    """Traced forward and backward pass of a model on a batch, fake or real. Different updates may follow the same
+    passes, because the passes do not depend on the update. `built` is a trace that was open while the model was built,
+    so the trace includes other tensors of the model. If memory runs out, the passes are counted up to this point.
+    """
 
     def __init__(
         self, model: nn.Module, objective: Objective, backward: Backward, batch: Batch, built: StepTrace | None = None
@@ -53,18 +54,19 @@ class CountedPasses:
             self.activations = (live.peak if marking.after_forward < 0 else marking.after_forward) - before
             self.saved = min(max(passes.saved, 0), self.activations)
             self.peak, self.left = live.peak - before, live.now - before
-            """Peak bytes above the bytes before; bytes that remain afterwards, usually gradients."""
+            """Peak bytes above the bytes before the passes; bytes that remain after the passes, usually gradients."""
             self.most, self.inside = max(passes.peak - before, 0), max(passes.peak_inside - before, 0)
-            """Peak in addition to complete gradients; the same after the first gradient of a block is complete."""
+            """Peak without complete gradients: over all passes, and after the first gradient of a block is complete."""
 
     def followed_by(self, transform: GradientTransform, steps: int, skips_missing: bool = False) -> Footprint:
-        """Return the footprint of a whole step with this update, in a run of `steps`.
+        """Return the footprint of a whole step with this update, in a run of `steps` steps.
 
         `skips_missing` is True if the update skips parameters without a gradient, as torch's optimizers do.
 
-        Activations are the bytes alive at the end of the first micro-batch's forward pass. Temporary is the rest of the
-        peak above activations or gradients. FLOPs are those of matrix products and attention in forward and backward
-        pass. If updates alternate in kind, the largest counts; an update that reads values counts up to the read.
+        Activations are the bytes alive at the end of the first micro-batch's forward pass. Temporary bytes are the rest
+        of the peak above activations or gradients. FLOPs count matrix products and attention in forward and backward
+        pass. If the run has several kinds of update, the largest counts. An update that reads values is counted up to
+        the read.
         """
         model, live = self.model, self.live
         with gc_disabled(), live:
@@ -102,7 +104,9 @@ class CountedPasses:
 
 
 def distinct_updates(optimizer: TransformOptimizer, steps: int, limit: int = 1000) -> list[int]:
-    """Return one step of each kind of update among the first `limit`. Equal kinds have the same scalars at 0."""
+    """Return one step of each kind of update among the first `limit` steps. Updates of the same kind have zeros in the
+    same scalars.
+    """
     kinds: dict[tuple[bool, ...], int] = {}
     for step in range(min(steps, limit)):
         kinds.setdefault(tuple(bool(number) for number in optimizer.transform.scalars(step, step).values()), step)
@@ -110,8 +114,9 @@ def distinct_updates(optimizer: TransformOptimizer, steps: int, limit: int = 100
 
 
 def keep_distinct_chunks(tail: UpdateExecutor, parameters: Sequence[Tensor]) -> None:
-    """Keep only one of each group of equal chunks in an update. Chunks run in sequence, so the others would not raise
-    the peak. Billions of parameters have many chunks."""
+    """Keep only one chunk of each group of equal chunks in an update. Chunks run one after another, so equal chunks do
+    not raise the peak. An update of billions of parameters has many chunks.
+    """
     if isinstance(tail, TwoPartUpdate):
         keep_distinct_chunks(tail.first, parameters)
         keep_distinct_chunks(tail.then, parameters)
@@ -141,14 +146,14 @@ class _ForwardPeakObjective(WrappedObjective):
 
 
 class _BlockPasses:
-    """Hooks that record, for passes through blocks, hidden and saved bytes, and peaks without complete gradients."""
+    """Hooks that record hidden bytes and saved bytes of blocks, and peaks without complete gradients."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], live: StepTrace):
         self.blocks, self.live = blocks, live
         self.hidden = self.saved = 0
-        """Largest bytes passed from a block to the next; bytes that all blocks save in their first forward pass."""
+        """Maximum bytes passed from a block to the next; bytes that all blocks save in their first forward pass."""
         self.peak = self.peak_inside = 0
-        """Peak at any time; peak after the first gradient of a block is complete."""
+        """Peak over all passes; peak after the first gradient of a block is complete."""
         self._learned = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self._of_blocks = {parameter for block in blocks for parameter in block.parameters()}
         self._complete: set[nn.Parameter] = set()
@@ -200,7 +205,7 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 
 
 def block_bytes(blocks: Sequence[nn.Module]) -> list[int]:
-    """Return the bytes of each block's parameters; shared parameters count for the first block."""
+    """Return the bytes of each block's parameters. Shared parameters count for the first block."""
     seen: set[nn.Parameter] = set()
     sizes = []
     for block in blocks:

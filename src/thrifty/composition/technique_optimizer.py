@@ -22,11 +22,11 @@ from thrifty.optim.transform_elements import AddDecayedWeights
 
 Params = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[dict[str, Any]]
 DECAYS_ALL = "decays_all"
-"""Key of a parameter group: True if weight decay applies to each of its parameters, vectors included."""
+"""Key of a parameter group. It is True if weight decay applies to all parameters of the group, vectors included."""
 FOLLOWING_RATES = ("adamw_lr",)
-"""Settings that keep their ratio to "lr". torch's schedulers change "lr" only."""
+"""Settings that keep their ratio to "lr", because torch's schedulers change only "lr"."""
 BUILT_RATE = "built_lr"
-"""Key of a parameter group: the initial "lr" for that ratio."""
+"""Key of a parameter group: the initial "lr", from which the ratio is computed."""
 _GROUP = re.compile(r"(^|\.)partition(#\d+)?\.group\d+(@\d+)?\.")
 
 
@@ -35,10 +35,10 @@ class TechniqueOptimizer(TransformOptimizer):
 
     `params` is a module, named parameters, parameters or torch's parameter groups. For a module or named parameters,
     weight decay skips vectors, biases and positions. For bare parameters, and in a group with its own `weight_decay`,
-    it applies to all, as in torch. A setting that is a fraction of the run requires `total_steps`. A parameter without
-    a gradient is skipped, as in torch. A step may overwrite gradients.
+    it applies to all parameters, as in torch. A setting that is a fraction of the run requires `total_steps`. A
+    parameter without a gradient is skipped, as in torch. A step may overwrite gradients.
 
-    Raises UsageError for a setting out of bounds, or bare parameters if the technique selects parameters by name.
+    Raises UsageError for a setting out of bounds, and for bare parameters if the technique selects parameters by name.
     """
 
     technique: ClassVar[type[Technique]]
@@ -80,7 +80,7 @@ class TechniqueOptimizer(TransformOptimizer):
         is_named = bool(members) and isinstance(members[0], tuple)
         if not is_named and self.technique.needs_names:
             raise UsageError(
-                f"{self.technique.name} selects parameters by name, and these have no names",
+                f"{self.technique.name} selects parameters by name, but these parameters have no names",
                 fix="pass the model, or model.named_parameters()",
             )
         if not is_named:
@@ -104,12 +104,14 @@ class TechniqueOptimizer(TransformOptimizer):
     def add(self, technique: Technique) -> None:
         """Add a technique that changes the update. Raises UsageError after the first step."""
         if self.updates:
-            raise UsageError(f"{technique.name}: the optimizer has made {self.updates} steps", fix="add it before them")
+            raise UsageError(
+                f"{technique.name}: the optimizer has made {self.updates} steps", fix="add it before the first step"
+            )
         self.added = (*self.added, technique)
         self._forget()
 
     def algorithms(self, group: Mapping[str, Any]) -> dict[str, list[str]]:
-        """Return the names of a group's parameters by the sequence of update elements applied to them."""
+        """Return the names of a group's parameters, grouped by the sequence of update elements applied to them."""
         parts: dict[str, list[str]] = {}
         elements = self._chain(group, 0).elements
         split = next((each for each in elements.values() if isinstance(each, ParameterPartition)), None)
@@ -157,7 +159,7 @@ class TechniqueOptimizer(TransformOptimizer):
         super().apply_constraints()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict. Raises UsageError, before any change, for the state of another optimizer."""
+        """Load a state dict. Raise UsageError, before any change, if it belongs to another optimizer."""
         backup = self.__getstate__()
         groups = [dict(group) for group in backup["param_groups"]]
         backup = {**backup, "state": backup["state"].copy(), "param_groups": groups}
@@ -210,7 +212,7 @@ class TechniqueOptimizer(TransformOptimizer):
 
     @torch._disable_dynamo
     def _locate(self, active: list[int]) -> None:
-        """Prepare the update of these parameters, by index; parameters added later have their own age."""
+        """Prepare the update of the parameters with these indices. Parameters added later have their own age."""
         parameters = self.parameters
         groups = [number for number, group in enumerate(self.param_groups) for _ in group["params"]]
         key = [(id(parameters[index]), groups[index], self.updates - self._steps[index]) for index in active]
@@ -238,7 +240,7 @@ class TechniqueOptimizer(TransformOptimizer):
                 for label, (_, each) in self._chains.items()
             )
         self.transform = self._with_added(inner)
-        # a fresh state applies its initial masks to the weights, but the loaded masks are others
+        # new state applies its initial masks to the weights, but the loaded masks differ
         values = [each.detach().clone() for each in own] if self.updates and self.added else []
         self.site = self.located(names, own)
         for parameter, value in zip(own, values, strict=bool(values)):
@@ -272,14 +274,14 @@ class TechniqueOptimizer(TransformOptimizer):
                 is_scheduled = "lr" in changed and Claim.SCHEDULE in self.technique.claims and self._tuned[number]["lr"]
                 if not is_number or is_scheduled or _slot_names(new) != _slot_names(current):
                     raise UsageError(
-                        f"{self.technique.name}: {' and '.join(changed)} cannot change between steps here",
+                        f"{self.technique.name}: {' and '.join(changed)} cannot change between steps",
                         fix="start a new optimizer with the new value",
                     )
                 adopt_settings(old, new)
         self._tuned = settings
 
     def _fill(self, parameters: list[Tensor], labels: Sequence[str], is_known: bool) -> None:
-        """Copy the present state to the new location, and store the location's tensors in `state`."""
+        """Copy the present state to the new location, and put the location's tensors into `self.state`."""
         counts: dict[str, Tensor] = {}
         restored = False
         for place, (parameter, label) in enumerate(zip(parameters, labels, strict=True)):
@@ -307,7 +309,7 @@ class TechniqueOptimizer(TransformOptimizer):
 
 
 class LateChain(TransformChain):
-    """A chain for parameters that were added after `born` updates."""
+    """Chain for parameters that were added after `born` updates."""
 
     def __init__(self, elements: Sequence[GradientTransform], born: int):
         super().__init__(elements)
@@ -319,7 +321,9 @@ class LateChain(TransformChain):
 
 
 def adopt_settings(transform: GradientTransform, other: GradientTransform) -> None:
-    """Copy the settings of a fresh transform to one in use, of the same structure; data of parameters stays."""
+    """Copy the settings of a new transform to a used transform of the same structure. Data of parameters stays
+    unchanged.
+    """
     if isinstance(transform, TransformChain) and isinstance(other, TransformChain):
         for key, element in transform.elements.items():
             adopt_settings(element, other.elements[key])
@@ -347,7 +351,7 @@ def _slot_names(transform: GradientTransform) -> set[str]:
 
 
 def _slots_of(slots: Slots, place: int) -> Iterator[tuple[str, tuple[str, Tensor]]]:
-    """Yield the slots of one parameter under names without its group, each with its name in the location."""
+    """Yield the slots of one parameter by names without the group, each with its name in the location."""
     for name, tensors in slots.items():
         if tensors[place].numel():
             yield _GROUP.sub(r"\1", name), (name, tensors[place])

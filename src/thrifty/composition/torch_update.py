@@ -18,7 +18,7 @@ MakeOptimizer = Callable[[Sequence[str], Sequence[Tensor]], Optimizer]
 
 
 class TorchStep(GradientTransform):
-    """Step of a torch optimizer, which changes the parameters itself. Its first step creates the state."""
+    """Step of a torch optimizer, which changes the parameters directly. The first step creates the state."""
 
     name = "torch"
 
@@ -44,7 +44,7 @@ class TorchStep(GradientTransform):
 
 
 class _ValuesOfFakes(TorchDispatchMode):
-    """Mode that returns a constant if an optimizer reads a value of a fake tensor; no shape depends on it."""
+    """Mode that returns a constant if an optimizer reads a value of a fake tensor. No shape depends on the value."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
@@ -57,7 +57,7 @@ def _tensors(state: dict[str, Any]) -> list[Tensor]:
 
 
 class TorchOptimizer(Technique):
-    """A torch optimizer that `make` builds for named parameters. It is for counting only, not for training."""
+    """Torch optimizer that `make` builds for named parameters. The technique is only for counting, not for training."""
 
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
     claims = frozenset({Claim.OPTIMIZER})

@@ -1,8 +1,8 @@
 """Atomic file operations. Every change that a save makes to the file system is a method of `AtomicFiles`.
 
-Each primitive is one change that can fail, or that a killed process makes last. Tests override and count them, and stop
-at each one. Written data is on the disk, not only in the page cache, after two flushes: of the file (`write_file`) and
-of the folder that names it (`sync_folder`).
+Each primitive makes one change. It can fail, and a killed process can end after it. Tests override the primitives,
+count the changes, and stop after each change. Written data is on the disk, not only in the page cache, after two
+flushes: of the file (`write_file`) and of its folder (`sync_folder`).
 """
 
 import errno
@@ -33,7 +33,7 @@ class FileDigest:
 
 
 class AtomicFiles:
-    """File operations on the real disk. The first methods are primitives; those from `write_file` on use only them."""
+    """File operations on the disk. Methods before `write_file` are primitives. Later methods only use these."""
 
     def make_folder(self, path: Path) -> None:
         path.mkdir(exist_ok=True)
@@ -54,7 +54,7 @@ class AtomicFiles:
             os.fsync(descriptor)
 
     def rename(self, source: Path, target: Path) -> None:
-        """Rename atomically; a file at `target` is replaced."""
+        """Rename atomically. A file at `target` is replaced."""
         os.replace(source, target)
 
     def remove_file(self, path: Path) -> None:
@@ -71,7 +71,7 @@ class AtomicFiles:
         return stats.f_bavail * stats.f_frsize
 
     def write_file(self, path: Path, chunks: Iterable[bytes | memoryview]) -> FileDigest:
-        """Write and flush one file. Its name is safe only after `sync_folder(path.parent)`."""
+        """Write and flush one file. A crash cannot lose the file's name after `sync_folder(path.parent)`."""
         length, digest = 0, hashlib.sha256()
         descriptor = self.create_file(path)
         try:
@@ -102,8 +102,10 @@ class AtomicFiles:
         self.sync_folder(path.parent)
 
     def swap(self, path: Path, content: bytes) -> FileDigest:
-        """Replace a file as a whole: readers see the old content or the new one, also after a crash."""
-        aside = path.with_name(f".{path.name}.{secrets.token_hex(6)}.partial")  # random: nobody can create it before
+        """Replace a whole file atomically. Readers see the old or the new content, also after a crash."""
+        aside = path.with_name(
+            f".{path.name}.{secrets.token_hex(6)}.partial"
+        )  # random, so that nobody can create it first
         try:
             written = self.write_file(aside, [content])
             self.rename(aside, path)
@@ -119,7 +121,7 @@ class AtomicFiles:
         self.swap(path, text.encode())
 
     def remove_tree(self, path: Path) -> None:
-        """Delete a folder and its contents; a link is deleted, not followed."""
+        """Delete a folder and its contents. A link is deleted, but not followed."""
         if path.is_symlink():
             self.remove_file(path)
             return

@@ -1,4 +1,4 @@
-"""Folders that appear under their name complete or not at all, even if the writing process is killed."""
+"""Atomic folders: a folder appears under its name complete or not at all, even if the writing process is killed."""
 
 import glob
 import os
@@ -13,9 +13,10 @@ from thrifty.core.file_locks import lock_file
 
 @contextmanager
 def write_aside(folder: Path) -> Iterator[Path]:
-    """Yield a new folder to write into. It is renamed to `folder` if the block succeeds, and deleted otherwise. Its
-    writer holds a lock on it, so that the next writer can delete the leftovers of a killed process. Raises OSError,
-    also if the name is taken by then, unless by an empty folder."""
+    """Yield a temporary folder to write into. If the block succeeds, it is renamed to `folder`; otherwise it is
+    deleted. The writing process locks it, so that a later call can delete the remains of a killed process. Raise
+    OSError if writing fails, or if `folder` then exists and is not empty.
+    """
     _remove_leftovers(folder)
     aside = _aside(folder)
     try:
@@ -52,7 +53,7 @@ def _aside(folder: Path) -> Path:
 def _remove_leftovers(folder: Path) -> None:
     for leftover in folder.parent.glob(f".{glob.escape(folder.name)}.partial-*"):
         with suppress(OSError), _opened(leftover) as descriptor:
-            if lock_file(descriptor, wait=False):  # without locks, another process may still be writing it
+            if lock_file(descriptor, wait=False):  # without locks, another process may still write into it
                 shutil.rmtree(leftover, ignore_errors=True)
 
 
@@ -66,7 +67,7 @@ def _opened(folder: Path) -> Iterator[int]:
 
 
 def _flush(path: Path) -> None:
-    """Flush a file or folder to the disk, so that a rename never survives without its content."""
+    """Flush a file or folder to the disk, so that a crash cannot keep the rename but lose the content."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -20,15 +20,17 @@ class BackwardResult:
     loss: Tensor
     notes: dict[str, float] = field(default_factory=dict)
     overflow_handled: bool = False
-    """True if a lower loss scale already handles gradients that are not finite. Such a step is skipped like any other,
-    but is no sign of divergence."""
+    """True if gradients are not finite and the loss scale was lowered. The step is skipped, but it is not a sign of
+    divergence.
+    """
     parts: Tensor | None = None
-    """Sum of the weights of the examples' parts (scalar); loss and gradients are still to be divided by it. None if
-    each example counts by its own weight alone."""
+    """Sum of the weights of all parts of the examples (scalar). Loss and gradients must still be divided by this sum.
+    None if only examples have weights.
+    """
     mean_of: int | None = None
-    """Number of rows if the loss is their mean and cannot be divided into a loss per example; None otherwise."""
+    """Number of rows if the loss is a mean over rows and cannot be divided into a loss per example; None otherwise."""
     scale_growth: float = 1.0
-    """Growth factor of the loss scale, and so of all gradients inside the pass, from this step to the next."""
+    """Factor by which the loss scale, and all gradients inside the pass, grow from this step to the next."""
 
     def __add__(self, other: "BackwardResult") -> "BackwardResult":
         known = [each.parts for each in (self, other) if each.parts is not None]
@@ -36,9 +38,9 @@ class BackwardResult:
         sizes = {each.mean_of for each in (self, other)} - {None}
         if len(sizes) > 1:
             raise RefusedError(
-                f"the loss is a mean, and means over micro-batches of {' and '.join(map(str, sorted(sizes)))} examples "
-                "do not add up to that of all",
-                fix="return one loss for each example, losses and weights, or choose micro-batches of equal size",
+                f"micro-batches have {' and '.join(map(str, sorted(sizes)))} examples, so their mean losses do not "
+                "average to the mean loss of the batch",
+                fix="return one loss per example; or return (losses, weights); or use micro-batches of equal size",
             )
         overflow_handled = self.overflow_handled or other.overflow_handled
         return BackwardResult(
@@ -55,8 +57,8 @@ def plain_backward(model: nn.Module, objective: Objective, batch: Batch) -> Back
     mean_of = len(batch) if prediction.is_mean else None
     if mean_of and not weigh_alike(batch):
         raise RefusedError(
-            "examples are sampled with weights, but the loss is a mean in which all count alike",
-            fix="return one loss for each example",
+            "examples are sampled with weights, but the loss is a mean with equal weights",
+            fix="return one loss per example",
         )
     loss, weights = (objective.losses(prediction, batch) * batch.weight).sum(), prediction.part_weights
     del prediction  # free tensors that the backward pass does not read
@@ -71,9 +73,10 @@ def weigh_alike(batch: Batch) -> bool:
 
 
 def divided_by_parts(backward: Backward) -> Backward:
-    """Return a backward pass for a whole effective batch that divides loss and gradients by the parts' weights. The
-    weights are summed over all data ranks. Nothing changes for objectives that do not weigh parts. The pass raises
-    RefusedError if examples have different weights."""
+    """Return a backward pass for whole effective batches. It divides loss and gradients by the total weight of all
+    parts, summed over the data ranks. For objectives without weighted parts nothing changes. The pass raises
+    RefusedError if examples have different weights, and UsageError if the total weight is 0.
+    """
 
     def divided(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         outcome = backward(model, objective, batch)
@@ -81,16 +84,16 @@ def divided_by_parts(backward: Backward) -> Backward:
             return outcome
         if not weigh_alike(batch):
             raise RefusedError(
-                "examples are sampled with weights, but the loss counts by the weights of their parts",
-                fix="return one loss for each example",
+                "examples are sampled with weights, but the loss is divided by the weights of their parts",
+                fix="return one loss per example",
             )
         parts, data = outcome.parts.clone(), axis("data")
         if data.size > 1:
             dist.all_reduce(parts, group=data.group)
         if not isinstance(parts, FakeTensor) and not bool(parts):
             raise UsageError(
-                "the weights of all parts of the batch sum to 0, so that the batch has nothing to learn",
-                fix="remove the examples without a part to learn",
+                "the weights of all parts of the batch sum to 0, so there is nothing to learn",
+                fix="remove examples without a part to learn",
             )
         total = parts * batch.weight[0]
         for parameter in model.parameters():

@@ -13,7 +13,7 @@ DIVIDING = frozenset({Claim.MICRO_BATCHES, Claim.PIPELINE_PARALLELISM, Claim.DAT
 
 
 def batch_norms(model: nn.Module) -> list[str]:
-    """Return the names of layers that use batch statistics in the model's present mode."""
+    """Return the names of layers that normalize with batch statistics in the model's present mode."""
     return [name for name, module in model.named_modules() if isinstance(module, _BatchNorm) and module.training]
 
 
@@ -23,13 +23,13 @@ def effective_numerics(technique: Technique, norms: Sequence[str]) -> Numerics:
 
 
 def explain_divided_norms(norms: Sequence[str], techniques: Iterable[Technique]) -> str:
-    """Return a sentence on how the techniques change these layers' output, or "" if they do not."""
+    """Return a sentence about how the techniques change the output of these layers, or "" if they do not change it."""
     dividing = [technique.name for technique in techniques if _divides(technique)]
     return f"{' and '.join(dividing)}: {normalized_apart(norms)}" if norms and dividing else ""
 
 
 def normalized_apart(norms: Sequence[str]) -> str:
-    """Return the sentence that these layers normalize each part of a batch by itself."""
+    """Return a sentence which says that these layers normalize each part of a batch separately."""
     layers = (
         f"layer {norms[0]!r} normalizes" if len(norms) == 1 else f"{len(norms)} layers such as {norms[0]!r} normalize"
     )

@@ -1,7 +1,7 @@
 """Data as a pure function of (seed, step).
 
-`BatchSource.at(step)` returns the same examples after any earlier calls, and for any number of ranks, workers or
-micro-batches. Resuming therefore requires only the step.
+`BatchSource.at(step)` returns the same examples whatever was read before, and for any number of ranks, workers or
+micro-batches. A run can therefore resume from the step number alone.
 """
 
 import math
@@ -19,14 +19,17 @@ from thrifty.core.errors import RefusedError
 
 @dataclass(frozen=True)
 class Batch:
-    """Examples in rows. Every tensor of `fields` has b rows; `weight` (b,) sums to 1 over the effective batch. Weights
-    are set once, for the effective batch. Ranks and micro-batches only select rows, and sampling multiplies weights.
-    Gradients are only summed, so no mean of means occurs."""
+    """Batch of b examples. Every tensor of `fields` has b rows. The weights (b,) sum to 1 over the effective batch.
+    They are set once, for the effective batch. Ranks and micro-batches only select rows, and sampling multiplies
+    weights. Gradients are only added, so no mean of means occurs.
+    """
 
     fields: Mapping[str, Tensor]
     weight: Tensor
     last: bool = True
-    """True if gradients are complete after the backward pass of these rows; False before the last micro-batch."""
+    """True if the backward pass of this batch completes the gradients of the step. False for all micro-batches but the
+    last.
+    """
 
     def __getitem__(self, field: str) -> Tensor:
         return self.fields[field]
@@ -57,20 +60,20 @@ class Batch:
 
 @dataclass(frozen=True)
 class ExampleIndex:
-    """Numbered examples of one epoch of a source, in no training order."""
+    """Numbers of the examples in one epoch of a source, independent of the training order."""
 
     count: int
     fingerprint: str
     """Hash of the examples. It changes if the examples or their boundaries change."""
     labels: Tensor | None = None
-    """Class number of each example (n,), if examples have classes."""
+    """Class number of each example (n,); None without classes."""
     label_names: tuple[str, ...] = ()
-    """Class names by number, if classes have names."""
+    """Class names by number; empty if classes have no names."""
 
 
 @dataclass(frozen=True)
 class ExampleSubset:
-    """Selection of a source's examples."""
+    """Subset of a source's examples."""
 
     kept: Tensor
     """Numbers of the selected examples in the whole source, int64 (k,), ascending."""
@@ -82,79 +85,86 @@ class BatchSource:
     """Source of the effective batch of every step. Subclasses implement `rows`."""
 
     batch: int = 0
-    """Examples in the effective batch, over all ranks and micro-batches; the largest if it varies. 0 without data, for
-    example when a finished model is restored."""
+    """Number of examples in the effective batch, over all ranks and micro-batches; the maximum if the number varies. 0
+    without data, for example when a finished model is restored.
+    """
     examples: int | None = None
-    """Examples in one epoch; None for sources without epochs, such as streams."""
+    """Number of examples in one epoch; None for sources without epochs, such as streams."""
     notices: tuple[str, ...] = ()
-    """Sentences for a run's records about how examples are read."""
+    """Sentences about how examples are read, for the records of a run."""
     unrepeatable: str = ""
-    """Reason why a resumed run reads other data than an uninterrupted one; empty if it reads the same."""
+    """Reason why a resumed run and an uninterrupted run read different data; empty if they read the same data."""
 
     @property
     def in_thread(self) -> bool:
-        """True if batches may be computed in another thread during a step."""
+        """True if another thread may compute batches during a step."""
         return True
 
     @property
     def loading(self) -> Mapping[str, Any]:
-        """Settings of a torch DataLoader whose processes read batches ahead; empty without processes."""
+        """Settings of the torch DataLoader whose worker processes prefetch batches; empty without worker processes."""
         return {}
 
     def state(self) -> dict[str, Any]:
-        """Return plain values from which a resumed run continues reading, if the step does not determine them."""
+        """Return the reading position as plain values, if the step does not determine it."""
         return {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Continue from a result of `state`."""
+        """Continue from the position in `state`, a result of `self.state()`."""
 
     @property
     def unit(self) -> int:
-        """Number that divides every step's effective batch."""
+        """Common divisor of the effective batch sizes of all steps."""
         return self.batch
 
     def size(self, step: int) -> int:
-        """Return the number of examples in the effective batch of this step."""
+        """Return the number of examples in the effective batch of `step`."""
         return self.batch
 
     def rows(self, step: int, start: int, stop: int) -> Batch:
-        """Return rows start … stop-1 of the step's effective batch; other rows need not be read."""
+        """Return rows start … stop-1 of the effective batch of `step`. The source need not read other rows."""
         raise NotImplementedError
 
     def amount(self, step: int) -> float:
-        """Return the weight of this step's effective batch relative to other steps; weights inside a step sum to 1."""
+        """Return the weight of the effective batch of `step` relative to other steps. Example weights of one step sum
+        to 1.
+        """
         return 1.0
 
     def at(self, step: int) -> Batch:
         return self.rows(step, 0, self.size(step))
 
     def with_batch_size(self, sizes: Sequence[int]) -> "BatchSource":
-        """Return a source of the same examples in the same order, with these effective batch sizes by step. The last
-        size holds for all later steps."""
+        """Return a source with the same examples in the same order, and effective batch size `sizes[step]`. The last
+        size applies to all later steps.
+        """
         return ResizedSource(self, sizes)
 
     def example_index(self) -> ExampleIndex:
-        """Return the numbered examples. Raises RefusedError if examples have no fixed numbers."""
+        """Return the numbers and labels of the examples. Raise RefusedError if examples have no fixed numbers."""
         raise _numberless(self)
 
     def subset(self, choice: ExampleSubset) -> "BatchSource":
-        """Return the same source restricted to these examples; all else, such as the seed, stays. Raises RefusedError
-        if examples have no numbers, or fewer than one effective batch remain."""
+        """Return the source restricted to the examples of `choice`, with the same seed and settings. Raise RefusedError
+        if examples have no fixed numbers, or if fewer examples than one effective batch remain.
+        """
         raise _numberless(self)
 
     @property
     def selected_subset(self) -> ExampleSubset | None:
-        """Selection of its examples; None if all are used."""
+        """Subset of the examples that the source uses; None if it uses all examples."""
         return None
 
 
 def _numberless(source: BatchSource) -> RefusedError:
-    what = f"the examples of this data ({type(source).__name__}) have no fixed numbers to select them by"
-    return RefusedError(what, "train on all of them")
+    what = f"examples of {type(source).__name__} have no fixed numbers, so no subset can be selected"
+    return RefusedError(what, "train on all examples")
 
 
 def _stretch(source: BatchSource, first: int, stop: int) -> Batch:
-    """Return examples first … stop-1 of a source in its order. Its effective batches must have one size."""
+    """Return examples first … stop-1 in the order of a source. All effective batches of the source must have the same
+    size.
+    """
     size = source.batch
     steps = range(first // size, -(-stop // size))
     parts = [source.rows(step, max(first - step * size, 0), min(stop - step * size, size)) for step in steps]
@@ -163,7 +173,7 @@ def _stretch(source: BatchSource, first: int, stop: int) -> Batch:
 
 
 class WrappedSource(BatchSource):
-    """Wrapper that changes the batches of another source, with the same examples."""
+    """Wrapper that changes the batches of another source but keeps its examples."""
 
     source: BatchSource
 
@@ -216,8 +226,9 @@ class MappedSource(WrappedSource):
 
 
 class RankShard(WrappedSource):
-    """Rows of one rank: an equal, contiguous part of the effective batch. Raises RefusedError if the effective batch
-    cannot be divided equally."""
+    """Rows of one rank: a contiguous part of the effective batch, of equal size on every rank. The constructor raises
+    RefusedError if the effective batch cannot be divided equally.
+    """
 
     def __init__(self, source: BatchSource, rank: int, ranks: int):
         self.source, self.rank, self.ranks, self.batch = source, rank, ranks, source.batch // ranks
@@ -249,7 +260,9 @@ def _refuse_unequal(source: BatchSource, ranks: int) -> None:
 
 
 class OversampledSource(WrappedSource):
-    """Source whose batch joins `times` consecutive effective batches, for techniques that select examples."""
+    """Source whose batches each join `times` consecutive effective batches of another source, for techniques that
+    select examples.
+    """
 
     def __init__(self, source: BatchSource, times: int):
         self.source, self.times, self.batch = source, times, source.batch * times
@@ -272,7 +285,9 @@ class OversampledSource(WrappedSource):
 
 
 class ResizedSource(WrappedSource):
-    """Source with another source's examples in the same order, none skipped or repeated, in batches of varying size."""
+    """Source with the examples of another source in batches of varying size. The order stays the same, and no example
+    is skipped or repeated.
+    """
 
     def __init__(self, source: BatchSource, sizes: Sequence[int]):
         self.source, self.sizes, self.batch = source, sizes, max(sizes)
@@ -286,7 +301,7 @@ class ResizedSource(WrappedSource):
         return self.sizes[min(step, len(self.sizes) - 1)]
 
     def first(self, step: int) -> int:
-        """Return the number of examples in the steps before this one."""
+        """Return the number of examples in all steps before `step`."""
         last = len(self.sizes) - 1
         return self.firsts[min(step, last)] + max(step - last, 0) * self.sizes[last]
 

@@ -1,4 +1,4 @@
-"""Cache folder for files that can be fetched or measured again. Imports no torch."""
+"""Cache folder for files that can be downloaded or measured again. This module does not import torch."""
 
 import os
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Cards: the docstring that describes a technique, an objective or an accelerator design, in sections."""
+"""Cards: docstrings with sections that describe techniques, objectives and accelerator designs."""
 
 import inspect
 import re
@@ -15,28 +15,28 @@ _SECTION = re.compile(rf"^({'|'.join(SECTIONS)})  +", re.MULTILINE)
 
 @dataclass(frozen=True)
 class Card:
-    """A card in parts."""
+    """Parts of a card."""
 
     title: str
-    """The name in the literature, such as "LoRA"; empty if the first paragraph has another shape."""
+    """Name in the literature, such as "LoRA"; empty if the first paragraph is not "Name (paper): effect"."""
     paper: str
     """Authors and year."""
     effect: str
-    """The effect in one clause; the whole first paragraph if that has another shape."""
+    """Effect in one clause. If the first paragraph is not "Name (paper): effect", the whole paragraph."""
     sections: Mapping[str, str] = field(default_factory=dict)
-    """Text by section, each on one line; of "Use" lines of Python."""
+    """Text of each section on one line. "Use" keeps its lines of Python."""
     rest: str = ""
     """Paragraphs between the first line and the first section."""
 
     @property
     def start(self) -> str:
-        """The settings to start with, as `--with` takes them: the first code of "Start with"."""
+        """Settings to start with, in the form of `--with`: the first code in "Start with"."""
         code = re.match("`([^`]+)`", self.sections.get("Start with", ""))
         return code[1] if code else ""
 
 
 def read_card(docstring: str | None) -> Card:
-    """Read a card from a docstring; a docstring of another shape becomes a card without sections."""
+    """Read a card from a docstring. A docstring without sections becomes a card without sections."""
     first, _, rest = inspect.cleandoc(docstring or "").partition("\n\n")
     first = " ".join(first.split())
     before, *parts = _SECTION.split(f"\n{rest}")

@@ -1,6 +1,6 @@
-"""Type check and constructors for DTensors that import `torch.distributed.tensor` only when one is used.
+"""DTensor check and constructors that import `torch.distributed.tensor` only when they are called.
 
-The import takes more than half as long as torch itself, and a run of one process has no DTensors.
+The import takes more than half the time of importing torch, and a run of one process has no DTensors.
 """
 
 from collections.abc import Sequence

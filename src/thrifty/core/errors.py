@@ -1,4 +1,4 @@
-"""Errors with a message, a fix and a stable exit code of each kind."""
+"""Errors with a message, a fix, and a stable exit code per error type."""
 
 import difflib
 import os
@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable
 
 
 class ThriftyError(Exception):
-    """An error that Thrifty explains: the message and its fix."""
+    """Base class of Thrifty's errors, with a message and a fix."""
 
     exit_code = 1
     is_reported = False
@@ -19,55 +19,59 @@ class ThriftyError(Exception):
 
 
 class UsageError(ThriftyError):
-    """A recipe, an option or an input file is not valid."""
+    """Error in a recipe, an option or an input file."""
 
     exit_code = 2
 
 
 class InfeasibleError(ThriftyError):
-    """A request that does not fit the budget or the machine."""
+    """Error for a request that does not fit the budget or the machine."""
 
     exit_code = 3
 
 
 class IntegrityError(ThriftyError):
-    """Stored data is damaged, or a technique's promise no longer holds."""
+    """Error for damaged stored data, or for a technique's promise that no longer holds."""
 
     exit_code = 4
 
 
 class RefusedError(UsageError):
-    """A technique refuses to run here; the message has the reason."""
+    """Refusal to run with this model, data or machine. The message has the reason."""
 
 
 class NeedsTrainer(RefusedError):
-    """A technique requires the trainer, since it changes data, gradients over several passes, or model structure."""
+    """Refusal of a technique that requires the trainer, because it changes data, gradients over several passes, or
+    model structure.
+    """
 
 
 def reason_of(error: Exception) -> str:
-    """Return an error in one line: the message of a ThriftyError, else the type and first line of any other error."""
+    """Return an error as one line: the message of a ThriftyError, or the type and first line of any other error."""
     if isinstance(error, ThriftyError):
         return error.what
     return ": ".join(filter(None, (type(error).__name__, str(error).strip().partition("\n")[0])))
 
 
 def refuse_unknown(complaint: str, word: object, known: Collection[str]) -> None:
-    """Raise UsageError for an unknown word, with the complaint, the word, and the nearest known one."""
+    """Raise UsageError if `word` is not in `known`. The message is the complaint and the word, and the fix has the
+    nearest known word.
+    """
     if word not in known:
         raise UsageError(f"{complaint} {word!r}", fix=did_you_mean(str(word), known))
 
 
 TYPED = "THRIFTY_TYPED"
-"""Environment variable set in processes of the command line, where fixes name options."""
+"""Environment variable of command-line processes. If it is set, fixes name command-line options."""
 
 
 def spelled(command: str, python: str) -> str:
-    """Return the fix for the reader: the command on the command line, the Python call otherwise."""
+    """Return the fix for the reader: `command` on the command line, otherwise the Python call."""
     return command if TYPED in os.environ else python
 
 
 WORDS_BETWEEN = "and|another|are|for|in|is|looks|of|or|that|to|with"
-"""Words of a sentence that are no value of the preceding option."""
+"""Words after an option that continue the sentence and are not the option's value."""
 OPTION = re.compile(
     rf"(?<![\w-])--(?:(no-[a-z-]+)|([a-z][a-z-]*)(?:[ =](?!\"|(?:{WORDS_BETWEEN})\b)(\S*[^\s,;:.()]))?)"
 )
@@ -75,8 +79,9 @@ OPTION = re.compile(
 
 
 def for_reader(text: str) -> str:
-    """Return a text with options rewritten as arguments if the reader called a function. `--set data.batch=16` becomes
-    `settings={"data.batch": 16}`. Texts with a whole command stay unchanged."""
+    """Return a text with options rewritten as Python arguments if the reader called a Python function. `--set
+    data.batch=16` becomes `settings={"data.batch": 16}`. Texts with a whole command stay unchanged.
+    """
     is_command = "thrifty " in text or "torchrun " in text
     return text if TYPED in os.environ or is_command else OPTION.sub(_argument, text)
 
@@ -96,7 +101,7 @@ def _argument(option: re.Match[str]) -> str:
 
 
 def _literal(value: str) -> str:
-    """Return a value of the command line as a Python literal; a placeholder in capitals, such as FILE, becomes "…"."""
+    """Return a command-line value as a Python literal. A placeholder in capitals, such as FILE, becomes "…"."""
     value = value.strip('"')
     if not value or (value.isalpha() and value.isupper()):
         return '"…"' if value else "…"
@@ -106,7 +111,7 @@ def _literal(value: str) -> str:
 
 
 def did_you_mean(word: str, options: Iterable[str], otherwise: str = "") -> str:
-    """Return a hint with the nearest option; if none is near, return `otherwise`, or all options."""
+    """Return a hint with the nearest option. If no option is near, return `otherwise`, or a list of all options."""
     options = sorted(options)
     near = difflib.get_close_matches(word, options, n=1, cutoff=0.6)
     if near:

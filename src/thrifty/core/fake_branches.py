@@ -1,4 +1,4 @@
-"""Value-dependent branches of other libraries on fake tensors: they take the same side as on real tensors."""
+"""Patches of libraries that branch on tensor values: fake tensors take the same branch as real tensors."""
 
 import sys
 from collections.abc import Iterator
@@ -14,9 +14,10 @@ _MASKS, _PACKED = "transformers.masking_utils", "find_packed_sequence_indices"
 
 @contextmanager
 def causal_masks_of_plain_rows() -> Iterator[None]:
-    """Inside the block, transformers detects rows of one text on fake position ids too. On real tensors it reads the
-    values, and leaves out the mask if each row is one text. On fake tensors it would build the mask, and attention
-    would use another kernel. Position ids that all rows share mark one text per row."""
+    """Make transformers detect, inside the block, rows of one text on fake position ids too. On real tensors, it reads
+    the position ids and omits the mask if each row is one text. On fake tensors it would build the mask, and attention
+    would use another kernel. If all rows share the memory of one row of position ids, each row is one text.
+    """
     module = sys.modules.get(_MASKS)
     find = getattr(module, _PACKED, None)
     if find is None:

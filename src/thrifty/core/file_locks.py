@@ -1,4 +1,4 @@
-"""File locks that the operating system releases when their process ends."""
+"""File locks that the operating system releases when the locking process ends."""
 
 import errno
 import fcntl
@@ -8,8 +8,9 @@ NO_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSY
 
 
 def lock_file(descriptor: int, wait: bool = True) -> bool:
-    """Lock an open file for this process; return False on a file system without locks. Raises BlockingIOError if
-    another process holds the lock and `wait` is False."""
+    """Lock an open file for this process. Return False on a file system without locks. Raise BlockingIOError if another
+    process holds the lock and `wait` is False.
+    """
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError as error:

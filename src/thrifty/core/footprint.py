@@ -9,30 +9,31 @@ class Footprint:
 
     `parameters`, `gradients` and `optimizer` are exact sums over tensors. `buffers` are other tensors of model and
     optimizer, such as position tables and the state of techniques. `activations` are the saved tensors at the end of
-    the forward pass of one micro-batch. Gradients appear while activations are freed; `temporary` is the rest of the
-    step's peak, its update included, above the larger of the two.
+    the forward pass of one micro-batch. The backward pass frees activations while it creates gradients. `temporary` is
+    the step's peak, including its update, above the larger of gradients and activations.
     """
 
     parameters: float = 0.0
     outside: float = 0.0
-    """Bytes of the parameters outside of blocks."""
+    """Bytes of the parameters outside blocks."""
     block: float = 0.0
     """Bytes of the parameters in the largest block."""
     vectors: float = 0.0
-    """Bytes of the parameters that are no matrices: gains, biases, positions."""
+    """Bytes of the parameters that are not matrices: gains, biases, positions."""
     hidden: float = 0.0
-    """Bytes of one micro-batch's hidden states between two blocks."""
+    """Bytes of the hidden states between two blocks, for one micro-batch."""
     buffers: float = 0.0
     gradients: float = 0.0
     optimizer: float = 0.0
     activations: float = 0.0
     saved: float = 0.0
-    """Bytes of the activations that blocks save; the rest belongs to embedding and head."""
+    """Bytes of the activations that blocks save. All other activations belong to embedding and head."""
     passes: float = 0.0
-    """Bytes at the peak of forward and backward pass in addition to state and complete gradients. These are activations
-    and temporary tensors. Like `saved` and `inside`, the value explains a peak and is not part of the sum."""
+    """Peak bytes of activations and temporary tensors in forward and backward pass, without state and complete
+    gradients. `passes`, `saved` and `inside` explain a peak and are not part of the sum.
+    """
     inside: float = 0.0
-    """The same bytes, counted after the first gradient of a block is complete."""
+    """Like `passes`, but only after the first gradient of a block is complete."""
     temporary: float = 0.0
     flops: float = 0.0
     """Floating-point operations of one step over all ranks; a multiply-add counts as two."""
@@ -50,7 +51,7 @@ class Footprint:
         return max(self.gradients, self.activations) + self.temporary
 
     def peaking(self, peak: float) -> "Footprint":
-        """Return a copy whose `peak` has this value, by changing `temporary`."""
+        """Return a copy with this value of `peak`. Only `temporary` changes."""
         return replace(self, temporary=max(peak - max(self.gradients, self.activations), 0.0))
 
     def scale(self, **factors: float) -> "Footprint":

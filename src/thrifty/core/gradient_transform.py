@@ -1,17 +1,17 @@
 """Gradient transforms: small elements that turn gradients into updates, chained inside one torch optimizer.
 
-An element is a set of functions on lists of tensors, one entry per parameter:
+An element is a set of functions on lists of tensors, with one tensor per parameter:
 
     scalars(step, age)                          scalars of this step (learning rates, bias corrections)
     init(names, parameters)                     initial state: slot name -> one tensor per parameter
-    update(updates, slots, parameters, numbers) new updates; it owns `updates` and may overwrite them
-    after_step(slots, parameters, numbers)      work after the parameters have moved, such as averaging them
-    apply_constraints(slots, parameters)        constraints of the slots, after other code has set values
+    update(updates, slots, parameters, numbers) new updates; may overwrite the tensors of `updates`
+    after_step(slots, parameters, numbers)      work after the parameters are updated, such as averaging them
+    apply_constraints(slots, parameters)        masks and other constraints, after other code has set values
 
-Scalars are computed separately so that `update` is pure arithmetic, which torch.compile can trace once for all steps.
-State is changed in place. The `reach` of an element limits the pieces in which it may run. If a sequence of elements
-equals one of torch's fused kernels, `optim/fused_updates.py` calls that kernel; the elements remain the reference.
-`chain` runs elements in order. `ParameterPartition` assigns each parameter to exactly one of several transforms.
+Scalars are computed outside `update`. `update` is therefore pure arithmetic, which torch.compile traces once for all
+steps. State is changed in place. `reach` is the scope of the values that an element must receive together. If a
+sequence of elements equals a fused kernel of torch, `optim/fused_updates.py` calls the kernel. The elements remain the
+reference. `chain` runs elements in order. `ParameterPartition` assigns each parameter to one of several transforms.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -28,14 +28,15 @@ Rule = Callable[[str, Tensor], bool]
 Content = Literal["weights", "differences", "squares", "moments"]
 T = TypeVar("T")
 MASK_MOVE = "move"
-"""Scalar that is not 0 in an update that moves masks, after which promises about the masks are checked."""
+"""Scalar that is nonzero in an update that changes masks. Promises about masks are checked after such an update."""
 COMPENSATION = "compensation"
-"""Slot of the rounding errors of weights. Masks apply to it as they do to the weights."""
+"""Slot for the rounding errors of weights. The masks of weights also apply to this slot."""
 
 
 class StateAge(int):
-    """Number of updates since the state was last fresh. Later state, such as an average that a fork adds, has its own
-    age in `younger`, by the path of an element's keys. `base` is the age of everything else below a path."""
+    """Number of updates since the optimizer state was initialized. State that was added later, such as an average that
+    a fork adds, has its own age in `younger`, by the path of the element's keys. `base` is the age of all other state.
+    """
 
     base: int
     younger: Mapping[str, int]
@@ -46,11 +47,11 @@ class StateAge(int):
         return self
 
     def below(self, key: str) -> "StateAge":
-        """Return the age of an inner transform."""
+        """Return the age for the inner transform with this key."""
         return StateAge(self.younger.get(key, self.base), without_prefix(key, self.younger), self.base)
 
     def less(self, updates: int) -> "StateAge":
-        """Return the age without so many of the first updates."""
+        """Return the age minus the first `updates` updates."""
         base = self.base - updates
         return StateAge(min(self, base), {key: min(age, base) for key, age in self.younger.items()}, base)
 
@@ -58,24 +59,25 @@ class StateAge(int):
 class TransformScope(IntEnum):
     """Smallest set of values that an element must receive together."""
 
-    ROWS = auto()  # any rows of any parameter: arithmetic on each element, or within its row
+    ROWS = auto()  # any rows of any parameter: elementwise arithmetic, or arithmetic within a row
     TENSOR = auto()  # a whole parameter: a norm, a matrix product
     ALL = auto()  # all parameters together: a global norm
 
 
 class GradientTransform:
-    """The identity transform, and the methods that an element may override."""
+    """Identity transform, and base class of elements."""
 
     name = "identity"
     reach = TransformScope.ALL
     weights: frozenset[str] = frozenset()
-    """Slots that hold weights, not moments of gradients. Techniques that quantize moments skip them."""
+    """Slots that hold weights, not moments of gradients. Techniques that quantize moments skip these slots."""
     squares: frozenset[str] = frozenset()
     """Slots of moments that are never negative."""
 
     def scalars(self, step: int, age: int) -> dict[str, float]:
-        """Return the scalars of an update. `step` counts the run's finished updates, `age` those since the state was
-        last fresh; both start at 0."""
+        """Return the scalars of an update. `step` is the number of finished updates of the run. `age` is the number of
+        updates since the state was initialized. Both start at 0.
+        """
         return {}
 
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
@@ -85,20 +87,23 @@ class GradientTransform:
         return updates
 
     def after_step(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
-        """Work after an update; receives the updated parameters and the scalars of that update."""
+        """Do work after an update, such as averaging. `numbers` are the scalars of the finished update."""
 
     def eval_weights(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
-        """Return the values to evaluate and export in place of the trained parameters, or None for the parameters.
-        `numbers` are the scalars of the next update."""
+        """Return the values to evaluate and export in place of the trained parameters. None means the parameters.
+        `numbers` are the scalars of the next update.
+        """
         return None
 
     def apply_constraints(self, slots: Slots, parameters: list[Tensor]) -> None:
-        """Apply the constraints of the slots, such as masks, to parameters and state, which may hold loaded values. The
-        method is idempotent."""
+        """Apply the constraints of the slots, such as masks, to parameters and state. Their values may have just been
+        loaded. The method is idempotent.
+        """
 
     def subset(self, indices: Sequence[int]) -> "GradientTransform":
-        """Return this transform for some of its parameters. An element with data per parameter outside its slots must
-        override it."""
+        """Return the transform for the parameters at `indices`. An element that stores data per parameter outside its
+        slots must override this method.
+        """
         return self
 
     def slot_kind(self, slot: str) -> Content:
@@ -109,7 +114,7 @@ class GradientTransform:
         return "squares" if slot in self.squares else "moments"
 
     def owner(self, slot: str) -> str:
-        """Return the path of keys, below this transform, of the element that owns a slot; "" for this transform."""
+        """Return the path of the element that owns a slot, as keys below this transform; "" for this transform."""
         return ""
 
     def rate(self, numbers: Scalars) -> float:
@@ -118,7 +123,7 @@ class GradientTransform:
 
 
 def changes_updates(element: GradientTransform) -> bool:
-    """Return True if an element changes updates; False if it only follows the parameters."""
+    """Return True if an element changes updates, False if it only reads the parameters, as an average does."""
     return type(element).update is not GradientTransform.update
 
 
@@ -128,12 +133,12 @@ def with_prefix(prefix: str, mapping: Mapping[str, T]) -> dict[str, T]:
 
 
 def without_prefix(prefix: str, mapping: Mapping[str, T]) -> dict[str, T]:
-    """Return the entries below `prefix.` with the prefix removed."""
+    """Return the items whose keys begin with `prefix.`, with this prefix removed."""
     return {key[len(prefix) + 1 :]: value for key, value in mapping.items() if key.startswith(prefix + ".")}
 
 
 def inner_scalars(key: str, transform: GradientTransform, step: int, age: int) -> dict[str, float]:
-    """Return the scalars of an inner transform with its key as prefix."""
+    """Return the scalars of an inner transform, with `key` as prefix."""
     whole = age if isinstance(age, StateAge) else StateAge(age)
     return with_prefix(key, transform.scalars(step, whole.below(key)))
 
@@ -144,7 +149,9 @@ def inner_owner(key: str, transform: GradientTransform, slot: str) -> str:
 
 
 def group_by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Return the indices of plain tensors and of DTensors as two groups: torch's list operations take no mixture."""
+    """Return the indices of plain tensors and of DTensors as two groups, because torch's foreach operations accept no
+    mixed lists.
+    """
     plain: list[int] = []
     divided: list[int] = []
     for index, tensor in enumerate(tensors):
@@ -155,7 +162,9 @@ def group_by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
 class TransformChain(GradientTransform):
     name = "chain"
     site: Callable | None = None
-    """Function that returns the `UpdateLocation` of the whole chain; None runs it where the parameters are."""
+    """Function that returns the `UpdateLocation` of the whole chain. With None, the chain runs on the parameters'
+    device.
+    """
 
     def __init__(self, elements: Sequence[GradientTransform]):
         self.elements: dict[str, GradientTransform] = {}
@@ -164,7 +173,7 @@ class TransformChain(GradientTransform):
             self.elements[f"{element.name}#{taken + 1}" if taken else element.name] = element
 
     def part(self, keys: Sequence[str]) -> "TransformChain":
-        """Return a chain of some elements, under their present keys."""
+        """Return a chain of the elements with these keys. Their keys stay the same."""
         some = TransformChain([])
         some.elements = {key: self.elements[key] for key in keys}
         return some

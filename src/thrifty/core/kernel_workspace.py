@@ -1,8 +1,8 @@
 """Workspace of CPU kernels, measured by running an operation once.
 
 Convolutions copy their operands into other layouts or into columns. Most other kernels copy operands that are not
-contiguous. Recurrent layers save their gates for the backward pass. The bytes depend on the processor, the sizes and
-the number of threads; torch has no formula for them.
+contiguous. Recurrent layers save their gates for the backward pass. The number of bytes depends on the processor, the
+sizes and the number of threads. torch has no formula for it.
 """
 
 from collections.abc import Callable
@@ -17,9 +17,11 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 LARGEST = 2**25
-"""Bytes of operands up to which an operation is run at full size. Larger ones are extrapolated from fewer rows."""
+"""Maximum bytes of operands for which an operation is run at full size. Larger operations are extrapolated from fewer
+rows.
+"""
 FEWEST = 16
-"""Number of examples from which on torch chooses the same kernels as for any larger number."""
+"""Minimum number of examples for which torch chooses the same kernels as for any larger number."""
 RECURRENT, RECURRENT_BACKWARD = (
     torch.ops.aten.mkldnn_rnn_layer.default,
     torch.ops.aten.mkldnn_rnn_layer_backward.default,
@@ -40,8 +42,10 @@ ROWS = {
     RECURRENT: (0,),
     RECURRENT_BACKWARD: (0, 7, 10),
 }
-"""Operations that are always measured, with the arguments that have a row per example or time step. Other operations
-are measured if an operand is not contiguous; rows are those of operands as long as the first."""
+"""Operations that are always measured, with the indices of arguments that have a row per example or time step. Other
+operations are measured if an operand is not contiguous. Their row arguments are all operands with as many rows and dims
+as the first.
+"""
 PRODUCTS = frozenset(getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm"))
 
 
@@ -54,7 +58,7 @@ class KernelMemory:
 
 
 def workspace_bytes(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any], threads: int) -> int:
-    """Return the bytes that an operation allocates at its peak beyond its results; 0 if it is not measured."""
+    """Return the peak bytes that an operation allocates in addition to its results; 0 if it is not measured."""
     is_measured = func in ROWS or _may_copy(func, args)
     return _memory(func, args, kwargs, threads).inside if is_measured else 0
 
@@ -106,7 +110,7 @@ class _OperandShape(tuple):
     def of(cls, tensor: Tensor) -> "_OperandShape":
         return cls((tuple(tensor.shape), tensor.stride(), tensor.dtype))
 
-    def made(self, rows: int | None = None) -> Tensor:
+    def new_tensor(self, rows: int | None = None) -> Tensor:
         """Return a tensor of ones, or of zeros (valid indices) for integers, with at most `rows` rows."""
         shape, stride, dtype = self
         shape = shape if rows is None else (min(rows, shape[0]), *shape[1:])
@@ -127,11 +131,11 @@ def _measured(
         if func is RECURRENT_BACKWARD:  # gates of all steps and one more
             fewer[len(described) - 1] = 2 * described[-1][0][0] * count // rows
         operands = [
-            each.made(fewer.get(place)) if isinstance(each, _OperandShape) else each
+            each.new_tensor(fewer.get(place)) if isinstance(each, _OperandShape) else each
             for place, each in enumerate(described)
         ]
         args, kwargs = tree_unflatten(operands, structure)
-        with suppress(Exception):  # an operation that refuses fewer rows or these values stays unmeasured
+        with suppress(Exception):  # an operation that fails with fewer rows or these values is not measured
             func(*args, **kwargs)  # the first call prepares the kernel
             measured.append(_memory_of(lambda: func(*args, **kwargs)))
 

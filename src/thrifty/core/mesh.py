@@ -5,8 +5,8 @@
     shard       ranks among which one copy of the state is divided, each with a part of the data
     tensor      ranks that compute every layer together, on the same data
 
-Neighbours along `tensor` have neighbouring ranks, so that they share a machine; pipeline stages are farthest apart.
-Like torch's process group, the mesh is global to a process. Without a mesh, all ranks are along the data axis.
+Neighbors along `tensor` have consecutive ranks, so that they share a machine. Pipeline stages are farthest apart. Like
+torch's process group, the mesh is global to a process. Without a mesh, all ranks are along the data axis.
 """
 
 import math
@@ -30,13 +30,14 @@ USED_BY = {
     "shard": (Claim.PARAMETER_SHARDING, "parallelism.shard"),
     "tensor": (Claim.TENSOR_PARALLELISM, "parallelism.tensor"),
 }
-"""The claim that uses the ranks along each axis, and the technique that messages suggest. Any technique with the claim
-will do."""
+"""For each axis, the claim that uses its ranks, and the technique that error messages suggest. Any technique with the
+claim can use the axis.
+"""
 
 
 @dataclass(frozen=True)
 class Mesh:
-    """Number of ranks along each axis. A 0 for `replicate` or `shard` takes the ranks that the other axes leave."""
+    """Number of ranks along each axis. A 0 for `replicate` or `shard` means all ranks that other axes do not use."""
 
     replicate: Natural = 0
     shard: Natural = 0
@@ -48,7 +49,7 @@ class Mesh:
 
     @property
     def least_ranks(self) -> int:
-        """Smallest number of ranks that fits the axes."""
+        """Minimum number of ranks that fits the axes."""
         return math.prod(size for size in vars(self).values() if size)
 
     @property
@@ -56,8 +57,9 @@ class Mesh:
         return " x ".join(f"{name}={size}" for name, size in vars(self).items() if size > 1) or "one rank"
 
     def sizes(self, ranks: int, sharded: bool) -> dict[str, int]:
-        """Return the number of ranks along each axis for this total; `sharded` is True if the state is divided. Raises
-        UsageError if the axes do not fit the number of ranks."""
+        """Return the number of ranks along each axis for `ranks` ranks in total. `sharded` is True if the state is
+        divided. Raise UsageError if the axes do not fit the number of ranks.
+        """
         replicate, shard = self.replicate, self.shard
         left, rest = divmod(ranks, self.least_ranks)
         if sharded and not shard:
@@ -68,14 +70,14 @@ class Mesh:
         if rest or math.prod(sizes.values()) != ranks:
             raise UsageError(
                 f"{ranks} ranks cannot be laid out as a mesh of {self.label}",
-                fix="start as many ranks as the product of the axes, or a multiple that replicate or shard takes",
+                fix="start as many ranks as the product of the axes; or a multiple, if replicate or shard is 0",
             )
         return sizes
 
 
 @dataclass(frozen=True)
 class MeshAxis:
-    """Size of an axis, and this rank's position on it."""
+    """Size of an axis, and this rank's position on the axis."""
 
     size: int = 1
     place: int = 0
@@ -85,7 +87,7 @@ class MeshAxis:
 
 _ALONE = MeshAxis()
 _laid: dict[str, DeviceMesh] = {}
-"""The current mesh: the whole under "all", each axis by name, and "data"."""
+"""The current mesh: the whole mesh as "all", each axis by its name, and "data" for replicate and shard combined."""
 
 
 def set_mesh(sizes: Mapping[str, int], device: str) -> None:
@@ -102,7 +104,7 @@ def clear_mesh() -> None:
 
 
 def axis(name: str) -> MeshAxis:
-    """Return the axis of this name; "data" is replicate and shard combined."""
+    """Return the axis with this name; "data" is replicate and shard combined."""
     if not (dist.is_available() and dist.is_initialized()):
         return _ALONE
     if not _laid:
@@ -112,7 +114,7 @@ def axis(name: str) -> MeshAxis:
 
 
 def submesh(*names: str, device: str = "cpu") -> DeviceMesh:
-    """Return the part of the mesh along these axes; without a mesh, all ranks along the last of them."""
+    """Return the mesh along these axes only. Without a mesh, return all ranks along the last of these axes."""
     if not _laid:
         return init_device_mesh(device, (dist.get_world_size(),), mesh_dim_names=names[-1:])
     return _laid["all"][names]

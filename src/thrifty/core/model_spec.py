@@ -10,7 +10,7 @@ class TextModelSpec:
     vocabulary: int
     """Size of the vocabulary."""
     length: int
-    """Tokens per example."""
+    """Number of tokens per example."""
     labels: tuple[str, ...] = ()
     """Names of the model's outputs in order: the classes, or the predicted number. Empty for a language model."""
     padding: int = 0
@@ -34,7 +34,7 @@ class ImageModelSpec:
     mean: tuple[float, ...]
     """Mean of each channel, for pixels in 0 … 1; subtracted before the model receives an image."""
     std: tuple[float, ...]
-    """Standard deviation of each channel; the centred pixels are divided by it."""
+    """Standard deviation of each channel, by which the centered pixels are divided."""
 
     def as_data(self) -> dict[str, Any]:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
@@ -61,7 +61,7 @@ class PairModelSpec:
 
 @dataclass(frozen=True)
 class UserModelSpec:
-    """Requirements of user data on a model: none, because only the user's loss calls the model."""
+    """Model requirements of user data: none, because only the user's loss calls the model."""
 
 
 ModelSpec = TextModelSpec | ImageModelSpec | PairModelSpec | UserModelSpec

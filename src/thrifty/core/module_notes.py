@@ -1,8 +1,8 @@
 """Notes that techniques attach to modules of the user's model.
 
-The attribute `thrifty_notes` of a module holds its notes: a dictionary from the name of a `ModuleNote` to its value.
-Notes are copied and pickled with the module. They stay when it is sharded or compiled in place, and are in no
-state_dict.
+The attribute `thrifty_notes` of a module is a dictionary from the name of a `ModuleNote` to the value of the note.
+Notes are copied and pickled with the module. They remain when the module is sharded or compiled in place. They are not
+part of a state_dict.
 """
 
 from collections.abc import Iterator
@@ -16,21 +16,21 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ModuleNote(Generic[T]):
-    """One kind of note: `SITES: ModuleNote[list[Site]] = ModuleNote("sites")`. Names are unique in the package."""
+    """Kind of note, such as `SITES: ModuleNote[list[Site]] = ModuleNote("sites")`. Names are unique in the package."""
 
     name: str
 
     def get(self, module: nn.Module | None) -> T | None:
-        """Return the note of a module, or None."""
+        """Return the note of a module, or None if the module has no such note."""
         return _notes(module).get(self.name)
 
     def of(self, module: nn.Module) -> T:
-        """Return the note of a module that has one; raise KeyError otherwise."""
+        """Return the note of a module. Raise KeyError if the module has no such note."""
         return _notes(module)[self.name]
 
     def set(self, module: nn.Module, value: T) -> T:
         """Write the note on a module and return it."""
-        # a new dictionary: earlier copies of the module's attributes share the old one
+        # a new dictionary, because earlier copies of the module share the old dictionary
         module.thrifty_notes = {**_notes(module), self.name: value}  # type: ignore[assignment]
         return value
 

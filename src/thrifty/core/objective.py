@@ -1,4 +1,4 @@
-"""Learning objective: a prediction from a batch, and one loss per example."""
+"""Learning objective: computes a prediction from a batch, and one loss per example."""
 
 from collections.abc import Callable, Mapping, Sequence
 from copy import copy
@@ -14,23 +14,26 @@ from thrifty.core.errors import UsageError
 
 @dataclass
 class Prediction:
-    """A model's output for a batch: hidden states (b, t, d) and the head, or logits (b, t, v). Logits are computed on
-    first access only. A loss that processes the vocabulary in chunks never needs them."""
+    """Output of a model for a batch: hidden states (b, t, d) and the output head, or logits (b, t, v). Logits are
+    computed on first access. A loss that processes the vocabulary in chunks never computes all logits.
+    """
 
     hidden: Tensor | None = None
     head: nn.Module | None = None
     output: Tensor | None = field(default=None, repr=False)
     normalizers: Tensor | None = field(default=None, repr=False)
-    """Softmax normalizers that a loss stores here for terms that need them too."""
+    """Log softmax normalizers, stored by a loss so that other loss terms can use them."""
     shares: Tensor | None = field(default=None, repr=False)
-    """Weight of each prediction within its example, stored by a loss; None if all are equal."""
+    """Weight of each prediction within its example, stored by a loss; None for equal weights."""
 
     part_weights: Tensor | None = field(default=None, repr=False)
-    """Total weight of each example's parts (b,), if its loss is their weighted sum and the mean is over parts. None if
-    each example counts by its own weight alone."""
+    """Total weight of the parts of each example, such as its answer tokens, (b,). The loss of an example is then the
+    weighted sum over its parts, and the loss of a batch is the mean over all parts. None if only examples have weights.
+    """
     is_mean: bool = False
-    """True if the losses are one mean over the rows, repeated. Rows then cannot have different weights, and means over
-    unequal numbers of rows cannot be added."""
+    """True if the losses are one mean over the rows, repeated for each row. Rows then cannot have different weights,
+    and micro-batches must have equal numbers of rows.
+    """
 
     @cached_property
     def logits(self) -> Tensor:
@@ -42,53 +45,54 @@ class Prediction:
 
 @dataclass(frozen=True)
 class ChatLearningSettings:
-    """Learned parts and row layout of conversations."""
+    """Settings for conversations: the tokens to learn, and the packing into rows."""
 
     everything: bool = False
     """True to learn every token, False to learn only the tokens of answers."""
     by_tokens: bool = True
-    """True if every token has equal weight, False if every conversation has."""
+    """True if every token has equal weight, False if every conversation has equal weight."""
     together: bool = True
     """True to pack as many conversations into a row as fit, False for one conversation per row."""
     template: str = ""
-    """A chat template by name or file; empty takes the tokenizer's own."""
+    """Name or file of a chat template; empty for the tokenizer's own template."""
 
 
 class TokenizerInfo(Protocol):
-    """Properties of a tokenizer that an objective requires."""
+    """Tokenizer properties that an objective requires."""
 
     end_of_text: int
     special: frozenset[int]
-    """Token ids that no text is encoded to."""
+    """Ids of special tokens, which encoded text never contains."""
 
     @property
     def vocabulary(self) -> int: ...
 
     def number_of(self, *names: str) -> int:
-        """Return the id of the special token with one of these names; raise UsageError if there is none."""
+        """Return the id of the special token with one of these names. Raise UsageError if there is none."""
         ...
 
 
 class Objective:
-    """Base of learning objectives.
+    """Base class of learning objectives.
 
-    `losses` returns one loss per example, so that data selection can weigh examples and ranks only sum.
+    `losses` returns one loss per example. Data selection can therefore weight examples, and ranks only add gradients.
 
-    `measured` names the metrics of `measures`, in addition to the loss. `summarized` names the metrics of `overall`,
-    which are computed from the rows `collected` of all held-out examples. `pictured` describes the images of
-    `image_previews`; it is empty without images.
+    `measured` names the metrics that `measures` returns in addition to the loss. `collected` names the rows that
+    `measures` collects from all held-out examples. `summarized` names the metrics that `overall` computes from these
+    rows. `pictured` describes the images of `image_previews`; it is empty without images.
 
-    `learns_from` lists the accepted kinds of data. A source is opened as the first kind that it contains, else as the
-    last (see `data.data_kind`). `needs_labels` is True if images must have labels. `joint` is True if an example's loss
-    depends on the other examples of the effective batch, which then cannot be split.
+    `learns_from` lists the accepted kinds of data. A source is opened as the first listed kind that it contains. If it
+    contains none, it is opened as the last listed kind (see `data.data_kind`). `needs_labels` is True if images must
+    have labels. `joint` is True if the loss of an example depends on other examples of the effective batch. The
+    effective batch then cannot be split.
 
-    The last seven methods define how sources become examples; by default they change nothing.
+    The last seven methods define how sources become examples. By default they change nothing.
     """
 
     learns_from: tuple[Literal["text", "text_pairs", "labelled_text", "chats", "images", "pairs"], ...] = ("text",)
     needs_labels: bool = False
     label_form: Literal["class", "number", "classes", "tags"] = "class"
-    """Form of a text's label: one class, a number, any number of classes, or one class for each word."""
+    """Form of a text's label: one class, a number, any number of classes, or one class per word."""
     loss_in: str = "nats"
     """Unit of the loss."""
     joint: bool = False
@@ -101,7 +105,7 @@ class Objective:
 
     @property
     def sees_images(self) -> bool:
-        """True if it learns from images."""
+        """True if the objective learns from images."""
         return not {"images", "pairs"}.isdisjoint(self.learns_from)
 
     @property
@@ -111,45 +115,50 @@ class Objective:
 
     @property
     def baseline(self) -> "Objective":
-        """The objective without the wrappers of techniques."""
+        """The objective without the wrappers that techniques add."""
         return self
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         raise NotImplementedError
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
-        """Return one loss per example, (b,) in float32."""
+        """Return one float32 loss per example (b,)."""
         raise NotImplementedError
 
     def scores(self, prediction: Prediction, batch: Batch) -> Tensor:
-        """Return each example's norm of the loss gradient at the logits (b,), a measure of its effect on the model."""
+        """Return the norm of the loss gradient at the logits for each example (b,). The norm measures the example's
+        effect on the model.
+        """
         raise NotImplementedError(f"{type(self).__name__} has no gradient-norm scores")
 
     def normalizers(self, prediction: Prediction, batch: Batch) -> Tensor:
-        """Return the logarithm of each prediction's softmax normalizer, (b, …) in float32."""
+        """Return the float32 logarithm of each prediction's softmax normalizer (b, …)."""
         raise NotImplementedError(f"{type(self).__name__} has no softmax normalizer")
 
     def measures(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
-        """Return metrics per example (b,), by the names in `measured`; their weighted mean is evaluated. Sums over an
-        example's parts come with the parts' weights, (2, b). A mean over the rows is a scalar. The result also has rows
-        (n, …) of the batch by the names in `collected`; `overall` receives them for all batches."""
+        """Return the metrics named in `measured`, each in one of three forms. A metric per example (b,) is evaluated as
+        a weighted mean. A sum over the parts of each example is stacked with the weights of the parts, (2, b). A mean
+        over the rows is a scalar. The result also has the rows (n, …) named in `collected`. `overall` receives the
+        collected rows of all batches.
+        """
         return {}
 
     def overall(self, model: nn.Module, rows: Mapping[str, Tensor]) -> dict[str, float]:
-        """Return metrics by the names in `summarized`, computed from the collected rows of all examples."""
+        """Return the metrics named in `summarized`, computed from the collected rows of all examples."""
         return {}
 
     def image_previews(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
-        """Return images (b, c, h, w) that show a prediction, by title, in display order. Pixels are normalized as in
-        the model's input."""
+        """Return images (b, c, h, w) that show a prediction, keyed by title, in display order. Pixels are normalized as
+        in the model's input.
+        """
         return {}
 
     def tokens(self, batch: Batch) -> int:
-        """Return the number of tokens in this batch, as a budget counts them."""
+        """Return the number of tokens in the batch that count toward a token budget."""
         return len(batch)
 
     def compiled(self, compile: Callable[[Callable], Callable]) -> "Objective":
-        """Return this objective with its arithmetic compiled, or itself if that brings no gain."""
+        """Return the objective with compiled arithmetic, or the objective itself if compilation brings no gain."""
         return self
 
     def text_length(self, length: int) -> int:
@@ -157,42 +166,46 @@ class Objective:
         return length
 
     def special_tokens(self, length: int) -> tuple[str, ...]:
-        """Return the special tokens, in addition to the end of text, for a tokenizer trained for this length."""
+        """Return the special tokens that a tokenizer for examples of `length` tokens requires in addition to the end of
+        text.
+        """
         return ()
 
     def with_tokenizer(self, tokens: TokenizerInfo, length: int) -> "Objective":
-        """Return this objective with the token ids that it uses for examples of this length."""
+        """Return a copy of the objective with the token ids that it requires for examples of `length` tokens."""
         return self
 
     def with_labels(self, labels: Sequence[str]) -> "Objective":
-        """Return this objective for texts whose labels have these names."""
+        """Return a copy of the objective for texts with these label names."""
         return self
 
     def kept_apart(self, end_of_text: int) -> "Objective":
-        """Return this objective for rows whose documents, each ended by this token, do not attend to each other. Raises
-        UsageError if the objective has no such documents."""
+        """Return a copy of the objective for rows whose documents do not attend to each other. The token `end_of_text`
+        ends each document. Raise UsageError if the objective does not pack documents into rows.
+        """
         raise UsageError(
-            f"data.separate is set, but {type(self).__name__} has no documents in a row to separate",
-            fix="leave data.separate out, or learn next_token",
+            f"data.separate is set, but {type(self).__name__} does not pack documents into rows",
+            fix="remove data.separate; or --set objective.name=next_token",
         )
 
     def with_patch_size(self, patch: int | None) -> "Objective":
-        """Return this objective for a model with image patches of this height and width in pixels, or None."""
+        """Return a copy of the objective for a model with patches of `patch` x `patch` pixels; None without patches."""
         return self
 
     def chat_learning(self) -> ChatLearningSettings:
-        """Return the settings for learning conversations."""
+        """Return the settings for conversations."""
         return ChatLearningSettings()
 
     def examples(self, batch: Batch) -> Batch:
-        """Return the training examples made from plain examples, a pure function of each row. Rows of text have
-        "tokens" (b, t+1) and "key" (b,): 64 bits, unique in the run, that seed all random draws. Rows of images have
-        "inputs" (b, c, h, w), "key" and, with labels, "labels"."""
+        """Return training examples made from the rows of a source. Each example must depend on its own row only. Text
+        rows have "tokens" (b, t+1) and "key" (b,). A key has 64 bits, is unique in the run, and seeds all random values
+        of its row. Image rows have "inputs" (b, c, h, w), "key" and, with labels, "labels".
+        """
         return batch
 
 
 class WrappedObjective(Objective):
-    """Wrapper of another objective; methods that a subclass does not override are the inner one's."""
+    """Wrapper of another objective. Methods that a subclass does not override call the inner objective."""
 
     def __init__(self, inner: Objective):
         self.inner = inner

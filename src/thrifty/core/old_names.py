@@ -1,7 +1,7 @@
-"""Renames from names in stored files of earlier versions to the present ones, from `old_names.toml`.
+"""Present names for old names in stored files, from `old_names.toml`.
 
-Readers of run folders, stored recipes and results apply them. All other code knows only the present names. If a user
-types an old name, the error names the new one.
+Code that reads stored run folders, recipes and results replaces old names. All other code uses only present names. If a
+user types an old name, the error shows the present name.
 """
 
 import tomllib
@@ -16,7 +16,7 @@ SETTINGS: dict[str, dict[str, str]] = _TABLES["settings"]
 OBJECTIVES: dict[str, str] = _TABLES["objectives"]
 VALUES: dict[str, dict[str, str]] = {"objective.name": OBJECTIVES, **_TABLES["values"]}
 GONE: dict[str, str] = _TABLES["gone"]
-"""Removed settings, each with the only value that is still supported; another value is refused as unknown."""
+"""Removed settings, each with the only value that stored files may have. Any other value is refused as unknown."""
 RECIPE_KEYS: dict[str, dict[str, str]] = _TABLES["recipe_keys"]
 
 _OLD_TECHNIQUES = {new: old for old, new in TECHNIQUES.items()}
@@ -28,12 +28,12 @@ def order_key(name: str) -> str:
 
 
 def new_key(path: str) -> str:
-    """Return the last part of a recipe's dotted path, by its present name."""
+    """Return the present name of the last part of a recipe's dotted path."""
     return _renamed(tuple(path.split(".")))[-1]
 
 
 def rename_origins(origins: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename the dotted paths of recipe values; each maps to the origin of its value."""
+    """Rename the keys of a mapping from dotted recipe paths to the origins of the values."""
     return {".".join(_renamed(tuple(path.split(".")))): origin for path, origin in origins.items()}
 
 
@@ -45,7 +45,7 @@ def rename_tensor(name: str) -> str:
 
 
 def rename_scalars(scalars: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename techniques in the log, and the recipe, among the scalars of a checkpoint."""
+    """Rename techniques in the log of a checkpoint's scalars, and names in the recipe."""
     renamed = {**scalars, "log": rename_techniques(scalars["log"])} if "log" in scalars else dict(scalars)
     if isinstance(recipe := scalars.get("recipe"), Mapping):
         renamed["recipe"] = rename_recipe(recipe)
@@ -71,7 +71,7 @@ def rename_comparison(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rename_cases(cases: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename settings in the cases of a stored study; those of `attention_filters` hold settings of a technique."""
+    """Rename settings in the cases of a stored study. Cases of `attention_filters` contain settings of a technique."""
     keys = SETTINGS["attention.block_sparse"]
     return {
         label: {**case, "settings": {keys.get(key, key): value for key, value in case["settings"].items()}}
@@ -96,7 +96,7 @@ def rename_recipe(tables: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _renamed(path: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the renamed path of a value, or of an empty table, of a recipe."""
+    """Return the renamed path of a value or an empty table in a recipe."""
     if path[0] == "techniques" and len(path) >= 3:
         path = ("techniques", *_today(".".join(path[1:3])).split("."), *path[3:])
     table = ".".join(path[:-1])

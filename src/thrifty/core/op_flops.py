@@ -20,13 +20,13 @@ def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *oth
 def _attention_backward_flops(
     output_gradient: torch.Size, query: torch.Size, key: torch.Size, value: torch.Size, *others: Any, **options: Any
 ) -> int:
-    """Return FLOPs of the recomputed scores, and of two products for each of the two forward products."""
+    """Return FLOPs of the recomputed scores, and of two matrix products for each of the two in the forward pass."""
     b, h, t, k = query
     return 2 * b * h * t * key[2] * (3 * k + 2 * value[3])
 
 
 def _grouped_flops(a: torch.Size, b: torch.Size, *others: Any, **_: Any) -> int:
-    products = a[0] if len(a) == len(b) == 3 else 1  # else groups share the rows, the columns or the sums
+    products = a[0] if len(a) == len(b) == 3 else 1  # else groups divide the rows, the columns or the summed dim
     return 2 * products * a[-2] * a[-1] * b[-1]
 
 
@@ -40,13 +40,15 @@ FLOPS_OF = {
         for suffix, formula in (("", _attention_flops), ("_backward", _attention_backward_flops))
     },
 }
-"""FLOP formulas: torch's own, and added ones for kernels that torch lacks or counts wrongly with shared key heads."""
+"""FLOP formulas of torch, and of kernels that torch omits, or counts wrongly if query heads share key heads.
+"""
 
 
 def call_operation(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run an operation that a dispatch mode received. For fake tensors it corrects two of torch's kernels. The fake
-    grouped product (experts of a mixture) takes bfloat16 only, the real one also other types. The fake recurrent layer
-    returns no saved gates."""
+    """Run an operation that a dispatch mode received. Two of torch's fake kernels are corrected. The fake grouped
+    matmul (mixture of experts) accepts only bfloat16, unlike the real kernel. The fake recurrent layer returns no saved
+    gates.
+    """
     if func is torch.ops.aten._grouped_mm.default and isinstance(args[0], FakeTensor):
         return _grouped_product(*args, **kwargs)
     results = func(*args, **kwargs)
@@ -54,7 +56,9 @@ def call_operation(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
 
 
 def traced_device(func: Callable[..., Any], args: tuple) -> torch.device | None:
-    """Return the device if the call only reads a fake tensor's device, torch's most frequent call; None otherwise."""
+    """Return the device if the operation only reads a fake tensor's device, torch's most frequent call. Otherwise
+    return None.
+    """
     if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
         return args[0].fake_device
     return None
@@ -63,8 +67,9 @@ def traced_device(func: Callable[..., Any], args: tuple) -> torch.device | None:
 def _grouped_product(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return a fake result of a grouped product. Groups are of rows, (m, k) by (e, k, n); of columns, (e, m, k) by (k,
-    n); of summands, (m, k) by (k, n); or one product per group, (e, m, k) by (e, k, n)."""
+    """Return a fake result of a grouped matmul with e groups. Groups divide the rows of (m, k) @ (e, k, n), the columns
+    of (e, m, k) @ (k, n), or the summed dim of (m, k) @ (k, n). For (e, m, k) @ (e, k, n), each group is one matmul.
+    """
     rows, columns = a.shape[-2], b.shape[-1]
     if a.ndim == b.ndim == 2:
         assert offs is not None

@@ -13,7 +13,7 @@ import torch
 from thrifty.core.errors import InfeasibleError, ThriftyError
 
 _TEXTS = ("DefaultCPUAllocator", "out of memory", "Cannot allocate memory", "ALLOC_FAILED", "bad_alloc")
-"""Messages of out-of-memory errors without a type of their own."""
+"""Messages of out-of-memory errors that have no exception type of their own."""
 _SIZE = re.compile(r"allocate ([\d.]+) ?(bytes|[KMGT]iB)", re.IGNORECASE)
 _UNITS = {"bytes": 1, "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 _LOOP = ("thrifty/training/loop.py", "train")
@@ -32,19 +32,22 @@ _PHASES = (
     ("thrifty/core/backward.py", "", "the forward pass"),
     (*_LOOP, "the forward pass"),
 )
-"""File, function and phase. The first entry on the error's traceback counts, so inner phases precede outer ones."""
+"""File, function and phase. The first entry that occurs in the error's traceback is reported, so inner phases come
+first.
+"""
 
 
 class OutOfMemory(InfeasibleError):
-    """An allocator refused memory that the work requires."""
+    """Error of an allocator that refused memory, with the phase of the run and a fix."""
 
 
 @contextmanager
 def explain_out_of_memory(
     predicted: float | None = None, remedy: Callable[[float], str] | None = None
 ) -> Iterator[None]:
-    """Raise OutOfMemory in place of an allocator's error, after releasing the tensors that its traceback holds.
-    `predicted` is the predicted peak of tensors in bytes. `remedy` returns the fix for the available bytes."""
+    """Raise OutOfMemory in place of an allocator's error, after releasing the tensors in its traceback. `predicted` is
+    the predicted peak of tensors in bytes. `remedy` returns the fix for the peak bytes that were available.
+    """
     try:
         yield
     except Exception as error:
@@ -65,7 +68,7 @@ def explain_out_of_memory(
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return True if an error, or one of its causes, is a lack of memory."""
+    """Return True if an error, or one of its causes, is an out-of-memory error."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError | OutOfMemory):
         return True
     if isinstance(error, OSError):

@@ -1,7 +1,7 @@
-"""Strict conversion between typed values and plain data; errors name the path and the nearest valid name.
+"""Strict conversion between typed values and plain data. Errors name the path and the nearest valid name.
 
 It covers frozen dataclasses with fields of bool, int, float, str, optional types, tuples, literals and dataclasses.
-Recipes and techniques consist of these.
+Recipes and techniques consist of such dataclasses.
 """
 
 import dataclasses
@@ -18,9 +18,9 @@ from thrifty.core.setting_bounds import check_plain, hints_of
 
 T = TypeVar("T")
 DEEPEST = 16
-"""Largest depth of nested tables and lists."""
+"""Maximum depth of nested tables and lists."""
 LONGEST_KEY = 100
-"""Most dots in a key: reading a key takes time quadratic in its parts."""
+"""Maximum number of dots in a key, because reading a key takes time quadratic in its parts."""
 
 NO_DATA = {"no data": True}
 """Metadata of a field that plain data never contains."""
@@ -28,8 +28,9 @@ _SECONDS = {"s": 1, "sec": 1, "min": 60, "h": 3600}
 
 
 def parse_toml(text: str, name: str) -> dict[str, Any]:
-    """Return the tables of a user's text; `name` is the name of its file or option. Raises TOMLDecodeError for invalid
-    TOML, UsageError for values that no setting can have (see `check_plain`)."""
+    """Return the tables of a user's TOML text; `name` is the name of its file or option. Raise TOMLDecodeError for
+    invalid TOML, UsageError for values that no setting can have (see `check_plain`).
+    """
     try:
         if any(key.count(".") > LONGEST_KEY for line in text.splitlines() for key in _keys(line)):
             raise RecursionError
@@ -62,8 +63,9 @@ def _check_tree(value: Any, name: str, path: str, depth: int) -> None:
 
 
 def build(kind: type[T], data: Mapping[str, Any], path: str = "", base: T | None = None) -> T:
-    """Return a dataclass built from a table; with `base`, the table has only the fields that differ. Raises UsageError
-    with the path of the first value that does not fit."""
+    """Return a dataclass built from a table. With `base`, the table has only the fields that differ from `base`. Raise
+    UsageError with the path of the first invalid value.
+    """
     if not isinstance(data, Mapping):
         raise UsageError(f"{path} must be a table, not {data!r}", fix=f"write [{path}] and its keys below")
     hints = hints_of(kind)
@@ -81,8 +83,9 @@ def build(kind: type[T], data: Mapping[str, Any], path: str = "", base: T | None
 
 
 def convert(kind: Any, value: Any, path: str, base: Any = None) -> Any:
-    """Return a value converted to the type of its field. Only an int may become a float. A table is merged into the
-    dataclass `base`, if that is passed."""
+    """Return a value converted to the type of its field. An int may become a float; no other type changes. A table is
+    merged into the dataclass `base`, if `base` is passed.
+    """
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
         return convert(arguments[0], value, path, base)
@@ -195,7 +198,9 @@ def write_size(size: float) -> str:
 
 
 def read_size(text: str, option: str = "--memory") -> float:
-    """Return `400MB`, `16GiB` or `4e8` in bytes. Raises UsageError, with the option's name, for other texts."""
+    """Return a size such as `400MB`, `16GiB` or `4e8` in bytes. Raise UsageError, with the option's name, for any other
+    text.
+    """
     match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*(?:e[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
     size = float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ") if match else 0.0
     if size <= 0:
@@ -204,7 +209,9 @@ def read_size(text: str, option: str = "--memory") -> float:
 
 
 def read_budget(text: str, option: str = "--budget") -> dict[str, float]:
-    """Return `500steps`, `1e7 tokens`, `3 epochs`, `90s`, `10min` or `2h` as the recipe's budget table."""
+    """Return a budget such as `500steps`, `1e7 tokens`, `3 epochs`, `90s`, `10min` or `2h` as the recipe's budget
+    table. Raise UsageError, with the option's name, for any other text.
+    """
     match = re.fullmatch(r"\s*([0-9][0-9_]*\.?[0-9]*(?:e[0-9]+)?)\s*([a-z]+)\s*", text.lower())
     number, unit = (float(match[1]), match[2]) if match else (0.0, "")
     if unit in ("step", "steps") and number.is_integer():

@@ -1,4 +1,4 @@
-"""Random generators seeded by a name, independent of earlier draws, and the state of global generators."""
+"""Random generators seeded by a key, independent of earlier random numbers, and states of the global generators."""
 
 import hashlib
 import random
@@ -21,19 +21,20 @@ def keyed_generator(key: str, like: Tensor | None = None) -> torch.Generator:
 
 
 def start_draws(seed: int, device: torch.device | None = None) -> None:
-    """Seed the global generators of Python, NumPy and torch: on the CPU, and on all devices of the type of `device`.
-    `torch.manual_seed` also seeds every other device type, and formats a stack trace for each that is unused."""
+    """Seed the global generators of Python, NumPy and torch, for the CPU and all devices of the type of `device`.
+    `torch.manual_seed` would also seed every other device type, and format a stack trace for each unused type.
+    """
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed % 2**63)
     if device is not None and device.type not in ("cpu", "meta"):
         kind = torch.get_device_module(device)
-        # seed all devices of this type: the current one may be another
+        # all devices of this type, because the current device may be another
         getattr(kind, "manual_seed_all", kind.manual_seed)(seed)
 
 
 class GeneratorStates:
-    """States of the global generators of Python, NumPy and torch, on the CPU and on those devices that exist here."""
+    """States of the global generators of Python, NumPy and torch, for the CPU and the available `devices`."""
 
     def __init__(self, devices: Iterable[torch.device] = ()):
         self._host = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -41,7 +42,7 @@ class GeneratorStates:
         self._devices = {device: kind.get_rng_state(device) for device, kind in modules.items() if kind.is_available()}
 
     def put_back(self) -> None:
-        """Set the generators to these states."""
+        """Restore all generators to the stored states."""
         python, numpy, cpu = self._host
         random.setstate(python)
         np.random.set_state(numpy)
@@ -51,7 +52,7 @@ class GeneratorStates:
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Set the generators to these states inside the block, and back afterwards."""
+        """Use the stored states inside the block, and restore the present states afterwards."""
         before = GeneratorStates(self._devices)
         self.put_back()
         try:
@@ -61,5 +62,5 @@ class GeneratorStates:
 
 
 def preserved_draws(tensors: Iterable[Tensor] = ()) -> AbstractContextManager[None]:
-    """Restore the global generators after the block, also those of the tensors' devices."""
+    """Restore the global generators after the block, including the generators of the tensors' devices."""
     return GeneratorStates({tensor.device for tensor in tensors}).restored()

@@ -1,7 +1,7 @@
-"""Recipe: one value that defines a run.
+"""Recipe: one immutable object that defines a run.
 
-The sections below are plain values. `models` builds from `ModelSettings`, `data` opens `DataSettings`, and `training`
-uses the rest.
+The sections of a recipe are plain values. `models` builds a model from `ModelSettings`, `data` opens `DataSettings`,
+and `training` uses the other sections.
 """
 
 import math
@@ -33,16 +33,19 @@ class ModelSettings:
     preset: str = "llama-nano"
     """Name of a preset; empty if a function builds the model."""
     build: str | None = None
-    """A function as package.module:function, or the class of a passed module. It is a record: no file runs it by
-    itself."""
+    """Name of the function that builds the model, as package.module:function, or the class name of a passed module. The
+    name is only a record: loading a file never runs the function.
+    """
     arguments: Mapping[str, Argument] | None = field(default=None, hash=False)
-    """Arguments of the function, with `build`."""
+    """Arguments of the function in `build`."""
     weights: str | None = None
-    """"given", with `build`, if training starts from the weights of a passed module."""
+    """"given" if training starts from the weights of a passed module. Requires `build`."""
     folder: str = ""
-    """A Hugging Face model folder in place of a preset: config.json, and safetensors weights unless `reinitialize`."""
+    """Hugging Face model folder, in place of a preset. It has config.json and, unless `reinitialize` is True,
+    safetensors weights.
+    """
     reinitialize: bool = False
-    """True to take only the architecture of `folder`, and start from random weights."""
+    """True to use only the architecture of `folder`, with random initial weights."""
     depth: int | None = None
     width: int | None = None
     heads: int | None = None
@@ -50,17 +53,18 @@ class ModelSettings:
     hidden: int | None = None
     """Inner width of the feed-forward network."""
     tied: bool | None = None
-    """True if the head shares the token embedding's weights."""
+    """True if the output head shares the token embedding's weights."""
     patch: int | None = None
     """Height and width of a patch in pixels, for a vit."""
     pool: str | None = None
-    """Input of the head, for a vit. "class" is the class token, "mean" the mean of all patches of a model without one.
-    "patches" is the mean of all patches of a model with a class token, such as a trained MAE."""
+    """Input of the output head, for a vit. "class" is the class token. "mean" is the mean of all patches, in a model
+    without a class token. "patches" is the mean of all patches, in a model with a class token, such as a trained MAE.
+    """
     decoder_depth: int | None = None
-    """Blocks of the decoder, for a mae."""
+    """Number of decoder blocks, for a mae."""
     decoder_width: int | None = None
     text_depth: int | None = None
-    """Blocks of the caption encoder, for a clip; the sizes above are those of the image encoder."""
+    """Number of blocks of the caption encoder, for a clip. The sizes above are for the image encoder."""
     text_width: int | None = None
     text_heads: int | None = None
 
@@ -69,14 +73,14 @@ class ModelSettings:
         if self.build is None:
             if self.arguments or self.weights:
                 raise UsageError(
-                    "model.arguments are set, and no function builds the model", fix="--model package.module:function"
+                    "model.arguments are set, but no function builds the model", fix="--model package.module:function"
                 )
             return
         allowed = ("preset", "build", "arguments", "weights")
         plain = [name for name, value in vars(self).items() if value not in (None, "", False) and name not in allowed]
         if plain:
             raise UsageError(
-                f"model.{plain[0]} is set, and the function {self.build!r} builds the model",
+                f"model.{plain[0]} is set, but the function {self.build!r} builds the model",
                 fix=f"leave model.{plain[0]} out, or pass it to the function in model.arguments",
             )
         object.__setattr__(self, "preset", "")
@@ -84,22 +88,24 @@ class ModelSettings:
 
 @dataclass(frozen=True)
 class AugmentationSettings:
-    """Random changes of training images; see `data/images/augmentation.py`. All are off by default."""
+    """Random changes of training images; see `data/images/augmentation.py`. By default, all are off."""
 
     crop: Natural = 0
     """Pixels of padding around an image before a random crop to its size."""
     flip: bool = False
     """True to flip half of the images horizontally."""
     operations: Annotated[int, SettingBound(least=0, most=32)] = 0
-    """Number of random colour and geometry operations per image."""
+    """Number of random color and geometry operations per image."""
     magnitude: Probability = 0.3
-    """Strength of these operations, from 0 (none) to 1 (strongest)."""
+    """Strength of the random operations, from 0 (none) to 1 (strongest)."""
     erase: Probability = 0.0
     """Fraction of images in which a random rectangle is erased."""
     mixup: Rate = 0.0
     """Parameter a of the Beta(a, a) distribution of mixing weights for two images; 0 mixes none."""
     cutmix: Rate = 0.0
-    """The same for pasting a rectangle of another image."""
+    """Parameter a of the Beta(a, a) distribution of the area that stays when a rectangle of another image is pasted; 0
+    pastes none.
+    """
 
     def __post_init__(self) -> None:
         check_bounds(self, "data.augment")
@@ -108,48 +114,52 @@ class AugmentationSettings:
 @dataclass(frozen=True)
 class DataSettings:
     source: str = "python-stdlib"
-    """Training data: a file (.txt, .jsonl, .parquet), a folder of text files, the name of a known set, or
+    """Training data: a file (.txt, .jsonl, .parquet), a folder of text files, the name of a known data set, or
     hub:owner/name.
 
     sequence_to_sequence also takes pairs: a .tsv, or a .jsonl with the fields "source" and "target". chat_answers takes
-    a .jsonl or .json of conversations, or a known set of them. Objectives with labels take a .csv, .tsv, .jsonl or
-    .parquet of texts, a folder of such files called train and test, or hub:owner/name.
+    a .jsonl or .json of conversations, or a known set of conversations. Objectives with labels take a .csv, .tsv,
+    .jsonl or .parquet of texts, a folder of such files called train and test, or hub:owner/name.
 
-    classification also takes "digits", a known set of images, or a folder with one folder of images per label.
-    masked_reconstruction takes these and any folder of images.
+    classification also takes "digits", a known set of images, or a folder with one subfolder of images per label.
+    masked_reconstruction takes these sources, and any folder of images.
 
-    contrastive takes a known set of images with captions, or a .jsonl, .tsv or .parquet that names them. It also takes
-    a folder with such a table, or with a text file per image.
+    contrastive takes a known set of images with captions, or a .jsonl, .tsv or .parquet with image names and captions.
+    It also takes a folder with such a table, or with one text file per image.
     """
     sources: Mapping[str, float] = field(default_factory=dict)
-    """Several sources of plain text in place of `source`, each with its proportion of examples:
-    {"wiki.txt" = 3, "code" = 1}. The tokenizer is trained on the first unless `tokenizer` is set."""
+    """Several sources of plain text in place of `source`, each with its proportion of examples: {"wiki.txt" = 3, "code"
+    = 1}. The tokenizer is trained on the first source unless `tokenizer` is set.
+    """
     separate: bool = False
-    """next_token: mask attention between documents of a row, and start each at position 0."""
+    """next_token: mask attention between the documents of a row, and start each document at position 0."""
     column: str = "text"
-    """Text column of a .jsonl or .parquet. For images with captions: the caption column; by default, usual names are
-    tried."""
+    """Text column of a .jsonl or .parquet. For images with captions, the caption column; by default, common names are
+    tried.
+    """
     pair_column: str = ""
-    """Column of a pair's second text, for labelled texts; by default, usual names are tried."""
+    """Column of a pair's second text, for labeled texts. By default, common names are tried."""
     label_column: str = ""
-    """Column of labels, for labelled texts; by default, usual names are tried."""
+    """Column of labels, for labeled texts. By default, common names are tried."""
     held_out_source: str = ""
-    """File of held-out rows, for labelled texts, in place of a fraction of `source`."""
+    """File of held-out rows, for labeled texts, in place of a fraction of `source`."""
     tokenizer: str = ""
-    """A tokenizer.json; empty trains a byte-level BPE tokenizer on the training documents."""
+    """Path of a tokenizer.json. If empty, a byte-level BPE tokenizer is trained on the training documents."""
     vocabulary: int = 4096
     length: Positive = 256
-    """Tokens per example."""
+    """Number of tokens per example."""
     batch: Positive = 32
-    """Effective batch: examples per step over all ranks and micro-batches."""
+    """Effective batch: number of examples per step over all ranks and micro-batches."""
     held_out: Annotated[float, SettingBound(above=0, below=1)] = 0.05
-    """Fraction of documents held out for evaluation, chosen by a hash of the text, or of the image file. Images of a
-    source with its own test set are not split."""
+    """Fraction of documents or images held out for evaluation, chosen by a hash of the text or image file. Image
+    sources with their own test set are not split.
+    """
     near_duplicates: Annotated[float | None, SettingBound(above=0, most=1)] = None
-    """Similarity to an earlier document, as a fraction of shared 5-word sequences, above which a text is left out. 0.8
-    is usual. By default, none are searched for."""
+    """Maximum similarity of a text to an earlier document; more similar texts are left out. Similarity is the fraction
+    of shared 5-word sequences. 0.8 is common. None does not search for near duplicates.
+    """
     size: Annotated[int | None, SettingBound(least=1, most=8192)] = None
-    """Height and width of images in pixels; by default the known set's, and for a folder the model's."""
+    """Height and width of images in pixels. Default: the size of the known set, or for a folder the model's size."""
     augment: AugmentationSettings | None = None
 
     def __post_init__(self) -> None:
@@ -181,7 +191,7 @@ class ObjectiveSettings:
     packed: bool | None = None
     """chat_answers: pack several conversations into a row."""
     template: str | None = None
-    """chat_answers: a chat template by name ("chatml", "alpaca") or file; by default the tokenizer's own."""
+    """chat_answers: name ("chatml", "alpaca") or file of a chat template. Default: the template of the tokenizer."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "objective")
@@ -193,7 +203,7 @@ class Budget:
 
     steps: int | None = None
     tokens: float | None = None
-    """Amount in the unit of the data: tokens of plain text, images, or examples of a user's own dataset."""
+    """Amount in the unit of the data: tokens of plain text, images, or examples of a user's own data set."""
     epochs: float | None = None
     seconds: float | None = None
 
@@ -206,12 +216,14 @@ class Budget:
                 raise UsageError(f"budget.{name} is {getattr(self, name)}", fix="use a positive, finite amount")
 
     def in_epochs_of(self, amount: float | None) -> int:
-        """Return the epochs as an amount, rounded up, if one epoch has `amount`. Raises UsageError for None."""
+        """Return the budget in epochs as an amount, rounded up, if one epoch has `amount`. Raise UsageError if `amount`
+        is None.
+        """
         assert self.epochs is not None
         if amount is None:
             raise UsageError(
-                f"a budget in epochs ({self.epochs:g}) requires data with a known number of examples: streams, and "
-                "several sources in one run, have no epochs",
+                f"a budget in epochs ({self.epochs:g}) requires data with a known number of examples; streams and "
+                "several sources in one run have no epochs",
                 fix="--budget 500steps or --budget 10min",
             )
         return math.ceil(self.epochs * amount)
@@ -220,16 +232,16 @@ class Budget:
 @dataclass(frozen=True)
 class EvaluationSettings:
     every: Positive = 100
-    """Steps between evaluations on held-out data; the last step is always evaluated."""
+    """Number of steps between evaluations on held-out data. The last step is always evaluated."""
     examples: Positive = 64
     at_start: bool = False
     """True to evaluate before the first step too, for runs that start from a trained model."""
     judge: str = "loss"
     """Held-out measure for the best checkpoint, early stopping and comparisons: "loss", or the name of a metric."""
     lower_is_better: bool | None = None
-    """Direction of `judge`; by default True for the loss, False for a metric."""
+    """True if lower values of `judge` are better. Default: True for the loss, False for a metric."""
     patience: Annotated[int | None, SettingBound(least=1)] = None
-    """Evaluations without an improvement after which a run stops early; None never stops early."""
+    """Number of evaluations without improvement after which a run stops early. None never stops early."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "evaluation")
@@ -242,11 +254,11 @@ class EvaluationSettings:
 @dataclass(frozen=True)
 class CheckpointSettings:
     every: Positive = 200
-    """Steps between checkpoints; the last step always has one."""
+    """Number of steps between checkpoints. The last step always has a checkpoint."""
     keep: Positive = 2
     """Number of newest verified checkpoints to keep, in addition to the best by held-out loss."""
     extra_steps: tuple[StepOrFraction, ...] = ()
-    """Further steps or fractions of the run with a checkpoint that is always kept."""
+    """Steps, or fractions of the run, of additional checkpoints that are never deleted."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "checkpoints")
@@ -261,10 +273,11 @@ class Recipe:
     """One line that describes the run and its expected result."""
     seed: int = 0
     device: str = "auto"
-    """"cpu", "cuda", or "auto" for a GPU if there is one."""
+    """"cpu", "cuda" or "auto". "auto" is a GPU if there is one, else the CPU."""
     deterministic: bool = True
-    """True to use only deterministic GPU kernels, so that a resumed run equals an uninterrupted one. CPU kernels are
-    always deterministic."""
+    """True to use only deterministic GPU kernels, so that a resumed run equals an uninterrupted run. CPU kernels are
+    always deterministic.
+    """
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
     objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
@@ -276,7 +289,7 @@ class Recipe:
     techniques: tuple[Technique, ...] = ()
     """Techniques, sorted by stage."""
     objects: UserObjects = field(default_factory=UserObjects, compare=False, repr=False, metadata=NO_DATA)
-    """Objects passed from Python, which no file contains; `python` has their names."""
+    """Objects passed from Python. Files store only their names, in `python`."""
 
     def __post_init__(self) -> None:
         check_name(self.name)
@@ -308,7 +321,7 @@ class Recipe:
 
     @property
     def _recorded(self) -> dict[str, str]:
-        """Names of the objects that the recipe records."""
+        """Names of the recorded objects, by setting."""
         every = {"model": self.model.build, **vars(self.python), "sources": None}
         return {
             name: text if isinstance(text, str) else text[0].rpartition(" ")[2] for name, text in every.items() if text
@@ -316,8 +329,9 @@ class Recipe:
 
     @property
     def object_options(self) -> str | None:
-        """Command-line options that name the objects, each after a space. None if an object has no name there: a
-        module, an instance, metrics."""
+        """Command-line options that name the recorded objects, each after a space. None if the command line cannot name
+        one of them: a module, an instance, `collate` or metrics.
+        """
         return self._options_of(self._recorded)
 
     def _options_of(self, recorded: Mapping[str, str]) -> str | None:
@@ -328,7 +342,7 @@ class Recipe:
         return "".join(f" --{name.replace('_', '-')} {text}" for name, text in recorded.items())
 
     def resume_line(self, folder: object, fork: str = "") -> str:
-        """Return the command or call that resumes the run of this recipe."""
+        """Return the command or Python call that resumes the run in `folder`."""
         passed = {name: "…" for name in self._recorded}
         if is_function_name(self.model.build) and not self.model.weights:
             passed["model"] = str(self.model.build).rpartition(":")[2]
@@ -342,7 +356,9 @@ class Recipe:
         return call if self.object_options is None else spelled(command, call)
 
     def refuse_missing_objects(self, *names: str) -> None:
-        """Raise UsageError if an object that the recipe names was not passed; `names` limits the check."""
+        """Raise UsageError if an object that the recipe names was not passed. `names` limits the check to these
+        objects.
+        """
         recorded = {name: text for name, text in self._recorded.items() if name in (names or self._recorded)}
         passed = {"model": self.objects.build, **vars(self.objects.described)}
         missing = {name: text for name, text in recorded.items() if not passed[name]}
@@ -358,6 +374,8 @@ class Recipe:
 
 
 def _is_named(text: str) -> bool:
-    """Return True for the name of a function or a value, False for a class, which is recorded for an instance."""
+    """Return True for the name of a function or a value. Return False for the name of a class, which records an
+    instance.
+    """
     is_class = text.startswith(("builtins:", "numpy:")) or text.rpartition(":")[2].rpartition(".")[2][:1].isupper()
     return is_function_name(text) and not is_class

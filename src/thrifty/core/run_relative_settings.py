@@ -1,8 +1,8 @@
 """Settings relative to a run: moments in time, and the effective batch.
 
-A float moment is a fraction of the whole run; an int is a number of steps. `warmup: StepOrFraction = 0.05` means the
-first twentieth of the run, `warmup = 200` means 200 steps. `batch: EffectiveBatch = 0` means the run's effective batch.
-Composing a run replaces both, so that techniques receive only steps and examples.
+A moment that is a float is a fraction of the whole run. A moment that is an int is a number of steps. `warmup:
+StepOrFraction = 0.05` is the first twentieth of the run, and `warmup = 200` is 200 steps. `batch: EffectiveBatch = 0`
+is the run's effective batch. Composing a run replaces both, so techniques receive only steps and examples.
 """
 
 import dataclasses
@@ -21,8 +21,9 @@ def in_steps(moment: int | float, steps: int) -> int:
 
 
 def resolve_moments(value: T, steps: int, batch: int = 0) -> T:
-    """Return a copy of a dataclass whose moments are steps of a run of `steps`. These are fields annotated
-    `StepOrFraction`, or a tuple of them. An `EffectiveBatch` of 0 becomes `batch`."""
+    """Return a copy of a dataclass with each moment as a step of a run of `steps` steps. Moments are fields annotated
+    `StepOrFraction` or a tuple of `StepOrFraction`. An `EffectiveBatch` of 0 becomes `batch`.
+    """
     hints = hints_of(type(value))
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(value):  # type: ignore[arg-type]
@@ -37,7 +38,7 @@ def resolve_moments(value: T, steps: int, batch: int = 0) -> T:
 
 
 def refuse_shares(value: object, name: str) -> None:
-    """Raise UsageError if a moment is still a fraction of a run, since the number of steps is unknown outside a run."""
+    """Raise UsageError if a moment is a fraction of a run, since the number of steps is unknown outside a run."""
     hints = hints_of(type(value))
     for field in dataclasses.fields(value):  # type: ignore[arg-type]
         current, hint = getattr(value, field.name), hints[field.name]
@@ -45,14 +46,14 @@ def refuse_shares(value: object, name: str) -> None:
         if any(isinstance(moment, float) for moment in moments):
             steps = 1000 if hint == StepOrFraction else (1000,) * len(moments)
             raise UsageError(
-                f"{name}: {field.name} is {current}, a fraction of a run, and the number of steps is unknown here",
-                fix=f"pass total_steps=…, the steps of your loop, or a number of steps, such as {field.name}={steps}",
+                f"{name}: {field.name} is {current}, a fraction of a run, but the number of steps is unknown",
+                fix=f"pass total_steps=N, the number of steps of your loop; or {field.name}={steps}",
             )
 
 
 def refuse_unknown_batch(value: object, name: str) -> None:
-    """Raise UsageError if a setting means the run's effective batch, which is unknown outside a run."""
+    """Raise UsageError if a setting is 0 for the run's effective batch, which is unknown outside a run."""
     hints = hints_of(type(value))
     for field in dataclasses.fields(value):  # type: ignore[arg-type]
         if hints[field.name] == EffectiveBatch and not getattr(value, field.name):
-            raise UsageError(f"{name}: the effective batch is unknown here", fix=f"set it, such as {field.name}=256")
+            raise UsageError(f"{name}: the effective batch of your loop is unknown", fix=f"{field.name}=256")

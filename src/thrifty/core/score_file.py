@@ -5,8 +5,8 @@ A safetensors file with
     runs                           float32 (r, n), the scores of each run
     labels                         int64 (n,), if examples have classes
     predicted, confidence, own     int64, float32, float32 (n,), if a classifier was trained: see `PredictedLabels`
-and one JSON metadata entry (`ScoreProvenance`). Its fingerprint of the examples must match the data that the scores are
-used with. A recipe names a score file together with its sha256.
+and one JSON metadata entry (`ScoreProvenance`). Its fingerprint must match the examples that the scores
+are used for. A recipe names a score file together with its sha256.
 """
 
 import hashlib
@@ -39,12 +39,12 @@ class PredictedLabels:
     predicted: Tensor
     """Predicted label with the most support over runs."""
     confidence: Tensor
-    """Mean probability of the predicted label over runs; a run that predicts another label counts 0."""
+    """Mean probability of the predicted label over runs. A run that predicts another label counts as 0."""
     own: Tensor
     """Mean probability of the example's own label."""
 
     def suspicion(self, labels: Tensor) -> Tensor:
-        """Return the excess probability of another label over the own one (n,); 0 if the own one is predicted."""
+        """Return how much more probable the predicted label is than the own label (n,); 0 if they are equal."""
         return torch.where(self.predicted == labels, 0.0, (self.confidence - self.own).clamp(min=0))
 
 
@@ -62,14 +62,14 @@ class ScoreProvenance:
     label_names: tuple[str, ...] = ()
     seeds: tuple[int, ...] = ()
     steps: int = 0
-    """Training steps of each run."""
+    """Number of training steps of each run."""
     steps_of_recipe: int = 0
-    """Steps of the whole run, to which schedules are fitted."""
+    """Number of steps of the whole run, to which schedules are fitted."""
     flops: float = 0.0
     """FLOPs of training and scoring together."""
     seconds: float = 0.0
     model: str = ""
-    """Folder of the model that embedded the examples, or empty."""
+    """Folder of the model that embedded the examples; empty if no model did."""
     thrifty: str = ""
 
 
@@ -91,29 +91,32 @@ class ExampleScores:
 
 
 def scores_bytes(scores: ExampleScores) -> bytes:
-    """Return the content of the score file. Equal scores and facts give equal bytes."""
+    """Return the content of the score file. Equal scores and provenance produce equal bytes."""
     tensors = {"scores": scores.scores.float(), "runs": scores.runs.float()}
     if scores.labels is not None:
         tensors["labels"] = scores.labels
     if scores.guesses is not None:
         tensors |= vars(scores.guesses)
     facts = json.dumps({"format": FORMAT, **asdict(scores.facts)}, sort_keys=True)
-    return save({name: tensor.clone() for name, tensor in tensors.items()}, {KEY: facts})  # of one run, both share data
+    return save(
+        {name: tensor.clone() for name, tensor in tensors.items()}, {KEY: facts}
+    )  # clone, because scores and runs of one run share memory
 
 
 def file_hash(path: Path) -> str:
-    """Return the sha256 of a score file. Raises UsageError if there is none."""
+    """Return the sha256 of a score file. Raise UsageError if the file cannot be read."""
     try:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
         raise UsageError(
-            f"there is no scores file {path}: {error.strerror}", fix="make one: thrifty data score RECIPE --out FILE"
+            f"there is no score file {path}: {error.strerror}", fix="make one: thrifty data score RECIPE --out FILE"
         ) from None
 
 
 def read_scores(path: Path) -> ExampleScores:
-    """Return the scores in a file. Raises UsageError if the file is missing, IntegrityError if it is no valid score
-    file."""
+    """Return the scores in a file. Raise UsageError if the file cannot be read, IntegrityError if it is not a valid
+    score file.
+    """
     file_hash(path)
     with untraced(), unset_fake_temporarily():  # real tensors even inside a fake-tensor count
         try:
@@ -127,7 +130,7 @@ def read_scores(path: Path) -> ExampleScores:
         except (SafetensorError, AttributeError, KeyError, ValueError, TypeError) as error:
             is_other_file = isinstance(error, KeyError) and error.args == (KEY,)
             what = f"it has no metadata entry {KEY!r}" if is_other_file else str(error)
-            raise IntegrityError(f"{path} is no scores file: {what}", fix="score again: thrifty data score") from None
+            raise IntegrityError(f"{path} is not a score file: {what}", fix="score again: thrifty data score") from None
         return ExampleScores(tensors["scores"], tensors["runs"], facts, tensors.get("labels"), guesses)
 
 
@@ -152,7 +155,7 @@ def _check(tensors: Mapping[str, Tensor]) -> None:
 
 
 def average_scores(parts: Sequence[ExampleScores]) -> ExampleScores:
-    """Return several runs' scores by one method as one: the means, with the total cost."""
+    """Return the mean scores of several runs by one method, with the total cost of the runs."""
     runs, facts = torch.cat([part.runs for part in parts]), [part.facts for part in parts]
     merged = replace(
         facts[0],

@@ -1,7 +1,8 @@
-"""Redaction of secrets in all texts that Thrifty writes for people, by key names and by known formats of values.
+"""Redaction of secrets in all texts that Thrifty writes for people. It recognizes key names and known formats of
+values.
 
-The files are meant to be shared, so a false alarm is cheaper than a leak. Formats of random letters and digits must be
-long or have a mark that words lack: `hf_llama_small` is a name.
+The files are meant to be shared, so a false alarm costs less than a leak. Formats of random letters and digits must be
+long or have a mark that words lack, because `hf_llama_small` is a name.
 """
 
 import re
@@ -74,7 +75,9 @@ _NUMBER = re.compile(r"[+-]?[\d_.]+(e[+-]?\d+)?", re.IGNORECASE)
 
 
 def names_a_secret(key: str) -> bool:
-    """Return True if a key's words mark its value as private: `HF_TOKEN`, `apiKey`, but not `tokens`, `tokenizer`."""
+    """Return True if the words of a key mark its value as secret: `HF_TOKEN` or `apiKey`, but not `tokens` or
+    `tokenizer`.
+    """
     words = [word.lower() for word in _WORDS.findall(key)]
     return not SECRET_WORDS.isdisjoint(words) or not SECRET_PAIRS.isdisjoint(pairwise(words))
 
@@ -93,7 +96,7 @@ def redact_text(text: str) -> str:
 
 
 def redact_command(arguments: Sequence[str]) -> list[str]:
-    """Return a command line without secrets, including the word after an option such as `--password`."""
+    """Return a command line without secrets. A word after an option such as `--password` is also redacted."""
     shown, secret_follows = [], False
     for argument in map(str, arguments):
         assigned = _ARGUMENT.fullmatch(argument)
@@ -108,8 +111,9 @@ def redact_command(arguments: Sequence[str]) -> list[str]:
 
 
 def redact(value: Any, key: str = "", keep: Callable[[str], bool] = lambda text: False) -> Any:
-    """Return a JSON value without secrets. Numbers stay, since a measured `bytes_per_token` is no secret. Images stay,
-    and strings that `keep` accepts."""
+    """Return a JSON value without secrets. Numbers stay, since a measured `bytes_per_token` is not a secret. Images,
+    and strings for which `keep` returns True, stay too.
+    """
     if isinstance(value, Mapping):
         secret = key if names_a_secret(key) else ""
         return {redact_text(str(name)): redact(inner, secret or str(name), keep) for name, inner in value.items()}

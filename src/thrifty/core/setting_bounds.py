@@ -38,7 +38,9 @@ Fraction = Annotated[float, SettingBound(above=0, most=1)]
 Probability = Annotated[float, SettingBound(least=0, most=1)]
 Rate = Annotated[float, SettingBound(least=0)]
 LEAST_EPSILON = SettingBound(least=1e-20)
-"""Bound for the eps of a root. A smaller one leaves 0 / 0 for zero gradients, since its square underflows."""
+"""Bound for eps in a denominator with a square root. The square of a smaller eps underflows, so zero gradients give 0 /
+0.
+"""
 Epsilon = Annotated[float, LEAST_EPSILON]
 Betas = Annotated[tuple[float, float], SettingBound(least=0, below=1)]
 LARGEST_INTEGER = 2**63 - 1
@@ -52,9 +54,10 @@ def hints_of(kind: type) -> Mapping[str, Any]:
 
 
 def check_bounds(value: Any, name: str) -> None:
-    """Raise UsageError for the first field of a dataclass whose value its annotation excludes. Excluded are values
-    outside the bound, words that a Literal lacks, and values that no recipe can contain (see `check_plain`). A number
-    may be infinite or NaN only if its default is."""
+    """Raise UsageError for the first field of a dataclass whose value is not allowed. Not allowed are values outside
+    the bound, words that are not in the Literal, and values that no recipe can contain (see `check_plain`). A number
+    may be infinite or NaN only if the default of the field is.
+    """
     hints = hints_of(type(value))
     for field in fields(value):
         usual = field.default if isinstance(field.default, tuple) else (field.default,)
@@ -77,9 +80,10 @@ def _notes(hint: Any) -> tuple[Any, ...]:
 
 
 def check_plain(value: Any, name: str, refused: Collection[str] = ()) -> None:
-    """Raise UsageError for values that no recipe can contain. These are integers beyond 64 bits, text that is not
-    Unicode or has control characters, and floats named in `refused` ("inf", "nan"). Lists and tables are checked with
-    all their values."""
+    """Raise UsageError for a value that no recipe can contain. Such values are integers beyond 64 bits, text that is
+    not Unicode or has control characters, and floats named in `refused` ("inf", "nan"). Lists and tables are checked
+    recursively.
+    """
     if isinstance(value, Mapping):
         for key, item in value.items():
             check_plain(key, f"{name}: a key")
@@ -98,7 +102,7 @@ def check_plain(value: Any, name: str, refused: Collection[str] = ()) -> None:
 
 
 _STRANGE = re.compile(r"[^\t\n\r -~\xa0-\ud7ff\ue000-\U0010ffff]")
-"""Control characters, and bytes of a command line or a file name that are not Unicode text."""
+"""Control characters, and bytes from a command line or file name that are not Unicode text."""
 
 
 def check_pattern(value: Any, name: str, field: str) -> None:
@@ -106,5 +110,5 @@ def check_pattern(value: Any, name: str, field: str) -> None:
     try:
         re.compile(getattr(value, field))
     except re.error as error:
-        what = f"{name}: {field} is no regular expression: {error}"
+        what = f"{name}: {field} is not a regular expression: {error}"
         raise UsageError(what, fix=rf"for instance {field} = '\.mlp\.'") from None

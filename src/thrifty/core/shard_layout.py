@@ -1,8 +1,8 @@
 """Layout of a tensor's values on a rank.
 
 Some weights are fused from slices, such as queries, keys and values, and each slice is divided among ranks. Such a
-tensor is stored in fused order: the first rank's parts of all slices, then those of the second rank, and so on. Equal
-pieces along the dim are then the parts of the ranks. A tag on the tensor records the order, which is undone wherever
+tensor is stored in fused order: the first rank's parts of all slices, then the second rank's parts, and so on. An equal
+split of the dim then gives each rank its parts. A tag on the tensor records the order. The order is undone wherever
 values are stored by name.
 """
 
@@ -30,19 +30,19 @@ class TensorBox:
         return math.prod(self.shape)
 
     def within(self, other: "TensorBox") -> tuple[slice, ...]:
-        """Return the slices of this box in a tensor that holds `other`."""
+        """Return the slices that select this box in a tensor with the values of `other`."""
         places = zip(self.offset, other.offset, self.shape, strict=True)
         return tuple(slice(start - origin, start - origin + length) for start, origin, length in places)
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """Slices of this box in the full tensor."""
+        """Slices that select this box in the full tensor."""
         return tuple(slice(start, start + length) for start, length in zip(self.offset, self.shape, strict=True))
 
 
 @dataclass(frozen=True)
 class LocalShard:
-    """Values on this rank: a box of the whole tensor, and its position in the local values."""
+    """Values on this rank: a box of the full tensor, and its position in the local tensor."""
 
     box: TensorBox
     place: tuple[slice, ...]
@@ -50,7 +50,7 @@ class LocalShard:
 
 @dataclass(frozen=True)
 class FusedOrder:
-    """Stored order of a dim that consists of slices of these sizes, divided among `ranks`."""
+    """Stored order of a dim that is fused from slices of these sizes, each divided among `ranks` ranks."""
 
     dim: int
     sizes: tuple[int, ...]
@@ -58,7 +58,7 @@ class FusedOrder:
 
     @property
     def stretches(self) -> tuple[tuple[int, int], ...]:
-        """Contiguous pieces in stored order, as (start, length) in the whole tensor."""
+        """Contiguous parts in stored order, each as (start, length) in the whole tensor."""
         starts = (0, *accumulate(self.sizes))
         return tuple(
             (start + rank * (size // self.ranks), size // self.ranks)
@@ -71,15 +71,17 @@ class FusedOrder:
         return torch.cat([torch.arange(start, start + length) for start, length in self.stretches])
 
     def to_stored(self, whole: Tensor) -> Tensor:
-        """Return a whole tensor rearranged to the stored order."""
+        """Return a whole tensor, rearranged to the stored order."""
         return whole.index_select(self.dim, self._places.to(whole.device))
 
     def whole(self, stored: Tensor) -> Tensor:
-        """Return a tensor in stored order rearranged to the order of the whole."""
+        """Return a tensor in stored order, rearranged to the order of the whole tensor."""
         return stored.index_select(self.dim, self._places.argsort().to(stored.device))
 
     def boxes(self, local_box: TensorBox) -> Iterator[tuple[TensorBox, TensorBox]]:
-        """Yield the boxes of the whole tensor inside a box in stored order, each with its box in stored order."""
+        """Yield pairs of boxes for each contiguous part of a box in stored order: the box in the whole tensor, and the
+        box in stored order.
+        """
         first, stop = local_box.offset[self.dim], local_box.offset[self.dim] + local_box.shape[self.dim]
         at = 0
         for start, length in self.stretches:
@@ -109,8 +111,9 @@ def tag_order(tensor: Tensor, order: FusedOrder | None) -> Tensor:
 
 
 def tag_order_like(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """Tag a tensor that was created like a parameter with the parameter's order, and return it. The tag is set only if
-    the tensor is sharded along the same lines, or has one value for several adjacent lines."""
+    """Tag a tensor that belongs to a parameter, such as a moment, with the parameter's order. Return the tensor. It is
+    tagged only if it is sharded along the same dim. It may have one value for several adjacent rows or columns.
+    """
     order = order_of(parameter)
     if order is None or not is_dtensor(tensor):
         return tensor
@@ -124,8 +127,9 @@ def tag_order_like(parameter: Tensor, tensor: Tensor) -> Tensor:
 
 
 def record_orders(model: nn.Module) -> nn.Module:
-    """Tag the model's parameters with their fused orders, from the dictionary `orders` of each module, by name.
-    Replaced parameters have lost their tags."""
+    """Tag the model's parameters with their fused orders, from the dictionary `orders` of each module. Parameters that
+    were replaced have lost their tags.
+    """
     for module in model.modules():
         for name, order in getattr(module, "orders", {}).items():
             tag_order(getattr(module, name), order)
@@ -133,7 +137,7 @@ def record_orders(model: nn.Module) -> nn.Module:
 
 
 def local_shards(tensor: Tensor) -> list[LocalShard]:
-    """Return this rank's values of a tensor: all of a plain one, the local shard of a DTensor."""
+    """Return this rank's values of a tensor: all values of a plain tensor, or the local shard of a DTensor."""
     full = tuple(tensor.shape)
     local_box = TensorBox(full, (0,) * len(full), full)
     if is_dtensor(tensor):
@@ -146,10 +150,10 @@ def local_shards(tensor: Tensor) -> list[LocalShard]:
 
 
 def local_tensor(tensor: Tensor) -> Tensor:
-    """Return this rank's part of a tensor, sharing its memory."""
+    """Return this rank's part of a tensor, with shared memory."""
     return tensor.to_local() if is_dtensor(tensor) else tensor
 
 
 def local_tensors(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Return this rank's part of each tensor, sharing its memory."""
+    """Return this rank's part of each tensor, with shared memory."""
     return [local_tensor(tensor) for tensor in tensors]

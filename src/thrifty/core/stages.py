@@ -1,11 +1,11 @@
-"""Order in which techniques act on a run. It is defined only here.
+"""Order in which techniques act on a run. Only this module defines the order.
 
-`model`, `batches`, `objective` and `footprint` are applied in this order: each technique receives the result of the
-earlier ones. `backward` and `update` wrap: the earlier stage receives the later ones as the function that it calls.
-A gradient therefore passes the stages in this order, and a finished update passes them in reverse. In `update`, the
-stages of `HOW` wrap all others, because they decide where the whole chain runs.
+`model`, `batches`, `objective` and `footprint` are applied in order of stage. Each technique receives the result of the
+earlier techniques. `backward` and `update` are nested: an earlier stage calls the later stages. A gradient therefore
+passes the stages in order, and a finished update passes them in reverse. In `update`, the stages in `HOW` wrap all
+other stages, because they decide where the whole chain runs.
 
-Two techniques of one stage must commute. If they do not, a stage is missing here.
+Two techniques of one stage must commute. If they do not, a stage is missing.
 """
 
 from enum import IntEnum, auto
@@ -51,4 +51,4 @@ class Stage(IntEnum):
 
 
 HOW = range(Stage.SPLIT, Stage.SOURCE)
-"""Stages that change how something is computed, but not its result."""
+"""Stages that change how a result is computed, but not the result."""

@@ -14,7 +14,9 @@ from thrifty.core.shard_layout import FusedOrder, local_shards, local_tensor, or
 
 @dataclass(frozen=True)
 class StructureLogEntry:
-    """One structural change: its technique, the step before which it was made, and the decision (plain JSON)."""
+    """Log entry of a structural change: the technique, the step before which it was made, and the decision (plain
+    JSON).
+    """
 
     step: int
     technique: str
@@ -37,8 +39,10 @@ class StatefulOptimizer(Protocol):
 
 @dataclass
 class TrainState:
-    """Step, model, optimizer, state of techniques, counters, and the log of structural changes. While a structure is
-    replayed there is no model yet: for a change in the log, a technique must return its decision from the log alone."""
+    """Step, model, optimizer, state of techniques, counters, and the log of structural changes. While logged changes
+    are repeated, there is no model. For a logged change, a technique must therefore return its decision from the log
+    alone.
+    """
 
     step: int = 0
     model: nn.Module | None = None
@@ -48,14 +52,16 @@ class TrainState:
     log: list[StructureLogEntry] = field(default_factory=list)
 
     def logged_decision(self, technique: str, step: int) -> Mapping[str, Any] | None:
-        """Return this technique's decision before this step from the log, or None."""
+        """Return the logged decision of a technique before `step`, or None if there is none."""
         for entry in self.log:
             if entry.technique == technique and entry.step == step:
                 return entry.decision
         return None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Return every tensor of the state, not gathered, under a flat name such as `optimizer/SLOT/PARAMETER`."""
+        """Return every tensor of the state under a flat name such as `optimizer/SLOT/PARAMETER`. Sharded tensors are
+        not gathered.
+        """
         return dict(self._tensors())
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -100,15 +106,16 @@ def read_log(scalars: Mapping[str, Any]) -> list[StructureLogEntry]:
 
 @torch.no_grad()
 def fill_tensor(tensor: Tensor, value: Tensor) -> None:
-    """Copy a full value, equal on all ranks, into a tensor; a sharded tensor takes this rank's part."""
+    """Copy a full value, equal on all ranks, into a tensor. A sharded tensor receives this rank's part."""
     local = local_tensor(tensor)
     for part in local_shards(tensor):
         local[part.place].copy_(value[part.box.slices])
 
 
 def full_value(tensor: Tensor, order: FusedOrder | None = None) -> Tensor:
-    """Return a copy of the whole tensor, gathered if it is sharded. `order` is the fused order of its values, if the
-    tensor itself has no tag for it."""
+    """Return a copy of the whole tensor, gathered if it is sharded. `order` is the fused order of a tensor without a
+    tag.
+    """
     order = order or order_of(tensor)
     # full_tensor returns an undivided tensor (one rank, a replicated tensor) itself, not a copy
     value = (tensor.full_tensor() if is_dtensor(tensor) else tensor).detach()

@@ -1,7 +1,8 @@
-"""Technique: a small value that changes a run.
+"""Technique: an immutable object that changes a run.
 
-Its fields are its settings, its methods are the changes. Most methods take and return an object of the same type, and
-are the identity until overridden. A technique never accesses the trainer, the recipe or another technique.
+The fields of a technique are its settings, and its methods apply the changes. Most methods take an object, such as the
+model, and return an object of the same type. By default they return their argument unchanged. A technique never
+accesses the trainer, the recipe or another technique.
 """
 
 import re
@@ -29,11 +30,13 @@ if TYPE_CHECKING:
 
 
 class Numerics(Enum):
-    """Promise of a technique about numerical results; the contract test checks it."""
+    """Numerical promise of a technique, relative to the run without the technique. The contract test checks the
+    promise.
+    """
 
-    EXACT = "exact"  # bitwise equal to the plain run
-    ROUNDING = "rounding"  # equal to the plain run within `Technique.tolerance`
-    DIFFERENT = "different"  # another algorithm: it must learn
+    EXACT = "exact"  # bitwise equal to the run without the technique
+    ROUNDING = "rounding"  # equal to that run within `Technique.tolerance`
+    DIFFERENT = "different"  # another algorithm, which must still learn
 
 
 class FrozenValue:
@@ -49,21 +52,21 @@ class FrozenValue:
 @dataclass_transform(kw_only_default=True, frozen_default=True)
 @dataclass(frozen=True)
 class Technique(FrozenValue):
-    """Base of techniques. Subclasses are frozen dataclasses whose annotated attributes are keyword-only settings."""
+    """Base class of techniques: frozen dataclasses with keyword-only settings as annotated attributes."""
 
     name: ClassVar[str]
     stage: ClassVar[Stage]
     numerics: ClassVar[Numerics]
     tolerance: ClassVar[float] = 0.0
-    """Largest relative difference of the loss over the contract test's steps, for `Numerics.ROUNDING`."""
+    """Maximum relative difference of the loss in the contract test, for `Numerics.ROUNDING`."""
     micro_batches: ClassVar[int] = 1
-    """Number of passes into which the examples of a rank are divided; a setting if it claims `MICRO_BATCHES`."""
+    """Number of micro-batches per step on each rank. In techniques that claim `MICRO_BATCHES`, it is a setting."""
     claims: ClassVar[frozenset[Claim]] = frozenset()
-    """Decisions that only this technique of a run may make."""
+    """Decisions that no other technique of the run may make."""
     needs_names: ClassVar[bool] = False
-    """True if its update selects parameters by name."""
+    """True if the technique's update selects parameters by name."""
     clashes: ClassVar[Mapping[Claim, str]] = {}
-    """Claims of other techniques that it cannot be combined with, each with the reason."""
+    """Claims that exclude this technique if another technique makes them, each with the reason."""
 
     def __init_subclass__(cls) -> None:
         _, package, path = cls.__module__.rpartition("techniques.")
@@ -73,11 +76,11 @@ class Technique(FrozenValue):
                 raise UsageError(
                     f"{cls.name}: there is no claim {claim!r}", fix="choose a member of thrifty.core.claims.Claim"
                 )
-        if "__dataclass_params__" in vars(cls):  # the copy with slots of a class that was decorated
+        if "__dataclass_params__" in vars(cls):  # the copy that @dataclass(slots=True) creates
             return
         made = {name: value for name, value in vars(cls).items() if isinstance(value, Field)}
         dataclass(frozen=True, kw_only=True)(cls)
-        # a class may be decorated as a dataclass too, which requires these fields, and no methods but FrozenValue's
+        # a subclass may have its own @dataclass, which requires the fields and refuses own __setattr__ or __delattr__
         del cls.__setattr__, cls.__delattr__
         for name, field in made.items():
             if field.default_factory is not MISSING:
@@ -88,33 +91,34 @@ class Technique(FrozenValue):
 
     @property
     def optional_seams(self) -> frozenset[str]:
-        """Methods that a user's own loop may leave out. They only check or report, or `change_forward` and `hook_steps`
-        replace them there."""
+        """Names of methods that a user's own training loop need not call. These methods only check or report, or
+        `change_forward` and `hook_steps` replace them.
+        """
         return frozenset()
 
     @property
     def divides_ranks(self) -> bool:
-        """True if it divides the work of a step among ranks."""
+        """True if the technique divides the work of a step among ranks."""
         return not self.claims.isdisjoint(PARALLELISM)
 
     @property
     def number_format(self) -> Literal["float32", "bfloat16", "float16"]:
-        """Data type of matrix products if it claims `Claim.PRECISION`, else float32."""
+        """Data type of matrix products. It is not float32 only if the technique claims `Claim.PRECISION`."""
         return "bfloat16" if Claim.PRECISION in self.claims else "float32"
 
     @property
     def is_low_precision(self) -> bool:
-        """True if it computes or stores values in fewer bits, so that the last bit is large."""
+        """True if the technique computes or stores values in fewer bits, so that rounding errors are large."""
         return self.numerics is Numerics.DIFFERENT and (self.stage is Stage.PRECISION or Claim.PRECISION in self.claims)
 
     @property
     def recomputation(self) -> Literal["none", "selective", "every"]:
-        """Recomputed activations of a block: none, all except matrix products and attention, or all."""
+        """Recomputed activations of a block: none, all except results of matrix products and attention, or all."""
         return "every" if Claim.RECOMPUTATION in self.claims else "none"
 
     @property
     def limits_activation_bytes(self) -> bool:
-        """True if it promises an upper limit on the memory of activations."""
+        """True if the technique promises an upper limit on activation memory."""
         return Claim.ACTIVATION_BYTES in self.claims
 
     @property
@@ -123,15 +127,15 @@ class Technique(FrozenValue):
         return False
 
     def idle_in(self, steps: int) -> str:
-        """Return a sentence on a main effect that never occurs in a run of so many steps; "" if all occur."""
+        """Return a sentence about a main effect that never occurs in a run of `steps` steps; "" if all occur."""
         return ""
 
     def overrides(self, *methods: str) -> bool:
-        """Return True if it overrides any of these methods."""
+        """Return True if the technique overrides any of `methods`."""
         return any(getattr(type(self), method) is not getattr(Technique, method) for method in methods)
 
     def model(self, model: nn.Module) -> nn.Module:
-        """Return the changed model. Called before training and again after every structural change."""
+        """Return the changed model. Called before training and again after every structural change of the run."""
         return model
 
     def batches(self, source: BatchSource) -> BatchSource:
@@ -144,31 +148,35 @@ class Technique(FrozenValue):
         return backward
 
     def update(self, transform: GradientTransform) -> GradientTransform:
-        """Return the wrapped transform; `transform` applies the later stages to gradients."""
+        """Return `transform`, which applies the later stages, wrapped by the technique's own transform."""
         return transform
 
     def changes(self, step: int, state: "TrainState") -> "StructuralChange | None":
-        """Return the structural change before this step, or None; step 0 is before the first. The result must be a
-        function of the settings, the step and the state's values. A decision that is already in the state's log must be
-        repeated from the log."""
+        """Return the structural change to make before `step`, or None; step 0 is the start of the run. The result must
+        depend only on the settings, the step and the state's values. If the state's log already has this change, repeat
+        the logged decision.
+        """
         return None
 
     def footprint(self, footprint: Footprint) -> Footprint:
-        """Return the footprint with additions that a traced step cannot show. A technique's memory and work are counted
-        on a traced step. Override this only for work of other ranks, or for amounts that depend on values."""
+        """Return the footprint plus memory and work that a traced step cannot show. Override this method only for work
+        of other ranks, or for amounts that depend on tensor values.
+        """
         return footprint
 
     def change_forward(self, model: nn.Module) -> None:
-        """Change the model's forward pass to do the work of `objective` and `backward` in a user's own loop. Raises
-        NeedsTrainer, before any change, for settings that require the trainer."""
+        """Change the model's forward pass to do the work of `objective` and `backward` in a user's own training loop.
+        Raise NeedsTrainer, before any change, if the settings require the trainer.
+        """
 
     def hook_steps(self, model: nn.Module, optimizer: Optimizer) -> None:
-        """Register optimizer-step hooks that do the work of `backward` in a user's own loop."""
+        """Register optimizer-step hooks that do the work of `backward` in a user's own training loop."""
 
     def finish(self, model: nn.Module) -> nn.Module:
-        """Remove the changes of `model` but keep the function, for export as the plain architecture."""
+        """Undo the changes to `model` but keep the learned function, for export as the plain architecture."""
         return model
 
     def holds(self, state: "TrainState") -> None:
-        """Raise IntegrityError if a promise is broken. Called at the start, after each structural change, after each
-        update that moves masks, and at the end."""
+        """Raise IntegrityError if a promise of the technique is broken. Called at the start, after each structural
+        change, after each update that changes masks, and at the end.
+        """

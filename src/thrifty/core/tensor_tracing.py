@@ -1,4 +1,4 @@
-"""Traces of allocated bytes and FLOPs; on fake tensors they need neither memory nor arithmetic."""
+"""Traces of allocated bytes and FLOPs. A trace on fake tensors allocates and computes nothing."""
 
 import gc
 import sys
@@ -32,8 +32,9 @@ def tensor_bytes(tensor: Tensor) -> int:
 
 
 def fillable(tensor: Tensor) -> Tensor:
-    """Return the storage of a tensor as a vector, because torch refuses to fill overlapping tensors, such as expanded
-    ones."""
+    """Return a tensor's whole storage as a vector, because torch refuses to fill overlapping tensors, such as expanded
+    tensors.
+    """
     return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
 
 
@@ -55,10 +56,11 @@ _is_settled = False
 
 @contextmanager
 def gc_frozen() -> Iterator[None]:
-    """Exclude objects that exist before the block from garbage collection inside it. Repeated counts are then fast:
-    scanning all imported objects takes tenths of a second each time."""
+    """Exclude objects that exist before the block from garbage collection inside the block. Otherwise each trace would
+    scan all imported objects, which takes tenths of a second.
+    """
     global _is_settled
-    # an outer block has frozen them; check the flag first, since get_freeze_count counts all frozen objects
+    # an outer block has frozen the objects; the flag is first, because get_freeze_count is slow
     if _is_settled or gc.get_freeze_count():
         yield
         return
@@ -73,7 +75,7 @@ def gc_frozen() -> Iterator[None]:
 
 
 _threads: int | None = None
-"""Number of threads outside of `one_thread`."""
+"""Number of threads before the outermost `one_thread` block; None outside such a block."""
 
 
 @contextmanager
@@ -91,8 +93,9 @@ def one_thread() -> Iterator[None]:
 
 
 class EagerTrace(TorchDispatchMode):
-    """Dispatch mode in which compiled functions run eagerly. Otherwise Dynamo refuses frames under a dispatch mode and
-    marks their code as skipped, so that later calls stay uncompiled too."""
+    """Dispatch mode in which compiled functions run eagerly. Otherwise Dynamo would refuse frames under a dispatch mode
+    and mark their code as skipped, so that later calls stay uncompiled too.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -113,11 +116,11 @@ _open_traces: "list[StepTrace]" = []
 
 
 class StepTrace(EagerTrace):
-    """Trace of the bytes of storages, now and at the peak, and of the FLOPs of matrix products and attention.
+    """Trace of live and peak bytes of storages, and of the FLOPs of matrix products and attention.
 
-    It follows every storage that an operation creates until it is freed. It raises MemoryError if more than `limit`
-    bytes are alive. With `casts`, elementwise operations cast their arguments in memory and convolutions copy them, as
-    on a CPU.
+    The trace follows every storage from the operation that creates it until it is freed. It raises MemoryError if more
+    than `limit` bytes are alive. With `casts`, elementwise operations cast their arguments in memory and convolutions
+    copy their arguments, as on a CPU.
     """
 
     def __init__(self, *known: Tensor, limit: float = inf, casts: bool = True):
@@ -126,19 +129,19 @@ class StepTrace(EagerTrace):
         self.limit, self.casts = limit, casts
         self.paused = False
         self.watch: Callable[[int], None] | None = None
-        """Callback that receives, after each operation, the bytes alive or its peak inside."""
+        """Callback that receives the peak bytes of each operation: bytes alive plus temporary bytes inside it."""
         self._alive: dict[int, int] = {}
         """Bytes of each storage that is alive."""
         self._watches: dict[int, weakref.finalize] = {}
         self.know(*known)
 
     def know(self, *tensors: Tensor) -> None:
-        """Register existing tensors (parameters, the batch), whose bytes do not belong to the step."""
+        """Register existing tensors, such as parameters or the batch. Their bytes do not count for the step."""
         for tensor in tensors:
             self._follow(tensor.untyped_storage(), 0)
 
     def held_besides(self, tensors: Iterable[Tensor], storages: Set[int] = frozenset()) -> int:
-        """Return the bytes alive, including registered ones, outside of these tensors and storages."""
+        """Return the bytes alive, including registered tensors, except the bytes of these tensors and storages."""
         own = {tensor.untyped_storage()._cdata for tensor in tensors}
         return sum(size for key, size in self._alive.items() if key not in own and key not in storages)
 
@@ -177,12 +180,12 @@ class StepTrace(EagerTrace):
         return result
 
     def _inside(self, func: Callable, args: tuple, kwargs: dict, result: Any) -> int:
-        """Return the bytes that a CPU kernel allocates and frees."""
+        """Return the temporary bytes that a CPU kernel allocates and frees."""
         workspace = workspace_bytes(func, args, kwargs, _threads or torch.get_num_threads())
         return workspace or cast_bytes(func, args, result)
 
     def _see(self, storage: torch.UntypedStorage, args: tuple) -> None:
-        """Follow the storage of a result, unless an argument from outside owns it, such as a model to copy."""
+        """Follow the storage of a result, unless an argument from outside owns the storage, such as a model to copy."""
         key = storage._cdata
         if key not in self._alive and not any(
             isinstance(each, Tensor) and each.layout == torch.strided and each.untyped_storage()._cdata == key
@@ -230,8 +233,9 @@ _OUT_OF_PLACE = {
     torch.ops.aten.scatter.src,
     torch.ops.aten.scatter_add.default,
 }
-"""Operations that autograd runs in place, but in new memory under a dispatch mode. They sum two gradients of a tensor,
-or are gradients of indexing."""
+"""Operations that autograd runs in place, but in new memory under a dispatch mode. They add two gradients of a tensor,
+or compute gradients of indexing.
+"""
 
 
 def _replaces_gradient(func: Any) -> bool:
@@ -241,7 +245,7 @@ def _replaces_gradient(func: Any) -> bool:
 
 @contextmanager
 def untraced() -> Iterator[None]:
-    """Exclude the block from the open traces. It must leave no memory allocated on the device."""
+    """Exclude the block from the open traces. The block must leave no memory allocated on the device."""
     paused = [trace for trace in _open_traces if not trace.paused]
     for trace in paused:
         trace.paused = True

@@ -19,8 +19,9 @@ BuildModel = Callable[..., nn.Module]
 
 @dataclass(frozen=True)
 class PythonObjects:
-    """Names of objects passed from Python, and fingerprints of their source. The record lets a resumed run detect
-    changes. None of the names is ever imported."""
+    """Names of objects passed from Python, and fingerprints of their source. A resumed run compares the fingerprints to
+    detect changes. These names are never imported.
+    """
 
     data: str = ""
     held_out: str = ""
@@ -28,12 +29,12 @@ class PythonObjects:
     collate: str = ""
     metrics: tuple[str, ...] = ()
     sources: Mapping[str, int] = field(default_factory=dict, hash=False)
-    """A part of a hash of each of the user's functions and classes that they use."""
+    """Truncated source hash of each of the user's functions and classes that the objects use, by name."""
 
 
 @dataclass(frozen=True)
 class UserObjects:
-    """Model, data, loss and metrics that replace those of a recipe; see `thrifty.recipe`."""
+    """Model, data, loss and metrics from Python that replace sections of a recipe; see `thrifty.recipe`."""
 
     model: nn.Module | BuildModel | None = None
     """A function that builds the model, or a module whose weights are the initial values."""
@@ -47,8 +48,9 @@ class UserObjects:
 
     @classmethod
     def from_arguments(cls, **objects: Any) -> "UserObjects":
-        """Return the objects, importing those passed by name. For data, the name refers to a dataset, or to a function
-        or class that returns one without arguments."""
+        """Return the objects, and import objects that were passed by name. A name for data refers to a data set, or to
+        a function or class that returns a data set without arguments.
+        """
         names = {name: value for name, value in objects.items() if isinstance(value, str)}
         imported: dict[str, Any] = {}
         for name, text in names.items():
@@ -82,8 +84,9 @@ class UserObjects:
         return PythonObjects(**names, metrics=metrics, sources=source_fingerprints(values))
 
     def build_model(self, arguments: Mapping[str, Any] | None = None) -> nn.Module:
-        """Return the model that the user's function builds, or a copy of the user's module. Raises UsageError if the
-        function fails, returns no module, or returns one with lazy layers."""
+        """Return the model that the user's function builds, or a copy of the user's module. Raise UsageError if the
+        function fails, or returns no module or a module with lazy layers.
+        """
         model = copy.deepcopy(self.model) if isinstance(self.model, nn.Module) else self._called(arguments)
         if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
             raise UsageError(
@@ -112,7 +115,7 @@ class UserObjects:
 
 
 def _refuse_arguments(name: str, function: BuildModel, arguments: Mapping[str, Any]) -> None:
-    """Raise UsageError for unknown or missing arguments of a function, with the known ones."""
+    """Raise UsageError for unknown or missing arguments of a function. The message has the known arguments."""
     try:
         signature = inspect.signature(function)
         signature.bind(**arguments)

@@ -1,4 +1,4 @@
-"""Names, sources and imports of the user's functions and classes."""
+"""Import names, source hashes and imports of the user's functions and classes."""
 
 import hashlib
 import importlib
@@ -18,16 +18,17 @@ from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.core.secret_redaction import redact_text
 
 LONGEST = 200
-"""Characters that a recipe records of a partial function's arguments."""
+"""Maximum number of characters that a recipe records of a partial function's arguments."""
 HUB = "hub:"
-"""Prefix of the name of a data set of the Hugging Face hub."""
+"""Prefix of the name of a Hugging Face data set."""
 MOST = 500
-"""Largest number of functions and classes whose source is hashed."""
+"""Maximum number of functions and classes whose source is hashed."""
 
 
 def reference(value: Any) -> str:
-    """Return the name of a function, or of an object's class, as package.module:name. A started script has the name by
-    which it can be imported."""
+    """Return the name of a function, or of an object's class, as package.module:name. For a started script, the module
+    is the name by which it can be imported.
+    """
     named = _named(value)
     module = named.__module__
     if module in ("__main__", "__mp_main__"):
@@ -38,7 +39,7 @@ def reference(value: Any) -> str:
 
 
 def is_function_name(text: str | None) -> bool:
-    """Return True if a text has the form package.module:function, unlike a preset or a folder."""
+    """Return True if a text has the form package.module:function, False for a preset or a folder."""
     module, colon, name = (text or "").partition(":")
     return bool(colon) and all(part.isidentifier() for part in (*module.split("."), *name.split(".")))
 
@@ -57,8 +58,9 @@ def import_function(name: str) -> Callable[..., Any]:
 
 
 def import_named(name: str) -> Any:
-    """Import the object of this name. The working folder comes last on the import path. Raises UsageError if the name
-    has no such form, or the object cannot be imported."""
+    """Import the object of this name. The working folder comes last on the import path. Raise UsageError if the name
+    has another form, or if the object cannot be imported.
+    """
     if not is_function_name(name):
         raise UsageError(f"{name!r} is not an import name", fix="write it as package.module:name")
     module_name, _, path = name.partition(":")
@@ -80,8 +82,9 @@ def import_named(name: str) -> Any:
 
 
 def source_fingerprints(values: Iterable[Any]) -> dict[str, int]:
-    """Return, by name, a part of a hash of the source of each of the user's functions and classes in `values`.
-    Functions and classes that these use are included; those of installed packages are left out."""
+    """Return a truncated source hash of each of the user's functions and classes in `values`, by name. Functions and
+    classes that these use are included. Installed packages are left out.
+    """
     values = list(values)
     waiting, fingerprints, seen = [part for value in values for part in _parts(value)], dict[str, int](), set[str]()
     while waiting and len(seen) < MOST:
@@ -118,7 +121,9 @@ def _partials(value: Any) -> Iterator[partial[Any]]:
 
 
 def _arguments(value: partial[Any]) -> str:
-    """Return the arguments of a partial function; the type, if an argument's text differs between processes."""
+    """Return the arguments of a partial function as text. An argument whose text differs between processes is shown by
+    type.
+    """
     words = [_stable(each) for each in value.args]
     return ", ".join([*words, *(f"{name}={_stable(each)}" for name, each in value.keywords.items())])
 
@@ -137,7 +142,7 @@ def _named(value: Any) -> Any:
 
 
 def description(value: Any) -> str:
-    """Return the name of a value, and of the functions that it combines, as some metrics do."""
+    """Return the name of a value. For a value that combines functions, as some metrics do, add the functions' names."""
     functions = _functions(value)
     return f"{reference(value)} of {' and '.join(map(reference, functions))}" if functions else reference(value)
 

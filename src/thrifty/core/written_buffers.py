@@ -1,6 +1,6 @@
 """Buffers that a forward pass writes, such as batch-norm statistics: snapshot, restore and broadcast.
 
-They are restored if a forward pass is recomputed or its step is skipped, and are equal on all ranks.
+The buffers are restored if a forward pass is recomputed or its step is skipped. They are equal on all ranks.
 """
 
 from collections.abc import Iterator
@@ -17,14 +17,16 @@ from thrifty.core.shard_layout import local_tensor
 from thrifty.core.tensor_tracing import tensor_bytes
 
 SMALL = 2**16
-"""Elements of a buffer up to which it is always copied. Larger ones are copied if the first forward pass wrote them."""
+"""Maximum number of elements of a buffer that is always copied. Larger buffers are copied only if the first forward
+pass changed them.
+"""
 
 _CONSTANT: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 """Names of each module's large buffers that its first forward pass did not change."""
 
 
 class BufferSnapshot:
-    """Values, before a module's forward pass, of all buffers that it may write."""
+    """Copies of all buffers that a module's forward pass may write, taken before the pass."""
 
     def __init__(self, *modules: nn.Module):
         owners = {id(owner): owner for module in modules for owner in module.modules()}.values()
@@ -37,12 +39,13 @@ class BufferSnapshot:
 
     @property
     def large(self) -> int:
-        """Bytes of the values of large buffers, which `forget_constant` may free."""
+        """Bytes of the copies of large buffers, which `forget_constant` may free."""
         return sum(tensor_bytes(value) for _, _, value in self.values if value.numel() > SMALL)
 
     def forget_constant(self) -> None:
-        """Free the values of large buffers that did not change. Call it after the first forward pass. Each module is
-        compared only once, because the comparison synchronizes with a GPU."""
+        """Free the copies of large buffers that did not change. Call it after the first forward pass. Each module is
+        compared only once, because the comparison synchronizes with a GPU.
+        """
         compared = {owner for owner, _, _ in self.values if owner in _CONSTANT}
         for owner, name, value in self.values:
             if value.numel() > SMALL and owner not in compared and not is_fake(value):
@@ -57,13 +60,13 @@ class BufferSnapshot:
         ]
 
     def put_back(self) -> None:
-        """Write the values back into the buffers."""
+        """Write the copied values into the buffers."""
         for owner, name, value in self.values:
             _write(owner, name, owner._buffers[name], value)
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        """Restore the values inside the block, and the present values afterwards."""
+        """Use the copied values inside the block, and restore the present values afterwards."""
         with _disable_current_modes():  # torch's selective checkpoint counts the operations of both runs
             now = [(owner, name, owner._buffers[name]) for owner, name, _ in self.values]
             copies = [None if buffer is None else buffer.clone() for _, _, buffer in now]
@@ -77,8 +80,9 @@ class BufferSnapshot:
 
 
 def broadcast_buffers(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    """Copy the persistent buffers of a group's first rank to all its ranks, as DistributedDataParallel does. Each
-    rank's forward pass writes statistics of its own examples. A group of None means all ranks."""
+    """Copy the persistent buffers of a group's first rank to all ranks of the group, as DistributedDataParallel does.
+    Otherwise each rank would have statistics of its own examples. A group of None means all ranks.
+    """
     alike: dict[torch.dtype, list[Tensor]] = {}
     for owner in model.modules():
         for name, buffer in owner._buffers.items():
@@ -92,7 +96,9 @@ def broadcast_buffers(model: nn.Module, group: dist.ProcessGroup | None) -> None
 
 
 def _write(owner: nn.Module, name: str, buffer: Tensor | None, value: Tensor | None) -> None:
-    """Write a buffer's value without autograd's version counter: tensors saved from the buffer get this value too."""
+    """Write a buffer's value without autograd's version counter, so that saved tensors that share the buffer change
+    too.
+    """
     if buffer is None or value is None or buffer.shape != value.shape:
         owner._buffers[name] = value
         return

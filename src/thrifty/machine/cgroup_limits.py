@@ -6,7 +6,7 @@ from pathlib import Path
 def cgroup_limits(
     root: Path = Path("/sys/fs/cgroup"), membership: Path = Path("/proc/self/cgroup")
 ) -> tuple[float | None, int | None]:
-    """Return this process's limits of cores and memory bytes, for cgroup version 1 or 2; None means no limit."""
+    """Return this process's limits of CPU cores and memory bytes, for cgroup version 1 or 2. None means no limit."""
     try:
         lines = membership.read_text().splitlines()
     except OSError:

@@ -10,12 +10,13 @@ from thrifty.core.ranks import ranks
 from thrifty.machine.cpu_features import usable_cores
 
 LEAST = 0.3
-"""Shortest measurement in seconds; below it, the ticks of the system's clocks are too coarse."""
+"""Minimum seconds of a measurement. In shorter measurements, the ticks of the system's clocks are too coarse."""
 
 
 class CpuContention:
-    """Counter of other programs' CPU time on the cores of this process, from its construction. The total excludes this
-    process and its children; on several ranks, also the launcher and all its children."""
+    """Counter of other programs' CPU time on the cores of this process, from its construction. CPU time of this process
+    and its children is excluded. On several ranks, the launcher and all its children are excluded too.
+    """
 
     def __init__(self) -> None:
         self.cores = usable_cores()
@@ -23,7 +24,7 @@ class CpuContention:
         self.began, self.all, self.own = time.perf_counter(), _all_work(self.cores), _own_work(self.head)
 
     def taken(self) -> float:
-        """Return the mean number of cores that others kept busy; 0 if the time is too short."""
+        """Return the mean number of cores that other programs kept busy; 0 if the measurement is too short."""
         seconds = time.perf_counter() - self.began
         if seconds < LEAST:
             return 0.0
@@ -32,7 +33,7 @@ class CpuContention:
 
 
 def _all_work(cores: list[int]) -> float:
-    """Return seconds of work on these cores since boot, including time stolen by the host."""
+    """Return the seconds of work on these cores since boot, including time that a virtual machine's host used."""
     times = psutil.cpu_times(percpu=True)
     kinds = ("user", "nice", "system", "irq", "softirq", "steal")
     return sum(getattr(times[core], kind, 0.0) for core in cores if core < len(times) for kind in kinds)
@@ -44,7 +45,7 @@ def _own_work(head: int) -> float:
 
 
 def _of(process: psutil.Process) -> float:
-    """Return the CPU seconds of a process and of its children that have ended."""
+    """Return the CPU seconds of a process and of its ended children."""
     with suppress(psutil.Error):  # the process may have ended
         spent = process.cpu_times()
         return spent.user + spent.system + spent.children_user + spent.children_system

@@ -13,10 +13,10 @@ from pathlib import Path
 import torch
 
 CHUNK_ELEMENTS = 256 * 1024
-"""Elements per chunk. A core's caches hold a chunk with its gradient and state, and calls are few."""
+"""Number of elements per chunk. A chunk with its gradient and state fits a core's caches, and calls are few."""
 
 GPU_CHUNK_ELEMENTS = 16 * 1024 * 1024
-"""Elements per chunk on a GPU: enough for all cores, with temporary tensors below a hundred megabytes."""
+"""Number of elements per chunk on a GPU. A chunk keeps all GPU cores busy, and temporary tensors stay below 100 MB."""
 
 
 def usable_cores() -> list[int]:
@@ -27,7 +27,7 @@ def usable_cores() -> list[int]:
 
 
 def cpp_compiler() -> str | None:
-    """Return the path of the C++ compiler by torch's rule, $CXX or the platform's default; None if it is missing."""
+    """Return the path of the C++ compiler that torch uses: $CXX or the platform's default. None if it is missing."""
     usual = {"darwin": "clang++", "win32": "cl"}.get(sys.platform, "g++")
     return shutil.which(os.environ.get("CXX", usual))
 
@@ -56,7 +56,8 @@ def assume_bfloat16(units: bool) -> Iterator[None]:
 
 def has_fast_bfloat16(device: str = "") -> bool:
     """Return True if a device of this type has hardware units for bfloat16 matrix products. By default, the device is
-    the GPU, or the CPU without one."""
+    the GPU, or the CPU if there is no GPU.
+    """
     if (assumed := _ASSUMED.get()) is not None:
         return assumed
     if device != "cpu" and torch.cuda.is_available():

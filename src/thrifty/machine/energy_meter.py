@@ -1,6 +1,6 @@
-"""Energy use of the machine, from its own counters: CPUs by RAPL, GPUs by NVML.
+"""Energy use of the machine, from its own counters: RAPL for CPUs, NVML for GPUs.
 
-Both counters cover the whole package or device, including other programs.
+Both counters measure the whole package or device, including other programs.
 """
 
 import ctypes
@@ -15,17 +15,17 @@ POWERCAP = Path("/sys/class/powercap")
 @dataclass(frozen=True)
 class EnergyCounter:
     read: Callable[[], float]
-    """Function that returns joules since some moment. Raises OSError if the counter cannot be read."""
+    """Function that returns joules since a fixed moment. Raises OSError if the counter cannot be read."""
     wraps: float = 0.0
-    """Joules after which the counter restarts at 0; 0 if it never does."""
+    """Joules after which the counter restarts at 0; 0 if it never restarts."""
 
 
 @dataclass
 class EnergyMeter:
-    """Meter of joules since its construction. Read it at least every minute, because a CPU counter wraps around."""
+    """Meter of joules since its construction. Read it at least once per minute, because CPU counters wrap around."""
 
     counters: dict[str, EnergyCounter]
-    """Counters by name; empty after one could not be read."""
+    """Counters by name; empty after a counter could not be read."""
     last: dict[str, float] = field(default_factory=dict)
     joules: float = 0.0
 
@@ -33,7 +33,7 @@ class EnergyMeter:
         self.read_joules()
 
     def read_joules(self) -> float | None:
-        """Return the joules so far; None without counters, or if one could not be read."""
+        """Return the joules so far. Return None without counters, or if a counter could not be read."""
         try:
             for name, counter in self.counters.items():
                 now = counter.read()

@@ -36,13 +36,13 @@ EXTRAS = {
     "wandb": ("wandb",),
     "trackio": ("trackio",),
 }
-"""Optional extras of Thrifty, and the packages of each."""
+"""Optional extras of Thrifty, with the packages of each extra."""
 
 INSTRUCTIONS = {
     "avx2": "AVX2", "avx512f": "AVX512", "avx512_bf16": "AVX512-BF16", "amx_bf16": "AMX-BF16",
     "avx512_vnni": "VNNI", "avx_vnni": "VNNI", "asimd": "NEON", "sve": "SVE", "bf16": "BF16",
 }  # fmt: skip
-"""Instruction sets by the name of their processor flag on Linux."""
+"""Instruction sets by processor flag on Linux."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +62,9 @@ class MachineInfo:
     cpu: str
     physical_cores: int
     logical_cores: int
-    """Physical and logical cores, counting only those that this process may run on."""
+    """Physical and logical cores, counting only cores that this process may run on."""
     core_quota: float | None
-    """CPU time limit of the control group, in cores."""
+    """CPU time limit of the control group, as a number of cores."""
     instructions: tuple[str, ...]
     torch_instructions: str
     """Widest vector instructions that torch uses."""
@@ -97,12 +97,13 @@ class CompileTrial:
     works: bool
     seconds: float
     message: str
-    """Last line of the error, empty without one."""
+    """Last line of the error; empty if there is none."""
 
 
 def probe(quick: bool = False, folder: Path = Path()) -> MachineInfo:
-    """Measure this machine in about 4 s, or 1 s with `quick`, which skips memory and disk rates. `folder` selects the
-    disk for free space and write rate, such as the folder of runs."""
+    """Measure this machine in about 4 s, or 1 s with `quick`, which skips memory and disk rates. `folder`, such as the
+    folder of runs, selects the disk for free space and write rate.
+    """
     cores = usable_cores()
     quota, limit = cgroup_limits()
     memory = psutil.virtual_memory()
@@ -141,8 +142,9 @@ def free_memory(device: torch.device) -> float:
 
 
 def peak_flops(device: torch.device | str, dtype: torch.dtype) -> float:
-    """Return the peak FLOP/s of matrix products, measured in about 0.3 s, to compare a training step's rate with. The
-    fastest repeat counts, because a peak is the rate without other users of the machine."""
+    """Return the peak FLOP/s of matrix products, measured in about 0.3 s. It is the reference for a training step's
+    rate. The fastest repeat counts, because a peak is the rate without other users of the machine.
+    """
     return matmul_rate(device, dtype, 0.3).high
 
 
@@ -151,7 +153,7 @@ def try_compile(timeout: float = 120.0) -> CompileTrial:
     program = "import torch; f = torch.compile(lambda x: (2 * x + 1).relu().sum()); assert f(torch.ones(64)) == 192"
     start = time.perf_counter()
     with tempfile.TemporaryDirectory() as cache:
-        # One compile thread: a pool of workers would survive a process that is killed at the timeout.
+        # one compile thread, because a worker pool would outlive a process that is killed at the timeout
         settings = {"TORCHINDUCTOR_CACHE_DIR": cache, "TORCHINDUCTOR_COMPILE_THREADS": "1"}
         try:
             done = subprocess.run(
@@ -169,7 +171,7 @@ def try_compile(timeout: float = 120.0) -> CompileTrial:
 
 
 def _physical_cores(logical: list[int]) -> int:
-    """Return the number of physical cores of these logical ones."""
+    """Return the number of physical cores that have these logical cores."""
     cores = set()
     for index in logical:
         topology = Path(f"/sys/devices/system/cpu/cpu{index}/topology")
@@ -231,7 +233,7 @@ def _missing_extras() -> dict[str, tuple[str, ...]]:
 
 
 def _is_installed(package: str) -> bool:
-    """Return True if a distribution is installed. Its name may differ from its import name."""
+    """Return True if a distribution is installed. Its name may differ from the import name."""
     try:
         importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:
@@ -240,7 +242,7 @@ def _is_installed(package: str) -> bool:
 
 
 def machine_identity(device: str) -> dict[str, Any]:
-    """Return the facts that must be equal for a saved timing to be valid: CPU or GPU, cores, threads, versions."""
+    """Return the facts that must be equal for a saved timing to be valid: device name, cores, threads, versions."""
     name = torch.cuda.get_device_name() if device == "cuda" else cpu_model()
     versions = {"torch": torch.__version__, "thrifty": thrifty.__version__}
     return {"device": name, "cores": len(usable_cores()), "threads": torch.get_num_threads(), **versions}

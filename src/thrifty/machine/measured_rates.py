@@ -1,6 +1,6 @@
 """Measured rates of this machine: matrix products, memory bandwidth, disk writes.
 
-Other programs share the machine, so a rate is a median with its spread, not a single timing.
+Other programs use the machine too, so a rate is a median with its spread, not a single timing.
 """
 
 import os
@@ -26,12 +26,13 @@ class MeasuredRate:
 
 
 LEAST_REPEATS = 3
-"""Fewest timed repeats, also beyond the time limit."""
+"""Minimum number of timed repeats, even beyond the time limit."""
 
 
 def matmul_rate(device: torch.device | str, dtype: torch.dtype, seconds: float) -> MeasuredRate:
-    """Return the FLOP/s of the fastest of a few square matrix products. A size whose repeats would take longer than
-    `seconds` is skipped."""
+    """Return the FLOP/s of the fastest of several square matmuls. A size is skipped if its repeats would take longer
+    than `seconds`.
+    """
     device = torch.device(device)
     sizes = (512, 1024, 2048) if device.type == "cpu" else (2048, 4096, 8192)
     best: MeasuredRate | None = None
@@ -47,15 +48,18 @@ def matmul_rate(device: torch.device | str, dtype: torch.dtype, seconds: float) 
 
 
 def memory_rate(seconds: float) -> MeasuredRate:
-    """Return the bytes/s read and written by a copy in main memory, of several times the last cache's size."""
+    """Return the bytes/s that a copy in main memory reads and writes. The copy is several times larger than the
+    last-level cache.
+    """
     count = min(max(4 * _last_cache(), 64 << 20), 512 << 20)
     source, target = torch.ones(count, dtype=torch.uint8), torch.zeros(count, dtype=torch.uint8)
     return _repeated(lambda: target.copy_(source), 2 * count, seconds, torch.device("cpu"))
 
 
 def disk_rate(folder: Path, size: int = 32 << 20, repeats: int = 3) -> MeasuredRate | None:
-    """Return the bytes/s written to a file in `folder` and flushed; None without space or permission. One repeat writes
-    `size` bytes. The file is deleted."""
+    """Return the bytes/s written and flushed to a file in `folder`. Return None without space or permission. Each
+    repeat writes `size` bytes. The file is deleted.
+    """
     block = os.urandom(1 << 20)
     times = []
     try:
@@ -75,7 +79,7 @@ def disk_rate(folder: Path, size: int = 32 << 20, repeats: int = 3) -> MeasuredR
 
 
 def _repeated(function: Callable[[], object], work: float, seconds: float, device: torch.device) -> MeasuredRate:
-    """Time `function` until `seconds` are used, at least `LEAST_REPEATS` times, after one warm-up run."""
+    """Time `function` until `seconds` are used, but at least `LEAST_REPEATS` times, after one warm-up call."""
     _timed(function, device)
     times: list[float] = []
     while len(times) < LEAST_REPEATS or sum(times) < seconds:

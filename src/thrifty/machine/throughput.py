@@ -13,7 +13,7 @@ class Throughput:
     device: str
     devices: int
     dtype: str
-    """Data type with the fastest matrix products here."""
+    """Data type with the fastest matrix products on this machine."""
     peak: float
     """FLOP/s of matrix products, measured on one device and multiplied by the number of devices."""
     utilisation: float
@@ -25,8 +25,9 @@ class Throughput:
 
 
 def measure_throughput(utilisation: float) -> Throughput:
-    """Measure matrix products for about half a second. `utilisation` is the fraction of their rate that whole training
-    steps are assumed to reach. `thrifty train` reports the value of a run."""
+    """Measure matrix products for about half a second. Training steps are assumed to reach the fraction `utilisation`
+    of the measured rate. `thrifty train` reports the utilization of a run.
+    """
     if not 0 < utilisation <= 1:
         raise UsageError(f"utilisation is {utilisation:g}", fix="use a fraction of the measured peak, such as 0.4")
     device = "cuda" if torch.cuda.is_available() else "cpu"

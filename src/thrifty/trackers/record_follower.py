@@ -1,4 +1,4 @@
-"""Transfer of a run's records to a tracker, each once, over several calls and during the run."""
+"""Transfer of a run's records to a tracker. Each record is sent once, over several calls and during the run."""
 
 import json
 import time
@@ -18,7 +18,7 @@ from thrifty.reporting.run_tables import settings
 from thrifty.trackers.tracker import TrackedRun, Tracker, open_tracker
 
 EVERY = 1.0
-"""Seconds between two reads of a running run."""
+"""Seconds between two reads of the records during a run."""
 SUMMARY = ("status", "steps", "tokens", "held_out_loss", "best_held_out_loss", "peak_memory", "predicted_memory")
 PREFIX = {"step": "train", "evaluation": "held_out"}
 
@@ -35,7 +35,7 @@ class WriteReport:
 
 @dataclass(frozen=True)
 class _Position:
-    """Position up to which a run's records were transferred."""
+    """Position in a run's records: all earlier records were transferred."""
 
     offset: int = 0
     id: str = ""
@@ -47,9 +47,10 @@ class _Position:
 def track(run: Path, kind: str, out: Path, *, follow: bool = False, online: bool = False) -> WriteReport:
     """Write new records of a run as a tracker's own files into `out`/`kind`.
 
-    With `follow`, it continues with new records until no process trains the run. The position is stored next to the
-    files, so that another call continues there. Raises UsageError if the folder is not a run's, the tracker's package
-    is missing, or `out` has another run of that name; IntegrityError if the stored position is damaged.
+    With `follow`, the call continues with new records until no process trains the run. The position is stored next to
+    the files, so that another call continues there. Raises UsageError if the folder does not belong to a run, the
+    tracker's package is missing, or `out` has another run of this name. Raises IntegrityError if the stored position is
+    damaged.
     """
     record = read_run(run, records=())
     folder = out / kind
@@ -75,7 +76,7 @@ def track(run: Path, kind: str, out: Path, *, follow: bool = False, online: bool
 
 
 def scalars(record: Mapping[str, Any]) -> dict[str, float]:
-    """Return a record's numbers by the names for trackers: train/loss, held_out/accuracy, notes/noise_scale."""
+    """Return a record's values under tracker names, such as train/loss, held_out/accuracy, notes/noise_scale."""
     prefix = PREFIX.get(str(record.get("kind")))
     if prefix is None:
         return {}
@@ -86,7 +87,7 @@ def scalars(record: Mapping[str, Any]) -> dict[str, float]:
 
 def _new_lines(tail: FileTail, run: Path, follow: bool) -> Iterator[list[bytes]]:
     while True:
-        running = follow and bool(lock_owner(run / "lock"))  # before the read, so that the last records are included
+        running = follow and bool(lock_owner(run / "lock"))  # before the read, so that the last records are read
         while lines := tail.read():
             yield lines
         if not running:
@@ -95,7 +96,7 @@ def _new_lines(tail: FileTail, run: Path, follow: bool) -> Iterator[list[bytes]]
 
 
 class _RecordForwarder:
-    """Forwards records to a tracker."""
+    """Sender of records to a tracker."""
 
     def __init__(self, tracker: Tracker, started: float, step: int):
         self.tracker, self.moment, self.started, self.step = tracker, started, started, step
@@ -107,7 +108,7 @@ class _RecordForwarder:
             return
         self.records += 1
         step = int(record["step"])
-        # an evaluation has no time of its own and takes that of its step
+        # an evaluation has no time of its own and uses the time of its step
         self.moment = self.started + seconds if (seconds := number(record.get("seconds"))) is not None else self.moment
         if values := scalars(record):
             self.tracker.log(step, values, self.moment)
@@ -124,7 +125,7 @@ def _tracked(record: RunRecord, before: _Position) -> TrackedRun:
 
 
 def _summary(run: Path) -> Mapping[str, Any]:
-    """Return the run's present summary; {} if the run was removed."""
+    """Return the run's present summary; {} if the run was deleted."""
     try:
         record = read_run(run, records=())
         return {**record.summary, "status": record.state.name}
@@ -133,7 +134,7 @@ def _summary(run: Path) -> Mapping[str, Any]:
 
 
 def _seconds(started: str) -> float:
-    """Return the run's first start in seconds since 1970, or the present time if it is unknown."""
+    """Return the run's first start in seconds since 1970. If the start is unknown, return the present time."""
     try:
         return datetime.fromisoformat(started).timestamp()
     except ValueError:

@@ -10,11 +10,11 @@ from thrifty.trackers.tracker import TrackedRun
 
 EXPERIMENT = "thrifty"
 AT_ONCE = 900
-"""Metrics per batch; MLflow accepts up to 1,000."""
+"""Number of metrics per batch; MLflow accepts at most 1,000."""
 STATUS = {"finished": "FINISHED", "interrupted": "KILLED", "killed": "KILLED", "stopped": "FAILED"}
-"""MLflow's status for each status of a run; a running one stays RUNNING."""
+"""MLflow's status for each status of a run. A running run stays RUNNING."""
 LONGEST = 6000
-"""Most characters of a setting in MLflow."""
+"""Maximum number of characters of a setting in MLflow."""
 
 
 class _Store:
@@ -38,7 +38,7 @@ class _Store:
 
     @property
     def _files(self) -> str:
-        """Location for files of runs. MLflow's default depends on the working folder."""
+        """Folder URI for files of runs. MLflow's default depends on the working folder."""
         return (self.folder / "files").as_uri()
 
     def log(self, step: int, values: Mapping[str, float], moment: float) -> None:

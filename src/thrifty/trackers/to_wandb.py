@@ -34,7 +34,7 @@ class _WandbRun:
         self._run.log({**values, "step": step, "moment": moment})
 
     def note(self, step: int, text: str) -> None:
-        """Ignore the note: wandb would create a media table for every line."""
+        """Ignore the note, because wandb would create a media table for every line."""
 
     def finish(self, summary: Mapping[str, float]) -> None:
         self._run.summary.update(dict(summary))

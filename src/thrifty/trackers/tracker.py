@@ -19,19 +19,21 @@ KINDS = {
 
 
 class Tracker(Protocol):
-    """One run in a tracker's own files. Steps may repeat after a resume; later values replace earlier ones."""
+    """Writer of one run into a tracker's own files. Steps may repeat after a resume. Later values then replace earlier
+    values.
+    """
 
     id: str
     """Id by which a later call finds the same run."""
 
     def log(self, step: int, values: Mapping[str, float], moment: float) -> None:
-        """Log values by name after a step, at a time in seconds since 1970."""
+        """Log values by name after a step. `moment` is the time in seconds since 1970."""
         ...
 
     def note(self, step: int, text: str) -> None: ...
 
     def finish(self, summary: Mapping[str, float]) -> None:
-        """End the current writing; the run itself may continue. `summary` has values of the whole run."""
+        """End the writing; the run itself may continue. `summary` has values of the whole run."""
         ...
 
 
@@ -46,14 +48,15 @@ class TrackedRun:
     recipe: str
     """Resolved recipe as TOML."""
     id: str = ""
-    """Id of the tracker's existing run to continue; empty for a new one."""
+    """Id of the tracker's existing run to continue; empty for a new run."""
     step: int = -1
     """Last step whose values were logged before."""
 
 
 def open_tracker(kind: str, folder: Path, run: TrackedRun, online: bool = False) -> Tracker:
-    """Return a tracker that writes into `folder`. Nothing is uploaded unless `online`, which only Weights & Biases
-    supports. Raises UsageError for an unknown tracker, or if its package is missing."""
+    """Return a tracker that writes into `folder`. Nothing is uploaded unless `online` is True, which only Weights &
+    Biases supports. Raise UsageError for an unknown tracker, or if its package is missing.
+    """
     refuse_unknown("there is no tracker", kind, KINDS)
     if online and kind != "wandb":
         raise UsageError(f"{kind} writes files only: there is nothing to upload", fix="leave out --online")
