@@ -24,8 +24,8 @@ from thrifty.core.technique import Numerics, Technique
 
 
 def exactness(subject: CheckSubject, whole: StepObservations) -> Iterator[PromiseVerdict]:
-    """Yield a verdict for each technique that promises unchanged values, and one for all of them together. `whole` is
-    the observed run with all techniques; it is reused instead of trained again.
+    """Yield a verdict for each technique that promises unchanged values, and one for all of these techniques together.
+    `whole` is the observed run with all techniques, which is reused.
     """
     norms = subject.batch_norms
     promising = [one for one in subject.alone if effective_numerics(one, norms) is not Numerics.DIFFERENT]
