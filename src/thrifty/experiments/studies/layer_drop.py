@@ -59,8 +59,8 @@ def layer_drop(
 
     The learning rate is constant or decays.
 
-    Command   thrifty study layer_drop Expect    No gain of 0.01 nats in any of the four settings. Forty minutes on two
-    cores.
+    Command   thrifty study layer_drop
+    Expect    No gain of 0.01 nats in any of the four settings. Forty minutes on two cores.
     """
     fixed = {"depth": depth, "width": width, "length": length, "batch": batch, "lr": lr}
     levels = grid(dropping=(False, True), rate=tuple(RATES), full_steps=budgets)
