@@ -17,7 +17,7 @@ from thrifty.techniques.growth._flops_by_size import step_flops
 from thrifty.techniques.growth.auto_grow import GROWN, AutoGrow, blocks_at
 
 THREE = AutoGrow(stages=3, until=24, search=6, depths=3, lengths=2, multiple=4)
-"""Small up to step 8, a search of 6 steps, a middle stage, and the full size from step 16 on."""
+"""A run with the small model before step 8, a search of 6 steps, a middle stage, and the full size from step 16."""
 
 
 def run_of(settings: AutoGrow = THREE, steps: int = 20, depth: int = 4) -> Run:

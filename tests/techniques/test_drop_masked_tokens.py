@@ -1,4 +1,4 @@
-"""Encoders without mask tokens, compared with transformers and loops, exported and over ranks."""
+"""Encoders without mask tokens: equal to references of transformers and loops, exported, and trained on ranks."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -86,7 +86,7 @@ def test_the_encoder_reads_tokens_at_their_own_positions() -> None:
 
 @pytest.mark.parametrize("blocks", [1, 2])
 def test_predictions_equal_two_joined_models_of_transformers(blocks: int, tmp_path: Path) -> None:
-    """One BERT reads the visible tokens; the blocks of another process its states and masks, joined by a loop."""
+    """A reference of two BERTs. One reads the visible tokens; the other processes the states and masks in a loop."""
     model, objective = with_decoder(blocks=blocks)
     rows = batch()
     reader, filler = (as_transformers(model, stack, tmp_path) for stack in ("blocks", "mask_decoder.blocks"))

@@ -143,7 +143,7 @@ def test_outputs_and_gradients_equal_peft(family: str, rslora: bool) -> None:
     with torch.no_grad():
         for name, layer in layers.items():
             for mine, yours in zip((layer.lora_a, layer.lora_b), pairs[name], strict=True):
-                yours.data = mine.detach().clone()  # those of peft are float32 so far
+                yours.data = mine.detach().clone()  # peft's factors are float32 until here
     actual, expected = output(ours), output(theirs)
     torch.testing.assert_close(actual, expected, rtol=1e-10, atol=1e-10)
     for result in (actual, expected):
@@ -260,7 +260,7 @@ def test_merge_keeps_the_function_and_unmerge_the_bits(family: str, dtype: torch
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     apart = output(model)
     merge(model)
-    merge(model)  # twice is once
+    merge(model)  # a second merge changes nothing
     near = {torch.float32: 1e-4, torch.bfloat16: 0.1, torch.float64: 1e-10}[dtype]
     assert (output(model) - apart).abs().max() < near * apart.abs().max()
     assert any(not torch.equal(model.state_dict()[name], tensor) for name, tensor in before.items())

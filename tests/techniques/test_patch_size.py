@@ -1,4 +1,4 @@
-"""Shrinking patches: equal tokens of enlarged patches, and a plain model at the end."""
+"""Progressive patch size: an enlarged patch keeps its token, and the final model is plain."""
 
 import pytest
 import torch

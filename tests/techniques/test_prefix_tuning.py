@@ -46,7 +46,7 @@ def peft_model(model: Any, hidden: int) -> Any:
 def copy_from_peft(model: nn.Module, encoder: Any, order: Sequence[int] = ()) -> dict[str, tuple[torch.Tensor, ...]]:
     """Copy the values of peft's encoder into our model; return our parameters for each parameter of the encoder.
 
-    `order` lists the blocks of the parts if it is not the order of the blocks.
+    `order` lists the blocks in peft's order if it differs from the model's.
     """
     pairs: dict[str, list[torch.Tensor]] = {}
     named = dict(model.named_parameters())
@@ -123,7 +123,7 @@ def encoder_or_encoder_decoder(kind: str) -> Any:
 def test_encoders_and_encoder_decoders_equal_peft(kind: str, hidden: int) -> None:
     """Outputs and gradients are equal, with masks; an encoder-decoder has prefixes in the decoder's self-attention.
 
-    peft 0.21 gives block i of three the prefix 2i mod 3; for an even number of blocks it omits half of the prefixes.
+    In peft 0.21, block i of three uses prefix 2i mod 3; for an even number of blocks it omits half of the prefixes.
     """
     two_sided = kind in ("t5", "bart")
     network = {"prefix_projection": True, "encoder_hidden_size": hidden} if hidden else {}

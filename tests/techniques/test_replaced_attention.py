@@ -24,7 +24,7 @@ from thrifty.techniques.memory.recompute import Recompute
 CALIBRATED = ("attention.elsa", "attention.sanger")
 FIXED = ("attention.window", "attention.block_sparse")
 START = 2
-"""The step before which the others begin to filter, by their settings in tiny runs."""
+"""First step with replaced attention, by the settings of tiny runs."""
 
 
 def started(name: str, steps: int = 4, **settings: Any) -> tuple[Any, TrainState]:
@@ -145,7 +145,7 @@ def test_elsa_logs_the_mean_threshold_of_plain_steps() -> None:
 
 @pytest.mark.parametrize("name", CALIBRATED)
 def test_calibration_changes_neither_weights_nor_random_state(name: str) -> None:
-    """Dropout is on, which would show both."""
+    """With dropout, a changed weight or random state would change the losses."""
     chosen = with_optimizer([technique(name, from_step=5)])
     actual, _ = run_through(plain_run(style="gpt", dropout=0.3), chosen, 5)
     plain, _ = run_through(plain_run(style="gpt", dropout=0.3), with_optimizer([]), 5)

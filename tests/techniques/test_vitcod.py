@@ -1,4 +1,4 @@
-"""Masks of ViTCoD: their maps, their storage and their products; and the autoencoder of heads."""
+"""ViTCoD: attention maps, stored masks, attention with the masks, and the autoencoder of heads."""
 
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from thrifty.techniques.memory.recompute import Recompute
 
 NAME = "attention.vitcod"
 START = 2
-"""The step before which masks are drawn, by the settings of tiny runs."""
+"""First step with fixed masks, by the settings of tiny runs."""
 drawn_masks = st.builds(
     lambda h, t, density, seed: torch.rand(h, t, t, generator=torch.Generator().manual_seed(seed)) < density,
     st.integers(1, 3), st.integers(1, 20), st.floats(0, 1), st.integers(0, 99),

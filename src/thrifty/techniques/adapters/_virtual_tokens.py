@@ -83,7 +83,7 @@ def refuse_beyond(limit: int | None, count: int, tokens: int) -> None:
 
 
 def common_path(names: Iterable[str]) -> str:
-    """Return the name of the innermost module that contains all named modules."""
+    """Return the name of the innermost module that contains the modules of all `names`."""
     shared: list[str] = []
     for words in zip(*(name.split(".")[:-1] for name in names), strict=False):
         if len(set(words)) > 1:

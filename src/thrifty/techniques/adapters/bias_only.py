@@ -11,8 +11,8 @@ Start with  `bias_only` and a larger learning rate than for full fine-tuning. Fo
 Cost        The backward pass still runs through every block, because biases of all blocks are trained.
 Avoid       Tasks for which shifting features is not enough. The paper reports parity with full fine-tuning only on
             small and medium data.
-Does not    Train any matrix. With `add=true` the model cannot be exported as the plain architecture, which has no place
-            for the biases.
+Does not    Train any matrix. With `add=true` the model cannot be exported, because the plain architecture has no such
+            biases.
 """
 
 from typing import Any

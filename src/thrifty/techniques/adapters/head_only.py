@@ -27,7 +27,7 @@ from thrifty.modeling.adapter_base import AdapterTechnique, head_names, train_on
 
 class HeadOnly(AdapterTechnique):
     """Differs from the MAE paper: its probe standardizes the features over the batch before the head, and trains with
-    LARS without weight decay (unverified). Here the last norm of the model runs before the head.
+    LARS without weight decay (unverified). Here the model's last norm replaces the standardization.
     """
 
     clashes: ClassVar[Mapping[Claim, str]] = {

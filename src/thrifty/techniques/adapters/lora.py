@@ -62,7 +62,7 @@ class Lora(AdapterTechnique):
     also: str = ""
     """Pattern in the names of parameters that are trained in full, such as a head or norms."""
     rank_stabilized: bool = False
-    """Scale by alpha / sqrt(rank) instead of alpha / rank."""
+    """Scale the addition by alpha / sqrt(rank) instead of alpha / rank."""
     seed: int = 0
     """Seed of the initial values of A, combined with each layer's name."""
 
@@ -175,7 +175,7 @@ def _narrow(layer: nn.Module) -> int:
 
 
 def _cuts(model: nn.Module) -> dict[str, FusedSlices]:
-    """Return the slices of each fused layer, by name."""
+    """Return the slices of each fused layer, by layer name."""
     named = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name.endswith("weight")}
     cuts = zip(named, fused_slices([*named], [*named.values()]), strict=True)
     return {re.sub(r"\.(in_proj_)?weight$", "", name): cut for name, cut in cuts if cut is not None}

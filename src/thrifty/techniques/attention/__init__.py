@@ -1,1 +1,1 @@
-"""Sparse and efficient attention: compute fewer query-key pairs, or the same ones faster."""
+"""Sparse and efficient attention: compute fewer query-key pairs, or compute all pairs faster."""

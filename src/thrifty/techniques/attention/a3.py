@@ -9,7 +9,8 @@ Start with  `a3:rounds=0.5,percent=5`, the paper's conservative setting. Its agg
             `rounds=0.125,percent=10`.
 Cost        Software is slower, because it sorts tokens² · width products per head. The paper reports that one unit of
             its hardware is slower than a GPU on BERT.
-Avoid       Training for speed. Use it to study the filter on short texts or small images.
+Avoid       Runs that should become faster, because the filter slows software. Use it to study the filter on short texts
+            or small images.
 Does not    Save time without the accelerator. Export with plain attention requires `export_plain=true`.
 """
 
@@ -52,7 +53,7 @@ class A3(ReplacedAttention):
     """
 
     rounds: Fraction = 0.5
-    """Search rounds as a fraction of the keys that a query sees."""
+    """Number of search rounds, as a fraction of the keys that a query sees."""
     percent: Annotated[float, SettingBound(above=0, most=100)] = 5.0
     """Minimum attention weight of a kept candidate, in percent of the query's largest weight."""
     from_step: StepOrFraction = 0.1

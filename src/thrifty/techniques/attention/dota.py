@@ -9,7 +9,7 @@ Use         run = thrifty.train(recipe="vit-digits", techniques=["attention.dota
 Start with  `dota:density=0.25,ratio=0.25`. Set `products=rows` to save memory in compiled code.
 Cost        Software is slower, because it estimates scores and also computes them exactly for the loss. `products=rows`
             computes and saves kept pairs only.
-Avoid       Training for speed. Use attention.block_sparse for speed.
+Avoid       Runs that should become faster, because the filter slows software. Use attention.block_sparse for speed.
 Does not    Work in your own training loop, because it adds a loss. The detectors are dropped at the end of training.
 """
 
@@ -171,7 +171,7 @@ class Dota(ReplacedAttention):
     ratio: Fraction = 0.25
     """Width of the detector as a fraction of the model's width."""
     bits: Annotated[int, SettingBound(least=2, most=16)] = 4
-    """Bits of the detector's operands."""
+    """Number of bits of the detector's operands."""
     weight: Rate = 0.01
     """Weight λ of the detector loss."""
     products: Literal["dense", "rows"] = "dense"

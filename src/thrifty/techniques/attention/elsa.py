@@ -8,7 +8,7 @@ Use         optimizer = thrifty.optim.AdamW(model, lr=1e-3)
 Start with  `elsa:p=1`. Raise `p` to drop more keys; the paper uses values from 0.5 to 4.
 Cost        Software uses more time and memory, because it compares all pairs and builds a mask. The paper reports 3.14
             times the time of plain attention on a GPU.
-Avoid       Training for speed. Use attention.block_sparse for speed.
+Avoid       Runs that should become faster, because the filter slows software. Use attention.block_sparse for speed.
 Does not    Save time or memory without the accelerator. The paper's speedup of 58 over a V100 is for twelve 40 nm
             accelerators, attention only.
 """
@@ -58,7 +58,7 @@ class Elsa(CalibratedAttention):
     """
 
     p: Rate = 1.0
-    """A key is kept if its softmax weight exceeds p / n; 0 keeps all."""
+    """Threshold: a key is kept if its softmax weight exceeds p / n for n visible keys; 0 keeps all keys."""
     seed: int = 0
     """Seed of the projections."""
 

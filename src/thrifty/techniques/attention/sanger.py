@@ -8,7 +8,7 @@ Use         optimizer = thrifty.optim.AdamW(model, lr=1e-3)
             thrifty.apply((model, optimizer), "sanger", total_steps=1000)
 Start with  `sanger:threshold=0.02`, as in the published code for most of GLUE. Its threshold for SQuAD is 0.002.
 Cost        Software uses more time and memory, because it computes scores twice and builds a mask.
-Avoid       Training for speed. Use attention.block_sparse for speed.
+Avoid       Runs that should become faster, because the filter slows software. Use attention.block_sparse for speed.
 Does not    Save time or memory without the accelerator. The abstract reports that 8 to 27 % of the query-key pairs are
             kept.
 """
@@ -43,7 +43,7 @@ class Sanger(CalibratedAttention):
     threshold: Probability = 0.02
     """Minimum predicted softmax weight of a kept key."""
     bits: Annotated[int, SettingBound(least=2, most=16)] = 4
-    """Bits of queries and keys in the predicted scores, including the sign."""
+    """Number of bits of queries and keys for the predicted scores, including the sign."""
 
     def measure(self, site: AttentionSite, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
         return torch.stack([unit_rows(x)[0].abs().amax((2, 3)).mean() for x in (q, k)])

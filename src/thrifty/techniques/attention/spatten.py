@@ -9,7 +9,7 @@ Use         optimizer = thrifty.optim.AdamW(model, lr=1e-3)
 Start with  `spatten:tokens=0.7,heads=0.9,values=0.8`. In a decoder, keep the default `recent_fraction=0.5`.
 Cost        Software uses more time and memory, because it computes all pairs. Each query's mask of kept tokens stays in
             memory until the next forward pass.
-Avoid       Training for speed. Use attention.block_sparse for speed.
+Avoid       Runs that should become faster, because the filter slows software. Use attention.block_sparse for speed.
 Does not    Save time or memory without the accelerator. A removed token still computes its own output, because models
             may predict at every token (ours).
 """
@@ -127,7 +127,7 @@ class Spatten(ReplacedAttention):
     spread: Probability = 0.2
     """Pruned fraction in the last block minus the pruned fraction in the first pruning block."""
     bits: Annotated[int, SettingBound(least=0, most=12)] = 0
-    """Bits of queries and keys for the first scores, including the sign; 0 for exact scores."""
+    """Number of bits of queries and keys for the first scores, including the sign; 0 for exact scores."""
     from_step: StepOrFraction = 0.1
 
     def core(self, site: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:

@@ -48,7 +48,7 @@ class TiledAttention(Technique):
     claims = frozenset({Claim.ATTENTION_CORE})
 
     tile: Natural = 0
-    """Queries per tile. 0 selects a quarter of the tokens, between 64 and 512; in Triton, 64."""
+    """Number of queries per tile. 0 selects a quarter of the tokens, between 64 and 512; in Triton, 64."""
     kernel: Literal["torch", "triton"] = "torch"
     """Implementation: torch's operations, or a Triton kernel on a GPU."""
     optional: bool = False

@@ -8,8 +8,8 @@ Use         optimizer = thrifty.optim.AdamW(vit, lr=1e-3)
             thrifty.apply((vit, optimizer), "vitcod", total_steps=1000, tokens=17)
 Start with  `vitcod:cut=0.5`; the published code has cuts from 0.58 to 0.19. Set `autoencoder=true` to compress queries
             and keys to half the number of heads.
-Cost        Quality drops if relevant positions differ between inputs. Each block stores heads · tokens² map values
-            until the masks are fixed, and masks in every checkpoint.
+Cost        Quality drops if relevant positions differ between inputs. Each block stores heads · tokens² values until
+            the masks are fixed; checkpoints store the masks.
 Avoid       Text, because its positions carry no fixed meaning. For speed use attention.block_sparse, whose blocks are
             whole.
 Does not    Adapt the masks after `from_step`. Inputs longer than `tokens` are refused.

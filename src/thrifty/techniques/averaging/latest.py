@@ -2,8 +2,8 @@
 
 Paper       Kaddour 2022, Stop Wasting My Time! (arXiv 2209.14981). Sanyal et al. 2023 (arXiv 2306.03241) uses a queue
             of copies during training.
-Promise     At a constant learning rate, the mean has about the loss of a decayed learning rate at any step. Training
-            itself is unchanged.
+Promise     At a constant learning rate, the mean at any step has about the loss that a decayed learning rate would
+            reach. Training itself is unchanged.
 Use         optimizer = thrifty.apply(optimizer, "latest", copies=6, total_steps=1000)
             with optimizer.use_eval_weights():
                 held_out_loss = model(**next(iter(loader))).loss

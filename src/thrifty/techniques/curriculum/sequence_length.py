@@ -2,8 +2,8 @@
 
 Paper       Li, Zhang and He 2022, The Stability-Efficiency Dilemma (arXiv 2108.06084). CompoundGrow (Gu et al. 2021,
             arXiv 2010.12562) includes it.
-Promise     Early steps are cheaper and more stable. Attention costs the square of the text length, all other layers
-            cost the length.
+Promise     Early steps are cheaper and more stable. The cost of attention grows with the square of the text length, the
+            cost of other layers with the length.
 Use         loader = thrifty.apply(loader, "sequence_length", total_steps=10_000)
 Start with  `sequence_length:start=64,until=0.3`. Raise `until` for a longer warmup if the loss is unstable.
 Cost        Steps early in the run train on fewer tokens. With `compile` each length is compiled once.

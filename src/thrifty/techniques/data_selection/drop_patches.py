@@ -8,8 +8,8 @@ Use         run = thrifty.train(recipe="vit-digits", techniques=["drop_patches"]
 Start with  `drop_patches:rate=0.5,until=0.9`. Keep `until` below 1, so that the last steps train on whole images.
 Cost        Each gradient comes from incomplete images. Steps from `until` on save nothing.
 Avoid       Models whose image blocks are a small part of the work, such as image-text models with long captions.
-Does not    Reduce the patch convolution, its norm and the position addition. They run for all patches, which is a small
-            part of the work.
+Does not    Reduce the work of the patch convolution, its norm and the position addition. They run for all patches but
+            are a small part of the work.
 """
 
 from collections.abc import Iterator

@@ -131,7 +131,7 @@ class GradientNormSampling(Technique):
     presample: Positive = 3
     """Ratio of scored examples to trained examples."""
     momentum: Probability = 0.9
-    """Momentum of the running average of tau."""
+    """Momentum of the running average of tau, the estimated gain."""
     scoring_batch: Natural = 0
     """Examples scored at a time; 0 for the number of trained examples. With many micro-batches, set the size of one
     micro-batch, because scoring otherwise needs more memory than training."""

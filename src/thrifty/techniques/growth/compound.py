@@ -47,12 +47,14 @@ def divisor_at(step: int, first: int, at: tuple[int | float, ...]) -> int:
 
 class CompoundGrowth(Technique):
     """Depth grows by stacking. Length grows by truncation (`shorten=truncate`) or by pooled embeddings
-    (`shorten=pool`). In width, new units copy old units and the outgoing weights are divided among the copies. Copies
-    with equal weights stay equal with any optimizer. So noise that cancels in the sum separates them (`spread`).
+    (`shorten=pool`). In width, new units copy old units, and the outgoing weights are divided among the copies. Copies
+    with equal weights stay equal with any optimizer. So noise that sums to zero makes the copies differ (`spread`).
 
     "truncate" shortens the texts. "pool" replaces groups of neighboring embeddings by their mean in training, and
     predicts the token after each group. Evaluation and an early export then run on single tokens, on which the model
     was not trained. The paper finds pooling better.
+
+    Differs from the paper: it widens feed-forward networks by sharing weights.
     """
 
     stage, numerics = Stage.GROW, Numerics.DIFFERENT

@@ -7,7 +7,7 @@ Use         run = thrifty.train(recipe="vit-digits", techniques=["growth.stackin
 Start with  `stacking:at=[0.125,0.3],start=zeroed`. Set `order=AABBCC` to insert the copy of each block after its
             original.
 Cost        With `compile` each depth is compiled once. The optimizer state is reset at each growth by default.
-Avoid       Long runs. No Train No Gain reports no gain over a baseline with a decayed learning rate.
+Avoid       Long runs, because No Train No Gain reports no gain over a baseline with a decayed learning rate.
 Does not    Reset the learning rate schedule. It starts from random weights, not from a trained model.
 """
 
