@@ -158,7 +158,7 @@ def test_template_that_changes_earlier_turns_is_refused():
     tokenizer = small_tokenizer(only_last)
     turns = [{"role": role, "content": "a"} for role in ("user", "assistant") * 2]
     assert learned_runs(encoded(tokenizer, turns[:2]))
-    with pytest.raises(UsageError, match="changes earlier turns when later ones follow"):
+    with pytest.raises(UsageError, match="changes earlier turns when later turns follow"):
         tokenizer.pieces(turns)
 
 
@@ -179,7 +179,7 @@ def test_untrainable_templates_and_tokenizers_are_refused(tmp_path):
 @pytest.mark.parametrize(
     ("name", "content", "what"),
     [
-        ("tokenizer_config.json", b"[]", "holds no JSON object"),
+        ("tokenizer_config.json", b"[]", "does not contain a JSON object"),
         ("tokenizer_config.json", b"[" * 100_000, "is not readable JSON"),
         ("tokenizer_config.json", b'{"chat_template": 3}', "chat_template is 3"),
         (

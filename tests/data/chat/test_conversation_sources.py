@@ -119,7 +119,7 @@ def test_other_sources_than_conversations_are_refused(tmp_path):
         ("kjv", "kjv is a text, not a set of conversations"),
         ("smollm2-135m", "is a model"),
         ("kjv-web", "not on this machine yet.*\n.*thrifty data get kjv-web"),
-        (str(tmp_path / "a.txt"), r"is no .jsonl or .json file"),
+        (str(tmp_path / "a.txt"), r"is not a .jsonl or .json file"),
         (str(tmp_path / "absent.jsonl"), "neither a file nor a known set"),
     ):
         with pytest.raises(UsageError, match=what):

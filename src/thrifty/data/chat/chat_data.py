@@ -1,7 +1,8 @@
 """Conversations of a recipe: opened, tokenized once into the cache, and packed into rows.
 
-The prepared folder is that of plain text (`data/text/token_cache.py`) with two additions. A stored token has two flags:
-it belongs to an answer, and it begins a conversation. The chat template is stored with the tokenizer.
+The prepared folder has the form of plain text (`data/text/token_cache.py`), with two additions. Each stored token has
+two flags: ANSWER for tokens of an answer, and BEGINS for the first token of a conversation. The chat template is stored
+with the tokenizer.
 """
 
 import heapq
@@ -49,19 +50,19 @@ from thrifty.data.train_split import DataSplit, SplitPlan, plan_split
 
 FORMAT = 3
 AT_ONCE = 1_000
-"""Number of conversations tokenized together."""
+"""Number of conversations that are tokenized in one call."""
 REASONS = 5
-"""Number of printed reasons for left-out conversations."""
+"""Maximum number of printed reasons for left-out conversations."""
 LeftOut = tuple[int, str]
-"""Number of conversations left out for a reason, and the position of the first."""
+"""Number of conversations that are left out for a reason, and the position of the first one."""
 
 
 def open_instructions(
     settings: DataSettings, seed: int, learning: ChatLearningSettings, say: Callable[[str], None] = print_to_stderr
 ) -> TextData:
-    """Return the opened conversations of a recipe, which are tokenized into the cache the first time.
+    """Open the conversations of a recipe. The first time, tokenize them into the cache.
 
-    Raises UsageError for an invalid source or setting, and for less than one batch.
+    Raises UsageError for an invalid source or setting, and for fewer rows than one batch.
     """
     prepared = prepare_instructions(settings, learning.template, say)
     tokenizer = read_chat_tokenizer(prepared.folder / TOKENIZER)
@@ -70,7 +71,7 @@ def open_instructions(
     }
     if not all(map(len, learned.values())):
         raise UsageError(
-            f"no answer in {settings.source} begins within data.length = {settings.length} tokens",
+            f"no answer in {settings.source!r} begins within data.length = {settings.length} tokens",
             fix="raise data.length",
         )
     length, end_of_text = settings.length, tokenizer.end_of_text
@@ -90,7 +91,7 @@ def open_instructions(
 def prepare_instructions(
     settings: DataSettings, template: str, say: Callable[[str], None]
 ) -> prepared_cache.TokenCache:
-    """Return the prepared conversations of these settings, built first if they are missing or damaged."""
+    """Return the prepared conversations for `settings`. Build them first if they are missing or damaged."""
     if not settings.tokenizer:
         check_vocabulary(settings.vocabulary, TURNS)
     source = open_conversations(settings.source)
@@ -115,7 +116,7 @@ def documents(source: ConversationSource) -> Iterator[str]:
 
 
 def _question(document: str) -> str:
-    """Return the key of a conversation in the split: the first user message without case and extra spaces."""
+    """Return the key of a conversation for the split: the first user message, without case and extra spaces."""
     messages = json.loads(document)[1]
     question = next((message for message in messages if message["role"] == "user"), messages[0])
     return " ".join(question["content"].casefold().split())
@@ -131,9 +132,9 @@ def _build(
     split = plan_split(documents(source), settings.held_out, settings.source, _question)
     if split.longest is not None:
         raise UsageError(
-            f"{settings.source} has too few conversations to hold {100 * settings.held_out:g}% of them out, since all "
-            "with the same first question stay together",
-            fix="add conversations with other questions, or raise data.held_out",
+            f"{settings.source} has too few conversations to hold {100 * settings.held_out:g}% of them out, because "
+            "conversations with the same first question must stay together",
+            fix="add conversations with other questions; or raise data.held_out",
         )
     tokenizer = chat_tokenizer or _trained(settings, source, split, template)
     with build_folder(folder) as temporary:
@@ -143,7 +144,7 @@ def _build(
         if not (train.conversations and held_out.conversations):
             raise UsageError(
                 f"{settings.source} has too few conversations to train on and to hold out: {_left_out_text(left_out)}",
-                fix="set objective.template to another one, such as chatml",
+                fix="set objective.template to another template, such as chatml",
             )
         manifest = {
             "format": FORMAT,
@@ -169,7 +170,7 @@ def _trained(settings: DataSettings, source: ConversationSource, split: SplitPla
 
 
 class _PartCounts:
-    """Counts of one part; `answers` counts each token of the vocabulary in its answers."""
+    """Counts of one part. `answers` (v,) counts how often each token of the vocabulary occurs in answers."""
 
     def __init__(self, vocabulary: int):
         self.conversations = self.tokens = self.bytes = 0
@@ -181,7 +182,7 @@ def _write(
 ) -> tuple[dict[DataSplit, _PartCounts], dict[str, LeftOut]]:
     """Write the tokens of the conversations of each part to PART.bin in a folder.
 
-    Return the counts, and by reason the conversations that the template does not accept.
+    Return the counts, and the left-out conversations by reason. A conversation is left out if the template rejects it.
     """
     counts = {part: _PartCounts(tokenizer.vocabulary) for part in DataSplit}
     left_out: dict[str, LeftOut] = {}
@@ -205,7 +206,7 @@ def _write(
 def _accepted(
     parts: Iterable[tuple[DataSplit, str]], tokenizer: ChatTokenizer, left_out: dict[str, LeftOut]
 ) -> Iterator[tuple[DataSplit, list[Message], list[ChatSegment]]]:
-    """Yield each conversation that the template accepts, and count the others in `left_out`."""
+    """Yield each conversation that the template accepts. Count rejected conversations in `left_out`."""
     for part, document in parts:
         where, messages, tools = json.loads(document)
         reason = "the chat template writes no answer"
@@ -214,7 +215,7 @@ def _accepted(
             if any(piece.answer for piece in pieces):
                 yield part, messages, pieces
                 continue
-        except TemplateLimitError as error:  # other conversations would reach the limit, too
+        except TemplateLimitError as error:  # other conversations would also reach the limit
             raise TemplateLimitError(f"{where}: {error.what}", fix=error.fix) from None
         except UsageError as error:
             reason = error.what
@@ -231,7 +232,7 @@ def _left_out_text(left_out: Mapping[str, LeftOut]) -> str:
 
 
 def stored_tokens(encoded: EncodedChat) -> np.ndarray:
-    """Return the stored tokens of a conversation, up to the end of its last answer."""
+    """Return the stored tokens of a conversation, with flags, up to the end of its last answer."""
     answer = np.array(encoded.answer)
     stop = int(np.flatnonzero(answer)[-1]) + 1
     words = np.array(encoded.tokens[:stop], np.uint32) | np.where(answer[:stop], np.uint32(ANSWER), np.uint32(0))

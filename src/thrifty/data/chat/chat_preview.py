@@ -1,4 +1,4 @@
-"""Preview of conversations with their trained tokens, for `thrifty data preview`."""
+"""Preview of conversations that marks the trained tokens, for `thrifty data preview`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ from thrifty.kernels.keyed_permutation import permute
 
 @dataclass(frozen=True)
 class ChatSpan:
-    """Consecutive tokens that are all trained on, or none of them."""
+    """Consecutive tokens of a conversation, either all with a loss or all without a loss."""
 
     text: str
     tokens: list[int]
@@ -33,18 +33,18 @@ class ChatPreview:
     conversations: int
     tokens: int
     learned: int
-    """Number of predicted tokens."""
+    """Number of tokens with a loss."""
     cut: float
-    """Fraction of conversations that are cut at the length."""
+    """Fraction of conversations that are cut at `data.length`."""
     examples: list[list[ChatSpan]]
 
 
 def preview(
     settings: DataSettings, learning: ChatLearningSettings, examples: int, say: Callable[[str], None]
 ) -> ChatPreview:
-    """Return a preview of conversations, which are prepared first if necessary.
+    """Return a preview of conversations. Prepare the conversations first if necessary.
 
-    Raises UsageError as `open_instructions` does.
+    Raises UsageError like `open_instructions`.
     """
     prepared = prepare_instructions(settings, learning.template, say)
     tokenizer = read_chat_tokenizer(prepared.folder / TOKENIZER)

@@ -1,8 +1,7 @@
 """Chat templates in Jinja, as distributed with tokenizers, which render a conversation as text.
 
-A template is a program of a third party, so it runs in a sandbox. It can read only the messages and the spelling of a
-few special tokens, not even the date. Any template but the built-in ones runs in a separate process with limits of time
-and memory.
+A template is third-party code, so it runs in a sandbox. It can read only the messages and the spelling of a few special
+tokens. Templates that are not built in run in a separate process with limits of time and memory.
 """
 
 import atexit
@@ -30,7 +29,7 @@ CHATML = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
-"""ChatML: every turn is between two special tokens, after a line with its role."""
+"""ChatML: two special tokens enclose every turn. The first line of a turn is the role."""
 
 ALPACA = (
     "{% set intro = 'Below is an instruction that describes a task' %}"
@@ -51,7 +50,7 @@ ALPACA = (
 )
 """Prompts of Stanford Alpaca, with plain headings, for models without special tokens for turns.
 
-An end of text follows each answer; no other special token is required.
+An end-of-text token follows each answer. No other special token is required.
 """
 
 NAMED = {"chatml": CHATML, "alpaca": ALPACA}
@@ -67,12 +66,12 @@ class WrittenConversation:
 
 
 class TemplateLimitError(UsageError):
-    """A chat template reached its limit of time or memory; it would do so for other conversations, too."""
+    """A chat template exceeded its limit of time or memory. It would probably do so for other conversations too."""
 
 
 @dataclass(frozen=True)
 class ChatTemplate:
-    """The Jinja source of a template and the spelling of special tokens."""
+    """The Jinja source of a chat template, and the spelling of special tokens."""
 
     source: str
     words: Mapping[str, str] = field(default_factory=dict)
@@ -81,16 +80,16 @@ class ChatTemplate:
     def write(
         self, messages: Sequence[Message], prompt: bool = False, tools: Sequence[Any] = ()
     ) -> WrittenConversation:
-        """Return the conversation as text with its answers; with `prompt` up to the start of the next answer.
+        """Return the text of a conversation and its answers. With `prompt`, the text ends where the next answer starts.
 
-        `tools` can be called in the conversation. Raises UsageError for an invalid template, and for a template that
-        does not accept these messages. A template must write the tools, and messages of tools and developers in their
-        own role. It must not change earlier turns when later ones follow.
+        `tools` are the tools that the conversation can call. Raises UsageError if the template is invalid or rejects
+        the messages. A template must write the tools, and must write messages of the roles "tool" and "developer" in
+        these roles. Later turns must not change the text of earlier turns.
         """
         return self._write(messages, prompt, tools, answers=True)
 
     def render(self, messages: Sequence[Message], prompt: bool = False) -> str:
-        """Return the text of messages. Raises UsageError for an invalid template and for messages that it refuses."""
+        """Return the text of messages. Raises UsageError if the template is invalid or rejects the messages."""
         return self._write(messages, prompt, (), answers=False).text
 
     def _write(
@@ -108,19 +107,19 @@ class ChatTemplate:
         if "error" in reply:
             raise UsageError(
                 f"the chat template does not accept these messages: {reply['error']}",
-                fix="alternate user and assistant, or set objective.template to another one, such as chatml",
+                fix="alternate user and assistant; or set objective.template to another template, such as chatml",
             )
         return WrittenConversation(**reply)
 
 
 class _SandboxProcess:
-    """The process that runs templates; it is started for the first conversation, and again after a limit."""
+    """The process that runs templates. It starts at the first conversation, and again after a limit was exceeded."""
 
     def __init__(self):
         self.lock, self.process, self.owner = Lock(), None, 0
 
     def write_conversation(self, **request: Any) -> dict[str, Any]:
-        """Return the result of `template_sandbox.write_conversation`. Raises TemplateLimitError at a limit."""
+        """Return the result of `template_sandbox.write_conversation`. Raises TemplateLimitError beyond a limit."""
         with self.lock:
             process = self._running()
             try:
@@ -138,12 +137,12 @@ class _SandboxProcess:
                 limit = f"{template_sandbox.SECONDS} s" if is_late else f"{template_sandbox.MEGABYTES} MB"
                 raise TemplateLimitError(
                     f"the chat template takes more than {limit} for one conversation",
-                    fix="set objective.template to another one, such as chatml",
+                    fix="set objective.template to another template, such as chatml",
                 )
         return json.loads(reply)
 
     def _running(self) -> subprocess.Popen:
-        if self.process is None or self.owner != os.getpid():  # a fork shares the process of its parent
+        if self.process is None or self.owner != os.getpid():  # a forked process must not use the child of its parent
             self.owner = os.getpid()
             self.process = subprocess.Popen(
                 [sys.executable, template_sandbox.__file__],
@@ -151,7 +150,7 @@ class _SandboxProcess:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env=child_environment(),
-                start_new_session=True,  # an interrupt of this process must not stop it
+                start_new_session=True,  # an interrupt of the parent must not stop the child
             )
         return self.process
 

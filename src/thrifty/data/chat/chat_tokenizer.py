@@ -1,8 +1,9 @@
 """Tokenization of conversations, with the tokens of answers marked.
 
-The start of an answer is found by rendering the conversation twice: up to the prompt for the answer, and with the
-answer. The first text must be a prefix of the second. Tokens are cut there, so that an answer is trained after exactly
-the tokens that precede it in a chat. The spelling of a special token inside a message is ordinary text.
+To find the start of an answer, the conversation is rendered twice: up to the prompt for the answer, and with the
+answer. The first text must be a prefix of the second. The answer is tokenized separately from this position. In
+training, the same tokens then precede an answer as in a chat. The spelling of a special token inside a message is
+ordinary text.
 """
 
 import json
@@ -22,18 +23,18 @@ TEMPLATE_FILE = "chat_template.jinja"
 CONFIG_FILE = "tokenizer_config.json"
 PARTS = ("bos_token", "eos_token", "pad_token", "unk_token")
 TURNS = ("<|im_start|>", "<|im_end|>")
-"""Special tokens of ChatML, which a tokenizer trained on conversations has."""
+"""Special tokens of ChatML. Tokenizers trained on conversations have these tokens."""
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
-"""Noncharacters of Unicode, for use inside a program; one that no message contains marks positions in messages."""
+"""Noncharacters of Unicode. One that no message contains marks positions in messages."""
 
 
 @dataclass(frozen=True)
 class ChatSegment:
-    """A segment of a conversation: text, or the number of a special token of the template."""
+    """A segment of a conversation: a text, or the id of a special token of the template."""
 
     content: str | int
     answer: bool
-    """True for a segment of an answer, including the token that ends it."""
+    """True for a segment of an answer, including the token that ends the answer."""
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,8 @@ class EncodedChat:
 class ChatTokenizer(TextTokenizer):
     """A tokenizer with a chat template.
 
-    Raises RefusedError for a tokenizer that splits text differently after a special token. A template without a special
-    token at the end of answers is refused, too, because a model trained with it would not stop.
+    Raises RefusedError for a tokenizer that splits text differently after a special token. Also refuses a template
+    without a special token at the end of answers, because the trained model would not stop.
     """
 
     def __init__(self, inner: Tokenizer, template: ChatTemplate, name: str = "the tokenizer"):
@@ -67,8 +68,8 @@ class ChatTokenizer(TextTokenizer):
     def pieces(self, messages: Sequence[Message], prompt: bool = False, tools: Sequence[Any] = ()) -> list[ChatSegment]:
         """Return the segments of a conversation, cut at special tokens and at the start and end of answers.
 
-        With `prompt` the segments end at the start of the next answer. `tools` can be called in the conversation.
-        Raises UsageError if the template does not accept the messages or the tools.
+        With `prompt`, the segments end where the next answer starts. `tools` are the tools that the conversation can
+        call. Raises UsageError if the template rejects the messages or the tools.
         """
         mark = self._unused_mark([*messages, *tools])
         written = self.template.write(self._mark(messages, mark), prompt, self._mark(tools, mark))
@@ -95,18 +96,18 @@ class ChatTokenizer(TextTokenizer):
             yield EncodedChat(tokens, answer)
 
     def prompt(self, messages: Sequence[Message]) -> list[int]:
-        """Return the prompt tokens for an answer to the last of these messages."""
+        """Return the prompt tokens for an answer to the last message."""
         return next(self.encode_pieces([self.pieces(messages, prompt=True)])).tokens
 
     def files(self) -> dict[str, str]:
-        """Return tokenizer.json, the template and the spelling of special tokens, as files that transformers reads."""
+        """Return tokenizer.json, the template and the spelling of special tokens, in the files of transformers."""
         words = dict(self.template.words) | {"eos_token": self.inner.id_to_token(self.end_of_turn)}
         settings = {"tokenizer_class": "PreTrainedTokenizerFast"} | words
         chat_files = {TEMPLATE_FILE: self.template.source, CONFIG_FILE: json.dumps(settings, indent=2) + "\n"}
         return super().files() | chat_files
 
     def _mark(self, value: Any, mark: str) -> Any:
-        """Return messages, or any part of them, with a mark before each spelling of a special token."""
+        """Insert a mark before each spelling of a special token in messages, or in a part of messages."""
         if isinstance(value, str):
             return self._special_words.sub(lambda word: mark + word[0], value)
         if isinstance(value, Mapping):
@@ -114,7 +115,7 @@ class ChatTokenizer(TextTokenizer):
         return [self._mark(inner, mark) for inner in value] if isinstance(value, Sequence) else value
 
     def _cut(self, text: str, mark: str, answer: bool) -> Iterator[ChatSegment]:
-        """Yield text in segments, cut at special tokens except for marked spellings in messages."""
+        """Yield text in segments, cut at special tokens. Marked spellings in messages are not cut."""
         start = 0
         for match in self._special_words.finditer(text):
             if match.start() > 0 and text[match.start() - 1] == mark:
@@ -140,7 +141,7 @@ class ChatTokenizer(TextTokenizer):
                 return piece.content
         raise RefusedError(
             f"the chat template does not end answers with a special token of {self.name}",
-            fix="set objective.template = alpaca, which requires only an end of text",
+            fix="set objective.template=alpaca, which requires only an end-of-text token",
         )
 
     def _check_pieces(self) -> None:
@@ -151,14 +152,14 @@ class ChatTokenizer(TextTokenizer):
             self.inner.encode_special_tokens = True
             if whole != [number, *self.encode(text)]:
                 raise RefusedError(
-                    f"{self.name} splits text differently after {word}, so that conversations cannot be tokenized in "
+                    f"{self.name} splits text differently after {word}, but conversations must be tokenized in "
                     "segments",
                     fix="use a byte-level tokenizer, such as those of SmolLM2, Llama 3 and Qwen",
                 )
 
 
 def _ended(answer: list[ChatSegment]) -> list[ChatSegment]:
-    """Return the segments of an answer, without the answer flag after the token that ends the turn."""
+    """Clear the answer flag of all segments after the token that ends the turn."""
     last = max((index for index, piece in enumerate(answer) if isinstance(piece.content, int)), default=len(answer))
     return [*answer[: last + 1], *(ChatSegment(piece.content, False) for piece in answer[last + 1 :])]
 
@@ -166,8 +167,9 @@ def _ended(answer: list[ChatSegment]) -> list[ChatSegment]:
 def read_chat_tokenizer(tokenizer_json: Path, template: str = "") -> ChatTokenizer:
     """Return the tokenizer of a file with a template.
 
-    `template` is one of NAMED or the path of a Jinja file. By default it is the template in the tokenizer's folder,
-    otherwise chatml if the tokenizer has its special tokens, otherwise alpaca. Raises UsageError for an invalid file.
+    `template` is a name in NAMED or the path of a Jinja file. The default is the template in the tokenizer's folder. If
+    there is none, it is chatml for a tokenizer with the special tokens of ChatML, otherwise alpaca. Raises
+    UsageError for an invalid file.
     """
     plain = read_tokenizer(tokenizer_json)
     words, own = _stored_template(tokenizer_json)
@@ -177,14 +179,14 @@ def read_chat_tokenizer(tokenizer_json: Path, template: str = "") -> ChatTokeniz
 def set_template(
     plain: TextTokenizer, source: str, words: Mapping[str, str] | None = None, name: str = "the tokenizer"
 ) -> ChatTokenizer:
-    """Return a tokenizer with this template; if it is empty, with chatml or alpaca by its special tokens."""
+    """Return a tokenizer with the template `source`. If it is empty, use chatml or alpaca."""
     if not source:
         source = NAMED["chatml" if all(plain.inner.token_to_id(word) is not None for word in TURNS) else "alpaca"]
     return ChatTokenizer(plain.inner, ChatTemplate(source, words or {}), name)
 
 
 def template_source(template: str) -> str:
-    """Return the template of this name or in this file, or an empty string for an empty name."""
+    """Return the source of a named template or of a Jinja file; "" for an empty name."""
     if template in NAMED or not template:
         return NAMED.get(template, "")
     path = Path(template).expanduser()
@@ -196,7 +198,7 @@ def template_source(template: str) -> str:
 
 
 def _stored_template(tokenizer_json: Path) -> tuple[dict[str, str], str | None]:
-    """Return the special words and the template in a tokenizer's folder, as transformers stores them."""
+    """Return the spelling of special tokens and the template that transformers stored in a tokenizer's folder."""
     config: dict[str, Any] = {}
     path = tokenizer_json.with_name(CONFIG_FILE)
     if path.is_file():
@@ -205,7 +207,7 @@ def _stored_template(tokenizer_json: Path) -> tuple[dict[str, str], str | None]:
         except (ValueError, RecursionError) as error:
             raise UsageError(f"{path} is not readable JSON: {error}", fix="download the file again") from None
         if not isinstance(config, dict):
-            raise UsageError(f"{path} holds no JSON object", fix="download the file again")
+            raise UsageError(f"{path} does not contain a JSON object", fix="download the file again")
     spelled = {part: config.get(part) for part in PARTS}
     spelled = {part: word.get("content") if isinstance(word, dict) else word for part, word in spelled.items()}
     words = {part: word for part, word in spelled.items() if word and isinstance(word, str)}
@@ -217,7 +219,7 @@ def _stored_template(tokenizer_json: Path) -> tuple[dict[str, str], str | None]:
         named = (each for each in own if isinstance(each, dict))
         own = next((each.get("template") for each in named if each.get("name") == "default"), None)
     if not isinstance(own, str | None):
-        raise UsageError(f"{path}: chat_template is {own!r:.80}", fix="write it as a text")
+        raise UsageError(f"{path}: chat_template is {own!r:.80}, not text", fix="write chat_template as text")
     return words, own
 
 

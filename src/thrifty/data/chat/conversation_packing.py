@@ -1,4 +1,4 @@
-"""Packing of whole conversations into rows: as many in a row as fit, or one."""
+"""Packing of whole conversations into rows: one per row, or several."""
 
 from bisect import bisect_left, insort
 from collections.abc import Iterator
@@ -15,23 +15,23 @@ from thrifty.kernels.keyed_permutation import permute
 ANSWER = 1 << 31
 BEGINS = 1 << 30
 TOKEN = BEGINS - 1
-"""Mask of the token number in a stored token of 32 bits; the two highest bits are ANSWER and BEGINS."""
+"""Bit mask of the token id in a stored 32-bit token. The two highest bits are the flags ANSWER and BEGINS."""
 
 
 def arrange_rows(sizes: np.ndarray, length: int, seed: int, together: bool) -> list[np.ndarray]:
-    """Return the conversations of each row, by their sizes: with `together` as many as fit, otherwise one."""
+    """Return the conversation numbers of each row: packed by size if `together`, otherwise one per row."""
     return pack_rows(sizes, length, seed) if together else list(np.arange(len(sizes))[:, None])
 
 
 def pack_rows(sizes: np.ndarray, length: int, seed: int) -> list[np.ndarray]:
-    """Return the conversations of each row of `length` tokens, packed by best-fit decreasing.
+    """Return the conversation numbers of each row of `length` tokens, packed by best-fit decreasing.
 
-    Best-fit decreasing (Johnson et al. 1974) requires at most 11/9 of the smallest number of rows, and one more. `seed`
-    determines the order of conversations of the same size.
+    Best-fit decreasing (Johnson et al. 1974) requires at most 11/9 of the minimum number of rows, plus one row. `seed`
+    determines the order of conversations of equal size.
     """
     shuffled = permute(np.arange(len(sizes)), len(sizes), seed)
     rows: list[list[int]] = []
-    with_space: dict[int, list[int]] = {}  # rows by their free tokens
+    with_space: dict[int, list[int]] = {}  # rows by number of free tokens
     spaces: list[int] = []  # keys of `with_space`, ascending
     for number in shuffled[np.argsort(-sizes[shuffled], kind="stable")]:
         size = int(sizes[number])
@@ -54,10 +54,10 @@ def pack_rows(sizes: np.ndarray, length: int, seed: int) -> list[np.ndarray]:
 
 
 class StoredConversations:
-    """A stream of stored tokens as conversations, each cut after `length` + 1 tokens.
+    """Conversations in a stream of stored tokens. Each is cut after `length` + 1 tokens.
 
-    `learned` counts the predicted tokens of each: those of answers, or with `everything` all but the first.
-    Conversations without a predicted token are left out.
+    `learned` is the number of predicted tokens of each conversation: tokens of answers, or with `everything` all except
+    the first token. Conversations without a predicted token are left out.
     """
 
     def __init__(self, words: np.ndarray, length: int, everything: bool):
@@ -76,7 +76,7 @@ class StoredConversations:
         return len(self.begins)
 
     def at(self, number: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the tokens of one conversation (n,), and a mask of the predicted ones after the first (n - 1,)."""
+        """Return the n tokens of one conversation (n,), and a mask of predicted tokens after the first (n - 1,)."""
         words = self.words[self.begins[number] : self.begins[number] + self.sizes[number]]
         predicted = np.ones(len(words) - 1, bool) if self.everything else (words[1:] & ANSWER) != 0
         return (words & TOKEN).astype(np.int64), predicted
@@ -91,8 +91,7 @@ class PackedConversations:
     "share"               (b, t), weight of each prediction in its row, with a sum of 1; 0 for tokens without a loss
     "amount"              (b,), relative weight of each row in a batch
 
-    Weighted by tokens, every predicted token counts the same, in short and long answers. Otherwise every conversation
-    does.
+    With `by_tokens`, all predicted tokens have the same weight. Otherwise all conversations have the same weight.
     """
 
     conversations: StoredConversations
@@ -126,7 +125,7 @@ class PackedConversations:
 
 
 class WeightedSource(WrappedSource):
-    """Another source with each example weighted by its "amount" relative to its batch."""
+    """Source whose examples have weights proportional to "amount", with sum 1 in each batch."""
 
     def __init__(self, source: BatchSource):
         self.source, self.batch = source, source.batch
@@ -150,7 +149,7 @@ class WeightedSource(WrappedSource):
 
 
 class HeldOutConversations(HeldOutExamples):
-    """Conversations for evaluation, whose choice depends neither on a seed nor on packing."""
+    """Conversations for evaluation. Seed and packing have no effect on which are chosen."""
 
     def __init__(self, rows: PackedConversations, together: bool):
         super().__init__(rows)

@@ -1,15 +1,15 @@
-"""Sources of conversations in the usual forms of instruction data.
+"""Sources of conversations in the usual formats of instruction data.
 
     {"messages": [{"role": "user", "content": "…"}, {"role": "assistant", "content": "…"}]}      any number of turns;
-                        "content" may also be parts of text, [{"type": "text", "text": "…"}]; an answer may have
-                        "tool_calls", and messages of the role "tool" have the results; a further key "tools" lists the
-                        tools that can be called
+                        "content" may also be a list of texts, [{"type": "text", "text": "…"}]. An answer may have
+                        "tool_calls"; messages of the role "tool" then contain the results. The optional key "tools"
+                        lists the tools that can be called
     {"conversations": [{"from": "human", "value": "…"}, {"from": "gpt", "value": "…"}]}          ShareGPT;
-                        "function_call" is an answer that calls a tool, "observation" the result
+                        "function_call" is an answer that calls a tool; "observation" is the result
     {"instruction": "…", "input": "…", "output": "…"}                                            Alpaca; input optional
     {"prompt": "…", "completion": "…"}
 
-A .jsonl file has one conversation per line, a .json file one list of all.
+A .jsonl file has one conversation per line. A .json file has one list of all conversations.
 """
 
 import json
@@ -33,12 +33,12 @@ ROLES = {
     "observation": "tool",
     **{role: role for role in ("system", "developer", "user", "assistant", "tool")},
 }
-"""Roles by the name of the speaker."""
+"""Role of each speaker name."""
 FORMS = '"messages", "conversations", "instruction" and "output", or "prompt" and "completion"'
 
 
 class Conversation(NamedTuple):
-    """Messages, the tools that they may call, and the position of the row, for messages of errors."""
+    """Messages, the tools that can be called, and the position of the row for error messages."""
 
     where: str
     messages: list[Message]
@@ -49,16 +49,16 @@ class ConversationSource(Protocol):
     """A source of conversations."""
 
     def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """Yield each conversation in one of the forms above, with its position; always in the same order."""
+        """Yield each conversation in one of the formats above, with its position. The order is always the same."""
 
     def identity(self) -> str:
         """Return a hash that changes when the rows may have changed."""
 
 
 def conversations(source: ConversationSource) -> Iterator[Conversation]:
-    """Yield the messages of each row up to the last answer; rows without one are skipped.
+    """Yield the messages of each row up to the last answer. Skip rows without an answer.
 
-    Raises UsageError, with the line number, for a row in another form.
+    Raises UsageError with the line number for a row in another format.
     """
     for where, row in source.rows():
         messages = read_messages(row, where)
@@ -72,7 +72,7 @@ def _has_content(message: Message) -> bool:
 
 
 def read_messages(row: Mapping[str, Any], where: str) -> list[Message]:
-    """Return a row of any form as messages."""
+    """Convert a row in any of the formats to messages."""
     if "messages" in row or "conversations" in row:
         form = "messages" if "messages" in row else "conversations"
         turns = row[form]
@@ -110,7 +110,7 @@ def _turn(turn: Any, where: str) -> Message:
 
 
 def _named_calls(content: Any, where: str) -> list[dict[str, Any]]:
-    """Return the tool calls in the JSON of a ShareGPT turn: {"name": "…", "arguments": {…}}, or a list of these."""
+    """Return the tool calls of a ShareGPT turn. The JSON is {"name": "…", "arguments": {…}}, or a list."""
     calls = _parsed(content, where)
     calls = calls if isinstance(calls, list) else [calls]
     if not calls or not all(isinstance(call, Mapping) and "name" in call for call in calls):
@@ -126,7 +126,7 @@ def _read_tools(row: Mapping[str, Any], where: str) -> list[Any]:
 
 
 def _parsed(value: Any, where: str) -> Any:
-    """Return a JSON value that may be written as text."""
+    """Return a JSON value. It may be encoded as text."""
     if not isinstance(value, str):
         check_characters(json.dumps(value, ensure_ascii=False), where)
         return value
@@ -137,14 +137,14 @@ def _parsed(value: Any, where: str) -> Any:
 
 
 def _joined(content: Any) -> Any:
-    """Return the parts of a turn as one text, if all of them are text: [{"type": "text", "text": "…"}]."""
+    """Join the parts of a turn to one text if all are text: [{"type": "text", "text": "…"}]."""
     parts = content if isinstance(content, list) else []
     texts = [each["text"] for each in parts if isinstance(each, Mapping) and isinstance(each.get("text"), str)]
     return "".join(texts) if parts and len(texts) == len(parts) else content
 
 
 def _alpaca_question(instruction: str, context: str) -> Message:
-    """Return the question of an Alpaca row, with instruction and input also as keys, for templates that use both."""
+    """Return the question of an Alpaca row. Instruction and input are also keys, for templates that use both."""
     if not context.strip():
         return {"role": "user", "content": instruction}
     return {"role": "user", "content": f"{instruction}\n\n{context}", "instruction": instruction, "input": context}
@@ -162,7 +162,7 @@ def _text(row: Mapping[str, Any], key: str, where: str) -> str:
 
 @dataclass(frozen=True)
 class ConversationFile:
-    """A .jsonl file, or a .json file that is one list."""
+    """A .jsonl file, or a .json file that contains one list."""
 
     path: Path
 
@@ -178,7 +178,7 @@ def _json_list(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
         rows = json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise UsageError(
-            f"{path}: not valid JSON ({error})", fix="write a list of objects, or rename a file of JSON lines to .jsonl"
+            f"{path}: not valid JSON ({error})", fix="write a list of objects; or rename a file of JSON lines to .jsonl"
         ) from None
     if not isinstance(rows, list):
         raise UsageError(f"{path}: a JSON {type(rows).__name__}, not a list", fix="write a list of objects")
@@ -192,7 +192,7 @@ def _json_list(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
 
 @dataclass(frozen=True)
 class PythonFunctions:
-    """Python functions of the running environment: the docstring is the question, the source the answer."""
+    """Python functions of the standard library and torch. The docstring is the question; the source is the answer."""
 
     def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
         for path in python_files():
@@ -204,7 +204,7 @@ class PythonFunctions:
 
 
 def open_conversations(source: str) -> ConversationSource:
-    """Return the source of a name: a known set of conversations, otherwise a .jsonl or .json file.
+    """Return the source for a name: a named set of conversations, otherwise a .jsonl or .json file.
 
     Raises UsageError for any other name.
     """
@@ -222,13 +222,13 @@ def open_conversations(source: str) -> ConversationSource:
         return FetchedSet(known)
     path = Path(source).expanduser()
     if not path.is_file() or path.suffix.lower() not in (".jsonl", ".json"):
-        what = "is no .jsonl or .json file" if path.exists() else "is neither a file nor a known set"
+        what = "is not a .jsonl or .json file" if path.exists() else "is neither a file nor a known set"
         raise UsageError(f"{source} {what} of conversations", fix=f"set data.source to a file of rows with {FORMS}")
     return ConversationFile(path)
 
 
 def holds_conversations(source: str) -> bool:
-    """Return True for a .jsonl or .json file that begins with a conversation in one of the forms."""
+    """Return True for a .jsonl or .json file that begins with a conversation in one of the formats."""
     if Path(source).suffix not in (".jsonl", ".json"):
         return False
     try:

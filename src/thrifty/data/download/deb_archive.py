@@ -6,7 +6,7 @@ from pathlib import Path
 
 MAGIC = b"!<arch>\n"
 HEADER = 60
-"""Header size of a member in bytes: the name is in the first 16, the size as text in bytes 48 to 57."""
+"""Header size of a member in bytes. The name is in bytes 0 to 15; the size, as text, is in bytes 48 to 57."""
 FILES = "data.tar.xz"
 
 
@@ -16,7 +16,7 @@ def open_package(path: Path) -> tarfile.TarFile:
 
 
 def ar_member(content: bytes, member: str) -> bytes:
-    """Return a member of an `ar` archive, whose members begin at even offsets.
+    """Return a member of an `ar` archive. Members begin at even offsets.
 
     Raises tarfile.ReadError if it is missing or truncated.
     """

@@ -1,7 +1,7 @@
 """Extractors of labelled images from members of packages, one function per named set.
 
-Each function takes the contents of members by name. It returns the names of the labels, and every image with its part
-and label. No code of a package is run.
+Each function takes the contents of members by name. It returns the names of the labels, and every image with part and
+label. Code of packages is never run.
 """
 
 import gzip
@@ -21,7 +21,7 @@ Image = tuple[DataSplit, np.ndarray, int]
 
 
 class ImageSet(NamedTuple):
-    """Names of the labels, and all images."""
+    """Label names, and an iterator over all images."""
 
     labels: tuple[str, ...]
     images: Iterator[Image]
@@ -71,8 +71,8 @@ def _mnist(members: Mapping[str, bytes]) -> Iterator[Image]:
 def idx_array(content: bytes) -> np.ndarray:
     """Return an array of bytes in MNIST's IDX format.
 
-    A file has a magic number that ends in the number of dims, their sizes, and the data. Raises IntegrityError for any
-    other content.
+    A file consists of a magic number whose last byte is the number of dims, the sizes of the dims, and the data. Raises
+    IntegrityError for any other content.
     """
     dims = content[3] if content[:3] == b"\x00\x00\x08" and len(content) > 3 else 0
     sizes = np.frombuffer(content[4 : 4 + 4 * dims], ">u4")
@@ -85,7 +85,7 @@ def idx_array(content: bytes) -> np.ndarray:
 
 
 def png_rows(content: bytes) -> np.ndarray:
-    """Return the pixels (h, w, 3) of a PNG file of any size, whose sha256 is pinned."""
+    """Return the pixels (h, w, 3) of a PNG file. Its size is not limited, because its sha256 is pinned."""
     from io import BytesIO
 
     image = pillow()

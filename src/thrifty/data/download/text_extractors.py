@@ -1,7 +1,7 @@
 """Extractors of documents from members of packages, one function per named set.
 
-Each function takes the contents of members by name, in sorted order. It yields documents, or rows of conversations. No
-code of a package is run: Python is parsed for its literals, and archives are read as streams.
+Each function takes the contents of members by name, in sorted order. It yields documents, or rows of conversations.
+Code of packages is never run: Python files are parsed for literals, and archives are read as streams.
 """
 
 import ast
@@ -20,7 +20,7 @@ Members = Mapping[str, bytes]
 
 
 def chapters(members: Members) -> Iterator[str]:
-    """Yield one document per chapter of a pythonbible module, without the brackets around words of the translators."""
+    """Yield one document per chapter of a pythonbible module, without brackets around words that translators added."""
     (source,) = members.values()
     text, starts, ends = _bible(source)
     for _, verses in groupby(sorted(starts), key=lambda verse: verse // 1000):
@@ -29,7 +29,7 @@ def chapters(members: Members) -> Iterator[str]:
 
 
 def modern_verses(members: Members) -> Iterator[dict[str, str]]:
-    """Yield a row for each verse in two pythonbible modules, an old translation and a modern one."""
+    """Yield a row for each verse of two pythonbible modules: an old and a modern translation."""
     old, modern = (_verses(source) for source in members.values())
     for verse in sorted(old.keys() & modern.keys()):
         if old[verse] and modern[verse]:
@@ -72,7 +72,7 @@ def book_chapters(members: Members) -> Iterator[str]:
 
 
 def flattened_novels(members: Members) -> Iterator[str]:
-    """Yield passages of novels, one novel per line with spaces for line ends, without the distributor's licence."""
+    """Yield passages of novels, without the license text. The file has one novel per line, with spaces as line ends."""
     (text,) = members.values()
     for novel in text.decode("utf-8-sig").splitlines():
         paragraphs = re.split(r" {3,}", novel)
