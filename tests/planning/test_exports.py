@@ -100,7 +100,7 @@ def test_the_plain_script_reproduces_our_losses(
 
 
 def test_scripts_refuse_techniques_without_an_equivalent(tmp_path: Path, corpus: Path) -> None:
-    with pytest.raises(RefusedError, match=r"no sparsity\.static") as error:
+    with pytest.raises(RefusedError, match=r"lacks sparsity\.static") as error:
         sparse = planned(corpus, technique("sparsity.static", density=0.5))
         export_recipe(sparse.recipe, STEPS, "script", tmp_path / "plan-script")
     assert error.value.fix == "--without sparsity.static"

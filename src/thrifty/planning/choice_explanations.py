@@ -117,7 +117,7 @@ class ChoiceExplainer:
         if refusal := self._refusal(technique):
             return f"refused: {refusal}"
         if technique.numerics is Numerics.DIFFERENT:
-            return "a different algorithm: only a comparison (thrifty compare) shows if the model learns more"
+            return "a different algorithm: only a comparison shows if the model learns more (thrifty compare)"
         if technique.stage is Stage.MEASURE:
             return "it only measures"
         return "nothing in this run requires it"
