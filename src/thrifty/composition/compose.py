@@ -71,9 +71,8 @@ class Run:
 
     @cached_property
     def eval_objective(self) -> Objective:
-        """The objective for evaluation, without the loss terms that techniques add. Held-out losses of runs with
-        different techniques are therefore comparable.
-        """
+        """The objective for evaluation: computed as in the run, but without loss terms that techniques add. Held-out
+        losses of runs with different techniques are therefore comparable."""
         objective = self.plain.objective
         for technique in self.techniques:
             if technique.stage < Stage.SOURCE:
@@ -88,8 +87,7 @@ class Run:
     @cached_property
     def memories(self) -> dict[str, dict[str, Tensor]]:
         """State that techniques keep between steps, part of the checkpoint. A Backward stores its state in
-        `self.state`, a dictionary of tensors that are initially zero.
-        """
+        `self.state`, a dictionary of tensors that are initially zero."""
         return self._wrapped_backward[1]
 
     @cached_property
@@ -195,8 +193,7 @@ def _named(technique: Technique) -> Iterator[None]:
 
 def compose(plain: BaseRun, techniques: Sequence[Technique], steps: int, device: torch.device = CPU) -> Run:
     """Return a run with the techniques sorted by stage, and with settings that depend on the run resolved. The order of
-    `techniques` does not matter. Raise UsageError for techniques that cannot be combined.
-    """
+    `techniques` does not matter. Raise UsageError for techniques that cannot be combined."""
     ordered = sorted(techniques, key=lambda technique: (technique.stage, order_key(technique.name)))
     refuse_illegal(ordered)
     if plain.is_trained:
@@ -218,9 +215,7 @@ def refuse_trained_start(techniques: Sequence[Technique]) -> None:
 
 
 def refuse_illegal(techniques: Sequence[Technique]) -> None:
-    """Raise UsageError if two techniques make the same claim or exclude each other. The message has the names and the
-    reason.
-    """
+    """Raise UsageError, with the names and the reason, if two techniques make the same claim or exclude each other."""
     claimed: dict[Claim, str] = {}
     for technique in techniques:
         if technique.name in (other.name for other in techniques if other is not technique):

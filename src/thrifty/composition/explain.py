@@ -121,15 +121,13 @@ def _explained(run: Run) -> Explanation:
 
 def count(run: Run, techniques: tuple[Technique, ...], shards: int = 1) -> tuple[int, Footprint]:
     """Return the number of parameters and the footprint of one step, for the run with only these techniques. If the
-    examples are divided into `shards`, bytes are for one shard and FLOPs for all shards.
-    """
+    examples are divided into `shards`, bytes are for one shard and FLOPs for all shards."""
     return _RunCounts(run).of(techniques, shards)
 
 
 class _RunCounts:
     """Footprints of a run with some of its techniques. If techniques differ from the previous ones only in the update,
-    forward and backward pass are not traced again.
-    """
+    forward and backward pass are not traced again."""
 
     def __init__(self, run: Run):
         self.run = run
@@ -209,8 +207,7 @@ class _RunCounts:
 
 class _SingleDraws(TorchDispatchMode):
     """Mode that sets each random tensor of one element to `value`. Models compare such a tensor with the probability to
-    drop a layer. The largest step drops no layer.
-    """
+    drop a layer. The largest step drops no layer."""
 
     def __init__(self, value: float):
         super().__init__()
@@ -249,8 +246,7 @@ def _refusal_without_values(error: Exception) -> Exception:
 
 def passes_of(run: Run, batch: Batch, limit: float = inf, casts: bool = True) -> CountedPasses:
     """Return the traced passes of a run's model on a batch. The tensors are real unless they are fake. Counting stops
-    at more than `limit` bytes. See `StepTrace` for `casts`.
-    """
+    at more than `limit` bytes. See `StepTrace` for `casts`."""
     with one_thread():
         with StepTrace(limit=limit, casts=casts) as built:
             model = run.build_model()
@@ -294,8 +290,7 @@ def trained_batch_norms(plain: BaseRun) -> list[str]:
 
 class _FakeCopies(TorchFunctionMode):
     """Mode in which `copy.deepcopy` of a fake tensor returns a new fake tensor. A copy by torch shares the storage and
-    remembered value of the original. The process may crash when such a copy is freed (torch 2.13).
-    """
+    remembered value of the original. The process may crash when such a copy is freed (torch 2.13)."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
         if func is not Tensor.__deepcopy__:
@@ -358,8 +353,7 @@ class ResidentBytes:
 def resident_bytes(run: Run) -> ResidentBytes:
     """Return this rank's bytes with all techniques, computed on fake tensors. Techniques run outside the fake mode,
     because torch cannot determine mesh positions inside it. New tensors that techniques create, such as tensors of an
-    adapter, are therefore real. Raise RefusedError if a technique refuses the model.
-    """
+    adapter, are therefore real. Raise RefusedError if a technique refuses the model."""
     trial = replace(on_fakes(run, FakeTensorMode(allow_non_fake_inputs=True)), notes={})
     model = trial.build_model()
     optimizer = TransformOptimizer(model.named_parameters(), trial.transform())

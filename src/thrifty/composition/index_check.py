@@ -43,8 +43,7 @@ class IndexWithoutRow(UsageError):
 def refuse_indices_without_row(plain: BaseRun, batches: Iterable[Batch]) -> None:
     """Raise IndexWithoutRow if a forward pass on one of the batches would use an index out of range. A batch is skipped
     if its integers are within the range of earlier batches. If the model does not run on fake tensors, it is run on the
-    batch itself. Other errors are ignored here, because the run reports them.
-    """
+    batch itself. Other errors are ignored here, because the run reports them."""
     seen: dict[str, list[int]] = {}
     fake, model = FakeTensorMode(allow_non_fake_inputs=True), None
     with preserved_draws(), one_thread(), torch.no_grad(), without_log(), causal_masks_of_plain_rows():
@@ -117,8 +116,7 @@ def _pass(plain: BaseRun, model: nn.Module, batch: Batch, copied: Callable[[Tens
 
 class _IndexWatch(EagerTrace):
     """Mode that tracks the values of integer tensors, and the batch fields from which they are computed. Values are
-    tracked only through operations on integer tensors. An index out of range raises IndexWithoutRow.
-    """
+    tracked only through operations on integer tensors. An index out of range raises IndexWithoutRow."""
 
     def __init__(self, model: nn.Module, batch: Batch):
         super().__init__()
@@ -201,8 +199,7 @@ def _on_cpu(kwargs: dict[str, Any], value: Callable[[Tensor], Tensor | None]) ->
 
 def _uses(func: Callable, args: tuple, names: dict[int, str]) -> Iterator[tuple[str, Tensor, int, int | None, bool]]:
     """Yield the index tensors of an operation. With each tensor, yield a name for messages, the number of rows, the
-    ignored index, and True if negative indices count from the end.
-    """
+    ignored index, and True if negative indices count from the end."""
     name = getattr(getattr(func, "overloadpacket", None), "__name__", "")
     if name == "embedding":
         weight = names.get(id(args[0]), "")

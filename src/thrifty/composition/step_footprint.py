@@ -27,8 +27,7 @@ from thrifty.optim.update_plan import PartitionedUpdate, TwoPartUpdate
 class CountedPasses:
     """Traced forward and backward pass of a model on a batch, fake or real. Different updates may follow the same
     passes, because the passes do not depend on the update. `built` is a trace that was open while the model was built,
-    so the trace includes other tensors of the model. If memory runs out, the passes are counted up to this point.
-    """
+    so the trace includes other tensors of the model. If memory runs out, the passes are counted up to this point."""
 
     def __init__(
         self, model: nn.Module, objective: Objective, backward: Backward, batch: Batch, built: StepTrace | None = None
@@ -104,9 +103,7 @@ class CountedPasses:
 
 
 def distinct_updates(optimizer: TransformOptimizer, steps: int, limit: int = 1000) -> list[int]:
-    """Return one step of each kind of update among the first `limit` steps. Updates of the same kind have zeros in the
-    same scalars.
-    """
+    """Return one step of each kind of update among the first `limit`. Updates of a kind have the same scalars at 0."""
     kinds: dict[tuple[bool, ...], int] = {}
     for step in range(min(steps, limit)):
         kinds.setdefault(tuple(bool(number) for number in optimizer.transform.scalars(step, step).values()), step)
@@ -115,8 +112,7 @@ def distinct_updates(optimizer: TransformOptimizer, steps: int, limit: int = 100
 
 def keep_distinct_chunks(tail: UpdateExecutor, parameters: Sequence[Tensor]) -> None:
     """Keep only one chunk of each group of equal chunks in an update. Chunks run one after another, so equal chunks do
-    not raise the peak. An update of billions of parameters has many chunks.
-    """
+    not raise the peak. An update of billions of parameters has many chunks."""
     if isinstance(tail, TwoPartUpdate):
         keep_distinct_chunks(tail.first, parameters)
         keep_distinct_chunks(tail.then, parameters)

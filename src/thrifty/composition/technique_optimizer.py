@@ -321,9 +321,7 @@ class LateChain(TransformChain):
 
 
 def adopt_settings(transform: GradientTransform, other: GradientTransform) -> None:
-    """Copy the settings of a new transform to a used transform of the same structure. Data of parameters stays
-    unchanged.
-    """
+    """Copy the settings of a new transform to a used transform of the same structure. Data of parameters stays."""
     if isinstance(transform, TransformChain) and isinstance(other, TransformChain):
         for key, element in transform.elements.items():
             adopt_settings(element, other.elements[key])

@@ -15,8 +15,7 @@ from thrifty.core.file_locks import lock_file
 def write_aside(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder to write into. If the block succeeds, it is renamed to `folder`; otherwise it is
     deleted. The writing process locks it, so that a later call can delete the remains of a killed process. Raise
-    OSError if writing fails, or if `folder` then exists and is not empty.
-    """
+    OSError if writing fails, or if `folder` then exists and is not empty."""
     _remove_leftovers(folder)
     aside = _aside(folder)
     try:

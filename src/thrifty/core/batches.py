@@ -21,15 +21,12 @@ from thrifty.core.errors import RefusedError
 class Batch:
     """Batch of b examples. Every tensor of `fields` has b rows. The weights (b,) sum to 1 over the effective batch.
     They are set once, for the effective batch. Ranks and micro-batches only select rows, and sampling multiplies
-    weights. Gradients are only added, so no mean of means occurs.
-    """
+    weights. Gradients are only added, so no mean of means occurs."""
 
     fields: Mapping[str, Tensor]
     weight: Tensor
     last: bool = True
-    """True if the backward pass of this batch completes the gradients of the step. False for all micro-batches but the
-    last.
-    """
+    """True if this batch's backward pass completes the step's gradients, as for the last micro-batch."""
 
     def __getitem__(self, field: str) -> Tensor:
         return self.fields[field]
@@ -86,8 +83,7 @@ class BatchSource:
 
     batch: int = 0
     """Number of examples in the effective batch, over all ranks and micro-batches; the maximum if the number varies. 0
-    without data, for example when a finished model is restored.
-    """
+    without data, for example when a finished model is restored."""
     examples: int | None = None
     """Number of examples in one epoch; None for sources without epochs, such as streams."""
     notices: tuple[str, ...] = ()
@@ -126,9 +122,7 @@ class BatchSource:
         raise NotImplementedError
 
     def amount(self, step: int) -> float:
-        """Return the weight of the effective batch of `step` relative to other steps. Example weights of one step sum
-        to 1.
-        """
+        """Return the weight of the effective batch of `step` relative to other steps. Example weights sum to 1."""
         return 1.0
 
     def at(self, step: int) -> Batch:
@@ -136,8 +130,7 @@ class BatchSource:
 
     def with_batch_size(self, sizes: Sequence[int]) -> "BatchSource":
         """Return a source with the same examples in the same order, and effective batch size `sizes[step]`. The last
-        size applies to all later steps.
-        """
+        size applies to all later steps."""
         return ResizedSource(self, sizes)
 
     def example_index(self) -> ExampleIndex:
@@ -146,8 +139,7 @@ class BatchSource:
 
     def subset(self, choice: ExampleSubset) -> "BatchSource":
         """Return the source restricted to the examples of `choice`, with the same seed and settings. Raise RefusedError
-        if examples have no fixed numbers, or if fewer examples than one effective batch remain.
-        """
+        if examples have no fixed numbers, or if fewer examples than one effective batch remain."""
         raise _numberless(self)
 
     @property
@@ -162,9 +154,7 @@ def _numberless(source: BatchSource) -> RefusedError:
 
 
 def _stretch(source: BatchSource, first: int, stop: int) -> Batch:
-    """Return examples first … stop-1 in the order of a source. All effective batches of the source must have the same
-    size.
-    """
+    """Return examples first … stop-1 in the order of a source. All its effective batches must have the same size."""
     size = source.batch
     steps = range(first // size, -(-stop // size))
     parts = [source.rows(step, max(first - step * size, 0), min(stop - step * size, size)) for step in steps]
@@ -227,8 +217,7 @@ class MappedSource(WrappedSource):
 
 class RankShard(WrappedSource):
     """Rows of one rank: a contiguous part of the effective batch, of equal size on every rank. The constructor raises
-    RefusedError if the effective batch cannot be divided equally.
-    """
+    RefusedError if the effective batch cannot be divided equally."""
 
     def __init__(self, source: BatchSource, rank: int, ranks: int):
         self.source, self.rank, self.ranks, self.batch = source, rank, ranks, source.batch // ranks
@@ -260,9 +249,7 @@ def _refuse_unequal(source: BatchSource, ranks: int) -> None:
 
 
 class OversampledSource(WrappedSource):
-    """Source whose batches each join `times` consecutive effective batches of another source, for techniques that
-    select examples.
-    """
+    """Source whose batches join `times` consecutive effective batches, for techniques that select examples."""
 
     def __init__(self, source: BatchSource, times: int):
         self.source, self.times, self.batch = source, times, source.batch * times
@@ -286,8 +273,7 @@ class OversampledSource(WrappedSource):
 
 class ResizedSource(WrappedSource):
     """Source with the examples of another source in batches of varying size. The order stays the same, and no example
-    is skipped or repeated.
-    """
+    is skipped or repeated."""
 
     def __init__(self, source: BatchSource, sizes: Sequence[int]):
         self.source, self.sizes, self.batch = source, sizes, max(sizes)

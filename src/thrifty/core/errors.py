@@ -41,9 +41,7 @@ class RefusedError(UsageError):
 
 
 class NeedsTrainer(RefusedError):
-    """Refusal of a technique that requires the trainer, because it changes data, gradients over several passes, or
-    model structure.
-    """
+    """Refusal outside the trainer: the technique changes data, model structure, or gradients over several passes."""
 
 
 def reason_of(error: Exception) -> str:
@@ -54,9 +52,7 @@ def reason_of(error: Exception) -> str:
 
 
 def refuse_unknown(complaint: str, word: object, known: Collection[str]) -> None:
-    """Raise UsageError if `word` is not in `known`. The message is the complaint and the word, and the fix has the
-    nearest known word.
-    """
+    """Raise UsageError with the complaint and the word if `word` is not in `known`. The fix has the nearest word."""
     if word not in known:
         raise UsageError(f"{complaint} {word!r}", fix=did_you_mean(str(word), known))
 
@@ -80,8 +76,7 @@ OPTION = re.compile(
 
 def for_reader(text: str) -> str:
     """Return a text with options rewritten as Python arguments if the reader called a Python function. `--set
-    data.batch=16` becomes `settings={"data.batch": 16}`. Texts with a whole command stay unchanged.
-    """
+    data.batch=16` becomes `settings={"data.batch": 16}`. Texts with a whole command stay unchanged."""
     is_command = "thrifty " in text or "torchrun " in text
     return text if TYPED in os.environ or is_command else OPTION.sub(_argument, text)
 

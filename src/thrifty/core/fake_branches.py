@@ -16,8 +16,7 @@ _MASKS, _PACKED = "transformers.masking_utils", "find_packed_sequence_indices"
 def causal_masks_of_plain_rows() -> Iterator[None]:
     """Make transformers detect, inside the block, rows of one text on fake position ids too. On real tensors, it reads
     the position ids and omits the mask if each row is one text. On fake tensors it would build the mask, and attention
-    would use another kernel. If all rows share the memory of one row of position ids, each row is one text.
-    """
+    would use another kernel. If all rows share the memory of one row of position ids, each row is one text."""
     module = sys.modules.get(_MASKS)
     find = getattr(module, _PACKED, None)
     if find is None:

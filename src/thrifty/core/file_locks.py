@@ -9,8 +9,7 @@ NO_LOCKS = frozenset({errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOTSUP, errno.ENOSY
 
 def lock_file(descriptor: int, wait: bool = True) -> bool:
     """Lock an open file for this process. Return False on a file system without locks. Raise BlockingIOError if another
-    process holds the lock and `wait` is False.
-    """
+    process holds the lock and `wait` is False."""
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | (0 if wait else fcntl.LOCK_NB))
     except OSError as error:

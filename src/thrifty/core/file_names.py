@@ -12,8 +12,7 @@ _ALLOWED = frozenset(" -_.+=,@%()[]:")
 def check_name(name: str, subject: str = "name") -> str:
     """Return the name if it is safe as a folder name, in a shell command and in source code; otherwise raise
     UsageError. A safe name has at most 200 letters, digits and characters of ` -_.+=,@%()[]:`. It begins with a letter,
-    a digit or "_", and does not end with a space. A name that looks like an API key is refused.
-    """
+    a digit or "_", and does not end with a space. A name that looks like an API key is refused."""
     if redact_text(name) != name:
         raise UsageError(
             f"{subject} looks like a key or a password, and names are shown", fix="use letters, digits and -"

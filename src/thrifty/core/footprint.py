@@ -30,8 +30,7 @@ class Footprint:
     """Bytes of the activations that blocks save. All other activations belong to embedding and head."""
     passes: float = 0.0
     """Peak bytes of activations and temporary tensors in forward and backward pass, without state and complete
-    gradients. `passes`, `saved` and `inside` explain a peak and are not part of the sum.
-    """
+    gradients. `passes`, `saved` and `inside` explain a peak and are not part of the sum."""
     inside: float = 0.0
     """Like `passes`, but only after the first gradient of a block is complete."""
     temporary: float = 0.0

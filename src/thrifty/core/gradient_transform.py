@@ -34,9 +34,8 @@ COMPENSATION = "compensation"
 
 
 class StateAge(int):
-    """Number of updates since the optimizer state was initialized. State that was added later, such as an average that
-    a fork adds, has its own age in `younger`, by the path of the element's keys. `base` is the age of all other state.
-    """
+    """Number of updates since the optimizer state was initialized. State that was added later, such as the average of a
+    fork, has its own age in `younger`, by the path of the element's keys. `base` is the age of all other state."""
 
     base: int
     younger: Mapping[str, int]
@@ -76,8 +75,7 @@ class GradientTransform:
 
     def scalars(self, step: int, age: int) -> dict[str, float]:
         """Return the scalars of an update. `step` is the number of finished updates of the run. `age` is the number of
-        updates since the state was initialized. Both start at 0.
-        """
+        updates since the state was initialized. Both start at 0."""
         return {}
 
     def init(self, names: Sequence[str], parameters: Sequence[Tensor]) -> Slots:
@@ -91,19 +89,16 @@ class GradientTransform:
 
     def eval_weights(self, slots: Slots, parameters: list[Tensor], numbers: Scalars) -> list[Tensor] | None:
         """Return the values to evaluate and export in place of the trained parameters. None means the parameters.
-        `numbers` are the scalars of the next update.
-        """
+        `numbers` are the scalars of the next update."""
         return None
 
     def apply_constraints(self, slots: Slots, parameters: list[Tensor]) -> None:
         """Apply the constraints of the slots, such as masks, to parameters and state. Their values may have just been
-        loaded. The method is idempotent.
-        """
+        loaded. The method is idempotent."""
 
     def subset(self, indices: Sequence[int]) -> "GradientTransform":
         """Return the transform for the parameters at `indices`. An element that stores data per parameter outside its
-        slots must override this method.
-        """
+        slots must override this method."""
         return self
 
     def slot_kind(self, slot: str) -> Content:
@@ -149,9 +144,7 @@ def inner_owner(key: str, transform: GradientTransform, slot: str) -> str:
 
 
 def group_by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Return the indices of plain tensors and of DTensors as two groups, because torch's foreach operations accept no
-    mixed lists.
-    """
+    """Return the indices of plain tensors and DTensors as two groups, since torch's list operations refuse mixtures."""
     plain: list[int] = []
     divided: list[int] = []
     for index, tensor in enumerate(tensors):
@@ -162,9 +155,7 @@ def group_by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
 class TransformChain(GradientTransform):
     name = "chain"
     site: Callable | None = None
-    """Function that returns the `UpdateLocation` of the whole chain. With None, the chain runs on the parameters'
-    device.
-    """
+    """Function that returns the chain's `UpdateLocation`. With None, the chain runs on the parameters' device."""
 
     def __init__(self, elements: Sequence[GradientTransform]):
         self.elements: dict[str, GradientTransform] = {}

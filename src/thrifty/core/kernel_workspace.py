@@ -17,9 +17,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 LARGEST = 2**25
-"""Maximum bytes of operands for which an operation is run at full size. Larger operations are extrapolated from fewer
-rows.
-"""
+"""Maximum bytes of operands of an operation that is run at full size. Larger ones are extrapolated from fewer rows."""
 FEWEST = 16
 """Minimum number of examples for which torch chooses the same kernels as for any larger number."""
 RECURRENT, RECURRENT_BACKWARD = (
@@ -43,9 +41,7 @@ ROWS = {
     RECURRENT_BACKWARD: (0, 7, 10),
 }
 """Operations that are always measured, with the indices of arguments that have a row per example or time step. Other
-operations are measured if an operand is not contiguous. Their row arguments are all operands with as many rows and dims
-as the first.
-"""
+operations are measured if an operand is not contiguous. Their row arguments have as many rows and dims as the first."""
 PRODUCTS = frozenset(getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm"))
 
 

@@ -31,8 +31,7 @@ USED_BY = {
     "tensor": (Claim.TENSOR_PARALLELISM, "parallelism.tensor"),
 }
 """For each axis, the claim that uses its ranks, and the technique that error messages suggest. Any technique with the
-claim can use the axis.
-"""
+claim can use the axis."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +57,7 @@ class Mesh:
 
     def sizes(self, ranks: int, sharded: bool) -> dict[str, int]:
         """Return the number of ranks along each axis for `ranks` ranks in total. `sharded` is True if the state is
-        divided. Raise UsageError if the axes do not fit the number of ranks.
-        """
+        divided. Raise UsageError if the axes do not fit the number of ranks."""
         replicate, shard = self.replicate, self.shard
         left, rest = divmod(ranks, self.least_ranks)
         if sharded and not shard:

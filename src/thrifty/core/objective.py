@@ -15,8 +15,7 @@ from thrifty.core.errors import UsageError
 @dataclass
 class Prediction:
     """Output of a model for a batch: hidden states (b, t, d) and the output head, or logits (b, t, v). Logits are
-    computed on first access. A loss that processes the vocabulary in chunks never computes all logits.
-    """
+    computed on first access. A loss that processes the vocabulary in chunks never computes all logits."""
 
     hidden: Tensor | None = None
     head: nn.Module | None = None
@@ -32,8 +31,7 @@ class Prediction:
     """
     is_mean: bool = False
     """True if the losses are one mean over the rows, repeated for each row. Rows then cannot have different weights,
-    and micro-batches must have equal numbers of rows.
-    """
+    and micro-batches must have equal numbers of rows."""
 
     @cached_property
     def logits(self) -> Tensor:
@@ -127,8 +125,7 @@ class Objective:
 
     def scores(self, prediction: Prediction, batch: Batch) -> Tensor:
         """Return the norm of the loss gradient at the logits for each example (b,). The norm measures the example's
-        effect on the model.
-        """
+        effect on the model."""
         raise NotImplementedError(f"{type(self).__name__} has no gradient-norm scores")
 
     def normalizers(self, prediction: Prediction, batch: Batch) -> Tensor:
@@ -139,8 +136,7 @@ class Objective:
         """Return the metrics named in `measured`, each in one of three forms. A metric per example (b,) is evaluated as
         a weighted mean. A sum over the parts of each example is stacked with the weights of the parts, (2, b). A mean
         over the rows is a scalar. The result also has the rows (n, …) named in `collected`. `overall` receives the
-        collected rows of all batches.
-        """
+        collected rows of all batches."""
         return {}
 
     def overall(self, model: nn.Module, rows: Mapping[str, Tensor]) -> dict[str, float]:
@@ -149,8 +145,7 @@ class Objective:
 
     def image_previews(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:
         """Return images (b, c, h, w) that show a prediction, keyed by title, in display order. Pixels are normalized as
-        in the model's input.
-        """
+        in the model's input."""
         return {}
 
     def tokens(self, batch: Batch) -> int:
@@ -166,9 +161,7 @@ class Objective:
         return length
 
     def special_tokens(self, length: int) -> tuple[str, ...]:
-        """Return the special tokens that a tokenizer for examples of `length` tokens requires in addition to the end of
-        text.
-        """
+        """Return the special tokens, except end of text, that a tokenizer for examples of `length` tokens requires."""
         return ()
 
     def with_tokenizer(self, tokens: TokenizerInfo, length: int) -> "Objective":
@@ -181,8 +174,7 @@ class Objective:
 
     def kept_apart(self, end_of_text: int) -> "Objective":
         """Return a copy of the objective for rows whose documents do not attend to each other. The token `end_of_text`
-        ends each document. Raise UsageError if the objective does not pack documents into rows.
-        """
+        ends each document. Raise UsageError if the objective does not pack documents into rows."""
         raise UsageError(
             f"data.separate is set, but {type(self).__name__} does not pack documents into rows",
             fix="remove data.separate; or --set objective.name=next_token",
@@ -199,8 +191,7 @@ class Objective:
     def examples(self, batch: Batch) -> Batch:
         """Return training examples made from the rows of a source. Each example must depend on its own row only. Text
         rows have "tokens" (b, t+1) and "key" (b,). A key has 64 bits, is unique in the run, and seeds all random values
-        of its row. Image rows have "inputs" (b, c, h, w), "key" and, with labels, "labels".
-        """
+        of its row. Image rows have "inputs" (b, c, h, w), "key" and, with labels, "labels"."""
         return batch
 
 

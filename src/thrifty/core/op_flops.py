@@ -40,15 +40,13 @@ FLOPS_OF = {
         for suffix, formula in (("", _attention_flops), ("_backward", _attention_backward_flops))
     },
 }
-"""FLOP formulas of torch, and of kernels that torch omits, or counts wrongly if query heads share key heads.
-"""
+"""FLOP formulas of torch, and of kernels that torch omits, or counts wrongly for shared key heads."""
 
 
 def call_operation(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
     """Run an operation that a dispatch mode received. Two of torch's fake kernels are corrected. The fake grouped
     matmul (mixture of experts) accepts only bfloat16, unlike the real kernel. The fake recurrent layer returns no saved
-    gates.
-    """
+    gates."""
     if func is torch.ops.aten._grouped_mm.default and isinstance(args[0], FakeTensor):
         return _grouped_product(*args, **kwargs)
     results = func(*args, **kwargs)
@@ -56,9 +54,7 @@ def call_operation(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]
 
 
 def traced_device(func: Callable[..., Any], args: tuple) -> torch.device | None:
-    """Return the device if the operation only reads a fake tensor's device, torch's most frequent call. Otherwise
-    return None.
-    """
+    """Return the device if the operation only reads a fake tensor's device, torch's most frequent call; else None."""
     if func is torch.ops.prim.device.default and isinstance(args[0], FakeTensor):
         return args[0].fake_device
     return None
@@ -67,8 +63,8 @@ def traced_device(func: Callable[..., Any], args: tuple) -> torch.device | None:
 def _grouped_product(
     a: Tensor, b: Tensor, offs: Tensor | None = None, bias: Tensor | None = None, out_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Return a fake result of a grouped matmul with e groups. Groups divide the rows of (m, k) @ (e, k, n), the columns
-    of (e, m, k) @ (k, n), or the summed dim of (m, k) @ (k, n). For (e, m, k) @ (e, k, n), each group is one matmul.
+    """Return a fake result of a grouped matmul with e groups. The groups divide the rows in (m, k) @ (e, k, n), the
+    columns in (e, m, k) @ (k, n), and the summed dim in (m, k) @ (k, n). (e, m, k) @ (e, k, n) is one matmul per group.
     """
     rows, columns = a.shape[-2], b.shape[-1]
     if a.ndim == b.ndim == 2:

@@ -23,8 +23,7 @@ def count_steps(optimizer: Optimizer) -> None:
 
 def finished_steps(optimizer: Optimizer) -> int:
     """Return the number of steps since `count_steps`, including steps before a saved state dict was loaded. Raise
-    UsageError if the loaded state dict has no counter.
-    """
+    UsageError if the loaded state dict has no counter."""
     if KEY not in optimizer.param_groups[0]:
         raise UsageError(
             f"the optimizer's loaded state has no {KEY!r} in its first group, which techniques require",

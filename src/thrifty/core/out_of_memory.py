@@ -32,9 +32,7 @@ _PHASES = (
     ("thrifty/core/backward.py", "", "the forward pass"),
     (*_LOOP, "the forward pass"),
 )
-"""File, function and phase. The first entry that occurs in the error's traceback is reported, so inner phases come
-first.
-"""
+"""File, function and phase. The first entry in the error's traceback is reported, so inner phases come first."""
 
 
 class OutOfMemory(InfeasibleError):
@@ -46,8 +44,7 @@ def explain_out_of_memory(
     predicted: float | None = None, remedy: Callable[[float], str] | None = None
 ) -> Iterator[None]:
     """Raise OutOfMemory in place of an allocator's error, after releasing the tensors in its traceback. `predicted` is
-    the predicted peak of tensors in bytes. `remedy` returns the fix for the peak bytes that were available.
-    """
+    the predicted peak of tensors in bytes. `remedy` returns the fix for the peak bytes that were available."""
     try:
         yield
     except Exception as error:

@@ -29,8 +29,7 @@ _SECONDS = {"s": 1, "sec": 1, "min": 60, "h": 3600}
 
 def parse_toml(text: str, name: str) -> dict[str, Any]:
     """Return the tables of a user's TOML text; `name` is the name of its file or option. Raise TOMLDecodeError for
-    invalid TOML, UsageError for values that no setting can have (see `check_plain`).
-    """
+    invalid TOML, UsageError for values that no setting can have (see `check_plain`)."""
     try:
         if any(key.count(".") > LONGEST_KEY for line in text.splitlines() for key in _keys(line)):
             raise RecursionError
@@ -64,8 +63,7 @@ def _check_tree(value: Any, name: str, path: str, depth: int) -> None:
 
 def build(kind: type[T], data: Mapping[str, Any], path: str = "", base: T | None = None) -> T:
     """Return a dataclass built from a table. With `base`, the table has only the fields that differ from `base`. Raise
-    UsageError with the path of the first invalid value.
-    """
+    UsageError with the path of the first invalid value."""
     if not isinstance(data, Mapping):
         raise UsageError(f"{path} must be a table, not {data!r}", fix=f"write [{path}] and its keys below")
     hints = hints_of(kind)
@@ -84,8 +82,7 @@ def build(kind: type[T], data: Mapping[str, Any], path: str = "", base: T | None
 
 def convert(kind: Any, value: Any, path: str, base: Any = None) -> Any:
     """Return a value converted to the type of its field. An int may become a float; no other type changes. A table is
-    merged into the dataclass `base`, if `base` is passed.
-    """
+    merged into the dataclass `base`, if `base` is passed."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
     if origin is typing.Annotated:
         return convert(arguments[0], value, path, base)
@@ -198,9 +195,7 @@ def write_size(size: float) -> str:
 
 
 def read_size(text: str, option: str = "--memory") -> float:
-    """Return a size such as `400MB`, `16GiB` or `4e8` in bytes. Raise UsageError, with the option's name, for any other
-    text.
-    """
+    """Return a size such as `400MB`, `16GiB` or `4e8` in bytes. Raise UsageError, with the option, for other text."""
     match = re.fullmatch(r"\s*([0-9]+\.?[0-9]*(?:e[0-9]+)?)\s*([kmgt]?)(i?)b?\s*", text.lower())
     size = float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ") if match else 0.0
     if size <= 0:
@@ -210,8 +205,7 @@ def read_size(text: str, option: str = "--memory") -> float:
 
 def read_budget(text: str, option: str = "--budget") -> dict[str, float]:
     """Return a budget such as `500steps`, `1e7 tokens`, `3 epochs`, `90s`, `10min` or `2h` as the recipe's budget
-    table. Raise UsageError, with the option's name, for any other text.
-    """
+    table. Raise UsageError, with the option's name, for any other text."""
     match = re.fullmatch(r"\s*([0-9][0-9_]*\.?[0-9]*(?:e[0-9]+)?)\s*([a-z]+)\s*", text.lower())
     number, unit = (float(match[1]), match[2]) if match else (0.0, "")
     if unit in ("step", "steps") and number.is_integer():

@@ -22,8 +22,7 @@ def keyed_generator(key: str, like: Tensor | None = None) -> torch.Generator:
 
 def start_draws(seed: int, device: torch.device | None = None) -> None:
     """Seed the global generators of Python, NumPy and torch, for the CPU and all devices of the type of `device`.
-    `torch.manual_seed` would also seed every other device type, and format a stack trace for each unused type.
-    """
+    `torch.manual_seed` would also seed every other device type, and format a stack trace for each unused type."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.default_generator.manual_seed(seed % 2**63)

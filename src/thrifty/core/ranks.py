@@ -29,24 +29,20 @@ def refuse_no_group(who: str) -> None:
 
 def rank_shard(source: BatchSource) -> BatchSource:
     """Return this rank's part of each effective batch. Ranks along other axes than the data axis receive the same part.
-    Raise RefusedError if a batch cannot be divided equally.
-    """
+    Raise RefusedError if a batch cannot be divided equally."""
     data = axis("data")
     return source if data.size == 1 else RankShard(source, data.place, data.size)
 
 
 def random_stream() -> int:
     """Return a number that is equal on all ranks that must use the same random values. These ranks compute the same
-    blocks for the same examples.
-    """
+    blocks for the same examples."""
     data, pipeline = axis("data"), axis("pipeline")
     return pipeline.place * data.size + data.place
 
 
 def gather_bytes(message: bytes, group: dist.ProcessGroup | None, device: torch.device) -> list[bytes]:
-    """Return the message of each rank of a group, in order of rank, padded with spaces to equal length. None means all
-    ranks.
-    """
+    """Return the message of each rank of a group (None: all ranks), in rank order, padded with spaces to one length."""
     with unset_fake_temporarily():
         size = dist.get_world_size(group)
         lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]

@@ -34,16 +34,13 @@ class ModelSettings:
     """Name of a preset; empty if a function builds the model."""
     build: str | None = None
     """Name of the function that builds the model, as package.module:function, or the class name of a passed module. The
-    name is only a record: loading a file never runs the function.
-    """
+    name is only a record: loading a file never runs the function."""
     arguments: Mapping[str, Argument] | None = field(default=None, hash=False)
     """Arguments of the function in `build`."""
     weights: str | None = None
     """"given" if training starts from the weights of a passed module. Requires `build`."""
     folder: str = ""
-    """Hugging Face model folder, in place of a preset. It has config.json and, unless `reinitialize` is True,
-    safetensors weights.
-    """
+    """Hugging Face model folder, in place of a preset: config.json, and safetensors weights unless `reinitialize`."""
     reinitialize: bool = False
     """True to use only the architecture of `folder`, with random initial weights."""
     depth: int | None = None
@@ -103,9 +100,7 @@ class AugmentationSettings:
     mixup: Rate = 0.0
     """Parameter a of the Beta(a, a) distribution of mixing weights for two images; 0 mixes none."""
     cutmix: Rate = 0.0
-    """Parameter a of the Beta(a, a) distribution of the area that stays when a rectangle of another image is pasted; 0
-    pastes none.
-    """
+    """Parameter a of the Beta(a, a) distribution of the area that remains outside a pasted rectangle; 0 pastes none."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "data.augment")
@@ -129,14 +124,11 @@ class DataSettings:
     """
     sources: Mapping[str, float] = field(default_factory=dict)
     """Several sources of plain text in place of `source`, each with its proportion of examples: {"wiki.txt" = 3, "code"
-    = 1}. The tokenizer is trained on the first source unless `tokenizer` is set.
-    """
+    = 1}. The tokenizer is trained on the first source unless `tokenizer` is set."""
     separate: bool = False
     """next_token: mask attention between the documents of a row, and start each document at position 0."""
     column: str = "text"
-    """Text column of a .jsonl or .parquet. For images with captions, the caption column; by default, common names are
-    tried.
-    """
+    """Text column of a .jsonl or .parquet; for images with captions, the caption column (default: common names)."""
     pair_column: str = ""
     """Column of a pair's second text, for labeled texts. By default, common names are tried."""
     label_column: str = ""
@@ -152,12 +144,10 @@ class DataSettings:
     """Effective batch: number of examples per step over all ranks and micro-batches."""
     held_out: Annotated[float, SettingBound(above=0, below=1)] = 0.05
     """Fraction of documents or images held out for evaluation, chosen by a hash of the text or image file. Image
-    sources with their own test set are not split.
-    """
+    sources with their own test set are not split."""
     near_duplicates: Annotated[float | None, SettingBound(above=0, most=1)] = None
     """Maximum similarity of a text to an earlier document; more similar texts are left out. Similarity is the fraction
-    of shared 5-word sequences. 0.8 is common. None does not search for near duplicates.
-    """
+    of shared 5-word sequences. 0.8 is common. None does not search for near duplicates."""
     size: Annotated[int | None, SettingBound(least=1, most=8192)] = None
     """Height and width of images in pixels. Default: the size of the known set, or for a folder the model's size."""
     augment: AugmentationSettings | None = None
@@ -216,9 +206,7 @@ class Budget:
                 raise UsageError(f"budget.{name} is {getattr(self, name)}", fix="use a positive, finite amount")
 
     def in_epochs_of(self, amount: float | None) -> int:
-        """Return the budget in epochs as an amount, rounded up, if one epoch has `amount`. Raise UsageError if `amount`
-        is None.
-        """
+        """Return the budget in epochs as an amount, rounded up; an epoch has `amount`. Raise UsageError for None."""
         assert self.epochs is not None
         if amount is None:
             raise UsageError(
@@ -276,8 +264,7 @@ class Recipe:
     """"cpu", "cuda" or "auto". "auto" is a GPU if there is one, else the CPU."""
     deterministic: bool = True
     """True to use only deterministic GPU kernels, so that a resumed run equals an uninterrupted run. CPU kernels are
-    always deterministic.
-    """
+    always deterministic."""
     model: ModelSettings = field(default_factory=ModelSettings)
     data: DataSettings = field(default_factory=DataSettings)
     objective: ObjectiveSettings = field(default_factory=ObjectiveSettings)
@@ -330,8 +317,7 @@ class Recipe:
     @property
     def object_options(self) -> str | None:
         """Command-line options that name the recorded objects, each after a space. None if the command line cannot name
-        one of them: a module, an instance, `collate` or metrics.
-        """
+        one of them: a module, an instance, `collate` or metrics."""
         return self._options_of(self._recorded)
 
     def _options_of(self, recorded: Mapping[str, str]) -> str | None:
@@ -356,9 +342,7 @@ class Recipe:
         return call if self.object_options is None else spelled(command, call)
 
     def refuse_missing_objects(self, *names: str) -> None:
-        """Raise UsageError if an object that the recipe names was not passed. `names` limits the check to these
-        objects.
-        """
+        """Raise UsageError if an object that the recipe names was not passed. `names` limits the check."""
         recorded = {name: text for name, text in self._recorded.items() if name in (names or self._recorded)}
         passed = {"model": self.objects.build, **vars(self.objects.described)}
         missing = {name: text for name, text in recorded.items() if not passed[name]}
@@ -374,8 +358,6 @@ class Recipe:
 
 
 def _is_named(text: str) -> bool:
-    """Return True for the name of a function or a value. Return False for the name of a class, which records an
-    instance.
-    """
+    """Return True for the name of a function or a value, False for the name of a class, which records an instance."""
     is_class = text.startswith(("builtins:", "numpy:")) or text.rpartition(":")[2].rpartition(".")[2][:1].isupper()
     return is_function_name(text) and not is_class

@@ -22,8 +22,7 @@ def in_steps(moment: int | float, steps: int) -> int:
 
 def resolve_moments(value: T, steps: int, batch: int = 0) -> T:
     """Return a copy of a dataclass with each moment as a step of a run of `steps` steps. Moments are fields annotated
-    `StepOrFraction` or a tuple of `StepOrFraction`. An `EffectiveBatch` of 0 becomes `batch`.
-    """
+    `StepOrFraction` or a tuple of `StepOrFraction`. An `EffectiveBatch` of 0 becomes `batch`."""
     hints = hints_of(type(value))
     changes: dict[str, Any] = {}
     for field in dataclasses.fields(value):  # type: ignore[arg-type]

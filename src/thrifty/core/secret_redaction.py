@@ -75,9 +75,7 @@ _NUMBER = re.compile(r"[+-]?[\d_.]+(e[+-]?\d+)?", re.IGNORECASE)
 
 
 def names_a_secret(key: str) -> bool:
-    """Return True if the words of a key mark its value as secret: `HF_TOKEN` or `apiKey`, but not `tokens` or
-    `tokenizer`.
-    """
+    """Return True if a key's words mark its value as secret: `HF_TOKEN`, `apiKey`, but not `tokens`, `tokenizer`."""
     words = [word.lower() for word in _WORDS.findall(key)]
     return not SECRET_WORDS.isdisjoint(words) or not SECRET_PAIRS.isdisjoint(pairwise(words))
 
@@ -112,8 +110,7 @@ def redact_command(arguments: Sequence[str]) -> list[str]:
 
 def redact(value: Any, key: str = "", keep: Callable[[str], bool] = lambda text: False) -> Any:
     """Return a JSON value without secrets. Numbers stay, since a measured `bytes_per_token` is not a secret. Images,
-    and strings for which `keep` returns True, stay too.
-    """
+    and strings for which `keep` returns True, stay too."""
     if isinstance(value, Mapping):
         secret = key if names_a_secret(key) else ""
         return {redact_text(str(name)): redact(inner, secret or str(name), keep) for name, inner in value.items()}

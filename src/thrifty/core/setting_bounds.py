@@ -38,9 +38,7 @@ Fraction = Annotated[float, SettingBound(above=0, most=1)]
 Probability = Annotated[float, SettingBound(least=0, most=1)]
 Rate = Annotated[float, SettingBound(least=0)]
 LEAST_EPSILON = SettingBound(least=1e-20)
-"""Bound for eps in a denominator with a square root. The square of a smaller eps underflows, so zero gradients give 0 /
-0.
-"""
+"""Bound for eps in a denominator with a root. The square of a smaller eps underflows, so zero gradients give 0 / 0."""
 Epsilon = Annotated[float, LEAST_EPSILON]
 Betas = Annotated[tuple[float, float], SettingBound(least=0, below=1)]
 LARGEST_INTEGER = 2**63 - 1
@@ -56,8 +54,7 @@ def hints_of(kind: type) -> Mapping[str, Any]:
 def check_bounds(value: Any, name: str) -> None:
     """Raise UsageError for the first field of a dataclass whose value is not allowed. Not allowed are values outside
     the bound, words that are not in the Literal, and values that no recipe can contain (see `check_plain`). A number
-    may be infinite or NaN only if the default of the field is.
-    """
+    may be infinite or NaN only if the default of the field is."""
     hints = hints_of(type(value))
     for field in fields(value):
         usual = field.default if isinstance(field.default, tuple) else (field.default,)
@@ -82,8 +79,7 @@ def _notes(hint: Any) -> tuple[Any, ...]:
 def check_plain(value: Any, name: str, refused: Collection[str] = ()) -> None:
     """Raise UsageError for a value that no recipe can contain. Such values are integers beyond 64 bits, text that is
     not Unicode or has control characters, and floats named in `refused` ("inf", "nan"). Lists and tables are checked
-    recursively.
-    """
+    recursively."""
     if isinstance(value, Mapping):
         for key, item in value.items():
             check_plain(key, f"{name}: a key")

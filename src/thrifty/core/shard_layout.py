@@ -79,9 +79,7 @@ class FusedOrder:
         return stored.index_select(self.dim, self._places.argsort().to(stored.device))
 
     def boxes(self, local_box: TensorBox) -> Iterator[tuple[TensorBox, TensorBox]]:
-        """Yield pairs of boxes for each contiguous part of a box in stored order: the box in the whole tensor, and the
-        box in stored order.
-        """
+        """Yield a pair of boxes for each contiguous part of a stored box: in the whole tensor, and in stored order."""
         first, stop = local_box.offset[self.dim], local_box.offset[self.dim] + local_box.shape[self.dim]
         at = 0
         for start, length in self.stretches:
@@ -112,8 +110,7 @@ def tag_order(tensor: Tensor, order: FusedOrder | None) -> Tensor:
 
 def tag_order_like(parameter: Tensor, tensor: Tensor) -> Tensor:
     """Tag a tensor that belongs to a parameter, such as a moment, with the parameter's order. Return the tensor. It is
-    tagged only if it is sharded along the same dim. It may have one value for several adjacent rows or columns.
-    """
+    tagged only if it is sharded along the same dim. It may have one value for several adjacent rows or columns."""
     order = order_of(parameter)
     if order is None or not is_dtensor(tensor):
         return tensor
@@ -128,8 +125,7 @@ def tag_order_like(parameter: Tensor, tensor: Tensor) -> Tensor:
 
 def record_orders(model: nn.Module) -> nn.Module:
     """Tag the model's parameters with their fused orders, from the dictionary `orders` of each module. Parameters that
-    were replaced have lost their tags.
-    """
+    were replaced have lost their tags."""
     for module in model.modules():
         for name, order in getattr(module, "orders", {}).items():
             tag_order(getattr(module, name), order)

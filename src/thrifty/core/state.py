@@ -14,9 +14,7 @@ from thrifty.core.shard_layout import FusedOrder, local_shards, local_tensor, or
 
 @dataclass(frozen=True)
 class StructureLogEntry:
-    """Log entry of a structural change: the technique, the step before which it was made, and the decision (plain
-    JSON).
-    """
+    """Log entry of a structural change: technique, step before which it was made, and decision (plain JSON)."""
 
     step: int
     technique: str
@@ -40,9 +38,7 @@ class StatefulOptimizer(Protocol):
 @dataclass
 class TrainState:
     """Step, model, optimizer, state of techniques, counters, and the log of structural changes. While logged changes
-    are repeated, there is no model. For a logged change, a technique must therefore return its decision from the log
-    alone.
-    """
+    are repeated, there is no model. A technique must then return its logged decision from the log alone."""
 
     step: int = 0
     model: nn.Module | None = None
@@ -60,8 +56,7 @@ class TrainState:
 
     def tensors(self) -> dict[str, Tensor]:
         """Return every tensor of the state under a flat name such as `optimizer/SLOT/PARAMETER`. Sharded tensors are
-        not gathered.
-        """
+        not gathered."""
         return dict(self._tensors())
 
     def _tensors(self) -> Iterator[tuple[str, Tensor]]:
@@ -113,9 +108,7 @@ def fill_tensor(tensor: Tensor, value: Tensor) -> None:
 
 
 def full_value(tensor: Tensor, order: FusedOrder | None = None) -> Tensor:
-    """Return a copy of the whole tensor, gathered if it is sharded. `order` is the fused order of a tensor without a
-    tag.
-    """
+    """Return a copy of the whole tensor, gathered if sharded. `order` is the fused order of a tensor without a tag."""
     order = order or order_of(tensor)
     # full_tensor returns an undivided tensor (one rank, a replicated tensor) itself, not a copy
     value = (tensor.full_tensor() if is_dtensor(tensor) else tensor).detach()

@@ -30,9 +30,7 @@ if TYPE_CHECKING:
 
 
 class Numerics(Enum):
-    """Numerical promise of a technique, relative to the run without the technique. The contract test checks the
-    promise.
-    """
+    """Numerical promise of a technique, relative to the run without it. The contract test checks the promise."""
 
     EXACT = "exact"  # bitwise equal to the run without the technique
     ROUNDING = "rounding"  # equal to that run within `Technique.tolerance`
@@ -92,8 +90,7 @@ class Technique(FrozenValue):
     @property
     def optional_seams(self) -> frozenset[str]:
         """Names of methods that a user's own training loop need not call. These methods only check or report, or
-        `change_forward` and `hook_steps` replace them.
-        """
+        `change_forward` and `hook_steps` replace them."""
         return frozenset()
 
     @property
@@ -154,20 +151,17 @@ class Technique(FrozenValue):
     def changes(self, step: int, state: "TrainState") -> "StructuralChange | None":
         """Return the structural change to make before `step`, or None; step 0 is the start of the run. The result must
         depend only on the settings, the step and the state's values. If the state's log already has this change, repeat
-        the logged decision.
-        """
+        the logged decision."""
         return None
 
     def footprint(self, footprint: Footprint) -> Footprint:
         """Return the footprint plus memory and work that a traced step cannot show. Override this method only for work
-        of other ranks, or for amounts that depend on tensor values.
-        """
+        of other ranks, or for amounts that depend on tensor values."""
         return footprint
 
     def change_forward(self, model: nn.Module) -> None:
         """Change the model's forward pass to do the work of `objective` and `backward` in a user's own training loop.
-        Raise NeedsTrainer, before any change, if the settings require the trainer.
-        """
+        Raise NeedsTrainer, before any change, if the settings require the trainer."""
 
     def hook_steps(self, model: nn.Module, optimizer: Optimizer) -> None:
         """Register optimizer-step hooks that do the work of `backward` in a user's own training loop."""
@@ -178,5 +172,4 @@ class Technique(FrozenValue):
 
     def holds(self, state: "TrainState") -> None:
         """Raise IntegrityError if a promise of the technique is broken. Called at the start, after each structural
-        change, after each update that changes masks, and at the end.
-        """
+        change, after each update that changes masks, and at the end."""

@@ -32,9 +32,7 @@ def tensor_bytes(tensor: Tensor) -> int:
 
 
 def fillable(tensor: Tensor) -> Tensor:
-    """Return a tensor's whole storage as a vector, because torch refuses to fill overlapping tensors, such as expanded
-    tensors.
-    """
+    """Return a tensor's whole storage as a vector, since torch refuses to fill overlapping tensors (expanded ones)."""
     return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
 
 
@@ -57,8 +55,7 @@ _is_settled = False
 @contextmanager
 def gc_frozen() -> Iterator[None]:
     """Exclude objects that exist before the block from garbage collection inside the block. Otherwise each trace would
-    scan all imported objects, which takes tenths of a second.
-    """
+    scan all imported objects, which takes tenths of a second."""
     global _is_settled
     # an outer block has frozen the objects; the flag is first, because get_freeze_count is slow
     if _is_settled or gc.get_freeze_count():
@@ -94,8 +91,7 @@ def one_thread() -> Iterator[None]:
 
 class EagerTrace(TorchDispatchMode):
     """Dispatch mode in which compiled functions run eagerly. Otherwise Dynamo would refuse frames under a dispatch mode
-    and mark their code as skipped, so that later calls stay uncompiled too.
-    """
+    and mark their code as skipped, so that later calls stay uncompiled too."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -234,8 +230,7 @@ _OUT_OF_PLACE = {
     torch.ops.aten.scatter_add.default,
 }
 """Operations that autograd runs in place, but in new memory under a dispatch mode. They add two gradients of a tensor,
-or compute gradients of indexing.
-"""
+or compute gradients of indexing."""
 
 
 def _replaces_gradient(func: Any) -> bool:

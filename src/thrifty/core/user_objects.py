@@ -20,8 +20,7 @@ BuildModel = Callable[..., nn.Module]
 @dataclass(frozen=True)
 class PythonObjects:
     """Names of objects passed from Python, and fingerprints of their source. A resumed run compares the fingerprints to
-    detect changes. These names are never imported.
-    """
+    detect changes. These names are never imported."""
 
     data: str = ""
     held_out: str = ""
@@ -49,8 +48,7 @@ class UserObjects:
     @classmethod
     def from_arguments(cls, **objects: Any) -> "UserObjects":
         """Return the objects, and import objects that were passed by name. A name for data refers to a data set, or to
-        a function or class that returns a data set without arguments.
-        """
+        a function or class that returns a data set without arguments."""
         names = {name: value for name, value in objects.items() if isinstance(value, str)}
         imported: dict[str, Any] = {}
         for name, text in names.items():
@@ -85,8 +83,7 @@ class UserObjects:
 
     def build_model(self, arguments: Mapping[str, Any] | None = None) -> nn.Module:
         """Return the model that the user's function builds, or a copy of the user's module. Raise UsageError if the
-        function fails, or returns no module or a module with lazy layers.
-        """
+        function fails, or returns no module or a module with lazy layers."""
         model = copy.deepcopy(self.model) if isinstance(self.model, nn.Module) else self._called(arguments)
         if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
             raise UsageError(

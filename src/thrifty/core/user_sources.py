@@ -27,8 +27,7 @@ MOST = 500
 
 def reference(value: Any) -> str:
     """Return the name of a function, or of an object's class, as package.module:name. For a started script, the module
-    is the name by which it can be imported.
-    """
+    is the name by which it can be imported."""
     named = _named(value)
     module = named.__module__
     if module in ("__main__", "__mp_main__"):
@@ -59,8 +58,7 @@ def import_function(name: str) -> Callable[..., Any]:
 
 def import_named(name: str) -> Any:
     """Import the object of this name. The working folder comes last on the import path. Raise UsageError if the name
-    has another form, or if the object cannot be imported.
-    """
+    has another form, or if the object cannot be imported."""
     if not is_function_name(name):
         raise UsageError(f"{name!r} is not an import name", fix="write it as package.module:name")
     module_name, _, path = name.partition(":")
@@ -83,8 +81,7 @@ def import_named(name: str) -> Any:
 
 def source_fingerprints(values: Iterable[Any]) -> dict[str, int]:
     """Return a truncated source hash of each of the user's functions and classes in `values`, by name. Functions and
-    classes that these use are included. Installed packages are left out.
-    """
+    classes that these use are included. Installed packages are left out."""
     values = list(values)
     waiting, fingerprints, seen = [part for value in values for part in _parts(value)], dict[str, int](), set[str]()
     while waiting and len(seen) < MOST:
@@ -121,9 +118,7 @@ def _partials(value: Any) -> Iterator[partial[Any]]:
 
 
 def _arguments(value: partial[Any]) -> str:
-    """Return the arguments of a partial function as text. An argument whose text differs between processes is shown by
-    type.
-    """
+    """Return the arguments of a partial function as text, by type if an argument's text differs between processes."""
     words = [_stable(each) for each in value.args]
     return ", ".join([*words, *(f"{name}={_stable(each)}" for name, each in value.keywords.items())])
 

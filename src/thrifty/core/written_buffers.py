@@ -17,9 +17,7 @@ from thrifty.core.shard_layout import local_tensor
 from thrifty.core.tensor_tracing import tensor_bytes
 
 SMALL = 2**16
-"""Maximum number of elements of a buffer that is always copied. Larger buffers are copied only if the first forward
-pass changed them.
-"""
+"""Maximum elements of a buffer that is always copied. Larger ones are copied if the first forward pass changed them."""
 
 _CONSTANT: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 """Names of each module's large buffers that its first forward pass did not change."""
@@ -44,8 +42,7 @@ class BufferSnapshot:
 
     def forget_constant(self) -> None:
         """Free the copies of large buffers that did not change. Call it after the first forward pass. Each module is
-        compared only once, because the comparison synchronizes with a GPU.
-        """
+        compared only once, because the comparison synchronizes with a GPU."""
         compared = {owner for owner, _, _ in self.values if owner in _CONSTANT}
         for owner, name, value in self.values:
             if value.numel() > SMALL and owner not in compared and not is_fake(value):
@@ -81,8 +78,7 @@ class BufferSnapshot:
 
 def broadcast_buffers(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Copy the persistent buffers of a group's first rank to all ranks of the group, as DistributedDataParallel does.
-    Otherwise each rank would have statistics of its own examples. A group of None means all ranks.
-    """
+    Otherwise each rank would have statistics of its own examples. A group of None means all ranks."""
     alike: dict[torch.dtype, list[Tensor]] = {}
     for owner in model.modules():
         for name, buffer in owner._buffers.items():
@@ -96,9 +92,7 @@ def broadcast_buffers(model: nn.Module, group: dist.ProcessGroup | None) -> None
 
 
 def _write(owner: nn.Module, name: str, buffer: Tensor | None, value: Tensor | None) -> None:
-    """Write a buffer's value without autograd's version counter, so that saved tensors that share the buffer change
-    too.
-    """
+    """Write a buffer's value without autograd's version counter, so that saved tensors that share it change too."""
     if buffer is None or value is None or buffer.shape != value.shape:
         owner._buffers[name] = value
         return

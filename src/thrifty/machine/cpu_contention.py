@@ -15,8 +15,7 @@ LEAST = 0.3
 
 class CpuContention:
     """Counter of other programs' CPU time on the cores of this process, from its construction. CPU time of this process
-    and its children is excluded. On several ranks, the launcher and all its children are excluded too.
-    """
+    and its children is excluded. On several ranks, the launcher and all its children are excluded too."""
 
     def __init__(self) -> None:
         self.cores = usable_cores()

@@ -56,8 +56,7 @@ def assume_bfloat16(units: bool) -> Iterator[None]:
 
 def has_fast_bfloat16(device: str = "") -> bool:
     """Return True if a device of this type has hardware units for bfloat16 matrix products. By default, the device is
-    the GPU, or the CPU if there is no GPU.
-    """
+    the GPU, or the CPU if there is no GPU."""
     if (assumed := _ASSUMED.get()) is not None:
         return assumed
     if device != "cpu" and torch.cuda.is_available():

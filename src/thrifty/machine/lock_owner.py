@@ -10,8 +10,7 @@ from thrifty.machine.process_start import is_running
 
 def lock_owner(file: Path) -> dict[str, Any]:
     """Return the owner of a lock as {"pid", "host", "started"}, or {} if there is none. An owner on another machine
-    counts as alive. The lock itself is not acquired, so another process can acquire it at the same time.
-    """
+    counts as alive. The lock itself is not acquired, so another process can acquire it at the same time."""
     if not file.is_file():  # opening a pipe would block until another process writes into it
         return {}
     try:

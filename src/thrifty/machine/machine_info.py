@@ -102,8 +102,7 @@ class CompileTrial:
 
 def probe(quick: bool = False, folder: Path = Path()) -> MachineInfo:
     """Measure this machine in about 4 s, or 1 s with `quick`, which skips memory and disk rates. `folder`, such as the
-    folder of runs, selects the disk for free space and write rate.
-    """
+    folder of runs, selects the disk for free space and write rate."""
     cores = usable_cores()
     quota, limit = cgroup_limits()
     memory = psutil.virtual_memory()
@@ -143,8 +142,7 @@ def free_memory(device: torch.device) -> float:
 
 def peak_flops(device: torch.device | str, dtype: torch.dtype) -> float:
     """Return the peak FLOP/s of matrix products, measured in about 0.3 s. It is the reference for a training step's
-    rate. The fastest repeat counts, because a peak is the rate without other users of the machine.
-    """
+    rate. The fastest repeat counts, because a peak is the rate without other users of the machine."""
     return matmul_rate(device, dtype, 0.3).high
 
 

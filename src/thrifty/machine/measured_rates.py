@@ -30,9 +30,7 @@ LEAST_REPEATS = 3
 
 
 def matmul_rate(device: torch.device | str, dtype: torch.dtype, seconds: float) -> MeasuredRate:
-    """Return the FLOP/s of the fastest of several square matmuls. A size is skipped if its repeats would take longer
-    than `seconds`.
-    """
+    """Return the FLOP/s of the fastest of several square matmuls. Sizes that would exceed `seconds` are skipped."""
     device = torch.device(device)
     sizes = (512, 1024, 2048) if device.type == "cpu" else (2048, 4096, 8192)
     best: MeasuredRate | None = None
@@ -48,9 +46,7 @@ def matmul_rate(device: torch.device | str, dtype: torch.dtype, seconds: float) 
 
 
 def memory_rate(seconds: float) -> MeasuredRate:
-    """Return the bytes/s that a copy in main memory reads and writes. The copy is several times larger than the
-    last-level cache.
-    """
+    """Return the bytes/s that a copy in main memory, several times larger than the last cache, reads and writes."""
     count = min(max(4 * _last_cache(), 64 << 20), 512 << 20)
     source, target = torch.ones(count, dtype=torch.uint8), torch.zeros(count, dtype=torch.uint8)
     return _repeated(lambda: target.copy_(source), 2 * count, seconds, torch.device("cpu"))
@@ -58,8 +54,7 @@ def memory_rate(seconds: float) -> MeasuredRate:
 
 def disk_rate(folder: Path, size: int = 32 << 20, repeats: int = 3) -> MeasuredRate | None:
     """Return the bytes/s written and flushed to a file in `folder`. Return None without space or permission. Each
-    repeat writes `size` bytes. The file is deleted.
-    """
+    repeat writes `size` bytes. The file is deleted."""
     block = os.urandom(1 << 20)
     times = []
     try:

@@ -11,8 +11,7 @@ TOLERANCE = 0.5
 
 def process_start(pid: int) -> float | None:
     """Return the start time in seconds; None if the process does not exist or is a zombie. With /proc, seconds count
-    from boot, so that clock changes have no effect. Without /proc, psutil's value depends on the clock.
-    """
+    from boot, so that clock changes have no effect. Without /proc, psutil's value depends on the clock."""
     try:
         if Path("/proc/self/stat").exists():
             stat = Path(f"/proc/{int(pid)}/stat").read_text()

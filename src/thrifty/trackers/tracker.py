@@ -19,9 +19,7 @@ KINDS = {
 
 
 class Tracker(Protocol):
-    """Writer of one run into a tracker's own files. Steps may repeat after a resume. Later values then replace earlier
-    values.
-    """
+    """Writer of one run into a tracker's files. After a resume, later values of a step replace earlier values."""
 
     id: str
     """Id by which a later call finds the same run."""
@@ -55,8 +53,7 @@ class TrackedRun:
 
 def open_tracker(kind: str, folder: Path, run: TrackedRun, online: bool = False) -> Tracker:
     """Return a tracker that writes into `folder`. Nothing is uploaded unless `online` is True, which only Weights &
-    Biases supports. Raise UsageError for an unknown tracker, or if its package is missing.
-    """
+    Biases supports. Raise UsageError for an unknown tracker, or if its package is missing."""
     refuse_unknown("there is no tracker", kind, KINDS)
     if online and kind != "wandb":
         raise UsageError(f"{kind} writes files only: there is nothing to upload", fix="leave out --online")
