@@ -41,7 +41,7 @@ def cache_shapes(body: nn.Module) -> list[torch.Size]:
     pairs = [(getattr(layer, "keys", None), getattr(layer, "values", None)) for layer in layers]
     if any(keys is None or values is None or keys.ndim != 4 or keys.shape != values.shape for keys, values in pairs):
         raise RefusedError(
-            f"{type(body).__name__} does not cache keys and values of equal shape", fix="use adapters.lora"
+            f"{type(body).__name__} does not cache keys and values of equal shape", fix="--with adapters.lora"
         )
     return [keys.shape for keys, _ in pairs]
 

@@ -170,13 +170,13 @@ def _cached_blocks(model: nn.Module) -> PrefixSites:
     if len(stacks) > 2 or not hasattr(body, "config") or not is_reader(body):
         raise RefusedError(
             f"{type(model).__name__} has neither attention with a replaceable core nor a cache of keys and values",
-            fix="use adapters.lora; or a preset; or a decoder, encoder-decoder or BERT of transformers",
+            fix="--with adapters.lora; or a preset; or a decoder, encoder-decoder or BERT of transformers",
         )
     shapes = cache_shapes(body)
     if len(shapes) != len(blocks):
         raise RefusedError(
             f"{type(model).__name__} has {len(blocks)} blocks, but caches keys and values of {len(shapes)} blocks",
-            fix="use adapters.lora",
+            fix="--with adapters.lora",
         )
     pairs = enumerate(zip(blocks, shapes, strict=True))
     return {f"{name}.{index}": PrefixSite(block, shape[1], shape[3]) for index, (block, shape) in pairs}

@@ -44,8 +44,8 @@ def _candidates(q: Tensor, k: Tensor, visible: Tensor, rounds: float, percent: f
 
 
 class A3(ReplacedAttention):
-    """A query without a candidate keeps its best key (ours). n is the number of keys that a query sees (ours). In the
-    paper six or seven hardware units together are faster than a GPU.
+    """A query without a candidate keeps its best key (not in the paper). n is the number of keys that a query sees (not
+    in the paper). In the paper six or seven hardware units together are faster than a GPU.
 
     Differs from the paper: all products are sorted at once, which selects the same set; the paper sorts each column of
     keys and pops from heaps. The model trains with the filter; the paper uses the filter for inference only. Values are

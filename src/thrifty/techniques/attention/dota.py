@@ -148,8 +148,8 @@ class Dota(ReplacedAttention):
     fewer.
 
     In a decoder a query keeps the same number of keys in a shorter text, such as a prompt. The kept keys of a query do
-    not change when the text grows up to the training length. The detector's input contains no rotary positions. So the
-    detector also rotates its operands, at frequencies of the model (ours).
+    not change when the text grows up to the training length. In a model with rotary positions, the detector also
+    rotates its operands at frequencies of the model, because its input contains no position (not in the paper).
 
     The abstract reports 152.6 times the speed of a GPU. That the ratio covers attention alone is recalled, not checked
     against the paper (unverified). The ViTCoD paper says that DOTA was scaled to about the peak throughput of the GPU.

@@ -54,7 +54,7 @@ class Elsa(CalibratedAttention):
 
     Differs from the paper: training continues with the filter; the paper filters a trained model without further
     training. The paper covers encoders only; in a decoder, n and the largest key cover the keys that a query sees. Head
-    widths that are not powers of 4 use other factors (ours).
+    widths that are not powers of 4 use other factors (not in the paper).
     """
 
     p: Rate = 1.0

@@ -31,10 +31,10 @@ UNKNOWN = (1.0, 1.0)
 
 
 class Sanger(CalibratedAttention):
-    """The range of normalized queries and of normalized keys is the mean of the largest element over examples and
-    heads. It is measured in the last steps with plain attention, and then fixed. Rounding has straight-through
-    gradients. The mask has no gradient, so the model learns from the exact scores of kept keys. A query without a key
-    above the threshold keeps its most likely key (ours).
+    """The range of normalized queries, and of normalized keys, is their largest absolute element, averaged over
+    examples and heads. The ranges are measured in the last steps with plain attention, and then fixed. Rounding has
+    straight-through gradients. The mask has no gradient, so the model learns from the exact scores of kept keys. A
+    query without a key above the threshold keeps its most likely key (not in the paper).
 
     Differs from the published code: it tracks the range by one running average over all examples (decay 0.9999). The
     paper fine-tunes a trained model; here attention is plain before `from_step`.

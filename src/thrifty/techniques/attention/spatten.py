@@ -11,7 +11,7 @@ Cost        Software uses more time and memory, because it computes all pairs. E
             memory until the next forward pass.
 Avoid       Runs that should become faster, because the filter slows software. Use attention.block_sparse for speed.
 Does not    Save time or memory without the accelerator. A removed token still computes its own output, because models
-            may predict at every token (ours).
+            may predict at every token (not in the paper).
 """
 
 from collections.abc import Mapping
@@ -81,7 +81,7 @@ class CascadeCore:
             raise RefusedError(
                 f"{Spatten.name}: {self.site.name} cannot be recomputed after {passes} forward passes, because it "
                 "stores the state of the last pass only",
-                fix="--without memory.recompute, or without another technique that recomputes blocks",
+                fix="--without memory.recompute; or without another technique that recomputes blocks",
             )
 
 
@@ -97,8 +97,8 @@ class Spatten(ReplacedAttention):
     """The importance of a token is the sum of its attention weights from all queries and heads. The importance of a
     head is the sum of the absolute values of its output. Later blocks remove more. With `bits`, scores are computed in
     `bits` bits, and with 4 more bits if the softmax is flat. Pruning has no gradient: the model learns through the kept
-    scores, with straight-through rounding. Recomputed blocks reuse the decisions of the forward pass. Several forward
-    passes before one backward pass are then refused.
+    scores, with straight-through rounding. Recomputed blocks reuse the decisions of the forward pass. With recomputed
+    blocks, several forward passes before one backward pass are refused.
 
     Differs from the paper: a decoder trains on whole texts. So each query prunes by the tokens that it sees, and each
     token stays visible to itself. The latest tokens have been seen by few queries and would be removed first. So a

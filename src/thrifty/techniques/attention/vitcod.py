@@ -98,8 +98,8 @@ def fixed_attention(
 
 class Vitcod(CalibratedAttention):
     """Maps are averaged over examples of the last steps with plain attention. The class token attends to every token
-    and every token attends to it. Each token keeps itself (ours). A shorter input uses the first rows and columns of
-    the masks. In the published code a cut of 0.19 removes 90 to 95 % of the query-key pairs of DeiT.
+    and every token attends to it. Each token keeps itself (not in the paper). A shorter input uses the first rows and
+    columns of the masks. In the published code a cut of 0.19 removes 90 to 95 % of the query-key pairs of DeiT.
 
     `products=blocks` computes attention in blocks, with the most attended tokens first (the paper's split into a denser
     and a sparser part). Values and gradients equal `products=dense`. With `autoencoder`, queries and keys pass through

@@ -95,7 +95,9 @@ class PatchSizeCurriculum(Technique):
 
     def objective(self, objective: Objective) -> Objective:
         if not objective.sees_images:
-            raise RefusedError("texts have no patches", fix=f"--without {self.name}, or curriculum.sequence_length")
+            raise RefusedError(
+                "texts have no patches", fix=f"--without {self.name}; or --with curriculum.sequence_length"
+            )
         return objective
 
     def changes(self, step: int, state: TrainState) -> StructuralChange | None:

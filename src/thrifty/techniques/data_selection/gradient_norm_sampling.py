@@ -94,7 +94,7 @@ class GradientNormBackward:
         if len(batch) % self.times:
             raise RefusedError(
                 f"'{len(batch)}' examples on this rank are not a multiple of presample = {self.times}",
-                fix="--batch with a multiple of the number of ranks",
+                fix="--batch N, where N is a multiple of the number of ranks",
             )
         count, sampled = len(batch) // self.times, None
         if float(self.state["tau"]) > self.threshold:

@@ -63,6 +63,6 @@ def _gated(attribute: str, block: nn.Module, inner: Any, x: Tensor, *args: Any, 
     if not isinstance(output, Tensor):
         raise RefusedError(
             f"{type(block).__name__} returns a {type(output).__name__}, not hidden states, so it cannot be skipped",
-            fix="--set model.preset=llama-nano, or another model whose blocks map hidden states to hidden states",
+            fix="--set model.preset=llama-nano; or another model whose blocks map hidden states to hidden states",
         )
     return output

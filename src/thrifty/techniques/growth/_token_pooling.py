@@ -38,7 +38,8 @@ def add_pooling(model: nn.Module, group: int) -> None:
     stacks = find_stacks(model)
     if len(stacks) > 1:
         raise RefusedError(
-            f"pooling supports one stack of blocks, not {' and '.join(stacks)}", fix='set shorten="truncate"'
+            f"pooling supports one stack of blocks, not {' and '.join(stacks)}",
+            fix="--set techniques.growth.compound.shorten=truncate",
         )
     POOLED_IN.set(model, group)
     wrap_forward(next(iter(stacks.values()))[0], partial(_pooling, group))
@@ -50,7 +51,7 @@ def _pooling(group: int, block: nn.Module, inner: Any, x: Tensor, *args: Any, **
     if any(isinstance(each, Tensor | tuple) for each in (*args, *kwargs.values())):
         raise RefusedError(
             f"{type(block).__name__} receives a mask or positions, which pooling does not shorten",
-            fix='set shorten="truncate"',
+            fix="--set techniques.growth.compound.shorten=truncate",
         )
     return inner(pool_tokens(x, group), *args, **kwargs)
 

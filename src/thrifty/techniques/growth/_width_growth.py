@@ -76,7 +76,8 @@ def _inner(branch: ResidualBranch) -> Iterator[tuple[str, nn.Module, InnerUnits]
         parts, rest = divmod(out_width(layer), units)
         if rest or not parts:
             raise RefusedError(
-                f"the output size of {name} is not a multiple of the {units} units of {branch.name}", fix="set width=1"
+                f"the output size of {name} is not a multiple of the {units} units of {branch.name}",
+                fix="--set techniques.growth.compound.width=1",
             )
         for leaf, parameter in layer.named_parameters(recurse=False):
             dim = parameter.ndim - 1 if is_transposed(layer) else 0
@@ -92,7 +93,10 @@ def narrow_networks(model: nn.Module, divisor: int) -> None:
         for branch in (branch for block in blocks for branch in block if branch.kind == "mlp"):
             layers = [*_inner(branch)]
             if not layers[:-1]:
-                raise RefusedError(f"{branch.name} has no earlier layer to make narrower", fix="set width=1")
+                raise RefusedError(
+                    f"{branch.name} has no earlier layer to make narrower",
+                    fix="--set techniques.growth.compound.width=1",
+                )
             for name, layer, inner in layers:
                 _keep_first(layer, name.rpartition(".")[2], inner, max(inner.units // divisor, 1))
 
