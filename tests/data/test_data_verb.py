@@ -78,7 +78,7 @@ def test_look_describes_images_with_and_without_labels(tmp_path):
         "dark/empty.png",
     ]
     stdout_text = run("look", folder, "--size", "8", "--held-out", "0.3").stdout
-    assert "and 2 more, listed by --json" in stdout_text and stdout_text.count("no image of a known format") == 5
+    assert "and 2 more, listed by --json" in stdout_text and stdout_text.count("not an image of a known format") == 5
     write_image(tmp_path / "flat" / "deep" / "a.png", seed=8)
     for number in range(20):
         write_image(tmp_path / "flat" / f"{number}.png", seed=number)

@@ -254,7 +254,7 @@ class Exhausted(IterableDataset[Any]):
         ([{"text": "a"}] * 9, r"part 'text\.0' of a batch is a str \('a'\)"),
         ([{"x": torch.ones(number)} for number in range(1, 10)], "cannot be collated"),
         ([{"x": X[0]}, {"x": X[0]}, {"z": X[0]}] * 9, "cannot be collated|differ in form"),
-        (DataLoader(ROWS, batch_size=None), "its dataset returns batches"),
+        (DataLoader(ROWS, batch_size=None), "its dataset returns whole batches"),
         (DataLoader(ROWS, batch_sampler=[[0, 1]]), "sampler of its own"),
     ],
 )
@@ -361,6 +361,6 @@ def test_presets_learn_from_own_datasets(preset: str, data: Any, loss: Any, tmp_
 
 def test_a_preset_on_own_data_requires_a_loss(tmp_path: Path) -> None:
     data = [{"tokens": row} for row in torch.randint(0, 300, (24, 16))]
-    with pytest.raises(UsageError, match="there is no loss function") as error:
+    with pytest.raises(UsageError, match="no loss was passed") as error:
         thrifty.train("gpt-nano", data, held_out=data, budget=2, batch=8, runs=tmp_path / "runs", quiet=True)
     assert "pass loss=" in error.value.fix

@@ -182,7 +182,7 @@ class RecipeLayers:
                     self._drop_sources()
         if ("data" in self.names) != ("held_out" in self.names):
             raise UsageError(
-                "only one of data and held-out data is a Python object; both must be",
+                "a dataset passed by name requires held-out data, also passed by name",
                 fix="--data package.module:name --held-out package.module:name",
             )
         return self
