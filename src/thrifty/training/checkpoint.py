@@ -1,15 +1,15 @@
 """Checkpoints that survive a crash, a full disk or a flipped bit.
 
-A save writes `step-00000200.partial-<id>/`: tensors as safetensors, then `state.json`, each file flushed. It writes the
-manifest with the length and sha256 of every file last, and reads everything back against it. Only then does it rename
-the folder to `step-00000200`. It swaps `LATEST` and `BEST` next and removes older checkpoints at the very end.
+A save writes `step-00000200.partial-<id>/`: tensors as safetensors, then `state.json`, each file flushed. The manifest,
+written last, has the length and sha256 of every file. The save reads all files back and compares them with the
+manifest. It then renames the folder to `step-00000200`, updates `LATEST` and `BEST`, and removes older checkpoints.
 
-A folder named `step-<number>` is therefore always complete. A load verifies the manifest. It moves a checkpoint that
-decayed to `quarantine/` and uses the one before it. `LATEST` is only a hint.
+A folder named `step-<number>` is therefore always complete. A load verifies the manifest. It moves a damaged checkpoint
+to `quarantine/` and uses the previous checkpoint. `LATEST` is only a hint.
 
-Several ranks save into one folder: each rank writes the parts that no earlier rank holds. Rank 0 decides, the others
-follow, and an error on one rank is raised on all. A checkpoint can be read by any number of ranks. `folder` is always
-the `checkpoints` folder of a run, on a disk that all ranks see. Only one process, or one group of ranks, may write it
+Several ranks save into one folder. Each rank writes the tensor parts that no lower rank holds. Rank 0 makes all
+decisions, and an error on one rank is raised on all. Any number of ranks can load a checkpoint. `folder` is always the
+`checkpoints` folder of a run, on a disk that all ranks can read. Only one process, or one group of ranks, may write it
 at a time.
 """
 
@@ -38,8 +38,8 @@ Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True)
 class SaveReport:
-    """Size and duration of a save: `bytes` over all ranks; `seconds` until all files are verified and old checkpoints
-    removed."""
+    """Size and duration of a save. `bytes` is the sum over all ranks. `seconds` includes verification and the removal
+    of old checkpoints."""
 
     path: Path
     bytes: int
@@ -49,7 +49,7 @@ class SaveReport:
 
 @dataclass(frozen=True)
 class FoundCheckpoint:
-    """A verified checkpoint whose tensors are not read yet; `notices` report damage of newer ones."""
+    """A verified checkpoint whose tensors are not read yet. `notices` report damaged newer checkpoints."""
 
     step: int
     scalars: dict[str, Any]
@@ -74,14 +74,14 @@ def save(
     also: Collection[int] = (),
     ranks: SingleProcess | None = None,
 ) -> SaveReport:
-    """Save a state. Once this returns, the state survives anything but the loss of the disk.
+    """Save a state. After the return, a crash or power failure does not damage the checkpoint.
 
-    Keep `keep` verified checkpoints in total, the last one saved as `best`, and those of the steps in `also`. With
-    `ranks=ProcessGroupSync()` all ranks must call it. `tensors` are DTensors or equal on all ranks; `scalars` are taken
-    from rank 0.
+    Keep `keep` verified checkpoints in total, the last checkpoint saved as `best`, and checkpoints of the steps in
+    `also`. With `ranks=ProcessGroupSync()` all ranks must call it. `tensors` are DTensors or equal on all ranks;
+    `scalars` are taken from rank 0.
 
-    Raise ThriftyError if the state does not fit or the disk fails, UsageError if the state cannot be stored. Earlier
-    checkpoints remain in every case.
+    Raise ThriftyError if the disk is full or fails. Raise UsageError for a state that safetensors or JSON cannot store.
+    Earlier checkpoints remain in every case.
     """
     started, files, ranks = time.monotonic(), files or AtomicFiles(), ranks or SingleProcess()
     if keep < 1:
@@ -104,8 +104,8 @@ def save(
 
 def load(folder: Path, step: int | None = None, *, files: AtomicFiles | None = None) -> LoadedCheckpoint:
     """Return the newest undamaged checkpoint (of `step`, if not None) with whole, plain tensors. Damaged checkpoints
-    are moved to `quarantine/` and named in `notices`. Raise IntegrityError if none is left, UsageError for a pickle,
-    which is never opened."""
+    are moved to `quarantine/` and named in `notices`. Raise IntegrityError if no checkpoint is left. Raise UsageError
+    for a pickle; pickles are never opened."""
     checkpoint = find(folder, step, files=files)
     stored = StoredTensorBoxes(tensor_files(checkpoint.path))
     tensors = {name: stored.full(name) for name in stored.pieces}
@@ -116,13 +116,14 @@ def find(
     folder: Path, step: int | None = None, *, files: AtomicFiles | None = None, ranks: SingleProcess | None = None
 ) -> FoundCheckpoint:
     """Return the newest undamaged checkpoint (of `step`, if not None) without its tensors; `fill` reads them. Rank 0
-    chooses as `load` does, and every rank receives its choice."""
+    chooses the checkpoint as `load` does, and every rank receives this choice."""
     facts = (ranks or SingleProcess()).run_first(lambda: _choose(folder, step, files or AtomicFiles()))
     return FoundCheckpoint(facts["step"], facts["scalars"], folder / facts["name"], facts["notices"])
 
 
 def find_of_run(folder: Path, step: int | None = None, *, ranks: SingleProcess | None = None) -> FoundCheckpoint:
-    """Return the checkpoint as `find` does. Raise IntegrityError if it lacks the recipe, data or steps of its run."""
+    """Return the checkpoint as `find` does. Raise IntegrityError if the checkpoint lacks the recipe, data or steps of
+    its run."""
     saved = find(folder, step, ranks=ranks)
     kinds = {"recipe": dict, "data": dict, "steps": int}
     if lacking := [name for name, kind in kinds.items() if not isinstance(saved.scalars.get(name), kind)]:
@@ -140,9 +141,9 @@ def fill(
     ranks: SingleProcess | None = None,
     besides: Collection[str] = (),
 ) -> None:
-    """Copy a checkpoint into `into`: every tensor, plain or DTensor, in place. Each rank reads only the parts that
-    its shards require. `besides` are names of tensors that the caller reads itself. Raise UsageError, before any
-    change, if the names of all ranks together, the shapes or the dtypes differ from the checkpoint."""
+    """Copy a checkpoint in place into every tensor of `into`, plain or DTensor. Each rank reads only the parts that its
+    shards require. `besides` are names of tensors that the caller reads itself. Raise UsageError, before any change, if
+    names (over all ranks), shapes or dtypes differ from the checkpoint."""
     ranks = ranks or SingleProcess()
     stored = StoredTensorBoxes(tensor_files(checkpoint.path))
     wanted = set().union(*ranks.gather_or_raise(lambda: [*into, *besides]))
@@ -151,7 +152,7 @@ def fill(
 
 
 def _share(tensors: Tensors, ranks: SingleProcess) -> Parts:
-    """Return the parts that this rank writes: its own, without those that an earlier rank holds too."""
+    """Return the tensor parts that this rank writes: parts that it holds and no lower rank holds."""
 
     def all_parts() -> dict[str, Any]:
         parts = local_parts(tensors)
@@ -177,7 +178,7 @@ def _box_of(part: LocalShard) -> list[list[int]]:
 
 
 def _as_json(scalars: dict[str, Any]) -> str:
-    """Return JSON that reads back as the same value; non-finite numbers are spelled as in Python."""
+    """Return JSON that parses to the same values. Non-finite numbers are written as Python's `NaN` and `Infinity`."""
     for name, value in scalars.items():
         try:
             same = repr(json.loads(json.dumps(value))) == repr(value) and isinstance(name, str)
@@ -218,8 +219,8 @@ def _choose(folder: Path, step: int | None, files: AtomicFiles) -> dict[str, Any
 
 
 def _none_left(folder: Path, step: int | None, damaged: list[tuple[Path, str]]) -> IntegrityError:
-    """Return the error for a folder without an undamaged checkpoint. The damaged checkpoints are not moved, so that
-    the next load reports the same error."""
+    """Return the error for a folder without an undamaged checkpoint. Damaged checkpoints are not moved, so the next
+    load reports the same error."""
     wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
     if damaged:
         reasons = "; ".join(f"{path.name}: {reason}" for path, reason in damaged)

@@ -1,7 +1,7 @@
 """The list of checkpoints in a run's `checkpoints` folder: names, order, removal and quarantine.
 
-A folder appears and disappears only by a rename, so `step-<number>` is never an incomplete checkpoint. A resumed run
-may save a step again: that folder gets an attempt suffix (`step-00000200.1`), and the highest attempt counts.
+A folder appears and disappears only by a rename, so `step-<number>` is never an incomplete checkpoint. If a resumed run
+saves a step again, the new folder has an attempt suffix (`step-00000200.1`). The highest attempt is used.
 """
 
 import re
@@ -28,7 +28,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def best(folder: Path) -> Path | None:
-    """Return the checkpoint that `BEST` names, or None if it is gone."""
+    """Return the checkpoint that `BEST` names, or None if that folder does not exist."""
     file = folder / BEST
     name = file.read_bytes().decode(errors="replace").strip() if file.is_file() else ""
     return folder / name if _NAME.fullmatch(name) and (folder / name).is_dir() else None
@@ -39,7 +39,7 @@ def step_of(path: Path) -> int:
 
 
 def free_name(folder: Path, step: int) -> str:
-    """Return the name for a new checkpoint of `step`, after all earlier attempts."""
+    """Return the folder name for a new checkpoint of `step`, with the next attempt suffix."""
     attempts = [_place(path)[1] for path in checkpoints(folder) if step_of(path) == step]
     return f"step-{step:08d}" + (f".{max(attempts) + 1}" if attempts else "")
 
@@ -62,8 +62,8 @@ def remove_leftovers(folder: Path, files: AtomicFiles) -> None:
 
 
 def remove_old(saved: Path, keep: int, files: AtomicFiles, also: Collection[int] = ()) -> list[str]:
-    """Remove old checkpoints and return notices. Kept are `saved`, the newest others that verify up to `keep` in
-    total, the best one, and those of the steps in `also`."""
+    """Remove old checkpoints and return notices. Keep `saved` and the newest intact checkpoints, up to `keep` in total.
+    Also keep the best checkpoint and checkpoints of the steps in `also`."""
     folder, count, notices, old = saved.parent, 1, [], []
     for path in reversed(checkpoints(folder)):
         if path == saved or step_of(path) in also or is_newer(path):
@@ -102,7 +102,7 @@ def set_aside(path: Path, reason: str, files: AtomicFiles) -> str:
 
 
 def refuse_foreign(folder: Path) -> None:
-    """Raise UsageError for a pickle, and for a folder that contains pickles and no checkpoint."""
+    """Raise UsageError for a pickle, or for a folder with pickles and without a checkpoint."""
     if folder.is_file():
         with folder.open("rb") as content:
             start = content.read(4)

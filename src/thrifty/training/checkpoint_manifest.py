@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: its files with lengths and sha256, and a seal over this list."""
+"""The manifest of a checkpoint: length and sha256 of each file, and a sha256 of this list."""
 
 import hashlib
 import json
@@ -11,13 +11,14 @@ from thrifty.core.atomic_files import FileDigest
 from thrifty.core.errors import IntegrityError, ThriftyError
 
 FORMAT = 1
-"""Version of the checkpoint format. Increase it when the files change their meaning; older formats stay readable."""
+"""Version of the checkpoint format. Increase the version if the meaning of the files changes. Older versions stay
+readable."""
 MANIFEST = "manifest.json"
 _MOST_BYTES = 16 << 20
 
 
 class NewerFormatError(ThriftyError):
-    """A checkpoint was written by a newer version: it is not damaged and is not moved."""
+    """Error for a checkpoint that a newer version of Thrifty wrote. The checkpoint is not moved to quarantine."""
 
 
 def manifest_text(step: int, ranks: int, files: dict[str, FileDigest]) -> str:
@@ -27,7 +28,7 @@ def manifest_text(step: int, ranks: int, files: dict[str, FileDigest]) -> str:
 
 def verify(folder: Path) -> int:
     """Read every byte of a checkpoint and return its step. Raise IntegrityError for a missing, extra, shortened or
-    changed file, or a changed manifest. Raise NewerFormatError for a format that this version does not know."""
+    changed file, or a changed manifest. Raise NewerFormatError for an unknown, newer format."""
     if is_newer(folder):
         raise NewerFormatError(
             f"{folder} was written by a newer version of thrifty, in a format that this one does not know",
@@ -52,7 +53,7 @@ def verify(folder: Path) -> int:
 
 
 def is_newer(folder: Path) -> bool:
-    """Return True if a newer version wrote the checkpoint."""
+    """Return True if a newer version of Thrifty wrote the checkpoint."""
     with suppress(IntegrityError):
         form = _read(folder / MANIFEST).get("format")
         return isinstance(form, int) and form > FORMAT

@@ -1,4 +1,4 @@
-"""One attempt to save a checkpoint: the order of the writes, and the errors of a failing disk."""
+"""A single save of a checkpoint: the order of the writes, and error messages for a failing disk."""
 
 from collections.abc import Callable, Collection
 from contextlib import suppress
@@ -41,7 +41,8 @@ def _explained(
 
 @dataclass
 class CheckpointWriter:
-    """The steps of one save, in this order. Only `write_pieces` runs on all ranks; the others run on rank 0."""
+    """The steps of one save, in the order of the methods. `write_pieces` runs on all ranks, the other methods on rank
+    0."""
 
     folder: Path
     step: int
@@ -57,7 +58,7 @@ class CheckpointWriter:
 
     @_explained
     def begin(self) -> str:
-        """Create the temporary folder and return its name. Raise ThriftyError if the disk lacks room."""
+        """Create the temporary folder and return its name. Raise ThriftyError if the disk has too little free space."""
         self.files.make_folders(self.folder)
         checkpoint_index.remove_leftovers(self.folder, self.files)
         free, needed = self.files.free_bytes(self.folder), self.needed + _ROOM_FOR_LISTS
@@ -69,7 +70,8 @@ class CheckpointWriter:
 
     @_explained
     def write_pieces(self, tensors: dict[str, torch.Tensor], parts: Parts, ranks: SingleProcess) -> dict[str, Any]:
-        """Write the parts of this rank; return the length and sha256 of its file by name, or {} if it writes none."""
+        """Write the tensor parts of this rank. Return length and sha256 of the written file by name; {} if this rank
+        writes no file."""
         if not parts and ranks.rank > 0:
             return {}
         name = "tensors.safetensors"
@@ -80,7 +82,8 @@ class CheckpointWriter:
 
     @_explained
     def commit(self, state: bytes, pieces: list[dict[str, Any]]) -> list[Any]:
-        """Complete and rename the checkpoint, which exists from here on; return its name and bytes."""
+        """Write the manifest, verify the files, and rename the folder. Return the name and the bytes of the
+        checkpoint."""
         written = {name: FileDigest(*facts) for piece in pieces for name, facts in piece.items()}
         written[STATE] = self.files.write_file(self.aside / STATE, [state])
         self.files.write_file(self.aside / MANIFEST, [manifest_text(self.step, len(pieces), written).encode()])
@@ -97,13 +100,13 @@ class CheckpointWriter:
 
     @_explained
     def finish(self, name: str, best: bool, keep: int, also: Collection[int] = ()) -> list[str]:
-        """Point LATEST, and BEST if `best`, to the new checkpoint, remove old checkpoints, and return notices."""
+        """Point LATEST (and BEST if `best`) to the new checkpoint. Remove old checkpoints and return notices."""
         for hint in (checkpoint_index.LATEST, checkpoint_index.BEST) if best else (checkpoint_index.LATEST,):
             self.files.swap_text(self.folder / hint, name + "\n")
         return checkpoint_index.remove_old(self.folder / name, keep, self.files, also)
 
     def discard(self) -> None:
-        """Remove the temporary folder; files that cannot be removed now are removed by the next save."""
+        """Remove the temporary folder. The next save removes files that cannot be removed now."""
         with suppress(OSError):
             if self.aside.is_dir():
                 self.files.remove_tree(self.aside)

@@ -1,4 +1,4 @@
-"""Deterministic kernels: repeated runs on a GPU give the same bits."""
+"""Deterministic kernels: repeated runs on a GPU are bit-identical."""
 
 import os
 from collections.abc import Iterator
@@ -9,15 +9,15 @@ import torch
 from thrifty.core.errors import ThriftyError
 
 WORKSPACE = "CUBLAS_WORKSPACE_CONFIG"
-"""Environment variable for the workspace of cuBLAS. Without a value torch refuses matrix products in deterministic
-mode; `:4096:8` means 8 buffers of 4 MiB."""
+"""Environment variable for the workspace of cuBLAS. If the variable is not set, torch refuses matmuls in deterministic
+mode. `:4096:8` means 8 buffers of 4 MiB."""
 
 
 @contextmanager
 def deterministic_kernels(device: torch.device, wanted: bool = True) -> Iterator[None]:
-    """Make two runs of one program on one kind of GPU agree to the last bit inside the block. Sums by atomic
-    additions, as in the backward passes of attention, embeddings and `index_add`, get a fixed order. CPU kernels
-    have one anyway. Raise ThriftyError for an operation without such a kernel."""
+    """Use deterministic kernels inside the block: two runs on the same GPU model are bit-identical. Atomic additions,
+    as in the backward passes of attention, embeddings and `index_add`, run in a fixed order. CPU kernels always have a
+    fixed order. Raise ThriftyError for an operation without a deterministic kernel."""
     if device.type != "cuda" or not wanted:
         yield
         return
@@ -39,7 +39,7 @@ def deterministic_kernels(device: torch.device, wanted: bool = True) -> Iterator
 
 
 def missing_deterministic_kernel(error: Exception) -> ThriftyError | None:
-    """Return the error for an operation that torch refuses in deterministic mode; None for any other error."""
+    """Return a readable error if torch refused an operation in deterministic mode; None for any other error."""
     if not isinstance(error, RuntimeError) or "deterministic" not in str(error):
         return None
     return ThriftyError(

@@ -29,13 +29,13 @@ def evaluate(
     device: torch.device,
     say: Callable[[str], None] = lambda text: None,
 ) -> dict[str, float]:
-    """Return the mean "loss" and metrics of an objective over all examples, weighted by the batches' weights.
+    """Return the mean "loss" and metrics of an objective over all examples, weighted by `Batch.weight`.
 
-    The loss is in nats per prediction. Metrics that an objective computes over all examples together are included.
-    Every rank evaluates the same data, so that all agree to the last bit. Randomness (dropout) is off.
+    The loss is in nats per prediction. Corpus-level metrics, such as F1, are included. Every rank evaluates the same
+    data, so results are bit-identical on all ranks. Randomness (dropout) is off.
 
-    A measure that is a mean over a batch counts only for batches as large as the first; `say` receives a line about the
-    others.
+    A measure that is a mean over a batch includes only batches as large as the first batch. `say` receives a line about
+    the excluded batches.
     """
     totals = dict.fromkeys(("loss", *objective.measured), 0.0)
     weights = dict(totals)
@@ -69,7 +69,7 @@ def evaluate(
 
 
 def _losses(objective: Objective, prediction: Prediction, batch: Batch) -> Tensor:
-    """Return the losses of a batch as `Objective.measures` returns metrics."""
+    """Return the losses of a batch in the format of `Objective.measures`."""
     losses = objective.losses(prediction, batch)
     if prediction.is_mean:
         return losses.mean()
@@ -93,7 +93,7 @@ class PredictionPreview:
 
 def see(model: nn.Module, objective: Objective, batch: Batch, count: int, device: torch.device) -> PredictionPreview:
     """Return previews of the first `count` examples of a batch, for an objective with `pictured` set. The model
-    processes the whole batch, since another size might trigger a recompilation. Every rank must call this."""
+    processes the whole batch, because a smaller batch could trigger a recompilation. Every rank must call this."""
     with _evaluation_mode(model):
         here = batch.to(device)
         prediction = objective.predict(model, here)

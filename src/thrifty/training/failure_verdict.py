@@ -1,4 +1,4 @@
-"""The verdict on a run that failed on several ranks: one cause, the same on all of them."""
+"""The verdict on a failed run: one cause, the same on all ranks."""
 
 import json
 import os
@@ -22,9 +22,9 @@ class FailureVerdict:
     text: str
     exit_code: int = 1
     silent: bool = False
-    """True if that rank prints nothing, for example after SIGTERM."""
+    """True if the rank at fault does not print the verdict, for example after SIGTERM."""
     kill: str = ""
-    """JSON of a process that will not end by itself, or ""."""
+    """JSON identity of a process that must be killed, or ""."""
 
     def as_error(self) -> ThriftyError:
         error = ThriftyError(self.text)
@@ -47,13 +47,13 @@ def lost_contact(error: BaseException) -> bool:
 
 
 def restarts() -> tuple[int, int]:
-    """Return the number of restarts that torchrun has made, and their limit."""
+    """Return the number of torchrun's restarts, and the maximum number of restarts."""
     done, most = (int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     return done, most
 
 
 def restart_advice() -> str:
-    """Return what the user can expect or do next, depending on torchrun's restart limit."""
+    """Return advice to the user: wait for torchrun's next restart, or resume."""
     done, most = restarts()
     if done < most:
         return f"torchrun restarts the ranks from the last checkpoint (restart {done + 1} of at most {most})"

@@ -10,11 +10,11 @@ from thrifty.training.progress_watchdog import ProgressWatchdog, StallTimer
 from thrifty.training.rendezvous import ProcessIdentity
 
 ASIDE = 3.0
-"""Seconds without a heartbeat after which a rank counts as lost once contact with any rank is lost."""
+"""Seconds without a heartbeat after which a rank counts as lost, once any rank is known to be unreachable."""
 
 
 class FaultDetector:
-    """Checks of all ranks by their heartbeats. `store` holds the heartbeats; `near` are the ranks on this machine."""
+    """Failure checks of all ranks. `store` contains the heartbeats; `near` are the ranks on this machine."""
 
     def __init__(
         self, store: dist.Store, rank: int, ranks: int, near: list[int], silence: float, pulse: ProgressWatchdog
@@ -29,7 +29,7 @@ class FaultDetector:
         return verdict or (self._unreached(tick) if lost else None)
 
     def beat(self, rank: int) -> dict[str, Any]:
-        """Return the last heartbeat of a rank; {} before its first."""
+        """Return the last heartbeat of a rank; {} before the first heartbeat."""
         key = f"beat/{rank}"
         return json.loads(self.store.get(key)) if self.store.check([key]) else {}
 
@@ -46,7 +46,8 @@ class FaultDetector:
         return None
 
     def _silent(self, tick: float) -> FailureVerdict | None:
-        """Check only the next rank, so that the load on the store stays constant per rank."""
+        """Return the verdict if the next rank is silent. Each rank checks one rank, so the store's load per rank is
+        constant."""
         rank = (self.rank + 1) % self.ranks
         beat = self.beat(rank)
         seconds = self._after.update(beat, tick)

@@ -1,12 +1,14 @@
-"""Heartbeats of ranks: a rank that dies, hangs or loses contact ends the run on all ranks, and is named once.
+"""Heartbeats of ranks. If a rank dies, hangs or loses contact, the run ends on all ranks, and one message names the
+rank.
 
-Every rank writes heartbeats into the shared store: its current activity and its position in the code. It checks the
-processes of its own machine, the heartbeat of the next rank, and its own progress. The first failure that a rank
-detects becomes the verdict of all. A rank that does not end by itself after the verdict, because it waits for a lost
-one, is ended from here. torch's time limits on collectives cannot distinguish a rank that hangs from one that compiles.
+Every rank writes its current activity and code position into the shared store. Every rank checks the processes of its
+own machine, the heartbeat of the next rank, and its own progress. The first detected failure is the verdict of all
+ranks. A rank that waits for a lost rank does not end by itself; this module ends its process. torch's timeouts of
+collectives cannot distinguish a hanging rank from a compiling rank.
 
 `THRIFTY_SILENCE` (30): seconds without a heartbeat, or without the store, after which a rank is lost. `THRIFTY_HANG`
-(600): seconds without progress after which a rank hangs; known steps have a lower limit, see `progress_watchdog.py`.
+(600): seconds without progress after which a rank hangs. Steps of known duration have a lower limit, see
+`progress_watchdog.py`.
 """
 
 import json
@@ -35,8 +37,8 @@ _own: "Heartbeat | None" = None
 
 @contextmanager
 def run_heartbeat(depart: Callable[[], None]) -> Iterator[Rendezvous]:
-    """Run the heartbeat of one start of all ranks inside the block, and call `depart` at its end. An error in the
-    block is raised on every rank and printed by one rank of each host."""
+    """Run the heartbeat of this rank inside the block, and call `depart` at the end. An error in the block is raised on
+    every rank, and one rank of each host prints the error."""
     global _own
     _own = Heartbeat(_seconds("THRIFTY_SILENCE", 30), _seconds("THRIFTY_HANG", 600))
     with ExitStack() as until_departed:
@@ -65,7 +67,7 @@ def at(doing: str, *, step: bool = False) -> None:
 
 
 def report_progress(items: Iterable[T], doing: str) -> Iterator[T]:
-    """Yield each item, and record each as progress."""
+    """Yield each item, and count it as progress."""
     for item in items:
         at(doing)
         yield item
@@ -73,8 +75,8 @@ def report_progress(items: Iterable[T], doing: str) -> Iterator[T]:
 
 @contextmanager
 def explain_failure(last_words: Callable[[str], None]) -> Iterator[None]:
-    """Replace torch's error about lost contact by one that names the lost rank. `last_words` writes down the cause
-    if this rank must be ended from another thread and no error can be raised."""
+    """Replace torch's error about lost contact by an error that names the lost rank. If another thread must end this
+    process, `last_words` receives the cause instead."""
     if _own is None:
         yield
         return
@@ -90,7 +92,7 @@ def explain_failure(last_words: Callable[[str], None]) -> Iterator[None]:
 
 
 class Heartbeat:
-    """Two threads besides the training thread: `_beat` uses the store, which may block; `_watch` never blocks."""
+    """Two threads in addition to the training thread. `_beat` uses the store and may block; `_watch` never blocks."""
 
     def __init__(self, silence: float, hang: float):
         self.silence, self.interval = silence, min(1.0, silence / 5)
@@ -99,7 +101,7 @@ class Heartbeat:
         self.last_words: Callable[[str], None] | None = None
         self.verdict: FailureVerdict | None = None
         self.speaks = False
-        """True if this rank prints the verdict: one rank on each host does."""
+        """True if this rank prints the verdict. One rank on each host prints it."""
         self._store = self.meeting.connection()
         self._findings = FaultDetector(
             self._store, self.rank, self.meeting.ranks, self.meeting.near, silence, self.pulse
@@ -120,7 +122,7 @@ class Heartbeat:
         self._over.set()
 
     def judged(self, error: BaseException) -> BaseException:
-        """Return the error to end with, after one rank of each host has printed it."""
+        """Return the error that ends the run, after one rank of each host has printed it."""
         if lost_contact(error):
             error = self.cause(error)
         fault = self._own_fault(error)
@@ -154,7 +156,8 @@ class Heartbeat:
         return FailureVerdict(self.rank, f"{what}\n  fix: see its traceback; {restart_advice()}")
 
     def _settle(self, charge: FailureVerdict) -> FailureVerdict | None:
-        """Return the verdict of all ranks: `charge` unless there is an earlier one; None without the store."""
+        """Return the verdict of all ranks: `charge`, or an earlier verdict if there is one. Return None if the store is
+        unreachable."""
         self._charge = charge
         self._wake.set()
         self._judged.wait(GRACE)
@@ -205,7 +208,7 @@ class Heartbeat:
                 self._end(self.verdict)
 
     def _end(self, verdict: FailureVerdict) -> None:
-        """End a rank that does not end by itself."""
+        """Print the verdict, kill a hanging process on this machine, write the cause, and exit this process."""
         if self.speaks:
             _say(verdict.text)
             if verdict.kill and (lost := ProcessIdentity.from_json(verdict.kill)).is_near and not lost.is_gone:

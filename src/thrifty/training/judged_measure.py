@@ -6,18 +6,18 @@ from collections.abc import Mapping, MutableMapping
 from thrifty.core.recipe import EvaluationSettings
 
 BEST, WITHOUT_GAIN = "best_judged", "evaluations_without_gain"
-"""Keys of a run's counters: the best value (negated if higher is better) and the number of evaluations since."""
+"""Keys of a run's counters: the best value (negated if higher is better), and the number of later evaluations."""
 
 
 def worth(settings: EvaluationSettings, loss: float, metrics: Mapping[str, float]) -> float:
-    """Return the judged measure as a value where lower is better; infinity for nan."""
+    """Return the judged measure, negated if higher is better; infinity for nan."""
     value = {"loss": loss, **metrics}[settings.judge]
     value = value if settings.is_lower_better else -value
     return math.inf if math.isnan(value) else value
 
 
 def count(settings: EvaluationSettings, counters: MutableMapping[str, float], value: float) -> None:
-    """Update the counters after an evaluation."""
+    """Update the best value and the number of evaluations without improvement."""
     gained = value < counters.get(BEST, math.inf)
     counters[BEST] = min(counters.get(BEST, math.inf), value)
     counters[WITHOUT_GAIN] = 0 if gained else counters.get(WITHOUT_GAIN, 0) + 1

@@ -1,4 +1,4 @@
-"""Start ranks on this machine only: torchrun with its own options and a store on the loopback interface."""
+"""Start of ranks on this machine only, by torchrun with a store on the loopback interface."""
 
 import sys
 

@@ -2,8 +2,8 @@
 
     due structure changes → batch of the step → gradients → update → record
 
-Everything else (evaluate, save, display, stop) is ordinary code that reads the records. A reader may modify the state
-between two records: at a yield the state is exactly the content of a checkpoint.
+Everything else (evaluate, save, display, stop) is ordinary code that reads the records. That code may modify the state
+between two records. At a yield the state is exactly the content of a checkpoint.
 """
 
 import math
@@ -31,7 +31,7 @@ PATIENCE = 10
 
 @dataclass(frozen=True)
 class Record:
-    """The report of one step. `step` counts finished steps: 1 after the first."""
+    """The record of one step. `step` is the number of finished steps."""
 
     step: int
     loss: float
@@ -53,13 +53,13 @@ class Record:
 
     @property
     def model(self) -> nn.Module:
-        """The model in training. A reader may evaluate it; the next step sets training mode again."""
+        """The model in training. It may be evaluated between steps; the next step sets training mode again."""
         assert self.state.model is not None
         return self.state.model
 
 
 def step_seed(seed: int, step: int, draws: int) -> int:
-    """Return the seed for the random state inside a step: a function of these three numbers and of nothing before."""
+    """Return the seed of the random numbers inside a step. The seed depends only on these three arguments."""
     return seed_of(f"{seed}/{step}/{draws}")
 
 
@@ -67,8 +67,8 @@ def train(run: Run, state: TrainState, seed: int) -> Generator[Record, None, Non
     """Train from the state's step to the end of the run and yield one record per step; `state` is updated in place.
 
     A step whose loss or gradient is not finite changes no parameters, buffers, optimizer state or schedule. Raise
-    ThriftyError after ten such steps in a row that no technique handled. Raise IntegrityError if a technique's promise
-    is broken.
+    ThriftyError after `PATIENCE` consecutive such steps that no technique handles. Raise IntegrityError if a
+    technique's promise is broken.
     """
     run.verify(state)
     skipped, began = 0, time.perf_counter()
@@ -85,7 +85,7 @@ def train(run: Run, state: TrainState, seed: int) -> Generator[Record, None, Non
             outcome = run.backward(model, run.objective, batch.to(run.device))
         buffers.forget_constant()
         norm = global_norm([parameter.grad for parameter in optimizer.parameters if parameter.grad is not None])
-        # one transfer for both values, which are equal on every rank: all take the same decision
+        # one transfer for both values; they are equal on every rank, so all ranks make the same decision
         loss, gradient_norm = torch.stack([outcome.loss.float(), norm.float()]).tolist()
         learning_rate = optimizer.learning_rate()
         finite = math.isfinite(loss) and math.isfinite(gradient_norm)
@@ -120,7 +120,7 @@ def train(run: Run, state: TrainState, seed: int) -> Generator[Record, None, Non
                 f"the last loss was {loss}, the last gradient norm {gradient_norm}",
                 fix="lower the learning rate, or switch on gradients.clip; parameters are as they were before",
             )
-        began = time.perf_counter()  # the time that a reader spends on the record is not part of a step
+        began = time.perf_counter()  # time that the caller spends on the record is not part of a step
     run.verify(state)
 
 

@@ -1,4 +1,4 @@
-"""Memory of this process above its level before the model was built, and the policy for freed memory."""
+"""Memory use since the meter was created, and the policy for freed memory."""
 
 import ctypes
 import os
@@ -15,28 +15,29 @@ from thrifty.composition.compose import Run
 from thrifty.core.out_of_memory import process_peak
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
-"""Parameter numbers in mallopt(3) of glibc: the sizes from which free memory is returned to the kernel."""
+"""Parameters of glibc's mallopt(3): minimum sizes of free memory that is returned to the kernel."""
 _KEEPING = {_MMAP_THRESHOLD: 2**26, _TRIM_THRESHOLD: 2**31 - 1}
-"""Only blocks of more than 64 MiB are returned, since such blocks fragment the heap."""
+"""Limits that return only blocks of more than 64 MiB to the kernel, because such blocks fragment the heap."""
 _GIVING_BACK = {_MMAP_THRESHOLD: 2**20, _TRIM_THRESHOLD: 2**20}
 _BEFORE = {_MMAP_THRESHOLD: 32 * 2**20, _TRIM_THRESHOLD: 64 * 2**20}
-"""Typical final values of glibc's adaptive limits in a program that frees large blocks; once set they no longer adapt.
+"""Typical final values of glibc's adaptive limits in a program that frees large blocks. Limits that were set no longer
+adapt.
 """
 
 
 def set_freed_memory_policy(run: Run) -> AbstractContextManager[None]:
-    """Return the policy for memory that the steps of this run free. If a technique promises bytes, memory is
-    returned at once, because fragments would exceed the promise. Otherwise it stays with the process."""
+    """Return the policy for memory that the steps of this run free. If a technique promises a memory limit, freed
+    memory is returned to the kernel at once. Otherwise the process keeps freed memory for the next step."""
     promised = any(technique.limits_activation_bytes for technique in run.techniques)
     return return_freed_memory(run.device) if promised else keep_freed_memory(run.device)
 
 
 def keep_freed_memory(device: torch.device) -> AbstractContextManager[None]:
-    """Keep memory that a step on a CPU frees, in blocks of up to 64 MiB, for the next step; release it at the end.
+    """Keep freed CPU memory in blocks of up to 64 MiB for the next step. Release the memory at the end of the block.
 
     By default the C library returns large blocks to the kernel at once, and the kernel clears each page again in the
-    next step (benchmarks/bench_freed_memory.py). No effect if the C library is not glibc, or if the environment has
-    settings for it.
+    next step (benchmarks/bench_freed_memory.py). There is no effect if the C library is not glibc, or if environment
+    variables configure its allocator.
     """
     return _limited(device, _KEEPING)
 
@@ -68,11 +69,11 @@ def _glibc() -> ctypes.CDLL | None:
 
 
 class MemoryMeter:
-    """Bytes above the level at creation, now and at the peak: allocated on a GPU, resident on a CPU.
+    """Current and peak bytes above the level at creation: allocated bytes on a GPU, resident bytes on a CPU.
 
-    Pages of files mapped since creation are not counted, because the system can drop them. `process` is the resident
-    memory of a CPU process at creation, after free memory was returned to the system. On Linux the kernel records the
-    peak and lets a process reset its own. On other systems the peak is the largest value that was queried.
+    File pages mapped since creation are not counted, because the system can drop them. `process` is the resident memory
+    of a CPU process at creation, without freed memory. On Linux the kernel records the peak, and the meter resets it at
+    creation. On other systems the peak is the largest value that was queried.
     """
 
     def __init__(self, device: torch.device):

@@ -1,4 +1,4 @@
-"""Progress of a run: one live line on a terminal, otherwise a plain line every few seconds."""
+"""Progress of a run: one live line on a terminal, otherwise a plain line every 10 seconds."""
 
 import time
 from collections.abc import Mapping
@@ -13,7 +13,7 @@ from thrifty.core.plain_values import write_size
 
 @dataclass(frozen=True)
 class StepProgress:
-    """The values of the progress line; `of_peak` is the fraction of the measured matrix rate, None if unknown."""
+    """The values of the progress line. `of_peak` is the fraction of the measured matmul FLOP/s, None if unknown."""
 
     step: int
     steps: int
@@ -24,7 +24,7 @@ class StepProgress:
     tokens_per_second: float
     of_peak: float | None
     memory: float
-    """Bytes of tensors on a GPU; growth of the process in bytes on a CPU."""
+    """Tensor bytes on a GPU; bytes added to the process since the start on a CPU."""
     predicted_memory: float | None
     seconds_left: float
     measured: Mapping[str, float] = field(default_factory=dict)
@@ -32,7 +32,7 @@ class StepProgress:
     unit: str = "tokens"
     """Unit of examples, such as tokens or images."""
     process: float = 0.0
-    """Bytes that the process held before the run, on a CPU."""
+    """Bytes of the process before the run on a CPU, else 0."""
 
 
 def line(p: StepProgress) -> str:
@@ -60,7 +60,7 @@ def duration(seconds: float) -> str:
 
 
 class ProgressDisplay:
-    """Printer of progress; quiet ranks print nothing. `update` is cheap enough for every step."""
+    """Printer of progress; quiet ranks print nothing. `update` may be called at every step."""
 
     def __init__(self, quiet: bool = False, every: float = 10.0):
         self.console = Console(stderr=True, quiet=quiet, highlight=False)

@@ -1,7 +1,7 @@
-"""Stall detection: time without progress of this rank, and time without heartbeats of another.
+"""Stall detection: time without progress of this rank, and time without heartbeats of other ranks.
 
-Time is counted in ticks of the watching thread, each at most `LONGEST_TICK`. A process that was itself stopped, or a
-machine that slept, does not count that time as silence of others.
+The watching thread counts time in ticks of at most `LONGEST_TICK`. If this process was stopped or the machine slept,
+that time therefore does not count as silence of other ranks.
 """
 
 import time
@@ -10,17 +10,17 @@ from collections import deque
 from thrifty.training.stack_state import ThreadState
 
 LONGEST_TICK = 2.0
-"""Longest time in seconds that one tick counts."""
+"""Maximum seconds per tick."""
 SLACK = 10
-"""Factor by which a step may exceed the longest of the last steps."""
+"""Maximum duration of a step, as a multiple of the longest recent step."""
 FLOOR = 45.0
-"""Seconds that a step may take in any case."""
+"""Seconds below which a step never counts as hanging."""
 KNOWN = 3
 """Number of steps after which the step duration is known."""
 
 
 class TickTimer:
-    """Seconds between two checks, each limited to `LONGEST_TICK`."""
+    """Timer of the seconds since the last call of `next`, limited to `LONGEST_TICK`."""
 
     def __init__(self) -> None:
         self._last = time.monotonic()
@@ -31,7 +31,7 @@ class TickTimer:
 
 
 class StallTimer:
-    """Seconds for which a value has stayed the same."""
+    """Timer of the seconds since a value last changed."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -53,7 +53,7 @@ class ProgressWatchdog:
         self.still = 0.0
         """Seconds since the last progress."""
         self.busy = 0.0
-        """Seconds since the last progress in which the rank worked in a step without waiting for others."""
+        """Seconds since the last progress, counting only time in a step without waiting."""
         self._marks = self._seen = 0
         self._in_step, self._began = False, 0.0
         self._steps: deque[float] = deque(maxlen=20)
@@ -83,5 +83,5 @@ class ProgressWatchdog:
 
     @property
     def is_stuck(self) -> bool:
-        """True if nothing has moved for so long that this rank, or one that it waits for, must hang."""
+        """True if there is no progress for so long that this rank, or a rank that it waits for, must hang."""
         return not self.starting and self.still > self.hang

@@ -1,4 +1,5 @@
-"""Start the ranks of a run on this machine and call a function in each; run as a module, it is one of these ranks."""
+"""Start of the ranks of a run on this machine, with a call of a function in each rank. `python -m` of this module is
+the program of one rank."""
 
 import json
 import os
@@ -22,13 +23,13 @@ from thrifty.training.sent_objects import read_value, refuse_start_during_import
 from thrifty.training.stop_signals import SIGNALS
 
 PATIENCE = 60.0
-"""Seconds that the other ranks have to end after one has failed."""
+"""Seconds after a rank's failure until the remaining ranks are killed."""
 
 
 def on_ranks(count: int, work: Callable[..., dict[str, Any]], *arguments: Any, **options: Any) -> dict[str, Any]:
     """Call `work` in `count` processes of this machine, and return the result of rank 0. If `count` is 1, or if a
-    launcher has already started the processes, call `work` in this process. Raise UsageError for arguments that
-    cannot be sent, and the error of the first rank that fails."""
+    launcher has already started the processes, call `work` in this process. Raise UsageError for arguments that cannot
+    be sent. If a rank fails, raise the error of the first failed rank."""
     if count < 1:
         raise UsageError(f"ranks is {count}, below the limit of 1", fix="--ranks 1")
     refuse_start_during_import()
@@ -67,7 +68,8 @@ def _start(call: Path, rank: int, variables: dict[str, str]) -> "subprocess.Pope
 
 
 def _exit_codes(processes: "list[subprocess.Popen[bytes]]") -> list[int]:
-    """Wait for all processes and return their exit codes; kill the others PATIENCE seconds after one has failed."""
+    """Wait for all processes and return their exit codes. PATIENCE seconds after a failure, kill the remaining
+    processes."""
     with _forwarded_signals(processes):
         end = float("inf")
         while any(process.poll() is None for process in processes):
@@ -100,7 +102,7 @@ def _forwarded_signals(processes: "list[subprocess.Popen[bytes]]") -> Iterator[N
 
 
 def end_with_starter() -> None:
-    """End this process, as after SIGTERM, when its starter is gone and its standard input ends."""
+    """End this process, as after SIGTERM, when its standard input closes because the parent process has died."""
 
     def wait() -> None:
         sys.stdin.read()
@@ -117,7 +119,7 @@ def _write_answer(call: Path, answer: dict[str, Any]) -> None:
     """Write the answer file, unless another rank has written it."""
     aside = call.with_suffix(f".{os.getpid()}")
     aside.write_text(json.dumps(answer))
-    with suppress(FileExistsError, FileNotFoundError):  # an answer exists, or the starter is gone
+    with suppress(FileExistsError, FileNotFoundError):  # an answer exists, or the parent process has died
         os.link(aside, _answer(call))
 
 

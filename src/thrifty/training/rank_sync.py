@@ -1,8 +1,8 @@
 """Synchronized calls on ranks: every rank receives every rank's result, or every rank raises the same error.
 
 A save or a load has a few phases. Each phase is one call of `gather_or_raise` or `run_first`, with exactly one
-collective. A rank that fails in a phase still joins its collective and reports the error as its result. So the others
-neither hang nor continue alone. Ranks exchange JSON in a tensor of bytes, never pickled objects.
+collective. A rank that fails in a phase still joins the collective and reports the error as its result. The other ranks
+therefore neither hang nor continue alone. Ranks exchange JSON in a tensor of bytes, never pickled objects.
 """
 
 import json

@@ -1,7 +1,7 @@
-"""The rendezvous of the ranks of one start: a store under a name that no earlier start of the same job has used.
+"""The rendezvous of the ranks of one start: a store with a name prefix that no earlier start of the same job has used.
 
-torchrun keeps one store over all restarts. torch would read stale entries of earlier processes there, such as addresses
-without a listener. So the ranks first agree on a fresh name, and all entries are written under it.
+torchrun keeps one store over all restarts. In that store torch would read stale entries of earlier processes, such as
+addresses without a listener. The ranks therefore first agree on a new name, which is the prefix of all entries.
 """
 
 import json
@@ -32,11 +32,11 @@ _CONNECTING = timedelta(seconds=60)
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """A process, distinguished from a later process with the same number."""
+    """Identity of a process, which differs from a later process with the same PID."""
 
     host: str
     space: int
-    """PID namespace: hosts of the same name may be containers with process numbers of their own."""
+    """PID namespace: hosts with the same name may be containers with separate PIDs."""
     pid: int
     born: float
 
@@ -58,13 +58,13 @@ class ProcessIdentity:
 
     @property
     def is_near(self) -> bool:
-        """True if this process can observe it: same host and same PID namespace."""
+        """True if this process can observe the other process: same host and same PID namespace."""
         here = ProcessIdentity.of(os.getpid())
         return (self.host, self.space) == (here.host, here.space)
 
     @property
     def is_gone(self) -> bool:
-        """True if a near process has ended."""
+        """True if the process is near and has ended."""
         return not is_running(self.pid, self.born)
 
 
@@ -74,8 +74,8 @@ def current_agent() -> str:
 
 
 def end_agent(seconds: float) -> None:
-    """End torchrun on this machine after its host has lost the network. torchrun of torch 2.13 then waits for its
-    store without a limit and ignores signals."""
+    """Kill torchrun on this machine after the network is lost. Without a network, torchrun of torch 2.13 waits for its
+    store without a timeout and ignores signals."""
     with suppress(psutil.Error):
         agent = psutil.Process(os.getppid())
         if agent.pid == 1 or "TORCHELASTIC_RUN_ID" not in os.environ:
@@ -93,7 +93,8 @@ def is_srun_step() -> bool:
 
 
 def take_srun_ranks() -> None:
-    """Set torchrun's variables from srun's, unless they are set. The first host of the step keeps the store."""
+    """Set torchrun's environment variables from srun's, unless they are set. The store is on the first host of the srun
+    step."""
     if "RANK" in os.environ or not is_srun_step():
         return
     hosts = os.environ.get("SLURM_STEP_NODELIST", LOOPBACK)
@@ -113,11 +114,11 @@ def take_srun_ranks() -> None:
 
 
 class Rendezvous:
-    """All ranks of one start; each rank creates one instance."""
+    """The connection of all ranks of one start. Each rank creates one instance."""
 
     def __init__(self, seconds: float):
-        """Wait up to `seconds` for rank 0, which waits for all others. Raise ThriftyError with the name of a missing
-        rank, UsageError with the missing environment variables."""
+        """Wait up to `seconds` for all ranks to connect. Raise ThriftyError with the number of a missing rank, or
+        UsageError with the missing environment variables."""
         if missing := [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
             what = f"RANK is set in the environment, as for one of several ranks, but not {' or '.join(missing)}"
             raise UsageError(what, fix="start with: torchrun --nproc-per-node 2 -m thrifty train …, or unset RANK")
@@ -139,7 +140,7 @@ class Rendezvous:
         return os.environ.get("LOCAL_RANK", "0") == "0"
 
     def connection(self) -> dist.Store:
-        """Return a new connection to the entries of this rendezvous: threads with separate connections do not block
+        """Return a new connection to the entries of this rendezvous. Threads with separate connections do not block
         each other."""
         return dist.PrefixStore(self.name, connect(host=False))
 
@@ -153,8 +154,8 @@ class Rendezvous:
         return name
 
     def _answer(self) -> str:
-        """Return the name of the rendezvous once rank 0 has seen this process: the first name may be of an earlier
-        start."""
+        """Return the name of the rendezvous once rank 0 has acknowledged this process. The name read first may belong
+        to an earlier start."""
         self._wait(self._is_seen, "rank 0 did not connect")
         return self._store.get(_CURRENT).decode()
 
@@ -179,7 +180,7 @@ class Rendezvous:
 
 
 def _is_host(rank: int) -> bool:
-    """Return True if this rank keeps the store: rank 0, unless torchrun keeps one."""
+    """Return True if this rank hosts the store: rank 0, unless torchrun hosts one."""
     return rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
 
 
@@ -192,7 +193,7 @@ def connect(host: bool) -> dist.TCPStore:
 
 def loopback_store(port: int = 0) -> dist.TCPStore:
     """Return a store that listens only on the loopback interface; torch's own store accepts connections on all
-    interfaces. Stores that this process opens later at the same port share the listener while one of them exists."""
+    interfaces. Stores that this process opens later at the same port share this listener."""
     listening = socket.create_server((LOOPBACK, port))
     port = listening.getsockname()[1]
     options = {"is_master": True, "timeout": _CONNECTING, "multi_tenant": True}

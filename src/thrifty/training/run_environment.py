@@ -1,4 +1,4 @@
-"""Environment of a run: facts about the machine, versions, and the command without secrets.
+"""Environment of a run: hardware, versions, and the command without secrets.
 
 Only an allow-list of facts is recorded. No environment variable is ever read.
 """

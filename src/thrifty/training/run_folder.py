@@ -1,7 +1,7 @@
 """The folder of one run, the only place where training writes.
 
-Every file stays readable after a crash at any moment. Small JSON files are replaced as a whole; only the last line of
-the records can be cut; for checkpoints see `checkpoint.py`.
+Every file stays readable after a crash at any moment. Small JSON files are replaced atomically. Only the last line of
+the records can be incomplete. For checkpoints see `checkpoint.py`.
 """
 
 import errno
@@ -25,20 +25,20 @@ Record = Mapping[str, Any]
 
 
 class RunFolder:
-    """The folder `runs/<name>/`. `RunFolder(path)` reads nothing; `create` and `lock` make this process its only
-    writer.
+    """The folder `runs/<name>/`. `RunFolder(path)` reads nothing. After `create` or `lock`, only this process may write
+    the folder.
 
         with RunFolder.create(path) as run: ...          a new run
         with RunFolder.open(path).lock() as run: ...     an existing run, to resume
 
-    `agents` are the torchrun processes that started the ranks, if any. They outlive the ranks, so a start that shares
-    an agent with the last start is a restart of the same job.
+    `agents` are the torchrun processes that started the ranks, if any. An agent outlives its ranks. If two starts have
+    the same agent, the second start is a restart of the same job.
     """
 
     def __init__(self, path: Path):
         self.path = path
         self.again = False
-        """True if this is a restart of the job that last had the run."""
+        """True if this is a restart of the job that last locked the folder."""
         self._lock: RunLock | None = None
         self._records: int | None = None
         self._written = hashlib.sha256()
@@ -46,8 +46,8 @@ class RunFolder:
 
     @classmethod
     def create(cls, path: Path, agents: Collection[str] = ()) -> "RunFolder":
-        """Create and lock a run folder. Raise UsageError if it contains files of another job, or if another process
-        has locked it."""
+        """Create and lock a run folder. Raise UsageError if the folder contains files of another job, or if another
+        process has locked the folder."""
         try:
             path.mkdir(parents=True, exist_ok=True)
         except FileExistsError as error:
@@ -66,7 +66,7 @@ class RunFolder:
 
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
-        """Return an existing run, not locked. Raise UsageError if there is none."""
+        """Return an existing run, not locked. Raise UsageError if the run does not exist."""
         run = cls(path)
         if not run.recipe.is_file() and not checkpoints(run.checkpoints):
             runs = [recipe.parent.name for recipe in path.parent.glob("*/recipe.toml")]
@@ -87,7 +87,7 @@ class RunFolder:
         return self
 
     def remove_leftovers(self) -> None:
-        """Remove unfinished or partly removed files and folders of interrupted writes."""
+        """Remove incomplete files and folders of interrupted writes and removals."""
         files = AtomicFiles()
         with suppress(OSError):  # a file that cannot be removed now is removed at the next start
             for path in self.path.glob(".*.partial"):
@@ -149,8 +149,7 @@ class RunFolder:
         return self.path / "plots"
 
     def refuse_moved(self) -> None:
-        """Raise ThriftyError if the locked folder is no longer at its path, so that nothing is written to another
-        folder."""
+        """Raise ThriftyError if the locked folder is no longer at its path. This prevents writes to another folder."""
         if self._lock is not None and not self._lock.is_in_place:
             raise ThriftyError(
                 f"{self.path} was moved or deleted during the run, which stops",
@@ -158,7 +157,8 @@ class RunFolder:
             )
 
     def append(self, record: Record) -> None:
-        """Append a record without secrets as one line, visible to readers at once; non-finite values become null."""
+        """Append a record as one line, visible to readers at once. Secrets are removed; non-finite values become
+        null."""
         self.refuse_moved()
         line = json.dumps(_finite(redact(record)), allow_nan=False).encode() + b"\n"
         if self._records is None:
@@ -183,7 +183,7 @@ class RunFolder:
         return {"bytes": os.fstat(self._records).st_size, "sha256": self._written.hexdigest()}
 
     def damage_of_records(self, seal: Mapping[str, Any]) -> list[str]:
-        """Return a notice if the records before the seal have changed."""
+        """Return a notice if the records changed after `seal_records` returned `seal`."""
         content = self.records.read_bytes() if self.records.is_file() else b""
         if hashlib.sha256(content[: seal["bytes"]]).hexdigest() == seal["sha256"]:
             return []
@@ -194,9 +194,9 @@ class RunFolder:
         ]
 
     def read_records(self) -> list[dict[str, Any]]:
-        """Return all records, oldest first. Raise IntegrityError for a damaged line. A line cut by a crash is left
-        out. Of a step repeated after a resume the last record counts; changes and notices are distinguished by their
-        text."""
+        """Return all records, oldest first. Raise IntegrityError for a damaged line. Skip a line that a crash cut. If a
+        step was repeated after a resume, return only its last record. Changes and notices with different texts are all
+        returned."""
         records: dict[Any, dict[str, Any]] = {}
         content = self.records.read_bytes() if self.records.is_file() else b""
         for number, line in enumerate(content.split(b"\n")[:-1], start=1):
@@ -211,11 +211,11 @@ class RunFolder:
         return list(records.values())
 
     def write_json(self, name: str, value: Any) -> None:
-        """Replace `<name>.json` as a whole, without secrets: environment, explanation, origins, summary."""
+        """Replace `<name>.json` atomically, without secrets. `name` is, for example, "environment" or "summary"."""
         self.write_text(f"{name}.json", json.dumps(_finite(redact(value)), indent=1, allow_nan=False) + "\n")
 
     def write_text(self, file: str, text: str) -> None:
-        """Replace a file as a whole, unless it has this text already."""
+        """Replace a file atomically, unless the file has this text already."""
         self.refuse_moved()
         try:
             if (self.path / file).is_file() and (self.path / file).read_bytes() == text.encode():
@@ -226,7 +226,7 @@ class RunFolder:
             raise ThriftyError(f"{self.path / file} cannot be written: {error.strerror}", fix) from error
 
     def read_json(self, name: str) -> Any:
-        """Return the content of `<name>.json`. Raise IntegrityError if it is missing or not JSON."""
+        """Return the content of `<name>.json`. Raise IntegrityError if the file is missing or not JSON."""
         try:
             return json.loads((self.path / f"{name}.json").read_bytes())
         except FileNotFoundError as error:
@@ -246,7 +246,7 @@ def _refuse_full(path: Path) -> None:
 
 
 def _opened_at_whole_lines(file: Path) -> tuple[int, bytes]:
-    """Open a file for appending and cut a partial last line of a crash; return the descriptor and the content."""
+    """Open a file for appending and remove an incomplete last line. Return the file descriptor and the content."""
     descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW, 0o666)
     content = file.read_bytes()
     whole = content[: content.rfind(b"\n") + 1]
@@ -255,7 +255,7 @@ def _opened_at_whole_lines(file: Path) -> tuple[int, bytes]:
 
 
 def _finite(value: Any) -> Any:
-    """Return a value with non-finite floats replaced by None: JSON has no nan and no infinity."""
+    """Return a value with non-finite floats replaced by None, because JSON has no nan and no infinity."""
     if isinstance(value, float):
         return value if math.isfinite(value) else None
     if isinstance(value, Mapping):

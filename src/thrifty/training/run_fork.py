@@ -1,4 +1,5 @@
-"""Fork of a run: tensors that both runs have are copied, the others are initialized or left out."""
+"""Fork of a run: tensors of both runs are copied. Tensors of only the new run are initialized; tensors of only the old
+run are left out."""
 
 from collections.abc import Mapping, Sequence
 
@@ -15,15 +16,15 @@ from thrifty.training.judged_measure import BEST, WITHOUT_GAIN
 
 WEIGHTS = "parameters/"
 OF_THE_OLD_RUN = ("best_held_out_loss", "best_saved_loss", BEST, WITHOUT_GAIN)
-"""Counters that are reset in a fork, since they describe the old recipe."""
+"""Counters that a fork resets, because they describe the old recipe."""
 
 
 def copy_matching_state(
     run: Run, state: TrainState, stored: checkpoint.FoundCheckpoint, *, rewound: bool, drop_weights: bool = False
 ) -> list[str]:
-    """Fill the state of a new run from a checkpoint and return notices. A rewound run uses its own masks; nothing
-    else starts fresh because of them. Raise UsageError if the new recipe promises a property that the old state
-    violates. Raise UsageError if the new recipe lacks a place for old weights, unless `drop_weights`."""
+    """Fill the state of a new run from a checkpoint and return notices. A rewound run uses its own masks; its moments
+    are copied in spite of the other masks. Raise UsageError if the old state violates a promise of the new recipe.
+    Raise UsageError if the new model lacks parameters of the old model, unless `drop_weights`."""
     assert state.model is not None and state.optimizer is not None
     loaded = checkpoint.load(stored.path.parent, stored.step).tensors
     own, slot_kind = state.tensors(), state.optimizer.site.slot_kind
@@ -59,9 +60,9 @@ def copy_matching_state(
 
 
 def _start_fresh(optimizer: TransformOptimizer, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> set[str]:
-    """Return the names of tensors that start fresh, and set the ages of the optimizer's elements accordingly. An
-    element with moments has a single age. If some of its parameters are new, all its moments start fresh: with the
-    old age the first updates of the new parameters would be several times too large, and vice versa."""
+    """Return the names of tensors that start fresh, and set the ages of the optimizer's elements to match. An element
+    with moments has a single age. If some parameters of an element are new, all its moments start fresh. With the old
+    age, the first updates of the new parameters would be several times too large."""
     names = [name for name in own if not is_scales(name)]
     fresh = {name for name in names if not _is_alike(name, own, tensors)}
     elements: dict[str, list[str]] = {}
@@ -95,7 +96,7 @@ def _slot(name: str) -> str:
 
 
 def _is_mask(name: str) -> bool:
-    """Return True if a tensor of a state is the mask of a weight."""
+    """Return True if the name is that of a weight's mask."""
     return name.startswith("optimizer/") and _slot(name).endswith(SLOT)
 
 

@@ -18,16 +18,17 @@ from thrifty.machine.cpu_features import usable_cores
 from thrifty.machine.machine_info import machine_identity
 
 FREE = ("name", "about", "budget", "evaluation", "checkpoints")
-"""Sections of a recipe that change neither the memory nor the time of a step."""
+"""Recipe sections that affect neither the memory nor the time of a step."""
 
 PATIENCE = 5.0
-"""Seconds that a run waits for other writers."""
+"""Maximum seconds that a run waits for the lock of the ledger."""
 
 CROWDED = 0.5
-"""Fraction of the cores by which the load average may exceed them: it counts threads that wait for a moment."""
+"""Tolerated excess of the load average over the number of cores, as a fraction. The load average also counts threads
+that wait briefly."""
 
 TAIL = 1 << 20
-"""Bytes at the end of a run's records that are read: its last thousands of steps."""
+"""Number of bytes read at the end of a run's records, which is some thousand steps."""
 
 
 def ledger_file() -> Path:
@@ -35,7 +36,7 @@ def ledger_file() -> Path:
 
 
 def definition(recipe: Mapping[str, Any]) -> str:
-    """Return the hash that identifies a forecast: the recipe's tables without those in FREE."""
+    """Return the hash that identifies a forecast: a hash of the recipe without the sections in FREE."""
     relevant = {name: section for name, section in recipe.items() if name not in FREE}
     return hashlib.sha256(json.dumps(relevant, sort_keys=True).encode()).hexdigest()[:24]
 
@@ -46,7 +47,7 @@ def forecast_file(recipe: Mapping[str, Any]) -> Path:
 
 
 def record_forecast(recipe: Mapping[str, Any], predicted: Mapping[str, float]) -> None:
-    """Store the prediction for a recipe until a run of it is finished."""
+    """Store the prediction for a recipe until a run of the recipe has finished."""
     with suppress(OSError, RuntimeError):  # RuntimeError: the user has no home
         path = forecast_file(recipe)
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -54,7 +55,7 @@ def record_forecast(recipe: Mapping[str, Any], predicted: Mapping[str, float]) -
 
 
 def record_run(folder: Path, summary: Mapping[str, Any]) -> None:
-    """Append a finished run to the ledger; do nothing for a run that ended early."""
+    """Append a finished run to the ledger. Do nothing for a run that ended early."""
     if summary.get("status") != "finished":
         return
     with suppress(Exception):  # an error here must not fail a run that is finished
@@ -74,13 +75,14 @@ def record_run(folder: Path, summary: Mapping[str, Any]) -> None:
 
 
 def _is_crowded() -> bool:
-    """Return True if other processes used this machine's cores during the last minute, so that steps were slower
-    than forecast."""
+    """Return True if other processes used this machine's cores during the last minute. Measured steps are then too
+    slow."""
     return os.getloadavg()[0] > len(usable_cores()) * (1 + CROWDED)
 
 
 def _step_seconds(records: Path) -> list[float]:
-    """Return the durations of the last steps of a run, without the first two, which compile and warm up."""
+    """Return the durations in seconds of a run's last steps. The first two steps are excluded, because they compile and
+    warm up."""
     with records.open("rb") as file:
         file.seek(max(records.stat().st_size - TAIL, 0))
         lines = file.read().splitlines()
@@ -106,7 +108,7 @@ def _append(entry: Mapping[str, Any]) -> None:
 
 
 def _lock(handle: int) -> None:
-    """Lock the file. Raise BlockingIOError after PATIENCE seconds, so that a run never waits for a stopped process."""
+    """Lock the file. Raise BlockingIOError after PATIENCE seconds, because a stopped process may hold the lock."""
     until = time.monotonic() + PATIENCE
     while True:
         try:

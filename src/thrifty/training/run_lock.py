@@ -1,8 +1,8 @@
-"""The lock of a run folder: one process at a time writes it.
+"""The lock of a run folder: one process at a time may write the folder.
 
-The system holds the lock (`flock`) and frees it when the process ends; the file names the holder. A lock file of a dead
-process is taken over with a notice. A lock file from another machine is refused, because it cannot be checked, unless
-the same job left it.
+The operating system holds the lock (`flock`) and releases it when the process ends. The lock file names the owner. If
+the owner is dead, the lock is taken over with a notice. A lock file from another machine raises an error, because its
+owner cannot be checked. The exception is a lock of the same job.
 """
 
 import json
@@ -19,8 +19,8 @@ from thrifty.machine.process_start import process_start
 
 
 class RunLock:
-    """A lock, held from creation until `release`. Raise UsageError if another process holds it. `is_same_job` is
-    True if the previous owner was a process of this job that torchrun has restarted."""
+    """A lock, held from creation until `release`. Raise UsageError if another process holds the lock. `is_same_job` is
+    True if torchrun restarted this job after the previous owner."""
 
     def __init__(self, file: Path, is_same_job: bool = False):
         self.file, self.is_same_job = file, is_same_job
@@ -69,7 +69,7 @@ class RunLock:
 
     @property
     def is_in_place(self) -> bool:
-        """True if the path still leads to the locked file."""
+        """True if the locked file is still at its path."""
         locked = os.fstat(self._descriptor)
         try:
             current = os.stat(self.file)

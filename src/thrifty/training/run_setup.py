@@ -51,13 +51,14 @@ DATA_KINDS: dict[str, DataKind] = {
 }
 
 PROBED = 6
-"""Steps timed to convert a budget of seconds to steps; the first two are not counted."""
+"""Number of timed steps that convert a budget of seconds to steps. The first two steps are excluded from the
+average."""
 
 EXAMPLES, MOST_BATCHES, LOOKING = 16, 64, 0.2
-"""Limits of the search for an index without a row: examples per batch, batches per epoch, seconds."""
+"""Limits of the search for an index without an embedding row: examples per batch, batches per epoch, seconds."""
 
 _NO_LIMIT = timedelta(days=30)
-"""Time limit of a collective. The heartbeat detects ranks that hang, and others may wait hours while one prepares
+"""Timeout of a collective. The heartbeat detects hanging ranks, and ranks may wait for hours while one rank prepares
 text."""
 
 
@@ -76,7 +77,7 @@ class PreparedRun:
 
     @property
     def epoch_steps(self) -> float | None:
-        """Steps of an epoch at the largest batch; None if the data have no epochs."""
+        """Number of steps per epoch at the largest batch size; None if the data have no epochs."""
         source = self.run.source
         return source.examples / (source.batch * mesh.axis("data").size) if source.examples else None
 
@@ -109,7 +110,7 @@ def process_group() -> Iterator[None]:
 
 @contextmanager
 def ranks_of(recipe: Recipe) -> Iterator[None]:
-    """Open the process group for a recipe's mesh. Raise UsageError if it has too few ranks."""
+    """Open the process group for a recipe's mesh. Raise UsageError if there are too few ranks."""
     with process_group():
         if ranks() < (least := recipe.mesh.least_ranks):
             alone = ",".join(f"{name}=1" for name, size in vars(recipe.mesh).items() if size > 1)
@@ -129,7 +130,7 @@ def _leave_group() -> None:
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device of this rank; "auto" selects a GPU if there is one, a different one for each local rank."""
+    """Return the device of this rank. "auto" selects a GPU if there is one. Each local rank has a different GPU."""
     if name not in ("auto", "cpu", "cuda"):
         raise UsageError(f"unknown device {name!r}", fix='use "cpu", "cuda" or "auto"')
     if name == "cuda" and not torch.cuda.is_available():
@@ -140,9 +141,9 @@ def choose_device(name: str) -> torch.device:
 
 
 def prepare_run(recipe: Recipe, steps: int | None = None, quiet: bool = False) -> PreparedRun:
-    """Open the data and compose the run. Raise UsageError if an object that the recipe names was not passed. `steps`
-    is known for a resumed run; otherwise the recipe's budget determines it. For a budget of seconds some real steps
-    are timed."""
+    """Open the data and compose the run. Raise UsageError if an object that the recipe names was not passed. `steps` is
+    the number of steps of a resumed run; by default the recipe's budget determines it. For a budget of seconds some
+    real steps are timed."""
     recipe.refuse_missing_objects()
     device, model = choose_device(recipe.device), recipe.objects.model
     chosen_objective(recipe.objective)
@@ -172,8 +173,8 @@ def prepare_run(recipe: Recipe, steps: int | None = None, quiet: bool = False) -
 
 
 def _batches_to_check(recipe: Recipe, data: RunData, objective: Objective) -> Iterator[Batch]:
-    """Yield batches for the search for an index without a row, each part for LOOKING seconds at most. They are the
-    judged held-out examples, then training examples spread over an epoch."""
+    """Yield batches for the search for an index without an embedding row. First come the judged held-out examples, then
+    training examples spread over an epoch, each for at most LOOKING seconds."""
     yield from _until_time_limit(data.held_out.batches(recipe.evaluation.examples, EXAMPLES))
     source = data.train
     epoch = -(-source.examples // source.batch) if source.examples else 1
@@ -193,7 +194,7 @@ def _until_time_limit(batches: Iterable[Batch]) -> Iterator[Batch]:
 
 
 def open_examples(recipe: Recipe, say: Callable[[str], None] = print_to_stderr) -> tuple[Objective, RunData]:
-    """Return the objective of a recipe and its data; the held-out examples are complete."""
+    """Return the objective and the data of a recipe, with all held-out examples."""
     recipe.refuse_missing_objects("data", "held_out", "loss", "collate", "metrics")
     settings, objective = recipe.data, chosen_objective(recipe.objective)
     kinds = [DATA_KINDS[name] for name in objective.learns_from]
@@ -227,7 +228,7 @@ def open_examples(recipe: Recipe, say: Callable[[str], None] = print_to_stderr) 
 
 
 def _open_first_on_rank_0(recipe: Recipe, say: Callable[[str], None]) -> tuple[Objective, RunData]:
-    """Open the data on rank 0, which prepares it and reports missing parts, then on the others."""
+    """Open the data on rank 0, then on the remaining ranks. Rank 0 prepares the data and reports missing parts."""
     objects = recipe.objects
 
     def opened_by(say: Callable[[str], None]) -> tuple[Objective, RunData]:
@@ -305,7 +306,7 @@ def _with_fixed_batch(recipe: Recipe, plain: BaseRun, device: torch.device) -> R
 
 
 def _steps_in_tokens(budget: float, per_step: int, recipe: Recipe, plain: BaseRun, device: torch.device) -> int:
-    """Return the largest number of steps within a token budget; a step of the largest batch uses `per_step` tokens."""
+    """Return the maximum number of steps within a token budget. A step of the largest batch uses `per_step` tokens."""
     fixed = _with_fixed_batch(recipe, plain, device)
     if len(fixed.techniques) == len(recipe.techniques):
         return int(budget // per_step)
@@ -322,8 +323,8 @@ def _steps_in_tokens(budget: float, per_step: int, recipe: Recipe, plain: BaseRu
 
 
 def _steps_in_seconds(budget: float, recipe: Recipe, plain: BaseRun, device: torch.device) -> int:
-    """Return the number of steps within a time budget, from the measured time of a few real steps. The steps run at
-    the run's final structure and are discarded; their time counts in the budget."""
+    """Return the number of steps within a time budget, from the measured time of a few real steps. The timed steps use
+    the run's final structure and are discarded. Their time counts in the budget."""
     began = time.monotonic()
     run = compose(plain, recipe.techniques, 1000, device)
     state = run.init_state()

@@ -1,4 +1,4 @@
-"""Python values sent to processes that this one starts, through a private file that only they read."""
+"""Python values for child processes, sent through a file that only this user can read."""
 
 import multiprocessing
 import os
@@ -20,7 +20,7 @@ _preparing: list[Path] = []
 
 
 def write_value(value: Any, path: Path) -> None:
-    """Write a value for a process that this one starts. Raise UsageError if it cannot be sent."""
+    """Write a value for a child process. Raise UsageError if the value cannot be sent."""
     try:
         content = pickle.dumps(value)
     except Exception as error:
@@ -38,7 +38,7 @@ def write_value(value: Any, path: Path) -> None:
 
 
 def can_be_sent(value: Any) -> bool:
-    """Return True if a value can be sent to a process that this one starts."""
+    """Return True if a value can be sent to a child process."""
     with tempfile.TemporaryDirectory() as folder, suppress(UsageError):
         write_value(value, Path(folder, "value"))
         return True
@@ -46,7 +46,7 @@ def can_be_sent(value: Any) -> bool:
 
 
 def read_value(path: Path) -> Any:
-    """Return the value that the parent process wrote. Raise UsageError for a file that other users may have written."""
+    """Return the value that the parent process wrote. Raise UsageError if other users can write the file."""
     with path.open("rb") as file:
         status = os.fstat(file.fileno())
         if status.st_uid != os.getuid() or status.st_mode & 0o077:
@@ -62,7 +62,7 @@ def read_value(path: Path) -> Any:
 
 
 def refuse_start_during_import() -> None:
-    """Raise UsageError if a started process imports the script that started it, which would start processes without
+    """Raise UsageError if a child process imports the script that started it. The script would start processes without
     end."""
     if _preparing or getattr(multiprocessing.current_process(), "_inheriting", False):
         raise UsageError(
@@ -72,7 +72,7 @@ def refuse_start_during_import() -> None:
 
 
 def _unsendable(value: Any, error: Exception) -> UsageError:
-    """Return the error for a value that cannot be sent, with the name of the object in it at fault."""
+    """Return the error for a value that cannot be sent. The error names the object at fault inside the value."""
     recipes = [part for part in _parts(value) if isinstance(part, Recipe)]
     objects = [recipe.objects for recipe in recipes] or [
         part for part in _parts(value) if isinstance(part, UserObjects)

@@ -1,12 +1,13 @@
-"""Whole or sharded tensors in safetensors files, written as a stream and read into any sharding.
+"""Storage of whole or sharded tensors in safetensors files: streamed writes, and reads into any sharding.
 
-A file holds the parts of each tensor that one rank owns. Their position in the full tensor is in the file's own header,
-under the key of torch's `HuggingFaceStorageWriter`, so `torch.distributed.checkpoint` reads these files too. Several
-parts of one tensor are separate entries `NAME[0]`, `NAME[1]`, which torch reads as separate tensors.
+A file contains the parts of each tensor that one rank owns. The file header contains the offset of each part in the
+full tensor, under the key of torch's `HuggingFaceStorageWriter`. `torch.distributed.checkpoint` can therefore read
+these files. Several parts of one tensor are separate entries `NAME[0]`, `NAME[1]`, which torch reads as separate
+tensors.
 
-torch's savers are not used: they exchange pickled objects, and their native `.metadata` is a pickle, which can run code
-when read. The writer here streams: it holds one tensor in memory and hashes on the way to the disk. Reading uses the
-safetensors library, which checks the header.
+torch's savers are not used, because they exchange pickled objects, and their `.metadata` is a pickle. Reading a pickle
+can run code. `stream` has one tensor in memory at a time, and the data are hashed while they are written. Reading uses
+the safetensors library, which checks the header.
 """
 
 import json
@@ -47,7 +48,7 @@ _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 @dataclass(frozen=True)
 class StoredBox:
-    """A box of a tensor, stored in a file under the name `entry`."""
+    """A box (index ranges) of a tensor, stored in a file under the name `entry`."""
 
     file: Path
     entry: str
@@ -72,7 +73,7 @@ def local_parts(tensors: dict[str, torch.Tensor]) -> Parts:
 
 
 def local_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's values, sharing memory with `tensor`."""
+    """Return this rank's values; they share memory with `tensor`."""
     tensor = tensor.detach()
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
@@ -93,7 +94,7 @@ class _Entry:
 
 
 def _entries(tensors: dict[str, torch.Tensor], parts: Parts) -> list[_Entry]:
-    """Return the entries, largest dtype first, so that every entry starts at a multiple of its element size."""
+    """Return the entries in order of decreasing element size, so that every entry is aligned to its element size."""
     all_entries = [
         _Entry(name if len(own) == 1 else f"{name}[{index}]", name, part, local_values(tensors[name]))
         for name, own in parts.items()
@@ -109,7 +110,7 @@ def stored_bytes(tensors: dict[str, torch.Tensor], parts: Parts) -> int:
 
 
 def stream(tensors: dict[str, torch.Tensor], parts: Parts) -> Iterator[memoryview | bytes]:
-    """Yield the bytes of a safetensors file with these parts, one part in memory at a time."""
+    """Yield the bytes of a safetensors file with `parts`, one part in memory at a time."""
     entries = _entries(tensors, parts)
     yield _header(entries)
     for entry in entries:
@@ -137,7 +138,7 @@ def _header(entries: list[_Entry]) -> bytes:
 
 
 class StoredTensorBoxes:
-    """The tensors of one or more files: boxes by name in `pieces`; `read` fills memory of any sharding."""
+    """The tensors of one or more files. `pieces` contains the stored boxes by name; `read` fills any box."""
 
     def __init__(self, files: list[Path]):
         self._open: dict[Path, Any] = {}
@@ -153,7 +154,7 @@ class StoredTensorBoxes:
                 ) from error
 
     def describe(self, name: str) -> str:
-        """Return dtype and full shape as text, for messages and comparison."""
+        """Return dtype and full shape as text."""
         return f"{self.pieces[name][0].dtype} {self.pieces[name][0].box.full}"
 
     def full(self, name: str) -> torch.Tensor:
@@ -164,7 +165,7 @@ class StoredTensorBoxes:
         return target
 
     def read(self, name: str, box: TensorBox, target: torch.Tensor) -> None:
-        """Copy the part `box` of a tensor into `target` of the same shape, reading only what overlaps."""
+        """Copy the part `box` of a tensor into `target` of the same shape. Only overlapping stored boxes are read."""
         filled = 0
         for piece in self.pieces[name]:
             source = self._open[piece.file]

@@ -1,4 +1,4 @@
-"""State of a thread, read from its stack: at work, waiting, or in an operation known to take long."""
+"""State of a thread, read from its stack: computing, waiting, or in an operation that may take minutes."""
 
 import linecache
 import sys
@@ -8,7 +8,7 @@ from types import FrameType
 
 _WAITING_FILES = ("torch/distributed/", "threading.py", "queue.py", "selectors.py")
 _WAITING_CALLS = (".wait(", ".tolist(", ".item(", ".cpu(", "synchronize(")
-"""Calls in the innermost line that wait for a device, and so for the ranks that it communicates with."""
+"""Calls in the innermost line that wait for a device, and so for other ranks in its collectives."""
 _LONG_FILES = (
     "torch/_dynamo/convert_frame.py",
     "torch/_inductor/compile_fx.py",
@@ -25,9 +25,9 @@ class ThreadState:
     where: str = ""
     """Position, such as `training/loop.py:71 in train`."""
     waits: bool = False
-    """True if it waits for other ranks, a device or another thread."""
+    """True if the thread waits for other ranks, a device or another thread."""
     long: bool = False
-    """True if its operation may take minutes."""
+    """True if the thread is in an operation that may take minutes."""
 
 
 def thread_state(thread: int) -> ThreadState:

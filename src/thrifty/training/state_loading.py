@@ -14,8 +14,8 @@ from thrifty.training.sharded_safetensors import StoredTensorBoxes
 
 
 def load_state(state: TrainState, saved: checkpoint.FoundCheckpoint, ranks: SingleProcess | None = None) -> None:
-    """Load a checkpoint into a state, bit for bit. Only 8-bit moments whose blocks do not fit this mesh are
-    dequantized and quantized again. Raise the errors of `checkpoint.fill`."""
+    """Load a checkpoint into a state, bit for bit. The only exception is 8-bit moments whose blocks do not fit this
+    mesh: they are dequantized and quantized again. Raise the errors of `checkpoint.fill`."""
     assert state.optimizer is not None
     own, stored = state.tensors(), StoredTensorBoxes(tensor_files(saved.path))
     requantized = [name for name in own if _has_other_quantization(name, own, stored)]

@@ -1,5 +1,5 @@
-"""Stop requests: finish the step, save, exit. SIGTERM and SIGINT do so with their usual exit code; repeated, at
-once."""
+"""Stop requests: the run finishes the step, saves and exits. SIGTERM and SIGINT are stop requests with their usual exit
+codes. A second signal ends the process at once."""
 
 import os
 import signal
@@ -14,11 +14,11 @@ from thrifty.core.ranks import ranks
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
 ASKED = 1
-"""Marks a request by the program itself, in place of a signal number."""
+"""Value in place of a signal number for a stop request by the program itself."""
 
 
 class StopRequest:
-    """Records the first stop signal while open; `code` is the resulting exit code."""
+    """Handler of stop signals, which records the first signal. `code` is the resulting exit code."""
 
     def __init__(self) -> None:
         self.signal = 0
@@ -53,8 +53,8 @@ class StopRequest:
         return "as requested" if self.signal == ASKED else f"by signal {self.signal}"
 
     def agreed(self) -> bool:
-        """Return True if any rank received a stop request. All ranks must call this together; all get the same
-        result."""
+        """Return True if any rank received a stop request. This is a collective: all ranks must call it and receive the
+        same result."""
         if ranks() == 1:
             return bool(self.signal)
         signals = torch.tensor(self.signal, device="cuda" if str(dist.get_backend()) == "nccl" else "cpu")

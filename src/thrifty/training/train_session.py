@@ -34,11 +34,13 @@ from thrifty.training.run_folder import RunFolder
 from thrifty.training.stop_signals import StopRequest
 
 Steps = Generator[Record, None, dict[str, Any]]
-"""Generator of a run's records, one per step, whose return value is the summary; closed early, it saves the run."""
+"""Generator of a run's records, one per step. Its return value is the summary. If it is closed early, it saves the
+run."""
 Observer = Callable[[Record], Any]
-"""Function that receives each record, with the evaluation if one was due; it stops the run by returning False."""
+"""Function that receives each record, with the evaluation if one was due. The run stops if the function returns
+False."""
 SHOWN = 8
-"""Number of held-out examples whose predictions are shown."""
+"""Number of held-out examples whose predictions the report shows."""
 
 
 @dataclass
@@ -46,8 +48,8 @@ class TrainSession:
     """A run in training: its data, folder, settings and observers."""
 
     resume_facts: Mapping[str, Any]
-    """Plain data stored in each checkpoint in addition to the state: recipe, number of steps, identity of the data.
-    A resume compares them to detect changes."""
+    """JSON values stored in each checkpoint in addition to the state: recipe, number of steps, identity of the data. A
+    resume compares these values to detect changes."""
     recipe: Recipe
     run: Run
     held_out: Sequence[Batch]
@@ -59,17 +61,17 @@ class TrainSession:
     """Notices for the user before the first step, such as a damaged checkpoint that was skipped."""
     quiet: bool = False
     remedy: Callable[[float], str] | None = None
-    """Function from the available bytes to the fix for a run that is out of memory."""
+    """Function that maps the available bytes to the fix for an out-of-memory error."""
     drawn: Callable[[Tensor], list[str]] | None = None
-    """Function from images (b, c, h, w), scaled as the model's inputs, to data addresses of pictures; None for data
-    without images."""
+    """Function that maps images (b, c, h, w), scaled as the model's inputs, to data URLs; None for data without
+    images."""
 
     observers: Sequence[Observer] = ()
 
     def steps(self, state: TrainState, meter: MemoryMeter) -> Steps:
-        """Train, evaluate and save; return the summary, which is also in the folder. A stop by a signal, an observer
-        or the reader is not an error: the status in the summary is "interrupted", and `exit_code` is the signal's or
-        0."""
+        """Train, evaluate and save; return the summary, which is also in the run folder. A stop by a signal, an
+        observer or the caller is not an error. The status in the summary is then "interrupted", and `exit_code` is the
+        signal's exit code or 0."""
         together = ProcessGroupSync() if ranks() > 1 else SingleProcess()
         observer = _Observer(self, state, meter)
         observer.summarize("running", 0)
@@ -157,8 +159,8 @@ class _Observer:
         self.status = "finished"
 
     def refuse_lost_weights(self, record: Record) -> None:
-        """Raise ThriftyError if neither the last step nor the evaluation has a finite loss. A checkpoint of such
-        weights would replace the last good one."""
+        """Raise ThriftyError if neither the last step nor the evaluation has a finite loss. A checkpoint of these
+        weights would replace the last good checkpoint."""
         if record.skipped and self.held_out is not None and not math.isfinite(self.held_out):
             newest = f"the newest checkpoint is of step {self.saved_step}" if self.saved_step else "none was saved"
             raise ThriftyError(
@@ -215,7 +217,7 @@ class _Observer:
         )
 
     def evaluate(self, by_plan: bool = False) -> None:
-        """Evaluate the model; an evaluation that is not `by_plan` does not count for an early stop."""
+        """Evaluate the model. Only evaluations with `by_plan` count for an early stop."""
         assert self.state.optimizer is not None
         with self.state.optimizer.use_eval_weights():
             self.measured = self.measure()
@@ -262,8 +264,8 @@ class _Observer:
         self.folder.write_json("pictures", {"step": self.state.step, "about": objective.pictured, "shown": shown})
 
     def _is_best_saved(self) -> bool:
-        """Return True if this state was evaluated and is better than every saved one; other evaluations do not
-        count."""
+        """Return True if this state was evaluated and is better than every saved state. Evaluations of unsaved states
+        are ignored."""
         if self.held_out is None or self.evaluated_step != self.state.step:
             return False
         best = self.state.counters.get("best_saved_loss", math.inf)
@@ -306,8 +308,7 @@ class _Observer:
             self.folder.append({"kind": kind, "step": self.state.step} | values)
 
     def stopped(self, text: str, exit_code: int = 1) -> None:
-        """Write the reason for the end of the run, once. The training thread may come free and call this while
-        another thread is writing."""
+        """Write the reason for the end of the run, once. Two threads may call this at the same time."""
         with self._ending:
             if self._has_ended:
                 return
@@ -346,5 +347,5 @@ def _is_false(result: Any) -> bool:
 
 
 def _finite(value: float | None) -> float | None:
-    """Return None for a value that is not finite: JSON has no infinities."""
+    """Return None for a value that is not finite, because JSON has no infinity."""
     return value if value is not None and math.isfinite(value) else None

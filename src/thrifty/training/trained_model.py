@@ -23,14 +23,15 @@ from thrifty.recipes.recipe_toml import read_stored_tables, recipe_from_data
 from thrifty.training import checkpoint
 
 RUNNING = {stage for stage in Stage if Stage.SPLIT <= stage <= Stage.SHARD} | {Stage.REDUCE}
-"""Stages that change only the computation, not the resulting model."""
+"""Stages of techniques that change only the computation, not the resulting model."""
 
 
 Adapters = Literal["merged", "kept", "left out"]
 
 
 def stored_recipe(folder: Path) -> dict[str, Any]:
-    """Return the tables of a run's recipe.toml; if that file is gone, those of the newest undamaged checkpoint."""
+    """Return the tables of a run's recipe.toml. If the file is missing, return the recipe in the newest undamaged
+    checkpoint."""
     if (file := folder / "recipe.toml").is_file():
         return read_stored_tables(file)
     return checkpoint.find_of_run(folder / "checkpoints").scalars["recipe"]
@@ -46,14 +47,14 @@ def load_trained_model(
 ) -> tuple[nn.Module, Recipe]:
     """Return the trained model of a run folder, and the recipe.
 
-    The changes of its techniques are removed unless `plain` is False. RefusedError is raised for a model that cannot
-    become its plain architecture, for example one without norms; pass `plain=False` for it. `adapters` are merged into
-    the weights, kept, or left out, which returns the base model. `objects` contains the user's own model and is
-    required if the run trained one.
+    Changes by techniques are removed unless `plain` is False. Raise RefusedError for a model that cannot become its
+    plain architecture, such as a model without norms; pass `plain=False` for such a model. `adapters` selects whether
+    adapters are merged, kept, or left out (the base model). `objects` contains the user's own model and is required if
+    the run trained one.
 
-    The values are those of the newest undamaged checkpoint, or of `step`. If the run judged an average of its weights,
-    the average is returned, or with `trained` the weights in training. No data are required: the run folder stores the
-    model's input and output sizes.
+    Weights are from the newest undamaged checkpoint, or from `step`. If the run evaluated an average of its weights,
+    the average is returned, or with `trained` the weights in training. No data are required, because the run folder
+    stores the model's input and output sizes.
     """
     trained_as = recipe_from_data(stored_recipe(folder))
     recipe = replace(trained_as, objects=objects or UserObjects())
@@ -96,7 +97,8 @@ def load_trained_model(
 
 
 def _compare_models(folder: Path, stored: Recipe, recipe: Recipe) -> None:
-    """Raise UsageError if a run trained another model than the one that was passed; report changed source code."""
+    """Raise UsageError if the passed model is not the model that the run trained. Print a notice if its source code has
+    changed."""
     recipe.refuse_missing_objects("model")
     if recipe.model.build != stored.model.build:
         trained = stored.model.build or stored.model.folder or stored.model.preset
@@ -110,7 +112,8 @@ def _compare_models(folder: Path, stored: Recipe, recipe: Recipe) -> None:
 
 
 def _with_values(model: nn.Module, other: nn.Module) -> nn.Module:
-    """Copy the values into a model from another with additional modules: surgery adds names and changes none."""
+    """Copy the values into `model` from `other`, which has additional modules. Names are equal, because surgery only
+    adds names."""
     values = dict(other.named_parameters())
     for name, parameter in model.named_parameters():
         fill_tensor(parameter, values[name].detach())

@@ -1,6 +1,6 @@
 """Start, resume, fork and rewind runs.
 
-This module connects data, models, techniques and training; the command line is a thin layer over it.
+This module connects data, models, techniques and training. The command line calls this module.
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -42,15 +42,17 @@ from thrifty.training.state_loading import load_state
 from thrifty.training.train_session import Observer, Steps, TrainSession
 
 FREE_TO_CHANGE = ("name", "about", "deterministic", "evaluation", "checkpoints", "mesh")
-"""Parts of a recipe that do not change the computation, so that a resumed run may change them."""
+"""Recipe sections that a resumed run may change, because they do not affect the computation."""
 
 MACHINE = ("cpu", "cores", "device", "gpu", "ranks", "mesh", "torch", "thrifty")
-"""Facts that must be unchanged for a resumed run to reuse the counts and measurements from its start."""
+"""Entries of environment.json that must be unchanged. Otherwise a resumed run does not reuse the counts and
+measurements from its start."""
 
 
 @contextmanager
 def claim_run_folder(path: Path, claim: Callable[[Path, Collection[str]], RunFolder]) -> Iterator[RunFolder]:
-    """Yield the run folder, created or opened and locked by rank 0; an error there is raised on every rank."""
+    """Yield the run folder. Rank 0 creates or opens and locks the folder. An error on rank 0 is raised on every
+    rank."""
     folders: list[RunFolder] = []
     agents = set(process_group_sync().gather_or_raise(current_agent)) - {""}
     process_group_sync().run_first(lambda: folders.append(claim(path, agents)))
@@ -61,7 +63,7 @@ def claim_run_folder(path: Path, claim: Callable[[Path, Collection[str]], RunFol
 
 
 def train(recipe: Recipe, runs: Path = Path("runs"), **options: Any) -> dict[str, Any]:
-    """Train by a recipe into runs/NAME and return the summary; see `train_steps`."""
+    """Train a recipe in runs/NAME and return the summary; see `train_steps`."""
     return _end_of(train_steps(recipe, runs, **options))
 
 
@@ -82,9 +84,9 @@ def train_steps(
     observers: Sequence[Observer] = (),
     quiet: bool = False,
 ) -> Steps:
-    """Train by a recipe into runs/NAME, step by step. Raise UsageError if that folder exists. Only a restart of the
-    same job by torchrun resumes the run. Without a custom loss, a user's model maps tokens (b, t) to logits. If it
-    has a list of blocks and a linear `head`, it maps them to hidden states (b, t, d)."""
+    """Train a recipe in runs/NAME and yield one record per step. Raise UsageError if the folder exists. A restart of
+    the same job by torchrun resumes the run instead. Without a custom loss, a user's model maps tokens (b, t) to
+    logits. A user's model with a list of blocks and a linear `head` maps tokens to hidden states (b, t, d)."""
     with ranks_of(recipe), claim_run_folder(Path(runs) / recipe.name, RunFolder.create) as folder:
         recipe = with_data_parallelism(recipe)
         if process_group_sync().run_first(folder.recipe.is_file):
@@ -110,9 +112,9 @@ def resume_steps(
     """Resume from the newest undamaged checkpoint of a run folder, or from the first step if it has none.
 
     The recipe must be the one that the run was started with; UsageError reports the differences. With `fork` the run
-    continues as a new run of that name by the changed recipe. State that matches is copied; the rest starts fresh or is
-    left out, and is counted. Weights are left out only with `drop_weights`. `origins` are the sources of changed
-    values.
+    continues as a new run of that name with the changed recipe. Matching state is copied. Other state starts fresh or
+    is left out, and a notice counts it. Weights are left out only with `drop_weights`. `origins` are the sources of
+    changed values.
     """
     with ranks_of(recipe):
         recipe = with_data_parallelism(recipe)
@@ -133,8 +135,8 @@ def rewind_run(
     origins: Mapping[str, str] | None = None,
     quiet: bool = False,
 ) -> dict[str, Any]:
-    """Start a new run from an old run's checkpoint of a step, with the masks of its own recipe. Weights, optimizer,
-    data order and schedule are those of that step. An interrupted run of that name resumes."""
+    """Start a new run from an old run's checkpoint of `step`, with the masks of the new recipe. Weights, optimizer,
+    data order and schedule continue from `step`. If the new run was interrupted, resume it."""
     with ranks_of(recipe):
         target = folder.parent / recipe.name
         return _end_of(_fork(folder, recipe, target, origins or {}, quiet, rewound_to=step))
@@ -179,15 +181,15 @@ def _resume(
 
 
 def _binding(recipe: Recipe) -> dict[str, Any]:
-    """Return the parts of a recipe that a resume may not change. Excluded are the sections that are free to change,
-    and the techniques that divide the work among ranks."""
+    """Return the parts of a recipe that a resume may not change. Sections in `FREE_TO_CHANGE` and techniques that
+    divide the work among ranks are excluded."""
     techniques = tuple(technique for technique in recipe.techniques if not technique.divides_ranks)
     data = recipe_to_data(replace(recipe, techniques=techniques))
     return {name: section for name, section in data.items() if name not in FREE_TO_CHANGE}
 
 
 def _newest(folder: RunFolder) -> checkpoint.FoundCheckpoint | None:
-    """Return the newest undamaged checkpoint; None if the run ended before its first one."""
+    """Return the newest undamaged checkpoint; None if the run ended before its first checkpoint."""
     try:
         return checkpoint.find_of_run(folder.checkpoints, ranks=process_group_sync())
     except IntegrityError:
@@ -320,7 +322,7 @@ def _run(
 
 
 def _partly_judged(prepared: PreparedRun) -> list[str]:
-    """Return a notice if the user's held-out data have more examples than are judged."""
+    """Return a notice if the user's held-out data have more examples than an evaluation uses."""
     judged, there = prepared.recipe.evaluation.examples, len(prepared.data.held_out)
     if prepared.recipe.objects.data is None or there <= judged:
         return []
@@ -342,8 +344,8 @@ def _lost_updates(run: Run, state: TrainState) -> list[str]:
 
 
 def _remedy(prepared: PreparedRun, folder: RunFolder, memory: float) -> str:
-    """Return the fix for a run that must fit into `memory` bytes. Each suggested technique was composed with the
-    run, without its other ranks."""
+    """Return the fix for a run that must fit into `memory` bytes. Each suggested technique was composed with the run on
+    this rank alone."""
     run = prepared.run
 
     def check(recipe: Recipe) -> None:
@@ -355,7 +357,8 @@ def _remedy(prepared: PreparedRun, folder: RunFolder, memory: float) -> str:
 
 
 def _stored(folder: RunFolder, name: str) -> dict[str, Any]:
-    """Return the content that an earlier part of the run wrote under this name, the same on every rank; {} if none."""
+    """Return the content of `<name>.json` from an earlier part of the run, the same on every rank; {} if there is
+    none."""
 
     def read() -> dict[str, Any]:
         with suppress(IntegrityError):
@@ -367,7 +370,7 @@ def _stored(folder: RunFolder, name: str) -> dict[str, Any]:
 
 
 def _are_complete(explanation: Mapping[str, Any], summary: Mapping[str, Any]) -> bool:
-    """Return True if they contain the values that a resumed run reuses; otherwise these are recomputed."""
+    """Return True if both contain the values that a resumed run reuses."""
     try:
         numbers = (
             explanation["footprint"]["memory"],
@@ -380,11 +383,11 @@ def _are_complete(explanation: Mapping[str, Any], summary: Mapping[str, Any]) ->
 
 
 def _peak(recipe: Recipe, device: torch.device) -> float:
-    """Return the measured FLOP/s of matrix products over all ranks in the run's number format."""
+    """Return the measured FLOP/s of matmuls over all ranks, in the run's dtype."""
     return peak_flops(device, _matrix_type(recipe)) * ranks()
 
 
 def _matrix_type(recipe: Recipe) -> torch.dtype:
-    """Return the number format of the run's matrix products, to which the fraction of peak refers."""
+    """Return the dtype of the run's matmuls. The fraction of peak refers to this dtype."""
     formats = (technique.number_format for technique in recipe.techniques)
     return getattr(torch, next((name for name in formats if name != "float32"), "float32"))

@@ -1,6 +1,7 @@
 """BERT (Devlin et al. 2018, arXiv 1810.04805): a post-norm encoder for masked tokens.
 
-Pooler and next-sentence head of published folders are left out, since they do not affect masked-token predictions.
+The pooler and the next-sentence head of published folders are left out, because they do not affect masked-token
+predictions.
 """
 
 from collections.abc import Iterator
@@ -33,13 +34,13 @@ class Bert(ModelFamily):
     """BERT (Devlin et al. 2018): a post-norm encoder that predicts masked tokens.
 
     Paper       Devlin et al. 2018, BERT: Pre-training of Deep Bidirectional Transformers (arXiv 1810.04805).
-    Promise     Logits of folders with `model_type` "bert" equal those of transformers up to rounding.
+    Promise     Logits for folders with `model_type` "bert" equal the logits of transformers up to rounding.
     Use         run = thrifty.train("bert-nano", "my.txt", loss="masked_token", budget="2000 steps")
                 thrifty.export(run, "my-bert")
-    Start with  `bert-nano` for a first run, `bert-small` for BERT base.
-    Cost        Only masked tokens have a loss, 15 % by default.
-    Avoid       Text generation: every token attends to later ones.
-    Does not    Have the pooler and the next-sentence head of published folders.
+    Start with  `bert-nano` for a first run, `bert-small` for the size of BERT base.
+    Cost        The loss covers only masked tokens, 15 % by default.
+    Avoid       Text generation, because every token attends to later tokens.
+    Does not    Include the pooler and the next-sentence head of published folders.
     """
 
     style, model_type, architecture, task = "bert", "bert", "BertForMaskedLM", "masked_token"

@@ -1,7 +1,7 @@
-"""CLIP (Radford et al. 2021, arXiv 2103.00020): an image encoder and a caption encoder that end in one space.
+"""CLIP (Radford et al. 2021, arXiv 2103.00020): an image encoder and a caption encoder with a common embedding space.
 
-A caption's vector is read at its end-of-text token, whose id config.json must contain. A model without a tokenizer that
-has this token cannot be exported.
+A caption's embedding is read at the end-of-text token. config.json must contain the token's id, so a model whose
+tokenizer lacks this token cannot be exported.
 """
 
 from collections.abc import Iterator, Mapping
@@ -55,13 +55,13 @@ class CLIP(ModelFamily):
 
     Paper       Radford et al. 2021, Learning Transferable Visual Models From Natural Language Supervision (arXiv
                 2103.00020).
-    Promise     Embeddings of folders with `model_type` "clip" equal those of transformers up to rounding.
+    Promise     Embeddings for folders with `model_type` "clip" equal transformers' embeddings up to rounding.
     Use         run = thrifty.train("clip-nano", "captions", loss="contrastive", budget="2000 steps")
                 print(thrifty.retrieve(run))
     Start with  `clip-nano` for a first run, `clip-vit-b32` for the published size.
     Cost        The loss compares all images with all captions of the effective batch.
-    Avoid       Small batches: each example has few negatives.
-    Does not    Export without a tokenizer that has an end-of-text token, where captions are read off.
+    Avoid       Small batches, because each example then has few negatives.
+    Does not    Export without an end-of-text token in the tokenizer: caption embeddings are read at this token.
     """
 
     style, model_type, architecture, task = "clip", "clip", "CLIPModel", "contrastive"
@@ -140,8 +140,8 @@ class CLIP(ModelFamily):
         }
 
     def with_special(self, config: dict[str, Any], special: Mapping[str, int | None]) -> dict[str, Any]:
-        """Return the config with special tokens. Raise RefusedError if transformers could not find the end of a
-        caption."""
+        """Return the config with special tokens. Raise RefusedError if transformers could not find the end-of-text
+        token of a caption."""
         end = special.get("eos_token_id")
         if end is None:
             raise RefusedError(
@@ -183,7 +183,7 @@ def _section(config: Config, name: str) -> Config:
 
 
 def _common(text: Config, vision: Config, key: str, default: Any) -> Any:
-    """Return a setting that both towers share. Raise RefusedError if they differ."""
+    """Return a setting that is common to both towers. Raise RefusedError if the towers' values differ."""
     values = [section.get(key, default) for section in (text, vision)]
     if values[0] != values[1]:
         raise RefusedError(

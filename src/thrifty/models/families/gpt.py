@@ -32,13 +32,13 @@ class GPT1(ModelFamily):
     """GPT (Radford et al. 2018): a post-norm decoder with learned positions.
 
     Paper       Radford et al. 2018, Improving Language Understanding by Generative Pre-Training.
-    Promise     Logits of folders with `model_type` "openai-gpt" equal those of transformers up to rounding.
+    Promise     Logits for folders with `model_type` "openai-gpt" equal the logits of transformers up to rounding.
     Use         run = thrifty.train("gpt1-nano", "my.txt", budget="2000 steps")
                 thrifty.export(run, "my-gpt1")
     Start with  `gpt1-nano` for a first run, `gpt1-small` for the published size.
-    Cost        Attention is quadratic in the length. The vocabulary is an input and an output, with tied weights.
-    Avoid       New models: post-norm decoders train less stably than `gpt` or `llama`.
-    Does not    Read texts longer than its positions.
+    Cost        Attention is quadratic in the length. Token embedding and head are one matrix of vocabulary times width.
+    Avoid       New models, because post-norm decoders train less stably than `gpt` or `llama`.
+    Does not    Accept texts longer than its position table.
     """
 
     style, model_type, architecture, task = "gpt1", "openai-gpt", "OpenAIGPTLMHeadModel", "next_token"
@@ -52,7 +52,7 @@ class GPT1(ModelFamily):
         "norm_eps": ("layer_norm_epsilon", 1e-5),
     }
     read = frozenset({"tie_word_embeddings"})
-    only: ClassVar = {"afn": ("gelu",)}  # means the tanh approximation
+    only: ClassVar = {"afn": ("gelu",)}  # OpenAI's "gelu" is the tanh approximation
     ignored = frozenset({"n_special", "predict_special_tokens"})
     body, token = "transformer.", "transformer.tokens_embed.weight"
     left_out = r"\.attn\.bias$|\.position_ids$"
@@ -90,13 +90,13 @@ class GPT2(GPT1):
     """GPT-2 (Radford et al. 2019): a pre-norm decoder with learned positions.
 
     Paper       Radford et al. 2019, Language Models are Unsupervised Multitask Learners.
-    Promise     Logits of folders with `model_type` "gpt2" equal those of transformers up to rounding.
+    Promise     Logits for folders with `model_type` "gpt2" equal the logits of transformers up to rounding.
     Use         run = thrifty.train("gpt-nano", "my.txt", budget="2000 steps")
                 thrifty.export(run, "my-gpt2")
     Start with  `gpt-nano` for a first run, `gpt-small` for the published size.
-    Cost        Attention is quadratic in the length. The vocabulary is an input and an output, with tied weights.
-    Avoid       Lengths beyond training: learned positions do not extrapolate.
-    Does not    Read texts longer than its positions.
+    Cost        Attention is quadratic in the length. Token embedding and head are one matrix of vocabulary times width.
+    Avoid       Longer texts than in training, because learned positions do not extrapolate.
+    Does not    Accept texts longer than its position table.
     """
 
     style, model_type, architecture = "gpt", "gpt2", "GPT2LMHeadModel"

@@ -45,13 +45,13 @@ class Llama(ModelFamily):
     """Llama (Touvron et al. 2023): a pre-norm decoder with rotary positions and gated feed-forward networks.
 
     Paper       Touvron et al. 2023, LLaMA: Open and Efficient Foundation Language Models (arXiv 2302.13971).
-    Promise     Logits of folders with `model_type` "llama" equal those of transformers up to rounding.
+    Promise     Logits for folders with `model_type` "llama" equal the logits of transformers up to rounding.
     Use         run = thrifty.train("llama-nano", "my.txt", budget="2000 steps")
                 thrifty.export(run, "my-llama")
     Start with  `llama-nano` for a first run, `llama-small` for the size of GPT-2 small.
-    Cost        Attention is quadratic in the length. Grouped keys and values save memory in generation.
-    Avoid       Masked-token objectives: the attention is causal.
-    Does not    Extend its context without a rotary scaling in the preset.
+    Cost        Attention is quadratic in the length. Grouped-query attention saves memory in generation.
+    Avoid       Masked-token objectives, because attention is causal.
+    Does not    Extend the context length, unless the preset has a rotary scaling.
     """
 
     style, model_type, architecture, task = "llama", "llama", "LlamaForCausalLM", "next_token"
@@ -136,8 +136,8 @@ class Llama(ModelFamily):
 
 
 def _rope(config: Config) -> tuple[float, Llama3Scaling | None]:
-    """Return base and scaling from `rope_parameters` (transformers 5), or from `rope_theta` and `rope_scaling`
-    (earlier)."""
+    """Return rotary base and scaling from `rope_parameters` (transformers 5), or from `rope_theta` and `rope_scaling`
+    (earlier versions)."""
     rope = {"rope_theta": config.get("rope_theta")} | dict(table(config, "rope_scaling"))
     rope |= dict(table(config, "rope_parameters"))
     base = number(rope, "rope_theta", float, 10_000.0)

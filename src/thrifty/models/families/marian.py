@@ -1,7 +1,7 @@
 """Marian in transformers: the original Transformer (Vaswani et al. 2017, arXiv 1706.03762), a post-norm
 encoder-decoder.
 
-It has fixed positions, one embedding for both sides and the head, and a bias on the logits.
+Positions are fixed. Encoder, decoder and head share one embedding, and the logits have a bias.
 """
 
 from collections.abc import Iterator
@@ -33,20 +33,20 @@ _OF_BOTH_SIDES = {
     "decoder_ffn_dim": "hidden",
     "decoder_vocab_size": "vocabulary",
 }
-"""Keys of config.json for the decoder whose values must equal the encoder's."""
+"""Decoder keys of config.json whose values must equal the encoder's values."""
 
 
 class Marian(ModelFamily):
     """Marian (Vaswani et al. 2017): the original Transformer, a post-norm encoder-decoder.
 
     Paper       Vaswani et al. 2017, Attention Is All You Need (arXiv 1706.03762), as in transformers' Marian.
-    Promise     Logits of folders with `model_type` "marian" equal those of transformers up to rounding.
+    Promise     Logits for folders with `model_type` "marian" equal the logits of transformers up to rounding.
     Use         run = thrifty.train("marian-nano", "my.txt", loss="sequence_to_sequence", budget="2000 steps")
                 thrifty.export(run, "my-marian")
     Start with  `marian-nano` for a first run, `marian-base` for the size of opus-mt.
     Cost        Encoder and decoder each have `depth` blocks and share one embedding with the head.
-    Avoid       New models: pre-norm encoder-decoders such as `t5` train more stably.
-    Does not    Learn positions: they are fixed sinusoids.
+    Avoid       New models, because pre-norm encoder-decoders such as `t5` train more stably.
+    Does not    Learn position embeddings; positions are fixed sinusoids.
     """
 
     style, model_type, architecture, task = "marian", "marian", "MarianMTModel", "sequence_to_sequence"

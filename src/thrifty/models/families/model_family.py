@@ -20,8 +20,8 @@ from thrifty.models.vision_transformer import VisionTransformer
 
 Config = Mapping[str, Any]
 Fields = Mapping[str, tuple[str, float | str | None]]
-"""For each field of `ModelConfig`, its key in config.json and its default (None: required). The type of the default
-distinguishes integers, floats and names of activations."""
+"""Key in config.json and default (None: required) for each field of `ModelConfig`. The default's type distinguishes
+integers, floats and names of activations."""
 Model = Transformer | Encoder | EncoderDecoder | VisionTransformer | ContrastiveModel | MaskedAutoencoder
 
 ACTIVATION: dict[str, Callable[[], nn.Module]] = {
@@ -32,7 +32,7 @@ ACTIVATION: dict[str, Callable[[], nn.Module]] = {
     "quick_gelu": QuickGELU,
 }
 SPELLED = {"gelu": "gelu", "gelu_tanh": "gelu_new", "relu": "relu", "silu": "silu"}
-"""Names of activations, mapped to those of transformers."""
+"""Names of activations in Thrifty, mapped to names in transformers."""
 Kinds = Sequence[Literal["weight", "bias"]]
 KINDS: Kinds = ("weight", "bias")
 READ = {theirs: ours for ours, theirs in SPELLED.items()} | {"gelu_pytorch_tanh": "gelu_tanh", "swish": "silu"}
@@ -40,16 +40,17 @@ READ = {theirs: ours for ours, theirs in SPELLED.items()} | {"gelu_pytorch_tanh"
 
 @dataclass(frozen=True)
 class ParameterPacking:
-    """The rule for one parameter: `ours` is the concatenation of their tensors along the rows, with `rows` of each."""
+    """Conversion rule for one parameter. `ours` is the concatenation of transformers' tensors `theirs` along the rows;
+    `rows` are their row counts."""
 
     ours: str
     theirs: tuple[str, ...]
     rows: tuple[int, ...] = ()
     transposed: bool = False
     as_row: bool = False
-    """True if their tensor is a matrix of one row and ours a vector."""
+    """True if transformers' tensor is a matrix of one row, and Thrifty's a vector."""
     ahead: int = 0
-    """Number of leading dimensions of size 1 that only our tensor has."""
+    """Number of additional leading dims of size 1 in Thrifty's tensor."""
 
     def pack(self, tensors: list[Tensor]) -> Tensor:
         parts = [tensor.T if self.transposed else tensor for tensor in tensors]
@@ -66,52 +67,51 @@ class ParameterPacking:
     def renamed(
         cls, names: Mapping[str, str], ours: str = "", theirs: str = "", kinds: Kinds = KINDS
     ) -> Iterator[Self]:
-        """Yield the rules for modules whose parameters differ only in name, with these prefixes."""
+        """Yield the rules for modules whose parameters differ only in name; `ours` and `theirs` are name prefixes."""
         for our_name, their_name in names.items():
             for kind in kinds:
                 yield cls(f"{ours}{our_name}.{kind}", (f"{theirs}{their_name}.{kind}",))
 
     @classmethod
     def stacked(cls, ours: str, theirs: Sequence[str], rows: tuple[int, ...], kinds: Kinds = KINDS) -> Iterator[Self]:
-        """Yield the rules for a module that fuses several of their modules, with these numbers of rows."""
+        """Yield the rules for a module that fuses several modules of transformers; `rows` are their row counts."""
         for kind in kinds:
             yield cls(f"{ours}.{kind}", tuple(f"{name}.{kind}" for name in theirs), rows=rows)
 
 
 class ModelFamily:
-    """One architecture of transformers. `read` are the settings that `shape` uses, `only` settings with the values
-    that are supported, `ignored` settings without effect here."""
+    """One architecture of transformers. `read` names the settings that `shape` uses. `only` maps settings to their
+    supported values. `ignored` names settings without effect in Thrifty."""
 
     style: ClassVar[str]
     model_type: ClassVar[str]
     architecture: ClassVar[str]
     task: ClassVar[Task]
     bounded: ClassVar[bool] = True
-    """True if the model is limited to its length in tokens."""
+    """True if the model cannot process more tokens than its length."""
 
     free_heads: ClassVar[bool] = False
-    """True if config.json can set the width of a head, so that heads · width of a head may differ from the model's
-    width."""
+    """True if config.json can set the head width, so that heads · head width may differ from the model's width."""
     free_hidden: ClassVar[bool] = True
     """True if config.json can set the inner width of feed-forward networks."""
 
     sections: ClassVar[tuple[str, ...]] = ()
-    """Nested tables of config.json with settings, one for each tower."""
+    """Names of nested tables in config.json, one table per tower."""
     fields: ClassVar[Fields] = {}
-    """Settings that are read and written unchanged, in the order of config.json."""
+    """Settings that are converted without change, in the order of config.json."""
     read: ClassVar[frozenset[str]] = frozenset()
     """Other supported keys."""
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     ignored: ClassVar[frozenset[str]] = frozenset()
 
     body: ClassVar[str] = ""
-    """Prefix of most tensor names, missing in some older files."""
+    """Prefix of most tensor names; some older files lack the prefix."""
     token: ClassVar[str]
-    """Their name of the token embedding."""
+    """Name of the token embedding in transformers."""
     head: ClassVar[str] = "lm_head.weight"
-    """Their name of the head, which is the token embedding if it is tied; "" for a model without a head."""
+    """Name of an untied head in transformers; "" for a model without a head."""
     renamed: ClassVar[Mapping[str, str]] = {}
-    """Prefixes of tensor names in some files, mapped to those of the table."""
+    """Prefixes of tensor names in some files, mapped to the prefixes in `table`."""
     aliases: ClassVar[Mapping[str, str]] = {}
     """Names under which some files repeat a tensor."""
     left_out: ClassVar[str] = r"(?!)"
@@ -129,8 +129,8 @@ class ModelFamily:
         activation: str = "",
         cross: bool = False,
     ) -> TransformerBlock:
-        """Return a block with LayerNorms, biases in all layers and an ungated feed-forward network. It is pre-norm
-        unless `kind` is another class. `cross` adds attention over an encoder's memory."""
+        """Return a block with LayerNorms, biases in all layers and an ungated feed-forward network. The block is
+        pre-norm unless `kind` is another class. `cross` adds cross-attention to encoder outputs."""
 
         def norm() -> nn.LayerNorm:
             return nn.LayerNorm(shape.width, eps=shape.norm_eps)
@@ -141,12 +141,13 @@ class ModelFamily:
         return kind(norm(), attention, norm(), mlp, *over_memory)
 
     def shape(self, config: Config) -> ModelConfig:
-        """Return the shape for a config. Raise RefusedError for unsupported settings, UsageError for missing or
-        malformed ones."""
+        """Return the shape for a config. Raise RefusedError for unsupported settings. Raise UsageError for missing or
+        malformed settings."""
         raise NotImplementedError
 
     def config(self, shape: ModelConfig) -> dict[str, Any]:
-        """Return the family's own settings in config.json. Raise RefusedError for a shape that it cannot describe."""
+        """Return the family's own settings in config.json. Raise RefusedError for a shape that config.json cannot
+        describe."""
         raise NotImplementedError
 
     def read_fields(self, config: Config, fields: Fields | None = None) -> dict[str, Any]:
@@ -157,7 +158,7 @@ class ModelFamily:
         return {key: SPELLED[value] if isinstance(value, str) else value for key, value in values.items()}
 
     def with_special(self, config: dict[str, Any], special: Mapping[str, int | None]) -> dict[str, Any]:
-        """Return config.json with the ids of special tokens. Raise RefusedError if a required one is missing."""
+        """Return config.json with the ids of special tokens. Raise RefusedError if a required token is missing."""
         return config | special
 
     def table(self, shape: ModelConfig) -> Iterator[ParameterPacking]:
@@ -187,7 +188,7 @@ def number(config: Config, key: str, kind: type[int] | type[float], default: flo
 
 
 def table(config: Config, key: str) -> Config:
-    """Return a table of config.json; {} if it is missing."""
+    """Return a nested table of config.json; {} if the table is missing."""
     value = config.get(key) or {}
     if not isinstance(value, Mapping):
         raise UsageError(f"config.json: {key} is {value!r:.80}", fix="make it a JSON object")
@@ -202,7 +203,7 @@ def flag(config: Config, key: str, default: bool) -> bool:
 
 
 def side(config: Config, key: str, default: int) -> int:
-    """Return a side in pixels from config.json, which may be one number or a list of equal ones."""
+    """Return a side in pixels from config.json: one number, or a list of equal numbers."""
     value = config.get(key)
     if isinstance(value, list):
         if not value or value.count(value[0]) != len(value):

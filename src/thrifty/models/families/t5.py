@@ -1,8 +1,8 @@
 """T5 (Raffel et al. 2020, arXiv 1910.10683): a pre-norm encoder-decoder with learned relative positions.
 
 Version 1.0 ties the head to the embedding and scales the head's input by 1 / sqrt(d). Version 1.1 (Shazeer 2020, arXiv
-2002.05202) has gated networks and an untied head without the scale. Here a tied head is scaled and an untied one is
-not.
+2002.05202) has gated networks and an untied head without the scale. In Thrifty a tied head is scaled, and an untied
+head is not.
 """
 
 from collections.abc import Iterator
@@ -59,13 +59,13 @@ class T5(ModelFamily):
 
     Paper       Raffel et al. 2020, Exploring the Limits of Transfer Learning (arXiv 1910.10683); version 1.1 is Shazeer
                 2020 (arXiv 2002.05202).
-    Promise     Logits of folders with `model_type` "t5" equal those of transformers up to rounding.
+    Promise     Logits for folders with `model_type` "t5" equal the logits of transformers up to rounding.
     Use         run = thrifty.train("t5-nano", "my.txt", loss="sequence_to_sequence", budget="2000 steps")
                 thrifty.export(run, "my-t5")
     Start with  `t5-nano` for a first run, `t5-small` or `t5-v1.1-small` for published sizes.
     Cost        Encoder and decoder each have `depth` blocks.
-    Avoid       Plain next-token prediction, for which a decoder has half the blocks.
-    Does not    Limit the length: relative positions share buckets at long distances.
+    Avoid       Plain next-token prediction, because a decoder alone needs half the blocks.
+    Does not    Limit the length; at long distances, relative positions share buckets.
     """
 
     style, model_type, architecture, task = "t5", "t5", "T5ForConditionalGeneration", "sequence_to_sequence"
@@ -170,7 +170,7 @@ def _block_table(shape: ModelConfig, ours: str, theirs: str) -> Iterator[Paramet
 
 def _tied(config: Config) -> bool:
     """Return True if the head is tied, and therefore scaled. transformers 5 writes `tie_word_embeddings` true for an
-    untied head too, and distinguishes them by `scale_decoder_outputs`."""
+    untied head too; `scale_decoder_outputs` distinguishes the two cases."""
     tied = flag(config, "tie_word_embeddings", True)
     scaled = flag(config, "scale_decoder_outputs", tied)
     if scaled and not tied:

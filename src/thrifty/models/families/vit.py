@@ -1,7 +1,7 @@
 """ViT (Dosovitskiy et al. 2020, arXiv 2010.11929) and DeiT without its teacher: a pre-norm encoder of image patches.
 
-Pooler and mask token of published folders are left out, since a classifier does not use them. DeiT's distilled models
-(`model_type` "deit") have a second token and a second head, which are not supported.
+The pooler and the mask token of published folders are left out, because a classifier does not use them. DeiT's
+distilled models (`model_type` "deit") have a second token and a second head, which are not supported.
 """
 
 from collections.abc import Iterator
@@ -61,13 +61,13 @@ class ViT(PatchEncoder):
 
     Paper       Dosovitskiy et al. 2020, An Image is Worth 16x16 Words (arXiv 2010.11929); DeiT sizes are Touvron et al.
                 2020 (arXiv 2012.12877).
-    Promise     Logits of folders with `model_type` "vit" equal those of transformers up to rounding.
+    Promise     Logits for folders with `model_type` "vit" equal the logits of transformers up to rounding.
     Use         run = thrifty.train("vit-nano", "digits", loss="classification", budget="2000 steps")
                 thrifty.export(run, "my-vit")
     Start with  `vit-nano` for images of 32 pixels, `deit-tiny` for 224 pixels.
     Cost        Attention is quadratic in the number of patches.
     Avoid       Small datasets without augmentation.
-    Does not    Have DeiT's distillation token, or the pooler of published folders.
+    Does not    Include DeiT's distillation token, or the pooler of published folders.
     """
 
     style, model_type, architecture, task = "vit", "vit", "ViTForImageClassification", "classification"
@@ -112,7 +112,7 @@ class ViT(PatchEncoder):
 
 
 def packed_blocks(ours: str, theirs: str, depth: int, width: int) -> Iterator[ParameterPacking]:
-    """Yield the packing of `depth` blocks with these prefixes."""
+    """Yield the conversion rules of `depth` blocks; `ours` and `theirs` are name prefixes."""
     for index in range(depth):
         qkv = [f"{theirs}.{index}.attention.attention.{part}" for part in ("query", "key", "value")]
         yield from ParameterPacking.stacked(f"{ours}.{index}.attention.qkv", qkv, (width,) * 3)

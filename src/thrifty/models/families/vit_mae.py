@@ -1,8 +1,8 @@
 """MAE (He et al. 2021, arXiv 2111.06377) in transformers: a ViT, and a decoder that predicts pixels.
 
-Positions are fixed but stored, so they are read and written like weights. A new model of transformers 5 has zeros for
-them, which are read unchanged. The fraction of masked patches and the standardization of pixels are settings of the
-training, not of the model.
+Positions are fixed, but folders store them, so they are read and written like weights. A new model of transformers 5
+stores zero positions, which are read unchanged. The fraction of masked patches and the pixel normalization are training
+settings, not model settings.
 """
 
 from collections.abc import Iterator
@@ -35,13 +35,13 @@ class ViTMAE(PatchEncoder):
     """MAE (He et al. 2021): a ViT encoder of visible patches, and a decoder that predicts pixels.
 
     Paper       He et al. 2021, Masked Autoencoders Are Scalable Vision Learners (arXiv 2111.06377).
-    Promise     Outputs of folders with `model_type` "vit_mae" equal those of transformers up to rounding.
+    Promise     Outputs for folders with `model_type` "vit_mae" equal transformers' outputs up to rounding.
     Use         run = thrifty.train("mae-nano", "digits", loss="masked_reconstruction", budget="2000 steps")
                 thrifty.export(run, "my-mae")
     Start with  `mae-nano` and `data_selection.drop_masked_patches`, so that the encoder skips masked patches.
     Cost        The decoder processes all patches.
-    Avoid       Classification before fine-tuning the encoder on labels.
-    Does not    Learn positions: they are fixed, and stored like weights.
+    Avoid       Classification without fine-tuning, because pretraining uses no labels.
+    Does not    Learn position embeddings; positions are fixed and stored like weights.
     """
 
     style, model_type, architecture, task = "mae", "vit_mae", "ViTMAEForPreTraining", "masked_reconstruction"
@@ -99,8 +99,8 @@ class ViTMAE(PatchEncoder):
 
 
 def encoder_shape(shape: ModelConfig, pool: str, labels: int) -> ModelConfig:
-    """Return the shape of a MAE's encoder as a Vision Transformer with this number of labels. Raise UsageError for a
-    `pool` of models without a class token, since a MAE has one."""
+    """Return the shape of a MAE's encoder as a Vision Transformer with `labels` labels. Raise UsageError if `pool` is
+    for models without a class token, because a MAE has one."""
     if pool == "mean":
         raise UsageError(
             'model.pool = "mean" is for models without a class token, but a trained MAE has one',
@@ -112,6 +112,6 @@ def encoder_shape(shape: ModelConfig, pool: str, labels: int) -> ModelConfig:
 
 
 def _positions(shape: ModelConfig, width: int) -> Tensor:
-    """Return positions (1, 1 + t, width): zeros for the class token."""
+    """Return fixed positions (1, 1 + t, width) of the class token (zeros) and t patches."""
     rows = shape.image // shape.patch
     return torch.cat((torch.zeros(1, width, device="cpu"), sinusoids_2d(rows, rows, width)))[None]
