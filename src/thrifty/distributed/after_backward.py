@@ -10,7 +10,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 
 def call_after_backward(model: nn.Module, function: Callable[[nn.Module], None]) -> None:
-    """Call `function(model)` at the end of each backward pass that reaches a parameter, once its gradients are
+    """Call `function(model)` at the end of each backward pass that reaches a parameter, once all gradients are
     complete. Parameters added later and copies of the model are included."""
     hooked, waiting = WeakIdKeyDictionary(), weakref.WeakSet[nn.Module]()
 

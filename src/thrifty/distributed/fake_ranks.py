@@ -1,4 +1,4 @@
-"""Fake process groups: one rank of a mesh without the other ranks, to check shapes, sizes and refusals."""
+"""Fake process groups: one rank of a mesh without the other ranks, to check shapes, sizes and errors."""
 
 import math
 from collections.abc import Iterator, Mapping
@@ -12,7 +12,7 @@ from thrifty.core.mesh import AXES, Mesh, clear_mesh, set_mesh
 @contextmanager
 def fake_rank(rank: int, sizes: Mapping[str, int]) -> Iterator[None]:
     """Make this process one rank of a mesh with these axes inside the block. Collectives return at once with
-    meaningless values, so this is for fake tensors only."""
+    meaningless values, so use only fake tensors inside the block."""
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -29,14 +29,14 @@ def fake_rank(rank: int, sizes: Mapping[str, int]) -> Iterator[None]:
 
 
 def fake_first_rank(mesh: Mesh) -> AbstractContextManager[None]:
-    """Make this process the first rank of the smallest number of ranks for a mesh; do nothing if that is one."""
+    """Make this process rank 0 of the minimum number of ranks for a mesh. Do nothing if this number is 1."""
     ranks = mesh.least_ranks
     return nullcontext() if ranks == 1 else fake_rank(0, mesh.sizes(ranks, sharded=False))
 
 
 def ranks_of_stages(sizes: Mapping[str, int]) -> list[range]:
-    """Return the ranks of each pipeline stage. If a tensor does not divide evenly, the first rank of a stage holds
-    the most."""
+    """Return the ranks of each pipeline stage. If a tensor does not divide evenly, the first rank of a stage holds the
+    largest part."""
     assert AXES[0] == "pipeline"
     each = math.prod(sizes.values()) // sizes["pipeline"]
     return [range(each * stage, each * (stage + 1)) for stage in range(sizes["pipeline"])]

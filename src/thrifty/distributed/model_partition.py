@@ -1,7 +1,7 @@
-"""Partition of a model for pipeline stages: the modules before the blocks, the blocks, the modules after them, their
-costs.
+"""Partition of a model for pipeline stages: modules before the blocks, blocks, modules after the blocks, and costs of
+each.
 
-One forward pass is observed, so that the partition works for any model whose blocks are one list called in order.
+The partition is derived from one forward pass. It works for any model that calls one list of blocks in order.
 """
 
 import statistics
@@ -22,7 +22,7 @@ from thrifty.modeling.embeddings import find_head
 from thrifty.modeling.module_surgery import find_stacks, is_under
 
 LONGEST = 1024
-"""Largest number of tokens in the observed forward pass; fewer if the model has fewer positions."""
+"""Maximum number of tokens in the forward pass; fewer if the model has fewer positions."""
 PASSES = 6
 """Number of timed forward passes; the first is not counted."""
 
@@ -34,17 +34,17 @@ class ModelPartition:
     stack: str
     """Name of the list of blocks."""
     front: tuple[str, ...]
-    """Names of modules with parameters of their own that run before the first block, for example an embedding."""
+    """Names of modules with their own parameters that run before the first block, for example an embedding."""
     back: tuple[str, ...]
-    """Names of those that run after the last block, including the head."""
+    """Names of modules with their own parameters that run after the last block, including the head."""
     costs: tuple[float, ...]
-    """Costs of the front, each block and the back: seconds if timed, else FLOPs."""
+    """Cost of modules before the blocks, of each block, and of modules after: seconds if timed, else FLOPs."""
 
 
 def partition_model(model: nn.Module, timed: bool) -> ModelPartition:
-    """Return the parts of a model of tokens, or of one with a method `example` that returns its input. With fake
-    tensors, FLOPs are counted instead of times. Raise RefusedError if a parameter belongs to no part, or if the
-    blocks are not one list called in order."""
+    """Return the parts of a model whose input is tokens, or of a model with a method `example` that returns its input.
+    With fake tensors, FLOPs are counted instead of times. Raise RefusedError if a parameter belongs to no part, or if
+    the blocks are not one list called in order."""
     stacks = find_stacks(model)
     if len(stacks) > 1:
         raise RefusedError(
@@ -76,9 +76,10 @@ def partition_model(model: nn.Module, timed: bool) -> ModelPartition:
 
 
 def balanced_partition(costs: Sequence[float], stages: int) -> list[int]:
-    """Return the number of blocks for each stage, at least one, that minimizes the cost of the slowest stage. Ties
-    are resolved for the most even distribution. `costs` are those of the front (first stage), each block, and the
-    back (last stage). Raise RefusedError if there are fewer blocks than stages."""
+    """Return the number of blocks for each stage, at least one, that minimizes the cost of the slowest stage. Among
+    equal solutions, the most even distribution is returned. `costs` are `ModelPartition.costs`: modules before the
+    blocks (first stage), each block, modules after (last stage). Raise RefusedError if there are fewer blocks than
+    stages."""
     front, *blocks, back = costs
     if len(blocks) < stages:
         raise RefusedError(
@@ -121,7 +122,7 @@ class _LayerTimer:
         self.before: set[str] = set()
         self.after: set[str] = set()
         self.calls: list[tuple[int, float, float]] = []
-        """Index of each block, with its start and end time."""
+        """Block index, start time and end time of each call."""
 
     def costs(self, now: Callable[[], float]) -> list[float]:
         was_training = self.model.training
@@ -164,7 +165,7 @@ class _LayerTimer:
         return torch.zeros(1, self.length, dtype=torch.int64, device=self.device)
 
     def _head(self, output: Any) -> None:
-        """Call the head if the loss computes it. Raise RefusedError for any other module that has not run."""
+        """Call the head if only the loss calls it. Raise RefusedError for any other module that has not run."""
         left = [name for name in self.outside if name not in self.before | self.after]
         head = find_head(self.model)
         if other := [name for name in left if head is None or self.outside[name] is not head[1]]:
@@ -199,7 +200,7 @@ class _LayerTimer:
 
 
 def _length(model: nn.Module) -> int:
-    """Return a number of tokens for which the model has positions, at most LONGEST."""
+    """Return the number of tokens for the forward pass: the model's number of positions, at most LONGEST."""
     tables = [m for name, m in model.named_modules() if any(word in name.lower() for word in ("pos", "wpe"))]
     lengths = [table.num_embeddings - 2 for table in tables if isinstance(getattr(table, "num_embeddings", None), int)]
     most = max(min([*lengths, LONGEST]), 1)  # some count positions from 2
@@ -207,7 +208,7 @@ def _length(model: nn.Module) -> int:
 
 
 def _with_equal_block_costs(costs: list[float], blocks: nn.ModuleList) -> list[float]:
-    """Return costs in which equal blocks have the same value: the median of their measurements."""
+    """Return costs in which equal blocks have the same cost, the median of their measurements."""
     kinds = [(type(block), *(p.shape for p in block.parameters())) for block in blocks]
     front, *own, back = costs
     return [

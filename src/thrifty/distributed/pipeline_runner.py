@@ -1,7 +1,7 @@
-"""Execution of the stages on one rank: micro-batches through torch's schedules, and forward passes alone.
+"""Execution of the stages on one rank: training with micro-batches by torch's schedules, and forward passes alone.
 
-Every rank of a pipeline has the whole batch, so only hidden states are sent. Each stage runs the objective on the
-model, with the model reduced to that stage (`distributed/pipeline_stages.py`).
+Every rank of a pipeline has the whole batch, so ranks exchange only hidden states. Each stage runs the objective on the
+model, reduced to the stage (`distributed/pipeline_stages.py`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -25,14 +25,13 @@ from thrifty.memory.recomputation import recompute
 from thrifty.modeling.stage_placeholders import StageIO
 
 KeepsActivations = Callable[[StageModel, int], bool]
-"""Function of a stage and a micro-batch's number: True if the stage keeps that micro-batch's activations."""
+"""Function of a stage and a micro-batch index. It returns True if the stage keeps the micro-batch's activations."""
 Schedules = Callable[[list[PipelineStage]], Any]
 """Function that creates torch's schedule for the stages of a rank."""
 
 
 class PipelineRunner:
-    """The stages of this rank. `places` are the ranks of all stages along the pipeline; `stages` are this rank's
-    own."""
+    """The stages of this rank. `places` are the pipeline ranks of all stages. `stages` are the stages of this rank."""
 
     def __init__(
         self,
@@ -46,11 +45,11 @@ class PipelineRunner:
         self.stages, self.loans, self.places, self.device = stages, loans, places, device
         self.schedules, self.keeps = schedules, keeps
         self.running: StageModel | None = None
-        """The stage whose pass is running, or None."""
+        """The stage that is running, or None."""
         self.keeping = True
-        """True if blocks keep their activations in this pass."""
+        """True if blocks keep their activations in the current pass."""
         self._schedule: tuple[Any, Any] = None, None
-        """The shapes of micro-batches, and torch's schedule for them."""
+        """Shapes of micro-batches, and torch's schedule for these shapes."""
         self._hidden = torch.empty(0, device="meta")
         """A meta tensor with the shape of the hidden states between stages."""
         self._predicting: tuple[Objective, nn.Module]
@@ -63,13 +62,13 @@ class PipelineRunner:
         return self.stages[-1].is_last
 
     def broadcast_last(self, tensor: Tensor | None) -> Tensor:
-        """Return the last stage's tensor on all stages."""
+        """Return the tensor of the last stage on all stages."""
         return broadcast_from_stage(tensor, self.places[-1], self.device)
 
     @torch.no_grad()
     def predict(self, objective: Objective, model: nn.Module, batch: Batch) -> Prediction:
-        """Run a forward pass through all stages. Only the last stage returns a prediction; the others return an
-        empty one."""
+        """Run a forward pass through all stages. Only the last stage returns a prediction; other stages return an empty
+        prediction."""
         self._lend()
         here, prediction, hidden = axis("pipeline").place, Prediction(), None
         for stage in self.stages:
@@ -84,7 +83,7 @@ class PipelineRunner:
         return prediction if self.has_last else Prediction()
 
     def train(self, objective: Objective, model: nn.Module, batch: Batch, parts: int) -> Tensor:
-        """Run forward and backward passes of a batch in micro-batches. Gradients are those of the sum of weighted
+        """Run forward and backward passes of a batch in micro-batches. The gradient is that of the sum of weighted
         losses. Return one loss per example (b,), detached."""
         rows = -(-len(batch) // parts)
         filled = replace(_padded(batch, rows * parts), last=False)
@@ -102,7 +101,7 @@ class PipelineRunner:
         return self.broadcast_last(losses)
 
     def forward(self, stage: StageModel, part: int, received: Tensor | None) -> Tensor:
-        """Run one micro-batch through one stage; return hidden states, or the weighted sum of losses in the last
+        """Run one micro-batch through one stage. Return hidden states, or the weighted sum of losses in the last
         stage."""
         (objective, model), batch = self._predicting, self._micro[part]
         self.keeping = self.keeps(stage, part)
@@ -120,7 +119,7 @@ class PipelineRunner:
             return self._expected(stage_io.sent)
 
     def block(self, module: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """Run a block's forward pass; unless its activations are kept, they are recomputed in the backward pass."""
+        """Run a block's forward pass. If its activations are not kept, the backward pass recomputes them."""
         if self.keeping or not torch.is_grad_enabled():
             return inner(*args, **kwargs)
         return recompute(inner, args, kwargs, module)
@@ -139,7 +138,7 @@ class PipelineRunner:
             loan.lend()
 
     def _schedule_for(self, objective: Objective, model: nn.Module) -> Any:
-        """Return torch's schedule, recreated when the micro-batches change their shapes."""
+        """Return torch's schedule. Recreate the schedule if the shapes of micro-batches have changed."""
         first = self._micro[0]
         shapes = [(name, tensor.shape, tensor.dtype) for name, tensor in first.fields.items()]
         if self._schedule[0] != shapes:
@@ -162,7 +161,8 @@ class PipelineRunner:
 
     @torch.no_grad()
     def _hidden_states(self, objective: Objective, model: nn.Module, batch: Batch) -> Tensor:
-        """Return a meta tensor like the hidden states between stages, measured by the first stage on one example."""
+        """Return a meta tensor with the shape and dtype of the hidden states between stages. The first stage runs one
+        example to determine both."""
         example, stage = None, self.stages[0]
         if stage.is_first:
             with GeneratorStates([self.device]).restored(), self._as(stage, None) as stage_io:
@@ -183,7 +183,8 @@ class PipelineRunner:
 
 
 class _MicroBatchPass(nn.Module):
-    """A stage in the interface of torch's pipelining: called with the received tensor and a micro-batch's number."""
+    """Adapter of a stage to torch's pipelining: `forward` has the received tensor and a micro-batch index as
+    arguments."""
 
     def __init__(self, runner: PipelineRunner, stage: StageModel):
         super().__init__()
@@ -197,7 +198,7 @@ class _MicroBatchPass(nn.Module):
 
 
 def _padded(batch: Batch, rows: int) -> Batch:
-    """Return a batch padded to `rows` rows with copies of its own rows at weight zero."""
+    """Return a batch padded to `rows` rows with copies of its own rows. Copies have weight zero."""
     missing = rows - len(batch)
     if not missing:
         return batch

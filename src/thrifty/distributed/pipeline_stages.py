@@ -1,12 +1,13 @@
-"""Pipeline stages of a model: the modules that one rank keeps, and the execution of each of its stages.
+"""Pipeline stages of a model: the modules of one rank, and the execution of each stage.
 
 Between passes, a rank's model holds the parameters of its stages under their own names, and a `StagePlaceholder` for
-every other module. During the pass of a stage, the modules around its blocks are swapped for `StageInput` and
-`StageOutput`. Anything before the first block and after the last is still computed, and ignored. So the model's own
-forward pass and the objective's `predict` run unchanged, including masks and positions.
+every other module. While a stage runs, the modules around its blocks are replaced by `StageInput` and `StageOutput`.
+Computations before the first block and after the last block still run, and their results are ignored. The model's own
+forward pass and the objective's `predict` are therefore unchanged, including masks and positions.
 
-A parameter that stages share, such as a head tied to the embedding, belongs to the first of them. The others borrow its
-value before each pass and return its gradient after. It has one name, one optimizer state and one position in norms.
+A parameter of several stages, such as a head tied to the embedding, belongs to the first of these stages. The other
+stages receive the value before each pass and send the gradient after the pass. The parameter has one name and one
+optimizer state, and norms count it once.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,11 +37,11 @@ class StageModel:
     """Modules of this stage."""
     stage_io: StageIO = field(default_factory=StageIO)
     places: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list)
-    """Modules that are swapped in while the stage runs: parent, name, module."""
+    """Replacement modules while the stage runs: parent, name, module."""
 
     @contextmanager
     def running(self, received: Tensor | None) -> Iterator[StageIO]:
-        """Make the model this stage inside the block; `received` are the hidden states of the previous stage."""
+        """Reduce the model to this stage inside the block. `received` are the hidden states of the previous stage."""
         originals = [(parent, name, parent._modules[name]) for parent, name, _ in self.places]
         self.stage_io.received, self.stage_io.sent = received, None
         for parent, name, module in self.places:
@@ -53,7 +54,7 @@ class StageModel:
             self.stage_io.received, self.stage_io.sent = None, None
 
     def parameters(self) -> list[Tensor]:
-        """Return the stage's own parameters and those that it borrows."""
+        """Return the stage's own parameters and the parameters that it borrows."""
         tensors = {}
         for module in (each for own in self.modules for each in own.modules()):
             for tensor in (*module.parameters(recurse=False), *vars(module).get("borrowed", ())):
@@ -63,12 +64,12 @@ class StageModel:
 
 @dataclass(frozen=True)
 class SharedParameter:
-    """A parameter on the rank `owner` along the pipeline that the rank `borrower` uses too."""
+    """A parameter of the pipeline rank `owner` that the pipeline rank `borrower` uses too."""
 
     owner: int
     borrower: int
     holder: nn.Module
-    """Module with the parameter: the original on the owner, with a copy on the borrower."""
+    """Module with the parameter: the original module on the owner, a module with a copy on the borrower."""
     name: str
     """Name of the parameter in `holder`."""
 
@@ -101,12 +102,12 @@ class SharedParameter:
 
     @property
     def _tensor(self) -> Tensor:
-        """Current parameter, looked up each time because sharding replaces parameters."""
+        """Current parameter. It is looked up each time, because sharding replaces parameters."""
         return getattr(self.holder, self.name)
 
 
 def _whole_over_data(tensor: Tensor) -> Tensor:
-    """Return a tensor gathered along the data axis if ranks hold parts of it; other axes are unchanged."""
+    """Return a tensor gathered along the data axis if it is sharded there. Other axes are unchanged."""
     if not isinstance(tensor, DTensor):
         return tensor
     names = tensor.device_mesh.mesh_dim_names or ()
@@ -117,7 +118,8 @@ def _whole_over_data(tensor: Tensor) -> Tensor:
 
 
 def _own_part(gradient: Tensor, whole: Tensor, tensor: Tensor) -> Tensor:
-    """Return this rank's part of the summed gradient of `tensor`, from its own examples' gradient of the whole."""
+    """Return this rank's shard of the gradient of `tensor`, summed over ranks. `gradient` is the unsharded gradient of
+    this rank's examples."""
     if not isinstance(tensor, DTensor) or not isinstance(whole, DTensor):
         return gradient
     if set(DATA) & set(tensor.device_mesh.mesh_dim_names or ()):
@@ -129,8 +131,8 @@ def _own_part(gradient: Tensor, whole: Tensor, tensor: Tensor) -> Tensor:
 def cut_into_stages(
     model: nn.Module, parts: ModelPartition, counts: Sequence[int], places: Sequence[int]
 ) -> tuple[list[StageModel], list[SharedParameter]]:
-    """Reduce a model to this rank's stages, and return the stages and shared parameters. Stage i has `counts[i]`
-    blocks and is on the rank at `places[i]` along the pipeline."""
+    """Reduce a model to this rank's stages. Return the stages and the shared parameters. Stage i has `counts[i]` blocks
+    and is on the pipeline rank `places[i]`."""
     here, blocks = axis("pipeline").place, model.get_submodule(parts.stack)
     stage_of = _stages(model, parts, counts)
     _refuse_idle(stage_of, places)
@@ -167,7 +169,7 @@ def _stages(model: nn.Module, parts: ModelPartition, counts: Sequence[int]) -> d
 
 
 def _refuse_idle(stage_of: Mapping[nn.Module, int], places: Sequence[int]) -> None:
-    """Raise RefusedError on all ranks if one of them has no parameter to train."""
+    """Raise RefusedError on all ranks if one rank has no parameter to train."""
     owners: dict[nn.Parameter, int] = {}
     for whole, stage in stage_of.items():
         for parameter in whole.parameters():
@@ -181,7 +183,7 @@ def _refuse_idle(stage_of: Mapping[nn.Module, int], places: Sequence[int]) -> No
 
 
 def _loans(stage_of: Mapping[nn.Module, int], places: Sequence[int]) -> list[SharedParameter]:
-    """Return the parameters that ranks share, and replace those that this rank borrows by copies."""
+    """Return the parameters that ranks share, and replace the parameters that this rank borrows by copies."""
     here = axis("pipeline").place
     users: dict[nn.Parameter, list[tuple[int, nn.Module, str]]] = {}
     for whole, stage in stage_of.items():

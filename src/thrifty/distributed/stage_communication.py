@@ -1,6 +1,6 @@
-"""Communication between pipeline stages: tensors from stage to stage, and values that all stages need.
+"""Communication between pipeline stages: tensors from stage to stage, and values for all stages.
 
-A header with dtype and shape precedes each tensor, so that the receiver need not know them. All stages of a process
+Each tensor is sent after a header with its dtype and shape, so the receiver need not know them. All stages of a process
 group make the same calls in the same order.
 """
 
@@ -22,7 +22,7 @@ _DIMS = 6
 
 
 def send(tensor: Tensor, place: int) -> None:
-    """Send a tensor to the stage at this place along the pipeline."""
+    """Send a tensor to the pipeline rank `place`."""
     group = axis("pipeline").group
     dist.send(_header(tensor), group=group, group_dst=place)
     dist.send(tensor.contiguous(), group=group, group_dst=place)
@@ -38,7 +38,7 @@ def receive(place: int, device: torch.device) -> Tensor:
 
 
 def broadcast_from_stage(tensor: Tensor | None, place: int, device: torch.device) -> Tensor:
-    """Return the tensor of the stage at this place on all stages; tensors of other stages are ignored."""
+    """Return the tensor of the pipeline rank `place` on all ranks. Tensors of other ranks are ignored."""
     here = axis("pipeline")
     if here.place == place:
         assert tensor is not None
@@ -53,7 +53,7 @@ def broadcast_from_stage(tensor: Tensor | None, place: int, device: torch.device
 
 
 def merge_over_stages(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the union of all stages' values by name: plain values, sent as JSON."""
+    """Return the union of all stages' values by name. Values must be JSON values."""
     stages, text = axis("pipeline"), json.dumps(dict(facts)).encode()
     if stages.size == 1:
         return dict(facts)
@@ -62,7 +62,7 @@ def merge_over_stages(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gather_over_stages(values: Mapping[str, Tensor], wanted: Collection[str]) -> dict[str, Tensor]:
-    """Return the tensors of these names from any stage; names that no stage has are left out."""
+    """Return the tensors `wanted` by name from any stage. Names that no stage has are left out."""
     stages = axis("pipeline")
     if stages.size == 1:
         return {name: values[name] for name in wanted if name in values}

@@ -3,8 +3,9 @@
     hidden states, whole or divided along tokens → column layers, each rank with its part of every slice →
     operations in between → row layers, whose results are summed → hidden states
 
-Conversions and their gradients are DTensor's, as in torch's ColwiseParallel and RowwiseParallel. In addition, layers
-may hold several slices or be transposed. The column layers of a module share one sum of the gradients at their input.
+DTensor does all conversions and their gradients, as in torch's ColwiseParallel and RowwiseParallel. In addition, layers
+may be fused (several slices) or transposed. The column layers of a module share one all-reduce of the gradients at
+their input.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,15 +35,15 @@ class TensorParallelizer:
     mesh: DeviceMesh
     """Mesh with a single axis."""
     stream: Placement
-    """Placement of hidden states between modules: whole, or divided along tokens."""
+    """Placement of hidden states between modules: replicated, or divided along tokens."""
     summed: set[str] = field(default_factory=set)
-    """Names of whole parameters whose gradient is the sum over ranks."""
+    """Names of undivided parameters whose gradients are summed over ranks."""
     undo: ExitStack = field(default_factory=ExitStack)
     _divided: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
-    """Replacements of whole parameters that `swap_parameters` puts into the model."""
+    """Divided parameters that `swap_parameters` puts into the model, by undivided parameter."""
 
     def column(self, layer: nn.Module, slices: Sequence[int] = (), region: ParallelRandomRegion | None = None) -> None:
-        """Divide a layer by outputs: each rank has its part of every slice; for a table, of the columns."""
+        """Divide a layer by outputs: each rank has a part of every slice. An embedding table is divided by columns."""
         out = 1 if is_transposed(layer) or isinstance(layer, nn.Embedding) else 0
         self._divide(layer, {"weight": out, "bias": 0}, slices)
         self._before(layer, lambda x: self._as_dtensor(x, WHOLE))
@@ -55,7 +56,7 @@ class TensorParallelizer:
         self._after(layer, local)
 
     def row(self, layer: nn.Module, region: ParallelRandomRegion | None = None) -> None:
-        """Divide a layer by inputs: each rank receives its part; the bias is added once, to the sum."""
+        """Divide a layer by inputs: each rank receives a part of the inputs. The bias is added once, to the sum."""
         self._divide(layer, {"weight": 0 if is_transposed(layer) else 1, "bias": None})
 
         def as_parts(x: Tensor) -> DTensor:
@@ -67,13 +68,14 @@ class TensorParallelizer:
         self._after(layer, lambda result: self._redistributed(result, LAST, self.stream))
 
     def vocabulary(self, layer: nn.Module) -> None:
-        """Divide a table or head by vocabulary: each rank has its rows; the layer's output is whole."""
+        """Divide an embedding table or head by vocabulary: each rank has a part of the rows. The layer's output is
+        undivided."""
         self._divide(layer, {"weight": 0, "bias": 0})
         self._before(layer, lambda x: self._as_dtensor(x, WHOLE))
         self._after(layer, lambda result: self._redistributed(result, LAST, WHOLE))
 
     def gather_input(self, module: nn.Module) -> None:
-        """Gather hidden states at a module's input, so that the gradients there are summed once."""
+        """Gather hidden states at a module's input, so that a single all-reduce sums their gradients."""
         self._before(module, lambda x: self._as_dtensor(x, self.stream).redistribute(placements=[WHOLE]))
 
     def end_region_after(self, module: nn.Module, region: ParallelRandomRegion) -> None:
@@ -88,7 +90,7 @@ class TensorParallelizer:
         self._wrap(module, forward)
 
     def count(self, module: nn.Module, attribute: str, whole: int) -> None:
-        """Set a module's count, such as its heads, to the number on this rank."""
+        """Set a count attribute of a module, such as its number of heads, to the count on this rank."""
         self.undo.callback(setattr, module, attribute, whole)
         setattr(module, attribute, whole // self.mesh.size())
 
@@ -131,12 +133,12 @@ class TensorParallelizer:
         return DTensor.from_local(tensor, self.mesh, [have], run_check=False)
 
     def _redistributed(self, tensor: Tensor, have: Placement, want: Placement) -> Tensor:
-        """Return a tensor of one placement as a local tensor of another."""
+        """Convert a local tensor from placement `have` to placement `want`."""
         return self._as_dtensor(tensor, have).redistribute(placements=[want]).to_local()
 
     def _divide(self, layer: nn.Module, dims: Mapping[str, int | None], slices: Sequence[int] = ()) -> None:
-        """Divide a layer's parameters along these dims. Every rank has the whole parameter and keeps its part, so
-        nothing is sampled or sent."""
+        """Divide a layer's parameters along `dims`. Every rank has the whole parameter and keeps a part, so nothing is
+        sampled or sent."""
         orders = {}
         for name, dim in dims.items():
             whole = getattr(layer, name, None)
@@ -157,14 +159,14 @@ class TensorParallelizer:
         self.undo.callback(delattr, layer, "orders")
 
     def swap_parameters(self, model: nn.Module) -> None:
-        """Replace whole parameters by divided ones in every module that uses them."""
+        """Replace undivided parameters by divided parameters in every module that uses them."""
         _replace(model, self._divided)
         record_orders(model)
         self._divided.clear()
         self.undo.callback(_replace_by_whole, model)
 
     def _before(self, module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-        """Change the first input of a module, positional or by name."""
+        """Change the first input of a module, a positional or keyword argument."""
 
         def hook(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
             if args:

@@ -23,7 +23,7 @@ HEAD_COUNTS = (
     "heads", "kv_heads", "n_head", "n_heads", "n_kv_heads", "num_heads", "num_kv_heads", "num_key_value_heads",
     "num_attention_heads", "all_head_size", "split_size",
 )  # fmt: skip
-"""Attributes by which attention modules store their number of heads or width; each rank has its part."""
+"""Attributes of attention modules that store a number of heads or a width, which is divided by the number of ranks."""
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class LayerSplit:
 
     @property
     def outputs_parts(self) -> bool:
-        """True if a row layer receives its outputs; False for a table of values per head."""
+        """True if a row layer receives the layer's outputs; False for a table of values per head."""
         return self.style == "column" and not isinstance(self.layer, nn.Embedding)
 
     def check(self, ranks: int) -> None:
@@ -56,8 +56,8 @@ class LayerSplit:
 def split_model(
     model: nn.Module, mesh: DeviceMesh, rules: Sequence[str] = (), along_tokens: bool = False
 ) -> TensorParallelizer:
-    """Split a model in place over a mesh of one axis; `rules` are those of `split_plan`. Raise RefusedError, with
-    the model unchanged, if it cannot be split."""
+    """Split a model in place over a mesh of one axis. `rules` are the rules of `split_plan`. If the model cannot be
+    split, raise RefusedError before any change."""
     plan, stacks = split_plan(model, rules), find_stacks(model)
     blocks = {block for stack in stacks.values() for block in stack}
     owners: dict[str, list[LayerSplit]] = {}
@@ -113,7 +113,7 @@ def _splits(model: nn.Module, plan: Mapping[str, Style]) -> list[LayerSplit]:
 
 
 def _unit(model: nn.Module, name: str, plan: Mapping[str, Style]) -> int:
-    """Return the divisor of each slice: the width of a head if the layer belongs to an attention, else 1."""
+    """Return the divisor of each slice: the head width for a layer of attention, else 1."""
     owner, _, _ = name.rpartition(".")
     if not any(part_of_attention(other) for other in plan if other.rpartition(".")[0] == owner):
         return 1
@@ -152,7 +152,7 @@ def _refuse_unpaired(owner: str, own: Sequence[LayerSplit]) -> None:
 
 
 def _split_owner(splitting: TensorParallelizer, owner: nn.Module, own: Sequence[LayerSplit], in_stream: bool) -> None:
-    """Split the layers of one module: column layers, and row layers that receive their outputs."""
+    """Split the layers of one module: column layers, and row layers that receive the column layers' outputs."""
     is_region = any(split.outputs_parts for split in own)
     draws_apart = is_region and splitting.stream is WHOLE and drops(owner)
     region = ParallelRandomRegion(splitting.mesh.get_local_rank()) if draws_apart else None
@@ -173,8 +173,8 @@ def _split_owner(splitting: TensorParallelizer, owner: nn.Module, own: Sequence[
 
 
 def _along_vocabulary(model: nn.Module, ranks: int) -> list[nn.Module]:
-    """Return the token tables and the head that can be split; note the others, with layers that share their weight,
-    as whole."""
+    """Return the token tables and the head that can be split. Add a note about tables and heads that stay whole, with
+    layers that share their weight."""
     head = find_head(model)
     ends: dict[str, nn.Module] = {**token_tables(model), **(dict([head]) if head else {})}
     reasons = {name: reason for name, layer in ends.items() if (reason := _reason_to_stay_whole(layer, ranks))}

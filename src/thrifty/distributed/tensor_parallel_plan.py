@@ -5,8 +5,8 @@
     summed  whole, applied to a rank's own part, so that its gradient is the sum over ranks
     whole   whole, applied to activations that every rank has
 
-Thrifty's own models are known by layer names, those of transformers by the plan in their class. For other models the
-user passes a plan. Token tables and the head are split along the vocabulary and require no plan.
+For Thrifty's own models, layer names determine the plan. Models of transformers have a plan in their class. For other
+models the user passes a plan. Token tables and the head are split along the vocabulary and require no plan.
 """
 
 import re
@@ -40,8 +40,8 @@ OF_TRANSFORMERS: Mapping[str, Style] = {
 
 
 def split_plan(model: nn.Module, rules: Sequence[str] = ()) -> dict[str, Style]:
-    """Return the style of each split module inside the blocks, by name. `rules` are entries "pattern=style" with *
-    for any text; they have priority. Raise RefusedError if no plan is known for a model."""
+    """Return the style of each split module inside the blocks, by name. `rules` are entries "pattern=style", with * for
+    any text. Rules have priority over the model's plan. Raise RefusedError if there is no plan for a model."""
     styles: dict[str, Style] = {}
     for pattern, style in (*_parsed_rules(rules), *_known(model)):
         for name, _ in model.named_modules():
@@ -57,7 +57,8 @@ def split_plan(model: nn.Module, rules: Sequence[str] = ()) -> dict[str, Style]:
 
 
 def _known(model: nn.Module) -> Iterator[tuple[str, Style]]:
-    """Yield the patterns of the outermost model with a plan of its own, else those of Thrifty's models."""
+    """Yield patterns and styles from the outermost model with its own plan. Without one, yield the patterns of
+    Thrifty's models."""
     for prefix, module in model.named_modules():
         if plan := getattr(module, "_tp_plan", None):
             stacks = find_stacks(model)

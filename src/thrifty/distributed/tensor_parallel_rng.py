@@ -1,9 +1,9 @@
 """Random numbers of tensor-parallel ranks that each hold a part of the activations.
 
-Outside such regions these ranks sample the same numbers, since they have the same activations. Inside, each must sample
-its own: equal masks would repeat one mask for all heads. A region therefore samples one common number and seeds a
-generator with it and the rank's place. The common generator advances by one number, also when the forward pass is
-recomputed.
+Outside such regions, all ranks have the same activations and sample the same numbers. Inside, each rank must sample
+different numbers, or all ranks' heads would have the same dropout mask. A region therefore samples one common number.
+This number and the rank's place seed the region's generator. The common generator advances by one number, also if the
+forward pass is recomputed.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from thrifty.core.randomness import seed_of
 
 @contextmanager
 def parallel_randomness(place: int) -> Iterator[None]:
-    """Use random numbers of the rank at this place inside the block."""
+    """Use the random numbers of the rank `place` inside the block."""
     common = int(torch.empty((), dtype=torch.int64).random_())
     with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
         torch.manual_seed(seed_of(f"{common}/{place}"))
@@ -26,7 +26,7 @@ def parallel_randomness(place: int) -> Iterator[None]:
 
 
 def drops(module: nn.Module) -> bool:
-    """Return True if a module applies dropout, in a submodule or by a rate that it passes to a function."""
+    """Return True if a module applies dropout, by a submodule or by a dropout rate attribute."""
     own = [child.p for child in module.modules() if isinstance(child, _DropoutNd)]
     passed = [value for child in module.modules() for name, value in vars(child).items() if "drop" in name]
     return any(isinstance(rate, float) and rate > 0 for rate in (*own, *passed))

@@ -16,11 +16,12 @@ from thrifty.modeling.stream_norms import is_norm
 
 TRAINED_NAMES: ModuleNote[frozenset[str]] = ModuleNote("trained_names")
 ALSO_TRAINED: ModuleNote[frozenset[str]] = ModuleNote("also_trained")
-"""Parameters of a model, such as a new head without trained values, that every adapter leaves trainable."""
+"""Note on a model: parameters that every adapter leaves trainable, such as a new head without trained values."""
 
 
 def train_only(model: nn.Module, names: Collection[str]) -> None:
-    """Freeze every parameter except these and those in `ALSO_TRAINED`; the model records them for `check_trained`."""
+    """Freeze every parameter except `names` and `ALSO_TRAINED`. The trained names are noted on the model for
+    `check_trained`."""
     counts, names = {True: 0, False: 0}, {*names, *(ALSO_TRAINED.get(model) or ())}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in names)
@@ -30,7 +31,7 @@ def train_only(model: nn.Module, names: Collection[str]) -> None:
 
 
 def check_trained(model: nn.Module, technique: str) -> None:
-    """Raise IntegrityError if the trained parameters differ from those of `train_only`."""
+    """Raise IntegrityError if the trainable parameters differ from the ones that `train_only` noted."""
     names: Collection[str] = TRAINED_NAMES.get(model) or ()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad != (name in names):
@@ -50,7 +51,7 @@ def norm_names(model: nn.Module) -> set[str]:
 
 
 def head_names(model: nn.Module) -> set[str]:
-    """Return the names of the head's parameters; empty if there is no head or if it is tied to the embedding."""
+    """Return the names of the head's parameters; empty if there is no head or if the head is tied to the embedding."""
     named_head = find_head(model)
     if named_head is None:
         add_note("no head was found; none is trained")
@@ -63,7 +64,8 @@ def head_names(model: nn.Module) -> set[str]:
 
 
 class AdapterTechnique(Technique):
-    """A technique that trains a few parameters while the others are frozen. Its `model` ends with `train_only`."""
+    """A technique that trains a few parameters and freezes all others. A subclass's `model` ends with a call of
+    `train_only`."""
 
     stage, numerics = Stage.ADAPTERS, Numerics.DIFFERENT
     claims = frozenset({Claim.FROZEN_BASE_WEIGHTS})

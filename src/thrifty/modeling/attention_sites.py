@@ -1,8 +1,8 @@
 """Self-attention modules of a model, and the replacement of their attention core.
 
-In Thrifty's models the core is an attribute of the attention module. It maps q (b, h, t, k), k and v (b, g, s, k) and
-an optional mask to (b, h, t, k). Models of transformers look up their attention by a name in their config. Thrifty
-registers a function under its own name there, which calls the module's core.
+In Thrifty's models the core is an attribute of the attention module. A core maps q (b, h, t, k), k and v (b, g, s, k)
+and an optional mask to (b, h, t, k). Models of transformers look up their attention function by a name in their config.
+Thrifty registers a function under the name `INTERFACE`; this function calls the module's core.
 """
 
 from collections.abc import Callable, Sequence
@@ -22,19 +22,19 @@ HEAD_WIDTHS = ("qk_head_dim", "head_width", "head_dim", "head_size", "attention_
 
 AttentionCore = Callable[..., Tensor]
 INTERFACE = "thrifty"
-"""Thrifty's name among the attention functions of transformers."""
+"""Name of Thrifty's attention function in transformers."""
 HEADS = ("heads", "num_heads", "num_attention_heads", "n_heads", "n_head")
 KEY_HEADS = ("kv_heads", "num_key_value_heads", "num_kv_heads", "n_kv_heads")
-"""Attributes by which attention modules or their configs store the number of heads."""
+"""Attributes of attention modules or configs that store the number of key heads."""
 CROSS = ("cross", "encoder_attn", "EncDec")
-"""Parts of names by which cross-attention is recognized in transformers."""
+"""Substrings of module names that identify cross-attention in transformers."""
 FURTHER = ("softcap", "s_aux", "position_bias")
-"""Arguments of some transformers' attention, in addition to a scale and a mask, that cores do not support."""
+"""Arguments of some attention functions of transformers that cores do not support."""
 
 
 class SwappableCore:
-    """A core that calls another, `core`, which can be changed at any time. `watch` receives the queries, keys and
-    mask of each call."""
+    """A core that calls `core`, which can be replaced at any time. `watch` receives the queries, keys and mask of each
+    call."""
 
     def __init__(self, core: AttentionCore):
         self.core = core
@@ -54,7 +54,7 @@ class AttentionSite:
     module: nn.Module
     causal: bool
     plain: AttentionCore
-    """The original core, or one that computes the same."""
+    """The original core, or an equivalent core."""
     whole: nn.Module | None = None
     """Model of transformers that contains the module; None for Thrifty's models."""
 
@@ -91,13 +91,14 @@ class AttentionSite:
 
     @property
     def implementation(self) -> str:
-        """Name of the model's plain attention in transformers, also while Thrifty's is active."""
+        """Name of the model's original attention function in transformers, also while Thrifty's function is active."""
         assert self.whole is not None
         name = self.whole.config._attn_implementation  # type: ignore[union-attr]
         return self.whole.plain_attention if name == INTERFACE else name  # type: ignore[return-value]
 
     def take_away(self) -> None:
-        """Restore the plain core; in a model of transformers also the implementation, once no core is left."""
+        """Restore the plain core. After the last core is removed, also restore the attention function of a transformers
+        model."""
         if self.whole is None:
             self.module.core = self.plain
         elif hasattr(self.module, "thrifty_core"):
@@ -109,7 +110,7 @@ class AttentionSite:
 ATTENTION_SITES: ModuleNote[list[AttentionSite]] = ModuleNote("attention_sites")
 """Note on a model: the sites of its replaced cores."""
 LOSING_CORES: ModuleNote[list[Any]] = ModuleNote("losing_cores")
-"""Note on a model: cores with losses in their attribute `losses`, a list while losses are collected."""
+"""Note on a model: cores with an attribute `losses`, which is a list while losses are collected."""
 
 
 def find_attention_sites(model: nn.Module) -> list[AttentionSite]:
@@ -157,8 +158,8 @@ def _is_of_transformers(name: str, module: nn.Module) -> bool:
 
 @cache
 def _register() -> None:
-    """Register Thrifty's attention with the masks of torch's own attention: none if causality alone defines the
-    mask."""
+    """Register Thrifty's attention with the mask function of SDPA, which creates no mask if causality alone
+    suffices."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
@@ -176,7 +177,8 @@ def _attend(
     scaling: float | None = None,
     **options: Any,
 ) -> tuple[Tensor, None]:
-    """Compute attention for transformers with the module's core, or with torch's attention if it has none."""
+    """Compute attention for transformers with the module's core, or with torch's attention if the module has no
+    core."""
     core = getattr(module, "thrifty_core", None)
     if core is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
@@ -200,8 +202,7 @@ def _attend(
 
 
 def _causality(module: nn.Module, query: Tensor, key: Tensor, is_causal: bool | None) -> Tensor | None:
-    """Return the mask (1, 1, t, s) of a causal call in a module that is not causal by itself; None if none is
-    required."""
+    """Return the causal mask (1, 1, t, s) for a causal call of a non-causal module; None if no mask is required."""
     if is_causal is None or bool(is_causal) == bool(getattr(module, "is_causal", False)):
         return None
     if not is_causal:

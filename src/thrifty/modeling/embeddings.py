@@ -1,4 +1,4 @@
-"""The embeddings that feed a model's residual stream, and the head."""
+"""The embeddings whose outputs enter a model's residual stream, and the head."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -17,7 +17,8 @@ _NO_TOKENS = re.compile(r"pos|wpe|type|segment")
 
 
 def stream_tables(model: nn.Module) -> dict[str, nn.Embedding]:
-    """Return every embedding outside the blocks that feeds the stream, by name: tokens, positions, segment types."""
+    """Return every embedding outside the blocks whose output enters the stream, by name: tokens, positions, segment
+    types."""
     stacks = find_stacks(model)
     return {
         name: module
@@ -38,8 +39,8 @@ def token_tables(model: nn.Module) -> dict[str, nn.Embedding]:
 
 
 def stack_after(table: str, stacks: Iterable[str]) -> str:
-    """Return the stack that a table feeds: the one with the longest common path of names. For a table of both stacks
-    this is the first, the encoder."""
+    """Return the stack that a table belongs to: the stack with the longest common path of names. For a table of both
+    stacks this is the first stack, the encoder."""
 
     def shared(stack: str) -> int:
         same = [
@@ -51,8 +52,8 @@ def stack_after(table: str, stacks: Iterable[str]) -> str:
 
 
 def own_multiplier(model: nn.Module, table: nn.Embedding) -> float:
-    """Return the factor that an attribute of the table or of its parent sets for the table's outputs; 1 if none
-    does."""
+    """Return the factor that the table or its parent applies to the table's outputs, read from an attribute; 1 without
+    such an attribute."""
     holders: list[nn.Module] = [table]
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.Embedding) and module.weight is table.weight:
@@ -78,9 +79,9 @@ def _times_multiplier(module: nn.Module, args: Any, output: Any) -> Any:
 
 @torch.no_grad()
 def size_stream(model: nn.Module, multiplier: float = 0.0) -> None:
-    """Multiply the outputs of every table by `multiplier`; for 0, scale the sum of a stack's tables to an RMS of 1.
-    This replaces the first norm. Without it the branches would receive only the small initial values of a table
-    (0.02)."""
+    """Multiply the outputs of every table by `multiplier`; for 0, scale the sum of a stack's tables to an RMS of 1. The
+    scale replaces the first norm. Without it the branches would receive only the small initial values of a table (about
+    0.02)."""
     tables, tokens = stream_tables(model), token_tables(model)
     feeding: dict[str, dict[str, nn.Embedding]] = {}
     for name, table in tables.items():
@@ -101,9 +102,9 @@ def size_stream(model: nn.Module, multiplier: float = 0.0) -> None:
 def output_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the layers that produce a model's outputs, by name, found by structure.
 
-    They are outside the blocks, and no later layer has their output width as its input width. Empty for a bare encoder
-    or decoder of `transformers`. In a model without blocks they are the last layer, and layers of the same container
-    whose outputs no later layer takes.
+    An output layer is outside the blocks, and no later layer has its output width as input width. The result is empty
+    for a bare encoder or decoder of `transformers`. In a model without blocks, output layers are the last layer and
+    layers of the same container whose output no later layer uses.
     """
     layers = weight_layers(model)
     try:
@@ -139,7 +140,7 @@ def output_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _returns_stream_width(block: nn.Module) -> bool:
-    """Return False for one of several heads: its last layer has an output width that none of its layers takes."""
+    """Return False for one of several heads: no layer of the head has the last layer's output width as input width."""
     layers = [*weight_layers(block).values()]
     return bool(layers) and out_width(layers[-1]) in map(in_width, layers)
 
@@ -158,10 +159,10 @@ def _parts_of_transformers(model: nn.Module) -> tuple[set[nn.Module], set[nn.Mod
 
 
 def find_head(model: nn.Module) -> tuple[str, nn.Module] | None:
-    """Return the name and module of the last output layer; None if there is none."""
+    """Return the name and module of the last output layer; None if there is no output layer."""
     return next(reversed(output_layers(model).items()), None)
 
 
 def is_tied(head: nn.Module, tables: Mapping[str, nn.Embedding]) -> bool:
-    """Return True if a head's weight is also a token table."""
+    """Return True if a head's weight is also the weight of a token embedding."""
     return any(head.weight is table.weight for table in tables.values())

@@ -9,8 +9,8 @@ from thrifty.core.errors import RefusedError
 from thrifty.core.run_notes import add_note
 
 IMAGES = "inputs"
-"""Field of a batch with images (b, c, h, w) or (b, h, w); in a user's own data, the only field with shape (b, c, h,
-w)."""
+"""Field of a batch with images (b, c, h, w) or (b, h, w). In a user's own data, images are the only field with shape
+(b, c, h, w)."""
 
 
 def _field_of_images(batch: Batch) -> str | None:
@@ -28,7 +28,7 @@ def _field_of_images(batch: Batch) -> str | None:
 
 
 def images_of(batch: Batch) -> Tensor | None:
-    """Return the images of a batch, None if it has none. Raise RefusedError for images that are not floats."""
+    """Return the images of a batch; None if there are no images. Raise RefusedError for images that are not floats."""
     if (field := _field_of_images(batch)) is None:
         return None
     images = batch[field]
@@ -46,9 +46,9 @@ def replace_images(batch: Batch, images: Tensor) -> Batch:
 def resized_images(
     source: BatchSource, who: str, side_at: Callable[[int, int], int], resized: Callable[[Tensor, int, int], Tensor]
 ) -> BatchSource:
-    """Return a source whose images at each step are `resized(images, height, width)`. `side_at(step, side)` is the
-    size of a full side at that step. A note is added if the first images are not smaller. Batches without images
-    raise RefusedError in the name of `who`."""
+    """Return a source whose images at each step are `resized(images, height, width)`. `side_at(step, side)` returns the
+    size at `step` for a full side of `side` pixels. Add a note if the first images have their full size. Raise
+    RefusedError in the name of `who` for batches without images."""
 
     def change(step: int, batch: Batch) -> Batch:
         images = images_of(batch)

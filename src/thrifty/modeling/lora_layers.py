@@ -1,7 +1,7 @@
 """LoRA factors of one layer: linear layers, `Conv1D`, embeddings, and torch's own attention.
 
 The factors are parameters of the layer, `lora_a` and `lora_b`; a named adapter has `lora_a_NAME` and `lora_b_NAME`. The
-layer's note `LORA` holds the other data of its adapters.
+layer's note `LORA` stores settings and states of its adapters.
 """
 
 import math
@@ -31,7 +31,7 @@ class LoraFactors:
     dropout: float = 0.0
     rank_stabilized: bool = False
     sizes: tuple[int, ...] = ()
-    """Output widths of fused layers, each with factors of its own; empty for a single layer."""
+    """Output widths of fused layers, each with separate factors; empty for a single layer."""
     chosen: tuple[int, ...] = ()
     """Indices of the fused layers that have factors."""
 
@@ -47,7 +47,7 @@ class LayerAdapters:
     factors: dict[str, LoraFactors] = field(default_factory=dict)
     active: tuple[str, ...] = ()
     original_weight: Tensor | None = None
-    """The original weight while additions are merged into it, else None."""
+    """The original weight while adapters are merged into the layer's weight, else None."""
     former: Callable[..., Any] | None = None
     """The layer's previous wrapped forward, if any."""
 
@@ -64,8 +64,8 @@ def weight_name(layer: nn.Module) -> str:
 
 
 def is_stored_in_out(layer: nn.Module) -> bool:
-    """Return True if a weight has shape (in, out): that of `Conv1D` and of an embedding, whose input is a one-hot
-    vector."""
+    """Return True if the layer's weight has shape (in, out), as in `Conv1D` and in an embedding (with a one-hot vector
+    as input)."""
     return isinstance(layer, nn.Embedding) or is_transposed(layer)
 
 
@@ -84,9 +84,8 @@ def parameter_names(name: str = DEFAULT) -> tuple[str, str]:
 def add_factors(
     layer: nn.Module, factors: LoraFactors, name: str = DEFAULT, generator: torch.Generator | None = None
 ) -> None:
-    """Add the factors of an adapter to one layer and activate it; the layer's own parameters are frozen. A is
-    initialized Kaiming-uniform and B to zero, so that the addition starts at zero. In an embedding A is zero and B
-    is normal."""
+    """Add the factors of an adapter to one layer and activate the adapter. The layer's own parameters are frozen. A is
+    initialized Kaiming-uniform and B to zero, so B A starts at zero. In an embedding A is zero and B is normal."""
     weight = getattr(layer, weight_name(layer))
     in_size, out_size = widths(layer)
     if factors.sizes:
@@ -107,7 +106,7 @@ def add_factors(
 
 
 def attach_adapters(layer: nn.Module) -> LayerAdapters:
-    """Return a layer's adapters; wrap its forward if it has none yet."""
+    """Return a layer's adapters. If the layer has no adapters yet, wrap its forward."""
     if (adapters := LORA.get(layer)) is None:
         adapters = LORA.set(layer, LayerAdapters(former=vars(layer).get("forward")))
         forwards = ((nn.MultiheadAttention, _attend), (nn.Embedding, _look_up))
@@ -125,7 +124,7 @@ def detach_adapters(layer: nn.Module) -> None:
 
 
 def factors_of(layer: nn.Module, name: str = DEFAULT) -> tuple[Tensor, Tensor, float]:
-    """Return A (k, in), B (out, k) and the scale of an adapter; k is the rank times the number of chosen fused
+    """Return A (k, in), B (out, k) and the scale of an adapter. k is the rank times the number of `chosen` fused
     layers."""
     a, b = (getattr(layer, each) for each in parameter_names(name))
     own = LORA.of(layer).factors[name]
@@ -133,7 +132,8 @@ def factors_of(layer: nn.Module, name: str = DEFAULT) -> tuple[Tensor, Tensor, f
 
 
 def with_products(layer: nn.Module, weights: Mapping[str, float]) -> Tensor:
-    """Return the layer's weight plus the weighted products of these adapters, rounded once at the end."""
+    """Return the layer's weight plus scale · B A of each adapter, times its weight in `weights`. The sum is rounded
+    once at the end."""
     weight = getattr(layer, weight_name(layer))
     total = weight.to(torch.promote_types(weight.dtype, torch.float32))
     for name, factor in weights.items():
@@ -163,7 +163,7 @@ def _look_up(table: nn.Embedding, inner: Any, tokens: Tensor) -> Tensor:
 
 
 def _attend(attention: nn.MultiheadAttention, inner: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run torch's attention with the additions in its weights, since it does not call its own layers."""
+    """Run torch's attention with adapted weights, because `nn.MultiheadAttention` does not call its own layers."""
     with _summed(attention), _summed(attention.out_proj):
         return inner(*args, **kwargs)
 

@@ -1,6 +1,6 @@
-"""LoRA adapters of a whole model: several named adapters on one base, attached, switched, merged and removed.
+"""LoRA adapters of a whole model: attach, switch, merge and remove several named adapters on one base.
 
-No weight of the base is copied or renamed, for any number of adapters.
+Base weights are never copied or renamed, for any number of adapters.
 """
 
 import re
@@ -27,9 +27,9 @@ from thrifty.modeling.module_surgery import tied_names
 
 
 def attach(model: nn.Module, layers: Mapping[str, LoraFactors], name: str = DEFAULT, seed: int = 0) -> None:
-    """Add the factors of an adapter to layers, by name, and activate it. The first adapter freezes the base. Initial
-    values depend only on the seed and on the names of layer and adapter. Raise UsageError for an invalid or existing
-    name, or while adapters are merged."""
+    """Add the factors of an adapter to `layers` (by layer name) and activate the adapter. The first adapter freezes the
+    base. Initial values depend only on the seed and on the names of layer and adapter. Raise UsageError for an invalid
+    or existing name, or while adapters are merged."""
     if not re.fullmatch(r"\w+", name):
         raise UsageError(f"{name!r} is no name for an adapter", fix="use letters, digits and underscores")
     if name in adapters(model):
@@ -48,7 +48,7 @@ def attach(model: nn.Module, layers: Mapping[str, LoraFactors], name: str = DEFA
 
 
 def adapted_layers(model: nn.Module, name: str = "") -> dict[str, nn.Module]:
-    """Return the layers with factors, by name: of one adapter, or of any."""
+    """Return the layers with factors of the adapter `name`, by layer name; by default of any adapter."""
     return {path: layer for path, layer in LORA.noted(model) if not name or name in LORA.of(layer).factors}
 
 
@@ -68,7 +68,7 @@ def factor_names(model: nn.Module) -> set[str]:
 
 
 def activate(model: nn.Module, *names: str) -> None:
-    """Activate these adapters, whose additions are summed; without names only the base is active."""
+    """Activate the adapters `names` and sum their outputs. Without names only the base is active."""
     _refuse_merged(model)
     check_names(model, names)
     for layer in adapted_layers(model).values():
@@ -77,7 +77,8 @@ def activate(model: nn.Module, *names: str) -> None:
 
 @contextmanager
 def active_adapters(model: nn.Module, *names: str) -> Iterator[None]:
-    """Activate these adapters inside the block only. A backward pass with recomputation must be inside, too."""
+    """Activate the adapters `names` inside the block only. A backward pass with recomputation must also be inside the
+    block."""
     before = {path: LORA.of(layer).active for path, layer in adapted_layers(model).items()}
     activate(model, *names)
     try:
@@ -88,7 +89,7 @@ def active_adapters(model: nn.Module, *names: str) -> Iterator[None]:
 
 
 def remove(model: nn.Module, name: str = DEFAULT) -> None:
-    """Remove an adapter. After the last one the layers are restored; their weights stay frozen."""
+    """Remove an adapter. Removal of the last adapter restores the layers' forward; their weights stay frozen."""
     _refuse_merged(model)
     check_names(model, (name,))
     for layer in adapted_layers(model, name).values():
@@ -104,9 +105,9 @@ def remove(model: nn.Module, name: str = DEFAULT) -> None:
 
 @torch.no_grad()
 def merge(model: nn.Module, weights: Mapping[str, float] | None = None) -> None:
-    """Add low-rank products to the weights and keep the original weights for `unmerge`. Merged are the active
-    adapters, or those in `weights` with these factors. Sums are at least float32. Layers that are merged already
-    stay unchanged. Raise RefusedError, with nothing changed, for a weight that is shared with another layer."""
+    """Add the low-rank products B A to the weights, and keep the original weights for `unmerge`. By default the active
+    adapters are merged; `weights` maps adapters to factors instead. Sums are computed in float32 or more. Merged layers
+    stay unchanged. Raise RefusedError, before any change, for a weight that is shared with another layer."""
     check_names(model, weights or ())
     chosen: dict[nn.Module, dict[str, float]] = {}
     aliases = tied_names(model)

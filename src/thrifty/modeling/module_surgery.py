@@ -1,7 +1,7 @@
 """Module surgery: find and change modules of any model without knowledge of its architecture.
 
-Changes never rename a parameter. Additions are new parameters or buffers of a module; changed computations wrap its
-forward in place. A weight keeps its name from the plain run to the last checkpoint.
+Changes never rename a parameter. Additions are new parameters or buffers of a module. A changed computation wraps the
+module's forward in place. So a weight has the same name in every checkpoint, with and without techniques.
 """
 
 import re
@@ -22,7 +22,7 @@ from thrifty.modeling.stage_placeholders import present
 
 @dataclass(frozen=True)
 class ModuleSelection:
-    """Modules that a filter matched, by name, and modules of the right kind that it skipped, with reasons."""
+    """Modules that a filter matched, by name, and skipped modules of the same kind, with reasons."""
 
     matched: Mapping[str, nn.Module]
     skipped: Mapping[str, str] = field(default_factory=dict)
@@ -41,7 +41,7 @@ def select(
 ) -> ModuleSelection:
     """Return modules of `kind` whose name contains a match of the pattern `where`. `skip` returns a reason to skip a
     module. Modules with a computed weight are skipped. Raise RefusedError with the available names if nothing
-    matches, since a filter without a match should not pass silently."""
+    matches."""
     candidates = {name: module for name, module in model.named_modules() if isinstance(module, kind)}
     computed = "its weight is computed from other parameters"
     reasons = {
@@ -64,8 +64,8 @@ def select(
 
 
 def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Return the name and list of the repeated residual blocks: the longest ModuleList with members of a single
-    class. Blocks of other pipeline stages are left out. Raise RefusedError if the model has no such list."""
+    """Return the name and list of the repeated residual blocks: the longest ModuleList whose members have one class.
+    Blocks of other pipeline stages are left out. Raise RefusedError if the model has no list of equal blocks."""
     lists = {name: _local_blocks(module) for name, module in model.named_modules() if _is_list_of_equals(module)}
     if not lists:
         raise RefusedError(
@@ -79,9 +79,9 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
 def find_stacks(model: nn.Module) -> dict[str, nn.ModuleList]:
     """Return every outermost list of equal blocks, by name, in order of definition.
 
-    A decoder has one, an encoder-decoder two. Lists inside a block and lists of single layers are not counted; blocks
-    of other pipeline stages are left out. In a model without such lists, an `nn.Sequential` of several equal blocks is
-    one. Raise RefusedError if the model has none.
+    A decoder has one stack, an encoder-decoder has two. Lists inside a block and lists of single layers are no stacks.
+    Blocks of other pipeline stages are left out. In a model without ModuleLists of blocks, an `nn.Sequential` of
+    several equal blocks is a stack. Raise RefusedError if the model has no stack.
     """
     return _stacks(model, nn.ModuleList) or _stacks(model, nn.Sequential) or dict([find_blocks(model)])
 
@@ -105,7 +105,7 @@ def refuse_repeated(stack: str, blocks: nn.ModuleList) -> None:
 
 
 def is_under(name: str, module: str) -> bool:
-    """Return True if `name` belongs to something inside `module`; "" is the model itself."""
+    """Return True if `name` is inside the module named `module`; "" is the model itself."""
     return not module or name.startswith(f"{module}.")
 
 
@@ -116,15 +116,15 @@ def _is_list_of_equals(module: nn.Module, kind: type[nn.Module] = nn.ModuleList)
 
 
 def _local_blocks(blocks: nn.ModuleList) -> nn.ModuleList:
-    """Return the list itself, which can be changed, if no block is on another stage; else a list of the local
-    blocks."""
+    """Return the list itself if all blocks are local, so that it can be changed. Otherwise return a new list of the
+    local blocks."""
     own = present(blocks)
     return blocks if len(own) == len(blocks) else nn.ModuleList(own)
 
 
 def weight_layers(module: nn.Module) -> dict[str, nn.Module]:
-    """Return modules that multiply by a matrix of their own, by name, in order of definition. These are linear
-    layers of any class, and `nn.MultiheadAttention` as a whole, since it does not call its own layers."""
+    """Return modules with their own weight matrix, by name, in order of definition. These are linear layers of any
+    class. `nn.MultiheadAttention` is one module, because it does not call its own layers."""
     return {name: layer for name, layer in _matrix_layers(module).items() if not computes_weight(layer)}
 
 
@@ -147,8 +147,8 @@ def _multiplies(module: nn.Module) -> bool:
 
 
 def computes_weight(module: nn.Module) -> bool:
-    """Return True if a module computes its weight from other parameters, as with `weight_norm`. A value written to
-    such a weight would be lost."""
+    """Return True if a module computes its weight from other parameters, as `weight_norm` does. Values written to a
+    computed weight would be lost."""
     return is_parametrized(module, "weight") or isinstance(vars(module).get("weight"), Tensor)
 
 
@@ -167,8 +167,8 @@ def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
 
 
 def refuse_copies(model: nn.Module, who: str, in_evaluation: bool = False) -> None:
-    """Make copies of a model refuse to train if the setup for the model is not copied. With `in_evaluation` they
-    also refuse to record gradients in evaluation mode."""
+    """Make copies of the model raise an error in training, because a copy lacks the setup. With `in_evaluation` copies
+    also raise an error if gradients are recorded in evaluation mode."""
     own = weakref.ref(model)
 
     def refuse(module: nn.Module, args: object) -> None:
@@ -182,19 +182,19 @@ def refuse_copies(model: nn.Module, who: str, in_evaluation: bool = False) -> No
 
 
 def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
-    """Replace a module's forward. torch's fused encoder layers are switched off in this process: in evaluation they
-    read weights without calling forward."""
+    """Replace a module's forward. Also switch off torch's fused encoder layers in this process, because in evaluation
+    they read weights without calling forward."""
     torch.backends.mha.set_fastpath_enabled(False)
     module.forward = forward  # type: ignore[method-assign]
 
 
 def change_first(output: Any, change: Callable[[Any], Any]) -> Any:
-    """Change the first element of a module's output, or all of it if it is no tuple."""
+    """Change the first element of a module's output, or the whole output if it is not a tuple."""
     return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Return a mapping from each further name of a shared tensor to its first name."""
+    """Return a mapping from each additional name of a shared tensor to the tensor's first name."""
     first: dict[int, str] = {}
     named = model.named_parameters(remove_duplicate=False)
     firsts = {name: first.setdefault(id(parameter), name) for name, parameter in named}

@@ -1,7 +1,7 @@
 """Kinds of parameters for optimizers: weight decay, hidden matrices, fused layers.
 
-They are determined from names and shapes alone. Marks on a parameter store what only the model knows: its own learning
-rate factor, which dim is the input, and that it is an embedding or a head.
+Kinds are determined from names and shapes alone. Marks on a parameter store other facts: a learning rate factor, the
+input dim, and membership in an embedding or head.
 """
 
 import re
@@ -24,14 +24,14 @@ _GATED = re.compile(r"up|gate_up|gate_up_proj|wi|w12|fc1|linear1")
 
 
 def is_matrix(name: str, parameter: Tensor) -> bool:
-    """Return True if weight decay and trust ratios apply: Thrifty's only rule for this. Excluded are vectors and
-    scalars (norms, biases, gains), anything named a bias, and position or class tokens."""
+    """Return True if weight decay and trust ratios apply to a parameter. Vectors and scalars (norms, biases, gains),
+    parameters named bias, and position or class tokens are excluded."""
     return parameter.ndim > 1 and not name.endswith("bias") and not _TABLE.search(name)
 
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
-    """Return True for a matrix that maps activations to activations. Excluded are embeddings and heads (by name or
-    by `mark_end`), position tables and convolution kernels."""
+    """Return True for a matrix that maps activations to activations. Embeddings and heads (by name or `mark_end`),
+    position tables and convolution kernels are excluded."""
     module = name.removesuffix(".weight")
     at_an_end = any(_END.fullmatch(word) for word in module.lower().split(".")) or _LAST.fullmatch(module)
     return parameter.ndim == 2 and is_matrix(name, parameter) and not (at_an_end or is_marked_end(parameter))
@@ -43,12 +43,12 @@ def set_learning_rate_factor(parameter: Tensor, factor: float) -> None:
 
 
 def learning_rate_factor(parameter: Tensor) -> float | None:
-    """Return the factor of a parameter's learning rate; None if it was not set."""
+    """Return the factor of a parameter's learning rate; None if no factor was set."""
     return getattr(parameter, "own_factor", None)
 
 
 def mark_end(parameter: Tensor) -> None:
-    """Mark a parameter as an end of the model: an embedding, or a layer that produces outputs."""
+    """Mark a parameter as part of an embedding or of an output layer."""
     parameter.is_model_end = True  # type: ignore[attr-defined]
 
 
@@ -68,13 +68,14 @@ def is_kept_transposed(parameter: Tensor) -> bool:
 
 
 def marks_of(parameter: Tensor) -> dict[str, Any]:
-    """Return the marks of a parameter, which a deep copy of it loses."""
+    """Return the marks of a parameter. A deep copy of a parameter loses its marks."""
     marks = ("own_factor", "is_kept_transposed", "is_model_end")
     return {name: getattr(parameter, name) for name in marks if hasattr(parameter, name)}
 
 
 def stand_in_for(parameter: Tensor, copy: Tensor) -> Tensor:
-    """Copy the marks of a parameter to `copy`, which an optimizer receives in its place, and return `copy`."""
+    """Copy the marks of a parameter to `copy`, and return `copy`. An optimizer receives `copy` in place of the
+    parameter."""
     vars(copy).update(marks_of(parameter))
     return tag_order(copy, order_of(parameter))
 
@@ -91,11 +92,11 @@ class FusedSlices:
 
 
 def fused_slices(names: Sequence[str], parameters: Sequence[Tensor]) -> list[FusedSlices | None]:
-    """Return for each parameter the layers that it fuses, None for a single layer.
+    """Return the fused layers of each parameter; None for a single layer.
 
     Fused layers are queries, keys and values; keys and values; or the gate and value of a gated MLP. Keys and values
-    have fewer rows if heads share them. The following layer in the same module determines their widths.
-    `query_key_value` interleaves its heads, cannot be cut into layers, and counts as one.
+    have fewer rows if heads share them. The next layer in the same module determines their widths. `query_key_value`
+    interleaves heads, so it cannot be split and counts as a single layer.
     """
     layers = [_layer(name) for name in names]
     siblings: dict[str, dict[str, Tensor]] = {}

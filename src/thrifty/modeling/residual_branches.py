@@ -1,9 +1,10 @@
 """Residual branches of a block, and the matrices inside them, for any model.
 
 A block adds the outputs of its branches to a stream of one width. Branches are found by structure and layer names, not
-by a table of architectures. A branch ends in a layer with the stream's output width whose name is not that of a query,
-key, value, gate or inner layer. The other layers belong to the end with which they share most of their path, if tied to
-the next one. A block with a weight that has no branch is refused.
+by a table of architectures. A branch ends in an output layer: its output width is the stream's width, and its name is
+not typical of a query, key, value, gate or inner layer. Every other layer belongs to the output layer with the longest
+common path. If there are several, the next output layer is used. A block with a weight outside all branches raises
+RefusedError.
 """
 
 import re
@@ -39,28 +40,28 @@ _NAME_THE_ENDS = (
 
 @dataclass(frozen=True)
 class ResidualBranch:
-    """One residual branch of a block; names are those in the model."""
+    """One residual branch of a block, with module names as in the model."""
 
     writer: nn.Module
-    """Module whose output is added to the stream."""
+    """Output layer of the branch: its output is added to the stream."""
     name: str
-    """Name of the writer."""
+    """Name of the output layer."""
     inner: Mapping[str, nn.Module]
-    """Weight layers before the last one, in order of definition."""
+    """Weight layers before the output layer, in order of definition."""
     owner: nn.Module
     """Module that contains the inner layers."""
     kind: Kind
 
     @property
     def last(self) -> nn.Module:
-        """Layer whose weight is the last factor of the branch."""
+        """Layer with the last weight matrix of the branch."""
         return self.writer.out_proj if isinstance(self.writer, nn.MultiheadAttention) else self.writer
 
 
 def find_branches(model: nn.Module, where: str = "") -> dict[str, Blocks]:
-    """Return the branches of each block of each stack. `where` is a pattern for the names, inside a block, of
-    modules that write into the stream; by default they are detected. Raise RefusedError for a model without blocks,
-    or for a weight in a block that belongs to no branch."""
+    """Return the branches of each block of each stack. `where` is a pattern of output layer names inside a block; by
+    default output layers are detected. Raise RefusedError for a model without blocks, or for a weight of a block
+    outside all branches."""
     branches: dict[str, Blocks] = {}
     for stack, blocks in find_stacks(model).items():
         refuse_repeated(stack, blocks)
@@ -72,8 +73,8 @@ def find_branches(model: nn.Module, where: str = "") -> dict[str, Blocks]:
 
 
 def depths(model: nn.Module, stacks: Mapping[str, Blocks]) -> dict[str, int]:
-    """Return the number of blocks that a forward pass runs in each stack. It exceeds the number of modules if blocks
-    run repeatedly, as the groups of ALBERT do."""
+    """Return the number of blocks that a forward pass runs in each stack. If blocks run repeatedly, as in ALBERT, this
+    exceeds the number of modules."""
     config = getattr(model, "config", None)
     groups, layers = (getattr(config, name, None) for name in ("num_hidden_groups", "num_hidden_layers"))
     counts = {stack: layers if groups == len(blocks) else len(blocks) for stack, blocks in stacks.items()}
@@ -84,7 +85,7 @@ def depths(model: nn.Module, stacks: Mapping[str, Blocks]) -> dict[str, int]:
 
 
 def is_decoder(blocks: Blocks) -> bool:
-    """Return True if these blocks attend to the output of another stack."""
+    """Return True if the blocks attend to the output of another stack."""
     return any(branch.kind == "cross-attention" for branch in blocks[0])
 
 
@@ -107,16 +108,17 @@ def _branches(name: str, block: nn.Module, where: str) -> list[ResidualBranch]:
 
 
 def _end_of(path: str, ends: Sequence[str], later: Sequence[str]) -> str | None:
-    """Return the end that a layer leads to: among those that share most modules with it, the next one. If there is
-    no next one, return the last one before it, provided that they share more than the block."""
+    """Return the output layer ("end") of a layer's branch. Candidates are the output layers that share most modules
+    with the layer. Return the next candidate; without a next one, the last previous candidate if both share more than
+    the block."""
     near = max((_shared(path, end) for end in ends), default=0)
     nearest = [end for end in ends if _shared(path, end) == near]
     return next((end for end in nearest if end in later), nearest[-1] if near else None)
 
 
 def _ends(layers: Mapping[str, nn.Module], where: str) -> list[str]:
-    """Return the layers that end a branch, in order of definition. A layer with an unknown name is an end if it has
-    the stream's width and another layer came since the last end."""
+    """Return the output layers of branches, in order of definition. A layer with an unknown name is an output layer if
+    it has the stream's width and is not directly after another output layer."""
     width = next((in_width(layer) for layer in layers.values()), 0)
     ends: list[str] = []
     is_open = False
@@ -134,7 +136,7 @@ def _ends(layers: Mapping[str, nn.Module], where: str) -> list[str]:
 
 
 def _shared(path: str, other: str) -> int:
-    """Return the number of modules, from the block inwards, that contain both."""
+    """Return the number of modules, from the block inwards, that contain both layers."""
     words = zip(path.split(".")[:-1], other.split(".")[:-1], strict=False)
     return next(
         (i for i, (first, second) in enumerate(words) if first != second), min(path.count("."), other.count("."))
@@ -149,8 +151,8 @@ def _kind(end: str, inner: Mapping[str, nn.Module], before: list[ResidualBranch]
 
 
 def part_of_attention(path: str) -> str:
-    """Return the part of attention that a layer computes by its name, such as "q" or "qkv". Return "low rank" if it
-    is not a single part, "" for a layer of another kind."""
+    """Return the part of attention that a layer computes by its name, such as "q" or "qkv". Return "low rank" if the
+    layer is not a single part, and "" for a layer outside attention."""
     last = path.rpartition(".")[2].lower()
     if match := _ATTENTION.fullmatch(last):
         return match[1]

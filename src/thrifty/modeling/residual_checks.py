@@ -1,7 +1,7 @@
 """Numerical checks that the blocks of a model are pre-norm.
 
-A block must be the identity if its branches return zero: true with a norm before each branch, false with a norm after
-the sum. A branch must add in proportion to its output: false with a norm after the branch.
+If its branches return zero, a pre-norm block is the identity; with a norm after the sum it is not. If a branch's output
+is doubled, a pre-norm block adds twice as much; with a norm after the branch it does not.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,17 +20,18 @@ from thrifty.modeling.module_surgery import change_first, find_stacks
 from thrifty.modeling.residual_branches import ResidualBranch, find_branches, in_width, is_decoder
 
 TOKENS = 4
-"""Number of tokens in the stream for a trial of a block."""
+"""Number of tokens in a trial of a block."""
 CANNOT_RUN = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, AssertionError)
-"""Errors of a block or model that lacks an argument."""
+"""Errors of a block or model that is called without a required argument."""
 
 
 def refuse_normed_sums(model: nn.Module, why: str) -> None:
-    """Raise RefusedError if a block changes the stream although its branches return zero; `why` is the consequence.
+    """Raise RefusedError if a block changes the stream although its branches return zero. `why` is the consequence for
+    the user.
 
-    The first block of each stack is tried on random hidden states. If it requires more inputs (for example positions),
-    it is tried on those of a forward pass of the model. A block that cannot be tried is noted. Fake tensors are not
-    compared.
+    The first block of each stack is run on random hidden states. If the block requires more inputs (for example
+    positions), it is run on its inputs in a forward pass of the model. A note names a block that cannot be run. Fake
+    tensors are not compared.
     """
     for stack, trial in _trials(model).items():
         stays = trial.keeps_the_stream()
@@ -44,8 +45,8 @@ def refuse_normed_sums(model: nn.Module, why: str) -> None:
 
 
 def refuse_normed_branches(model: nn.Module, why: str) -> None:
-    """Raise RefusedError if a doubled branch output is not doubled in the stream; `why` is the consequence. Blocks
-    are tried as by `refuse_normed_sums`."""
+    """Raise RefusedError if a doubled branch output is not doubled in the stream. `why` is the consequence. Blocks are
+    run as in `refuse_normed_sums`."""
     for trial in _trials(model).values():
         for branch in trial.branches:
             if trial.adds_in_proportion(branch) is False:
@@ -54,7 +55,7 @@ def refuse_normed_branches(model: nn.Module, why: str) -> None:
 
 def refuse_undone_gains(model: nn.Module, where: str, why: str) -> None:
     """Raise RefusedError if a doubled branch output does not change the stream: a norm after it cancels its factor.
-    `where` is that of `find_branches`; blocks are tried as by `refuse_normed_sums`."""
+    `where` is an argument of `find_branches`. Blocks are run as in `refuse_normed_sums`."""
     for trial in _trials(model, where).values():
         for branch in trial.branches:
             if trial.undoes_factors(branch):
@@ -91,7 +92,8 @@ class _BlockTrial(NamedTuple):
         return torch.allclose(twice - x, 2 * (once - x), rtol=1e-2, atol=1e-2 * float((once - x).abs().max()))
 
     def undoes_factors(self, branch: ResidualBranch) -> bool | None:
-        """Return True if a branch changes the stream but its magnitude does not; None if the block cannot be run."""
+        """Return True if a branch changes the stream, but the magnitude of its output has no effect; None if the block
+        cannot be run."""
         none, once, twice = (self._run({branch.name: factor}) for factor in (0.0, 1.0, 2.0))
         if none is None or once is None or twice is None:
             return None
@@ -99,7 +101,7 @@ class _BlockTrial(NamedTuple):
         return moved > 0 and float((twice - once).abs().max()) < 1e-2 * moved
 
     def _run(self, factors: Mapping[str, float]) -> Tensor | None:
-        """Run the block with random branch outputs times these factors; return None if it cannot be run."""
+        """Run the block with random branch outputs times `factors`. Return None if the block cannot be run."""
         like = next(self.block.parameters())
         with untraced(), torch.no_grad(), preserved_draws([like]), _replaced_outputs(self.branches, factors):
             try:
@@ -151,7 +153,7 @@ def _forward_inputs(model: nn.Module, block: nn.Module) -> tuple[Sequence[Any], 
 
 
 def _unless_cache(value: Any) -> Any:
-    """Return None in place of a key-value cache: a repeated run of a block would read the entries of the first."""
+    """Return None for a key-value cache, because a second run of a block would read entries of the first run."""
     return None if hasattr(value, "get_seq_length") else value
 
 
@@ -172,6 +174,6 @@ def _replaced_outputs(branches: list[ResidualBranch], factors: Mapping[str, floa
 
 
 def _random_values(like: Tensor, factor: float) -> Tensor:
-    """Return `factor` times the same random values each time; zeros for factor 0."""
+    """Return random values times `factor`, the same values at each call; zeros for factor 0."""
     values = torch.randn(like.shape, generator=torch.Generator().manual_seed(0))
     return (factor * values).to(like) if factor else torch.zeros_like(like)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 
 class StagePlaceholder(nn.Module):
-    """A module without parameters or buffers; it copies the plain attributes of `original`, which a model may read."""
+    """A module without parameters or buffers, with copies of the plain attributes of `original`."""
 
     def __init__(self, original: nn.Module):
         super().__init__()
@@ -26,7 +26,7 @@ class StagePlaceholder(nn.Module):
 
 @dataclass
 class StageIO:
-    """Hidden states (b, t, d) that a stage received and those that it sends."""
+    """Hidden states (b, t, d) that a stage receives, and hidden states that it sends."""
 
     received: Tensor | None = None
     sent: Tensor | None = None

@@ -1,4 +1,4 @@
-"""Norms on the residual stream of any model, and their bypass without a change of names."""
+"""Norms on the residual stream of any model, and a bypass that keeps parameter names."""
 
 import re
 from typing import Any
@@ -18,15 +18,15 @@ _OF_OUTPUT = re.compile(r"vocab|head|cls|predict|pool|classif")
 
 
 def is_norm(module: nn.Module) -> bool:
-    """Return True if a module is a norm: by its class name, without children. torch's modules that act on weights
-    (`torch.nn.utils.parametrizations.weight_norm`) are no norms."""
+    """Return True if a module has a norm's class name and no child modules. torch's modules that act on weights
+    (`torch.nn.utils.parametrizations.weight_norm`) do not count."""
     acts_on_weights = type(module).__module__.startswith("torch.nn.utils")
     return "norm" in type(module).__name__.lower() and not any(module.children()) and not acts_on_weights
 
 
 def stream_norms(model: nn.Module) -> ModuleSelection:
-    """Return the norms on the residual stream and its branches: in blocks, after the embedding and after the last
-    block. Norms of queries and keys and norms in the head are listed as skipped, with the reason."""
+    """Return the norms on the residual stream: in blocks, after the embedding and after the last block. Norms of
+    queries, keys and the head are listed as skipped, with reasons."""
     stacks, norms = list(find_stacks(model)), {n: module for n, module in model.named_modules() if is_norm(module)}
     skipped = {name: reason for name in norms if (reason := _why_it_stays(name, stacks))}
     return ModuleSelection({name: norm for name, norm in norms.items() if name not in skipped}, skipped)
@@ -49,7 +49,7 @@ def pass_through(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
 
 
 def bypass_norm(norm: nn.Module) -> None:
-    """Make a norm the identity; its parameters remain and are no longer trained."""
+    """Replace a norm's forward by the identity. Its parameters remain and are frozen."""
     replace_forward(norm, pass_through)
     norm.requires_grad_(False)
 
@@ -59,8 +59,8 @@ def is_bypassed(module: nn.Module) -> bool:
 
 
 def bypass_norms(model: nn.Module) -> ModuleSelection:
-    """Bypass every norm of the residual stream, note the norms that stay, and return the selection. Raise
-    RefusedError for a norm with child modules, such as those that quantize its result."""
+    """Bypass every norm of the residual stream, add a note about skipped norms, and return the selection. Raise
+    RefusedError for a norm with child modules, such as a quantizer of its output."""
     for name, module in model.named_modules():
         own = any(True for _ in module.parameters(recurse=False))
         if own and type(module).__name__.endswith("Norm") and any(module.children()):
@@ -79,7 +79,7 @@ def bypass_norms(model: nn.Module) -> ModuleSelection:
 
 
 def check_bypassed(model: nn.Module, technique: str) -> None:
-    """Raise IntegrityError if a norm of the stream is not bypassed, or if its own parameters are trained."""
+    """Raise IntegrityError if a norm of the stream is not bypassed, or if its parameters are trained."""
     for name, norm in stream_norms(model).matched.items():
         if not is_bypassed(norm):
             raise IntegrityError(f"{technique}: the norm {name} is no longer bypassed")
@@ -88,8 +88,8 @@ def check_bypassed(model: nn.Module, technique: str) -> None:
 
 
 class NormFreeTechnique(Technique):
-    """A technique whose initialization makes norms unnecessary: norms stay bypassed, and plain weights cannot
-    replace it."""
+    """A technique whose initialization makes norms unnecessary. The model cannot be converted back to the plain
+    architecture."""
 
     stage, numerics = Stage.INITIALIZE, Numerics.DIFFERENT
     claims = frozenset({Claim.RESIDUAL_GAINS})

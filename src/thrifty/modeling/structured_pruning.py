@@ -1,8 +1,8 @@
 """Structured pruning of heads and neurons in any model: coefficients, removal, and padding with zeros.
 
-A unit is a head, or a neuron of a feed-forward network. Heads that share keys and values form one unit. A unit is some
-columns of the layer that writes into the stream, with the rows of earlier layers that feed only those. With a
-coefficient of zero a unit adds nothing, so the model without it computes the same.
+A unit is a head, or a neuron of a feed-forward network. Heads that share keys and values form one unit. A unit consists
+of columns of the branch's output layer, and of the rows of earlier layers that feed only these columns. A unit with
+coefficient zero adds nothing, so its removal does not change the model's output.
 """
 
 import re
@@ -20,9 +20,9 @@ from thrifty.modeling.residual_branches import ResidualBranch, find_branches, pa
 Kind = Literal["heads", "neurons"]
 
 GROUP = "heads_in_a_group"
-"""Attribute of a pruned attention with the number of heads per unit (`PrunableUnits.group`)."""
+"""Attribute of a pruned attention module that stores the number of heads per unit (`PrunableUnits.group`)."""
 ZERO = -1
-"""Entry of an order that stands for a unit of zeros."""
+"""Index of a zero unit in an order of units."""
 
 _HEAD_WIDTH = ("head_width", "head_dim", "attention_head_size")
 _OF_HEADS = re.compile(r"heads$|head_size$|num_key_value_groups|embed_dim|hidden_size")
@@ -31,37 +31,38 @@ _INSTEAD = "use Thrifty's Llama, GPT or BERT, or a Llama-like model, BERT, Disti
 
 @dataclass(frozen=True)
 class UnitRows:
-    """Rows of a branch's units in a layer before its last: `width` consecutive rows each, from `start` on."""
+    """Rows of a branch's units in a layer before the output layer. Each unit has `width` consecutive rows, and the
+    first unit starts at `start`."""
 
     layer: nn.Linear
     start: int
     width: int
     part: str = ""
-    """Name of these rows among the layer's `parts`, if it has several."""
+    """Name of the part in the layer's `parts`, if the layer is fused."""
 
 
 @dataclass(frozen=True)
 class PrunableUnits:
-    """The units of one branch in their current state; find them again after every change."""
+    """The units of one branch. Call `find_units` again after every change."""
 
     kind: Kind
     name: str
-    """Name of the writer in the model."""
+    """Name of the branch's output layer in the model."""
     writer: nn.Linear
     count: int
     width: int
-    """Columns of the writer per unit."""
+    """Number of columns of the output layer per unit."""
     rows: tuple[UnitRows, ...]
     owner: nn.Module
     sizes: Mapping[str, int]
-    """Attributes of the owner that store sizes, each with the amount per unit."""
+    """Attributes of the owner that store sizes, mapped to the size per unit."""
     group: int = 0
-    """Heads in a unit that has its own key and value; 0 if all units share one."""
+    """Number of heads per unit if each unit has its own key and value; 0 if all units share one key and value."""
 
 
 def find_units(model: nn.Module) -> dict[str, PrunableUnits]:
-    """Return the units of every branch, by the name of the layer that writes into the stream. Raise RefusedError for
-    a model of two stacks, since one attends to the other, and for branches of an unsupported structure."""
+    """Return the units of every branch, by the name of the branch's output layer. Raise RefusedError for an
+    encoder-decoder, and for branches of an unsupported structure."""
     stacks = find_branches(model)
     if len(stacks) > 1:
         raise RefusedError(f"{' and '.join(stacks)} are two stacks, and one attends to the other", fix=_INSTEAD)
@@ -133,8 +134,8 @@ def _refuse_unknown_sizes(branch: ResidualBranch, known: Mapping[str, int]) -> N
 
 
 def _refuse_parameters_per_unit(branch: ResidualBranch, sizes: set[int]) -> None:
-    """Raise RefusedError for norms over all heads, attention sinks and similar parameters, which would have to
-    shrink too."""
+    """Raise RefusedError for parameters with one element per unit, such as norms over all heads and attention sinks.
+    Pruning does not support them."""
     layers = {id(layer) for layer in (*branch.inner.values(), branch.writer)}
     for name, module in branch.owner.named_modules():
         own = () if id(module) in layers else module.named_parameters(recurse=False)
@@ -146,8 +147,8 @@ def _refuse_parameters_per_unit(branch: ResidualBranch, sizes: set[int]) -> None
 
 @torch.no_grad()
 def prune_units(units: PrunableUnits, order: Sequence[int]) -> None:
-    """Keep only the units of these indices, in this order; `ZERO` is a unit without effect. The width of the stream
-    and of a head stay unchanged."""
+    """Keep only the units with the indices `order`, in this order; `ZERO` adds a unit of zeros. The stream's width and
+    the head width do not change."""
     for layer in {id(rows.layer): rows.layer for rows in units.rows}.values():
         lines: list[int] = []
         at = 0
@@ -175,7 +176,7 @@ def _lines(order: Sequence[int], start: int, width: int) -> list[int]:
 
 
 def _selected(parameter: nn.Parameter, dim: int, lines: Sequence[int]) -> nn.Parameter:
-    """Return these lines of a parameter along a dim, a line of zeros for `ZERO`."""
+    """Return the rows or columns `lines` of a parameter along `dim`, with zeros for `ZERO`."""
     values = parameter.detach()
     if ZERO in lines:
         values = F.pad(values, (0, 0) * (values.ndim - 1 - dim) + (0, 1))  # ZERO is the index of the last line
@@ -190,26 +191,26 @@ def is_pruned(model: nn.Module) -> bool:
 
 
 def pad_with_zeros(units: PrunableUnits, count: int) -> list[int]:
-    """Return the order that keeps all units and appends zeros up to `count`."""
+    """Return the order that keeps all units and appends zero units up to `count` units."""
     return [*range(units.count), *[ZERO] * (count - units.count)]
 
 
 def add_coefficients(units: PrunableUnits) -> None:
-    """Add a trained factor for each unit's output, initially 1: the parameter `coefficients` of the writer."""
+    """Add a trainable factor per unit, initially 1, as parameter `coefficients` of the output layer."""
     writer = units.writer
     writer.coefficients = nn.Parameter(torch.ones_like(writer.weight[0, :: units.width]))
     writer.coefficients_hook = writer.register_forward_pre_hook(_times_coefficients)
 
 
 def coefficients_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the coefficients by the name of the writer."""
+    """Return the coefficients by the name of the branch's output layer."""
     values = {name: vars(module).get("_parameters", {}).get("coefficients") for name, module in model.named_modules()}
     return {name: parameter for name, parameter in values.items() if parameter is not None}
 
 
 @torch.no_grad()
 def fold_coefficients(model: nn.Module) -> None:
-    """Multiply all coefficients into the writers' weights, and remove them."""
+    """Multiply all coefficients into the weights of the output layers, and remove the coefficients."""
     for name, coefficients in coefficients_of(model).items():
         writer = model.get_submodule(name)
         writer.weight.mul_(_per_column(coefficients, writer.weight.shape[1]).to(writer.weight.dtype))
@@ -223,5 +224,5 @@ def _times_coefficients(writer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, 
 
 
 def _per_column(coefficients: Tensor, columns: int) -> Tensor:
-    """Return coefficients (n,) expanded to (columns,), each repeated for its columns."""
+    """Return coefficients of n units (n,) expanded to one value per column (columns,)."""
     return coefficients[:, None].expand(-1, columns // len(coefficients)).flatten()

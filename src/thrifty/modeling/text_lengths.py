@@ -22,9 +22,9 @@ def refuse_more_than_tokens(batch: Batch, who: str, otherwise: str = "") -> None
 
 
 def text_length(batch: Batch, who: str) -> int:
-    """Return the length of the texts in a batch. Raise RefusedError in the name of `who` for other batches. In plain
-    text it is the number of tokens that have a next token. In a user's own data it is the length of integers (b, t):
-    token ids, masks and labels."""
+    """Return the length of the texts in a batch. For plain text, this is the number of tokens with a next token. For a
+    user's own data, this is the length t of integer fields (b, t): token ids, masks and labels. Raise RefusedError in
+    the name of `who` for other batches."""
     if has_only_text(batch) or "key" in batch.fields:
         refuse_more_than_tokens(batch, who)
         return batch["tokens"].shape[1] - 1
@@ -46,7 +46,7 @@ def is_text(tensor: Tensor) -> bool:
 
 
 def truncate_texts(batch: Batch, length: int) -> Batch:
-    """Keep the first `length` tokens of each text; in plain text also the next one, which is the last target."""
+    """Keep the first `length` tokens of each text. In plain text also keep the next token, which is the last target."""
     end = length + has_only_text(batch)
     fields = {name: tensor[:, :end] if is_text(tensor) else tensor for name, tensor in batch.fields.items()}
     return Batch(fields, batch.weight, batch.last)

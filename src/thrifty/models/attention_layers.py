@@ -1,8 +1,8 @@
 """Self-attention and cross-attention, composed of replaceable parts.
 
-The core is an attribute: any function that maps q (b, h, t, k), k and v (b, g, s, k) to (b, h, t, k). A mask is its
-optional fourth argument, (b, 1 or h, 1 or t, s): boolean with True for visible keys, or values that are added to the
-scores.
+The core is an attribute of the module: a function that maps q (b, h, t, k), k and v (b, g, s, k) to (b, h, t, k). The
+optional fourth argument of a core is a mask (b, 1 or h, 1 or t, s). A boolean mask is True for visible keys; a float
+mask is added to the scores.
 
 Shapes: b batch, t query tokens, s key tokens, d width, h heads, g key-value heads, k head width.
 """
@@ -22,7 +22,7 @@ AttentionCore = Callable[..., Tensor]
 
 
 def padding_mask(keep: Tensor | None) -> Tensor | None:
-    """Return `keep` (b, s), False on padding, in the shape of a mask (b, 1, 1, s)."""
+    """Return `keep` (b, s), False on padding, as an attention mask (b, 1, 1, s)."""
     return None if keep is None else keep[:, None, None, :]
 
 
@@ -35,8 +35,8 @@ def refuse_longer(tokens: int, limit: int) -> None:
 
 
 class RotaryPositions(nn.Module):
-    """Rotary positions (Su et al. 2021) for up to `length` tokens: rotates queries and keys by their position. The
-    table is a buffer outside the state, since it follows from the settings."""
+    """Rotary positions (Su et al. 2021) for up to `length` tokens: queries and keys are rotated by their position. The
+    table is a non-persistent buffer, because it follows from the settings."""
 
     start = 0
     """Position of the first token; above 0 only during generation with a key-value cache."""
@@ -58,15 +58,15 @@ class RotaryPositions(nn.Module):
 
 def relative_bucket(offset: Tensor, buckets: int, distance: int, causal: bool) -> Tensor:
     """Return the bucket of each offset from query to key (Raffel et al. 2020, arXiv 1910.10683, 2.1). Half of the
-    buckets hold one distance each. The other half grow logarithmically up to `distance`; all larger distances share
-    the last. Without `causal`, half of the buckets are for earlier keys and half for later ones."""
+    buckets hold one distance each. The remaining buckets grow logarithmically up to `distance`; all larger distances
+    share the last bucket. Without `causal`, half of all buckets are for earlier keys and half for later keys."""
     if causal:
         side, away = 0, (-offset).clamp(min=0)
     else:
         buckets //= 2
         side, away = buckets * (offset > 0), offset.abs()
     exact = buckets // 2
-    # the same float32 operations as in the published code: rounding must not move the edge of a bucket
+    # the same float32 operations as in the published code, so that rounding cannot move the edge of a bucket
     growth = torch.log(away.clamp(min=exact).float() / exact) / math.log(distance / exact) * (buckets - exact)
     far = (exact + growth.to(torch.long)).clamp(max=buckets - 1)
     return side + torch.where(away < exact, away, far)
@@ -81,7 +81,7 @@ class RelativePositions(nn.Module):
         self.scores = nn.Embedding(buckets, heads)
 
     def forward(self, length: int, mask: Tensor | None = None) -> Tensor:
-        """Return the bias of the scores, (1 or b, h, t, t); -inf where the mask or causality hides a key."""
+        """Return the bias of the scores, (1 or b, h, t, t). The bias is -inf if the mask or causality hides a key."""
         place = torch.arange(length, device=self.scores.weight.device)
         offset = place[None, :] - place[:, None]
         bucket = relative_bucket(offset, self.buckets, self.distance, self.causal)
@@ -92,7 +92,7 @@ class RelativePositions(nn.Module):
 
 
 class FusedLinear(nn.Linear):
-    """Linear layers with a common input as a single product; `parts` maps their names to their numbers of rows."""
+    """Linear layers with a common input, fused into a single matmul. `parts` maps layer names to numbers of rows."""
 
     def __init__(self, width: int, parts: Mapping[str, int], bias: bool):
         super().__init__(width, sum(parts.values()), bias=bias)
@@ -132,7 +132,7 @@ class Attention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Multi-head attention of tokens (b, t, d) over a memory (b, s, d): the last hidden states of an encoder."""
+    """Multi-head cross-attention of tokens (b, t, d) to a memory (b, s, d), the output of an encoder."""
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """CLIP (Radford et al. 2021, arXiv 2103.00020) in plain torch: an image encoder and a caption encoder ("towers").
 
-Both end in a projection into one space, where an image and its caption should be close. Blocks are those of text
-models, patches those of the Vision Transformer.
+Both towers end in a projection into one embedding space. Training moves an image and its caption close together. The
+towers use the blocks of text models and the patch embedding of the Vision Transformer.
 
 Shapes: b batch, c channels, h and w pixels, n visible patches, t tokens, d width of a tower, e width of the space.
 """
@@ -18,9 +18,9 @@ from thrifty.models.init_laws import Law, normal_init
 from thrifty.models.vision_transformer import PatchEmbedding, Pool
 
 INITIAL_SCALE = math.log(1 / 0.07)
-"""Initial logarithm of the factor of similarities."""
+"""Initial logarithm of the logit scale."""
 LARGEST_SCALE = math.log(100)
-"""Its upper limit."""
+"""Maximum logarithm of the logit scale."""
 
 
 class QuickGELU(nn.Module):
@@ -31,8 +31,8 @@ class QuickGELU(nn.Module):
 
 
 class ImageTower(nn.Module):
-    """Encoder of images (b, c, h, w) to vectors (b, e), not normalized; `visible` (b, n) selects patches (default:
-    all)."""
+    """Encoder of images (b, c, h, w) to unnormalized vectors (b, e). `visible` (b, n) selects patches; the default is
+    all."""
 
     def __init__(
         self,
@@ -58,8 +58,8 @@ class ImageTower(nn.Module):
 
 
 class TextTower(nn.Module):
-    """Causal encoder of captions (b, t) to vectors (b, e), not normalized, read at each caption's last token. `keep`
-    (b, t) is False on the padding after each caption."""
+    """Causal encoder of captions (b, t) to unnormalized vectors (b, e), read at each caption's last token. `keep` (b,
+    t) is False on the padding after each caption."""
 
     def __init__(self, embedding: nn.Module, blocks: Sequence[nn.Module], norm: nn.Module, projection: nn.Linear):
         super().__init__()
@@ -78,9 +78,9 @@ class TextTower(nn.Module):
 
 
 class ContrastiveModel(nn.Module):
-    """Maps images (b, c, h, w) and captions (b, t) to vectors (b, 2, e) whose products are the logits. An image's
-    vector has the length of the learned scale; a caption's vector has length 1. The scale is stored as its
-    logarithm. It is limited to 100 and keeps its gradient there, so that it can decrease again."""
+    """Maps images (b, c, h, w) and captions (b, t) to vectors (b, 2, e) whose dot products are the logits. An image's
+    vector has the norm of the learned logit scale; a caption's vector has norm 1. The parameter is the logarithm of the
+    scale. The scale is limited to 100. At the limit it still has a gradient, so it can decrease again."""
 
     task: Literal["contrastive"] = "contrastive"
     starts: ClassVar = {"logit_scale": INITIAL_SCALE}
@@ -106,6 +106,6 @@ class ContrastiveModel(nn.Module):
 
     @property
     def scale(self) -> Tensor:
-        """Factor of the similarities, (1,)."""
+        """Logit scale (1,), the factor of the similarities."""
         beyond = (self.logit_scale.detach() - LARGEST_SCALE).clamp(min=0)
         return (self.logit_scale - beyond).exp()

@@ -1,9 +1,9 @@
 """Conversion of a GGUF file of a Llama model to a Hugging Face folder that can be trained (extra `gguf`).
 
 GGUF is the format of llama.cpp: one file with settings, tokenizer and weights, mostly quantized in blocks of a few
-bits. The weights are dequantized to float32; the quantization error remains. GGUF stores queries and keys for rotary
-positions that pair adjacent channels. Their rows are reordered to pair the halves of a head, as in Thrifty and
-transformers.
+bits. The weights are dequantized to float32; the quantization error remains. In GGUF, rotary positions pair adjacent
+channels; in Thrifty and transformers they pair the two halves of a head. The rows of query and key weights are
+therefore reordered.
 """
 
 from collections.abc import Iterator
@@ -31,18 +31,18 @@ SPELLED = {
     "ffn_up": "mlp.up_proj",
     "ffn_down": "mlp.down_proj",
 }
-"""Names of a block's tensors in GGUF, mapped to those of transformers."""
+"""Names of a block's tensors in GGUF, mapped to names in transformers."""
 OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 SPLITTERS = {"gpt-2": lambda: [], "smollm": lambda: [pre_tokenizers.Digits(individual_digits=True)]}
 """Pre-tokenizers before GPT-2's own pattern, by `tokenizer.ggml.pre`."""
 CONTROL = 3
-"""Type number of control tokens, which stand for no text."""
+"""Type number of control tokens, which represent no text."""
 
 
 def convert_gguf(file: Path, folder: Path) -> ModelConfig:
-    """Write a GGUF file of a Llama model as a new folder with config.json, safetensors and tokenizer; return its
-    shape. Raise UsageError without the package gguf, RefusedError for another architecture or tokenizer. Raise
-    IntegrityError for a damaged file, or one whose tensors do not match its settings."""
+    """Convert a GGUF file of a Llama model to a new folder with config.json, safetensors and tokenizer. Return the
+    model's shape. Raise UsageError without the package gguf, and RefusedError for another architecture or tokenizer.
+    Raise IntegrityError if the file is damaged or its tensors do not match its settings."""
     reader = _open(file)
     settings = _Settings(reader, file)
     shape = _shape(settings, tied="output.weight" not in {tensor.name for tensor in reader.tensors})
@@ -71,7 +71,8 @@ def convert_gguf(file: Path, folder: Path) -> ModelConfig:
 
 
 def half_split(matrix: Tensor, heads: int) -> Tensor:
-    """Reorder rows (heads · k, …) from rotations of adjacent channels to rotations of halves."""
+    """Reorder rows (heads · k, …) of queries or keys: rotary pairs of adjacent channels become pairs of the two
+    halves."""
     pairs = matrix.unflatten(0, (heads, -1, 2))  # (heads, k/2, 2, …)
     return pairs.transpose(1, 2).flatten(0, 2)
 

@@ -1,7 +1,7 @@
 """Conversion between config.json of published families and `ModelConfig`.
 
-Reading is strict. A setting that changes the computation and is not supported is refused by name, and so is an unknown
-setting unless it is off. Dropout rates are accepted without effect.
+Reading is strict. An unsupported setting that changes the computation raises an error with its name. Unknown settings
+raise an error unless they are off. Dropout rates are accepted without effect.
 """
 
 from typing import Any
@@ -28,8 +28,8 @@ _OFF = (None, False, [], {})
 
 
 def read_shape(config: Config) -> ModelConfig:
-    """Return the shape for a config. Raise RefusedError for unsupported settings, UsageError for missing or
-    malformed ones."""
+    """Return the shape for a config. Raise RefusedError for unsupported settings. Raise UsageError for missing or
+    malformed settings."""
     name = config.get("model_type")
     families = {family.model_type: family for family in FAMILIES.values()}
     if name not in families:
@@ -50,7 +50,7 @@ def _accepted(family: ModelFamily, key: str, value: Any) -> bool:
 
 
 def write_config(shape: ModelConfig) -> dict[str, Any]:
-    """Return the config of a shape. Raise RefusedError for a shape that the family's format cannot describe."""
+    """Return the config of a shape. Raise RefusedError for a shape that the family's config.json cannot describe."""
     family = FAMILIES[shape.style]
     shared = {"architectures": [family.architecture], "model_type": family.model_type}
     if family.task not in ("classification", "contrastive", "masked_reconstruction"):

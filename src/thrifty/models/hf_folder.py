@@ -1,6 +1,6 @@
 """A model folder in Hugging Face format: config.json, safetensors weights, tokenizer files.
 
-It is read and written without `transformers`; pickled weights (.bin, .pt) are never opened.
+Folders are read and written without `transformers`. Pickled weights (.bin, .pt) are never opened.
 """
 
 import json
@@ -30,7 +30,7 @@ _SPELLED = {
     "sep_token": ("[SEP]",),
     "unk_token": ("<unk>", "[UNK]"),
 }
-"""Roles of special tokens in transformers, with their usual texts in tokenizers, most reliable first."""
+"""Roles of special tokens in transformers, with their usual texts in tokenizers. The most reliable text is first."""
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return config.json of a model folder. Raise UsageError if there is none."""
+    """Return config.json of a model folder. Raise UsageError if the file is missing."""
     if not folder.is_dir():
         raise UsageError(
             f"there is no model folder {folder}", fix="pass a folder that contains config.json and safetensors"
@@ -64,13 +64,14 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 @lru_cache(8)
 def _read_config(file: Path, *state: int) -> dict[str, Any]:
-    """Read a file, cached while its state is unchanged: a run requests it a dozen times before its first step."""
+    """Read config.json, cached while `state` is unchanged, because a run reads it a dozen times before the first
+    step."""
     return read_json(file)
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files of a folder, whole or sharded. Raise UsageError if there are only pickles, or
-    none."""
+    """Return the safetensors files of a folder, whole or sharded. Raise UsageError if there are no safetensors
+    files."""
     whole, index = folder / "model.safetensors", folder / "model.safetensors.index.json"
     if whole.is_file():
         return [whole]
@@ -130,8 +131,8 @@ class StoredTensors:
 
 @contextmanager
 def written_aside(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder that replaces `folder` once all of it is on disk. Raise UsageError if `folder` exists
-    and is not empty. Nothing remains after a failure."""
+    """Yield a temporary folder that is renamed to `folder` once all files are on disk. Raise UsageError if `folder`
+    exists and is not empty. After a failure the temporary folder is removed."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} exists already", fix="choose a folder that does not exist yet, or remove that one")
     try:
@@ -158,8 +159,8 @@ def write_weights(folder: Path, tensors: Mapping[str, Tensor]) -> None:
 
 
 def special_tokens(tokenizer_json: Path) -> dict[str, tuple[str, int]]:
-    """Return text and id of a tokenizer's known special tokens, by role. tokenizer_config.json in the same folder
-    has priority: in a chat model the end of a text is the end of a turn."""
+    """Return text and id of a tokenizer's known special tokens, by role. tokenizer_config.json in the same folder has
+    priority, because in a chat model the end-of-text token is the end of a turn."""
     added = {token["content"]: token["id"] for token in read_json(tokenizer_json).get("added_tokens", [])}
     config_file = tokenizer_json.with_name("tokenizer_config.json")
     stated = read_json(config_file) if config_file.is_file() else {}
@@ -172,8 +173,8 @@ def special_tokens(tokenizer_json: Path) -> dict[str, tuple[str, int]]:
 
 
 def special_ids(tokenizer_json: Path | None, task: str) -> dict[str, int | None]:
-    """Return the ids of special tokens in config.json for a model of this task; None for tokens that the tokenizer
-    lacks. A target starts with the end-of-text token, as in Thrifty's sequence-to-sequence objective."""
+    """Return the ids of special tokens in config.json for a model of `task`; None for tokens that the tokenizer lacks.
+    The decoder's start token is the end-of-text token, as in Thrifty's sequence-to-sequence objective."""
     numbers = {} if tokenizer_json is None else {part: id for part, (_, id) in special_tokens(tokenizer_json).items()}
     end = numbers.get("eos_token")
     ids = {"bos_token_id": numbers.get("bos_token"), "eos_token_id": end}
@@ -187,7 +188,7 @@ def special_ids(tokenizer_json: Path | None, task: str) -> dict[str, int | None]
 
 
 def write_tokenizer(folder: Path, tokenizer_json: Path, length: int) -> None:
-    """Write tokenizer.json, tokenizer_config.json for `AutoTokenizer`, and the chat template if the tokenizer has
+    """Write tokenizer.json, tokenizer_config.json for `AutoTokenizer`, and the tokenizer's chat template if there is
     one."""
     shutil.copyfile(tokenizer_json, folder / "tokenizer.json")
     template = tokenizer_json.with_name(CHAT_TEMPLATE)

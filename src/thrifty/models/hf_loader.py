@@ -1,6 +1,6 @@
-"""Any language model of `transformers` from a local folder as the model of a run (extra `huggingface`).
+"""Loading of any language model of `transformers` from a local folder (extra `huggingface`).
 
-Only architectures inside `transformers` are built. Code in the folder is never run, pickled weights are never opened,
+Only architectures of `transformers` itself are supported. Code in the folder is never run, pickles are never opened,
 and nothing is downloaded.
 """
 
@@ -49,7 +49,7 @@ WRAPPERS: dict[Task, type[HuggingFaceModel]] = {
 }
 
 CLASSIFIERS = ("text_classification", "token_classification")
-"""Tasks with a new head if the folder has none for this number of labels."""
+"""Tasks that add a new head if the folder has no head for the number of labels."""
 
 
 def load_model(
@@ -61,16 +61,16 @@ def load_model(
     values: bool = True,
     settings: Mapping[str, Any] | None = None,
 ) -> HuggingFaceModel:
-    """Return the model of a folder in float32 for `task`; with `fresh`, its architecture with random values.
+    """Return the model of a folder in float32 for `task`. With `fresh`, return the same architecture with random
+    values.
 
-    `fresh` uses torch's generator, and also accepts a configuration in place of a folder. `vocabulary` and `length`
-    (tokens of context) change a fresh architecture and are ignored otherwise. `settings` change any configuration.
-    Without `values` the weights are random instead of read, for a model that is only counted. The head of a classifier
-    is random unless the folder has one for this number of labels.
+    `fresh` uses torch's generator, and `folder` may then be a configuration. `vocabulary` and `length` (tokens of
+    context) change a fresh architecture and are ignored otherwise. `settings` change any configuration. Without
+    `values` the weights are random and no weights are read; this suffices to count parameters. The head of a classifier
+    is random unless the folder has a head for the number of labels.
 
-    Raise UsageError without `transformers`, or for a folder without config.json or safetensors. Raise RefusedError for
-    an architecture that `transformers` does not know as this kind of model, or whose visible tokens contradict the
-    task.
+    Raise UsageError without `transformers`, or for a folder without config.json or safetensors. Raise RefusedError if
+    `transformers` has no model of this architecture for the task, or if the attention mask contradicts the task.
     """
     try:
         import transformers
@@ -115,8 +115,8 @@ def load_causal_lm(
 
 
 def _with_weights(kind: Any, folder: Any, config: Any, new_head: bool) -> tuple[nn.Module, set[str]]:
-    """Return a model with the weights of a folder, and the names of its head's parameters. With `new_head` these may
-    be missing in the folder."""
+    """Return a model with the weights of a folder, and the names of the head's parameters. With `new_head` the folder
+    may lack the head."""
     options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
     options["ignore_mismatched_sizes"] = new_head
     lm, report = kind.from_pretrained(folder, config=config, dtype=torch.float32, output_loading_info=True, **options)
@@ -137,7 +137,7 @@ def _with_weights(kind: Any, folder: Any, config: Any, new_head: bool) -> tuple[
 def export_wrapped(
     model: HuggingFaceModel, folder: Path, tokenizer_json: Path | None = None, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Write the model's folder with `save_pretrained` and its tokenizer, complete or not at all."""
+    """Write the model's folder with `save_pretrained`, and its tokenizer. After an error no folder remains."""
     if is_pruned(model):
         model = pad_pruned_wrapper(model)
     values = {
@@ -161,7 +161,8 @@ def export_wrapped(
 
 
 def _write_generation(path: Path, ids: Mapping[str, int | None]) -> None:
-    """Make `generate` stop at the tokenizer's ends of texts and turns, in addition to those of the base model."""
+    """Make `generate` stop at the tokenizer's end-of-text and end-of-turn tokens, in addition to the base model's stop
+    tokens."""
     if not path.is_file():
         return
     settings = read_json(path)
@@ -173,8 +174,8 @@ def _write_generation(path: Path, ids: Mapping[str, int | None]) -> None:
 
 
 def _untied(lm: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the state with each tensor once: copies of tied weights in another dtype would be stored as separate
-    tensors."""
+    """Return the state dict with each tied tensor once. Otherwise converted copies of tied weights would be stored as
+    separate tensors."""
     tied = tied_names(lm)
     return {name: value for name, value in lm.state_dict().items() if name not in tied}
 

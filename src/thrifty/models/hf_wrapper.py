@@ -1,10 +1,9 @@
-"""Wrappers that give models of `transformers` the interface of Thrifty's models; parameters keep their names under
-`lm.`.
+"""Wrappers of models of `transformers` with the interface of Thrifty's models. Parameter names have the prefix `lm.`.
 
-Usually a model returns hidden states (b, t, d), and `model.head(hidden)` returns their logits (b, t, v). Some
-architectures have more than one module between hidden state and logits (a soft cap, a scale, a projection). For those
-**`head` is None and the model returns logits (b, t, v)**; a chunked loss is then not possible. Both this property and
-the visibility of tokens are measured when the model is wrapped.
+Usually a model returns hidden states (b, t, d), and `model.head(hidden)` returns logits (b, t, v). Some architectures
+have more than one module between hidden state and logits (a soft cap, a scale, a projection). For such architectures
+**`head` is None and the model returns logits (b, t, v)**; a chunked loss is then not possible. The wrapper tests both
+the head and the attention mask when the model is wrapped.
 """
 
 from functools import cached_property
@@ -24,7 +23,7 @@ class HuggingFaceModel(nn.Module):
 
     task: ClassVar[Task]
     auto: ClassVar[str]
-    """Class of transformers that builds this kind."""
+    """Name of the Auto class of transformers that builds the model."""
     words: ClassVar[str]
 
     def __init__(self, lm: nn.Module):
@@ -41,13 +40,13 @@ class HuggingFaceModel(nn.Module):
         return (tokens,)
 
     def check_visibility(self) -> None:
-        """Raise RefusedError if a token can attend to tokens that the task forbids, or cannot attend to required
-        ones."""
+        """Raise RefusedError if a token attends to tokens that the task forbids, or does not attend to required
+        tokens."""
         raise NotImplementedError
 
     @property
     def head(self) -> nn.Module | None:
-        """The current head, looked up each time because it may be replaced; None if it is not separate."""
+        """The current head; None if it is not separate. It is looked up each time, because the head may be replaced."""
         return self.lm.get_output_embeddings() if self.has_separate_head else None
 
     @property
@@ -63,7 +62,7 @@ class HuggingFaceModel(nn.Module):
         return self.lm(**self.inputs(*tensors)).logits
 
     def attends_to_later(self) -> bool:
-        """Return True if a change of the last token changes the predictions at earlier ones."""
+        """Return True if a change of the last token changes predictions at earlier tokens."""
         tokens = self._tokens()
         changed = tokens.clone()
         changed[0, -1] = tokens[0, 0]
@@ -77,8 +76,8 @@ class HuggingFaceModel(nn.Module):
         return (torch.arange(8, device=embedding.device) % embedding.shape[0])[None]
 
     def _is_head_separate(self) -> bool:
-        """Return True if the logits are exactly head(last hidden state). The head's output is multiplied by 1000 for
-        this check: the logits of a small random model are too close to zero to reveal a soft cap."""
+        """Return True if the logits are exactly head(last hidden state). The check multiplies the head's output by
+        1000, because near zero a soft cap changes nothing."""
         lm, head = self.lm, self.lm.get_output_embeddings()
         if head is None or lm.base_model is lm:
             return False
@@ -104,9 +103,9 @@ class HuggingFaceModel(nn.Module):
 
 
 class HuggingFaceCausalLM(HuggingFaceModel):
-    """Causal language model: `model(tokens)`, or `model(tokens, segments)` for packed texts, see `Transformer`.
-    Raise RefusedError for a model whose tokens can attend to later ones: it would learn to copy its target. Raise it
-    too for `segments` if the model does not separate texts by positions that restart."""
+    """Causal language model: `model(tokens)`, or `model(tokens, segments)` for packed texts, see `Transformer`. Raise
+    RefusedError for a model whose tokens attend to later tokens, because it would learn to copy its target. Also raise
+    RefusedError for `segments` if the model does not separate texts by restarting positions."""
 
     task, auto, words = "next_token", "AutoModelForCausalLM", "causal language model"
 
@@ -123,8 +122,8 @@ class HuggingFaceCausalLM(HuggingFaceModel):
 
     @cached_property
     def isolates_texts(self) -> bool:
-        """True if packed texts do not influence later texts, up to rounding: experts process the tokens of all texts
-        together."""
+        """True if packed texts do not influence later texts, up to rounding. Rounding differs because experts process
+        the tokens of all texts together."""
         tokens = self._tokens()
         changed = tokens.clone()
         changed[0, 0] = tokens[0, -1]
@@ -150,7 +149,7 @@ class HuggingFaceCausalLM(HuggingFaceModel):
 
 class HuggingFaceMaskedLM(HuggingFaceModel):
     """Masked language model: `model(tokens, keep)`, `keep` (b, t) False on padding. Raise RefusedError for a causal
-    model: it could not use the tokens after a masked one."""
+    model, because it cannot use the tokens after a masked token."""
 
     task, auto, words = "masked_token", "AutoModelForMaskedLM", "masked language model"
 
@@ -166,8 +165,8 @@ class HuggingFaceMaskedLM(HuggingFaceModel):
 
 
 class HuggingFaceTextClassifier(HuggingFaceModel):
-    """Text classifier: `model(tokens, keep, types)` returns logits (b, c). `keep` (b, t) is False on padding.
-    `types` (b, t) is 1 for the second text of a pair; models without token types do not receive it."""
+    """Text classifier: `model(tokens, keep, types)` returns logits (b, c). `keep` (b, t) is False on padding. `types`
+    (b, t) is 1 for the second text of a pair. Models without token types do not receive `types`."""
 
     task, auto, words = "text_classification", "AutoModelForSequenceClassification", "classifier of texts"
 
@@ -175,7 +174,7 @@ class HuggingFaceTextClassifier(HuggingFaceModel):
         return classifier_inputs(self.lm, tokens, keep, types)
 
     def check_visibility(self) -> None:
-        """Accept every model: the label is not among the tokens."""
+        """Accept every model, because the label is not among the tokens."""
 
 
 class HuggingFaceTokenClassifier(HuggingFaceTextClassifier):
@@ -185,8 +184,8 @@ class HuggingFaceTokenClassifier(HuggingFaceTextClassifier):
 
 
 class HuggingFaceSeq2Seq(HuggingFaceModel):
-    """Encoder-decoder: `model(source, tokens, keep)`, `keep` (b, s) False on the source's padding. Raise
-    RefusedError for a model whose target tokens can attend to later ones."""
+    """Encoder-decoder: `model(source, tokens, keep)`, `keep` (b, s) False on the source's padding. Raise RefusedError
+    for a model whose target tokens attend to later target tokens."""
 
     task, auto, words = "sequence_to_sequence", "AutoModelForSeq2SeqLM", "sequence-to-sequence model"
 

@@ -1,8 +1,8 @@
 """Published initialization schemes: the distribution of each matrix's initial values.
 
-A law maps a matrix's name, its size (rows, columns) and a standard deviation to a distribution. For a fused layer it is
-called for each part ("blocks.0.attention.q"), since it may depend on the part's size. Laws without a standard deviation
-of their own ignore that argument and use the sizes alone.
+A law maps a matrix's name, its size (rows, columns) and a standard deviation to a distribution. For a fused layer the
+law is called for each part ("blocks.0.attention.q"), because it may depend on the part's size. Some laws ignore the
+standard deviation and use only the size.
 """
 
 import math
@@ -35,14 +35,15 @@ Law = Callable[[str, torch.Size, float], NormalInit | UniformInit]
 
 
 def normal_init(name: str, size: torch.Size, std: float) -> NormalInit:
-    """Return the distribution of GPT (Radford et al. 2018, section 4.1) and BERT: one standard deviation for all,
-    0.02. Google's BERT truncates the distribution at two standard deviations; transformers and Thrifty do not."""
+    """Return the distribution of GPT (Radford et al. 2018, section 4.1) and BERT: standard deviation `std`, by default
+    0.02, for all matrices. Google's BERT truncates the distribution at two standard deviations; transformers and
+    Thrifty do not."""
     return NormalInit(std)
 
 
 def gpt2_normal(name: str, size: torch.Size, std: float, blocks: int) -> NormalInit:
-    """Return the distribution of GPT-2 (Radford et al. 2019, section 2.3). The standard deviation of projections
-    into the residual stream is divided by the root of their number, 2 · blocks."""
+    """Return the distribution of GPT-2 (Radford et al. 2019, section 2.3). For projections into the residual stream,
+    the standard deviation is divided by sqrt(2 · blocks), the root of their number."""
     residual = 1 / math.sqrt(2 * blocks)
     return NormalInit(std * (residual if name.endswith(("out", "down")) else 1.0))
 
@@ -50,7 +51,7 @@ def gpt2_normal(name: str, size: torch.Size, std: float, blocks: int) -> NormalI
 def xavier_uniform_init(name: str, size: torch.Size, std: float) -> NormalInit | UniformInit:
     """Return the distribution of the original Transformer in tensor2tensor. Matrices follow Glorot and Bengio 2010,
     equation 16. Token embeddings, which the model multiplies by sqrt(d), have standard deviation 1 / sqrt(d). Marian
-    uses it too; transformers initializes Marian with 0.02 throughout."""
+    uses the same distribution; transformers initializes Marian with standard deviation 0.02 throughout."""
     rows, columns = size
     if name.endswith("embedding.token"):
         return NormalInit(columns**-0.5)
@@ -60,9 +61,10 @@ def xavier_uniform_init(name: str, size: torch.Size, std: float) -> NormalInit |
 def t5_normal(name: str, size: torch.Size, std: float, width: int, head_width: int) -> NormalInit:
     """Return the distribution of T5 (Mesh TensorFlow; transformers at initializer_factor 1).
 
-    The standard deviation is 1 / sqrt(columns); queries are divided by a further sqrt(k), since attention does not
-    scale its scores. Token embeddings have 1, relative positions 1 / sqrt(d). An untied head is initialized like any
-    matrix, as in Google's t5x. transformers uses 1 for it, so that its initial logits are sqrt(d) times too large.
+    The standard deviation is 1 / sqrt(columns). For queries it is divided by sqrt(k), because attention does not scale
+    its scores. It is 1 for token embeddings and 1 / sqrt(d) for relative positions. An untied head is initialized like
+    any matrix, as in Google's t5x. transformers uses 1 for an untied head, so its initial logits are sqrt(d) times too
+    large.
     """
     columns = size[1]
     if name.endswith("embedding.token"):
@@ -73,13 +75,13 @@ def t5_normal(name: str, size: torch.Size, std: float, width: int, head_width: i
 
 
 def clip_normal(name: str, size: torch.Size, std: float, depths: Mapping[str, int]) -> NormalInit | UniformInit:
-    """Return the distribution of CLIP's caption tower in its published code, for both towers with these numbers of
-    blocks.
+    """Return the distribution of the caption tower in CLIP's published code, for both towers. `depths` is the number of
+    blocks of each tower.
 
-    With d the width, queries, keys, values and projections have 1 / sqrt(d), the first feed-forward layer 1 / sqrt(2
-    d). Layers that write into the residual stream are divided by the root of the number of branches. Token embeddings
-    have 0.02, positions of captions 0.01, positions of patches and the class token 1 / sqrt(d). Patch projections have
-    torch's default for convolutions.
+    With width d, the standard deviation is 1 / sqrt(d) for queries, keys, values and projections. It is 1 / sqrt(2 d)
+    for the first feed-forward layer. For layers that add to the residual stream, it is divided by the root of the
+    number of branches. It is 0.02 for token embeddings, and 0.01 for positions of captions. It is 1 / sqrt(d) for
+    positions of patches and the class token. Patch projections have torch's default for convolutions.
     """
     tower, _, inside = name.partition(".")
     if inside == "embedding.patch":
@@ -96,9 +98,9 @@ def clip_normal(name: str, size: torch.Size, std: float, depths: Mapping[str, in
 def vit_uniform(name: str, size: torch.Size, std: float) -> NormalInit | UniformInit:
     """Return the distribution of ViT: matrices by Glorot and Bengio 2010, equation 16.
 
-    Class token, positions and head have the standard deviation `std`; patch projections have torch's default for
-    convolutions, by their number of pixels. DeiT uses 0.02 for matrices too. Glorot's law has that value at a width of
-    2500, and narrower models with 0.02 make no progress for a long time.
+    Class token, positions and head have the standard deviation `std`. Patch projections have torch's default for
+    convolutions. DeiT uses standard deviation 0.02 for matrices too. Glorot's law has 0.02 only at a width of 2500.
+    Narrower models with 0.02 make no progress for a long time.
     """
     if name.endswith("embedding.patch"):
         return UniformInit(1 / math.sqrt(math.prod(size[1:])))
@@ -108,8 +110,8 @@ def vit_uniform(name: str, size: torch.Size, std: float) -> NormalInit | Uniform
 
 
 def mae_uniform(name: str, size: torch.Size, std: float) -> NormalInit | UniformInit:
-    """Return the distribution of MAE: every matrix by Glorot and Bengio 2010, equation 16. This includes the patch
-    projection, as a matrix from pixels to channels. Class token and mask token have the standard deviation `std`."""
+    """Return the distribution of MAE: every matrix by Glorot and Bengio 2010, equation 16. The patch projection counts
+    as a matrix from pixels to channels. Class token and mask token have the standard deviation `std`."""
     if name.endswith("token"):
         return NormalInit(std)
     return UniformInit(math.sqrt(6 / (size[0] + math.prod(size[1:]))))

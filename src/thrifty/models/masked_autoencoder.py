@@ -1,11 +1,11 @@
 """The masked autoencoder (He et al. 2021, arXiv 2111.06377) in plain torch, composed of replaceable parts.
 
-A Vision Transformer encodes the visible patches of an image. A smaller decoder receives its outputs, with a learned
-mask token for every hidden patch, and predicts the pixels of all patches. The encoder is reused for other tasks: its
-parameters have the names of a Vision Transformer.
+A Vision Transformer encodes the visible patches of an image. A smaller decoder receives the encoder outputs and a
+learned mask token for every hidden patch. It predicts the pixels of all patches. The encoder's parameters have the
+names of a Vision Transformer, so that other tasks can use the encoder.
 
-Shapes: b batch, c channels, h and w pixels, p side of a patch in pixels, t patches row by row, n visible patches, d and
-e widths of encoder and decoder.
+Shapes: b batch, c channels, h and w pixels, p side of a patch in pixels, t patches row by row, n visible patches, d
+encoder width, e decoder width.
 """
 
 from collections.abc import Sequence
@@ -22,8 +22,9 @@ from thrifty.models.vision_transformer import PatchEmbedding, Pool, VisionTransf
 
 
 class PatchDecoder(nn.Module):
-    """Decoder of hidden states (b, 1 + n, d), of class token and visible patches, to states (b, t, e) of all
-    patches. `position` (1, 1 + t, e) is fixed, and interpolated for images of another size."""
+    """Decoder that maps encoder states (b, 1 + n, d) to states (b, t, e) of all patches. Encoder states are those of
+    the class token and the visible patches. `position` (1, 1 + t, e) is fixed, and interpolated for other image
+    sizes."""
 
     position: Tensor
 
@@ -35,8 +36,8 @@ class PatchDecoder(nn.Module):
         self.blocks, self.norm = nn.ModuleList(blocks), norm
 
     def forward(self, hidden: Tensor, visible: Tensor | None, grid: tuple[int, int]) -> Tensor:
-        """Return states (b, t, e). `visible` (b, n) are indices of patches in a grid of (rows, columns); None for
-        all."""
+        """Return states (b, t, e). `visible` (b, n) are indices of patches in a `grid` of (rows, columns); None means
+        all patches."""
         x = self.embed(hidden)
         if visible is not None:
             patches = scatter_tokens(x[:, 1:], visible, self.mask_token, grid[0] * grid[1])
@@ -48,11 +49,12 @@ class PatchDecoder(nn.Module):
 
 
 class MaskedAutoencoder(nn.Module):
-    """Maps images (b, c, h, w) to the decoder's hidden states (b, t, e); `head` maps those to pixels (b, t, p · p · c).
+    """Maps images (b, c, h, w) to the decoder's hidden states (b, t, e). `head` maps hidden states to pixels (b, t, p ·
+    p · c).
 
-    `logits` does both. Pixels are in the order of `kernels.image_patches.patchify`. Only the `visible` patches (b, n)
-    of an image are known; by default all. The encoder receives only those, or with `blanks` all patches with zeros for
-    unknown pixels.
+    `logits` does both. Pixels are in the order of `kernels.image_patches.patchify`. `visible` (b, n) selects known
+    patches; by default all. The encoder receives only the visible patches. With `blanks` it receives all patches, with
+    zeros for unknown pixels.
     """
 
     task: Literal["masked_reconstruction"] = "masked_reconstruction"
@@ -91,7 +93,7 @@ class MaskedAutoencoder(nn.Module):
         return self.head(self(images, visible))
 
     def example(self, device: torch.device) -> Tensor:
-        """Return one blank image, as input for an observed forward pass."""
+        """Return one blank image (1, c, h, w) as example input."""
         embedding = self.embedding
         return torch.zeros(1, embedding.channels, embedding.side, embedding.side, device=device)
 
@@ -105,8 +107,8 @@ class MaskedAutoencoder(nn.Module):
 
 @torch.no_grad()
 def encoder_alone(model: MaskedAutoencoder, labels: int, pool: Pool) -> VisionTransformer:
-    """Return the Vision Transformer in a trained autoencoder with a new, uninitialized head. Its positions become
-    trainable."""
+    """Return the encoder of a trained autoencoder as a Vision Transformer with a new, uninitialized head. Positions
+    become trainable."""
     embedding, table = model.embedding, model.embedding.position.to(model.norm.weight.dtype)
     del embedding.position
     embedding.position = nn.Parameter(table)

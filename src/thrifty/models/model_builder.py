@@ -1,4 +1,4 @@
-"""Construction of a run's initialized model: one of Thrifty's, or a wrapped model of `transformers`."""
+"""Construction of a run's initialized model: a model of Thrifty, or a wrapped model of `transformers`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -33,15 +33,15 @@ _TASK_DESCRIPTIONS = {
     "masked_reconstruction": "it reconstructs the pixels of images",
 }
 _KIND_FOR = {"chat_answers": "next_token", "mass": "sequence_to_sequence"}
-"""Objectives that use the same kind of model as another objective."""
+"""Objectives that use another objective's kind of model."""
 PROBLEM_TYPES = {
     "classification": "single_label_classification",
     "multi_label_classification": "multi_label_classification",
     "regression": "regression",
     "token_classification": None,
 }
-"""Objectives on labelled texts, with their problem type in config.json of transformers. Their models are those of
-transformers: the body of a language model with a head of its own."""
+"""Objectives on labeled texts, with their problem type in config.json of transformers. Their models are built by
+transformers: the body of a language model with a new head."""
 _OBJECTIVES = {kind: name for name, kind in PROBLEM_TYPES.items() if kind}
 
 
@@ -61,10 +61,10 @@ def build_model_for(
 ) -> nn.Module:
     """Return the plain initialized model of a run, the same at every call.
 
-    It is built from a preset or a folder. A supported family becomes one of Thrifty's models, any other a wrapped model
-    of `transformers` for `task`. A trained image model is refitted to the images and labels of the data; for data with
-    labels, the encoder of a trained MAE is used. Raise UsageError for a model that cannot learn the task, and for data
-    that do not fit trained weights.
+    The model is built from a preset or a folder. A supported family becomes a model of Thrifty. Any other family
+    becomes a wrapped model of `transformers` for `task`. A trained image model is adapted to the images and labels of
+    the data. For data with labels, the encoder of a trained MAE is used. Raise UsageError for a model that cannot learn
+    the task, and for data that do not fit trained weights.
     """
     task = _KIND_FOR.get(task, task)
     shape, is_counted = shape_for(ends, settings), active_fake_mode() is not None  # then values are not used
@@ -96,7 +96,7 @@ def build_model_for(
 
 
 def check_model(settings: ModelSettings, task: Task | Literal["chat_answers", "mass"]) -> None:
-    """Raise UsageError for a missing model, or one that cannot learn `task`, as far as this is known without data."""
+    """Raise UsageError if the model is missing, or if it is known without data that the model cannot learn `task`."""
     try:
         shape = own_shape(settings)
     except RefusedError:  # an architecture that transformers may know
@@ -110,7 +110,8 @@ def check_model(settings: ModelSettings, task: Task | Literal["chat_answers", "m
 
 
 def _build_classifier(settings: ModelSettings, ends: TextModelSpec, seed: int, task: str, values: bool) -> nn.Module:
-    """Return a model of transformers with a head for these labels, from a folder or with the sizes of a preset."""
+    """Return a model of transformers with a head for the labels of `ends`, from a folder or with the sizes of a
+    preset."""
     from thrifty.models.hf_loader import load_model
 
     folder = (
@@ -187,13 +188,12 @@ def _refuse_another_kind(settings: ModelSettings, shape: ModelConfig, task: Task
 
 
 def folder_config(settings: ModelSettings) -> Mapping[str, Any]:
-    """Return config.json of a trained model's folder; empty if there is none."""
+    """Return config.json of a trained model's folder; empty if there is no folder."""
     return {} if settings.build or not settings.folder or settings.reinitialize else read_config(Path(settings.folder))
 
 
 def label_objective(config: Mapping[str, Any]) -> str:
-    """Return the objective on labelled texts that a folder of transformers was trained for; "" if it is for other
-    data."""
+    """Return the objective on labeled texts that a folder of transformers was trained for; "" for any other folder."""
     kind, labels = str(config.get("architectures")), config.get("id2label")
     if "ForTokenClassification" in kind:
         return "token_classification"

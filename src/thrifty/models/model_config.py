@@ -38,51 +38,51 @@ class ModelConfig:
 
     style: Style
     depth: int
-    """Number of blocks; in an encoder-decoder, of the encoder."""
+    """Number of blocks; in an encoder-decoder, number of encoder blocks."""
     width: int
     heads: int
     kv_heads: int
     hidden: int
     """Inner width of the feed-forward network."""
     vocabulary: int
-    """Number of tokens; in a vit of labels, in a mae of values per patch."""
+    """Vocabulary size in tokens. In a vit: number of labels. In a mae: number of values per patch."""
     length: int
-    """Tokens of context: the positions of gpt, bert, marian and clip, the trained context of llama and t5. In a vit
-    and a mae it follows from the image and the patches, and the passed value is ignored."""
+    """Context length in tokens: the number of positions in gpt, bert, marian and clip, and the trained context in llama
+    and t5. In a vit and a mae the passed value is ignored; image and patches determine the length."""
     tied: bool
     norm_eps: float = 1e-5
     activation: str = ""
-    """Activation of the feed-forward network, see `ACTIVATIONS`; by default that of the style."""
+    """Activation of the feed-forward network, see `ACTIVATIONS`; by default the style's first activation."""
     rope_base: float = field(default=10_000.0, metadata={"of": "llama"})
     rope_scaling: Llama3Scaling | None = field(default=None, metadata={"of": "llama"})
     token_types: int = field(default=2, metadata={"of": "bert"})
     decoder_depth: int | None = field(default=None, metadata={"of": "t5 marian mae"})
-    """Number of blocks of the decoder if it differs from the encoder's."""
+    """Number of decoder blocks, if different from the encoder."""
     decoder_width: int = field(default=512, metadata={"of": "mae"})
     decoder_heads: int = field(default=16, metadata={"of": "mae"})
     decoder_hidden: int = field(default=2048, metadata={"of": "mae"})
     fixed_head_width: int | None = field(default=None, metadata={"of": "t5 llama"})
-    """Width of a head if heads · width of a head is not the width of the model."""
+    """Head width, if heads · head width is not the width of the model."""
     buckets: int = field(default=32, metadata={"of": "t5"})
     distance: int = field(default=128, metadata={"of": "t5"})
-    """Largest distance between tokens that the buckets distinguish."""
+    """Maximum distance between tokens that the buckets distinguish."""
     scaled_embedding: bool = field(default=True, metadata={"of": "marian"})
     """True if token embeddings are multiplied by the root of the width."""
     image: int = field(default=224, metadata={"of": "vit clip mae"})
-    """Height and width in pixels of the images that the positions are for."""
+    """Height and width in pixels of the images for which positions are stored."""
     patch: int = field(default=16, metadata={"of": "vit clip mae"})
     """Height and width of a patch in pixels."""
     channels: int = field(default=3, metadata={"of": "vit clip mae"})
     pool: str = field(default="class", metadata={"of": "vit clip"})
-    """Input of the head: "class" for the class token, "mean" for the mean of all patches in a model without a class
-    token. In a vit also "patches", for that mean in a model with a class token."""
+    """Input of the head. "class" is the class token. "mean" is the mean of all patches in a model without a class
+    token. "patches" (only vit) is the mean of all patches in a model with a class token."""
     text_depth: int = field(default=12, metadata={"of": "clip"})
-    """Blocks of the caption tower; the sizes above are those of the image tower."""
+    """Number of blocks of the caption tower; the fields above describe the image tower."""
     text_width: int = field(default=512, metadata={"of": "clip"})
     text_heads: int = field(default=8, metadata={"of": "clip"})
     text_hidden: int = field(default=2048, metadata={"of": "clip"})
     space: int = field(default=512, metadata={"of": "clip"})
-    """Width of the common space of both towers."""
+    """Width of the common embedding space of both towers."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "activation", self.activation or ACTIVATIONS[self.style][0])
@@ -177,7 +177,7 @@ class ModelConfig:
                 )
 
     def caption_tower(self) -> "ModelConfig":
-        """Return the shape of a clip's caption tower, as a decoder that ends in the common space. Raise UsageError
+        """Return the shape of a clip's caption tower, as a decoder with an output in the common space. Raise UsageError
         for incompatible sizes."""
         sizes = self.text_depth, self.text_width, self.text_heads, self.text_heads, self.text_hidden
         return ModelConfig("gpt", *sizes, self.vocabulary, self.length, tied=False, norm_eps=self.norm_eps)

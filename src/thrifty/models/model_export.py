@@ -32,8 +32,8 @@ def export_model(
     dtype: torch.dtype = torch.float32,
     images: ImageModelSpec | None = None,
 ) -> None:
-    """Write a model of `build_model_for` as a Hugging Face folder, see `export_folder`; adapters must be merged
-    before."""
+    """Write a model of `build_model_for` as a Hugging Face folder, see `export_folder`. Adapters must already be
+    merged."""
     if isinstance(model, ContrastiveModel) and shape is not None:
         if is_pruned(model):
             raise RefusedError("a pruned model of two towers has no Hugging Face format")
@@ -72,9 +72,9 @@ def export_model(
 def export_own_model(
     model: nn.Module, settings: Mapping[str, Any], folder: Path, dtype: torch.dtype = torch.float32
 ) -> None:
-    """Write a user's own model: one of `transformers` by its own method, any other as a state dict in
-    model.safetensors. The latter has a model.json with the `settings` that built it. Raise UsageError if the folder
-    exists."""
+    """Write a user's own model. A model of `transformers` is written by `save_pretrained`. Any other model becomes a
+    state dict in model.safetensors, with a model.json of the `settings` that built the model. Raise UsageError if the
+    folder exists."""
     model = model.to(dtype)
     with written_aside(folder) as aside:
         if hasattr(model, "save_pretrained"):

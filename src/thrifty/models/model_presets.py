@@ -1,4 +1,4 @@
-"""Model sizes by name, from `presets.toml`, and their changes by settings."""
+"""Named model sizes from `presets.toml`, and changes of these sizes by settings."""
 
 import math
 import tomllib
@@ -24,8 +24,8 @@ PRESETS: dict[str, ModelConfig] = {name: _preset(row) for name, row in tomllib.l
 
 
 def resized(shape: ModelConfig, settings: ModelSettings, images: ImageModelSpec | None = None) -> ModelConfig:
-    """Return a shape with the sizes in the settings. By default the inner width follows the width, and the number of
-    key-value heads follows the heads, in proportion. A vit, clip or mae is fitted to `images`."""
+    """Return a shape with the sizes in the settings. By default the inner width scales with the width, and the number
+    of key-value heads with the number of heads. A vit, clip or mae is adapted to `images`."""
     sizes = {field.name: getattr(settings, field.name, None) for field in fields(ModelConfig)}
     changes = {name: value for name, value in sizes.items() if value is not None}
     if "width" in changes and "hidden" not in changes:
@@ -50,8 +50,8 @@ def shape_of(
     length: int | None = None,
     images: ImageModelSpec | None = None,
 ) -> ModelConfig:
-    """Return the preset's shape with the changes in the settings. By default vocabulary, length and images are as
-    published."""
+    """Return the preset's shape with the changes in the settings. By default vocabulary, length and image size are the
+    published values."""
     refuse_unknown("model.preset: there is no preset", settings.preset, PRESETS)
     shape = resized(PRESETS[settings.preset], settings, images)
     if shape.style in ("vit", "mae"):

@@ -1,4 +1,4 @@
-"""The shape of a recipe's model, known before anything is built."""
+"""The shape of a recipe's model, computed before the model is built."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -76,7 +76,7 @@ def own_shape(settings: ModelSettings) -> ModelConfig:
 
 
 def stated_sizes(settings: ModelSettings) -> list[str]:
-    """Return the names of the sizes that a recipe sets, which only a new model can have."""
+    """Return the names of sizes that a recipe sets; only a model without trained weights can have them."""
     names = (
         "depth", "width", "heads", "kv_heads", "hidden", "tied", "patch", "pool", "decoder_depth", "decoder_width",
         "text_depth", "text_width", "text_heads",
@@ -94,7 +94,7 @@ def _refuse_sizes_of_a_trained_model(settings: ModelSettings, but: str = "") -> 
 
 
 def _refitted(folder: str, shape: ModelConfig, images: ImageModelSpec) -> ModelConfig:
-    """Return the shape of a trained model after it is refitted to these images."""
+    """Return the shape of a trained model after adaptation to `images`."""
     if shape.channels != images.channels:
         raise UsageError(
             f"the images have {images.channels} channels, but the model in {folder} has {shape.channels}",
@@ -105,7 +105,7 @@ def _refitted(folder: str, shape: ModelConfig, images: ImageModelSpec) -> ModelC
 
 
 def check_fit(folder: str, own_vocabulary: int, own_length: int, vocabulary: int, length: int) -> None:
-    """Raise UsageError if the data have more tokens, or longer rows, than the weights in `folder`."""
+    """Raise UsageError if the data need a larger vocabulary or a longer context than the weights in `folder` have."""
     if vocabulary > own_vocabulary:
         raise UsageError(
             f"the data's tokenizer has {vocabulary} tokens, but the model in {folder} has {own_vocabulary}",

@@ -1,8 +1,8 @@
 """Padding of pruned models, whose blocks differ in size, to a shape that a published format can describe.
 
-A config.json has one number of heads and one of neurons for all blocks. Smaller blocks are therefore padded with heads
-and neurons of zeros, which do not change the computation. If the format derives the width of a head from the width of
-the model, all heads are restored.
+A config.json has one number of heads and one number of neurons for all blocks. Smaller blocks are therefore padded with
+zero heads and zero neurons, which do not change the outputs. If the format derives the head width from the width of the
+model, every block is padded to the original number of heads.
 """
 
 from collections.abc import Mapping
@@ -22,8 +22,8 @@ FILLED_UP = "filled up with zeros"
 
 
 def pad_pruned_model(model: Model, shape: ModelConfig) -> tuple[Model, ModelConfig]:
-    """Return a copy of one of Thrifty's models with equal blocks, and its shape; add a note on the padding. `shape`
-    is that of the model before pruning."""
+    """Return a copy of a model of Thrifty with equal blocks, and its shape. Add a note about the padding. `shape` is
+    the shape before pruning."""
     model, family = deepcopy(model), FAMILIES[shape.style]
     heads, neurons = _by_kind(model)
     together, count = heads[0].group or 1, max(each.count for each in heads)
@@ -40,8 +40,8 @@ def pad_pruned_model(model: Model, shape: ModelConfig) -> tuple[Model, ModelConf
 
 
 def pad_pruned_wrapper(model: nn.Module) -> nn.Module:
-    """Return a copy of a wrapped model of transformers with equal blocks and their sizes in its config. The sizes
-    that a config can describe are determined by building the model from it without values."""
+    """Return a copy of a wrapped model of transformers with equal blocks and matching sizes in its config. The sizes
+    that a config can describe are found by trial: models are built without values."""
     model = deepcopy(model)
     heads, neurons = _by_kind(model)
     together, whole = heads[0].group or 1, _columns(model, {})
@@ -62,7 +62,7 @@ def pad_pruned_wrapper(model: nn.Module) -> nn.Module:
 
 
 _HIDDEN = ("intermediate_size", "ffn_dim", "hidden_dim", "n_inner", "decoder_ffn_dim")
-"""Names for the number of neurons in configs of transformers."""
+"""Keys for the number of neurons in configs of transformers."""
 
 
 def _sizes(heads: int, kv_heads: int, width: int) -> dict[str, int]:
@@ -70,7 +70,7 @@ def _sizes(heads: int, kv_heads: int, width: int) -> dict[str, int]:
 
 
 def _columns(model: nn.Module, sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the number of inputs of each layer for a config with these sizes; {} if the config refuses them."""
+    """Return the number of inputs of each layer for a config with `sizes`; {} if transformers rejects these sizes."""
     from huggingface_hub.errors import StrictDataclassError
 
     lm = model.lm
@@ -84,7 +84,7 @@ def _columns(model: nn.Module, sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _count(units: list[PrunableUnits], columns: Mapping[str, int], width: int) -> int:
-    """Return the number of units that these columns mean, in all blocks; 0 if the blocks differ."""
+    """Return the number of units per block that `columns` imply; 0 if the blocks differ."""
     counts = {columns.get(each.name, 0) for each in units}
     return counts.pop() // width if len(counts) == 1 else 0
 

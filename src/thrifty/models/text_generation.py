@@ -1,7 +1,7 @@
 """Text generation, one token at a time.
 
-Thrifty's own Transformer uses a key-value cache, so that a new token costs one token's work. Any other model recomputes
-its context for each token. Both generate the same tokens.
+Thrifty's own Transformer uses a key-value cache, so each step processes only the new token. Any other model recomputes
+its context for each token. Both methods generate the same tokens.
 """
 
 from collections.abc import Callable, Iterator
@@ -17,7 +17,7 @@ from thrifty.models.transformer import Transformer
 from thrifty.models.transformer_blocks import PostNormBlock, TokenEmbedding, TransformerBlock
 
 Reader = Callable[[Tensor], Tensor]
-"""Function from tokens (b, t), which grow by one per call, to the logits (b, v) of the next token."""
+"""Function that maps tokens (b, t) to the logits (b, v) of the next token. Each call has one more token."""
 COLDEST = 1e-6
 """Lowest temperature; below it, logits divided by the temperature may be infinite."""
 
@@ -36,12 +36,13 @@ def generate(
     stop: int | None = None,
     seen: Callable[[Tensor], None] = lambda chosen: None,
 ) -> Tensor:
-    """Return `tokens` (b, t) followed by up to `count` generated ones, (b, t + count).
+    """Return `tokens` (b, t) followed by up to `count` generated tokens, (b, t + count).
 
-    top_k keeps the k most likely tokens, top_p the fewest whose probabilities reach p; `greedy` selects the most likely
-    one. `context` limits the number of tokens the model attends to, in addition to its own limit. A row that has
-    generated `stop` repeats it; generation ends once all rows have. `seen` receives each new token (b,) at once. The
-    model is in eval mode during generation. Raise ThriftyError if the first logits are NaN.
+    `top_k` samples from the k most likely tokens. `top_p` samples from the smallest set of most likely tokens with
+    total probability p. `greedy` selects the most likely token. `context` is an additional limit on the context length
+    in tokens. A row that has generated the token `stop` repeats `stop`. Generation ends once all rows have generated
+    `stop`. `seen` receives each new token (b,) at once. The model is in eval mode during generation. Raise ThriftyError
+    if the first logits are NaN.
     """
     _check(model, tokens, temperature, top_k, top_p)
     generator = torch.Generator(device=tokens.device).manual_seed(seed)
@@ -78,7 +79,8 @@ def sample_token(
 
 
 def context_limit(model: nn.Module) -> int | None:
-    """Return the longest sequence in tokens: the model's positions, or the limit in its transformers config."""
+    """Return the maximum sequence length in tokens: the model's number of positions, or the limit in its transformers
+    config."""
     for module in model.modules():
         if isinstance(module, TokenEmbedding) and module.position is not None:
             return module.position.num_embeddings
@@ -129,7 +131,7 @@ def eval_mode(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def _reader(model: nn.Module, limit: int | None) -> Iterator[Reader]:
-    """Yield the reader for a model: with a key-value cache until the context is full, if possible."""
+    """Yield the reader for a model. If possible, it uses a key-value cache until the context is full."""
 
     def read_again(tokens: Tensor) -> Tensor:
         return last_logits(model, tokens if limit is None else tokens[:, -limit:])
@@ -156,7 +158,7 @@ def last_logits(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 def supports_kv_cache(model: nn.Module) -> bool:
-    """Return True if tokens interact only in plain attention cores, with no module swapped and no forward wrapped."""
+    """Return True if tokens interact only in plain attention cores, and no module is swapped and no forward wrapped."""
     if type(model) is not Transformer or any(
         type(block) not in (TransformerBlock, PostNormBlock) for block in model.blocks
     ):
@@ -172,8 +174,8 @@ def supports_kv_cache(model: nn.Module) -> bool:
 
 
 class CachingCore:
-    """Causal attention that keeps all previous keys and values (b, g, t, k): first of a prompt, then of one token at
-    a time."""
+    """Causal attention with a cache of all previous keys and values (b, g, t, k). The first call is a prompt, later
+    calls are single tokens."""
 
     def __init__(self) -> None:
         self.seen: tuple[Tensor, Tensor] | None = None
@@ -189,8 +191,8 @@ class CachingCore:
 
 @contextmanager
 def use_kv_cache(model: nn.Module) -> Iterator[Reader]:
-    """Yield a reader that computes only new tokens. Inside, every attention has a caching core, and positions
-    continue after the last call. The model is restored afterwards."""
+    """Yield a reader that computes only new tokens. Inside the block, every attention has a caching core, and positions
+    continue from call to call. After the block the model is restored."""
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
     positions = [module for module in model.modules() if isinstance(module, (RotaryPositions, TokenEmbedding))]
 

@@ -1,8 +1,8 @@
 """Decoder, encoder and encoder-decoder Transformers in plain torch, composed of parts instead of flags.
 
-Embedding, blocks, attention and norms are passed in, so any combination of norms and attention can be composed. For the
-published models see `families/`. All return hidden states and keep `head` separate, so that a loss can process the
-vocabulary in chunks.
+Embedding, blocks, attention and norms are arguments, so any norm can be combined with any attention. For the published
+models see `families/`. All models return hidden states, and `head` is separate. A loss can therefore compute logits in
+chunks.
 
 Shapes: b batch, t tokens, s tokens of a source, d width, v vocabulary.
 """
@@ -30,11 +30,11 @@ Task = Literal[
 
 
 class Transformer(nn.Module):
-    """Decoder from tokens (b, t) to final hidden states (b, t, d); `head` maps those to logits (b, t, v), `logits` does
-    both.
+    """Decoder from tokens (b, t) to final hidden states (b, t, d). `head` maps hidden states to logits (b, t, v);
+    `logits` does both.
 
-    For packed texts, `segments` (b, t) is the index of each token's text: every text is processed as if it were alone.
-    Learned positions restart with each text. Rotary ones continue, since only distances matter to them.
+    For packed texts, `segments` (b, t) is the index of each token's text, and tokens attend only to their own text.
+    Learned positions restart with each text. Rotary positions continue, because they depend only on distances.
     """
 
     task: Task = "next_token"
@@ -65,7 +65,7 @@ class Transformer(nn.Module):
 
 
 def segment_positions(segments: Tensor) -> Tensor:
-    """Return the position (b, t) of each token in its text from the index of its text (b, t)."""
+    """Return the position (b, t) of each token in its text; `segments` (b, t) are text indices."""
     place = torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
     begins = torch.ones_like(segments, dtype=torch.bool)
     begins[:, 1:] = segments[:, 1:] != segments[:, :-1]
@@ -73,9 +73,9 @@ def segment_positions(segments: Tensor) -> Tensor:
 
 
 class Encoder(nn.Module):
-    """Bidirectional encoder from tokens (b, t) to hidden states (b, t, d). `keep` (b, t) is False on padding, which
-    no token attends to. If the tokens are only a part of their text, `positions` (b, t) are required. `transform` is
-    the module between the last block and the head."""
+    """Bidirectional encoder from tokens (b, t) to hidden states (b, t, d). `keep` (b, t) is False on padding, and no
+    token attends to padding. If tokens of a text were dropped, `positions` (b, t) are required. `transform` is the
+    module between the last block and the head."""
 
     task: Task = "masked_token"
 
@@ -95,7 +95,8 @@ class Encoder(nn.Module):
 
 
 class BlockStack(nn.Module):
-    """One side of an encoder-decoder: blocks, the final norm, and relative positions that all blocks share."""
+    """Encoder or decoder of an encoder-decoder: blocks, the final norm, and relative positions that all blocks
+    share."""
 
     def __init__(self, blocks: Sequence[nn.Module], norm: nn.Module, relative: RelativePositions | None = None):
         super().__init__()
@@ -113,8 +114,8 @@ class BlockStack(nn.Module):
 
 class EncoderDecoder(nn.Module):
     """Encoder-decoder from a source (b, s) and target tokens (b, t) to the decoder's hidden states (b, t, d). `keep`
-    (b, s) is False on the source's padding. Target tokens from the middle of a text require `positions` (b, t), in
-    models with a position table. Both sides share one embedding; `scale` multiplies the head's input."""
+    (b, s) is False on the source's padding. In models with a position table, target tokens from the middle of a text
+    require `positions` (b, t). Encoder and decoder share one embedding; `scale` multiplies the head's input."""
 
     task: Task = "sequence_to_sequence"
 
@@ -152,12 +153,12 @@ def initialize(
     std: float = 0.02,
     within: str = "",
 ) -> None:
-    """Initialize parameters by the model's law: matrices are sampled, gains are one (or as in the model's `starts`),
-    biases zero.
+    """Initialize parameters by the model's law. Matrices are sampled, biases are zero, and gains are one or the model's
+    `starts`.
 
-    `std` is for laws that use it. Each parameter has a generator keyed by (seed, name). Its values are independent of
-    the number of blocks, the order of construction and the rank. With `within` only parameters whose names start with
-    it are initialized.
+    Some laws use `std`. Each parameter has a generator keyed by (seed, name). Initial values are independent of the
+    number of blocks, the order of construction and the rank. Only parameters whose names start with `within` are
+    initialized.
     """
     for name, parameter in model.named_parameters():
         if not name.startswith(within):
@@ -176,7 +177,7 @@ def initialize(
 
 
 def _parts(model: nn.Module, name: str, parameter: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yield the matrices of a parameter by name: itself, or the parts of a fused layer."""
+    """Yield the matrices of a parameter by name: the parameter itself, or the parts of a fused layer."""
     owner = name.removesuffix(".weight")
     # a parameter outside a layer, such as a class token, has no parts
     parts = None if owner == name else getattr(model.get_submodule(owner), "parts", None)

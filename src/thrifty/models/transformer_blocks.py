@@ -1,7 +1,7 @@
 """Parts of a Transformer: embeddings, feed-forward networks, and the blocks that combine them with attention.
 
-A `TransformerBlock` receives its norms, its attention and its feed-forward network; its class determines the position
-of the norms.
+Norms, attention and feed-forward network are arguments of a block. The class of the block determines the position of
+the norms.
 
 Shapes: b batch, t tokens, s tokens of a source, d width, v vocabulary.
 """
@@ -26,7 +26,8 @@ class FeedForward(nn.Module):
 
 
 class GatedFeedForward(nn.Module):
-    """Gated feed-forward network (Shazeer 2020, arXiv 2002.05202); `up` contains the gate first, then the value."""
+    """Gated feed-forward network (Shazeer 2020, arXiv 2002.05202); The first half of `up`'s outputs is the gate, the
+    second half the value."""
 
     def __init__(self, width: int, hidden: int, activation: nn.Module):
         super().__init__()
@@ -40,8 +41,8 @@ class GatedFeedForward(nn.Module):
 
 
 class SinusoidalPositions(nn.Module):
-    """Fixed positions of the original Transformer (Vaswani et al. 2017, section 3.5): all sines, then all cosines,
-    as in Marian. The table is a buffer outside the state."""
+    """Fixed positions of the original Transformer (Vaswani et al. 2017, section 3.5): all sines, then all cosines, as
+    in Marian. The table is a non-persistent buffer."""
 
     table: Tensor
 
@@ -60,8 +61,8 @@ class SinusoidalPositions(nn.Module):
 
 class TokenEmbedding(nn.Module):
     """Token embedding, times `scale`, plus positions if the model has no other position encoding. `position` maps
-    indices (t,) or (b, t) to vectors, for up to its `num_embeddings` tokens. By default positions count from
-    `start`; `positions` (b, t) override them."""
+    indices (t,) or (b, t) to vectors, for up to `position.num_embeddings` tokens. By default positions count from
+    `start`; the argument `positions` (b, t) overrides this."""
 
     start = 0
     """Position of the first token; above 0 only during generation with a key-value cache."""
@@ -86,7 +87,8 @@ class TokenEmbedding(nn.Module):
 
 
 class NormedEmbedding(nn.Module):
-    """BERT's embedding: token, learned position and token type (always the first here), then a norm."""
+    """BERT's embedding: the sum of token, learned position and token type, then a norm. The token type is always the
+    first."""
 
     def __init__(self, vocabulary: int, width: int, length: int, types: int, norm: nn.Module):
         super().__init__()
@@ -100,7 +102,7 @@ class NormedEmbedding(nn.Module):
         return self.placed(self.token(tokens), positions)
 
     def placed(self, vectors: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Return embeddings for token vectors (b, t, d) at these positions."""
+        """Return embeddings for token vectors (b, t, d) at `positions` (b, t)."""
         if positions is None:
             refuse_longer(vectors.shape[1], self.position.num_embeddings)
             positions = torch.arange(vectors.shape[1], device=vectors.device)
@@ -109,7 +111,7 @@ class NormedEmbedding(nn.Module):
 
 
 class TransformerBlock(nn.Module):
-    """Pre-norm block: attention, optional cross-attention over an encoder's memory, then the feed-forward network."""
+    """Pre-norm block: attention, optional cross-attention to encoder outputs, then the feed-forward network."""
 
     def __init__(
         self,
@@ -128,15 +130,15 @@ class TransformerBlock(nn.Module):
     def forward(
         self, x: Tensor, mask: Tensor | None = None, memory: Tensor | None = None, memory_mask: Tensor | None = None
     ) -> Tensor:
-        """Return x (b, t, d); `mask` is for the tokens, `memory_mask` for memory (b, s, d), in the shapes of
-        attention masks."""
+        """Return hidden states (b, t, d). `mask` is the mask of self-attention, `memory_mask` of cross-attention to
+        memory (b, s, d)."""
         x = self.residual(x, self.attention_norm, self.attention, mask)
         if self.cross_attention_norm is not None:
             x = self.residual(x, self.cross_attention_norm, self.cross_attention, memory, memory_mask)
         return self.residual(x, self.mlp_norm, self.mlp)
 
     def residual(self, x: Tensor, norm: nn.Module, branch: nn.Module, *context: Tensor | None) -> Tensor:
-        """Return x plus one branch; context that is None is not passed to the branch."""
+        """Return x plus the output of one branch. Context arguments that are None are not passed to the branch."""
         return x + branch(norm(x), *(extra for extra in context if extra is not None))
 
 

@@ -1,7 +1,7 @@
 """The Vision Transformer (Dosovitskiy et al. 2020, arXiv 2010.11929) in plain torch, composed of replaceable parts.
 
-DeiT without a teacher (Touvron et al. 2020, arXiv 2012.12877) is the same model in smaller sizes. Blocks are those of
-text models; only the embedding and the pooling differ.
+DeiT without a teacher (Touvron et al. 2020, arXiv 2012.12877) is the same model in smaller sizes. The blocks are the
+same as in text models; only the embedding and the pooling differ.
 
 Shapes: b batch, c channels, h and w pixels, t tokens (patches row by row, after the optional class token), d width, v
 labels.
@@ -19,14 +19,14 @@ from thrifty.kernels.token_gather import gather_tokens
 from thrifty.models.init_laws import Law, vit_uniform
 
 Pool = Literal["class", "mean", "patches"]
-"""Input of the head: the class token; the mean of all patches in a model without one; or that mean in a model with
-one."""
+"""Input of the head. "class" is the class token. "mean" is the mean of all patches in a model without a class token.
+"patches" is the mean of all patches in a model with a class token."""
 
 
 class PatchEmbedding(nn.Module):
-    """Embedding of images (b, c, h, w) to tokens (b, t, d): projected patches after the class token, plus positions.
-    Positions are learned, or `fixed` (1, t, d). The table is for square images of `side` pixels and is interpolated
-    at each call for others."""
+    """Embedding of images (b, c, h, w) to tokens (b, t, d): the class token, then projected patches, plus positions.
+    Positions are learned, or `fixed` (1, t, d). The position table is for square images of `side` pixels. For other
+    sizes it is interpolated at each call."""
 
     position: Tensor
 
@@ -74,7 +74,7 @@ class PatchEmbedding(nn.Module):
 
     @torch.no_grad()
     def resize(self, side: int) -> None:
-        """Replace the position table by one for another image size."""
+        """Replace the position table by an interpolated table for another image size."""
         if side == self.side:
             return
         grid = (side // self.patch_size,) * 2
@@ -83,7 +83,7 @@ class PatchEmbedding(nn.Module):
         self.side = side
 
     def check(self, images: Tensor) -> None:
-        """Raise UsageError unless `images` is a batch of images that can be cut into patches."""
+        """Raise UsageError for images of a wrong shape, or with sides that are not multiples of the patch size."""
         if images.ndim != 4 or images.shape[1] != self.channels:
             raise UsageError(
                 f"images of shape {tuple(images.shape)} do not fit a model of {self.channels} channels",
@@ -98,9 +98,9 @@ class PatchEmbedding(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Maps images (b, c, h, w) to the final hidden states of all tokens (b, t, d). `pooled` selects the input of the
-    head from those, the head maps it to logits (b, v), and `logits` does all three. `visible` (b, n) selects
-    patches; by default all are used."""
+    """Maps images (b, c, h, w) to the final hidden states of all tokens (b, t, d). `pooled` computes the head's input
+    from hidden states, and `head` maps this input to logits (b, v). `logits` does all three. `visible` (b, n) selects
+    patches; the default is all."""
 
     task: Literal["classification"] = "classification"
 
@@ -131,14 +131,14 @@ class VisionTransformer(nn.Module):
         return self.head(self.pooled(self(images)))
 
     def example(self, device: torch.device) -> Tensor:
-        """Return one blank image, as input for an observed forward pass."""
+        """Return one blank image (1, c, h, w) as example input."""
         embedding = self.embedding
         return torch.zeros(1, embedding.channels, embedding.side, embedding.side, device=device)
 
 
 @torch.no_grad()
 def refit(model: VisionTransformer, labels: int, side: int) -> bool:
-    """Adapt a trained model to another image size and number of labels; return True if its head is new and
+    """Adapt a trained model to another image size and number of labels; return True if the head is new and
     uninitialized. Positions are interpolated. The head is replaced if the number of labels differs."""
     embedding = model.embedding
     embedding.resize(side)

@@ -1,8 +1,9 @@
 """Conversion of weights between Hugging Face models and Thrifty's, without `transformers`.
 
-A table per family maps their tensors to Thrifty's; import and export use it in opposite directions. Only the packing
-differs: queries, keys and values are rows of one matrix here, as are gate and value, and GPT-2 stores its matrices
-transposed. No value is changed, so a round trip in the stored dtype is bit-exact.
+A table per family maps tensors of transformers to tensors of Thrifty. Import and export use the table in opposite
+directions. Only the packing differs. Thrifty fuses queries, keys and values into one matrix, and also gate and value.
+GPT-2 in transformers stores its matrices transposed. No value is changed, so a round trip in the stored dtype is
+bit-exact.
 """
 
 import re
@@ -30,7 +31,7 @@ from thrifty.models.hf_folder import (
 from thrifty.models.model_config import ModelConfig
 
 _OLDER = {".gamma": ".weight", ".beta": ".bias"}
-"""Names of a norm's parameters in the first files of BERT."""
+"""Endings of norm parameter names in the first files of BERT, mapped to current endings."""
 
 
 def packing_table(shape: ModelConfig) -> list[ParameterPacking]:
@@ -40,7 +41,7 @@ def packing_table(shape: ModelConfig) -> list[ParameterPacking]:
 
 
 def folder_shape(folder: Path, fresh: bool = False) -> ModelConfig:
-    """Return the shape in a folder's config.json; its weights are read only if they determine the shape. Raise
+    """Return the shape in a folder's config.json. Weights are read only if the shape depends on them. Raise
     RefusedError for an unsupported architecture."""
     config = read_config(folder)
     shape = read_shape(config)
@@ -53,7 +54,7 @@ def folder_shape(folder: Path, fresh: bool = False) -> ModelConfig:
 
 def import_folder(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Model, ModelConfig]:
     """Return a folder of a supported family as Thrifty's model, with weights in `dtype`, and its shape. Raise
-    RefusedError for an unsupported architecture, UsageError for a folder without a model or with pickles. Raise
+    RefusedError for an unsupported architecture. Raise UsageError for a folder without a model or with pickles. Raise
     IntegrityError if weights are damaged, missing, unexpected or of another shape."""
     shape = folder_shape(folder)
     with torch.device("meta"):
@@ -90,7 +91,7 @@ def _read_values(stored: StoredTensors, shape: ModelConfig, dtype: torch.dtype) 
 
 
 def _stored_tensors(model: nn.Module, places: Collection[str]) -> dict[str, Tensor]:
-    """Return a model's parameters, and those of its buffers that a file stores."""
+    """Return a model's parameters, and the buffers that a file stores."""
     tensors: dict[str, Tensor] = dict(model.named_parameters())
     return tensors | {name: buffer for name, buffer in model.named_buffers() if name in places}
 
@@ -127,9 +128,9 @@ def export_folder(
     dtype: torch.dtype = torch.float32,
     images: ImageModelSpec | None = None,
 ) -> None:
-    """Write a model in the format that the Auto classes of `transformers` load, complete or not at all. For a model
-    with `images`, the names of its labels and the settings of its image processor are included. Raise RefusedError
-    for parameters that the format cannot store, UsageError if the folder exists."""
+    """Write a model in the format that the Auto classes of `transformers` load. After an error no folder remains. With
+    `images`, label names and settings of the image processor are included. Raise RefusedError for parameters that the
+    format cannot store. Raise UsageError if the folder exists."""
     table = packing_table(shape)
     tensors = _written_tensors(model, table, dtype)
     config = write_config(shape)
