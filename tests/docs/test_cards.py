@@ -202,7 +202,7 @@ def test_evidence_is_printed_below_the_card() -> None:
 
 def test_a_card_without_evidence_says_so(tmp_path: Path) -> None:
     printed = str(thrifty.show("lion", results=[tmp_path]))
-    assert "nothing measured yet" in printed and "measured on no machine" in printed
+    assert "not measured yet" in printed and "measured on no machine" in printed
 
 
 @pytest.mark.parametrize(

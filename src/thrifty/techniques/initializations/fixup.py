@@ -135,7 +135,7 @@ class Fixup(NormFreeTechnique):
     }
 
     scalar_rate: Fraction = 0.1
-    """Learning rate of the scalars, relative to that of the weights."""
+    """Learning rate of the scalars, relative to the learning rate of the weights."""
     multiplier: Rate = 0.0
     """Factor of all embeddings; with 0, the residual stream starts with a root mean square of 1."""
     where: str = ""

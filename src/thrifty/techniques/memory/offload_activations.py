@@ -31,7 +31,7 @@ from thrifty.modeling.module_surgery import wrap_forward
 
 
 class OffloadingStore:
-    """Store that offloads the activations of one forward pass: `use_activation_store(OffloadingStore(tier))`.
+    """Store that offloads the activations of one forward pass, as in `use_activation_store(OffloadingStore(tier))`.
 
     Tensors are offloaded in the order in which they are saved. A tensor is offloaded after `keep_last` more tensors are
     saved, because the backward pass reads the last tensors first. At most `prefetch` tensors are in transfer, and the

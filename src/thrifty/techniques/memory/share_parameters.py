@@ -1,12 +1,12 @@
 """Parameter sharing (Lan et al. 2020): share weights across blocks and factorize token embeddings.
 
 Paper       Lan et al. 2020, ALBERT (arXiv 1909.11942), sections 3.1 and 3.2.
-Promise     Parameters, gradients, optimizer state and data-parallel traffic of the blocks shrink to those of `groups`
-            blocks. An embedding of V · d elements becomes V · E + E · d.
+Promise     The blocks take the parameters, gradients, optimizer state and data-parallel traffic of `groups` blocks. An
+            embedding of V · d elements becomes V · E + E · d.
 Use         model = thrifty.apply(model, "share_parameters", groups=2)
             optimizer = thrifty.optim.AdamW(model, lr=1e-3)
 Start with  `share_parameters:part=attention`, which loses the least quality. `part=all` saves the most memory.
-Cost        No time for sharing: computation and activations stay those of the full depth. A factorized embedding adds
+Cost        Sharing costs no time: computation and activations equal the unshared model's. A factorized embedding adds
             two thin matmuls.
 Avoid       Pretrained weights: the first block of each group replaces the others, and a factorized embedding is
             reinitialized.
@@ -45,7 +45,7 @@ def first_of_group(block: int, depth: int, groups: int) -> int:
 
 
 def share(block: nn.Module, leader: nn.Module, chosen: Callable[[str], bool]) -> int:
-    """Replace the chosen parameters of a block by those of `leader`. Return the number of elements saved."""
+    """Replace the chosen parameters of a block by the parameters of `leader`. Return the number of elements saved."""
     replaced = set()
     leader_parameters = dict(leader.named_parameters(remove_duplicate=False))
     for path, parameter in list(block.named_parameters(remove_duplicate=False)):

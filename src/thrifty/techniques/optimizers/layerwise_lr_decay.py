@@ -100,9 +100,8 @@ class ScaleByParameterFactor(GradientTransform):
 
 
 class LayerwiseLearningRateDecay(Technique):
-    """The factors are those of BEiT and MAE. ELECTRA's published code has one more exponent between blocks and head:
-    decay ** (L + 1 - k). Decoupled weight decay shrinks with the rate, as in torch's AdamW with one parameter group per
-    depth.
+    """The factors follow BEiT and MAE. ELECTRA's published code has one more exponent between blocks and head: decay **
+    (L + 1 - k). Decoupled weight decay shrinks with the rate, as in torch's AdamW with one parameter group per depth.
 
     The method is made for a pretrained model (`model.folder`). In a model with several stacks, blocks are counted from
     the end of their own stack. Modules before the blocks are detected by order and name. `explain` lists these modules,

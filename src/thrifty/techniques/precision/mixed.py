@@ -157,8 +157,8 @@ class MixedPrecision(Technique):
     """float16 represents magnitudes down to 6e-8, and many gradients are smaller. The loss is therefore multiplied by a
     scale, a power of two, and gradients are divided by it. A step that overflows is skipped as a whole and halves the
     scale; after `growth_interval` clean steps the scale doubles. A falling scale is not a sign of divergence. Defaults
-    equal those of torch.amp.GradScaler. `hysteresis = 2` is the value of DeepSpeed and Megatron. float16 works only in
-    the trainer, because the trainer stores the scale."""
+    equal torch.amp.GradScaler's. `hysteresis = 2` is the value of DeepSpeed and Megatron. float16 works only in the
+    trainer, because the trainer stores the scale."""
 
     stage, numerics = Stage.PRECISION, Numerics.DIFFERENT
     claims = frozenset({Claim.PRECISION})

@@ -82,7 +82,7 @@ class MaskTechnique(Technique):
         return DensityLogger(backward)
 
     def update(self, transform: GradientTransform) -> GradientTransform:
-        refuse_shares(self, self.name)  # in a loop of the user
+        refuse_shares(self, self.name)  # in the user's own training loop
         return MaskedUpdate(transform, self)
 
     def masked(self, shapes: Shapes) -> list[str]:
@@ -234,7 +234,7 @@ class SaliencyMaskedUpdate(MaskedUpdate):
         self.steps = steps
 
     def scalars(self, step: int, age: int) -> dict[str, float]:
-        # moments start after scoring, so that scoring steps do not count in their age
+        # moments start after scoring, so scoring steps do not count in Adam's bias correction
         scored = max(min(step, self.steps) - (step - age), 0)
         whole = age if isinstance(age, StateAge) else StateAge(age)
         return {"scoring": float(step < self.steps), **super().scalars(step, whole.less(scored))}

@@ -146,6 +146,6 @@ class DynamicHeads(MaskTechnique):
             if not torch.equal(mask.any(1), mask.all(1)) or int(mask.any(1).sum()) != self.kept_count(pieces):
                 kept = f"{int(mask.any(1).sum())} {pieces.kind}, not all whole"
                 raise IntegrityError(
-                    f"{self.name}: {name} keeps {kept}, and must keep {self.kept_count(pieces)} whole ones"
+                    f"{self.name}: {name} keeps {kept}, and must keep {self.kept_count(pieces)} whole {pieces.kind}"
                 )
         check_masks(self.name, state, {})

@@ -297,4 +297,6 @@ class EarlyBird(Technique):
             kept = phases[-1]["kept"][name]
             count = len(kept) if pieces.kind == "heads" else int(kept, 16).bit_count()
             if pieces.count != count or name in coefficients:
-                raise IntegrityError(f"{self.name}: {name} has {pieces.count} {pieces.kind}, and the ticket {count}")
+                raise IntegrityError(
+                    f"{self.name}: {name} has {pieces.count} {pieces.kind}, but the ticket has {count}"
+                )
