@@ -122,7 +122,7 @@ class BatchSource:
         raise NotImplementedError
 
     def amount(self, step: int) -> float:
-        """Return the weight of the effective batch of `step` relative to other steps. Example weights sum to 1."""
+        """Return the weight of this step's effective batch relative to other steps. Inside a step, weights sum to 1."""
         return 1.0
 
     def at(self, step: int) -> Batch:

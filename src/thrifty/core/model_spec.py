@@ -14,7 +14,7 @@ class TextModelSpec:
     labels: tuple[str, ...] = ()
     """Names of the model's outputs in order: the classes, or the predicted number. Empty for a language model."""
     padding: int = 0
-    """Token id of padding, for labelled texts only."""
+    """Token id of padding, for labeled texts only."""
 
     def as_data(self) -> dict[str, Any]:
         return asdict(self)

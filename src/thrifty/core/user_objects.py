@@ -48,7 +48,8 @@ class UserObjects:
     @classmethod
     def from_arguments(cls, **objects: Any) -> "UserObjects":
         """Return the objects, and import objects that were passed by name. A name for data refers to a data set, or to
-        a function or class that returns a data set without arguments."""
+        a function or class that returns a data set when called without arguments.
+        """
         names = {name: value for name, value in objects.items() if isinstance(value, str)}
         imported: dict[str, Any] = {}
         for name, text in names.items():
