@@ -7,8 +7,8 @@ Use         run = thrifty.train(recipe="mae-digits", budget="2000 steps")
             thrifty.export(run, "encoder")
 Start with  `--set objective.name=masked_reconstruction --set objective.rate=0.75`. `objective.normalize=true`
             standardizes each target patch.
-Cost        The encoder computes removed patches as blank ones. `data_selection.drop_masked_patches` leaves them out of
-            the encoder.
+Cost        The encoder computes removed patches as blank patches. `data_selection.drop_masked_patches` leaves them
+            out of the encoder.
 Avoid       Comparing the loss with a loss in nats. With `normalize`, predicting the mean of each patch costs about 1.
 Does not    Use labels. To train a classifier, start from the exported encoder.
 """

@@ -41,7 +41,7 @@ def retrieval(images: Tensor, captions: Tensor, numbers: Tensor) -> dict[str, fl
 
     "captions R@k" is the fraction of images whose caption is among the k nearest captions. "images R@k" is the fraction
     of captions whose image is among the k nearest images. If images share a caption, each of these images counts as
-    right. A right candidate is ranked after wrong ones of equal similarity.
+    right. A right candidate is ranked after wrong candidates of equal similarity.
     """
     recalls = {}
     for name, (queries, keys) in (("captions", (images, captions)), ("images", (captions, images))):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.core.model_spec import ImageModelSpec
-from thrifty.core.recipe import AugmentationSettings, DataSettings
+from thrifty.core.recipe import AugmentationSettings, DataSettings, Recipe
 from thrifty.data.images.augmentation import augment
 from thrifty.data.images.digits import DigitImages
 from thrifty.data.images.image_arrays import normalized
@@ -119,10 +119,10 @@ def test_run_folder_has_the_model_spec(tmp_path):
     data = opened(size=12)
     for name, text in data.metadata().items():
         (tmp_path / name).write_text(text)
-    assert read_model_spec(tmp_path, 99) == data.ends
+    assert read_model_spec(tmp_path, Recipe()) == data.ends
     (tmp_path / "images.json").write_text('{"labels": ["a"], "colour": 3}')
-    with pytest.raises(IntegrityError, match=r"images.json is damaged"):
-        read_model_spec(tmp_path, 99)
+    with pytest.raises(IntegrityError, match=r"images.json' is damaged"):
+        read_model_spec(tmp_path, Recipe())
 
 
 def test_a_fork_on_other_labels_is_refused(tmp_path):

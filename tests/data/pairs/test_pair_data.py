@@ -164,7 +164,7 @@ def test_run_folder_has_the_spec_of_images_and_text(shades, tmp_path):
     for name, text in data.metadata().items():
         (tmp_path / name).write_text(text)
     assert (
-        read_model_spec(tmp_path, LENGTH)
+        read_model_spec(tmp_path, Recipe(data=DataSettings(length=LENGTH)))
         == data.ends
         == PairModelSpec(data.ends.images, TextModelSpec(data.ends.text.vocabulary, LENGTH))
     )

@@ -91,7 +91,7 @@ class ImageArrays:
         return fingerprint(self.pixels, *([self.labels] if self.ends.labels else []), also=self.ends.labels)
 
     def unlabelled(self) -> "ImageArrays":
-        """Return these images without labels."""
+        """Return a copy without labels."""
         return replace(self, ends=replace(self.ends, labels=()))
 
     def fields(self, indices: np.ndarray) -> dict[str, Tensor]:
@@ -157,7 +157,7 @@ def write_arrays(
 def open_arrays(folder: Path, side: int | None = None) -> dict[DataSplit, ImageArrays]:
     """Return the parts of a folder written by `write_arrays`, with images resized to `side` pixels if it is set.
 
-    Raises IntegrityError if a file has another size than images.json states.
+    Raises IntegrityError if the size of a file does not agree with images.json.
     """
     try:
         facts = json.loads((folder / IMAGES).read_text(encoding="utf-8"))
@@ -175,6 +175,6 @@ def open_arrays(folder: Path, side: int | None = None) -> dict[DataSplit, ImageA
             parts[part] = ImageArrays(pixels, labels, ends if side is None else replace(ends, side=side), names=names)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise IntegrityError(
-            f"{folder} is damaged: {error}", fix="delete the folder, so that it is built again"
+            f"{folder} is damaged: {error}", fix="delete the folder; Thrifty then builds it again"
         ) from None
     return parts
