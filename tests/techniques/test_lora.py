@@ -360,7 +360,7 @@ def test_several_adapters_share_the_tensors_of_one_base() -> None:
 def test_names_of_adapters_are_checked() -> None:
     model = adapted_model()
     for wrong in ("a.b", "", "two words"):
-        with pytest.raises(UsageError, match="is no name for an adapter"):
+        with pytest.raises(UsageError, match="is not an adapter name"):
             Lora(rank=2).attach(model, wrong)
     with pytest.raises(UsageError, match="has an adapter 'default' already"):
         Lora(rank=2).attach(model)

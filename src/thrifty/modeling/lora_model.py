@@ -31,7 +31,7 @@ def attach(model: nn.Module, layers: Mapping[str, LoraFactors], name: str = DEFA
     base. Initial values depend only on the seed and on the names of layer and adapter. Raise UsageError for an invalid
     or existing name, or while adapters are merged."""
     if not re.fullmatch(r"\w+", name):
-        raise UsageError(f"{name!r} is no name for an adapter", fix="use letters, digits and underscores")
+        raise UsageError(f"{name!r} is not an adapter name", fix="use letters, digits and underscores")
     if name in adapters(model):
         raise UsageError(f"the model has an adapter {name!r} already", fix="remove it first, or choose another name")
     _refuse_merged(model)

@@ -95,7 +95,7 @@ def _shards(index: Path) -> list[Path]:
     paths = [index.parent / name for name in sorted(set(names.values()))]
     for path in paths:
         if path.parent != index.parent or path.suffix != ".safetensors":
-            raise UsageError(f"{index} points to {path.name}, which is no name of a shard", fix="fetch the file again")
+            raise UsageError(f"{index} points to {path.name}, which is not a shard name", fix="fetch the file again")
         if not path.is_file():
             raise IntegrityError(f"{index} names {path.name}, which is missing", fix="fetch the missing shard")
     return paths

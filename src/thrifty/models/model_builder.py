@@ -138,7 +138,7 @@ def _build_classifier(settings: ModelSettings, ends: TextModelSpec, seed: int, t
 def _build_other(settings: ModelSettings, ends: ModelSpec, seed: int, task: Task, values: bool) -> nn.Module:
     if not isinstance(ends, TextModelSpec):
         raise UsageError(
-            f"the model in {settings.folder} is no supported image model",
+            f"the model in {settings.folder} is not a supported image model",
             fix="pass the folder of a ViTForImageClassification without a distillation token, or set model.preset = "
             "vit-nano",
         )

@@ -88,7 +88,7 @@ def _refuse_sizes_of_a_trained_model(settings: ModelSettings, but: str = "") -> 
     sizes = [name for name in stated_sizes(settings) if name != but]
     if sizes and not settings.reinitialize:
         raise UsageError(
-            f"model.{sizes[0]} is set, but the weights in {settings.folder} have their own",
+            f"model.{sizes[0]} is set, but the pretrained weights in {settings.folder} fix it",
             fix=f"leave model.{sizes[0]} out, or set model.reinitialize = true to start from random weights",
         )
 

@@ -1,6 +1,6 @@
 """Adapters in PEFT's folder format, written and read without `peft`.
 
-Each kind of adapter is one class (an `AdapterFormat`), selected by the `peft_type` in its folder.
+Each kind of adapter has a subclass of `AdapterFormat`, selected by `peft_type` in adapter_config.json.
 """
 
 from collections.abc import Collection
@@ -30,8 +30,8 @@ def save_adapter(
 ) -> None:
     """Write one adapter of a model so that PEFT loads it onto the same base.
 
-    A model of Thrifty's own families requires its `shape`; its names are those of its exported folder. `base` is the
-    origin of that folder or model, written as `base_model_name_or_path`. Raise UsageError if the model lacks the
+    A model of Thrifty's own families requires its `shape`, and the adapter has the names of the exported model. `base`
+    is the path or name of the base model, written as `base_model_name_or_path`. Raise UsageError if the model lacks the
     adapter or the folder is not empty. Raise RefusedError for parts that PEFT's format cannot store.
     """
     model = _inside(model)
@@ -49,9 +49,9 @@ def save_adapter(
 def load_adapter(
     model: nn.Module, folder: Path | str, name: str = "default", *, shape: ModelConfig | None = None
 ) -> None:
-    """Load the adapter of a folder onto a model under this name, activate it, and freeze the base. Afterwards it
-    behaves like an adapter trained with Thrifty. Raise IntegrityError for a damaged folder or one for another model,
-    UsageError or RefusedError for unsupported settings."""
+    """Load an adapter folder onto a model under `name`, activate the adapter, and freeze the base. The loaded adapter
+    behaves like an adapter trained with Thrifty. Raise IntegrityError if the folder is damaged or for another model.
+    Raise UsageError or RefusedError for unsupported settings."""
     stored = read_adapter(Path(folder), FORMATS)
     FORMATS[stored.config["peft_type"]].put(_inside(model), stored, name, shape)
 
@@ -63,14 +63,13 @@ def _inside(model: nn.Module) -> nn.Module:
 _TASKS = {"ForCausalLM": "CAUSAL_LM", "LMHeadModel": "CAUSAL_LM", "ForConditionalGeneration": "SEQ_2_SEQ_LM"}
 _TASKS |= {"ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
 _HEADS = ("classifier", "score")
-"""Last names of modules that PEFT saves whole for every classification task."""
+"""Last name components of modules that PEFT saves whole for every classification task."""
 _OUR_TASKS = {"next_token": "CAUSAL_LM", "sequence_to_sequence": "SEQ_2_SEQ_LM"}
 
 
 def _task(model: nn.Module, saved: Collection[str]) -> str | None:
-    """Return PEFT's task type for a model, by its task or the name of its class; None if PEFT could not load it with
-    that type. PEFT would require a head that is not among the `saved` modules, or tokens that the model does not
-    accept."""
+    """Return PEFT's task type for a model, from its task or class name. Return None if PEFT could not load the adapter
+    with that type. PEFT may require a head that is not among the `saved` modules, or tokens as inputs."""
     task = next((task for end, task in _TASKS.items() if type(model).__name__.endswith(end)), None)
     if task == "SEQ_2_SEQ_LM":
         both = getattr(getattr(model, "config", None), "is_encoder_decoder", False)

@@ -27,39 +27,41 @@ Config = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class StoredAdapter:
-    """Content of a folder: settings and tensors under PEFT's names."""
+    """Content of an adapter folder: settings and tensors under PEFT's names."""
 
     config: dict[str, Any]
     tensors: dict[str, Tensor]
 
 
 class AdapterFormat:
-    """Format of one kind of adapter. `read` are the settings that loading uses, `only` settings with the values that
-    are supported, `ignored` settings without effect here. Any other setting is refused if it is set."""
+    """Format of one kind of adapter. `read` names the settings that loading uses. `only` maps settings to their
+    supported values. `ignored` names settings without effect in Thrifty. Any other setting raises an error unless it is
+    off."""
 
     peft_type: ClassVar[str]
     read: ClassVar[frozenset[str]] = frozenset()
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     ignored: ClassVar[frozenset[str]] = frozenset()
     other_task: ClassVar[str | None] = None
-    """PEFT's task type for models that fit none."""
+    """PEFT's task type for a model without a matching task type."""
 
     def is_on(self, model: nn.Module, name: str) -> bool:
         """Return True if a model has an adapter of this kind and name."""
         raise NotImplementedError
 
     def take(self, model: nn.Module, name: str, shape: ModelConfig | None) -> StoredAdapter:
-        """Return an adapter of a model as PEFT stores it. `shape` is required for Thrifty's own families, whose
+        """Return an adapter of a model in PEFT's layout. `shape` is required for Thrifty's own families, because their
         layers have other names in the exported folder."""
         raise NotImplementedError
 
     def put(self, model: nn.Module, stored: StoredAdapter, name: str, shape: ModelConfig | None) -> None:
-        """Add a stored adapter to a model. Raise IntegrityError if it does not fit."""
+        """Add a stored adapter to a model. Raise IntegrityError if the adapter does not fit the model."""
         raise NotImplementedError
 
 
 def write_adapter(folder: Path, stored: StoredAdapter, dtype: torch.dtype | None = None) -> None:
-    """Write a folder, complete or not at all. Raise UsageError if it exists and is not empty."""
+    """Write an adapter folder; after an error no folder remains. Raise UsageError if the folder exists and is not
+    empty."""
     tensors = {name: tensor.detach().to("cpu", dtype).contiguous() for name, tensor in stored.tensors.items()}
     storages = [tensor.untyped_storage().data_ptr() for tensor in tensors.values()]
     for (name, tensor), storage in zip(tensors.items(), storages, strict=True):
@@ -71,13 +73,13 @@ def write_adapter(folder: Path, stored: StoredAdapter, dtype: torch.dtype | None
 
 
 _KINDS = {"lora_dropout": (int, float), **dict.fromkeys(("rank_pattern", "alpha_pattern"), (dict, type(None)))}
-"""Types that settings must have."""
+"""Required types of settings."""
 
 
 def read_adapter(folder: Path, formats: Mapping[str, AdapterFormat]) -> StoredAdapter:
-    """Return the content of a folder with checked settings. Raise UsageError for a folder without an adapter, of a
-    kind not in `formats`, or with unknown settings. Raise RefusedError for unsupported settings, IntegrityError for
-    damage."""
+    """Return the content of a folder after a check of its settings. Raise UsageError for a folder without an adapter,
+    with a kind not in `formats`, or with unknown settings. Raise RefusedError for unsupported settings. Raise
+    IntegrityError for a damaged folder."""
     if not (folder / CONFIG).is_file():
         raise UsageError(f"{folder} has no {CONFIG}", fix="pass the folder of an adapter written by PEFT")
     config = read_json(folder / CONFIG)

@@ -1,7 +1,7 @@
-"""Names of a model's layers and parameters in the folder from which others load it.
+"""Names of a model's layers and parameters in its exported folder.
 
-A model of transformers keeps its own names. A model of Thrifty's families is exported under other names, and some of
-its layers in parts; its packing table lists them.
+A model of transformers keeps its own names. A model of Thrifty's families is exported under other names, and its fused
+layers are exported as several layers. The family's packing table lists both.
 """
 
 from collections.abc import Mapping
@@ -25,8 +25,8 @@ from thrifty.models.weight_conversion import packing_table
 
 @dataclass(frozen=True)
 class LayerTarget:
-    """Exported layers for the factors of one of Thrifty's layers: one, or several that are fused, with `rows`
-    outputs each."""
+    """Exported layers of one layer of Thrifty: a single layer, or several layers that Thrifty fuses. `rows` are their
+    numbers of outputs."""
 
     theirs: tuple[str, ...]
     rows: tuple[int, ...]
@@ -39,8 +39,8 @@ def misfit(what: str) -> IntegrityError:
 
 
 class LayerNaming:
-    """Mapping between a model's parameters and their exported names. Raise UsageError without the shape of an own
-    model."""
+    """Mapping between a model's parameters and their exported names. Raise UsageError if a model of Thrifty's families
+    is passed without its shape."""
 
     def __init__(self, model: nn.Module, shape: ModelConfig | None):
         self.model = model
@@ -71,7 +71,7 @@ class LayerNaming:
         return {".".join(path[:end]) for path in paths for end in range(1, len(path) + 1)}
 
     def place(self, path: str) -> LayerTarget:
-        """Return the exported layers for one of the model's layers."""
+        """Return the exported layers of a layer of the model."""
         layer = self.model.get_submodule(path)
         packing = self.packings[f"{path}.{weight_name(layer)}"]
         theirs = tuple(name.rpartition(".")[0] for name in packing.theirs)
@@ -79,7 +79,7 @@ class LayerNaming:
 
     @cached_property
     def layers(self) -> dict[str, tuple[str, int]]:
-        """For each exported layer, the model's layer and the index of its part."""
+        """The model's layer, and the index of its part, for each exported layer."""
         places: dict[str, tuple[str, int]] = {}
         for name, packing in self.packings.items():
             path, _, last = name.rpartition(".")
@@ -88,7 +88,7 @@ class LayerNaming:
         return places
 
     def holders(self, parameter: str) -> set[str]:
-        """Return the exported modules that contain one of the model's parameters, under all its names."""
+        """Return the exported modules that contain a parameter of the model, under any of its names."""
         theirs = set(self.packings[parameter].theirs)
         theirs |= {alias for alias, name in self.aliases.items() if name in theirs}
         return {name.rpartition(".")[0] for name in theirs}
@@ -105,9 +105,8 @@ class LayerNaming:
 
     @torch.no_grad()
     def fill(self, tensors: Mapping[str, Tensor]) -> list[nn.Parameter]:
-        """Write values to parameters by their exported names; return the parameters that were changed. Raise
-        IntegrityError for an unknown name or another shape. Raise RefusedError if names of one tensor have different
-        values."""
+        """Write values to parameters by their exported names. Return the changed parameters. Raise IntegrityError for
+        an unknown name or a wrong shape. Raise RefusedError if several names of one tensor have different values."""
         known = {name for packing in self.packings.values() for name in packing.theirs} | self.aliases.keys()
         if unknown := sorted(tensors.keys() - known):
             raise misfit(f"the model has no parameters {unknown[:3]}")

@@ -133,7 +133,7 @@ def _fill(layer: nn.Module, name: str, values: tuple[Tensor, Tensor]) -> None:
 
 
 def _extras(naming: LayerNaming, pairs: Collection[str]) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the fully trained tensors, and the exported modules to be saved whole for them."""
+    """Return the fully trained tensors, and the exported modules that PEFT must save whole because of them."""
     tensors: dict[str, Tensor] = {}
     modules: set[str] = set()
     for name in naming.packings:
@@ -154,7 +154,8 @@ def _extras(naming: LayerNaming, pairs: Collection[str]) -> tuple[dict[str, Tens
 
 
 def _refuse_own_attention(model: nn.Module, paths: Iterable[str]) -> None:
-    """Raise RefusedError for torch's own attention: peft (0.21 and before) adds the factors of its `out_proj` twice."""
+    """Raise RefusedError for `nn.MultiheadAttention`, because peft (0.21 and earlier) adds the factors of `out_proj`
+    twice."""
     for path in paths:
         around = model.get_submodule(path.rpartition(".")[0])
         if isinstance(model.get_submodule(path), nn.MultiheadAttention) or isinstance(around, nn.MultiheadAttention):

@@ -1,7 +1,8 @@
 """Conversion of LoRA factors between Thrifty's layers and PEFT's pairs, and PEFT's settings of rank and alpha.
 
-A fused layer with one A becomes one pair per exported layer. If the parts of a fused exported layer have their own A in
-Thrifty, they become one pair of a multiple of the rank. Its B has blocks of zeros.
+A fused layer with one A becomes one pair per exported layer. If an exported layer is fused and its parts have separate
+A in Thrifty, the parts become one pair. The rank of this pair is a multiple of the parts' rank, and its B has blocks of
+zeros.
 """
 
 import math
@@ -21,8 +22,7 @@ from thrifty.peft_format.layer_naming import LayerTarget
 
 @dataclass(frozen=True)
 class LoraPair:
-    """One low-rank addition: A (rank, in), B (out, rank), and alpha, which determines the scale together with the
-    rank."""
+    """Factors of one low-rank update: A (rank, in), B (out, rank) and alpha. Alpha and the rank determine the scale."""
 
     a: Tensor
     b: Tensor
@@ -34,7 +34,7 @@ class LoraPair:
 
 
 def split_pairs(layer: nn.Module, name: str, place: LayerTarget) -> Iterator[tuple[str, LoraPair]]:
-    """Yield the pair of each exported layer from an adapter on one of Thrifty's layers."""
+    """Yield the pair of each exported layer, from an adapter on a layer of Thrifty."""
     own: LoraFactors = LORA.of(layer).factors[name]
     a, b, scale = factors_of(layer, name)
     if len(place.theirs) == 1:
@@ -62,13 +62,13 @@ def _alpha(scale: float, rank: int, rank_stabilized: bool) -> float:
 def join_pairs(
     parts: Mapping[int, LoraPair], place: LayerTarget, dropout: float, rank_stabilized: bool
 ) -> tuple[LoraFactors, Tensor, Tensor]:
-    """Return the factors of one of Thrifty's layers from the pairs of its exported layers. Raise RefusedError if
-    these differ in rank or alpha."""
+    """Return the factors of a layer of Thrifty from the pairs of its exported layers. Raise RefusedError if the pairs
+    differ in rank or alpha."""
     order = sorted(parts)
     first = parts[order[0]]
     if any((part.rank, part.alpha) != (first.rank, first.alpha) for part in parts.values()):
         raise RefusedError(
-            f"the adapter has different ranks for {' and '.join(place.theirs)}, which are one layer here",
+            f"the adapter has different ranks for {' and '.join(place.theirs)}, which are one layer in Thrifty's model",
             fix="load it onto the model of transformers instead",
         )
     sizes = place.rows if len(place.theirs) > 1 else ()
@@ -77,7 +77,7 @@ def join_pairs(
 
 
 def rank_settings(pairs: Mapping[str, LoraPair]) -> dict[str, Any]:
-    """Return r and lora_alpha of most layers, and patterns for the others."""
+    """Return PEFT's settings: the most common `r` and `lora_alpha`, and patterns for layers with other values."""
     common = Counter((pair.rank, pair.alpha) for pair in pairs.values()).most_common(1)[0][0]
     by_word: dict[str, set[tuple[int, float]]] = {}
     for path, pair in pairs.items():
@@ -116,7 +116,8 @@ def _by_pattern(patterns: Mapping[str, Any] | None, path: str, default: Any) -> 
 
 
 def targets(wanted: Iterable[str], modules: Iterable[str]) -> list[str] | str:
-    """Return `target_modules` that match these modules only: last names, whole paths, or a pattern."""
+    """Return PEFT's `target_modules` that match only the `wanted` modules: last name components, full paths, or a
+    pattern."""
     wanted = set(wanted)
     for words in ({path.rpartition(".")[2] for path in wanted}, wanted):
         if {path for path in modules if any(f".{path}".endswith(f".{word}") for word in words)} == wanted:

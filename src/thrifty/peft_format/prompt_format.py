@@ -28,11 +28,10 @@ _TASKS = {"next_token": "CAUSAL_LM", "sequence_to_sequence": "SEQ_2_SEQ_LM", "ma
 
 
 class _VirtualTokens(AdapterFormat):
-    """Base class of both formats. Virtual tokens have no names: a model has at most one set, under PEFT's default
-    name."""
+    """Base class of both formats. A model has at most one set of virtual tokens, under PEFT's default adapter name."""
 
     last_words: ClassVar[tuple[str, ...]]
-    """Last components of its parameters' names."""
+    """Last components of the adapter's parameter names."""
     read = frozenset({"num_virtual_tokens"})
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {
         "num_transformer_submodules": (None, 1),
@@ -74,15 +73,15 @@ class _VirtualTokens(AdapterFormat):
 
     @abstractmethod
     def values(self, model: nn.Module) -> tuple[Tensor, int]:
-        """Return the rows that PEFT stores, and the number of heads in their columns."""
+        """Return the virtual-token rows in PEFT's layout, and the number of attention heads (1 for prompts)."""
 
     @abstractmethod
     def settings(self, values: Tensor, blocks: int) -> dict[str, Any]:
-        """Return further settings that PEFT requires."""
+        """Return additional settings that PEFT requires."""
 
     @abstractmethod
     def write_rows(self, model: nn.Module, values: Tensor) -> None:
-        """Write rows to a model. Raise IntegrityError if they are for another model."""
+        """Write virtual-token rows to a model. Raise IntegrityError if the rows are for another model."""
 
 
 class PromptFormat(_VirtualTokens):
@@ -107,7 +106,7 @@ class PromptFormat(_VirtualTokens):
 class PrefixFormat(_VirtualTokens):
     peft_type = "PREFIX_TUNING"
     last_words = ("prefix", "prefix_out")
-    # the outputs of a projection network are stored, so the network itself is not needed
+    # PEFT stores the outputs of a projection network, so loading does not need the network
     ignored = _VirtualTokens.ignored | {"prefix_projection", "encoder_hidden_size", "init_weights"}
 
     def values(self, model: nn.Module) -> tuple[Tensor, int]:

@@ -45,7 +45,7 @@ def verify(folder: Path) -> int:
     present = {entry.name: entry for entry in os.scandir(folder) if entry.name != MANIFEST}
     for name in sorted(present.keys() | expected.keys()):
         if name not in expected:
-            raise IntegrityError(f"{name} does not belong to it")
+            raise IntegrityError(f"{name} does not belong to the checkpoint")
         if name not in present or not present[name].is_file(follow_symlinks=False):
             raise IntegrityError(f"{name} is missing")
         _compare(folder / name, expected[name])
