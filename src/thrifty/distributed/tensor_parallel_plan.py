@@ -68,7 +68,7 @@ def _known(model: nn.Module) -> Iterator[tuple[str, Style]]:
                     continue  # tables and the head
                 if style not in OF_TRANSFORMERS:
                     raise RefusedError(
-                        f"the plan of {type(module).__name__} splits {pattern} as {style}, which Thrifty does not support",
+                        f"the plan of {type(module).__name__} splits {pattern} as {style}, which is unsupported",
                         fix=f'set its style, for instance plan = ["*.{pattern.rpartition("*.")[2]}=column"]',
                     )
                 yield _regular(full), OF_TRANSFORMERS[style]

@@ -74,7 +74,7 @@ def save(
     also: Collection[int] = (),
     ranks: SingleProcess | None = None,
 ) -> SaveReport:
-    """Save a state. After the return, a crash or power failure does not damage the checkpoint.
+    """Save a state. After the return, only the loss of the disk can destroy it.
 
     Keep `keep` verified checkpoints in total, the last checkpoint saved as `best`, and checkpoints of the steps in
     `also`. With `ranks=ProcessGroupSync()` all ranks must call it. `tensors` are DTensors or equal on all ranks;
