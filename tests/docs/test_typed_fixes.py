@@ -100,7 +100,8 @@ def test_every_command_in_a_text_has_a_known_verb_and_options() -> None:
 
 def test_every_setting_of_a_fix_is_one_of_a_recipe() -> None:
     tables = {field.name for field in fields(Recipe)}
-    named = [(at, path) for at, text in fixes() for path in re.findall(r"--set ([\w{}]+)[.=]", text)]
+    of_recipes = [(at, text) for at, text in fixes() if "thrifty study" not in text]
+    named = [(at, path) for at, text in of_recipes for path in re.findall(r"--set ([\w{}]+)[.=]", text)]
     assert [(at, path) for at, path in named if path not in tables] == []
     assert len(named) > 20
 

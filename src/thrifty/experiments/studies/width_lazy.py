@@ -28,8 +28,8 @@ def unit_inputs(kind: Inputs, examples: int, generator: torch.Generator) -> Tens
         images = digits().images.flatten(1)
         if len(images) < examples:
             raise UsageError(
-                f"examples is '{examples}', but there are only {len(images)} digits",
-                fix=f"--set examples={len(images)}",
+                f"examples is {examples}, but there are only {len(images)} digits",
+                fix=f"thrifty study width_lazy --set examples={len(images)}",
             )
         x = images[torch.randperm(len(images), generator=generator)[:examples]]
     return x / x.norm(dim=1, keepdim=True)
