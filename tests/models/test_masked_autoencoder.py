@@ -217,9 +217,9 @@ def test_unsuitable_settings_are_refused_with_a_fix(folder):
     with pytest.raises(UsageError, match="without a class token, but a trained MAE has one") as refused:
         build_model_for(LABELLED, ModelSettings(folder=str(folder), pool="mean"), 0, "classification")
     assert '"patches"' in refused.value.fix
-    with pytest.raises(UsageError, match="pool is set, but the weights"):
+    with pytest.raises(UsageError, match="pool is set, but the pretrained weights"):
         build_model_for(UNLABELLED, ModelSettings(folder=str(folder), pool="patches"), 0, "masked_reconstruction")
-    with pytest.raises(UsageError, match="decoder_depth is set, but the weights"):
+    with pytest.raises(UsageError, match="decoder_depth is set, but the pretrained weights"):
         build_model_for(UNLABELLED, ModelSettings(folder=str(folder), decoder_depth=1), 0, "masked_reconstruction")
     with pytest.raises(UsageError, match="1 channels, but the model"):
         build_model_for(replace(UNLABELLED, channels=1), ModelSettings(folder=str(folder)), 0, "masked_reconstruction")

@@ -188,7 +188,7 @@ def test_a_trained_model_is_refitted_to_other_images_and_labels(folder):
     assert torch.equal(again.head.weight, other.head.weight)
     with pytest.raises(UsageError, match="1 channels, but the model"):
         build_model_for(replace(ENDS, channels=1), settings, 0, "classification")
-    with pytest.raises(UsageError, match="patch is set, but the weights"):
+    with pytest.raises(UsageError, match="patch is set, but the pretrained weights"):
         build_model_for(ENDS, ModelSettings(folder=str(folder), patch=2), 0, "classification")
     fresh = build_model_for(
         replace(ENDS, channels=1), ModelSettings(folder=str(folder), reinitialize=True, patch=2), 0, "classification"
