@@ -83,7 +83,7 @@ class PipelineRunner:
         return prediction if self.has_last else Prediction()
 
     def train(self, objective: Objective, model: nn.Module, batch: Batch, parts: int) -> Tensor:
-        """Run forward and backward passes of a batch in micro-batches. The gradient is that of the sum of weighted
+        """Run forward and backward passes of a batch in micro-batches. Compute the gradient of the sum of weighted
         losses. Return one loss per example (b,), detached."""
         rows = -(-len(batch) // parts)
         filled = replace(_padded(batch, rows * parts), last=False)

@@ -31,7 +31,7 @@ def train_only(model: nn.Module, names: Collection[str]) -> None:
 
 
 def check_trained(model: nn.Module, technique: str) -> None:
-    """Raise IntegrityError if the trainable parameters differ from the ones that `train_only` noted."""
+    """Raise IntegrityError if the trainable parameters differ from the names that `train_only` noted."""
     names: Collection[str] = TRAINED_NAMES.get(model) or ()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad != (name in names):

@@ -22,9 +22,8 @@ from thrifty.models.vision_transformer import PatchEmbedding, Pool, VisionTransf
 
 
 class PatchDecoder(nn.Module):
-    """Decoder that maps encoder states (b, 1 + n, d) to states (b, t, e) of all patches. Encoder states are those of
-    the class token and the visible patches. `position` (1, 1 + t, e) is fixed, and interpolated for other image
-    sizes."""
+    """Decoder that maps encoder states (b, 1 + n, d) to states (b, t, e) of all patches. Encoder states belong to the
+    class token and the visible patches. `position` (1, 1 + t, e) is fixed, and interpolated for other image sizes."""
 
     position: Tensor
 

@@ -28,7 +28,7 @@ CROWDED = 0.5
 that wait briefly."""
 
 TAIL = 1 << 20
-"""Number of bytes read at the end of a run's records, which is some thousand steps."""
+"""Number of bytes read at the end of a run's records, enough for thousands of steps."""
 
 
 def ledger_file() -> Path:
