@@ -180,7 +180,7 @@ class _ComparisonRunner:
         return min(steps, self.variants[0].recipe.budget.steps or steps)
 
     def apart(self, costs_by_arm: Mapping[str, Sequence[StepCost]]) -> str:
-        """Return an error message if a variant's last two pilots disagree for equal time; "" if all agree."""
+        """Return an error message if a variant's last two pilots differ too much for equal time, else ""."""
         for label, costs in costs_by_arm.items():
             seconds = [cost.seconds for cost in costs[-2:]]
             low, high = min(seconds), max(seconds)

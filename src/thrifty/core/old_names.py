@@ -71,7 +71,7 @@ def rename_comparison(data: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rename_cases(cases: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename settings in the cases of a stored study. Cases of `attention_filters` contain settings of a technique."""
+    """Rename settings of block-sparse attention in the cases of a stored study."""
     keys = SETTINGS["attention.block_sparse"]
     return {
         label: {**case, "settings": {keys.get(key, key): value for key, value in case["settings"].items()}}

@@ -28,8 +28,9 @@ HEAD_COUNTS = (
 
 @dataclass(frozen=True)
 class LayerSplit:
-    """A layer of the plan, with its slices (outputs of a column layer, inputs of a row layer) and their common
-    divisor."""
+    """A layer of the plan, with its slice sizes (outputs of a column layer, inputs of a row layer) and `unit`, a
+    divisor of all slice sizes.
+    """
 
     name: str
     layer: nn.Module

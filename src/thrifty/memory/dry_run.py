@@ -100,7 +100,7 @@ class DryRun:
 
 @contextmanager
 def dry_run(model: nn.Module, cost: Cost, streams: bool = False) -> Iterator[DryRun]:
-    """Record the model's forward pass inside the `with` block. Other operation traces do not record it."""
+    """Record the model's forward pass inside the `with` block. Operation traces that are already open pause."""
     buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
     with untraced(), preserved_draws(model.parameters()), track_running_module(model) as where:
         yield DryRun(cost, where, streams=streams)

@@ -11,7 +11,7 @@ Start with  `--set objective.name=chat_answers`. Set `objective.trained_on=every
             Alpaca-LoRA does.
 Cost        The same as next-token prediction on the same rows.
 Avoid       `objective.packed=true` with a model that cannot mask attention between conversations of a row.
-Does not    Learn from preferences or rewards. If the tokenizer has no chat template, set `objective.template`.
+Does not    Learn from preferences or rewards. A tokenizer without a chat template requires `objective.template`.
 """
 
 from dataclasses import dataclass

@@ -10,7 +10,7 @@ Start with  `--set objective.name=masked_reconstruction --set objective.rate=0.7
 Cost        The encoder computes removed patches as blank patches. `data_selection.drop_masked_patches` leaves them
             out of the encoder.
 Avoid       Comparing the loss with a loss in nats. With `normalize`, predicting the mean of each patch costs about 1.
-Does not    Use labels. To train a classifier, start from the exported encoder.
+Does not    Use labels. A classifier can start from the exported encoder.
 """
 
 from dataclasses import dataclass, replace

@@ -6,7 +6,7 @@ Use         model = thrifty.apply(model, "compile")
 Start with  `compile`. Use `dynamic=true` if batch shapes vary.
 Cost        About ten seconds before the first step, and again after each change of the model's structure.
 Avoid       Very short runs. CPUs without a C++ compiler (`thrifty doctor` reports it).
-Does not    Change results beyond rounding. Rename parameters.
+Does not    Change results beyond rounding, or rename parameters.
 """
 
 from functools import partial

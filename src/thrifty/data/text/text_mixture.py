@@ -30,7 +30,8 @@ def example_counts(weights: Mapping[str, float], period: int = PERIOD) -> list[i
     if not counts.all():
         name = list(weights)[int(counts.argmin())]
         raise UsageError(
-            f"data.sources: {name!r} has less than one example in {period}", fix="raise its weight, or leave it out"
+            f"data.sources: the weight of {name!r} gives less than one example in {period}",
+            fix="raise its weight, or leave it out",
         )
     return counts.tolist()
 

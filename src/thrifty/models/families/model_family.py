@@ -203,7 +203,7 @@ def flag(config: Config, key: str, default: bool) -> bool:
 
 
 def side(config: Config, key: str, default: int) -> int:
-    """Return a side in pixels from config.json: one number, or a list of equal numbers."""
+    """Return a side in pixels, which config.json stores as one number or as a list of equal numbers."""
     value = config.get(key)
     if isinstance(value, list):
         if not value or value.count(value[0]) != len(value):

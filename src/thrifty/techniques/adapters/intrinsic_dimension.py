@@ -10,8 +10,8 @@ Start with  `intrinsic_dimension:dimension=1000` and a usual learning rate. Doub
             rising.
 Cost        Memory grows by a second copy of the weights (θ₀), 5 bytes per weight for P, and short-lived gradients of
             all weights. Each step multiplies by P and by its transpose once.
-Avoid       Fine-tuning to save memory, because this method uses more memory. Use it to measure; LoRA learns more with
-            the same number of parameters.
+Avoid       Fine-tuning to save memory, because this method uses more memory. LoRA learns more with the same number of
+            parameters.
 Does not    Store P as a matrix. The exported model has the plain architecture, with P z added to the weights.
 """
 

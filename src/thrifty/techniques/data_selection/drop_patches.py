@@ -1,12 +1,13 @@
 """PatchDropout (Liu et al. 2022): train on a random subset of the patches of each image.
 
 Paper       Liu et al. 2022, PatchDropout (arXiv 2208.07220), for classifiers. Li et al. 2022, FLIP (arXiv 2212.00794),
-            trains on images with captions; each published configuration has half of the patches.
+            trains on images with captions; its released configurations drop half of the patches.
 Promise     The image blocks process the class token and a fraction 1 - `rate` of the patches at their original
             positions. Evaluation sees all patches.
 Use         run = thrifty.train(recipe="vit-digits", techniques=["drop_patches"], budget="2000 steps")
 Start with  `drop_patches:rate=0.5,until=0.9`. Keep `until` below 1, so that the last steps train on whole images.
-Cost        Each gradient comes from incomplete images. Steps from `until` on save nothing.
+Cost        Each gradient comes from incomplete images. From step `until`, each step costs as much as without the
+            technique.
 Avoid       Models whose image blocks are a small part of the work, such as image-text models with long captions.
 Does not    Reduce the work of the patch convolution, its norm and the position addition. They run for all patches but
             are a small part of the work.

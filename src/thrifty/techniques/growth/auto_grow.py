@@ -8,8 +8,8 @@ Use         run = thrifty.train(recipe="vit-digits", techniques=["growth.auto_gr
 Start with  `auto_grow:stages=4,search=0.02`. Raise `search` if the selected sizes look random.
 Cost        An EMA copy of the parameters, which initializes added blocks. Search steps also train the model and count
             in the budget.
-Avoid       Combination with growth in width. Searches of few steps, because their losses are mostly noise.
-Does not    Measure time by default. It counts FLOPs from shapes, so that a run is reproducible.
+Avoid       Techniques that change width. Searches of few steps, because their losses are mostly noise.
+Does not    Measure time by default: it counts FLOPs from shapes, so that a run is reproducible.
 """
 
 import math

@@ -8,7 +8,7 @@ Use         run = thrifty.train("llama-nano", "my.txt", techniques=["growth.comp
 Start with  `compound:depth=4,width=2,length=2`. Set `length=1` for images.
 Cost        With `compile` each structure and text length is compiled once.
 Avoid       Long runs, because the gain of stacking, one of its parts, shrinks with the budget.
-Does not    Work in your own training loop. It starts from random weights, not from a trained model.
+Does not    Work in your own training loop, or start from a trained model.
 """
 
 from collections.abc import Mapping

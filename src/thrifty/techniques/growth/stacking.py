@@ -8,7 +8,7 @@ Start with  `stacking:at=[0.125,0.3],start=zeroed`. Set `order=AABBCC` to insert
             original.
 Cost        With `compile` each depth is compiled once. The optimizer state is reset at each growth by default.
 Avoid       Long runs, because No Train No Gain reports no gain over a baseline with a decayed learning rate.
-Does not    Reset the learning rate schedule. It starts from random weights, not from a trained model.
+Does not    Reset the learning rate schedule, or start from a trained model.
 """
 
 from collections.abc import Mapping

@@ -8,7 +8,7 @@ Start with  `layer_scale`. The initial gain depends on the depth; `initial_value
 Cost        One elementwise product per residual branch. After training the gains are folded into the weights.
 Avoid       Pretrained weights, because the small initial gains shrink the output of every branch. Models with a norm
             after each branch (Gemma 2, OLMo 2) are refused.
-Does not    Remove the norms or the warm-up. Apply weight decay to the gains.
+Does not    Remove the norms or the warm-up, or apply weight decay to the gains.
 """
 
 from collections.abc import Mapping

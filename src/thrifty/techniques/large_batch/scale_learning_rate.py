@@ -9,8 +9,8 @@ Start with  `scale_learning_rate:base_batch=32,rule=square_root` for Adam and it
 Cost        None.
 Avoid       Batches far above the gradient noise scale (measure.noise_scale), because no learning rate makes up for the
             lost steps.
-Does not    Replace a schedule: it multiplies the rate of the schedule. Set the schedule's warmup to 0 to get the
-            paper's warm-up.
+Does not    Replace a schedule: it multiplies the rate of the schedule. The paper's warm-up requires a schedule with
+            warmup 0.
 """
 
 from typing import Literal

@@ -10,7 +10,7 @@ Start with  `activation_budget:bytes=0.5`, half of the peak without a limit. `of
 Cost        One extra forward pass and one solver run per batch shape. Each operation of a planned block is dispatched
             through Python.
 Avoid       Models that fit in memory, because the plan then keeps all activations.
-Does not    Change any value unless `bits` allows compression. Count tensors saved outside the blocks, or rename
+Does not    Change any value unless `bits` allows compression, count tensors saved outside the blocks, or rename
             parameters.
 """
 

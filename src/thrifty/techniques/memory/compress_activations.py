@@ -9,8 +9,8 @@ Start with  `compress_activations:bits=4`. Use 8 bits if the loss gets worse, an
 Cost        Quantization in the forward pass, dequantization in the backward pass, and noisy gradients. Without a C++
             compiler (`thrifty doctor`) quantization is several times slower.
 Avoid       Narrow models, because quantization is slow compared with their computation.
-Does not    Change the forward pass: the first loss is bit-identical. Compress parameters, integers, row statistics of
-            norms and attention, or the loss.
+Does not    Change the forward pass: the first loss is bit-identical. Parameters, integers, row statistics of norms and
+            attention, and the loss are not compressed.
 """
 
 import math

@@ -9,7 +9,7 @@ Start with  `offload_activations:keep_last=8,prefetch=4`.
 Cost        Each activation crosses the link twice. On a GPU transfers overlap with computation, and take no extra time
             if computation takes longer.
 Avoid       Models that fit in device memory. Links slower than recomputation: use memory.recompute.
-Does not    Change any value. Offload parameters, or tensors that the loss saves.
+Does not    Change any value. Parameters and tensors that the loss saves stay on the device.
 """
 
 import weakref

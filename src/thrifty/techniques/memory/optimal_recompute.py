@@ -10,8 +10,8 @@ Start with  `optimal_recompute:bytes=0.5`, half of the peak without recomputatio
 Cost        Each block runs once on fake tensors before the first step and for each new batch shape.
 Avoid       Models that fit in memory, because nothing is then recomputed. Only freed memory is returned to the system
             at once.
-Does not    Change any value, dropout included, or rename parameters. Count tensors outside the blocks (embedding, head
-            and loss).
+Does not    Change any value, dropout included, or rename parameters. Tensors outside the blocks (embedding, head and
+            loss) are not counted.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -7,7 +7,7 @@ Use         model = thrifty.apply(model, "recompute", every=1)
 Start with  `recompute:every=1`. `every=2` or `schedule=selective` cost less time and save less memory.
 Cost        About one third more computation with `every=1`.
 Avoid       Models that fit in memory, because recomputation then only costs time.
-Does not    Change any value, dropout included. Rename parameters.
+Does not    Change any value, dropout included, or rename parameters.
 """
 
 import math

@@ -10,7 +10,7 @@ Cost        Sharing costs no time: computation and activations equal the unshare
             two thin matmuls.
 Avoid       Pretrained weights: the first block of each group replaces the others, and a factorized embedding is
             reinitialized.
-Does not    Save time. Keep the quality of unshared blocks: ALBERT loses points when all weights are shared, and few
+Does not    Save time, or keep the quality of unshared blocks. ALBERT loses points when all weights are shared, and few
             when only attention is (unverified).
 """
 

@@ -8,7 +8,7 @@ Use         model, optimizer = thrifty.apply((model, optimizer), "layerwise_lr_d
 Start with  `layerwise_lr_decay:decay=0.75`, MAE's value for ViT-B. Use a rate several times higher than without decay.
 Cost        The final update does not use torch's fused kernel, because that kernel takes one rate for all parameters.
 Avoid       Training from scratch, because the first blocks would hardly change.
-Does not    Save memory or time. It preserves pretrained features while a new head is still untrained.
+Does not    Save memory or time: it protects pretrained features while a new head is still untrained.
 """
 
 import re

@@ -8,7 +8,7 @@ Start with  `schedule_free:lr=2.5e-3,warmup=0.05`.
 Cost        As much state as AdamW: a second moment, and the difference to a second sequence of weights.
 Avoid       Large language models at large batches. The authors tested small models, and adapt the method to larger
             models in arXiv 2605.19095.
-Does not    Combine with a schedule or another weight average. It has its own warm-up.
+Does not    Combine with a schedule or another weight average, because it has its own warm-up.
 """
 
 from collections.abc import Sequence

@@ -12,7 +12,7 @@ Cost        For P parameters, stage 1 gathers P and reduces P elements per step.
             elements, and stage 3 reduces P and gathers 2 P.
 Avoid       Stages 2 and 3 if a lower stage fits. Gathering in bfloat16 if norms and the residual stream must stay in
             float32.
-Does not    Rename parameters. Sum gradients in your own loop: there, gradients are averaged over ranks.
+Does not    Rename parameters. In your own loop gradients are averaged over ranks, not summed.
 """
 
 from collections.abc import Iterator

@@ -9,7 +9,7 @@ Start with  `bfloat16_weights:rounding=stochastic`. `rounding=kahan` adds 8 bits
             weight.
 Cost        Weights have 8 bits of mantissa. Stochastic rounding adds noise of up to one unit in the last place.
 Avoid       Many micro-batches or ranks, because their gradients are summed in 16 bits, and clipping uses these sums.
-Does not    Keep norms, biases and the residual stream in float32, unlike precision.mixed. Convert buffers.
+Does not    Keep norms, biases and the residual stream in float32, unlike precision.mixed, or convert buffers.
 """
 
 from collections.abc import Sequence

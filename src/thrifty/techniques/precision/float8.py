@@ -10,7 +10,7 @@ Cost        Two more passes over each matmul operand. Without FP8 units matmuls 
             than bfloat16.
 Avoid       Devices without FP8 units, except to study 8-bit training. Narrow layers, because they gain no time.
 Does not    Quantize embeddings, norms, softmax, biases and the head, or change the format of parameters and gradients.
-            Apply during evaluation.
+            Evaluation does not use FP8.
 """
 
 from collections.abc import Callable, Mapping, Sequence

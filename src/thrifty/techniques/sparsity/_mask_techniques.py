@@ -125,8 +125,8 @@ class MatrixMaskTechnique(MaskTechnique):
         tables = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
         if self.where == type(self).where and (inside := tables.intersection(chosen)):
             raise RefusedError(
-                f"{self.where!r} would mask the embedding {min(inside)!r}, where rows without a token in the batch "
-                "would be pruned first",
+                f"{self.where!r} would mask the embedding {min(inside)!r}, and first prune the rows of tokens that the "
+                "batch lacks",
                 fix=f"where = '^(?!{'|'.join(map(re.escape, sorted(inside)))}).*{self.where}'",
             )
         computed = [name for name, module in model.named_modules() if computes_weight(module)]

@@ -7,10 +7,10 @@ Promise     By default the smaller model has a third fewer heads per block and 4
 Use         run = thrifty.train(model, texts, held_out=held_out, techniques=["early_bird"], budget="2000 steps")
 Start with  `early_bird:heads=0.5,neurons=0.4`. Compare it with the control `criterion=random`.
 Cost        The search trains the whole model and discards these updates. The steps of the search count in the budget.
-Avoid       Fewer than three heads per block, because a third cannot then be removed. Conclusions without the random
-            control.
-Does not    Keep the weights of the search: the smaller model trains from its initial weights with a fresh optimizer.
-            Restart data or schedule.
+Avoid       Fewer than three heads per block, because the default then removes one of two heads. Conclusions without the
+            random control.
+Does not    Keep the weights of the search, or restart data or schedule: the smaller model trains from its initial
+            weights with a fresh optimizer.
 """
 
 from collections.abc import Mapping

@@ -12,7 +12,7 @@ Start with  `mask_from_file`, with `file` and `sha256` as `thrifty lottery` prin
 Cost        The search for a mask takes one training run per round. At 20 % pruned per round, a density of 17 % takes
             nine runs.
 Avoid       Masks for a single run, because the search pays off only if the mask is reused.
-Does not    Save time by itself, because matmuls stay dense. Add sparsity.sparse_products to skip masked weights.
+Does not    Save time by itself, because matmuls stay dense; sparsity.sparse_products can skip masked weights.
 """
 
 import hashlib

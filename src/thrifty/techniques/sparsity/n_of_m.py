@@ -8,7 +8,7 @@ Use         model, optimizer = thrifty.apply((model, optimizer), "n_of_m", n=2, 
 Start with  `n_of_m:n=2,m=4`. Use `where=mlp` as in the papers on Transformers.
 Cost        One boolean per weight, new masks at every `every`-th step, and one masking of the weights per pass.
 Avoid       Adapters, because a merge fills masked weights. A dense finish (`dense_from`) while the rate decays to zero.
-Does not    Save time without 2:4 hardware units. Prune embeddings, norms, biases, the head and layers outside the
+Does not    Save time without 2:4 hardware units, or prune embeddings, norms, biases, the head and layers outside the
             blocks.
 """
 

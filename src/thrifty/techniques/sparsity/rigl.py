@@ -7,7 +7,7 @@ Use         model, optimizer = thrifty.apply((model, optimizer), "rigl", density
 Start with  `rigl:density=0.2,every=100`. SViTE (arXiv 2106.04533) uses AdamW, alpha=0.5, until=0.8 and a large `every`.
 Cost        One boolean mask per weight matrix. A step that drops and grows connections makes no other update.
 Avoid       Frozen base weights, as under adapters.
-Does not    Save time by itself, because matmuls stay dense. Add sparsity.sparse_products to skip masked weights.
+Does not    Save time by itself, because matmuls stay dense; sparsity.sparse_products can skip masked weights.
 """
 
 from collections.abc import Iterator, Sequence

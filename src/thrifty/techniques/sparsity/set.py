@@ -8,7 +8,7 @@ Use         model, optimizer = thrifty.apply((model, optimizer), "set", density=
 Start with  `set:density=0.2,every=100`.
 Cost        One boolean mask per weight matrix. A step that drops and grows connections makes no other update.
 Avoid       Very low densities, because random growth rarely reaches a connection that matters.
-Does not    Save time by itself, because matmuls stay dense. Add sparsity.sparse_products to skip masked weights.
+Does not    Save time by itself, because matmuls stay dense; sparsity.sparse_products can skip masked weights.
 """
 
 from collections.abc import Iterator, Sequence

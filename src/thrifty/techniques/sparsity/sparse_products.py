@@ -12,8 +12,8 @@ Cost        Compilation, and seconds of measurement per layer shape on a new mac
             unless masks consist of blocks.
 Avoid       Runs without masks or at high densities, because dense matmuls are then chosen. Machines without a C++
             compiler, because torch's sparse kernels are slower.
-Does not    Save memory: weights, gradients and moments stay dense tensors. Apply to evaluation, or to layers that
-            adapters or float8 change.
+Does not    Save memory: weights, gradients and moments stay dense tensors. Evaluation, and layers that adapters or
+            float8 change, use dense matmuls.
 """
 
 import re

@@ -9,7 +9,7 @@ Start with  `static:density=0.2,distribution=erk`.
 Cost        One boolean mask per weight matrix.
 Avoid       `criterion=magnitude` with `distribution=global` at low densities. This removes all weights of layers with
             small initial values.
-Does not    Save time by itself, because matmuls stay dense. Add sparsity.sparse_products to skip masked weights.
+Does not    Save time by itself, because matmuls stay dense; sparsity.sparse_products can skip masked weights.
 """
 
 from collections.abc import Mapping

@@ -10,7 +10,7 @@ Start with  `a3`, the paper's conservative search; `a3:iterations=0.125` is the 
 Cost        Keys must be sorted before attention. The paper sorts outside the accelerator and reports 7 % (conservative)
             or 24 % (aggressive) more time.
 Avoid       Sequences of more than `most_keys` (320) keys, because area and power are published for 320 keys.
-Does not    Count the time of sorting the keys. Speed up attention in software."""
+Does not    Count the time of sorting the keys, or speed up attention in software."""
 
 import numpy as np
 

@@ -7,7 +7,7 @@ Use         thrifty.trace("uniform", "trace.safetensors", density=0.2, examples=
 Start with  `dense`. To compare with another design, add `equal_resources={"multipliers": 128}`.
 Cost        All query-key pairs are computed, because the mask is ignored.
 Avoid       Comparisons of area or power, because both are unknown. Use energy from counted operations (`energy_table`).
-Does not    Use masks. Simulate the fill and drain of an array; `systolic` does."""
+Does not    Use masks, or simulate the fill and drain of an array, unlike `systolic`."""
 
 from dataclasses import replace
 

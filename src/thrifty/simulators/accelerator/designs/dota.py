@@ -8,8 +8,8 @@ Use         thrifty.trace("balanced", "trace.safetensors", density=0.1, examples
 Start with  `dota`. `dota:reordered=false` fetches keys in order; `dota:approximate=false` computes all pairs.
 Cost        A low-precision detector runs on the same multipliers before attention.
 Avoid       Masks with unequal keys per query, because a group takes as long as its query with the most keys.
-Does not    Reproduce the 152.6× speedup of the abstract, which is for attention alone at about the GPU's peak. Train
-            the detector, or simulate linear layers."""
+Does not    Train the detector, or simulate linear layers. The 152.6× speedup of the abstract is not reproduced: it is
+            for attention alone, at about the GPU's peak."""
 
 from dataclasses import replace
 

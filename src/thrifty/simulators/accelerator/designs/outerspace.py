@@ -8,7 +8,7 @@ Start with  `outerspace`, 16 tiles that share 128 GB/s.
 Cost        Partial products are written to memory and read back, once or more.
 Avoid       Comparisons with the abstract's speedups, because their baselines are libraries of 2017. Conclusions from
             the memory latency of 100 ns, because it is recalled, not checked against the paper.
-Does not    Compute attention. Simulate the CPU and GPU of the paper's comparison."""
+Does not    Compute attention, or simulate the CPU and GPU of the paper's comparison."""
 
 # A machine is one tile with its part of the memory's channels; `copies` is the number of tiles. Columns and rows are
 # assigned to tiles in round-robin order.

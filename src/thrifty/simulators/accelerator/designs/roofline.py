@@ -9,7 +9,7 @@ Start with  `h100`, `v100`, `tpu-v1` or `cpu`: these assume the full peak, so th
             `h100:efficiency=0.5` assumes half of the peak.
 Cost        All query-key pairs are computed. With `fused=false`, the scores are written and read twice.
 Avoid       Use as a measured time, because only peak and bandwidth limit the result.
-Does not    Use masks. Skip padding, unless `padded=false`."""
+Does not    Use masks, or skip padding unless `padded=false`."""
 
 from dataclasses import replace
 

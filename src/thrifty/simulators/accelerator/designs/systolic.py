@@ -8,7 +8,7 @@ Use         open("layers.csv", "w").write("Layer,M,N,K,\\nscores,512,512,64,\\n"
 Start with  `systolic`, a 32 x 32 array. `systolic:dataflow=ws` is weight stationary, `is` is input stationary.
 Cost        Each tile of the product adds the cycles that fill and drain the array.
 Avoid       Comparisons that depend on softmax, because neither SCALE-Sim nor this design simulates softmax.
-Does not    Use masks. Count memory stalls in `thrifty.simulate.gemm`."""
+Does not    Use masks, or count memory stalls in `thrifty.simulate.gemm`."""
 
 from dataclasses import replace
 

@@ -9,8 +9,8 @@ Start with  `vitcod`; a global token is a key that more than `global_tokens` (50
             reads queries and keys without compression over heads.
 Cost        Queries and keys are stored for fewer heads than the model has and must be decoded.
 Avoid       Masks that depend on the input, because the paper's mask is fixed after training.
-Does not    Reproduce the paper's mean speedups over a GPU (86.0) and Sanger (6.8), which are for six models with 90 %
-            of pairs pruned and the authors' own baselines. Simulate softmax."""
+Does not    Simulate softmax. The paper's mean speedups over a GPU (86.0) and Sanger (6.8) are not reproduced: they are
+            for six models with 90 % of pairs pruned and the authors' own baselines."""
 
 from dataclasses import replace
 
