@@ -178,7 +178,7 @@ def test_runs_of_highest_loss_can_be_left_out(tmp_path: Path, runs: Sequence[Tra
         ("a,b,c", "1,2,3", "no column 'parameters'", "parameters,tokens,loss"),
         ("parameters,tokens,loss", "1e6,many,3", "line 2", "positive numbers"),
         ("parameters,tokens,loss", "1e6,1e8", "line 2 of", "positive numbers"),
-        ("parameters,tokens,loss", "1e6,1e8", "it has no loss", "remove the line"),
+        ("parameters,tokens,loss", "1e6,1e8", "loss is missing", "remove the line"),
         ("parameters,tokens,loss,loss", "1e6,1e8,3,4", "has 2 columns 'loss'", "keep one"),
         ("parameters;tokens;loss", "1e6;1e8;3,5", "'3,5'", "positive numbers"),
         ("parameters,tokens,loss", "1e6,1e8,-3", "loss of a run is -3", "positive numbers"),
@@ -204,7 +204,7 @@ def test_tables_may_use_other_separators_and_line_ends(
     found = runs_from_table(tmp_path / "runs.csv")
     assert found == [TrainedRun(float(r.parameters), float(r.tokens), float(r.loss)) for r in runs]
     (tmp_path / "runs.csv").write_bytes(text.encode() + f"x{separator}{separator}1{separator}2".encode())
-    with pytest.raises(UsageError, match=f"line {len(runs) + 2} of .*: it has no loss"):
+    with pytest.raises(UsageError, match=f"line {len(runs) + 2} of .*: loss is missing"):
         runs_from_table(tmp_path / "runs.csv")
 
 
@@ -220,7 +220,7 @@ def test_runs_of_different_tokenizers_are_refused(tmp_path: Path, runs: Sequence
         (folder / "tokenizer.json").write_text("{}")
     assert len(runs_from_folders(folders)) == len(runs)
     (folders[3] / "tokenizer.json").write_text('{"other": 1}')
-    assert "run-3 has another tokenizer than" in refused("fit", *folders).what
+    assert "have different tokenizers" in refused("fit", *folders).what
 
 
 @pytest.mark.parametrize("damaged", ['{"status": "finished"}', "[]", '"finished"'])

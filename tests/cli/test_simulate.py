@@ -101,11 +101,11 @@ def test_every_style_of_preset_can_be_simulated(preset: str) -> None:
         (("--model", "llama-nano", "--cluster", "h100-rocket"), "unknown cluster"),
         (("--model", "llama-nano", "--mesh", "tensors=8"), "unknown key 'mesh.tensors'"),
         (("--model", "llama-nano", "--mesh", "tensor=eight"), "mesh.tensor must be a whole number, not 'eight'"),
-        (("--model", "llama-nano", "--mesh", "tensor=3"), "8 ranks are no multiple of the mesh's 3"),
+        (("--model", "llama-nano", "--mesh", "tensor=3"), "8 ranks are not a multiple of the mesh's 3"),
         (("--model", "llama-nano", "--ranks", "4", "--mesh", "tensor=8"), "8 ranks, but the cluster has 4"),
         (("--model", "llama-nano", "--batch", "12"), "12 examples do not divide"),
         (("--model", "llama-nano", "--schedule", "2f2b"), "unknown pipeline schedule"),
-        (("--model", "llama-nano", "--picture", "step.gif"), "none of .svg, .png, .pdf"),
+        (("--model", "llama-nano", "--picture", "step.gif"), "does not end in .svg or .png or .pdf"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

@@ -151,7 +151,7 @@ def test_a_model_retrieves_captions_and_classifies_colours(desk: CommandLine) ->
 def test_unsuitable_retrieval_is_refused_with_a_fix(desk: CommandLine, finished: dict[str, Any]) -> None:
     assert "requires images to classify" in desk("retrieve", "spots-run", "--prompt", "{}", exit_code=2).stderr
     refused = desk("retrieve", "spots-run", "--classes", "labelled", "--prompt", "a spot", exit_code=2).stderr
-    assert "has not one {} for the label" in refused
+    assert "must have one {} for the label" in refused
     refused = desk("retrieve", "spots-run", "--classes", "digits", exit_code=2).stderr
     assert "1 channels, but the run has 3" in refused
     refused = desk(*words("parts", "--with", "large_batch.gradient_accumulation"), exit_code=2).stderr

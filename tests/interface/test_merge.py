@@ -98,6 +98,6 @@ def test_a_model_without_adapters_is_refused() -> None:
         thrifty.merge(model)
     wrapper = nn.Module()
     wrapper.module = thrifty.apply(model, "lora", rank=2)
-    with pytest.raises(UsageError, match="inside Module") as error:
+    with pytest.raises(UsageError, match="inside the wrapper Module") as error:
         thrifty.merge(wrapper)
     assert error.value.fix == "merge(model.module)"

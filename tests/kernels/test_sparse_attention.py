@@ -266,7 +266,7 @@ def test_grids_and_keys_that_do_not_fit_are_refused():
     qkv = inputs(1, 2, 2, 8, 4)
     with pytest.raises(UsageError, match="a grid of"):
         block_attention(*qkv, BlockGrid(torch.ones(1, 1, 3, 2, dtype=torch.int8), 4, 6))
-    with pytest.raises(UsageError, match="kept keys are"):
+    with pytest.raises(UsageError, match="kept keys have"):
         row_attention(*qkv, torch.zeros(1, 1, 8, 2))
     with pytest.raises(UsageError, match="kept key 9 does not exist: there are 8 keys"):
         row_attention(*qkv, torch.full((1, 1, 8, 1), 9))

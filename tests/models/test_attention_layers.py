@@ -112,7 +112,7 @@ def test_optional_tiling_notes_a_model_without_attention():
 
 
 def test_the_kernel_in_triton_is_refused_away_from_a_gpu():
-    with pytest.raises(RefusedError, match="the model is on cpu") as refused:
+    with pytest.raises(RefusedError, match="the model is on 'cpu'") as refused:
         TiledAttention(kernel="triton").model(nn.ModuleList([Attention(8, heads=2)]))
     assert refused.value.fix == "--set techniques.attention.tiled.kernel=torch"
 

@@ -63,7 +63,7 @@ def test_each_form_of_loss_has_the_gradient_of_torch(loss: Any, micro_batches: i
 
 
 def test_mean_loss_with_unequal_micro_batches_is_refused() -> None:
-    with pytest.raises(RefusedError, match="micro-batches of 3 and 4 examples"):
+    with pytest.raises(RefusedError, match="micro-batches have 3 and 4 examples"):
         gradient(mean, 3, torch.full((11,), 1 / 11))  # 4, 4 and 3
     with pytest.raises(RefusedError, match="sampled with weights"):
         gradient(mean, weight=torch.linspace(0.1, 1, 12))

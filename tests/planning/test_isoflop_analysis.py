@@ -64,7 +64,7 @@ def test_budgets_without_a_minimum_are_omitted_with_a_reason() -> None:
     two_sizes = synthetic_runs(LAW, [1e6, 2e6], [1e12])
     result = isoflop([*one_sided, *two_sizes, *around(1e15), *around(1e16)])
     assert len(result.valleys) == 2 and result.exponent_interval is None
-    assert "fewer than three sizes" in result.refused[0] and "at smaller ones" in result.refused[1]
+    assert "fewer than three sizes" in result.refused[0] and "at smaller sizes" in result.refused[1]
 
 
 def test_one_budget_is_refused() -> None:

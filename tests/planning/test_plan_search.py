@@ -353,7 +353,7 @@ def test_errors_at_the_time_limit_suggest_more_seconds() -> None:
         InfeasibleError, match=r"stopped after 0 s, with options .*no combination that was tried fits"
     ) as error:
         search.run()
-    assert error.value.fix.startswith("--seconds 60 or --memory ")
+    assert error.value.fix.startswith("--seconds 60; or --memory ")
 
 
 def test_plans_without_probes_use_all_time_for_counts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -35,7 +35,7 @@ def test_unreadable_files_of_a_folder_are_counted_and_named(stories):
     assert sum(prepared.manifest["documents"].values()) == 60
     for _ in range(2):
         assert "5 files are left out" in printed[-1] and len(printed) <= 3
-        for name in ("pipe.txt: is not a regular file", "nowhere.txt: is no file", "latin.txt: line 1: byte 0xef"):
+        for name in ("pipe.txt: is not a regular file", "nowhere.txt: is not a file", "latin.txt: line 1: byte 0xef"):
             assert f"{stories}/{name}" in printed[-1]
         open_token_cache(DataSettings(source=str(stories), vocabulary=300), printed.append)
 

@@ -61,5 +61,5 @@ def test_sensitive_tensors_have_more_bits() -> None:
 
 
 def test_too_few_bits_are_refused() -> None:
-    with pytest.raises(UsageError, match="fewer"):
+    with pytest.raises(UsageError, match="less than the smallest"):
         allocate_bits([1.0], [8], 1.5, CHOICES)
