@@ -125,7 +125,7 @@ def test_show_finds_saved_results_of_studies() -> None:
     evidence = evidence_by_technique([Path(__file__).parents[2] / "results"])
     (study,) = evidence["optimizers.lion"].studies
     assert study.study == "lion_rate" and 0 <= study.held <= study.expected > 0
-    assert "growth.compound" not in evidence or not evidence["growth.compound"].studies
+    assert evidence["growth.compound"].findings and not evidence["growth.compound"].studies
 
 
 def test_page_names_the_device_of_the_runs(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import card_models
 import pytest
@@ -20,8 +20,8 @@ from thrifty.core.card import SECTIONS, Card, read_card
 from thrifty.core.errors import UsageError
 from thrifty.core.mesh import clear_mesh
 from thrifty.core.setting_bounds import hints_of
-from thrifty.experiments.evidence import ASPECTS, evidence_by_technique
-from thrifty.experiments.findings import read_findings
+from thrifty.experiments.evidence import evidence_by_technique
+from thrifty.experiments.findings import Aspect, read_findings
 from thrifty.interface.own_loop import technique_of
 from thrifty.models.families import FAMILIES
 from thrifty.models.model_presets import PRESETS
@@ -189,7 +189,7 @@ def one_process_group(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def test_every_finding_can_be_read_and_is_of_a_technique() -> None:
     findings = read_findings([ROOT / "results"])
     assert {finding.technique for finding in findings} <= set(TECHNIQUES)
-    assert {finding.aspect for finding in findings} <= set(ASPECTS)
+    assert {finding.aspect for finding in findings} <= set(get_args(Aspect))
     assert all(finding.device and finding.model for finding in findings)
 
 
@@ -198,6 +198,12 @@ def test_evidence_is_printed_below_the_card() -> None:
     for name, evidence in evidence_by_technique(results).items():
         printed = str(thrifty.show(name, results=results)) if name in TECHNIQUES else ""
         assert all(line in printed for line in evidence.in_words()), name
+
+
+def test_exactness_is_the_declared_one() -> None:
+    shown = thrifty.show("soap", results=[ROOT / "results"])
+    assert any(finding.aspect == "exactness" for finding in shown.evidence.findings)
+    assert shown.verdicts()["exactness"] == "different" and "exactness different" in str(shown)
 
 
 def test_a_card_without_evidence_says_so(tmp_path: Path) -> None:

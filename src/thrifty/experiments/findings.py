@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from thrifty.core.errors import UsageError
 
-Aspect = Literal["time", "memory", "data", "quality", "exactness"]
+Aspect = Literal["time", "memory", "data", "quality", "exactness", "prediction"]
 FindingVerdict = Literal["better", "equal", "worse", "mixed"]
 TOLERANCE = 0.03
 """Maximum relative difference at which two measurements count as equal."""

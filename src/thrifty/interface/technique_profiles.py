@@ -47,7 +47,7 @@ class TechniqueProfile(PrintedResult):
 
     def verdicts(self) -> dict[str, str]:
         """Return the verdict on each aspect. The technique declares its exactness, and `thrifty check` tests it."""
-        return {"exactness": self.numerics, **self.evidence.verdicts()}
+        return {**self.evidence.verdicts(), "exactness": self.numerics}
 
     def chip(self) -> str:
         """Return one line with all verdicts and the machines of the measurements."""
