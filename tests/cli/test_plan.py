@@ -145,7 +145,7 @@ def test_run_folders_say_the_same_as_a_table_of_them(
     monkeypatch.chdir(tmp_path)
     names = [f"run-{number}" for number in range(len(runs))]
     assert told("fit", *names, "--resamples", "5") == told("fit", "--csv", table, "--resamples", "5")
-    assert "both runs and a table" in refused("fit", *names, "--csv", table).what
+    assert "pass runs or a table, not both" in refused("fit", *names, "--csv", table).what
 
 
 def test_a_run_that_has_not_finished_is_refused(tmp_path: Path, runs: Sequence[TrainedRun]) -> None:
