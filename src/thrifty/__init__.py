@@ -9,7 +9,7 @@ _names: dict[str, tuple[str, str]] = {}
 
 
 def _public() -> dict[str, tuple[str, str]]:
-    """Return each public name with its module and its name there, as `__init__.pyi` states them for type checkers."""
+    """Return, for each public name in `__init__.pyi`, its module and its name in that module."""
     if not _names:
         import ast
         from pathlib import Path

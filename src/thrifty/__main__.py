@@ -1,4 +1,4 @@
-"""`python -m thrifty`, which is what `torchrun -m thrifty` starts on every rank."""
+"""The program `python -m thrifty`, which `torchrun -m thrifty` starts on every rank."""
 
 from thrifty.core.child_python import leave_working_folder
 

@@ -1,8 +1,8 @@
 """Check that techniques keep their promise of unchanged values.
 
-The check selects each technique that promises the plain run's values, bit for bit or within rounding. It adds the
-technique alone to a run, and compares the results with the same run without the technique. Then it adds all selected
-techniques together.
+The check selects each technique that promises the plain run's values, bit for bit or within rounding. The check adds
+the technique alone to a run, and compares the results with the same run without the technique. Finally, the check adds
+all selected techniques together.
 """
 
 from collections.abc import Iterator, Sequence
@@ -93,7 +93,7 @@ class _References:
         return train_observed(self.subject, techniques, quiet=quiet)[1]
 
     def reference(self, base: Sequence[Technique], quiet: bool = False) -> tuple[StepObservations, bool]:
-        """Return a reference run, and True if its loss depends on random numbers, for example of dropout."""
+        """Return a reference run, and True if its loss depends on random numbers, such as those of dropout."""
         key = (*(one.name for one in base), str(quiet))
         if key not in self.known:
             _, trace = train_observed(self.subject, base, quiet=quiet)

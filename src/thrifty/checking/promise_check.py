@@ -57,8 +57,8 @@ def check(
 
     `steps` is the number of steps. `examples` limits the effective batch, which is larger if the techniques require
     more examples. `length` limits the tokens of an example. If `ranks` is False, no rank processes start. `start`
-    replaces the function that starts them. `say` receives the name of each check. Raises UsageError if the recipe
-    cannot be trained.
+    replaces the function that starts rank processes. `say` receives the name of each check. Raises UsageError if the
+    recipe cannot be trained.
     """
     if steps < LEAST:
         raise UsageError(f"a check of '{steps}' steps is too short, it requires {LEAST}", fix=f"--steps {LEAST}")

@@ -1,9 +1,9 @@
 """Predicted memory and work of a composed run, technique by technique.
 
-The effect of each technique is counted: the run so far is built on fake tensors, and one step is traced. Techniques
-that override `footprint` add effects that one process of fake tensors cannot show, such as other ranks or values.
-Memory that a compiler saves in addition is not counted. A model that reads values cannot run on fake tensors. Such a
-model is counted on a real batch.
+To count the effect of each technique, the run with all techniques up to it is built on fake tensors, and one step is
+traced. Techniques that override `footprint` add effects that one process of fake tensors cannot show, such as other
+ranks or values. A lower memory use of compiled code is not counted. A model that reads values cannot run on fake
+tensors. Such a model is counted on a real batch.
 """
 
 import copy
@@ -95,7 +95,8 @@ class Explanation:
 
 
 def explain(run: Run) -> Explanation:
-    """Return the footprints of the plain run and after each technique, for the run's final structure and last batch."""
+    """Return the footprints without techniques and after each technique, for the run's final structure and last
+    batch."""
     with gc_frozen():
         return _explained(run)
 
@@ -181,7 +182,7 @@ class _RunCounts:
                 self._fake, self._needs_values = None, reason_of(error)
         add_note(f"counted on a real batch, since fake tensors do not suffice: {self._needs_values}")
         self._passes = None
-        gc.collect()  # free the previous model, which is in reference cycles
+        gc.collect()  # free the previous model, because it is in reference cycles
         if part.device.type == "cuda" and not torch.cuda.is_available():
             part = replace(part, device=CPU)  # this machine has no such device
         with unset_fake_temporarily(), GeneratorStates([part.device]).restored():
@@ -245,8 +246,8 @@ def _refusal_without_values(error: Exception) -> Exception:
 
 
 def passes_of(run: Run, batch: Batch, limit: float = inf, casts: bool = True) -> CountedPasses:
-    """Return the traced passes of a run's model on a batch. The tensors are real unless they are fake. Counting stops
-    at more than `limit` bytes. See `StepTrace` for `casts`."""
+    """Return the traced passes of a run's model on a batch of real or fake tensors. Counting stops at more than `limit`
+    bytes. See `StepTrace` for `casts`."""
     with one_thread():
         with StepTrace(limit=limit, casts=casts) as built:
             model = run.build_model()
@@ -325,7 +326,7 @@ def _is_to_be_faked(tensor: Tensor) -> bool:
 
 
 def _fake_of(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
-    """Return a fake tensor like another tensor. For a tensor on the meta device, it is on the CPU."""
+    """Return a fake tensor like another tensor. For a tensor on the meta device, the fake tensor is on the CPU."""
     if hasattr(tensor, "fake_mode") or tensor.device.type == "meta":
         return torch.empty_like(tensor, device="cpu")
     return fake.from_tensor(tensor)

@@ -1,8 +1,8 @@
 """Check of integer indices in the data before a run, without arithmetic on real tensors.
 
-At the first step with an index out of range, an embedding, a classification loss or a gather raises IndexError, or on a
-GPU ends the process. This check stores the values of integer tensors next to fake tensors. One forward pass on fake
-tensors then finds such an index.
+A step with an index out of range raises IndexError in an embedding, a classification loss or a gather; on a GPU it ends
+the process. This check stores the values of integer tensors next to fake tensors. One forward pass on fake tensors then
+finds such an index.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -42,8 +42,8 @@ class IndexWithoutRow(UsageError):
 
 def refuse_indices_without_row(plain: BaseRun, batches: Iterable[Batch]) -> None:
     """Raise IndexWithoutRow if a forward pass on one of the batches would use an index out of range. A batch is skipped
-    if its integers are within the range of earlier batches. If the model does not run on fake tensors, it is run on the
-    batch itself. Other errors are ignored here, because the run reports them."""
+    if its integers are within the range of earlier batches. A model that does not run on fake tensors is run on the
+    real batch. Other errors are ignored here, because the run reports them."""
     seen: dict[str, list[int]] = {}
     fake, model = FakeTensorMode(allow_non_fake_inputs=True), None
     with preserved_draws(), one_thread(), torch.no_grad(), without_log(), causal_masks_of_plain_rows():

@@ -12,7 +12,8 @@ from thrifty.core.stages import Stage
 from thrifty.core.technique import Technique
 
 ENOUGH = 2
-"""Number of micro-batches to count. Only the first runs without stored gradients; all later ones use equal memory."""
+"""Number of micro-batches to count. Only the first runs without stored gradients; all later micro-batches use equal
+memory."""
 SEES_ALL = {Stage.SPLIT, Stage.CUT, *range(Stage.SOURCE, Stage.ACCUMULATE)}
 """Stages whose backward pass receives the whole batch before it is split."""
 
@@ -32,8 +33,8 @@ def representative_micro_batches(run: Run, batch: Batch) -> tuple[Run, Batch, fl
 
 
 def data_shard_count(techniques: Sequence[Technique]) -> int:
-    """Return the number of equal parts into which parallel techniques divide the examples of a step. It is the number
-    of ranks along the data axis, times the micro-batches of a pipeline."""
+    """Return the number of equal parts into which parallel techniques divide the examples of a step. The result is the
+    number of ranks along the data axis, times the micro-batches of a pipeline."""
     shards = 1
     for technique in techniques:
         if Claim.DATA_PARALLELISM in technique.claims:

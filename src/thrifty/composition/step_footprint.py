@@ -26,8 +26,9 @@ from thrifty.optim.update_plan import PartitionedUpdate, TwoPartUpdate
 
 class CountedPasses:
     """Traced forward and backward pass of a model on a batch, fake or real. Different updates may follow the same
-    passes, because the passes do not depend on the update. `built` is a trace that was open while the model was built,
-    so the trace includes other tensors of the model. If memory runs out, the passes are counted up to this point."""
+    passes, because the passes do not depend on the update. `built` is a trace that was open while the model was built;
+    it includes tensors that are neither parameters nor buffers. If memory runs out, the passes are counted up to this
+    point."""
 
     def __init__(
         self, model: nn.Module, objective: Objective, backward: Backward, batch: Batch, built: StepTrace | None = None
@@ -103,7 +104,8 @@ class CountedPasses:
 
 
 def distinct_updates(optimizer: TransformOptimizer, steps: int, limit: int = 1000) -> list[int]:
-    """Return one step of each kind of update among the first `limit`. Updates of a kind have the same scalars at 0."""
+    """Return one step of each kind of update among the first `limit`. Updates of a kind have the same scalars equal to
+    0."""
     kinds: dict[tuple[bool, ...], int] = {}
     for step in range(min(steps, limit)):
         kinds.setdefault(tuple(bool(number) for number in optimizer.transform.scalars(step, step).values()), step)

@@ -1,8 +1,8 @@
 """Atomic file operations. Every change that a save makes to the file system is a method of `AtomicFiles`.
 
-Each primitive makes one change. It can fail, and a killed process can end after it. Tests override the primitives,
-count the changes, and stop after each change. Written data is on the disk, not only in the page cache, after two
-flushes: of the file (`write_file`) and of its folder (`sync_folder`).
+Each primitive makes one change. A primitive can fail, and a process can be killed after it. Tests override the
+primitives, count the changes, and stop after each change. `write_file` flushes a file, and `sync_folder` its folder.
+After both, written data is on the disk, not only in the page cache.
 """
 
 import errno
@@ -33,13 +33,14 @@ class FileDigest:
 
 
 class AtomicFiles:
-    """File operations on the disk. Methods before `write_file` are primitives. Later methods only use these."""
+    """File operations on the disk. Methods before `write_file` are primitives. Later methods only use the
+    primitives."""
 
     def make_folder(self, path: Path) -> None:
         path.mkdir(exist_ok=True)
 
     def create_file(self, path: Path) -> int:
-        """Create and open a new file. An existing file or link of that name is neither opened nor followed."""
+        """Create and open a new file. Raise FileExistsError if the path exists, even as a link."""
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
 
     def write(self, descriptor: int, data: memoryview) -> int:

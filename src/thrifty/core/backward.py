@@ -22,8 +22,8 @@ class BackwardResult:
     overflow_handled: bool = False
     """True if gradients are not finite and the loss scale was lowered. The skipped step is not a sign of divergence."""
     parts: Tensor | None = None
-    """Sum of the weights of all parts of the examples (scalar). Loss and gradients must still be divided by this sum.
-    None if only examples have weights."""
+    """Total weight of all parts of the examples, such as answer tokens (scalar). Loss and gradients must still be
+    divided by this total. None if only examples have weights."""
     mean_of: int | None = None
     """Number of rows if the loss is a mean over rows and cannot be divided into a loss per example; None otherwise."""
     scale_growth: float = 1.0
@@ -70,8 +70,8 @@ def weigh_alike(batch: Batch) -> bool:
 
 
 def divided_by_parts(backward: Backward) -> Backward:
-    """Return a backward pass for whole effective batches. It divides loss and gradients by the total weight of all
-    parts, summed over the data ranks. For objectives without weighted parts nothing changes. The pass raises
+    """Return a backward pass that divides loss and gradients by the total weight of all parts, summed over the data
+    ranks. It requires whole effective batches. Objectives without weighted parts are unaffected. The pass raises
     RefusedError if examples have different weights, and UsageError if the total weight is 0."""
 
     def divided(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:

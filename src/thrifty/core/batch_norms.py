@@ -18,18 +18,18 @@ def batch_norms(model: nn.Module) -> list[str]:
 
 
 def effective_numerics(technique: Technique, norms: Sequence[str]) -> Numerics:
-    """Return the numerics of a technique on a model with these batch-norm layers."""
+    """Return the numerical promise of a technique on a model with the batch-norm layers `norms`."""
     return Numerics.DIFFERENT if norms and _divides(technique) else technique.numerics
 
 
 def explain_divided_norms(norms: Sequence[str], techniques: Iterable[Technique]) -> str:
-    """Return a sentence about how the techniques change the output of these layers, or "" if they do not change it."""
+    """Return a sentence about how the techniques change the output of the layers `norms`; "" if no output changes."""
     dividing = [technique.name for technique in techniques if _divides(technique)]
     return f"{' and '.join(dividing)}: {normalized_apart(norms)}" if norms and dividing else ""
 
 
 def normalized_apart(norms: Sequence[str]) -> str:
-    """Return a sentence which says that these layers normalize each part of a batch separately."""
+    """Return a sentence for messages: the layers `norms` normalize each part of a batch separately."""
     layers = (
         f"layer {norms[0]!r} normalizes" if len(norms) == 1 else f"{len(norms)} layers such as {norms[0]!r} normalize"
     )

@@ -1,6 +1,6 @@
 """Data as a pure function of (seed, step).
 
-`BatchSource.at(step)` returns the same examples whatever was read before, and for any number of ranks, workers or
+`BatchSource.at(step)` returns the same examples after any earlier reads, and for any number of ranks, workers or
 micro-batches. A run can therefore resume from the step number alone.
 """
 
@@ -57,25 +57,25 @@ class Batch:
 
 @dataclass(frozen=True)
 class ExampleIndex:
-    """Numbers of the examples in one epoch of a source, independent of the training order."""
+    """Numbering of the n examples in one epoch of a source, independent of the training order."""
 
     count: int
     fingerprint: str
     """Hash of the examples. It changes if the examples or their boundaries change."""
     labels: Tensor | None = None
-    """Class number of each example (n,); None without classes."""
+    """Class index of each example, (n,); None without classes."""
     label_names: tuple[str, ...] = ()
-    """Class names by number; empty if classes have no names."""
+    """Class names by index; empty if classes have no names."""
 
 
 @dataclass(frozen=True)
 class ExampleSubset:
-    """Subset of a source's examples."""
+    """Subset of k of the n examples of a source."""
 
     kept: Tensor
-    """Numbers of the selected examples in the whole source, int64 (k,), ascending."""
+    """Numbers of the selected examples in `ExampleIndex`, int64 (k,), ascending."""
     scores: Tensor | None = None
-    """Selection score of every example of the source (n,); higher is harder."""
+    """Selection score of every example of the source, (n,); a higher score means a harder example."""
 
 
 class BatchSource:
@@ -87,7 +87,7 @@ class BatchSource:
     examples: int | None = None
     """Number of examples in one epoch; None for sources without epochs, such as streams."""
     notices: tuple[str, ...] = ()
-    """Sentences about how examples are read, for the records of a run."""
+    """Sentences about how examples are read, for the log of a run."""
     unrepeatable: str = ""
     """Reason why a resumed run and an uninterrupted run read different data; empty if they read the same data."""
 
@@ -122,7 +122,8 @@ class BatchSource:
         raise NotImplementedError
 
     def amount(self, step: int) -> float:
-        """Return the weight of this step's effective batch relative to other steps. Inside a step, weights sum to 1."""
+        """Return the weight of this step's effective batch relative to other steps. Inside a step, the weights of
+        examples sum to 1."""
         return 1.0
 
     def at(self, step: int) -> Batch:
@@ -154,7 +155,8 @@ def _numberless(source: BatchSource) -> RefusedError:
 
 
 def _stretch(source: BatchSource, first: int, stop: int) -> Batch:
-    """Return examples first … stop-1 in the order of a source. All its effective batches must have the same size."""
+    """Return examples first … stop-1 in the order of a source. All effective batches of the source must have the same
+    size."""
     size = source.batch
     steps = range(first // size, -(-stop // size))
     parts = [source.rows(step, max(first - step * size, 0), min(stop - step * size, size)) for step in steps]

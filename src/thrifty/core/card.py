@@ -22,7 +22,7 @@ class Card:
     paper: str
     """Authors and year."""
     effect: str
-    """Effect in one clause. If the first paragraph is not "Name (paper): effect", the whole paragraph."""
+    """Effect in one clause; the whole first paragraph if it is not "Name (paper): effect"."""
     sections: Mapping[str, str] = field(default_factory=dict)
     """Text of each section on one line. "Use" keeps its lines of Python."""
     rest: str = ""
@@ -30,7 +30,7 @@ class Card:
 
     @property
     def start(self) -> str:
-        """Settings to start with, in the form of `--with`: the first code in "Start with"."""
+        """Settings to start with, in the form of the option `--with`: the first code of section "Start with"."""
         code = re.match("`([^`]+)`", self.sections.get("Start with", ""))
         return code[1] if code else ""
 

@@ -9,7 +9,7 @@ from enum import StrEnum
 
 class Claim(StrEnum):
     ACTIVATION_BYTES = "bytes of activations"
-    """Limit on activation memory. Freed memory between live tensors, which the allocator keeps, would exceed it."""
+    """Limit on activation memory. Freed memory that the allocator keeps would exceed the limit."""
     ATTENTION_CORE = "attention core"
     """Function from queries, keys and values to the output of attention."""
     AUXILIARY_LOSSES = "auxiliary losses"
@@ -31,7 +31,7 @@ class Claim(StrEnum):
     FROZEN_BASE_WEIGHTS = "frozen base weights"
     """Weights of the base model that do not train."""
     HALF_BATCH_GRADIENTS = "half-batch gradients"
-    """Separate gradients of the two halves of a batch."""
+    """Computation of separate gradients for the two halves of a batch."""
     HEADS_AND_NEURONS = "heads and neurons"
     """Heads and neurons that remain after structured pruning."""
     LINEAR_PRODUCTS = "linear products"

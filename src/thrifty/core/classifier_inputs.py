@@ -14,9 +14,9 @@ def takes_text(model: nn.Module) -> bool:
 def classifier_inputs(
     model: nn.Module, tokens: Tensor, keep: Tensor | None = None, types: Tensor | None = None
 ) -> dict[str, Any]:
-    """Return the keyword arguments for token ids (b, t). `keep` (b, t) is True for tokens that are not padding. `types`
-    (b, t) is 1 in the second text of a pair. Only models with several token types receive `types`. The key-value cache
-    is off."""
+    """Return the keyword arguments for token ids of b texts with t tokens, (b, t). `keep` (b, t) is True for tokens
+    that are not padding. `types` (b, t) is 1 in the second text of a pair. Only models with several token types receive
+    `types`. The key-value cache is off."""
     takes = inspect.signature(model.forward).parameters
     config = getattr(model, "config", None)  # a user's own model may have no config, or another kind of config
     has_types = not hasattr(config, "model_type") or (getattr(config, "type_vocab_size", None) or 0) > 1

@@ -52,7 +52,8 @@ def reason_of(error: Exception) -> str:
 
 
 def refuse_unknown(complaint: str, word: object, known: Collection[str]) -> None:
-    """Raise UsageError with the complaint and the word if `word` is not in `known`. The fix has the nearest word."""
+    """Raise UsageError with the complaint and the word if `word` is not in `known`. The fix names the nearest known
+    word."""
     if word not in known:
         raise UsageError(f"{complaint} {word!r}", fix=did_you_mean(str(word), known))
 

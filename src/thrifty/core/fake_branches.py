@@ -14,9 +14,10 @@ _MASKS, _PACKED = "transformers.masking_utils", "find_packed_sequence_indices"
 
 @contextmanager
 def causal_masks_of_plain_rows() -> Iterator[None]:
-    """Make transformers detect, inside the block, rows of one text on fake position ids too. On real tensors, it reads
-    the position ids and omits the mask if each row is one text. On fake tensors it would build the mask, and attention
-    would use another kernel. If all rows share the memory of one row of position ids, each row is one text."""
+    """Make transformers omit the causal mask inside the block if each row is one text, on fake tensors too. On real
+    tensors, transformers reads the position ids to detect such rows. On fake tensors it would build the mask, so
+    attention would use another kernel. Fake rows that share the memory of one row of position ids count as one text
+    each."""
     module = sys.modules.get(_MASKS)
     find = getattr(module, _PACKED, None)
     if find is None:

@@ -10,7 +10,7 @@ class Footprint:
     `parameters`, `gradients` and `optimizer` are exact sums over tensors. `buffers` are other tensors of model and
     optimizer, such as position tables and the state of techniques. `activations` are the saved tensors at the end of
     the forward pass of one micro-batch. The backward pass frees activations while it creates gradients. `temporary` is
-    the step's peak, including its update, above the larger of gradients and activations.
+    the peak of the step and its update, above the larger of gradients and activations.
     """
 
     parameters: float = 0.0
@@ -27,10 +27,10 @@ class Footprint:
     optimizer: float = 0.0
     activations: float = 0.0
     saved: float = 0.0
-    """Bytes of the activations that blocks save. All other activations belong to embedding and head."""
+    """Bytes of the activations that blocks save. All other activations belong to the embedding and the output head."""
     passes: float = 0.0
     """Peak bytes of activations and temporary tensors in forward and backward pass, without state and complete
-    gradients. `passes`, `saved` and `inside` explain a peak and are not part of the sum."""
+    gradients. `passes`, `saved` and `inside` explain a peak and are not part of `memory`."""
     inside: float = 0.0
     """Like `passes`, but only after the first gradient of a block is complete."""
     temporary: float = 0.0

@@ -9,9 +9,10 @@ An element is a set of functions on lists of tensors, with one tensor per parame
     apply_constraints(slots, parameters)        masks and other constraints, after other code has set values
 
 Scalars are computed outside `update`. `update` is therefore pure arithmetic, which torch.compile traces once for all
-steps. State is changed in place. `reach` is the scope of the values that an element must receive together. If a
-sequence of elements equals a fused kernel of torch, `optim/fused_updates.py` calls the kernel. The elements remain the
-reference. `chain` runs elements in order. `ParameterPartition` assigns each parameter to one of several transforms.
+steps. State is changed in place. `reach` is the smallest set of values that an element must receive together
+(`TransformScope`). If a sequence of elements equals a fused kernel of torch, `optim/fused_updates.py` calls the kernel.
+The elements remain the reference. `chain` runs elements in order. `ParameterPartition` assigns each parameter to one of
+several transforms.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -34,8 +35,8 @@ COMPENSATION = "compensation"
 
 
 class StateAge(int):
-    """Number of updates since the optimizer state was initialized. State that was added later, such as the average of a
-    fork, has its own age in `younger`, by the path of the element's keys. `base` is the age of all other state."""
+    """Number of updates since the optimizer state was initialized. State that was added later, such as an average that
+    a fork adds, has its own age in `younger`, under the path of its element. `base` is the age of all other state."""
 
     base: int
     younger: Mapping[str, int]
@@ -93,8 +94,8 @@ class GradientTransform:
         return None
 
     def apply_constraints(self, slots: Slots, parameters: list[Tensor]) -> None:
-        """Apply the constraints of the slots, such as masks, to parameters and state. Their values may have just been
-        loaded. The method is idempotent."""
+        """Apply the constraints of the slots, such as masks, to parameters and state. Parameters and state may have
+        just been loaded. The method is idempotent."""
 
     def subset(self, indices: Sequence[int]) -> "GradientTransform":
         """Return the transform for the parameters at `indices`. An element that stores data per parameter outside its
@@ -144,7 +145,8 @@ def inner_owner(key: str, transform: GradientTransform, slot: str) -> str:
 
 
 def group_by_kind(tensors: Sequence[Tensor]) -> list[list[int]]:
-    """Return the indices of plain tensors and DTensors as two groups, since torch's list operations refuse mixtures."""
+    """Return the indices of plain tensors and DTensors as two groups, because torch's list operations refuse a mix of
+    both."""
     plain: list[int] = []
     divided: list[int] = []
     for index, tensor in enumerate(tensors):

@@ -17,7 +17,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 LARGEST = 2**25
-"""Maximum bytes of operands of an operation that is run at full size. Larger ones are extrapolated from fewer rows."""
+"""Maximum operand bytes of an operation that is run at full size. Larger operations are extrapolated from fewer
+rows."""
 FEWEST = 16
 """Minimum number of examples for which torch chooses the same kernels as for any larger number."""
 RECURRENT, RECURRENT_BACKWARD = (
@@ -41,7 +42,8 @@ ROWS = {
     RECURRENT_BACKWARD: (0, 7, 10),
 }
 """Operations that are always measured, with the indices of arguments that have a row per example or time step. Other
-operations are measured if an operand is not contiguous. Their row arguments have as many rows and dims as the first."""
+operations are measured if an operand is not contiguous. Their row arguments are arguments with as many rows and dims as
+the first argument."""
 PRODUCTS = frozenset(getattr(torch.ops.aten, name).default for name in ("mm", "bmm", "addmm", "baddbmm"))
 
 
@@ -50,7 +52,7 @@ class KernelMemory:
     inside: int = 0
     """Bytes at the peak in addition to the results."""
     last: int = 0
-    """Bytes of the last result."""
+    """Bytes of the operation's last result."""
 
 
 def workspace_bytes(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any], threads: int) -> int:
@@ -119,12 +121,13 @@ class _OperandShape(tuple):
 def _measured(
     func: Any, described: tuple, structure: Any, places: tuple[int, ...], rows: int, count: int, threads: int
 ) -> KernelMemory:
-    """Return the memory of one call. It runs in a new thread, outside the caller's dispatch modes and profilers."""
+    """Return the memory of one call. The call runs in a new thread, outside the caller's dispatch modes and
+    profilers."""
     measured: list[KernelMemory] = []
 
     def run() -> None:
         fewer = {place % len(described): count for place in places}
-        if func is RECURRENT_BACKWARD:  # gates of all steps and one more
+        if func is RECURRENT_BACKWARD:  # has gates of all time steps and of one more
             fewer[len(described) - 1] = 2 * described[-1][0][0] * count // rows
         operands = [
             each.new_tensor(fewer.get(place)) if isinstance(each, _OperandShape) else each

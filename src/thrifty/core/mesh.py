@@ -5,8 +5,9 @@
     shard       ranks among which one copy of the state is divided, each with a part of the data
     tensor      ranks that compute every layer together, on the same data
 
-Neighbors along `tensor` have consecutive ranks, so that they share a machine. Pipeline stages are farthest apart. Like
-torch's process group, the mesh is global to a process. Without a mesh, all ranks are along the data axis.
+Neighbors along `tensor` have consecutive ranks, so that they share a machine. Ranks of neighboring pipeline stages are
+farthest apart. Like torch's process group, the mesh is global to a process. Without a mesh, all ranks are along the
+data axis.
 """
 
 import math
@@ -56,8 +57,8 @@ class Mesh:
         return " x ".join(f"{name}={size}" for name, size in vars(self).items() if size > 1) or "one rank"
 
     def sizes(self, ranks: int, sharded: bool) -> dict[str, int]:
-        """Return the number of ranks along each axis for `ranks` ranks in total. `sharded` is True if the state is
-        divided. Raise UsageError if the axes do not fit the number of ranks."""
+        """Return the number of ranks along each axis for `ranks` ranks in total. `sharded` is True if a technique
+        shards parameters. Raise UsageError if the axes do not fit the number of ranks."""
         replicate, shard = self.replicate, self.shard
         left, rest = divmod(ranks, self.least_ranks)
         if sharded and not shard:
@@ -68,7 +69,7 @@ class Mesh:
         if rest or math.prod(sizes.values()) != ranks:
             raise UsageError(
                 f"{ranks} ranks cannot be laid out as a mesh of {self.label}",
-                fix="start as many ranks as the product of the axes; or a multiple, if replicate or shard is 0",
+                fix=f"start {self.least_ranks} ranks; or, if replicate or shard is 0, a multiple of {self.least_ranks}",
             )
         return sizes
 

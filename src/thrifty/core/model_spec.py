@@ -12,7 +12,8 @@ class TextModelSpec:
     length: int
     """Number of tokens per example."""
     labels: tuple[str, ...] = ()
-    """Names of the model's outputs in order: the classes, or the predicted number. Empty for a language model."""
+    """Names of the model's outputs in order: the class names, or the name of the predicted number. Empty for a language
+    model."""
     padding: int = 0
     """Token id of padding, for labeled texts only."""
 

@@ -14,20 +14,22 @@ from thrifty.core.errors import UsageError
 
 @dataclass
 class Prediction:
-    """Output of a model for a batch: hidden states (b, t, d) and the output head, or logits (b, t, v). Logits are
-    computed on first access. A loss that processes the vocabulary in chunks never computes all logits."""
+    """Output of a model for a batch: hidden states (b, t, d) and the output head, or logits (b, t, v). The letters are
+    the numbers of examples, tokens, hidden dims and vocabulary entries. Logits are computed on first access. A loss
+    that processes the vocabulary in chunks never computes all logits."""
 
     hidden: Tensor | None = None
     head: nn.Module | None = None
     output: Tensor | None = field(default=None, repr=False)
     normalizers: Tensor | None = field(default=None, repr=False)
-    """Log softmax normalizers, stored by a loss so that other loss terms can use them."""
+    """Logarithms of the softmax normalizers, stored by a loss so that other loss terms can use them."""
     shares: Tensor | None = field(default=None, repr=False)
     """Weight of each prediction within its example, stored by a loss; None for equal weights."""
 
     part_weights: Tensor | None = field(default=None, repr=False)
-    """Total weight of the parts of each example, such as its answer tokens, (b,). The loss of an example is then the
-    weighted sum over its parts, and the loss of a batch is the mean over all parts. None if only examples have weights.
+    """Total weight of the parts of each example, such as its answer tokens; one value per example, (b,). The loss of an
+    example is then the weighted sum over its parts, and the loss of a batch is the mean over all parts. None if only
+    examples have weights.
     """
     is_mean: bool = False
     """True if the losses are one mean over the rows, repeated for each row. Rows then cannot have different weights,
@@ -84,7 +86,7 @@ class Objective:
     have labels. `joint` is True if the loss of an example depends on other examples of the effective batch. The
     effective batch then cannot be split.
 
-    The last seven methods define how sources become examples. By default they change nothing.
+    The methods after `compiled` define how sources become examples. By default they change nothing.
     """
 
     learns_from: tuple[Literal["text", "text_pairs", "labelled_text", "chats", "images", "pairs"], ...] = ("text",)
@@ -124,12 +126,12 @@ class Objective:
         raise NotImplementedError
 
     def scores(self, prediction: Prediction, batch: Batch) -> Tensor:
-        """Return the norm of the loss gradient at the logits for each example (b,). The norm measures the example's
-        effect on the model."""
+        """Return, for each example, the norm of the loss gradient with respect to the logits, (b,). The norm estimates
+        how much the example changes the model."""
         raise NotImplementedError(f"{type(self).__name__} has no gradient-norm scores")
 
     def normalizers(self, prediction: Prediction, batch: Batch) -> Tensor:
-        """Return the float32 logarithm of each prediction's softmax normalizer (b, …)."""
+        """Return the logarithm of each prediction's softmax normalizer, in float32, (b, …)."""
         raise NotImplementedError(f"{type(self).__name__} has no softmax normalizer")
 
     def measures(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:

@@ -33,7 +33,7 @@ def new_key(path: str) -> str:
 
 
 def rename_origins(origins: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename the keys of a mapping from dotted recipe paths to the origins of the values."""
+    """Rename the keys of `origins`: dotted recipe paths, whose values are the origins of settings."""
     return {".".join(_renamed(tuple(path.split(".")))): origin for path, origin in origins.items()}
 
 
@@ -45,7 +45,7 @@ def rename_tensor(name: str) -> str:
 
 
 def rename_scalars(scalars: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename techniques in the log of a checkpoint's scalars, and names in the recipe."""
+    """Rename techniques in the change log, and names in the recipe, of a checkpoint's scalars."""
     renamed = {**scalars, "log": rename_techniques(scalars["log"])} if "log" in scalars else dict(scalars)
     if isinstance(recipe := scalars.get("recipe"), Mapping):
         renamed["recipe"] = rename_recipe(recipe)
@@ -53,7 +53,7 @@ def rename_scalars(scalars: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def rename_techniques(value: Any) -> Any:
-    """Rename each string and key of a stored JSON value that equals the name of a technique."""
+    """Rename, in a stored JSON value, each string and key that equals the old name of a technique."""
     if isinstance(value, Mapping):
         return {TECHNIQUES.get(key, key): rename_techniques(inner) for key, inner in value.items()}
     if isinstance(value, list | tuple):

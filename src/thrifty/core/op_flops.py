@@ -12,7 +12,7 @@ from thrifty.core.kernel_workspace import with_kept_gates
 
 
 def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *others: Any, **options: Any) -> int:
-    """Return FLOPs of scores and weighted values. A causal mask does not reduce them."""
+    """Return FLOPs of scores and weighted values. A causal mask does not reduce the FLOPs."""
     b, h, t, k = query
     return 2 * b * h * t * key[2] * (k + value[3])
 
@@ -20,7 +20,8 @@ def _attention_flops(query: torch.Size, key: torch.Size, value: torch.Size, *oth
 def _attention_backward_flops(
     output_gradient: torch.Size, query: torch.Size, key: torch.Size, value: torch.Size, *others: Any, **options: Any
 ) -> int:
-    """Return FLOPs of the recomputed scores, and of two matrix products for each of the two in the forward pass."""
+    """Return FLOPs of the recomputed scores, and of two matrix products for each of the two products in the forward
+    pass."""
     b, h, t, k = query
     return 2 * b * h * t * key[2] * (3 * k + 2 * value[3])
 
@@ -40,7 +41,7 @@ FLOPS_OF = {
         for suffix, formula in (("", _attention_flops), ("_backward", _attention_backward_flops))
     },
 }
-"""FLOP formulas of torch, and of kernels that torch omits, or counts wrongly for shared key heads."""
+"""FLOP formulas of torch, and formulas for kernels that torch omits or, with shared key heads, counts wrongly."""
 
 
 def call_operation(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:

@@ -1,7 +1,7 @@
 """Strict conversion between typed values and plain data. Errors name the path and the nearest valid name.
 
-It covers frozen dataclasses with fields of bool, int, float, str, optional types, tuples, literals and dataclasses.
-Recipes and techniques consist of such dataclasses.
+The conversion covers frozen dataclasses with fields of bool, int, float, str, optional types, tuples, literals and
+dataclasses. Recipes and techniques consist of such dataclasses.
 """
 
 import dataclasses

@@ -28,8 +28,8 @@ def refuse_no_group(who: str) -> None:
 
 
 def rank_shard(source: BatchSource) -> BatchSource:
-    """Return this rank's part of each effective batch. Ranks along other axes than the data axis receive the same part.
-    Raise RefusedError if a batch cannot be divided equally."""
+    """Return this rank's part of each effective batch. Ranks at the same position on the data axis receive the same
+    part. Raise RefusedError if a batch cannot be divided equally."""
     data = axis("data")
     return source if data.size == 1 else RankShard(source, data.place, data.size)
 

@@ -61,7 +61,7 @@ class ModelSettings:
     """Number of decoder blocks, for a mae."""
     decoder_width: int | None = None
     text_depth: int | None = None
-    """Number of blocks of the caption encoder, for a clip. The sizes above are for the image encoder."""
+    """Number of blocks of the caption encoder, for a clip. `depth` is for the image encoder."""
     text_width: int | None = None
     text_heads: int | None = None
 
@@ -114,7 +114,7 @@ class DataSettings:
 
     sequence_to_sequence also takes pairs: a .tsv, or a .jsonl with the fields "source" and "target". chat_answers takes
     a .jsonl or .json of conversations, or a known set of conversations. Objectives with labels take a .csv, .tsv,
-    .jsonl or .parquet of texts, a folder of such files called train and test, or hub:owner/name.
+    .jsonl or .parquet of texts, a folder of such files named train and test, or hub:owner/name.
 
     classification also takes "digits", a known set of images, or a folder with one subfolder of images per label.
     masked_reconstruction takes these sources, and any folder of images.
@@ -206,7 +206,8 @@ class Budget:
                 raise UsageError(f"budget.{name} is {getattr(self, name)}", fix="use a positive, finite amount")
 
     def in_epochs_of(self, amount: float | None) -> int:
-        """Return the budget in epochs as an amount, rounded up; an epoch has `amount`. Raise UsageError for None."""
+        """Return the budget in epochs as an amount of data, rounded up; `amount` is the amount per epoch. Raise
+        UsageError if `amount` is None."""
         assert self.epochs is not None
         if amount is None:
             raise UsageError(
@@ -358,6 +359,7 @@ class Recipe:
 
 
 def _is_named(text: str) -> bool:
-    """Return True for the name of a function or a value, False for the name of a class, which records an instance."""
+    """Return True for the name of a function or a value, False for the name of a class, because it records an
+    instance."""
     is_class = text.startswith(("builtins:", "numpy:")) or text.rpartition(":")[2].rpartition(".")[2][:1].isupper()
     return is_function_name(text) and not is_class

@@ -1,8 +1,9 @@
-"""Settings relative to a run: moments in time, and the effective batch.
+"""Settings relative to a run: moments in time, and the effective batch size.
 
 A moment that is a float is a fraction of the whole run. A moment that is an int is a number of steps. `warmup:
 StepOrFraction = 0.05` is the first twentieth of the run, and `warmup = 200` is 200 steps. `batch: EffectiveBatch = 0`
-is the run's effective batch. Composing a run replaces both, so techniques receive only steps and examples.
+is the run's effective batch size. Composing a run replaces both settings, so techniques receive only steps and
+examples.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""Score file: scores of training examples, their origin and their cost.
+"""Score file: scores of n training examples from r runs, their origin and their cost.
 
 A safetensors file with
     scores                         float32 (n,), the mean over runs; higher is harder for every method
@@ -34,7 +34,7 @@ TYPES |= dict.fromkeys(("labels", "predicted"), torch.int64)
 
 @dataclass(frozen=True)
 class PredictedLabels:
-    """Labels that the scoring models predict, each tensor (n,)."""
+    """Labels that the scoring models predict for n examples, each tensor (n,)."""
 
     predicted: Tensor
     """Predicted label with the most support over runs."""
@@ -44,7 +44,8 @@ class PredictedLabels:
     """Mean probability of the example's own label."""
 
     def suspicion(self, labels: Tensor) -> Tensor:
-        """Return how much more probable the predicted label is than the own label (n,); 0 if they are equal."""
+        """Return the probability of the predicted label minus the probability of the own label for each example, (n,).
+        The minimum is 0."""
         return torch.where(self.predicted == labels, 0.0, (self.confidence - self.own).clamp(min=0))
 
 
@@ -64,7 +65,7 @@ class ScoreProvenance:
     steps: int = 0
     """Number of training steps of each run."""
     steps_of_recipe: int = 0
-    """Number of steps of the whole run, to which schedules are fitted."""
+    """Number of steps of the recipe's whole run, which determines the schedules."""
     flops: float = 0.0
     """FLOPs of training and scoring together."""
     seconds: float = 0.0

@@ -109,7 +109,7 @@ def redact_command(arguments: Sequence[str]) -> list[str]:
 
 
 def redact(value: Any, key: str = "", keep: Callable[[str], bool] = lambda text: False) -> Any:
-    """Return a JSON value without secrets. Numbers stay, since a measured `bytes_per_token` is not a secret. Images,
+    """Return a JSON value without secrets. Numbers stay, because a measured `bytes_per_token` is not a secret. Images,
     and strings for which `keep` returns True, stay too."""
     if isinstance(value, Mapping):
         secret = key if names_a_secret(key) else ""

@@ -52,9 +52,9 @@ def hints_of(kind: type) -> Mapping[str, Any]:
 
 
 def check_bounds(value: Any, name: str) -> None:
-    """Raise UsageError for the first field of a dataclass whose value is not allowed. Not allowed are values outside
-    the bound, words that are not in the Literal, and values that no recipe can contain (see `check_plain`). A number
-    may be infinite or NaN only if the default of the field is."""
+    """Raise UsageError for the first field of a dataclass whose value is not allowed. The value must be within the
+    bound, must be a word of the Literal, and must be possible in a recipe (see `check_plain`). A number may be infinite
+    or NaN only if the field's default is infinite or NaN."""
     hints = hints_of(type(value))
     for field in fields(value):
         usual = field.default if isinstance(field.default, tuple) else (field.default,)

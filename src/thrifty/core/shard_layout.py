@@ -50,7 +50,7 @@ class LocalShard:
 
 @dataclass(frozen=True)
 class FusedOrder:
-    """Stored order of a dim that is fused from slices of these sizes, each divided among `ranks` ranks."""
+    """Stored order of a dim that is fused from slices of `sizes`, each divided among `ranks` ranks."""
 
     dim: int
     sizes: tuple[int, ...]
@@ -109,8 +109,9 @@ def tag_order(tensor: Tensor, order: FusedOrder | None) -> Tensor:
 
 
 def tag_order_like(parameter: Tensor, tensor: Tensor) -> Tensor:
-    """Tag a tensor that belongs to a parameter, such as a moment, with the parameter's order. Return the tensor. It is
-    tagged only if it is sharded along the same dim. It may have one value for several adjacent rows or columns."""
+    """Tag a tensor that belongs to a parameter, such as a moment, with the parameter's order. Return the tensor. Only a
+    tensor that is sharded along the parameter's dim is tagged. The tensor may have one value for several adjacent rows
+    or columns."""
     order = order_of(parameter)
     if order is None or not is_dtensor(tensor):
         return tensor

@@ -16,8 +16,8 @@ from thrifty.core.errors import IntegrityError
 
 Moments = Literal["reset", "copy", "mean"]
 """Optimizer state after the change. "reset" initializes the state and its age again. "copy" copies each parameter's
-state from the parameter whose value it takes. "mean" does the same, except for second moments of added parameters. They
-are the mean over the layer that the parameters were copied from."""
+state from the parameter whose value it takes. "mean" does the same, except for second moments of added parameters.
+These moments are the mean over the layer that the parameters were copied from."""
 
 
 def same_name(parameter: str) -> str | None:
@@ -45,8 +45,8 @@ class StructuralChange:
     """Function that returns True if a parameter is an added copy of its origin. By default, a parameter is added if its
     name differs from the origin's name."""
     average: str = ""
-    """Suffix of the optimizer slot with averaged weights, from which added parameters start. With "", they start from
-    the weights."""
+    """Suffix of the optimizer slot with averaged weights, from which added parameters start. With "", added parameters
+    start from the weights."""
     resize: Callable[[str, Tensor, torch.Size], Tensor] = same_shape
     """Function from a parameter's name, whole old value and new shape to a value of the new shape. It is called only if
     the shapes differ. It also resizes the parameter's mask and moments."""

@@ -89,8 +89,8 @@ class Technique(FrozenValue):
 
     @property
     def optional_seams(self) -> frozenset[str]:
-        """Names of methods that a user's own training loop need not call. These methods only check or report, or
-        `change_forward` and `hook_steps` replace them."""
+        """Names of methods that a user's own training loop need not call. Such a method only checks or reports, or
+        `change_forward` or `hook_steps` replaces it."""
         return frozenset()
 
     @property

@@ -234,7 +234,7 @@ or compute gradients of indexing."""
 
 
 def _replaces_gradient(func: Any) -> bool:
-    """Return True if autograd runs an operation whose first argument is freed before the next operation."""
+    """Return True if autograd runs `func`. Autograd then frees the first argument before the next operation."""
     return func in _OUT_OF_PLACE and not torch.is_grad_enabled() and torch._C._current_autograd_node() is not None
 
 

@@ -27,7 +27,7 @@ MOST = 500
 
 def reference(value: Any) -> str:
     """Return the name of a function, or of an object's class, as package.module:name. For a started script, the module
-    is the name by which it can be imported."""
+    is the name by which the script can be imported."""
     named = _named(value)
     module = named.__module__
     if module in ("__main__", "__mp_main__"):
@@ -57,8 +57,8 @@ def import_function(name: str) -> Callable[..., Any]:
 
 
 def import_named(name: str) -> Any:
-    """Import the object of this name. The working folder comes last on the import path. Raise UsageError if the name
-    has another form, or if the object cannot be imported."""
+    """Import the object of this name. The working folder comes last on the import path. Raise UsageError if the name is
+    not of the form package.module:name, or if the import fails."""
     if not is_function_name(name):
         raise UsageError(f"{name!r} is not an import name", fix="write it as package.module:name")
     module_name, _, path = name.partition(":")
@@ -81,7 +81,7 @@ def import_named(name: str) -> Any:
 
 def source_fingerprints(values: Iterable[Any]) -> dict[str, int]:
     """Return a truncated source hash of each of the user's functions and classes in `values`, by name. Functions and
-    classes that these use are included. Installed packages are left out."""
+    classes that `values` use are included. Installed packages are left out."""
     values = list(values)
     waiting, fingerprints, seen = [part for value in values for part in _parts(value)], dict[str, int](), set[str]()
     while waiting and len(seen) < MOST:

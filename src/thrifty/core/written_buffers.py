@@ -1,6 +1,7 @@
 """Buffers that a forward pass writes, such as batch-norm statistics: snapshot, restore and broadcast.
 
-The buffers are restored if a forward pass is recomputed or its step is skipped. They are equal on all ranks.
+The buffers are restored if a forward pass is recomputed or its step is skipped. `broadcast_buffers` makes them equal on
+all ranks.
 """
 
 from collections.abc import Iterator
@@ -17,7 +18,8 @@ from thrifty.core.shard_layout import local_tensor
 from thrifty.core.tensor_tracing import tensor_bytes
 
 SMALL = 2**16
-"""Maximum elements of a buffer that is always copied. Larger ones are copied if the first forward pass changed them."""
+"""Maximum elements of a buffer that is always copied. Larger buffers are copied if the first forward pass changed
+them."""
 
 _CONSTANT: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 """Names of each module's large buffers that its first forward pass did not change."""

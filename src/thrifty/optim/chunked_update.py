@@ -32,7 +32,7 @@ Span = tuple[int, slice | None]
 
 
 class UpdateExecutor(Protocol):
-    """Executor of an optimizer update. It adds the update to the parameters, or overwrites the gradients with it."""
+    """Executor of an optimizer update. The result is added to the parameters, or overwrites the gradients."""
 
     def apply(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None: ...
 
@@ -127,7 +127,7 @@ class ChunkedUpdate:
 
 
 def _executor(chain: TransformChain, factors: TransformChain | None, tensors: Sequence[Tensor]) -> UpdateExecutor:
-    """Return a `WholeUpdate` if all elements have one scope, otherwise a `SequentialUpdate` of segments."""
+    """Return a `WholeUpdate` if all elements have the same scope, otherwise a `SequentialUpdate` of segments."""
     by_reach = groupby(chain.elements, lambda key: chain.elements[key].reach is TransformScope.ROWS)
     segments = [chain.part(list(keys)) for _, keys in by_reach]
     if len(segments) < 2:
@@ -139,10 +139,10 @@ def _executor(chain: TransformChain, factors: TransformChain | None, tensors: Se
 
 
 def row_chunks(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return views of a matrix (r, c) that contain consecutive rows. Each view has the size of a chunk.
+    """Return views of consecutive rows of a matrix. Each view has the size of a chunk.
 
-    Elements that require whole parameters, but can process them in rows, call this function. A DTensor, a tensor off
-    the CPU, or a tensor no larger than a chunk is returned as one view.
+    Elements that require whole parameters, but can process them in rows, call this function. A DTensor, a tensor on a
+    GPU, or a tensor no larger than a chunk is returned as one view.
     """
     if is_dtensor(tensor) or tensor.device.type != "cpu" or tensor.numel() <= CHUNK_ELEMENTS:
         return (tensor,)

@@ -112,8 +112,8 @@ def fused_adamw(
 
 
 class FusedAdamTransform(GradientTransform):
-    """`ScaleByAdam` and decay before other elements. The kernel computes the step at learning rate -1 from zeros or the
-    decay term.
+    """`ScaleByAdam` and the decay after it, if other elements follow. The kernel adds a step of learning rate -1 to the
+    decay term, or to zeros.
     """
 
     reach = TransformScope.ROWS
@@ -163,7 +163,7 @@ class FusedSGDUpdate(FusedUpdate):
 
 
 def fused_tail(chain: TransformChain) -> tuple[TransformChain, FusedUpdate] | None:
-    """Return the elements before a fused kernel, and the kernel for the remaining ones. Return None if no kernel
+    """Return the elements before a fused kernel, and the kernel for the remaining elements. Return None if no kernel
     fits.
     """
     inner, factors = without_factors(

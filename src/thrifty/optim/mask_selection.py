@@ -28,8 +28,8 @@ def masked_shapes(parameters: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]
 def layer_densities(shapes: Shapes, density: float, distribution: str) -> dict[str, float]:
     """Return the density of each layer. The kept weights are the fraction `density` of all weights.
 
-    "uniform" sets the same density for each layer. "erk" (Evci et al. 2020) sets eps · (sum of dims) / (product of
-    dims) and solves for eps. A layer whose density would exceed 1 becomes dense, and eps is solved again for the
+    "uniform" sets the same density for each layer. "erk" (Evci et al. 2020) sets it to eps · (sum of dims) / (product
+    of dims) and solves for eps. A layer whose density would exceed 1 becomes dense, and eps is solved again for the
     remaining layers. Layers of other pipeline stages are included.
     """
     own, shapes = shapes, merge_over_stages(shapes)

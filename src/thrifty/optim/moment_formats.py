@@ -1,8 +1,8 @@
 """Storage formats of optimizer moments (float32, bfloat16, 8-bit), and conversion between formats.
 
 An 8-bit moment has two slots: quantized values under the moment's name, and scales under that name plus `.scales`. A
-row has one scale per block, and a block never spans two ranks. A sharded row therefore has the same format as a whole
-row. The moment is requantized only if a mesh requires another number of blocks.
+row is divided into blocks with one scale each, and a block never spans two ranks. A sharded row therefore has the same
+format as a whole row. The moment is requantized only if a mesh requires another number of blocks.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -90,7 +90,7 @@ class Int8Format:
 
 
 def divided_like(whole: Tensor, part: Tensor) -> Tensor:
-    """Return `part` (r, c, …), computed from this rank's part of `whole`, as a DTensor with its placements."""
+    """Return `part`, computed from this rank's part of `whole`, as a DTensor with the placements of `whole`."""
     if not is_dtensor(whole):
         return part
     columns = whole.shape[1] * part.shape[1] // local_tensor(whole).shape[1]
@@ -125,7 +125,8 @@ def opened_dtype(name: str, tensors: Mapping[str, Tensor]) -> torch.dtype:
 
 @torch.no_grad()
 def fill_moment(name: str, tensors: Mapping[str, Tensor], value: Tensor, slot_kind: SlotKind) -> None:
-    """Fill this rank's part of a state tensor from a whole `value` of its shape, quantized if stored in 8 bits."""
+    """Fill this rank's part of a state tensor from the whole `value`. A tensor stored in 8 bits receives quantized
+    values."""
     if (scales := _scales(name, tensors)) is None:
         return fill_tensor(tensors[name], value)
     codes, scales = local_tensor(tensors[name]), local_tensor(scales)

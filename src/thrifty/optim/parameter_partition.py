@@ -117,7 +117,7 @@ class ParameterPartition(GradientTransform):
         return inner_owner(label, self.rules[label][1], own)
 
     def rate(self, numbers: Scalars) -> float:
-        """Return the learning rate of the first rule, which is the main optimizer."""
+        """Return the learning rate of the first rule's transform, the main optimizer."""
         label, (_, transform) = next(iter(self.rules.items()))
         return transform.rate(without_prefix(label, numbers))
 

@@ -80,8 +80,8 @@ class TransformOptimizer(torch.optim.Optimizer):
 
     Only parameters that require a gradient are updated. A missing gradient counts as zero, and gradients may be
     overwritten. The state consists of `slots` and counters. Each slot contains one tensor per parameter. `updates`
-    counts finished updates. `born` is the update at which the state was last initialized. `births` is the same counter
-    for elements that were initialized later, by their paths (see `GradientTransform.owner`).
+    counts finished updates. `born` is the update at which the state was last initialized. `births` is the same number
+    for each element that was initialized later, by its path (see `GradientTransform.owner`).
     """
 
     def __init__(self, named_parameters: Iterable[tuple[str, Tensor]], transform: GradientTransform):

@@ -44,8 +44,8 @@ class ScaleByMomentum(GradientTransform):
 
 
 class ScaleByAdam(GradientTransform):
-    """Adam: bias-corrected first moment divided by the root of the second (Kingma & Ba 2015, algorithm 1). If beta1 is
-    0, the gradient replaces the first moment, which is not stored.
+    """Adam: bias-corrected first moment divided by the root of the second moment (Kingma & Ba 2015, algorithm 1). If
+    beta1 is 0, the gradient replaces the first moment, which is not stored.
     """
 
     name = "scale_by_adam"
@@ -117,7 +117,7 @@ class AddDecayedWeights(SelectiveTransform):
 
 
 class ScaleParameters(SelectiveTransform):
-    """Separate learning rate: multiply the updates of some parameters by a constant."""
+    """Separate learning rate: multiply the updates of the parameters that match the rule by a constant."""
 
     name = "scale_parameters"
     reach = TransformScope.ROWS

@@ -1,4 +1,4 @@
-"""Execution plans of a transform chain. A chain has two parts: the head requires all parameters together, the tail does
+"""Execution plans of a transform chain. A chain has two parts: the head requires all parameters together; the tail does
 not.
 
 The tail is a fused kernel if a kernel fits. Otherwise it runs in chunks. Each member of a partition has its own tail.

@@ -13,11 +13,12 @@ Beginning = Literal["warmup", "debiased"]
 
 
 def decay_after(averaged: int, decay: float, ramp: Beginning) -> float:
-    """Return the decay of the next step, if the EMA already contains `averaged` weights. The first decay is 0.
+    """Return the decay of the next step, if the EMA already contains the parameters of `averaged` steps. The first
+    decay is 0.
 
-    "warmup" is min(decay, (1 + t) / (10 + t)) after t weights. "debiased" weights the parameters of t steps ago by
-    decay^t, normalized so that the weights sum to 1. This equals an average of n weights that starts at zero, divided
-    by 1 - decay^n.
+    With "warmup", the decay is min(decay, (1 + n) / (10 + n)) after n steps. With "debiased", the parameters of t steps
+    ago have the coefficient decay^t, divided by the sum of all coefficients. This equals an EMA of n steps that starts
+    at zero, divided by 1 - decay^n.
     """
     if averaged == 0:
         return 0.0

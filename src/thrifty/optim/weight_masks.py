@@ -1,8 +1,8 @@
 """Masked weights: the base of all sparse techniques.
 
 A technique selects the masked weights, the initial masks and the mask moves (`MaskPolicy`). `MaskedUpdate` applies
-masks to gradients before the rest of the update, and to updates after it. If a mask moves, it also applies the mask to
-every moment and average. Gradients are dense, so growth criteria can use the gradients of inactive connections.
+masks to gradients before the rest of the update, and to updates after it. If a mask moves, `MaskedUpdate` also applies
+it to every moment and average. Gradients are dense, so growth criteria can use the gradients of inactive connections.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence

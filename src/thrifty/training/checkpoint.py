@@ -74,10 +74,10 @@ def save(
     also: Collection[int] = (),
     ranks: SingleProcess | None = None,
 ) -> SaveReport:
-    """Save a state. After the return, only the loss of the disk can destroy it.
+    """Save a state. After the call returns, only the loss of the disk can destroy the saved state.
 
-    Keep `keep` verified checkpoints in total, the last checkpoint saved as `best`, and checkpoints of the steps in
-    `also`. With `ranks=ProcessGroupSync()` all ranks must call it. `tensors` are DTensors or equal on all ranks;
+    Keep the newest `keep` verified checkpoints, the last checkpoint saved as `best`, and checkpoints of the steps in
+    `also`. With `ranks=ProcessGroupSync()` all ranks must call `save`. `tensors` are DTensors or equal on all ranks;
     `scalars` are taken from rank 0.
 
     Raise ThriftyError if the disk is full or fails. Raise UsageError for a state that safetensors or JSON cannot store.

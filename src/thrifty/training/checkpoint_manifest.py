@@ -11,8 +11,8 @@ from thrifty.core.atomic_files import FileDigest
 from thrifty.core.errors import IntegrityError, ThriftyError
 
 FORMAT = 1
-"""Version of the checkpoint format. Increase the version if the meaning of the files changes. Older versions stay
-readable."""
+"""Version of the checkpoint format. Increase the version if the meaning of the files changes. Checkpoints of older
+versions stay readable."""
 MANIFEST = "manifest.json"
 _MOST_BYTES = 16 << 20
 

@@ -10,7 +10,7 @@ from thrifty.core.errors import ThriftyError
 
 
 class LostContact(ThriftyError):
-    """A collective failed; the error does not identify the rank at fault."""
+    """Error of a failed collective, which does not identify the rank at fault."""
 
 
 @dataclass(frozen=True)

@@ -46,8 +46,8 @@ class FaultDetector:
         return None
 
     def _silent(self, tick: float) -> FailureVerdict | None:
-        """Return the verdict if the next rank is silent. Each rank checks one rank, so the store's load per rank is
-        constant."""
+        """Return the verdict if the next rank is silent. Each rank checks only one other rank, so the store's load per
+        rank is constant."""
         rank = (self.rank + 1) % self.ranks
         beat = self.beat(rank)
         seconds = self._after.update(beat, tick)

@@ -6,9 +6,9 @@ own machine, the heartbeat of the next rank, and its own progress. The first det
 ranks. A rank that waits for a lost rank does not end by itself; this module ends its process. torch's timeouts of
 collectives cannot distinguish a hanging rank from a compiling rank.
 
-`THRIFTY_SILENCE` (30): seconds without a heartbeat, or without the store, after which a rank is lost. `THRIFTY_HANG`
-(600): seconds without progress after which a rank hangs. Steps of known duration have a lower limit, see
-`progress_watchdog.py`.
+`THRIFTY_SILENCE` (30): seconds without a heartbeat, or without the store, after which a rank counts as lost.
+`THRIFTY_HANG` (600): seconds without progress after which a rank counts as hanging. Steps of known duration have a
+lower limit, see `progress_watchdog.py`.
 """
 
 import json
@@ -137,7 +137,7 @@ class Heartbeat:
         return error
 
     def cause(self, error: BaseException) -> ThriftyError:
-        """Return the error that names the rank at fault for a lost contact."""
+        """Return the error that names the rank at fault, for an error that only reports lost contact."""
         self._lost = True
         self._wake.set()
         self._judged.wait(3 * ASIDE)

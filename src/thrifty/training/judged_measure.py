@@ -6,11 +6,11 @@ from collections.abc import Mapping, MutableMapping
 from thrifty.core.recipe import EvaluationSettings
 
 BEST, WITHOUT_GAIN = "best_judged", "evaluations_without_gain"
-"""Keys of a run's counters: the best value (negated if higher is better), and the number of later evaluations."""
+"""Keys of a run's counters: the best value (negated if higher is better), and the number of evaluations since then."""
 
 
 def worth(settings: EvaluationSettings, loss: float, metrics: Mapping[str, float]) -> float:
-    """Return the judged measure, negated if higher is better; infinity for nan."""
+    """Return the measure that `settings.judge` names, negated if higher is better; infinity for NaN."""
     value = {"loss": loss, **metrics}[settings.judge]
     value = value if settings.is_lower_better else -value
     return math.inf if math.isnan(value) else value

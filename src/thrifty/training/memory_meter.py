@@ -17,11 +17,11 @@ from thrifty.core.out_of_memory import process_peak
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's mallopt(3): minimum sizes of free memory that is returned to the kernel."""
 _KEEPING = {_MMAP_THRESHOLD: 2**26, _TRIM_THRESHOLD: 2**31 - 1}
-"""Limits that return only blocks of more than 64 MiB to the kernel, because such blocks fragment the heap."""
+"""Limits that return only blocks of more than 64 MiB to the kernel, because larger blocks would fragment the heap."""
 _GIVING_BACK = {_MMAP_THRESHOLD: 2**20, _TRIM_THRESHOLD: 2**20}
 _BEFORE = {_MMAP_THRESHOLD: 32 * 2**20, _TRIM_THRESHOLD: 64 * 2**20}
-"""Typical final values of glibc's adaptive limits in a program that frees large blocks. Limits that were set no longer
-adapt.
+"""Typical final values of glibc's adaptive limits in a program that frees large blocks. Limits that a program has set
+no longer adapt.
 """
 
 
@@ -44,7 +44,7 @@ def keep_freed_memory(device: torch.device) -> AbstractContextManager[None]:
 
 def return_freed_memory(device: torch.device) -> AbstractContextManager[None]:
     """Return freed blocks of 1 MiB or more to the kernel at once, so that the process holds only its tensors. The
-    default limit of the C library is 32 times larger. This costs time, see `keep_freed_memory`."""
+    default limit of the C library is 32 times larger. Returning blocks costs time, see `keep_freed_memory`."""
     return _limited(device, _GIVING_BACK)
 
 

@@ -13,7 +13,8 @@ from thrifty.core.plain_values import write_size
 
 @dataclass(frozen=True)
 class StepProgress:
-    """The values of the progress line. `of_peak` is the fraction of the measured matmul FLOP/s, None if unknown."""
+    """The values of the progress line. `of_peak` is the achieved fraction of the machine's measured matmul FLOP/s; None
+    if unknown."""
 
     step: int
     steps: int
@@ -32,7 +33,7 @@ class StepProgress:
     unit: str = "tokens"
     """Unit of examples, such as tokens or images."""
     process: float = 0.0
-    """Bytes of the process before the run on a CPU, else 0."""
+    """Bytes of the process before a run on a CPU, else 0."""
 
 
 def line(p: StepProgress) -> str:

@@ -48,7 +48,7 @@ class ProgressWatchdog:
 
     def __init__(self, hang: float):
         self.hang = hang
-        """Seconds without progress after which a rank hangs; no limit during the start."""
+        """Seconds without progress after which a rank counts as hanging; no limit during the start."""
         self.doing, self.starting = "the start", True
         self.still = 0.0
         """Seconds since the last progress."""

@@ -1,5 +1,5 @@
-"""Start of the ranks of a run on this machine, with a call of a function in each rank. `python -m` of this module is
-the program of one rank."""
+"""Start of the ranks of a run on this machine; each rank calls the same function. `python -m` of this module is the
+program of one rank."""
 
 import json
 import os

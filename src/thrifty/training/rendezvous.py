@@ -93,8 +93,8 @@ def is_srun_step() -> bool:
 
 
 def take_srun_ranks() -> None:
-    """Set torchrun's environment variables from srun's, unless they are set. The store is on the first host of the srun
-    step."""
+    """Set torchrun's environment variables from srun's variables, unless torchrun's are set. The store is on the first
+    host of the srun step."""
     if "RANK" in os.environ or not is_srun_step():
         return
     hosts = os.environ.get("SLURM_STEP_NODELIST", LOOPBACK)

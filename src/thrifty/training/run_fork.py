@@ -1,5 +1,5 @@
-"""Fork of a run: tensors of both runs are copied. Tensors of only the new run are initialized; tensors of only the old
-run are left out."""
+"""Fork of a run: tensors that both runs have are copied. Tensors that only the new run has are initialized; tensors
+that only the old run has are left out."""
 
 from collections.abc import Mapping, Sequence
 
@@ -22,9 +22,9 @@ OF_THE_OLD_RUN = ("best_held_out_loss", "best_saved_loss", BEST, WITHOUT_GAIN)
 def copy_matching_state(
     run: Run, state: TrainState, stored: checkpoint.FoundCheckpoint, *, rewound: bool, drop_weights: bool = False
 ) -> list[str]:
-    """Fill the state of a new run from a checkpoint and return notices. A rewound run uses its own masks; its moments
-    are copied in spite of the other masks. Raise UsageError if the old state violates a promise of the new recipe.
-    Raise UsageError if the new model lacks parameters of the old model, unless `drop_weights`."""
+    """Fill the state of a new run from a checkpoint and return notices. A rewound run uses its own masks; the old
+    moments are copied although they belong to the old masks. Raise UsageError if the old state violates a promise of
+    the new recipe. Raise UsageError if the new model lacks parameters of the old model, unless `drop_weights`."""
     assert state.model is not None and state.optimizer is not None
     loaded = checkpoint.load(stored.path.parent, stored.step).tensors
     own, slot_kind = state.tensors(), state.optimizer.site.slot_kind

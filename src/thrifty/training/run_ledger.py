@@ -75,8 +75,8 @@ def record_run(folder: Path, summary: Mapping[str, Any]) -> None:
 
 
 def _is_crowded() -> bool:
-    """Return True if other processes used this machine's cores during the last minute. Measured steps are then too
-    slow."""
+    """Return True if other processes used this machine's cores during the last minute. Measured step times are then too
+    long."""
     return os.getloadavg()[0] > len(usable_cores()) * (1 + CROWDED)
 
 

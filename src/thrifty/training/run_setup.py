@@ -92,8 +92,8 @@ class PreparedRun:
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Open the process group of a start by torchrun or srun inside the block; do nothing for a single process. Raise
-    OutOfMemory in place of an allocator's error."""
+    """Open the process group inside the block if torchrun or srun started this process; do nothing for a single
+    process. Raise OutOfMemory in place of an allocator's error."""
     take_srun_ranks()
     if "RANK" not in os.environ or dist.is_initialized():
         with explain_out_of_memory():
@@ -142,7 +142,7 @@ def choose_device(name: str) -> torch.device:
 
 def prepare_run(recipe: Recipe, steps: int | None = None, quiet: bool = False) -> PreparedRun:
     """Open the data and compose the run. Raise UsageError if an object that the recipe names was not passed. `steps` is
-    the number of steps of a resumed run; by default the recipe's budget determines it. For a budget of seconds some
+    the number of steps of a resumed run; by default the recipe's budget determines it. For a budget in seconds, some
     real steps are timed."""
     recipe.refuse_missing_objects()
     device, model = choose_device(recipe.device), recipe.objects.model
@@ -173,8 +173,8 @@ def prepare_run(recipe: Recipe, steps: int | None = None, quiet: bool = False) -
 
 
 def _batches_to_check(recipe: Recipe, data: RunData, objective: Objective) -> Iterator[Batch]:
-    """Yield batches for the search for an index without an embedding row. First come the judged held-out examples, then
-    training examples spread over an epoch, each for at most LOOKING seconds."""
+    """Yield batches for the search for an index without an embedding row. The held-out examples that evaluations use
+    come first, then training examples spread over an epoch. Each part takes at most LOOKING seconds."""
     yield from _until_time_limit(data.held_out.batches(recipe.evaluation.examples, EXAMPLES))
     source = data.train
     epoch = -(-source.examples // source.batch) if source.examples else 1

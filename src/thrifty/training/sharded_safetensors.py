@@ -6,8 +6,8 @@ these files. Several parts of one tensor are separate entries `NAME[0]`, `NAME[1
 tensors.
 
 torch's savers are not used, because they exchange pickled objects, and their `.metadata` is a pickle. Reading a pickle
-can run code. `stream` has one tensor in memory at a time, and the data are hashed while they are written. Reading uses
-the safetensors library, which checks the header.
+can run code. `stream` has one tensor in memory at a time, and the data are hashed while they are written. Files are
+read with the safetensors library, which checks the header.
 """
 
 import json
@@ -48,7 +48,7 @@ _DTYPES = {code: dtype for dtype, code in _CODES.items()}
 
 @dataclass(frozen=True)
 class StoredBox:
-    """A box (index ranges) of a tensor, stored in a file under the name `entry`."""
+    """A box (a range of indices per dim) of a tensor, stored in a file under the name `entry`."""
 
     file: Path
     entry: str

@@ -1,6 +1,7 @@
 """A training session: evaluation, checkpoints, records and stops around the training loop.
 
-Each record is written and displayed. Then follow the actions that are due: an evaluation, a checkpoint, a stop.
+Each record is written and displayed. Then the session takes the actions that are due: an evaluation, a checkpoint, a
+stop.
 """
 
 import math

@@ -85,8 +85,9 @@ def train_steps(
     quiet: bool = False,
 ) -> Steps:
     """Train a recipe in runs/NAME and yield one record per step. Raise UsageError if the folder exists. A restart of
-    the same job by torchrun resumes the run instead. Without a custom loss, a user's model maps tokens (b, t) to
-    logits. A user's model with a list of blocks and a linear `head` maps tokens to hidden states (b, t, d)."""
+    the same job by torchrun resumes the run instead. Without a custom loss, a user's model maps token ids (b rows, t
+    tokens) to logits. A user's model with a list of blocks and a linear `head` maps token ids to hidden states (b, t,
+    width)."""
     with ranks_of(recipe), claim_run_folder(Path(runs) / recipe.name, RunFolder.create) as folder:
         recipe = with_data_parallelism(recipe)
         if process_group_sync().run_first(folder.recipe.is_file):
