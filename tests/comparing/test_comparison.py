@@ -251,7 +251,7 @@ def test_failed_pilot_stops_the_comparison(tmp_path: Path) -> None:
 @pytest.mark.parametrize("change", ["--without schedules.cosine", "--set techniques.schedules.cosine.floor=0.6"])
 def test_undecayed_learning_rate_is_refused_before_any_run(change: str, tmp_path: Path) -> None:
     start = Simulated()
-    with pytest.raises(UsageError, match=r"constant: its learning rate ends at (60|61|100)% of the largest") as error:
+    with pytest.raises(UsageError, match=r"constant: its learning rate ends at '(60|61|100)%' of its peak") as error:
         compare(arms(f"constant: {change}"), SHORT, tmp_path / "race", workers=[start])
     assert not start.started and not (tmp_path / "race").exists()
     assert 'techniques=[…, "schedules.linear"]' in str(error.value)

@@ -90,7 +90,7 @@ def test_invalid_variant_is_refused_with_a_fix(text: str, message: str, monkeypa
 
 
 def test_missing_and_duplicate_variants_are_refused() -> None:
-    with pytest.raises(UsageError, match="nothing to compare"):
+    with pytest.raises(UsageError, match="no variant besides"):
         arms()
     with pytest.raises(UsageError, match=r"the same run as '--set data\.batch=16'"):
         arms("--set data.batch=16", "again: --set data.batch=16")

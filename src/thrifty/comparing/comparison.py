@@ -1,11 +1,11 @@
 """Comparison of variants at equal budget.
 
 Pilots measure the cost of a step. Trials choose the learning rate of each variant. Then each variant runs with all
-seeds. Every run is an ordinary run. The comparison's folder contains
+seeds. All of these are ordinary training runs with their own folders. The comparison's folder contains
 
     comparison.json            record of the comparison, see `comparison_protocol.py`
     report.html                the same record as a page
-    ARM-pilot-0, ARM-trial-0, ARM-seed-0, …   run folders
+    ARM-pilot-0, ARM-trial-0, ARM-seed-0, …   run folders; ARM is "baseline", "arm-1", "arm-2", …
 
 Runs of different variants alternate, so that all variants meet the same machine conditions. The same call resumes an
 interrupted or killed comparison, also in the middle of a run. Failed runs are kept and counted.
@@ -38,19 +38,21 @@ from thrifty.training.run_folder import RunFolder
 
 TIMED_PILOTS = 2
 """Number of timed pilots per variant for budgets of equal time. Pilots of different variants alternate, so that a slow
-phase of the machine affects all variants. The first pilot sets the number of steps. It counts as timed if later pilots
-have the same number. Other budgets use one pilot per variant.
+phase of the machine affects all variants. The first pilot measures how many steps later pilots need. If the first pilot
+already has this number, it counts as timed. For other budgets, each variant has one pilot.
 """
 MOST_PILOTS = 6
-"""Maximum number of pilots per variant. Another pilot follows while a variant's last two pilots disagree."""
+"""Maximum number of pilots per variant. Pilots are added while the step times of a variant's last two pilots differ too
+much.
+"""
 PILOTS_APART = 0.05
 """Maximum relative difference between the step times of a variant's last two pilots, for budgets of equal time."""
 PILOT_SECONDS = 5.0
-"""Minimum total time in seconds of a pilot's timed steps. A pilot is shorter if the budget has fewer steps."""
+"""Minimum total time in seconds of a pilot's timed steps. A pilot never exceeds the steps of the baseline's budget."""
 EVALUATIONS = 20
 """Number of evaluations in each run. They show when a run reaches a given quality."""
 TRIAL_SEED = 10_000
-"""Offset of trial seeds. Learning rates are therefore not chosen on the seeds that are compared."""
+"""Number added to the seeds of trials, so that learning rates are not chosen on the compared seeds."""
 SAME_PROCESS = "all runs used one process, in which peak memory includes allocations of earlier runs"
 Say = Callable[[str], None]
 
@@ -66,9 +68,9 @@ def compare(
 ) -> dict[str, Any]:
     """Run the whole comparison; return the content of comparison.json, with its "folder" and "exit_code".
 
-    `workers` run in parallel. Without workers, one run follows the other on this machine. `retry` repeats failed runs.
-    Raises UsageError if the folder holds a different comparison, or if a variant cannot be compared. The reason is a
-    learning rate without decay, a failed pilot, or a budget below one step.
+    `workers` run in parallel. Without workers, runs are executed one after another on this machine. `retry` repeats
+    failed runs. Raises UsageError if the folder holds a different comparison, a learning rate does not decay, or a
+    pilot fails. Raises InfeasibleError if a budget is below one step, or if step times of pilots do not agree.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError(
@@ -118,8 +120,8 @@ class _ComparisonRunner:
         self.began, self.finished = time.monotonic(), 0
 
     def forget_failures(self) -> None:
-        """Remove failed runs from the record, so that they run again. Failed trials stay once a seed has run, because
-        another trial could change the chosen learning rate.
+        """Remove failed runs from the record, so that they run again. Failed trials stay if a run with a compared seed
+        exists, because repeated trials could change the chosen learning rate.
         """
         chosen = any("seed" in entry for entry in self.runs.values())
         for run in [run for run, entry in self.runs.items() if entry["status"] == "failed"]:
@@ -155,7 +157,9 @@ class _ComparisonRunner:
         return self.folder.read_json("comparison") | {"folder": str(self.folder.path)}
 
     def pilots(self) -> dict[str, StepCost]:
-        """Measure the cost of a step of each variant. Raises UsageError if the pilot of a variant fails."""
+        """Run all pilots; return the cost of a step of each variant. Raises UsageError if a pilot fails, and
+        InfeasibleError if step times of pilots do not agree.
+        """
         steps, costs_by_arm = self.pilot_steps(0.0), {variant.label: [] for variant in self.variants}
         turn, wanted = 0, self.least_pilots
         while turn < wanted or self.apart(costs_by_arm):
@@ -180,7 +184,9 @@ class _ComparisonRunner:
         return min(steps, self.variants[0].recipe.budget.steps or steps)
 
     def apart(self, costs_by_arm: Mapping[str, Sequence[StepCost]]) -> str:
-        """Return an error message if a variant's last two pilots differ too much for equal time, else ""."""
+        """Return an error message if step times of a variant's last two pilots differ too much for equal time; else an
+        empty string.
+        """
         for label, costs in costs_by_arm.items():
             seconds = [cost.seconds for cost in costs[-2:]]
             low, high = min(seconds), max(seconds)
@@ -245,7 +251,7 @@ class _ComparisonRunner:
         done = [(value, entry) for value, entry in zip(judged, entries, strict=True) if value is not None]
         if not done:
             raise ThriftyError(
-                f"{variant.label} failed at every learning rate: {entries[0].get('error', 'it measured nothing')}",
+                f"{variant.label} failed at every learning rate: {entries[0].get('error', 'no held-out value')}",
                 fix="lower its learning rate, and use another name for the comparison",
             )
         best = (min if settings.is_lower_better else max)(done, key=lambda pair: pair[0])[1]

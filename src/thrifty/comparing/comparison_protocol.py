@@ -2,7 +2,7 @@
 
     schema  name  status  exit_code  environment
     error            message of the error that stopped the comparison, if any
-    definition       "terms", and the recipe of each variant by label; the baseline is first
+    definition       "terms": the protocol; "arms": the recipe of each variant by label, the baseline first
     folders          for each variant: the prefix of its run folders' names
     changes          for each variant: the techniques "added", "removed" and "changed" relative to the baseline
     runs             for each run: run (its folder), arm, pilot or trial or seed, status, error, and measured values
@@ -10,7 +10,7 @@
     rates            for each variant: the learning rates of all trials, and the chosen learning rate
     outcome          after all pairs ran, for each variant: means, ratios to the baseline, and its "verdict"
 
-Units are seconds, bytes, FLOPs and joules. JSON has no infinity and no NaN. A null means infinity, NaN or unknown.
+Units are seconds, bytes, FLOPs and joules. JSON null stands for infinity, NaN or an unknown value.
 """
 
 import re
@@ -35,22 +35,24 @@ from thrifty.training.run_folder import RunFolder
 SCHEMA = "thrifty.comparison/1"
 FILE = "comparison.json"
 PILOTED, MEASURED = re.compile(r"-pilot-\d+$"), re.compile(r"-(trial|seed)-\d+$")
-"""Names of run folders: pilots, and runs whose losses the verdict uses."""
+"""Patterns for names of run folders: pilots; runs at trial learning rates and runs with compared seeds."""
 MACHINE = ("cpu", "python", "torch")
 """Environment entries that must be equal for all runs of a comparison."""
 
 
 @dataclass(frozen=True)
 class ComparisonProtocol:
-    """Budget, seeds and trials. They are equal for all variants."""
+    """Budget, seeds and trials of a comparison, equal for all variants."""
 
     equal: Equal = "time"
     seeds: Positive = 8
-    """Number of pairs. Run k of a variant uses the seed of its recipe + k. It therefore has the same initialization and
-    data order as run k of the baseline.
+    """Number of pairs. Run k of a variant uses the seed k + the seed of its recipe. It therefore has the same
+    initialization and data order as run k of the baseline.
     """
     trials: Positive = 3
-    """Number of learning rates tried per variant at the whole budget, around the recipe's rate; 1 tries none."""
+    """Number of learning rates tried per variant with the whole budget, around the recipe's rate; 1 keeps the recipe's
+    rate.
+    """
     factor: Annotated[float, SettingBound(above=1)] = 2.0
     """Ratio of successive trial learning rates."""
     effect: Annotated[float, SettingBound(above=0)] = 0.01
@@ -58,7 +60,9 @@ class ComparisonProtocol:
     this difference.
     """
     pilot: Positive = PILOT
-    """Number of steps of the first pilots. The timed steps of later pilots take at least `PILOT_SECONDS`."""
+    """Number of steps of each variant's first pilot. For budgets of equal time, the timed steps of later pilots take at
+    least `PILOT_SECONDS`.
+    """
 
     def __post_init__(self) -> None:
         check_bounds(self, "comparison")
@@ -91,7 +95,7 @@ def claim_folder(path: Path, variants: Sequence[Variant], protocol: ComparisonPr
         elif other:
             raise UsageError(
                 f"'{path}' holds a different comparison: " + "; ".join(other),
-                fix="undo the change, or use another name (seeds added after a verdict make false findings likely)",
+                fix="undo the change; or choose another --name (seeds added after a verdict cause false findings)",
             )
         if not before:
             folders = {variant.label: variant.folder for variant in variants}

@@ -26,10 +26,10 @@ Entry = Mapping[str, Any]
 
 
 def read_run_result(folder: Path, judged: str = "loss") -> dict[str, Any]:
-    """Return the summary of a finished run, with the curve of the `judged` metric.
+    """Return the summary of a finished run, with the curves of the held-out loss and of the metric `judged`.
 
-    `seconds` sums the step times without rare slow steps. `seconds_with_starts` includes compilation in the first
-    steps. FLOPs are the FLOPs of one counted step times the number of steps.
+    `seconds` is the sum of step times after rare slow steps are shortened. `seconds_with_starts` includes compilation
+    in the first steps. FLOPs are the FLOPs of one counted step times the number of steps.
     """
     run = RunFolder(folder)
     summary, explanation = run.read_json("summary"), run.read_json("explanation")
@@ -66,7 +66,9 @@ def read_run_result(folder: Path, judged: str = "loss") -> dict[str, Any]:
 
 
 def seconds_to_loss(curve: Sequence[Sequence[float | None]], loss: float) -> float | None:
-    """Return the seconds until a held-out loss, interpolated linearly between evaluations; None if never reached."""
+    """Return the seconds until the curve reaches the held-out loss `loss`, interpolated linearly between evaluations;
+    None if the curve never reaches it.
+    """
     points = [(seconds, value) for _, seconds, value in curve if value is not None]
     if points and points[0][1] <= loss:
         return points[0][0]
@@ -77,9 +79,9 @@ def seconds_to_loss(curve: Sequence[Sequence[float | None]], loss: float) -> flo
 
 
 def slope_at_end(curve: Sequence[Sequence[float | None]]) -> float:
-    """Return the decrease of the held-out loss when the budget grows by a factor of e. It is measured in the second
-    half of the run, where the loss falls faster than the final loss falls with the budget. With a single evaluation,
-    the slope is the whole loss.
+    """Return the decrease of the held-out loss when the budget grows by a factor of e. The decrease is measured over
+    the second half of the run. This overestimates it, because the loss falls faster within a run than final losses fall
+    with the budget. With a single evaluation, the result is the loss itself.
     """
     points = [(step, loss) for step, _, loss in curve if step and loss is not None]
     if not points:
@@ -95,11 +97,11 @@ def summarize_comparison(
     protocol: ComparisonProtocol,
     settings: EvaluationSettings | None = None,
 ) -> dict[str, Any]:
-    """Return the summary after each planned run has finished or failed.
+    """Return the summary of a comparison in which each planned run has finished or failed.
 
     "arms" has the means of each variant. For variants other than the baseline, "arms" also has ratios to the baseline
-    and a "verdict". "used" is the variant's spent budget relative to the baseline's, in the equal quantity of the
-    protocol.
+    and a "verdict". "used" is the variant's spent budget divided by the baseline's, both in the quantity
+    `protocol.equal`.
     """
     settings = settings or EvaluationSettings()
     by_place = {(entry["arm"], entry["seed"]): entry for entry in runs}
@@ -135,8 +137,9 @@ def summarize_comparison(
 
 
 def time_to_quality(baseline: Sequence[Entry], variant: Sequence[Entry]) -> dict[str, Any]:
-    """Return a variant's time to reach the baseline's final loss, relative to the baseline's time. The result has the
-    mean over pairs that reached the loss, its confidence interval, and the number of these pairs.
+    """Return the time to the baseline's final loss: the variant's time divided by the baseline's. The result has the
+    mean over pairs in which the variant reached this loss, the interval of the mean, and the numbers of all pairs and
+    of these pairs.
     """
     ratios = []
     pairs = _finished(baseline, variant)

@@ -1,6 +1,6 @@
-"""Parallel workers for the runs of a comparison, on this machine or on others with the same file system.
+"""Parallel workers for the runs of a comparison, on this machine or on other machines with the same file system.
 
-One worker runs all variants with one seed, or at one trial learning rate. Compared runs therefore share a machine.
+All variants with one seed, or at one trial learning rate, run on one worker, so that compared runs share a machine.
 """
 
 import shlex
@@ -18,13 +18,13 @@ HERE = "here"
 
 def read_workers(texts: Sequence[str], equal: Equal) -> list[Worker]:
     """Return workers from command-line texts: "here", or a command prefix such as "srun --nodelist=b --ntasks=1".
-    Raises UsageError if several runs would share this machine while budgets are of equal time.
+    Raises UsageError if several runs would share this machine although budgets have equal time.
     """
     launchers = [_launcher(text) for text in texts or [HERE]]
     local = sum(not launcher for launcher in launchers)
     if local > 1 and equal == "time":
         raise UsageError(
-            f"{local} workers are on this machine, and parallel runs slow each other down",
+            f"{local} workers are on this machine, but equal time allows 1, because parallel runs slow each other down",
             fix="--equal-budget flops; or one worker on each machine",
         )
     threads = max(1, len(usable_cores()) // local) if local > 1 else 0
@@ -46,8 +46,9 @@ def _launcher(text: str) -> tuple[str, ...]:
 
 
 def run_on_workers(starts: Sequence[RunLauncher], turns: Iterable[Callable[[RunLauncher], None]]) -> None:
-    """Run each group of runs on the next free worker; a single worker runs all groups in this thread. If a group fails,
-    or this process receives a signal, the other runs save and end, and no further group starts.
+    """Run each group of runs, a function in `turns`, on the next free worker; a single worker runs all groups in this
+    thread. If a group fails, or this process receives a signal, the other runs save and end, and no further group
+    starts.
     """
     if len(starts) == 1:
         for turn in turns:

@@ -1,7 +1,7 @@
 """Equal budgets: a pilot measures the cost of a variant's step, which sets the variant's number of steps.
 
-A pilot is a whole run of a few steps. Every event at a fraction of the run occurs in it: a growing model reaches all of
-its sizes, and a learning rate that decays until the end of the run has decayed.
+A pilot is a whole run of a few steps. It therefore includes every event that is scheduled at a fraction of the run: a
+growing model reaches all of its sizes, and the learning rate decays completely.
 """
 
 from collections.abc import Mapping, Sequence
@@ -25,18 +25,18 @@ from thrifty.training.run_folder import RunFolder
 Equal = Literal["time", "flops", "tokens", "steps"]
 EQUAL: tuple[Equal, ...] = ("time", "flops", "tokens", "steps")
 PILOT = 24
-"""Number of steps of a pilot."""
+"""Default number of steps of a variant's first pilot."""
 WINDOW = 5
 """Length in steps of the running median. Each step time is compared with this median."""
 ONCE = 2
-"""Number of slow steps that are ignored: compilation at the start, and after an interruption. More frequent events,
-such as an update of a preconditioner at every tenth step, count as cost.
+"""Number of slow steps whose additional time is ignored, such as compilation at the start and after an interruption.
+Events that occur more often count as cost, such as an update of a preconditioner at every tenth step.
 """
 RATES = 1_000
 """Number of evenly spaced steps of a run at which the learning rate is checked."""
 DECAYED = 0.3
-"""Maximum final learning rate, relative to its peak, that counts as decayed. A decay over the last fifth of the run
-still has a rate of 0.2 in the last step of a pilot.
+"""Maximum final learning rate, relative to its peak, that counts as decayed. The limit is not lower, because a decay
+over the last fifth of the run still has 0.2 of the peak in the last step of a pilot.
 """
 
 
@@ -61,8 +61,8 @@ class StepCost:
 
 
 def steady(seconds: Sequence[float]) -> list[float]:
-    """Return step times without rare slow steps. Excesses over the running median are clipped to the (`ONCE` + 1)-th
-    largest excess.
+    """Return the step times with rare slow steps shortened. Excesses over the running median are clipped to the (`ONCE`
+    + 1)-th largest excess.
     """
     reach = WINDOW // 2
     around = [median(seconds[max(0, index - reach) : index + reach + 1]) for index in range(len(seconds))]
@@ -100,15 +100,15 @@ def refuse_undecayed(variants: Sequence[Variant], steps: int) -> None:
         rates = [update.rate(update.scalars(step, step)) for step in checked]
         if rates[-1] > DECAYED * max(rates):
             raise UsageError(
-                f"{variant.label}: its learning rate ends at {rates[-1] / max(rates):.0%} of the largest, and a rate "
-                "without decay makes a variant look worse than it is",
-                fix="--with schedules.linear, with moments of the schedule as fractions of the run",
+                f"{variant.label}: its learning rate ends at '{rates[-1] / max(rates):.0%}' of its peak, but must "
+                f"decay to at most {DECAYED:.0%}, because a variant without decay looks worse than it is",
+                fix="--with schedules.linear; or set the steps of the schedule as fractions of the run",
             )
 
 
 def mean_cost(costs: Sequence[StepCost]) -> StepCost:
-    """Return the step cost with the mean time of several pilots of one variant. All other costs of the pilots are
-    equal.
+    """Return the step cost with the mean time of several pilots of one variant. All pilots have the same tokens and
+    FLOPs.
     """
     return replace(costs[0], seconds=fmean(cost.seconds for cost in costs))
 
@@ -131,13 +131,13 @@ def steps_of_baseline(budget: Budget, cost: StepCost) -> int:
             fix="--budget 10min; or --budget 500steps; or --budget 1e7tokens",
         )
     if steps < 1:
-        raise InfeasibleError("the budget allows no step", fix="use a larger --budget")
+        raise InfeasibleError("the budget is below the cost of one step", fix="use a larger --budget")
     return steps
 
 
 def steps_of_variants(variants: Sequence[Variant], costs: Mapping[str, StepCost], equal: Equal) -> dict[str, int]:
-    """Return, by label, the number of steps of each variant that costs as much as the baseline's run. Raises UsageError
-    if budgets have equal FLOPs but the FLOPs of a variant change over its run.
+    """Return for each label the number of steps that costs as much as the baseline's run. Raises UsageError if budgets
+    have equal FLOPs but the FLOPs of a variant change over its run.
     """
     for variant in variants:
         if equal == "flops" and costs[variant.label].flops_vary:

@@ -3,8 +3,8 @@
 Sources   Efron 1987, Better Bootstrap Confidence Intervals (BCa); Hesterberg 2015, What Teachers Should Know About the
           Bootstrap (arXiv 1411.5279): intervals from few values are too narrow unless they are widened.
 Note      A pair is two runs with the same seed, and therefore with the same initialization and data order. If the
-          differences of all n pairs have one sign, p = 2 / 2^n, the smallest possible p. For six pairs p is 3.1 %, so
-          six pairs can never pass a test at 3 %.
+          differences of all n pairs have the same sign, p = 2 / 2^n, the smallest possible p. For six pairs, p is
+          3.1 %, so six pairs can never pass a test at 3 %.
 """
 
 import math
@@ -19,15 +19,15 @@ from thrifty.core.errors import UsageError
 
 CONFIDENCE = 0.95
 ALPHA = 0.03
-"""Significance level of the permutation test. A 5 % level is too high: in one of three series of 200 comparisons of
-equal variants, an exact test reports more than 5 % differences. At 3 % this almost never happens.
+"""Significance level of the permutation test. At a level of 5 %, an exact test would find too many differences: more
+than 5 % in one of three series of 200 comparisons of equal variants. At 3 %, this almost never happens.
 """
 POWER = 0.8
-"""Probability of detection that defines the smallest effect."""
+"""Probability with which the test detects the smallest detectable effect."""
 RESAMPLES = 9999
 ENUMERATED = 10
 """Maximum number of pairs for which the test's power is simulated with all sign changes. For more pairs, the power of
-Student's t-test is used, which differs by one or two percent.
+Student's t-test is used instead; the two powers differ by one or two percent.
 """
 SIMULATED = 4000
 MOST_PAIRS = 10_000
@@ -47,25 +47,25 @@ class PairedDifferences:
     spread: float
     """Standard deviation of the differences; NaN for a single pair."""
     smallest_effect: float
-    """Smallest true mean that the test detects in 80 % of cases, at this number of pairs and this spread; infinite for
-    too few pairs.
+    """Smallest true mean difference that the test detects in 80 % of comparisons with this number of pairs and this
+    spread; infinite for too few pairs.
     """
     margin: float = 0.0
-    """Maximum true mean difference of equal variants, from an error that all pairs share. The interval, the test and
-    the smallest effect include this margin.
+    """Largest true mean difference that an error shared by all pairs can cause between equal variants. The interval,
+    the test and the smallest effect include this margin.
     """
 
 
 def paired(
     differences: Sequence[float], alpha: float = ALPHA, confidence: float = CONFIDENCE, margin: float = 0.0
 ) -> PairedDifferences:
-    """Return the statistics of differences, tested against a mean of at most `margin`. All pairs share the error
-    `margin`, so more pairs do not reduce it. Raises UsageError if there are no differences or a difference is not
-    finite.
+    """Return the statistics of differences, tested against the null hypothesis of a mean between -`margin` and
+    `margin`. All pairs share the error `margin`, so more pairs do not reduce this error. Raises UsageError if there are
+    no differences or a difference is not finite.
     """
     values = np.asarray(differences, dtype=np.float64)
     if not len(values) or not np.isfinite(values).all():
-        raise UsageError(f"the {len(values)} differences are not all finite", fix="pass pairs that both finished")
+        raise UsageError(f"the {len(values)} differences are not all finite", fix="pass only finished pairs")
     spread = float(values.std(ddof=1)) if len(values) > 1 else math.nan
     low, high = interval(values, confidence)
     effect = margin + (0.0 if spread == 0 else smallest_effect(len(values), alpha) * spread)
@@ -77,9 +77,10 @@ def paired(
 def interval(differences: Sequence[float] | np.ndarray, confidence: float = CONFIDENCE) -> tuple[float, float]:
     """Return the bootstrap interval of the mean, bias-corrected and accelerated (BCa).
 
-    The level is widened by the same amount by which Student's t is wider than the normal distribution for few values.
-    Without widening, a 95 % interval of six pairs covers 87 %; see tests/comparing. For fewer than six values, the
-    interval is the range of the values, which covers too little. For one value, it is NaN.
+    For few values, the confidence level is raised by as much as Student's t interval is wider than the normal interval.
+    Otherwise, a 95 % interval of six pairs covers the true mean in only 87 % of cases; see tests/comparing. For two to
+    five values, the interval is the range of the values, which covers the true mean too rarely. For one value, both
+    ends are NaN.
     """
     values = np.asarray(differences, dtype=np.float64)
     if len(values) < 2:
@@ -98,13 +99,17 @@ def interval(differences: Sequence[float] | np.ndarray, confidence: float = CONF
 
 
 def widened(confidence: float, values: int) -> float:
-    """Return the level at which a bootstrap percentile coincides with the end of Student's t interval of a mean."""
+    """Return the confidence level at which bootstrap percentiles of a mean coincide with the ends of Student's t
+    interval.
+    """
     distance = stats.t.ppf((1 + confidence) / 2, values - 1) * math.sqrt(values / (values - 1))
     return min(1 - 2 * float(stats.norm.sf(distance)), 1 - 1e-12)
 
 
 def p_value(differences: Sequence[float] | np.ndarray) -> float:
-    """Return the fraction of sign changes whose mean is at least as far from zero; exact if all can be enumerated."""
+    """Return the two-sided p-value of the permutation test: the fraction of sign changes whose mean is at least as far
+    from zero as the measured mean. The p-value is exact if all sign changes can be enumerated.
+    """
     values = np.asarray(differences, dtype=np.float64)
     if len(values) < 2 or not values.any():
         return 1.0
@@ -126,9 +131,9 @@ def least_pairs(alpha: float = ALPHA) -> int:
 
 @cache
 def smallest_effect(pairs: int, alpha: float = ALPHA, power: float = POWER) -> float:
-    """Return the true mean that the test detects with probability `power`, in standard deviations of the differences.
-    It is infinite below the smallest number of pairs. Verdicts also check the interval, which reduces the power by less
-    than 0.01.
+    """Return the smallest true mean that the test detects with probability `power`, in standard deviations of the
+    differences. It is infinite for fewer than `least_pairs` pairs. Verdicts also check the interval; this check reduces
+    the power by less than 0.01.
     """
     if pairs < least_pairs(alpha):
         return math.inf
@@ -140,7 +145,7 @@ def smallest_effect(pairs: int, alpha: float = ALPHA, power: float = POWER) -> f
 
 
 def power_of(effect: float, pairs: int, alpha: float = ALPHA) -> float:
-    """Return the power of the permutation test for an effect in standard deviations of normal differences."""
+    """Return the power of the permutation test for normal differences with mean `effect` in standard deviations."""
     if pairs > ENUMERATED:
         beyond = stats.t.isf(alpha / 2, pairs - 1)
         return float(stats.nct.sf(beyond, pairs - 1, effect * math.sqrt(pairs)))
@@ -153,14 +158,14 @@ def power_of(effect: float, pairs: int, alpha: float = ALPHA) -> float:
 
 @cache
 def _draws(pairs: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return all sign changes, and random standard normal differences, which are equal for every effect."""
+    """Return all sign changes, and standard normal differences that are the same for every effect."""
     signs = 1.0 - 2.0 * ((np.arange(2**pairs)[:, None] >> np.arange(pairs)) & 1)
     return signs, np.random.default_rng(0).standard_normal((SIMULATED, pairs))
 
 
 def pairs_for(effect: float, spread: float, alpha: float = ALPHA, power: float = POWER) -> int:
-    """Return the number of pairs that detects the mean `effect` at this standard deviation `spread`, at most
-    `MOST_PAIRS`.
+    """Return the number of pairs with which the test detects the mean `effect` at the standard deviation `spread`; at
+    most `MOST_PAIRS`.
     """
     least = least_pairs(alpha)
     if not spread or not math.isfinite(spread):

@@ -1,7 +1,7 @@
 """Launchers for the runs of a comparison: one process per run, or one process per rank.
 
-A process reads its task from a file next to the run's folder, and writes its result there. The process may therefore
-run on another machine with the same file system.
+A process reads its task from a file next to the run's folder, and writes its result to another file there. The
+process may therefore run on another machine with the same file system.
 """
 
 import json
@@ -29,7 +29,7 @@ from thrifty.training.process_launch import python
 from thrifty.training.sent_objects import write_value
 
 SAVING = 600.0
-"""Maximum time in seconds to wait until a run whose parent process was killed ends its step and saves."""
+"""Maximum time in seconds to wait for a run to save after its parent process was killed."""
 LOOK = 5.0
 """Interval in seconds between readings of the energy counters."""
 SIGNALLED = (130, 143)
@@ -42,11 +42,13 @@ class RunExit:
 
     exit_code: int
     error: str
-    """Last line of a failed run's output."""
+    """Error message of a failed run, or the last line of its output."""
     elapsed: float
     """Seconds from the last start of the run to its end, including startup, evaluation and saving."""
     joules: float | None
-    """Energy in joules of the machine in that time; None without a counter, or if only part of the run was measured."""
+    """Energy in joules that the machine used in this time; None without a counter, or if only part of the run was
+    measured.
+    """
 
     @property
     def status(self) -> str:
@@ -63,22 +65,22 @@ STOPPED = RunExit(143, "", 0.0, None)
 
 
 class RunLauncher(Protocol):
-    """Runs one recipe at a time to its end in runs/NAME. An interrupted run is resumed."""
+    """Launcher that runs one recipe at a time to its end in the folder `runs`/NAME, and resumes an interrupted run."""
 
     def __call__(self, recipe: Recipe, runs: Path, /) -> RunExit: ...
 
     def stop(self) -> None:
-        """End the current run after it has saved, and start no further run. May be called from another thread."""
+        """End the current run after the run has saved, and start no further run. Any thread may call this method."""
 
 
 @dataclass
 class Worker:
-    """Starts each run as a separate process, so that runs do not share peak memory or compiled code. A signal to this
-    process also ends the run, after the run has saved.
+    """Launcher that starts each run as a separate process, so that runs do not share peak memory or compiled code. A
+    signal to the calling process also ends the run, after the run has saved.
     """
 
     launcher: Sequence[str] = ()
-    """Command prefix that starts processes on another machine, such as srun; empty for this machine."""
+    """Command prefix, such as "srun --nodelist=b", that starts processes on another machine; empty for this machine."""
     threads: int = 0
     """Number of threads of each process if parallel runs share the cores; 0 to use all cores."""
 
@@ -149,7 +151,7 @@ class Worker:
 
 
 class SameProcess:
-    """Starts runs in this process, for objects that cannot be sent to another process."""
+    """Launcher that executes runs in the calling process, for objects that cannot be sent to another process."""
 
     def __call__(self, recipe: Recipe, runs: Path, /) -> RunExit:
         began = time.monotonic()
@@ -176,16 +178,16 @@ def _close_stdin(process: subprocess.Popen[bytes]) -> None:
 
 
 def wait_for_release(lock: Path) -> None:
-    """Wait until the run of a killed comparison has saved and released its lock. A start during that time would be
-    listed as failed.
-    """
+    """Wait until the run of a killed comparison has saved and released its lock. A run started earlier would fail."""
     end = time.monotonic() + SAVING
     while lock_owner(lock).get("host") == socket.gethostname() and time.monotonic() < end:
         time.sleep(0.1)
 
 
 def _wait(process: subprocess.Popen[bytes], meter: EnergyMeter) -> int:
-    """Return the exit code. It is the code of a signal even if the signal came before the run could save."""
+    """Return the exit code of a process: 130 or 143 if SIGINT or SIGTERM ended the process, even before its run could
+    save.
+    """
     while True:
         try:
             code = process.wait(LOOK)

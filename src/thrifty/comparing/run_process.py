@@ -1,7 +1,8 @@
 """Process that executes one run of a comparison until the run ends or a signal arrives.
 
 A task file, the first argument of the process, describes the run. If standard input closes, the parent process has
-died. The process then saves a checkpoint and exits, as after SIGTERM, so that no run continues unnoticed.
+stopped the run or died. The run then saves a checkpoint and exits, as after SIGTERM, so that it never continues
+unnoticed.
 """
 
 import json
@@ -52,7 +53,7 @@ def run_outcome(recipe: Recipe, runs: Path) -> tuple[int, str]:
 
 
 def read_exit(task: Path) -> dict[str, Any]:
-    """Return "exit_code" and "error" that the process of a task file wrote; {} if it wrote nothing."""
+    """Return "exit_code" and "error" that the process of a task file wrote; {} if the process wrote nothing."""
     with suppress(OSError, ValueError):
         return json.loads(task.with_suffix(".end").read_text())
     return {}

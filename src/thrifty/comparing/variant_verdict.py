@@ -59,21 +59,21 @@ def judge(
     judged: str = "loss",
     is_lower_better: bool = True,
 ) -> VariantVerdict:
-    """Return the verdict from held-out losses, or from values of a metric `judged`, one for each seed; None for a
-    failed run.
+    """Return the verdict on a variant.
 
+    `baseline` and `variant` have one value per seed: the held-out loss, or the metric `judged`; None for a failed run.
     `variants` is the number of variants of the comparison. `effect` is the smallest relevant difference, relative to
-    the baseline's loss. `used` is the variant's spent budget relative to the baseline's. `slope` is the decrease of the
-    variant's loss when its budget grows by a factor of e.
+    the baseline's loss. `used` is the variant's spent budget divided by the baseline's; None if unknown. `slope` is the
+    decrease of the variant's loss when its budget grows by a factor of e.
 
     A verdict requires that all planned pairs finished, and that there are enough pairs. "better" or "worse" requires
-    that the permutation test passes and the interval excludes zero. For equal variants, this happens in less than 3 %
-    of comparisons, for any number of variants.
+    that the permutation test passes and the interval excludes zero. If all variants equal the baseline, "better" or
+    "worse" occurs in less than 3 % of comparisons, for any number of variants.
 
-    Pilots set the budgets of all pairs, so more pairs do not reduce an error of the budgets. The interval is widened by
-    |used − 1| times the slope, which is also the null hypothesis of the test. The verdict is "undecided" if a variant
-    spent more and is better, or spent less and is worse. Wrong step times of a busy machine could explain such a
-    difference.
+    Pilots set the budgets of all pairs, so more pairs do not reduce an error of the budgets. The interval is therefore
+    widened by |used − 1| times the slope. The null hypothesis of the test is a mean difference of at most this amount.
+    The verdict is "undecided" if a variant spent more and is better, or spent less and is worse, because wrong step
+    times of a busy machine could explain such a difference.
     """
     alpha, confidence = ALPHA / variants, 1 - (1 - CONFIDENCE) / variants
     least = least_pairs(alpha)
@@ -90,7 +90,7 @@ def judge(
     relative = test.mean / mean if mean else None
     needed = pairs_for(max(effect * mean - test.margin, 0.0), test.spread, alpha)
     if failed:
-        word, text = "undecided", f"{failed} of {planned} pairs failed, and pairs are not dropped"
+        word, text = "undecided", f"{failed} of {planned} pairs failed, but a verdict requires all pairs"
     elif planned < least:
         pairs_are = "1 pair" if planned == 1 else f"{planned} pairs"
         more = for_reader(f"--seeds {least} --name NAME")
@@ -111,7 +111,7 @@ def judge(
         text += f"; the interval includes ± {significant(test.margin)} because budgets differed"
     direction = "worse" if test.mean > 0 else "better"
     if used is not None and word != "undecided" and direction == _explained_by(used):
-        word, text = "undecided", f"{text}, but the variant used {significant(used)} times as much of the equal budget"
+        word, text = "undecided", f"{text}, but the variant used {significant(used)} times the budget of the baseline"
     return VariantVerdict(word, f"{word}: {text}", planned, failed, alpha, confidence, test, relative, least, needed)
 
 

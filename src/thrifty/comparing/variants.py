@@ -33,7 +33,7 @@ class Variant:
 
     @property
     def optimizer(self) -> Technique | None:
-        """Technique whose learning rate is tuned."""
+        """Optimizer technique, whose learning rate is tuned; None if the recipe has none."""
         optimizers = [one for one in self.recipe.techniques if Claim.OPTIMIZER in one.claims]
         return optimizers[0] if optimizers else None
 
@@ -51,7 +51,9 @@ class Variant:
         return replace(self, recipe=replace(self.recipe, techniques=techniques))
 
     def against(self, baseline: "Variant") -> dict[str, list[str]]:
-        """Return the techniques that differ from the baseline: "added", "removed", and with "changed" settings."""
+        """Return the names of the techniques that this variant "added", "removed" or "changed", relative to the
+        baseline.
+        """
         mine = {one.name: to_data(one) for one in self.recipe.techniques}
         its = {one.name: to_data(one) for one in baseline.recipe.techniques}
         added, removed = sorted(mine.keys() - its.keys()), sorted(its.keys() - mine.keys())
@@ -60,13 +62,13 @@ class Variant:
 
 
 def variants_of(baseline: Recipe, changes: Mapping[str, Recipe | Change | Sequence[Change]]) -> tuple[Variant, ...]:
-    """Return the baseline, and a variant for each name. A variant is a recipe, or changes of the baseline. If a recipe
-    is the first of the changes, it replaces the baseline. Raises UsageError if two variants are the same run, or if
-    their held-out losses are not comparable.
+    """Return the baseline, and a variant for each name in `changes`. A variant is a recipe, or changes of the baseline.
+    If the first change is a recipe, this recipe replaces the baseline. Raises UsageError if two variants are the same
+    run, or if their held-out losses are not comparable.
     """
     if not changes:
         raise UsageError(
-            "there is nothing to compare with",
+            "the comparison has no variant besides the baseline",
             fix=spelled('--variant "--with growth.stacking"', 'variants={"lion": ["-adamw", "lion:lr=2e-4"]}'),
         )
     variants = [Variant(BASELINE, BASELINE, baseline)]
@@ -134,7 +136,7 @@ def check_alike(variants: Iterable[Variant]) -> None:
         if variant.recipe.mesh.least_ranks > 1:
             raise UsageError(
                 f"variant {variant.label!r} has a mesh, but a comparison starts each run in one process",
-                fix="compare without the mesh",
+                fix="remove the mesh from its recipe",
             )
 
 

@@ -10,7 +10,7 @@ from thrifty.experiments.past_results import FOLDERS, PastComparison, PastStudy,
 
 ASPECTS = ("time", "memory", "data", "quality", "exactness")
 _OF_EQUAL = {"time": "time", "flops": "time", "tokens": "data", "steps": "data"}
-"""Aspect that a comparison measures, by the equal budget of its variants."""
+"""Aspect that a comparison measures, keyed by the budget that is equal for its variants."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Evidence:
 
 
 def evidence_by_technique(folders: Sequence[Path] = FOLDERS) -> dict[str, Evidence]:
-    """Return the evidence in the folders for each technique with evidence."""
+    """Return the evidence in `folders`, keyed by technique."""
     findings, comparisons, studies = read_findings(folders), past_comparisons(folders), past_studies(folders)
     names = {each.technique for each in (*findings, *comparisons)}.union(*(each.techniques for each in studies))
     return {

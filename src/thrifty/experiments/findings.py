@@ -1,7 +1,7 @@
 """Findings: measured effects of techniques, from `findings/*.toml` in a results folder.
 
-A finding names an aspect, a model and its conditions. It points to a result file that contains its values. A repeated
-benchmark therefore changes the shown values.
+A finding names an aspect, a model and its conditions. It points to the result file with the measured values.
+Repeating a benchmark therefore changes the printed values.
 """
 
 import json
@@ -87,7 +87,7 @@ def _finding(table: dict[str, Any], file: Path, folder: Path) -> Finding:
 
 
 def _values(data: Any, path: Sequence[str]) -> Iterator[float]:
-    """Yield the numbers at a path of keys. "*" in the path matches every key or index."""
+    """Yield the numbers at `path`, a sequence of keys. "*" in the path matches every key or index."""
     if not path:
         yield float(data)
         return
@@ -99,7 +99,7 @@ def _values(data: Any, path: Sequence[str]) -> Iterator[float]:
 
 
 def _verdict(low: float, high: float, higher_is_better: bool) -> FindingVerdict:
-    """Return the verdict for ratios to a baseline, which has the ratio 1."""
+    """Return the verdict for the lowest and the highest ratio to the baseline's value."""
     if higher_is_better:
         low, high = 1 / high, 1 / low
     if abs(low - 1) <= TOLERANCE and abs(high - 1) <= TOLERANCE:

@@ -62,9 +62,13 @@ class LotterySettings:
     where: str = r"\.\d+\."
     """Regular expression for the names of matrices to prune; by default the matrices of numbered blocks."""
     half: str = r"(^|\.)(lm_)?head\."
-    """Regular expression for output layers, each of which loses half the fraction and is ranked separately."""
+    """Regular expression for output layers. They are pruned by half of `prune`, and the weights of each are ranked
+    separately.
+    """
     controls: tuple[Control, ...] = ()
-    """Control runs for each ticket: a random mask with the same density per matrix, or another initialization."""
+    """Control runs for each ticket. "random-mask" is a random mask with the same density per matrix; "reinitialise" is
+    the ticket's mask with another initialization.
+    """
     seed: int = 0
     """Seed of the controls."""
 
@@ -91,7 +95,8 @@ def run_lottery(
     """Run all rounds and return the content of runs/NAME-lottery/lottery.json.
 
     If a signal stops a round, `status` is "interrupted" and `exit_code` is the exit code of that signal. Raises
-    UsageError if the folder holds a different lottery. Only `rounds` and `controls` may change; both may only grow.
+    UsageError if the folder holds a different lottery. Between calls, only `rounds` and `controls` may change; both may
+    only grow.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError(
@@ -109,7 +114,8 @@ def run_lottery(
 
 
 def _require_prunable_matrices(recipe: Recipe, lottery: LotterySettings, quiet: bool) -> None:
-    """Raise UsageError if no matrix matches, or if a technique of the recipe cannot be combined with masks.
+    """Raise UsageError if no matrix name matches `where`, or if a technique of the recipe cannot be combined with
+    masks.
 
     The model is built only for this check.
     """
@@ -121,7 +127,7 @@ def _require_prunable_matrices(recipe: Recipe, lottery: LotterySettings, quiet: 
 def next_mask_file(run: Path, step: int, lottery: LotterySettings) -> tuple[bytes, float]:
     """Return the file content and the density of the next ticket.
 
-    The ticket prunes among the weights that the masks of the run keep after step `step`. Raises UsageError if no matrix
+    The next ticket prunes only weights that the masks of `run` keep after step `step`. Raises UsageError if no matrix
     name matches `where`.
     """
     tensors = checkpoint.load(run / "checkpoints", step).tensors
@@ -157,7 +163,7 @@ def _open_lottery(path: Path, recipe: Recipe, lottery: LotterySettings) -> Itera
         if other := differences(_binding(redact(saved)), _binding(redact(definition))) if saved else []:
             raise UsageError(
                 f"{path} holds a lottery with different settings: " + "; ".join(other),
-                fix="undo the change, or choose another --name",
+                fix="undo the change; or choose another --name",
             )
         folder.write_json("lottery", {**saved, **definition})
         yield folder
@@ -219,7 +225,9 @@ class _Rounds:
         return checkpoint.find(self.path(0) / "checkpoints").scalars["steps"]
 
     def prune(self, number: int) -> float:
-        """Return the density of a round's ticket; write the ticket if its file is missing. Runs deterministically."""
+        """Return the density of a round's ticket; write the ticket if its file is missing. Repeated calls yield the
+        same ticket.
+        """
         content, density = next_mask_file(self.path(number - 1), self.steps, self.lottery)
         if not self.ticket(number).is_file():
             AtomicFiles().swap(self.ticket(number), content)

@@ -26,7 +26,7 @@ def masks_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def export_masks(run: Path, file: Path, step: int | None = None) -> tuple[float, str]:
     """Write the masks of a sparse run as a ticket; return its density and its sha256.
 
-    The run may use any sparse technique. A recipe that loads the ticket must contain the sha256. Raises UsageError if
+    The run may use any sparse technique. A recipe that loads the ticket must contain this sha256. Raises UsageError if
     the run has no masks, or if the file exists.
     """
     loaded = checkpoint.load(run / "checkpoints", step)

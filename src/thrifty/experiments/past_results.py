@@ -43,7 +43,7 @@ class PastComparison:
     equal: str
     """Budget that is equal for both variants: "time", "flops", "tokens" or "steps"."""
     step_time: float | None
-    """Ratio to the baseline's step time. The next three values are also ratios to the baseline."""
+    """Step time divided by the baseline's. `flops`, `peak_memory` and `time_to_quality` are such ratios, too."""
     flops: float | None
     """FLOPs of whole runs."""
     peak_memory: float | None
@@ -82,7 +82,7 @@ def past_comparisons(folders: Path | Sequence[Path] = FOLDERS) -> list[PastCompa
     """
     comparisons = []
     for data, file in _comparisons([folders] if isinstance(folders, Path) else folders):
-        with suppress(KeyError, TypeError, ValueError):  # a file of another version, or damaged
+        with suppress(KeyError, TypeError, ValueError):  # a damaged file, or a file of another version
             comparisons += _of_comparison(data, file)
     return comparisons
 

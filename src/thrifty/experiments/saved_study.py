@@ -16,8 +16,8 @@ from thrifty.training.result_file import refuse_overwriting
 from thrifty.training.run_folder import RunFolder
 
 ROUNDING = 1e-3
-"""Relative tolerance for means if all seeds of the saved result agree. The source text of another Python patch version
-differs, and other processors round differently.
+"""Relative tolerance for means if all seeds of the saved result agree. Small differences are expected, because Python
+patch versions have different source files, which are the data of some studies, and processors round differently.
 """
 
 
@@ -32,7 +32,7 @@ class StudyComparison:
 
 
 def refuse_existing_study(file: Path) -> None:
-    """Raise UsageError if a saved result or its table would be overwritten."""
+    """Raise UsageError if a saved result or its table already exists."""
     refuse_overwriting("results/studies/STUDY/DEVICE.json", file, file.with_suffix(".md"))
 
 
@@ -40,7 +40,9 @@ def save_study(result: StudyResult, file: Path) -> None:
     """Write a finished result as JSON, and its table as a Markdown file with the same name."""
     refuse_existing_study(file)
     if not result.finished:
-        raise UsageError(f"{result.study.name} is incomplete", fix="measure the remaining cells first")
+        raise UsageError(
+            f"{result.study.name} is incomplete", fix=f"measure the remaining cells: thrifty study {result.study.name}"
+        )
     AtomicFiles().make_folders(file.parent)
     folder = RunFolder(file.parent)
     folder.write_json(file.stem, result.as_data())

@@ -1,7 +1,7 @@
 """Study: an experiment of many small runs that yields a table, plots, and verdicts on expectations.
 
 A study runs every case with every seed. `measure` returns the values of one run. One run is a *cell*. The other fields
-define how cells are aggregated, plotted and judged.
+of `Study` define how cells are aggregated, plotted and judged.
 """
 
 import hashlib
@@ -36,8 +36,8 @@ class MeasuredQuantity:
 
 @dataclass(frozen=True)
 class StudyPlot:
-    """Plot of one quantity by a setting, by another quantity, or by case. Each value of the setting `by` has one
-    line.
+    """Plot of one quantity by a setting, by another quantity, or by case. There is one line for each value of the
+    setting `by`.
     """
 
     id: str
@@ -57,8 +57,8 @@ class Study:
     """
 
     name: str = ""
-    """Name of the study; by default the name of the module that defines `measure`. With the default name, `about` is
-    the first paragraph of that module's docstring.
+    """Name of the study; by default the name of the module that defines `measure`. For the default name, `about` is the
+    first paragraph of that module's docstring.
     """
     about: str = ""
     measure: Callable[..., Numbers]

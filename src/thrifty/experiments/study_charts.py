@@ -12,12 +12,12 @@ from thrifty.reporting.color_theme import LIGHT, chart_look
 from thrifty.reporting.number_format import significant
 
 SERIES = ["#0072b2", "#d55e00", "#009e73", "#b25690", "#8a6d00", "#56b4e9", "#4d4d4d", "#e69f00"]
-"""Colors of Okabe and Ito (2008). Three of them are darker, for contrast on white."""
+"""Colors of Okabe and Ito (2008). Three colors are darker than the published ones, for contrast on white."""
 
 Row = dict[str, Any]
 
 LEVELS = 8
-"""Maximum number of distinct x values for one tick per value."""
+"""Maximum number of distinct x values for which each value has its own tick."""
 
 
 def points(result: StudyResult, plot: StudyPlot) -> tuple[list[Row], list[str]]:

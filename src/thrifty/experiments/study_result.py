@@ -1,11 +1,11 @@
-"""Study result as stored in `study.json`, in runs/NAME during the study and in results/ after it is saved.
+"""Study result as stored in `study.json`, in runs/NAME during the study and in results/ after the study is saved.
 
     study  about  definition  environment  seconds
     cells            values of every run: case, seed, numbers, seconds
     summary          means over seeds and half-widths of their 95 % intervals
     expectations     expected statements and their verdicts
 
-JSON has no infinity. A null means an infinite value ("never").
+JSON has no infinity: null stands for an infinite value ("never").
 """
 
 import json
@@ -30,7 +30,7 @@ from thrifty.experiments.study_summary import (
 MACHINE = ("cpu", "python", "torch")
 """Environment entries that must be equal for all cells of one result."""
 
-_KEPT = "saved results are results/studies/STUDY/DEVICE.json"
+_KEPT = "pass a saved result, such as results/studies/STUDY/DEVICE.json"
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,9 @@ class StudyResult:
         }
 
     def take_over(self, data: Mapping[str, Any]) -> None:
-        """Load the cells of an interrupted study. Raises UsageError if its definition or machine differs."""
+        """Load the cells of an interrupted study. Raises UsageError if the study's definition or the machine has
+        changed.
+        """
         if changes := self._changed_since(data):
             raise UsageError(
                 f"{self.study.name} has changed since its first cells were measured: {'; '.join(changes)}",
@@ -111,10 +113,10 @@ def read_result(path: Path) -> dict[str, Any]:
     try:
         data = json.loads(path.read_bytes())
     except ValueError as error:
-        raise IntegrityError(f"{path} is damaged: {error}", "restore it from a copy") from error
+        raise IntegrityError(f"'{path}' is damaged: {error}", "restore it from a copy") from error
     wanted = {"study", "definition", "environment", "cells", "summary"}
     if not isinstance(data, dict) or wanted - data.keys():
-        raise UsageError(f"{path} holds no study result", fix=_KEPT)
+        raise UsageError(f"'{path}' holds no study result", fix=_KEPT)
     return data
 
 

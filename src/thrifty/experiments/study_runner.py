@@ -32,8 +32,8 @@ def run_study(
     """Run a study in a folder, which then contains study.json, table.md, plots/ and report.html.
 
     An interrupted study resumes. `only` selects cases whose labels contain one of its words. `jobs` is the number of
-    processes, by default one per core. Raises UsageError if the folder holds other content, or if all cells are
-    measured.
+    processes, by default one per core. Raises UsageError if the folder holds other content, or if no cell is
+    left to measure.
     """
     result = StudyResult(study, environment("cpu"))
     with _open_study(folder, result) as run:

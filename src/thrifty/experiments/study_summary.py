@@ -12,7 +12,7 @@ from thrifty.experiments.study import Cells, Numbers, Study
 
 CONFIDENCE = 0.95
 HOLDS, FAILS, OPEN = "holds", "does not hold", "open"
-"""Verdicts on an expectation. It is open if a case or quantity of its condition was not measured."""
+"""Verdicts on an expectation. The verdict is "open" if a case or quantity of the condition was not measured."""
 
 Measured = Mapping[tuple[str, int], Numbers]
 """Measured values of each cell, keyed by case and seed."""
@@ -22,7 +22,7 @@ Summary = Mapping[str, Mapping[str, "SeedMean"]]
 
 @dataclass(frozen=True)
 class SeedMean:
-    """Mean of a quantity over `runs` seeds; infinite if a value is infinite."""
+    """Mean of a quantity over `runs` seeds. The mean is infinite if the quantity is infinite for any seed."""
 
     mean: float
     half_width: float
@@ -34,7 +34,7 @@ class SeedMean:
     def half_width_for(self, fresh: int) -> float:
         """Return the half-width of the 95 % prediction interval for a mean over `fresh` new seeds.
 
-        The interval includes the uncertainty of both means.
+        The interval includes the uncertainty of the present mean and of the new mean.
         """
         return self.half_width * math.sqrt(1 + self.runs / fresh)
 

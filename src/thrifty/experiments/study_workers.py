@@ -1,4 +1,4 @@
-"""Worker processes that measure cells. Each process uses one torch thread; as many processes run as there are cores.
+"""Worker processes that measure cells. Each process uses one torch thread; by default there is one process per core.
 
 A worker reads one cell as a JSON line from standard input, and writes one JSON line to standard output. For tiny
 models, a second thread saves no time. Separate processes isolate the threads, random state and memory of each cell.
@@ -27,7 +27,7 @@ from thrifty.experiments.study import Settings
 
 @dataclass(frozen=True)
 class CellTask:
-    """One cell to measure. `measure` is the name of the measure, as `module:function`."""
+    """One cell to measure. `measure` is the name of the measure function, as `module:function`."""
 
     measure: str
     case: str
@@ -79,7 +79,7 @@ class CellWorker:
 
 
 def measure_all(tasks: Sequence[CellTask], jobs: int) -> Iterator[CellResult]:
-    """Yield cells in the order in which they finish. If the caller stops the iteration, all processes end at once."""
+    """Yield cells in the order in which they finish. If the caller stops the iteration, all processes end, too."""
     workers = [CellWorker() for _ in range(min(jobs, len(tasks)))]
     free: SimpleQueue[CellWorker] = SimpleQueue()
     for worker in workers:
@@ -103,7 +103,7 @@ def measure_all(tasks: Sequence[CellTask], jobs: int) -> Iterator[CellResult]:
 
 
 def _serve() -> None:
-    """Measure tasks until standard input closes; then end at once, even in the middle of a cell."""
+    """Measure tasks until standard input closes; then end immediately, even in the middle of a cell."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent process handles interrupts
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "w")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # so that output of the measure is not mixed with the results
@@ -124,7 +124,7 @@ def _answer(task: dict[str, Any]) -> dict[str, Any]:
     module, _, function = task["measure"].partition(":")
     try:
         measure = getattr(importlib.import_module(module), function)
-        if "torch" in sys.modules:  # otherwise torch need not be imported
+        if "torch" in sys.modules:  # if torch was not imported, no seed is needed
             sys.modules["torch"].manual_seed(task["seed"])
         began = time.perf_counter()
         with explain_out_of_memory():

@@ -1,4 +1,4 @@
-"""Recipes: functions that return the recipe of a run. Docstrings contain the command and the expected result.
+"""Recipes: functions that return the recipe of a run. Their docstrings contain the command and the expected result.
 
 Experiments with many runs are studies, see `experiments/studies`.
 """

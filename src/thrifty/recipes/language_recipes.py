@@ -17,7 +17,8 @@ def text_techniques(lr: float) -> tuple[Technique, ...]:
     """Return the techniques that help in nearly every run of a causal language model.
 
     The techniques are AdamW, linear decay and gradient clipping. Mixed precision is added if the processor has bfloat16
-    instructions. Compiled blocks are added if there is a compiler, on CPUs with tiled attention if the model allows it.
+    instructions. Compiled blocks are added if there is a compiler. On CPUs, tiled attention is added to compiled blocks
+    if the model allows it.
     """
     chosen: list[Technique] = [AdamW(lr=lr), LinearDecay(), GradientClipping()]
     if has_fast_bfloat16():
@@ -71,7 +72,7 @@ def masked() -> recipe.Recipe:
     """A small BERT-style encoder on any text, trained on masked tokens.
 
     Command   thrifty train masked --data my.txt
-    Expect    Training requires more tokens than next-token prediction, because only one token in seven has a loss.
+    Expect    Training requires more tokens than next-token prediction, because only one token in seven is predicted.
     """
     return recipe.Recipe(
         name="masked",

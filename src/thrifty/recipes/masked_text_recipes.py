@@ -10,7 +10,7 @@ def mask_more() -> recipe.Recipe:
 
     Command   thrifty train mask-more
     Expect    The encoder of six blocks computes 60 % of the tokens, and a decoder of one block computes all tokens. Do
-              not compare held-out losses with `masked`, because 50 % instead of 15 % of a text is predicted.
+              not compare held-out losses with those of `masked`, which predicts 15 % of a text instead of 50 %.
     """
     return recipe.Recipe(
         name="mask-more",

@@ -17,7 +17,7 @@ SAVERS = (
     "precision.optimizer_state:format=int8",
     "memory.offload_optimizer",
 )
-"""Values of `--with`. The first techniques change the results of a run least."""
+"""Values of `--with`, ordered by how much they change the results of a run: the first change them least."""
 
 
 def leaner_start(recipe: Recipe, folder: Path, memory: float, check: Callable[[Recipe], object]) -> str:
@@ -39,7 +39,9 @@ def leaner_start(recipe: Recipe, folder: Path, memory: float, check: Callable[[R
 
 
 def memory_savers(recipe: Recipe, check: Callable[[Recipe], object]) -> Iterator[str]:
-    """Yield values of `--with` that save memory, more micro-batches first. `check` must accept the changed recipe."""
+    """Yield values of `--with` that save memory, more micro-batches first. Values are skipped if `check` refuses the
+    changed recipe.
+    """
     present = {technique.name for technique in recipe.techniques}
     parts = max((t.micro_batches for t in recipe.techniques if Claim.MICRO_BATCHES in t.claims), default=1)
     cuts = [f"{name}:micro_batches={2 * parts}" for name in ("gradient_accumulation", "gradient_cache")]

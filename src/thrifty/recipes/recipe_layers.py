@@ -25,7 +25,7 @@ class RecipeLayers:
     """A base recipe and the values set above it."""
 
     base: Recipe | None = None
-    """The lowest layer. None if the lowest layer is a file, whose tables are then in `changes`."""
+    """Lowest layer; None if the lowest layer is a file, whose tables are then in `changes`."""
     changes: dict[str, Any] = field(default_factory=dict)
     """Tables of the values above the base. The method `recipe` checks them."""
     origins: dict[str, str] = field(default_factory=dict)
@@ -53,7 +53,7 @@ class RecipeLayers:
         return self
 
     def replace(self, origin: str, key: str, table: Mapping[str, Any]) -> "RecipeLayers":
-        """Replace a whole table. Needed for tables whose values exclude each other."""
+        """Replace a whole table, as required for tables whose values exclude each other."""
         if self.base is not None:
             self.base = self.base.without_objects("model") if key == "model" else self.base
             self.base = replace(self.base, **{key: type(getattr(self.base, key))()})
@@ -73,13 +73,15 @@ class RecipeLayers:
         if path == "model.build" or path.split(".")[0] == "python":
             name = path.rpartition(".")[2].replace("build", "model").replace("python", "loss")
             fix = f"--{name.replace('_', '-')} package.module:name"
-            raise UsageError(f"{path} is a Python object, which --set cannot set", fix)
+            raise UsageError(f"--set {path!r} is not possible: the value is a Python object", fix)
         if path.startswith("budget."):  # a budget has one amount, so the new amount replaces the old one
             return self.replace(origin, "budget", {path.removeprefix("budget."): value})
         return self.override(origin, _nested(path, value))
 
     def add_technique(self, words: str) -> "RecipeLayers":
-        """Add a technique `name` or `name:key=value,key=value`. If the recipe has it, change its settings."""
+        """Add a technique `name` or `name:key=value,key=value`. If the recipe already has this technique, change its
+        settings.
+        """
         name, settings = techniques.split_settings(words)
         return self.override("--with", {"techniques": _nested(name, toml_table(settings, words))})
 
@@ -110,7 +112,7 @@ class RecipeLayers:
         return self
 
     def apply_mesh(self, axes: str) -> "RecipeLayers":
-        """Set the mesh, such as `tensor=2,pipeline=2`. Add missing techniques that its axes require."""
+        """Set the mesh, such as `tensor=2,pipeline=2`, and add techniques that its axes require."""
         sizes = toml_table(axes, axes, "--mesh", "")
         self.replace("--mesh", "mesh", sizes)
         for axis, size in sizes.items():
@@ -137,7 +139,7 @@ class RecipeLayers:
     def apply_model(self, model: str | None, arguments: Sequence[str] = ()) -> "RecipeLayers":
         """Set the model to a preset, a folder, or the name of a function with arguments `key=value`.
 
-        If the function is unchanged, its settings remain. Sizes of another model are removed.
+        If the recipe already uses this function, its arguments remain. Sizes of another model are removed.
         """
         present = self.values()
         if is_function_name(model):
@@ -249,7 +251,7 @@ def toml_value(text: str) -> Any:
 def toml_table(settings: str, words: str, option: str = "--with", form: str = "name:") -> dict[str, Any]:
     """Return settings such as `lr=1e-3,betas=[0.9,0.95],moments=copy` as a table. Text requires no quotes.
 
-    Messages contain the `option`, its full value `words`, and the `form` of the text before the table.
+    Error messages contain the `option`, its full value `words`, and the `form` of the text before the table.
     """
     bare = r"""("[^"]*"|'[^']*')|=\s*(?!(?:true|false|inf|nan)\b)([A-Za-z_][\w.-]*)"""
     quoted = re.sub(bare, lambda match: match[1] or f'="{match[2]}"', settings)

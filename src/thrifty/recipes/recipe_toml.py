@@ -1,4 +1,4 @@
-"""Recipes as TOML. A recipe that is written and read again is equal."""
+"""Recipes as TOML. Writing and reading a recipe yields an equal recipe."""
 
 import os
 import shlex
@@ -101,7 +101,7 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return parse_toml(path.read_text(encoding="utf-8"), str(path))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{str(path)!r} is not TOML: {error}", fix="correct the line") from None
+        raise UsageError(f"{str(path)!r} is not TOML: {error}", fix="correct this line of the file") from None
 
 
 def read_stored_tables(path: Path) -> dict[str, Any]:

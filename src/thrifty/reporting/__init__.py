@@ -1,1 +1,1 @@
-"""Reports: one offline page and chart images from a run folder. They read only files, never the training process."""
+"""Reports: pages and chart images of runs and comparisons. They are built from files, without the training process."""

@@ -13,7 +13,7 @@ COLOURS = ("train", "held-out", "trained")
 
 @dataclass(frozen=True)
 class StackedBar:
-    """Bar of consecutive segments, each fainter than the previous segment, followed by a text."""
+    """Bar of consecutive segments, followed by a text. Each segment is fainter than the previous segment."""
 
     parts: tuple[float, ...]
     text: str
@@ -51,8 +51,8 @@ def legend(series: Sequence[str]) -> str:
 
 
 def bars(title: str, rows: Sequence[tuple[str, Mapping[str, StackedBar]]], series: Sequence[str]) -> str:
-    """Return an SVG with one group of horizontal bars per row. A group has one bar per series. All bars share a scale
-    from 0.
+    """Return an SVG with one group of horizontal bars per row. A group has one bar per series. All bars have the same
+    scale, which starts at 0.
     """
     longest = max((sum(bar.parts) for _, group in rows for bar in group.values()), default=0.0) or 1.0
     height = sum(len(group) * (BAR + 2) + GAP for _, group in rows)

@@ -13,8 +13,8 @@ INSTALL = "pip install 'thrifty[charts]'"
 
 
 def render_svg(spec: Mapping[str, Any], config: Mapping[str, Any]) -> str:
-    """Return a chart as SVG. Without the extra, return an SVG that shows the install command; the page remains
-    usable.
+    """Return a chart as SVG. Without the extra `charts`, return an SVG with the install command, so that the page
+    remains usable.
     """
     try:
         convert = _converter()
@@ -25,12 +25,12 @@ def render_svg(spec: Mapping[str, Any], config: Mapping[str, Any]) -> str:
 
 
 def render_png(spec: Mapping[str, Any], config: Mapping[str, Any]) -> bytes:
-    """Return a chart as PNG. Raises UsageError without the extra."""
+    """Return a chart as PNG. Raises UsageError without the extra `charts`."""
     return _converter().vegalite_to_png(spec, vl_version=VEGA_LITE, config=config, scale=2, allowed_base_urls=[])
 
 
 def render_pdf(spec: Mapping[str, Any], config: Mapping[str, Any]) -> bytes:
-    """Return a chart as PDF. Raises UsageError without the extra."""
+    """Return a chart as PDF. Raises UsageError without the extra `charts`."""
     return _converter().vegalite_to_pdf(spec, vl_version=VEGA_LITE, config=config, allowed_base_urls=[])
 
 
@@ -38,7 +38,7 @@ def render_pdf(spec: Mapping[str, Any], config: Mapping[str, Any]) -> bytes:
 def vega_bundle() -> str:
     """Return Vega, Vega-Lite and vega-embed as one self-contained script. The first call takes one or two seconds.
 
-    Raises UsageError without the extra.
+    Raises UsageError without the extra `charts`.
     """
     return _converter().javascript_bundle(vl_version=VEGA_LITE).replace("</script", "<\\/script")
 

@@ -1,4 +1,4 @@
-"""Colors of pages and charts for light and dark mode, and their Vega-Lite config.
+"""Colors of pages and charts in light and dark mode, and a Vega-Lite config with these colors.
 
 Curves use the colors of Okabe and Ito (2008, Color Universal Design), which people with color blindness can
 distinguish. Each mode has its own shades. Contrast is at least 3:1 for curves and 4.5:1 for text (WCAG AA).
@@ -42,7 +42,7 @@ FONT = 'system-ui, -apple-system, "Segoe UI", Roboto, "Liberation Sans", sans-se
 
 
 def css_variable(name: str) -> str:
-    """Return a CSS variable. Charts then follow a change of the color scheme without a redraw."""
+    """Return a color as a CSS variable, so that charts follow a change of the color scheme without a redraw."""
     return f"var(--{name})"
 
 

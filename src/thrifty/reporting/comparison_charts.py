@@ -10,9 +10,7 @@ from thrifty.reporting.color_theme import chart_look, css_variable
 
 BASELINE = "baseline"
 SERIES = ("control", "train", "held-out", "trained", "bad")
-"""Palette colors. The first is for the baseline. After the last color, further variants repeat colors with dashed
-lines.
-"""
+"""Palette colors. The first color is the baseline's. Variants after the last color repeat colors with dashed lines."""
 DASHES = ([1, 0], [6, 3], [2, 2], [8, 2, 2, 2])
 Comparison = Mapping[str, Any]
 """Content of comparison.json."""
@@ -30,13 +28,13 @@ def judged_of(data: Comparison) -> str:
 
 
 def judged_value(measured: Mapping[str, Any], judged: str) -> float | None:
-    """Return the metric `judged` of a run, or of the means of a variant."""
+    """Return the value of the metric `judged` from a run, or from the means of a variant."""
     return measured["held_out_loss"] if judged == "loss" else measured["measured"].get(judged)
 
 
 def found_difference(data: Comparison, label: str) -> Mapping[str, float | None] | None:
-    """Return a variant's mean difference from the baseline with the ends "low" and "high" of its interval; None if not
-    available.
+    """Return a variant's mean difference from the baseline, with the ends "low" and "high" of its interval; None if it
+    was not measured.
     """
     found = data["outcome"]["arms"][label].get("verdict", {}).get("found")
     if found is None or _is_lower_better(data):

@@ -129,9 +129,9 @@ def _rungs(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
         rows.append([label, *(f"{value} {ratio}".strip() for value, ratio in cells)])
     note = (
         "Components of a gain: FLOPs per step, FLOP rate of the machine, step time, and the time to the baseline's "
-        "final loss. In brackets: ratio to the baseline."
+        "final loss. Values in brackets are ratios to the baseline."
     )
-    return "From FLOPs to time to quality", note, head, rows
+    return "FLOPs, speed and time to quality", note, head, rows
 
 
 def _of(variants: Mapping[str, Any], label: str, value: Any) -> str:
@@ -173,8 +173,8 @@ def _used(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
         for label, variant in variants.items()
     ]
     note = (
-        'Means over seeds of the resources that each variant used. Seconds are in training steps. "With starts" also '
-        "includes compilation. Elapsed time is from start to end, with evaluations and saving."
+        'Means over seeds of the resources that each variant used. Seconds are the sum of step times. "With starts" '
+        "also includes compilation. Elapsed time is from start to end, with evaluations and saving."
     )
     return "Resources used", note, head, rows
 
@@ -238,7 +238,7 @@ def _planned(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
         ]
         for label, each in data.get("budgets", {}).items()
     ]
-    note = "From pilot runs of a few steps. Schedules decay until the end of each variant's own budget."
+    note = "Measured in pilot runs of a few steps. Schedules decay until the end of each variant's own budget."
     return "Budgets", note, ["variant", "steps", "step time", f"{_unit(data)} per step", "FLOPs per step"], rows
 
 

@@ -50,8 +50,8 @@ def sentence(selection: Mapping[str, Any]) -> str:
     """Return a sentence with the number of kept examples."""
     kept, total = (whole(number(selection.get(name))) for name in ("kept", "examples"))
     return (
-        f"{kept} of {total} training examples are kept. If there are scores, each kind shows the examples with the "
-        "highest and the lowest scores."
+        f"{kept} of {total} training examples are kept. If there are scores, both groups (kept and left out) show the "
+        "examples with the highest and the lowest scores."
     )
 
 
@@ -67,7 +67,7 @@ def kept_by_label(selection: Mapping[str, Any]) -> TextTable:
 
 
 def groups(selection: Mapping[str, Any]) -> list[tuple[str, list[ExampleCard]]]:
-    """Return the examples that the run's folder contains for display, grouped by selection."""
+    """Return the kept and the left-out examples that the run's folder contains for display, as separate groups."""
     shown = []
     for name, examples in mapping(selection.get("shown")).items():
         cards = [card(each, remarks=_scored(each)) for each in mappings(examples)]

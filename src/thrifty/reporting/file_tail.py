@@ -23,7 +23,7 @@ class FileTail:
         self._mid_line = self._overlong = False
         self._identity: tuple[int, int] | None = None
         self._mark = b""
-        """First bytes of the file. They detect a new file with the inode number of a removed file."""
+        """First bytes of the file, to detect a new file that has the inode number of a removed file."""
 
     @property
     def size(self) -> int:
@@ -57,7 +57,7 @@ class FileTail:
                     return lines
 
     def skip_to(self, offset: int) -> None:
-        """Skip to `offset`, and then to the end of the line that contains `offset`."""
+        """Skip to the end of the line that contains `offset`."""
         self.offset, self._mid_line = offset, offset > 0
 
     def _lines(self, content: bytes) -> list[bytes]:

@@ -15,7 +15,7 @@ from thrifty.reporting.run_state import KILLED
 class KeyFigures:
     """Key figures of a run. Memory is in bytes, time in seconds. A figure is None if the folder has no value yet.
 
-    Losses are in nats per token, or in the unit that `nats` returns.
+    Losses are in the unit that `nats` returns, by default nats per token.
     """
 
     status: str
@@ -29,7 +29,7 @@ class KeyFigures:
     unigram_entropy: float | None
     bytes_per_token: float | None
     tokens_per_second: float | None
-    """Median over steps. The same holds for flops_per_second."""
+    """Median over steps. `flops_per_second` is also a median."""
     flops_per_second: float | None
     peak_flops_per_second: float | None
     """Measured peak FLOP rate of matrix multiplication on this machine."""
@@ -38,7 +38,7 @@ class KeyFigures:
     """Memory of the process in bytes before the model was built (only on a CPU)."""
     predicted_memory: float | None
     noise_scale: float | None
-    """Latest gradient noise scale in examples. Much larger batches gain little."""
+    """Latest gradient noise scale in examples. Batches much larger than this scale gain little."""
     batch: float | None
     """Number of examples per step in the recipe."""
     measured: Mapping[str, float] = field(default_factory=dict)
@@ -66,7 +66,7 @@ class KeyFigures:
     def memory_error(self) -> float | None:
         """Relative error of the memory prediction. It is negative if the prediction is too low.
 
-        None on a CPU, where the prediction is the size of tensors, but the measurement is the growth of the process.
+        None on a CPU, because the prediction counts tensors, but the measurement is the growth of the process.
         """
         ratio = None if self.process_memory else _ratio(self.predicted_memory, self.peak_memory)
         return None if ratio is None else ratio - 1
@@ -81,7 +81,7 @@ class KeyFigures:
 
 
 def key_figures(record: RunRecord, curves: RunCurves | None = None) -> KeyFigures:
-    """Return the key figures of a run. If the records continue after the summary, the records take precedence."""
+    """Return the key figures of a run. If steps were recorded after the summary, the step records take precedence."""
     curves = curves or curves_of(record)
     summary, steps, evaluations = record.summary, curves.steps, curves.evaluations
     is_current = bool(summary) and record.last_step <= (number(summary.get("steps")) or 0)
@@ -120,7 +120,7 @@ def key_figures(record: RunRecord, curves: RunCurves | None = None) -> KeyFigure
 def verdict(key: KeyFigures) -> str:
     """Return a sentence that compares the held-out loss with the unigram entropy or the label entropy.
 
-    For a finished run, a second sentence states the used budget in seconds. For a killed run, it states how to resume.
+    A second sentence states the used budget in seconds of a finished run, or the command that resumes a killed run.
     """
     used = ""
     if key.status == "finished" and key.budget_seconds and key.seconds is not None:
@@ -167,7 +167,7 @@ def _verdict_on_labels(key: KeyFigures) -> str:
 
 
 def batch_advice(key: KeyFigures) -> str | None:
-    """Return a sentence with the batch size above which larger batches gain little; None if not measured."""
+    """Return a sentence with the batch size above which larger batches gain little; None if it was not measured."""
     if key.noise_scale is None:
         return None
     batch = f" (this batch: {key.batch:,.0f})" if key.batch else ""

@@ -19,7 +19,7 @@ PICTURES = ("loss", "memory")
 
 
 def run_html(record: RunRecord) -> str:
-    """Return HTML with a run's current verdict, loss, memory and key numbers."""
+    """Return HTML with a run's current verdict, loss, memory and key figures."""
     key = key_figures(record)
     charts = [figure for figure in figures(record, key) if figure.id in PICTURES]
     addresses = ["data:image/png;base64," + base64.b64encode(picture(figure)).decode() for figure in charts]

@@ -20,7 +20,7 @@ def prefix_for(value: float) -> tuple[float, str]:
 
 
 def significant(value: float | None, digits: int = 3) -> str:
-    """Return a value with significant digits. Values below 0.001 have an exponent."""
+    """Return a value with `digits` significant digits. Values below 0.001 have an exponent."""
     if value is None:
         return MISSING
     if value and abs(value) < 1e-3:

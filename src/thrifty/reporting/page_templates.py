@@ -12,11 +12,11 @@ POLICY = "default-src 'none'; img-src data:; style-src 'unsafe-inline'; base-uri
 
 
 def environment(*packages: str) -> jinja2.Environment:
-    """Return a template environment over the `assets` folders of `packages` and of this package. The first match is
-    used.
+    """Return a template environment over the `assets` folders of `packages` and of this package. If several folders
+    contain a template, the first of them is used.
 
-    The globals of the environment are required by `page.html`: both palettes, the style, and the policy of a page
-    without scripts.
+    `page.html` requires the globals of the environment: both palettes, the style, and the policy of a page without
+    scripts.
     """
     loader = jinja2.ChoiceLoader(
         [jinja2.PackageLoader(package, "assets") for package in (*packages, "thrifty.reporting")]

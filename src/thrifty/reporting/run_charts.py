@@ -75,7 +75,7 @@ class _Plot:
     look: ChartTheme = field(default_factory=ChartTheme)
     held_out: Curve = NO_CURVE
     trained: Curve = NO_CURVE
-    """Held-out losses of the weights in training. They exist only if averaged weights are evaluated."""
+    """Held-out losses of the trained weights; empty unless averaged weights are evaluated in addition."""
     references: Sequence[tuple[float, str]] = ()
     changes: Sequence[Mapping[str, Any]] = ()
     remark: str = ""
@@ -242,7 +242,9 @@ def _evaluations(chart: alt.Chart, series: str) -> alt.Chart:
 
 
 def _reference(chart: alt.Chart, below: bool) -> list[alt.Chart]:
-    """Return dashed lines across the chart. Their names are at the right end, above or below the line."""
+    """Return dashed reference lines across the chart. The names of the lines are at the right end, above or below each
+    line.
+    """
     lines = chart.encode(y="value:Q")
     rule = lines.mark_rule(style="reference", aria=False)
     end = lines.encode(x=alt.value("width"), text="label:N")

@@ -1,6 +1,6 @@
 """Curves of a run with one value per step. For charts and tables, they are thinned or smoothed without hiding spikes.
 
-A growing curve is extended without rereading. A hundred thousand steps take milliseconds.
+New records extend a curve without rereading the file. Processing a hundred thousand steps takes milliseconds.
 """
 
 from array import array
@@ -67,7 +67,7 @@ class StepColumns:
         self.columns[field] = array("d", [np.nan]) * len(self.steps)
 
     def curve(self, field: str) -> "Curve":
-        """Return a copy of all points of a field without gaps."""
+        """Return a copy of a field's points without gaps."""
         # copy, because an array with an exported buffer cannot grow
         steps, values = np.array(self.steps, np.int64), np.array(self.columns[field], np.float64)
         is_finite = np.isfinite(values)

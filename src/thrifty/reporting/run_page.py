@@ -105,7 +105,7 @@ def _charts_json(charts: Sequence[ChartFigure]) -> str:
 
 
 def scripts_policy() -> str:
-    """Return a content security policy that allows only the scripts of reports, for pages of any origin."""
+    """Return a content security policy that allows only the scripts of reports, for pages from any origin."""
     return _policy([vega_bundle(), script_of_reports()])
 
 

@@ -41,9 +41,11 @@ class RunRecord:
     damage: tuple[str, ...]
     """Sentences that describe unreadable files."""
     selection: Mapping[str, Any] = field(default_factory=dict)
-    """Selected examples of a pruned run, for `example_gallery.py`. They are not redacted, because images are text."""
+    """Selected examples of a pruned run, for `example_gallery.py`. They are not redacted, because redaction could
+    damage images that are stored as text.
+    """
     pictures: Mapping[str, Any] = field(default_factory=dict)
-    """Images of the model's predictions. They are also not redacted."""
+    """Images of the model's predictions. They are not redacted, for the same reason as `selection`."""
     state: RunState = field(default_factory=RunState)
 
     @property

@@ -30,7 +30,7 @@ class WriteReport:
     records: int
     folder: Path
     again: bool
-    """True if the call continued an earlier one."""
+    """True if the call continued an earlier call."""
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,10 @@ class _Position:
 def track(run: Path, kind: str, out: Path, *, follow: bool = False, online: bool = False) -> WriteReport:
     """Write new records of a run as a tracker's own files into `out`/`kind`.
 
-    With `follow`, the call continues with new records until no process trains the run. The position is stored next to
-    the files, so that another call continues there. Raises UsageError if the folder does not belong to a run, the
-    tracker's package is missing, or `out` has another run of this name. Raises IntegrityError if the stored position is
-    damaged.
+    With `follow`, the call continues with new records until no process trains the run. The position in the records is
+    stored next to the files, so that the next call continues at this position. Raises UsageError if the folder does not
+    belong to a run, the tracker's package is missing, or `out` has another run of this name. Raises IntegrityError if
+    the stored position is damaged.
     """
     record = read_run(run, records=())
     folder = out / kind

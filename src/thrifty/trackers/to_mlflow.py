@@ -1,4 +1,4 @@
-"""MLflow: a run of the experiment `thrifty` in the database FOLDER/mlflow.db. MLflow's file stores are deprecated."""
+"""MLflow: a run of the experiment `thrifty` in the database FOLDER/mlflow.db, since its file stores are deprecated."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -38,7 +38,7 @@ class _Store:
 
     @property
     def _files(self) -> str:
-        """Folder URI for files of runs. MLflow's default depends on the working folder."""
+        """URI of the folder for files of runs. It is set, because MLflow's default depends on the working folder."""
         return (self.folder / "files").as_uri()
 
     def log(self, step: int, values: Mapping[str, float], moment: float) -> None:

@@ -23,7 +23,7 @@ class _TrackioRun:
         self._run.log(dict(values), step=step)
 
     def note(self, step: int, text: str) -> None:
-        """Ignore the note, because a text in Trackio is an alert."""
+        """Ignore the note, because Trackio would send a text as an alert."""
 
     def finish(self, summary: Mapping[str, float]) -> None:
         self._run.finish()

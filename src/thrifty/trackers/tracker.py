@@ -15,7 +15,7 @@ KINDS = {
     "wandb": "wandb sync --sync-all, in {folder}",
     "trackio": "TRACKIO_DIR={folder} trackio show",
 }
-"""Command that displays each tracker's files. The key is the name of the package and of the extra that installs it."""
+"""Commands that display each tracker's files, keyed by the name of the tracker's package and of its extra."""
 
 
 class Tracker(Protocol):
@@ -46,14 +46,15 @@ class TrackedRun:
     recipe: str
     """Resolved recipe as TOML."""
     id: str = ""
-    """Id of the tracker's existing run to continue; empty for a new run."""
+    """Id of the run to continue in the tracker; empty for a new run."""
     step: int = -1
     """Last step whose values were logged before."""
 
 
 def open_tracker(kind: str, folder: Path, run: TrackedRun, online: bool = False) -> Tracker:
-    """Return a tracker that writes into `folder`. Nothing is uploaded unless `online` is True, which only Weights &
-    Biases supports. Raise UsageError for an unknown tracker, or if its package is missing."""
+    """Return a tracker that writes into `folder`. Nothing is uploaded unless `online` is True; only Weights & Biases
+    supports `online`. Raise UsageError for an unknown tracker, or if the tracker's package is missing.
+    """
     refuse_unknown("there is no tracker", kind, KINDS)
     if online and kind != "wandb":
         raise UsageError(f"{kind} writes files only: there is nothing to upload", fix="leave out --online")

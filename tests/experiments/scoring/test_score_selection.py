@@ -123,7 +123,7 @@ def test_scores_of_other_data_are_refused(looked_at: tuple[ExampleScores, RunDat
     other = ExampleScores(
         scores.scores, scores.runs, type(scores.facts)("el2n", scores.facts.fingerprint, recipe_batch)
     )
-    with pytest.raises(RefusedError, match="scores belong to 1,300 examples that differ from the") as error:
+    with pytest.raises(RefusedError, match="scores belong to 1,300 examples, but") as error:
         open_scored(other, str(tmp_path / "images"), lambda text: None)
     assert "digits" in error.value.fix
     assert open_scored(scores, "digits").train.example_index().fingerprint == scores.facts.fingerprint

@@ -249,7 +249,7 @@ def test_prototypes_with_embedding_model_and_with_own_runs(tmp_path: Path) -> No
 def test_prototypes_of_texts_require_a_number_of_clusters(tmp_path: Path) -> None:
     found = scored(text(tmp_path), tmp_path, "prototype", runs=1, clusters=4)
     assert found.scores.std() > 0 and found.labels is None
-    with pytest.raises(UsageError, match="number of prototypes"):
+    with pytest.raises(UsageError, match="number of clusters"):
         scored(text(tmp_path), tmp_path, "prototype", "other", runs=1)
 
 

@@ -28,7 +28,9 @@ from thrifty.training.run_setup import PreparedRun, prepare_run
 
 RUNS = 5
 NOT_SCORED_BY = ("name", "about", "seed", "evaluation", "checkpoints")
-"""Sections of a recipe that do not affect the scores of a run. The seed is part of each run's own cache key."""
+"""Sections of a recipe that do not affect the scores. The seed is excluded, because the cache key of each run has its
+own.
+"""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,8 @@ class ScoringSettings:
             raise UsageError(f"{self.count} runs {what} give equal scores, since nothing is trained", fix="--runs 1")
         if self.steps < 0 or (isinstance(self.steps, float) and self.steps > 1):
             raise UsageError(
-                f"steps is {self.steps}, out of range", fix="set steps, such as 100, or a fraction up to 1.0"
+                f"steps is '{self.steps}', but must be an integer from 0, or a fraction from 0.0 to 1.0",
+                fix="set steps, such as 100, or a fraction up to 1.0",
             )
         if self.by == "forgetting" and not self.steps:
             raise UsageError("the method forgetting requires at least 1 step, not 0", fix="--steps 0.2")
@@ -162,7 +165,7 @@ class _ScoringRuns:
         self.clusters = self.scoring.clusters or len(data.train.example_index().label_names)
         if self.scoring.by == "prototype" and not self.clusters:
             raise UsageError(
-                "the number of prototypes is unknown, because the examples have no labels", fix="--clusters 10"
+                "the number of clusters is unknown, because the examples have no labels", fix="--clusters 10"
             )
 
     def provenance(self, prepared: PreparedRun, total: int) -> ScoreProvenance:

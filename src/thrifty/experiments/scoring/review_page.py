@@ -30,14 +30,16 @@ OF_A_LABEL = 8
 
 
 def open_scored(scores: ExampleScores, source: str, say: Say = print_to_stderr) -> RunData:
-    """Open the data of `source` to which the scores belong. Raises RefusedError if the data differ."""
+    """Open the data `source`, and check that the scores belong to its examples. Raises RefusedError if the examples
+    differ.
+    """
     tables = {name: table for name, table in scores.facts.recipe.items() if name != "techniques"}
     recipe: Recipe = recipe_from_data(tables)
     _, data = open_examples(replace(recipe, data=replace(recipe.data, source=source)), say)
     there = data.train.example_index()
     if there.fingerprint != scores.facts.fingerprint:
         raise RefusedError(
-            f"the scores belong to {len(scores):,} examples that differ from the {there.count:,} of {source!r}",
+            f"the scores belong to {len(scores):,} examples, but {source!r} has {there.count:,} different ones",
             fix=f"review {recipe.data.source}, which was scored; or score this source: thrifty data score",
         )
     return data

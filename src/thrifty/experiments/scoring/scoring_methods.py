@@ -44,7 +44,9 @@ class ScoringContext:
 
     @torch.no_grad()
     def scores_of(self, score: Callable[[Prediction, Batch], Tensor]) -> Tensor:
-        """Return scores (n,) of the model's predictions. Store the predicted labels of a classifier in `guesses`."""
+        """Return the scores of the model's predictions for all n examples, (n,). Store the predicted labels of a
+        classifier in `guesses`.
+        """
         self.model.eval()
         scores, predicted = [], []
         for number, batch in enumerate(self.batches()):
@@ -67,7 +69,9 @@ def _predicted_labels(probabilities: Tensor, labels: Tensor) -> tuple[Tensor, Te
 
 
 def el2n(sight: ScoringContext) -> Tensor:
-    """Return the norm of softmax minus one-hot label (n,). For text, the norm covers all tokens of an example."""
+    """Return the norm of softmax minus one-hot label for each of n examples, (n,). For text, the norm covers all tokens
+    of an example.
+    """
 
     def score(prediction: Prediction, batch: Batch) -> Tensor:
         if "labels" in batch.fields:
@@ -89,7 +93,7 @@ def margin(sight: ScoringContext) -> Tensor:
 
 
 def is_correct(sight: ScoringContext) -> Tensor:
-    """Return a tensor (n,) that is 1 for correctly classified examples and 0 for all others."""
+    """Return a tensor (n,) over n examples: 1 for correctly classified examples, and 0 for all others."""
     return sight.scores_of(lambda prediction, batch: prediction.logits.argmax(-1) == batch["labels"])
 
 
@@ -111,7 +115,7 @@ class _ExampleLoss(nn.Module):
 
 
 def grand(sight: ScoringContext) -> Tensor:
-    """Return the norm (n,) of each example's loss gradient over all trainable parameters."""
+    """Return the norm of the loss gradient over all trainable parameters for each of n examples, (n,)."""
     example_loss = _ExampleLoss(sight.model.eval(), sight.objective)
     learning = {name: value for name, value in example_loss.named_parameters() if value.requires_grad}
     size = sum(value.numel() * value.element_size() for value in learning.values())
@@ -154,8 +158,8 @@ def _one_at_a_time(example_loss: _ExampleLoss, learning: list[nn.Parameter], bat
 
 
 def prototype(sight: ScoringContext) -> Tensor:
-    """Return the cosine distance (n,) of each example's embedding to its k-means center. The embedding is the input of
-    the model's head.
+    """Return, for each of n examples, the cosine distance (n,) of its embedding to its k-means center. The embedding is
+    the input of the model's head.
     """
     head, hidden_states = getattr(sight.model, "head", None), []
     if not isinstance(head, nn.Module):

@@ -28,7 +28,7 @@ from thrifty.training.run_setup import PreparedRun
 LOOKS = 10
 """Number of equally spaced steps at which "forgetting" scores all examples."""
 COMPUTE_STAGES = {Stage.PRECISION, Stage.COMPRESS, *HOW}
-"""Stages that are removed for per-example gradients. torch.func cannot batch most special implementations."""
+"""Stages whose techniques are removed for per-example gradients, because torch.func cannot batch most of them."""
 
 Say = Callable[[str], None]
 
@@ -36,7 +36,7 @@ Say = Callable[[str], None]
 def trained_and_scored(
     prepared: PreparedRun, by: str, steps: int, seed: int, clusters: int, say: Say
 ) -> tuple[Tensor, ScoringContext]:
-    """Train for `steps` steps. Return the scores (n,) from the trained model, and the scoring context."""
+    """Train for `steps` steps. Return the scores of the trained model for n examples, (n,), and the scoring context."""
     run, state = prepared.run, prepared.run.start()
     assert state.model is not None
     context = ScoringContext(state.model, run.eval_objective, _examples(prepared.data), run.device, seed, clusters, say)
@@ -54,7 +54,9 @@ def trained_and_scored(
 def scored_by(
     model: Path | None, recipe: Recipe, prepared: PreparedRun, by: str, clusters: int
 ) -> tuple[Tensor, ScoringContext]:
-    """Return the scores (n,) and the scoring context without training. `model` is a trained model's folder or None."""
+    """Return the scores of n examples, (n,), and the scoring context without training. `model` is the folder of a
+    trained model, or None for an untrained model.
+    """
     run = prepared.run
     embedder = load_embedding_model(model, recipe, prepared.data).to(run.device) if model else nn.Identity()
     context = ScoringContext(embedder, run.plain.objective, _examples(prepared.data), run.device, recipe.seed, clusters)
@@ -94,8 +96,8 @@ def _forgetting_scores(run: Run, state: TrainState, context: ScoringContext, ste
 
 
 def plain_model_and_objective(run: Run, state: TrainState) -> tuple[nn.Module, Objective]:
-    """Return the model of a run with its current weights, and its objective, without stages that only change the
-    computation.
+    """Return the model of a run with its current weights, and its objective. Techniques that only change how results
+    are computed are removed.
     """
     functional = [each for each in run.techniques if each.stage not in COMPUTE_STAGES]
     same_function = [

@@ -66,7 +66,7 @@ def adamw(lr: float) -> list[Technique]:
 def masked(
     sizes: AutoencoderSizes, data: str, batch: int, rate: float, seed: int, augment: AugmentationSettings | None = None
 ) -> BaseRun:
-    """Return a plain run that reconstructs the masked patches of an image set."""
+    """Return a run without added techniques that reconstructs the masked patches of an image set."""
     settings = DataSettings(source=data, batch=batch, augment=augment)
     images = open_images(settings, seed, None, lambda text: None, labelled=False)
     ends = images.ends
@@ -153,7 +153,8 @@ class EncoderPace:
     def gains(self, other: "EncoderPace", rounds: int) -> dict[str, float]:
         """Return the speedup relative to `other`, for the step and for the encoder.
 
-        Each speedup is the median time ratio over rounds. In each round, both run once. The first round is discarded.
+        Each speedup is the median time ratio over rounds. Each round times `self` and `other` once. The first round is
+        discarded.
         """
         medians = {}
         for part in ("step", "encoder"):

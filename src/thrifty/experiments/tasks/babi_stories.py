@@ -1,7 +1,8 @@
 """Generated short stories with a question and a one-word answer, about movements of people and objects.
 
-They replace bAbI (Weston et al. 2015, arXiv 1502.05698), but do not contain its sentences or files. A story depends
-only on the seed and its number. A hash of a story's text and question selects its split, so no story is in both splits.
+The stories replace bAbI (Weston et al. 2015, arXiv 1502.05698) without using sentences or files of bAbI. A story
+depends only on the seed and the story's number. A hash of a story's text and question selects training or held-out
+data, so that no story is in both.
 """
 
 import hashlib
@@ -150,11 +151,11 @@ class StoryExamples:
     """Stories as word indices. The sentences of a story come first, then its question."""
 
     inputs: np.ndarray
-    """Word indices (n, SENTENCES + 1, SENTENCE); 0 is padding. The question is the last row of a story."""
+    """Word indices of n stories (n, SENTENCES + 1, SENTENCE); 0 is padding. The last row of a story is its question."""
     labels: np.ndarray
-    """Word indices of the answers, (n,)."""
+    """Word indices of the answers to n stories, (n,)."""
     kinds: np.ndarray
-    """Indices into KINDS for the questions, (n,)."""
+    """Indices into KINDS for the questions of n stories, (n,)."""
 
     def __len__(self) -> int:
         return len(self.labels)
@@ -167,7 +168,7 @@ class StoryExamples:
 
 
 def make_stories(count: int, held_out: bool, seed: int = 0) -> StoryExamples:
-    """Return the first `count` held-out stories of a seed, or the first training stories."""
+    """Return the first `count` stories of a seed: held-out stories if `held_out`, otherwise training stories."""
     inputs = np.zeros((count, SENTENCES + 1, SENTENCE), np.uint8)
     labels, kinds = np.zeros(count, np.uint8), np.zeros(count, np.uint8)
     example = number = 0

@@ -1,7 +1,7 @@
 """Small models for studies of data selection: a task, a training run, and the number of steps at equal compute.
 
-The unit of compute is a plain step. A plain step costs 3 forward passes per example: one forward pass, and one backward
-pass that costs as much as two.
+The unit of compute is a plain step, which scores no examples. A plain step costs 3 forward passes per example: one
+forward pass, and one backward pass that costs as much as two.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -33,9 +33,9 @@ from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.techniques.schedules.cosine import CosineDecay
 
 TIMES = 3
-"""Ratio of scored examples to trained examples while the gate of sampling is open."""
+"""Ratio of scored examples to trained examples in steps with importance sampling."""
 ALONE = 96
-"""Number of examples for per-example gradients."""
+"""Number of examples for which per-example gradients are computed."""
 NEAR, SEARCHES = 0.05, 6
 """Relative tolerance of the compute budget, and maximum number of runs to reach it."""
 
@@ -87,7 +87,7 @@ def run_of(
 
 @dataclass(frozen=True)
 class FinishedRun:
-    """A model at the end of its run. `work` is the run's compute in plain steps."""
+    """A model at the end of its run. `work` is the run's compute in plain steps, which score no examples."""
 
     model: nn.Module
     steps: int
@@ -107,7 +107,9 @@ def finished(
 
 
 def at_equal_compute(run: Callable[[int], FinishedRun], full: int) -> FinishedRun:
-    """Return the run whose compute is closest to `full` plain steps. Searches for the number of steps."""
+    """Search for the number of steps whose compute is `full` plain steps; return the run that is closest to this
+    compute.
+    """
     least = full * 3 // (3 + TIMES)
     runs = [run(full)]
     low, high = (least, float(least)), (full, runs[0].work)
@@ -130,10 +132,10 @@ def scores_of(model: nn.Module, objective: Objective, batches: Iterator[Batch]) 
 
 
 def gains(model: nn.Module, task: SelectionTask) -> dict[str, float]:
-    """Return by how much score-proportional sampling reduces the second moment of the gradient: claimed and true
-    reduction.
+    """Return the factors by which score-proportional sampling reduces the second moment of the gradient: claimed and
+    true.
 
-    The claimed reduction is tau squared. Both reductions use the first training examples.
+    The claimed factor is tau squared (Katharopoulos & Fleuret 2018). Both factors use the first training examples.
     """
     batch = task.objective.examples(task.source.rows(0, 0, min(ALONE, task.source.batch)))
     for step in range(1, -(-ALONE // task.source.batch)):

@@ -48,8 +48,8 @@ def linear_layers(sizes: Sequence[int], seed: int, xavier: bool = False) -> list
 
 
 def perceptron(width: int, seed: int, xavier: bool = False) -> nn.Module:
-    """Return a perceptron with three hidden layers and He or Xavier initialization. It maps images (b, 8, 8) to logits
-    (b, 10).
+    """Return a perceptron with three hidden layers and He or Xavier initialization. It maps a batch of b images (b, 8,
+    8) to logits (b, 10).
     """
     layers = linear_layers((PIXELS, width, width, width, CLASSES), seed, xavier)
     return nn.Sequential(PixelStandardizer(), nn.Flatten(), *layers)
@@ -68,7 +68,7 @@ def accuracy(model: nn.Module) -> float:
 
 
 def with_wrong_labels(share: float, seed: int) -> tuple[FixedImages, Tensor]:
-    """Return the training images, a fraction `share` of which have wrong labels, and a mask of these images (n,)."""
+    """Return the n training images, of which a fraction `share` has wrong labels, and a mask (n,) of these images."""
     digits, generator = DigitImages("train"), torch.Generator().manual_seed(seed)
     wrong = torch.zeros(len(digits), dtype=torch.bool)
     wrong[torch.randperm(len(digits), generator=generator)[: round(share * len(digits))]] = True

@@ -82,12 +82,12 @@ def decayed_adamw(width: int) -> tuple[Technique, ...]:
 
 @dataclass(frozen=True)
 class TrainedLanguageModel:
-    """A model at the end of its run. Losses are in nats per byte, and infinite after divergence."""
+    """A model at the end of its run. Losses are in nats per byte, and are infinite after divergence."""
 
     model: nn.Module
     objective: Objective
     losses: Sequence[float]
-    """Loss of each step before the update of that step."""
+    """Loss of each step, computed before the update of the step."""
     tokens: int
     seconds: float
     """Duration in seconds of all training steps."""

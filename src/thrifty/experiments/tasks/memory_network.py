@@ -1,7 +1,7 @@
 """End-to-end memory network: attention over sentences in several hops, then a one-word answer.
 
 Paper: Sukhbaatar et al. 2015, End-To-End Memory Networks (arXiv 1503.08895), sections 2 and 4. The formulas are
-recalled or from secondary sources. They were not compared with the authors' code.
+recalled, or taken from secondary sources. They were not compared with the authors' code.
 
 Shapes: b batch, n sentences, w words of a sentence, d width, v vocabulary.
 """
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from thrifty.core.errors import UsageError
 
 AttentionWeights = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""Function that maps a state (b, d), memories (b, n, d) and a mask (b, n) to attention weights (b, n)."""
+"""Function that maps a state (b, d), n memories (b, n, d) and a mask (b, n) to attention weights (b, n)."""
 
 
 def softmax_weights(state: Tensor, memories: Tensor, there: Tensor) -> Tensor:
@@ -25,10 +25,10 @@ def softmax_weights(state: Tensor, memories: Tensor, there: Tensor) -> Tensor:
 
 
 def position_sums(words: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
-    """Return two position-weighted bag-of-words sums (…, v) of sentences (…, w), in which 0 is padding.
+    """Return two position-weighted bag-of-words sums (…, v) of sentences with w words (…, w), in which 0 is padding.
 
-    Words of a sentence are counted from 1. In the first sum, word j of J has weight 1 - j / J. In the second sum, it
-    has weight 1 - 2 j / J.
+    v is the vocabulary size. Words of a sentence are counted from 1. In the first sum, word j of J has weight 1 - j /
+    J. In the second sum, it has weight 1 - 2 j / J.
     """
     there = words != 0
     along = torch.arange(1, words.shape[-1] + 1, device=words.device) / there.sum(-1, keepdim=True).clamp(min=1)
@@ -47,7 +47,9 @@ def position_encoding(sentences: tuple[Tensor, Tensor], table: Tensor) -> Tensor
 
 
 def recency(there: Tensor, gaps: Tensor | None = None) -> Tensor:
-    """Return, for each unmasked sentence (b, n), the number of later sentences. `gaps` (b, n) adds random offsets."""
+    """Return, for each of n unmasked sentences (b, n), the number of later sentences. `gaps` (b, n) adds random
+    offsets.
+    """
     later = there.long() if gaps is None else there.long() + gaps * there
     return later.flip(-1).cumsum(-1).flip(-1) - later
 

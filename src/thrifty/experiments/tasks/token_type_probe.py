@@ -20,7 +20,9 @@ from thrifty.experiments.tasks.language_task import TEXT_BYTES
 
 KINDS = ("COMMENT", "STRING", "KEYWORD", "NAME")
 FILES, PLACES = 40, (800, 400)
-"""Number of training files, which equals the number of test files; letters of each kind in training and in test."""
+"""Number of training files, which is also the number of test files; number of letters per kind for training and for
+test.
+"""
 
 
 def token_types(path: Path) -> tuple[np.ndarray, np.ndarray]:
@@ -81,7 +83,7 @@ def probe_accuracy(model: nn.Module, length: int, seed: int) -> float:
 
 
 def middle_states(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Return the last block's output (n, d) at the middle of each of n texts, in double precision."""
+    """Return the last block's output of width d at the middle of each of n texts (n, d), in double precision."""
     seen: list[Tensor] = []
     middle = tokens.shape[1] // 2
     hook = model.blocks[-1].register_forward_hook(lambda _, inputs, states: seen.append(states[:, middle].double()))

@@ -26,8 +26,8 @@ def run_to_end(
 ) -> tuple[nn.Module, TrainState]:
     """Train a run to its end; return the model and the state.
 
-    With `may_diverge`, a run that the loop stops because of divergence returns its state at that step. `see` is called
-    with the record of each step.
+    With `may_diverge`, a run that ends early because of divergence returns its state at that step. `see` is called with
+    the record of each step.
     """
     state = run.start()
     try:
