@@ -1,4 +1,4 @@
-"""Studies of published claims, one file per study, with a function of the file's name that returns a Study.
+"""Studies of published claims, one file per study. A function with the file's name returns the Study.
 
 The docstring of the function states the command and the expected outcome. Every file in this folder is registered as a
 study.

@@ -3,10 +3,11 @@
 Papers    Ham et al. 2021, ELSA (ISCA); Ham et al. 2020, A3 (HPCA); Lu et al. 2021, Sanger (MICRO); Qu et al. 2022, DOTA
           (ASPLOS); Wang et al. 2021, SpAtten (HPCA); You et al. 2023, ViTCoD (HPCA); Beltagy et al. 2020, Longformer
           (arXiv 2004.05150); Zaheer et al. 2020, BigBird (2007.14062).
-Note      The papers filter trained models of 128 to 4096 tokens, some without further training. Here, models of 64
-          bytes and of 17 patches are trained with their filter. The first tenth uses plain attention if the paper does
-          so. Density is the fraction of visible pairs with a nonzero attention weight, over all blocks, heads and
-          held-out examples. Seconds do not measure a filter, because in software every filter computes all pairs.
+Note      The papers filter trained models of 128 to 4096 tokens, some without further training. Here, models with
+          inputs of 64 bytes or of 17 image patches are trained with their filter. The first tenth of training has no
+          filter if the paper does so. Density is the fraction of visible pairs with a nonzero attention weight, over
+          all blocks, heads and held-out examples. Seconds do not measure a filter, because in software every filter
+          computes all pairs.
 """
 
 from collections.abc import Mapping
@@ -62,8 +63,8 @@ SETTINGS: Mapping[str, Mapping[str, Mapping[str, Any]]] = {
 
 @torch.no_grad()
 def density_of(model: nn.Module, *inputs: Tensor) -> float:
-    """Return the fraction of visible pairs with a nonzero weight in one forward pass; 1 if no attention core was
-    replaced.
+    """Return the fraction of visible pairs with a nonzero weight in one forward pass; 1 if no attention was replaced by
+    a filter.
     """
     kept, visible = 0, 0
     sites = ATTENTION_SITES.get(model) or ()
@@ -139,7 +140,7 @@ def attention_filters(
     Command   thrifty study attention_filters
     Expect    On text, a window of 4 bytes loses almost nothing. Filters that compute scores lose less than block
               patterns without scores. On digits, ViTCoD's fixed masks improve the loss, and filters lose if a query
-              keeps only one or two patches. About 40 minutes on one core, a third of it for A3.
+              keeps only one or two patches. Duration: about 40 minutes on one core, a third of it for A3.
     """
     fixed = {"steps": steps, "depth": depth, "width": width, "batch": batch, "length": length}
     cases: dict[str, Mapping[str, Any]] = {}

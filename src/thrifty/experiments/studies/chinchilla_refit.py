@@ -4,8 +4,8 @@
 Paper     Hoffmann et al. 2022 (arXiv 2203.15556), approach 3; Besiroglu et al. 2024 (arXiv 2404.10102), who found the
           mistake.
 Note      Runs are synthetic, with losses of the re-fitted law. Each of 8 budgets has 30 model sizes, as in the paper,
-          with 2 to 300 tokens per parameter. On the paper's own runs, at 5.76e23 FLOPs, the mean recommended 64 tokens
-          per parameter, and the sum 17.9.
+          with 2 to 300 tokens per parameter. On the paper's own runs, at 5.76e23 FLOPs, the fit of the mean recommended
+          64 tokens per parameter, and the fit of the sum 17.9.
 """
 
 import math
@@ -48,7 +48,7 @@ def as_printed(law: ScalingLaw) -> ScalingLaw:
 
 
 def sizing(law: ScalingLaw) -> dict[str, float]:
-    """Return the constants of a law and the model size that it recommends."""
+    """Return the constants of a law, and the model size that the law recommends."""
     ratio = law.optimal(GOPHER).tokens_per_parameter
     return {**asdict(law), "size_exponent": float(law.size_exponent), "tokens_per_parameter": float(ratio)}
 
@@ -74,15 +74,15 @@ def measure(seed: int, reduction: Reduction, starts: Starts, noise: float, per_b
 def chinchilla_refit(
     seeds: int = 8, noise: float = 0.005, per_budget: int = 30, starts: tuple[Starts, ...] = ("coarse", "paper")
 ) -> Study:
-    """Fits of 240 runs with and without noise. The sum starts from 243 points, the mean from 243 and from the paper's
-    4500 points.
+    """Fits of 240 runs with and without noise. Fits of the sum start from 243 points. Fits of the mean start from 243
+    points and from the paper's 4500 points.
 
     Command   thrifty study chinchilla_refit
-    Expect    Without noise, the sum recovers the constants, and two thirds of its starts agree. Fits of the mean end at
-              a different point for every start. The best of these fits recommends several times too many or too few
-              tokens. With noise of half a percent, the sum is wrong by a factor of about 1.2. Rounding the published
-              constants from five digits to two changes the recommendation from 59 to 93 tokens per parameter. Three
-              minutes on two cores.
+    Expect    Without noise, fits of the sum recover the constants, and two thirds of their starting points agree. Fits
+              of the mean end at different points for different starting points. The best of these fits recommends
+              several times too many or too few tokens. With noise of half a percent, the recommendation of the sum is
+              wrong by a factor of about 1.2. Rounding the published constants from five digits to two changes the
+              recommendation from 59 to 93 tokens per parameter. Duration: three minutes on two cores.
     """
     cases = {
         f"{reduction}, {which} starts, {'noise' if amount else 'no noise'}": {

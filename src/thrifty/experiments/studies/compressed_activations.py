@@ -1,8 +1,9 @@
 """Compressed activations: 12 blocks trained with saved activations of 8, 4 or 2 bits instead of 32.
 
 Paper     Chen et al. 2021, ActNN (arXiv 2104.14129); Liu et al. 2022, GACT (arXiv 2206.11357).
-Note      Loss differences at this model size say little about large models. The papers report no loss increase at 4
-          bits on average, and some at 2. The study compares the loss after some hundred steps, and the saved memory.
+Note      Loss differences at this model size say little about large models. The papers report no increase of the loss
+          at an average of 4 bits, and some increase at 2 bits. The study compares the loss after some hundred steps,
+          and the saved memory.
 """
 
 from typing import Any
@@ -65,8 +66,9 @@ def compressed_activations(
     """A 12-block byte decoder with six storage formats of activations.
 
     Command   thrifty study compressed_activations
-    Expect    With 8 and 4 bits, the final loss is within 0.05 nats of the plain run for every grouping of ranges. With
-              2 bits, it is higher. Activations shrink to less than 1/3, 1/5 and 1/7. Ten minutes on two cores.
+    Expect    With 8 and 4 bits, the final loss is within 0.05 nats of the plain run for every grouping of quantization
+              ranges. With 2 bits, the loss is higher. Activations of 8, 4 and 2 bits take less than 1/3, 1/5 and 1/7 of
+              the memory. Duration: ten minutes on two cores.
     """
     fixed = {"depth": depth, "width": width, "length": length, "batch": batch, "steps": steps}
     variants: dict[str, dict[str, Any]] = {

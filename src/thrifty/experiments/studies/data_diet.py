@@ -5,9 +5,9 @@ Papers    Paul, Ganguli & Dziugaite 2021, Deep Learning on a Data Diet (arXiv 21
           2019 (1812.05159): forgetting. Sorscher et al. 2022 (2206.14486): prototypes.
 Note      Scores are averages over ten networks with different initializations, after one epoch. Prototype distances use
           the last hidden layer of one of these networks. The final network has its own initialization, and always
-          trains for the same number of steps. Scoring adds a fifth of the final compute, which is not counted. With
-          scores after five epochs, the hardest half was as good as a random half (one seed). The networks were then
-          confident of most examples.
+          trains for the same number of steps. The compute of scoring, a fifth of the final training, is not counted.
+          With scores after five epochs, the hardest half was as good as a random half (one seed), because the networks
+          were then confident of most examples.
 """
 
 from contextlib import closing
@@ -46,7 +46,7 @@ LOOK = 2
 
 
 def gradient_norms(model: nn.Module, data: FixedImages) -> Tensor:
-    """Return the GraNd scores of all examples (n,)."""
+    """Return the GraNd scores of all n examples (n,)."""
 
     def loss(parameters: Fields, example: Fields) -> Tensor:
         logits = functional_call(model, dict(parameters), (example["inputs"][None],))
@@ -59,7 +59,9 @@ def gradient_norms(model: nn.Module, data: FixedImages) -> Tensor:
 def scores_of_runs(
     seed: int, wrong: float, networks: int, scored_after: int, width: int, steps: int, batch: int
 ) -> dict[str, Tensor]:
-    """Return scores (r, n) of r networks for n examples, by kind. Prototypes and the input norm have one row."""
+    """Return scores (r, n) of r networks for n examples, keyed by the kind of score. Prototypes and the input norm have
+    one row.
+    """
     data, _ = with_wrong_labels(wrong, seed)
     everything, by_method = torch.arange(len(data)), {name: [] for name in ("EL2N", TRAINED, BEGUN, "forgetting")}
     for network in range(networks):
@@ -88,7 +90,7 @@ def scores_of_runs(
 
 
 def chosen(scores: Tensor, rule: str, share: float, offset: float) -> Tensor:
-    """Return the indices of the examples to keep, given scores (n,).
+    """Return the indices of the examples to keep, given the scores of n examples (n,).
 
     "hardest but some" skips the hardest fraction `offset` before it selects.
     """
@@ -113,8 +115,8 @@ def measure(
     steps: int,
     batch: int,
 ) -> dict[str, float]:
-    """Return the test accuracy after training on the kept examples; for `SCORES`, return the agreement between
-    scores.
+    """Return the test accuracy after training on the kept examples. For the variant `SCORES`, return the agreement
+    between scores.
     """
     data, flipped = with_wrong_labels(wrong, seed)
     if way == ALL:
@@ -135,8 +137,8 @@ def measure(
 
 
 def agreement(scores: dict[str, Tensor], flipped: Tensor) -> dict[str, float]:
-    """Return rank correlations of scores, and the precision of high EL2N scores in percent. As many examples are
-    selected as labels are wrong.
+    """Return rank correlations of scores, and the precision in percent of the highest EL2N scores as a detector of
+    wrong labels. As many examples are selected as there are wrong labels.
     """
     runs = scores["EL2N"]
     half, count = len(runs) // 2, int(flipped.sum())
@@ -166,8 +168,8 @@ def data_diet(
     Command   thrifty study data_diet
     Expect    The hardest half contains all wrong labels and is worse than a random half. The easiest half contains no
               wrong label and is also worse. Without the hardest 5 %, the next hardest half is better even than the
-              whole set, because it excludes the wrong labels. GraNd at initialization correlates with the input norm
-              and is no better than random. Two minutes on two cores.
+              whole set, because the skipped 5 % contain the wrong labels. GraNd at initialization correlates with the
+              input norm and is no better than random. Duration: two minutes on two cores.
     """
     settings = {
         "share": share, "offset": offset, "wrong": wrong, "networks": networks, "scored_after": scored_after,

@@ -2,7 +2,7 @@
 product is preconditioned, and no regularizer can imitate this.
 
 Paper     Arora, Cohen & Hazan 2018, On the Optimization of Deep Networks: Implicit Acceleration by Overparameterization
-          (arXiv 1802.06509): theorem 1, and the contrast of section 8 between l4 and l2.
+          (arXiv 1802.06509): theorem 1, and the comparison of l4 and l2 loss in section 8.
 """
 
 import math
@@ -28,8 +28,8 @@ def balanced_factors(end_to_end: Tensor, depth: int) -> list[Tensor]:
 
 
 def regression(seed: int, examples: int, features: int, condition: float) -> tuple[Tensor, Tensor]:
-    """Return inputs (n, d) and targets (n,) of n examples. Column scales fall from 1 to 1 / `condition`. Targets are
-    linear in the inputs, plus unit noise.
+    """Return inputs (n, d) and targets (n,) of n examples with d features. Column scales fall from 1 to 1 /
+    `condition`. Targets are linear in the inputs, plus unit noise.
     """
     generator = torch.Generator().manual_seed(seed)
     scales = torch.logspace(0, -math.log10(condition), features, dtype=torch.float64)
@@ -53,7 +53,7 @@ def measure(
 ) -> dict[str, float]:
     """Return the number of gradient descent steps on `depth` factors until the loss is within 0.1 % of the minimum.
 
-    All learning rates of the grid run in parallel along a leading dim. The best rate counts.
+    All learning rates of the grid run in parallel along a leading dim. The result is that of the best learning rate.
     """
     x, y = regression(seed, examples, features, condition)
     goal = lowest_loss(x, y, p) * 1.001
@@ -82,7 +82,7 @@ def depth_preconditioner(
 
     Command   thrifty study depth_preconditioner
     Expect    With l4, two and three factors require less than half of the steps of one factor. With l2, more factors
-              have no advantage. Under a minute on two cores.
+              have no advantage. Duration: under a minute on two cores.
     """
     fixed = {"examples": examples, "features": features, "condition": condition, "most_steps": most_steps}
     cases = {label: {**levels, **fixed} for label, levels in grid(p=(4, 2), depth=(1, 2, 3)).items()}

@@ -2,8 +2,8 @@
 sufficient.
 
 Paper     You et al. 2020 (arXiv 1909.11957); Chen et al. 2021, EarlyBERT (arXiv 2101.00063).
-Note      A byte model is trained from scratch. To compare tickets, only the smaller models are trained, from the dense
-          model's initialization, with equal steps. The cost of the search is reported separately. One additional case
+Note      A byte model is trained from scratch. Tickets are compared by training the smaller models from the dense
+          model's initialization with equal steps. The cost of the search is reported separately. One additional case
           combines search and training in one run.
 """
 
@@ -32,7 +32,7 @@ from thrifty.training.loop import train
 Kind = Literal["whole", "early", "late", "random", "in one run"]
 TICKETS: tuple[Kind, ...] = ("early", "late", "random")
 NEAR = 0.1
-"""Distance below which two masks agree."""
+"""Distance between two masks below which they count as equal."""
 
 
 def search(run: Run, seed: int) -> tuple[TrainState, list[tuple[int, float]]]:
@@ -97,8 +97,8 @@ def early_bird(
 
     Command   thrifty study early_bird
     Expect    The masks agree within the first quarter of the steps. In one seed, the early ticket, chosen after 23 % of
-              the steps, reached 1.540 nats. A random ticket of equal size reached 1.539, and the late ticket 1.522. The
-              early ticket was no better than the random ticket. Ten minutes on two cores.
+              the steps, reached 1.540 nats. A random ticket of equal size reached 1.539 nats, and the late ticket 1.522
+              nats. The early ticket was no better than the random ticket. Duration: ten minutes on two cores.
     """
     fixed = {"depth": depth, "width": width, "length": length, "batch": batch, "steps": steps}
     kinds: tuple[Kind, ...] = ("whole", *TICKETS, "in one run")

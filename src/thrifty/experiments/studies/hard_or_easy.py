@@ -47,7 +47,7 @@ def trained(data: FixedImages, classes: int, width: int, steps: int, until: int,
 def pool_and_scores(
     seed: int, data: str, images: int, networks: int, scored_after: int, width: int, steps: int, batch: int
 ) -> tuple[FixedImages, Tensor]:
-    """Return a random subset of the training images, and the EL2N scores of its examples (n,)."""
+    """Return a random subset of n training images, and the EL2N scores of these images (n,)."""
     whole = images_of(data, DataSplit.TRAIN)
     indices = torch.randperm(len(whole), generator=keyed_generator(f"hard or easy/{seed}"))[:images]
     pool, classes = FixedImages(whole.images[indices], whole.labels[indices]), int(whole.labels.max()) + 1
@@ -60,8 +60,8 @@ def pool_and_scores(
 
 
 def kept_of_each_class(keys: Tensor, labels: Tensor, share: float, offset: float) -> Tensor:
-    """Return the indices of the examples with the highest keys (n,), as an equal fraction `share` of each class. The
-    highest fraction `offset` of each class is skipped.
+    """Return the indices of the examples with the highest of n keys (n,), as an equal fraction `share` of each class.
+    The highest fraction `offset` of each class is skipped.
     """
     kept = []
     for label in labels.unique():
@@ -128,7 +128,7 @@ def hard_or_easy(
     Expect    With more images, the hardest half improves relative to the easiest half. With one seed, the paper's
               advice for few images failed: the easiest half was never better than a random half. On clothes, where the
               hardest images are ambiguous, a random half was better than both. There, skipping the hardest tenth
-              helped. Requires `thrifty data get fashion-mnist`. Six minutes on two cores.
+              helped. Requires `thrifty data get fashion-mnist`. Duration: six minutes on two cores.
     """
     sets = {"digits": digits, "fashion-mnist": clothes}
     fixed = {

@@ -3,11 +3,12 @@
 Papers    Katharopoulos & Fleuret 2018, Not All Samples Are Created Equal (arXiv 1803.00942). Paul, Ganguli & Dziugaite
           2021 (2107.07075): EL2N. The comparison follows Kaddour et al. 2023, No Train No Gain (2307.06440): equal
           compute, and a learning rate that decays until the end of each run.
-Note      Compute is counted in forward passes of an example: 1 for a forward pass, 3 with the backward pass. It
-          includes the scoring network before pruning, and scoring while the gate of sampling is open. The gate is
-          unpredictable, so additional uncounted runs find the number of steps that meets the budget. Pruning keeps half
-          of each class (`data_selection.prune`). If scores are gradient norms, sampling reduces the gradient's second
-          moment by tau squared. The true reduction uses each example's gradient at the end of the uniform run.
+Note      Compute is counted in forward passes of an example: 1 for a forward pass, 3 with the backward pass. The
+          compute includes the scoring network before pruning, and scoring in steps with importance sampling. Sampling
+          starts when its gate opens, that is, when the expected gain is large enough. The gate is unpredictable, so
+          additional uncounted runs find the number of steps that meets the budget. Pruning keeps half of each class
+          (`data_selection.prune`). If scores are gradient norms, sampling reduces the gradient's second moment by a
+          factor of tau squared. The true reduction uses each example's gradient at the end of the uniform run.
 """
 
 from contextlib import closing
@@ -37,11 +38,11 @@ from thrifty.training.evaluation import evaluate
 
 VARIANTS = ("uniform", "sampled", "hardest half", "easiest half")
 SCORED_AFTER, TESTED = 0.15, 497
-"""Training fraction of the network that scores for pruning, and number of held-out examples."""
+"""Fraction of the steps after which the scoring network for pruning stops; number of held-out examples."""
 
 
 def scores_before(task: SelectionTask, steps: int, lr: float, seed: int) -> Tensor:
-    """Return the scores (n,) of all examples from a separate network that was trained briefly."""
+    """Return the scores of all n examples (n,) from a separate network that was trained briefly."""
     own_seed = seed_of(f"importance sampling/{seed}")
     with closing(in_steps(run_of(task, task.source, [], steps, lr, own_seed), own_seed)) as states:
         model = next(model for step, model, _ in states if step == scored_after(steps))
@@ -106,10 +107,10 @@ def importance_sampling(
     The methods are uniform sampling, gradient-norm sampling with a gate, the hardest half, and the easiest half.
 
     Command   thrifty study importance_sampling
-    Expect    On digits, the gate opens. At the end, sampling would reduce the gradient's second moment by more than 2.
-              On text, the gate never opens, because all windows are about equally hard. At equal compute, no method is
-              better than uniform sampling on digits, because the cost of scoring is not recovered. Eight minutes on two
-              cores.
+    Expect    On digits, the gate opens. At the end, sampling would reduce the gradient's second moment by a factor of
+              more than 2. On text, the gate never opens, because all windows are about equally hard. At equal compute,
+              no method is better than uniform sampling on digits, because the cost of scoring is not recovered.
+              Duration: eight minutes on two cores.
     """
     fixed = {"full_steps": full_steps, "depth": depth, "width": width, "batch": batch}
     own = {"digits": {"lr": 2e-3}, "text": {"lr": 3e-3, "length": length, "windows": windows}}

@@ -15,7 +15,8 @@ from thrifty.planning import isoflop_analysis
 from thrifty.planning.scaling_law_fit import TrainedRun
 
 SIZES = ((2, 12), (2, 20), (2, 32), (3, 40), (3, 54))
-"""Depth and width of the models. They have 7 to 120 thousand parameters; each has about twice as many as the previous.
+"""Depth and width of the models. They have 7 to 120 thousand parameters; each model is about twice as large as the
+previous one.
 """
 EXPONENT = "exponent"
 
@@ -73,8 +74,8 @@ def isoflop(
     """Five sizes of a Llama-style byte model at four compute budgets.
 
     Command   thrifty study isoflop
-    Expect    The best size grows from each budget to the next, with an exponent of about 0.5. About twenty minutes on
-              two cores.
+    Expect    The best size grows from each budget to the next, with an exponent of about 0.5. Duration: about twenty
+              minutes on two cores.
     """
     cases = {
         _label(flops, depth, width): {

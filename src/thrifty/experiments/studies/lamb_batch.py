@@ -85,8 +85,8 @@ def lamb_batch(
 
     Command   thrifty study lamb_batch
     Expect    LAMB's advantage over AdamW grows with the batch, to about 0.2 nats at batch 256 (37 steps). Other small
-              studies suggest that AdamW is better at batch 16. Here, in one seed, LAMB had a loss lower by 0.04 at
-              batch 16 too. A quarter of an hour on two cores.
+              studies suggest that AdamW is better at batch 16. Here, in one seed, LAMB's loss was lower by 0.04 than
+              AdamW's at batch 16, too. Duration: a quarter of an hour on two cores.
     """
     fixed = {"sequences": sequences, "depth": depth, "width": width, "length": length}
 

@@ -2,7 +2,8 @@
 
 Paper     Zhang & He 2020, Accelerating Training of Transformer-Based Language Models with Progressive Layer Dropping
           (arXiv 2010.13369). Kaddour et al. 2023, No Train No Gain (arXiv 2307.06440), found no gain at equal budgets.
-Note      Compute is the expected number of computed blocks over all steps, so a run that drops blocks has more steps.
+Note      Compute is the expected number of computed blocks over all steps, so a run that drops blocks has more steps
+          than a run that does not.
 """
 
 from typing import Literal
@@ -60,7 +61,7 @@ def layer_drop(
     The learning rate is constant or decays.
 
     Command   thrifty study layer_drop
-    Expect    No gain of 0.01 nats in any of the four settings. Forty minutes on two cores.
+    Expect    No gain of 0.01 nats in any of the four settings. Duration: forty minutes on two cores.
     """
     fixed = {"depth": depth, "width": width, "length": length, "batch": batch, "lr": lr}
     levels = grid(dropping=(False, True), rate=tuple(RATES), full_steps=budgets)

@@ -80,7 +80,8 @@ def lion_rate(
 
     Command   thrifty study lion_rate
     Expect    Lion's best rate is 3 to 10 times lower than AdamW's. Neither best rate is at an end of its grid. At this
-              small batch, Lion's loss is higher by several tenths of a nat. A quarter of an hour on two cores.
+              small batch, Lion's loss is higher than AdamW's by several tenths of a nat. Duration: a quarter of an hour
+              on two cores.
     """
     fixed = {"depth": depth, "width": width, "length": length, "batch": batch, "steps": steps}
     return Study(

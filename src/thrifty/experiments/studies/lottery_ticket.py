@@ -2,7 +2,7 @@
 
 Paper     Frankle & Carbin 2019, The Lottery Ticket Hypothesis (arXiv 1803.03635).
 Note      The paper prunes 20 % per round, and this study 37 %. After nine rounds of 20 %, this wide network would have
-          a density of 13 %. Any mask of that density learns digits. The head loses half the fraction, as in the paper's
+          a density of 13 %, at which any mask learns the digits. The head loses half the fraction, as in the paper's
           fully connected networks. All rounds run in one process without run folders. `thrifty lottery` runs the same
           rounds with run folders.
 """
@@ -99,7 +99,8 @@ def lottery_ticket(
 
     Command   thrifty study lottery_ticket
     Expect    At a density of 10 % and less, the ticket has the lowest loss. Its mask with another initialization is
-              second, and a random mask is last. Here, the last two differ only at 2 %. Five minutes on two cores.
+              second, and a random mask is last. In this study, the last two differ only at a density of 2 %. Duration:
+              five minutes on two cores.
     """
     fixed = {"prune": prune, "width": width, "steps": steps, "batch": batch}
     cases = {DENSE: {"kind": "ticket", "rounds": 0, **fixed}}

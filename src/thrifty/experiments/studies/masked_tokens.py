@@ -5,12 +5,12 @@ Papers    Liao et al. 2022, Mask More and Mask Later (3ML, arXiv 2211.04898); De
 Note      Losses at different masking rates are not comparable, and an encoder that omits mask tokens has never read a
           mask token. The encoders are therefore compared, without their decoders, on two common tasks. The first task
           is a linear probe of the hidden state at a letter. The probe predicts comment, string, keyword or other name,
-          in files that it was not trained on (pre-training saw the files without labels). The second task is the
-          held-out loss at 15 % after the same short training at 15 %. This task is closer to the plain runs. All cases
-          have the same counted FLOPs in pre-training, including heads, decoders and optimizer. Texts are short: with
-          128 bytes, the plain run learned only byte frequencies in 300 steps (one seed). A second probe predicted the
-          source package of 32 bytes from the mean hidden state. It did not separate any encoder from an untrained
-          encoder.
+          in files that the probe was not trained on (pre-training saw these files without labels). The second task is
+          the held-out loss at a mask rate of 15 % after the same short training at this rate. This task is closer to
+          BERT's pre-training than to that of the other encoders. All cases have the same counted FLOPs in pre-training,
+          including heads, decoders and optimizer. Texts are short: with 128 bytes, BERT's run learned only byte
+          frequencies in 300 steps (one seed). A second probe predicted the source package of 32 bytes from the mean
+          hidden state. It did not separate any encoder from an untrained encoder.
 """
 
 from collections.abc import Iterable
@@ -79,7 +79,7 @@ def trained(run: Run, seed: int) -> tuple[nn.Module, float]:
 def measure(
     seed: int, way: str, steps: int, tuning: int, depth: int, width: int, length: int, batch: int, lr: float
 ) -> dict[str, float]:
-    """Evaluate one encoder. Its number of steps has the cost of `steps` BERT steps."""
+    """Pre-train one encoder with the FLOPs of `steps` BERT steps, and evaluate it."""
     sizes = {"lr": lr, "depth": depth, "width": width, "length": length, "batch": batch, "seed": seed}
     model, seconds, own_steps = encoder(depth, width, length, seed), 0.0, 0
     if way != UNTRAINED:
@@ -94,7 +94,9 @@ def measure(
 
 
 def tuned_loss(model: nn.Module, steps: int, length: int, batch: int, lr: float, seed: int) -> float:
-    """Train further at a mask rate of 15 % on other batches, and return the held-out loss in nats per masked byte."""
+    """Train further at a mask rate of 15 % in another order of the text; return the held-out loss in nats per masked
+    byte.
+    """
     source = PackedTokens(source_text()[0], length, batch, seed + 1000)
     run = compose(
         BaseRun(lambda: deepcopy(model), source, HIDDEN),
@@ -123,10 +125,10 @@ def masked_tokens(
     """Byte encoders pre-trained at a small and a larger equal FLOP budget: BERT, half masked, and half omitted.
 
     Command   thrifty study masked_tokens
-    Expect    One seed. At the FLOPs of 600 steps, the encoder that reads no mask tokens has 53 % probe accuracy and a
-              loss of 2.78 nats. BERT's encoder has 38 % and 3.22 nats, the level of byte frequencies. At 2,500 steps,
-              the encoder without mask tokens has 61 % and 2.03 nats, and BERT's 63 % and 1.88 nats. Twenty minutes on
-              two cores.
+    Expect    Results of one seed. At the FLOPs of 600 steps, the encoder that reads no mask tokens has 53 % probe
+              accuracy and a loss of 2.78 nats. BERT's encoder has 38 % and 3.22 nats, the level of byte frequencies. At
+              2,500 steps, the encoder without mask tokens has 61 % and 2.03 nats, and BERT's 63 % and 1.88 nats.
+              Duration: twenty minutes on two cores.
     """
     fixed = {"tuning": tuning, "depth": depth, "width": width, "length": length, "batch": batch, "lr": lr}
     little, more = steps

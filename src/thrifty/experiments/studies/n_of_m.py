@@ -3,9 +3,9 @@ steps.
 
 Papers    Zhou et al. 2021, SR-STE (arXiv 2102.04010); Hu et al. 2024, 2:4 pre-training (2404.01847); Chmiel et al.
           2022, unbiased estimates of gradients (2203.10991).
-Note      The smallest model of Hu et al. is thousands of times as large. At width 32, masks increase the loss. At width
-          64 and 200 steps, no variant differed from the dense model. The papers find that decay and final dense steps
-          help; the study tests both.
+Note      The smallest model of Hu et al. is thousands of times larger than the model of this study. At width 32, masks
+          increase the loss. At width 64 and 200 steps, no variant differed from the dense model. The papers find that
+          decay and final dense steps help; the study tests both.
 """
 
 from collections.abc import Mapping
@@ -35,7 +35,9 @@ def measure(
     dense_from: float = 1.0,
     mvue: bool = False,
 ) -> dict[str, float]:
-    """Return the losses of one variant, and the flip rates of its masks."""
+    """Return the losses of one variant, and the flip rates of its masks, that is, the fraction of entries that change
+    per step.
+    """
     masks = NOfM(n=n, decay=decay, transposable=transposable, dense_from=dense_from, mvue=mvue)
     chosen = [*([masks] if masked else []), *decayed_adamw(width)]
     trained = train_llama(chosen, steps=steps, seed=seed, depth=depth, width=width, length=length, batch=batch)
@@ -57,8 +59,8 @@ def n_of_m(
     Command   thrifty study n_of_m
     Expect    2:4 masks along rows increase the loss by some hundredths of a nat. Transposable masks increase it twice
               as much, and 1:4 masks three times. Decay reduces the flip rate; its effect on the loss depends on the
-              seed. Dense steps in the last sixth, with the rate near zero, raise the loss by 0.01 nats. Four minutes on
-              two cores.
+              seed. Dense steps in the last sixth, with the learning rate near zero, raise the loss by 0.01 nats.
+              Duration: four minutes on two cores.
     """
     fixed = {"depth": depth, "width": width, "length": length, "batch": batch, "steps": steps}
     weak = {"decay": 2e-4}

@@ -2,8 +2,8 @@
 
 Papers    Zhang et al. 2019, Fixup (arXiv 1901.09321); Bachlechner et al. 2020, ReZero (2003.04887); De & Smith 2020,
           SkipInit (2002.10444); Huang et al. 2020, T-Fixup (ICML); Touvron et al. 2021, LayerScale (2103.17239).
-Note      All variants start from Xavier initialization, like the post-norm Transformer, which required warm-up.
-          LayerScale keeps the norms; at this depth, little change is expected.
+Note      All variants start from the Xavier initialization of the original post-norm Transformer, which required
+          warm-up. LayerScale keeps the norms; at this depth, little change is expected.
 """
 
 import dataclasses
@@ -102,7 +102,7 @@ def norm_free(
     Command   thrifty study norm_free
     Expect    Post-norm models stay at the unigram entropy, with and without warm-up. Without norms and without a
               special initialization, training diverges. Pre-norm models and all norm-free initializations learn from
-              the first step; T-Fixup is fastest. A quarter of an hour on two cores.
+              the first step; T-Fixup is fastest. Duration: a quarter of an hour on two cores.
     """
     fixed = {"depth": depth, "width": width, "length": length, "batch": batch, "steps": steps}
     variants: dict[str, dict] = {

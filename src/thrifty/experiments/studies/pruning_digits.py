@@ -1,11 +1,11 @@
 """Pruning digits: the selection of weights matters more at lower densities.
 
 Papers    Lee et al. 2019, SNIP (arXiv 1810.02340); Wang et al. 2020, GraSP (2002.07376); Mocanu et al. 2018, SET
-          (1707.04780); Evci et al. 2020, RigL (1911.11134), also for these baselines.
-Note      The head is also masked, and collapses first. Pixels are standardized. With pixels in [0, 1] and a random mask
-          of 2 %, the network had not begun to learn after 1500 steps (one seed). Weights have He initialization; biases
-          are zero. GraSP starts from Xavier initialization, as in its paper. From He initialization, its mask at 10 %
-          did not train (two seeds).
+          (1707.04780); Evci et al. 2020, RigL (1911.11134), which also compares SNIP and SET.
+Note      The output layer is also masked, and is the first layer that collapses. Pixels are standardized. With pixels
+          in [0, 1] and a random mask of 2 %, the network had not begun to learn after 1500 steps (one seed). Weights
+          have He initialization; biases are zero. GraSP starts from Xavier initialization, as in its paper. From He
+          initialization, its mask at 10 % did not train (two seeds).
 """
 
 from thrifty.composition.compose import BaseRun, compose
@@ -78,8 +78,8 @@ def pruning_digits(
     Command   thrifty study pruning_digits
     Expect    At 10 %, all methods except GraSP are within two points of the dense network's 98 %. At 2 %, uniform
               random masks and initial magnitudes collapse. ERK is much better, and SET's random growth is better still.
-              RigL, SNIP and GraSP stay near 96 %. At 0.5 %, SNIP and GraSP are above 50 %, static masks below. Ten
-              minutes on two cores.
+              RigL, SNIP and GraSP stay near 96 %. At 0.5 %, SNIP and GraSP are above 50 %, static masks below.
+              Duration: ten minutes on two cores.
     """
     fixed = {"width": width, "steps": steps, "batch": batch, "every": every}
     cases = {DENSE: {"method": DENSE, "density": 1.0, **fixed}} | {

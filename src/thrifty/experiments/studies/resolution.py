@@ -2,8 +2,8 @@
 
 Papers    Wang et al. 2022, EfficientTrain (arXiv 2211.09703); Tan & Le 2021, EfficientNetV2 (arXiv 2104.00298), for the
           resizing.
-Note      All variants of a budget have equal steps and images, so small images save only time. Accuracy is on full
-          images. The ViT is much smaller than ImageNet models; with 64 patches, there is little to save.
+Note      All variants of a budget have equal steps and images, so small images save only time. Accuracy is measured on
+          full-size images. The ViT is much smaller than ImageNet models; with 64 patches, there is little to save.
 """
 
 from statistics import fmean
@@ -59,7 +59,7 @@ def resolution(
 
     Command   thrifty study resolution
     Expect    A start with small images saves a third of the time. At equal steps, it loses less accuracy than full
-              images with half the steps. Requires `thrifty data get cifar10`. Forty minutes on two cores.
+              images with half the steps. Requires `thrifty data get cifar10`. Duration: forty minutes on two cores.
     """
     fixed = {"data": data, "depth": depth, "width": width, "patch": patch, "batch": batch, "tested": tested}
     levels = grid(way=("full", "resolution", "low_frequency"), steps=budgets)

@@ -6,7 +6,7 @@ Note      The settings follow SViTE: AdamW, ERK densities, and mask updates unti
           replaces half of the connections. For DeiT-S, SViTE reports savings of 49 % of FLOPs and 4.4 % of time
           (abstract), because matrix products with masked weights are dense. The last rows are RigL with matrix products
           that skip zeros. FLOPs count masked matrices at their density, the dense weight gradient of steps that update
-          masks, and everything else.
+          masks, and all other operations.
 """
 
 from thrifty.composition.explain import count
@@ -97,9 +97,9 @@ def sparse_vit(
 
     Command   thrifty study sparse_vit
     Expect    At 20 %, no method loses two points. At 2 %, dynamic masks are better than static masks, and RigL is
-              better than SET, as published. (Here, the order was reversed: static 91.5, SET 90.1, RigL 88.7 % correct.)
-              Masked products save no time. Sparse products save some time, far less than FLOPs. For larger images:
-              `--set data=cifar10 --set patch=4`. Half an hour on two cores.
+              better than SET, as published. (In this study, the order was reversed: static 91.5, SET 90.1, RigL 88.7 %
+              correct.) Masked products save no time. Sparse products save some time, far less than FLOPs. For larger
+              images: `--set data=cifar10 --set patch=4`. Duration: half an hour on two cores.
     """
     fixed = {
         "every": every, "steps": steps, "data": data, "depth": depth, "width": width, "patch": patch, "batch": batch,

@@ -1,7 +1,7 @@
 """Progressive stacking at equal compute: a large gain in a short run, a small gain in a run five times as long.
 
-Paper     Gong et al. 2019, Efficient Training of BERT by Progressively Stacking (ICML). Schedule and caveat follow
-          Kaddour et al. 2023, No Train No Gain (arXiv 2307.06440).
+Paper     Gong et al. 2019, Efficient Training of BERT by Progressively Stacking (ICML). The schedule and the comparison
+          at equal compute follow Kaddour et al. 2023, No Train No Gain (arXiv 2307.06440).
 Note      Compute is the number of computed blocks over all steps, so a run with few blocks at first has more steps. The
           learning rate of each run decays until its own end. Embedding and head are not counted; at this size, they are
           a twentieth of the cost of a step.
@@ -60,7 +60,7 @@ def stacking(
     Command   thrifty study stacking
     Expect    Stacking lowers the loss at the short budget. At a budget five times as long, the gain is less than half.
               Copied blocks with zeroed output, and moments averaged over layers, change the loss less than stacking.
-              Forty minutes on two cores.
+              Duration: forty minutes on two cores.
     """
     fixed = {"depth": depth, "width": width, "length": length, "batch": batch, "lr": lr}
     cases = {label: {**case, **fixed} for label, case in grid(way=tuple(VARIANTS), full_steps=budgets).items()}

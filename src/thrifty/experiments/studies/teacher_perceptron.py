@@ -74,7 +74,8 @@ def teacher_perceptron(
     Command   thrifty study teacher_perceptron
     Expect    With 2 examples per dimension, the easiest quarter is best, and the hardest is worse than random. With 16
               and 32 examples, the order is reversed, and the hardest quarter is as good as all examples. With a probe
-              at 20° to the teacher, half of that advantage is lost. Less than a minute on two cores.
+              at 20° to the teacher, half of the hardest quarter's advantage is lost. Duration: less than a minute on
+              two cores.
     """
     fixed = {"share": share, "blur": blur, "width": width}
     cases = {

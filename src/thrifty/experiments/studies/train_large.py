@@ -69,7 +69,8 @@ def train_large(
     Command   thrifty study train_large
     Expect    The best width grows with the budget. If half of the weights are pruned, a wider model loses less. The
               paper claims that a wide model, pruned to the size of a narrow model, is better than the narrow model.
-              One-shot pruning at these sizes is not expected to confirm this. A quarter of an hour on two cores.
+              One-shot pruning at these sizes is not expected to confirm this. Duration: a quarter of an hour on two
+              cores.
     """
     cases = {}
     for flops in budgets:

@@ -1,9 +1,9 @@
-"""Weight averaging: at a constant rate, the mean of the latest weights is far better than the last weights. After rate
-decay, it is not better.
+"""Weight averaging: at a constant learning rate, the mean of the latest weights is far better than the last weights.
+After learning-rate decay, it is not better.
 
 Paper     Kaddour 2022, Stop Wasting My Time! (arXiv 2209.14981); Sanyal et al. 2023 (arXiv 2306.03241).
-Note      A case trains until one step of a run that is planned for `steps` steps. At that step, it evaluates the raw
-          weights and both means. Runs with equal schedule and seed are identical until that step.
+Note      Each case stops at one step of a run that is planned for `steps` steps. It then evaluates the raw weights and
+          both means. Runs with equal schedule and seed are identical until that step.
 """
 
 from typing import Literal
@@ -95,15 +95,15 @@ def weight_averaging(
     length: int = 64,
     batch: int = 16,
 ) -> Study:
-    """A 3-block byte model for 2400 steps at a constant and at a cosine rate, evaluated at five steps.
+    """A 3-block byte model trained for 2400 steps with a constant or a cosine learning rate, evaluated at five steps.
 
     The evaluated weights are the raw weights, the mean of the latest six copies (LAWA), and an exponential moving
     average (EMA).
 
     Command   thrifty study weight_averaging
-    Expect    Early, LAWA is worse, because its copies are outdated. At the constant rate, both means gain almost 0.1
-              nats from the middle of the run on. At the end, they gain about as much as decay. At the decayed rate, the
-              gain vanishes toward the end of the run. Twelve minutes on two cores.
+    Expect    Early, LAWA is worse, because its copies are outdated. With the constant learning rate, both means gain
+              almost 0.1 nats in the second half of the run. At the end, they gain about as much as learning-rate decay.
+              With the decayed rate, the gain vanishes toward the end of the run. Duration: twelve minutes on two cores.
     """
     fixed = {
         "steps": moments[-1], "lr": lr, "copies": copies, "every": every, "decay": decay, "depth": depth,

@@ -36,8 +36,8 @@ def unit_inputs(kind: Inputs, examples: int, generator: torch.Generator) -> Tens
 
 
 def forward(x: Tensor, weight: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-    """Return f(x) = output · relu(weight x) of n inputs (n,), and True for each active unit (n, m). `output` (m,)
-    contains ±1/sqrt(m).
+    """Return f(x) = output · relu(weight x) of n inputs (n,), and True for each active one of m units (n, m). `output`
+    (m,) contains ±1/sqrt(m).
     """
     before = x @ weight.mT
     on = before > 0
@@ -89,7 +89,7 @@ def width_lazy(
     Command   thrifty study width_lazy
     Expect    From width 16 to 4096, the number of steps falls to about a third. The relative movement of the weights
               falls about as 1/sqrt(width), from several times their norm to a fifth. Contradictory labels are never
-              fitted. About five minutes on two cores.
+              fitted. Duration: about five minutes on two cores.
     """
     fixed = {"inputs": inputs, "examples": examples, "rate": 10.0, "goal": 0.025, "most_steps": most_steps}
     cases = {label: {**levels, **fixed, "conflicts": 0} for label, levels in grid(width=widths).items()}
