@@ -68,7 +68,7 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "fused in Conv1D": (lambda: theirs("GPT2", n_embd=32, n_head=4, n_layer=2), "Conv1D"),
     "heads in turn": (lambda: theirs("GPTNeoX"), "cannot be separated"),
     "a norm over all heads": (lambda: theirs("Olmo2", num_key_value_heads=4), "an element for each unit"),
-    "a width of its own": (lambda: theirs("StableLm", num_key_value_heads=4), "depends on"),
+    "a width of its own": (lambda: theirs("StableLm", num_key_value_heads=4), "pruning cannot change"),
     "queries, keys and values in one": (lambda: theirs("Phi3", num_key_value_heads=4), "cannot be separated"),
 }
 

@@ -19,9 +19,9 @@ OF_TEXT = {
     "attention.tiled": "cores is plain and causal",
     "data_selection.drop_masked_patches": "is not a masked autoencoder",
     "data_selection.drop_masked_tokens": "is not an encoder of this package",
-    "growth.compound": "use it on plain text",
+    "growth.compound": "train on plain text",
     "large_batch.gradient_cache": "need no second forward pass",
-    "curriculum.sequence_length": "use it on plain text",
+    "curriculum.sequence_length": "train on plain text",
 }
 """Techniques that are refused on images, with the message."""
 OVER_RANKS = {"parallelism.shard"}

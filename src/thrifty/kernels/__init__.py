@@ -1,1 +1,1 @@
-"""Pure functions on tensors. Tests contain plain reference implementations of the fast functions."""
+"""Pure functions on tensors. Tests contain simple reference implementations of the fast functions."""

@@ -1,4 +1,4 @@
-"""Dtypes of a custom operation's inputs under autocast: cast, or unchanged."""
+"""Input dtypes of custom operations under autocast: cast to the autocast dtype, or unchanged."""
 
 from collections.abc import Callable
 from functools import wraps
@@ -14,7 +14,8 @@ T = TypeVar("T")
 def without_autocast(operation: Callable[P, T]) -> Callable[P, T]:
     """Decorate an operation to run without autocast, in the dtypes of its tensors.
 
-    Under autocast to float16, torch refuses to concatenate bfloat16 tensors. The first tensor's device is used.
+    This is necessary because torch refuses to concatenate bfloat16 tensors under autocast to float16. Autocast is
+    disabled for the device of the first argument.
     """
 
     @wraps(operation)
@@ -26,7 +27,9 @@ def without_autocast(operation: Callable[P, T]) -> Callable[P, T]:
 
 
 def cast_for_autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Return tensors in the autocast dtype of matmuls, as torch's own attention does."""
+    """Return the tensors cast to the autocast dtype, or unchanged if autocast is off. torch's own attention casts in
+    the same way.
+    """
     device = "cpu" if tensors[0].is_meta else tensors[0].device.type
     if not torch.is_autocast_enabled(device):
         return tensors

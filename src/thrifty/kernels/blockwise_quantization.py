@@ -2,11 +2,11 @@
 
 Dettmers et al. 2022, 8-bit Optimizers via Block-wise Quantization (arXiv 2110.02861). A code represents a value in [-1,
 1], or [0, 1] for non-negative elements, relative to the block's largest magnitude. Code values are dense near 1 and
-reach down to 10^-7 in decades ("dynamic tree"), because moments of gradients have such a range.
+reach down to 10^-7 in decades ("dynamic tree"), because gradient moments span many decades.
 
 There are three differences from the paper. Code 0 represents zero, so multiplying codes by a mask masks the values.
-Only an exact zero gets code 0, because updates divide by the root of the second moment: it must not become zero before
-the first moment. The scale has the sign of the block's element of largest magnitude, so this element is always
+Only an exact zero gets code 0, because updates divide by the root of the second moment, which must not become zero
+before the first moment. The scale has the sign of the block's element of largest magnitude, so this element is always
 represented by 1. The code book contains no -1; without the sign, a negative element of largest magnitude would shrink
 at each quantization.
 """
@@ -22,7 +22,7 @@ BLOCK = 256
 _TOP = 2.0**15
 """Magnitude to which a block's largest element is scaled before lookup by float16 bits.
 
-From there, float16 reaches 12 decades down, and overflows only at twice this magnitude.
+Below this magnitude float16 covers 12 decades; it overflows only at twice this magnitude.
 """
 _LEAST = 2.0**-110
 """Minimum scale, so that `_TOP / scale` is finite."""
@@ -36,17 +36,17 @@ class CodeBook:
     values: Tensor
     """Value of each code, (256,) in float32."""
     places: Tensor
-    """Position between two codes of each float16 number, indexed by its bits: (65536,) in int16. The unit is 1/256 of a
-    code, plus one half code, modulo 2^16. The nearest code is `places >> 8`.
+    """Position of each float16 number between two codes, indexed by the bits of the number, (65536,) in int16. The unit
+    is 1/256 of the distance between codes. Positions include an offset of half a code, and are modulo 2^16. The nearest
+    code is `places >> 8`.
     """
 
 
 def dynamic_values(signed: bool) -> Tensor:
-    """Return the paper's 256 values in ascending order, in float64: 0, 1 and seven decades that start at 10^-6 …
-    10^-5.
+    """Return the paper's 256 values in ascending order, in float64: 0, 1 and seven decades from 10^-7 to 1.
 
     Each decade has twice as many values as the previous one. The values are midpoints of equal parts of [0.1, 1], times
-    the decade's upper end. With `signed`, half as many values and their negatives.
+    the decade's upper end. With `signed`, each decade has half as many positive values, and their negatives.
     """
     values = [0.0, 1.0]
     for decade in range(7):
@@ -72,7 +72,7 @@ def code_book(signed: bool, device: torch.device | str = "cpu") -> CodeBook:
 def block_count(columns: int) -> int:
     """Return the number of blocks in a row of `columns` elements.
 
-    Blocks have equal sizes if that needs at most twice the minimum number of blocks. Otherwise the last block is
+    Blocks have equal sizes if equal sizes need at most twice the minimum number of blocks. Otherwise the last block is
     shorter.
     """
     least = max(-(-columns // BLOCK), 1)
@@ -85,7 +85,7 @@ def quantize(
     """Return codes (r, …) in uint8 and scales (r, blocks) for float32 `numbers` (r, …).
 
     Each row has its own blocks, by default `block_count` blocks. Without a seed, an element gets the nearest code, up
-    to 1/512 of the distance between codes and the 11 bits of float16. With the step's seed, the element is rounded
+    to float16 rounding and 1/512 of the distance between codes. With the step's seed, the element is rounded
     stochastically to one of the two neighboring codes, without bias.
     """
     rows = numbers.flatten(1)

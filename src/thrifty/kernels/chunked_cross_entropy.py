@@ -6,8 +6,8 @@ logits exist.
 
 The gradients of a chunk are linear in the weight of each token's loss. A trainer knows these weights before the
 backward pass, up to one common factor. The forward pass therefore computes both gradients for the expected weights, and
-the backward pass only multiplies them by the factor. If another upstream gradient arrives (a z-loss on `lse`, new
-weights), the chunks are recomputed. The result is correct in both cases.
+the backward pass only multiplies them by the factor. If the upstream gradient is no multiple of the expected weights
+(for example with a z-loss on `lse`), the chunks are recomputed. The result is correct in both cases.
 """
 
 from collections.abc import Callable
@@ -20,7 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from thrifty.core.errors import UsageError
 
 IGNORED = -100
-"""Target of an ignored token. Its loss and lse are 0, and it has no gradient."""
+"""Target of an ignored token. The loss, log-sum-exp and gradient of an ignored token are 0."""
 
 Step = Callable[..., tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]]
 
@@ -36,8 +36,8 @@ def chunk_step(
     want_weight: bool,
     want_bias: bool,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Return losses and log-sum-exps (lse) (c,) of one chunk, and the requested gradients of hidden (c, d), weight (v,
-    d) and bias (v,).
+    """Return losses and log-sum-exps (lse) (c,) of a chunk of c tokens, and the requested gradients of hidden (c, d),
+    weight (v, d) and bias (v,).
 
     The gradient of the logits is soft · softmax - hard · one-hot. `soft` and `hard` (c,) are zero for ignored targets.
     The function is pure, so torch.compile can fuse its elementwise operations into few passes over the logits.
@@ -67,7 +67,7 @@ def chunk_gradients(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """Return the gradients of hidden, weight and bias from logits (c, v) of the whole vocabulary or a part of it.
 
-    `targets` are counted from the first token of that part.
+    `targets` are token indices counted from the first token of this part.
     """
     gradient = (logits - lse[:, None]).exp() * soft[:, None]
     is_target = torch.arange(weight.shape[0], device=weight.device) == targets[:, None]
@@ -93,9 +93,9 @@ def linear_cross_entropy(
     int64.
 
     `expected` (n,) are the weights by which the caller will multiply the losses, up to one common factor. Without
-    `expected`, or if another gradient arrives, the backward pass recomputes the logits of each chunk. `step` is
-    `chunk_step` or a compiled version of it. Matmuls run in the dtype that `F.linear` would use, softmax in float32.
-    Targets of -100 are ignored. Second derivatives raise UsageError.
+    `expected`, or if the upstream gradient is no multiple of `expected`, the backward pass recomputes the logits of
+    each chunk. `step` is `chunk_step` or a compiled version of it. Matmuls run in the dtype that `F.linear` would use,
+    softmax in float32. Targets of -100 are ignored. Second derivatives raise UsageError.
     """
     device = "cpu" if hidden.is_meta else hidden.device.type
     if torch.is_autocast_enabled(device):
@@ -121,9 +121,8 @@ def gradient_norm_scores(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None, chunk: int = 512
 ) -> Tensor:
     """Return ||softmax - one-hot||² (n,) in float32: the squared norm of each token's gradient at the logits. Ignored
-    tokens have 0.
-
-    The square root is the importance of Katharopoulos & Fleuret 2018 (arXiv 1803.00942) and EL2N of Paul et al. 2021.
+    tokens have 0. The square root of the score is the importance of Katharopoulos & Fleuret 2018 (arXiv 1803.00942),
+    and EL2N of Paul et al. 2021.
     """
     weight, bias = weight.to(hidden.dtype), bias if bias is None else bias.to(hidden.dtype)
     scores = []
@@ -214,7 +213,7 @@ def head_filled_up(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor 
 
 
 def _even_chunk(tokens: int, chunk: int) -> int:
-    """Return a chunk size that is a multiple of 16 rows, so that all chunks are nearly equal.
+    """Return the common size of all chunks, a multiple of 16 rows.
 
     A compiler then sees one shape, and the last chunk has little padding.
     """
@@ -230,7 +229,8 @@ def _pad(rows: Tensor, size: int, fill: int) -> Tensor:
 
 
 def _relative(expected: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the expected weights scaled to about 1, so that float16 gradients do not vanish. Ignored tokens have 0.
+    """Return the expected weights scaled to about 1, so that float16 gradients do not vanish. Ignored tokens have
+    weight 0.
 
     The divisor is a power of two, so neither division nor multiplication rounds.
     """
@@ -240,7 +240,9 @@ def _relative(expected: Tensor, targets: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _common_factor(arrived: Tensor, relative: Tensor, targets: Tensor) -> Tensor | None:
-    """Return the scalar c with arrived = c · relative for all tokens, to a relative error of 1e-6, or None."""
+    """Return the scalar c with arrived = c · relative for all tokens, up to a relative error of 1e-6; None if no c
+    fits.
+    """
     arrived = torch.where(targets != IGNORED, arrived, 0.0)
     factor = (arrived.double() @ relative.double()) / relative.double().square().sum().clamp(min=1e-300)
     if arrived.is_meta or isinstance(arrived, FakeTensor):  # no values to compare

@@ -1,15 +1,15 @@
-"""Contrastive loss of pairs (InfoNCE in both directions) in tiles, also over ranks. The full matrix of logits is never
-stored.
+"""Contrastive loss of pairs (InfoNCE in both directions), computed in tiles, also across the ranks of a process group.
+The full matrix of logits is never stored.
 
 Papers: van den Oord et al. 2018 (arXiv 1807.03748); Radford et al. 2021, CLIP (arXiv 2103.00020), figure 3. The logits
-of N pairs form a matrix (N, N) of inner products, with a softmax of each row over captions and of each column over
-images. Only one tile of the matrix exists at a time. The log-sum-exps of rows and columns accumulate from tile to tile.
-The backward pass recomputes the tiles.
+of N pairs form a matrix (N, N) of inner products. One softmax runs along each row (over captions), one along each
+column (over images). Only one tile of the matrix exists at a time. The log-sum-exps of rows and columns accumulate from
+tile to tile. The backward pass recomputes the tiles.
 
-In a group of ranks each rank has n of the N pairs, and computes the n rows of its own images. It receives the captions
-of all ranks, N · e elements. Column log-sum-exps combine the partial results of all ranks. Gradients of other ranks'
-captions are sent back to these ranks. If each rank weights its own losses and gradients are summed, the gradients are
-those of the sum of all ranks' losses.
+In a group of ranks each rank has n of the N pairs, and computes the n rows of its own images. Each rank receives the
+captions of all ranks, N · e elements for vectors of width e. Column log-sum-exps combine the partial results of all
+ranks. Gradients of other ranks' captions are sent back to these ranks. If each rank weights its own losses and the
+ranks sum their gradients, the result is the gradient of the sum of all weighted losses.
 """
 
 import torch
@@ -26,12 +26,12 @@ TILE = 1024
 def contrastive_losses(
     images: Tensor, captions: Tensor, group: dist.ProcessGroup | None = None, tile: int = TILE
 ) -> Tensor:
-    """Return one loss per pair (n,), for image vectors (n, e), already multiplied by the logit scale, and caption
-    vectors (n, e).
+    """Return one loss per pair (n,), for caption vectors (n, e), and image vectors (n, e) that are already multiplied
+    by the logit scale.
 
-    The loss is half the cross-entropy of the caption among all captions, plus half that of the image among all images.
-    With a `group`, pairs of all ranks are compared. Each rank must have the same number of pairs, and all ranks must
-    call this function. Computed in float32 or wider. Second derivatives raise UsageError.
+    The loss is the mean of two cross-entropies: the caption among all captions, and the image among all images. With a
+    `group`, pairs of all ranks are compared. Each rank must have the same number of pairs, and all ranks must call this
+    function. Losses are computed in float32 or wider. Second derivatives raise UsageError.
     """
     device = "cpu" if images.is_meta else images.device.type
     with torch.autocast(device, enabled=False):
@@ -40,16 +40,17 @@ def contrastive_losses(
 
 
 def contrastive_losses_reference(images: Tensor, captions: Tensor) -> Tensor:
-    """Return the same losses (n,) from the whole matrix (n, n) at once, on one rank."""
+    """Return the losses (n,) of `contrastive_losses` on one rank, from the whole matrix (n, n) at once."""
     logits = images @ captions.T
     return (logits.logsumexp(0) + logits.logsumexp(1)) / 2 - logits.diagonal()
 
 
 @torch.no_grad()
 def places_of_own(queries: Tensor, keys: Tensor, query_ids: Tensor, key_ids: Tensor, tile: int = TILE) -> Tensor:
-    """Return the rank (q,), counted from 0, of each query's best matching key. Keys (k, e) are sorted by their inner
-    product with the query (q, e). A query matches a key if their ids (q,) and (k,) are equal; each query must have a
-    match. Among equal products, keys that do not match come first, so identical vectors have no advantage.
+    """Return the position (q,), counted from 0, of each query's best matching key. Keys (k, e) are sorted by their
+    inner product with the query (q, e), largest first. A query matches a key if their ids (q,) and (k,) are equal; each
+    query must have a match. Among equal products, keys that do not match come first, so identical vectors have no
+    advantage.
     """
     places = []
     for rows, own in zip(queries.split(tile), query_ids.split(tile), strict=True):

@@ -24,7 +24,7 @@ OPTIONS = ("-std=c++17", "-O3", "-march=native", "-w", "-shared", "-fPIC")
 WIDE = "-mprefer-vector-width=512"
 """Compiler option that not every compiler supports. Without it, each vector operation is split in two halves."""
 PARTS = 4
-"""Number of parts per thread. Many parts keep one slow thread from delaying all."""
+"""Number of parts per thread. With many parts, a slow thread delays the other threads less."""
 _building = Lock()
 
 
@@ -39,7 +39,7 @@ class NativeLibrary:
 
     def run(self, name: str, arguments: Sequence[Tensor | int | None], count: int, fewest: int = 1) -> None:
         """Run a function over the range [0, count), split into parts of at least `fewest` for several threads. The
-        function receives the arguments, the first index of its part, and the index after its last. Tensors must be
+        function receives the arguments, the first index of its part, and the index after the last. Tensors must be
         contiguous.
         """
         function = getattr(self._loaded, name)

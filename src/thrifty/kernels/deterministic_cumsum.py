@@ -3,15 +3,14 @@
 from torch import Tensor
 
 _PARTS = 2.0**36
-"""Fixed-point units per 1.0. They are as fine as float32 near 2^-13, and leave room for sums up to 2^27."""
+"""Fixed-point units per 1.0. A unit is as fine as float32 near 2^-13, and int64 holds sums below 2^27."""
 
 
 def running_sums(numbers: Tensor, dim: int) -> Tensor:
-    """Return the cumulative sum along `dim` of finite elements (…) with sums below 2^27, such as probabilities. No
-    gradient.
+    """Return the cumulative sum along `dim` of finite elements (…) with sums below 2^27, such as probabilities.
 
     A GPU sums floats in no fixed order, but sums integers exactly. On a GPU, elements are therefore rounded to
-    multiples of 2^-36.
+    multiples of 2^-36, and the result has no gradient.
     """
     if not numbers.is_cuda:
         return numbers.cumsum(dim)

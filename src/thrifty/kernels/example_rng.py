@@ -1,7 +1,8 @@
 """Random numbers per example: a pure function of (seed, example index), independent of earlier random numbers.
 
-Each example has a 64-bit key. Its random numbers are those of the generator SplitMix64 (Steele et al. 2014, Fast
-Splittable Pseudorandom Number Generators) seeded with the key. Each can be computed without the earlier ones.
+Each example has a 64-bit key. The generator SplitMix64 (Steele et al. 2014, Fast Splittable Pseudorandom Number
+Generators), seeded with the key, produces the example's random numbers. Any of them can be computed without the earlier
+numbers.
 """
 
 import hashlib
@@ -20,7 +21,7 @@ def example_keys(seed: int, numbers: np.ndarray) -> np.ndarray:
 
 
 def random_integers(keys: np.ndarray, count: int, skip: int = 0) -> np.ndarray:
-    """Return the random numbers `skip` … `skip` + `count` - 1 of each key (b,), as (b, count) in uint64."""
+    """Return the random integers with indices `skip` … `skip` + `count` - 1 of each key (b,): (b, count) in uint64."""
     steps = np.arange(skip + 1, skip + count + 1, dtype=np.uint64) * _STRIDE
     return mix_bits(keys.view(np.uint64)[:, None] + steps)
 

@@ -1,8 +1,8 @@
-"""Random numbers per example in torch, on the batch's device. They equal those of `kernels/example_rng.py` bit for
-bit.
+"""Random numbers per example in torch, on the batch's device. They are bit-identical to the random numbers of
+`kernels/example_rng.py`.
 
-The generator is SplitMix64 (Steele et al. 2014). torch has no unsigned arithmetic, so numbers are stored as int64. Sums
-and products have the same bits; only shifts and comparisons differ.
+The generator is SplitMix64 (Steele et al. 2014). torch has no unsigned arithmetic, so numbers are stored as int64.
+Signed and unsigned integers have the same bits in sums and products; only shifts and comparisons differ.
 """
 
 import torch
@@ -21,7 +21,7 @@ def random_integers_torch(keys: Tensor, count: int) -> Tensor:
 
 def random_subset_torch(scores: Tensor, count: int) -> Tensor:
     """Return the positions (b, count), ascending, of the `count` smallest scores in each row of (b, n). Scores are
-    compared as unsigned.
+    compared as unsigned integers.
     """
     places = (scores ^ _LOWEST).topk(count, dim=1, largest=False).indices
     return places.sort(dim=1).values

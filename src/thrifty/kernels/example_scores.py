@@ -86,7 +86,8 @@ class ForgettingCounter:
     def scores(self) -> Tensor:
         """Return the number of times each example was forgotten (n,), in float32.
 
-        An example that was never classified right counts as forgotten at every check. That exceeds all other counts.
+        An example that was never classified right counts as forgotten at every check. If all examples are checked
+        equally often, this score exceeds the scores of all other examples.
         """
         return torch.where(self.ever, self.times, self.checks).float()
 
@@ -94,8 +95,8 @@ class ForgettingCounter:
 def prototype_distance(embeddings: Tensor, k: int, seed: int, attempts: int = 4) -> Tensor:
     """Return the cosine distance (n,), from 0 to 2, of each embedding (n, d) to the center of its cluster.
 
-    k-means finds `k` clusters among unit embeddings. The best of `attempts` is used, reproducible by `seed`. Raises
-    UsageError without scikit-learn, or if there are fewer examples than clusters.
+    k-means finds `k` clusters among normalized embeddings, and the best of `attempts` runs is used. The same `seed`
+    gives the same clusters. Raises UsageError without scikit-learn, or if there are fewer examples than clusters.
     """
     try:
         from sklearn.cluster import KMeans

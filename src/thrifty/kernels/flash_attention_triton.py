@@ -2,12 +2,12 @@
 
 Papers: Dao et al. 2022, FlashAttention (arXiv 2205.14135); Dao 2023, FlashAttention-2 (2307.08691), for the order of
 the loops. In the forward pass and for query gradients, a program processes one tile of queries. For key gradients, it
-processes one tile of keys. Memory is never proportional to the number of pairs: the backward pass recomputes the
-probabilities from the log-sum-exp.
+processes one tile of keys. Memory is never proportional to the number of pairs, because the backward pass recomputes
+the probabilities from the log-sum-exp.
 
 The module is imported only if Triton is installed. It was run only in Triton's interpreter, never on a GPU. Sums are in
-float32. Products of float32 are exact, not TF32. Tiles in the future are skipped; tiles between packed texts are not
-skipped. `kernels/tiled_attention.py` contains a readable reference.
+float32. Products of float32 are exact, not TF32. Causal attention skips tiles of later keys; it does not skip tiles of
+pairs from different packed texts. `kernels/tiled_attention.py` contains a readable reference.
 
 Shapes: b batch, h heads, g key-value heads, t tokens, k head width (a power of two, at least 16).
 """
@@ -82,8 +82,8 @@ def _gradients_of_scores(
     queries, keys, values, upstream, lse, shared, segments, first, at, tokens, scale,
     causal: tl.constexpr, packed: tl.constexpr, tile: tl.constexpr,
 ):  # fmt: skip
-    """Return probabilities and gradients of the unscaled scores, (tile, tile), for queries from `first` on and keys
-    from `at` on.
+    """Return probabilities (tile, tile), and gradients (tile, tile) of the unscaled scores. The tile's queries start at
+    `first`, its keys at `at`.
     """
     row = first + tl.arange(0, tile)
     sums = tl.load(lse + row, mask=row < tokens, other=0.0)
@@ -152,14 +152,14 @@ def flash_attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool = True, segments: Tensor | None = None, tile: int = TILE
 ) -> Tensor:
     """Return attention of q (b, h, t, k) over k and v (b, g, t, k), as (b, h, t, k). With `segments` int64 (b, t),
-    tokens attend only to tokens with the same id. Second derivatives and other shapes raise UsageError.
+    tokens attend only to tokens with the same id. Second derivatives and unsupported shapes raise UsageError.
     """
     width = q.shape[-1]
     if q.shape[2] != k.shape[2] or q.shape[1] % k.shape[1] or k.shape != v.shape or width < 16 or width & (width - 1):
         raise UsageError(
             f"flash attention does not support queries {tuple(q.shape)}, keys {tuple(k.shape)} and values "
             f"{tuple(v.shape)}",
-            fix="pass the same number of tokens in each, and a head width that is a power of two, at least 16",
+            fix="pass q (b, h, t, k), k and v (b, g, t, k) with h a multiple of g, and k a power of two of at least 16",
         )
     inputs = (x.contiguous() for x in cast_for_autocast(q, k, v))
     if tile < 16 or tile & (tile - 1):

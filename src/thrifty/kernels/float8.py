@@ -1,11 +1,11 @@
 """FP8 tensors with a scale per tensor or per row: casts, scales, matmuls.
 
 Micikevicius et al. 2022, FP8 Formats for Deep Learning (arXiv 2209.05433). An FP8 element stores the original value
-times the scale. E4M3 has one more mantissa bit. E5M2 reaches seven more powers of two in both directions, which
-gradients require.
+times the scale. E4M3 has one mantissa bit more than E5M2. E5M2 reaches seven powers of two further than E4M3 in both
+directions; gradients require this range.
 
-A finite value beyond the largest FP8 value becomes the largest. A non-finite value never becomes finite. Libraries
-differ here: some torch versions return 448 for infinity, so that divergence of a run would go unnoticed.
+A finite value beyond the largest FP8 value becomes the largest FP8 value. A non-finite value never becomes finite.
+Libraries differ for infinity: some torch versions return 448, which would hide the divergence of a run.
 """
 
 from dataclasses import dataclass
@@ -37,9 +37,10 @@ FORMATS = {format.name: format for format in (E4M3, E5M2)}
 
 
 def amax_of(numbers: Tensor, dim: int | None = None) -> Tensor:
-    """Return the largest magnitude in float32, over all elements as (), or along `dim`, which keeps size 1.
+    """Return the largest magnitude in float32: a scalar () over all elements, or maxima along `dim`, which keeps size
+    1.
 
-    NaN in the input returns NaN. An empty input returns 0.
+    If an element is NaN, the result is NaN. For an empty tensor the result is 0.
     """
     if not numbers.numel():
         shape = [] if dim is None else [1 if axis == dim % numbers.ndim else n for axis, n in enumerate(numbers.shape)]
@@ -88,7 +89,8 @@ def has_units(device: torch.device) -> bool:
 def scaled_matmul(
     a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype, fast: bool = False
 ) -> Tensor:
-    """Return the FP8 matmul (m, n) of a (m, k) and b (k, n) in hardware. Scales are () or (m, 1) and (1, n).
+    """Return the product (m, n) of FP8 matrices a (m, k) and b (k, n), computed in hardware. Both scales are (), or
+    they are (m, 1) and (1, n).
 
     Dims that are not multiples of 16 are padded. `fast` accumulates with fewer bits.
     """
@@ -108,7 +110,7 @@ def scaled_matmul(
 
 
 def scaled_matmul_reference(a: Tensor, a_scale: Tensor, b: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """Return the same matmul (m, n), computed in float32 from dequantized values, on any device."""
+    """Return the product (m, n) of `scaled_matmul`, computed in float32 from dequantized values, on any device."""
     with torch.autocast(a.device.type, enabled=False):
         return _as(dequantize_float8(a, a_scale) @ dequantize_float8(b, b_scale), dtype)
 
@@ -123,9 +125,8 @@ def _as(product: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def update_amax_history(history: Tensor, amax: Tensor) -> Tensor:
-    """Return a history (…, h), newest first, with the new amax (…) added. A non-finite amax is stored as 0.
-
-    A non-finite amax would prevent a valid scale as long as it stays in the history.
+    """Return a history (…, h), newest first, with the new amax (…) added. A non-finite amax is stored as 0, because it
+    would prevent a valid scale while it stays in the history.
     """
     newest = torch.where(amax.isfinite(), amax, 0.0)
     return torch.cat([newest[..., None], history[..., :-1]], -1)

@@ -1,6 +1,7 @@
 """Linear layer whose three matmuls (one forward, two backward) are in FP8.
 
-The backward pass saves only the FP8 input, a quarter of the float32 size, and only if the weight is trained.
+For the backward pass, a layer saves only its FP8 input (a quarter of the float32 size), and only if the weight is
+trained.
 """
 
 from dataclasses import dataclass
@@ -38,8 +39,8 @@ class CastRule:
 
 @dataclass
 class DelayedScaling:
-    """Delayed scaling: scales from earlier steps. All tensors start at 0. While a scale is 0, the current tensor sets
-    it.
+    """Scales computed from earlier steps (delayed scaling). Scales and magnitudes start at 0. While a scale is 0, casts
+    compute the scale from the current tensor instead.
     """
 
     scales: Tensor
@@ -55,8 +56,8 @@ def next_scales(
     histories: Tensor, scales: Tensor, seen: Tensor, casting: CastRule, most_recent: bool = False
 ) -> tuple[Tensor, Tensor]:
     """Return histories (…, 3, h) and scales (…, 3) after a step whose largest magnitudes were `seen` (…, 3). A scale is
-    computed from the largest magnitude of its history, or with `most_recent` from the newest. A scale without a usable
-    magnitude is unchanged.
+    computed from the largest magnitude of its history, or with `most_recent` from the newest magnitude. If that
+    magnitude is 0 or not finite, the scale is unchanged.
     """
     histories = float8.update_amax_history(histories, seen)
     amax = histories[..., 0] if most_recent else histories.amax(-1)

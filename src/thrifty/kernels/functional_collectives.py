@@ -1,4 +1,4 @@
-"""Traceable collectives under their names in torch 2.13."""
+"""Collectives that torch.compile can trace, under their names in torch 2.13."""
 
 try:
     from torch.distributed._functional_collectives import all_gather_single, reduce_scatter_single

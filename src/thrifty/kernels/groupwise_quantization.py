@@ -1,15 +1,16 @@
-"""Groupwise quantization to 2, 4 or 8 bits: one code per element, and a minimum and a step per group of a few
-hundred.
+"""Groupwise quantization to 2, 4 or 8 bits: one code per element, and a minimum and a step per group of a few hundred
+elements.
 
 The idea is from Chen et al. 2021, ActNN (arXiv 2104.14129). A code q represents least + q · step, where least is the
-group's minimum. Rounding is stochastic, so the dequantized value is unbiased; its variance is at most step² / 4.
-Published code rounds a group's minimum and step *after* quantizing with them, which adds a bias. Here both are first
-rounded outward to bfloat16, so that all elements of the group stay within the range.
+group's minimum. Rounding is stochastic, so the dequantized value is unbiased; its variance is at most step² / 4. The
+published code of ActNN rounds a group's minimum and step *after* quantizing with them, which adds a bias. Here both are
+first rounded outward to bfloat16, so that all elements of the group stay within the range.
 
 Elements are arranged as lines (n, w), with w a multiple of 8. Byte j of a line contains elements j, j + w·bits/8 and so
-on. Neighbors therefore stay neighbors, and every operation processes whole vectors. Random bits are a hash of the line,
-the position in the line and a seed. This module contains the plain functions. `quantized_tensors.py` runs them in
-pieces that fit the cache, or runs a faster equivalent: `compiled_quantization.py` on a CPU, torch.compile on a GPU.
+on. Neighboring elements therefore go to neighboring bytes, and every operation processes whole vectors. Random bits are
+a hash of the line, the position in the line and a seed. This module contains the functions as torch operations.
+`quantized_tensors.py` runs these functions in pieces that fit the cache, or runs a faster equivalent:
+`compiled_quantization.py` on a CPU, torch.compile on a GPU.
 """
 
 from collections.abc import Callable
@@ -20,7 +21,7 @@ from torch import Tensor
 _ONE = 2**16
 """One step in fixed point. 16 random bits decide between two neighboring codes."""
 _LEAST_STEP = 2.0**-111
-"""Minimum step. Narrower groups count as constant, because 2^16 / step would overflow."""
+"""Minimum step. Groups with a smaller step count as constant, because 2^16 / step would overflow."""
 _FRACTION = {torch.bfloat16: 0xFFFF, torch.float16: 0x1FFF}
 """Float32 bits that conversion to these dtypes drops."""
 _SPREAD = -1640531527
@@ -28,14 +29,16 @@ _SPREAD = -1640531527
 
 
 def mix_bits_torch(words: Tensor) -> Tensor:
-    """Return a permutation of int32 words (…). Every bit of the result depends on every bit of the word."""
+    """Map int32 words (…) by a bijection in which every output bit depends on every input bit."""
     words = (words ^ (words >> 16 & 0xFFFF)) * 0x21F0AAAD
     words = (words ^ (words >> 15 & 0x1FFFF)) * 0x735A2D97
     return words ^ (words >> 15 & 0x1FFFF)
 
 
 def seed_word(seed: int, device: torch.device) -> Tensor:
-    """Return a 32-bit seed as an int32 scalar. It is mixed on the host, so no device synchronization is required."""
+    """Return a 32-bit seed as an int32 scalar with mixed bits. The host mixes the bits, so no device synchronization is
+    required.
+    """
     word = seed % 2**32
     word = (word ^ word >> 16) * 0x21F0AAAD % 2**32
     word = (word ^ word >> 15) * 0x735A2D97 % 2**32
@@ -44,7 +47,7 @@ def seed_word(seed: int, device: torch.device) -> Tensor:
 
 
 def words_of_lines(first: int, count: int, seed: Tensor) -> Tensor:
-    """Return a hash for each of `count` lines of a tensor, from line `first` on, as (count, 1) in int32."""
+    """Return a hash for each of `count` lines of a tensor, starting at line `first`, as (count, 1) in int32."""
     lines = torch.arange(first, first + count, dtype=torch.int32, device=seed.device)
     return mix_bits_torch(mix_bits_torch(lines * _SPREAD) + seed)[:, None]
 
@@ -68,7 +71,8 @@ def extremes(lines: Tensor, zeros: bool) -> tuple[Tensor, Tensor]:
 def _extreme(lines: Tensor, elementwise: Callable[..., Tensor], over_line: Callable[..., Tensor]) -> Tensor:
     """Return the extreme of each line, by reducing quarters of the line elementwise first.
 
-    If a whole line is compiled at once, each comparison waits for the previous one, which is nearly twice as slow.
+    If a whole line were compiled as one reduction, each comparison would wait for the previous comparison and take
+    nearly twice as long.
     """
     for _ in range(2):
         half = lines.shape[1] // 2
@@ -77,7 +81,9 @@ def _extreme(lines: Tensor, elementwise: Callable[..., Tensor], over_line: Calla
 
 
 def round_outward(low: Tensor, high: Tensor, bits: int, zeros: bool) -> tuple[Tensor, Tensor]:
-    """Return minimum and step (n, 1) of codes that cover `low` to `high` (n, 1), in float32 but exact in bfloat16."""
+    """Return minimum and step (n, 1), in float32 but exact in bfloat16, of codes that cover the range from `low` to
+    `high` (n, 1).
+    """
     bits_of_low = low.view(torch.int32)
     # bfloat16 drops the lower half of a float32; truncation rounds toward zero
     least = (torch.where(low < 0, bits_of_low + 0xFFFF, bits_of_low) & ~0xFFFF).view(torch.float32)
@@ -88,7 +94,7 @@ def round_outward(low: Tensor, high: Tensor, bits: int, zeros: bool) -> tuple[Te
 def quantize_lines(
     lines: Tensor, least: Tensor, step: Tensor, seed: Tensor, by_place: Tensor, first: int, bits: int, zeros: bool
 ) -> Tensor:
-    """Return bytes (n, w·bits/8) for elements (n, w), in groups with minimum and step (n, 1).
+    """Return bytes (n, w·bits/8) for elements (n, w). Each line has its minimum and step (n, 1).
 
     Elements outside the range get the first or the last code. With `zeros`, code 0 represents only exact zeros. `first`
     is the index of the first line in its tensor.
@@ -133,8 +139,9 @@ def unpack_lines(
     zeros: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    """Return the values (n, w) of bytes, with minimums and steps (n, 1). If `dtype` is narrower than float32, values
-    are also rounded stochastically. With rounding to nearest bfloat16, 8-bit codes would be biased by 1/20 of a step.
+    """Return the values (n, w) of bytes. Each line has its minimum and step (n, 1). If `dtype` is narrower than
+    float32, values are also rounded stochastically. With rounding to nearest bfloat16, 8-bit codes would be biased by
+    1/20 of a step.
     """
     least, step, fraction = least.float(), step.float(), _FRACTION.get(dtype, 0)
     lanes, parts, word = packed.shape[1], [], torch.zeros(())

@@ -4,7 +4,7 @@ Papers: Le, Sarlós and Smola 2013, Fastfood (arXiv 1408.3060), section 3. Its u
 al. 2018 (arXiv 1804.08838), section S7.
 
 A Hadamard matrix of size a · b is the Kronecker product of Hadamard matrices of sizes a and b. The transform of a row,
-reshaped to (a, b), is therefore two matmuls with small matrices. On CPUs and accelerators this is faster than log2
+reshaped to (a, b), is therefore two matmuls with small matrices. On CPUs and accelerators this is faster than log2(n)
 passes of sums and differences.
 
 Shapes: r rows, n columns, a power of two.
@@ -47,14 +47,15 @@ def hadamard(x: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Fastfood:
-    """Random matrix P (total, dimension): a stack of blocks s H G Π H B, with a scalar s. Each block has its own signs
-    B and normal factors G. All blocks share the permutation Π. The variance of (P z)_i is the mean square of z.
+    """Random matrix P (total, dimension): a stack of blocks s H G Π H B, with a scalar s and the Hadamard matrix H.
+    Each block has its own signs B and normal factors G. All blocks share the permutation Π. The variance of (P z)_i is
+    the mean square of z.
     """
 
     dimension: int
     total: int
     signs: Tensor
-    """Signs ±1 in int8, (r, n) for r blocks of size n, the next power of two."""
+    """Signs ±1 in int8, (r, n) for r blocks of size n; n is `dimension` rounded up to a power of two."""
     normals: Tensor
     """Normal factors in float32, (r, n)."""
     permutation: Tensor
@@ -94,7 +95,9 @@ class Fastfood:
 
 
 def draw_fastfood(dimension: int, total: int, generator: torch.Generator, device: torch.device) -> Fastfood:
-    """Return a random projection from `dimension` to `total` values. It is sampled on the generator's device."""
+    """Return a random projection from `dimension` to `total` values. Random values are sampled on the generator's
+    device, then moved to `device`.
+    """
     width = 1 << (dimension - 1).bit_length()
     rows = -(-total // width)
     at = generator.device

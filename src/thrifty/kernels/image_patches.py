@@ -32,7 +32,9 @@ def standardize_patches(pixels: Tensor) -> Tensor:
 
 
 def match_brightness(pixels: Tensor, like: Tensor) -> Tensor:
-    """Return standardized patches (…, m) with mean and deviation of `like`. Inverse of `standardize_patches`."""
+    """Return standardized patches (…, m), rescaled to the mean and standard deviation of the patches `like`. Inverse of
+    `standardize_patches`.
+    """
     variance, mean = torch.var_mean(like, dim=-1, correction=1, keepdim=True)
     return pixels * (variance + 1e-6).sqrt() + mean
 
@@ -48,9 +50,9 @@ def blank_patches(images: Tensor, visible: Tensor, patch: int) -> Tensor:
 def sinusoids_2d(rows: int, columns: int, width: int) -> Tensor:
     """Return fixed position embeddings (rows · columns, d) of patches in row-major order, in float32.
 
-    A quarter of the channels each is the sine and the cosine of the column, then of the row. Frequencies range from 1
-    to nearly 1/10,000 (MAE, appendix A.1). Columns come first, because MAE's published weights have this order. Raises
-    ValueError if the width is not a multiple of 4.
+    The four quarters of the channels are the sine and cosine of the column, then the sine and cosine of the row.
+    Frequencies range from 1 to nearly 1/10,000 (MAE, appendix A.1). Columns come first, because MAE's published weights
+    have this order. Raises ValueError if the width is not a multiple of 4.
     """
     if width % 4:
         raise ValueError(f"position embeddings require a width that is a multiple of 4, got {width}")

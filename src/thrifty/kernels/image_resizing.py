@@ -6,7 +6,7 @@ from torch import Tensor
 
 
 def resize(images: Tensor, height: int, width: int) -> Tensor:
-    """Return float images (b, c, h, w) or (b, h, w) at another size, by antialiased linear interpolation.
+    """Return float images (b, c, h, w) or (b, h, w) resized to (height, width), by antialiased linear interpolation.
 
     Each new pixel averages all pixels that it covers. Fine detail therefore does not cause aliasing.
     """
@@ -23,8 +23,8 @@ def scaled_side(side: int, share: float, multiple: int) -> int:
 
 
 def resized_positions(positions: Tensor, grid: tuple[int, int], before: int) -> Tensor:
-    """Return position embeddings (1, before + s · s, d) of a square grid, interpolated to a `grid` of another height
-    and width.
+    """Return position embeddings (1, before + s · s, d) of a square grid, interpolated to `grid`, a height and a width
+    in patches.
 
     Positions of the first `before` tokens are unchanged. Patch positions are interpolated bicubically.
     """
@@ -40,12 +40,12 @@ def resized_positions(positions: Tensor, grid: tuple[int, int], before: int) -> 
 
 
 def resized_patches(kernel: Tensor, side: int) -> Tensor:
-    """Return the patch embedding weight (d, c, p, p) for patches with another side.
+    """Return the patch embedding weight (d, c, p, p), resized for patches of `side` pixels per side.
 
     For smaller patches, the new weight maps a patch to the output of the old weight on the bilinearly enlarged patch.
-    For larger patches, the new weight is the smallest weight with the inverse property, by the pseudo-inverse.
-    Enlarging and then shrinking therefore restores the weight. FlexiViT (Beyer et al. 2022, arXiv 2212.08013) uses the
-    pseudo-inverse for all resizing.
+    For larger patches, the new weight maps a bilinearly enlarged patch to the output of the old weight on the original
+    patch. It is the smallest such weight, computed with the pseudo-inverse. Enlarging and then shrinking a weight
+    therefore restores it. FlexiViT (Beyer et al. 2022, arXiv 2212.08013) uses the pseudo-inverse for all resizing.
     """
     old = kernel.shape[-1]
     if side == old:

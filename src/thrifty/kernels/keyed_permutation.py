@@ -28,7 +28,7 @@ def _round_keys(key: tuple[int, ...]) -> np.ndarray:
 
 
 def _feistel(values: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:
-    """Return a bijection of the numbers with 2 * half bits."""
+    """Map numbers of 2 * half bits by the bijection that `keys` select."""
     shift, mask = np.uint64(half), np.uint64((1 << half) - 1)
     left, right = values >> shift, values & mask
     for key in keys:
@@ -37,7 +37,7 @@ def _feistel(values: np.ndarray, half: int, keys: np.ndarray) -> np.ndarray:
 
 
 def mix_bits(x: np.ndarray) -> np.ndarray:
-    """Return the finalizer of SplitMix64 (Steele et al. 2014). Every input bit affects every output bit."""
+    """Apply the finalizer of SplitMix64 (Steele et al. 2014). Every input bit affects every output bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

@@ -1,4 +1,4 @@
-"""Low-rank additions to a layer's output. The full-rank matrix is never formed."""
+"""Low-rank additions to a layer's output. `add_low_rank` never forms the full matrix B A."""
 
 import torch
 import torch.nn.functional as F
@@ -8,9 +8,9 @@ from torch import Tensor
 def add_low_rank(result: Tensor, x: Tensor, a: Tensor, b: Tensor, scale: float) -> Tensor:
     """Return result + scale · x Aᵀ Bᵀ, for result (..., out), x (..., in), A (rank, in), B (out, rank).
 
-    Few passes over the wide result are required: the second matmul accumulates into it, and the scale is applied to a
-    thin matrix. Autograd saves x and x Aᵀ. The computation uses the dtype of A and B, or the autocast dtype. The result
-    has the dtype of `result`.
+    Few passes over the wide result are required, because the second matmul accumulates into it and includes the scale.
+    Autograd saves x and x Aᵀ. The computation uses the dtype of A and B, or the autocast dtype. The result has the
+    dtype of `result`.
     """
     if not torch.is_autocast_enabled(x.device.type):
         x = x.to(a.dtype)
@@ -31,7 +31,7 @@ def on_diagonal(b: Tensor, sizes: tuple[int, ...], chosen: tuple[int, ...]) -> T
     """Return one block-diagonal B for several layers that are fused into one, each with its own A.
 
     `sizes` are the layers' output widths. Only the `chosen` layers have factors; their B are stacked in `b` (sum of
-    chosen sizes, rank). The result is (sum of sizes, rank times the number of chosen layers), with zeros for other
+    chosen sizes, rank). The result is (sum of sizes, rank times the number of chosen layers), with zeros for the other
     layers.
     """
     stacked = dict(zip(chosen, b.split([sizes[index] for index in chosen]), strict=True))

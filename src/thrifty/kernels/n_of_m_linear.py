@@ -4,7 +4,7 @@
     backward  dx = dy (W ⊙ mask)       sparse if the mask is transposable
               dW = dyᵀ x               sparse if a sparse estimate replaces dy
 
-A GPU with hardware for 2:4 sparse matmuls uses it. Other devices compute dense matmuls of the same values.
+A GPU with hardware for 2:4 sparse matmuls uses this hardware. Other devices compute dense matmuls of the same values.
 """
 
 from dataclasses import dataclass
@@ -19,7 +19,7 @@ from thrifty.kernels.n_of_m_masks import NOfMPattern, unbiased_estimate
 
 SIXTEEN_BITS = (torch.float16, torch.bfloat16)
 ROWS, COLUMNS = 32, 64
-"""Required multiples of the rows and columns of a 16-bit matrix that any torch backend can pack."""
+"""Numbers that divide the rows and columns of every 16-bit matrix that all torch backends can pack."""
 
 
 @dataclass(frozen=True)

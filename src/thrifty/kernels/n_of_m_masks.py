@@ -101,8 +101,8 @@ def unbiased_estimate(
     Chmiel et al. 2022 (arXiv 2203.10991). The last group may be smaller. An unbiased estimate that keeps element x with
     probability p has a second moment of at least x² / p. The value x / p reaches this bound. Under Σ p ≤ n and p ≤ 1,
     the sum of second moments is minimal if p is proportional to |x|, capped at 1. One uniform random number u per group
-    then selects exactly n elements: those at which the running sum of p passes u plus an integer. A group with a
-    non-finite element becomes NaN, so that it is noticed.
+    then selects the elements at which the running sum of p passes u plus an integer. These are exactly n elements if Σ
+    p = n. A group with a non-finite element becomes NaN, so that it is noticed.
     """
     entries = numbers.float().movedim(dim, 0)
     length = len(entries)

@@ -23,15 +23,15 @@ class QuantizationRanges:
 
 
 def by_group(elements: int, group: int = GROUP) -> QuantizationRanges:
-    """Return ranges of `group` neighbors in memory. The last range may have fewer."""
+    """Return ranges of `group` neighboring elements in memory. The last range may have fewer elements."""
     return QuantizationRanges(1, -(-elements // group), group, group)
 
 
 def by_head(size: Sequence[int], stride: Sequence[int], group: int) -> QuantizationRanges | None:
-    """Return one range per head of a tensor (b, h, t, k), in any memory order. Return None if lines would be shorter
-    than 8.
+    """Return one range per head of a tensor (b, h, t, k), in any memory order. Return None if lines would have fewer
+    than 8 elements.
 
-    In tensors of other shapes, each `group` neighbors on the last axis share a range over all tokens.
+    In tensors with fewer or more axes, at most `group` neighboring channels (last axis) share a range over all tokens.
     """
     order = sorted(range(len(size)), key=lambda dim: (-stride[dim], dim))
     sizes = [size[dim] for dim in order]

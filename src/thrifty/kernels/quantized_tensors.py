@@ -1,9 +1,9 @@
 """Quantization of whole tensors with `groupwise_quantization.py`.
 
-Large tensors use compiled code if there is a compiler: C++ on a CPU, torch.compile of the plain functions on a GPU.
-Other tensors use torch operations, on a CPU in pieces that fit the cache. Results are equal bit for bit, except the
-last bit of divisions that a GPU compiler rounds differently. Quantization and dequantization are one torch operation
-each. Their temporary memory is therefore invisible to tracing, and their shapes can be traced.
+Large tensors use compiled code if there is a compiler: C++ on a CPU, torch.compile on a GPU. Other tensors use torch
+operations, on a CPU in pieces that fit the cache. Results are equal bit for bit, except the last bit of divisions that
+a GPU compiler rounds differently. Quantization and dequantization are one torch operation each. Their temporary memory
+is therefore invisible to tracing, and their shapes can be traced.
 """
 
 import importlib.util
@@ -39,7 +39,7 @@ COMPILED_FROM = 2**16
 MIXED = 8
 """Number of operations after which torch's compiler stores a result that is used twice, instead of inlining it.
 
-A hash uses each of its words twice, six times in sequence.
+A hash computes six results in sequence and uses each of them twice.
 """
 _TOO_WIDE = 1e30
 """Maximum step. Larger steps occur only for attention masks that contain the lowest finite number."""
@@ -47,7 +47,9 @@ _TOO_WIDE = 1e30
 
 @dataclass(frozen=True)
 class QuantizedTensor:
-    """Quantized tensor. `decode` returns its shape, dtype and memory order, and always the same values."""
+    """Quantized tensor. `decode` returns a tensor of the original shape, dtype and memory order, with the same values
+    at every call.
+    """
 
     codes: Tensor
     least: Tensor
@@ -85,9 +87,9 @@ class PackedMask:
 def quantize_tensor(
     tensor: Tensor, bits: int, seed: int, ranges: QuantizationRanges | None = None, zeros: bool = False
 ) -> QuantizedTensor | None:
-    """Return a dense floating-point tensor (…) quantized to 2, 4 or 8 bits. Return None if it has non-finite elements,
-    or elements beyond 10^30 (these occur only in masks). With `zeros`, exact zeros stay zero. Positive elements then
-    never become zero in groups without negative elements; the backward pass of ReLU relies on this.
+    """Return a dense floating-point tensor (…) quantized to 2, 4 or 8 bits. Return None if the tensor has non-finite
+    elements, or a range beyond 10^30, as only attention masks have. With `zeros`, exact zeros stay zero. Positive
+    elements then never become zero in groups without negative elements; the backward pass of ReLU relies on this.
     """
     r = ranges or by_group(tensor.numel())
     codes, least, step, sound = _encode(memory_order(tensor), [r.outer, r.count, r.inner], r.width, bits, zeros, seed)
@@ -197,7 +199,7 @@ def _(codes: Tensor, low: float, high: float, dtype: torch.dtype) -> Tensor:
 
 
 def _lines(numbers: Tensor, width: int) -> Iterator[tuple[slice, Tensor]]:
-    """Yield pieces of lines of flat elements, with the indices of their lines.
+    """Split flat elements into lines, and yield pieces: the indices of some lines, and these lines (n, width).
 
     The last line is padded with its last element, because any other value could widen its range.
     """
@@ -251,8 +253,8 @@ def _run(function: Callable[..., Any], lines: Tensor, *rest: Any) -> Any:
 
 
 def _run_compiled(function: Callable[..., Any], *arguments: Any) -> Any:
-    """Run compiled code. On a GPU, one compilation covers any number of lines; other arguments are compiled
-    separately.
+    """Run compiled code. On a GPU, one compilation covers any number of lines; each combination of the other arguments
+    is compiled separately.
     """
     if arguments[0].device.type == "cpu":
         return getattr(compiled_quantization, function.__name__)(*arguments)

@@ -25,7 +25,7 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Rotate each channel pair of x (…, t, k) by the angle of its position. The dtype of x is kept.
 
     The halves are swapped with a flip, not by slicing and concatenating. A compiler treats the flip as plain indexing,
-    also in the backward pass. Concatenated halves would each be computed for every element.
+    also in the backward pass. With concatenation, compiled code would compute both halves for every element.
     """
     halves = x.float().unflatten(-1, (2, -1))
     signed = torch.stack((-sin, sin), dim=-2)

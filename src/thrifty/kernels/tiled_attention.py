@@ -40,8 +40,8 @@ def tiled_causal_attention(
 ) -> Tensor:
     """Return causal attention (b, h, t, k) of q (b, h, t, k) over k and v (b, g, t, k).
 
-    `mask` (b, 1, t, t) limits the visible pairs further; every token must see itself. Matmuls run in the dtype of the
-    inputs, softmax in float32. The r query heads of one key head are stacked as rows of one matrix, so keys are not
+    `mask` (b, 1, t, t) hides pairs in addition to later keys; every token must see itself. Matmuls run in the dtype of
+    the inputs, softmax in float32. The r query heads of one key head are stacked as rows of one matrix, so keys are not
     copied. `tile` is a number of tokens, by default t / 4, but between 64 and 512. Smaller tiles skip more of the upper
     triangle, but each tile is unrolled and lengthens compilation.
     """
@@ -52,7 +52,9 @@ def tiled_causal_attention(
 
 @mark_plain_attention(causal=True)
 def causal_attention_reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return the same result (b, h, t, k) from torch's own kernel. A mask must also hide later tokens."""
+    """Return the result (b, h, t, k) of `tiled_causal_attention` from torch's own kernel. Here, a mask must also hide
+    later tokens.
+    """
     shared = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=shared)
 

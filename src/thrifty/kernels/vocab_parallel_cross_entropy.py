@@ -4,8 +4,8 @@ Paper: Shoeybi et al. 2019, Megatron-LM (arXiv 1909.08053), section 3. A rank co
 Ranks exchange two values per token: the log-sum-exp of each part, and the logit of the target from the part that
 contains it. In the backward pass, ranks all-reduce the gradients of the hidden states.
 
-All other parts are as in `chunked_cross_entropy.py`: chunks of tokens, and gradients for the expected weights in the
-forward pass. The reference is also `linear_cross_entropy_reference`, with the whole head.
+The rest is as in `chunked_cross_entropy.py`: chunks of tokens, and gradients for the expected weights in the forward
+pass. The reference is `linear_cross_entropy_reference` with the whole head.
 """
 
 from functools import partial
@@ -39,8 +39,8 @@ def vocabulary_step(
     count: int,
     group: Group,
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Tensor | None]:
-    """Run `chunk_step` for weight (w, d) and bias (w,) of `count` tokens from `first` on. Rows after `count` are
-    padding.
+    """Run `chunk_step` for weight (w, d) and bias (w,) of the `count` vocabulary tokens that start at `first`. Rows
+    after `count` are padding.
 
     Losses and lse cover the whole vocabulary. The gradient of hidden covers only this part; the caller sums it over the
     group.

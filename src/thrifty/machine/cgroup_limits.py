@@ -34,7 +34,7 @@ def _core_quota(group: Path) -> list[float]:
 
 
 def _integers(file: Path) -> list[int]:
-    """Return the integers in a file; none if it is missing or contains "max"."""
+    """Return the integers in a file; [] if the file is missing or contains "max"."""
     try:
         return [int(word) for word in file.read_text().split()]
     except (OSError, ValueError):

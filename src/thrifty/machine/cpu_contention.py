@@ -14,8 +14,9 @@ LEAST = 0.3
 
 
 class CpuContention:
-    """Counter of other programs' CPU time on the cores of this process, from its construction. CPU time of this process
-    and its children is excluded. On several ranks, the launcher and all its children are excluded too."""
+    """Counter of the CPU time that other programs use on the cores of this process, since the counter was created. CPU
+    time of this process and its children is excluded. On several ranks, the launcher and all its children are excluded
+    too."""
 
     def __init__(self) -> None:
         self.cores = usable_cores()
@@ -32,7 +33,7 @@ class CpuContention:
 
 
 def _all_work(cores: list[int]) -> float:
-    """Return the seconds of work on these cores since boot, including time that a virtual machine's host used."""
+    """Return the seconds of work on these cores since boot, including time that the host of a virtual machine used."""
     times = psutil.cpu_times(percpu=True)
     kinds = ("user", "nice", "system", "irq", "softirq", "steal")
     return sum(getattr(times[core], kind, 0.0) for core in cores if core < len(times) for kind in kinds)

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 
 CHUNK_ELEMENTS = 256 * 1024
-"""Number of elements per chunk. A chunk with its gradient and state fits a core's caches, and calls are few."""
+"""Number of elements per chunk. A chunk with its gradient and optimizer state fits a core's caches, and is large enough
+to need few calls."""
 
 GPU_CHUNK_ELEMENTS = 16 * 1024 * 1024
 """Number of elements per chunk on a GPU. A chunk keeps all GPU cores busy, and temporary tensors stay below 100 MB."""

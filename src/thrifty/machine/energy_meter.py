@@ -1,4 +1,4 @@
-"""Energy use of the machine, from its own counters: RAPL for CPUs, NVML for GPUs.
+"""Energy use of the machine, from hardware counters: RAPL for CPUs, NVML for GPUs.
 
 Both counters measure the whole package or device, including other programs.
 """
@@ -22,7 +22,8 @@ class EnergyCounter:
 
 @dataclass
 class EnergyMeter:
-    """Meter of joules since its construction. Read it at least once per minute, because CPU counters wrap around."""
+    """Meter of joules since the meter was created. Read it at least once per minute, because CPU counters wrap
+    around."""
 
     counters: dict[str, EnergyCounter]
     """Counters by name; empty after a counter could not be read."""

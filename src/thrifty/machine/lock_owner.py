@@ -9,8 +9,8 @@ from thrifty.machine.process_start import is_running
 
 
 def lock_owner(file: Path) -> dict[str, Any]:
-    """Return the owner of a lock as {"pid", "host", "started"}, or {} if there is none. An owner on another machine
-    counts as alive. The lock itself is not acquired, so another process can acquire it at the same time."""
+    """Return the owner of a lock as {"pid", "host", "started"}, or {} if the lock has no owner. An owner on another
+    machine counts as alive. The lock itself is not acquired, so another process can acquire it at the same time."""
     if not file.is_file():  # opening a pipe would block until another process writes into it
         return {}
     try:
@@ -31,5 +31,5 @@ def read_owner(content: bytes) -> dict[str, Any]:
 
 
 def is_alive(owner: dict[str, Any]) -> bool:
-    """Return True if the owner's process exists, not a later process with the same pid."""
+    """Return True if the owner's process exists. A later process with the same pid does not count."""
     return is_running(owner["pid"], owner["started"])

@@ -141,8 +141,9 @@ def free_memory(device: torch.device) -> float:
 
 
 def peak_flops(device: torch.device | str, dtype: torch.dtype) -> float:
-    """Return the peak FLOP/s of matrix products, measured in about 0.3 s. It is the reference for a training step's
-    rate. The fastest repeat counts, because a peak is the rate without other users of the machine."""
+    """Return the peak FLOP/s of matrix products, measured in about 0.3 s. The utilization of training steps is a
+    fraction of this peak. The fastest repeat counts, because a peak is the speed without other programs on the
+    machine."""
     return matmul_rate(device, dtype, 0.3).high
 
 

@@ -46,7 +46,7 @@ def matmul_rate(device: torch.device | str, dtype: torch.dtype, seconds: float) 
 
 
 def memory_rate(seconds: float) -> MeasuredRate:
-    """Return the bytes/s that a copy in main memory, several times larger than the last cache, reads and writes."""
+    """Return the bytes/s read and written by a copy in main memory. The copy is larger than the last-level cache."""
     count = min(max(4 * _last_cache(), 64 << 20), 512 << 20)
     source, target = torch.ones(count, dtype=torch.uint8), torch.zeros(count, dtype=torch.uint8)
     return _repeated(lambda: target.copy_(source), 2 * count, seconds, torch.device("cpu"))

@@ -28,7 +28,7 @@ def measure_throughput(utilisation: float) -> Throughput:
     """Measure matrix products for about half a second. Training steps are assumed to reach the fraction `utilisation`
     of the measured rate. `thrifty train` reports the utilization of a run."""
     if not 0 < utilisation <= 1:
-        raise UsageError(f"utilisation is {utilisation:g}", fix="use a fraction of the measured peak, such as 0.4")
+        raise UsageError(f"utilisation is {utilisation:g}, but must be above 0 and at most 1", fix="--utilisation 0.4")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     devices = max(1, torch.cuda.device_count())
     rates = {dtype: peak_flops(device, dtype) for dtype in (torch.float32, torch.bfloat16)}

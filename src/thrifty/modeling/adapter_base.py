@@ -64,8 +64,8 @@ def head_names(model: nn.Module) -> set[str]:
 
 
 class AdapterTechnique(Technique):
-    """A technique that trains a few parameters and freezes all others. A subclass's `model` ends with a call of
-    `train_only`."""
+    """A technique that trains a few parameters and freezes all others. The method `model` of a subclass must end with a
+    call of `train_only`."""
 
     stage, numerics = Stage.ADAPTERS, Numerics.DIFFERENT
     claims = frozenset({Claim.FROZEN_BASE_WEIGHTS})

@@ -33,8 +33,8 @@ FURTHER = ("softcap", "s_aux", "position_bias")
 
 
 class SwappableCore:
-    """A core that calls `core`, which can be replaced at any time. `watch` receives the queries, keys and mask of each
-    call."""
+    """A core that calls its attribute `core`, which can be replaced at any time. `watch` receives the queries, keys and
+    mask of each call."""
 
     def __init__(self, core: AttentionCore):
         self.core = core
@@ -97,8 +97,8 @@ class AttentionSite:
         return self.whole.plain_attention if name == INTERFACE else name  # type: ignore[return-value]
 
     def take_away(self) -> None:
-        """Restore the plain core. After the last core is removed, also restore the attention function of a transformers
-        model."""
+        """Restore the original core. If no replaced core remains in a transformers model, also restore the model's
+        attention function."""
         if self.whole is None:
             self.module.core = self.plain
         elif hasattr(self.module, "thrifty_core"):
@@ -129,8 +129,8 @@ def find_attention_sites(model: nn.Module) -> list[AttentionSite]:
     if not sites:
         raise RefusedError(
             f"{type(model).__name__} has no plain self-attention with a replaceable core",
-            fix="use a preset such as gpt, llama, bert or vit, a model of transformers that uses its attention "
-            "interface, or store causal_attention_reference or full_attention in the attribute `core` of a module "
+            fix="use a preset such as gpt, llama, bert or vit; or a model of transformers with an attention "
+            "interface; or store causal_attention_reference or full_attention in the attribute `core` of a module "
             "with `qkv`",
         )
     return sites

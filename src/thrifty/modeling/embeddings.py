@@ -17,8 +17,8 @@ _NO_TOKENS = re.compile(r"pos|wpe|type|segment")
 
 
 def stream_tables(model: nn.Module) -> dict[str, nn.Embedding]:
-    """Return every embedding outside the blocks whose output enters the stream, by name: tokens, positions, segment
-    types."""
+    """Return, by name, every embedding that is outside the blocks and writes to the residual stream: tokens, positions,
+    segment types."""
     stacks = find_stacks(model)
     return {
         name: module
@@ -39,8 +39,8 @@ def token_tables(model: nn.Module) -> dict[str, nn.Embedding]:
 
 
 def stack_after(table: str, stacks: Iterable[str]) -> str:
-    """Return the stack that a table belongs to: the stack with the longest common path of names. For a table of both
-    stacks this is the first stack, the encoder."""
+    """Return the stack that a table belongs to: the stack with the longest common path of names. For a table that both
+    stacks share, this is the first stack, the encoder."""
 
     def shared(stack: str) -> int:
         same = [
@@ -80,8 +80,8 @@ def _times_multiplier(module: nn.Module, args: Any, output: Any) -> Any:
 @torch.no_grad()
 def size_stream(model: nn.Module, multiplier: float = 0.0) -> None:
     """Multiply the outputs of every table by `multiplier`; for 0, scale the sum of a stack's tables to an RMS of 1. The
-    scale replaces the first norm. Without it the branches would receive only the small initial values of a table (about
-    0.02)."""
+    scale replaces the first norm. Without the scale, the branches would receive only the small initial values of a
+    table (about 0.02)."""
     tables, tokens = stream_tables(model), token_tables(model)
     feeding: dict[str, dict[str, nn.Embedding]] = {}
     for name, table in tables.items():
@@ -103,8 +103,8 @@ def output_layers(model: nn.Module) -> dict[str, nn.Module]:
     """Return the layers that produce a model's outputs, by name, found by structure.
 
     An output layer is outside the blocks, and no later layer has its output width as input width. The result is empty
-    for a bare encoder or decoder of `transformers`. In a model without blocks, output layers are the last layer and
-    layers of the same container whose output no later layer uses.
+    for a bare encoder or decoder of `transformers`. In a model without blocks, output layers are the last layer, and
+    all layers of its container whose output no later layer uses.
     """
     layers = weight_layers(model)
     try:
@@ -140,7 +140,7 @@ def output_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _returns_stream_width(block: nn.Module) -> bool:
-    """Return False for one of several heads: no layer of the head has the last layer's output width as input width."""
+    """Return True if the last layer's output width is the input width of a layer, as in a block but not in a head."""
     layers = [*weight_layers(block).values()]
     return bool(layers) and out_width(layers[-1]) in map(in_width, layers)
 

@@ -22,7 +22,7 @@ def _field_of_images(batch: Batch) -> str | None:
     if len(maps) > 1:
         raise RefusedError(
             f"a batch has several fields with images or maps of their size: {', '.join(maps)}",
-            fix="keep one of them in the batch, (b, c, h, w)",
+            fix="keep only one of them in the batch, with shape (b, c, h, w)",
         )
     return images[0] if images else None
 
@@ -34,7 +34,7 @@ def images_of(batch: Batch) -> Tensor | None:
     images = batch[field]
     if not images.is_floating_point():
         raise RefusedError(
-            f"the images are {images.dtype}, not floats", fix="pass images as floats, 0 black and 1 white"
+            f"the images are {images.dtype}, not floats", fix="pass images as floats from 0 (black) to 1 (white)"
         )
     return images
 
@@ -55,7 +55,7 @@ def resized_images(
         if images is None:
             fields = " and ".join(sorted(batch.fields.keys() - {"key"}))
             raise RefusedError(
-                f"{who} requires batches of images; these have {fields}", fix=f"train on images, or --without {who}"
+                f"{who} requires batches of images; these have {fields}", fix=f"train on images; or --without {who}"
             )
         sides = images.shape[-2:]
         if all(side_at(0, side) == side for side in sides):

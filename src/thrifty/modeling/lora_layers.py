@@ -132,8 +132,8 @@ def factors_of(layer: nn.Module, name: str = DEFAULT) -> tuple[Tensor, Tensor, f
 
 
 def with_products(layer: nn.Module, weights: Mapping[str, float]) -> Tensor:
-    """Return the layer's weight plus scale · B A of each adapter, times its weight in `weights`. The sum is rounded
-    once at the end."""
+    """Return the layer's weight plus scale · B A of each adapter, times the adapter's multiplier in `weights`. The sum
+    is rounded once at the end."""
     weight = getattr(layer, weight_name(layer))
     total = weight.to(torch.promote_types(weight.dtype, torch.float32))
     for name, factor in weights.items():

@@ -33,7 +33,7 @@ def attach(model: nn.Module, layers: Mapping[str, LoraFactors], name: str = DEFA
     if not re.fullmatch(r"\w+", name):
         raise UsageError(f"{name!r} is not an adapter name", fix="use letters, digits and underscores")
     if name in adapters(model):
-        raise UsageError(f"the model has an adapter {name!r} already", fix="remove it first, or choose another name")
+        raise UsageError(f"the model has an adapter {name!r} already", fix="remove it first; or choose another name")
     _refuse_merged(model)
     if not adapters(model):
         model.requires_grad_(False)
@@ -106,8 +106,9 @@ def remove(model: nn.Module, name: str = DEFAULT) -> None:
 @torch.no_grad()
 def merge(model: nn.Module, weights: Mapping[str, float] | None = None) -> None:
     """Add the low-rank products B A to the weights, and keep the original weights for `unmerge`. By default the active
-    adapters are merged; `weights` maps adapters to factors instead. Sums are computed in float32 or more. Merged layers
-    stay unchanged. Raise RefusedError, before any change, for a weight that is shared with another layer."""
+    adapters are merged; `weights` instead maps adapter names to multipliers. Sums are computed in float32 or more.
+    Layers that are already merged stay unchanged. Raise RefusedError, before any change, for a weight that is shared
+    with another layer."""
     check_names(model, weights or ())
     chosen: dict[nn.Module, dict[str, float]] = {}
     aliases = tied_names(model)

@@ -52,12 +52,11 @@ def select(
     matched = {name: candidates[name] for name, reason in reasons.items() if not reason}
     skipped = {name: reason for name, reason in reasons.items() if reason}
     if not matched:
-        available = (
-            ", ".join(sorted({re.sub(r"\d+", "N", name) for name in candidates})) or "the model has none of that kind"
-        )
+        available = ", ".join(sorted({re.sub(r"\d+", "N", name) for name in candidates}))
         why = "; ".join(f"{name}: {reason}" for name, reason in skipped.items())
         what = f"no module matches {where!r}" if where else "no module is left to change"
-        raise RefusedError(what + (f" ({why})" if why else ""), fix=f"match one of: {available}")
+        fix = f"match one of: {available}" if available else "use another model: this model has none of that kind"
+        raise RefusedError(what + (f" ({why})" if why else ""), fix=fix)
     selection = ModuleSelection(matched, skipped)
     add_note(str(selection))
     return selection
@@ -124,7 +123,7 @@ def _local_blocks(blocks: nn.ModuleList) -> nn.ModuleList:
 
 def weight_layers(module: nn.Module) -> dict[str, nn.Module]:
     """Return modules with their own weight matrix, by name, in order of definition. These are linear layers of any
-    class. `nn.MultiheadAttention` is one module, because it does not call its own layers."""
+    class. `nn.MultiheadAttention` counts as one module, because it does not call its own layers."""
     return {name: layer for name, layer in _matrix_layers(module).items() if not computes_weight(layer)}
 
 
@@ -154,7 +153,7 @@ def computes_weight(module: nn.Module) -> bool:
 
 def wrap_forward(module: nn.Module, wrapper: Callable[..., Any]) -> None:
     """Replace a module's forward by `wrapper(module, inner, *args, **kwargs)`, where `inner` is the previous
-    forward. A copy of the module uses its own forward."""
+    forward. In a copy of the module, `inner` is the copy's forward."""
     present = module.forward
     is_own = getattr(present, "__self__", None) is module
 

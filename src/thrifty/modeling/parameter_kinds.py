@@ -95,8 +95,8 @@ def fused_slices(names: Sequence[str], parameters: Sequence[Tensor]) -> list[Fus
     """Return the fused layers of each parameter; None for a single layer.
 
     Fused layers are queries, keys and values; keys and values; or the gate and value of a gated MLP. Keys and values
-    have fewer rows if heads share them. The next layer in the same module determines their widths. `query_key_value`
-    interleaves heads, so it cannot be split and counts as a single layer.
+    have fewer rows if heads share them. The input width of the next layer in the same module determines the width of
+    the queries. `query_key_value` interleaves heads, so it cannot be split and counts as a single layer.
     """
     layers = [_layer(name) for name in names]
     siblings: dict[str, dict[str, Tensor]] = {}

@@ -3,8 +3,8 @@
 A block adds the outputs of its branches to a stream of one width. Branches are found by structure and layer names, not
 by a table of architectures. A branch ends in an output layer: its output width is the stream's width, and its name is
 not typical of a query, key, value, gate or inner layer. Every other layer belongs to the output layer with the longest
-common path. If there are several, the next output layer is used. A block with a weight outside all branches raises
-RefusedError.
+common path. Among several such output layers, the next in order of definition is used. A block with a weight outside
+all branches raises RefusedError.
 """
 
 import re
@@ -73,8 +73,8 @@ def find_branches(model: nn.Module, where: str = "") -> dict[str, Blocks]:
 
 
 def depths(model: nn.Module, stacks: Mapping[str, Blocks]) -> dict[str, int]:
-    """Return the number of blocks that a forward pass runs in each stack. If blocks run repeatedly, as in ALBERT, this
-    exceeds the number of modules."""
+    """Return the number of blocks that a forward pass runs in each stack. If blocks run repeatedly, as in ALBERT, the
+    number exceeds the number of block modules."""
     config = getattr(model, "config", None)
     groups, layers = (getattr(config, name, None) for name in ("num_hidden_groups", "num_hidden_layers"))
     counts = {stack: layers if groups == len(blocks) else len(blocks) for stack, blocks in stacks.items()}
@@ -109,8 +109,8 @@ def _branches(name: str, block: nn.Module, where: str) -> list[ResidualBranch]:
 
 def _end_of(path: str, ends: Sequence[str], later: Sequence[str]) -> str | None:
     """Return the output layer ("end") of a layer's branch. Candidates are the output layers that share most modules
-    with the layer. Return the next candidate; without a next one, the last previous candidate if both share more than
-    the block."""
+    with the layer. Return the next candidate after the layer. Without a next candidate, return the last one if it
+    shares more than the block, else None."""
     near = max((_shared(path, end) for end in ends), default=0)
     nearest = [end for end in ends if _shared(path, end) == near]
     return next((end for end in nearest if end in later), nearest[-1] if near else None)
@@ -151,8 +151,8 @@ def _kind(end: str, inner: Mapping[str, nn.Module], before: list[ResidualBranch]
 
 
 def part_of_attention(path: str) -> str:
-    """Return the part of attention that a layer computes by its name, such as "q" or "qkv". Return "low rank" if the
-    layer is not a single part, and "" for a layer outside attention."""
+    """Return, from a layer's name, the part of attention that the layer computes, such as "q" or "qkv". Return "low
+    rank" for a factor of a low-rank projection, and "" for a layer outside attention."""
     last = path.rpartition(".")[2].lower()
     if match := _ATTENTION.fullmatch(last):
         return match[1]

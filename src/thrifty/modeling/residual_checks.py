@@ -1,7 +1,7 @@
 """Numerical checks that the blocks of a model are pre-norm.
 
-If its branches return zero, a pre-norm block is the identity; with a norm after the sum it is not. If a branch's output
-is doubled, a pre-norm block adds twice as much; with a norm after the branch it does not.
+If its branches return zero, a pre-norm block is the identity, but a block with a norm after the sum is not. If a
+branch's output is doubled, a pre-norm block adds twice as much, but a block with a norm after the branch does not.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -45,8 +45,8 @@ def refuse_normed_sums(model: nn.Module, why: str) -> None:
 
 
 def refuse_normed_branches(model: nn.Module, why: str) -> None:
-    """Raise RefusedError if a doubled branch output is not doubled in the stream. `why` is the consequence. Blocks are
-    run as in `refuse_normed_sums`."""
+    """Raise RefusedError if a doubled branch output is not doubled in the stream. `why` is the consequence for the
+    user. Blocks are run as in `refuse_normed_sums`."""
     for trial in _trials(model).values():
         for branch in trial.branches:
             if trial.adds_in_proportion(branch) is False:
@@ -54,8 +54,8 @@ def refuse_normed_branches(model: nn.Module, why: str) -> None:
 
 
 def refuse_undone_gains(model: nn.Module, where: str, why: str) -> None:
-    """Raise RefusedError if a doubled branch output does not change the stream: a norm after it cancels its factor.
-    `where` is an argument of `find_branches`. Blocks are run as in `refuse_normed_sums`."""
+    """Raise RefusedError if a doubled branch output does not change the stream, because a norm after the branch cancels
+    the factor. `where` is an argument of `find_branches`. Blocks are run as in `refuse_normed_sums`."""
     for trial in _trials(model, where).values():
         for branch in trial.branches:
             if trial.undoes_factors(branch):
@@ -112,7 +112,7 @@ class _BlockTrial(NamedTuple):
 
 
 def _trials(model: nn.Module, where: str = "") -> dict[str, _BlockTrial]:
-    """Return a trial of the first block of each stack whose parameters have values."""
+    """Return a trial of each stack's first block, except blocks whose parameters have no values (fake tensors)."""
     stacks, trials = find_stacks(model), {}
     for stack, branches in find_branches(model, where).items():
         block = stacks[stack][0]

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 
 class StagePlaceholder(nn.Module):
-    """A module without parameters or buffers, with copies of the plain attributes of `original`."""
+    """A module without parameters or buffers, with copies of the public attributes of `original` that are numbers,
+    strings or booleans."""
 
     def __init__(self, original: nn.Module):
         super().__init__()

@@ -98,7 +98,7 @@ class NormFreeTechnique(Technique):
         raise RefusedError(
             f"{type(model).__name__} was trained without its norms, "
             "and no weights of the plain architecture compute the same",
-            fix="keep the run folder unchanged, or train with initializations.layer_scale, which can be merged",
+            fix="keep the run folder unchanged; or train with initializations.layer_scale, which can be merged",
         )
 
     def holds(self, state: TrainState) -> None:

@@ -22,7 +22,7 @@ Kind = Literal["heads", "neurons"]
 GROUP = "heads_in_a_group"
 """Attribute of a pruned attention module that stores the number of heads per unit (`PrunableUnits.group`)."""
 ZERO = -1
-"""Index of a zero unit in an order of units."""
+"""Index that stands for a unit of zeros in an order of units."""
 
 _HEAD_WIDTH = ("head_width", "head_dim", "attention_head_size")
 _OF_HEADS = re.compile(r"heads$|head_size$|num_key_value_groups|embed_dim|hidden_size")
@@ -55,7 +55,7 @@ class PrunableUnits:
     rows: tuple[UnitRows, ...]
     owner: nn.Module
     sizes: Mapping[str, int]
-    """Attributes of the owner that store sizes, mapped to the size per unit."""
+    """Attributes of the branch's module that store sizes, mapped to the size per unit."""
     group: int = 0
     """Number of heads per unit if each unit has its own key and value; 0 if all units share one key and value."""
 
@@ -65,7 +65,7 @@ def find_units(model: nn.Module) -> dict[str, PrunableUnits]:
     encoder-decoder, and for branches of an unsupported structure."""
     stacks = find_branches(model)
     if len(stacks) > 1:
-        raise RefusedError(f"{' and '.join(stacks)} are two stacks, and one attends to the other", fix=_INSTEAD)
+        raise RefusedError(f"pruning does not support two stacks ({' and '.join(stacks)})", fix=_INSTEAD)
     branches = (branch for blocks in stacks.values() for block in blocks for branch in block)
     return {branch.name: _heads(branch) if branch.kind == "attention" else _neurons(branch) for branch in branches}
 
@@ -95,7 +95,7 @@ def _heads(branch: ResidualBranch) -> PrunableUnits:
 
 
 def _parts(name: str, layer: nn.Module) -> Iterator[tuple[UnitRows, int]]:
-    """Yield the rows of queries, keys and values in a layer, each with their number."""
+    """Yield the rows of queries, keys and values in a layer, each with the number of rows."""
     layer = _linear(name, layer)
     if stated := getattr(layer, "parts", None):  # an attribute of Thrifty's models
         start = 0
@@ -130,7 +130,7 @@ def _linear(name: str, layer: nn.Module) -> nn.Linear:
 def _refuse_unknown_sizes(branch: ResidualBranch, known: Mapping[str, int]) -> None:
     for name, value in vars(branch.owner).items():
         if isinstance(value, int) and _OF_HEADS.search(name) and name not in {*known, *_HEAD_WIDTH}:
-            raise RefusedError(f"{type(branch.owner).__name__} depends on {name} = {value}", fix=_INSTEAD)
+            raise RefusedError(f"pruning cannot change {name} = {value} of {type(branch.owner).__name__}", fix=_INSTEAD)
 
 
 def _refuse_parameters_per_unit(branch: ResidualBranch, sizes: set[int]) -> None:
@@ -142,7 +142,7 @@ def _refuse_parameters_per_unit(branch: ResidualBranch, sizes: set[int]) -> None
         for last, parameter in own:
             if parameter.ndim == 1 and len(parameter) in sizes and (name or parameter.numel() > 1):
                 where = f"{name}.{last}" if name else last
-                raise RefusedError(f"{where} before {branch.name} has an element for each unit", fix=_INSTEAD)
+                raise RefusedError(f"pruning refuses {where}, which has an element for each unit", fix=_INSTEAD)
 
 
 @torch.no_grad()

@@ -17,7 +17,7 @@ def refuse_more_than_tokens(batch: Batch, who: str, otherwise: str = "") -> None
         others = " and ".join(sorted(batch.fields.keys() - {"tokens", "key"}))
         raise RefusedError(
             f"{who} requires batches of tokens alone; these have {others or 'no tokens'}",
-            fix="use it on plain text" + (f", or {otherwise}" if otherwise else ""),
+            fix="train on plain text" + (f"; or {otherwise}" if otherwise else ""),
         )
 
 
@@ -37,7 +37,7 @@ def text_length(batch: Batch, who: str) -> int:
         )
     mask = batch.fields.get("attention_mask")
     if mask is not None and bool((mask[:, 0] < mask[:, -1]).any()):
-        raise RefusedError(f"{who}: texts are padded on the left", fix="padding_side='right'")
+        raise RefusedError(f"{who}: texts are padded on the left", fix="tokenizer.padding_side = 'right'")
     return lengths.pop()
 
 

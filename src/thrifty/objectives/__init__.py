@@ -1,6 +1,6 @@
-"""Objectives: losses, and how they make training examples from data; one file per objective.
+"""Objectives: losses, and functions that make training examples from data. Each objective has one file.
 
-Recipes name an objective by its class name in snake case. The docstring of its file is its card.
+Recipes name an objective by its class name in snake case. The docstring of the objective's file is its card for users.
 """
 
 from dataclasses import asdict, fields

@@ -10,8 +10,9 @@ Use         own = {"objective.template": "chatml"}
 Start with  `--set objective.name=chat_answers`. Set `objective.trained_on=everything` to train on questions too, as
             Alpaca-LoRA does.
 Cost        The same as next-token prediction on the same rows.
-Avoid       `objective.packed=true` with a model that cannot mask attention between conversations of a row.
-Does not    Learn from preferences or rewards. A tokenizer without a chat template requires `objective.template`.
+Avoid       `objective.packed=true` with a model that cannot mask attention between conversations of a row. A tokenizer
+            without a chat template, unless `objective.template` is set.
+Does not    Learn from preferences or rewards.
 """
 
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ class ChatAnswers(TokenCrossEntropy):
     trained_on: str = "answers"
     """Tokens with a loss: "answers" or "everything"."""
     weigh_by: str = "tokens"
-    """Unit of equal weight: "tokens" or "conversations"."""
+    """Objects of equal weight: answer tokens ("tokens") or conversations ("conversations")."""
     packed: bool = True
     """True to pack several conversations into each row. False pads one conversation per row, for models that cannot
     mask attention between conversations."""

@@ -1,13 +1,14 @@
 """Classification (no paper): predict one label per image, text or pair of texts.
 
-Paper       The usual softmax cross-entropy. Label smoothing is Szegedy et al. 2016 (arXiv 1512.00567), section 7.
-Promise     The run reports accuracy. For texts it also reports F1 and the Matthews correlation over the held-out set.
+Paper       The usual softmax cross-entropy. Label smoothing is from Szegedy et al. 2016 (arXiv 1512.00567), section 7.
+Promise     The run reports accuracy. For texts, with scikit-learn, it also reports F1 and the Matthews correlation over
+            the held-out set.
 Use         run = thrifty.train("bert-nano", "reviews.csv", loss="classification", budget="2000 steps")
             print(run.metrics)
 Start with  `--set objective.name=classification`. Add `--set objective.label_smoothing=0.1` for many noisy classes.
 Cost        One logit per class and example.
 Avoid       Texts with several labels per text: use `multi_label_classification`.
-Does not    Give rare classes more weight. F1 and the Matthews correlation require scikit-learn.
+Does not    Give rare classes more weight.
 """
 
 from collections.abc import Mapping, Sequence

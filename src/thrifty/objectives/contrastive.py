@@ -6,9 +6,9 @@ Promise     Each image is compared with all captions of the effective batch, acr
 Use         run = thrifty.train(recipe="flip-emoji", data="captions", budget="2000 steps")
             print(thrifty.retrieve(run))
 Start with  `--set objective.name=contrastive --set data.batch=128`. A larger batch has more negatives per pair.
-Cost        A similarity matrix (b, b) of the batch size b. Micro-batches require `large_batch.gradient_cache`.
-Avoid       Comparing losses of different batch sizes b, because the loss of an untrained model is log b.
-Does not    Compare pairs of different held-out batches. `thrifty retrieve` evaluates a whole set.
+Cost        The b · b similarities of an effective batch of b pairs. Micro-batches require `large_batch.gradient_cache`.
+Avoid       Comparing losses of different batch sizes, because the loss of an untrained model is log b for b pairs.
+Does not    Compare an image with captions of other held-out batches; `thrifty retrieve` evaluates a whole set.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from thrifty.kernels.contrastive_loss import contrastive_losses, places_of_own
 
 @dataclass
 class PairPrediction(Prediction):
-    """Prediction whose `hidden` is the embeddings (b, 2, e): image, then caption, of each pair."""
+    """Prediction whose `hidden` contains the embeddings (b, 2, e): image, then caption, of each pair."""
 
     @cached_property
     def logits(self) -> Tensor:  # type: ignore[override]
@@ -44,10 +44,10 @@ class Contrastive(Objective):
     Fields    "inputs" (b, c, h, w), the images; "tokens" (b, t), the captions; "keep" (b, t), False on padding, if
               captions are padded.
     Loss      mean of two cross-entropies: the right caption among all captions, and the right image among all images,
-              of all data-parallel ranks. Held-out batches are not compared with each other. A held-out batch has the
-              batch size of the recipe, or all evaluated pairs if they are fewer.
-    Metrics   accuracy: fraction of a held-out batch whose nearest caption or image is the right one, mean of both
-              directions.
+              of all data-parallel ranks. An image is not compared with captions of other held-out batches. A held-out
+              batch has the batch size of the recipe, or contains all evaluated pairs if these are fewer.
+    Metrics   accuracy: fraction of a held-out batch's images whose nearest caption is right, averaged with the fraction
+              of captions whose nearest image is right.
     """
 
     learns_from, joint, measured = ("pairs",), True, ("accuracy",)
@@ -57,7 +57,7 @@ class Contrastive(Objective):
             raise UsageError(
                 f"objective contrastive requires images and captions, but the data has no "
                 f"{' and '.join(sorted(missing))}",
-                fix="set data.source to images with captions, or objective.name=classification for images",
+                fix="set data.source to images with captions; or set objective.name=classification for images",
             )
         return batch
 

@@ -7,10 +7,11 @@ Use         run = thrifty.train(recipe="mae-digits", budget="2000 steps")
             thrifty.export(run, "encoder")
 Start with  `--set objective.name=masked_reconstruction --set objective.rate=0.75`. `objective.normalize=true`
             standardizes each target patch.
-Cost        The encoder computes removed patches as blank patches. `data_selection.drop_masked_patches` leaves them
-            out of the encoder.
-Avoid       Comparing the loss with a loss in nats. With `normalize`, predicting the mean of each patch costs about 1.
-Does not    Use labels. A classifier can start from the exported encoder.
+Cost        The encoder computes removed patches as blank patches. `data_selection.drop_masked_patches` leaves removed
+            patches out of the encoder.
+Avoid       Comparing the loss with a loss in nats. With `normalize`, predicting the mean of each patch has a loss of
+            about 1.
+Does not    Use labels; a classifier can start from the exported encoder.
 """
 
 from dataclasses import dataclass, replace
@@ -62,7 +63,7 @@ class MaskedReconstruction(Objective):
     loss_in = "mean squared error"
 
     rate: Annotated[float, SettingBound(above=0, below=1)] = 0.75
-    """Fraction of removed patches."""
+    """Fraction of the patches that are removed."""
     normalize: bool = True
     """True to standardize each target patch to mean 0 and standard deviation 1."""
     patch: int = 0

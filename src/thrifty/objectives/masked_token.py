@@ -2,14 +2,15 @@
 
 Paper       Devlin et al. 2019, BERT (arXiv 1810.04805), section 3.1. New masks in each epoch follow Liu et al. 2019,
             RoBERTa (arXiv 1907.11692).
-Promise     The head computes only the predicted tokens, a fraction `rate`. By default 80 % of the predicted tokens
-            become the mask, 10 % a random token, and the rest is unchanged.
+Promise     The head computes logits for the predicted tokens only, a fraction `rate` of each text. By default 80 % of
+            the predicted tokens become the mask, 10 % a random token, and the rest is unchanged.
 Use         run = thrifty.train("bert-nano", "my.txt", loss="masked_token", budget="2000 steps")
             thrifty.export(run, "encoder")
 Start with  `--set objective.name=masked_token --set objective.rate=0.15`. A higher rate trains on more tokens per text.
 Cost        Only the predicted tokens have a loss, so training needs more text than next-token prediction.
 Avoid       Models with causal attention, because they predict from the left side only.
-Does not    Mask whole words. Masked tokens stay in the encoder unless `data_selection.drop_masked_tokens` is used.
+Does not    Mask whole words, or remove masked tokens from the encoder; `data_selection.drop_masked_tokens` removes
+            them.
 """
 
 import math
@@ -90,11 +91,11 @@ class MaskedToken(TokenCrossEntropy):
 
     The fractions of masks and random tokens are exact on average. If 80 % of k is not an integer, some random rows have
     one mask more than others. n is t minus the maximum number of masks of a row. In a row with one mask fewer,
-    "visible" also leaves out one predicted position without a mask: one with a random token, if the row has any.
+    "visible" also leaves out one predicted position without a mask, preferably a position with a random token.
     """
 
     rate: Fraction = 0.15
-    """Fraction of predicted tokens."""
+    """Fraction of the tokens that are predicted."""
     mask_share: Probability = 0.8
     """Fraction of the predicted tokens that the mask replaces."""
     random_share: Probability = 0.1
@@ -103,7 +104,8 @@ class MaskedToken(TokenCrossEntropy):
     """Mask token. `with_tokenizer` sets `mask`, `vocabulary` and `special`."""
     vocabulary: int = 0
     special: frozenset[int] = frozenset()
-    """Tokens without text. They are neither predicted nor used as random tokens."""
+    """Tokens without text. They are never random replacements, and are predicted only if a text has too few other
+    tokens."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -2,14 +2,14 @@
 
 Paper       Song et al. 2019, MASS: Masked Sequence to Sequence Pre-training for Language Generation (arXiv
             1905.02450), section 3.
-Promise     All positions of the span are equally likely. With one token it is the task of BERT; with all tokens, the
-            task of GPT.
+Promise     All positions of the span are equally likely. A span of one token is the task of BERT; a span of all tokens
+            is the task of GPT.
 Use         run = thrifty.train("marian-nano", "my.txt", loss="mass", budget="2000 steps")
             print(run.loss)
 Start with  `--set objective.name=mass --set objective.rate=0.5`, as in the paper.
-Cost        The encoder reads the whole text and the decoder the span.
-Avoid       Models without a decoder. T5, because its decoder reads distances inside the span, not text positions.
-Does not    Leave some tokens of the span unmasked, unlike the paper (unverified).
+Cost        The encoder reads the whole text, and the decoder reads the span.
+Avoid       Models without a decoder. T5, because its decoder uses distances inside the span, not text positions.
+Does not    Leave some tokens of the span unmasked; the paper does so (unverified).
 """
 
 from dataclasses import dataclass, replace

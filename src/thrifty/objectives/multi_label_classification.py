@@ -1,6 +1,6 @@
 """Multi-label classification (no paper): predict any number of classes per text.
 
-Paper       The usual binary cross-entropy of each class, as in transformers.
+Paper       The usual binary cross-entropy of each class, as in Hugging Face transformers.
 Promise     The loss of a text is the mean over all classes. The run reports accuracy and, with scikit-learn, macro and
             micro F1.
 Use         run = thrifty.train("bert-nano", "topics.jsonl", loss="multi_label_classification", budget="2000 steps")
@@ -8,7 +8,7 @@ Use         run = thrifty.train("bert-nano", "topics.jsonl", loss="multi_label_c
 Start with  `--set objective.name=multi_label_classification`.
 Cost        One logit per class and text.
 Avoid       Exactly one label per text: use `classification`.
-Does not    Give rare classes more weight. The threshold is fixed: a class is predicted above probability 0.5.
+Does not    Give rare classes more weight, or tune the threshold; a class is predicted if its probability is above 0.5.
 """
 
 from collections.abc import Mapping
@@ -26,7 +26,7 @@ from thrifty.objectives.labelled_text import HAS_SCORES, LabelledTextObjective, 
 class MultiLabelClassification(LabelledTextObjective):
     """Binary cross-entropy per class, averaged over the c classes. The model returns logits (b, c).
 
-    Fields    those of `labelled_text`, and "labels" (b, c) in float32, 1 for a class of the text.
+    Fields    the fields of `labelled_text`, and "labels" (b, c) in float32, 1 for a class of the text.
     Metrics   accuracy: fraction of texts with all c classes right. F1 over all held-out texts (scikit-learn).
     """
 

@@ -8,7 +8,7 @@ Use         run = thrifty.train("llama-nano", "my.txt", loss="next_token", budge
 Start with  `--set objective.name=next_token`, the default. Add `--set data.separate=true` for short documents.
 Cost        One logit per vocabulary entry and token. With a linear head, logits are computed in chunks and not saved.
 Avoid       Bidirectional models such as BERT, because their attention sees the token to predict.
-Does not    Predict the first token of a separate document. All other tokens of the effective batch weigh the same.
+Does not    Predict the first token of a document if `data.separate` is set; all other tokens have the same weight.
 """
 
 import inspect

@@ -1,13 +1,14 @@
 """Regression (no paper): predict one number from a text or a pair of texts.
 
-Paper       The usual squared error. An example is STS-B (Cer et al. 2017, arXiv 1708.00055).
-Promise     The loss is the mean squared error. The run reports Pearson and Spearman correlations of all held-out texts.
+Paper       The usual squared error. An example task is STS-B (Cer et al. 2017, arXiv 1708.00055).
+Promise     The loss is the mean squared error. With scipy, the run reports Pearson and Spearman correlations over all
+            held-out texts.
 Use         run = thrifty.train("bert-nano", "similarity.csv", loss="regression", budget="2000 steps")
             print(run.metrics)
 Start with  `--set objective.name=regression`.
 Cost        One output per text.
 Avoid       Labels that are class numbers without an order: use `classification`.
-Does not    Scale the labels. Correlations require scipy, and are NaN if predictions or labels are constant.
+Does not    Scale the labels.
 """
 
 from collections.abc import Mapping
@@ -24,8 +25,8 @@ from thrifty.objectives.labelled_text import LabelledTextObjective, correlations
 class Regression(LabelledTextObjective):
     """Squared error of one predicted number per text. The model returns logits (b, 1) or (b,).
 
-    Fields    those of `labelled_text`, and "labels" (b,) in float32.
-    Metrics   Pearson and Spearman correlations of all predictions and labels (scipy).
+    Fields    the fields of `labelled_text`, and "labels" (b,) in float32.
+    Metrics   Pearson and Spearman correlations of all predictions and labels (scipy); NaN if either is constant.
     """
 
     label_form = "number"

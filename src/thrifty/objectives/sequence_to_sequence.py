@@ -2,13 +2,14 @@
 
 Paper       Plain text: Raffel et al. 2020, T5 (arXiv 1910.10683), section 3.1.4 and table 6. Pairs of texts: Sutskever
             et al. 2014 (arXiv 1409.3215).
-Promise     The loss of an example is the mean cross-entropy per target token, in nats. Plain text has no padding.
+Promise     The loss of an example is the mean cross-entropy per target token, in nats. Batches of plain text need no
+            padding.
 Use         run = thrifty.train("t5-nano", "pairs.tsv", loss="sequence_to_sequence", budget="2000 steps")
             print(run.loss)
 Start with  `--set objective.name=sequence_to_sequence`. For plain text, set `rate` and `mean_span` of removed spans.
 Cost        An encoder pass over the source and a decoder pass over the target, with cross-attention.
 Avoid       Decoder-only models and encoders. For prompts with answers, use `chat_answers`.
-Does not    Give long targets more weight: each example has the same weight.
+Does not    Give long targets more weight, because each example has the same weight.
 """
 
 from dataclasses import dataclass, replace

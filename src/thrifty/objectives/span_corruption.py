@@ -4,7 +4,7 @@ Paper     Raffel et al. 2020, Exploring the Limits of Transfer Learning with a U
           arXiv 1910.10683), section 3.1.4 and table 6: 15 % of the tokens in spans of 3 on average.
 
 The numbers of removed tokens and of spans depend only on the length of the text. All sources of a batch therefore have
-equal length, all targets too, and no padding is needed. Text and removed spans alternate; text comes first.
+equal length, and so do all targets; no padding is needed. Text and removed spans alternate; text comes first.
 """
 
 import numpy as np

@@ -1,6 +1,6 @@
 """Token classification (no paper): predict one label per word, such as entity or part of speech.
 
-Paper       The usual cross-entropy per word, as in transformers.
+Paper       The usual cross-entropy per word, as in Hugging Face transformers.
 Promise     Every word of the effective batch has the same weight. The run reports accuracy and, with scikit-learn,
             F1 of single words.
 Use         run = thrifty.train("bert-nano", "entities.jsonl", loss="token_classification", budget="2000 steps")
@@ -8,7 +8,7 @@ Use         run = thrifty.train("bert-nano", "entities.jsonl", loss="token_class
 Start with  `--set objective.name=token_classification`.
 Cost        One logit per class and token.
 Avoid       One label per text: use `classification`.
-Does not    Train on special tokens, or on a word's tokens after the first. F1 is not of whole entities.
+Does not    Train on special tokens or on a word's tokens after the first, or report F1 of whole entities.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ NO_LABEL = -100
 class TokenClassification(LabelledTextObjective):
     """Cross-entropy of one label per word. The model returns logits (b, t, c) for c classes.
 
-    Fields    those of `labelled_text`, and "labels" (b, t): -100 for special tokens and later tokens of a word.
+    Fields    the fields of `labelled_text`, and "labels" (b, t): -100 for special tokens and later tokens of a word.
     Metrics   accuracy over words. F1 of single words, not of whole entities, over all held-out texts (scikit-learn).
     """
 

@@ -1,4 +1,4 @@
-"""User-defined loss: a function of the model and a batch in the user's form."""
+"""User-defined loss: a function of the model and a batch of any form."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +16,7 @@ from thrifty.objectives.user_metrics import DatasetMetric, ModelMetric
 
 UserFunction = Callable[[nn.Module, Any], Any]
 RESERVED = ("loss", "trained_loss", "kind", "step")
-"""Reserved metric names, because the record of an evaluation uses them."""
+"""Reserved metric names, because the record of an evaluation has keys with these names."""
 UserMetric = UserFunction | DatasetMetric | ModelMetric
 
 
@@ -38,8 +38,8 @@ class UserLoss(Objective):
     - the mean loss of the batch, a scalar. Micro-batches of unequal size and examples of unequal weight are then
       refused. An evaluation leaves out a smaller last batch.
 
-    `metrics` are functions that return one of these results, or a `DatasetMetric` or `ModelMetric`. A token budget
-    counts each example as `example_unit` tokens.
+    A metric of `metrics` is a function that returns one of these results; or it is a `DatasetMetric` or a
+    `ModelMetric`. A token budget counts each example as `example_unit` tokens.
     """
 
     learns_from = ()
@@ -116,7 +116,7 @@ class UserLoss(Objective):
         return scores
 
     def _called(self, function: UserFunction, model: nn.Module, batch: Batch, what: str) -> Any:
-        """Return the result of a user's function. Raises UsageError if it changes the batch."""
+        """Return the result of a user's function. Raises UsageError if the function changes the batch."""
         before = {name: tensor._version for name, tensor in batch.fields.items()}
         result = function(model, self.assembled(batch))
         changed = [name for name, tensor in batch.fields.items() if tensor._version != before[name]]

@@ -63,12 +63,14 @@ def a3_candidates(q: Tensor, k: Tensor, share: float, visible: Tensor) -> Tensor
 
 
 def post_scored(candidates: Tensor, scores: Tensor, percent: float) -> Tensor:
-    """Return a mask (b, h, t, s) of the candidates with a softmax weight of at least `percent` % of the largest."""
+    """Return a mask (b, h, t, s) of the candidates with a softmax weight of at least `percent` % of the maximum."""
     among = scores.masked_fill(~candidates, float("-inf"))
     return candidates & (among >= among.amax(-1, keepdim=True) + math.log(percent / 100))
 
 
 def a3_keep(q: Tensor, k: Tensor, share: float, percent: float, visible: Tensor) -> Tensor:
-    """Return a mask (b, h, t, s) of keys that pass both selections. Without candidates, a query keeps its best key."""
+    """Return a mask (b, h, t, s) of keys that pass greedy search and threshold. Without candidates, a query keeps its
+    best key.
+    """
     scores = exact_scores(q, k)
     return with_one(post_scored(a3_candidates(q, k, share, visible), scores, percent), scores, visible)

@@ -16,11 +16,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from thrifty.kernels.attention_filters.keep_masks import exact_scores, heads_of_keys, with_one
 
 PAIRS, PROJECTIONS = 2048, 96
-"""Numbers of random vector pairs per projection and of projections. The bias is a percentile over all pairs."""
+"""Number of random vector pairs per projection, and number of projections. `angle_bias` is a percentile over all pairs.
+"""
 
 
 def factor_sizes(width: int) -> tuple[int, ...]:
-    """Return sizes of square matrices whose Kronecker product has size `width`: fours first, then other primes."""
+    """Return sizes of square matrices whose Kronecker product has size `width`: factors 4 first, then primes."""
     sizes: list[int] = []
     for divisor in (4, *range(2, width + 1)):
         while width % divisor == 0 and width > 1:
@@ -80,10 +81,11 @@ def estimated_angle(query_signs: Tensor, key_signs: Tensor) -> Tensor:
 
 @cache
 def angle_bias(sizes: tuple[int, ...], share: float = 0.8, seed: int = 0) -> float:
-    """Return the bias of estimated angles in radians: the `share` quantile of the error over standard normal pairs.
+    """Return the bias of estimated angles in radians: the `share` quantile of the error over pairs of standard normal
+    vectors.
 
     After subtraction of the bias, the estimate is too small for a fraction `share` of the pairs. The bias is 0.127 for
-    (4, 4, 4).
+    sizes (4, 4, 4).
     """
     width = math.prod(sizes)
     with _disable_current_modes(), unset_fake_temporarily(), torch.no_grad():

@@ -43,7 +43,9 @@ def with_one(keep: Tensor, scores: Tensor, visible: Tensor) -> Tensor:
 
 
 def attend_kept(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
-    """Return exact softmax attention over a keep set (b, h, t, s), by torch's masked kernels. Saves no computation."""
+    """Return exact softmax attention over a keep set (b, h, t, s), by torch's masked kernels. This saves no
+    computation.
+    """
     return F.scaled_dot_product_attention(q, k, v, keep, enable_gqa=q.shape[1] != k.shape[1])
 
 
@@ -79,8 +81,8 @@ def refuse_other_lengths(t: int, s: int) -> None:
 
 
 def core_weights(core: Callable[..., Tensor], q: Tensor, k: Tensor, *rest: Any, **named: Any) -> Tensor:
-    """Return the weights (b, h, t, s) of an attention core. They are its outputs if the values are unit vectors, one
-    per key.
+    """Return the weights (b, h, t, s) of an attention core. They are the core's outputs for values that are unit
+    vectors, one per key.
 
     If a core has a `relay` (state from the previous block), each call uses the same state.
     """

@@ -1,7 +1,7 @@
 """Sanger filter: keys whose softmax weight, predicted from 4-bit scores, is above a threshold.
 
 Paper: Lu et al. 2021, Sanger: A Co-Design Framework for Enabling Sparse Attention using Reconfigurable Architecture
-(MICRO). Not read in full: this implementation follows its abstract and its published code.
+(MICRO). The paper was not read in full: this implementation follows the abstract and the published code.
 """
 
 import torch

@@ -1,5 +1,5 @@
-"""SpAtten filter: cascade pruning of tokens and heads, skipped values of small weights, low bits only for flat
-softmaxes.
+"""SpAtten filter: cascade pruning of tokens and heads, skipped values of small weights, least significant ("low") bits
+only for flat softmaxes.
 
 Paper: Wang et al. 2021, SpAtten: Efficient Sparse Attention Architecture with Cascade Token and Head Pruning (HPCA,
 arXiv 2012.09852). The least important tokens and heads are pruned for all later blocks.
@@ -18,9 +18,9 @@ from thrifty.kernels.attention_filters.keep_masks import exact_scores, heads_of_
 TOKENS_SPARED, HEADS_SPARED = 0.15, 0.3
 """Fraction of the blocks, counted from the first, without token pruning, and without head pruning."""
 FLAT = 0.1
-"""Flatness threshold. A softmax whose largest weight is below it is recomputed with the low bits."""
+"""Flatness threshold. A softmax whose largest weight is below this threshold is recomputed with the low bits."""
 LOW_BITS = 4
-"""Number of low bits in all formats of the paper."""
+"""Number of low (least significant) bits in all formats of the paper."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +39,7 @@ class CascadeState:
 
 @dataclass(frozen=True)
 class KeptShares:
-    """Fractions that one block keeps: of an input's tokens, of heads, and of a query's keys whose values are
-    fetched.
+    """Fractions that one block keeps: of the tokens, of the heads, and of the values that each query fetches.
 
     `latest` is the fraction of the kept tokens that are the most recent tokens before the query.
     """
@@ -79,7 +78,7 @@ def cascade(importance: Tensor, alive: Tensor, keep: int | Tensor, always: Tenso
 
 
 def highest(ranked: Tensor, keep: int | Tensor) -> Tensor:
-    """Return a mask of the `keep` largest entries per row (…, n), at least one. Among equals the first are kept."""
+    """Return a mask of the `keep` largest entries per row (…, n), at least one. Of equal entries the first are kept."""
     rank = ranked.argsort(dim=-1, descending=True, stable=True).argsort(dim=-1)
     return rank < (keep.clamp(min=1) if isinstance(keep, Tensor) else max(keep, 1))
 
@@ -152,7 +151,7 @@ def cascade_attention(
 def high_bits(x: Tensor, high: int, low: int) -> tuple[Tensor, Tensor]:
     """Return vectors (…, k) rounded to high + low signed bits, and the same vectors without the low bits.
 
-    The range is the largest element of each vector. This is our choice, so that no vector depends on others.
+    The largest element of each vector sets its range. This is our choice, so that no vector depends on other vectors.
     """
     step = x.abs().amax(-1, keepdim=True).clamp(min=1e-30) / (2 ** (high + low - 1) - 1)
     whole = (x / step).round()

@@ -1,7 +1,7 @@
 """ViTCoD filter: one fixed mask per head, computed from average attention maps, and an autoencoder over heads.
 
 Paper: You et al. 2023, ViTCoD: Vision Transformer Acceleration via Dedicated Algorithm and Accelerator Co-Design (HPCA,
-arXiv 2210.09573). Read in part, with its published code.
+arXiv 2210.09573). The paper was read in part, together with its published code.
 """
 
 import base64
@@ -19,7 +19,9 @@ from thrifty.kernels.sparse_attention.block_attention import block_attention
 from thrifty.kernels.sparse_attention.block_grid import BlockGrid, blocks_of
 
 GLOBAL = 50
-"""Global-token threshold: a key that more queries keep is a global token. The paper's images have 197 tokens."""
+"""Threshold of global tokens: a key that is kept by more than this number of queries is global. The paper's images have
+197 tokens.
+"""
 
 
 def encode_heads(heads: int) -> int:

@@ -83,7 +83,7 @@ def kept_blocks(mask: Tensor, block: int) -> Tensor:
 
 
 def tokens_of_tile(inputs: int) -> int:
-    """Return the number of tokens of a tile with `inputs` inputs that fits the cache."""
+    """Return the number of tokens for which a tile with `inputs` inputs fits the cache."""
     return next((tokens for tokens in (128, 64, 32) if inputs * tokens * 4 <= TILE_BYTES), LANES)
 
 

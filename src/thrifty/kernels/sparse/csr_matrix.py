@@ -74,7 +74,7 @@ def _starts(counts: Tensor) -> Tensor:
 
 
 def vectors_of_tile(inputs: int) -> int:
-    """Return the number of token vectors of a tile with `inputs` inputs that fits the cache."""
+    """Return the number of token vectors for which a tile with `inputs` inputs fits the cache."""
     return next((v for v in (8, 4, 2) if inputs * v * LANES * 4 <= TILE_BYTES), 1)
 
 

@@ -57,7 +57,7 @@ class DensityTimeFit:
 
 @dataclass(frozen=True)
 class BreakevenCase:
-    """Matmuls of a linear layer that share one measured line on a machine."""
+    """Sizes, storage form and dtype of a linear layer. The matmuls of a case share one measured line on a machine."""
 
     form: Form
     outputs: int
@@ -116,8 +116,8 @@ def fingerprint(device: str) -> dict[str, str | bool]:
 
 
 def _store(path: Path, case: BreakevenCase, line: DensityTimeFit) -> DensityTimeFit:
-    """Store a measurement and return the stored one. If several ranks of a machine measure at once, the first stored
-    result is used by all.
+    """Store a measurement and return the stored measurement. If several ranks of a machine measure at once, all use the
+    first stored result.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -138,7 +138,7 @@ def _store(path: Path, case: BreakevenCase, line: DensityTimeFit) -> DensityTime
 
 
 def measure(case: BreakevenCase, seconds: float = 0.5) -> DensityTimeFit:
-    """Time the matmuls on random values, alternating between them, for at least `seconds`. The best of at least three
+    """Time dense and sparse matmuls on random values, in turn, for at least `seconds`. The best of at least three
     rounds counts.
     """
     dtype = getattr(torch, case.dtype)

@@ -1,4 +1,6 @@
-"""Linear layer with a sparse weight S, y = x Sᵀ. The gradient of x is an SpMM, and that of kept values an SDDMM."""
+"""Linear layer with a sparse weight S, y = x Sᵀ. The gradient of x is an SpMM, and the gradient of the kept values is
+an SDDMM.
+"""
 
 from typing import Any
 
@@ -38,7 +40,8 @@ def sparse_linear(
     """Return `F.linear` for x (..., k) and a weight (m, k) that is zero outside the pattern.
 
     The weight gradient is a dense tensor. It is zero outside the pattern, or exact everywhere with `dense_gradient`,
-    for growth criteria. Computes in float32 or wider, and returns the dtype that `F.linear` would return.
+    which growth criteria require. Matmuls run in float32 or wider; the result has the dtype that `F.linear` would
+    return.
     """
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype

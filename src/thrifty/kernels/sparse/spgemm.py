@@ -1,9 +1,9 @@
 """SpGEMM: the matmul of two sparse matrices, with a sparse result.
 
-There are two algorithms. By rows (Gustavson 1978), each row of the result sums the rows of B that a row of A refers to.
-By outer products (OuterSPACE, Pal et al. 2018), each column of A is multiplied by the row of B with the same index. All
-partial products are computed first, and then merged by rows. Both algorithms read each element of B as often as A
-refers to it. The second reads A and B sequentially, but writes and reads partial products. Both add in the same order
+There are two algorithms. By rows (Gustavson 1978), each row of the result sums the rows of B at the column indices of a
+row of A. By outer products (OuterSPACE, Pal et al. 2018), each column of A is multiplied by the row of B with the same
+index. All partial products are computed first, and then merged by rows. Both algorithms read each element of B once per
+use. Outer products read A and B sequentially, but also write and read the partial products. Both add in the same order
 and in float64, so their results are equal. Neither has a gradient.
 """
 

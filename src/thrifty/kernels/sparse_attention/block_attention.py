@@ -32,9 +32,9 @@ def block_attention(
 ) -> Tensor:
     """Return attention (b, h, t, k) of q (b, h, t, k) over the visible keys and values (b, g, s, k) in kept blocks.
 
-    `mask`, boolean (b, 1 or h, 1 or t, s), and `segments` int64 (b, t) limit visibility further: tokens see only tokens
-    with an equal segment id. `scale` multiplies the scores; the default is 1 / sqrt(k). Second derivatives and grids of
-    another size raise UsageError.
+    `mask`, boolean (b, 1 or h, 1 or t, s), and `segments` int64 (b, t) hide more pairs: with `segments`, tokens see
+    only tokens with an equal segment id. `scale` multiplies the scores; the default is 1 / sqrt(k). Second derivatives
+    and grids that do not fit raise UsageError.
     """
     check_grid(grid, q, k)
     q, k, v = cast_for_autocast(q, k, v)

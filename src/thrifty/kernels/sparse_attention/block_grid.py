@@ -1,7 +1,7 @@
 """Grids of kept blocks of query-key pairs: int8 codes (b or 1, h, g or 1, T, S), one code per block.
 
-A grid is computed by arithmetic alone, without a random generator and without reading values. It can therefore be
-traced, compiled and counted without memory. Its number of kept blocks depends only on sizes.
+A grid is computed by arithmetic alone, without a random generator and without reading values. A grid can therefore be
+traced and compiled. Its number of kept blocks depends only on sizes, so the FLOPs are known without values.
 """
 
 from dataclasses import dataclass, field

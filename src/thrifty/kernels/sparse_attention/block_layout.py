@@ -13,8 +13,8 @@ from thrifty.kernels.sparse_attention.visibility import VisibilityRule, same_tex
 SCORES = {"cpu": 2**16}
 """Maximum number of scores that are processed at once, but at least one row.
 
-In float32 they fit a core's cache. At 2,048 tokens, twice as many took 6 % less time, but the peak memory then exceeded
-that of torch's own attention.
+In float32 they fit a core's cache. At 2,048 tokens, twice as many scores took 6 % less time, but more peak memory than
+torch's own attention.
 """
 GPU_SCORES = 2**24
 
@@ -57,7 +57,7 @@ class RowChunk:
     columns: Tensor
     """Block columns of these rows, as indices in a sequence, (c, n)."""
     keys: Tensor
-    """The same block columns as indices in `BlockedInputs.k`, (c · n,)."""
+    """Block columns as indices in `BlockedInputs.k`, (c · n,)."""
     scores: Tensor
     """Scores (c, r · B, n · B), -inf for invisible pairs."""
 

@@ -11,9 +11,10 @@ class VisibilityRule:
 
     causal: bool = False
     window: int = 0
-    """Number of tokens that a token sees backward, including itself, and if not causal also forward. 0: no limit."""
+    """Number of tokens that a token sees backward (including itself) and, if not causal, also forward; 0 for no limit.
+    """
     first: int = 0
-    """Number of first tokens without the window's limit: all tokens see them, and they see all tokens."""
+    """Number of first tokens that the window does not limit: all tokens see the first tokens, which see all tokens."""
 
     def visible(self, queries: Tensor, keys: Tensor) -> Tensor:
         """Return True where tokens at positions `queries` see tokens at positions `keys` (int64, broadcast)."""
@@ -24,8 +25,8 @@ class VisibilityRule:
         return seen & (keys <= queries) if self.causal else seen
 
     def visible_blocks(self, queries: Tensor, keys: Tensor, block: int) -> tuple[Tensor, Tensor]:
-        """Return two masks for pairs of blocks with these indices (broadcast): some pair visible, every pair
-        visible.
+        """Return two masks for pairs of blocks with these indices (broadcast): True if any token pair is visible, and
+        True if every token pair is visible.
         """
         q, k = queries * block, keys * block
         some, all_ = keys >= 0, keys >= 0
