@@ -21,7 +21,7 @@ def command(steps: int, examples: int, length: int | None, ranks: bool, as_json:
     """Check RECIPE before a long run. Train its model for a few steps and compare with the run without techniques.
 
     The check covers promised values, gradients of every parameter, micro-batches versus one batch, ranks versus one
-    process, resume, export, and the tokens that have a loss. The exit code is 4 if a promise is broken.
+    process, resume, export, and tokens with a loss. The exit code is 4 if a promise is broken.
     """
     import thrifty
 

@@ -66,7 +66,7 @@ def command(
         thrifty compare plain --variant "planned: plan.toml" --variant "--set data.batch=16"
 
     A word and a colon before the changes name the variant. Options outside the quotes (--data, --with, --set, …) change
-    the baseline and all variants. Pilot runs measure the step cost of each variant. Every variant gets the same number
+    the baseline and all variants. Pilot runs measure the step cost of each variant. Every variant tries the same number
     of learning rates. Each seed is run with every variant. The verdict compares the held-out losses of all planned
     pairs. The same command resumes an interrupted comparison.
     """

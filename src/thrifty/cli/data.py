@@ -31,7 +31,7 @@ def command() -> None:
 @command.command(name="list")
 @AS_JSON
 def list_sets(as_json: bool) -> None:
-    """List the datasets and models with a name: size, licence, and if they are on this machine."""
+    """List the named datasets and models: size, licence, and if they are on this machine."""
     import thrifty
 
     print_result(thrifty.datasets.known(), as_json)

@@ -11,7 +11,7 @@ import click
     "--sparse",
     multiple=True,
     metavar="OUTxIN",
-    help="Also measure the density below which sparse matmuls of such a layer are faster.",
+    help="Also measure the density below which sparse matmuls of a layer of this shape are faster.",
 )
 def command(as_json: bool, quick: bool, with_compile: bool, sparse: tuple[str, ...]) -> None:
     """Measure the speed of this machine for training, and report missing software and resources.

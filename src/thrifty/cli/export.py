@@ -12,7 +12,9 @@ from thrifty.cli.recipe_options import OWN_MODEL
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("folder", type=click.Path(path_type=Path))
 @click.option("--step", type=int, help="Step of the checkpoint.  [default: the newest]")
-@click.option("--raw-weights", is_flag=True, help="Export trained weights if the run evaluated their average.")
+@click.option(
+    "--raw-weights", is_flag=True, help="Export the trained weights, even if the run evaluated averaged weights."
+)
 @click.option("--dtype", type=click.Choice(["float32", "bfloat16", "float16"]), default="float32", show_default=True)
 @click.option(
     "--part",

@@ -26,14 +26,14 @@ from thrifty.cli.verb_output import print_result
 @click.option(
     "--scope",
     type=click.Choice(["global", "layerwise"]),
-    help="Compare magnitudes over all matrices or within each.  [default: global]",
+    help="Compare magnitudes over all matrices or within each matrix.  [default: global]",
 )
 @click.option("--where", metavar="PATTERN", help="Names of matrices to prune.  [default: all in blocks]")
 @click.option(
     "--half-rate",
     "half",
     metavar="PATTERN",
-    help="Names of matrices that are pruned at half the rate.  [default: heads]",
+    help="Names of matrices that are pruned by half the fraction.  [default: heads]",
 )
 @click.option(
     "--control",

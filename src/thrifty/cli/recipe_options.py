@@ -33,7 +33,7 @@ HELD_OUT = click.option(
 )
 LOSS = click.option("--loss", help="Objective name, or your package.module:function(model, batch).")
 OWN_MODEL = click.option(
-    "--model", metavar="PACKAGE.MODULE:FUNCTION", help="Builds your own model, if it trained the run."
+    "--model", metavar="PACKAGE.MODULE:FUNCTION", help="Function that builds your own model, if the run trained it."
 )
 
 

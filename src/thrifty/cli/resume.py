@@ -10,7 +10,13 @@ from thrifty.cli.recipe_options import HELD_OUT, LOSS, MESH, MODEL_ARGUMENTS, OW
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--set", "assignments", multiple=True, metavar="PATH=VALUE", help="Change a value; most need --fork.")
+@click.option(
+    "--set",
+    "assignments",
+    multiple=True,
+    metavar="PATH=VALUE",
+    help="Change a value of the recipe; most changes need --fork.",
+)
 @click.option("--with", "additions", multiple=True, metavar="NAME:KEY=VALUE,…", help="Add a technique; needs --fork.")
 @MESH
 @click.option("--without", "removals", multiple=True, metavar="NAME", help="Remove a technique; needs --fork.")

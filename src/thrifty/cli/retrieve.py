@@ -11,7 +11,9 @@ from thrifty.cli.recipe_options import OWN_MODEL
 @click.command("retrieve")
 @click.argument("run", type=click.Path(path_type=Path))
 @click.option("--step", type=int, default=None, help="Step of the checkpoint.  [default: the newest]")
-@click.option("--raw-weights", is_flag=True, help="Use trained weights if the run evaluated their average.")
+@click.option(
+    "--raw-weights", is_flag=True, help="Use the trained weights, even if the run evaluated averaged weights."
+)
 @click.option(
     "--classes",
     default="",
@@ -20,7 +22,7 @@ from thrifty.cli.recipe_options import OWN_MODEL
 )
 @click.option(
     "--prompt", "prompts", multiple=True, metavar="TEXT",
-    help='Caption of a class, {} is the label. Several are averaged.  [default: "{}"]',
+    help='Caption of a class; {} is its label. Repeatable: captions are averaged.  [default: "{}"]',
 )  # fmt: skip
 @OWN_MODEL
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")

@@ -73,7 +73,9 @@ def print_published_runs(as_json: bool) -> None:
 )
 @click.option("--trace", required=True, type=click.Path(path_type=Path), help="Output of `thrifty trace`.")
 @click.option(
-    "--equal-resources", metavar="KEY=VALUE,…", help="Same multipliers, clock (Hz) or bandwidth (bytes/s) for all."
+    "--equal-resources",
+    metavar="KEY=VALUE,…",
+    help="Same multipliers, clock (Hz) or bandwidth (bytes/s) for all designs.",
 )
 @click.option("--engine", default="scan", show_default=True, help="scan, or event (adds memory latency and banks).")
 @click.option(
@@ -88,11 +90,19 @@ def print_published_runs(as_json: bool) -> None:
     show_default=True,
     help="Masks of the trace, of the largest exact scores, or of each design's own filter. Repeatable.",
 )
-@click.option("--density", type=float, default=0.2, show_default=True, help="Fraction of pairs kept by exact and own.")
+@click.option(
+    "--density",
+    type=float,
+    default=0.2,
+    show_default=True,
+    help="Fraction of pairs that the filters exact and own keep.",
+)
 @click.option("--max-error", type=float, help="Maximum relative error of the outputs, instead of --density.")
 @click.option("--run", type=click.Path(path_type=Path), help="Traced run, to measure its held-out loss with each mask.")
 @OWN_MODEL
-@click.option("--baseline-design", metavar="NAME", help="Design that the others are compared with at equal peak.")
+@click.option(
+    "--baseline-design", metavar="NAME", help="Design with which all other designs are compared at equal peak."
+)
 @click.option("--measure/--no-measure", default=True, help="Also time the same attention on this machine.")
 @click.option("--page", type=click.Path(path_type=Path), help="Write tables and charts as one offline page.")
 @click.option("--csv", type=click.Path(path_type=Path), help="Write reports and action counts to a folder.")

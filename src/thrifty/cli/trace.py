@@ -13,7 +13,7 @@ from thrifty.cli.recipe_options import OWN_MODEL
 @click.option("--out", type=click.Path(path_type=Path), default=Path("trace.safetensors"), show_default=True)
 @click.option("--examples", type=click.IntRange(1), default=2, show_default=True, help="Number of examples.")
 @click.option("--length", type=click.IntRange(2), help="Tokens per example.  [default: the run's, or 128]")
-@click.option("--data", type=click.Path(path_type=Path), help="Text for a model folder.")
+@click.option("--data", type=click.Path(path_type=Path), help="Text on which a model folder is traced.")
 @click.option("--dtype", type=click.Choice(["float32", "float16"]), default="float32", show_default=True)
 @click.option("--density", type=float, default=0.1, show_default=True, help="Fraction of pairs kept by a pattern.")
 @click.option("--layers", type=click.IntRange(1), default=1, show_default=True, help="Layers of a pattern.")

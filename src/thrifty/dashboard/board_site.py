@@ -33,7 +33,7 @@ LARGEST_PAGE = 64 << 20
 READ_SECONDS = 0.4
 """Maximum time in seconds for reading records in one response. A long run requires several responses."""
 FRESH = 60.0
-"""Maximum age in seconds of the last record of an active run. Such a run counts as active regardless of its lock."""
+"""Seconds after its last record during which a run counts as active, even if its folder is not locked."""
 SIMULATIONS = ("cluster", "hardware")
 """Folders of results that contain simulations."""
 SCRIPT = "text/javascript; charset=utf-8"

@@ -53,5 +53,5 @@ def figure_data(figure: ChartFigure) -> dict[str, Any]:
 
 
 def _columns(rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
-    """Return rows as columns, which take a third of the bytes."""
+    """Return rows as columns, because columns take a third of the bytes."""
     return {name: [row[name] for row in rows] for name in rows[0]} if rows else {}

@@ -60,7 +60,7 @@ class RunIndex:
         return "-".join(map(str, files))
 
     def record(self) -> RunRecord:
-        """Return the run with its events and only its last step. `curves` contains the values of all steps."""
+        """Return the run with all its events but only its last step. `curves` contains the values of all steps."""
         rows = [{"kind": "step", "step": step} for step in self.curves.steps.steps[-1:]]
         record = read_run(self.folder, [*rows, *sorted(self.events.values(), key=lambda event: event["step"])])
         return replace(record, damage=(*record.damage, *self._damage()))

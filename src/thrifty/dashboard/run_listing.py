@@ -17,7 +17,9 @@ KINDS = {"study.json": "study", "comparison.json": "comparison", "lottery.json":
 
 @dataclass(frozen=True)
 class RunListing:
-    """Listed folder. `name` is the path below the folder of runs, with slashes. It identifies the folder in a query."""
+    """Listed folder. `name` is the path below the folder of runs, with slashes. `name` identifies the folder in a
+    query.
+    """
 
     name: str
     path: Path

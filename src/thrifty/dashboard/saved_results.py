@@ -16,7 +16,7 @@ MOST = 2_000
 COLUMNS, ROWS = 14, 400
 """Maximum numbers of columns and rows in a table."""
 DEEPEST = 3
-"""Maximum nesting of objects with their own tables, counted as commas in the caption."""
+"""Maximum nesting depth of objects with their own tables. The depth is the number of commas in the caption."""
 Labelled = Sequence[tuple[str, Mapping[str, Any]]]
 FACTS = ("cpu", "gpu", "device", "cores", "torch", "python", "thrifty", "started")
 

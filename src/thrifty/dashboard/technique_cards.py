@@ -25,7 +25,7 @@ class TechniqueCard:
 
 
 def card_from(profile: Mapping[str, Any]) -> TechniqueCard:
-    """Return the card for a technique's profile, which has the form that `thrifty show --json` prints."""
+    """Return the card for a technique's profile, in the form that `thrifty show --json` prints."""
     card = read_card(profile["card"])
     rows = [(each["name"], str(each["default"]), each["type"]) for each in profile["settings"]]
     more = {"More": card.rest, "Notes": profile.get("notes", "")}

@@ -11,8 +11,9 @@ from thrifty.core.mesh import AXES, Mesh, clear_mesh, set_mesh
 
 @contextmanager
 def fake_rank(rank: int, sizes: Mapping[str, int]) -> Iterator[None]:
-    """Make this process one rank of a mesh with these axes inside the block. Collectives return at once with
-    meaningless values, so use only fake tensors inside the block."""
+    """Within the context, make this process one rank of a mesh with the axis sizes `sizes`. Collectives return at once
+    with meaningless values, so the context is only for fake tensors.
+    """
     from torch.distributed.tensor.debug import _clear_sharding_prop_cache
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
@@ -29,14 +30,17 @@ def fake_rank(rank: int, sizes: Mapping[str, int]) -> Iterator[None]:
 
 
 def fake_first_rank(mesh: Mesh) -> AbstractContextManager[None]:
-    """Make this process rank 0 of the minimum number of ranks for a mesh. Do nothing if this number is 1."""
+    """Within the context, make this process rank 0 of a mesh with the minimum number of ranks. Do nothing if this
+    number is 1.
+    """
     ranks = mesh.least_ranks
     return nullcontext() if ranks == 1 else fake_rank(0, mesh.sizes(ranks, sharded=False))
 
 
 def ranks_of_stages(sizes: Mapping[str, int]) -> list[range]:
-    """Return the ranks of each pipeline stage. If a tensor does not divide evenly, the first rank of a stage holds the
-    largest part."""
+    """Return the ranks of each pipeline stage. The first rank of a stage holds the largest part of each unevenly
+    divided tensor.
+    """
     assert AXES[0] == "pipeline"
     each = math.prod(sizes.values()) // sizes["pipeline"]
     return [range(each * stage, each * (stage + 1)) for stage in range(sizes["pipeline"])]

@@ -38,17 +38,21 @@ class ModelPartition:
     back: tuple[str, ...]
     """Names of modules with their own parameters that run after the last block, including the head."""
     costs: tuple[float, ...]
-    """Cost of modules before the blocks, of each block, and of modules after: seconds if timed, else FLOPs."""
+    """Cost of the modules before the blocks, of each block, and of the modules after the blocks: seconds if timed, else
+    FLOPs.
+    """
 
 
 def partition_model(model: nn.Module, timed: bool) -> ModelPartition:
     """Return the parts of a model whose input is tokens, or of a model with a method `example` that returns its input.
     With fake tensors, FLOPs are counted instead of times. Raise RefusedError if a parameter belongs to no part, or if
-    the blocks are not one list called in order."""
+    the blocks are not a single list that is called in order.
+    """
     stacks = find_stacks(model)
     if len(stacks) > 1:
         raise RefusedError(
-            f"the model has {len(stacks)} stacks of blocks, {' and '.join(stacks)}", fix="use a model with one stack"
+            f"the model has {len(stacks)} stacks of blocks, {' and '.join(stacks)}",
+            fix="--without parallelism.pipeline",
         )
     ((stack, blocks),) = stacks.items()
     outside = {
@@ -134,9 +138,11 @@ class _LayerTimer:
         finally:
             self.model.train(was_training)
         if [index for index, _, _ in self.calls] != list(range(len(self.blocks))):
-            raise RefusedError("the model does not call its blocks once each and in order", fix="use another model")
+            raise RefusedError(
+                "the model does not call its blocks once each and in order", fix="--without parallelism.pipeline"
+            )
         if both := self.before & self.after:
-            raise RefusedError(f"{min(both)} runs before and after the blocks", fix="use another model")
+            raise RefusedError(f"{min(both)} runs before and after the blocks", fix="--without parallelism.pipeline")
         return [self.calls[0][1] - began, *[end - begin for _, begin, end in self.calls], ended - self.calls[-1][2]]
 
     def _forward(self, now: Callable[[], float]) -> tuple[float, Any]:
@@ -156,7 +162,7 @@ class _LayerTimer:
             except (TypeError, ValueError, RuntimeError, AttributeError) as error:
                 raise RefusedError(
                     f"{type(self.model).__name__} cannot be called with tokens alone: {error}",
-                    fix="use a language model",
+                    fix="--without parallelism.pipeline",
                 ) from error
 
     def _inputs(self) -> Tensor:
@@ -184,7 +190,8 @@ class _LayerTimer:
         def end(module: nn.Module, args: Any, output: Any) -> None:
             if not isinstance(output, Tensor):
                 raise RefusedError(
-                    f"a block returns a {type(output).__name__}, not hidden states alone", fix="use another model"
+                    f"a block returns a {type(output).__name__}, not hidden states alone",
+                    fix="--without parallelism.pipeline",
                 )
             index, began, _ = self.calls.pop()
             self.calls.append((index, began, now()))

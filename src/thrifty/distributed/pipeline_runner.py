@@ -1,7 +1,7 @@
 """Execution of the stages on one rank: training with micro-batches by torch's schedules, and forward passes alone.
 
-Every rank of a pipeline has the whole batch, so ranks exchange only hidden states. Each stage runs the objective on the
-model, reduced to the stage (`distributed/pipeline_stages.py`).
+Every rank of a pipeline has the whole batch, so that ranks exchange only hidden states and their gradients. Each stage
+runs the objective on the model, reduced to the stage (`distributed/pipeline_stages.py`).
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -101,8 +101,9 @@ class PipelineRunner:
         return self.broadcast_last(losses)
 
     def forward(self, stage: StageModel, part: int, received: Tensor | None) -> Tensor:
-        """Run one micro-batch through one stage. Return hidden states, or the weighted sum of losses in the last
-        stage."""
+        """Run one micro-batch through one stage. Return hidden states; the last stage returns the weighted sum of
+        losses.
+        """
         (objective, model), batch = self._predicting, self._micro[part]
         self.keeping = self.keeps(stage, part)
         with self._as(stage, received) as stage_io:
@@ -110,7 +111,8 @@ class PipelineRunner:
             if prediction.is_mean or prediction.part_weights is not None:
                 raise RefusedError(
                     "the loss is a mean or weights parts of examples, but stages process one micro-batch at a time",
-                    fix="return one loss for each example, or --with parallelism.replicate instead of the pipeline",
+                    fix="return one loss for each example; or --without parallelism.pipeline "
+                    "--with parallelism.replicate",
                 )
             if stage.is_last:
                 losses = objective.losses(prediction, batch)

@@ -5,9 +5,9 @@ every other module. While a stage runs, the modules around its blocks are replac
 Computations before the first block and after the last block still run, and their results are ignored. The model's own
 forward pass and the objective's `predict` are therefore unchanged, including masks and positions.
 
-A parameter of several stages, such as a head tied to the embedding, belongs to the first of these stages. The other
-stages receive the value before each pass and send the gradient after the pass. The parameter has one name and one
-optimizer state, and norms count it once.
+A parameter of several stages, such as an embedding that is tied to the output head, belongs to the first of these
+stages. The other stages receive its value before each pass and send its gradient after the pass. The parameter has one
+name and one optimizer state, and gradient norms count it once.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -41,7 +41,7 @@ class StageModel:
 
     @contextmanager
     def running(self, received: Tensor | None) -> Iterator[StageIO]:
-        """Reduce the model to this stage inside the block. `received` are the hidden states of the previous stage."""
+        """Within the context, reduce the model to this stage. `received` holds the previous stage's hidden states."""
         originals = [(parent, name, parent._modules[name]) for parent, name, _ in self.places]
         self.stage_io.received, self.stage_io.sent = received, None
         for parent, name, module in self.places:
@@ -54,7 +54,7 @@ class StageModel:
             self.stage_io.received, self.stage_io.sent = None, None
 
     def parameters(self) -> list[Tensor]:
-        """Return the stage's own parameters and the parameters that it borrows."""
+        """Return the stage's own parameters and the parameters that the stage borrows from other stages."""
         tensors = {}
         for module in (each for own in self.modules for each in own.modules()):
             for tensor in (*module.parameters(recurse=False), *vars(module).get("borrowed", ())):
@@ -178,7 +178,7 @@ def _refuse_idle(stage_of: Mapping[nn.Module, int], places: Sequence[int]) -> No
     if idle := set(places) - set(owners.values()):
         raise RefusedError(
             f"rank {min(idle)} of the pipeline has no parameter to train",
-            fix="train parameters in all blocks, or use --without parallelism.pipeline",
+            fix="train parameters in all blocks; or --without parallelism.pipeline",
         )
 
 

@@ -5,7 +5,7 @@
 
 DTensor does all conversions and their gradients, as in torch's ColwiseParallel and RowwiseParallel. In addition, layers
 may be fused (several slices) or transposed. The column layers of a module share one all-reduce of the gradients at
-their input.
+their common input.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +30,7 @@ WHOLE, LAST, TOKENS = Replicate(), Shard(-1), Shard(1)
 
 @dataclass
 class TensorParallelizer:
-    """The division of one model over a mesh, with the means to undo it."""
+    """The division of one model over a mesh. Closing `undo` restores the undivided model."""
 
     mesh: DeviceMesh
     """Mesh with a single axis."""
@@ -40,7 +40,7 @@ class TensorParallelizer:
     """Names of undivided parameters whose gradients are summed over ranks."""
     undo: ExitStack = field(default_factory=ExitStack)
     _divided: dict[nn.Parameter, nn.Parameter] = field(default_factory=dict)
-    """Divided parameters that `swap_parameters` puts into the model, by undivided parameter."""
+    """Mapping from undivided to divided parameters; `swap_parameters` puts the divided parameters into the model."""
 
     def column(self, layer: nn.Module, slices: Sequence[int] = (), region: ParallelRandomRegion | None = None) -> None:
         """Divide a layer by outputs: each rank has a part of every slice. An embedding table is divided by columns."""
@@ -79,7 +79,7 @@ class TensorParallelizer:
         self._before(module, lambda x: self._as_dtensor(x, self.stream).redistribute(placements=[WHOLE]))
 
     def end_region_after(self, module: nn.Module, region: ParallelRandomRegion) -> None:
-        """End the region after the module's forward pass, unless a row layer has ended it."""
+        """End a region of random numbers after the module's forward pass, unless a row layer has ended the region."""
 
         def forward(_: nn.Module, inner: Callable, *args: Any, **kwargs: Any) -> Any:
             try:
@@ -116,7 +116,7 @@ class TensorParallelizer:
             if x.shape[1] % self.mesh.size():
                 raise UsageError(
                     f"{x.shape[1]} tokens cannot be divided equally among {self.mesh.size()} ranks",
-                    fix=f"use texts of a multiple of {self.mesh.size()} tokens, or set sequence_parallel = false",
+                    fix=f"use texts of a multiple of {self.mesh.size()} tokens; or set sequence_parallel = false",
                 )
             x = self._redistributed(x, WHOLE, TOKENS)
         with parallel_randomness(self.mesh.get_local_rank()) if draws and block.training else nullcontext():
@@ -137,8 +137,9 @@ class TensorParallelizer:
         return self._as_dtensor(tensor, have).redistribute(placements=[want]).to_local()
 
     def _divide(self, layer: nn.Module, dims: Mapping[str, int | None], slices: Sequence[int] = ()) -> None:
-        """Divide a layer's parameters along `dims`. Every rank has the whole parameter and keeps a part, so nothing is
-        sampled or sent."""
+        """Divide a layer's parameters along `dims`. Nothing is sampled or sent, because every rank has the whole
+        parameter and keeps a part.
+        """
         orders = {}
         for name, dim in dims.items():
             whole = getattr(layer, name, None)

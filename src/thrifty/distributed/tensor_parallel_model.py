@@ -28,8 +28,8 @@ HEAD_COUNTS = (
 
 @dataclass(frozen=True)
 class LayerSplit:
-    """A layer of the plan, with its slice sizes (outputs of a column layer, inputs of a row layer) and `unit`, a
-    divisor of all slice sizes.
+    """A layer of the plan and its slice sizes: outputs of a column layer, inputs of a row layer. `unit` divides all
+    slice sizes.
     """
 
     name: str
@@ -40,7 +40,7 @@ class LayerSplit:
 
     @property
     def outputs_parts(self) -> bool:
-        """True if a row layer receives the layer's outputs; False for a table of values per head."""
+        """True if a row layer receives the layer's outputs; False for an embedding of values per head."""
         return self.style == "column" and not isinstance(self.layer, nn.Embedding)
 
     def check(self, ranks: int) -> None:
@@ -49,8 +49,8 @@ class LayerSplit:
                 what = f"{size // self.unit} heads" if self.unit > 1 else f"{size} elements"
                 best = math.gcd(ranks, *(each // self.unit for each in self.sizes))
                 raise RefusedError(
-                    f"{self.name}: {what} cannot be divided equally among {ranks} ranks",
-                    fix=f"a mesh of tensor={best}, or a model with a multiple of {ranks}",
+                    f"{self.name!r}: {what} cannot be divided equally among {ranks} ranks",
+                    fix=f"--mesh tensor={best}; or use a model with a multiple of {ranks}",
                 )
 
 
@@ -99,8 +99,8 @@ def _splits(model: nn.Module, plan: Mapping[str, Style]) -> list[LayerSplit]:
             continue
         if getattr(getattr(layer, "weight", None), "ndim", 0) != 2 or "forward" in vars(layer):
             raise RefusedError(
-                f"{name} is a {type(layer).__name__} that computes with more than its weight",
-                fix="leave out the technique that changed it, or name other layers in plan",
+                f"{name!r} is a {type(layer).__name__} that computes with more than its weight",
+                fix="leave out the technique that changed it; or name other layers in plan",
             )
         cut = cuts[f"{name}.weight"]
         if style == "row":
@@ -122,7 +122,7 @@ def _unit(model: nn.Module, name: str, plan: Mapping[str, Style]) -> int:
     for attribute in HEAD_WIDTHS:
         if isinstance(width := getattr(module, attribute, None), int):
             return 3 * width if part_of_attention(name) == "query_key_value" else width
-    raise RefusedError(f"the width of a head of {owner} is unknown", fix=f"set its attribute {HEAD_WIDTHS[0]}")
+    raise RefusedError(f"the attention head width of {owner!r} is unknown", fix=f"set its attribute {HEAD_WIDTHS[0]}")
 
 
 def _refuse_unplanned(model: nn.Module, owner: str, plan: Mapping[str, Style]) -> None:
@@ -130,7 +130,7 @@ def _refuse_unplanned(model: nn.Module, owner: str, plan: Mapping[str, Style]) -
         name = f"{owner}.{path}"
         if not any(is_under(name, module) for module in plan):
             raise RefusedError(
-                f"{name} is between split layers, and the plan has no style for it",
+                f"{name!r} is between split layers, and the plan has no style for it",
                 fix=f'plan = ["{name.rpartition(".")[0]}=summed"] if it is applied to a rank\'s own part, or "=whole"',
             )
 
@@ -148,7 +148,7 @@ def _refuse_unpaired(owner: str, own: Sequence[LayerSplit]) -> None:
     for split in own:
         if split.style == "column" and set(dict(split.layer.named_parameters())) - {"weight", "bias"}:
             raise RefusedError(
-                f"{split.name} has more than a weight and a bias", fix="leave out the technique that changed it"
+                f"{split.name!r} has more than a weight and a bias", fix="leave out the technique that changed it"
             )
 
 
@@ -174,8 +174,9 @@ def _split_owner(splitting: TensorParallelizer, owner: nn.Module, own: Sequence[
 
 
 def _along_vocabulary(model: nn.Module, ranks: int) -> list[nn.Module]:
-    """Return the token tables and the head that can be split. Add a note about tables and heads that stay whole, with
-    layers that share their weight."""
+    """Return the token embeddings and the output head that can be split. Layers that share a weight stay whole
+    together; a note names each layer that stays whole and the reason.
+    """
     head = find_head(model)
     ends: dict[str, nn.Module] = {**token_tables(model), **(dict([head]) if head else {})}
     reasons = {name: reason for name, layer in ends.items() if (reason := _reason_to_stay_whole(layer, ranks))}

@@ -2,11 +2,11 @@
 
     column  split by outputs: each rank computes its own part of queries, keys, values or hidden units
     row     split by inputs, the outputs of column layers: the ranks' results are summed
-    summed  whole, applied to a rank's own part, so that its gradient is the sum over ranks
+    summed  whole, applied to a rank's own part of the activations; its gradient is summed over ranks
     whole   whole, applied to activations that every rank has
 
 For Thrifty's own models, layer names determine the plan. Models of transformers have a plan in their class. For other
-models the user passes a plan. Token tables and the head are split along the vocabulary and require no plan.
+models the user passes a plan. Token embeddings and the output head are split along the vocabulary and require no plan.
 """
 
 import re
@@ -50,15 +50,16 @@ def split_plan(model: nn.Module, rules: Sequence[str] = ()) -> dict[str, Style]:
     if not any(style == "row" for style in styles.values()):
         raise RefusedError(
             f"no tensor-parallel plan is known for {type(model).__name__}",
-            fix='name its layers, for instance plan = ["*.attn.c_attn=column", "*.attn.c_proj=row"], or use a model of '
+            fix='name its layers, for instance plan = ["*.attn.c_attn=column", "*.attn.c_proj=row"]; or use a model of '
             "transformers that has a tensor-parallel plan",
         )
     return styles
 
 
 def _known(model: nn.Module) -> Iterator[tuple[str, Style]]:
-    """Yield patterns and styles from the outermost model with its own plan. Without one, yield the patterns of
-    Thrifty's models."""
+    """Yield patterns and styles from the plan of the outermost module that has one. If no module has a plan, yield the
+    patterns of Thrifty's models.
+    """
     for prefix, module in model.named_modules():
         if plan := getattr(module, "_tp_plan", None):
             stacks = find_stacks(model)

@@ -1,9 +1,9 @@
-"""Random numbers of tensor-parallel ranks that each hold a part of the activations.
+"""Random numbers in regions of a model in which each tensor-parallel rank holds a part of the activations.
 
-Outside such regions, all ranks have the same activations and sample the same numbers. Inside, each rank must sample
-different numbers, or all ranks' heads would have the same dropout mask. A region therefore samples one common number.
-This number and the rank's place seed the region's generator. The common generator advances by one number, also if the
-forward pass is recomputed.
+Outside such regions, all ranks have the same activations and sample the same numbers. Inside a region, each rank must
+sample different numbers, because the heads of all ranks would otherwise have the same dropout mask. A region therefore
+samples one common number. This number and the index of the rank seed the region's generator. The common generator
+advances by one number, also if the forward pass is recomputed.
 """
 
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ from thrifty.core.randomness import seed_of
 
 @contextmanager
 def parallel_randomness(place: int) -> Iterator[None]:
-    """Use the random numbers of the rank `place` inside the block."""
+    """Within the context, use the random numbers of the rank `place`."""
     common = int(torch.empty((), dtype=torch.int64).random_())
     with torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_initialized() else []):
         torch.manual_seed(seed_of(f"{common}/{place}"))

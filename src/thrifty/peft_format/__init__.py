@@ -30,9 +30,9 @@ def save_adapter(
 ) -> None:
     """Write one adapter of a model so that PEFT loads it onto the same base.
 
-    A model of Thrifty's own families requires its `shape`, and the adapter has the names of the exported model. `base`
-    is the path or name of the base model, written as `base_model_name_or_path`. Raise UsageError if the model lacks the
-    adapter or the folder is not empty. Raise RefusedError for parts that PEFT's format cannot store.
+    A model of Thrifty's own families requires its `shape`; the file then has the parameter names of the exported model.
+    `base` is the path or name of the base model, which is written as `base_model_name_or_path`. Raise UsageError if the
+    model lacks the adapter or the folder is not empty. Raise RefusedError for parts that PEFT's format cannot store.
     """
     model = _inside(model)
     for form in FORMATS.values():
@@ -69,7 +69,8 @@ _OUR_TASKS = {"next_token": "CAUSAL_LM", "sequence_to_sequence": "SEQ_2_SEQ_LM"}
 
 def _task(model: nn.Module, saved: Collection[str]) -> str | None:
     """Return PEFT's task type for a model, from its task or class name. Return None if PEFT could not load the adapter
-    with that type. PEFT may require a head that is not among the `saved` modules, or tokens as inputs."""
+    with that type, because PEFT requires token inputs or a classification head among the `saved` modules.
+    """
     task = next((task for end, task in _TASKS.items() if type(model).__name__.endswith(end)), None)
     if task == "SEQ_2_SEQ_LM":
         both = getattr(getattr(model, "config", None), "is_encoder_decoder", False)

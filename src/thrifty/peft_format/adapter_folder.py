@@ -81,11 +81,11 @@ def read_adapter(folder: Path, formats: Mapping[str, AdapterFormat]) -> StoredAd
     with a kind not in `formats`, or with unknown settings. Raise RefusedError for unsupported settings. Raise
     IntegrityError for a damaged folder."""
     if not (folder / CONFIG).is_file():
-        raise UsageError(f"{folder} has no {CONFIG}", fix="pass the folder of an adapter written by PEFT")
+        raise UsageError(f"'{folder}' has no {CONFIG}", fix="pass the folder of an adapter written by PEFT")
     config = read_json(folder / CONFIG)
     kind = config.get("peft_type")
     if not isinstance(kind, str) or kind not in formats:
-        raise UsageError(f"{folder / CONFIG}: peft_type is {kind!r}", fix=did_you_mean(str(kind), formats))
+        raise UsageError(f"'{folder / CONFIG}': peft_type is {kind!r}", fix=did_you_mean(str(kind), formats))
     _check(folder / CONFIG, config, formats[kind])
     return StoredAdapter(config, _read_tensors(folder))
 
@@ -95,14 +95,14 @@ def _read_tensors(folder: Path) -> dict[str, Tensor]:
         pickles = sorted(path.name for path in folder.glob("*.bin"))
         if pickles:
             raise UsageError(
-                f"{folder} has its weights in {pickles[0]}, a pickle, which can run any code when opened",
+                f"'{folder}' has its weights in {pickles[0]}, a pickle, which can run any code when opened",
                 fix="if you trust their origin, convert them to safetensors and pass that folder",
             )
-        raise UsageError(f"{folder} has no {WEIGHTS}", fix="fetch the whole folder again")
+        raise UsageError(f"'{folder}' has no {WEIGHTS}", fix="fetch the whole folder again")
     try:
         return load_file(folder / WEIGHTS)
     except (SafetensorError, OSError) as error:
-        raise IntegrityError(f"{folder / WEIGHTS} is damaged: {error}", fix="fetch the file again") from error
+        raise IntegrityError(f"'{folder / WEIGHTS}' is damaged: {error}", fix="fetch the file again") from error
 
 
 def _check(path: Path, config: Config, form: AdapterFormat) -> None:
@@ -110,10 +110,10 @@ def _check(path: Path, config: Config, form: AdapterFormat) -> None:
     for key, value in config.items():
         if key in form.only and value not in form.only[key]:
             raise RefusedError(
-                f"{path} sets {key} = {value!r}, which is not supported", fix="train the adapter without it"
+                f"'{path}' sets {key} = {value!r}, which is not supported", fix="train the adapter without it"
             )
         if key in _KINDS and not isinstance(value, _KINDS[key]):
-            raise IntegrityError(f"{path}: {key} is {value!r:.80}", fix="fetch the folder again")
+            raise IntegrityError(f"'{path}': {key} is {value!r:.80}", fix="fetch the folder again")
         # settings of later versions of PEFT have no effect if they are off
         if key not in known and value not in (None, False, "", [], {}):
-            raise UsageError(f"{path}: there is no setting {key}", fix=did_you_mean(key, known))
+            raise UsageError(f"'{path}': there is no setting {key}", fix=did_you_mean(key, known))

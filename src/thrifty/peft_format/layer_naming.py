@@ -25,8 +25,9 @@ from thrifty.models.weight_conversion import packing_table
 
 @dataclass(frozen=True)
 class LayerTarget:
-    """Exported layers of one layer of Thrifty: a single layer, or several layers that Thrifty fuses. `rows` are their
-    numbers of outputs."""
+    """Exported layers of one layer of Thrifty: a single layer, or several layers that Thrifty fuses. `rows` are the
+    numbers of outputs of the exported layers.
+    """
 
     theirs: tuple[str, ...]
     rows: tuple[int, ...]
@@ -35,7 +36,7 @@ class LayerTarget:
 
 
 def misfit(what: str) -> IntegrityError:
-    return IntegrityError(what, fix="load it onto the model it was made for")
+    return IntegrityError(what, fix="load the adapter onto the model on which it was trained")
 
 
 class LayerNaming:
@@ -46,10 +47,14 @@ class LayerNaming:
         self.model = model
         self.parameters = dict(model.named_parameters(remove_duplicate=False))
         self.repeated: frozenset[str]
-        """Exported names that several exported modules share, for one parameter in Thrifty."""
+        """Exported names that several exported modules share, because Thrifty's model has a single parameter for them.
+        """
         if isinstance(model, Transformer | Encoder | EncoderDecoder):
             if shape is None:
-                raise UsageError("the exported names of this model depend on its shape", fix="pass shape=")
+                raise UsageError(
+                    "the exported names of this model depend on its shape",
+                    fix="pass shape=CONFIG, the ModelConfig of the model",
+                )
             family = FAMILIES[shape.style]
             packings = packing_table(shape)
             self.repeated = frozenset(family.aliases.values())
@@ -79,7 +84,7 @@ class LayerNaming:
 
     @cached_property
     def layers(self) -> dict[str, tuple[str, int]]:
-        """The model's layer, and the index of its part, for each exported layer."""
+        """For each exported layer, the name of the model's layer and the index of the part in it."""
         places: dict[str, tuple[str, int]] = {}
         for name, packing in self.packings.items():
             path, _, last = name.rpartition(".")
@@ -135,6 +140,6 @@ class LayerNaming:
             present = self.values(name.rpartition(".")[0])[name]
             if any(not torch.equal(present if value is None else value.to(present), wanted[name]) for value in values):
                 raise RefusedError(
-                    f"{alias} and {name} are one tensor in the model, but were trained separately",
+                    f"{alias!r} and {name!r} are one tensor in the model, but were trained separately",
                     fix="load the adapter onto a model with untied weights",
                 )

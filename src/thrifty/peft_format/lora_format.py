@@ -110,7 +110,7 @@ def _read(stored: StoredAdapter) -> tuple[dict[str, LoraPair], dict[str, Tensor]
         rank, alpha = rank_and_alpha(stored.config, path)
         if both.keys() != {"A", "B"} or any(x.ndim != 2 for x in both.values()) or both["A"].shape[0] != rank:
             raise IntegrityError(
-                f"the factors of {path} are not two matrices of rank {rank}, the rank in adapter_config.json",
+                f"the factors of {path!r} are not two matrices of rank {rank}, the rank in adapter_config.json",
                 fix="fetch the folder again",
             )
         pairs[path] = LoraPair(both["A"], both["B"], alpha)
@@ -122,7 +122,7 @@ def _check_fit(path: str, layer: nn.Module, factors: LoraFactors, a: Tensor, b: 
     out_size = sum(factors.sizes[index] for index in factors.chosen) if factors.sizes else out_size
     if (a.shape[1], b.shape[0]) != (in_size, out_size):
         raise misfit(
-            f"the factors of {path} are for {a.shape[1]} by {b.shape[0]}, the layer is {in_size} by {out_size}"
+            f"the factors of {path!r} are for {a.shape[1]} by {b.shape[0]}, the layer is {in_size} by {out_size}"
         )
 
 
@@ -133,7 +133,9 @@ def _fill(layer: nn.Module, name: str, values: tuple[Tensor, Tensor]) -> None:
 
 
 def _extras(naming: LayerNaming, pairs: Collection[str]) -> tuple[dict[str, Tensor], list[str]]:
-    """Return the fully trained tensors, and the exported modules that PEFT must save whole because of them."""
+    """Return the fully trained tensors, and the exported modules that PEFT must save whole because they contain such
+    tensors.
+    """
     tensors: dict[str, Tensor] = {}
     modules: set[str] = set()
     for name in naming.packings:
@@ -160,8 +162,8 @@ def _refuse_own_attention(model: nn.Module, paths: Iterable[str]) -> None:
         around = model.get_submodule(path.rpartition(".")[0])
         if isinstance(model.get_submodule(path), nn.MultiheadAttention) or isinstance(around, nn.MultiheadAttention):
             raise RefusedError(
-                f"{path} belongs to torch's own attention, where PEFT would apply the factors twice",
-                fix="merge the adapter into the weights, or adapt other layers",
+                f"{path!r} belongs to torch's own attention, where PEFT would apply the factors twice",
+                fix="merge the adapter into the weights; or adapt other layers",
             )
 
 
@@ -169,8 +171,8 @@ def _refuse_repeated(naming: LayerNaming, tables: Collection[str]) -> None:
     for table in tables:
         if f"{table}.weight" in naming.repeated:
             raise RefusedError(
-                f"several modules of the exported model use {table}; an adapter would change only one of them",
-                fix="adapt no embedding of this family, or merge the adapter into the model",
+                f"several modules of the exported model use {table!r}; an adapter would change only one of them",
+                fix="adapt no embedding of this family; or merge the adapter into the model",
             )
 
 
@@ -179,6 +181,6 @@ def _refuse_other_base(naming: LayerNaming, extras: Mapping[str, Tensor], others
         present = naming.values(name.rpartition(".")[0]).get(name)
         if present is not None and not torch.equal(present, value.to(present)):
             raise RefusedError(
-                f"the adapter changes {name} of the base, which it would share with {', '.join(others)}",
-                fix="remove those first, or load this one onto another copy of the model",
+                f"the adapter would change {name!r} of the base, which is also the base of {', '.join(others)}",
+                fix="remove the other adapters; or load this one onto another copy of the model",
             )

@@ -42,7 +42,7 @@ def split_pairs(layer: nn.Module, name: str, place: LayerTarget) -> Iterator[tup
         return
     if own.sizes and own.sizes != place.rows:
         raise RefusedError(
-            f"{' and '.join(place.theirs)} have other sizes than the factors on them",
+            f"{' and '.join(place.theirs)} do not have the output sizes of their factors",
             fix="merge the adapter into the weights and export the model",
         )
     for index, (theirs, rows) in enumerate(zip(place.theirs, b.split(list(place.rows)), strict=True)):
@@ -68,8 +68,8 @@ def join_pairs(
     first = parts[order[0]]
     if any((part.rank, part.alpha) != (first.rank, first.alpha) for part in parts.values()):
         raise RefusedError(
-            f"the adapter has different ranks for {' and '.join(place.theirs)}, which are one layer in Thrifty's model",
-            fix="load it onto the model of transformers instead",
+            f"{' and '.join(place.theirs)} have different ranks or alphas, but are one layer in Thrifty's model",
+            fix="load it onto the model of transformers",
         )
     sizes = place.rows if len(place.theirs) > 1 else ()
     factors = LoraFactors(first.rank, first.alpha, dropout, rank_stabilized, sizes, tuple(order) if sizes else ())

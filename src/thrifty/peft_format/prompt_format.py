@@ -28,7 +28,9 @@ _TASKS = {"next_token": "CAUSAL_LM", "sequence_to_sequence": "SEQ_2_SEQ_LM", "ma
 
 
 class _VirtualTokens(AdapterFormat):
-    """Base class of both formats. A model has at most one set of virtual tokens, under PEFT's default adapter name."""
+    """Base class of the prompt format and the prefix format. A model has at most one set of virtual tokens, under
+    PEFT's default adapter name.
+    """
 
     last_words: ClassVar[tuple[str, ...]]
     """Last components of the adapter's parameter names."""
@@ -61,7 +63,7 @@ class _VirtualTokens(AdapterFormat):
         if name != "default":
             raise RefusedError(f"virtual tokens have no name, but {name!r} was passed", fix="leave the name out")
         if names_ending(model, "prompt", "prefix", "prefix_out"):
-            raise UsageError("the model has virtual tokens already", fix="load these onto another copy of the model")
+            raise UsageError("the model has virtual tokens already", fix="load them onto another copy of the model")
         values, count = stored.tensors.get(_TENSOR), stored.config.get("num_virtual_tokens")
         if values is None or values.ndim != 2 or len(values) != count:
             raise IntegrityError(
@@ -113,7 +115,7 @@ class PrefixFormat(_VirtualTokens):
         places = _places(model)
         if len({(place.heads, place.head_width) for place in places.values()}) > 1:
             raise RefusedError(
-                f"PEFT stores prefixes of one width for all blocks, but those of {type(model).__name__} differ",
+                f"PEFT stores prefixes of one width for all blocks; the widths in {type(model).__name__} differ",
                 fix="use LoRA, which PEFT stores for any model",
             )
         with torch.no_grad():
@@ -139,7 +141,7 @@ def _places(model: nn.Module) -> Mapping[str, PrefixSite]:
     stacks = [*find_stacks(model).values()]
     if len(stacks) > 1 or len(places) != len(stacks[0]) or getattr(model, "task", "next_token") != "next_token":
         raise RefusedError(
-            f"PEFT stores prefixes for the blocks of a decoder, but {type(model).__name__} is something else",
+            f"PEFT stores prefixes for the blocks of a decoder, not of {type(model).__name__}",
             fix="use LoRA, which PEFT stores for any model",
         )
     return places
@@ -148,6 +150,6 @@ def _places(model: nn.Module) -> Mapping[str, PrefixSite]:
 def _refuse_misfit(width: int, model_width: int) -> None:
     if width != model_width:
         raise IntegrityError(
-            f"{_TENSOR} is for a model of width {width}, but this one has {model_width}",
-            fix="load it onto its own base",
+            f"{_TENSOR} is for a model of width {width}, but the model has width {model_width}",
+            fix="load it onto the base model on which it was trained",
         )

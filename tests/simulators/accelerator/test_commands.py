@@ -88,7 +88,7 @@ def test_all_tables_files_and_timelines(trace: Path, tmp_path: Path) -> None:
         ("elsa", "clock=inf", "clock is inf.*\n.*finite"),
         ("elsa", "bandwidth=1e-300", "bandwidth is 1e-300.*\n.*at least 1"),
         ("elsa", "multipliers=1e30", "copies has 91 bits"),
-        ("outerspace", "clock=1e9", "computes spgemm, not attention"),
+        ("outerspace", "clock=1e9", "computes 'spgemm', not 'attention'"),
     ],
 )
 def test_invalid_designs_and_budgets_are_refused(designs: str, iso: str, message: str, trace: Path) -> None:

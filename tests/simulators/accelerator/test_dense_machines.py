@@ -147,7 +147,7 @@ def test_scale_sim_files_are_read(tmp_path: Path) -> None:
         ("ArrayHeight: 8", "cannot be read"),
         (CFG.replace("10", "nan"), "Bandwidth is nan"),
         (CFG.replace("8", "9" * 25), "ArrayHeight is 1e.25.*\n.*at most"),
-        (CFG + "[sparsity]\nSparsitySupport : true\n", "SparsitySupport is not simulated"),
+        (CFG + "[sparsity]\nSparsitySupport : true\n", "'SparsitySupport' is not simulated"),
     ],
 )
 def test_invalid_architectures_are_refused(cfg: str, message: str, tmp_path: Path) -> None:

@@ -133,9 +133,9 @@ def test_area_and_power_of_the_abstract() -> None:
 
 
 def test_workloads_of_another_kind_are_refused() -> None:
-    with pytest.raises(UsageError, match="computes spgemm, not attention"):
+    with pytest.raises(UsageError, match="computes 'spgemm', not 'attention'"):
         simulate(MACHINE, synthetic_trace("uniform", 0.5, heads=1, tokens=8))
-    with pytest.raises(UsageError, match="computes attention, not spgemm"):
+    with pytest.raises(UsageError, match="computes 'attention', not 'spgemm'"):
         simulate_product(find_machine("elsa"), uniform(20, 0.1))
 
 

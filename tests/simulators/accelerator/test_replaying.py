@@ -111,9 +111,9 @@ def test_attention_other_than_softmax_is_refused(
 
 
 def test_other_examples_and_unseen_attention_are_refused() -> None:
-    with pytest.raises(UsageError, match="other weights or other examples"):
+    with pytest.raises(UsageError, match="the weights or the examples have changed"):
         masked(MODEL, TRACE, X + 1)
-    with pytest.raises(UsageError, match="no mask for this call of first"):
+    with pytest.raises(UsageError, match="no mask for this call of 'first'"):
         masked(MODEL, TRACE, torch.cat([X, X]))
     with pytest.raises(RefusedError, match="did not run its examples"):
         masked(MODEL, TRACE, X[:2])
@@ -122,7 +122,7 @@ def test_other_examples_and_unseen_attention_are_refused() -> None:
         def forward(self, x: Tensor) -> Tensor:
             return (x @ x.mT).softmax(-1) @ x
 
-    with pytest.raises(RefusedError, match="first of ByHand did not run its examples in torch's attention or a core"):
+    with pytest.raises(RefusedError, match="'first' of ByHand did not run its examples in torch's or"):
         masked(ByHand(), TRACE)
 
 

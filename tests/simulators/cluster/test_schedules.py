@@ -126,7 +126,7 @@ def test_unsupported_sizes_are_refused() -> None:
         schedule("1f1b", 4, 0)
     with pytest.raises(UsageError, match="set chunks to 1; or use interleaved"):
         schedule("gpipe", 4, 8, 2)
-    with pytest.raises(UsageError, match="zero_bubble_v cannot have 1 stages per rank"):
+    with pytest.raises(UsageError, match="'zero_bubble_v' cannot have 1 stages per rank"):
         schedule("zero_bubble_v", 4, 8)
     with pytest.raises(UsageError, match="use 8 micro-batches"):
         schedule("interleaved", 4, 10, 2)

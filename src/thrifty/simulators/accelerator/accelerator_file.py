@@ -72,13 +72,15 @@ def _packaged(name: str) -> AcceleratorSpec:
 def read_machine(path: Path) -> AcceleratorSpec:
     """Return the machine of a file. Raises UsageError if the file is invalid.
 
-    If the modules equal the modules of a built-in machine, area and power are published for the built-in sizes.
+    If the modules equal the modules of a built-in machine, area and power are scaled from its sizes to the sizes in the
+    file.
     """
     try:
         content = parse_toml(path.read_text(encoding="utf-8"), str(path))
     except (OSError, UnicodeDecodeError, tomllib.TOMLDecodeError) as error:
         raise UsageError(
-            f"{path} cannot be read as a machine: {error}", fix="pass a TOML file with design, clock, source and grade"
+            f"'{path}' cannot be read as a machine: {error}",
+            fix="pass a TOML file with design, clock, source and grade",
         ) from error
     machine = machine_from(path.stem, content)
     published = next((one for one in map(_packaged, machine_names()) if _has_modules_of(machine, one)), None)
@@ -134,7 +136,7 @@ def machine_from(name: str, content: Mapping[str, Any]) -> AcceleratorSpec:
 
 @dataclass(frozen=True)
 class ModuleTable:
-    """A module in a machine file. Area and power are for one of `count` equal modules."""
+    """A module in a machine file. The machine has `count` equal modules; area and power are values of one module."""
 
     active: str
     count: float = 1.0

@@ -1,9 +1,10 @@
 """Simulation of a machine on a workload, layer by layer.
 
-A unit is one head of one example. Its items pass the stations (pipeline stages) in order. Copies of the machine
-receive units in round-robin order. If the machine has an outer memory "dram", transfers overlap with computation. A
-unit's operands are read during the previous unit, and outputs are written during the next unit. Without an outer
-memory, transfers take no time."""
+A unit is one head of one example. Its items pass the stations (pipeline stages) in order. Copies of the machine receive
+units in round-robin order. If the machine has an outer memory "dram", transfers overlap with computation. The operands
+of a unit are read while the previous unit computes. Its outputs are written while the next unit computes. Without an
+outer memory, transfers take no time.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -47,8 +48,8 @@ def simulate(
 ) -> SimulationResult:
     """Simulate a machine on an attention trace.
 
-    The `engine` "scan" simulates only the bandwidth of the outer memory. The engine "event" also simulates latency,
-    banks and the limit of requests. `table` names the energy table for counted operations. With `draw`, the result has
+    The `engine` "scan" models the outer memory by its bandwidth only. The engine "event" also models latency, banks and
+    the limit of requests in flight. `table` names the energy table for counted operations. With `draw`, the result has
     a timeline of each layer's first unit.
     """
     lower = _computing(machine, "attention").lower
@@ -67,7 +68,9 @@ def simulate(
 def simulate_product(
     machine: AcceleratorSpec, product: SpgemmProduct, table: str = "horowitz-45nm", draw: bool = False
 ) -> SimulationResult:
-    """Simulate a machine on a product of sparse matrices: the multiply phase, then the merge phase. See `simulate`."""
+    """Simulate a machine on a product of sparse matrices: the multiply phase, then the merge phase. The other arguments
+    are as in `simulate`.
+    """
     lower = _computing(machine, "spgemm").lower
     phases = {"multiply": product.dense_macs, "merge": 0.0}
     work = [
@@ -81,7 +84,8 @@ def _computing(machine: AcceleratorSpec, workload: str) -> AcceleratorDesign:
     design = find_design(machine.design)
     if design.workload != workload:
         raise UsageError(
-            f"{machine.name} computes {design.workload}, not {workload}", fix=f"thrifty simulate {design.workload}"
+            f"{machine.name!r} computes '{design.workload}', not '{workload}'",
+            fix=f"thrifty simulate {design.workload}",
         )
     return design
 
@@ -94,7 +98,7 @@ def run(
     table: str = "horowitz-45nm",
     draw: bool = False,
 ) -> SimulationResult:
-    """Return the result for the streams of any workload, see `simulate`."""
+    """Return the result for the item streams of any workload. The other arguments are as in `simulate`."""
     refuse_unknown("there is no engine", engine, ENGINES)
     layers = tuple(_layer(each, machine, engine, draw) for each in work)
     multipliers = find_design(machine.design).multipliers(machine) * machine.copies
@@ -187,7 +191,7 @@ def _with_memory(
 ) -> tuple[int, int, int]:
     """Return the number of copies in use, the cycles of the slowest copy, and the cycles of transfers alone.
 
-    If copies share the memory, only the number of copies that finishes first is used.
+    If copies share the memory, the number of copies in use is the number with the shortest time.
     """
     most = max(min(machine.copies, len(units)), 1)
     if memory.shared:
@@ -233,7 +237,8 @@ def _played_copies(units: np.ndarray, stream: ItemStream, memory: AcceleratorMem
 
 
 def _assigned(units: np.ndarray, copies: int) -> np.ndarray:
-    """Assign units (u,) to copies in round-robin order. Return (copies, ⌈u/copies⌉), padded with zeros.
+    """Assign the cycles or bytes of units (units,) to copies in round-robin order. Return (copies, ⌈units/copies⌉),
+    padded with zeros.
 
     Copies without a unit are omitted.
     """

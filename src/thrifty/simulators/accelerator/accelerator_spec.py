@@ -1,8 +1,9 @@
 """Accelerator machines: stations, memories, clock, and published area and power of each module.
 
 A machine is data (`machines/*.toml`). Its design (`designs/`) defines the meaning of its stations (pipeline stages).
-Grades of published figures, from best to worst: P read in the paper, R read in released source or data, X computed
-here, S from notes on the paper, M recalled and not checked. Grade M is never a target."""
+Grades of published figures, from best to worst: P (read in the paper), R (read in released source or data), X (computed
+here), S (from notes on the paper), M (recalled and not checked). Grade M is never a target.
+"""
 
 import math
 from collections.abc import Mapping
@@ -36,7 +37,7 @@ class PipelineStation:
 
 @dataclass(frozen=True)
 class AcceleratorMemory:
-    """A memory of `banks` behind a crossbar with `ports`."""
+    """A memory of `banks` banks that is connected by a crossbar with `ports` ports."""
 
     name: str
     bytes: FromOne = math.inf
@@ -52,7 +53,9 @@ class AcceleratorMemory:
     burst: Size = 64
     """Bytes per request."""
     shared: bool = False
-    """True if all copies share one memory, of which `bandwidth` is one copy's part. An idle copy frees its part."""
+    """True if all copies share one memory. `bandwidth` is then one copy's part, which other copies use while the copy
+    is idle.
+    """
 
     def __post_init__(self) -> None:
         check_bounds(self, f"memories.{self.name}")
@@ -99,7 +102,7 @@ class AcceleratorSpec:
     modules: Mapping[str, ChipModule] = field(default_factory=dict)
     settings: Mapping[str, Setting] = field(default_factory=dict)
     sizes: tuple[str, ...] = ()
-    """Names of the settings that are hardware sizes. Area and power are published for one value per size."""
+    """Names of the settings that are hardware sizes. Area and power are published for one value of each."""
     notes: tuple[str, ...] = ()
     """Conditions and assumptions of area and power."""
 
@@ -107,7 +110,7 @@ class AcceleratorSpec:
         check_bounds(self, f"machine {self.name}")
         for setting, value in self.settings.items():
             if not isinstance(value, (bool, str)) and not 0 < value < math.inf:
-                raise UsageError(f"{self.name}: {setting} is {value:g}", fix="set a finite value above zero")
+                raise UsageError(f"machine {self.name!r}: {setting} is {value:g}", fix="set a finite value above zero")
 
     @property
     def area(self) -> float | None:
@@ -126,7 +129,7 @@ class AcceleratorSpec:
         return float(value)
 
     def size(self, memory: str) -> int:
-        """Return the bytes of a memory. Raises UsageError if the machine lacks the memory or its size."""
+        """Return the size of a memory in bytes. Raises UsageError if the machine lacks the memory or its size."""
         if memory not in self.memories:
             key = memory if memory.isidentifier() else f'"{memory}"'
             raise UsageError(
@@ -140,11 +143,12 @@ class AcceleratorSpec:
         return int(self.memories[memory].bytes)
 
     def replaced(self, path: str, value: object) -> "AcceleratorSpec":
-        """Return the machine with one value changed. Raises UsageError for an unknown path or a value of another kind.
+        """Return the machine with one value changed. Raises UsageError for an unknown path or a value of the wrong
+        type.
 
         `path` is, for example, `clock`, `stations.hash.width`, `memories.dram.bandwidth`, or the name of a setting.
-        Area and power of modules scale with the width of their station; memories do not scale. If another size changes,
-        area and power become unknown.
+        Area and power of modules scale with the width of their station; memories do not scale. If any other hardware
+        size changes, area and power become unknown.
         """
         changed, before = self._with_value(path, value), self._value(path)
         if not self.modules or changed._value(path) == before:
@@ -184,15 +188,17 @@ class AcceleratorSpec:
         if first in ("stations", "memories", "modules") and len(rest) == 2:
             parts, (name, key) = getattr(self, first), rest
             if name not in parts:
-                raise UsageError(f"{self.name} has no {path.rpartition('.')[0]}", fix=did_you_mean(name, parts))
+                raise UsageError(
+                    f"machine {self.name!r} has no '{path.rpartition('.')[0]}'", fix=did_you_mean(name, parts)
+                )
             if key not in _keys(parts[name]) or key == "name":
-                raise UsageError(f"{path}: no key {key!r}", fix=did_you_mean(key, _keys(parts[name]) - {"name"}))
+                raise UsageError(f"'{path}' has no key {key!r}", fix=did_you_mean(key, _keys(parts[name]) - {"name"}))
             part = replace(parts[name], **{key: _like(path, value, getattr(parts[name], key))})
             return replace(self, **{first: {**parts, name: part}})
         known = [*self.settings, "clock", "copies"]
         known += [f"stations.{name}.width" for name in self.stations]
         known += [f"memories.{name}.bandwidth" for name in self.memories]
-        raise UsageError(f"{self.name} has no value {path!r}", fix=did_you_mean(path, known))
+        raise UsageError(f"machine {self.name!r} has no value {path!r}", fix=did_you_mean(path, known))
 
     def with_bandwidth(self, bandwidth: float) -> "AcceleratorSpec":
         """Return the machine with an outer memory "dram". All copies share `bandwidth`, in bytes/s."""

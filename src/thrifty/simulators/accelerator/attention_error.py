@@ -23,7 +23,9 @@ class AttentionError:
 
 
 def computed_pairs(layer: AttentionLayer) -> np.ndarray:
-    """Return (e, h, t, s), True for kept pairs of queries that the filter did not drop (see "alive")."""
+    """Return the mask (examples, heads, queries, keys) of kept pairs, without queries that the filter dropped ("alive"
+    is 0).
+    """
     kept, alive = layer.kept(), layer.count("alive")
     if alive is not None:
         kept = kept & (alive > 0)[..., None]
@@ -38,7 +40,9 @@ def attention_cost(before: AttentionTrace, after: AttentionTrace) -> AttentionEr
     mass, queries, squared_error, squared_norm = 0.0, 0, 0.0, 0.0
     for old, new in zip(before.layers, after.layers, strict=True):
         if old.q is None or old.k is None:
-            raise UsageError(f"layer {old.name!r} has no queries and keys", fix="record a run or a preset")
+            raise UsageError(
+                f"layer {old.name!r} has no queries and keys", fix="thrifty trace RUN --out trace.safetensors"
+            )
         visible, kept = (torch.from_numpy(computed_pairs(layer)) for layer in (old, new))
         q, k = (torch.from_numpy(x.astype(np.float32)) for x in (old.q, old.k))
         exact = seen_softmax(scores := exact_scores(q, k), visible)

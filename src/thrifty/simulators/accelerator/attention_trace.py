@@ -1,7 +1,8 @@
 """Attention layers, the workload of attention designs: queries, keys and values, or only the mask of kept pairs.
 
-Masks are True for kept pairs, packed eight to a byte. (ViTCoD's published files are True for pruned pairs.) A unit is
-one head of one example. Shapes: e examples, h heads, t queries, s keys, k head width, u = e·h units."""
+Masks are True for kept pairs, packed eight to a byte. (Published files of ViTCoD are True for pruned pairs.) A unit is
+one head of one example. Shapes: e examples, h heads, t queries, s keys, k head width, u = e·h units.
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,19 +28,19 @@ class AttentionLayer:
     width: int
     """Head width."""
     query_lengths: np.ndarray
-    """Number of queries per example without padding, (e,)."""
+    """Number of queries per example without padding, (examples,)."""
     key_lengths: np.ndarray
-    """Number of keys per example without padding, (e,)."""
+    """Number of keys per example without padding, (examples,)."""
     packed: np.ndarray | None = None
-    """Mask of kept pairs (e, h, t, ⌈s/8⌉), uint8; None for all pairs."""
+    """Mask of kept pairs (examples, heads, queries, ⌈keys/8⌉), uint8; None for all pairs."""
     q: np.ndarray | None = None
-    """Queries (e, h, t, k)."""
+    """Queries (examples, heads, queries, width)."""
     k: np.ndarray | None = None
-    """Keys (e, h, s, k)."""
+    """Keys (examples, heads, keys, width)."""
     v: np.ndarray | None = None
-    """Values (e, h, s, k)."""
+    """Values (examples, heads, keys, width)."""
     counts: Mapping[str, np.ndarray] = field(default_factory=dict)
-    """Counts of a filter (e, h, t) by name, such as "candidates" and "iterations"; integers."""
+    """Counts of a filter (examples, heads, queries) by name, such as "candidates" and "iterations"; integers."""
     bits: int = 16
     """Bits per recorded value."""
 
@@ -112,12 +113,12 @@ class AttentionLayer:
 
     @cached_property
     def unit_queries(self) -> np.ndarray:
-        """Number of queries per unit, (u,)."""
+        """Number of queries per unit, (units,)."""
         return np.repeat(self.query_lengths.astype(np.int64), self.heads)
 
     @cached_property
     def unit_keys(self) -> np.ndarray:
-        """Number of keys per unit, (u,)."""
+        """Number of keys per unit, (units,)."""
         return np.repeat(self.key_lengths.astype(np.int64), self.heads)
 
     @property
@@ -125,11 +126,11 @@ class AttentionLayer:
         return np.arange(self.queries) < self.unit_queries[:, None]
 
     def per_query(self, cycles: np.ndarray | int) -> np.ndarray:
-        """Broadcast `cycles` to (u, t), with 0 for padding queries."""
+        """Broadcast `cycles` to (units, queries), with 0 for padding queries."""
         return np.where(self._real_queries, cycles, 0).astype(np.int64)
 
     def kept(self) -> np.ndarray:
-        """Return (u, t, s), True for pairs that the mask keeps and that are not padding."""
+        """Return (units, queries, keys), True for pairs that the mask keeps and that are not padding."""
         real = np.arange(self.keys) < self.unit_keys[:, None]
         real = real[:, None, :] & self._real_queries[:, :, None]
         if self.packed is None:
@@ -138,13 +139,13 @@ class AttentionLayer:
 
     @cached_property
     def kept_counts(self) -> np.ndarray:
-        """Number of kept keys per query, (u, t)."""
+        """Number of kept keys per query, (units, queries)."""
         if self.packed is None:
             return self.per_query(self.unit_keys[:, None])
         return self.kept().sum(-1, dtype=np.int64)
 
     def count(self, name: str) -> np.ndarray | None:
-        """Return the counts `name` of a filter (u, t), or None if the layer has no such counts."""
+        """Return the counts `name` of a filter (units, queries), or None if the layer has no such counts."""
         counts = self.counts.get(name)
         return None if counts is None else self.per_query(counts.reshape(self.units, self.queries))
 
@@ -154,7 +155,7 @@ class AttentionLayer:
         return float(self.kept_counts.sum() / (self.unit_queries * self.unit_keys).sum())
 
     def masked(self, mask: np.ndarray, counts: Mapping[str, np.ndarray] | None = None) -> "AttentionLayer":
-        """Return the layer with the mask (e, h, t, s) of a filter and the counts of that filter."""
+        """Return the layer with the mask (examples, heads, queries, keys) of a filter and the counts of that filter."""
         return replace(self, packed=packed(mask), counts=counts or {})
 
 
@@ -195,8 +196,9 @@ def layer_of(
 ) -> AttentionLayer:
     """Return a layer from a mask (e, h, t, s), from q (e, h, t, k) and k (e, h, s, k), or from both.
 
-    `lengths` (e,) is the number of queries per example. If t = s, the default of `key_lengths` is `lengths`. Without q,
-    `width` is the head width. Raises UsageError if the mask is missing and q or k is missing.
+    `lengths` (examples,) is the number of queries per example. Shapes: e examples, h heads, t queries, s keys, k head
+    width. If t = s, the default of `key_lengths` is `lengths`. Without q, `width` is the head width. Raises UsageError
+    if the mask is missing and q or k is missing.
     """
     if mask is not None and mask.ndim == 4:
         examples, heads, queries, keys = mask.shape

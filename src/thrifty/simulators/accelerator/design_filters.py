@@ -1,8 +1,10 @@
 """Each design's own filter on a recorded trace, at the same density for all designs.
 
-`kernels/attention_filters` implements the filters. This module searches the threshold for a density, or the density
-for an output error. `attention_error.py` measures the error. DOTA trains its detector with the model; here a random
-projection replaces the detector. ViTCoD averages maps over a training set; here the average is over the trace."""
+`kernels/attention_filters` implements the filters. This module searches the threshold that reaches a density, or the
+density that reaches an output error. `attention_error.py` measures the error. DOTA trains its detector with the model;
+here a random projection replaces the detector. ViTCoD averages maps over a training set; here the average is over the
+trace.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -33,7 +35,9 @@ REDUCTION = 0.2
 
 @dataclass(frozen=True, eq=False)
 class LayerHeads:
-    """A layer's q (e, h, t, k), k (e, h, s, k), visible pairs (e, h, t, s), density, index and layer count."""
+    """A layer's q (e, h, t, k), k (e, h, s, k) and visible pairs (e, h, t, s). A filter must reach `density`. `number`
+    is the layer's index among `layers` layers. Shapes: e examples, h heads, t queries, s keys, k head width.
+    """
 
     q: Tensor
     k: Tensor
@@ -44,16 +48,18 @@ class LayerHeads:
 
     @property
     def probabilities(self) -> Tensor:
-        """Exact softmax (e, h, t, s), with zeros for queries without visible keys."""
+        """Exact softmax (examples, heads, queries, keys), with zeros for queries without visible keys."""
         return seen_softmax(exact_scores(self.q, self.k), self.visible)
 
 
 FilterResult = tuple[Tensor, dict[str, np.ndarray]]
-"""Mask (e, h, t, s), and counts (e, h, t) by name."""
+"""Mask (examples, heads, queries, keys), and counts (examples, heads, queries) by name."""
 
 
 def highest(scores: Tensor, visible: Tensor, density: float) -> Tensor:
-    """Keep the fraction `density` of visible pairs with the highest scores, and one pair per query: (e, h, t, s)."""
+    """Return the mask (examples, heads, queries, keys) of the highest scores: the fraction `density` of visible pairs,
+    and at least one pair per query.
+    """
     seen = scores[visible]
     if not len(seen):
         return torch.zeros_like(visible)
@@ -71,7 +77,8 @@ def _elsa(heads: LayerHeads) -> FilterResult:
 
 
 def _a3(heads: LayerHeads, searched: float = 0.5) -> FilterResult:
-    """Search candidates conservatively and keep the candidates with the highest scores, up to the density.
+    """Search candidate keys conservatively, and keep the candidates with the highest scores until the density is
+    reached.
 
     If the search finds too few candidates, it is repeated with twice the iterations, up to `LONGEST` per key.
     """
@@ -129,7 +136,9 @@ FILTERS: dict[str, Callable[[LayerHeads], FilterResult]] = {
 }
 """Filters of one layer, by design. SpAtten's filter works across layers: `_cascaded`."""
 EXACT = "exact"
-"""Name of the reference filter: keep the highest exact scores. An accelerator cannot know these before attention."""
+"""Name of the reference filter, which keeps the highest exact scores. An accelerator cannot know these scores before
+attention.
+"""
 SELECTIVE = (*FILTERS, "spatten")
 """Designs that can omit pairs. All other designs compute all pairs."""
 
@@ -155,7 +164,9 @@ def filter_within_error(trace: AttentionTrace, design: str, error: float) -> Att
     "within allowed" is "no" in the provenance. Raises UsageError for a trace without queries, keys and values.
     """
     if not 0 < error < 1:
-        raise UsageError(f"an error of {error:g} is not in (0, 1)", fix="pass a fraction of the outputs' norm, as 0.05")
+        raise UsageError(
+            f"an error of {error:g} is not in (0, 1)", fix="pass a fraction of the outputs' norm, such as 0.05"
+        )
     if design not in (*SELECTIVE, EXACT):
         return trace
     best, low, high = None, 0, 101
@@ -234,8 +245,8 @@ def _cascaded(heads: list[LayerHeads]) -> list[FilterResult]:
 def _dropping(heads: list[LayerHeads], average: float) -> list[FilterResult]:
     """Return the masks after dropping the least important tokens. Each later layer drops more tokens.
 
-    A dropped query keeps one pair, because traces require one. The query's "alive" count of 0 marks that the query is
-    not computed. Values of single queries are not skipped.
+    A dropped query keeps one pair, because traces require one. An "alive" count of 0 marks a query that is not
+    computed. Values of single queries are not skipped.
     """
     results: list[FilterResult] = []
     alive = heads[0].visible.any(1).any(1)

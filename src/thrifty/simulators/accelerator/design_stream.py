@@ -1,7 +1,8 @@
-"""Streams of work items, the result of a design for a layer: cycles at each station, bytes and operations.
+"""Streams of work items. A design converts a layer to a stream: cycles at each station, bytes and operations.
 
 A station is a pipeline stage of the machine. A unit is one head of one example. An item is a part of a unit, such as a
-query, tile or column. Shapes: s stations, u units, i items per unit."""
+query, tile or column.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
@@ -20,17 +21,17 @@ class ItemStream:
     """The work of one layer for one design, in integer cycles. Units are padded with items of 0 cycles."""
 
     service: np.ndarray
-    """Cycles of each item at each station, (s, u, i)."""
+    """Cycles of each item at each station, (stations, units, items)."""
     macs: float
     """Executed multiply-accumulate operations of scores and values."""
     read: np.ndarray
-    """Bytes read from the outer memory before each unit begins, (u,)."""
+    """Bytes read from the outer memory before each unit begins, (units,)."""
     written: np.ndarray
-    """Bytes written to the outer memory after each unit, (u,)."""
+    """Bytes written to the outer memory after each unit, (units,)."""
     lead: np.ndarray | int = 0
-    """Cycles before the first item of each unit, (u,)."""
+    """Cycles before the first item of each unit, (units,)."""
     active: Mapping[str, float] = field(default_factory=dict)
-    """Active cycles over all units, by activity, for modules that are not active with a station."""
+    """Active cycles over all units, by activity, for modules whose activity is not that of a station."""
     operations: Operations = field(default_factory=dict)
     overlapped: bool = False
     """True if the cycles of items include reads and writes. The outer memory then adds no cycles."""
@@ -55,9 +56,11 @@ class ItemTransfer:
 
     memory: str
     bytes: np.ndarray
-    """Bytes of each item, (u, i)."""
+    """Bytes of each item, (units, items)."""
     banks: np.ndarray | None = None
-    """Bank of each item's first burst, (u, i). Later bursts use the next banks. By default, items follow each other."""
+    """Bank of each item's first burst, (units, items). Later bursts use the next banks. By default, consecutive bursts
+    use consecutive banks.
+    """
 
 
 @dataclass(frozen=True)
@@ -70,7 +73,9 @@ class AcceleratorDesign:
     lower: Callable[[Any, AcceleratorSpec], ItemStream]
     """Function from a layer (or phase) and a machine to the stream of items."""
     multipliers: Callable[[AcceleratorSpec], int]
-    """Function from a machine to the number of multipliers for scores and values in one copy. A budget counts these."""
+    """Function from a machine to the number of multipliers for scores and values in one copy. A budget limits this
+    number.
+    """
     settings: Mapping[str, Setting] = field(default_factory=dict)
     """Settings of a machine in addition to its stations, with defaults."""
     sizes: tuple[str, ...] = ()
@@ -114,7 +119,7 @@ def whole_cycles(cycles: np.ndarray) -> np.ndarray:
 
 
 def operand_bytes(layer: AttentionLayer, bits: float) -> tuple[np.ndarray, np.ndarray]:
-    """Return the bytes of inputs (queries, keys, values) per unit (u,), and the bytes of outputs per unit (u,)."""
+    """Return the bytes of each unit's inputs (queries, keys, values), and the bytes of its outputs, each (units,)."""
     queries, keys = layer.unit_queries, layer.unit_keys
     each = layer.width * bits / 8
     return (queries + 2 * keys) * each, queries * each

@@ -16,8 +16,9 @@ from thrifty.simulators.accelerator.priced_operations import Operations, PricedO
 
 PICOJOULE = 1e-12
 _GROWTH = {"int_multiply": 2.0, "float_multiply": 2.0, "sram": 0.5}
-"""Exponents by kind, for tables with one point. Energy scales with the bits (for "sram": bytes) to this power, by
-default 1. All exponents are assumptions."""
+"""Exponents by kind, for tables with one value per kind. Energy scales with the bits (for "sram": bytes) to this power;
+the default exponent is 1. All exponents are assumptions.
+"""
 
 
 @dataclass(frozen=True)
@@ -75,7 +76,7 @@ def table_names() -> list[str]:
 
 @cache
 def find_table(name: str, end: str = "points") -> EnergyTable:
-    """Return a table by name. `end` is "points", or "low" or "high" for the ends of published ranges."""
+    """Return a table by name. `end` selects its values: "points", or the ends "low" and "high" of published ranges."""
     refuse_unknown("there is no energy table", name, table_names())
     content = tomllib.loads(
         (files("thrifty.simulators.accelerator") / "tables" / f"{name}.toml").read_text(encoding="utf-8")
@@ -118,7 +119,7 @@ def by_actions(operations: Operations, table: EnergyTable) -> EnergyEstimate:
 
 
 def by_tables(operations: Operations) -> list[EnergyEstimate]:
-    """Return one estimate per table, and one per end of published ranges."""
+    """Return one estimate per table, and two more ("low" and "high") for a table with published ranges."""
     estimates = [by_actions(operations, find_table(name)) for name in table_names()]
     for name in table_names():
         for end in ("low", "high"):

@@ -22,7 +22,7 @@ class StationUnit:
     """One station's work for one unit."""
 
     service: np.ndarray
-    """Cycles per item, (i,); integers."""
+    """Cycles per item, (items,); integers."""
     buffer: int = 0
     """Capacity of the buffer before the next station, in items; 0 for no limit."""
     servers: int = 1
@@ -31,15 +31,15 @@ class StationUnit:
     memory: str = ""
     """Name of the memory that transfers each item after its service; empty for no transfer."""
     bytes: np.ndarray | None = None
-    """Bytes per item (i,), if `memory` is set."""
+    """Bytes per item (items,), if `memory` is set."""
     banks: np.ndarray | None = None
-    """Bank of each item's first burst, (i,). By default, consecutive bursts use consecutive banks."""
+    """Bank of each item's first burst, (items,). By default, consecutive bursts use consecutive banks."""
 
 
 def play(
     places: Sequence[StationUnit], memories: Sequence[AcceleratorMemory] = (), clock: float = 1.0
 ) -> StationTimeline:
-    """Return the timeline of one unit, with times (s, 1, i) in cycles of `clock` Hz.
+    """Return the timeline of one unit, with times (stations, 1, items) in cycles of `clock` Hz.
 
     Raises UsageError if the numbers of items differ between stations, or if a memory is unknown.
     """

@@ -26,7 +26,8 @@ from thrifty.simulators.accelerator.trace_recorder import (
 
 @contextmanager
 def replay_with_masks(model: nn.Module, trace: AttentionTrace) -> Iterator[None]:
-    """Within the context, restrict attention to the trace's pairs. Run the trace's examples in their order.
+    """Within the context, restrict attention to the trace's pairs. The caller must run the trace's examples in the same
+    order.
 
     The output of a query without pairs is zero. Raises UsageError for other examples. Raises RefusedError if the model
     calls neither torch's attention nor an attention core.
@@ -37,7 +38,7 @@ def replay_with_masks(model: nn.Module, trace: AttentionTrace) -> Iterator[None]
             yield
     if missing := [name for name, layer in replay.layers.items() if replay.seen.get(name, 0) != layer.examples]:
         raise RefusedError(
-            f"{missing[0]} of {type(model).__name__} did not run its examples in torch's attention or a core",
+            f"{missing[0]!r} of {type(model).__name__} did not run its examples in torch's or Thrifty's attention",
             fix="trace a run with plain attention",
         )
 
@@ -64,7 +65,9 @@ class _Replay(TorchFunctionMode):
         return output.masked_fill(~kept.any(-1, keepdim=True), 0.0)
 
     def plain(self, core: Core) -> Core:
-        """Return a core with the output of torch's attention, even if `core` does not call it."""
+        """Return an attention core with the output of torch's attention, even if `core` does not call torch's
+        attention.
+        """
 
         def computed(q: Tensor, k: Tensor, v: Tensor, *rest: Any, **named: Any) -> Tensor:
             before = sum(self.seen.values())
@@ -76,17 +79,17 @@ class _Replay(TorchFunctionMode):
         return computed
 
     def kept(self, name: str, q: Tensor, arguments: dict[str, Any]) -> Tensor:
-        """Return the mask of kept pairs (b, h, t, s) for the examples of one call."""
+        """Return the mask of kept pairs (examples, heads, queries, keys) for the examples of one call."""
         examples, _, queries, _ = q.shape
         first, layer = self.seen.get(name, 0), self.layers.get(name)
         if layer is None or first + examples > layer.examples or queries > layer.queries:
-            raise UsageError(f"the trace has no mask for this call of {name}", fix="trace the same run again")
+            raise UsageError(f"the trace has no mask for this call of {name!r}", fix="trace the same run again")
         self.seen[name] = first + examples
         if first == 0 and len(self.seen) == 1 and layer.q is not None and arguments.get("scale") is None:
             recorded = torch.from_numpy(layer.q[:examples, :, :queries]).to(q)
             if not torch.allclose(recorded, q, rtol=1e-2, atol=1e-2):
                 raise UsageError(
-                    f"queries of {name!r} differ from the trace, which has other weights or other examples",
+                    f"queries of {name!r} differ from the trace: the weights or the examples have changed",
                     fix="trace the same run again",
                 )
         kept = computed_pairs(layer)[first : first + examples, :, :queries, : arguments["key"].shape[2]]

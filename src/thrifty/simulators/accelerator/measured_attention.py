@@ -2,7 +2,8 @@
 
 Attention over all pairs runs in torch, in float32 on a CPU and float16 on a GPU. Attention over kept pairs runs in
 scipy, on one CPU thread. (`kernels/sparse_attention` is faster, but its compilation takes a second.) If a trace has no
-queries, keys or values, random values replace them; the time is the same."""
+queries, keys or values, random arrays replace them; the time is the same.
+"""
 
 import timeit
 from collections.abc import Callable
@@ -17,7 +18,7 @@ from torch import Tensor
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer, AttentionTrace
 
 LIMIT, SPARSE_LIMIT = 1e11, 1e10
-"""Maximum number of timed operations, for all pairs and for kept pairs: a few seconds on a small CPU."""
+"""Maximum number of timed operations, for all pairs and for kept pairs. Both take a few seconds on a small CPU."""
 AT_A_TIME = 2**13
 """Number of pairs per gather of queries and keys, so that the gathered values fit the cache."""
 Operands = tuple[Tensor, Tensor, Tensor]
@@ -65,7 +66,8 @@ def kept_pairs_seconds(trace: AttentionTrace) -> float | None:
 
 
 def sparse_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, pattern: sparse.csr_array) -> np.ndarray:
-    """Return the attention output (t, k) of q (t, k) over k and v (s, k), at the pairs of the pattern (t, s).
+    """Return the attention output (queries, width) of q (queries, width) over k and v (keys, width), at the pairs of
+    the pattern (queries, keys).
 
     The output of a query without kept keys is zero.
     """
@@ -86,7 +88,9 @@ def sparse_attention(q: np.ndarray, k: np.ndarray, v: np.ndarray, pattern: spars
 
 
 def _operands(layer: AttentionLayer) -> Operands:
-    """Return q (e, h, t, k), k and v (e, h, s, k) in float32, recorded or random."""
+    """Return q (examples, heads, queries, width), k and v (examples, heads, keys, width) in float32, recorded or
+    random.
+    """
     random = np.random.default_rng(0)
     e, h, t, s, d = layer.examples, layer.heads, layer.queries, layer.keys, layer.width
     shapes = {"q": (e, h, t, d), "k": (e, h, s, d), "v": (e, h, s, d)}

@@ -30,5 +30,7 @@ def add_up(*counted: Mapping[Key, float]) -> dict[Key, float]:
 
 
 def multiply_accumulate(count: float, bits: int, accumulator: int | None = None) -> Operations:
-    """Return `count` integer products of `bits` bits and as many additions. The default accumulator has 2 · `bits`."""
+    """Return `count` integer products of `bits` bits and as many additions. The default accumulator has 2 · `bits`
+    bits.
+    """
     return {PricedOperation("int_multiply", bits): count, PricedOperation("int_add", accumulator or 2 * bits): count}

@@ -40,9 +40,9 @@ class PublishedClaim:
     published: float
     grade: str
     gap: str
-    """Reason for a difference, or a condition of the published figure."""
+    """Reason for the difference between simulated and published value, or a condition of the published value."""
     figure: str = ""
-    """Name of the figure that contains the bar; empty for other claims."""
+    """Name of the chart that contains the bar; empty for claims that are not bars."""
 
     def simulate(self) -> float:
         return OURS[self.name]()
@@ -59,7 +59,7 @@ def _packaged(name: str) -> dict[str, Any]:
 
 
 def _elsa_bars() -> Iterator[tuple[PublishedClaim, Callable[[], float]]]:
-    """Yield each bar with its simulation: latency in three modes, and energy of the base and of two modes."""
+    """Yield each bar with its simulation: latency in three modes, and energy in the base mode and two modes."""
     for row in _packaged("published_elsa.toml")["workload"]:
         kept = {mode: (p, row["kept"][P.index(p)]) for mode, p in zip(MODES, row["p"], strict=True)}
         kept[BASE] = (0.0, 1.0)
@@ -103,7 +103,7 @@ def _elsa(pattern: str, density: float, tokens: int, approximate: bool) -> float
 
 
 def _a3(figure: Callable[[int, int], float]) -> float:
-    """Return `figure(a, b)` with a the cycles of one query and b the cycles of 320 queries, at 320 keys."""
+    """Return `figure(a, b)`, where a is the cycles of one query and b the cycles of 320 queries, at 320 keys."""
     machine = find_machine("a3").replaced("approximate", False)
     result = simulate(machine, synthetic_trace("uniform", 0.5, heads=1, tokens=320), draw=True)
     example = result.layers[0].example

@@ -44,18 +44,18 @@ def read_cfg(path: Path) -> AcceleratorSpec:
         words = [float(word) for word in presets.get("bandwidth", "").split(",") if word.strip()]
     except (OSError, UnicodeDecodeError, configparser.Error, KeyError, ValueError) as error:
         raise UsageError(
-            f"{path} cannot be read as a SCALE-Sim architecture: {error}",
+            f"'{path}' cannot be read as a SCALE-Sim architecture: {error}",
             fix="add [architecture_presets] with ArrayHeight, ArrayWidth and Dataflow",
         ) from error
     dataflow = presets.get("dataflow", "os").strip()
-    refuse_unknown(f"{path}: there is no dataflow", dataflow, DATAFLOWS)
+    refuse_unknown(f"'{path}': there is no dataflow", dataflow, DATAFLOWS)
     for name, value, most in (
         ("ArrayHeight", rows, 2**20), ("ArrayWidth", columns, 2**20), ("Bandwidth", min(words, default=1), 1e12)
     ):  # fmt: skip
         if not 0 < value <= most:
-            raise UsageError(f"{path}: {name} is {value:g}", fix=f"set a value above zero and at most {most:g}")
+            raise UsageError(f"'{path}': {name} is {value:g}", fix=f"set a value above zero and at most {most:g}")
     if parser.has_section("sparsity") and parser["sparsity"].get("sparsitysupport", "false").strip().lower() == "true":
-        raise UsageError(f"{path}: SparsitySupport is not simulated", fix="write SparsitySupport : false")
+        raise UsageError(f"'{path}': 'SparsitySupport' is not simulated", fix="write SparsitySupport : false")
     machine = find_machine("systolic")
     for setting, value in {"rows": rows, "columns": columns, "dataflow": dataflow}.items():
         machine = machine.replaced(setting, value)
@@ -70,13 +70,13 @@ def read_topology(path: Path) -> list[GemmShape]:
         lines = list(csv.reader(path.read_text(encoding="utf-8-sig").splitlines()))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UsageError(
-            f"{path} cannot be read as a topology: {error}", fix="pass a CSV file that begins with Layer,M,N,K"
+            f"'{path}' cannot be read as a topology: {error}", fix="pass a CSV file that begins with Layer,M,N,K"
         ) from error
     titles = [word.strip().lower() for word in lines[0]] if lines else []
     if titles[:4] != ["layer", "m", "n", "k"]:
-        raise UsageError(f"{path} is not a topology of matrix products", fix="begin it with the line Layer,M,N,K")
+        raise UsageError(f"'{path}' is not a topology of matrix products", fix="begin it with the line Layer,M,N,K")
     if further := [title for title in titles[4:] if title]:
-        raise UsageError(f"{path} has a column {further[0]!r}, which is not simulated", fix="remove the column")
+        raise UsageError(f"'{path}' has a column {further[0]!r}, which is not simulated", fix="remove the column")
     layers = []
     for number, line in enumerate(lines[1:], 2):
         if not any(word.strip() for word in line):
@@ -84,15 +84,15 @@ def read_topology(path: Path) -> list[GemmShape]:
         words = [word.strip() for word in line[:4]]
         if len(words) < 4 or not all(word.isascii() and word.isdigit() and int(word) for word in words[1:]):
             raise UsageError(
-                f"{path}, line {number}: {','.join(line)!r} is not a layer", fix="write NAME,M,N,K with sizes >= 1"
+                f"'{path}', line {number}: {','.join(line)!r} is not a layer", fix="write NAME,M,N,K with sizes >= 1"
             )
         if math.prod(map(int, words[1:])) > MOST:
             raise UsageError(
-                f"{path}, line {number}: {','.join(line)!r} is too large", fix=f"write M·N·K up to {MOST:.0e}"
+                f"'{path}', line {number}: {','.join(line)!r} is too large", fix=f"write M·N·K up to {MOST:.0e}"
             )
         layers.append(GemmShape(words[0], *map(int, words[1:])))
     if not layers:
-        raise UsageError(f"{path} has no layers", fix="add a line NAME,M,N,K for each layer")
+        raise UsageError(f"'{path}' has no layers", fix="add a line NAME,M,N,K for each layer")
     return layers
 
 

@@ -17,10 +17,10 @@ from thrifty.simulators.accelerator.station_timeline import StationTimeline
 
 
 def scan(service: np.ndarray, buffers: Sequence[int]) -> StationTimeline:
-    """Return the timeline of all items. `service` holds integer cycles of stations, units and items, (s, u, i).
+    """Return the timeline of all items. `service` (stations, units, items) holds integer cycles.
 
-    `buffers` (s - 1,) are the capacities between neighboring stations in items, 0 for no limit. Raises UsageError for
-    invalid arguments, see `check_service`.
+    `buffers` (stations - 1,) holds the capacity of each buffer between neighboring stations, in items; 0 for no limit.
+    Raises UsageError for invalid arguments, see `check_service`.
     """
     check_service(service, buffers)
     start = _unlimited(service) if not any(buffers) else _limited(service, buffers)
@@ -57,7 +57,9 @@ def _unlimited(service: np.ndarray) -> np.ndarray:
 
 
 def _limited(service: np.ndarray, buffers: Sequence[int]) -> np.ndarray:
-    """Return start times with buffer limits, item by item. Item i depends only on earlier items and stations."""
+    """Return start times with buffer limits, item by item. The time of item i at a station depends only on earlier
+    items and on earlier stations.
+    """
     stations, units, items = service.shape
     cycles = np.ascontiguousarray(service.transpose(2, 0, 1))  # (i, s, u): contiguous in the order of access
     start = np.empty_like(cycles)
@@ -74,7 +76,9 @@ def _limited(service: np.ndarray, buffers: Sequence[int]) -> np.ndarray:
 
 
 def bound(service: np.ndarray, servers: Sequence[int] | None = None) -> np.ndarray:
-    """Return a lower bound on cycles per unit (u,): the maximum of the busiest station and the longest item."""
+    """Return a lower bound on cycles per unit (units,): the cycles of the busiest station or of the longest item, if
+    larger.
+    """
     parallel = np.asarray(servers or [1] * len(service))[:, None]
     busiest = (-(-service.sum(-1) // parallel)).max(0)
     longest = service.sum(0).max(-1, initial=0)

@@ -22,7 +22,7 @@ class StationTime:
     starved: float
     """Idle cycles without an item."""
     blocked: float
-    """Idle cycles with a waiting item but a full next buffer."""
+    """Idle cycles in which an item waits because the next buffer is full."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,9 @@ class LayerResult:
     units: int
     cycles: int
     bound: int
-    """Lower bound on cycles for any order of items: the maximum of the busiest station and of the transfers."""
+    """Lower bound on cycles for any order of items: the larger of the cycles of the busiest station and of the
+    transfers.
+    """
     waiting: int
     """Cycles that the outer memory adds."""
     stations: Mapping[str, StationTime]
@@ -183,5 +185,5 @@ def frame(results: list[SimulationResult]) -> "DataFrame":
     try:
         import pandas
     except ImportError as error:
-        raise UsageError("a frame requires pandas", fix="pip install pandas, or use result.row()") from error
+        raise UsageError("a frame requires pandas", fix="pip install pandas; or use result.row()") from error
     return pandas.DataFrame([result.row() for result in results])

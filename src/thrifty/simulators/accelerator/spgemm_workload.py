@@ -55,7 +55,7 @@ class SpgemmProduct:
 
     @cached_property
     def chunks(self) -> np.ndarray:
-        """Number of nonempty rows of B in the sum for each row of the result, (m,)."""
+        """For each row of the result, the number of nonempty rows of B that are summed, (m,)."""
         return self._by_row((self.rows > 0).astype(np.int64))
 
     @cached_property
@@ -105,10 +105,12 @@ class SpgemmPhase:
 
 
 def uniform(size: int, density: float, seed: int = 0) -> SpgemmProduct:
-    """Return the square of a random (size, size) matrix. Raises UsageError if the matrix is empty or too large."""
+    """Return the product of a random (size, size) matrix with itself. Raises UsageError if the matrix is empty or too
+    large.
+    """
     if size < 1 or not 0 < density <= 1:
         raise UsageError(
-            f"there is no matrix of {size} rows at density {density:g}", fix="pass a size >= 1, a density in (0, 1]"
+            f"there is no matrix of {size} rows at density {density:g}", fix="pass a size >= 1 and a density in (0, 1]"
         )
     if (values := size**2 * density) > MOST:
         raise UsageError(
@@ -132,16 +134,16 @@ def read_matrix(path: Path) -> SpgemmProduct:
             raise ValueError(f"the file is truncated: {values} values in {path.stat().st_size} bytes")
         if max(rows, columns, values) > MOST:
             size = f"{rows} rows, {columns} columns and {values} values"
-            raise UsageError(f"{path} has {size}", fix=f"pass a matrix with at most {MOST:.0e} of each")
+            raise UsageError(f"'{path}' has {size}", fix=f"pass a matrix with at most {MOST:.0e} of each")
         matrix = sparse.csr_array(io.mmread(path, spmatrix=False))
     except (ValueError, TypeError, OverflowError, StopIteration, EOFError) as error:
         raise IntegrityError(
-            f"{path} cannot be read as a Matrix Market file: {error}", fix="download or write the file again"
+            f"'{path}' cannot be read as a Matrix Market file: {error}", fix="download or write the file again"
         ) from error
     matrix.sum_duplicates()  # before zeros are removed, because duplicate entries may cancel
     matrix.eliminate_zeros()
     if not np.isfinite(matrix.data).all():
-        raise IntegrityError(f"{path} has NaN or infinite values", fix="remove these values from the file")
+        raise IntegrityError(f"'{path}' has NaN or infinite values", fix="remove these values from the file")
     square = matrix.shape[0] == matrix.shape[1]
     return SpgemmProduct(path.stem, matrix, matrix if square else sparse.csr_array(matrix.T))
 

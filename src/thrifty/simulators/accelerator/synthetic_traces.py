@@ -58,7 +58,7 @@ def power_law(
 
 
 def _scale_to(popularity: np.ndarray, density: float) -> float:
-    """Return the factor at which `popularity`, scaled and clipped at 1, has mean `density`."""
+    """Return the factor by which `popularity` must be scaled so that its mean, clipped at 1, is `density`."""
     low, high = 0.0, 1.0 / popularity.min()
     for _ in range(60):
         middle = (low + high) / 2

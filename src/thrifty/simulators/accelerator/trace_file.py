@@ -32,11 +32,11 @@ def save_trace(trace: AttentionTrace, path: Path) -> None:
         layers.append({name: getattr(layer, name) for name in _SIZES})
     about = {"name": trace.name, "provenance": dict(trace.provenance), "layers": layers}
     if not path.parent.is_dir() or path.is_dir():
-        raise UsageError(f"{path} cannot be written", fix="pass a file in an existing folder")
+        raise UsageError(f"'{path}' cannot be written", fix="pass a file in an existing folder")
     try:
         save_file(tensors, path, metadata={"format": FORMAT, "trace": json.dumps(about)})
     except SafetensorError as error:
-        raise UsageError(f"{path} cannot be written: {error}", fix="free some space, or pass another path") from None
+        raise UsageError(f"'{path}' cannot be written: {error}", fix="free some space, or pass another path") from None
 
 
 def load_trace(path: Path) -> AttentionTrace:
@@ -49,10 +49,10 @@ def load_trace(path: Path) -> AttentionTrace:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a mapping)
     except (SafetensorError, OSError, ValueError) as error:
         raise IntegrityError(
-            f"{path} cannot be read as a safetensors file: {error}", fix="write the trace again with thrifty trace"
+            f"'{path}' cannot be read as a safetensors file: {error}", fix="write the trace again with thrifty trace"
         ) from error
     if metadata.get("format") != FORMAT:
-        raise UsageError(f"{path} is not an attention trace", fix="write one with thrifty trace")
+        raise UsageError(f"'{path}' is not an attention trace", fix="write one with thrifty trace")
     try:
         about = json.loads(metadata["trace"])
         layers = tuple(_layer(number, sizes, tensors) for number, sizes in enumerate(about["layers"]))
@@ -60,7 +60,7 @@ def load_trace(path: Path) -> AttentionTrace:
         return AttentionTrace(str(about["name"]), layers, provenance)
     except (KeyError, TypeError, AttributeError, json.JSONDecodeError) as error:
         raise IntegrityError(
-            f"{path} lacks a part of the trace: {error}", fix="write the trace again with thrifty trace"
+            f"'{path}' lacks a part of the trace: {error}", fix="write the trace again with thrifty trace"
         ) from error
 
 
@@ -82,11 +82,11 @@ def load_pruned_masks(path: Path, width: int = 64) -> AttentionTrace:
         pruned = np.load(path, allow_pickle=False)
     except (OSError, ValueError, EOFError) as error:
         raise UsageError(
-            f"{path} cannot be read as an .npy file of masks: {error}", fix="save masks with numpy.save"
+            f"'{path}' cannot be read as an .npy file of masks: {error}", fix="save masks with numpy.save"
         ) from error
     if pruned.ndim != 4 or pruned.dtype != np.bool_ or pruned.shape[2] != pruned.shape[3] or not pruned.size:
         raise UsageError(
-            f"{path} holds {pruned.dtype} of shape {pruned.shape}, expected booleans (layers, heads, t, t)",
+            f"'{path}' holds {pruned.dtype} of shape {pruned.shape}, expected booleans (layers, heads, t, t)",
             fix="save masks with True for pruned pairs",
         )
     layers = tuple(layer_of(f"layer {number}", mask=~mask[None], width=width) for number, mask in enumerate(pruned))

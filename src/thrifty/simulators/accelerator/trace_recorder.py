@@ -38,7 +38,7 @@ class _AttentionCall:
     k: Tensor
     v: Tensor
     kept: Tensor | None
-    """Mask (b, 1 or h, t, s), True for computed pairs; None for all pairs."""
+    """Mask (examples, 1 or heads, queries, keys), True for computed pairs; None for all pairs."""
 
 
 @dataclass
@@ -129,7 +129,8 @@ def replace_attention(model: nn.Module, other: Callable[[Core], Core]) -> Iterat
 
 
 def _recorded(core: Core, recorder: _Recorder) -> Core:
-    """Return a core that records its kept pairs. If it does not call torch's attention, it runs a second time.
+    """Return an attention core that records its kept pairs. If `core` does not call torch's attention, it runs a second
+    time.
 
     A core may pass state to the next layer in its `relay`. The second run starts from the same state as the first, and
     its final state is discarded.
@@ -189,7 +190,9 @@ def _layer(name: str, calls: list[_AttentionCall]) -> AttentionLayer:
 
 
 def _padded(tensor: Tensor, heads: int, tokens: int) -> np.ndarray:
-    """Return a tensor as (b, h, tokens, k): shared key-value heads are repeated, and zeros pad the tokens."""
+    """Return a tensor as (examples, heads, tokens, width): shared key-value heads are repeated, and zeros pad the
+    tokens.
+    """
     tensor = tensor.detach()
     if tensor.shape[1] != heads:
         tensor = tensor.repeat_interleave(heads // tensor.shape[1], dim=1)

@@ -1,10 +1,12 @@
-"""The workload of a Transformer in closed form, computed from its sizes. It also checks traced workloads.
+"""The workload of a Transformer in closed form, computed from the sizes of the model. Tests compare traced workloads
+with it.
 
 Saved bytes follow Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1): s·h·(34 + 5·a·s/h) for a block with dropout
 and 16-bit elements. FLOPs follow Narayanan et al. 2021 (arXiv 2104.04473, appendix). Moved bytes are counted here: the
 reads and writes of each kernel, with a chain of elementwise operations as one kernel.
 
-Symbols: s tokens, h width, a heads, g width of all keys, f inner width, v vocabulary."""
+Symbols: s tokens, h width, a heads, g width of all keys, f inner width, v vocabulary.
+"""
 
 from dataclasses import dataclass
 

@@ -117,9 +117,10 @@ class SimulatedStage:
 def cut_stages(workload: Workload, stages: int) -> list[SimulatedStage]:
     """Cut the model into stages with the same number of blocks.
 
-    If this is impossible, embedding and head each count as a block (as in Llama 3 2024, section 3.3.2). If this is
-    impossible too, stages differ by at most one block, and middle stages have more blocks. Raises InfeasibleError for
-    more stages than blocks. Two stages more are allowed: embedding and head.
+    If the blocks do not divide evenly, embedding and head each count as a block (as in Llama 3 2024, section 3.3.2). If
+    blocks plus two do not divide evenly either, stages differ by at most one block, and middle stages have more blocks.
+    Raises InfeasibleError for more stages than blocks, except for exactly two more: embedding and head are then own
+    stages.
     """
     depth = len(workload.blocks)
     if stages > depth + 2 or (stages > depth and stages != depth + 2):

@@ -1,7 +1,10 @@
-"""Seconds of work on a device, from its published rates and the fraction of each rate that training reaches.
+"""Seconds of work on a device, from its published rates (FLOP/s, bytes/s) and the fraction of each rate that training
+reaches.
 
-`device_efficiency.json` has one fit per device with published training throughput, and one fit over all devices for
-other devices. `tools/fit_device_efficiency.py` writes the file. Intervals are from runs that the fit did not use."""
+`device_efficiency.json` has one fit per device with published training throughput, and one fit over all these devices
+for devices without published training throughput. `tools/fit_device_efficiency.py` writes the file. Intervals are from
+runs that the fit did not use.
+"""
 
 import json
 from collections.abc import Mapping
@@ -14,7 +17,7 @@ from thrifty.simulators.cluster.device_specs import DeviceSpec
 from thrifty.simulators.cluster.workload import PassWork
 
 SIXTEEN_BITS = {"float8": "bfloat16"}
-"""Format of attention and of the head, if the matrix products of blocks are in an 8-bit format."""
+"""Format of attention and of the vocabulary projection, if the matrix products of blocks are in an 8-bit format."""
 OTHERS = "others"
 """Name of the fit for devices without published training throughput."""
 
@@ -24,11 +27,11 @@ class DeviceEfficiency:
     """Reached fractions of published rates (1 = the published rate)."""
 
     products: float
-    """Fraction of the dense peak in matrix products with weights."""
+    """Fraction of the dense peak FLOP/s that matrix products with weights reach."""
     attention: float
-    """Fraction of the dense peak in fused attention kernels, counted without a causal mask."""
+    """Fraction of the dense peak FLOP/s that fused attention kernels reach; FLOPs are counted without a causal mask."""
     float8: float
-    """Fraction of the dense 8-bit peak in matrix products with weights."""
+    """Fraction of the dense 8-bit peak FLOP/s that matrix products with weights reach."""
     low: float = 1.0
     """Measured / simulated seconds: 5th percentile over runs that the fit did not use."""
     high: float = 1.0
@@ -36,10 +39,11 @@ class DeviceEfficiency:
     basis: str = "given"
     """Description of the runs from which `low` and `high` are computed."""
     memory: float = 0.80
-    """Fraction of memory bandwidth in elementwise kernels on large tensors (a typical value, unverified)."""
+    """Fraction of memory bandwidth that elementwise kernels on large tensors reach (a typical value, unverified)."""
     links: float = 0.85
-    """Fraction of network bandwidth without headers and congestion (a typical value, unverified). The figures of NVLink
-    already exclude both."""
+    """Fraction of network bandwidth that headers and congestion leave (a typical value, unverified). Bandwidths of
+    NVLink already exclude both losses.
+    """
     kernel: float = 5e-6
     """Seconds to launch a kernel (a typical value, unverified). Launches limit only small kernels."""
 
@@ -52,7 +56,9 @@ def fitted_devices() -> Mapping[str, Mapping[str, Any]]:
 
 
 def find_efficiency(device: str) -> DeviceEfficiency:
-    """Return the fit of a device, else the fit over all devices with the interval of held-out devices."""
+    """Return the fit of a device. Without one, return the fit over all devices, with the interval from held-out
+    devices.
+    """
     fits = fitted_devices()
     fit = fits.get(device, fits[OTHERS])
     basis = (

@@ -47,7 +47,7 @@ def measured(name: str, flops: Mapping[str, float], memory: float, bandwidth: fl
 
 
 def _published(name: str, tera: Mapping[str, float], gib: float, gigabytes: float, source: str) -> DeviceSpec:
-    """Return a device from values in the units of datasheets: TFLOP/s, GiB and GB/s."""
+    """Return a device from values in the units of data sheets: TFLOP/s, GiB and GB/s."""
     flops = {number_format: 1e12 * value for number_format, value in tera.items()}
     return measured(name, flops, gib * GIB, 1e9 * gigabytes, source)
 

@@ -29,7 +29,7 @@ def use_gpu_ops(flash: bool) -> Iterator[None]:
 
 
 def _rms_norm(x: Tensor, shape: list[int], weight: Tensor | None = None, eps: float | None = None) -> Tensor:
-    """Return a layer norm in place of an RMS norm: both read, write and save the same bytes."""
+    """Return a layer norm in place of an RMS norm, because both read, write and save the same number of bytes."""
     return torch.native_layer_norm(x, shape, weight, None, eps or 0.0)[0]
 
 
@@ -48,9 +48,8 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Return attention. `flash` runs without dropout and mask.
-
-    Reason: with dropout or a mask, CPU kernels save scores, but GPU flash kernels do not.
+    """Return the output of attention. `flash` runs without dropout and mask, because CPU kernels with dropout or a mask
+    save scores; GPU flash kernels save none.
     """
     if flash is not None:
         return flash(query, key, value, is_causal=is_causal, scale=scale, enable_gqa=enable_gqa)

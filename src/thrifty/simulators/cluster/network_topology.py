@@ -68,7 +68,8 @@ class Cluster:
         return self.per_node * self.nodes
 
     def group(self, size: int, stride: int = 1) -> RankGroup:
-        """Return the group of `size` ranks {0, stride, 2 · stride, …}. Other groups of the axis are placed alike.
+        """Return the group of `size` ranks {0, stride, 2 · stride, …}. All other groups of the axis have the same
+        placement on nodes.
 
         Raises UsageError if the cluster has fewer ranks.
         """

@@ -30,9 +30,9 @@ Order = list[ScheduleAction]
 def schedule(name: str, ranks: int, parts: int, chunks: int = 1) -> list[Order]:
     """Return the ordered actions of each pipeline rank for `parts` micro-batches.
 
-    `chunks` is the number of stages per rank: any number for "interleaved" (stage s is on rank s mod ranks), 2 for
-    "zero_bubble_v" (stages r and 2 · ranks - 1 - r are on rank r), else 1. Raises UsageError for sizes that the
-    schedule does not support.
+    `chunks` is the number of stages per rank. "interleaved" allows any number (stage s is on rank s mod ranks).
+    "zero_bubble_v" requires 2 (stages r and 2 · ranks - 1 - r are on rank r). All other schedules require 1. Raises
+    UsageError for sizes that the schedule does not support.
     """
     refuse_unknown("unknown pipeline schedule", name, _SCHEDULES)
     if min(ranks, parts, chunks) < 1:
@@ -42,7 +42,8 @@ def schedule(name: str, ranks: int, parts: int, chunks: int = 1) -> list[Order]:
     required = {"interleaved": chunks, "zero_bubble_v": 2}.get(name, 1)
     if chunks != required:
         raise UsageError(
-            f"{name} cannot have {chunks} stages per rank", fix=f"set chunks to {required}; or use interleaved"
+            f"the schedule {name!r} cannot have {chunks} stages per rank",
+            fix=f"set chunks to {required}; or use interleaved",
         )
     return [_SCHEDULES[name](rank, ranks, parts, chunks) for rank in range(ranks)]
 
@@ -56,9 +57,9 @@ def _gpipe(rank: int, ranks: int, parts: int, chunks: int) -> Order:
 
 
 def _one_forward_one_backward(rank: int, ranks: int, parts: int, chunks: int) -> Order:
-    """Return 1F1B, with the minimum number of live micro-batches that keeps all ranks busy.
-
-    Also called PipeDream-Flush (Narayanan et al. 2021, arXiv 2006.09503)."""
+    """Return the schedule 1F1B, with the minimum number of live micro-batches that keeps all ranks busy. The schedule
+    is also called PipeDream-Flush (Narayanan et al. 2021, arXiv 2006.09503).
+    """
     forward = [ScheduleAction("F", rank, part) for part in range(parts)]
     return _interleave(forward, [[ScheduleAction("B", rank, part)] for part in range(parts)], ranks - rank - 1)
 
@@ -69,7 +70,7 @@ def _interleaved(rank: int, ranks: int, parts: int, chunks: int) -> Order:
     Each rank has several stages. Micro-batches run in rounds of `ranks`."""
     if parts % ranks:
         raise UsageError(
-            f"the schedule interleaved requires a multiple of {ranks} micro-batches, not {parts}",
+            f"the schedule 'interleaved' requires a multiple of {ranks} micro-batches, not {parts}",
             fix=f"use {parts - parts % ranks or ranks} micro-batches; or use the schedule 1f1b",
         )
     rounds = [range(start, start + ranks) for start in range(0, parts, ranks)]
@@ -83,9 +84,9 @@ def _interleaved(rank: int, ranks: int, parts: int, chunks: int) -> Order:
 def _zero_bubble(rank: int, ranks: int, parts: int, chunks: int) -> Order:
     """Return ZB-H1 (Qi et al. 2023): 1F1B with weight gradients that are delayed more on later ranks.
 
-    All ranks hold the same number of micro-batches and compute weight gradients at the end instead of waiting. The
-    bubble is (ranks - 1)(F + I - W) seconds (table 2) if W takes no longer than F and I, as in Transformers without
-    recompute. Otherwise the bubble is (ranks - 1) · max(F, I).
+    All ranks hold the same number of micro-batches and compute weight gradients at the end instead of waiting. If W
+    takes no longer than F and I, as in Transformers without recompute, the bubble is (ranks - 1)(F + I - W) seconds
+    (table 2). Otherwise the bubble is (ranks - 1) · max(F, I).
     """
     forward = [ScheduleAction("F", rank, part) for part in range(parts)]
     backward = [

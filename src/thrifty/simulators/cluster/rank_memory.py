@@ -33,12 +33,12 @@ def state_bytes(
     gradient: float = 2,
     optimizer: float = MOMENTS,
 ) -> StateBytes:
-    """Return the bytes by ZeRO's formulas (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
+    """Return the bytes per rank by ZeRO's formulas (Rajbhandari et al. 2020, arXiv 1910.02054, section 5).
 
     Adam in mixed precision has 16 bytes per parameter, of which 12 are optimizer state (master weight and two moments
     in float32). Stage 1 shards the optimizer state over N `ranks`. Stage 2 also shards gradients, stage 3 also weights.
-    Stage 2 is the paper's 2 + 14/N. DeepSpeed's estimator has 2 + 18/N, because DeepSpeed also stores float32 gradients
-    (`gradient` = 6). Raises UsageError for other stages.
+    With stage 2, a parameter takes 2 + 14/N bytes, as in the paper. DeepSpeed's estimator has 2 + 18/N, because
+    DeepSpeed also stores float32 gradients (`gradient` = 6). Raises UsageError for any other stage.
     """
     if zero not in range(4):
         raise UsageError(f"ZeRO has no stage {zero}", fix="use zero 0 (no sharding), 1, 2 or 3")
@@ -52,12 +52,12 @@ class RankMemory:
     """Peak memory of one rank in a step, in bytes."""
 
     rank: int
-    """Pipeline rank. All its data and tensor ranks have the same peak."""
+    """Index of the pipeline rank. All data and tensor ranks of a pipeline rank have the same peak."""
     state: StateBytes
     activations: float
     """Peak of saved activations."""
     temporary: float
-    """Activations of the block in recomputation, and its gathered weights."""
+    """Activations of the block that is being recomputed, and the gathered weights of that block."""
     limit: float
     """Device memory."""
 

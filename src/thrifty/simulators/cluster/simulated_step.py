@@ -2,7 +2,8 @@
 
 All data ranks have the same timeline, and so have all ranks of a tensor group. Therefore one pipeline is simulated for
 any number of ranks. A step consists of the pipeline's schedule, collectives of the data ranks that do not overlap with
-the schedule, and the optimizer. A collective inside a block blocks the rank. A transfer between stages does not."""
+the schedule, and the optimizer. A rank waits for collectives inside a block, but not for transfers between stages.
+"""
 
 from collections.abc import Sequence
 
@@ -93,8 +94,8 @@ class _Step:
     def _reduced(self, timeline: PipelineTimeline, rank: int) -> float:
         """Return the time at which the gradients of a pipeline rank are reduced over the data ranks.
 
-        The reduction of a stage starts when one of its parts has its final gradient. Without overlap, the reduction
-        starts after the last action.
+        The reduction of a stage starts when the first part of the stage has its final gradient. Without overlap, the
+        reduction starts after the last action.
         """
         events = timeline.by_rank[rank]
         done, total = 0.0, 0.0

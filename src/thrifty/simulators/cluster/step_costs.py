@@ -15,7 +15,7 @@ from thrifty.simulators.cluster.workload import PassWork, WorkloadPart
 class ActionSeconds:
     compute: float
     tensor: float
-    """Seconds of collectives of the tensor group. These block the rank."""
+    """Seconds of collectives of the tensor group. The rank waits for these collectives."""
     data: float
     """Seconds of collectives over the data ranks that do not overlap with computation."""
 

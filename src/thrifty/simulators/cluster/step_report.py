@@ -16,7 +16,7 @@ RATES = ("model_flops", "hardware_flops", "mfu", "hfu", "tokens_per_second")
 
 @dataclass(frozen=True)
 class StepSeconds:
-    """Seconds of a step on the rank with the most computation. The sum of all fields is the step."""
+    """Seconds of a step on the rank with the most computation. The sum of all fields is the step time."""
 
     compute: float
     tensor: float

@@ -232,7 +232,9 @@ def _default(dtype: torch.dtype) -> Iterator[None]:
 
 
 def _as_fake(model: nn.Module, dtype: torch.dtype) -> None:
-    """Replace parameters by fake parameters in the run's number format. `build` may have loaded real parameters."""
+    """Replace parameters by fake parameters in the run's number format, because `build` may have loaded real
+    parameters.
+    """
     fakes: dict[int, nn.Parameter] = {}
     for module in model.modules():
         for name, parameter in module._parameters.items():

@@ -1,9 +1,10 @@
-"""The work of a training step: FLOPs, bytes and collectives, traced from a model or computed from its sizes.
+"""The work of a training step: FLOPs, bytes and collectives, traced from a model or computed from the sizes of a model.
 
 All values are for one example (one row of tokens) and one part of the model, before division among ranks. Tensor
 parallelism (Megatron-LM; Shoeybi et al. 2019, arXiv 1909.08053, section 3) divides the work between a column-parallel
 and a row-parallel product. Norms and residual sums are whole on each rank. Sequence parallelism (Korthikanti et al.
-2022, arXiv 2205.05198, section 4.2.2) divides norms and residual sums too."""
+2022, arXiv 2205.05198, section 4.2.2) divides norms and residual sums too.
+"""
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field, fields
@@ -44,7 +45,8 @@ class PassWork:
     """The work of one pass (forward or backward) of one example through a part of a model."""
 
     flops: DividedAmount = field(default_factory=DividedAmount)
-    """FLOPs of matrix products and attention. A multiply-add counts as two. Masked pairs of causal attention count."""
+    """FLOPs of matrix products and attention, including masked pairs of causal attention. A multiply-add counts as two.
+    """
     moved: DividedAmount = field(default_factory=DividedAmount)
     """Bytes of activations read and written, if each chain of elementwise operations is one kernel."""
     unfused: DividedAmount = field(default_factory=DividedAmount)
@@ -73,7 +75,8 @@ class WorkloadPart:
     saved: DividedAmount
     """Bytes of activations saved for the backward pass, without recompute."""
     entry: float
-    """Bytes of the input: sent between stages, and the only saved activation of a recomputed block."""
+    """Bytes of the part's input, which is sent between stages and is the only activation saved for a recomputed block.
+    """
     for_weights: DividedAmount = field(default_factory=DividedAmount)
     """FLOPs of the backward pass for gradients of weights. No other stage waits for these gradients."""
     core: PassWork = field(default_factory=PassWork)

@@ -22,15 +22,16 @@ from thrifty.simulators.accelerator.priced_operations import Operations, PricedO
 
 STATIONS = ("select", "score", "exponent", "output")
 DRAIN = 9
-"""Extra cycles of a module after its last key: 7 for a division and 2 for a multiply-accumulate. All three modules have
-these cycles, as in the paper's base design."""
+"""Extra cycles of a module after its last key: 7 for a division and 2 for a multiply-accumulate. These cycles apply to
+all three modules, as in the paper's base design.
+"""
 
 
 def search_cycles(iterations: np.ndarray, depth: int, columns: int, multipliers: int) -> np.ndarray:
     """Return the cycles of the greedy search: one per iteration, plus the cycles that fill the queues.
 
-    To fill the queues, all multipliers compute `depth` products for both ends of each of the d columns. This takes
-    `depth` cycles with 2·d multipliers.
+    To fill the queues, all multipliers compute `depth` products for both ends of each sorted column. With 2 · `columns`
+    multipliers, this takes `depth` cycles.
     """
     refill = -(-2 * depth * columns // multipliers)
     return iterations + refill

@@ -8,8 +8,8 @@ Use         thrifty.trace("balanced", "trace.safetensors", density=0.1, examples
 Start with  `dota`. `dota:reordered=false` fetches keys in order; `dota:approximate=false` computes all pairs.
 Cost        A low-precision detector runs on the same multipliers before attention.
 Avoid       Masks with unequal keys per query, because a group takes as long as its query with the most keys.
-Does not    Train the detector, or simulate linear layers. The 152.6× speedup of the abstract is not reproduced: it is
-            for attention alone, at about the GPU's peak."""
+Does not    Train the detector, simulate linear layers, or reproduce the abstract's speedup of 152.6× (attention alone,
+            at about the GPU's peak)."""
 
 from dataclasses import replace
 
@@ -24,18 +24,20 @@ STATIONS = ("fetch", "attend")
 
 
 def grouped(kept: np.ndarray, lanes: int) -> np.ndarray:
-    """Group neighboring queries of masks (u, t, s). Return (u, groups, lanes, s), one lane per query of a group."""
+    """Group neighboring queries of masks (units, queries, keys). Return (units, groups, lanes, keys), one lane per
+    query of a group.
+    """
     padded = np.pad(kept, ((0, 0), (0, -kept.shape[1] % lanes), (0, 0)))
     return padded.reshape(kept.shape[0], -1, lanes, kept.shape[-1])
 
 
 def shared_fetches(groups: np.ndarray) -> np.ndarray:
-    """Return the number of fetched keys (u, g) per group if the order is free: the union of its queries' keys."""
+    """Return the number of fetched keys per group (units, groups) if the order is free: the union over the queries."""
     return groups.any(2).sum(-1, dtype=np.int64)
 
 
 def ordered_fetches(groups: np.ndarray) -> np.ndarray:
-    """Return the number of fetched keys (u, g) per group if each query fetches its kept keys in order.
+    """Return the number of fetched keys per group (units, groups) if each query fetches its kept keys in order.
 
     Two queries share a fetch if the same key has the same position in both of their lists.
     """
@@ -51,7 +53,7 @@ def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
     """Return one item per group of queries. Each item passes fetch and attention.
 
     A group has one query per lane; a lane is a set of `lane` multipliers. A shared key is fetched once and broadcast.
-    Keys of the most queries come first. Without `reordered`, each query fetches its keys in order, and simultaneous
+    Keys that more queries share come first. Without `reordered`, each query fetches its keys in order, and simultaneous
     fetches of the same key are shared. The query with the most kept keys determines the cycles of its group.
 
     The detector runs on the same multipliers: a multiplier of `bits` computes (`bits` / `detected_bits`)² detector

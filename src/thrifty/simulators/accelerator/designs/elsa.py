@@ -9,7 +9,8 @@ Start with  `elsa`; `elsa:copies=12` is the size that the paper compares with on
             scores all keys and computes no hashes.
 Cost        All n keys are hashed before the first query: 3·d^(4/3)·(n + 1) multiplications at head width d.
 Avoid       Sequences of more than `most_keys` (512) keys, because area and power are published for 512 keys.
-Does not    Reproduce the paper's assignment of keys to banks, which is not published. Keys are interleaved."""
+Does not    Reproduce the paper's assignment of keys to banks, which is not published; the simulation interleaves the
+            keys."""
 
 from dataclasses import replace
 
@@ -35,7 +36,7 @@ def preprocessing_cycles(keys: np.ndarray, width: int, multipliers: int) -> np.n
 
 
 def bank_counts(kept: np.ndarray, banks: int) -> np.ndarray:
-    """Return the number of kept keys (u, t, banks) per query and bank. Key j is in bank j mod `banks`."""
+    """Return the number of kept keys (units, queries, banks) per query and bank. Key j is in bank j mod `banks`."""
     missing = -kept.shape[-1] % banks
     padded = np.pad(kept, ((0, 0), (0, 0), (0, missing)))
     return padded.reshape(*kept.shape[:2], -1, banks).sum(2, dtype=np.int64)

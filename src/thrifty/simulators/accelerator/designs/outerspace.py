@@ -6,8 +6,8 @@ Promise     Zeros are neither read nor multiplied.
 Use         product = thrifty.simulate.spgemm(size=200, density=0.02, measure=False)
 Start with  `outerspace`, 16 tiles that share 128 GB/s.
 Cost        Partial products are written to memory and read back, once or more.
-Avoid       Comparisons with the abstract's speedups, because their baselines are libraries of 2017. Conclusions from
-            the memory latency of 100 ns, because it is recalled, not checked against the paper.
+Avoid       Comparisons with the abstract's speedups, because the baselines of the paper are libraries of 2017.
+            Conclusions from the memory latency of 100 ns, because it is recalled, not checked against the paper.
 Does not    Compute attention, or simulate the CPU and GPU of the paper's comparison."""
 
 # A machine is one tile with its part of the memory's channels; `copies` is the number of tiles. Columns and rows are
@@ -25,7 +25,9 @@ from thrifty.simulators.accelerator.spgemm_workload import SpgemmPhase, SpgemmPr
 
 STATIONS = ("deal", "work", "move")
 NUMBER, CHUNK, ROW, POINTER = 12, 4, 4, 6
-"""Bytes of a value with its index, of a chunk's header, of a result row's header and of an operand row's header."""
+"""Bytes of a value with its index, of a chunk's header, of a result row's header and of an operand row's header. A
+chunk is the partial products of one value of A.
+"""
 
 
 def traffic(product: SpgemmProduct, machine: AcceleratorSpec) -> dict[str, float]:
@@ -47,15 +49,18 @@ def traffic(product: SpgemmProduct, machine: AcceleratorSpec) -> dict[str, float
 
 
 def _reads(product: SpgemmProduct, machine: AcceleratorSpec) -> np.ndarray:
-    """Return how often each row of B is read, (k,).
+    """Return the number of reads of each row of B (k, n), as an array (k,).
 
-    A row that fits the tile's cache is read once. Other rows are read once per `elements` values of A's column."""
+    A row that fits the tile's cache is read once. Other rows are read once per `elements` values of A's column.
+    """
     fits = product.rows * NUMBER <= machine.size("cache")
     return np.where(fits, 1, ceil_div(product.columns, machine.stations["work"].width))
 
 
 def merge_passes(chunks: np.ndarray, machine: AcceleratorSpec) -> np.ndarray:
-    """Return the number of merge passes for rows of `chunks` chunks. The scratchpad limits the chunks per pass."""
+    """Return the number of merge passes for rows with `chunks` lists of partial products. The scratchpad limits the
+    lists per pass.
+    """
     heads = max(2, machine.size("scratchpad") // (NUMBER + CHUNK))
     return np.maximum(1, np.ceil(np.log(np.maximum(chunks, 1)) / np.log(heads) - 1e-9)).astype(np.int64)
 
@@ -66,8 +71,8 @@ def lower(phase: SpgemmPhase, machine: AcceleratorSpec) -> ItemStream:
     The paper does not describe this latency model. We derived it while knowing the published times, which are four to
     nine times longer than bandwidth alone explains. Two sequences of memory accesses wait the whole `latency` per
     access. A tile's control assigns one value of A at a time, because the value's chunk must first be allocated and
-    linked. A merging element loads one value at a time, because the previous value decides which value is next. The
-    latency of 100 ns is not fitted. It is rounded from notes that say 80 to 150 ns (unverified).
+    linked. A processing element that merges loads one value at a time, because the previous value decides which value
+    is next. The latency of 100 ns is not fitted. It is rounded from notes that say 80 to 150 ns (unverified).
 
     The abstract's speedups of 7.9 (MKL), 13.0 (cuSPARSE) and 14.0 (CUSP) compare with libraries and processors of 2017.
     Only the accelerator is simulated here.
@@ -79,8 +84,8 @@ def lower(phase: SpgemmPhase, machine: AcceleratorSpec) -> ItemStream:
 def _multiply(product: SpgemmProduct, machine: AcceleratorSpec) -> ItemStream:
     """Return the items of the multiply phase. An item is a part of a column of A with the matching row of B.
 
-    Each element of a tile multiplies the row by one value of the column. The element appends the products as a chunk to
-    the list of a result row.
+    Each processing element of a tile multiplies the row by one value of the column. It appends the products as a chunk
+    to the list of a result row.
     """
     elements = machine.stations["work"].width
     used = np.flatnonzero((product.columns > 0) & (product.rows > 0))
@@ -108,10 +113,9 @@ def _multiply(product: SpgemmProduct, machine: AcceleratorSpec) -> ItemStream:
 
 
 def _merge(product: SpgemmProduct, machine: AcceleratorSpec) -> ItemStream:
-    """Return the items of the merge phase. An item is a row of the result; half of the elements merge one row each.
-
-    An element keeps the current value of each chunk, sorted by column. The element emits the value of the smallest
-    column and loads the next value of the same chunk. Values of the same column are added.
+    """Return the items of the merge phase. An item is a row of the result; half of the processing elements merge one
+    row each. A processing element keeps the current value of each chunk, sorted by column. It emits the value of the
+    smallest column and loads the next value of the same chunk. Values of the same column are added.
     """
     passes, latency = merge_passes(product.chunks, machine), _latency(machine)
     # a new value is compared with the current values of half of the chunks, on average
@@ -148,7 +152,9 @@ def _stream(service: np.ndarray, read: float, written: float, operations: Operat
 
 
 def _by_tile(cycles: np.ndarray, tile: np.ndarray, tiles: int) -> np.ndarray:
-    """Assign items to tiles in order and round their cycles (s, i). Return (s, tiles, items of a tile)."""
+    """Assign items to tiles in order, and round the items' cycles (stations, items). Return (stations, tiles, items of
+    a tile).
+    """
     order = np.argsort(tile, kind="stable")
     counts = np.bincount(tile, minlength=tiles)
     place = np.arange(len(tile)) - np.repeat(np.cumsum(counts) - counts, counts)

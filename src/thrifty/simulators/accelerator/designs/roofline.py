@@ -8,7 +8,7 @@ Use         thrifty.trace("uniform", "trace.safetensors", density=0.2, examples=
 Start with  `h100`, `v100`, `tpu-v1` or `cpu`: these assume the full peak, so the time is a lower bound.
             `h100:efficiency=0.5` assumes half of the peak.
 Cost        All query-key pairs are computed. With `fused=false`, the scores are written and read twice.
-Avoid       Use as a measured time, because only peak and bandwidth limit the result.
+Avoid       Treating the result as a measured time, because only peak and bandwidth limit it.
 Does not    Use masks, or skip padding unless `padded=false`."""
 
 from dataclasses import replace

@@ -8,9 +8,9 @@ Use         thrifty.trace("uniform", "trace.safetensors", density=0.1, examples=
 Start with  `sanger`; `sanger:packing=columns` packs as the released code does. `sanger:skewed=true` fills the array
             before each product, as the released cost model does.
 Cost        All scores are predicted at 4 bits. Rows with few kept pairs leave elements of the array idle.
-Avoid       Comparisons with the paper's speedups over A3 (2.39) and SpAtten (1.47), because they divide rates printed
-            in three papers, not runs of the same masks.
-Does not    Pack all heads together, unlike the released cost model. Each head is packed separately."""
+Avoid       Comparisons with the paper's speedups over A3 (2.39) and SpAtten (1.47), because these divide throughputs
+            from three papers with different masks.
+Does not    Pack all heads together, unlike the released cost model; the simulation packs each head separately."""
 
 from dataclasses import replace
 
@@ -36,8 +36,9 @@ def released_seconds(density: float, utilisation: float, tokens: int, version: i
     """Return the seconds of one attention block of BERT-base by a released cost model.
 
     The block has width 768; the array has 64 x 16 elements at 1 GHz. In both versions, the mask also shortens the
-    output projection. Version 1 divides operations by the peak. Version 2 sums over tiles of 64 x 64. Two errors are
-    reproduced: all heads are packed together, and the number of sub-rows replaces the width of the values.
+    output projection. Version 1 divides operations by the peak. Version 2 sums over tiles of 64 x 64. Two errors of the
+    released model are reproduced: all heads are packed together, and the number of sub-rows replaces the width of the
+    values.
     """
     width, peak, side = 768, 2 * 64 * 16 * 1e9, 64
     projected = 2 * tokens * width**2
@@ -51,18 +52,21 @@ def released_seconds(density: float, utilisation: float, tokens: int, version: i
 
 
 def sub_row_counts(kept: np.ndarray, ports: int) -> np.ndarray:
-    """Return the number of kept pairs (u, t, tiles) per row in each tile of `ports` columns."""
+    """Return the number of kept pairs (units, queries, tiles) per row in each tile of `ports` columns."""
     padded = np.pad(kept, ((0, 0), (0, 0), (0, -kept.shape[-1] % ports)))
     return padded.reshape(*kept.shape[:2], -1, ports).sum(-1, dtype=np.int64)
 
 
 def split_loads(kept: np.ndarray, ports: int, elements: int, rows: int) -> np.ndarray:
-    """Return the number of array loads (u, tiles) for masks (u, t, s). Sub-rows of all queries are packed together."""
+    """Return the number of array loads (units, tiles) for masks (units, queries, keys). Sub-rows of all queries are
+    packed together.
+    """
     return ceil_div(ceil_div(sub_row_counts(kept, ports), elements).sum(1), rows)
 
 
 def column_loads(kept: np.ndarray, elements: int, rows: int) -> np.ndarray:
-    """Return the number of array loads (u, groups of rows) of the released packing for masks (u, t, s).
+    """Return the number of array loads (units, groups of rows) of the released packing for masks (units, queries,
+    keys).
 
     A new load begins at a column that would exceed `elements` in some row. Empty columns are skipped.
     """
@@ -83,8 +87,8 @@ def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
 
     The columns are cut into tiles of `ports`. In each tile, empty rows are dropped. Rows with more than `elements` kept
     pairs are split into sub-rows. A load is one sub-row per row of the array. With head width d, a load takes d cycles
-    for scores, in place, and d cycles for values. `packing` "columns" follows the released code. For each group of
-    queries, the packer adds columns in order until some row has no free element.
+    for scores, which stay in place, and d cycles for values. `packing` "columns" follows the released code. For each
+    group of queries, the packer adds columns in order until some row has no free element.
 
     With `skewed`, the array is filled before each load and product, as in the released cost model. Otherwise loads
     follow without a gap, and the array is filled once.
@@ -137,7 +141,7 @@ def _operations(layer: AttentionLayer, machine: AcceleratorSpec, kept: float, pa
 
 
 def multipliers(machine: AcceleratorSpec) -> int:
-    """Return the number of multipliers, as in the paper without the 4-bit multipliers of the prediction array."""
+    """Return the number of multipliers. As in the paper, the 4-bit multipliers of the prediction array do not count."""
     return machine.stations["attend"].width * int(machine.number("elements"))
 
 

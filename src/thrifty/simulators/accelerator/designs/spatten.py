@@ -9,7 +9,8 @@ Start with  `spatten`, with `filters=["own"]` on a recorded trace. `equal_resour
             paper's version with an eighth of the multipliers.
 Cost        All scores among the remaining tokens are computed. Queries with flat attention are scored twice.
 Avoid       Masks of scattered pairs, because they save only values. Use SpAtten's own filter.
-Does not    Select tokens. A key is dropped if no query keeps it; a query is dropped if its "alive" count is 0."""
+Does not    Select tokens; the trace determines them. A key is dropped if no query keeps it; a query is dropped if its
+            "alive" count is 0."""
 
 from dataclasses import replace
 
@@ -24,7 +25,7 @@ STATIONS = ("score", "softmax", "select", "value")
 
 
 def survivors(layer: AttentionLayer) -> tuple[np.ndarray, np.ndarray]:
-    """Return (u, t) with 1 for each remaining query, and the number of remaining keys (u,)."""
+    """Return an array (units, queries) with 1 for each remaining query, and the number of remaining keys (units,)."""
     alive = layer.count("alive")
     queries = (layer.kept_counts > 0).astype(np.int64) if alive is None else np.minimum(alive, 1)
     keys = (layer.kept() & (queries > 0)[..., None]).any(1).sum(-1)
@@ -38,9 +39,9 @@ def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
     "alive" count is 0; a trace without "alive" counts drops no queries. All scores among the remaining tokens are
     computed, for any mask. Values are computed for kept pairs.
 
-    Queries and keys are read with their high bits. The fraction `again` of the queries also reads the low bits and
-    computes scores twice; a trace may record "again" per query. Quick-select over a row of n needs 2·n expected
-    comparisons: n / 8 cycles at 16 per cycle.
+    Queries and keys are first read with only their high bits. The fraction `again` of the queries also reads the low
+    bits and computes scores twice; a trace may record "again" per query. Quick-select over a row of n needs 2·n
+    expected comparisons: n / 8 cycles at 16 per cycle.
     """
     width = layer.width
     queries, keys = survivors(layer)
@@ -95,7 +96,9 @@ def multipliers(machine: AcceleratorSpec) -> int:
 
 
 def resized(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
-    """Return the machine with all sizes in proportion, as the paper does for an eighth."""
+    """Return the machine with all sizes scaled in proportion, as in the paper's version with an eighth of the
+    multipliers.
+    """
     share = budget / multipliers(machine)
     stations = {
         name: replace(station, width=max(1, int(station.width * share))) for name, station in machine.stations.items()

@@ -9,8 +9,8 @@ Start with  `vitcod`; a global token is a key that more than `global_tokens` (50
             reads queries and keys without compression over heads.
 Cost        Queries and keys are stored for fewer heads than the model has and must be decoded.
 Avoid       Masks that depend on the input, because the paper's mask is fixed after training.
-Does not    Simulate softmax. The paper's mean speedups over a GPU (86.0) and Sanger (6.8) are not reproduced: they are
-            for six models with 90 % of pairs pruned and the authors' own baselines."""
+Does not    Simulate softmax, or reproduce the paper's mean speedups over a GPU (86.0) and Sanger (6.8); the paper
+            averages six models with 90 % of pairs pruned and uses its own baselines."""
 
 from dataclasses import replace
 
@@ -25,7 +25,8 @@ STATIONS = ("lines",)
 
 
 def split_pairs(kept: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the number of global tokens (u,) of masks (u, t, s), and the number of pairs (u,) in other columns.
+    """Return the number of global tokens (units,) of masks (units, queries, keys), and the number of pairs (units,) in
+    all other columns.
 
     A global token is a column with more than `limit` pairs.
     """
@@ -34,9 +35,10 @@ def split_pairs(kept: np.ndarray, limit: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def shared_lines(denser: np.ndarray, sparser: np.ndarray, lines: int) -> np.ndarray:
-    """Return the number of lines (u,) for global tokens, in proportion to their pairs. A line is a row of multipliers.
+    """Return the number of lines (units,) for global tokens, in proportion to their pairs. A line is a row of
+    multipliers.
 
-    The dense and the sparse part have at least one line each, unless the part is empty.
+    A part (dense or sparse) has at least one line, unless the part is empty.
     """
     share = (lines * denser / np.maximum(denser + sparser, 1)).astype(np.int64)
     return np.clip(share, np.minimum(denser, 1), lines - np.minimum(sparser, 1))
