@@ -408,7 +408,7 @@ def test_merging_in_the_middle_of_training_is_noticed() -> None:
 
 
 def test_an_oversized_rank_is_refused() -> None:
-    with pytest.raises(RefusedError, match="rank '33' is larger than the weight") as refused:
+    with pytest.raises(RefusedError, match="rank '33' is larger than a side of the weight") as refused:
         adapted_model(rank=33, where="out")
     assert "rank=32 or less" in refused.value.fix
     with collect_notes() as notes:

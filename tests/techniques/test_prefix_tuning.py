@@ -292,7 +292,7 @@ def test_key_value_heads_follow_the_cache_of_the_model(kind: str) -> None:
 
 def test_unsupported_inputs_are_refused() -> None:
     model = PrefixTuning(tokens=2).model(theirs("gpt2"))
-    with pytest.raises(UsageError, match="2 virtual tokens and 63 tokens exceed the 64 positions"):
+    with pytest.raises(UsageError, match="'2' virtual tokens and '63' text tokens exceed the 64 positions"):
         model(input_ids=torch.zeros(1, LENGTH - 1, dtype=torch.long))
     cache = transformers.DynamicCache()
     cache.update(torch.zeros(2, 4, 3, 8), torch.zeros(2, 4, 3, 8), 0)

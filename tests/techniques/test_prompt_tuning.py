@@ -132,7 +132,7 @@ def test_the_prompt_shortens_the_context_length() -> None:
     model = PromptTuning(tokens=4).model(theirs("gpt2"))
     fitting = torch.zeros(1, LENGTH - 4, dtype=torch.long)
     model(input_ids=fitting)
-    with pytest.raises(UsageError, match="4 virtual tokens and 61 tokens exceed the 64 positions") as refused:
+    with pytest.raises(UsageError, match="'4' virtual tokens and '61' text tokens exceed the 64 positions") as refused:
         model(input_ids=torch.cat((fitting, fitting[:, :1]), 1))
     assert "data.length=60" in refused.value.fix
 

@@ -1,7 +1,7 @@
-"""Registry of techniques: each file is a technique, and its path is its name.
+"""Registry of techniques: each file defines one technique, named by the path of the file.
 
 Third parties register techniques in the entry-point group `thrifty.techniques`, under the technique's name. They may
-also list a folder of the same layout in $THRIFTY_TECHNIQUES. Their code is imported only when a technique is named.
+also list a folder of the same layout in $THRIFTY_TECHNIQUES. Code of third parties is imported only when it is used.
 """
 
 import importlib
@@ -93,7 +93,7 @@ def source_file(name: str) -> Path | None:
 
 
 def third_party() -> dict[str, EntryPoint]:
-    """Return unloaded entry points by technique name, without names that this package already has."""
+    """Return unloaded entry points by technique name, except names that a technique file already has."""
     files = set(_walk(list(__path__)))
     return {entry.name: entry for entry in _installed() if entry.name not in files}
 
@@ -122,7 +122,7 @@ def full_name(word: str) -> str:
     if len(ending) == 1:
         return ending[0]
     if ending:
-        raise UsageError(f"{word!r} may be {' or '.join(ending)}", fix=f"write {ending[0]}")
+        raise UsageError(f"the technique name {word!r} is ambiguous", fix=f"write {'; or '.join(ending)}")
     near = HINTS.get(word) or NEW_NAMES.get(word)
     words = [*known, *ALIASES, *(name.rpartition(".")[2] for name in known)]
     hint = f"did you mean {near!r}?" if near else did_you_mean(word, words, "thrifty list shows them")
@@ -138,7 +138,7 @@ def split_settings(words: str) -> tuple[str, str]:
 
 @cache
 def find(name: str) -> type[Technique]:
-    """Return the technique class of a name, as `full_name` resolves it. Raise UsageError for an unknown name."""
+    """Return the technique class of a full name, an alias or an unambiguous last part. Raise UsageError for others."""
     name = full_name(name)
     if name not in _walk(list(__path__)):
         technique = _imported(name, third_party()[name].load)
@@ -155,7 +155,8 @@ def find(name: str) -> type[Technique]:
         if inspect.isclass(value) and issubclass(value, Technique) and value.__module__ == module.__name__
     ]
     if len(classes) != 1:
-        raise UsageError(f"{module.__file__} defines {len(classes)} techniques, and must define exactly one")
+        what = f"'{module.__file__}' defines {len(classes)} subclasses of Technique, not one"
+        raise UsageError(what, fix="define exactly one subclass of Technique in the file")
     return classes[0]
 
 

@@ -5,7 +5,7 @@ Promise     Elementwise operations are fused. Equal blocks share one compilation
 Use         model = thrifty.apply(model, "compile")
 Start with  `compile`. Use `dynamic=true` if batch shapes vary.
 Cost        About ten seconds before the first step, and again after each change of the model's structure.
-Avoid       Very short runs. CPUs without a C++ compiler (`thrifty doctor` reports it).
+Avoid       Very short runs. CPUs without a C++ compiler (`thrifty doctor` reports a missing compiler).
 Does not    Change results beyond rounding, or rename parameters.
 """
 
@@ -41,7 +41,7 @@ class CompiledBlocks(Technique):
         device = next(model.parameters()).device.type
         if device == "cpu" and self.backend == "inductor" and not can_compile():
             raise RefusedError(
-                "there is no C++ compiler, or no Python headers, on this machine",
+                "backend 'inductor' requires a C++ compiler and Python headers, but this machine lacks one of them",
                 fix="apt-get install g++ python3-dev (Debian); or --without compile",
             )
         stacks = find_stacks(model)

@@ -28,7 +28,8 @@ def cache_shapes(body: nn.Module) -> list[torch.Size]:
     """Return the shape (b, g, t, k) of the keys that the self-attention of each block caches.
 
     b is the batch size, g the number of key-value heads, t the tokens, k the head width. The shapes come from a forward
-    pass, because configs name heads differently. Raises RefusedError if keys and values differ in shape.
+    pass, because configs have different names for the number of heads. Raises RefusedError if a block does not cache
+    keys and values of equal shape.
     """
     tokens = torch.zeros(1, 2, dtype=torch.long, device=next(body.parameters()).device)
     training_modules = [module for module in body.modules() if module.training]
@@ -58,7 +59,7 @@ def _fill(body: nn.Module, tokens: Tensor) -> Any:
 
 
 def refuse_own_recomputation(body: nn.Module) -> None:
-    """Raise UsageError if the model's own gradient checkpointing is on, because the model then ignores its cache."""
+    """Raise UsageError if the model's own gradient checkpointing is on, because the model then ignores the cache."""
     if any(module.training and getattr(module, "gradient_checkpointing", False) for module in body.modules()):
         raise UsageError(
             f"{type(body).__name__} uses its own gradient checkpointing, so it ignores the cache that holds the prefix",
@@ -67,10 +68,11 @@ def refuse_own_recomputation(body: nn.Module) -> None:
 
 
 def unwritten_cache(pairs: list[tuple[Tensor, Tensor]], batch: int, two_sided: bool) -> Any:
-    """Return a read-only cache with the keys and values of each block, (g, p, k) for p virtual tokens.
+    """Return a read-only cache for `batch` examples from the keys and values of each block, (g, p, k).
 
-    Read-only, because recomputation must read the same cache. In an encoder-decoder (`two_sided`), only the
-    self-attention of the decoder reads the cache.
+    g is the number of key-value heads, p the number of virtual tokens, k the head width. The cache is read-only,
+    because recomputation must read the same values. In an encoder-decoder (`two_sided`), only the self-attention of the
+    decoder reads the cache.
     """
     filled = _layers_of([tuple(x.expand(batch, -1, -1, -1) for x in pair) for pair in pairs])
     if not two_sided:
@@ -83,7 +85,9 @@ def unwritten_cache(pairs: list[tuple[Tensor, Tensor]], batch: int, two_sided: b
 
 
 class _NeverWritten(dict[int, bool]):
-    """A mapping that stays empty. transformers sets a block to True once its cache holds the encoder's keys."""
+    """A mapping that ignores assignments and stays empty. transformers assigns True to a block once the cache holds the
+    encoder's keys.
+    """
 
     def __setitem__(self, block: int, written: bool) -> None:
         """Ignore the assignment."""
@@ -107,7 +111,7 @@ def _unwritten_layer() -> type:
     from transformers.cache_utils import DynamicLayer
 
     class UnwrittenLayer(DynamicLayer):
-        """A cache layer that prepends its keys and values to new ones without storing them."""
+        """A cache layer that prepends its keys and values to new keys and values, and stores nothing."""
 
         def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
             if not self.is_initialized:

@@ -1,4 +1,4 @@
-"""Model inputs for virtual tokens, the prompts and prefixes of adapters."""
+"""Model inputs with virtual tokens, which are the prompts or prefixes of adapters."""
 
 import inspect
 import re
@@ -15,7 +15,7 @@ _MASKS = ("attention_mask", "keep")
 
 
 def input_names(module: nn.Module) -> list[str]:
-    """Return the parameter names of the class's forward method, even if a wrapper replaced the method.
+    """Return the argument names of the forward method of the module's class, also if a wrapper replaced the method.
 
     Raises RefusedError if the method takes `*args`.
     """
@@ -36,8 +36,8 @@ def named_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 def extend_masks(inputs: dict[str, Any], count: int) -> dict[str, Any]:
     """Return the masks (b, t) of the inputs, extended to (b, count + t) by `count` visible tokens at the front.
 
-    Raises UsageError for a mask of another shape, for packed rows and for a cache. In a packed row only the first text
-    would follow the virtual tokens. Cached tokens would precede the virtual tokens.
+    Raises UsageError for a mask that is not (b, t), for packed rows and for a cache. In a packed row only the first
+    text would follow the virtual tokens. Cached tokens would precede the virtual tokens.
     """
     refuse_shared_rows(inputs)
     if inputs.get("past_key_values") is not None:
@@ -63,7 +63,7 @@ def refuse_shared_rows(inputs: dict[str, Any]) -> None:
 
 
 def position_limit(model: nn.Module) -> int | None:
-    """Return the smallest number of positions of the model's position tables; None without tables."""
+    """Return the number of positions in the model's smallest position table; None without position tables."""
     limits = []
     for name, module in model.named_modules():
         if isinstance(table := getattr(module, "cos", None), Tensor):  # rotary positions
@@ -77,7 +77,7 @@ def refuse_beyond(limit: int | None, count: int, tokens: int) -> None:
     """Raise UsageError if `count` virtual tokens plus `tokens` real tokens exceed `limit` positions."""
     if limit is not None and count + tokens > limit:
         raise UsageError(
-            f"{count} virtual tokens and {tokens} tokens exceed the {limit} positions of the model",
+            f"'{count}' virtual tokens and '{tokens}' text tokens exceed the {limit} positions of the model",
             fix=f"--set data.length={limit - count}; or fewer virtual tokens",
         )
 

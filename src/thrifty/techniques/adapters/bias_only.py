@@ -10,9 +10,9 @@ Start with  `bias_only` and a larger learning rate than for full fine-tuning. Fo
             set `add=true`.
 Cost        The backward pass still runs through every block, because biases of all blocks are trained.
 Avoid       Tasks for which shifting features is not enough. The paper reports parity with full fine-tuning only on
-            small and medium data.
-Does not    Train any matrix. With `add=true` the model cannot be exported, because the plain architecture has no such
-            biases.
+            small and medium data sets.
+Does not    Train matrices, except with `head=true`, or export a model with `add=true`, because the plain architecture
+            lacks the added biases.
 """
 
 from typing import Any
@@ -57,9 +57,9 @@ class BiasOnly(AdapterTechnique):
     claims = AdapterTechnique.claims | {Claim.TRAINED_VECTORS}
 
     head: bool = False
-    """Train the head too, unless the head shares its weight with the embedding."""
+    """Train the output head too, unless the head shares its weight with the embedding."""
     add: bool = False
-    """Add zero biases to linear layers of the blocks that have no bias."""
+    """Add a bias, initially zero, to each linear layer without bias in the blocks."""
 
     def model(self, model: nn.Module) -> nn.Module:
         if self.add:

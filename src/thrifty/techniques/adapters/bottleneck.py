@@ -8,10 +8,11 @@ Use         model = thrifty.apply(model, "bottleneck", width=64)
             optimizer = thrifty.optim.AdamW(model, lr=3e-4)
 Start with  `bottleneck:width=64` and the paper's learning rate of 3e-4. Set `placement=feed_forward` for one adapter
             per block.
-Cost        Each adapter has 2 · width · d + width + d parameters. Its computation remains at inference.
-Avoid       Deployments that require a model without adapters, because they cannot be merged into the weights. LoRA can.
-Does not    Rename parameters. Residual branches are detected by structure, in models of this package and of
-            transformers.
+Cost        Each adapter has 2 · width · d + width + d parameters for hidden size d. The adapters also run at inference.
+Avoid       Deployments that require the plain architecture, because these adapters cannot be merged into the weights.
+            LoRA adapters can be merged.
+Does not    Rename parameters, or require names of layers, because residual branches are detected by structure, also in
+            models of transformers.
 """
 
 import math
@@ -72,15 +73,15 @@ class BottleneckAdapter(AdapterTechnique):
 
     width: Positive = 64
     placement: Literal["both", "feed_forward"] = "both"
-    """Branches with an adapter: attention and feed-forward ("both"), or feed-forward only."""
+    """Branches with an adapter: attention and feed-forward ("both"), or only feed-forward ("feed_forward")."""
     norms: bool = True
     """Train the norms too."""
     head: bool = False
-    """Train the head too, unless the head shares its weight with the embedding."""
+    """Train the output head too, unless the head shares its weight with the embedding."""
     std: Rate = 1e-3
-    """Standard deviation of the initial values of both matrices."""
+    """Standard deviation of the initial values of the matrices W1 and W2."""
     where: str = ""
-    """Name pattern of the modules in a block whose output is added to the residual stream; empty detects them."""
+    """Pattern in the names of the output layers of residual branches; by default these layers are detected."""
     seed: int = 0
     """Seed of the initial values, combined with each layer's name."""
 

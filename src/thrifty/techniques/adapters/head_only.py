@@ -6,13 +6,13 @@ Promise     Gradients and optimizer state exist only for the head, and the block
             has the same architecture as before.
 Use         vit = thrifty.apply(vit, "head_only")
             optimizer = thrifty.optim.AdamW(vit, lr=1e-2)
-Start with  `head_only` and a larger learning rate than for full fine-tuning. Choose the features that the head reads
-            with `model.pool`.
+Start with  `head_only` and a larger learning rate than for full fine-tuning. `model.pool` selects the features that the
+            head reads.
 Cost        Every step runs the forward pass of the whole frozen model.
-Avoid       Models whose head shares its weight with the embedding, because training would change both. They are
+Avoid       Models whose head shares its weight with the embedding, because training would change both. Such models are
             refused.
-Does not    Match full fine-tuning if features must change. In the MAE paper, linear-probe accuracy predicts little
-            about fine-tuned accuracy.
+Does not    Match full fine-tuning if features must change, or predict fine-tuned accuracy; the MAE paper finds little
+            correlation with linear-probe accuracy.
 """
 
 from collections.abc import Mapping
@@ -26,8 +26,8 @@ from thrifty.modeling.adapter_base import AdapterTechnique, head_names, train_on
 
 
 class HeadOnly(AdapterTechnique):
-    """Differs from the MAE paper: its probe standardizes the features over the batch before the head, and trains with
-    LARS without weight decay (unverified). Here the model's last norm replaces the standardization.
+    """Differs from the MAE paper: the paper's probe standardizes the features over the batch before the head, and
+    trains with LARS without weight decay (unverified). Here the model's last norm replaces the standardization.
     """
 
     clashes: ClassVar[Mapping[Claim, str]] = {

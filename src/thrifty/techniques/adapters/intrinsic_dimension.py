@@ -1,7 +1,8 @@
 """Intrinsic dimension (Li et al. 2018): train d coordinates in a random subspace of all weights.
 
 Paper       Li et al. 2018, Measuring the Intrinsic Dimension of Objective Landscapes (arXiv 1804.08838), section 2.
-            Aghajanyan et al. 2021 (arXiv 2012.13255), section 3, fine-tunes with the Fastfood projection, as here.
+            Aghajanyan et al. 2021 (arXiv 2012.13255), section 3, fine-tunes with the Fastfood projection, which is also
+            used here.
 Promise     The weights are θ₀ + P z for a fixed random P, and only z has optimizer state. The smallest d with 90 % of
             full quality (d90) measures task difficulty.
 Use         optimizer = thrifty.optim.AdamW(network, lr=1e-2)
@@ -10,9 +11,9 @@ Start with  `intrinsic_dimension:dimension=1000` and a usual learning rate. Doub
             rising.
 Cost        Memory grows by a second copy of the weights (θ₀), 5 bytes per weight for P, and short-lived gradients of
             all weights. Each step multiplies by P and by its transpose once.
-Avoid       Fine-tuning to save memory, because this method uses more memory. LoRA learns more with the same number of
-            parameters.
-Does not    Store P as a matrix. The exported model has the plain architecture, with P z added to the weights.
+Avoid       Fine-tuning to save memory, because this method needs more memory than full fine-tuning. LoRA learns more
+            with the same number of parameters.
+Does not    Store P as a matrix, or change the architecture of the exported model, because P z is added to the weights.
 """
 
 from collections.abc import Iterator, Mapping
@@ -47,7 +48,7 @@ class RandomSubspace:
         self.weights, self.projection = weights, projection
         self.origin = torch.cat([weight.detach().flatten().float() for weight in weights])
         self.is_placed = False
-        """True while a step computes gradients, because z does not change then."""
+        """True while a step computes gradients. `place` then does nothing, because z is constant."""
 
     @torch.no_grad()
     def place(self, z: Tensor) -> None:

@@ -10,10 +10,10 @@ Use         model = thrifty.apply(model, "lora", rank=8, alpha=16)
 Start with  `lora:rank=8,alpha=16` and ten times the learning rate of full fine-tuning. Set `rank_stabilized=true`
             before changing the rank, because otherwise the effective learning rate changes.
 Cost        Two thin matrix products per layer. `torch.nn.MultiheadAttention` computes W + scale · B A at each call;
-            with `dropout` it is not adapted.
-Avoid       Training from scratch, because updates have low rank. Merging into 16-bit weights rounds small additions
-            partly away.
-Does not    Change the frozen weights. A weight that two layers share is not adapted, because merging would change both
+            with `dropout` this layer is not adapted.
+Avoid       Training from scratch, because updates have low rank. Merging into 16-bit weights, because rounding partly
+            removes small additions.
+Does not    Change the frozen weights, or adapt a weight that two layers share, because merging would change both
             layers.
 """
 
@@ -36,13 +36,15 @@ from thrifty.modeling.parameter_kinds import FusedSlices, fused_slices
 from thrifty.modeling.residual_branches import is_transposed, part_of_attention
 
 _USED_BY_ATTENTION = (nn.MultiheadAttention, NonDynamicallyQuantizableLinear)
-"""torch's attention, and the class of its output layer. The attention reads the layer's weight without calling it."""
+"""torch's attention, and the class of its output layer. The attention reads the output layer's weight without calling
+the layer.
+"""
 
 
 class Lora(AdapterTechnique):
     """Adapts linear layers, `Conv1D`, embeddings and torch's `MultiheadAttention` of any model. Each slice of a fused
-    layer has its own factors. Merging for export adds B A to the weight in float32 and rounds once.
-    `modeling/lora_model.py` merges, restores the original bits, and stores several adapters for one base model.
+    layer has its own factors. Merging for export adds scale · B A to the weight in float32 and rounds once.
+    `modeling/lora_model.py` merges, restores the original bits of weights, and stores several adapters for one base.
 
     Differs from the paper: A is Kaiming-uniform and B is zero, as in reference implementations; the paper has a
     Gaussian A. In an embedding A is zero and B is normal. The paper adapts only queries and values; `slices=qv` does so
@@ -54,10 +56,10 @@ class Lora(AdapterTechnique):
     dropout: Probability = 0.0
     """Dropout probability of the input of A. The frozen layer receives the input without dropout."""
     where: str = ""
-    """Pattern in the names of adapted layers: `embed` matches most embeddings, "." every layer. An empty
+    """Pattern in the names of adapted layers: `embed` matches most embeddings, and "." matches every layer. An empty
     pattern adapts every linear layer except the model's output layers."""
     slices: str = "qkv"
-    """Projections to adapt: letters of q (queries), k (keys) and v (values). In a fused layer each has its own A.
+    """Projections to adapt: letters of q (queries), k (keys) and v (values). Each slice of a fused layer has its own A.
     An empty text adapts a fused layer as one matrix."""
     also: str = ""
     """Pattern in the names of parameters that are trained in full, such as a head or norms."""
@@ -77,7 +79,7 @@ class Lora(AdapterTechnique):
         return self.attach(model)
 
     def attach(self, model: nn.Module, name: str = DEFAULT) -> nn.Module:
-        """Add an adapter called `name` with these settings to a model. The model may have other adapters."""
+        """Add an adapter called `name`, with the settings of this technique. The model may already have adapters."""
         layers, also = self.layers(model), self._also_trained(model)
         attach(model, layers, name, self.seed)
         train_only(model, factor_names(model) | also)
@@ -86,7 +88,7 @@ class Lora(AdapterTechnique):
     def layers(self, model: nn.Module) -> dict[str, LoraFactors]:
         """Return the sizes of the factors of each adapted layer, by layer name.
 
-        Raises RefusedError if nothing matches, the rank is too large, or a fused layer cannot be cut into slices.
+        Raises RefusedError if no layer matches, the rank is too large, or a fused layer cannot be cut into slices.
         """
         linear = weight_layers(model)
         heads = {} if self.where else output_layers(model)
@@ -128,7 +130,7 @@ class Lora(AdapterTechnique):
         width_out = min((sizes[i] for i in chosen), default=width_out)
         if self.rank > min(width_in, width_out):
             raise RefusedError(
-                f"rank '{self.rank}' is larger than the weight {(width_out, width_in)} of {name}",
+                f"rank '{self.rank}' is larger than a side of the weight {(width_out, width_in)} of {name}",
                 fix=f"rank={min(width_in, width_out)} or less",
             )
         return LoraFactors(self.rank, self.alpha, self.dropout, self.rank_stabilized, sizes, chosen)
@@ -182,7 +184,7 @@ def _cuts(model: nn.Module) -> dict[str, FusedSlices]:
 
 
 def _letters(name: str, cut: FusedSlices | None) -> str:
-    """Return the letters of the projections (q, k, v) that a layer computes, in order; "" for another layer."""
+    """Return the letters of the projections (q, k, v) that a layer computes, in order; "" if it computes none."""
     part = part_of_attention(name)
     if cut is not None:
         return "qkv" if len(cut.sizes) == 3 else "kv" if part else ""

@@ -6,10 +6,10 @@ Use         model = thrifty.apply(model, "prefix_tuning", tokens=5)
             optimizer = thrifty.optim.AdamW(model, lr=1e-3)
 Start with  `prefix_tuning:tokens=5` and a learning rate of 1e-3. With `hidden=0`, use a learning rate a hundred times
             larger.
-Cost        Every attention has p more keys. Unless `hidden=0`, training also runs the network of section 4.3, which is
-            dropped afterwards.
+Cost        Every attention has p more keys. Unless `hidden=0`, training also runs the paper's network for prefixes
+            (section 4.3), which is dropped after training.
 Avoid       Deployments that require the plain architecture, because a prefix cannot be merged into the weights. LoRA
-            can.
+            adapters can be merged.
 Does not    Change the frozen weights or the length of the output.
 """
 
@@ -62,13 +62,16 @@ AttentionCore = Callable[..., Tensor]
 def make_prefix(table: Tensor, w_in: Tensor, b_in: Tensor, w_out: Tensor, b_out: Tensor) -> Tensor:
     """Return the prefix of a block, tanh(E W_inᵀ + b_in) W_outᵀ + b_out, (p, 2 · g · k), for the table E (p, e).
 
-    p is the number of virtual tokens, g the number of key-value heads and k the head width.
+    p is the number of virtual tokens, e the width of the table, g the number of key-value heads and k the head width.
     """
     return F.linear(torch.tanh(F.linear(table, w_in, b_in)), w_out, b_out)
 
 
 def keys_and_values(prefix: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Split a prefix (p, 2 · g · k), keys first, into keys and values, each (g, p, k), of g = `heads` heads."""
+    """Split a prefix (p, 2 · g · k), which stores keys first, into keys and values, each (g, p, k).
+
+    p is the number of virtual tokens, g = `heads` the number of key-value heads and k the head width.
+    """
     keys, values = prefix.unflatten(-1, (2, heads, -1)).permute(1, 2, 0, 3)
     return keys, values
 
@@ -76,10 +79,10 @@ def keys_and_values(prefix: Tensor, heads: int) -> tuple[Tensor, Tensor]:
 def attend_with_prefix(
     core: AttentionCore, prefix: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 ) -> Tensor:
-    """Return the attention (b, h, t, k) of q over a prefix (p, 2 · g · k), then k and v (b, g, s, k).
+    """Return the attention (b, h, t, k) of q over a prefix (p, 2 · g · k), followed by k and v (b, g, s, k).
 
-    Without a mask the core may be causal and align the last query with the last key. So p queries are prepended, and
-    their outputs are dropped.
+    Without a mask the core may be causal and align the last query with the last key. So p = `len(prefix)` queries are
+    prepended, and their outputs are dropped.
     """
     prefixes = [x.to(k.dtype).expand(len(k), -1, -1, -1) for x in keys_and_values(prefix, k.shape[1])]
     k, v = (torch.cat(pair, 2) for pair in zip(prefixes, (k, v), strict=True))
@@ -92,7 +95,7 @@ def body_of(model: nn.Module) -> nn.Module:
     """Return the module that owns the table of the prefix network.
 
     In a model of transformers the owner is the module that contains the (last) stack of blocks and takes tokens and a
-    cache. In other models it is the parent of the (first) stack.
+    cache. In other models the owner is the parent of the (first) stack.
     """
     return model.get_submodule(_body_path(model))
 
@@ -105,7 +108,10 @@ def _body_path(model: nn.Module) -> str:
 
 
 def prefix_of(module: nn.Module, body: nn.Module) -> Tensor:
-    """Return the prefix of a module, (p, 2 · g · k), stored or computed by the network in `body`."""
+    """Return the prefix (p, 2 · g · k) of a module, either its parameter or an output of the network in `body`.
+
+    p is the number of virtual tokens, g the number of key-value heads and k the head width.
+    """
     if hasattr(module, "prefix"):
         return module.prefix
     network = (getattr(body, name) for name in NETWORK_PARAMETERS)
@@ -114,7 +120,7 @@ def prefix_of(module: nn.Module, body: nn.Module) -> Tensor:
 
 @torch.no_grad()
 def set_prefixes(model: nn.Module, sites: PrefixSites, tokens: int, hidden: int, seed: int) -> None:
-    """Add the prefix parameters of each site, initialized as in `nn.Embedding` and `nn.Linear`."""
+    """Add the prefix parameters of each module in `sites`, initialized as in `nn.Embedding` and `nn.Linear`."""
     shapes: dict[str, tuple[int, ...]] = {}
     path = _body_path(model)
     body_prefix = f"{path}." if path else ""
@@ -142,7 +148,7 @@ def set_prefixes(model: nn.Module, sites: PrefixSites, tokens: int, hidden: int,
 
 @torch.no_grad()
 def collapse(model: nn.Module) -> None:
-    """Replace the network by the prefixes that the network computes."""
+    """Replace the prefix network by the prefixes that the network computes."""
     body = body_of(model)
     for module in model.modules():
         if hasattr(module, "prefix_out"):
@@ -154,7 +160,9 @@ def collapse(model: nn.Module) -> None:
 
 
 def find_prefix_sites(model: nn.Module) -> PrefixSites:
-    """Return every attention with a replaceable core; in a model of transformers, the blocks that read the cache."""
+    """Return, by name, every attention with a replaceable core; in a model of transformers, the blocks that cache keys
+    and values.
+    """
     cores = {
         name: PrefixSite(module, getattr(module, "kv_heads", module.heads), module.head_width)
         for name, module in model.named_modules()
@@ -170,7 +178,8 @@ def _cached_blocks(model: nn.Module) -> PrefixSites:
     if len(stacks) > 2 or not hasattr(body, "config") or not is_reader(body):
         raise RefusedError(
             f"{type(model).__name__} has neither attention with a replaceable core nor a cache of keys and values",
-            fix="--with adapters.lora; or a preset; or a decoder, encoder-decoder or BERT of transformers",
+            fix="--with adapters.lora; or --set model.preset=gpt-nano; or a decoder, encoder-decoder or BERT of "
+            "transformers",
         )
     shapes = cache_shapes(body)
     if len(shapes) != len(blocks):
@@ -236,9 +245,10 @@ def _with_prefix_cache(
 
 class PrefixTuning(AdapterTechnique):
     """The network maps one table E (p, d) to the keys and values of every block: Linear(hidden), tanh, Linear(2 d). For
-    12 blocks of width 768 the network has 9.9M parameters, which produce 0.1M values. `collapse` drops the network
-    after training. The paper trains the network with learning rate 5e-5. The published code uses 5 tokens, and for
-    summaries 200 tokens with hidden 800. Real tokens take the positions after the prefix, as in the published code.
+    12 blocks of width 768 the network has 9.9M parameters, which compute 0.1M prefix values. `collapse` drops the
+    network after training. The paper trains the network with learning rate 5e-5. The published code uses 5 tokens. For
+    summaries it uses 200 tokens and a network width of 800. Real tokens take the positions after the prefix, as in the
+    published code.
 
     Models of transformers receive the prefix through a read-only cache of keys and values, so recomputation works. ViT
     and DistilBERT accept no cache and are refused; peft fails on both too. Encoder-decoders of transformers receive

@@ -8,7 +8,8 @@ Use         model = thrifty.apply(model, "prompt_tuning", tokens=20)
 Start with  `prompt_tuning:tokens=20` and a large constant learning rate; the paper uses 0.3 with Adafactor.
 Cost        Every sequence is k tokens longer inside the model. The backward pass runs through all frozen blocks.
 Avoid       Small models. In the paper, quality reaches full fine-tuning only at billions of parameters.
-Does not    Change the length of the output. Hidden states of virtual tokens are removed before the head and the loss.
+Does not    Change the length of the output, because hidden states of virtual tokens are removed before the head and the
+            loss.
 """
 
 from typing import Any, Literal
@@ -55,7 +56,8 @@ def embed(tokens: Tensor, words: Tensor, prompt: Tensor) -> Tensor:
 def initial_prompt(table: Tensor, count: int, initialization: Initialization, generator: torch.Generator) -> Tensor:
     """Return an initial prompt (k, d) of k = `count` vectors.
 
-    The vectors are random rows of the table, without repetition if possible, or uniform in ±0.5 ("random").
+    With "words" the vectors are random rows of the table, without repetition if possible. With "random" they are
+    uniform in ±0.5.
     """
     if initialization == "random":
         return table.new_empty(count, table.shape[1]).uniform_(-0.5, 0.5, generator=generator)
@@ -81,7 +83,7 @@ def add_prompt(model: nn.Module, values: Tensor) -> nn.Parameter:
 
 
 def feeding_tables(model: nn.Module) -> dict[str, nn.Embedding]:
-    """Return the token embedding before the first stack, and all modules with the same weight, by name."""
+    """Return the token embedding before the first stack of blocks, and all modules with the same weight, by name."""
     tables, stacks = token_tables(model), find_stacks(model)
     first = next((t for name, t in tables.items() if stack_after(name, stacks) == next(iter(stacks))), None)
     if first is None:
@@ -99,7 +101,8 @@ def _embed_with_prompt(table: nn.Module, inner: Any, tokens: Tensor) -> Tensor:
 def _read_with_prompt(body: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
     inputs = named_inputs(body, args, kwargs)
     if inputs.get(body.tokens_name) is None:
-        raise UsageError("the prompt has no tokens to precede", fix=f"pass the tokens as {body.tokens_name}")
+        what = f"{body.tokens_name!r} is missing, so the prompt has no tokens to precede"
+        raise UsageError(what, fix=f"pass the tokens as {body.tokens_name}")
     refuse_beyond(body.position_limit, body.virtual_tokens, inputs[body.tokens_name].shape[1])
     output = inner(**_lengthen_inputs(inputs, body.tokens_name, body.virtual_tokens))
     return _cut(output, body.virtual_tokens) if body.is_output_cut else output
@@ -126,14 +129,14 @@ def _cut(output: Any, count: int) -> Any:
 
 class PromptTuning(AdapterTechnique):
     """Virtual tokens take the first k positions and real tokens the following positions. So k plus the text length must
-    fit the context length. Each row has one prompt; rows with several texts are refused if the batch has segment ids.
-    In an encoder-decoder the encoder receives the prompt.
+    fit the context length. Each row of a batch has one prompt; rows with several texts are refused if the batch has
+    segment ids. In an encoder-decoder the encoder receives the prompt.
     """
 
     tokens: Positive = 20
     """Number of virtual tokens, k."""
     initialization: Initialization = "words"
-    """Initial values: random rows of the embedding table, or uniform in ±0.5."""
+    """Initial values: random rows of the embedding table ("words"), or uniform in ±0.5 ("random")."""
     seed: int = 0
     """Seed of the initial values."""
 

@@ -1,14 +1,15 @@
 """Visual prompt tuning (Jia et al. 2022): insert trained prompt tokens into a frozen ViT.
 
 Paper       Jia et al. 2022, Visual Prompt Tuning (arXiv 2203.12119), section 3.2.
-Promise     A frozen model learns k prompts of width d, inserted after the class token. They enter before the first
+Promise     A frozen model learns k prompts of width d, inserted after the class token. Prompts enter before the first
             block (shallow) or before every block (deep).
 Use         vit = thrifty.apply(vit, "visual_prompt", tokens=10)
             optimizer = thrifty.optim.AdamW(vit, lr=1e-2)
 Start with  `visual_prompt:tokens=10,deep=true`, the paper's better variant. Set `after=2` for a distilled ViT, which
             has a class and a distillation token.
 Cost        Every block processes k more tokens. The backward pass runs through all frozen blocks.
-Avoid       Text models, because their positions and masks would not fit. Use adapters.prompt_tuning for text.
+Avoid       Text models, because their positions and masks would not cover the prompts. Use adapters.prompt_tuning for
+            text.
 Does not    Change the length of the output, because the prompts are removed after the last block.
 """
 
@@ -31,7 +32,7 @@ NAME = "visual_prompt"
 
 
 def initial_bound(patch: int, width: int) -> float:
-    """Return the bound of the uniform initial values, Xavier's bound for a layer from a patch's pixels to `width`."""
+    """Return Xavier's bound of uniform initial values, for a layer from a patch's 3 · patch² values to `width`."""
     return math.sqrt(6 / (3 * patch * patch + width))
 
 
@@ -42,12 +43,12 @@ def insert(x: Tensor, prompt: Tensor, after: int) -> Tensor:
 
 
 def cut_out(x: Tensor, count: int, after: int) -> Tensor:
-    """Return x (b, t + k, d) without k = `count` tokens from index `after` on, (b, t, d)."""
+    """Return x (b, t + k, d) without the k = `count` tokens after the first `after` tokens, (b, t, d)."""
     return torch.cat((x[:, :after], x[:, after + count :]), 1)
 
 
 def add_prompts(blocks: nn.ModuleList, prompts: dict[int, Tensor], after: int) -> None:
-    """Add prompts (k, d) to blocks, by block index, as the parameter `visual_prompt`. The first block must have one."""
+    """Add prompts (k, d), by block index, to blocks as the parameter `visual_prompt`. The first block must have one."""
     count, last = len(prompts[0]), len(blocks) - 1
     for index, block in enumerate(blocks):
         if index in prompts:
@@ -70,7 +71,7 @@ def _with_prompt(
     if any(_has_token_dim(each, x) for each in (*args, *kwargs.values())):
         raise UsageError(
             f"{type(block).__name__} receives a mask or positions, which do not cover the inserted prompts",
-            fix="--with adapters.prompt_tuning for text; or images without padding",
+            fix="--with adapters.prompt_tuning for text; or pass images without padding",
         )
     if hasattr(block, NAME):
         x = insert(x if is_first else cut_out(x, *span), block.visual_prompt, span[1])
@@ -112,7 +113,7 @@ class VisualPrompt(AdapterTechnique):
     patch: Natural = 0
     """Side of a patch in pixels, for the initial values; 0 reads the side from the model."""
     head: bool = True
-    """Train the head too, unless the head shares its weight with an embedding."""
+    """Train the output head too, unless the head shares its weight with the embedding."""
     seed: int = 0
     """Seed of the initial values, combined with each block's name."""
 
@@ -120,7 +121,7 @@ class VisualPrompt(AdapterTechnique):
         stacks = find_stacks(model)
         if len(stacks) > 1:
             raise RefusedError(
-                f"{type(model).__name__} has {len(stacks)} stacks of blocks",
+                f"prompts require one stack of blocks, but {type(model).__name__} has {len(stacks)} stacks of blocks",
                 fix="use a model with one stack, such as a ViT",
             )
         ((name, blocks),) = stacks.items()

@@ -9,9 +9,10 @@ from thrifty.modeling.attention_sites import LOSING_CORES
 
 
 class AuxiliaryLossObjective(WrappedObjective):
-    """An objective plus λ times the mean auxiliary loss (b,) of the model's `LOSING_CORES`.
+    """An objective that adds λ = `weight` times the mean auxiliary loss (b,) of the attention cores in `LOSING_CORES`.
 
-    In the forward pass each core appends its loss to its list `losses`, which exists only during `predict`.
+    In the forward pass each core appends its auxiliary loss (b,) to the list `losses`, which exists only during
+    `predict`.
     """
 
     def __init__(self, inner: Objective, weight: float):

@@ -1,8 +1,9 @@
 """Base classes of techniques that replace attention cores at a step of the run, after calibration if required.
 
-A run has up to two phases, "plain" and "chosen". Both are in the run's log. In the second phase, cores are built from
-the settings and the calibrated values. Calibrated values are plain JSON numbers, equal on all ranks and after a resume.
-A *site* is one attention module of the model.
+A *site* is one attention module of the model. Its *core* maps queries, keys and values to the output of attention. A
+run has up to two phases, unchanged attention ("plain") and replaced attention ("chosen"). Both phases are in the run's
+log. New cores are built from the settings and the calibrated values. Calibrated values are JSON numbers, equal on all
+ranks and after a resume.
 """
 
 from collections.abc import Callable, Mapping
@@ -43,7 +44,7 @@ PLAIN, CHOSEN = "plain", "chosen"
 PHASE: ModuleNote[Mapping[str, Any]] = ModuleNote("attention_phase")
 """Current phase and calibrated values of a model."""
 SWAPPABLE_CORES: ModuleNote[dict[str, SwappableCore]] = ModuleNote("swappable_cores")
-"""Cores that are observed during calibration, by site name."""
+"""Attention cores by module name; calibration observes their inputs."""
 
 
 def decided_phase(model: nn.Module | None) -> Mapping[str, Any]:
@@ -51,22 +52,22 @@ def decided_phase(model: nn.Module | None) -> Mapping[str, Any]:
 
 
 class ReplacedAttention(Technique):
-    """A technique that replaces the attention cores from `from_step` on. A subclass defines the new core in `core`."""
+    """A technique that replaces the attention cores at step `from_step`. A subclass defines the new core in `core`."""
 
     stage, numerics = Stage.ATTENTION, Numerics.DIFFERENT
     claims = frozenset({Claim.ATTENTION_CORE})
 
     from_step: StepOrFraction = 0
-    """First step with the replaced attention. Earlier steps use plain attention."""
+    """First step with the replaced attention. Earlier steps use the model's own attention."""
     export_plain: bool = False
-    """Allow export as a model with plain attention, whose outputs differ."""
+    """Allow export with the model's own attention, although its outputs differ from the trained outputs."""
 
     @property
     def optional_seams(self) -> frozenset[str]:
         return frozenset({"changes"} if self.from_step else {"changes", "hook_steps"})
 
     def core(self, site: AttentionSite, calibration: Mapping[str, Any]) -> AttentionCore:
-        """Return the core of one attention. `calibration` has the calibrated values by site name."""
+        """Return the new core of an attention module. `calibration` has the calibrated values by module name."""
         raise NotImplementedError
 
     @property
@@ -75,7 +76,7 @@ class ReplacedAttention(Technique):
         return int(self.from_step)
 
     def calibrated_values(self, state: TrainState) -> dict[str, Any]:
-        """Return the calibrated values as plain JSON, by site name."""
+        """Return the calibrated values as JSON values, by name of the attention module."""
         return {}
 
     def changes(self, step: int, state: TrainState) -> StructuralChange | None:
@@ -119,7 +120,7 @@ class ReplacedAttention(Technique):
             model.register_forward_pre_hook(replace_or_calibrate, with_kwargs=True)
 
     def before_pass(self, model: nn.Module, step: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run before each forward pass of a training step with plain attention."""
+        """Run before each forward pass of a training step before `from_step`. The base class does nothing."""
 
     def finish(self, model: nn.Module) -> nn.Module:
         phase = decided_phase(model)["phase"]
@@ -145,7 +146,7 @@ class ReplacedAttention(Technique):
             expected = [PLAIN]
         # the change takes effect with the first pass of the step
         if phases != expected and not (state.step == self.start and phases == [PLAIN]):
-            raise IntegrityError(f"{self.name}: after {state.step} steps the log has the phases {phases}")
+            raise IntegrityError(f"{self.name}: the log of {state.step} steps has the phases {phases}, not {expected}")
 
 
 def _mark(model: nn.Module, decided: Mapping[str, Any]) -> nn.Module:
@@ -154,7 +155,7 @@ def _mark(model: nn.Module, decided: Mapping[str, Any]) -> nn.Module:
 
 
 class CalibrationBackward:
-    """A backward pass that first calibrates on some examples, in the last steps with plain attention.
+    """A backward pass that first calibrates on some examples, in the last steps before attention is replaced.
 
     `state` counts calls. Buffers of the attention modules accumulate the measured values.
     """
@@ -177,7 +178,8 @@ class CalibrationBackward:
 class CalibratedAttention(ReplacedAttention):
     """A technique whose core depends on values measured on the model during training.
 
-    A subclass defines `measure`, the values of each call, and `settle`, the logged result computed from their means.
+    A subclass defines `measure`, which returns the values of one call, and `settle`, which computes the logged result
+    from their means.
     """
 
     clashes: ClassVar[Mapping[Claim, str]] = {
@@ -186,9 +188,9 @@ class CalibratedAttention(ReplacedAttention):
     }
 
     from_step: StepOrFraction = 0.1
-    """First step with the replaced attention. At least one step uses plain attention."""
+    """First step with the replaced attention. At least one step uses the model's own attention."""
     steps: Positive = 4
-    """Number of calibration steps, the last steps with plain attention."""
+    """Number of calibration steps, which are the last steps before attention is replaced."""
     examples: Positive = 8
     """Maximum number of calibration examples per step and rank."""
 
@@ -201,7 +203,9 @@ class CalibratedAttention(ReplacedAttention):
         return max(int(self.from_step), 1)
 
     def measure(self, site: AttentionSite, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the values (n,) of one call for q (b, h, t, k) and k (b, g, t, k). Calls and ranks are averaged."""
+        """Return the n measured values (n,) of one call, from q (b, h, t, k) and k (b, g, t, k). These values are
+        averaged over calls and ranks.
+        """
         raise NotImplementedError
 
     def count(self, model: nn.Module, site: AttentionSite) -> int:
@@ -209,7 +213,7 @@ class CalibratedAttention(ReplacedAttention):
         return 1
 
     def settle(self, site: AttentionSite, means: Tensor) -> Any:
-        """Return the logged result, as plain JSON, computed from the means (n,)."""
+        """Return the logged result, as JSON values, computed from the means (n,) of the measured values."""
         return means.tolist()
 
     def model(self, model: nn.Module) -> nn.Module:
@@ -229,7 +233,7 @@ class CalibratedAttention(ReplacedAttention):
 
     @torch.no_grad()
     def calibrate(self, model: nn.Module, forward: Callable[[], object]) -> None:
-        """Run `forward` without dropout, and add the mean of the measured values over ranks to the buffers."""
+        """Run `forward` without dropout, and add the measured values, averaged over ranks, to the modules' buffers."""
         sites, cores = ATTENTION_SITES.of(model), SWAPPABLE_CORES.of(model)
         if not cores:  # cores are already replaced; only FLOPs are counted
             return

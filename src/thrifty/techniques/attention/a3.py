@@ -7,11 +7,11 @@ Use         optimizer = thrifty.optim.AdamW(model, lr=1e-3)
             thrifty.apply((model, optimizer), "a3", total_steps=1000)
 Start with  `a3:rounds=0.5,percent=5`, the paper's conservative setting. Its aggressive setting is
             `rounds=0.125,percent=10`.
-Cost        Software is slower, because it sorts tokens² · width products per head. The paper reports that one unit of
-            its hardware is slower than a GPU on BERT.
-Avoid       Runs that should become faster, because the filter slows software. Use it to study the filter on short texts
-            or small images.
-Does not    Save time without the accelerator. Export with plain attention requires `export_plain=true`.
+Cost        Slower than dense attention in software, because tokens² · width products per head are sorted. The paper
+            reports that one unit of its hardware is slower than a GPU on BERT.
+Avoid       Runs that should become faster, because the filter is slow in software. Use A3 to study the filter on short
+            texts or small images.
+Does not    Save time without the accelerator, or export with the model's own attention unless `export_plain=true`.
 """
 
 from collections.abc import Mapping
@@ -44,12 +44,12 @@ def _candidates(q: Tensor, k: Tensor, visible: Tensor, rounds: float, percent: f
 
 
 class A3(ReplacedAttention):
-    """A query without a candidate keeps its best key (not in the paper). n is the number of keys that a query sees (not
-    in the paper). In the paper six or seven hardware units together are faster than a GPU.
+    """A query without a candidate keeps its best key (not in the paper). In `rounds` · n, n counts only the keys that a
+    query sees (not in the paper). In the paper six or seven hardware units together are faster than a GPU.
 
-    Differs from the paper: all products are sorted at once, which selects the same set; the paper sorts each column of
-    keys and pops from heaps. The model trains with the filter; the paper uses the filter for inference only. Values are
-    not quantized; the paper quantizes to 9 bits.
+    Differs from the paper: all products are sorted at once, which selects the same candidates; the paper sorts each
+    column of keys and pops from heaps. The model trains with the filter; the paper uses the filter for inference only.
+    No tensor is quantized; the paper quantizes to 9 bits.
     """
 
     rounds: Fraction = 0.5

@@ -1,15 +1,16 @@
 """BigBird (Zaheer et al. 2020): restrict attention to neighboring, global and random blocks.
 
 Paper       Zaheer et al. 2020, BigBird (arXiv 2007.14062), sections 2 and 3.
-Promise     Time and memory of attention grow with tokens times kept blocks per query block. Values and gradients equal
+Promise     Time and memory of attention grow with tokens times kept blocks per query block. Outputs and gradients equal
             dense attention with the same mask.
 Use         model = thrifty.apply(model, "block_sparse", block=8)
             optimizer = thrifty.optim.AdamW(model, lr=1e-3)
 Start with  `block_sparse:block=64,window_blocks=1,random_blocks=2` for 2,048 tokens or more. Add global and window
             blocks if the loss rises.
 Cost        Quality drops if relevant tokens lie in omitted blocks.
-Avoid       Texts below about 2,000 tokens, and densities of one half or more, because dense attention can be as fast.
-Does not    Use a special GPU kernel yet. On GPUs the matrix products of the blocks run as torch operations.
+Avoid       Texts below about 2,000 tokens, and masks that keep half of the pairs or more, because dense attention can
+            be as fast.
+Does not    Use a special GPU kernel yet; on GPUs the matrix products of the blocks run as torch operations.
 """
 
 from collections.abc import Mapping
@@ -33,7 +34,7 @@ def scattered_attention(
 ) -> Tensor:  # fmt: skip
     """Return the attention (b, h, t, k) of q over k and v (b, g, t, k) in the blocks of a `scattered_grid`.
 
-    A boolean mask excludes further query-key pairs.
+    A boolean mask excludes additional query-key pairs.
     """
     refuse_other_lengths(q.shape[2], k.shape[2])
     grid = scattered_grid(q.shape[2], block, near, first, sampled, causal, seed, q.device)
@@ -42,10 +43,11 @@ def scattered_attention(
 
 class BlockSparseAttention(ReplacedAttention):
     """Random blocks are the same for all heads and differ between layers. They depend on `seed`, the block's position
-    and the module's name. In a decoder the random blocks stay the same in a longer text.
+    and the module's name. In a decoder the random blocks stay the same when the text becomes longer.
 
-    The matrix products are small, so idle threads matter. With OMP_WAIT_POLICY=PASSIVE alone, waiting threads sleep at
-    once and attention is slower. Attention is also slower if other processes use the same cores.
+    The matrix products are small, so the time to wake idle threads matters. If only OMP_WAIT_POLICY=PASSIVE is set,
+    waiting threads sleep at once and attention is slower. Attention is also slower if other processes use the same
+    cores.
     """
 
     block: Positive = 64

@@ -1,16 +1,17 @@
 """DOTA (Qu et al. 2022): keep the same number of keys per query, chosen by a trained detector.
 
 Paper       Qu et al. 2022, DOTA: Detect and Omit Weak Attentions for Scalable Transformer Acceleration (ASPLOS). Only
-            the abstract was read; projection and equal key counts are recalled, not checked against the paper
-            (unverified). Precursor: Liu et al. 2021 (arXiv 2110.11299).
+            the abstract was read; the projection and the equal number of keys are from memory (unverified). Precursor:
+            Liu et al. 2021 (arXiv 2110.11299).
 Promise     Every query keeps a fraction `density` of the keys. A detector estimates scores from a random projection of
-            the block input, and trains with λ times their mean squared error.
+            the block input, and is trained by λ times the mean squared error of the estimates.
 Use         run = thrifty.train(recipe="vit-digits", techniques=["attention.dota"], budget="2000 steps")
 Start with  `dota:density=0.25,ratio=0.25`. Set `products=rows` to save memory in compiled code.
-Cost        Software is slower, because it estimates scores and also computes them exactly for the loss. `products=rows`
-            computes and saves kept pairs only.
-Avoid       Runs that should become faster, because the filter slows software. Use attention.block_sparse for speed.
-Does not    Work in your own training loop, because it adds a loss. The detectors are dropped at the end of training.
+Cost        Slower than dense attention in software, because scores are estimated, and computed exactly for the loss.
+            `products=rows` computes and saves kept pairs only.
+Avoid       Runs that should become faster, because the filter is slow in software. Use attention.block_sparse for
+            speed.
+Does not    Keep the detectors after training, or work in your own training loop, because it adds a loss.
 """
 
 from collections.abc import Mapping
@@ -76,7 +77,8 @@ class DetectorCore:
         return attend_kept(q, k, v, keep_of(keys, k.shape[2]))
 
     def kept_counts(self, visible: Tensor) -> tuple[int, Tensor | None]:
-        """Return the maximum number of kept keys per query, and the number in each example (b,) if examples differ.
+        """Return the maximum number of kept keys per query, and in an encoder the number of each example (b,); None in
+        a decoder.
 
         An encoder keeps a fraction of the example's own tokens. A decoder keeps a fraction of the longest training
         text, so that the number is the same in a text of any length.
@@ -88,7 +90,7 @@ class DetectorCore:
         return max(round(density * tokens), 1), counts
 
     def longest(self, tokens: int) -> int:
-        """Return the length of the longest text so far, including the current text. Training stores the length."""
+        """Return the length of the longest text so far, including the current text. Training stores this length."""
         known = self.site.module.longest_text
         if is_fake(known) or known.is_meta:
             return tokens
@@ -122,7 +124,9 @@ class DetectorCore:
 
 
 def rotary_tables(module: nn.Module) -> tuple[Tensor, Tensor] | None:
-    """Return cosines and sines of an attention's rotary positions, each (positions, head width / 2); None without."""
+    """Return cosines and sines of an attention's rotary positions, each (positions, head width / 2); None without
+    rotary positions.
+    """
     position = getattr(module, "position", None)
     return (position.cos, position.sin) if hasattr(position, "cos") else None
 
@@ -142,17 +146,18 @@ def with_input(module: nn.Module, inner: Any, x: Tensor, *args: Any, **kwargs: A
 
 class Dota(ReplacedAttention):
     """The detectors are parameters of the attention, (h, r, r) for queries and for keys, with h heads and r = `ratio` ·
-    width. Their random initial values produce estimates of size one. The detector's operands are rounded to `bits`,
-    with straight-through gradients. The loss also trains the model, whose scores become easier to estimate. Model and
-    detectors train from the first step; keys are omitted from `from_step` on. A query keeps fewer keys only if it sees
-    fewer.
+    width. Their random initial values produce estimates of magnitude one. The detector's operands are rounded to `bits`
+    bits, with straight-through gradients. The detector loss also trains the model, whose scores become easier to
+    estimate. Model and detectors train from the first step; keys are omitted at step `from_step` and later. A query
+    keeps fewer keys only if it sees fewer keys.
 
-    In a decoder a query keeps the same number of keys in a shorter text, such as a prompt. The kept keys of a query do
+    In a decoder the number of kept keys is the same in a shorter text, such as a prompt. The kept keys of a query do
     not change when the text grows up to the training length. In a model with rotary positions, the detector also
-    rotates its operands at frequencies of the model, because its input contains no position (not in the paper).
+    rotates its operands at frequencies of the model, because the detector's input contains no position (not in the
+    paper).
 
-    The abstract reports 152.6 times the speed of a GPU. That the ratio covers attention alone is recalled, not checked
-    against the paper (unverified). The ViTCoD paper says that DOTA was scaled to about the peak throughput of the GPU.
+    The abstract reports 152.6 times the speed of a GPU. This ratio covers attention alone (from memory, unverified).
+    The ViTCoD paper says that DOTA was scaled to about the peak throughput of the GPU.
     """
 
     claims = ReplacedAttention.claims | {Claim.AUXILIARY_LOSSES}
@@ -199,7 +204,7 @@ class Dota(ReplacedAttention):
         if qkv is None:
             raise RefusedError(
                 f"{site.name} has no fused projection `qkv`, from which the input width is read",
-                fix="use a preset such as gpt, llama, bert or vit",
+                fix="use a preset, such as --set model.preset=gpt-nano",
             )
         width, heads = qkv.weight.shape[1], site.module.heads
         reduced = max(round(self.ratio * width), 1)

@@ -2,14 +2,15 @@
 
 Paper       Ham et al. 2021, ELSA: Hardware-Software Co-design for Efficient, Lightweight Self-Attention (ISCA).
 Promise     Attention over the kept keys is exact. In the ELSA accelerator, hashing needs a fifth of the multiplications
-            of a full matrix.
+            of a product with a full matrix.
 Use         optimizer = thrifty.optim.AdamW(model, lr=1e-3)
             thrifty.apply((model, optimizer), "elsa", total_steps=1000)
 Start with  `elsa:p=1`. Raise `p` to drop more keys; the paper uses values from 0.5 to 4.
-Cost        Software uses more time and memory, because it compares all pairs and builds a mask. The paper reports 3.14
-            times the time of plain attention on a GPU.
-Avoid       Runs that should become faster, because the filter slows software. Use attention.block_sparse for speed.
-Does not    Save time or memory without the accelerator. The paper's speedup of 58 over a V100 is for twelve 40 nm
+Cost        More time and memory than dense attention in software, because all pairs are compared and a mask is built.
+            The paper reports 3.14 times the time of dense attention on a GPU.
+Avoid       Runs that should become faster, because the filter is slow in software. Use attention.block_sparse for
+            speed.
+Does not    Save time or memory without the accelerator; the speedup of 58 over a V100 in the paper is for twelve 40 nm
             accelerators, attention only.
 """
 
@@ -46,15 +47,15 @@ def _keep(
 
 
 class Elsa(CalibratedAttention):
-    """The threshold of each block is learned from p on training examples, in the last steps with plain attention, and
-    then fixed. The paper uses p of 0.5, 1, 2 and 4. The conservative value depends on the accepted loss of accuracy;
-    for BERT on SQuAD 1.1 it is 2. A hash has one bit per element of the head width, 64 in the paper. So hashes separate
-    narrow heads less well. Hashing has no gradient: gradients pass through the exact scores of kept keys. The bias of
-    the hashes, 0.127 rad for width 64, is computed.
+    """The threshold of each block is computed from `p` and training examples, in the last steps with plain attention,
+    and then fixed. The paper uses p of 0.5, 1, 2 and 4. The conservative value depends on the accepted drop in
+    accuracy; for BERT on SQuAD 1.1 it is 2. A hash has one bit per dimension of the head, 64 in the paper. So hashes of
+    narrower heads are less precise. Hashing has no gradient: gradients pass through the exact scores of kept keys. The
+    bias of the estimated angles, 0.127 rad for width 64, is computed from random vectors.
 
-    Differs from the paper: training continues with the filter; the paper filters a trained model without further
-    training. The paper covers encoders only; in a decoder, n and the largest key cover the keys that a query sees. Head
-    widths that are not powers of 4 use other factors (not in the paper).
+    Differs from the paper: training continues with the filter; the paper filters a trained model without more training.
+    The paper covers encoders only; in a decoder, n and the largest key norm refer to the keys that a query sees. Head
+    widths that are not powers of 4 use other factors of the projection (not in the paper).
     """
 
     p: Rate = 1.0

@@ -1,16 +1,17 @@
-"""Sanger (Lu et al. 2021): keep keys whose softmax weight, from 4-bit scores, exceeds a threshold.
+"""Sanger (Lu et al. 2021): keep keys whose softmax weight, predicted in 4 bits, exceeds a threshold.
 
 Paper       Lu et al. 2021, Sanger: A Co-Design Framework for Enabling Sparse Attention using Reconfigurable
             Architecture (MICRO). Only the abstract and the published code were read.
-Promise     The model trains with Sanger's masks. `kernels/attention_filters/sanger_filter.py` packs the masks into rows
-            of processing elements.
+Promise     The model trains with the masks of Sanger, which keep 8 to 27 % of the query-key pairs in the paper.
+            `kernels/attention_filters/sanger_filter.py` packs the masks into rows of processing elements.
 Use         optimizer = thrifty.optim.AdamW(model, lr=1e-3)
             thrifty.apply((model, optimizer), "sanger", total_steps=1000)
 Start with  `sanger:threshold=0.02`, as in the published code for most of GLUE. Its threshold for SQuAD is 0.002.
-Cost        Software uses more time and memory, because it computes scores twice and builds a mask.
-Avoid       Runs that should become faster, because the filter slows software. Use attention.block_sparse for speed.
-Does not    Save time or memory without the accelerator. The abstract reports that 8 to 27 % of the query-key pairs are
-            kept.
+Cost        More time and memory than dense attention in software, because scores are computed twice and a mask is
+            built.
+Avoid       Runs that should become faster, because the filter is slow in software. Use attention.block_sparse for
+            speed.
+Does not    Save time or memory without the accelerator.
 """
 
 from collections.abc import Mapping
@@ -32,12 +33,12 @@ UNKNOWN = (1.0, 1.0)
 
 class Sanger(CalibratedAttention):
     """The range of normalized queries, and of normalized keys, is their largest absolute element, averaged over
-    examples and heads. The ranges are measured in the last steps with plain attention, and then fixed. Rounding has
+    examples and heads. The ranges are measured in the last steps before `from_step`, and then fixed. Rounding has
     straight-through gradients. The mask has no gradient, so the model learns from the exact scores of kept keys. A
     query without a key above the threshold keeps its most likely key (not in the paper).
 
-    Differs from the published code: it tracks the range by one running average over all examples (decay 0.9999). The
-    paper fine-tunes a trained model; here attention is plain before `from_step`.
+    Differs from the published code: the published code updates the range by one running average over all examples
+    (decay 0.9999). The paper fine-tunes a trained model; here the filter starts at `from_step`.
     """
 
     threshold: Probability = 0.02

@@ -2,16 +2,17 @@
 
 Paper       Wang et al. 2021, SpAtten: Efficient Sparse Attention Architecture with Cascade Token and Head Pruning
             (HPCA, arXiv 2012.09852), section 3.
-Promise     Each block adds to the importance of tokens and heads, and the least important ones are removed for all
-            later blocks. A query then uses only the values with its largest weights.
+Promise     After each block, the tokens and heads with the least importance so far are removed for all later blocks.
+            Each query uses only the values with its largest weights.
 Use         optimizer = thrifty.optim.AdamW(model, lr=1e-3)
             thrifty.apply((model, optimizer), "spatten", total_steps=1000)
 Start with  `spatten:tokens=0.7,heads=0.9,values=0.8`. In a decoder, keep the default `recent_fraction=0.5`.
-Cost        Software uses more time and memory, because it computes all pairs. Each query's mask of kept tokens stays in
-            memory until the next forward pass.
-Avoid       Runs that should become faster, because the filter slows software. Use attention.block_sparse for speed.
-Does not    Save time or memory without the accelerator. A removed token still computes its own output, because models
-            may predict at every token (not in the paper).
+Cost        More time and memory than dense attention in software, because all pairs are computed. Each query's mask of
+            kept tokens stays in memory until the next forward pass.
+Avoid       Runs that should become faster, because the filter is slow in software. Use attention.block_sparse for
+            speed.
+Does not    Save time or memory without the accelerator, or skip the outputs of removed tokens, because models may
+            predict at every token (not in the paper).
 """
 
 from collections.abc import Mapping
@@ -41,7 +42,9 @@ from thrifty.techniques.attention._replaced_attention import CHOSEN, ReplacedAtt
 
 
 class CascadeRelay:
-    """Importance and kept tokens and heads, passed from block to block of one stack in a forward pass."""
+    """Importance of tokens and heads, and the kept tokens and heads, which one block passes to the next in a forward
+    pass.
+    """
 
     def __init__(self) -> None:
         self.current: CascadeState | None = None
@@ -57,7 +60,7 @@ class CascadeRelay:
 
 
 class CascadeCore:
-    """An attention core that stores its incoming cascade state for recomputation."""
+    """An attention core that stores its input state (importance, kept tokens and heads) for recomputation."""
 
     def __init__(self, relay: CascadeRelay, site: AttentionSite, keep: KeptShares, bits: int):
         self.relay, self.site, self.keep, self.bits = relay, site, keep, bits
@@ -81,7 +84,7 @@ class CascadeCore:
             raise RefusedError(
                 f"{Spatten.name}: {self.site.name} cannot be recomputed after {passes} forward passes, because it "
                 "stores the state of the last pass only",
-                fix="--without memory.recompute; or without another technique that recomputes blocks",
+                fix="--without memory.recompute; or run the backward pass after each forward pass",
             )
 
 
@@ -95,16 +98,16 @@ CASCADE_HOOKS: ModuleNote[list[RemovableHandle]] = ModuleNote("cascade_hooks")
 
 class Spatten(ReplacedAttention):
     """The importance of a token is the sum of its attention weights from all queries and heads. The importance of a
-    head is the sum of the absolute values of its output. Later blocks remove more. With `bits`, scores are computed in
-    `bits` bits, and with 4 more bits if the softmax is flat. Pruning has no gradient: the model learns through the kept
-    scores, with straight-through rounding. Recomputed blocks reuse the decisions of the forward pass. With recomputed
-    blocks, several forward passes before one backward pass are refused.
+    head is the sum of the absolute values of its output. Later blocks remove more than earlier blocks. With `bits`,
+    scores are computed in `bits` bits, and again with 4 more bits if the softmax is flat. Pruning has no gradient: the
+    model learns through the kept scores, with straight-through rounding. Recomputed blocks reuse the decisions of the
+    forward pass. With recomputed blocks, several forward passes before one backward pass are refused.
 
     Differs from the paper: a decoder trains on whole texts. So each query prunes by the tokens that it sees, and each
     token stays visible to itself. The latest tokens have been seen by few queries and would be removed first. So a
     decoder keeps some of the latest tokens (`recent_fraction`), as in H2O (Zhang et al. 2023, arXiv 2306.14048).
     Fractions refer to the tokens that a query sees. The paper fine-tunes trained models and predicts at a class token;
-    here attention is plain before `from_step`.
+    here pruning starts at `from_step`.
     """
 
     clashes: ClassVar[Mapping[Claim, str]] = {
@@ -117,13 +120,15 @@ class Spatten(ReplacedAttention):
     }
 
     tokens: Fraction = 0.7
-    """Fraction of kept tokens, averaged over pruning blocks. The first 15 % of the blocks, at least one, keep all."""
+    """Fraction of kept tokens, averaged over pruning blocks. The first 15 % of the blocks, at least one, keep all
+    tokens.
+    """
     heads: Fraction = 0.9
-    """Fraction of kept heads, averaged over pruning blocks. The first 30 % of the blocks, at least one, keep all."""
+    """Fraction of kept heads, averaged over pruning blocks. The first 30 % of blocks, at least one, keep all heads."""
     values: Fraction = 0.8
     """Fraction of a query's remaining tokens whose values the query uses."""
     recent_fraction: Probability = 0.5
-    """In a decoder, fraction of kept tokens that are the query's latest tokens; 0 keeps only its own token."""
+    """In a decoder, fraction of kept tokens that are the query's latest tokens; 0 reserves only its own token."""
     spread: Probability = 0.2
     """Pruned fraction in the last block minus the pruned fraction in the first pruning block."""
     bits: Annotated[int, SettingBound(least=0, most=12)] = 0

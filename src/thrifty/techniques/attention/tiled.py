@@ -2,16 +2,16 @@
 
 Paper       Dao et al. 2022, FlashAttention (arXiv 2205.14135). Its tiling is used without the online softmax, because
             all past keys of a tile of queries fit a CPU cache.
-Promise     Compiled attention on CPUs takes less time, with the same result. It saves as few activations as torch's own
-            kernel.
+Promise     Compiled attention on CPUs takes less time, with the same result. Tiled attention saves as few activations
+            as torch's own kernel.
 Use         run = thrifty.train("gpt-nano", "my.txt", techniques=["attention.tiled"], budget="2000 steps")
 Start with  `tiled` together with `compile` on a CPU. On a GPU with Triton, `kernel=triton` runs the loops of
             FlashAttention.
 Cost        Work is split into many short steps. If other processes use the cores, each step may wait, and the gain may
             vanish.
 Avoid       Training without `compile`, because the gain requires compiled code. On GPUs torch's own kernel is faster.
-Does not    Change the result beyond rounding. Models of transformers are refused, because it replaces only the
-            attention of this package's models.
+Does not    Change the result beyond rounding, or support models of transformers, because it replaces only the attention
+            of this package's models.
 """
 
 from functools import partial
@@ -30,7 +30,9 @@ from thrifty.kernels.tiled_attention import causal_attention_reference, tiled_ca
 
 
 def triton_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, tile: int | None = None) -> Tensor:
-    """Return causal attention (b, h, t, k) of q over k and v (b, g, t, k) by Triton; with a mask, by torch tiles."""
+    """Return causal attention (b, h, t, k) of q over k and v (b, g, t, k), computed by Triton; with a mask, by torch in
+    tiles.
+    """
     if mask is not None:
         return tiled_causal_attention(q, k, v, mask, tile)
     from thrifty.kernels.flash_attention_triton import TILE, flash_attention

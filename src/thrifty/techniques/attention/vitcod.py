@@ -2,7 +2,7 @@
 
 Paper       You et al. 2023, ViTCoD: Vision Transformer Acceleration via Dedicated Algorithm and Accelerator Co-Design
             (HPCA, arXiv 2210.09573). Parts of the paper and its published code were read.
-Promise     Each query keeps the largest values of the head's average attention map until their sum reaches `cut`. The
+Promise     Each query keeps the keys with the largest average attention weights until their sum reaches `cut`. The
             masks are the same for all inputs.
 Use         optimizer = thrifty.optim.AdamW(vit, lr=1e-3)
             thrifty.apply((vit, optimizer), "vitcod", total_steps=1000, tokens=17)
@@ -10,9 +10,9 @@ Start with  `vitcod:cut=0.5`; the published code has cuts from 0.58 to 0.19. Set
             and keys to half the number of heads.
 Cost        Quality drops if relevant positions differ between inputs. Each block stores heads · tokens² values until
             the masks are fixed; checkpoints store the masks.
-Avoid       Text, because its positions carry no fixed meaning. For speed use attention.block_sparse, whose blocks are
-            whole.
-Does not    Adapt the masks after `from_step`. Inputs longer than `tokens` are refused.
+Avoid       Text, because its positions carry no fixed meaning. For speed use attention.block_sparse, which computes
+            whole blocks.
+Does not    Adapt the masks after `from_step`, or accept inputs longer than `tokens`.
 """
 
 import math
@@ -78,7 +78,8 @@ def autoencode_attention(site: AttentionSite, q: Tensor, k: Tensor) -> tuple[Ten
 def fixed_attention(
     site: AttentionSite, block: int, count: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 ) -> Tensor:
-    """Return the attention (b, h, t, k) of q over k and v (b, g, t, k) with the masks of a site.
+    """Return the attention (b, h, t, k) of q over k and v (b, g, t, k) with the fixed masks of the attention module
+    `site`.
 
     `count` is the number of computed blocks per head; 0 computes all pairs with a dense mask.
     """
@@ -97,18 +98,20 @@ def fixed_attention(
 
 
 class Vitcod(CalibratedAttention):
-    """Maps are averaged over examples of the last steps with plain attention. The class token attends to every token
-    and every token attends to it. Each token keeps itself (not in the paper). A shorter input uses the first rows and
-    columns of the masks. In the published code a cut of 0.19 removes 90 to 95 % of the query-key pairs of DeiT.
+    """Attention maps are averaged over examples of the last steps before `from_step`. The class token attends to every
+    token and every token attends to it. Each token attends to itself (not in the paper). A shorter input uses the first
+    rows and columns of the masks. In the published code a cut of 0.19 removes 90 to 95 % of the query-key pairs of
+    DeiT.
 
     `products=blocks` computes attention in blocks, with the most attended tokens first (the paper's split into a denser
-    and a sparser part). Values and gradients equal `products=dense`. With `autoencoder`, queries and keys pass through
+    and a sparser part). Outputs and gradients equal `products=dense`. With `autoencoder`, queries and keys pass through
     a learned encoder and decoder with half the number of heads. The reconstruction error is added to the loss. The
     autoencoders train from the first step and are dropped at the end.
 
     Differs from the paper: each rank averages maps over `steps` times `examples` examples, and training continues. The
-    paper averages over all training images and then fine-tunes for 100 epochs. The autoencoder starts as the projection
-    on a random half of the heads; the paper trains the autoencoder for 100 epochs before it computes masks.
+    paper averages over all training images and then fine-tunes for 100 epochs. Here the autoencoder starts as a random
+    orthogonal projection to half the number of heads. The paper trains the autoencoder for 100 epochs before it
+    computes masks.
     """
 
     clashes: ClassVar[Mapping[Claim, str]] = {
@@ -159,7 +162,7 @@ class Vitcod(CalibratedAttention):
         return model
 
     def put_autoencoder(self, model: nn.Module, site: AttentionSite) -> None:
-        """Wrap the current core of a site, observed or masked, in an autoencoder."""
+        """Wrap the current core of an attention module in an autoencoder, before or after the masks are fixed."""
         decided, swappable = decided_phase(model), SWAPPABLE_CORES.of(model).get(site.name)
         core = AutoencodedCore(site, site.plain if swappable else self.core(site, decided.get("found", {})))
         LOSING_CORES.of(model).append(core)
@@ -169,7 +172,9 @@ class Vitcod(CalibratedAttention):
             site.put(core)
 
     def attach(self, site: AttentionSite) -> None:
-        """Add autoencoders to an attention. Initially they project on a random half of the heads."""
+        """Add autoencoders to an attention module, initialized as random orthogonal projections to half the number of
+        heads.
+        """
         like = next(site.module.parameters())
         for heads, names in ((site.heads, AUTOENCODER[:2]), (site.key_heads, AUTOENCODER[2:])):
             generator = keyed_generator(f"{site.name}.{names[0]}", like)
@@ -238,14 +243,14 @@ class Vitcod(CalibratedAttention):
 
 
 def masks_of(site: AttentionSite, calibration: Mapping[str, Any]) -> np.ndarray:
-    """Return the masks (h, t, t) of a site; (1, 1, 1) without calibration, while FLOPs are counted."""
+    """Return the masks (h, t, t) of an attention module; without calibration (1, 1, 1), to count FLOPs."""
     if site.name not in calibration:
         return np.ones((1, 1, 1), bool)
     return vitcod_filter.read_masks(calibration[site.name]["masks"], site.heads, calibration[site.name]["tokens"])
 
 
 def side_of(site: AttentionSite, count: int) -> int:
-    """Return the side t of the square attention maps of a site, which have `count` elements over all heads."""
+    """Return the side t of the square attention maps of a module, which have `count` elements over all heads."""
     return math.isqrt(count // site.heads)
 
 

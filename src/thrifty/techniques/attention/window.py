@@ -2,7 +2,7 @@
 
 Paper       Beltagy et al. 2020, Longformer (arXiv 2004.05150), section 3.1. Child et al. 2019 (arXiv 1904.10509) and
             Jiang et al. 2023, Mistral 7B (arXiv 2310.06825), use it in decoders.
-Promise     Time and memory of attention grow with tokens times window, not with tokens squared. Values and gradients
+Promise     Time and memory of attention grow with tokens times window, not with tokens squared. Outputs and gradients
             equal dense attention with the same mask.
 Use         model = thrifty.apply(model, "window", window=16, block=8)
             optimizer = thrifty.optim.AdamW(model, lr=1e-3)
@@ -11,7 +11,7 @@ Start with  `window:window=512,block=64`. Raise `window` if the loss rises; set 
 Cost        Distant tokens are reached only indirectly, because each block extends the reach by about one window.
 Avoid       Texts below about 2,000 tokens, because torch's attention is as fast. Windows much narrower than `block`,
             because whole blocks are computed.
-Does not    Use a special GPU kernel yet. On GPUs the matrix products of the blocks run as torch operations.
+Does not    Use a special GPU kernel yet; on GPUs the matrix products of the blocks run as torch operations.
 """
 
 from collections.abc import Mapping
@@ -38,12 +38,14 @@ def window_attention(
 
 
 class WindowAttention(ReplacedAttention):
-    """Uses the block kernels of attention.block_sparse, whose measured times apply. A mask of the model stays in force,
-    such as the mask between texts that are packed into a row.
+    """Uses the block kernels of attention.block_sparse, so the times measured there also apply here. Masks of the model
+    also apply, such as the mask between texts that are packed into a row.
     """
 
     window: Positive = 512
-    """Number of visible tokens, including the token itself. In an encoder, the next window - 1 are visible too."""
+    """Number of visible tokens, including the token itself. In an encoder, the next `window` - 1 tokens are visible
+    too.
+    """
     global_tokens: Natural = 0
     """Number of first tokens that attend to every token (in a decoder: every earlier token) and are visible to all."""
     block: Positive = 64

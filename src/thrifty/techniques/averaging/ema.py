@@ -7,7 +7,7 @@ Use         optimizer = thrifty.apply(optimizer, "ema", decay=0.999)
             with optimizer.use_eval_weights():
                 held_out_loss = model(**next(iter(loader))).loss
 Start with  `ema:decay=0.999`. Use a smaller decay for runs of less than a few thousand steps.
-Cost        One float32 copy of the parameters, and one pass over it per step.
+Cost        One float32 copy of the parameters, and one pass over this copy per step.
 Avoid       Learning rates that decay to zero, because they leave little noise to average.
 Does not    Average buffers, or weights before `start`.
 """
@@ -27,8 +27,8 @@ class ExponentialMovingAverage(Technique):
     """The trainer evaluates and exports the average. The trained weights are also evaluated ("trained_loss"), and
     `thrifty export --raw-weights` exports them.
 
-    The average starts as a copy of the weights. Then `ramp` selects a decay that warms up as (1 + t) / (10 + t), or the
-    bias correction of Adam.
+    The average starts as a copy of the weights. Then `ramp` selects a decay that warms up as (1 + t) / (10 + t) after t
+    updates, or the bias correction of Adam.
     """
 
     stage, numerics = Stage.AVERAGE, Numerics.DIFFERENT

@@ -9,9 +9,9 @@ Use         optimizer = thrifty.apply(optimizer, "latest", copies=6, total_steps
                 held_out_loss = model(**next(iter(loader))).loss
 Start with  `latest:copies=6,every=0.01`. Raise `every` if the copies are too similar.
 Cost        Memory for `copies` float32 copies of the parameters, and one pass over the parameters per copy.
-Avoid       Learning rates that decay to zero, because the gain vanishes. Early in a run, the mean lags behind the
-            weights.
-Does not    Average buffers. If growth resets the optimizer, averaging starts again without copies.
+Avoid       Learning rates that decay to zero, because the gain vanishes. Evaluation early in a run, because the mean
+            lags behind the weights.
+Does not    Average buffers, or keep the copies when growth resets the optimizer.
 """
 
 from collections.abc import Sequence
@@ -40,14 +40,15 @@ def uniform_mean(copies: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 
 
 def copies_taken(updates: int, start: int, every: int) -> int:
-    """Return the number of copies made after `updates` updates, at start, start + every, …"""
+    """Return the number of copies made in the first `updates` updates, at updates start, start + every, …"""
     return (updates - start) // every + 1 if updates >= start else 0
 
 
 class LatestWeightsTransform(GradientTransform):
     """Copies of the parameters in a ring buffer of `copies` slots; updates are unchanged.
 
-    The filled slots depend only on (step, age). Copies made before the state was reset do not count.
+    The filled slots depend only on the step and the age, which is the number of steps since the state was reset. Copies
+    made before a reset do not count.
     """
 
     name = "latest_weight_average"

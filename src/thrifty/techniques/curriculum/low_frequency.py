@@ -1,18 +1,18 @@
 """EfficientTrain (Wang et al. 2022): begin with low-pass filtered images of fewer pixels.
 
 Paper       Wang et al. 2022, EfficientTrain (arXiv 2211.09703), section 4. Sides of 160, 192 and 224 pixels for 60, 20
-            and 20 % of the run are recalled, not checked against the paper (unverified).
-Promise     Early steps are cheaper and keep all frequencies that the smaller image can hold, because cropping the
-            spectrum causes no aliasing. Evaluation sees full images.
+            and 20 % of the run are from memory (unverified).
+Promise     Early steps are cheaper; evaluation sees full images. A small image keeps all frequencies that it can hold,
+            because cropping the spectrum causes no aliasing.
 Use         small_images = thrifty.apply(image_loader, "low_frequency", total_steps=10_000)
             loss = vit(**next(iter(small_images)), interpolate_pos_encoding=True).loss
-Start with  `low_frequency:multiple=8`. Set `multiple` to the side of a patch in pixels, or to a multiple of the side.
-Cost        Two Fourier transforms per image in the process that loads data. With `compile` each image size is compiled
-            once.
-Avoid       Images whose edges must stay sharp, because an ideal low-pass filter rings near edges. Pixel values may then
-            leave [0, 1].
-Does not    Change the model, which must accept smaller images (a ViT must interpolate its positions). Batches without
-            images are refused.
+Start with  `low_frequency:multiple=8`. Set `multiple` to the side of a patch in pixels, or to a multiple of that side.
+Cost        Two Fourier transforms per image in the process that loads data. With `compile` the model is compiled once
+            per image size.
+Avoid       Images with sharp edges or bounded pixel values, because an ideal low-pass filter rings near edges, also
+            beyond [0, 1].
+Does not    Accept batches without images, or change the model, which must accept smaller images (a ViT must interpolate
+            its positions).
 """
 
 from typing import Annotated
@@ -31,7 +31,8 @@ from thrifty.modeling.image_sizes import resized_images
 
 class LowFrequencyCurriculum(Technique):
     """Images are the batch field "inputs" of shape (b, c, h, w) or (b, h, w). In your own loop, each batch of the
-    loader counts as a step. The paper's second part, augmentation that grows stronger, belongs to the data settings.
+    loader counts as a step. The paper also uses augmentation that grows stronger; this technique does not change the
+    augmentation.
     """
 
     stage, numerics = Stage.RESHAPE, Numerics.DIFFERENT
@@ -42,13 +43,13 @@ class LowFrequencyCurriculum(Technique):
     until: tuple[StepOrFraction, ...] = (0.6, 0.8)
     """End of each phase in `fractions`: steps, or fractions of the run."""
     multiple: Positive = 8
-    """Number of pixels of which each image side is a multiple."""
+    """Common divisor of the sides of reduced images, in pixels."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if len(self.fractions) != len(self.until) or list(self.until) != sorted(self.until):
             raise UsageError(
-                f"{self.name}: {len(self.fractions)} fractions have the ends until = {list(self.until)}",
+                f"{self.name}: {len(self.fractions)} fractions have the ends until = '{list(self.until)}'",
                 fix="one end per fraction, in rising order: fractions = [0.7, 0.85], until = [0.6, 0.8]",
             )
 

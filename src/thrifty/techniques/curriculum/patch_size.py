@@ -2,15 +2,16 @@
 
 Paper       Beyer et al. 2022, FlexiViT (arXiv 2212.08013), resizes the patch weights. The survey of Zhuang et al. 2023
             (arXiv 2302.01107) describes training that starts with large patches.
-Promise     Early steps are cheaper, because patches of twice the side are a quarter of the number. The images keep
+Promise     Early steps are cheaper, because patches of twice the side leave a quarter of the tokens. The images keep
             their full size.
 Use         run = thrifty.train(recipe="vit-digits", techniques=["curriculum.patch_size"], budget="2000 steps")
-Start with  `patch_size:at=[0.5]`. Each further step in `at` doubles the initial side of the patches.
-Cost        The optimizer state is reset at each change. With `compile` each number of patches is compiled once.
+Start with  `patch_size:at=[0.5]`. Each additional step in `at` doubles the initial side of the patches.
+Cost        The optimizer state is reset at each change. With `compile` the model is compiled once per number of
+            patches.
 Avoid       Tasks in which small details matter early. Use curriculum.resolution, which keeps the patches and shrinks
             the images.
-Does not    Change the weights of the blocks. Only classifiers and two-tower models of this package are supported, also
-            with weights from Hugging Face folders.
+Does not    Change the weights of the blocks, or support models other than this package's classifiers and two-tower
+            models; their weights may come from Hugging Face folders.
 """
 
 from collections.abc import Mapping
@@ -59,7 +60,7 @@ def resize_patches(embedding: Any, patch: int) -> None:
     if embedding.side % patch:
         raise RefusedError(
             f"images of {embedding.side} x {embedding.side} pixels cannot be cut into patches of {patch} x {patch}",
-            fix="use fewer steps in curriculum.patch_size.at; or --set data.size=32, a multiple of the largest patch",
+            fix=f"fewer steps in curriculum.patch_size.at; or --set data.size={-(-embedding.side // patch) * patch}",
         )
     weight = embedding.patch.weight
     embedding.patch.weight = nn.Parameter(resized_patches(weight, patch), weight.requires_grad)
@@ -81,9 +82,9 @@ def _refuse_uneven_images(embedding: Any, args: tuple[Any, ...]) -> None:
 
 
 class PatchSizeCurriculum(Technique):
-    """When patches become smaller, each new patch has the token that its enlarged copy had before. The learned
-    positions are interpolated. Sides of images must be multiples of the largest patch. Evaluation before the end uses
-    the current patches. An early export has patches of the final size.
+    """After a change to smaller patches, each patch has the token that its enlargement to the old size had before the
+    change. The learned positions are interpolated. Sides of images must be multiples of the largest patch. During
+    training, evaluation uses the current patches. An early export has patches of the final size.
     """
 
     stage, numerics = Stage.GROW, Numerics.DIFFERENT
@@ -91,12 +92,13 @@ class PatchSizeCurriculum(Technique):
     clashes: ClassVar[Mapping[Claim, str]] = {Claim.PIPELINE_PARALLELISM: "only one stage of a pipeline has patches"}
 
     at: tuple[StepOrFraction, ...] = (0.5,)
-    """Steps that halve the side of a patch. The initial side is doubled once per step in `at`."""
+    """Steps that halve the side of a patch. With n steps, the initial side is 2^n times the final side."""
 
     def objective(self, objective: Objective) -> Objective:
         if not objective.sees_images:
             raise RefusedError(
-                "texts have no patches", fix=f"--without {self.name}; or --with curriculum.sequence_length"
+                f"{self.name} requires images, because texts have no patches",
+                fix=f"--without {self.name}; or --with curriculum.sequence_length",
             )
         return objective
 
@@ -125,7 +127,7 @@ class PatchSizeCurriculum(Technique):
         return StructuralChange(reason, {"patch_factor": factor}, restructure, resize=resize, moments="reset")
 
     def finish(self, model: nn.Module) -> nn.Module:
-        """Return the model with patches of the final size, which is the plain architecture."""
+        """Return the plain architecture: the model with patches of the final size."""
         resize_patches(find_embedding(model)[1], FINAL_PATCH.of(model))
         return model
 

@@ -1,17 +1,17 @@
-"""Progressive resolution (Tan and Le 2021): begin training with small images, end with full ones.
+"""Progressive resolution (Tan and Le 2021): train on small images first, then on full images.
 
 Paper       Tan and Le 2021, EfficientNetV2 (arXiv 2104.00298), section 4. AutoProg (Li et al. 2022, arXiv 2203.14509)
-            does so for Vision Transformers.
+            grows the images of Vision Transformers.
 Promise     Early steps are cheaper, because an image of half the side has a quarter of the patches. Evaluation sees
             full images.
 Use         small_images = thrifty.apply(image_loader, "resolution", total_steps=10_000)
             loss = vit(**next(iter(small_images)), interpolate_pos_encoding=True).loss
 Start with  `resolution:start=0.5,until=0.8`. Set `multiple` to the side of a patch in pixels, or to a multiple of the
             side.
-Cost        With `compile` each image size is compiled once.
+Cost        With `compile` the model is compiled once per image size.
 Avoid       Images of a few pixels, because shrinking them removes most information.
-Does not    Change the model, which must accept smaller images (a ViT must interpolate its positions). Batches without
-            images are refused.
+Does not    Accept batches without images, or change the model, which must accept smaller images (a ViT must interpolate
+            its positions).
 """
 
 from thrifty.core.batches import BatchSource
@@ -41,7 +41,7 @@ class ResolutionCurriculum(Technique):
     phases: Positive = 4
     """Number of phases with smaller images."""
     multiple: Positive = 8
-    """Number of pixels of which each image side is a multiple."""
+    """Common divisor of the sides of reduced images, in pixels."""
 
     def side_at(self, step: int, side: int) -> int:
         return phased_size(step, self.start * side, side, int(self.until), self.multiple, self.phases)

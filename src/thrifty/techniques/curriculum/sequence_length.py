@@ -1,12 +1,12 @@
 """Sequence length warmup (Li et al. 2022): train on short texts first, then on longer ones.
 
 Paper       Li, Zhang and He 2022, The Stability-Efficiency Dilemma (arXiv 2108.06084). CompoundGrow (Gu et al. 2021,
-            arXiv 2010.12562) includes it.
+            arXiv 2010.12562) also grows the text length.
 Promise     Early steps are cheaper and more stable. The cost of attention grows with the square of the text length, the
             cost of other layers with the length.
 Use         loader = thrifty.apply(loader, "sequence_length", total_steps=10_000)
 Start with  `sequence_length:start=64,until=0.3`. Raise `until` for a longer warmup if the loss is unstable.
-Cost        Steps early in the run train on fewer tokens. With `compile` each length is compiled once.
+Cost        Early steps train on fewer tokens. With `compile` the model is compiled once per length.
 Avoid       Budgets in tokens instead of seconds, because early steps see fewer tokens.
 Does not    Shorten texts in evaluation.
 """
@@ -36,7 +36,7 @@ class SequenceLengthWarmup(Technique):
     phases: Positive = 4
     """Number of phases with shorter texts."""
     multiple: Positive = 8
-    """Number of tokens of which each length is a multiple."""
+    """Common divisor of the lengths of shortened texts, in tokens."""
 
     def batches(self, source: BatchSource) -> BatchSource:
         def shorten(step: int, batch: Batch) -> Batch:

@@ -7,9 +7,9 @@ Use         run = thrifty.train(recipe="mae-digits", techniques=["drop_masked_pa
 Start with  `drop_masked_patches` and a mask rate of 0.75 (`objective.rate`).
 Cost        The decoder still processes every patch, so the decoder must be small.
 Avoid       Models with a large decoder, because the encoder is then a small part of the work. Objectives other than
-            masked_reconstruction are refused.
-Does not    Change the masked patches, the decoder inputs or the loss. Evaluation also runs the encoder on visible
-            patches only.
+            masked_reconstruction, which are refused.
+Does not    Change the masked patches, the decoder inputs or the loss, or run the encoder on masked patches in
+            evaluation.
 """
 
 from torch import Tensor, nn
@@ -25,9 +25,9 @@ from thrifty.kernels.token_gather import gather_tokens
 
 
 def reconstruct_patches(model: nn.Module, images: Tensor, visible: Tensor, removed: Tensor) -> Tensor:
-    """Return predicted pixels (b, m, p · p · c) of the m `removed` patches (b, m) of images (b, c, h, w).
+    """Return predicted pixels (b, m, p · p · c) of the m patches with indices `removed` (b, m) in images (b, c, h, w).
 
-    The encoder processes only the n `visible` patches (b, n). Patches have p × p pixels.
+    The encoder processes only the n patches with indices `visible` (b, n). Patches have p × p pixels.
     """
     return model.head(gather_tokens(model(images, visible), removed))
 
@@ -41,8 +41,8 @@ class VisiblePatchObjective(WrappedObjective):
 
 class DropMaskedPatches(Technique):
     """Positions are added before patches are removed, so each visible patch keeps its own position. Mask tokens replace
-    the removed patches before the decoder. No value depends on the pixels of removed patches, also in a run without
-    this technique, where the encoder reads them as blank.
+    the removed patches before the decoder. No predicted value depends on the pixels of removed patches. Without this
+    technique, the encoder reads removed patches as blank patches.
     """
 
     stage, numerics = Stage.ARCHITECTURE, Numerics.DIFFERENT

@@ -1,8 +1,8 @@
 """3ML (Liao et al. 2022): encode only unmasked tokens, insert masks in a small decoder.
 
 Paper       Liao et al. 2022, Mask More and Mask Later (3ML, arXiv 2211.04898).
-Promise     The encoder processes 1 - 0.8 · rate of the tokens, 60 % at a mask rate of 0.5. The paper reports no loss of
-            quality after fine-tuning at rate 0.5.
+Promise     The encoder processes a fraction 1 - 0.8 · rate of the tokens, 60 % at a mask rate of 0.5. The paper reports
+            no loss of quality after fine-tuning at this mask rate.
 Use         run = thrifty.train("bert-nano", "my.txt", loss="masked_token",
                                 techniques=["drop_masked_tokens"], budget="2000 steps")
 Start with  `drop_masked_tokens:blocks=2` with `--set objective.rate=0.5`. Try `attend=cross` for a cheaper decoder.
@@ -10,8 +10,8 @@ Cost        The decoder adds `blocks` blocks on all tokens (`attend=self`) or on
             head runs for each predicted token, which is expensive with a large vocabulary.
 Avoid       A mask rate of 0.15, because the encoder saves only 12 %. Shallow models, because a decoder block costs as
             much as an encoder block.
-Does not    Change the masking: the encoder still reads the predicted tokens that are random (10 %) or unchanged (10 %).
-            Losses at different mask rates are not comparable.
+Does not    Make losses at different mask rates comparable, or change the masking: the encoder still reads predicted
+            tokens that are random (10 %) or unchanged (10 %).
 """
 
 from collections.abc import Mapping, Sequence
@@ -39,7 +39,9 @@ Attend = Literal["self", "cross"]
 
 
 def attention_over(q: Tensor, kv: Tensor, head_width: int) -> Tensor:
-    """Return softmax attention (b, k, d) of queries (b, k, d) over keys and values, concatenated as (b, n, 2 d)."""
+    """Return softmax attention (b, k, d) of k queries (b, k, d) over n keys and values, concatenated as `kv` (b, n, 2
+    d).
+    """
     queries = q.unflatten(-1, (-1, head_width)).transpose(1, 2)
     keys, values = kv.unflatten(-1, (-1, head_width)).transpose(1, 2).chunk(2, dim=1)
     return F.scaled_dot_product_attention(queries, keys, values).transpose(1, 2).flatten(2)
@@ -87,9 +89,9 @@ class DecoderCrossAttention(nn.Module):
 
 
 class MaskDecoder(nn.Module):
-    """A decoder of the mask vector and copies of the encoder's first block, with new random matrices.
+    """A decoder with a learned mask vector and copies of the encoder's first block, whose matrices are random.
 
-    With "cross" each block also attends to the encoder's states.
+    With `attend="cross"` each block also attends to the encoder's states.
     """
 
     def __init__(self, model: nn.Module, blocks: int, attend: Attend, seed: int):
@@ -131,7 +133,7 @@ def read_around_masks(
 ) -> Tensor:
     """Return the states (b, k, d) at positions `places` (b, k) of texts `tokens` (b, t).
 
-    The encoder reads only the positions `visible` (b, n). Without `visible`, run the plain forward pass.
+    The encoder reads only the positions `visible` (b, n). Without `visible`, run the model's own forward pass.
     """
     if visible is None:
         return inner(tokens, *context, **named)
@@ -160,17 +162,17 @@ class VisibleTokenObjective(WrappedObjective):
 
 class DropMaskedTokens(Technique):
     """The paper raises BERT's mask rate of 0.15 to 0.5 without loss of quality after fine-tuning. The paper reports 78
-    % of the work for 12 blocks and 68 % for 24, which is the cost of two decoder blocks. Visible tokens keep their
+    % of the work for 12 blocks and 68 % for 24 blocks, which matches a decoder of two blocks. Visible tokens keep their
     positions in the whole text.
 
-    `finish` drops the decoder. The exported encoder is meant for fine-tuning. It never read a mask, and the layers
-    between its blocks and the head saw only decoder states. It predicts masked tokens only after further training. The
-    mask vector belongs to the decoder.
+    `finish` drops the decoder and its mask vector. The exported encoder is meant for fine-tuning. The encoder never
+    read a mask token, and the layers between its blocks and the head saw only decoder states. The encoder predicts
+    masked tokens only after further training.
 
-    "self" runs on the whole text, with the encoder states at their positions. "cross" is our reading of the paper's
-    second decoder: tokens to predict attend to each other, then to the encoder states. Only encoders of this package
-    are supported, including BERT folders loaded into them. Blocks of transformers are called differently in each
-    architecture.
+    The decoder "self" runs on the whole text, with the encoder states at their positions. The decoder "cross" is our
+    reading of the paper's second decoder: tokens to predict attend to each other, then to the encoder states. Only
+    encoders of this package are supported, including BERT folders loaded into them, because each architecture of
+    transformers calls its blocks differently.
     """
 
     stage, numerics = Stage.ARCHITECTURE, Numerics.DIFFERENT

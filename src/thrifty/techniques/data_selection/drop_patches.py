@@ -1,16 +1,16 @@
 """PatchDropout (Liu et al. 2022): train on a random subset of the patches of each image.
 
 Paper       Liu et al. 2022, PatchDropout (arXiv 2208.07220), for classifiers. Li et al. 2022, FLIP (arXiv 2212.00794),
-            trains on images with captions; its released configurations drop half of the patches.
-Promise     The image blocks process the class token and a fraction 1 - `rate` of the patches at their original
+            trains on images with captions; its released configurations mask half of the patches.
+Promise     The image encoder processes the class token and a fraction 1 - `rate` of the patches, at their original
             positions. Evaluation sees all patches.
 Use         run = thrifty.train(recipe="vit-digits", techniques=["drop_patches"], budget="2000 steps")
 Start with  `drop_patches:rate=0.5,until=0.9`. Keep `until` below 1, so that the last steps train on whole images.
 Cost        Each gradient comes from incomplete images. From step `until`, each step costs as much as without the
             technique.
-Avoid       Models whose image blocks are a small part of the work, such as image-text models with long captions.
-Does not    Reduce the work of the patch convolution, its norm and the position addition. They run for all patches but
-            are a small part of the work.
+Avoid       Models whose image encoder is a small part of the work, such as image-text models with long captions.
+Does not    Reduce the small work of the patch convolution, its norm and the position addition, which process all
+            patches.
 """
 
 from collections.abc import Iterator
@@ -54,15 +54,19 @@ def visible_patches(keys: Tensor, patches: int, rate: float) -> Tensor:
 
 
 def without_patches(tokens: Tensor, visible: Tensor, before: int) -> Tensor:
-    """Return tokens (b, before + t, d) without hidden patches, (b, before + n, d), for n `visible` patches (b, n)."""
+    """Return tokens (b, before + t, d) with only the n patches of indices `visible` (b, n), (b, before + n, d).
+
+    The first `before` tokens are no patches and stay.
+    """
     return torch.cat((tokens[:, :before], gather_tokens(tokens[:, before:], visible)), 1)
 
 
 def find_embedding(model: nn.Module) -> tuple[str, nn.Module, nn.Conv2d]:
     """Return the name and module of the patch embedding, and its convolution.
 
-    The embedding is the largest module that contains the convolution and no blocks. Raises RefusedError without patch
-    convolution. Also raises RefusedError if positions are added later, because visible patches would lose them.
+    The embedding is the largest module that contains the convolution and no blocks. Raises RefusedError without a
+    patch convolution. Also raises RefusedError if positions are added outside the embedding, because visible patches
+    would lose their positions.
     """
     stacks = find_stacks(model)
     convolutions = {name: module for name, module in model.named_modules() if isinstance(module, nn.Conv2d)}
@@ -132,11 +136,11 @@ class PatchDropObjective(WrappedObjective):
 
 
 class DropPatches(Technique):
-    """The subset of patches depends only on the example's key. It is the same for any number of ranks, micro-batches
-    and workers, and after a resume. From `until` on no patch is dropped, which is the paper's unmasked tuning. Without
-    unmasked tuning, evaluation is the first use of whole images. The paper trains this phase with a hundredth of the
-    learning rate; a schedule that decays to zero has a similar effect here. In FLIP the saved memory allows a larger
-    contrastive batch, which is part of the gain (recalled, not checked against the paper).
+    """The subset of patches depends only on `seed` and the example's key. So the subset is the same for any number of
+    ranks, micro-batches and workers, and after a resume. From step `until`, no patch is dropped, as in FLIP's unmasked
+    tuning. Without unmasked tuning, evaluation is the first use of whole images. FLIP trains this phase with a
+    hundredth of the learning rate; a schedule that decays to zero has a similar effect here. In FLIP the saved memory
+    allows a larger contrastive batch, which is part of the gain (from memory, unverified).
 
     Works for models with one patch convolution whose module also adds positions: models of this package and of
     transformers. The estimated footprint describes the last step, so with `until` below 1 it describes whole images.

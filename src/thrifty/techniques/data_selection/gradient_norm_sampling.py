@@ -2,16 +2,16 @@
 
 Paper       Katharopoulos and Fleuret 2018, Not All Samples Are Created Equal (arXiv 1803.00942), algorithm 1. For
             softmax cross-entropy the score is EL2N (Paul et al. 2021), the norm of softmax minus one-hot.
-Promise     The expected gradient is unchanged, and its variance falls. Of `presample` · n examples, n are sampled by
-            score and reweighted while the estimated gain exceeds the cost.
+Promise     The expected gradient is unchanged, and its variance falls. While the estimated gain exceeds the cost, n of
+            `presample` · n examples are sampled by score and reweighted.
 Use         run = thrifty.train(recipe="vit-digits", techniques=["gradient_norm_sampling"], budget="2000 steps")
 Start with  `gradient_norm_sampling:presample=3`. With many micro-batches, set `scoring_batch` to the examples of one
             micro-batch.
-Cost        While sampling is active, a forward pass scores `presample` times as many examples as are trained. All
-            loaded examples count as tokens.
+Cost        While sampling is active, a forward pass scores `presample` times as many examples as are trained. The token
+            count of the run includes all loaded examples.
 Avoid       Runs that end early, because all examples score alike at the start of training. Losses that compare the
-            examples of a batch are refused.
-Does not    Keep the variance of Adam's second moments, which average squares of the reweighted gradients.
+            examples of a batch, which are refused.
+Does not    Keep the expectation of Adam's second moments, because Adam averages squares of the reweighted gradients.
 """
 
 from dataclasses import replace
@@ -82,7 +82,9 @@ class GradientNormObjective(WrappedObjective):
 
 
 class GradientNormBackward:
-    """A backward pass over sampled examples. Sampling is active if the running average `state["tau"]` is large."""
+    """A backward pass over sampled examples. Sampling is active if the running average `state["tau"]` exceeds
+    `threshold`.
+    """
 
     def __init__(self, inner: Backward, times: int, momentum: float, at_once: int = 0):
         self.inner, self.times, self.momentum, self.at_once = inner, times, momentum, at_once
@@ -118,11 +120,11 @@ class GradientNormBackward:
 class GradientNormSampling(Technique):
     """Scores are computed without dropout, so that they rank examples and not dropout masks. While sampling is
     inactive, the training pass computes the scores; with chunked logits this costs one more matrix product with the
-    head. Each rank samples from its own examples, which stays unbiased. All ranks activate sampling together. For
-    sequences the squared scores of the tokens are summed.
+    output head. Each rank samples from its own examples, so the expected gradient is unchanged. All ranks activate
+    sampling together. For sequences the squared scores of the tokens are summed.
 
-    While sampling is inactive, few examples per rank and step underestimate tau. Tau cannot exceed the square root of
-    the number of scored examples over all ranks.
+    While sampling is inactive, tau is underestimated if each rank has few examples per step. Tau cannot exceed the
+    square root of the number of scored examples on all ranks together.
     """
 
     stage, numerics = Stage.SELECT, Numerics.DIFFERENT
@@ -133,8 +135,9 @@ class GradientNormSampling(Technique):
     momentum: Probability = 0.9
     """Momentum of the running average of tau, the estimated gain."""
     scoring_batch: Natural = 0
-    """Examples scored at a time; 0 for the number of trained examples. With many micro-batches, set the size of one
-    micro-batch, because scoring otherwise needs more memory than training."""
+    """Number of examples scored at once; 0 means the number of trained examples. With many micro-batches, set the size
+    of one micro-batch, because scoring otherwise needs more memory than training.
+    """
 
     def batches(self, source: BatchSource) -> BatchSource:
         return OversampledSource(source, self.presample)

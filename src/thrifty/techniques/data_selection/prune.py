@@ -1,19 +1,19 @@
 """Data pruning (Paul et al. 2021): train on a subset of examples selected by difficulty scores.
 
-Paper       Paul, Ganguli and Dziugaite 2021, Deep Learning on a Data Diet (arXiv 2107.07075), keeps the hardest.
-            Sorscher et al. 2022, Beyond neural scaling laws (arXiv 2206.14486), keeps the easiest if data is scarce.
-            Sorscher et al. also keep a minimum of every class (50 %, unverified).
-Promise     Fewer examples train nearly the same model. Paul et al. report no loss with half of CIFAR-10, selected by
-            EL2N.
+Paper       Paul, Ganguli and Dziugaite 2021, Deep Learning on a Data Diet (arXiv 2107.07075), keeps the hardest
+            examples. Sorscher et al. 2022, Beyond neural scaling laws (arXiv 2206.14486), keeps the easiest examples if
+            data is scarce. Sorscher et al. keep of each class at least 50 % of the mean number kept per class
+            (unverified).
+Promise     Fewer examples train nearly the same model. Paul et al. report no loss of quality with half of CIFAR-10,
+            selected by EL2N.
 Use         texts = thrifty.apply(texts, "prune", order="random")
             loader = torch.utils.data.DataLoader(texts, batch_size=8, shuffle=True)
 Start with  `prune:order=random,keep=0.5` as the control. Then use `order=hard` with scores from `thrifty data score`.
-Cost        Scoring trains models; `thrifty data score` reports its FLOPs and seconds. It pays if several runs share one
-            score file.
-Avoid       Hard examples without `drop_hardest` if labels may be wrong, because wrong labels score hardest. GraNd at
-            initialization is no better than random (Kirsch 2023, arXiv 2303.14753).
-Does not    Shorten the run, which has the same number of steps over fewer examples. Held-out losses use all held-out
-            data.
+Cost        Scoring trains models; `thrifty data score` reports its FLOPs and seconds. Scoring pays off if several runs
+            share one score file.
+Avoid       Hard examples without `drop_hardest` if labels may be wrong, because wrong labels score hardest. GraNd
+            scores at initialization, which are no better than random (Kirsch 2023, arXiv 2303.14753).
+Does not    Shorten the run, which has the same number of steps over fewer examples, or prune held-out data.
 """
 
 from collections.abc import Sequence
@@ -37,7 +37,9 @@ from thrifty.core.tensor_tracing import untraced
 
 Order = Literal["hard", "easy", "auto", "random"]
 LISTED_CLASSES = 10
-"""Maximum number of classes listed in a note. Of more classes, only the extremes of kept examples are listed."""
+"""Maximum number of classes listed in a note. With more classes, only classes with the fewest and most kept examples
+are listed.
+"""
 
 
 def kept_examples(
@@ -54,7 +56,7 @@ def kept_examples(
     First the round(drop_hardest · n) examples with the highest scores (n,) are dropped. Then at least
     floor(min_class_share · k / classes) examples of each class in `labels` (n,) are kept, or all of a smaller
     class. `order` selects the rest: hardest, easiest or random examples. With equal scores the first example counts as
-    harder. Raises RefusedError if fewer than k examples remain.
+    harder. Raises RefusedError if `keep` plus `drop_hardest` exceeds 1.
     """
     count, dropped = max(round(keep * len(scores)), 1), round(drop_hardest * len(scores))
     chosen = scores.argsort(descending=True, stable=True)[dropped:]
@@ -106,9 +108,9 @@ def _read(file: str, sha256: str) -> ExampleScores:
 
 class PrunedExamples(Technique):
     """Order "random" requires no file. Order "auto" keeps the hardest examples if the average class keeps at least
-    `abundant_from` examples, otherwise the easiest. Data without labels count as one class. "auto" is a rule of thumb:
-    the turning point depends on the task. Scores belong to one set of examples and are refused for other data. A
-    trained model is used and exported without the score file.
+    `abundant_from` examples, otherwise the easiest examples. Data without labels count as one class. "auto" is a rule
+    of thumb: the turning point depends on the task. Scores belong to one set of examples and are refused for other
+    data. A trained model runs and is exported without the score file.
     """
 
     stage, numerics = Stage.SOURCE, Numerics.DIFFERENT
@@ -122,7 +124,9 @@ class PrunedExamples(Technique):
     order: Order = "hard"
     """Examples to keep: "hard", "easy", "random", or "auto", which selects hard or easy by `abundant_from`."""
     drop_hardest: Annotated[float, SettingBound(least=0, below=1)] = 0.0
-    """Fraction of all examples to drop first. The hardest are dropped, which include mislabeled and broken examples."""
+    """Fraction of all examples to drop first. These are the hardest examples, which include mislabeled and broken
+    examples.
+    """
     min_class_share: Probability = 0.5
     """Minimum number of kept examples of a class, as a fraction of (kept examples / classes); 0 for no minimum."""
     abundant_from: Positive = 50
@@ -146,7 +150,7 @@ class PrunedExamples(Technique):
         return order_by_abundance(max(round(self.keep * count), 1), labels, self.abundant_from)
 
     def read(self) -> ExampleScores | None:
-        """Return the scores, None if the order requires none. Raises UsageError or IntegrityError for a bad file."""
+        """Return the scores; None if the order requires none. Raises UsageError or IntegrityError for a bad file."""
         if self.scores:
             return _read(self.scores, self.sha256)
         if self.order != "random":
@@ -170,7 +174,7 @@ class PrunedExamples(Technique):
             if index.fingerprint != table.facts.fingerprint:
                 raise RefusedError(
                     f"'{self.scores}' scores {len(table):,} examples of other data than these {index.count:,} "
-                    f"examples: its hash is {table.facts.fingerprint[:12]}…, not {index.fingerprint[:12]}…",
+                    f"examples: their hashes are {table.facts.fingerprint[:12]}… and {index.fingerprint[:12]}…",
                     fix="score this data: thrifty data score RECIPE --out FILE",
                 )
             return source.subset(ExampleSubset(self.kept(table.scores, table.labels), table.scores))

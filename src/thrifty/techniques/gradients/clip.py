@@ -5,8 +5,8 @@ Promise     A single unusual batch cannot cause a large update.
 Use         optimizer = thrifty.apply(optimizer, "clip", max_norm=1.0)
 Start with  `clip:max_norm=1.0`. Lower `max_norm` if the loss still spikes.
 Cost        One pass over the gradients.
-Avoid       A limit that most steps reach, because clipping then normalizes every gradient.
-Does not    Clip each parameter separately. One factor scales all gradients.
+Avoid       A limit that most steps exceed, because clipping then normalizes every gradient.
+Does not    Clip each parameter separately, because one factor scales all gradients.
 """
 
 from typing import Annotated

@@ -31,7 +31,7 @@ def positions_of(model: nn.Module, batch: Batch) -> int:
 def step_flops(model: nn.Module, depths: Mapping[str, int], positions: float) -> float:
     """Return the FLOPs of a forward and backward pass of one example, with `depths[stack]` blocks in each stack.
 
-    Each element of a weight matrix costs 6 FLOPs per position, also in the head. The attention of a block costs
+    Each element of a weight matrix costs 6 FLOPs per position, also in the output head. The attention of a block costs
     12 · width · positions² FLOPs. Embeddings cost nothing.
     """
     stacks, head = find_stacks(model), find_head(model)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 
 def sizes_up(fraction: float, count: int) -> list[float]:
-    """Return `count` descending fractions from min(2 · fraction, 1) to `fraction`, without duplicates."""
+    """Return up to `count` descending fractions from min(2 · fraction, 1) to `fraction`, without duplicates."""
     largest = min(2 * fraction, 1.0)
     steps = [largest - index * (largest - fraction) / max(count - 1, 1) for index in range(count)]
     return list(dict.fromkeys(steps))

@@ -22,7 +22,7 @@ def copied_units(old: int, new: int) -> Tensor:
 
 
 def duplicate_units(value: Tensor, dim: int, new: int, parts: int = 1) -> Tensor:
-    """Duplicate units along `dim` to `new` units in total, separately in each of `parts` fused layers."""
+    """Duplicate units along `dim` until there are `new` units, separately in each of `parts` fused layers."""
     old = value.shape[dim] // parts
     units = copied_units(old, new // parts)
     return value.index_select(dim, torch.cat([part * old + units for part in range(parts)]).to(value.device))
@@ -31,8 +31,9 @@ def duplicate_units(value: Tensor, dim: int, new: int, parts: int = 1) -> Tensor
 def divide_outputs(value: Tensor, dim: int, old: int, spread: float, key: str) -> Tensor:
     """Divide outgoing weights along `dim` among the copies of each of `old` units.
 
-    Each copy receives an equal part plus noise, of `spread` times the standard deviation of all weights. The noise sums
-    to zero over the copies of a unit. Without noise, copies receive equal gradients and stay equal.
+    Each copy receives an equal part plus noise. The standard deviation of the noise is `spread` times the standard
+    deviation of all weights. The noise sums to zero over the copies of a unit. Without noise, copies receive equal
+    gradients and stay equal.
     """
     origin = copied_units(old, value.shape[dim]).to(value.device)
     copies = torch.bincount(origin, minlength=old).to(value.dtype)
@@ -57,9 +58,9 @@ class InnerUnits:
 
 
 def inner_parameters(model: nn.Module) -> dict[str, InnerUnits]:
-    """Return the layout of every parameter that has a dim of units, by parameter name inside a block.
+    """Return the layout of every parameter that has a dim of inner units, by parameter name inside a block.
 
-    Raises RefusedError if the size of a layer is not a multiple of the units.
+    Raises RefusedError if the size of a layer is not a multiple of the number of units.
     """
     return {
         name.removeprefix(f"{stack}.").partition(".")[2]: inner

@@ -3,13 +3,13 @@
 Paper       Li et al. 2022, Automated Progressive Learning for Efficient Training of Vision Transformers (CVPR, arXiv
             2203.14509), sections 3.2 to 3.4.
 Promise     Early stages are cheaper, without a manual schedule. At each stage boundary, short trials select depth and
-            length by the lowest loss · time^w (`weight`).
+            length by the lowest loss · time^w, with w = `weight`.
 Use         run = thrifty.train(recipe="vit-digits", techniques=["growth.auto_grow"], budget="2000 steps")
 Start with  `auto_grow:stages=4,search=0.02`. Raise `search` if the selected sizes look random.
 Cost        An EMA copy of the parameters, which initializes added blocks. Search steps also train the model and count
             in the budget.
 Avoid       Techniques that change width. Searches of few steps, because their losses are mostly noise.
-Does not    Measure time by default: it counts FLOPs from shapes, so that a run is reproducible.
+Does not    Measure time by default, because FLOPs counted from shapes make a run reproducible.
 """
 
 import math
@@ -91,7 +91,7 @@ def blocks_at(fraction: float, full: int) -> int:
 
 
 class GrowthSearchBackward:
-    """A backward pass at the depth and length of the step.
+    """A backward pass at the depth and length of the current growth decision.
 
     `state` counts steps. For each size of the last search, it also stores the number of trials and the sum of losses.
     If time is measured, it stores the sum of seconds too.
@@ -134,16 +134,16 @@ class GrowthSearchBackward:
 
 
 class AutoGrow(Technique):
-    """`until` is divided into equal stages. At a stage boundary the model grows to at most twice its depth. During a
-    search of `search` steps, each step trains one sub-network: the first blocks, on shorter texts or smaller images.
-    Added blocks start from an EMA of the weights (MoGrow). The last stage has the full size.
+    """The steps before `until` are divided into equal stages. At a stage boundary the model grows to at most twice its
+    depth. During a search of `search` steps, each step trains one sub-network: the first blocks, on shorter texts or
+    smaller images. Added blocks start from an EMA of the weights (MoGrow). The last stage has the full size.
 
     Decisions are logged with their losses and times, and replayed on resume. With `weight=0`, w is fitted to the tried
-    sizes: -d log loss / d log time. Only plain texts and images vary in length; other examples grow in depth alone.
+    sizes: -d log loss / d log time. Length varies only for plain texts and images; other examples grow in depth alone.
     Tokens are counted at full length.
 
-    Differs from the paper: it searches for two epochs and has four averages with decays of 0.998 to 0.9996. Here one
-    average is used.
+    Differs from the paper: the paper searches for two epochs, with four averages of decays from 0.998 to 0.9996. Here
+    one average is used.
     """
 
     stage, numerics = Stage.ARCHITECTURE, Numerics.DIFFERENT
@@ -169,11 +169,11 @@ class AutoGrow(Technique):
     lengths: Positive = 2
     """Number of lengths that a search tries for each depth."""
     multiple: Positive = 8
-    """Number of tokens or pixels of which each text length or image side is a multiple."""
+    """Common divisor of shortened text lengths in tokens, or of reduced image sides in pixels."""
     weight: Rate = 0.0
     """Exponent w of time in loss · time^w; 0 fits w to the tried sizes."""
     time_source: Literal["counted", "measured"] = "counted"
-    """Time of a size: FLOPs counted from shapes, or measured seconds."""
+    """Time of a step at a size: FLOPs counted from shapes, or measured seconds."""
     momentum: Probability = 0.998
     """Decay of the weight EMA that initializes added blocks."""
     moments: Moments = "copy"
@@ -216,7 +216,7 @@ class AutoGrow(Technique):
         )
 
     def _decide(self, step: int, state: TrainState) -> dict[str, Any] | None:
-        """Return the decision before step `step` as plain JSON; None if there is no decision."""
+        """Return the decision before step `step` as JSON values; None if there is no decision."""
         boundaries = [int(self.until) * stage // self.stages for stage in range(1, self.stages)]
         if step == 0:
             start = self.start if boundaries[-1] else 1.0  # fewer steps than stages

@@ -6,8 +6,8 @@ Promise     Early steps are cheaper in depth, width and length. Growth in width 
             growth in depth and length does not.
 Use         run = thrifty.train("llama-nano", "my.txt", techniques=["growth.compound"], budget="2000 steps")
 Start with  `compound:depth=4,width=2,length=2`. Set `length=1` for images.
-Cost        With `compile` each structure and text length is compiled once.
-Avoid       Long runs, because the gain of stacking, one of its parts, shrinks with the budget.
+Cost        With `compile` the model is compiled once per structure and text length.
+Avoid       Long runs, because the gain of stacking, a part of CompoundGrow, shrinks with the budget.
 Does not    Work in your own training loop, or start from a trained model.
 """
 
@@ -52,9 +52,9 @@ class CompoundGrowth(Technique):
 
     "truncate" shortens the texts. "pool" replaces groups of neighboring embeddings by their mean in training, and
     predicts the token after each group. Evaluation and an early export then run on single tokens, on which the model
-    was not trained. The paper finds pooling better.
+    was not trained. The paper finds pooling better than truncation.
 
-    Differs from the paper: it widens feed-forward networks by sharing weights.
+    Differs from the paper: the paper widens feed-forward networks by sharing weights.
     """
 
     stage, numerics = Stage.GROW, Numerics.DIFFERENT
@@ -77,7 +77,7 @@ class CompoundGrowth(Technique):
     shorten: Literal["truncate", "pool"] = "truncate"
     """Truncate texts, or pool neighboring embeddings."""
     spread: Rate = 0.1
-    """Standard deviation of the noise in outgoing weights of copied units, relative to the weights' own."""
+    """Standard deviation of the noise in outgoing weights of copied units, relative to their standard deviation."""
     moments: Moments = "reset"
     """Optimizer state after a growth: reset, copied ("copy"), or copied with second moments of added blocks replaced by
     their mean over each layer ("mean")."""

@@ -5,12 +5,12 @@ Paper       Zhang and He 2020, Accelerating Training of Transformer-Based Langua
 Promise     With `theta=0.5` a late step computes (3 L - 1) / 4 of L blocks on average. The branches of kept blocks are
             rescaled, so that their expected output is unchanged.
 Use         run = thrifty.train(recipe="vit-digits", techniques=["growth.layer_drop"], budget="2000 steps")
-Start with  `layer_drop:theta=0.5`. Raise `theta` if the loss is worse at equal steps.
+Start with  `layer_drop:theta=0.5`. Raise `theta` if the loss is worse than without layer dropping at equal steps.
 Cost        Gradients are noisier. A dropped block has zero gradient, but its optimizer moments and weight decay
             continue.
 Avoid       Fixed compute budgets, because noisier gradients can cost more than skipped blocks save. Post-norm models
-            and models with a norm after each branch (Gemma 2, OLMo 2) are refused.
-Does not    Drop blocks in evaluation. Evaluation uses all blocks without rescaling.
+            and models with a norm after each branch (Gemma 2, OLMo 2), which are refused.
+Does not    Drop or rescale blocks in evaluation.
 """
 
 import math
@@ -39,12 +39,12 @@ from thrifty.techniques.growth._block_gates import add_gates, gated_blocks, gate
 
 
 def theta_at(step: int, theta: float, settle: int) -> float:
-    """Return (1 - theta) · exp(-step / settle) + theta."""
+    """Return theta at a step, (1 - theta) · exp(-step / settle) + theta."""
     return (1 - theta) * math.exp(-step / max(settle, 1)) + theta
 
 
 def keep_probability(block: int, blocks: int, theta: float, spare_first: bool = False) -> float:
-    """Return 1 - l / L · (1 - theta) for L blocks. l is `block` + 1; with `spare_first`, l is `block`."""
+    """Return the probability 1 - l / L · (1 - theta) for L blocks. l is `block` + 1; with `spare_first`, `block`."""
     return 1 - (block + (not spare_first)) / blocks * (1 - theta)
 
 
@@ -87,7 +87,7 @@ IS_MULTIPLIED: ModuleNote[bool] = ModuleNote("is_multiplied")
 
 
 def _multiply(block: nn.Module, factor: float | None) -> None:
-    """Multiply the outputs of a block's residual branches by a factor from now on; None stops it."""
+    """Multiply the outputs of a block's residual branches by a factor in all later passes; None removes the factor."""
     for writer in block.modules():
         if hasattr(writer, "kept_factor"):
             IS_MULTIPLIED.set(writer, factor is not None)
@@ -111,14 +111,15 @@ def add_factor(writer: nn.Module, like: Tensor) -> None:
 class LayerDrop(Technique):
     """Block l of L (counted from 1) is kept with probability p = 1 - l / L · (1 - theta(t)). theta(t) falls from 1 to
     `theta`. The output of each branch of a kept block is multiplied by 1 / p. The decisions of a step depend only on
-    (seed, step, block), so all ranks, micro-batches and recomputed passes agree. The estimated footprint describes a
-    step that keeps all blocks.
+    (seed, step, block), so all ranks, micro-batches and recomputed passes skip the same blocks. The estimated footprint
+    describes a step that keeps all blocks.
 
-    A post-norm block is not the identity if its branches return zero, so post-norm models are refused. A norm after the
-    branch would undo the factor 1 / p, so such models are refused too.
+    A post-norm block is not the identity if its branches return zero, so post-norm models are refused. A norm after a
+    branch would undo the factor 1 / p, so models with such norms are refused too.
 
-    Differs from the published code: it samples block l with p_l and multiplies by 1 / p_(l+1), up to 1.083 times too
-    much in 12 blocks. DeepSpeed counts blocks from 0 and never drops the first; `keep_first_block` does so here.
+    Differs from the published code: that code samples block l with p_l and multiplies by 1 / p_(l+1), which is up to
+    1.083 times too large for 12 blocks. DeepSpeed counts blocks from 0 and never drops the first block;
+    `keep_first_block` does so here.
     """
 
     stage, numerics = Stage.ARCHITECTURE, Numerics.DIFFERENT
@@ -137,7 +138,7 @@ class LayerDrop(Technique):
     seed: int = 0
 
     def model(self, model: nn.Module) -> nn.Module:
-        refuse_normed_sums(model, "dropping one does not only remove its addition")
+        refuse_normed_sums(model, "a dropped block would also lose this norm")
         refuse_normed_branches(model, "the norm undoes the factor of kept branches")
         for blocks in find_branches(model).values():
             for branch in (branch for block in blocks for branch in block):

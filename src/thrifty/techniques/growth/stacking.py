@@ -6,7 +6,7 @@ Promise     Early steps are cheaper. With `start=zeroed`, growth preserves the m
 Use         run = thrifty.train(recipe="vit-digits", techniques=["growth.stacking"], budget="2000 steps")
 Start with  `stacking:at=[0.125,0.3],start=zeroed`. Set `order=AABBCC` to insert the copy of each block after its
             original.
-Cost        With `compile` each depth is compiled once. The optimizer state is reset at each growth by default.
+Cost        With `compile` the model is compiled once per depth. The optimizer state is reset at each growth by default.
 Avoid       Long runs, because No Train No Gain reports no gain over a baseline with a decayed learning rate.
 Does not    Reset the learning rate schedule, or start from a trained model.
 """

@@ -18,7 +18,7 @@ Role = Literal["query", "key", "value", "hidden", "last"]
 _ATTENTION: tuple[Role, ...] = ("query", "key", "value")
 _ROLES: dict[str, Role] = {"q": "query", "k": "key", "v": "value"}
 _UNSCALED_SCORES = {"GPTNeoSelfAttention": True, "EsmSelfAttention": False}
-"""True for attention classes that leave scores unscaled without an attribute for it: ESM scales queries instead."""
+"""Attention classes without an attribute for the scale: True if scores are unscaled. ESM scales queries instead."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,9 @@ def _split(name: str, rows: Tensor, roles: Iterable[Role], sizes: list[int]) -> 
 
 
 def _mlp_matrices(branch: ResidualBranch, name: str, layer: nn.Module) -> Iterator[BranchMatrix]:
-    """Yield gate and value separately if one layer computes both. It is twice as wide as the last layer's input."""
+    """Yield gate and value separately if one layer computes both. Such a layer is twice as wide as the last layer's
+    input.
+    """
     whole = _whole(name, layer, "hidden")
     hidden = in_width(branch.last)
     fused = len(branch.inner) == 1 and whole.fan_out == 2 * hidden
@@ -106,7 +108,7 @@ def _sizes(branch: ResidualBranch, name: str, layer: nn.Module, rows: int) -> di
 
 
 def _has_unscaled_scores(attention: nn.Module) -> bool:
-    """Return True if attention scores are not scaled, by the attributes of transformers' or this package's models."""
+    """Return True if attention scores are not scaled, judged by the attributes of the attention module."""
     kind, core = type(attention).__name__, getattr(attention, "core", None)
     if kind in _UNSCALED_SCORES:
         return _UNSCALED_SCORES[kind]
@@ -133,7 +135,7 @@ def _multihead_attention_matrices(name: str, attention: nn.MultiheadAttention) -
 
 
 def outer_matrices(model: nn.Module) -> list[BranchMatrix]:
-    """Return the matrices outside the blocks: heads, projections, patch embeddings (each kernel is a row).
+    """Return the matrices outside the blocks: output heads, projections, patch embeddings (each kernel is a row).
 
     Embedding tables and matrices tied to embeddings are excluded.
     """

@@ -1,4 +1,4 @@
-"""Fixup (Zhang et al. 2019): replace norms by scaled initialization, zero branch ends and scalars.
+"""Fixup (Zhang et al. 2019): replace norms by scaled initialization, branches that start at zero, and scalars.
 
 Paper       Zhang, Dauphin and Ma 2019, Fixup Initialization (arXiv 1901.09321). The three rules of section 3 are
             applied as in the authors' Transformer.
@@ -7,7 +7,7 @@ Use         model, optimizer = thrifty.apply((model, optimizer), "fixup")
 Start with  `fixup`, with dropout or mixup, since the removed norms also regularize.
 Cost        About seven scalars per block, each with one elementwise operation. The computation of the norms is saved.
 Avoid       Pretrained weights, because every block is reinitialized.
-Does not    Keep the plain architecture. The trained model therefore cannot be exported as a plain model.
+Does not    Keep the plain architecture, or export the trained model as a plain model.
 """
 
 from collections.abc import Mapping
@@ -55,7 +55,7 @@ def branches_in_path(stacks: Mapping[str, Blocks], depths: Mapping[str, int]) ->
 
 
 def are_joined(stacks: Mapping[str, Blocks]) -> bool:
-    """Return whether the stacks form one path.
+    """Return True if the stacks form one path.
 
     Stacks form one path if there is only one stack, or if one stack attends to another. They also form one path if each
     stack has half of every block, as with attentions in one list and MLPs in another.
@@ -77,7 +77,7 @@ def draw(branch: ResidualBranch, branches: int, seed: int) -> None:
 
 
 def add_scalars(branch: ResidualBranch) -> None:
-    """Add a scalar before each layer, one after each inner layer of an MLP, and a multiplier at the end."""
+    """Add a scalar before each layer, a scalar after each inner layer of an MLP, and a multiplier at the end."""
     for layer in {id(layer): layer for layer in (*branch.inner.values(), branch.writer)}.values():
         layer.shift = _scalar(branch, 0.0)
         layer.register_forward_pre_hook(_shift_input, with_kwargs=True)
@@ -93,7 +93,7 @@ def add_shift_after(module: nn.Module, scalar: nn.Parameter) -> None:
 
 
 def is_scalar(name: str, parameter: Tensor) -> bool:
-    """Return whether `add_scalars` made a parameter."""
+    """Return True if a parameter is a scalar of this technique."""
     return name.rpartition(".")[2] in ("gain", "shift", "shift_after") and parameter.numel() == 1
 
 
@@ -115,18 +115,18 @@ def _shift_output(module: nn.Module, args: Any, output: Tensor) -> Tensor:
 class Fixup(NormFreeTechnique):
     """Rules of the paper:
 
-    (1) The last layer of each branch and an untied head start at 0.
+    (1) The last layer of each branch and an untied output head start at 0.
     (2) The other matrices of a branch start from Xavier's values times L^(-1 / (2m - 2)). L is the number of branches
-        in the model and m the number of matrices in the branch: 2 in an MLP, 3 in a gated one, 4 in attention.
-    (3) A learned scalar is added before each linear layer and activation of a branch; another multiplies its output.
+        in the model and m the number of matrices in the branch: 2 in an MLP, 3 in a gated MLP, 4 in attention.
+    (3) A learned scalar is added before each linear layer and activation of a branch; another multiplies the output.
 
     L counts 2 branches per encoder block and 3 per decoder block, at the depth at which the run starts. Scalars train
-    at a tenth of the learning rate, as in the authors' ResNet, without weight decay. A tied head has the values of the
-    embedding. Embeddings are multiplied so that the residual stream starts with a root mean square of 1. Norms of
+    at a tenth of the learning rate, as in the authors' ResNet, without weight decay. A tied head keeps the
+    embedding's values. Embeddings are multiplied so that the residual stream starts with a root mean square of 1. Norms of
     queries and keys, and norms in the head, are not removed.
 
-    Differs from the paper: each slice of a fused matrix is initialized separately, so its values are sqrt(2) times
-    larger. The authors initialize a fused matrix as a whole.
+    Differs from the paper: each slice of a fused matrix is initialized separately. Its values are sqrt(2) times
+    larger than in the authors' code, which initializes a fused matrix as a whole.
     """
 
     clashes: ClassVar[Mapping[Claim, str]] = {
@@ -139,7 +139,7 @@ class Fixup(NormFreeTechnique):
     multiplier: Rate = 0.0
     """Factor of all embeddings; with 0, the residual stream starts with a root mean square of 1."""
     where: str = ""
-    """Pattern of the names of each branch's output layer in a block; by default these layers are detected."""
+    """Pattern in the names of the output layers of residual branches; by default these layers are detected."""
     seed: int = 0
     """Seed of the initialization, together with each parameter's name."""
 

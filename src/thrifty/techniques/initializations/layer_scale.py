@@ -7,7 +7,7 @@ Use         model = thrifty.apply(model, "layer_scale")
 Start with  `layer_scale`. The initial gain depends on the depth; `initial_value` overrides the gain.
 Cost        One elementwise product per residual branch. After training the gains are folded into the weights.
 Avoid       Pretrained weights, because the small initial gains shrink the output of every branch. Models with a norm
-            after each branch (Gemma 2, OLMo 2) are refused.
+            after each branch (Gemma 2, OLMo 2), which are refused.
 Does not    Remove the norms or the warm-up, or apply weight decay to the gains.
 """
 
@@ -48,7 +48,7 @@ class LayerScale(Technique):
     """The initial gain is 0.1 up to 18 blocks, 1e-5 up to 24 and 1e-6 for deeper models, as in the paper (section 3.2).
     The default of several libraries, 1e-4, is not from the paper.
 
-    A norm after a branch would cancel the gains before it, because a norm rescales its input.
+    A norm after a branch would cancel the gains before the norm, because a norm rescales its input.
     """
 
     stage, numerics = Stage.INITIALIZE, Numerics.DIFFERENT
@@ -61,7 +61,7 @@ class LayerScale(Technique):
     initial_value: Rate = 0.0
     """Initial value of every gain; 0 uses the paper's value for the model's depth."""
     where: str = ""
-    """Pattern of the names of each branch's output layer in a block; by default these layers are detected."""
+    """Pattern in the names of the output layers of residual branches; by default these layers are detected."""
 
     def model(self, model: nn.Module) -> nn.Module:
         refuse_undone_gains(model, self.where, "it would undo every gain before it")

@@ -8,7 +8,7 @@ Use         model = thrifty.apply(model, "rezero")
 Start with  `rezero`, without a warm-up. `shared=branch` trains one α per branch instead of one per block.
 Cost        One scalar per block. The computation of the norms is saved.
 Avoid       Pretrained weights, because blocks that start as the identity lose their pretrained function.
-Does not    Keep the plain architecture. The trained model therefore cannot be exported as a plain model.
+Does not    Keep the plain architecture, or export the trained model as a plain model.
 """
 
 from collections.abc import Mapping, Sequence
@@ -38,12 +38,12 @@ def alphas(branches: Sequence[ResidualBranch], shared: Literal["block", "branch"
 
 class ReZero(NormFreeTechnique):
     """The branches of a block share one α, as in the authors' code. At step 0 only the scalars α, the embedding and the
-    head have nonzero gradients. The scalars get no weight decay. Branches keep the model's own initialization.
+    head have nonzero gradients. The scalars have no weight decay. Branches keep the model's own initialization.
     Embeddings are multiplied so that the residual stream starts with a root mean square of 1, as after a norm. Norms of
     queries and keys, and norms in the head, are not removed."""
 
     clashes: ClassVar[Mapping[Claim, str]] = {
-        Claim.FROZEN_BASE_WEIGHTS: "its α would stay zero, and with them every block",
+        Claim.FROZEN_BASE_WEIGHTS: "its α would stay zero, so every block would stay the identity",
         Claim.TRAINED_START: "each block would start as the identity",
     }
 
@@ -52,7 +52,7 @@ class ReZero(NormFreeTechnique):
     multiplier: Rate = 0.0
     """Factor of all embeddings; with 0, the residual stream starts with a root mean square of 1."""
     where: str = ""
-    """Pattern of the names of each branch's output layer in a block; by default these layers are detected."""
+    """Pattern in the names of the output layers of residual branches; by default these layers are detected."""
 
     def model(self, model: nn.Module) -> nn.Module:
         count = 0

@@ -9,7 +9,7 @@ Use         model = thrifty.apply(model, "skip_init")
 Start with  `skip_init` with dropout, because the removed norms also regularize.
 Cost        One scalar per branch. The computation of the norms is saved.
 Avoid       Pretrained weights, because blocks that start near the identity lose their pretrained function.
-Does not    Keep the plain architecture. The trained model therefore cannot be exported as a plain model.
+Does not    Keep the plain architecture, or export the trained model as a plain model.
 """
 
 import math
@@ -36,7 +36,7 @@ def largest_start(blocks: int) -> float:
 
 class SkipInit(NormFreeTechnique):
     """An initial value above 1 / sqrt(blocks) is refused, because the paper's analysis does not allow it. The paper
-    adds dropout, since norms also regularize. The scalars get no weight decay. Embeddings are multiplied so that the
+    adds dropout, since norms also regularize. The scalars have no weight decay. Embeddings are multiplied so that the
     residual stream starts with a root mean square of 1, as after a norm. Norms of queries and keys, and norms in the
     head, are not removed."""
 
@@ -50,7 +50,7 @@ class SkipInit(NormFreeTechnique):
     multiplier: Rate = 0.0
     """Factor of all embeddings; with 0, the residual stream starts with a root mean square of 1."""
     where: str = ""
-    """Pattern of the names of each branch's output layer in a block; by default these layers are detected."""
+    """Pattern in the names of the output layers of residual branches; by default these layers are detected."""
 
     def model(self, model: nn.Module) -> nn.Module:
         count = 0

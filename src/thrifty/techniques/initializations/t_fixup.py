@@ -8,7 +8,7 @@ Use         model = thrifty.apply(model, "t_fixup")
 Start with  `t_fixup`, without a warm-up. Embeddings are multiplied by sqrt(width); `multiplier=1` turns this off.
 Cost        None. The computation of the norms is saved.
 Avoid       Pretrained weights, because all weights except position embeddings are reinitialized.
-Does not    Keep the plain architecture. The trained model therefore cannot be exported as a plain model.
+Does not    Keep the plain architecture, or export the trained model as a plain model.
 """
 
 from collections.abc import Mapping
@@ -34,13 +34,15 @@ def encoder_factor(depth: int) -> float:
 
 
 def decoder_factor(depth: int) -> float:
-    """Return (9M)^(-1/4), the factor in a decoder of M blocks, and of the embedding before a stack."""
+    """Return (9M)^(-1/4), the factor of matrices in a decoder of M blocks and of the embedding before a stack of M
+    blocks.
+    """
     return (9 * depth) ** -0.25
 
 
 @torch.no_grad()
 def draw(model: nn.Module, stacks: Mapping[str, Blocks], seed: int) -> None:
-    """Initialize every matrix and token table, and set the biases of these layers to zero."""
+    """Initialize every matrix and token table, and set the biases of linear layers to zero."""
     depth_of = depths(model, stacks)
     for stack, blocks in stacks.items():
         rule, scale = ("decoder", decoder_factor) if is_decoder(blocks) else ("encoder", encoder_factor)
@@ -60,7 +62,7 @@ def draw(model: nn.Module, stacks: Mapping[str, Blocks], seed: int) -> None:
 
 
 def multiply_embeddings(model: nn.Module, multiplier: float) -> None:
-    """Multiply token embeddings by `multiplier`; 0 is sqrt(width), unless the model already multiplies by it."""
+    """Multiply token embeddings by `multiplier`. 0 means sqrt(width), or 1 if the model has its own multiplier."""
     for name, table in token_tables(model).items():
         if multiplier == 0.0 and own_multiplier(model, table) != 1.0:
             add_note(f"the model itself multiplies the output of {name}")
@@ -88,9 +90,9 @@ class TFixup(NormFreeTechnique):
     }
 
     multiplier: Rate = 0.0
-    """Factor of token embeddings; 0 is sqrt(width), unless the model already multiplies by it."""
+    """Factor of token embeddings; 0 means sqrt(width), or no factor if the model has its own multiplier."""
     where: str = ""
-    """Pattern of the names of each branch's output layer in a block; by default these layers are detected."""
+    """Pattern in the names of the output layers of residual branches; by default these layers are detected."""
     seed: int = 0
     """Seed of the initialization, together with each parameter's name."""
 
