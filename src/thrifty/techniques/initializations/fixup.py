@@ -1,4 +1,4 @@
-"""Fixup (Zhang et al. 2019): replace norms by scaled initialization, branches that start at zero, and scalars.
+"""Fixup (Zhang et al. 2019): replace norms by scaled initialization, zeroed branches and scalars.
 
 Paper       Zhang, Dauphin and Ma 2019, Fixup Initialization (arXiv 1901.09321). The three rules of section 3 are
             applied as in the authors' Transformer.
@@ -122,8 +122,8 @@ class Fixup(NormFreeTechnique):
 
     L counts 2 branches per encoder block and 3 per decoder block, at the depth at which the run starts. Scalars train
     at a tenth of the learning rate, as in the authors' ResNet, without weight decay. A tied head keeps the
-    embedding's values. Embeddings are multiplied so that the residual stream starts with a root mean square of 1. Norms of
-    queries and keys, and norms in the head, are not removed.
+    embedding's values. Embeddings are multiplied so that the residual stream starts with a root mean square of 1. Norms
+    of queries and keys, and norms in the head, are not removed.
 
     Differs from the paper: each slice of a fused matrix is initialized separately. Its values are sqrt(2) times
     larger than in the authors' code, which initializes a fused matrix as a whole.
