@@ -223,8 +223,8 @@ def test_settings_are_values_of_the_recipe_by_their_paths() -> None:
         ({"evaluation.examples": "many"}, "evaluation.examples must be a whole number, not 'many'"),
         ({"python.loss": "os:system"}, '(?s)python.loss is a Python object.*loss="package'),
         ({"model.build": "os:system"}, '(?s)model.build is a Python object.*model="package'),
-        ({3: 4}, "not a dict of values by path"),
-        ([1], "not a dict of values by path"),
+        ({3: 4}, "not a dict of values by dotted path"),
+        ([1], "not a dict of values by dotted path"),
     ],
 )
 def test_settings_that_a_recipe_does_not_have_are_refused(settings: Any, match: str) -> None:

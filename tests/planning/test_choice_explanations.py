@@ -64,10 +64,10 @@ def test_reasons_of_added_techniques(exact: dict[str, ChoiceReason]) -> None:
     [
         (
             "precision.mixed",
-            "changes the result, and the plan allows only exact" if has_fast_bfloat16() else "no bfloat16 units",
+            "changes the result; the plan allows only exact changes" if has_fast_bfloat16() else "no bfloat16 units",
         ),
-        ("optimizers.lion", "changes the result, and the plan allows only exact"),
-        ("large_batch.gradient_accumulation", "rounds differently, and the plan allows only exact"),
+        ("optimizers.lion", "changes the result; the plan allows only exact changes"),
+        ("large_batch.gradient_accumulation", "rounds differently; the plan allows only exact changes"),
         ("parallelism.tensor", "the plan has one rank"),
         ("memory.offload_activations", "other options suffice, and are expected to take less time; alone it saves"),
         ("memory.offload_optimizer", "alone it saves 8% of the peak, to 870 MB, which is not enough"),
@@ -85,7 +85,7 @@ def test_reasons_against_techniques_under_exact(exact: dict[str, ChoiceReason], 
         ("memory.recompute", "not needed: the run fits without it"),
         ("precision.optimizer_state", "not needed: the run fits without it"),
         ("large_batch.gradient_cache", "refused: large_batch.gradient_cache"),
-        ("measure.noise_scale", "it only measures"),
+        ("measure.noise_scale", "it measures training, but changes nothing"),
     ],
 )
 def test_reasons_against_techniques_under_different(anything: dict[str, ChoiceReason], name: str, why: str) -> None:

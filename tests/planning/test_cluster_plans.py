@@ -102,7 +102,7 @@ def test_every_technique_has_a_reason() -> None:
     assert added == after - {technique.name for technique in plain_techniques()} and added
     axes = {f"parallelism.{axis}" for axis in ("replicate", "shard", "tensor", "pipeline")}
     assert all("simulated" in reasons[name].why for name in axes - after if "also handles" not in reasons[name].why)
-    assert reasons["optimizers.lion"].why == "changes the result, and the plan allows only rounding"
+    assert reasons["optimizers.lion"].why == "changes the result; the plan allows only rounding changes"
     assert "not considered" in reasons["memory.offload_activations"].why
 
 
@@ -227,7 +227,7 @@ def test_clusters_are_read_from_files(tmp_path: Path) -> None:
         ("memory = 8e10", "memory = nan", r"own\.toml.*device\.memory is nan"),
         ("memory = 8e10", "memory = true", r"own\.toml.*device\.memory is True"),
         ("memory = 8e10", "memory = 8e10\nspeed = 1.0", r"own\.toml.*device has no 'speed'"),
-        ("{ bfloat16 = 1e15, float32 = 1e14 }", "{}", r"own\.toml.*device\.flops has no rate"),
+        ("{ bfloat16 = 1e15, float32 = 1e14 }", "{}", r"own\.toml.*device\.flops has no FLOP/s"),
         ("{ bfloat16 = 1e15, float32 = 1e14 }", "2.5", r"own\.toml.*device\.flops is 2\.5, not a table"),
         ("bfloat16 = 1e15", "bfloat16 = -2.5", r"own\.toml.*device\.flops\.bfloat16 is -2\.5"),
         ("bandwidth = 5e10", "bandwidth = inf", r"own\.toml.*between\.bandwidth is inf"),

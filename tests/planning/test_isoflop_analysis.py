@@ -68,8 +68,8 @@ def test_budgets_without_a_minimum_are_omitted_with_a_reason() -> None:
 
 
 def test_one_budget_is_refused() -> None:
-    with pytest.raises(UsageError, match="fewer than two budgets have a minimum: all runs have the same budget"):
+    with pytest.raises(UsageError, match="fewer than two budgets have a loss minimum: all runs have the same budget"):
         isoflop(around(1e15))
     upside_down = [TrainedRun(run.parameters, run.tokens, 10 - run.loss) for run in around(1e16)]
-    with pytest.raises(UsageError, match="the loss has no minimum in size"):
+    with pytest.raises(UsageError, match="the loss has no minimum over model size"):
         isoflop([*around(1e15), *upside_down])

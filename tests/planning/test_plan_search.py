@@ -350,7 +350,7 @@ def test_plans_fit_and_named_memory_suffices(
 def test_errors_at_the_time_limit_suggest_more_seconds() -> None:
     search = searching(100.0, Numerics.EXACT, time=keeping(500.0, 50.0), allowance=lambda step: 0.0)
     with pytest.raises(
-        InfeasibleError, match=r"stopped after 0 s, with options .*no combination that was tried fits"
+        InfeasibleError, match=r"stopped after 0 s and skipped some options: no tried combination fits"
     ) as error:
         search.run()
     assert error.value.fix.startswith("--seconds 60; or --memory ")
@@ -389,7 +389,7 @@ def test_process_memory_counts() -> None:
         return replace(by_expectation(candidate), process=900 * MB)
 
     search = searching(1000.0, Numerics.EXACT, time=larger)
-    with pytest.raises(InfeasibleError, match="900 MB of it before it builds the model"):
+    with pytest.raises(InfeasibleError, match="900 MB of that before the model was built"):
         search.run()
     assert run and not run[0].options
 

@@ -67,7 +67,7 @@ def trace(
         length: Number of tokens per example.
         density: Fraction of the query-key pairs that a mask pattern keeps.
         width: Width of a head, for mask files and mask patterns.
-        model: Your own model, if it trained the run.
+        model: Your own model, if the run trained it.
 
     Raises UsageError if the file exists or the source is unknown.
 
@@ -77,7 +77,7 @@ def trace(
     """
     path, source = Path(out), str(source)
     if path.exists():
-        raise UsageError(f"{str(path)!r} exists already", fix="another --out, or remove the file")
+        raise UsageError(f"{str(path)!r} exists already", fix="--out other.safetensors; or remove the file")
     if source in PATTERNS:
         sizes = [length or 128] * examples
         recorded = synthetic_trace(source, density, layers, heads, width=width, lengths=sizes, seed=seed)
@@ -139,15 +139,16 @@ def _of_folder(folder: Path, examples: int, length: int | None, data: Path | Non
     tokens = torch.tensor(read_tokenizer(tokenizer).encode(data.read_text(encoding="utf-8")))
     if len(tokens) < each:
         raise UsageError(
-            f"{str(data)!r} has {len(tokens)} tokens, fewer than the {each} of one example", fix="a smaller --length"
+            f"{str(data)!r} has {len(tokens)} tokens, fewer than the {each} of one example",
+            fix=f"pass a longer text; or --length {len(tokens)}",
         )
     rows = tokens[: len(tokens) // each * each].unflatten(0, (-1, each))[:examples]
     return record_attention(model, [rows], provenance={"folder": folder.name, "data": data.name}, name=folder.name)
 
 
 def trim_to_context(length: int | None, context: int | None, model: str) -> int:
-    """Return the number of tokens per example: `length`, or by default 128, or the model's context if smaller. Raise
-    UsageError if `length` exceeds the context.
+    """Return the number of tokens per example: `length`; by default 128, or the model's context if that is
+    smaller. Raise UsageError if `length` exceeds the context.
     """
     if context is not None and (length or 0) > context:
         raise UsageError(f"{model!r} has a context of {context} tokens, fewer than {length}", fix=f"--length {context}")
@@ -167,6 +168,6 @@ def _of_preset(name: str, examples: int, length: int | None, seed: int) -> Atten
         tokens = torch.randint(shape.vocabulary, (examples, each), generator=generator)
         inputs = (tokens, tokens) if task == "sequence_to_sequence" else (tokens,)
     else:
-        raise RefusedError(f"the preset {name!r} cannot be traced on random inputs", fix="train it and trace the run")
+        raise RefusedError(f"the preset {name!r} cannot be traced on random inputs", fix="train it, and trace the run")
     about = {"preset": name, "values": f"random, seed {seed}", "data": "random"}
     return record_attention(model, [inputs], lambda model, inputs: model(*inputs), about, name)

@@ -58,7 +58,7 @@ def _evidence(technique: str, folders: Sequence[Path]) -> tuple[Mapping[str, str
 def _opened(address: str) -> Iterator[None]:
     """Open the browser with a local page that redirects to the address.
 
-    Only this user can read the local page, but every user can see the command line of a browser.
+    The page hides the address from other users, who can see the command line of a browser, but cannot read the page.
     """
     folder = cache_folder()
     folder.mkdir(parents=True, exist_ok=True)

@@ -89,9 +89,9 @@ def chat(
         model: Run, run folder or its name under ./runs, or Hugging Face folder.
         tokens: Maximum number of tokens per answer.
         temperature: With 0, the most likely token is chosen. With other values, tokens are sampled from the `top_k`
-            most likely tokens, or from all.
+            most likely tokens, by default from all tokens.
         template: "chatml", "alpaca" or a Jinja file. By default the model's own template is used.
-        build: Your own model, if it trained the run.
+        build: Your own model, if the run trained it.
 
     Raises UsageError if the model is not a next-token model or has no chat template.
 
@@ -109,7 +109,7 @@ def chat(
 
 
 class _Typist:
-    """Printer of an answer, token by token and in whole characters."""
+    """Printer of an answer. It prints each token as soon as the token's characters are complete."""
 
     def __init__(self, tokenizer: ChatTokenizer, show: Callable[[str], None]):
         self.tokenizer, self.show, self.ids, self.shown = tokenizer, show, [], 0

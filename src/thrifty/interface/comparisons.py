@@ -69,7 +69,7 @@ class ComparisonResult(PrintedResult):
         return ResultTable(head, rows)
 
     def figure(self) -> SavedChart:
-        """Return a chart of all pairs and all loss curves. Raise UsageError before the first pair."""
+        """Return a chart of all pairs and all loss curves. Raise UsageError if no pair of runs has finished."""
         drawn = [chart.properties(title=title) for title, _, chart in charts(self.content)]
         if not drawn:
             raise UsageError("no pair of runs has finished", fix="repeat the same call to resume the comparison")
@@ -110,15 +110,17 @@ def compare(
 ) -> ComparisonResult:
     """Compare variants with a baseline at an equal budget, with the same seeds.
 
-    The verdict compares the held-out losses of all planned pairs of runs.
+    The verdict compares the held-out losses of all planned pairs. A pair is a run of a variant and a run of the
+    baseline with the same seed.
 
     Args:
-        recipe: Baseline: a recipe, its name or its file. `arguments` are those of `thrifty.recipe`, with the `name` of
-            the comparison.
+        recipe: Baseline: a recipe, its name or its file. `arguments` are those of `thrifty.recipe`; `name` is the
+            name of the comparison.
         variants: Variants by name: another recipe, or one or more changes of the baseline. A change adds a technique
-            (object, class, or name such as "lion:lr=2e-4"), removes one ("-adamw"), or sets a value ("data.batch=16").
+            (object, class, or name such as "lion:lr=2e-4"), removes a technique ("-adamw"), or sets a value
+            ("data.batch=16").
         equal_budget: Budget that all variants share: "time", "flops", "tokens" or "steps".
-        rate_trials: Number of learning rates per variant. Neighboring rates differ by the factor `rate_factor`.
+        rate_trials: Number of learning rates to try per variant. Neighboring rates differ by the factor `rate_factor`.
         min_effect: Smallest relevant difference, as a fraction of the loss.
         warmup_steps: Number of steps of the pilot runs that measure costs.
         workers: Commands that start runs on other machines, or "here" for this machine.
@@ -154,7 +156,9 @@ def compare(
 def _able(
     launchers: Sequence[RunLauncher], variants: Sequence[Variant], say: Callable[[str], None]
 ) -> Sequence[RunLauncher]:
-    """Return launchers that can start these variants, or only this process if objects cannot be sent to others."""
+    """Return launchers that can start these variants, or only this process if objects cannot be sent to other
+    processes.
+    """
     if all(can_be_sent(variant.recipe.objects) for variant in variants):
         return launchers
     say("objects from Python cannot be sent to other processes: all runs use this process, one after another")

@@ -36,7 +36,7 @@ Order = Literal["hard", "easy", "auto", "random"]
 
 @dataclass(frozen=True, repr=False)
 class KnownSources(PrintedResult):
-    """Catalog of datasets and models: name, size, licence, and whether they are on this machine."""
+    """Catalog of datasets and models: name, size, licence, and presence on this machine."""
 
     entries: tuple[CatalogueEntry, ...]
 
@@ -135,7 +135,7 @@ def preview(
     examples: int = 3,
     quiet: bool = False,
 ) -> ConversationPreview:
-    """Return a preview of conversations in which the tokens with a loss are marked.
+    """Preview conversations, and mark the tokens that have a loss.
 
     Args:
         model: Model folder or model name. The preview uses its tokenizer and template.
@@ -181,13 +181,13 @@ def score(
             "prototype" (cosine distance to the nearest k-means center), or a control: "random", "input_norm".
         runs: Number of runs whose scores are averaged. The default is 5.
         steps: Length of each run: a number of steps, or a fraction of the recipe's steps.
-        embed_with: Run or model folder that computes the embeddings of "prototype". If your own model trained the run,
-            pass it as `model`.
+        embed_with: Run or model folder that computes the embeddings of "prototype". If the run trained your own
+            model, pass this model as `model`.
         clusters: Number of clusters of "prototype".
         out: Output file; the default is NAME-METHOD.safetensors.
 
-    The same call resumes an interrupted scoring. Raises UsageError if the file exists, or if the method does not apply
-    to the recipe.
+    The same call resumes an interrupted scoring. Raises UsageError if the output file exists, or if the method does not
+    apply to the recipe.
 
     Example::
 
@@ -216,14 +216,15 @@ def prune(
 
     Args:
         keep_fraction: Fraction of the examples to keep; the default is 0.5.
-        order: Examples to keep first: "hard", "easy", "random", or "auto": "hard" if many per class remain, else
-            "easy".
-        drop_hardest: Fraction of the examples, the hardest ones, to drop first.
-        min_class_share: Minimum number of examples of each label, as a fraction of an equal share.
+        order: Examples to keep first: "hard", "easy", "random" or "auto". With "auto", hard examples are kept if many
+            examples per class remain, else easy examples.
+        drop_hardest: Fraction of all examples that is dropped first, starting with the hardest.
+        min_class_share: Minimum number of kept examples of each label. A value of 1 is the number of kept examples
+            divided by the number of labels.
         write: TOML file to write: the `recipe` (by default the scored recipe) with the selection.
 
     No data are deleted: the `technique` of the result trains on the kept examples. Raises UsageError if settings do not
-    fit or the file exists.
+    fit together or the TOML file exists.
 
     Example::
 
@@ -256,7 +257,7 @@ def review(
     """Write an HTML page of likely label errors and of the examples with the highest and lowest scores.
 
     `source` contains the scored examples. `out` is the HTML file, by default in the folder of the scores. With settings
-    of `prune`, the page also shows the examples that they keep.
+    of `prune`, the page also shows the examples that these settings keep.
 
     Raises UsageError if the page exists, and RefusedError if the source does not contain the scored examples.
 
@@ -271,7 +272,7 @@ def review(
     data = open_scored(table, str(source), progress(quiet))
     target = Path(out or Path(scores).with_suffix(".html"))
     if target.exists():
-        raise UsageError(f"'{target}' exists already", fix="another --out, or remove the file")
+        raise UsageError(f"'{target}' exists already", fix="--out other.html; or remove the file")
     chosen = choice_by(Path(scores), **settings) if is_chosen else None
     target.write_text(page(table, data, str(source), chosen), encoding="utf-8")
     return ReviewPage(target, table, tuple(suspicious(table).tolist()))

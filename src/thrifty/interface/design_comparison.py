@@ -33,16 +33,17 @@ if TYPE_CHECKING:
 
 Filter = Literal["trace", "exact", "own"]
 COSTS = ("softmax kept", "output error")
-"""Names of the mask costs in a trace's provenance. A filter's masks have these costs."""
+"""Keys in the provenance of a trace with masks of a filter: kept fraction of the softmax, and relative error of the
+outputs."""
 RESULT_COLUMNS = ("design", "cycles", "time", "multipliers", "utilization", "dense rate", "in and out",
                   "energy, modules", "energy, actions", "area")  # fmt: skip
 ABOUT_MASKS = (
     "Density and cost of the masks. Thresholds and ViTCoD's average maps come from the evaluated examples. "
-    "Detectors that a paper trains are untrained here. Masks of every layer come from the model with full attention."
+    "Detectors that a paper trains are not trained here. Masks of every layer come from the model with full attention."
 )
 ABOUT_HERE = (
-    "Simulated times belong to the accelerator. Times of this machine: all pairs with torch's attention "
-    "(causal if the trace is), masked pairs with scipy on one thread. No paper publishes this ratio."
+    "Simulated times are for the accelerator. Times of this machine: all pairs with torch's attention "
+    "(causal if the trace is), masked pairs with scipy on one thread. No paper publishes the ratio of these times."
 )
 
 
@@ -56,7 +57,7 @@ class DesignCase:
     trace: AttentionTrace
     result: SimulationResult
     kept_here: float | None
-    """Seconds of this machine for the kept pairs."""
+    """Seconds of this machine for the kept query-key pairs."""
     loss: float | None
     """Held-out loss of the model if it uses the design's masks."""
 
@@ -77,13 +78,13 @@ class DesignComparison(PrintedResult):
     trace: AttentionTrace
     cases: tuple[DesignCase, ...]
     here: Mapping[str, float | None]
-    """Seconds of this machine for all pairs, by method; empty if not measured."""
+    """Seconds of this machine for all query-key pairs, by method; empty if not measured."""
     loss: float | None
     """Held-out loss of the traced model."""
     budget: Mapping[str, float] = field(default_factory=dict)
     """Resources that are equal for all designs."""
     baseline: str | None = None
-    """Design that the others are compared with at equal peak, with the first filter."""
+    """Design that the others are compared with, at equal peak operations per second and with the first filter."""
     all_tables: bool = False
     """True to print energies by every energy table."""
 
@@ -131,8 +132,8 @@ class DesignComparison(PrintedResult):
         if self.baseline is not None:
             other = next(case.result for case in self.cases if case.design == self.baseline)
             sentences.append(
-                f"\nAt equal peak, the speedup over {other.machine.name} is: fewer operations times "
-                "relative utilization:"
+                f"\nAt equal peak, the speedup over {other.machine.name} is the product of the reduction of "
+                "operations and the relative utilization:"
             )
             sentences.append(_factors(results, other))
         if self.all_tables:
@@ -175,7 +176,7 @@ def result_cells(result: SimulationResult) -> list[str]:
 def remarks(comparison: DesignComparison) -> list[str]:
     """Return the conditions of the results, one sentence each."""
     sentences = [
-        "Modules are priced as published, without an outer memory; actions, with it, by "
+        "Energies of modules are published values and exclude an outer memory. Energies of actions include it, by "
         f"{comparison.cases[0].result.row()['energy_table']}. Areas of different process nodes are not comparable."
     ]
     without = [case.design for case in comparison.cases if "dram" not in case.result.machine.memories]
@@ -267,7 +268,7 @@ def compare_designs(
     objects: UserObjects | None = None,
 ) -> DesignComparison:
     """Simulate machines on a trace. `masks` contains the masked trace of each filter and machine. With several filters,
-    the name of a result is design and filter.
+    the name of a result consists of design and filter.
     """
     results = []
     for name, traces in masks.items():
@@ -299,7 +300,7 @@ def _all_pairs_here(trace: AttentionTrace) -> dict[str, float | None]:
 def held_out_losses(run: Any, traces: Sequence[AttentionTrace], objects: UserObjects | None = None) -> list[float]:
     """Return the loss of a run's model on the traced held-out examples, once with the masks of each trace.
 
-    The first trace is the unmasked one. Raises UsageError if the trace belongs to another run. Raises RefusedError if
+    The first trace has no masks. Raises UsageError if the trace belongs to another run. Raises RefusedError if
     the model's attention is not a softmax over pairs.
     """
     folder = run_folder(run)

@@ -72,7 +72,8 @@ def doctor(*, quick: bool = False, compile: bool = False, sparse: Sequence[tuple
     Args:
         quick: True to skip the measurements of memory and disk.
         compile: True to test torch.compile on a small function.
-        sparse: Weight shapes (outputs, inputs). For each, measure the density below which sparse matmuls are faster.
+        sparse: Weight shapes (outputs, inputs). For each shape, measure the density below which sparse matmuls are
+            faster.
 
     Example::
 
@@ -151,16 +152,16 @@ def _optional(machine: MachineInfo) -> Iterator[DoctorFinding]:
         what = f"extra `{extra}` is not installed ({', '.join(modules)})"
         yield DoctorFinding(what, f'pip install "thrifty[{extra}]"')
     if "gloo" not in machine.backends:
-        what = "torch has no gloo backend: no training on several CPU ranks"
+        what = "torch has no gloo backend, so several CPU ranks cannot train together"
         yield DoctorFinding(what, "install an official torch wheel")
     if machine.gpus and "nccl" not in machine.backends:
-        what = "torch has no NCCL backend: GPUs cannot train together"
+        what = "torch has no NCCL backend, so GPUs cannot train together"
         yield DoctorFinding(what, "install torch for CUDA on Linux")
 
 
 def _gain(machine: MachineInfo) -> float:
-    """Return the speed of bfloat16 matmuls relative to float32. The best repeat of each counts, because other programs
-    may slow some repeats.
+    """Return the speed of bfloat16 matmuls relative to float32. The best repeat of each format counts, because other
+    programs may slow some repeats.
     """
     return machine.matmul["bfloat16"].high / machine.matmul["float32"].high
 

@@ -107,7 +107,7 @@ def _of_batch(
     notes: tuple[str, ...] = (),
 ) -> EstimatedRun:
     if batch is None:
-        raise UsageError("no batch was passed", fix="estimate(model, batch, loss=loss), or data=")
+        raise UsageError("no batch was passed", fix="estimate(model, batch, loss=loss); or data=…")
     if isinstance(loss, str):
         raise UsageError(
             f"the objective {loss!r} builds its own batches", fix="pass data=… instead of batch; or loss=FUNCTION"

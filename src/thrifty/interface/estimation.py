@@ -41,7 +41,7 @@ from thrifty.training.memory_meter import MemoryMeter
 STEPS = 1000
 """Assumed number of steps of the run, for settings that are fractions of a run."""
 COUNTING = 120.0
-"""Time limit in seconds for estimating options. Later options are left out."""
+"""Time limit in seconds for estimating options. Options after this limit are left out."""
 RESERVE = 1.02
 """Safety factor of the predicted peak, because a prediction can be too low. The largest error was 0.02 % for the 90
 random models of `results/benchmarks/estimate-cpu.json`.
@@ -49,7 +49,8 @@ random models of `results/benchmarks/estimate-cpu.json`.
 HELD_LOW, HELD_HIGH, PROCESS_LOW, PROCESS_HIGH = 0.9, 1.15, 0.5, 1.1
 """Bounds of the process memory, as factors of the peak of tensors and of the memory before the step."""
 MOVED = 80e6
-"""Bytes above these bounds that a process may hold, for freed memory and library code."""
+"""Bytes that a process may hold above the bounds of `HELD_HIGH` and `PROCESS_HIGH`, for freed memory and library
+code."""
 
 
 @dataclass(frozen=True)
@@ -147,8 +148,8 @@ def estimate(
     If shapes depend on values, the model runs once on the batch, and a note reports this. On a CPU, convolutions run
     once on a few examples to measure their workspace.
 
-    Raises UsageError if arguments do not fit or the model raises on the batch, and RefusedError if a technique does not
-    support the model.
+    Raises UsageError if arguments do not fit together or the model raises on the batch, and RefusedError if a technique
+    does not support the model.
 
     Example::
 
@@ -200,7 +201,8 @@ def _own_errors(run: EstimatedRun) -> Iterator[None]:
 
 
 def _device(device: str | torch.device) -> tuple[torch.device, float, bool | None]:
-    """Return the torch device, its memory in bytes (inf if unknown) and if it computes bfloat16 (None: detect)."""
+    """Return the torch device, its memory in bytes (inf if unknown), and True if it computes bfloat16 (None:
+    detect)."""
     word = str(device).lower().removeprefix("nvidia ").partition(" ")[0]
     is_here = torch.cuda.is_available()
     if word == "auto":
@@ -340,7 +342,7 @@ def _cheapest_of_micro_batches(ways: Sequence[PlanOption]) -> list[PlanOption]:
 
 def _late(search: PlanSearch) -> str:
     return (
-        f"time limit: options were estimated for {search.seconds_taken:.0f} s, without {search.stopped}"
+        f"time limit: options were estimated for {search.seconds_taken:.0f} s, and {search.stopped} were skipped"
         if search.stopped
         else ""
     )

@@ -41,7 +41,7 @@ class RecipeExplanation(PrintedResult):
     process: float
     """Bytes of the process before the model is built."""
     ranks: Mapping[str, Any] = field(default_factory=dict)
-    """The "mesh", and for each of its "stages" the contents of a rank. Empty without a mesh."""
+    """The "mesh", and under "stages" the contents of one rank of each pipeline stage. Empty without a mesh."""
     origins: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -73,15 +73,15 @@ def export(
 ) -> ExportedModel | ExportedMasks:
     """Write the model of a run as a Hugging Face folder: config.json, safetensors, tokenizer or image preprocessor.
 
-    Adapters and gains are merged into the weights. A model of `transformers` keeps its own format. Your own `model` is
-    written as model.safetensors (its state dict) and model.json (the function that built it).
+    Adapters and residual gains are merged into the weights. A model of `transformers` keeps its own format. Your own
+    `model` is written as model.safetensors (its state dict) and model.json (the function that built it).
 
     Args:
         run: Run, run folder, or its name under ./runs.
         step: Step of the checkpoint; by default the newest checkpoint.
         raw_weights: True to export the trained weights instead of their average, if the run evaluated the average.
         part: "adapter" in PEFT format, its "base" model, or the "masks" of a sparse run as a file.
-        model: Your own model, if it trained the run.
+        model: Your own model, if the run trained it.
 
     Raises UsageError if the folder contains files.
 

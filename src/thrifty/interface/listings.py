@@ -53,8 +53,8 @@ def _columns(rows: Mapping[str, str], width: int = 0) -> list[str]:
 def list_names(kind: Kind = "techniques", *, search: str = "") -> Listing:
     """List techniques, recipes, studies, presets, objectives or accelerator designs, with one line per name.
 
-    `search` selects entries whose name, line or card contains all of its words; case is ignored. Code of third-party
-    techniques is not run. Raises UsageError if `kind` is unknown or nothing matches.
+    `search` selects entries whose name, line or card contains all words of `search`; case is ignored. Code of
+    third-party techniques is not run. Raises UsageError if `kind` is unknown or nothing matches.
 
     Example::
 

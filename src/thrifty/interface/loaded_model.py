@@ -19,7 +19,9 @@ from thrifty.training.trained_model import load_trained_model
 
 
 def own_model(run: Any, model: nn.Module | BuildModel | str | None) -> UserObjects:
-    """Return the passed model, or else the user's own model that trained the run in this process."""
+    """Return the passed model, or else the user's own model, if the run trained it in this
+    process.
+    """
     return getattr(run, "objects", UserObjects()) if model is None else UserObjects.from_arguments(model=model)
 
 

@@ -65,10 +65,10 @@ def lottery(
     Args:
         recipe: A recipe, its name or its file. `arguments` are those of `thrifty.recipe`.
         prune_fraction: Fraction of the remaining weights to prune in each round.
-        rewind: Step, or fraction of the run, to whose weights the remaining weights are rewound.
+        rewind: Step (or fraction of the run) at which weights are saved. Remaining weights are reset to these values.
         scope: "global" compares magnitudes over all matrices, "layerwise" within each matrix.
         where: Pattern of the names of the weight matrices to prune.
-        half_rate: Pattern of the names of weight matrices that are pruned at half the rate.
+        half_rate: Pattern of the names of weight matrices whose prune fraction is halved.
         controls: Control runs to train for each ticket: "random-mask" or "reinitialise".
 
     The same call resumes an interrupted lottery, also with more rounds or controls. Raises UsageError if the folder

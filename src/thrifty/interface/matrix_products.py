@@ -14,7 +14,7 @@ from thrifty.simulators.accelerator.simulation_result import SimulationResult
 from thrifty.simulators.accelerator.spgemm_workload import SpgemmProduct
 
 ABOUT = (
-    "\nSimulated times belong to the accelerator. Measured times are from this CPU: scipy (row by row, one\n"
+    "\nSimulated times are for the accelerator. Measured times are from this CPU: scipy (row by row, one\n"
     "thread) and dense numpy. The paper compares with libraries and processors of 2017."
 )
 

@@ -279,8 +279,8 @@ def activation_budget(model: nn.Module, budget: str | float, **settings: Any) ->
     """Limit the memory of activations that are saved by forward passes in the `with` block.
 
     `budget` is a percentage ("50%") or a fraction of all activations, or a size ("2GB"). `settings` are those of
-    `ActivationBudget`. The backward pass may run after the block. The first forward pass for each input shape runs
-    twice, to measure costs for the plan.
+    `ActivationBudget`. The backward pass may run after the `with` block. The first forward pass for each input shape
+    runs twice, to measure costs for the plan.
 
     Raises InfeasibleError if no plan fits the budget, and UsageError if `budget` is not an amount.
 

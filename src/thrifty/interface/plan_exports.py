@@ -22,7 +22,7 @@ def export_recipe(recipe: "Recipe", steps: int, trainer: str, path: Path) -> Pat
 
     refuse_unknown("there is no export to", trainer, [*CONFIGURATIONS, SCRIPT])
     if path.exists():
-        raise RefusedError(f"{str(path)!r} exists already", fix="remove it, or name another --out")
+        raise RefusedError(f"{str(path)!r} exists already", fix=f"remove {str(path)!r}; or another --out")
     prepared = prepare_run(recipe, steps=steps, quiet=True)
     run = PortableRecipe.of(recipe, prepared.run.techniques, steps, prepared.run.device.type)
     if trainer == SCRIPT:
@@ -53,8 +53,8 @@ def _write_script(prepared: "PreparedRun", run: "PortableRecipe", folder: Path) 
     source = prepared.run.plain.source
     if prepared.recipe.objective.name != "next_token" or not isinstance(source, PackedTokens):
         raise RefusedError(
-            f"script needs next_token on text, not {prepared.recipe.objective.name} on {prepared.recipe.data.source}",
-            fix="leave out --export script; the other exports work",
+            f"a script needs next_token on text, not {prepared.recipe.objective.name} on {prepared.recipe.data.source}",
+            fix="remove --export script; the other exports work",
         )
     functions = (
         keyed_permutation._round_keys,

@@ -111,7 +111,7 @@ def _refuse_ranks(ranks: int, device: torch.device, allow: Numerics) -> None:
         )
     if allow is Numerics.EXACT:
         raise UsageError(
-            "--allow exact forbids several ranks: they sum in another order than one rank",
+            "--allow exact forbids several ranks, because they sum in a different order than one rank",
             fix="--allow rounding",
         )
 
@@ -133,7 +133,7 @@ def _prepared_bytes(prepared: PreparedRun) -> float:
 
 
 def _evidence(names: Iterable[str]) -> dict[str, str]:
-    """Return one line of evidence for each technique with evidence."""
+    """Return one line of evidence for each technique that has been measured."""
     from thrifty.experiments.evidence import evidence_by_technique
 
     evidence = evidence_by_technique()
@@ -143,8 +143,8 @@ def _evidence(names: Iterable[str]) -> dict[str, str]:
 def _probing(prepared: PreparedRun, seconds: float, fixed: bool, allowed: float | None) -> TimeOf:
     """Return a function that times candidates in separate processes. Results are cached per machine.
 
-    `fixed` are micro-batch settings that no candidate changes. A probe may take `allowed` seconds, the limit of the
-    whole plan, but at least 60 s.
+    `fixed` is True if no candidate changes the micro-batches. The time limit of a probe is `allowed` seconds, which is
+    the limit of the whole plan, but at least 60 s.
     """
 
     from thrifty.core.claims import Claim

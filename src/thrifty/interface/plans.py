@@ -76,7 +76,7 @@ class RecipePlan(PrintedResult):
         """Write the recipe as TOML, with its forecast as a comment at the top. Raise UsageError if the file exists."""
         path = Path(file)
         if path.exists():
-            raise UsageError(f"{str(path)!r} exists already", fix="name another file, or remove it")
+            raise UsageError(f"{str(path)!r} exists already", fix=f"pass another path; or remove {str(path)!r}")
         printed = format_cluster_plan(self.plan) if isinstance(self.plan, ClusterPlan) else format_plan(self.plan)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(comment_lines(printed) + "\n" + write_recipe(self.recipe), encoding="utf-8")
@@ -140,7 +140,7 @@ def plan(
         probe_seconds: Time limit of timing one candidate. The default is 20 s.
         probed_candidates: Number of candidates to time. The default is 4.
         seconds: Time limit of planning. The default is a fifth of the run, and at least 60 s.
-        cluster: Name or file of a cluster to simulate. The four `probe` and `seconds` arguments then do not apply.
+        cluster: Name or file of a cluster to simulate. `seconds` and the three `probe` arguments then do not apply.
         ranks: Number of devices of this machine or of the cluster.
         price_per_hour: Price of this machine per hour, to add the cost to the forecast.
 
@@ -156,7 +156,7 @@ def plan(
         if amount is not None:
             check_amount(f"--{name}", amount)
     if tokens is not None and flops is not None:
-        raise UsageError("--tokens and --flops exclude each other", fix="pass one of them")
+        raise UsageError("--tokens and --flops exclude each other", fix="remove --tokens; or remove --flops")
     wanted = PlanRequest(
         allow=Numerics(allow),
         memory=_bytes(memory, "--memory"),

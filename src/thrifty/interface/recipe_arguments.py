@@ -74,8 +74,8 @@ def recipe(
     Args:
         model: Module whose weights are the initial values, function that builds a module, preset, or Hugging Face
             folder. The function is called with `model_arguments`.
-        data, held_out: A dataset object, a path or name of a dataset, or weights by source, as in {"wiki.txt": 3,
-            "code": 1}. Objects: map-style or iterable dataset, `datasets.Dataset`, DataLoader (its workers read it),
+        data, held_out: A dataset object, a path or name of a dataset, or sampling weights by source, as in {"wiki.txt":
+            3, "code": 1}. Objects: map-style or iterable dataset, `datasets.Dataset`, DataLoader (its workers read it),
             list, array, or tuple of arrays.
         loss: Function `loss(model, batch)`, or the name of an objective. The function returns one loss per example, or
             (losses, weights), or a mean. The default for conversations is "chat_answers".
@@ -84,7 +84,7 @@ def recipe(
         techniques: Techniques as objects, classes or names. The default optimizer is AdamW with linear decay.
         budget: "20 steps", "1e7 tokens", "3 epochs", "90s", "10min", "2h" or a number of steps.
         batch: Effective batch: number of examples per step.
-        settings: Other values by their path in the recipe, as in {"evaluation.examples": 1000}.
+        settings: Other values by dotted path in the recipe, as in {"evaluation.examples": 1000}.
         recipe: Recipe, its name (`thrifty.list("recipes")`) or TOML file. It supplies all values that are not passed.
             The default is `llama-nano` on `python-stdlib` for 500 steps.
 
@@ -184,7 +184,8 @@ def recipe(
         return base
     if not isinstance(settings, Mapping) or not all(isinstance(path, str) for path in settings):
         raise UsageError(
-            f"settings is {settings!r:.60}, not a dict of values by path", fix='settings={"evaluation.examples": 100}'
+            f"settings is {settings!r:.60}, not a dict of values by dotted path",
+            fix='settings={"evaluation.examples": 100}',
         )
     layers = RecipeLayers.above("the recipe", base)
     for path, value in settings.items():
@@ -210,7 +211,7 @@ def names_object(value: Any, is_data: bool = False) -> bool:
 
 
 def is_mixture(data: Any) -> bool:
-    """Return True if `data` is a dict of weights by source."""
+    """Return True if `data` is a dict of sampling weights by source."""
     return isinstance(data, Mapping) and bool(data) and all(isinstance(each, int | float) for each in data.values())
 
 

@@ -79,7 +79,7 @@ def retrieve(
         raw_weights: True to use the trained weights instead of their average, if the run evaluated the average.
         classes: Labelled images for zero-shot classification. Each label name is inserted into the `prompts`, such as
             "a picture of {}".
-        model: Your own model, if it trained the run.
+        model: Your own model, if the run trained it.
 
     Raises UsageError if the objective of the run is not contrastive.
 

@@ -52,8 +52,8 @@ def _batch_advice(folder: Path) -> str | None:
 
 
 def is_first_to_report() -> bool:
-    """Return True on the first rank of this machine that calls the function. It reports an error that occurred on all
-    ranks before they have a process group.
+    """Return True on the first rank of this machine that calls the function. This rank reports an error that
+    occurred on all ranks before they have a process group.
 
     A fixed rank might report too late, because torchrun kills all ranks when one rank exits.
     """

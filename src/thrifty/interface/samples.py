@@ -52,10 +52,10 @@ def sample(
         model: Run, run folder or its name under ./runs, or Hugging Face folder.
         prompt: Text to continue. By default the text starts a new document.
         temperature: With 0, the most likely token is chosen. With other values, tokens are sampled from the `top_k`
-            most likely tokens, or from all.
+            most likely tokens, by default from all tokens.
         seed: Random seed; the same seed generates the same text.
         chat: True to treat the prompt as a question and return only the answer.
-        build: Your own model, if it trained the run.
+        build: Your own model, if the run trained it.
 
     Raises UsageError if the model is not a next-token model.
 

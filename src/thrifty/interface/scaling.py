@@ -58,7 +58,7 @@ def recommend_size(
 
     Args:
         flops: Compute budget.
-        hours: Training time on this machine at `utilisation` (a fraction) of its measured peak.
+        hours: Training time on this machine at `utilisation` (a fraction) of its measured peak FLOP/s.
         tokens: Number of training tokens, from which the model size is computed.
 
     Raises UsageError unless exactly one of `flops`, `hours` and `tokens` is passed.

@@ -124,9 +124,9 @@ def attention(
             filter).
         density: Fraction of query-key pairs that "exact" and "own" filters keep.
         max_error: Maximum relative error of the outputs. It replaces `density`.
-        run: Run that was traced, to measure its held-out loss with each mask. If your own model trained the run, pass
-            it as `model`.
-        baseline_design: Design that the others are compared with at equal peak.
+        run: Run that was traced, to measure its held-out loss with each mask. If the run trained your own
+            model, pass this model as `model`.
+        baseline_design: Design that the others are compared with, at equal peak operations per second.
         measure: False to skip the measurement on this machine.
         page, csv, perfetto: Outputs to write: offline HTML page, folder of tables, timeline.
 
@@ -192,8 +192,8 @@ def spgemm(
     measure: bool = True,
     energy_table: str = "horowitz-45nm",
 ) -> SpgemmSimulation:
-    """Simulate the product of each sparse matrix with itself on accelerators: cycles of both phases, bytes per operand,
-    joules.
+    """Simulate the product of each sparse matrix with itself on accelerators: cycles of the multiply and merge
+    phases, bytes per operand, joules.
 
     `matrices` are Matrix Market files (.mtx). Without files, a random square matrix of `size` rows has a fraction
     `density` of nonzero values. `designs` are as in `attention`. `measure=False` skips the measurement on this machine.

@@ -57,7 +57,7 @@ def study(
     Args:
         name: Folder name under `runs`.
         settings: Changed settings of the study, as in "steps=100".
-        cases: Words; only cases whose label contains one of them are measured.
+        cases: Words; only cases whose label contains one of these words are measured.
         jobs: Number of parallel processes.
         save_result: Path of a .json file for the result.
         baseline_result: Path of a saved result to compare with.

@@ -36,9 +36,9 @@ class OptimizerSummary:
 
     optimizer: str
     groups: tuple[dict[str, tuple[str, ...]], ...]
-    """For each group: names of its parameters by algorithm. An algorithm is the sequence of its update elements."""
+    """For each group: names of its parameters by algorithm. The name of an algorithm lists the steps of its update."""
     elements: tuple[int, ...]
-    """Number of elements of each group."""
+    """Total number of parameter elements in each group."""
     learning_rates: tuple[float, ...]
     added: tuple[str, ...]
 

@@ -32,13 +32,14 @@ VOCABULARY, LENGTH, BATCH = 64, 16, 4
 CLOSE = 1e-5
 """Maximum relative difference of losses between a user's loop and the trainer."""
 IN_FEW_BITS = 0.02
-"""As CLOSE, for techniques that round stochastically, or whose output head is rounded at another place."""
+"""As CLOSE, for techniques in low precision, and for techniques that sample examples or gradient values."""
 
 
 def check_technique(technique: type[Technique] | Technique | str, **settings: Any) -> CheckReport:
-    """Test a technique as the toolkit tests its own, on a model of two blocks, in a few seconds.
+    """Test a technique as Thrifty tests its own techniques, on a model of two blocks, in a few seconds.
 
-    The test covers: settings, stage and claims; methods that are not overridden; parameter names; promised values,
+    The test covers: settings, stage and claims; no changes of data, loss or gradients by
+    methods that are not overridden; parameter names; promised values,
     gradients and micro-batches; resume; explanation and export; learning; and equal losses in a user's loop and the
     trainer. If the technique refuses the small model, the promise is reported as not applicable.
 

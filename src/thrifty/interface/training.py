@@ -237,7 +237,7 @@ def steps(
     """Yield the record of each training step. The `for` loop over the records drives the training.
 
     Args:
-        run: Recipe (object, name or file), started in the folder `runs`/name. Or a run to resume.
+        run: Recipe (object, name or file) to start in the folder `runs`/name, or a run to resume.
         arguments: As in `thrifty.recipe`.
 
     Records are the same as for observers of `thrifty.train`. Leaving the loop early saves the run, which can be

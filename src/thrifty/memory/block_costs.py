@@ -39,7 +39,8 @@ class CostTrace(StepTrace):
 
 
 def counted_stage(module: nn.Module, forward: Callable[..., Any], args: tuple, kwargs: dict) -> ChainStageCost | None:
-    """Return the counted cost of a call, or None if it depends on values. The module is unchanged."""
+    """Return the counted cost of a call, or None if the cost depends on values. The module is
+    unchanged."""
     with _disable_current_modes(), gc_disabled(), restore_module_state(module):
         try:
             return block_cost(module, forward, args, kwargs)[0]
@@ -190,7 +191,8 @@ def fake_parameters(module: nn.Module) -> Iterator[list[Tensor]]:
 
 
 def in_seconds(cost: ChainStageCost, forward: float) -> ChainStageCost:
-    """Return a counted cost, scaled so that its forward time is the measured `forward`. Ratios are unchanged."""
+    """Return a counted cost, scaled so that its forward time is the measured `forward`. Ratios of times are
+    unchanged."""
     rate = forward / cost.forward if cost.forward else 0.0
     stopped = None if cost.stopped is None else rate * cost.stopped
     return replace(cost, forward=forward, backward=rate * cost.backward, stopped=stopped)

@@ -28,7 +28,8 @@ from thrifty.memory.recompute_schedule import RecomputeAction, RecomputeSchedule
 
 
 class BlockChain:
-    """A chain of wrapped blocks that keep the tensors that `schedule` selects. With None, nothing is recomputed.
+    """A chain of wrapped blocks that keep the tensors that `schedule` selects. Without a schedule, nothing is
+    recomputed.
 
     The schedule may change between forward passes. A backward pass follows the schedule of its forward pass.
     """
@@ -170,8 +171,8 @@ class BlockCall:
     def _check(self, saves: list[tuple[torch.Size, torch.dtype]]) -> None:
         if saves != self.saves:
             raise IntegrityError(
-                f"block {self.place} saved {len(self.saves)} tensors in its forward pass, but {len(saves)} or "
-                "different tensors when it was recomputed",
+                f"block {self.place} saved {len(self.saves)} tensors in its forward pass, but a different set of "
+                f"{len(saves)} tensors when it was recomputed",
                 fix=RERUN_FIX,
             )
 

@@ -12,7 +12,8 @@ from thrifty.core.tensor_tracing import StepTrace
 
 
 class CallSignature(StepTrace):
-    """Trace of a call: operations, their inputs, live bytes after each, saved tensors, and the autograd graph."""
+    """Trace of a call: operations, their inputs, live bytes after each operation, saved tensors, and the autograd
+    graph."""
 
     def __init__(self, *known: Tensor):
         self.steps: list[Hashable] = []

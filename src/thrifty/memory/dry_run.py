@@ -23,7 +23,7 @@ from thrifty.memory.recompute_schedule import ChainStageCost
 
 @dataclass(frozen=True)
 class BlockMemory:
-    """Memory of a block call that its trace does not contain."""
+    """Memory of a block call, in addition to the contents of its trace."""
 
     temporary: int
     """Peak bytes of forward and backward pass in addition to saved tensors."""
@@ -41,7 +41,7 @@ class DryRun:
     tapes: list[OpTrace] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     memories: list[BlockMemory] = field(default_factory=list)
-    """Memory of each call that its trace does not contain."""
+    """Memory of each call, in the order of `tapes`."""
     streams: bool = False
     """True to also count peak intervals of calls whose saved tensors are offloaded."""
     known: dict[Any, BlockMemory] = field(default_factory=dict)

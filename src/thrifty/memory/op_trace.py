@@ -85,7 +85,7 @@ class OpTrace:
     owners: list[int | None] = field(default_factory=list)
     """For each operation, the item that it creates or writes to; None for views."""
     outside: set[int] = field(default_factory=set)
-    """Operations that only write outside the block. They must run only once."""
+    """Operations whose only effect is a write outside the block. They must run only once."""
     items: dict[int, OpOutput] = field(default_factory=dict)
     """Items by number, in the order of their operations."""
     input_bytes: int = 0

@@ -20,7 +20,7 @@ from thrifty.memory.saved_tensor_hooks import SMALLEST, use_activation_store
 
 @dataclass(frozen=True)
 class PeakInterval:
-    """Interval in a block's forward or backward pass, between two events: autograd saves or unpacks a tensor.
+    """Interval in a block's forward or backward pass, between two times at which autograd saves or unpacks a tensor.
 
     Tensors are identified by their index in `OpTrace.saved_tensors`.
     """
@@ -160,7 +160,7 @@ class _PeakTracer:
 
 
 def _decisive(intervals: Sequence[PeakInterval]) -> list[PeakInterval]:
-    """Return the intervals that no other interval always exceeds."""
+    """Return the intervals that can determine the peak. Drop an interval if another interval always needs as much."""
     peaks: list[PeakInterval] = []
     for each in intervals:
         if not any(other.bytes >= each.bytes and other.here >= each.here for other in peaks):

@@ -76,7 +76,8 @@ class QuantizedStore:
         """Return True if a tensor has few elements per row, such as means of a norm or softmax normalizers of
         attention.
 
-        Such tensors are small. An error in one of their elements changes all elements that it is applied to.
+        Such tensors are small. An error in one of their elements changes all elements that the statistic is
+        applied to.
         """
         small = 8 * activation.numel() <= max(self.numbers[-3:], default=0)
         return activation.size(-1) == 1 or (small and self.small_in_a_row < 3)

@@ -11,10 +11,10 @@ from thrifty.core.randomness import GeneratorStates
 from thrifty.core.written_buffers import BufferSnapshot
 
 RERUN_FIX = (
-    "make the block deterministic; routing in a mixture of experts differs if the block's input "
-    "is quantized: --without memory.compress_activations"
+    "make the block deterministic; or, for a mixture of experts with quantized inputs, "
+    "--without memory.compress_activations"
 )
-"""Fix of the error that a block saves other tensors when it is recomputed."""
+"""Fix for a block that saves different tensors when it is recomputed than in its forward pass."""
 
 
 def recompute(

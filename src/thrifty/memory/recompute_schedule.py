@@ -1,7 +1,8 @@
 """Data classes for a chain of blocks: the cost of each block, and a schedule that selects kept and recomputed
 activations.
 
-Stage i computes activation i+1 from activation i. Its backward pass requires activation i and its own saved tensors.
+Stage i is block i of the chain. It computes activation i+1 from activation i. Its backward pass requires activation i
+and its own saved tensors.
 """
 
 from collections.abc import Mapping, Sequence
@@ -46,7 +47,7 @@ class RecomputeSchedule:
 
 @dataclass(frozen=True)
 class ChainStageCost:
-    """Cost of a stage. Times have any unit. Temporary bytes do not include inputs, outputs and saved tensors."""
+    """Cost of a stage. Times may be in any unit. Temporary bytes do not include inputs, outputs and saved tensors."""
 
     forward: float
     backward: float
@@ -65,8 +66,8 @@ class ChainStageCost:
 
 @dataclass(frozen=True)
 class ChainCost:
-    """Cost of a chain. `input` is the size of the chain's input in bytes; it is kept throughout. The gradient of the
-    output has the output's size.
+    """Cost of a chain. `input` is the size of the chain's input in bytes; the chain's input is always kept. The
+    gradient of the output has the output's size.
     """
 
     input: int

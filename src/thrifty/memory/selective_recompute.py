@@ -1,7 +1,8 @@
-"""Selective recomputation: a plan decides whether each saved tensor of a block is kept, moved or recomputed.
+"""Selective recomputation: a plan decides whether each saved tensor of a block is kept, stored or recomputed.
 
-The forward pass stores the tensors that the plan selects. Before the block's backward pass, the required operations run
-again. Stored tensors replace results, and unused results are not computed.
+The forward pass stores the tensors that the plan selects, for example offloaded or quantized. Before the block's
+backward pass, the required operations run again. Stored tensors replace the results of their operations, and unused
+results are not computed.
 """
 
 from collections.abc import Callable, Mapping
@@ -30,9 +31,9 @@ def keep_tensor(tensor: Tensor) -> Callable[[], Tensor]:
 
 @dataclass(frozen=True)
 class BlockPlan:
-    """Actions for the items of a trace. An item is stored with a function, recomputed, or unused.
+    """Actions for the items (operation outputs) of a trace. An item is stored with a function, recomputed, or unused.
 
-    The entry `INPUT` is the action for the block's input, if the input is moved.
+    The entry `INPUT` is the action for the block's input, if the input is stored.
     """
 
     tape: OpTrace
@@ -47,7 +48,7 @@ class BlockPlan:
 
     @property
     def is_streamed(self) -> bool:
-        """True if nothing is recomputed: stored tensors return one by one."""
+        """True if nothing is recomputed, so that stored tensors return one by one."""
         return not self.recomputed and not self.is_plain
 
     @property

@@ -47,12 +47,12 @@ class LinkClock:
         self.now += seconds
 
     def out(self, size: int) -> float:
-        """Return the time at which the transfer of a leaving tensor ends, if it starts now."""
+        """Return the time at which a transfer of `size` bytes off the device ends, if it starts now."""
         return self._begin(0, size, self.now)
 
     def back(self, size: int, gone: float) -> float:
-        """Return the time at which a requested tensor is back. Its transfer starts now, or at `gone` if that is
-        later.
+        """Return the time at which a tensor is back on the device. The transfer starts now, but not before `gone`, the
+        time at which the transfer off the device ends.
         """
         return self._begin(1, size, max(self.now, gone))
 

@@ -118,7 +118,7 @@ class HostTier(StorageTier):
         raise NotImplementedError
 
     def bring(self, values: Tensor, into: Tensor) -> None:
-        """Start to copy values from `allocate` to a device tensor."""
+        """Start to copy `values`, a tensor that `allocate` returned, to a device tensor."""
         raise NotImplementedError
 
     def landed(self) -> None:

@@ -20,7 +20,8 @@ class BreakevenRow:
 
     @property
     def crossover(self) -> float:
-        """Density below which sparse products are faster than dense products; 0 if none is."""
+        """Density below which sparse products are faster than dense products; 0 if dense products are always
+        faster."""
         return self.line.crossover
 
     def __str__(self) -> str:

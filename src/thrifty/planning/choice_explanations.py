@@ -50,7 +50,7 @@ class ChoiceExplainer:
     search: PlanSearch
     chosen: PlanCandidate
     disallowed: Mapping[str, Sequence[PlanOption]]
-    """Options that the request does not allow, by axis."""
+    """Options that the request does not allow, by axis of the search space."""
     catalogue: Catalogue
     missing: Mapping[str, str]
     allow: Numerics
@@ -119,7 +119,7 @@ class ChoiceExplainer:
         if technique.numerics is Numerics.DIFFERENT:
             return "a different algorithm: only a comparison shows if the model learns more (thrifty compare)"
         if technique.stage is Stage.MEASURE:
-            return "it only measures"
+            return "it measures training, but changes nothing"
         return "nothing in this run requires it"
 
     def _undivided(self) -> str:
@@ -129,7 +129,7 @@ class ChoiceExplainer:
 
     def _disallowed(self, numerics: Numerics) -> str:
         change = "rounds differently" if numerics is Numerics.ROUNDING else "changes the result"
-        return f"{change}, and the plan allows only {self.allow.value}"
+        return f"{change}; the plan allows only {self.allow.value} changes"
 
     def _refusal(self, technique: Technique) -> str:
         others = [each for each in self.search.base if each.name != technique.name]
@@ -179,7 +179,9 @@ class ChoiceExplainer:
         return f"not run: {other}"
 
     def _measured(self, options: Sequence[PlanOption]) -> str:
-        """Return the relative time of the fastest probe with any of `options`, as text; "" if no such probe ran."""
+        """Return the step time of the fastest probe with any of `options`, relative to the plan, as text. Return "" if
+        no such probe ran.
+        """
         timed = [candidate for candidate in self.search.tried if {*candidate.options} & {*options} and candidate.timing]
         if not timed or not self.chosen.timing:
             return ""

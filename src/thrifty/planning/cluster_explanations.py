@@ -45,7 +45,7 @@ class ClusterChoiceExplainer:
         if name in (ACCUMULATE, RECOMPUTE):
             return "the fastest layout that fits does not use it"
         if NUMERICS_ORDER.index(self.catalogue[name].numerics) > NUMERICS_ORDER.index(self.allow):
-            return f"changes the result, and the plan allows only {self.allow.value}"
+            return f"changes the result; the plan allows only {self.allow.value} changes"
         return "not considered, because it is not simulated; a plan without --cluster considers it"
 
     def _unused_axis(self, axis: str) -> str:

@@ -6,7 +6,7 @@
     inside = "nvlink4"               # a known link, or a table with latency and bandwidth
     between = { latency = 5e-6, bandwidth = 5e10 }
 
-Values are in bytes, seconds, bytes/s and FLOP/s. `flops` is a table by number format."""
+Values are in bytes, seconds, bytes/s and FLOP/s. The table `flops` has one value per number format."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -30,16 +30,17 @@ def read_cluster(name: str) -> Cluster:
     try:
         tables = parse_toml(path.read_text(encoding="utf-8"), name)
     except (OSError, ValueError) as error:
-        raise UsageError(f"--cluster {name} cannot be read: {error}", fix="pass a TOML file or a name") from None
+        what = f"--cluster {name!r} cannot be read: {error}"
+        raise UsageError(what, fix="correct the file; or --cluster h100-box") from None
     for key in (*tables, *KEYS):
         if key not in KEYS:
-            raise UsageError(f"{name}: a cluster has no key {key!r}", fix=did_you_mean(key, KEYS))
+            raise UsageError(f"{name!r}: a cluster has no key {key!r}", fix=did_you_mean(key, KEYS))
         if key not in tables:
-            raise UsageError(f"{name} has no {key!r}", fix=f"add {key} = …; a cluster requires {', '.join(KEYS)}")
+            raise UsageError(f"{name!r} has no {key!r}", fix=f"add {key} = …; a cluster requires {', '.join(KEYS)}")
     counts = {key: tables[key] for key in ("per_node", "nodes")}
     for key, count in counts.items():
         if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise UsageError(f"{name}: {key} is {count!r}", fix=f"set {key} to an integer of at least 1")
+            raise UsageError(f"{name!r}: {key} is {count!r}, not an integer >= 1", fix=f"{key} = 1, or more")
     return Cluster(
         device=_look_up(name, "device", tables["device"], DEVICES, _device),
         inside=_look_up(name, "inside", tables["inside"], LINKS, _link),
@@ -57,9 +58,9 @@ def _look_up(
         try:
             return build(file, key, value)
         except ValueError as error:
-            raise UsageError(f"{file}: invalid {kind}: {error}", fix=f"write a name; or {_FORMS[kind]}") from None
+            raise UsageError(f"{file!r}: invalid {kind}: {error}", fix=f"write a name; or {_FORMS[kind]}") from None
     if value not in known:
-        raise UsageError(f"{file}: {key} is an unknown {kind} {value!r}", fix=did_you_mean(value, known))
+        raise UsageError(f"{file!r}: {key} is an unknown {kind} {value!r}", fix=did_you_mean(value, known))
     return known[value]
 
 
@@ -73,7 +74,7 @@ def _device(file: str, key: str, value: Any) -> DeviceSpec:
     table = _table(key, value, ("flops", "memory", "bandwidth"))
     rates = _table(f"{key}.flops", table["flops"])
     if not rates:
-        raise ValueError(f"{key}.flops has no rate of any number format")
+        raise ValueError(f"{key}.flops has no FLOP/s for any number format")
     flops = {name: _amount(f"{key}.flops.{name}", rate) for name, rate in rates.items()}
     memory, bandwidth = (_amount(f"{key}.{name}", table[name]) for name in ("memory", "bandwidth"))
     return measured("device", flops, memory, bandwidth, file)

@@ -37,7 +37,9 @@ class ClusterLayout:
 
     @property
     def changes(self) -> int:
-        """Complexity: number of axes other than replicate, plus ZeRO stage, micro-batches and recompute."""
+        """Complexity: number of used axes other than replicate, plus the ZeRO stage, plus 1 each for micro-batches and
+        for recompute.
+        """
         axes = sum(getattr(self.mesh, axis) > 1 for axis in ("shard", "tensor", "pipeline"))
         return axes + self.settings.zero + (self.report.micro_batches > 1) + (self.settings.recompute != "none")
 
@@ -55,16 +57,16 @@ class ClusterLayout:
 
 
 def recipe_mesh(mesh: ClusterMesh) -> core_mesh.Mesh:
-    """Return a simulated mesh as the mesh of a recipe."""
+    """Convert a simulated mesh to the mesh of a recipe."""
     return core_mesh.Mesh(**{axis: getattr(mesh, axis) for axis in core_mesh.AXES})
 
 
 def layouts(
     workload: Workload, cluster: Cluster, batch: int, number_format: str, recompute: Recompute | None = None
 ) -> list[ClusterLayout]:
-    """Return all layouts that divide the effective batch evenly, sorted by step time, then by number of changes.
+    """Return all layouts that divide the effective batch evenly, sorted by step time, then by `changes`.
 
-    If `recompute` is set, all layouts have this recompute setting.
+    Step times within 3 % count as equal. If `recompute` is set, all layouts use it.
     """
     candidates = []
     for mesh in meshes(cluster.ranks, cluster.per_node, len(workload.blocks)):
@@ -79,7 +81,7 @@ def layouts(
 def meshes(ranks: int, per_node: int, depth: int) -> Iterator[ClusterMesh]:
     """Yield meshes in which each tensor group is inside one node.
 
-    Data ranks replicate, shard, or shard inside nodes and replicate over nodes.
+    Data-parallel ranks replicate the model, shard it, or shard it inside nodes and replicate it across nodes.
     """
     for tensor in _divisors(ranks, per_node):
         for pipeline in _divisors(ranks // tensor, depth):

@@ -24,9 +24,9 @@ from thrifty.simulators.cluster.network_topology import Cluster
 from thrifty.simulators.cluster.workload import Recompute, Workload
 
 ALTERNATIVES, COUNTS, MOST_COUNTS = 4, 24, 48
-"""Number of alternatives to the fastest layout, and maximum numbers of counted layouts: after and before one fits."""
+"""Number of alternatives to the fastest layout. Maximum numbers of counted layouts: if one fits, and if none fits."""
 TOO_MUCH = 2.0
-"""Maximum simulated memory of a counted layout, as a multiple of the limit."""
+"""Maximum simulated memory of a layout whose footprint is counted, as a multiple of the memory limit."""
 TOO_LARGE = "does not fit"
 PARTS = {
     "compute": "computing",
@@ -110,7 +110,7 @@ class ClusterPlan:
 
 @dataclass(frozen=True)
 class ClusterPlanner:
-    """Planner of a recipe on all ranks of a cluster. `tokens` is the number of tokens per example."""
+    """Planner for a recipe on all ranks of a cluster. `tokens` is the number of tokens per example."""
 
     recipe: Recipe
     plain: BaseRun
@@ -192,7 +192,8 @@ class ClusterPlanner:
         return min(self.request.memory, self.cluster.device.memory)
 
     def _format(self) -> str:
-        """Return the number format of matrix products: the format of the recipe, or a similar format of the device."""
+        """Return the number format of matrix products: the format of the recipe, or a similar format that
+        the device supports."""
         mixed = any(technique.is_low_precision for technique in self.recipe.techniques)
         preferred = ("bfloat16", "float16", "float32") if mixed else ("float32", "tfloat32")
         return next(name for name in (*preferred, *self.cluster.device.flops) if name in self.cluster.device.flops)

@@ -15,12 +15,12 @@ from thrifty.core.technique import Technique
 COUNTED_HIGH = 1.1
 """Upper bound of measured memory / counted memory. In 268 cases, the error was at most 9.4 % (results/benchmarks)."""
 OVER_MESH_HIGH = 1.2
-"""Upper bound of measured memory / counted memory over a mesh. In 26 small cases on two gloo ranks, memory was at most
-1.8 % more and 6.4 % less. The bound is larger, because communication buffers are estimated by techniques and not
-counted. GPUs and many ranks were not measured."""
+"""Upper bound of measured memory / counted memory over a mesh. In 26 small cases on two gloo ranks, measured
+memory was at most 1.8 % above counted memory. The bound is larger, because techniques estimate communication buffers,
+which are not counted. GPUs and many ranks were not measured."""
 HELD = ("parameters", "gradients", "optimizer", "activations", "temporary", "buffers")
 DISTURBED = 0.1
-"""Fraction of cores. If other processes use more, the measurement counts as disturbed."""
+"""Maximum fraction of cores that other processes may use. Above it, a measurement counts as disturbed."""
 
 
 @dataclass(frozen=True)
@@ -86,16 +86,16 @@ class StepTiming:
     rows: tuple[int, ...]
     """Numbers of examples per micro-batch, ascending. Slow candidates have only the largest size."""
     passes: tuple[float, ...]
-    """Median seconds of forward and backward pass, by size. A run is expected to take this time."""
+    """Median seconds of forward and backward pass, by micro-batch size. A run is expected to take this time."""
     least: tuple[float, ...]
-    """Minimum seconds of forward and backward pass, by size. Candidates are compared by the minimum, because other
-    processes only add time."""
+    """Minimum seconds of forward and backward pass, by micro-batch size. Candidates are compared by the minimum,
+    because other processes only add time."""
     update: float
     spread: float
     """Half the interquartile range of step times, divided by the median."""
     startup: float
-    """Seconds from building the model to the end of the first step, plus the first evaluated batch. Both include
-    compilation."""
+    """Seconds from building the model to the end of the first step, plus seconds of the first evaluated batch.
+    Both include compilation."""
     evaluation: float
     save: float
     memory: float
@@ -135,7 +135,8 @@ class StepTiming:
 
 
 def line_through(rows: Sequence[int], seconds: Sequence[float]) -> Callable[[int], float]:
-    """Return a function from micro-batch size to seconds. For other sizes than `rows`, it is the least-squares line.
+    """Return a function from micro-batch size to seconds: `seconds` at the sizes `rows`, their least-squares line at
+    other sizes.
 
     If noise makes the slope or the intercept negative, the time of the largest size is scaled in proportion.
     """

@@ -1,4 +1,7 @@
-"""Requests for a plan, and forecasts of candidates."""
+"""Requests for a plan, and forecasts of candidates.
+
+A candidate is a recipe with options of the plan. A probe times steps of a candidate in a separate process. The ledger
+contains predicted and measured values of earlier runs."""
 
 import math
 from collections.abc import Mapping
@@ -29,7 +32,7 @@ class PlanRequest:
     memory: float = math.inf
     disk: float = math.inf
     seconds: float | None = None
-    """The budget in seconds. With `tokens` or `flops`, the time limit for this budget."""
+    """Budget in seconds. If `tokens` or `flops` is set, the time limit for that budget."""
     tokens: float | None = None
     flops: float | None = None
     price: float | None = None
@@ -129,8 +132,8 @@ class Forecast:
 class Forecaster:
     """Forecaster for candidates of a recipe.
 
-    `rate` is the reached FLOP/s of training on the device, used for candidates without a probe. `tokens` is the number
-    of tokens per example. `data` is the size of prepared data in bytes.
+    `rate` is the FLOP/s that training reaches on the device; it is used for candidates without a probe. `tokens` is the
+    number of tokens per example. `data` is the size of prepared data in bytes.
     """
 
     recipe: Recipe
@@ -149,8 +152,8 @@ class Forecaster:
     ) -> Forecast:
         """Return the forecast of a candidate.
 
-        `past` has the ledger's records of "memory" and "step". `slowdown` is the ratio of median to minimum step time.
-        Candidates are compared by minimum step time.
+        `past` is the accuracy of earlier predictions of "memory" and "step", from the ledger. `slowdown` is the ratio
+        of median to minimum step time. It is required, because candidates are compared by minimum step time.
         """
         timing, footprint = candidate.timing, candidate.footprint
         assert footprint is not None

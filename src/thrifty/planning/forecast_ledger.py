@@ -24,7 +24,7 @@ COVERAGE = 0.9
 class LedgerEntry:
     run: str
     predicted: Mapping[str, float]
-    """Known predictions of "counted" (bytes of tensors), "memory" (bytes as a run measures) and "step" (seconds)."""
+    """Known predictions: "counted" (bytes of tensors), "memory" (bytes that a run measures), "step" (seconds)."""
     measured: Mapping[str, float]
     """Measured "memory" (bytes, on the first rank) and "step" (seconds)."""
     machine: Mapping[str, Any]
@@ -62,8 +62,8 @@ class PredictionRecord:
     def around(self, value: float, low: float, high: float) -> Estimate:
         """Return a new prediction with its interval.
 
-        With at least `ENOUGH` runs, the interval is from their ratios. With fewer runs, it is `low` to `high`, widened
-        to contain their ratios."""
+        With at least `ENOUGH` runs, the interval is computed from the ratios of the runs. With fewer runs, it is `low`
+        to `high`, widened to contain these ratios."""
         below, above = self._bounds() if len(self.ratios) >= ENOUGH else (low, high)
         if self.ratios and len(self.ratios) < ENOUGH:
             below, above = min(low, *self.ratios), max(high, *self.ratios)
@@ -72,7 +72,7 @@ class PredictionRecord:
     def _bounds(self) -> tuple[float, float]:
         """Return bounds that contain the next ratio with probability `COVERAGE`, if runs are exchangeable.
 
-        For too few runs, the bounds extend beyond the extreme ratios by half of their distance from 1.
+        For too few runs, the bounds extend beyond the extreme ratios by half the distance of these ratios from 1.
         """
         ordered, outside = sorted(self.ratios), (1 - COVERAGE) / 2
         place = math.floor((len(ordered) + 1) * outside)

@@ -14,12 +14,13 @@ from thrifty.planning.scaling_law import COVERAGE, Interval
 from thrifty.planning.scaling_law_fit import TrainedRun
 
 SAME_BUDGET = 0.1
-"""Maximum relative difference of budgets in a group, because integer steps rarely use a budget exactly."""
+"""Maximum relative difference of budgets in a group. Budgets of runs differ slightly, because runs have whole
+numbers of steps."""
 
 
 @dataclass(frozen=True)
 class IsoFlopParabola:
-    """Parabola of one budget over the size N: loss + curvature (log N - log parameters)^2."""
+    """Parabola of loss over model size N for one budget: `loss` + `curvature` · (log N - log `parameters`)^2."""
 
     flops: float
     runs: int
@@ -48,7 +49,10 @@ class IsoFlop:
 
 
 def isoflop(runs: Sequence[TrainedRun]) -> IsoFlop:
-    """Fit the optimal size to runs. Raises UsageError unless two budgets have a minimum within their sizes."""
+    """Fit the optimal size to runs.
+
+    Raises UsageError unless at least two budgets have a loss minimum between the trained sizes.
+    """
     valleys: list[IsoFlopParabola] = []
     refused: list[str] = []
     for group in budgets(runs):
@@ -59,7 +63,8 @@ def isoflop(runs: Sequence[TrainedRun]) -> IsoFlop:
             refused.append(valley)
     if len(valleys) < 2:
         reasons = "; ".join(refused) or "all runs have the same budget"
-        raise UsageError(f"fewer than two budgets have a minimum: {reasons}", fix="add runs of other sizes or budgets")
+        what = f"fewer than two budgets have a loss minimum: {reasons}"
+        raise UsageError(what, fix="add runs of other sizes or budgets")
     log_flops = np.log([valley.flops for valley in valleys])
     log_parameters = np.log([valley.parameters for valley in valleys])
     (exponent, offset), margins = _least_squares(np.vander(log_flops, 2), log_parameters)
@@ -88,11 +93,11 @@ def find_valley(runs: Sequence[TrainedRun]) -> IsoFlopParabola | str:
     losses = np.array([run.loss for run in runs])
     (curvature, slope, height), covariance = _least_squares(np.vander(log_sizes - centre, 3), losses)
     if curvature <= 0:
-        return f"{flops:.3g} FLOP: the loss has no minimum in size"
+        return f"{flops:.3g} FLOP: the loss has no minimum over model size"
     lowest = -slope / (2 * curvature)
     if not log_sizes.min() <= centre + lowest <= log_sizes.max():
         side = "smaller" if centre + lowest < log_sizes.min() else "larger"
-        return f"{flops:.3g} FLOP: the minimum is outside of the trained sizes, at {side} sizes"
+        return f"{flops:.3g} FLOP: the loss minimum is outside of the trained sizes, at {side} sizes"
     interval = None
     if covariance is not None:
         gradient = np.array([slope / (2 * curvature**2), -1 / (2 * curvature), 0.0])

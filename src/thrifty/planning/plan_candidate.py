@@ -54,7 +54,7 @@ class PlanCandidate:
 
     @property
     def process_kind(self) -> tuple[bool, bool, int]:
-        """Kind of process. It determines the process memory in addition to tensors.
+        """Key of the kind of process. Processes of one kind use about equal memory in addition to tensors.
 
         The elements are: compiled or not, freed memory returned to the system or not
         (`training.memory_meter.set_freed_memory_policy`), and the number of ranks.

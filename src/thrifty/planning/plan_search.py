@@ -24,14 +24,14 @@ from thrifty.planning.search_space import MICRO_BATCHES, ONE_RANK, PlanOption, a
 from thrifty.planning.single_options import SingleOptionCosts
 
 FINALISTS, COUNTS, PROBES, ALIKE = 4, 48, 8, 2
-"""Number of probed candidates in addition to the unchanged recipe, and maximum numbers of counted combinations, of
-probes, and of candidates that differ only in micro-batches."""
+"""Number of probed candidates that fit, in addition to the unchanged recipe. Maximum numbers of counted combinations,
+of probes, and of candidates that differ only in micro-batches."""
 TOO_HIGH = 1.25
 """Maximum expected ratio of estimated to counted memory of a combination."""
 NEAR = 1.25
 """Maximum expected step time of a candidate to be probed, relative to the fastest probed candidate."""
 NO_DIFFERENCE = 0.03
-"""Minimum fraction by which a candidate with more changes must be faster."""
+"""Minimum fraction by which a candidate must be faster than a candidate with fewer changes."""
 COUNTING = 0.5
 """Fraction of the planning time for counting options. The rest is for probes."""
 SOME_PROBE = 10.0
@@ -40,7 +40,7 @@ SOME_PROBE = 10.0
 NO_ROOM = "does not fit the disk"
 
 TimeOf = Callable[[PlanCandidate, float], StepTiming]
-"""Function that probes a candidate. It may stop early if a step exceeds the given seconds. Raises ProbeError."""
+"""Function that probes a candidate. The probe may stop early if a step exceeds the given seconds. Raises ProbeError."""
 
 
 @dataclass
@@ -91,8 +91,8 @@ class PlanSearch(SingleOptionCosts):
     def run(self) -> PlanCandidate:
         """Return the best candidate. Raises InfeasibleError if no candidate fits; the error names the limit to relax.
 
-        Even at a very short time limit, one candidate is probed. The candidate with the least memory is tried before
-        the error.
+        Even at a very short time limit, one candidate is probed. Before the error is
+        raised, the candidate with the least memory is tried.
         """
         self.say(f"the unchanged recipe: {self.plainest.memory / 1e6:,.0f} MB counted")
         self._try_recipe()
@@ -118,7 +118,7 @@ class PlanSearch(SingleOptionCosts):
 
     @property
     def further_seconds(self) -> int:
-        """Time limit that the notice suggests after planning stopped at its limit, in seconds."""
+        """Longer time limit in seconds, suggested if planning stopped at its time limit."""
         return ceil(max(2 * self.seconds_taken, 2 * self.allowance(self.fastest), 60))
 
     def fits(self) -> bool:
@@ -129,26 +129,26 @@ class PlanSearch(SingleOptionCosts):
         for_probes = (1 - COUNTING) * self.allowance(self.fastest) if self.time else 0.0
         if not has_each_axis or self.seconds_left >= for_probes:
             return False
-        self.stopped = "options that were not counted"
+        self.stopped = "some options"
         return True
 
     def _is_late(self) -> bool:
         """Return True if no time is left for another probe.
 
-        The first probe after the unchanged recipe always runs. This probe is of the candidate that is expected to be
-        fastest.
+        The first probe after the unchanged recipe always runs, because it times the candidate that is expected
+        to be fastest.
         """
         has_begun = self.tried or self.probes > 1 or self.counts >= FINALISTS
         if not has_begun or self.seconds_left > (self.longest_probe if self.time else 0.0):
             return False
-        self.stopped = "combinations that were not tried"
+        self.stopped = "some combinations"
         return True
 
     def beyond(self, candidate: PlanCandidate, reduce: Callable[[list[float]], float] = median) -> float:
         """Return the expected bytes in addition to tensors, from probes of the same kind of process.
 
-        Before the first such probe, compiled code is expected to need as much as code without compilation. For other
-        kinds of processes, 0 is expected.
+        Before the first such probe, a compiled candidate is expected to need as much as the same kind without
+        compilation. Without probes of either kind, 0 is expected.
         """
         own = self.surpluses[candidate.process_kind] or self.surpluses[False, *candidate.process_kind[1:]]
         return reduce(own) if own else 0.0
@@ -180,7 +180,10 @@ class PlanSearch(SingleOptionCosts):
         return kinds > self.finalists or self.counts >= COUNTS or self.probes >= PROBES
 
     def _is_too_slow(self, candidate: PlanCandidate) -> bool:
-        """Return True if a candidate is expected to be far slower than the best candidate, even by the best probe."""
+        """Return True if a candidate is expected to be far slower than the best candidate.
+
+        The estimate scales the probe that makes the candidate fastest.
+        """
         probed = [other for other in self.tried if other.timing]
         fastest = min((other.least_step / other.relative for other in probed), default=0.0)
         return candidate.relative * fastest > NEAR * self.bar
@@ -193,8 +196,9 @@ class PlanSearch(SingleOptionCosts):
     def kind(self, candidate: PlanCandidate) -> frozenset[PlanOption]:
         """Return the options without micro-batches. Candidates of the same kind share a probe.
 
-        Micro-batches are included for joint losses, because micro-batches change their computation. Micro-batches are
-        also included for several ranks, because communication is partly per step and partly per micro-batch.
+        Micro-batches are included for joint losses (over all examples of a batch), because micro-batches change the
+        computation of such losses. Micro-batches are also included for several ranks, because communication is partly
+        per step and partly per micro-batch.
         """
         keeps_parts = self.plain.objective.joint or candidate.ranks > 1
         return frozenset(option for option in candidate.options if keeps_parts or option.axis != MICRO_BATCHES)
@@ -290,10 +294,11 @@ class PlanSearch(SingleOptionCosts):
             self.tried.append(timed)
 
     def _try_leanest(self) -> None:
-        """Probe up to two combinations whose counted footprint does not fit. Raises InfeasibleError if none fits.
+        """Probe up to two combinations whose counted footprint does not fit. Raises InfeasibleError if neither
+        fits.
 
-        The first is the fastest combination that fits with the smallest measured process of its kind. Its probe
-        measures the bytes in addition to tensors, so it may show that other combinations fit. The second is the
+        The first is the fastest combination that would fit with the smallest measured process of its kind. Its probe
+        measures the bytes in addition to tensors, so the probe may show that other combinations fit. The second is the
         combination with the smallest expected process.
         """
         waiting = [c for c in self.combinations() if c.options not in {*self.needs, *self.failed}]
@@ -352,7 +357,7 @@ class PlanSearch(SingleOptionCosts):
         self.surpluses[candidate.process_kind].append(max(timing.memory - candidate.tensors, 0.0))
         self.processes[candidate.ranks] = min(self.processes.get(candidate.ranks, inf), timing.process)
         self.fastest = min(self.fastest, timing.least_step(candidate.batch, candidate.parts))
-        before = f", {timing.process / 1e6:,.0f} MB of it before it builds the model" if timing.process else ""
+        before = f", {timing.process / 1e6:,.0f} MB of that before the model was built" if timing.process else ""
         measured = f"its process took {whole / 1e6:,.0f} MB{before}"
         self.say(f"its steps take {timing.step(candidate.batch, candidate.parts):.3g} s, and {measured}")
         needed = timing.process + timing.memory * self.margin
@@ -412,7 +417,7 @@ class PlanSearch(SingleOptionCosts):
         needed, what = min(self.needs.values())
         among, further = "no allowed combination", ""
         if self.stopped:
-            among = f"stopped after {self.seconds_taken:.0f} s, with {self.stopped}: no combination that was tried"
+            among = f"stopped after {self.seconds_taken:.0f} s and skipped {self.stopped}: no tried combination"
             further = f"--seconds {self.further_seconds}; or "
         raise InfeasibleError(
             f"{among} fits in {self.memory / 1e6:,.4g} MB: {what}",
@@ -422,7 +427,7 @@ class PlanSearch(SingleOptionCosts):
 
 
 def _lighter(sibling: PlanCandidate, candidate: PlanCandidate) -> StepTiming:
-    """Return the timing of a probed sibling, with its memory reduced to the candidate's smaller tensors."""
+    """Return the timing of `sibling`, a probed candidate, with memory reduced by its surplus of tensors."""
     assert sibling.timing is not None and sibling.footprint is not None and candidate.footprint is not None
     less = max(sibling.footprint.memory - candidate.footprint.memory, 0.0)
     return replace(sibling.timing, memory=max(sibling.timing.memory - less, candidate.footprint.memory))

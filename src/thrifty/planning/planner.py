@@ -49,7 +49,7 @@ class Plan:
     misfits: Mapping[str, str]
     reasons: tuple[ChoiceReason, ...]
     past: Mapping[str, PredictionRecord]
-    """The ledger's records of "memory" and "step"."""
+    """Accuracy of earlier predictions of "memory" and "step", from the ledger."""
     stopped: str = ""
     """Notice that planning stopped at its time limit, with the skipped work; empty if no work was skipped."""
 
@@ -94,7 +94,7 @@ def allowed_options(
 class Planner(Forecaster):
     """Planner for a recipe with opened data, on up to `ranks` ranks.
 
-    The time limit is `seconds` after `began`. By default, it is a fifth of the run's time, but at least a minute.
+    Planning stops `seconds` after `began`. The default is a fifth of the run's time, but at least a minute.
     """
 
     plain: BaseRun
@@ -183,7 +183,7 @@ class Planner(Forecaster):
 
     @cached_property
     def _unsure_step(self) -> float:
-        """Expected seconds of a step before the first probe, by a low FLOP/s rate as for small models."""
+        """Expected seconds of a step before the first probe, computed with the low FLOP/s of small models."""
         return UNSURE * self._plain_flops(self.recipe.budget.steps or STEPS) / self.rate
 
     def _allowance(self, step: float) -> float:
@@ -201,12 +201,12 @@ class Planner(Forecaster):
             return ""
         limit = "--seconds" if self.seconds is not None else "a fifth of the run's time, at least a minute"
         return (
-            f"stopped after {search.seconds_taken:.0f} s, with {search.stopped}: the limit is "
-            f"{search.allowance(search.fastest):.0f} s ({limit}); --seconds {search.further_seconds} continues"
+            f"stopped after {search.seconds_taken:.0f} s and skipped {search.stopped}: the limit is "
+            f"{search.allowance(search.fastest):.0f} s ({limit}); raise it: --seconds {search.further_seconds}"
         )
 
     def _records(self, ranks: int) -> dict[str, PredictionRecord]:
-        """Return the ledger's records of "memory" and "step" for runs on `ranks` ranks."""
+        """Return the accuracy of earlier predictions of "memory" and "step" for runs on `ranks` ranks."""
         alike = [entry for entry in self.ledger if entry.ranks == ranks]
         return {name: prediction_record(alike, name, name) for name in ("memory", "step")}
 

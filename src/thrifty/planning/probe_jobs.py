@@ -46,7 +46,7 @@ class ProbeJob:
     parts: int
     seconds: float
     counted: tuple[float, float]
-    """Counted bytes and FLOPs of the candidate. They distinguish different models with the same name in the cache."""
+    """Counted bytes and FLOPs of the candidate. In the cache, they distinguish models with the same name."""
     bar: float = math.inf
     """Step time in seconds. If the largest size is slower, smaller sizes are not timed."""
 
@@ -59,7 +59,7 @@ class ProbeJob:
         return {**vars(self), "recipe": relevant, "bar": min(self.bar, sys.float_info.max)}  # JSON has no infinity
 
     def is_covered_by(self, timing: StepTiming) -> bool:
-        """Return True if a cached timing has all sizes, or if its step is slower than `bar`."""
+        """Return True if a cached timing has all sizes of the job, or if its step is slower than `bar`."""
         batch = self.parts * self.rows[-1]
         return timing.rows == self.rows or timing.least_step(batch, self.parts) > self.bar
 
@@ -140,7 +140,9 @@ def answer_file(job_file: Path) -> Path:
 
 
 def write_probe_answer(job_file: Path, answer: Mapping[str, Any]) -> None:
-    """Write the result of a job: a timing, or "refused" with a reason. Only the first rank that writes has effect."""
+    """Write the result of a job: a timing, or "refused" with a reason. The result of the first rank that
+    writes is kept.
+    """
     with tempfile.NamedTemporaryFile("w", dir=job_file.parent, encoding="utf-8") as file:
         json.dump(dict(answer), file)
         file.flush()
@@ -168,7 +170,7 @@ def _run(command: Sequence[str], ranks: int, limit: float) -> tuple[int, str]:
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Kill a process and its children, because ranks of torchrun would continue to run."""
+    """Kill a process and its children, because the ranks of torchrun would otherwise continue to run."""
     if process.poll() is not None:
         return
     with suppress(psutil.NoSuchProcess):

@@ -6,9 +6,13 @@ last row is the converged minimum for the same 240 runs, from all 4500 starts of
 
 The first two rows have no published errors. Epoch AI published one standard error per constant, but no correlations. A
 and alpha are almost perfectly correlated, and so are B and beta. Independent errors would put the optimum at 5.76e23
-FLOP between 0.1 and 3,100 tokens per parameter. A bootstrap of the same 240 runs reproduces the published errors: A 122
-(published 125), B 1,350 (1,290), E 0.026, alpha 0.015, beta 0.020 (0.021). Therefore the last two rows use the
-covariance of the bootstrap."""
+FLOP between 0.1 and 3,100 tokens per parameter. A bootstrap of the same 240 runs reproduces the published errors:
+
+            A     B      E      alpha  beta
+published   125   1,290  0.026  0.015  0.021
+bootstrap   122   1,350  0.026  0.015  0.020
+
+Therefore the last two rows of constants use the covariance of the bootstrap."""
 
 from dataclasses import asdict, dataclass
 from typing import Any

@@ -23,14 +23,15 @@ AxisUse = tuple[dict[str, dict[str, int]], float]
 
 
 def without_rank_techniques(techniques: Iterable[Technique]) -> tuple[Technique, ...]:
-    """Return the techniques without parallel techniques, because the plan chooses these."""
+    """Return `techniques` without parallel techniques, because the plan chooses the parallel techniques."""
     return tuple(technique for technique in techniques if not technique.divides_ranks)
 
 
 def options_over_ranks(ranks: int, batch: int, device: str) -> Iterator[OptionTemplate]:
     """Yield options for all meshes of `ranks` ranks (`cluster_layouts.meshes`) that divide a batch equally.
 
-    On a CPU, ranks share the cores, but wait less than the threads of a single rank. On GPUs, ranks divide the time.
+    On a CPU, ranks share the cores, but wait less than the threads of a single rank. On GPUs, ranks divide the step
+    time.
     """
     part = SHARING if device == "cpu" else 1 / ranks
     for mesh_sizes in meshes(ranks, ranks, ranks):
@@ -61,7 +62,7 @@ def _tensor_uses(mesh: Mesh) -> Iterator[AxisUse]:
 
 
 def _pipeline_uses(mesh: Mesh, own: int) -> Iterator[AxisUse]:
-    """Yield pipelines with different numbers of micro-batches. Fewer micro-batches have a larger bubble."""
+    """Yield options of a pipeline by number of micro-batches. With fewer micro-batches, the bubble is larger."""
     stages = mesh.pipeline
     if stages == 1:
         yield {}, 1.0

@@ -4,9 +4,9 @@ Paper    Hoffmann et al. 2022, Training Compute-Optimal Large Language Models (2
 Compute  C = 6 N D FLOP for N parameters (all parameters) and D tokens. Matrix products inside attention do not count.
 
 The constants are fitted to a few hundred runs, and the optimum is sensitive to the constants. Rounding two exponents to
-two digits moves the optimum from 59 to 93 tokens per parameter. Therefore a law has samples of laws that fit equally
-well, and each recommendation has an interval. `published_laws.py` has published constants. `scaling_law_fit.py` fits
-your own runs."""
+two digits moves the optimum from 59 to 93 tokens per parameter. Therefore a law has samples: other laws that fit the
+data about equally well. Each recommendation has an interval, computed from the samples. `published_laws.py` has
+published constants. `scaling_law_fit.py` fits your own runs."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
@@ -43,7 +43,9 @@ class ScalingLaw:
         for field in fields(self):
             value = getattr(self, field.name)
             if not (np.all(np.isfinite(value)) and np.all(np.asarray(value) > 0)):
-                raise UsageError(f"scaling law: {field.name} is {value}", fix="pass five positive constants")
+                raise UsageError(
+                    f"scaling law: {field.name} is {value}, not in (0, inf)", fix="pass five positive constants"
+                )
 
     @classmethod
     def from_logs(cls, constants: np.ndarray) -> "ScalingLaw":
@@ -65,7 +67,10 @@ class ScalingLaw:
         return self.beta / (self.alpha + self.beta)
 
     def optimal(self, flops: float) -> "ModelSizing":
-        """Return the sizes with minimum loss at C = `flops`: N = G (C/6)^(beta/(alpha+beta)), D = C / 6N."""
+        """Return the sizes with minimum loss at C = `flops`: N = G (C/6)^(beta/(alpha+beta)), D = C / 6N.
+
+        G = (alpha A / (beta B))^(1/(alpha+beta)).
+        """
         check_amount("flops", flops)
         product = flops / FLOP_PER_PARAMETER_AND_TOKEN
         exponents = self.alpha + self.beta
@@ -122,7 +127,7 @@ class LawSamples:
 
     law: ScalingLaw
     without_optimum: float = 0.0
-    """Fraction of omitted samples. A sample with an exponent <= 0 has no optimal size."""
+    """Fraction of samples that were omitted, mostly because a law with an exponent <= 0 has no optimal size."""
 
     @classmethod
     def from_logs(cls, constants: np.ndarray, failed: int = 0) -> "LawSamples | None":
@@ -182,7 +187,7 @@ def recommend(
     Raises UsageError unless exactly one of `flops` and `tokens` is set, or if the law has no optimum.
     """
     if (flops is None) == (tokens is None):
-        raise UsageError("a recommendation requires either flops or tokens", fix="pass exactly one of them")
+        raise UsageError("a recommendation requires either flops or tokens", fix="pass flops=1e18; or tokens=1e9")
 
     def size(scaling_law: ScalingLaw) -> ModelSizing:
         return scaling_law.optimal_for_tokens(tokens) if tokens is not None else scaling_law.optimal(flops or 0.0)

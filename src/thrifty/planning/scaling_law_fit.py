@@ -51,7 +51,7 @@ def grid(
     alphas: Sequence[float], betas: Sequence[float], log_es: Sequence[float], log_as: Sequence[float],
     log_bs: Sequence[float],
 ) -> np.ndarray:  # fmt: skip
-    """Return all combinations of constants (log A, log B, log E, alpha, beta) as rows, (n, 5)."""
+    """Return all n combinations of constants (log A, log B, log E, alpha, beta) as rows, (n, 5)."""
     return np.array([[a, b, e, alpha, beta] for alpha, beta, e, a, b in product(alphas, betas, log_es, log_as, log_bs)])
 
 
@@ -95,7 +95,7 @@ class LawFit:
     """Median of |log L(N, D) - log loss| over the runs."""
     starts: int
     agreeing: int
-    """Number of starts with the same minimum, within a relative difference of 1e-6."""
+    """Number of starts that reached the same minimum, within a relative difference of 1e-6."""
     draws: LawSamples | None
     """Laws fitted to bootstrap samples of the runs; None for `resamples` = 0."""
 
@@ -148,7 +148,7 @@ def refuse_degenerate(runs: Sequence[TrainedRun]) -> None:
     slope = np.polyfit(log_parameters, log_tokens, 1)
     if np.std(log_tokens - np.polyval(slope, log_parameters)) < 0.05:
         raise UsageError(
-            "the number of tokens is a function of the size in these runs, so their effects cannot be separated",
+            "the number of tokens is a function of the size in these runs, so both effects cannot be separated",
             fix="train each size with several numbers of tokens",
         )
     if np.ptp(log_loss) < 10 * DELTA:
@@ -203,7 +203,7 @@ def _bootstrap(
 def synthetic_runs(
     law: ScalingLaw, sizes: Iterable[float], budgets: Iterable[float], noise: float = 0.0, seed: int = 0
 ) -> tuple[TrainedRun, ...]:
-    """Return one run per size and budget (FLOP), with the law's loss and normal noise in log loss, of std `noise`."""
+    """Return one run per size and budget (FLOP). The loss is the law's; log loss has normal noise of std `noise`."""
     generator = np.random.default_rng(seed)
     runs = []
     for size, budget in product(sizes, budgets):

@@ -15,7 +15,8 @@ COLUMNS = {
     "flops": ("flops", "Training FLOP"),
     "loss": ("loss",),
 }
-"""Column names: this package's names, and those of Epoch AI's table, read from a figure of Hoffmann et al."""
+"""Accepted column names: names of this package, and names of Epoch AI's table, which was read from a figure of Hoffmann
+et al."""
 
 SEPARATORS = ",;\t"
 LONGEST_HEADER = 1 << 16
@@ -65,7 +66,8 @@ def run_from_folder(path: Path) -> TrainedRun:
 def runs_from_table(path: Path) -> list[TrainedRun]:
     """Read runs from a CSV file with the columns parameters, tokens and loss. Raises UsageError for an invalid file.
 
-    A column flops (6 N D) may replace tokens. Separators are commas, semicolons or tabs. Other columns are ignored.
+    A column flops (6 · parameters · tokens) may replace tokens. Separators are commas, semicolons or tabs. Other
+    columns are ignored.
     """
     try:
         with path.open(newline="", encoding="utf-8-sig") as file:

@@ -62,7 +62,7 @@ def _one(name: str, factor: float, lacks: Callable[[str], str] = _nothing, **set
 
 
 def _within(name: str, factor: float, fraction: float) -> OptionTemplate:
-    """Return a template with a limit, as a fraction of the bytes.
+    """Return a template of a technique whose memory limit is a fraction of the peak without a limit.
 
     On a CPU, the limit is for the process. Freed memory is returned to the system and cleared again, which takes time.
     """
@@ -143,7 +143,9 @@ def mesh_of(options: Iterable[PlanOption]) -> Mesh:
 
 
 def micro_batches(batch: int, joint: bool) -> tuple[OptionTemplate, ...]:
-    """Return options with 2, 4, 8 … micro-batches. `joint` losses use gradient caching, others accumulation."""
+    """Return options with 2, 4, 8 … micro-batches. They use gradient caching if the loss is `joint`
+    (over all examples of a batch), else gradient accumulation.
+    """
     name = "large_batch.gradient_cache" if joint else "large_batch.gradient_accumulation"
     recompute = 4 / 3 if joint else 1.0
     parts = [2**power for power in range(1, 12) if 2**power <= batch]

@@ -1,4 +1,4 @@
-"""Timing of training steps, as a probe does in its process."""
+"""Timing of training steps in the process of a probe."""
 
 import math
 import shutil

@@ -9,11 +9,11 @@ from torch import Tensor
 from thrifty.core.errors import UsageError
 
 RESOLUTION = 4096
-"""Number of units in the total, if the sizes have no large common divisor."""
+"""Number of units that divide the total size, if the sizes have no large common divisor."""
 
 
 def disturbance(sensitivity: float, bits: int) -> float:
-    """Return the error variance of quantization to `bits`. `sensitivity` is the variance with one quantization step."""
+    """Return the error variance of quantization to `bits`. `sensitivity` is this variance at 1 bit."""
     return sensitivity / (2**bits - 1) ** 2
 
 
@@ -23,8 +23,9 @@ def allocate_bits(
     """Return the bits per element of each tensor, on average at most `mean_bits`. `sizes` are numbers of elements.
 
     The problem is from ActNN (Chen et al. 2021, arXiv 2104.14129). ActNN is greedy: it adds one bit where the gain is
-    largest. Greedy is optimal only for equal tensors and any number of bits. Here the problem is solved as a knapsack
-    by dynamic programming. The solution is exact, except that sizes are rounded to 1/4096 of the total.
+    largest. The greedy method is optimal only if tensors are equal and any number of bits is allowed. Here the problem
+    is solved as a knapsack by dynamic programming. The solution is exact, except that sizes are rounded to 1/4096 of
+    the total.
     """
     least = min(choices)
     if mean_bits < least:

@@ -136,13 +136,17 @@ def optimal_schedule(chain: ChainCost, bytes: int, slots: int = 500) -> list[Sch
 def fastest_within(
     chain: ChainCost, schedules: Iterable[Sequence[ScheduledOperation]], bytes: int
 ) -> tuple[ScheduledOperation, ...]:
-    """Return the fastest schedule with a peak within `bytes`; among equals, the smallest peak. One must fit."""
+    """Return the fastest schedule with a peak within `bytes`; of equally fast ones, the one with the smallest peak.
+
+    At least one schedule must fit.
+    """
     costs = {schedule: simulate(chain, schedule) for schedule in dict.fromkeys(map(tuple, schedules))}
     return min((each for each in costs if costs[each][1] <= bytes), key=costs.__getitem__)
 
 
 def schedules_near(chain: ChainCost, bytes: int, slots: int) -> list[list[ScheduledOperation]]:
-    """Return candidate schedules: the smallest, periodic ones, and optimal ones for this budget and larger budgets.
+    """Return candidates: the schedule with the smallest peak, periodic schedules, and optimal schedules for this budget
+    and larger budgets.
 
     Sizes are rounded up to units, and the budget is rounded down. With few units, the schedule for a larger budget may
     therefore fit this budget. Rounding adds less than one unit per stage and per kept input, so budgets in this range
@@ -163,7 +167,8 @@ def schedules_near(chain: ChainCost, bytes: int, slots: int) -> list[list[Schedu
 
 
 def _unit(chain: ChainCost, bytes: int, slots: int) -> int:
-    """Return the bytes per unit, for at most `slots` units. If possible, the largest stage is whole units."""
+    """Return the bytes per unit, for at most `slots` units. If possible, the size of the largest stage is a multiple of
+    the unit."""
     unit = max(1, -(-bytes // slots))
     largest = max(stage.saved for stage in chain.stages)
     return -(-largest // (largest // unit)) if largest >= unit else unit
@@ -217,7 +222,7 @@ class _Peaks:
         return max(int(forward), int(stage.saved + sizes[first + 1] + sizes[first] + stage.returning))
 
     def splits(self, first: int, last: int) -> np.ndarray:
-        """Return the bytes for each split point first + 1 … last."""
+        """Return the peak bytes for each split point first + 1 … last."""
         return self.passing[first, first:last] + self.gradient[last]
 
 

@@ -1,12 +1,12 @@
 """Mixed-integer program: keep, compress, offload or recompute each saved tensor, for the fastest step within a memory
 budget.
 
-One program covers all blocks. HiGHS solves it. Each item of a block's trace has at most one action. A saved item
-requires one action. The sources of a recomputed item require an exact action (not a quantized value). Two block modes
-are alternatives. A whole block can be recomputed at once, which is cheaper than replaying single operations. A block
-can be streamed: nothing is recomputed, and offloaded tensors return one by one. The program is from Checkmate (Jain et
-al. 2020, arXiv 1910.02653). Compression and offloading over a link of limited bandwidth are added as actions (after
-Beaumont et al. 2021, and Patil et al. 2022, arXiv 2207.07697).
+One program covers all blocks. HiGHS solves it. Each item (operation output) of a block's trace has at most one action.
+A saved item requires one action. The sources of a recomputed item require an exact action (not a quantized value). Two
+modes of blocks replace these actions. A whole block can be recomputed at once, which is cheaper than replaying single
+operations. A block can be streamed: nothing is recomputed, and offloaded tensors return one by one. The program is from
+Checkmate (Jain et al. 2020, arXiv 1910.02653). Compression and offloading over a link of limited bandwidth are added as
+actions (after Beaumont et al. 2021, and Patil et al. 2022, arXiv 2207.07697).
 """
 
 from collections.abc import Mapping, Sequence

@@ -52,7 +52,7 @@ class BlockCosts:
 
     @cached_property
     def movable(self) -> Mapping[int, Mapping[TensorAction, int]]:
-        """Bytes of each item and of the input that can be moved without recomputation, by action."""
+        """Bytes of each item, and of the input, that can be quantized or offloaded without recomputation, by action."""
         sizes: dict[int, dict[TensorAction, int]] = {}
         for owner, size, is_small in self.tape.saved_tensors if self.intervals else ():
             if owner is None:

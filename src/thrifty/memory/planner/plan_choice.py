@@ -67,8 +67,8 @@ def best_plan(blocks: Sequence[BlockCosts], budget: float, allowed: AllowedActio
 
 
 def agree_on_plan(plan: MemoryPlan, blocks: Sequence[BlockCosts]) -> MemoryPlan:
-    """Return the plan of the first rank on all ranks. Measured costs differ between ranks, but all ranks must gather
-    weights in the same order.
+    """Return the plan of the first rank on all ranks. This is required, because measured costs differ between ranks,
+    but all ranks must gather weights in the same order.
     """
     if ranks() == 1:
         return plan

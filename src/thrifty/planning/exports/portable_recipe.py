@@ -19,7 +19,8 @@ SUPPORTED = {
 
 @dataclass(frozen=True)
 class PortableRecipe:
-    """A run with the settings of other trainers. Durations are in steps, and `lr` is the peak learning rate."""
+    """A run with the settings that other trainers support. Durations are in steps, and `lr` is the peak learning
+    rate."""
 
     name: str
     seed: int
