@@ -315,7 +315,7 @@ def test_moments_outside_moved_masks_are_zero(form: str) -> None:
 
 
 def test_model_without_large_matrices_is_refused() -> None:
-    with pytest.raises(RefusedError, match="no matrix of the model has 4096 elements") as refused:
+    with pytest.raises(RefusedError, match="no matrix of the model has at least 4096 elements") as refused:
         OptimizerState().model(nn.Linear(63, 64))
     assert "--set techniques.precision.optimizer_state.min_elements=1" in refused.value.fix
     OptimizerState(min_elements=1).model(nn.Linear(63, 64))

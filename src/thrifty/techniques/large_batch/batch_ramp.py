@@ -1,9 +1,9 @@
 """Batch ramp (Smith et al. 2018): start with small effective batches and enlarge them during the run.
 
 Paper       Smith et al. 2018 (arXiv 1711.00489). The linear ramp is from Brown et al. 2020, GPT-3 (arXiv 2005.14165),
-            appendix B; the reason is in McCandlish et al. 2018 (arXiv 1812.06162).
-Promise     More updates from the same examples while the gradient has little noise. Examples keep the order of the
-            plain run, and no example is skipped or repeated.
+            appendix B. McCandlish et al. 2018 (arXiv 1812.06162) explain why small batches suffice early in a run.
+Promise     More updates from the same examples while the gradient has little noise. Examples keep the order of a run
+            without the ramp, and no example is skipped or repeated.
 Use         loader = torch.utils.data.DataLoader(texts, batch_size=64)
             loader = thrifty.apply(loader, "batch_ramp", total_steps=10_000)
 Start with  `batch_ramp:start=0.125,until=0.3`. If a schedule would halve the learning rate, double the batch instead.
@@ -30,7 +30,7 @@ def size_at(step: int, start: float, full: int, until: int, multiple: int, shape
     """Return the effective batch of a step in examples. It grows from `start` to `full` over `until` steps.
 
     Sizes below `full` are multiples of `multiple`. With "doubling", each doubling takes the same number of steps. With
-    "linear", each added multiple takes the same number of steps.
+    "linear", each increase by `multiple` takes about the same number of steps.
     """
     if step >= until:
         return full
@@ -54,7 +54,7 @@ class BatchRamp(Technique):
     """First step with the full batch."""
     shape: Shape = "doubling"
     multiple: Positive = 8
-    """Divisor of all sizes below the full batch, and a multiple of the number of ranks."""
+    """Divisor of all batch sizes below the full batch. It must be a multiple of the number of ranks."""
     batch: EffectiveBatch = 0
     """Full batch; 0 is the run's effective batch."""
 

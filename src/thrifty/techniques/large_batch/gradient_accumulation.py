@@ -10,7 +10,7 @@ Start with  `gradient_accumulation:micro_batches=4`. Double `micro_batches` unti
 Cost        More kernel launches, each with less work.
 Avoid       A batch that fits in memory as a whole. Contrastive losses are refused, because they compare examples: use
             large_batch.gradient_cache.
-Does not    Change the result beyond the summation order, except with BatchNorm.
+Does not    Change the result beyond rounding from a changed summation order, except with BatchNorm.
 """
 
 from dataclasses import replace
@@ -44,8 +44,8 @@ def accumulated(backward: Backward, micro_batches: int) -> Backward:
 
 class GradientAccumulation(Technique):
     """Per-example weights are set for the effective batch. BatchNorm normalizes each micro-batch by the statistics of
-    that micro-batch. A model with BatchNorm is therefore reported as numerics "different", and `explain`, `plan`,
-    `check` and the run name the layers."""
+    that micro-batch. The numerics of a model with BatchNorm are therefore "different", and `explain`, `plan`, `check`
+    and training print the names of its BatchNorm layers."""
 
     stage, numerics, tolerance = Stage.ACCUMULATE, Numerics.ROUNDING, 1e-4
     claims = frozenset({Claim.MICRO_BATCHES})

@@ -2,15 +2,15 @@
 
 Paper       Gao et al. 2021, GradCache: Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup (arXiv
             2101.06983).
-Promise     The gradient of the whole batch, with the activation memory of one micro-batch. Also works over several
+Promise     The gradient of the whole batch, with the activation memory of one micro-batch. The batch may span several
             ranks.
 Use         run = thrifty.train(recipe="flip-emoji", data="captions", techniques=["gradient_cache"], budget="20 epochs")
 Start with  `gradient_cache:micro_batches=4`. Double `micro_batches` until the step fits in memory.
 Cost        A second forward pass, which adds a third to the computation.
 Avoid       A batch that fits in memory as a whole. Losses that do not compare examples: use
             large_batch.gradient_accumulation.
-Does not    Change the result beyond the summation order. The second forward pass repeats the random values of the
-            first, such as dropout masks.
+Does not    Change the result beyond rounding from a changed summation order; the second forward pass repeats the random
+            values of the first, such as dropout masks.
 """
 
 from collections.abc import Mapping
@@ -63,7 +63,8 @@ def predict_vectors(
 
 
 def cached(backward: Backward, micro_batches: int) -> Backward:
-    """Return a backward pass of a joint loss over `micro_batches` parts of equal size. The last part may be smaller."""
+    """Return a backward pass of a contrastive loss over `micro_batches` parts of equal size. The last part may be
+    smaller."""
 
     def in_parts(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         rows = -(-len(batch) // micro_batches)
@@ -98,9 +99,9 @@ class GradientCache(Technique):
     stage, numerics, tolerance = Stage.ACCUMULATE, Numerics.ROUNDING, 1e-4
     claims = frozenset({Claim.MICRO_BATCHES})
     clashes: ClassVar[Mapping[Claim, str]] = {
-        Claim.SELECTED_EXAMPLES: "examples of a joint loss have no scores of their own",
-        Claim.AUXILIARY_LOSSES: "auxiliary losses would be lost, since only losses of the vectors have a gradient",
-        Claim.HALF_BATCH_GRADIENTS: "the gradient of a joint loss is not the sum over two halves of the batch",
+        Claim.SELECTED_EXAMPLES: "a contrastive loss has no separate score per example",
+        Claim.AUXILIARY_LOSSES: "auxiliary losses would be ignored, since only the loss of the vectors has a gradient",
+        Claim.HALF_BATCH_GRADIENTS: "the gradient of a contrastive loss is not the sum over two halves of the batch",
     }
 
     micro_batches: Positive = 4

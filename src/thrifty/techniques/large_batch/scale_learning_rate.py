@@ -1,16 +1,16 @@
 """Learning rate scaling (Goyal et al. 2017): transfer a tuned learning rate to another batch size.
 
-Paper       Goyal et al. 2017 (arXiv 1706.02677) for the linear rule and the gradual warm-up. The square root for Adam
-            is from Malladi et al. 2022 (arXiv 2205.10287), and first from Krizhevsky 2014 (arXiv 1404.5997).
-Promise     For a batch k times as large, the base rate is multiplied by k (linear) or by sqrt(k) (square root). Warm-up
-            starts at the base rate.
+Paper       Goyal et al. 2017 (arXiv 1706.02677) for the linear rule and the gradual warm-up. The square-root rule is
+            from Krizhevsky 2014 (arXiv 1404.5997), and for Adam from Malladi et al. 2022 (arXiv 2205.10287).
+Promise     For a batch k times as large, the learning rate is multiplied by k (linear) or by sqrt(k) (square root).
+            Warm-up starts at the unscaled rate.
 Use         optimizer = thrifty.apply(optimizer, "scale_learning_rate", base_batch=32, batch=256, total_steps=10_000)
-Start with  `scale_learning_rate:base_batch=32,rule=square_root` for Adam and its variants. Use `rule=linear` for SGD.
+Start with  `scale_learning_rate:base_batch=32,rule=square_root` for Adam and its variants, and `rule=linear` for SGD.
+            For the paper's warm-up, set the schedule's `warmup` to 0.
 Cost        None.
-Avoid       Batches far above the gradient noise scale (measure.noise_scale), because no learning rate makes up for the
-            lost steps.
-Does not    Replace a schedule: it multiplies the rate of the schedule. The paper's warm-up requires a schedule with
-            warmup 0.
+Avoid       Batches far above the gradient noise scale (measure.noise_scale), because no learning rate compensates for
+            the smaller number of steps.
+Does not    Replace a schedule; the factor multiplies the schedule's learning rate.
 """
 
 from typing import Literal
@@ -32,7 +32,7 @@ def scaled_rate(batch: int, base_batch: int, rule: Rule) -> float:
 
 
 def warmed_up_from_base(step: int, factor: float, warmup: int) -> float:
-    """Return the factor before update `step`: 1 at step 0, `factor` from step `warmup` on, linear in between.
+    """Return the learning-rate factor at `step`: linear from 1 at step 0 to `factor` at step `warmup`, then constant.
 
     A factor below 1 applies from step 0, because a higher rate could diverge.
     """
@@ -42,10 +42,10 @@ def warmed_up_from_base(step: int, factor: float, warmup: int) -> float:
 
 
 class ScaleLearningRate(Technique):
-    """The factor is 1 before the first update and grows linearly to its final value. A factor below 1 applies from the
+    """The factor is 1 at the first update and grows linearly to its final value. A factor below 1 applies from the
     first update. Differs from the paper: there is no momentum correction, because the rate here is not part of the
-    momentum. With a batch ramp the factor is computed for the recipe's batch. Set `batch` if the ramp ends at a
-    different batch."""
+    momentum. With a batch ramp, the factor is computed for the recipe's batch. Set `batch` if the ramp ends at a batch
+    other than the recipe's."""
 
     stage, numerics = Stage.SCHEDULE, Numerics.DIFFERENT
 

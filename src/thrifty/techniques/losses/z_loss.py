@@ -27,7 +27,7 @@ from thrifty.modeling.module_surgery import wrap_forward
 class ZLossObjective(WrappedObjective):
     """A wrapped objective plus coefficient · mean of log(normalizer)² over the predictions of an example.
 
-    Each prediction has the same weight as in the loss.
+    Each prediction has the same weight as in the wrapped loss.
     """
 
     def __init__(self, inner: Objective, coefficient: float):
@@ -43,7 +43,8 @@ class ZLossObjective(WrappedObjective):
 def _with_z_loss(
     coefficient: float, criterion: nn.CrossEntropyLoss, inner: Callable[..., Tensor], logits: Tensor, target: Tensor
 ) -> Tensor:
-    """Return the cross-entropy of logits (b, v, …) plus the z-loss of each prediction, with the same reduction."""
+    """Return the cross-entropy of logits (b, v, …), for b examples and v classes, plus the z-loss with the same
+    reduction."""
     squares = logits.logsumexp(min(1, logits.ndim - 1)).square()
     if target.is_floating_point():  # class probabilities: no class is ignored
         weights = torch.ones_like(squares)

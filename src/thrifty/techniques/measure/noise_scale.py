@@ -1,14 +1,16 @@
 """Gradient noise scale (McCandlish et al. 2018): measure the largest batch size that still pays off.
 
 Paper       McCandlish et al. 2018, An Empirical Model of Large-Batch Training (arXiv 1812.06162), appendix A.1.
-Promise     Records "noise_scale" in examples: B = tr Σ / |G|². At batch size B a run needs twice the minimum number of
-            steps and twice the minimum number of examples.
+Promise     The metric "noise_scale" in examples: B = tr Σ / |G|², with the mean G and the covariance Σ of per-example
+            gradients. At batch size B a run needs twice the minimum number of steps and twice the minimum number of
+            examples.
 Use         run = thrifty.train(model, texts, held_out=held_out, techniques=["noise_scale"], budget="2000 steps")
 Start with  `noise_scale:every=4`. Judge the curve, not one value, because the noise scale grows as the loss falls.
-Cost        Every `every`-th step processes the batch in two halves, with the gradients of both halves in memory. Across
+Cost        One step in `every` processes the batch in two halves and holds the gradients of both in memory. Across
             ranks the gradients of each half are all-reduced separately.
-Avoid       Exact use of the value with optimizers that rescale gradients: their noise scale differs, usually by little.
-Does not    Change the gradient beyond the summation order.
+Avoid       Exact use of the value with optimizers that rescale gradients, because the noise scale of their updates
+            differs, usually by little.
+Does not    Change the gradient beyond rounding from a changed summation order.
 """
 
 import math
@@ -40,7 +42,7 @@ def signal_and_noise(small: float, big: float, small_batch: float, big_batch: fl
     example.
 
     `small` and `big` are squared norms of mean gradients over batches of two sizes. The expectation of each is |G|² +
-    tr Σ / batch (McCandlish et al. 2018, appendix A.1).
+    tr Σ / (its batch size) (McCandlish et al. 2018, appendix A.1).
     """
     signal = (big_batch * big - small_batch * small) / (big_batch - small_batch)
     noise = (small - big) / (1 / small_batch - 1 / big_batch)
@@ -59,11 +61,11 @@ def clamp_signal_and_noise(signal: float, noise: float, batch: float, usual: flo
 def measured_in_halves(
     backward: Backward, model: nn.Module, objective: Objective, batch: Batch, times: int = 1
 ) -> tuple[BackwardResult, tuple[float, float]]:
-    """Run the backward pass over each half of the batch; return its result with signal and noise.
+    """Run the backward pass over each half of the batch; return the result with signal (|G|²) and noise (tr Σ).
 
     Afterwards `.grad` has the gradients of the whole batch. `times` is the number of ranks. All ranks have the same
-    number of examples. The small batch size is half of the batch. If the halves differ by one example, it is the
-    harmonic mean of both sizes, which keeps the estimates unbiased.
+    number of examples. The small batch size is half of the batch. If the halves differ by one example, the small batch
+    size is the harmonic mean of both sizes, which keeps the estimates unbiased.
     """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     whole, half = len(batch), len(batch) // 2
@@ -90,7 +92,7 @@ def squared_norm(gradients: Sequence[Tensor | None]) -> float:
 
 
 class NoiseScaleBackward:
-    """A backward pass that measures |G|² (signal) and tr Σ (noise) at every `every`-th call.
+    """A backward pass that measures |G|² (signal) and tr Σ (noise) at one call in `every`.
 
     `state` has the number of calls and the running averages of signal and noise. Both averages start at zero, so their
     ratio needs no bias correction.
@@ -122,7 +124,8 @@ class NoiseScaleBackward:
         return replace(outcome, notes=outcome.notes | notes)
 
     def usual(self, batch: int) -> float:
-        """Return the squared gradient norm of a batch that earlier measurements predict; 0 before the first one."""
+        """Return the squared gradient norm that earlier measurements predict for a batch; 0 before the first
+        measurement."""
         measured = -(-(int(self.state["calls"]) - 1) // self.every)
         share = 1 - self.momentum**measured  # the averages start at zero
         return (float(self.state["signal"]) + float(self.state["noise"]) / batch) / share if share > 0 else 0.0
@@ -130,11 +133,11 @@ class NoiseScaleBackward:
 
 class NoiseScale(Technique):
     """tr Σ is the variance of the gradient of one example. |G|² is the squared norm of the mean gradient. If the batch
-    is well below B, doubling the batch nearly halves the number of steps. If the batch is well above B, doubling saves
-    few steps. The noise scale is the ratio of two running averages, because single measurements are noisy and may be
-    negative.
+    is well below the noise scale B, doubling the batch nearly halves the number of required steps. If the batch is well
+    above B, doubling saves few steps. The noise scale is the ratio of two running averages, because single measurements
+    are noisy and may be negative.
 
-    Differs from the paper: a squared gradient above 10 times the running average counts as 10 times the average.
+    Differs from the paper: a squared gradient norm above 10 times the running average counts as 10 times the average.
     Without this limit, one gradient 1000 times too long would dominate about 500 measurements at a momentum of 0.98.
     The first measurement is not limited.
     """

@@ -42,7 +42,7 @@ def _gradients(
 
 @contextmanager
 def preserve_gradients(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Run a `with` block without gradients, and restore gradients, buffers and random state afterwards.
+    """Set all `.grad` to None for a `with` block; afterwards restore gradients, buffers and random state.
 
     Yield a function that restores buffers and random state within the block.
     """

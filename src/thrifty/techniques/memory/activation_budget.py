@@ -2,16 +2,16 @@
 
 Paper       Jain et al. 2020, Checkmate (arXiv 1910.02653), applied within blocks. Offloading follows POFO (Beaumont et
             al. 2021) and POET (Patil et al. 2022, arXiv 2207.07697).
-Promise     Activations use at most `bytes`, with the smallest extra time that measured or counted costs predict. The
-            plan is never slower than the best schedule of whole blocks.
+Promise     Activations use at most `bytes`, with the smallest extra time predicted from measured or counted costs. By
+            these costs, the plan is never slower than the best schedule of whole blocks.
 Use         model = thrifty.apply(model, "activation_budget", bytes=0.5)
-Start with  `activation_budget:bytes=0.5`, half of the peak without a limit. `offload=auto` or `bits=4` allow smaller
-            limits.
+Start with  `activation_budget:bytes=0.5`, half of the peak memory of a run without a limit. `offload=auto` or `bits=4`
+            allow smaller limits.
 Cost        One extra forward pass and one solver run per batch shape. Each operation of a planned block is dispatched
             through Python.
 Avoid       Models that fit in memory, because the plan then keeps all activations.
-Does not    Change any value unless `bits` allows compression, count tensors saved outside the blocks, or rename
-            parameters.
+Does not    Rename parameters, count tensors saved outside the blocks, or change any value unless `bits` allows
+            compression.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -58,13 +58,15 @@ from thrifty.modeling.module_surgery import find_stacks, refuse_copies, wrap_for
 
 OVERHEADS = 45e-6, 12e-6
 """Python overhead in seconds per operation, forward and backward together. The first value is for operations that are
-planned one by one, the second for blocks that are recomputed as a whole. Used if costs are counted, and on a GPU."""
+planned one by one, the second value for blocks that are recomputed as a whole. Both are used on a GPU, and on a CPU if
+costs are counted from shapes."""
 COUNTED_PASSES = 4
-"""Number of passes over a tensor for quantization, and for dequantization, if costs are counted."""
+"""Assumed number of passes over a tensor for its quantization, and for its dequantization, if costs are counted from
+shapes."""
 COUNTED_LINK = 1e9
-"""Bytes per second of the link to a tier, if costs are counted."""
+"""Assumed bytes per second of the link to host memory or disk, if costs are counted from shapes."""
 MEASURED = MeasuredSeconds()
-"""Measured costs, shared so that `explain` and the run use the same."""
+"""Measured costs, shared so that `explain` and the run use the same measurements."""
 
 
 class ActivationPlanner:
@@ -76,7 +78,7 @@ class ActivationPlanner:
         self.blocks: list[str] = []
         """Names of the blocks, in the order of the model."""
         self.chain: BlockChain | None = None
-        """Chain of the same blocks, if they may be recomputed together."""
+        """Chain of `blocks`, if they may be recomputed together."""
         self.current: list[BlockPlan] = []
         self.called = 0
         self.store: TierStore | None = None
@@ -161,7 +163,8 @@ class ActivationPlanner:
         return plans
 
     def _key_of_pass(self) -> str:
-        """Return a key of a forward pass. Repeated steps have the same keys; all other passes have different keys."""
+        """Return a key of a forward pass. A repeated step has the same keys as its first run; all other keys are
+        unique."""
         seed = torch.initial_seed()
         self.seed, self.passes = seed, self.passes + 1 if seed == self.seed else 0
         return f"{seed}/{self.passes}"
@@ -210,7 +213,8 @@ def _planned_forward(model: nn.Module, inner: Callable[..., Any], *args: Any, **
 class ActivationBudget(Technique):
     """Two plans are computed, and the faster one is used. The first is a plan for single tensors. The second is the
     best schedule of whole blocks (Beaumont et al. 2019). Recomputing a whole block has less Python overhead than
-    recomputing single operations. Both overheads are measured. Differs from Checkmate: tensors may also be compressed.
+    recomputing single operations. Both overheads are measured on a CPU unless costs are counted. Differs from
+    Checkmate: tensors may also be compressed.
 
     Costs are measured on this machine, operation by operation, or counted from shapes. With compression, costs are
     counted, and the solver stops after the same number of search steps on any machine. A resumed run then computes the
@@ -235,7 +239,7 @@ class ActivationBudget(Technique):
     offload: Literal["never", "auto", "host", "disk", "simulated"] = "never"
     """Memory to which tensors may be offloaded; "auto" is the host for a GPU and the disk for a CPU."""
     folder: str = ""
-    """Folder of the files; $TMPDIR or /var/tmp by default."""
+    """Folder of tensors offloaded to disk; $TMPDIR or /var/tmp by default."""
     cost_source: Literal["measured", "counted"] = "measured"
     """Source of the costs of operations: timed on this machine, or counted from shapes. `bits` implies "counted"."""
 

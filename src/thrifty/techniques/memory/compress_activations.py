@@ -1,7 +1,7 @@
 """Activation compression (Chen et al. 2021): quantize saved activations to 2, 4 or 8 bits.
 
-Paper       Chen et al. 2021, ActNN (arXiv 2104.14129). Any model and sensitivity: Liu et al. 2022, GACT (arXiv
-            2206.11357). Range per head: Pan et al. 2021, Mesa (arXiv 2111.11124).
+Paper       Chen et al. 2021, ActNN (arXiv 2104.14129). The method for any model and the sensitivity are from Liu et al.
+            2022, GACT (arXiv 2206.11357), and ranges per head from Pan et al. 2021, Mesa (arXiv 2111.11124).
 Promise     Saved activations take `bits` + 1/8 bits per element instead of 32 or 16. Dropout masks take 1 bit per
             element.
 Use         model = thrifty.apply(model, "compress_activations", bits=4)
@@ -9,8 +9,8 @@ Start with  `compress_activations:bits=4`. Use 8 bits if the loss gets worse, an
 Cost        Quantization in the forward pass, dequantization in the backward pass, and noisy gradients. Without a C++
             compiler (`thrifty doctor`) quantization is several times slower.
 Avoid       Narrow models, because quantization is slow compared with their computation.
-Does not    Change the forward pass: the first loss is bit-identical. Parameters, integers, row statistics of norms and
-            attention, and the loss are not compressed.
+Does not    Change the forward pass (the first loss is bit-identical), or compress parameters, integers, the loss, or
+            row statistics of norms and attention.
 """
 
 import math
@@ -65,8 +65,9 @@ class QuantizingObjective(WrappedObjective):
 class QuantizingBackward:
     """A backward pass whose forward passes quantize their activations.
 
-    `state` has the number of calls. With `adaptive`, `state` also has the decided bits and the number of tensors with
-    decided bits. It also has the numbers of tensors and rows in the first forward pass of the last call.
+    `state` has the number of calls. With `adaptive`, `state` also has the bits that were chosen for each tensor, and
+    the number of tensors at that time. It also has the numbers of tensors and examples in the first forward pass of the
+    last call.
     """
 
     def __init__(self, inner: Backward, settings: "CompressActivations"):
@@ -107,7 +108,7 @@ class QuantizingBackward:
         return QuantizedStore(seed, bits, s.group, s.ranges == "head", s.min_elements, alive, like)
 
     def decided(self) -> Callable[[int], int]:
-        """Return a function from a tensor's position to its bits. Undecided tensors use the average bits."""
+        """Return a function from a tensor's position to its bits. Tensors without chosen bits use the average bits."""
         decided = self.state.get("bits")
         if decided is None or isinstance(decided, FakeTensor):
             return lambda position: self.settings.bits
@@ -115,7 +116,10 @@ class QuantizingBackward:
         return lambda position: (bits[position] if position < TENSORS else 0) or self.settings.bits
 
     def adapt(self, model: nn.Module, objective: Objective, batch: Batch, calls: int) -> dict[str, float]:
-        """Measure sensitivity and allocate bits, if due or if the number of tensors has changed. Return notes."""
+        """Measure sensitivity and allocate bits, if due or if the number of tensors has changed.
+
+        Return the fractions of elements with 2, 4 and 8 bits by name; empty if nothing was allocated.
+        """
         tensors, rows, decided = (int(self.state[name]) for name in ("tensors", "rows", "decided"))
         if (calls - 1) % self.settings.every and tensors == decided:
             return {}
@@ -147,8 +151,8 @@ class QuantizingBackward:
 
 
 class CompressActivations(Technique):
-    """Rounding is stochastic, so the expected value of each dequantized tensor is the saved tensor. This includes
-    ranges rounded to bfloat16. Gradients of matrices are therefore unbiased. For functions that are nonlinear in their
+    """Rounding is stochastic, so the expected value of each dequantized tensor is the saved tensor, although ranges are
+    rounded to bfloat16. Gradients of weight matrices are therefore unbiased. For functions that are nonlinear in their
     saved tensors (GELU, softmax, norms), gradients are unbiased to first order. Zeros stay exactly zero. Positive
     values of a non-negative tensor stay positive, because ReLU's gradient requires this. Adaptive bits help if the
     gradient is much more sensitive to some tensors than to others."""
@@ -161,8 +165,8 @@ class CompressActivations(Technique):
     group: Positive = GROUP
     """Number of neighboring elements that share a range, a multiple of 8."""
     ranges: Literal["group", "head"] = "group"
-    """Scope of a range: "group" is neighboring elements of one token; "head" is a head over all tokens, or `group`
-    neighboring channels of a tensor without heads."""
+    """Elements that share a range: neighboring elements of one token ("group"), or one attention head over all tokens
+    ("head"). If a tensor has no heads, "head" uses `group` neighboring channels."""
     min_elements: Positive = SMALLEST
     """Minimum number of elements of a compressed tensor."""
     adaptive: bool = False

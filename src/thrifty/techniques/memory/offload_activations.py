@@ -2,14 +2,14 @@
 
 Paper       Rhu et al. 2016, vDNN (arXiv 1602.08124). Hooks apply the method to every saved tensor, as torch's
             `save_on_cpu` does.
-Promise     Device memory holds only the last `keep_last` activations and those in transfer. With memory.recompute,
-            almost no activation stays on the device.
+Promise     Device memory holds only the last `keep_last` activations and the activations in transfer. With
+            memory.recompute, almost no activation stays on the device.
 Use         model = thrifty.apply(model, "offload_activations", keep_last=8)
 Start with  `offload_activations:keep_last=8,prefetch=4`.
-Cost        Each activation crosses the link twice. On a GPU transfers overlap with computation, and take no extra time
-            if computation takes longer.
+Cost        Each activation crosses the link to host memory or disk twice. On a GPU transfers overlap with computation,
+            and take no extra time if computation takes longer.
 Avoid       Models that fit in device memory. Links slower than recomputation: use memory.recompute.
-Does not    Change any value. Parameters and tensors that the loss saves stay on the device.
+Does not    Change any value, or offload parameters and tensors that the loss saves.
 """
 
 import weakref
@@ -31,7 +31,8 @@ from thrifty.modeling.module_surgery import wrap_forward
 
 
 class OffloadingStore:
-    """Store that offloads the activations of one forward pass, as in `use_activation_store(OffloadingStore(tier))`.
+    """Store that offloads the activations of one forward pass to a tier (host memory or disk), as in
+    `use_activation_store(OffloadingStore(tier))`.
 
     Tensors are offloaded in the order in which they are saved. A tensor is offloaded after `keep_last` more tensors are
     saved, because the backward pass reads the last tensors first. At most `prefetch` tensors are in transfer, and the
@@ -106,7 +107,7 @@ class OffloadingObjective(WrappedObjective):
 
 
 class OffloadActivations(Technique):
-    """On a CPU the only available tier is the disk."""
+    """On a CPU, activations can be offloaded to disk only, because the host memory is the device memory."""
 
     stage, numerics = Stage.OFFLOAD, Numerics.EXACT
     claims = frozenset({Claim.SAVED_TENSORS})
@@ -120,7 +121,7 @@ class OffloadActivations(Technique):
     min_elements: Positive = SMALLEST
     """Minimum number of elements of an offloaded tensor."""
     folder: str = ""
-    """Folder of the files; $TMPDIR or /var/tmp by default."""
+    """Folder of tensors offloaded to disk; $TMPDIR or /var/tmp by default."""
 
     @property
     def optional_seams(self) -> frozenset[str]:

@@ -8,7 +8,7 @@ Start with  `offload_optimizer:delay=false`. With `delay=true`, lower the learni
 Cost        Every step sends gradients to the host and new weights back. The update runs at the CPU's speed.
 Avoid       Optimizer state that fits in device memory. On a GPU, optimizers that compute matmuls, such as muon and
             soap.
-Does not    Change any value unless `delay=true`, except that the GPU's own kernels may round the last bit differently.
+Does not    Change any value unless `delay=true`; updates on the CPU may differ from GPU updates in the last bit.
 """
 
 from collections.abc import Callable, Sequence
@@ -48,7 +48,7 @@ TILE = 4 * 1024 * 1024
 
 
 def tiles(sizes: Sequence[int], elements: int) -> list[list[int]]:
-    """Return groups of neighboring indices with at least `elements` elements each. The last group may be smaller."""
+    """Return groups of neighboring indices whose `sizes` sum to at least `elements`. The last group may be smaller."""
     groups: list[list[int]] = [[]]
     for index, _ in enumerate(sizes):
         if sum(sizes[i] for i in groups[-1]) >= elements:
@@ -68,7 +68,7 @@ class TierStateUpdate(UpdateLocation):
 
 
 class HostCopyUpdate(UpdateLocation):
-    """An update of host copies of the parameters. The new values are then copied to the device.
+    """An update of host copies of the parameters, whose new values are then copied to the device.
 
     Stateless transforms that require all gradients together, such as clipping, run on the device before the update.
     """
@@ -152,7 +152,7 @@ class HostCopyUpdate(UpdateLocation):
 
 
 class DelayedUpdate(HostCopyUpdate):
-    """An update that, from step `after` on, is computed during the next step and applied after that step.
+    """An update that is computed during the next step and applied after that step, beginning with step `after`.
 
     The host copies are then one update ahead of the parameters, and are stored in the state slot `NEXT`. Each update
     uses the gradients and the scalars of one step.
@@ -226,8 +226,8 @@ def offloaded(
 ) -> TransformChain:
     """Return a transform with its state on a tier, as in `offloaded(adamw(1e-3), to="disk")`.
 
-    If the tier is the host memory of a GPU, the update runs on the host. From step `delayed_after` on it is delayed by
-    a step.
+    If the tier is the host memory of a GPU, the update runs on the host. Updates from step `delayed_after` are applied
+    one step later.
     """
 
     def site(transform: TransformChain, names: Sequence[str], parameters: list[Tensor]) -> UpdateLocation:
@@ -244,14 +244,14 @@ def offloaded(
 
 
 class OffloadOptimizer(Technique):
-    """The optimizer's transforms run on host copies of the parameters. If host memory is short, a mapped file is read
-    and written once per step. Gradients stay on the device until their norm is known, because clipping and the check
-    for finite values come before the update.
+    """The optimizer's transforms run on host copies of the parameters. State on disk is a mapped file; if host memory
+    is short, the file is read and written once per step. Gradients stay on the device until their norm is known,
+    because clipping and the check for finite values come before the update.
 
-    With `delay`, from step `after` on, each update is computed during the next step and reaches the weights one step
-    later. This is a different algorithm (numerics: different) and requires lower rates. On a quadratic, delayed Adam
-    oscillates at rates at which Adam without delay converges. The default of 40 steps before the delay is the paper's
-    (unverified).
+    With `delay`, each update from step `after` is computed during the next step and reaches the weights one step later.
+    Training then follows a different algorithm (numerics: different) and requires lower learning rates. On a quadratic
+    loss, delayed Adam oscillates at learning rates at which Adam without delay converges. The default of 40 steps
+    before the delay is the paper's (unverified).
     """
 
     stage, numerics = Stage.OFFLOAD, Numerics.EXACT
@@ -263,7 +263,7 @@ class OffloadOptimizer(Technique):
     after: StepOrFraction = 40
     """First step whose update is delayed."""
     folder: str = ""
-    """Folder of the files; $TMPDIR or /var/tmp by default."""
+    """Folder of state offloaded to disk; $TMPDIR or /var/tmp by default."""
 
     @property
     def optional_seams(self) -> frozenset[str]:

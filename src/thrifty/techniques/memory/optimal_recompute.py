@@ -2,16 +2,15 @@
 
 Paper       Beaumont et al. 2019, Optimal checkpointing for heterogeneous chains (hal-02352969), a dynamic program over
             the blocks.
-Promise     Activations, gradients and temporary tensors of the blocks never exceed `bytes`. In its cost model, no
+Promise     Activations, gradients and temporary tensors of the blocks never exceed `bytes`. By the predicted costs, no
             periodic schedule within the budget is faster.
 Use         model.config.use_cache = False
             model = thrifty.apply(model, "optimal_recompute", bytes=0.5)
 Start with  `optimal_recompute:bytes=0.5`, half of the peak without recomputation.
 Cost        Each block runs once on fake tensors before the first step and for each new batch shape.
-Avoid       Models that fit in memory, because nothing is then recomputed. Only freed memory is returned to the system
-            at once.
-Does not    Change any value, dropout included, or rename parameters. Tensors outside the blocks (embedding, head and
-            loss) are not counted.
+Avoid       Models that fit in memory, because nothing is then recomputed.
+Does not    Change any value (dropout included), rename parameters, or count tensors outside the blocks (embedding, head
+            and loss).
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -73,9 +72,9 @@ def _plan_key(args: tuple, kwargs: dict) -> tuple:
 
 
 class OptimalRecompute(Technique):
-    """Each block saves all activations, only its input, or nothing. This also holds while other blocks are recomputed.
-    If a block computes the same as an earlier block, measuring it takes half the time. On a CPU, freed memory is
-    returned to the system at once, to keep the limit."""
+    """In each forward pass and in each recomputation, a block saves all activations, only its input, or nothing. A
+    block that computes the same as an earlier block is measured in half the time. On a CPU, freed memory is returned to
+    the system at once, to keep the limit."""
 
     stage, numerics = Stage.RECOMPUTE, Numerics.EXACT
     claims = frozenset({Claim.RECOMPUTATION, Claim.ACTIVATION_BYTES})
@@ -85,8 +84,8 @@ class OptimalRecompute(Technique):
     }
 
     bytes: Annotated[float, SettingBound(above=0)] = 0.5
-    """Limit in bytes. A value up to 1 is relative to the peak of the blocks in the plain run. A relative limit is at
-    least the smallest possible peak."""
+    """Limit in bytes. A value up to 1 is relative to the peak of the blocks without recomputation. A relative limit is
+    at least the smallest possible peak."""
     cost_source: Literal["counted", "measured"] = "counted"
     """Source of the costs of a block: FLOPs and bytes, or seconds of a real forward pass. The source does not change
     results."""

@@ -4,10 +4,10 @@ Paper       Chen et al. 2016, Training Deep Nets with Sublinear Memory Cost (arX
             selective schedule is from Korthikanti et al. 2022 (arXiv 2205.05198).
 Promise     Memory holds the activations of one block, and the inputs of all blocks, instead of all activations.
 Use         model = thrifty.apply(model, "recompute", every=1)
-Start with  `recompute:every=1`. `every=2` or `schedule=selective` cost less time and save less memory.
+Start with  `recompute:every=1`. `every=2` or `schedule=selective` cost less time, but save less memory, than `every=1`.
 Cost        About one third more computation with `every=1`.
 Avoid       Models that fit in memory, because recomputation then only costs time.
-Does not    Change any value, dropout included, or rename parameters.
+Does not    Change any value (dropout included), or rename parameters.
 """
 
 import math
@@ -52,7 +52,7 @@ def keep_products(context: Any, operation: Any, *args: Any, **kwargs: Any) -> Ch
 
 
 def recompute_segments(blocks: list[nn.Module]) -> int:
-    """Divide n blocks into segments of sqrt(n) that are recomputed together; return the length of a segment."""
+    """Divide n blocks into segments of sqrt(n) blocks, each recomputed as a whole; return the length of a segment."""
     length = math.isqrt(len(blocks) - 1) + 1
     BlockChain(blocks, RecomputeSchedule.of(periodic_schedule(len(blocks), length)))
     return length
@@ -74,19 +74,19 @@ def explain_other_tensors(backward: Backward) -> Backward:
 class Recompute(Technique):
     """Schedules:
 
-    every      each k-th block saves its input only and is recomputed by itself
-    sqrt       one block in sqrt(n) saves its input; sqrt(n) blocks are recomputed together, and the last ones save all
+    every      one block in `every` saves only its input and is recomputed by itself
+    sqrt       n blocks form segments of sqrt(n); each saves its input and is recomputed, but the last saves everything
     selective  results of matrix products and attention are saved; only operations between them are recomputed
 
     "sqrt" is for chains of small layers. A Transformer block saves much more than its input, so "every" takes less
-    memory up to hundreds of blocks.
+    memory than "sqrt" up to hundreds of blocks.
     """
 
     stage, numerics = Stage.RECOMPUTE, Numerics.EXACT
     claims = frozenset({Claim.RECOMPUTATION})
 
     every: Positive = 1
-    """Recompute each `every`-th block of each stack: 1 is all blocks, 2 is every second block. Not for "sqrt"."""
+    """Recompute each `every`-th block of each stack: 1 is all blocks, 2 is every second block. Must be 1 for "sqrt"."""
     schedule: Literal["every", "sqrt", "selective"] = "every"
 
     def __post_init__(self) -> None:

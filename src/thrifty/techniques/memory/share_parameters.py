@@ -1,17 +1,17 @@
 """Parameter sharing (Lan et al. 2020): share weights across blocks and factorize token embeddings.
 
 Paper       Lan et al. 2020, ALBERT (arXiv 1909.11942), sections 3.1 and 3.2.
-Promise     The blocks take the parameters, gradients, optimizer state and data-parallel traffic of `groups` blocks. An
-            embedding of V · d elements becomes V · E + E · d.
+Promise     All blocks together take the parameters, gradients, optimizer state and data-parallel traffic of only
+            `groups` blocks. An embedding table (V, d) becomes two factors (V, E) and (E, d), with E = `embedding`.
 Use         model = thrifty.apply(model, "share_parameters", groups=2)
             optimizer = thrifty.optim.AdamW(model, lr=1e-3)
 Start with  `share_parameters:part=attention`, which loses the least quality. `part=all` saves the most memory.
 Cost        Sharing costs no time: computation and activations equal the unshared model's. A factorized embedding adds
             two thin matmuls.
-Avoid       Pretrained weights: the first block of each group replaces the others, and a factorized embedding is
-            reinitialized.
-Does not    Save time, or keep the quality of unshared blocks. ALBERT loses points when all weights are shared, and few
-            when only attention is (unverified).
+Avoid       Pretrained weights, because the first block of each group replaces the other blocks, and a factorized
+            embedding is reinitialized.
+Does not    Save time, or keep the quality of unshared blocks; ALBERT loses quality if all weights are shared, and
+            little if only attention weights are shared (unverified).
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -39,7 +39,8 @@ Part = Literal["all", "attention", "feed_forward"]
 
 
 def first_of_group(block: int, depth: int, groups: int) -> int:
-    """Return the first block of the block's group, if `depth` blocks form `groups` of nearly equal size."""
+    """Return the index of the first block in the group of `block`, if `depth` blocks form `groups` groups of nearly
+    equal size."""
     group = block * groups // depth
     return -(-group * depth // groups)
 
@@ -72,7 +73,8 @@ def shared_blocks(model: nn.Module, groups: int) -> Iterator[tuple[str, nn.Modul
 
 @torch.no_grad()
 def factorize(model: nn.Module, width: int, seed: int) -> None:
-    """Replace each token table (V, d), and a head tied to it, by a product of (V, E) and (E, d).
+    """Replace each token table (V, d), and an output head tied to it, by a product of (V, E) and (E, d), with E =
+    `width`.
 
     The product initially has the standard deviation of the table.
     """
@@ -111,7 +113,7 @@ def _score(head: nn.Module, inner: Any, hidden: Tensor) -> Tensor:
 
 @torch.no_grad()
 def multiply_out(model: nn.Module) -> None:
-    """Multiply factorized tables out into plain ones, with heads tied as before."""
+    """Replace each factorized table by the product of its factors. Tied heads stay tied."""
     tables: dict[int, nn.Parameter] = {}
     for module in model.modules():
         if hasattr(module, "projection") and "forward" in vars(module):
@@ -123,7 +125,8 @@ def multiply_out(model: nn.Module) -> None:
 
 
 class FactorizedHead(WrappedObjective):
-    """A wrapped objective that splits a factorized head into hidden states of width E and a plain linear layer.
+    """A wrapped objective that projects hidden states to the width E of a factorized head, which becomes a linear
+    layer.
 
     The loss can then process the vocabulary in chunks.
     """
@@ -139,11 +142,11 @@ class FactorizedHead(WrappedObjective):
 
 
 class ShareParameters(Technique):
-    """The paper's base model has 12M parameters, and BERT has 108M (unverified). The gradient of a shared parameter is
-    the sum over its uses. Norms for clipping and LAMB count the parameter once. Blocks keep their parameter names. The
-    parameters are tied to the first block of the group. Export unties the parameters into the plain architecture. A
-    head tied to the embedding stays tied: the head first projects from width d to E, and the loss is computed in chunks
-    as usual."""
+    """ALBERT base has 12M parameters, and BERT base has 108M (unverified). The gradient of a shared parameter is the
+    sum over its uses. Norms for clipping and LAMB count a shared parameter once. Blocks keep their parameter names, but
+    share the tensors of the first block of their group. Export writes separate tensors for each block, and multiplies
+    factorized tables out. An output head tied to the embedding stays tied: it first projects hidden states to width E,
+    and the loss is computed in chunks as usual."""
 
     stage, numerics = Stage.ARCHITECTURE, Numerics.DIFFERENT
     claims = frozenset({Claim.SHARED_PARAMETERS})
@@ -151,7 +154,7 @@ class ShareParameters(Technique):
         Claim.FROZEN_BASE_WEIGHTS: "blocks start as copies of the first block, and frozen blocks could not adapt",
         Claim.DEPTH: "the groups of blocks would change with the depth",
         Claim.TRAINED_START: "the first block's weights would replace the weights of all other blocks",
-        Claim.PARAMETER_SHARDING: "each block is sharded separately, which would untie them",
+        Claim.PARAMETER_SHARDING: "each block is sharded separately, which would untie shared parameters",
     }
 
     part: Part = "all"
@@ -161,7 +164,7 @@ class ShareParameters(Technique):
     embedding: Natural = 0
     """Width E of the factorized token table; 0 turns factorization off."""
     seed: int = 0
-    """Seed of a factorized table's initialization, together with its name."""
+    """Seed of a factorized table's initialization. The table's name also enters the seed."""
 
     @property
     def optional_seams(self) -> frozenset[str]:

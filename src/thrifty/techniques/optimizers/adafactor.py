@@ -4,7 +4,7 @@ Paper       Shazeer and Stern 2018, Adafactor: Adaptive Learning Rates with Subl
 Promise     Almost no optimizer state: rows + columns elements per matrix, and no first moment. Equal to
             torch.optim.Adafactor.
 Use         optimizer = thrifty.optim.Adafactor(model, lr=1e-2)
-Start with  `adafactor:lr=1e-2`. The rate is relative to the root mean square of each parameter.
+Start with  `adafactor:lr=1e-2`. The learning rate is relative to the root mean square of each parameter.
 Cost        Two reductions over each matrix per step.
 Avoid       Models whose AdamW state fits in memory, because updates without a first moment are noisier.
 Does not    Keep a first moment, or factor the second moments of vectors and biases.
@@ -27,10 +27,10 @@ from thrifty.optim.transform_elements import AddDecayedWeights, ScaleBySchedule,
 
 
 def factored_update(update: Tensor, row: Tensor, column: Tensor, fresh: float | Tensor, least: float) -> None:
-    """Divide an update (…, r, c) in place by the root of its estimated mean squares, row · column / mean(row).
+    """Divide an update (…, r, c), of r rows and c columns, in place by the root of its estimated mean squares.
 
-    `row` (…, r) has mean squares over columns, and `column` (…, c) has mean squares over rows. `fresh` is the weight of
-    the newest squares.
+    The estimate is row · column / mean(row). `row` (…, r) has mean squares over columns, and `column` (…, c) has mean
+    squares over rows. `fresh` is the weight of the newest squares.
     """
     parts = row_chunks(update) if update.ndim == 2 else (update,)
     total: Tensor | None = None
@@ -56,8 +56,8 @@ def on_every_rank(total: Tensor) -> Tensor:
 class ScaleByFactoredSquare(GradientTransform):
     """Divide updates by the root of their mean squares, and clip each update to a root mean square of `clip_threshold`.
 
-    Mean squares of matrices are estimated from rows and columns. The newest square has the weight count^decay. Roots
-    are at least `eps1`. By default `eps1` is the machine epsilon of the gradient's dtype.
+    Mean squares of matrices are estimated from rows and columns. At update t, the newest square has the weight t^decay.
+    Roots are at least `eps1`, by default the machine epsilon of the gradient's dtype.
     """
 
     name = "scale_by_factored_square"
@@ -136,9 +136,9 @@ def adafactor(
 
 
 class Adafactor(Technique):
-    """As in torch, the relative step is min(lr, 1 / sqrt(step)). It is multiplied by the root mean square of the
-    parameter. Weight decay is lr · weight_decay. Differs from the paper: ε₁ is a lower bound of the divisor and is not
-    added to squares. Convolution kernels are factored over their last two dims."""
+    """As in torch, an update is multiplied by the relative step min(lr, 1 / sqrt(step)) and by the root mean square of
+    the parameter. Weight decay is lr · weight_decay. Differs from the paper: ε₁ is a lower bound of the divisor and is
+    not added to squares. Convolution kernels are factored over their last two dims."""
 
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
     claims = frozenset({Claim.OPTIMIZER})
@@ -146,7 +146,7 @@ class Adafactor(Technique):
     lr: Rate = 1e-2
     """Maximum relative step."""
     decay: Annotated[float, SettingBound(most=0)] = -0.8
-    """Exponent of the weight of the newest second moment, step^decay."""
+    """Exponent in step^decay, the weight of the newest squared gradient."""
     clip_threshold: Annotated[float, SettingBound(above=0)] = 1.0
     """Maximum root mean square of an update, before multiplication by the relative step."""
     eps1: Annotated[float | None, LEAST_EPSILON] = None

@@ -3,10 +3,10 @@
 Paper       Loshchilov and Hutter 2019, Decoupled Weight Decay Regularization (arXiv 1711.05101).
 Promise     The standard optimizer of Transformers. Equal to torch.optim.AdamW within rounding.
 Use         optimizer = thrifty.optim.AdamW(model, lr=1e-3)
-Start with  `adamw:lr=1e-3`. Use smaller rates for larger models.
+Start with  `adamw:lr=1e-3`. Use smaller learning rates for larger models.
 Cost        Two moments per parameter, 4 bytes each in float32.
 Avoid       Models whose AdamW state does not fit in memory: use lion, adafactor or precision.optimizer_state.
-Does not    Apply weight decay to vectors, biases and positions.
+Does not    Apply weight decay to vectors, biases or position embeddings.
 """
 
 from thrifty.core.claims import Claim
@@ -20,13 +20,14 @@ from thrifty.optim.transform_elements import AddDecayedWeights, ScaleByAdam, sca
 def adamw(
     lr: float = 1e-3, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.1
 ) -> GradientTransform:
-    """Return AdamW as a chain. Vectors, biases and positions are not decayed (`modeling/parameter_kinds.py`)."""
+    """Return AdamW as a chain. Vectors, biases and position embeddings are not decayed
+    (`modeling/parameter_kinds.py`)."""
     return chain(ScaleByAdam(*betas, eps), AddDecayedWeights(weight_decay), scale_by_learning_rate(lr))
 
 
 class AdamW(Technique):
     """Differs from the paper: the decay factor is lr · weight_decay, as in torch. The paper multiplies the weight decay
-    by the schedule alone."""
+    by the schedule's factor alone."""
 
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
     claims = frozenset({Claim.OPTIMIZER})

@@ -1,12 +1,13 @@
 """LAMB (You et al. 2020): scale Adam's update of each layer to the norm of its weights, for large batches.
 
 Paper       You et al. 2020, Large Batch Optimization for Deep Learning (arXiv 1904.00962), algorithm 2.
-Promise     Trains at batch sizes where one rate for all layers fails. The paper trains BERT at 32k sequences per step.
+Promise     Training at batch sizes at which one learning rate for all layers fails. The paper trains BERT at 32k
+            sequences per step.
 Use         optimizer = thrifty.optim.Lamb(model, lr=1e-3)
-Start with  `lamb:lr=1e-3`. `slices=true` computes separate ratios for queries, keys and values of a fused matrix.
+Start with  `lamb:lr=1e-3`. `slices=true` computes separate trust ratios for queries, keys and values of a fused matrix.
 Cost        AdamW's state, and two norms per parameter and step.
-Avoid       Ordinary batch sizes. Nado et al. 2021 (arXiv 2102.06356) match LAMB with tuned Adam.
-Does not    Rescale vectors, biases and positions, or apply weight decay to them.
+Avoid       Ordinary batch sizes, because tuned Adam matches LAMB (Nado et al. 2021, arXiv 2102.06356).
+Does not    Rescale vectors, biases or position embeddings, or apply weight decay to them.
 """
 
 import math
@@ -42,10 +43,10 @@ def lamb(
 
 
 class Lamb(Technique):
-    """The update includes weight decay before its norm is scaled. Bias correction is in the paper but not in its
-    authors' TensorFlow code (`bias_correction = false`). Each parameter has one ratio: queries, keys and values in one
-    matrix count as one layer unless `slices = true`. pytorch_optimizer's Lamb is a different algorithm: decay outside
-    the ratio, ‖w‖ clipped at 10, half of the bias correction."""
+    """Weight decay is added before the update is scaled. Bias correction is in the paper but not in its authors'
+    TensorFlow code (`bias_correction = false`). Each parameter has one trust ratio: queries, keys and values in one
+    matrix count as one layer unless `slices = true`. pytorch_optimizer's Lamb is a different algorithm: weight decay
+    outside the trust ratio, ‖w‖ clipped at 10, and half of the bias correction."""
 
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
     claims = frozenset({Claim.OPTIMIZER})

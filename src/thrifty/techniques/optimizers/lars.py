@@ -1,14 +1,14 @@
-"""LARS (You et al. 2017): scale SGD's rate in each layer to the norm of its weights, for large batches.
+"""LARS (You et al. 2017): scale SGD's learning rate in each layer to its weight norm, for large batches.
 
 Paper       You, Gitman and Ginsburg 2017, Large Batch Training of Convolutional Networks (arXiv 1708.03888).
-Promise     Each layer's rate depends on the norms of its weights and gradient, so linear learning-rate scaling holds up
-            to larger batches.
+Promise     Each layer's learning rate depends on the norms of its weights and gradient, so linear learning-rate scaling
+            holds up to larger batches.
 Use         optimizer = thrifty.optim.Lars(model, lr=1.0)
 Start with  `lars:lr=1.0,trust_coefficient=1e-3`.
 Cost        SGD's state, and two norms per parameter and step.
-Avoid       Ordinary batch sizes, and Transformers (use LAMB). Nado et al. 2021 (arXiv 2102.06356) match LARS with tuned
-            Nesterov momentum.
-Does not    Rescale vectors, biases and positions, or apply weight decay to them.
+Avoid       Ordinary batch sizes, because tuned Nesterov momentum matches LARS (Nado et al. 2021, arXiv 2102.06356).
+            Transformers: use LAMB.
+Does not    Rescale vectors, biases or position embeddings, or apply weight decay to them.
 """
 
 from typing import Literal
@@ -33,7 +33,7 @@ def lars(
     """Return LARS as a chain of transforms.
 
     v = momentum · v + λ · (g + weight_decay · w) with λ = coefficient · ‖w‖ / (‖g‖ + weight_decay · ‖w‖) for each
-    layer; w -= lr · v. With the rate "inside", lr and `schedule` multiply the term added to v instead.
+    layer; w -= lr · v. If `rate` is "inside", lr and `schedule` multiply the term that is added to v, not v itself.
     """
     ratio, schedule = ScaleByTrustRatio(coefficient, weight_decay), schedule or GradientTransform()
     name = "step_momentum" if rate == "inside" else "layer_scaled_momentum"
@@ -45,8 +45,9 @@ def lars(
 
 class Lars(Technique):
     """A layer whose norm is 0 has the ratio 1. Equal to LARS of pytorch_optimizer 4.1 if no gradient is 0 everywhere.
-    Differs from the paper by default: the rate multiplies the momentum. The paper's rate is inside the momentum
-    (`learning_rate_placement = "inside"`). The two forms differ only if the rate changes."""
+    Differs from the paper by default: the learning rate multiplies the momentum. In the paper it multiplies the term
+    added to the momentum (`learning_rate_placement = "inside"`). The two forms differ only if the learning rate
+    changes."""
 
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
     claims = frozenset({Claim.OPTIMIZER})
@@ -55,7 +56,7 @@ class Lars(Technique):
     momentum: Probability = 0.9
     weight_decay: Rate = 1e-4
     trust_coefficient: Rate = 1e-3
-    """The paper's η: norm of a layer's update at rate 1, relative to the norm of the layer's weights."""
+    """The paper's η: norm of a layer's update at learning rate 1, relative to the norm of the layer's weights."""
     nesterov: bool = False
     learning_rate_placement: Literal["outside", "inside"] = "outside"
     """Position of the learning rate: it multiplies the momentum ("outside"), or the term added to the momentum

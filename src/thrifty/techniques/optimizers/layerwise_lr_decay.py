@@ -2,13 +2,15 @@
 
 Paper       Clark et al. 2020, ELECTRA (arXiv 2003.10555), appendix A. Also BEiT (Bao et al. 2021, arXiv 2106.08254) and
             MAE (He et al. 2021, arXiv 2111.06377), appendix A.2.
-Promise     Block k of L, counted from 0, trains at `decay` ** (L - k) times the rate. Embeddings train at `decay` ** (L
-            + 1) times the rate, the head at the full rate.
+Promise     Block k of L, counted from 0, has the learning rate times `decay` ** (L - k). Embeddings have the learning
+            rate times `decay` ** (L + 1), and the output head has the full learning rate.
 Use         model, optimizer = thrifty.apply((model, optimizer), "layerwise_lr_decay", decay=0.75)
-Start with  `layerwise_lr_decay:decay=0.75`, MAE's value for ViT-B. Use a rate several times higher than without decay.
-Cost        The final update does not use torch's fused kernel, because that kernel takes one rate for all parameters.
+Start with  `layerwise_lr_decay:decay=0.75`, MAE's value for ViT-B. Use a learning rate several times higher than
+            without decay.
+Cost        The final update does not use torch's fused kernel, because that kernel takes one learning rate for all
+            parameters.
 Avoid       Training from scratch, because the first blocks would hardly change.
-Does not    Save memory or time: it protects pretrained features while a new head is still untrained.
+Does not    Save memory or time; its purpose is to protect pretrained features while a new head is untrained.
 """
 
 import re
@@ -100,8 +102,8 @@ class ScaleByParameterFactor(GradientTransform):
 
 
 class LayerwiseLearningRateDecay(Technique):
-    """The factors follow BEiT and MAE. ELECTRA's published code has one more exponent between blocks and head: decay **
-    (L + 1 - k). Decoupled weight decay shrinks with the rate, as in torch's AdamW with one parameter group per depth.
+    """The factors follow BEiT and MAE. ELECTRA's published code multiplies once more for block k of L: decay ** (L + 1
+    - k). Decoupled weight decay shrinks with the learning rate, as in torch's AdamW with one parameter group per depth.
 
     The method is made for a pretrained model (`model.folder`). In a model with several stacks, blocks are counted from
     the end of their own stack. Modules before the blocks are detected by order and name. `explain` lists these modules,
@@ -112,9 +114,10 @@ class LayerwiseLearningRateDecay(Technique):
     clashes: ClassVar[Mapping[Claim, str]] = {Claim.SHARED_PARAMETERS: "parameters shared by all blocks have no depth"}
 
     decay: Fraction = 0.75
-    """Ratio of a block's rate to the rate of the next block."""
+    """Ratio of a block's learning rate to the learning rate of the next block."""
     embedding_pattern: str = ""
-    """Pattern of the parameters used before the blocks; by default these are detected by order and name."""
+    """Regular expression for names of parameters used before the blocks; by default they are detected by order and
+    name."""
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,11 +3,11 @@
 Paper       Chen et al. 2023, Symbolic Discovery of Optimization Algorithms (arXiv 2302.06675), program 1.
 Promise     Half of AdamW's optimizer state, and no second moment to compute.
 Use         optimizer = thrifty.optim.Lion(model, lr=1e-4, weight_decay=1.0)
-Start with  `lion:lr=1e-4,weight_decay=1.0`. The rate is 3 to 10 times below AdamW's, and the decay is larger by the
-            same factor.
+Start with  `lion:lr=1e-4,weight_decay=1.0`. The learning rate is 3 to 10 times below AdamW's, and the weight decay is
+            larger by the same factor.
 Cost        One moment per parameter, 4 bytes in float32.
-Avoid       Small batches, because the sign amplifies noise. Kaddour et al. 2023 found no gain at equal budget on BERT
-            and T5.
+Avoid       Small batches, because the sign amplifies noise. BERT and T5 at a fixed budget, because Kaddour et al. 2023
+            found no gain.
 Does not    Work well at AdamW's learning rate.
 """
 
@@ -25,7 +25,7 @@ from thrifty.optim.transform_elements import AddDecayedWeights, scale_by_learnin
 
 
 class ScaleByLion(GradientTransform):
-    """Sign of an interpolated momentum, which is updated afterwards (Chen et al. 2023, program 1)."""
+    """Sign of an average of momentum and gradient; the momentum is updated afterwards (Chen et al. 2023, program 1)."""
 
     name = "scale_by_lion"
     reach = TransformScope.ROWS
@@ -45,7 +45,8 @@ class ScaleByLion(GradientTransform):
 
 
 def lion(lr: float = 1e-4, betas: tuple[float, float] = (0.9, 0.99), weight_decay: float = 1.0) -> GradientTransform:
-    """Return Lion as a chain: parameter -= lr · (sign(β1 m + (1-β1) g) + weight_decay · parameter)."""
+    """Return Lion as a chain. For momentum m and gradient g, parameter -= lr · (sign(β1 m + (1-β1) g) + weight_decay ·
+    parameter)."""
     return chain(ScaleByLion(*betas), AddDecayedWeights(weight_decay), scale_by_learning_rate(lr))
 
 

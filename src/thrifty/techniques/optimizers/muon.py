@@ -5,11 +5,12 @@ Paper       Jordan et al. 2024, Muon (kellerjordan.github.io/posts/muon). The up
 Promise     One moment per hidden matrix; Liu et al. claim half of AdamW's compute for equal loss. Equal to
             torch.optim.Muon within bfloat16 rounding.
 Use         optimizer = thrifty.optim.Muon(model, lr=1e-3, adamw_lr=1e-3)
-Start with  `muon:lr=1e-3,adamw_lr=1e-3`, which are AdamW's rates. Rates for `scale=original` are about 20 times larger.
+Start with  `muon:lr=1e-3,adamw_lr=1e-3`, which are AdamW's learning rates. For `scale=original`, `lr` is about 20 times
+            larger.
 Cost        15 bfloat16 matmuls per hidden matrix and step. They take 20 r² c + 10 r³ FLOPs for the smaller dim r and
             the larger dim c.
-Avoid       Small batches, because these matmuls then dominate the step. Models that consist mostly of embeddings.
-Does not    Orthogonalize embeddings, the head, vectors and convolutions. AdamW updates these parameters.
+Avoid       Small batches, because Muon's matmuls then dominate the step. Models that consist mostly of embeddings.
+Does not    Orthogonalize embeddings, the output head, vectors or convolutions; AdamW updates these parameters.
 """
 
 from collections.abc import Callable, Sequence
@@ -49,11 +50,11 @@ from thrifty.optim.transform_elements import (
 )
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-"""Coefficients of Jordan's quintic, which is steep at 0. Five iterations map singular values above 0.002 of a matrix's
-norm to values between 0.68 and 1.21. The iterations do not converge to 1."""
+"""Coefficients of Jordan's quintic polynomial, which is steep at 0. Five iterations map singular values above 0.002
+times the matrix norm to values between 0.68 and 1.21. The iterations do not converge to 1."""
 
 HALVED = 256
-"""Minimum number of rows at which a symmetric matmul in two parts is faster than one matmul."""
+"""Minimum number of rows at which, on a CPU, a symmetric matmul in two parts is faster than one matmul."""
 
 Scale = Literal["original", "match_rms"]
 
@@ -191,8 +192,8 @@ def muon(
 ) -> GradientTransform:
     """Return Muon for hidden matrices (`modeling/parameter_kinds.py`), and AdamW for all other parameters.
 
-    Muon: parameter -= lr · (orthogonal update + weight_decay · parameter). AdamW uses the rate `adamw_lr` and the same
-    weight decay.
+    Muon: parameter -= lr · (orthogonal update + weight_decay · parameter). AdamW uses the learning rate `adamw_lr` and
+    the same weight decay as Muon.
     """
     hidden = chain(
         ScaleByMomentum(momentum, nesterov),
@@ -211,9 +212,9 @@ class Muon(Technique):
     SOAP faster than AdamW: 1.4 times at 0.1B parameters, 1.1 times at 1.2B.
 
     A fused matrix of queries, keys and values counts as one matrix unless `slices = true`. Sharded matrices are
-    gathered one by one, and each rank orthogonalizes all matrices. In a model, embeddings and heads are detected by
-    structure. For named parameters without a model, they are detected by their usual names.
-    `thrifty.summary(optimizer)` lists the parameters of Muon and AdamW.
+    gathered one by one, and each rank orthogonalizes all matrices. In a model, embeddings and output heads are detected
+    by structure. Without a model, they are detected by the usual names of such parameters. `thrifty.summary(optimizer)`
+    lists the parameters that Muon updates and the parameters that AdamW updates.
     """
 
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
@@ -225,16 +226,16 @@ class Muon(Technique):
     nesterov: bool = True
     weight_decay: Rate = 0.1
     scale: Scale = "match_rms"
-    """Size of an orthogonal update. "match_rms" scales updates to AdamW's size, so that AdamW's rates apply.
-    "original" is Jordan's, with rates about 20 times larger."""
+    """Size of an orthogonal update. "match_rms" scales updates to AdamW's size, so that AdamW's learning rates apply.
+    "original" is Jordan's size, which requires learning rates about 20 times larger."""
     newton_schulz_steps: Positive = 5
     """Number of Newton-Schulz iterations."""
     slices: bool = False
     """True to orthogonalize each slice of a fused matrix separately (queries, keys, values; gate, value)."""
     precision: Literal["bfloat16", "float32"] = "bfloat16"
-    """Format of intermediate values of the iterations."""
+    """Dtype of the Newton-Schulz iterations."""
     adamw_lr: Rate = 1e-3
-    """AdamW's rate, for all parameters except hidden matrices."""
+    """AdamW's learning rate, for all parameters except hidden matrices."""
     adamw_betas: Betas = (0.9, 0.95)
     adamw_eps: Epsilon = 1e-8
 

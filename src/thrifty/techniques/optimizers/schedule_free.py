@@ -1,14 +1,14 @@
 """Schedule-Free AdamW (Defazio et al. 2024): replace learning-rate decay by an average of the weights over all steps.
 
 Paper       Defazio et al. 2024, The Road Less Scheduled (arXiv 2405.15682).
-Promise     The run can stop at any step, and evaluates as if the rate had been decayed for that step. Equal to
+Promise     A run can stop at any step, with a loss as if the learning rate had been decayed until that step. Equal to
             AdamWScheduleFree of schedulefree 1.4.
 Use         optimizer = thrifty.optim.ScheduleFreeAdamW(model, lr=2.5e-3, total_steps=10_000)
 Start with  `schedule_free:lr=2.5e-3,warmup=0.05`.
-Cost        As much state as AdamW: a second moment, and the difference to a second sequence of weights.
+Cost        As much state as AdamW: a second moment, and the difference between two sequences of weights.
 Avoid       Large language models at large batches. The authors tested small models, and adapt the method to larger
             models in arXiv 2605.19095.
-Does not    Combine with a schedule or another weight average, because it has its own warm-up.
+Does not    Combine with a schedule or a second weight average; the method has its own warm-up and average.
 """
 
 from collections.abc import Sequence
@@ -29,7 +29,9 @@ from thrifty.optim.transform_elements import AddDecayedWeights, ScaleByAdam, add
 def schedule_free_update(
     direction: list[Tensor], ahead: list[Tensor], rate: float | Tensor, share: float | Tensor, beta: float
 ) -> list[Tensor]:
-    """Return the update of y for an ascent direction d at y. Update `ahead` = z - y in place.
+    """Return the update of the training weights y for an ascent direction d at y. Update `ahead` = z - y in place.
+
+    The steps are made on z, and x is the average of z.
 
     z -= rate · d;  x += share · (z - x);  y = beta · x + (1 - beta) · z
 
@@ -45,10 +47,10 @@ def schedule_free_update(
 
 
 class ScheduleFreeTransform(GradientTransform):
-    """The last transform of a chain: it steps z, averages x, and returns y between z and x.
+    """The last transform of a chain: it steps z, averages z in x, and returns the update of y, between z and x.
 
-    A step has the weight count^power · (rate / largest rate)^rate_power in the average. With the defaults all steps
-    after the warm-up have equal weights, and warm-up steps have smaller weights.
+    In the average, step t has the weight t^power · (learning rate / peak learning rate)^rate_power. With the defaults
+    all steps after the warm-up have equal weights, and warm-up steps have smaller weights.
     """
 
     name = "schedule_free"
@@ -59,7 +61,7 @@ class ScheduleFreeTransform(GradientTransform):
         if beta <= 0:
             raise UsageError(
                 f"Schedule-Free: the first of betas is {beta:g}, and must be above 0",
-                fix="--set techniques.optimizers.schedule_free.betas=[0.9,0.999], the paper's values",
+                fix="--set techniques.optimizers.schedule_free.betas=[0.9,0.999]",
             )
         self.largest, self.beta, self.warmup = rate, beta, warmup
         self.power, self.rate_power = power, rate_power
@@ -123,22 +125,22 @@ def schedule_free(
 
 class ScheduleFreeAdamW(Technique):
     """Gradients are computed at y, the weights during training. Evaluation and export use the average x. As in the
-    authors' code, weight decay is computed at y. Vectors, biases and positions are not decayed. The method is the core
-    of the winning entry of AlgoPerf 2024's self-tuning track."""
+    authors' code, weight decay is computed at y. Vectors, biases and position embeddings are not decayed. The method is
+    the core of the winning entry of AlgoPerf 2024's self-tuning track."""
 
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
     claims = frozenset({Claim.OPTIMIZER, Claim.SCHEDULE, Claim.AVERAGED_WEIGHTS})
 
     lr: Rate = 2.5e-3
     betas: Betas = (0.9, 0.999)
-    """Weight of x in y, and decay of the second moment."""
+    """Weight of the average x in the training weights y, and decay rate of the second moment."""
     eps: Epsilon = 1e-8
     weight_decay: Rate = 0.1
     warmup: StepOrFraction = 0.05
     power: Rate = 0.0
-    """Exponent of the step number in a step's weight, the paper's r."""
+    """Exponent of the step number in the averaging weight of a step, the paper's r."""
     rate_power: Rate = 2.0
-    """Exponent of the rate, relative to the largest so far, in a step's weight."""
+    """Exponent of the learning rate, relative to its peak, in the averaging weight of a step."""
 
     def update(self, transform: GradientTransform) -> GradientTransform:
         return schedule_free(

@@ -1,14 +1,15 @@
 """SGD (Polyak 1964): follow the gradient with momentum, as torch computes it.
 
-Paper       Polyak 1964 for momentum, and Sutskever et al. 2013 for the Nesterov form. Large batches: Goyal et al. 2017
-            (arXiv 1706.02677).
+Paper       Polyak 1964 for momentum, Sutskever et al. 2013 for the Nesterov form, and Goyal et al. 2017 (arXiv
+            1706.02677) for large batches.
 Promise     The smallest optimizer state: one momentum per parameter, or none with `momentum=0`. Equal to
             torch.optim.SGD.
 Use         optimizer = thrifty.optim.Sgd(model, lr=0.1, momentum=0.9)
-Start with  `sgd:lr=0.1,momentum=0.9,nesterov=true`, as Goyal et al. for convolutional networks.
+Start with  `sgd:lr=0.1,momentum=0.9,nesterov=true`, as in Goyal et al. for convolutional networks.
 Cost        One moment per parameter, 4 bytes in float32.
-Avoid       Transformers, because their layers need different rates. Use AdamW unless its state does not fit in memory.
-Does not    Adapt the rate to each parameter.
+Avoid       Transformers, because their layers require different learning rates. Use AdamW unless its state does not fit
+            in memory.
+Does not    Adapt the learning rate to each parameter.
 """
 
 from thrifty.core.claims import Claim
@@ -35,8 +36,8 @@ def sgd(
 
 class Sgd(Technique):
     """Weight decay is L2: it is added to the gradient before the momentum. The default is 1e-4, as in Goyal et al.
-    Vectors, biases and positions are not decayed. The rate multiplies the momentum, so a changing rate needs no
-    momentum correction."""
+    Vectors, biases and position embeddings are not decayed. The learning rate multiplies the momentum, so a changing
+    learning rate requires no momentum correction."""
 
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
     claims = frozenset({Claim.OPTIMIZER})

@@ -4,12 +4,12 @@ Paper       Vyas et al. 2024, SOAP: Improving and Stabilizing Shampoo using Adam
 Promise     The paper claims 40 % fewer steps than AdamW to the same loss at large batches. Equal to SOAP of
             pytorch_optimizer 4.1.
 Use         optimizer = thrifty.optim.Soap(model, lr=3e-3)
-Start with  `soap:lr=3e-3,every=10`. A larger `every` needs fewer QR decompositions.
-Cost        Per (r, c) matrix: 2 (r² + c²) elements in addition to AdamW's state, and 6 r c (r + c) FLOPs per step.
-            Every `every`-th step, a QR decomposition per rotated dim.
+Start with  `soap:lr=3e-3,every=10`. A larger `every` requires fewer QR decompositions.
+Cost        Per (r, c) matrix: 2 (r² + c²) elements in addition to AdamW's state, and 6 r c (r + c) FLOPs per step. One
+            step in `every` adds a QR decomposition per rotated dim.
 Avoid       Small batches on wide matrices, because the matmuls of SOAP then dominate the step.
-Does not    Precondition dims longer than `max_dim`, or parameters that are not matrices. These dims and parameters use
-            plain Adam.
+Does not    Precondition dims longer than `max_dim`, or parameters that are not matrices; Adam without rotation updates
+            these dims and parameters.
 """
 
 from collections.abc import Mapping, Sequence
@@ -29,7 +29,7 @@ from thrifty.core.technique import Numerics, Technique
 from thrifty.optim.transform_elements import AddDecayedWeights, full_values, match_layout, scale_by_learning_rate
 
 Sides = Sequence[Tensor | None]
-"""Matrices for the row dim and the column dim of a parameter. None for a dim that is not rotated."""
+"""Matrices for the row dim and the column dim of a parameter; None for a dim that is not rotated."""
 
 
 def update_spread(gradient: Tensor, spread: Sides, beta: float) -> None:
@@ -100,8 +100,8 @@ def follow_axes(axes: Sides, spread: Sides, mean: Tensor, square: Tensor) -> Non
 class ScaleBySoap(GradientTransform):
     """Adam in the eigenbasis of Shampoo's preconditioner (Vyas et al. 2024, algorithm 3).
 
-    Parameters that are not matrices, and dims longer than `max_dim`, are not rotated. Every `every`-th step updates the
-    eigenvectors. The first update is zero.
+    Parameters that are not matrices, and dims longer than `max_dim`, are not rotated. The eigenvectors are updated once
+    in `every` steps. The first update is zero.
     """
 
     name = "scale_by_soap"
@@ -180,7 +180,7 @@ class Soap(Technique):
 
     lr: Rate = 3e-3
     betas: Betas = (0.95, 0.95)
-    """Decays of both moments. The second value is also the decay of the preconditioner statistics."""
+    """Decay rates of both moments. The second value is also the decay rate of the preconditioner statistics."""
     eps: Epsilon = 1e-8
     weight_decay: Rate = 0.01
     every: Positive = 10

@@ -2,16 +2,15 @@
 
 Paper       Huang et al. 2019, GPipe (arXiv 1811.06965), section 2. 1F1B: PipeDream 2019. Interleaved 1F1B: Narayanan et
             al. 2021 (arXiv 2104.04473), section 2.2. Zero Bubble: Qi et al. 2023 (arXiv 2401.10241).
-Promise     Parameters, gradients and optimizer state are divided by the number of stages, with little traffic. Equal to
-            the single-process run within rounding.
+Promise     Parameters, gradients and optimizer state are divided over the ranks, with little traffic. Equal to the
+            single-process run within rounding.
 Use         run = thrifty.train(techniques=["pipeline"], settings={"mesh.pipeline": 2}, ranks=2, budget="2000 steps")
 Start with  `pipeline:micro_batches=4`. More micro-batches shorten the idle time.
 Cost        With p equal stages and m micro-batches, ranks are idle for (p - 1) / (m + p - 1) of the time. The slowest
             stage sets the pace.
-Avoid       Models that fit on one machine with tensor or sharded parallelism, because these keep all ranks busy at any
+Avoid       Models that fit on one machine with tensor or sharded parallelism, because both keep all ranks busy at any
             batch size.
-Does not    Rename parameters. A tied head stays one parameter of the first stage, which sends its value to the last
-            stage.
+Does not    Rename parameters, or untie a tied head; the first stage sends the shared weight to the last stage.
 """
 
 from collections.abc import Mapping, Sequence
@@ -60,7 +59,8 @@ SEVERAL_STAGES: dict[str, Any] = {
 
 
 def stage_places(schedule: str, ranks: int, chunks: int) -> list[int]:
-    """Return the rank of each stage. Ranks are cyclic; for zbv they run from the first to the last rank and back."""
+    """Return the rank of each stage. Ranks repeat cyclically; for zbv they run from the first to the last rank and
+    back."""
     if schedule == "zbv":
         return [*range(ranks), *reversed(range(ranks))]
     return [*range(ranks)] * chunks
@@ -79,7 +79,7 @@ def most_ends(places: Sequence[int]) -> tuple[int, int]:
 def most_alive(schedule: str, ranks: int, parts: int, chunks: int) -> float:
     """Return the maximum number of micro-batches whose activations a rank holds at once.
 
-    Activations of one of a rank's `chunks` stages count as a fraction of a micro-batch.
+    Activations of one of a rank's `chunks` stages count as 1 / `chunks` of a micro-batch.
     """
     if schedule == "gpipe":
         return parts
@@ -139,7 +139,7 @@ class PipelineObjective(WrappedObjective):
 
 
 class ScheduledLossObjective(WrappedObjective):
-    """A wrapped objective whose `losses` run the schedule, backward passes included, with the weights of the batch.
+    """A wrapped objective whose `losses` run the schedule, backward passes included, with the per-example weights.
 
     The returned losses are leaves of the autograd graph, so that the caller's backward pass ends there.
     """
@@ -163,26 +163,26 @@ class ScheduledLossObjective(WrappedObjective):
 
 
 class PipelineParallel(Technique):
-    """Schedules (engine: torch.distributed.pipelining):
+    """Schedules for p stages and m micro-batches (engine: torch.distributed.pipelining):
 
     gpipe        all forward passes, then all backward passes; m micro-batches are alive
     1f1b         the same idle time, at most p micro-batches alive; forward and backward passes alternate
     interleaved  1f1b with `chunks` stages per rank: idle time divided by `chunks`, more traffic
-    zero_bubble  in addition, weight gradients are computed while a rank would be idle (ZB-1P)
+    zero_bubble  interleaved, and weight gradients are computed while a rank would be idle (ZB-1P)
     zbv          two stages per rank in the form of a V: the first rank also has the last stage with the head
 
     One micro-batch (`micro_batches = 1` with gpipe) is the "vertical" or layer-wise model parallelism of the
-    literature: one rank works at a time. Micro-batches have equal size: missing rows are padded with rows of weight
-    zero. Blocks are divided among stages by cost. The value of a tied head is sent to the last stage before each pass.
-    Its gradient is returned after the pass.
+    literature: one rank works at a time. Micro-batches are padded to equal size by examples of weight zero. Blocks are
+    divided among stages by cost. The value of a tied head is sent to the last stage before each pass. Its gradient is
+    returned after the pass.
 
     Differs from GPipe: torch runs the backward passes in the order of the forward passes. With `recompute`, activations
     of the first micro-batch are kept, because its backward pass comes first. The paper keeps the last micro-batch. If
-    the last stage alternates forward and backward passes, it keeps all micro-batches. `memory.recompute` instead
-    recomputes all micro-batches. Schedules with split backward passes compute chunked losses and recomputed values
-    twice.
+    the last stage alternates forward and backward passes, it keeps the activations of all micro-batches.
+    `memory.recompute` instead recomputes all activations. Schedules with split backward passes compute chunked losses
+    and recomputed values twice.
 
-    The footprint is for a rank with the most blocks and the parameters of both ends, as with zbv or a tied head. The
+    The footprint is for a rank with the most blocks and with both embedding and head, as with zbv or a tied head. The
     peak is on the first rank, which has the most micro-batches alive, or on the last rank, which computes the loss.
     From the second backward pass on, gradients are accumulated. torch holds a buffer for the hidden states of each
     micro-batch in either direction. With zbv, torch also keeps hidden states that pass between stages of one rank. The
@@ -250,7 +250,7 @@ class PipelineParallel(Technique):
         if objective.joint:
             raise RefusedError(
                 "a loss that compares all examples of a batch cannot be computed on micro-batches",
-                fix="--with parallelism.shard or parallelism.tensor in its place",
+                fix="--with parallelism.shard in its place; or --with parallelism.tensor in its place",
             )
         return PipelineObjective(objective)
 

@@ -6,11 +6,11 @@ Use         torch.distributed.init_process_group()  # in a script that torchrun 
             model = thrifty.apply(model, "replicate")
             optimizer = thrifty.optim.AdamW(model, lr=1e-3)
 Start with  `replicate`. In your own loop each rank reads its own examples (DistributedSampler), and all ranks read
-            equally many.
+            equally many examples.
 Cost        One all-reduce of all gradients per step. Each rank sends 2 · parameters elements.
 Avoid       BatchNorm, because each rank normalizes its own examples separately. The run then differs from the
             single-process run.
-Does not    Save memory: each rank holds the whole model and optimizer state.
+Does not    Save memory, because each rank holds the whole model and optimizer state.
 """
 
 from dataclasses import replace
@@ -53,7 +53,7 @@ def sum_over(group: dist.ProcessGroup | None, tensors: list[torch.Tensor]) -> No
 
 
 def summed(backward: Backward, group: dist.ProcessGroup | None) -> Backward:
-    """Return a backward pass over this rank's examples that sums gradients and loss over a group (None: all ranks)."""
+    """Return a backward pass that sums gradients and loss of all examples over a group of ranks (None: all ranks)."""
 
     def over_ranks(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         outcome = backward(model, objective, batch)

@@ -7,12 +7,12 @@ Promise     Model states are divided over N ranks, and each block is gathered wh
 Use         torch.distributed.init_process_group()  # in a script that torchrun starts
             model = thrifty.apply(model, "shard", zero=3)
             optimizer = thrifty.optim.AdamW(model, lr=1e-3)
-Start with  `shard:zero=3`. Lower stages send less, if the model fits.
+Start with  `shard:zero=3`. If the model fits, `zero=1` or `zero=2` sends less than `zero=3`.
 Cost        For P parameters, stage 1 gathers P and reduces P elements per step. Per micro-batch, stage 2 reduces P
             elements, and stage 3 reduces P and gathers 2 P.
 Avoid       Stages 2 and 3 if a lower stage fits. Gathering in bfloat16 if norms and the residual stream must stay in
             float32.
-Does not    Rename parameters. In your own loop gradients are averaged over ranks, not summed.
+Does not    Rename parameters, or sum gradients in your own loop; there, FSDP averages gradients over ranks.
 """
 
 from collections.abc import Iterator
@@ -102,17 +102,17 @@ class ShardingObjective(WrappedObjective):
 
 
 class ShardedDataParallel(Technique):
-    """Bytes held between two micro-batches, for Adam and P parameters in float32:
+    """Bytes held between two micro-batches on each of N ranks, for Adam and P parameters in float32:
 
     zero   gathered as stored  in bfloat16        the paper's mixed precision
     1      8 P + 12 P / N      6 P + 12 P / N     4 P + 12 P / N
     2      4 P + 16 P / N      2 P + 16 P / N     2 P + 14 P / N
     3      16 P / N            16 P / N           16 P / N
 
-    The literature has three formulas for stage 2. Gathered as stored, the formula above equals DeepSpeed's
-    documentation. In bfloat16 the formula equals the paper's, except that gradients are summed in 4 bytes instead of 2.
-    DeepSpeed's estimator, 2 P + 18 P / N, counts gradients in both formats. Stage 1 without gradient accumulation
-    equals stage 2, because gradients are sent for one micro-batch only.
+    The literature has three formulas for stage 2. With parameters gathered as stored, the formula above equals
+    DeepSpeed's documentation. With bfloat16, the formula equals the paper's, except that gradients are summed in 4
+    bytes instead of 2. DeepSpeed's estimator, 2 P + 18 P / N, counts gradients in both formats. Stage 1 without
+    gradient accumulation equals stage 2, because gradients are sent for one micro-batch only.
     """
 
     stage, numerics, tolerance = Stage.SHARD, Numerics.ROUNDING, 1e-4
@@ -121,7 +121,7 @@ class ShardedDataParallel(Technique):
     zero: Zero = 3
     """Sharded tensors: 1 is the optimizer state, 2 adds gradients, 3 adds parameters."""
     gather_dtype: Literal["parameter", "bfloat16"] = "parameter"
-    """Format of gathered parameters and of the computation. Gradients are summed in float32, and updates are in
+    """Dtype of gathered parameters and of the computation. Gradients are summed in float32, and updates are in
     float32."""
 
     def __post_init__(self) -> None:
@@ -187,9 +187,9 @@ class ShardedDataParallel(Technique):
     def footprint(self, footprint: Footprint) -> Footprint:
         """Return the footprint of a rank, for one micro-batch.
 
-        N is the number of ranks along shard, R the number along replicate. G is the number of bytes of gradients, W the
-        number of bytes of gathered parameters. O bytes of W are outside the blocks. The largest block has B bytes of W,
-        and b bytes of gradients.
+        N is the number of ranks along the axis "shard", R the number along the axis "replicate". G is the number of
+        bytes of gradients, W the number of bytes of gathered parameters. O bytes of W are outside the blocks. The
+        largest block has B bytes of W, and b bytes of gradients.
 
             peak, stage 1   W
             peak, stage 2   W during the loss, W + (2 - 1 / N) b in a block

@@ -8,10 +8,10 @@ Use         torch.distributed.init_process_group()  # in a script that torchrun 
             model = thrifty.apply(model, "tensor")
             optimizer = thrifty.optim.AdamW(model, lr=1e-3)
 Start with  `tensor`. `sequence_parallel=true` also divides norms and residual streams along tokens.
-Cost        Per block, four all-reduces of hidden states (b, t, d), two in each pass. They do not overlap with
-            computation.
+Cost        Per block, four all-reduces of hidden states (batch, tokens, width), two in each pass. They do not overlap
+            with computation.
 Avoid       Models that fit with sharding, because sharding sends less. Ranks on several machines.
-Does not    Rename parameters, or change their initialization: the plain model is initialized first, then split.
+Does not    Rename parameters, or change their initialization; the whole model is initialized before it is split.
 """
 
 import torch
@@ -37,16 +37,16 @@ from thrifty.distributed.tensor_parallel_model import TensorParallelizer, split_
 
 WHOLE, WHOLE_WITH_SEQUENCE_PARALLEL = 0.27, 0.125
 """Fractions of the activations that are replicated on every rank, measured on gpt and llama blocks. Without sequence
-parallelism these are the inputs of split layers and norms, with it only the inputs of split layers."""
+parallelism, inputs of split layers and norms are replicated; with it, only inputs of split layers."""
 
 
 SPLITTING: ModuleNote[TensorParallelizer] = ModuleNote("splitting")
 
 
 class VocabularyParallelHead(WrappedObjective):
-    """A wrapped objective whose head is a plain linear layer with a divided weight.
+    """A wrapped objective whose output head is an nn.Linear with a weight divided over ranks.
 
-    The loss then uses each rank's part of the vocabulary. The head as a module returns all logits.
+    The loss then uses each rank's part of the vocabulary. Called as a module, the head returns all logits.
     """
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
@@ -97,21 +97,21 @@ def is_divided(parameter: Tensor) -> bool:
 class TensorParallel(Technique):
     """The engine is torch's DTensor. The first matrix of a pair is split by outputs, the second by inputs, and
     attention by heads. Embedding, head and loss are split by the vocabulary, so no rank holds all logits. With
-    `sequence_parallel`, each all-reduce becomes a reduce-scatter and an all-gather of the same bytes. In your own loop
-    all ranks compute the same examples. Clip by thrifty.apply(optimizer, "clip"), which handles divided gradients.
+    `sequence_parallel`, each all-reduce becomes a reduce-scatter and an all-gather with the same traffic. In your own
+    loop all ranks compute the same examples. Clip with `thrifty.apply(optimizer, "clip")`, which handles divided
+    gradients.
 
     A layer with several slices (queries, keys and values) is stored so that the rows of each rank are contiguous
-    (`core/shard_layout.py`). Checkpoints and exports have the plain order. Norms, positions and biases of row-split
-    layers are replicated on all ranks. Random values are equal on all ranks for replicated activations and differ for
-    divided activations.
+    (`core/shard_layout.py`). Checkpoints and exports have the original order of rows. Norms, position embeddings and
+    biases of row-split layers are replicated on all ranks. Random values are equal on all ranks for replicated
+    activations and differ for divided activations.
     """
 
     stage, numerics, tolerance = Stage.SPLIT, Numerics.ROUNDING, 1e-4
     claims = frozenset({Claim.TENSOR_PARALLELISM})
 
     sequence_parallel: bool = False
-    """True to divide hidden states between split layers along tokens. This includes norms, residuals and saved tensors.
-    """
+    """True to divide activations outside the split layers along tokens: norms, residual stream and saved tensors."""
     plan: tuple[str, ...] = ()
     """Entries "pattern=style" for layers of unknown models, or for layers with a split other than the default. A style
     is column, row, summed or whole (`distributed/tensor_parallel_plan.py`)."""

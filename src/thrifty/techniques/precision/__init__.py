@@ -1,1 +1,1 @@
-"""Low-precision training: use 16 or 8 bits for products, weights and optimizer state."""
+"""Low-precision training: use 16 or 8 bits for matmuls, weights and optimizer state."""

@@ -74,8 +74,9 @@ def round_with_compensation(sums: Tensor, seed: int | Tensor) -> tuple[Tensor, T
 class Float32Update(GradientTransform):
     """A chain for bfloat16 weights: it receives gradients and weights in float32 and rounds the updated weights.
 
-    The returned update is the difference of two bfloat16 values. Added in float32, it yields the new weight exactly,
-    unless a step shrinks a weight by a factor above 2^14. Then the error is one bit of the larger value in float32.
+    The returned update is the difference of two bfloat16 values. Added to the weight in float32, the update yields the
+    new weight exactly, unless a step shrinks a weight by a factor above 2^14. In that case the error is one float32 bit
+    of the larger value.
     """
 
     name = "in_float32"
@@ -171,8 +172,8 @@ def update_in_float32(transform: GradientTransform, rounding: Rounding = "stocha
 
 
 def _rounded(elements: Sequence[GradientTransform], rounding: Rounding) -> GradientTransform:
-    """Return transforms in float32, followed by rounding. A partition rounds in each member, so each member can run on
-    its own subsets."""
+    """Return transforms in float32, followed by rounding. A `ParameterPartition` rounds in each member, so each member
+    can run on its own subsets."""
     for index, element in enumerate(elements):
         before, after = elements[:index], elements[index + 1 :]
         if isinstance(element, ParameterPartition) and all(

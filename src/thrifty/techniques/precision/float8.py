@@ -9,8 +9,8 @@ Start with  `float8` together with precision.mixed and `compile`. If values are 
 Cost        Two more passes over each matmul operand. Without FP8 units matmuls are emulated, which is many times slower
             than bfloat16.
 Avoid       Devices without FP8 units, except to study 8-bit training. Narrow layers, because they gain no time.
-Does not    Quantize embeddings, norms, softmax, biases and the head, or change the format of parameters and gradients.
-            Evaluation does not use FP8.
+Does not    Quantize embeddings, norms, softmax, biases or the head, change the format of parameters and gradients, or
+            use FP8 in evaluation.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -83,7 +83,7 @@ def _multiply(layer: nn.Module, inner: Any, x: Tensor) -> Tensor:
 def roll(layers: Sequence[nn.Module], most_recent: bool = False, growth: float = 1.0) -> None:
     """Update histories and scales after a step, from the magnitudes recorded by the layers on all ranks.
 
-    In the next step gradients will be `growth` times as large.
+    Because a loss scale may have changed, the next step's gradients are assumed to be `growth` times as large.
     """
     seen = torch.stack([layer.float8_seen for layer in layers])
     seen = torch.where(seen.isfinite(), seen, 0.0)  # NaN has no maximum over ranks
@@ -119,8 +119,8 @@ def rolled(backward: Backward, most_recent: bool = False) -> Backward:
 class Float8(Technique):
     # it changes the matmul of a linear layer, and so comes before adapters, which add to the layer's output
     """A delayed scale is computed from the largest magnitudes of the last `history` steps on all ranks. A value above
-    the recent maximum is therefore clipped, and `margin` adds headroom. `scaling=current` computes the scale from the
-    tensor itself. Layers without history do the same. E4M3 spans 18 powers of two, and E5M2 spans 32."""
+    the recent maximum is therefore clipped, and `margin` adds headroom. With `scaling=current`, and in layers without a
+    history, the scale is computed from the tensor itself. E4M3 spans 18 powers of two, and E5M2 spans 32."""
 
     stage, numerics = Stage.ARCHITECTURE, Numerics.DIFFERENT
     claims = frozenset({Claim.LINEAR_PRODUCTS})
@@ -139,7 +139,7 @@ class Float8(Technique):
     """True to round scales down to powers of two. Scaling is then exact."""
     gradients: Literal["e5m2", "e4m3"] = "e5m2"
     where: str = ""
-    """Pattern in the names of the quantized linear layers."""
+    """Regular expression that is searched in layer names to choose the quantized linear layers; empty for all."""
     skip_end_blocks: bool = True
     """True to skip the first and the last block of each stack of three or more."""
 
@@ -177,7 +177,7 @@ class Float8(Technique):
         return model
 
     def layers(self, model: nn.Module) -> Mapping[str, nn.Module]:
-        """Return the treated layers by name. Raise RefusedError if there are none."""
+        """Return the quantized layers by name. Raise RefusedError if there are none."""
         blocks = _blocks(model)
         kinds = {type(layer) for layer in weight_layers(model).values() if is_transposed(layer)}
 

@@ -8,7 +8,7 @@ Start with  `mixed:format=bfloat16`. Use float16 only on GPUs without bfloat16.
 Cost        Matmul operands and results have 8 bits of mantissa in bfloat16, and 11 in float16.
 Avoid       CPUs without bfloat16 units (`thrifty doctor` reports them). float16 is very slow on CPUs, and overflows
             above 65504 at any loss scale.
-Does not    Shrink parameters and optimizer state, or convert norms, softmax and sums: these stay in float32.
+Does not    Shrink parameters and optimizer state, or convert norms, softmax and sums from float32.
 """
 
 import math
@@ -42,16 +42,16 @@ class LossScale:
     clean_steps: int = 0
     """Number of steps since the scale last changed or a step overflowed."""
     passed: int = 0
-    """Number of overflows since the scale last grew that the hysteresis tolerated."""
+    """Number of overflows that `hysteresis` tolerated since the scale last grew."""
 
 
 def next_scale(
     scale: LossScale, finite: bool, growth_interval: int = 2000, hysteresis: int = 1, least: int = 0
 ) -> LossScale:
-    """Return the scale after a step whose gradients were finite or not.
+    """Return the scale after a step. `finite` is True if all gradients of the step were finite.
 
-    From the `hysteresis`-th overflow on, the scale is halved, but not below 2^least. After `growth_interval` clean
-    steps in a row, the scale doubles.
+    The first `hysteresis` - 1 overflows after a growth are tolerated. Each later overflow halves the scale, but not
+    below 2^least. After `growth_interval` clean steps in a row, the scale doubles.
     """
     if not finite:
         if scale.passed + 1 < hysteresis:
@@ -155,10 +155,10 @@ def _with_autocast(model: nn.Module, inner: Callable[..., Any], *args: Any, **kw
 
 class MixedPrecision(Technique):
     """float16 represents magnitudes down to 6e-8, and many gradients are smaller. The loss is therefore multiplied by a
-    scale, a power of two, and gradients are divided by it. A step that overflows is skipped as a whole and halves the
-    scale; after `growth_interval` clean steps the scale doubles. A falling scale is not a sign of divergence. Defaults
-    equal torch.amp.GradScaler's. `hysteresis = 2` is the value of DeepSpeed and Megatron. float16 works only in the
-    trainer, because the trainer stores the scale."""
+    scale, a power of two, and gradients are divided by the scale. A step that overflows is skipped as a whole and
+    halves the scale; after `growth_interval` clean steps the scale doubles. A falling scale is not a sign of
+    divergence. Defaults equal torch.amp.GradScaler's. `hysteresis = 2` is the value of DeepSpeed and Megatron. float16
+    works only in the trainer, because the trainer stores the scale."""
 
     stage, numerics = Stage.PRECISION, Numerics.DIFFERENT
     claims = frozenset({Claim.PRECISION})
@@ -179,7 +179,7 @@ class MixedPrecision(Technique):
             value = getattr(self, name)
             if not (0 < value < math.inf and math.frexp(value)[0] == 0.5):
                 raise UsageError(
-                    f"{self.name}: {name} is {value!r}",
+                    f"{self.name}: {name} is {value!r}, not a power of two",
                     fix=f"--set techniques.{self.name}.{name}=65536; or another power of two",
                 )
         if self.min_scale > self.init_scale:

@@ -8,7 +8,7 @@ Use         model, optimizer = thrifty.apply((model, optimizer), "optimizer_stat
 Start with  `optimizer_state:format=int8`. Use bfloat16 for a beta2 above 0.9997.
 Cost        Every step dequantizes and quantizes the moments, in chunks that fit in the cache.
 Avoid       Small models, because their state is small. Models whose updates already dominate the step time.
-Does not    Quantize weights, weight averages, vectors, and tensors with fewer than `min_elements` elements.
+Does not    Quantize weights, weight averages, vectors, or tensors with fewer than `min_elements` elements.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -186,7 +186,7 @@ class OptimizerState(Technique):
     """int8 uses one scale per block of up to 256 elements. If tensor parallelism divides rows into parts without a
     divisor from 16 to 256, the moments stay in float32. Rounding is stochastic. With rounding to nearest, slow averages
     stall because small changes are lost. In int8, stochastic rounding works up to a beta2 of about 0.9997. In bfloat16
-    it also works above that."""
+    it also works above 0.9997."""
 
     stage, numerics, tolerance = Stage.PRECISION, Numerics.ROUNDING, 1e-3
     clashes: ClassVar[Mapping[Claim, str]] = {
@@ -206,7 +206,7 @@ class OptimizerState(Technique):
         large = [parameter for parameter in trained if is_large(parameter, self.min_elements)]
         if not large:
             raise RefusedError(
-                f"no matrix of the model has {self.min_elements} elements, in rows of at least {SHORTEST_ROW}",
+                f"no matrix of the model has at least {self.min_elements} elements, in rows of at least {SHORTEST_ROW}",
                 fix=f"--without {self.name}; or --set techniques.{self.name}.min_elements=1",
             )
         share = sum(map(torch.numel, large)) / sum(map(torch.numel, trained))

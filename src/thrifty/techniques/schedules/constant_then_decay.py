@@ -2,11 +2,11 @@
 
 Paper       Hu et al. 2024, MiniCPM (arXiv 2404.06395), which calls the schedule "warmup-stable-decay". Also Hägele et
             al. 2024 (arXiv 2405.18392).
-Promise     One constant phase serves runs of several lengths. The rate is zero at the end of the run.
+Promise     One constant phase serves runs of several lengths. The learning rate is zero at the end of the run.
 Use         optimizer = thrifty.apply(optimizer, "constant_then_decay", decay_from=0.8, total_steps=10_000)
 Start with  `constant_then_decay:warmup=0.05,decay_from=0.8`. To prolong a run, fork it at a step before `decay_from`.
 Cost        None.
-Avoid       Stopping before the decay, because the loss is then higher.
+Avoid       Stopping before the decay, because the loss is lower after the decay.
 Does not    Restart or repeat the schedule.
 """
 
@@ -15,7 +15,8 @@ from thrifty.techniques.schedules._warmup import ScheduleTechnique
 
 
 def constant_then_decay(step: int, warmup: int, decay_from: int, until: int) -> float:
-    """Return the factor before update `step`: linear warm-up, 1, then linear from `decay_from` to 0 at `until`."""
+    """Return the factor of update `step`: linear warm-up, then 1, then linear decay from step `decay_from` to 0 at
+    `until`."""
     if step < warmup:
         return (step + 1) / warmup
     if step < decay_from:

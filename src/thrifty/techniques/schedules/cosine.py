@@ -2,8 +2,8 @@
 
 Paper       Loshchilov and Hutter 2017, SGDR (arXiv 1608.03983). The warm-up is from Goyal et al. 2017 (arXiv
             1706.02677).
-Promise     The rate is fully decayed at the end of the run. Fair comparisons at a budget require this (Kaddour et al.
-            2023, arXiv 2307.06440).
+Promise     The learning rate is fully decayed at the end of the run. Fair comparisons at a budget require this (Kaddour
+            et al. 2023, arXiv 2307.06440).
 Use         optimizer = thrifty.apply(optimizer, "cosine", warmup=0.05, total_steps=10_000)
 Start with  `cosine:warmup=0.05`. `floor=0.1` ends the run at a tenth of the peak rate.
 Cost        None.
@@ -18,7 +18,7 @@ from thrifty.techniques.schedules._warmup import ScheduleTechnique, warmed_up
 
 
 def cosine(progress: float, floor: float = 0.0) -> float:
-    """Return the factor at `progress` of the decay, in [0, 1]: 1 at its start, `floor` at its end."""
+    """Return the factor at `progress` (from 0 to 1): 1 at the start of the decay, `floor` at the end."""
     return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
 
 

@@ -2,13 +2,13 @@
 
 Paper       Vaswani et al. 2017, Attention Is All You Need (arXiv 1706.03762), section 5.3. The final cooldown is from
             Zhai et al. 2022, Scaling Vision Transformers (arXiv 2106.04560).
-Promise     A run can be prolonged, because rates before `cooldown` depend only on the warm-up and not on the run's
-            length.
+Promise     A run can be prolonged, because learning rates before `cooldown` depend only on the warm-up and not on the
+            run's length.
 Use         optimizer = thrifty.apply(optimizer, "inverse_square_root", warmup=500, total_steps=10_000)
 Start with  `inverse_square_root:warmup=500,cooldown=0.8`. If `warmup` is in steps, a prolonged run keeps its rates.
 Cost        None.
 Avoid       A fixed budget: use linear or cosine decay.
-Does not    Follow the paper's absolute scale. The factor has its maximum, 1, at the end of the warm-up.
+Does not    Follow the paper's absolute scale; the rate at the end of the warm-up is the optimizer's learning rate.
 """
 
 from thrifty.core.run_relative_settings import StepOrFraction
@@ -16,7 +16,7 @@ from thrifty.techniques.schedules._warmup import ScheduleTechnique
 
 
 def inverse_square_root(step: int, warmup: int, cooldown: int, until: int) -> float:
-    """Return the factor before update `step`: linear warm-up, sqrt(warmup / step), then linear to 0.
+    """Return the factor of update `step`: linear warm-up, then sqrt(warmup / step), at the end linear to 0.
 
     The linear cooldown begins at `cooldown` and ends at `until`.
     """

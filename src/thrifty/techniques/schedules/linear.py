@@ -2,7 +2,7 @@
 
 Paper       Devlin et al. 2019, BERT (arXiv 1810.04805). Bergsma et al. 2025, Straight to Zero (arXiv 2502.15938), find
             it the best simple schedule at a fixed budget.
-Promise     The rate is fully decayed at the end of the run.
+Promise     The learning rate is fully decayed at the end of the run.
 Use         optimizer = thrifty.apply(optimizer, "linear", warmup=0.05, total_steps=10_000)
 Start with  `linear:warmup=0.05`.
 Cost        None.

@@ -40,12 +40,12 @@ from thrifty.optim.weight_masks import LayerReader, MaskedUpdate, MaskPolicy, ch
 
 
 class DensityLogger:
-    """A backward pass that records the density of the masks and the number of empty masked weights."""
+    """A backward pass that records the density of all masks, and the number of weight matrices whose mask is empty."""
 
     def __init__(self, inner: Backward):
         self.inner = inner
         self.known = WeakIdKeyDictionary()
-        """Counted version and number of kept elements, by mask."""
+        """Version of the mask when its elements were counted, and number of kept elements, by mask."""
 
     def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         outcome = self.inner(model, objective, batch)
@@ -108,7 +108,8 @@ class MatrixMaskTechnique(MaskTechnique):
     density: Fraction = 0.2
     """Fraction of nonzero weights in the blocks' matrices, in (0, 1]."""
     where: str = r"\.\d+\."
-    """Pattern of the names of masked matrices; by default the matrices in numbered blocks."""
+    """Regular expression that is searched in parameter names to choose the masked matrices; by default matrices in
+    numbered blocks."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -190,18 +191,19 @@ def _nonzero(tensors: Mapping[str, Tensor]) -> int:
 
 
 class DynamicMaskTechnique(MatrixMaskTechnique):
-    """A technique with random masks that drops and grows a fraction of the connections at every `every`-th step."""
+    """A technique with random masks that drops and grows a fraction of the connections once in `every` steps."""
 
     clashes: ClassVar[Mapping[Claim, str]] = {
         Claim.FROZEN_BASE_WEIGHTS: "it drops and grows weights that adapters keep frozen"
     }
 
     distribution: Literal["erk", "uniform"] = "erk"
-    """Density of layers: "erk" (for matrices Erdős–Rényi, ER), or the same density for all layers."""
+    """Density of each layer: "erk" (Erdős–Rényi, larger for small matrices), or "uniform", the same density for all
+    layers."""
     every: Positive = 100
     """Number of steps between drop-and-grow steps."""
     alpha: Probability = 0.3
-    """Initial fraction of active connections that are dropped and grown; annealed by cosine."""
+    """Initial fraction of active connections that a drop-and-grow step replaces; annealed by cosine."""
     until: StepOrFraction = 0.75
     seed: int = 0
 
@@ -227,7 +229,7 @@ class DynamicMaskTechnique(MatrixMaskTechnique):
 
 
 class SaliencyMaskedUpdate(MaskedUpdate):
-    """Masks without zeros during the scoring steps. The summed gradients then select the masked weights."""
+    """An update with dense masks during the scoring steps, whose summed gradients then select the masks."""
 
     def __init__(self, rest: GradientTransform, masking: MaskPolicy, steps: int):
         super().__init__(rest, masking)

@@ -1,6 +1,6 @@
 """S²ViTE (Chen et al. 2021): train with a subset of attention heads and replace the least important ones.
 
-Paper       Chen et al. 2021, Chasing Sparsity in Vision Transformers (arXiv 2106.04533), structured half. Heads are
+Paper       Chen et al. 2021, Chasing Sparsity in Vision Transformers (arXiv 2106.04533), structured sparsity. Heads are
             dropped and grown as weights in RigL (Evci et al. 2020, arXiv 1911.11134). Details unverified.
 Promise     Each block has a constant number of active heads, and training replaces some of them. The final model is
             smaller.
@@ -10,7 +10,7 @@ Cost        All heads are computed during training, because growth needs their g
             skip inactive heads (sparsity.sparse_products).
 Avoid       Few heads per block. If alpha · density · heads is below 0.5, no head is ever replaced, and a note reports
             this.
-Does not    Mask queries, keys and values. In a dropped head they get no gradient and only decay.
+Does not    Mask queries, keys and values; in a dropped head their weights have no gradient and only decay.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -35,12 +35,12 @@ from thrifty.techniques.sparsity._mask_techniques import MaskTechnique
 
 
 def by_piece(values: Tensor, pieces: int) -> Tensor:
-    """Return an output layer's weight (out, in) grouped by its n units (heads or neurons), (n, out · in / n)."""
+    """Return an output layer's weight (out, in), grouped by its n heads or neurons, as (n, out · in / n)."""
     return values.unflatten(1, (pieces, -1)).transpose(0, 1).flatten(1)
 
 
 def columns_of(kept: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a mask of units (n,) expanded to the shape of the output layer's weight (out, in)."""
+    """Return a mask (n,) of n heads or neurons, expanded to the shape of the output layer's weight (out, in)."""
     return kept.repeat_interleave(shape[1] // len(kept)).expand(*shape).contiguous()
 
 
@@ -58,11 +58,11 @@ def moved_pieces(kept: Tensor, weight: Tensor, gradient: Tensor, fraction: float
 class DynamicHeads(MaskTechnique):
     """Heads with the smallest |sum of weight · gradient| are dropped. This score is a first-order Taylor estimate of
     the loss change without the head. Heads whose output weights have the largest dense gradient are grown, and start at
-    zero. A head is a group of columns of the attention's output layer. Heads that share a key and a value are treated
-    together. `neurons` below 1 does the same for feed-forward networks.
+    zero. A head is a group of columns of the attention's output layer. Heads that share a key and a value are dropped
+    and grown together. With `neurons` below 1, feed-forward neurons are dropped and grown in the same way.
 
-    At the end of the run, dropped heads are removed from the matrices. The smaller model computes the same within
-    rounding. Hugging Face formats that cannot store fewer heads (GPT-2, BERT, ViT) store zeros instead.
+    At the end of the run, dropped heads are removed from the matrices. The smaller model computes the same outputs
+    within rounding. Hugging Face formats that cannot store fewer heads (GPT-2, BERT, ViT) store zeros instead.
     sparsity.early_bird chooses heads once and then trains the smaller model.
     """
 
@@ -82,13 +82,14 @@ class DynamicHeads(MaskTechnique):
     every: Positive = 100
     """Number of steps between drop-and-grow steps."""
     alpha: Probability = 0.5
-    """Initial fraction of active heads that are dropped and grown; annealed by cosine."""
+    """Initial fraction of active heads that a drop-and-grow step replaces; annealed by cosine."""
     until: StepOrFraction = 0.8
     seed: int = 0
 
     @cached_property
     def counts(self) -> dict[str, tuple[int, int]]:
-        """Number of units, and number of active units, by masked weight. Filled by `model`."""
+        """Number of heads or neurons, and number of active heads or neurons, by name of the masked weight. Filled by
+        `model`."""
         return {}
 
     def model(self, model: nn.Module) -> nn.Module:
@@ -103,14 +104,14 @@ class DynamicHeads(MaskTechnique):
         return [pieces for pieces in find_units(model).values() if self.kept_count(pieces) < pieces.count]
 
     def kept_count(self, pieces: PrunableUnits) -> int:
-        """Return the number of active units of a branch."""
+        """Return the number of active heads or neurons of a branch."""
         return max(round((self.density if pieces.kind == "heads" else self.neurons) * pieces.count), 1)
 
     def moves_at(self, step: int) -> bool:
         return 0 < step < int(self.until) and step % self.every == 0 and self.alpha > 0
 
     def fraction(self, step: int) -> float:
-        """Return the fraction of active units that a step drops and grows."""
+        """Return the fraction of active heads or neurons that a step drops and grows."""
         return drop_fraction(step, self.alpha, int(self.until))
 
     def masked(self, shapes: Shapes) -> list[str]:
@@ -132,7 +133,7 @@ class DynamicHeads(MaskTechnique):
             yield name, columns_of(pieces, matrix.mask.shape)
 
     def finish(self, model: nn.Module) -> nn.Module:
-        """Remove the dropped heads, whose output is zero."""
+        """Remove the dropped heads and neurons, whose output is zero."""
         for pieces in self._masked(model):
             sizes = by_piece(pieces.writer.weight.detach(), pieces.count).norm(dim=1)
             prune_units(pieces, largest(sizes, self.kept_count(pieces)).nonzero().flatten().tolist())

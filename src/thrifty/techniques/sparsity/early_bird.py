@@ -9,7 +9,7 @@ Start with  `early_bird:heads=0.5,neurons=0.4`. Compare it with the control `cri
 Cost        The search trains the whole model and discards these updates. The steps of the search count in the budget.
 Avoid       Fewer than three heads per block, because the default then removes one of two heads. Conclusions without the
             random control.
-Does not    Keep the weights of the search, or restart data or schedule: the smaller model trains from its initial
+Does not    Keep the weights of the search, or restart data or schedule; the smaller model trains from its initial
             weights with a fresh optimizer.
 """
 
@@ -53,26 +53,26 @@ KINDS = ("heads", "neurons")
 KIND_OF_PIECES: ModuleNote[str] = ModuleNote("kind_of_pieces")
 """Kind of the units (heads or neurons) that an output layer's coefficients multiply."""
 KEPT_PIECES: ModuleNote[Mapping[str, Any]] = ModuleNote("kept_pieces")
-"""Ticket of a model, after selection."""
+"""Ticket of a model (the kept heads and neurons), after selection."""
 
 
 def kept_of_each(scores: Mapping[str, Tensor], removed: float) -> dict[str, Tensor]:
-    """Return masks (n,) that drop the fraction `removed` of smallest scores per layer. At least one unit per layer
-    stays."""
+    """Return a mask (n,) of n heads or neurons for each layer. The fraction `removed` with the smallest scores in a
+    layer is dropped, but at least one stays."""
     return {name: largest(each, max(len(each) - round(removed * len(each)), 1)) for name, each in scores.items()}
 
 
 def kept_of_all(scores: Mapping[str, Tensor], removed: float) -> dict[str, Tensor]:
-    """Return masks (n,) that drop the fraction `removed` of smallest scores over all layers. The best unit per layer
-    stays."""
+    """Return a mask (n,) of n heads or neurons for each layer. The fraction `removed` with the smallest scores over all
+    layers is dropped, but the best in each layer stays."""
     total = sum(len(each) for each in scores.values())
     best = {name: each.masked_fill(largest(each, 1), torch.inf) for name, each in scores.items()}
     return largest_of_all(best, max(total - round(removed * total), len(scores)))
 
 
 def mask_distance(masks: Tensor) -> float:
-    """Return the maximum fraction of elements in which a mask differs from the newest. `masks` (q, n) starts with the
-    newest."""
+    """Return the maximum fraction of elements in which an older mask differs from the newest mask. `masks` (q, n) has q
+    masks of n elements, the newest first."""
     return float((masks[1:] != masks[0]).float().mean(1).max()) if len(masks) > 1 else 0.0
 
 
@@ -110,7 +110,7 @@ class AddSignPenalty(SelectiveTransform):
 
 
 class EarlyBirdBackward:
-    """A backward pass that computes masks from coefficients at every `spacing`-th call.
+    """A backward pass that computes masks from coefficients at one call in `spacing`.
 
     `state` has the number of calls. The recent masks are buffers of the layers with coefficients.
     """
@@ -140,7 +140,7 @@ class EarlyBird(Technique):
     """The output of each head and neuron is multiplied by a coefficient. Coefficients start at 1, with an L1 penalty
     and without weight decay. Every `every` steps the coefficients yield a mask of the heads and neurons to keep. The
     ticket (the mask for training) is selected when the newest of five masks agrees with the other four. The masks agree
-    if they differ in less than a tenth of the heads and of the neurons. Heads that share keys and values are treated
+    if they differ in less than a tenth of the heads and of the neurons. Heads that share keys and values are selected
     together. The smaller model is exported in its smaller shapes.
 
     Differs from EarlyBERT's code: the code keeps the largest signed coefficients at a fixed step. Here the largest

@@ -5,8 +5,8 @@ Promise     Density falls from `initial_density` at `start` to `density` at `unt
             steps train the sparse weights.
 Use         model, optimizer = thrifty.apply((model, optimizer), "gradual", density=0.2, total_steps=10_000)
 Start with  `gradual:density=0.2,until=0.75`. Use `distribution=erk` or `distribution=global` for low densities.
-Cost        One boolean mask per weight matrix; every `every`-th step sorts the weights. Early steps are dense and
-            compute more than runs that are sparse from the start.
+Cost        One boolean mask per weight matrix, and a sort of the weights once in `every` steps. Early steps are dense
+            and compute more than steps that are sparse from the start.
 Avoid       Models that do not fit in memory when dense. Runs too short to recover after `until`.
 Does not    Restore pruned weights.
 """
@@ -49,7 +49,7 @@ class GradualPruning(MatrixMaskTechnique):
     until: StepOrFraction = 0.75
     """Step at which the final density is reached."""
     every: Positive = 100
-    """Number of steps between prunings. One more pruning is at `until`."""
+    """Number of steps between prunings. The last pruning is at `until`."""
     distribution: Literal["uniform", "erk", "global"] = "uniform"
 
     def __post_init__(self) -> None:

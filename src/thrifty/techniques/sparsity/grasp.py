@@ -6,8 +6,8 @@ Promise     One mask for the run. It keeps the fraction `density` of weights who
 Use         run = thrifty.train(model, texts, held_out=held_out, techniques=["grasp:density=0.1"], budget="2000 steps")
 Start with  `grasp:density=0.02,scoring_steps=1`; the method is made for very low densities. Use more scoring steps for
             small batches.
-Cost        The first `scoring_steps` steps make no update, count in the budget, and compute about four times as much.
-            Mask selection needs as much memory as in sparsity.snip.
+Cost        The first `scoring_steps` steps make no update, count in the budget, and take about four times the
+            computation of other steps. Mask selection takes as much memory as in sparsity.snip.
 Avoid       Moderate densities, because the choice of weights is then noisy: use sparsity.snip.
 Does not    Balance the classes of the scoring batch, unlike the paper, or prune biases, norms, embeddings and the head.
 """
@@ -44,9 +44,9 @@ def grasp_scores(weight: Tensor, hessian_gradient: Tensor) -> Tensor:
 
 
 class TemperatureHead(nn.Module):
-    """A head whose logits are divided by `temperature`.
+    """An output head whose logits are divided by `temperature`.
 
-    The head is not a plain linear layer. Losses therefore compute all logits at once, and can be differentiated twice.
+    The head is not an nn.Linear. Losses therefore compute all logits at once, and can be differentiated twice.
     """
 
     def __init__(self, head: nn.Module, temperature: float):
@@ -107,7 +107,7 @@ def hessian_gradient(
 ) -> BackwardResult:
     """Run two backward passes over a batch with equal random values, and write H g to `.grad`.
 
-    H and g are derivatives with respect to `parameters`. Logits are divided by the temperature.
+    H is the Hessian and g the gradient of the loss with respect to `parameters`. Logits are divided by the temperature.
     """
     tempered = TemperedObjective(objective, temperature)
     with sdpa_kernel(SDPBackend.MATH):  # fused attention has no second derivative
@@ -124,8 +124,8 @@ class GraspBackward:
     """A backward pass that, in scoring steps, writes the Hessian-gradient product H g to `.grad` instead of the
     gradient.
 
-    `state` has the number of scored steps. The training loop skips steps with non-finite values, and the number does
-    not include them.
+    `state` has the number of scored steps. Steps with non-finite values are not counted, because the training loop
+    skips them.
     """
 
     def __init__(self, inner: Backward, settings: "Grasp"):
@@ -149,9 +149,9 @@ class Grasp(SaliencyMaskTechnique):
     """Scores are signed: weights with the largest w · (H g) are kept, with the Hessian H and gradient g of the masked
     weights. The absolute value would also keep weights that reduce gradient flow. Logits are divided by `temperature`
     during scoring. H g is exact for the effective batch of each step, dropout included, over micro-batches and ranks. H
-    g of several scoring steps is summed. During scoring, attention uses torch's plain implementation. The method
-    assumes Xavier initialization. `explain` counts a scoring step. The note "empty_weights" counts layers without
-    remaining weights."""
+    g of several scoring steps is summed. During scoring, attention uses torch's implementation without fused kernels.
+    The method assumes Xavier initialization. `explain` predicts the cost of a scoring step. The note "empty_weights"
+    counts layers without remaining weights."""
 
     clashes: ClassVar[Mapping[Claim, str]] = {
         **SaliencyMaskTechnique.clashes,

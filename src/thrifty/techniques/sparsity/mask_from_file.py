@@ -2,8 +2,8 @@
 
 Paper       Frankle and Carbin 2019, The Lottery Ticket Hypothesis (arXiv 1803.03635). Late rewinding: Frankle et al.
             2019 (arXiv 1903.01611).
-Promise     Masked weights are zero at every step. Other weights start from the run's own initialization, which is equal
-            for the same seed and model.
+Promise     Masked weights are zero at every step. Other weights start from the run's own initialization, which depends
+            only on seed and model.
 Use         from hashlib import sha256
             sha = sha256(open("mask.safetensors", "rb").read()).hexdigest()
             model, optimizer = thrifty.apply((model, optimizer), "mask_from_file", file="mask.safetensors", sha256=sha)
@@ -85,7 +85,7 @@ def shuffle_values(parameters: Mapping[str, Tensor], key: str) -> None:
 
 
 def mask_file_bytes(masks: Weights, drawn: str, weights: Weights) -> bytes:
-    """Return a ticket in safetensors format: booleans by parameter name, with metadata. It is deterministic.
+    """Return a ticket in safetensors format: booleans by parameter name, with metadata. Equal inputs yield equal bytes.
 
     The metadata are the origin `drawn`, the density and the sha256 of the weights.
     """
@@ -112,28 +112,28 @@ def read_mask_file(file: str, sha256: str) -> dict[str, Tensor]:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise UsageError(f"there is no ticket {path}: {error.strerror}", fix="draw one: thrifty lottery") from error
+        raise UsageError(f"there is no ticket '{path}': {error.strerror}", fix="draw one: thrifty lottery") from error
     actual = hashlib.sha256(content).hexdigest()
     if not sha256:
         raise UsageError(
-            f"the ticket {path} requires its sha256", fix=f"--set techniques.sparsity.mask_from_file.sha256={actual}"
+            f"the ticket '{path}' requires its sha256", fix=f"--set techniques.sparsity.mask_from_file.sha256={actual}"
         )
     if actual != sha256:
         raise IntegrityError(
-            f"{path} is not the recipe's ticket: its sha256 is {actual[:12]}…, not {sha256[:12]}…",
+            f"'{path}' is not the recipe's ticket: its sha256 is {actual[:12]}…, not {sha256[:12]}…",
             fix="restore the old file; or start another run with the new sha256",
         )
     try:
         stored = dict(sorted(deserialize(content)))  # sorted, since the order differs between processes
     except SafetensorError as error:
-        raise IntegrityError(f"{path} is not a safetensors file: {error}", fix="draw the ticket again") from error
+        raise IntegrityError(f"'{path}' is not a safetensors file: {error}", fix="draw the ticket again") from error
     with untraced(), unset_fake_temporarily():  # real tensors even during fake-tensor tracing
         return {name: _mask(path, name, entry) for name, entry in stored.items()}
 
 
 def _mask(path: Path, name: str, entry: Mapping[str, Any]) -> Tensor:
     if entry["dtype"] != "BOOL":
-        raise UsageError(f"{path} has {entry['dtype']} for {name}, and must have BOOL", fix="draw one: thrifty lottery")
+        raise UsageError(f"'{path}' has {entry['dtype']} for {name!r}, not BOOL", fix="draw one: thrifty lottery")
     shape = tuple(entry["shape"])
     values = torch.frombuffer(bytearray(entry["data"]), dtype=torch.bool) if math.prod(shape) else torch.empty(0)
     return values.bool().view(shape)
@@ -161,7 +161,7 @@ class MaskFromFile(MaskTechnique):
     """`control` selects a control of the paper. "random-mask" keeps the same number of weights per matrix at random
     positions. "reinitialise" keeps the mask and shuffles the initial values of every parameter within its layer. The
     shuffled values are another sample of the same distribution. Without a file nothing is masked. A dense run for the
-    first pruning round therefore has the same state as later rounds."""
+    first pruning round therefore saves the same state entries as later rounds."""
 
     clashes: ClassVar[Mapping[Claim, str]] = {
         **MaskTechnique.clashes,
@@ -176,7 +176,7 @@ class MaskFromFile(MaskTechnique):
     """Hexadecimal sha256 of the file. A file that has changed is refused."""
     control: Literal["", "random-mask", "reinitialise"] = ""
     seed: int = 0
-    """Seed of the control, together with each parameter's name."""
+    """Seed of the control's random values. Each parameter's name also enters the seed."""
 
     @property
     def contents(self) -> MaskFileContents:

@@ -6,8 +6,9 @@ Promise     Masked weights are N:M sparse at every step and in the export. Half 
             pass can be skipped.
 Use         model, optimizer = thrifty.apply((model, optimizer), "n_of_m", n=2, m=4, total_steps=10_000)
 Start with  `n_of_m:n=2,m=4`. Use `where=mlp` as in the papers on Transformers.
-Cost        One boolean per weight, new masks at every `every`-th step, and one masking of the weights per pass.
-Avoid       Adapters, because a merge fills masked weights. A dense finish (`dense_from`) while the rate decays to zero.
+Cost        One boolean per weight, new masks once in `every` steps, and one masking of the weights per pass.
+Avoid       Adapters, because a merge fills masked weights. A dense finish (`dense_from`) while the learning rate decays
+            to zero.
 Does not    Save time without 2:4 hardware units, or prune embeddings, norms, biases, the head and layers outside the
             blocks.
 """
@@ -113,7 +114,8 @@ def remake(layers: Iterable[nn.Module]) -> Tensor:
 
 @torch.no_grad()
 def decay_masked(layers: Iterable[nn.Module], decay: float) -> None:
-    """Add the decay of masked weights to the gradients of the layers' weights, once per weight."""
+    """Add the decay of masked weights to the gradients of the layers' weights, once for a weight that several layers
+    share."""
     for layer in {id(layer.weight): layer for layer in layers}.values():
         if layer.weight.grad is None:
             continue
@@ -124,7 +126,8 @@ def decay_masked(layers: Iterable[nn.Module], decay: float) -> None:
 
 
 class NOfMBackward:
-    """A backward pass over all micro-batches and ranks. Before it, new masks are computed if the step is due.
+    """A backward pass over all micro-batches and ranks. Before the backward pass, new masks are computed if they are
+    due.
 
     `state` has the next step and the number of mask computations. The first call always computes masks.
     """
@@ -172,7 +175,7 @@ class NOfM(Technique):
     On GPUs with 2:4 units, torch computes the matmuls in 16 bits. torchao published speedups on an A100 (feature since
     removed): 1.24 to 1.27 times for one layer, 6 % for a ViT-L. SR-STE's code uses a decay of 2e-4. Hu et al. use 6e-5
     for GPT-2 of 124M and 774M, 2e-4 for 350M and 1558M. The note "mask_flip_rate" is the fraction of mask elements that
-    changed. Sharded weights are gathered once more to compute masks, and every rank holds all masks.
+    changed. Sharded weights are also gathered to compute masks, and every rank holds all masks.
     """
 
     stage, numerics = Stage.SPARSITY, Numerics.DIFFERENT
@@ -188,16 +191,18 @@ class NOfM(Technique):
     transposable: bool = False
     """True for masks that are also N:M along a layer's outputs. Each m × m tile gets the best such mask (m up to 4)."""
     decay: Rate = 2e-4
-    """Factor of a masked weight that is added to its gradient. 0 is the plain straight-through estimator."""
+    """Coefficient of the masked weights in the term that is added to their gradients; 0 is the straight-through
+    estimator without decay."""
     every: Positive = 1
     """Number of steps between mask computations."""
     dense_from: StepOrFraction = 1.0
     """First step of dense training at the end of the run."""
     mvue: bool = False
-    """True to compute weight gradients from an N:M sparse, minimum-variance unbiased estimate of the output gradients.
-    It is N:M sparse along tokens."""
+    """True to compute weight gradients from a minimum-variance unbiased estimate of the output gradients. The estimate
+    is N:M sparse along tokens."""
     where: str = ""
-    """Pattern in the names of masked layers. The papers on Transformers use "mlp"."""
+    """Regular expression that is searched in layer names to choose the masked layers; empty for all. The papers on
+    Transformers use "mlp"."""
 
     @property
     def optional_seams(self) -> frozenset[str]:

@@ -1,8 +1,8 @@
 """RigL (Evci et al. 2020): train sparse and move connections to where the gradient is largest.
 
 Paper       Evci et al. 2020, Rigging the Lottery (arXiv 1911.11134), algorithm 1; ERK densities, section 3.
-Promise     A constant number of nonzero weights per layer. Every `every`-th step drops the smallest weights and grows
-            those with the largest dense gradient.
+Promise     A constant number of nonzero weights per layer. One step in `every` drops the smallest weights and grows the
+            inactive weights with the largest dense gradient.
 Use         model, optimizer = thrifty.apply((model, optimizer), "rigl", density=0.2, total_steps=10_000)
 Start with  `rigl:density=0.2,every=100`. SViTE (arXiv 2106.04533) uses AdamW, alpha=0.5, until=0.8 and a large `every`.
 Cost        One boolean mask per weight matrix. A step that drops and grows connections makes no other update.
@@ -23,15 +23,15 @@ def moved_mask(mask: Tensor, weight: Tensor, gradient: Tensor, fraction: float) 
     """Return the mask after a drop-and-grow step. All tensors have the weight's shape.
 
     The `fraction` of active connections with the smallest |weight| is dropped. The same number of inactive connections,
-    with the largest |gradient|, is grown. Just dropped connections count as inactive.
+    with the largest |gradient|, is grown. Connections that were just dropped count as inactive.
     """
     return replace_connections(mask, weight.abs(), gradient.abs(), fraction)
 
 
 class Rigl(DynamicMaskTechnique):
-    """The fraction of moved connections anneals by cosine, as in the paper's text. The paper's code uses a constant by
-    default. Biases, norms, embeddings and the head stay dense. Clipping by the global norm uses the masked gradients
-    only.
+    """The fraction of moved connections anneals by cosine, as in the paper's text. The paper's code uses a constant
+    fraction by default. Biases, norms, embeddings and the head stay dense. Clipping by the global norm uses the masked
+    gradients only.
 
     New connections start with zero moments, and Adam's bias correction uses the run's step count, as in the paper. Late
     in a run, Adam's first update of a new connection is therefore (1 - beta1) / sqrt(1 - beta2) times the usual update.

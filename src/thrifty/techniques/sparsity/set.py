@@ -26,7 +26,7 @@ def regrown_mask(mask: Tensor, weight: Tensor, fraction: float, key: str) -> Ten
     """Return the mask after a drop-and-grow step, in the weight's shape.
 
     The `fraction` of active connections with the smallest |weight| is dropped. The same number of random inactive
-    connections is grown. Just dropped connections count as inactive. The random values depend on `key` only.
+    connections is grown. Connections that were just dropped count as inactive. The random values depend on `key` only.
     """
     random_scores = torch.rand(mask.shape, generator=keyed_generator(key), dtype=torch.float64).to(mask.device)
     return replace_connections(mask, weight.abs(), random_scores, fraction)

@@ -6,9 +6,9 @@ Use         model, optimizer = thrifty.apply((model, optimizer), "snip", density
 Start with  `snip:density=0.1,scoring_steps=1`. Use more scoring steps for small batches.
 Cost        The first `scoring_steps` steps make no update, and count in the budget. Mask selection takes about 20 bytes
             per masked weight on every rank.
-Avoid       Initializations that do not preserve variance, because SNIP assumes this. Forks from a later step are
-            refused.
-Does not    Score biases, unlike the paper. Biases, norms, embeddings and the head stay dense.
+Avoid       Initializations that do not preserve variance, because SNIP assumes a constant variance across layers. Forks
+            from a later step are refused.
+Does not    Score or prune biases, unlike the paper, or prune norms, embeddings and the head.
 """
 
 from torch import Tensor
@@ -26,9 +26,9 @@ def snip_scores(weight: Tensor, gradient: Tensor) -> Tensor:
 
 class Snip(SaliencyMaskTechnique):
     """Gradients of all scoring steps are summed before the absolute value is taken. With several scoring steps, the sum
-    needs one more element per masked weight. Differs from the paper: scores are not divided by the sum of all scores,
-    because that changes no mask. A layer may lose all its weights. The note "empty_weights" counts such layers. For a
-    fork use sparsity.static or sparsity.gradual."""
+    takes one more element per masked weight. Differs from the paper: scores are not divided by the sum of all scores,
+    because a common divisor changes no mask. A layer may lose all its weights. The note "empty_weights" counts such
+    layers. For a fork use sparsity.static or sparsity.gradual."""
 
     def scores(self, weight: Tensor, gradient: Tensor) -> Tensor:
         return snip_scores(weight, gradient)

@@ -12,8 +12,8 @@ Cost        Compilation, and seconds of measurement per layer shape on a new mac
             unless masks consist of blocks.
 Avoid       Runs without masks or at high densities, because dense matmuls are then chosen. Machines without a C++
             compiler, because torch's sparse kernels are slower.
-Does not    Save memory: weights, gradients and moments stay dense tensors. Evaluation, and layers that adapters or
-            float8 change, use dense matmuls.
+Does not    Save memory (weights, gradients and moments stay dense tensors), or speed up evaluation or layers that
+            adapters or float8 change.
 """
 
 import re
@@ -53,7 +53,7 @@ WORTH = 0.9
 """Maximum time of sparse matmuls, relative to dense matmuls, at which sparse matmuls are chosen."""
 UNMASKED = "dense: its weight has no mask"
 Lines = dict[torch.dtype, dict[Form, DensityTimeFit]]
-"""Fitted times of products over density, by dtype and form."""
+"""Fitted times of matmuls over density, by dtype and form (CSR or blocks)."""
 
 
 class LayerProducts:
@@ -62,11 +62,11 @@ class LayerProducts:
     def __init__(self, lines: Lines):
         self.lines = lines
         self.patterns: dict[torch.dtype, SparsityPattern] = {}
-        """Sparsity pattern by dtype, where sparse products are chosen."""
+        """Sparsity pattern by dtype, for each dtype in which sparse products are chosen."""
         self.is_sparse = False
         """True if sparse products are chosen for any dtype."""
         self.used = False
-        """True if the last forward pass was sparse."""
+        """True if the last forward pass used sparse products."""
         self.summary = UNMASKED
         self.dense_gradient = False
         self._known: tuple[Tensor, int] | None = None
@@ -107,7 +107,7 @@ class LayerProducts:
 def format_products(form: Form, density: float, ratio: float) -> str:
     """Return the matmuls that a layer uses, and the reason, as text."""
     if ratio <= WORTH:
-        return f"{form}: at density {density:.3g} they take {ratio:.2f} of the time of dense products"
+        return f"{form}: at density {density:.3g} sparse products take {ratio:.2f} of the time of dense products"
     return f"dense: at density {density:.3g} sparse products would take {ratio:.2f} of the time"
 
 
@@ -115,7 +115,8 @@ SPARSE_PRODUCT: ModuleNote[LayerProducts] = ModuleNote("sparse_product")
 
 
 def use_sparse_product(layer: nn.Linear, lines: Lines) -> None:
-    """Make a linear layer use sparse matmuls in training mode, after its note `SPARSE_PRODUCT` has a mask."""
+    """Make a linear layer use sparse matmuls in training mode, as soon as `SPARSE_PRODUCT.of(layer)` has chosen
+    them."""
     SPARSE_PRODUCT.set(layer, LayerProducts(lines))
     wrap_forward(layer, _multiply)
 
@@ -170,16 +171,17 @@ class SparseProducts(Technique):
     A step that changes masks computes the dense gradient, because growth requires it. In all other steps the recorded
     gradient norm and the noise scale use the gradients of unmasked weights. Weights divided among ranks use dense
     matmuls, and so do all weights in a run with delayed updates. `explain` counts masked matmuls as dense, because
-    masks are known only when the run starts. Measured times are stored in the cache folder. A run resumed without them,
-    or on a different machine, may choose and round differently. On a GPU blocks are multiplied in Triton, which has run
-    only in its interpreter (unverified on a GPU).
+    masks are known only when the run starts. Measured times are stored in the cache folder. A run that resumes without
+    these times, or on another machine, may choose other matmuls and round differently. On a GPU blocks are multiplied
+    in Triton, which has run only in its interpreter (unverified on a GPU).
     """
 
     stage, numerics, tolerance = Stage.COMPILE, Numerics.ROUNDING, 1e-4
     claims = frozenset({Claim.LINEAR_PRODUCTS})
 
     where: str = r"\.\d+\."
-    """Pattern of the names of layers that may use sparse matmuls; by default the layers in numbered blocks."""
+    """Regular expression that is searched in layer names to choose layers that may use sparse matmuls; by default
+    layers in numbered blocks."""
     tokens: Positive = 2048
     """Number of rows in the measured matmuls, about the number of tokens of a micro-batch."""
 

@@ -7,8 +7,8 @@ Promise     The same mask of the given density at every step. This is the baseli
 Use         model, optimizer = thrifty.apply((model, optimizer), "static", density=0.2)
 Start with  `static:density=0.2,distribution=erk`.
 Cost        One boolean mask per weight matrix.
-Avoid       `criterion=magnitude` with `distribution=global` at low densities. This removes all weights of layers with
-            small initial values.
+Avoid       `criterion=magnitude` with `distribution=global` at low densities, because layers with small initial values
+            then lose all weights.
 Does not    Save time by itself, because matmuls stay dense; sparsity.sparse_products can skip masked weights.
 """
 
@@ -41,7 +41,7 @@ class StaticMask(MatrixMaskTechnique):
     criterion: Literal["random", "magnitude"] = "random"
     """Selection of the kept weights: random, or by magnitude of the initial values."""
     distribution: Literal["erk", "uniform", "global"] = "erk"
-    """Density of layers. "global" compares the weights of all layers."""
+    """Density of each layer. With "global", the scores of all layers are compared instead."""
     seed: int = 0
 
     def initial_masks(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
