@@ -109,7 +109,7 @@ def linear_cross_entropy(
 def linear_cross_entropy_reference(
     hidden: Tensor, weight: Tensor, targets: Tensor, *, bias: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Return the same result as `linear_cross_entropy`, from all logits (n, v) at once."""
+    """Return the result of `linear_cross_entropy`, computed from all logits (n, v) at once."""
     logits = F.linear(hidden, weight.to(hidden.dtype), bias if bias is None else bias.to(hidden.dtype))
     logits = logits.to(_accurate(hidden.dtype))
     losses = F.cross_entropy(logits, targets, reduction="none", ignore_index=IGNORED)

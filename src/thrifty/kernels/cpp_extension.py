@@ -1,7 +1,7 @@
 """C++ kernels: compiled at first use, and run on as many threads as torch uses.
 
-Each process compiles the code, which takes some seconds, and leaves no file on the disk. No process loads a library
-that another process compiled. Without a compiler, torch's operations are used instead.
+Each process compiles the code in some seconds and leaves no file on the disk. No process loads a library that another
+process compiled. Without a compiler, torch's operations are used instead.
 """
 
 import ctypes

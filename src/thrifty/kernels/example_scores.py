@@ -55,8 +55,8 @@ def grand(
 ) -> Tensor:
     """Return the norm (n,) of each example's own gradient over all parameters, in float32.
 
-    `loss(parameters, example)` returns the scalar loss of one example, whose fields have no batch dimension. It must
-    use only operations that torch.func can batch, and no random numbers. Every field of `examples` has n rows.
+    `loss(parameters, example)` returns the scalar loss of one example, whose fields have no batch dimension. `loss`
+    must use only operations that torch.func can batch, and no random numbers. Every field of `examples` has n rows.
     Gradients of `chunk` examples exist at a time. `chunk` affects memory and time, not values.
     """
     detached = {name: parameter.detach() for name, parameter in parameters.items()}

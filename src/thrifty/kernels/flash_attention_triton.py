@@ -165,7 +165,7 @@ def flash_attention(
     if tile < 16 or tile & (tile - 1):
         raise UsageError(
             f"flash attention does not support tiles of {tile} tokens",
-            fix="tile=64, or another power of two, at least 16",
+            fix="tile=64; or another power of two of at least 16",
         )
     return torch.ops.thrifty.flash_attention(*inputs, causal, segments, tile)[0]
 

@@ -67,7 +67,7 @@ def scale_from_amax(
 
 
 def cast_float8(numbers: Tensor, scale: Tensor, format: Float8Format) -> Tensor:
-    """Return elements times their scale, in the format's dtype and the same shape, rounded to nearest, ties to even."""
+    """Return elements times their scale, in the format's dtype and unchanged shape, rounded to nearest even."""
     scaled = numbers.float() * scale
     within = scaled.clamp(-format.largest, format.largest)
     lost = scaled if format.has_infinity else torch.nan
@@ -75,7 +75,7 @@ def cast_float8(numbers: Tensor, scale: Tensor, format: Float8Format) -> Tensor:
 
 
 def dequantize_float8(codes: Tensor, scale: Tensor) -> Tensor:
-    """Return FP8 elements as float32 values in the same shape."""
+    """Return FP8 elements divided by their scale, as float32 values in unchanged shape."""
     return codes.float() / scale
 
 

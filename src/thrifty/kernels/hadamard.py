@@ -1,7 +1,7 @@
 """Walsh–Hadamard transform, and Fastfood: a random matrix that is applied without being stored.
 
-Papers: Le, Sarlós and Smola 2013, Fastfood (arXiv 1408.3060), section 3. Its use for a random subspace is from Li et
-al. 2018 (arXiv 1804.08838), section S7.
+Papers: Le, Sarlós and Smola 2013, Fastfood (arXiv 1408.3060), section 3. The use of Fastfood for a random subspace is
+from Li et al. 2018 (arXiv 1804.08838), section S7.
 
 A Hadamard matrix of size a · b is the Kronecker product of Hadamard matrices of sizes a and b. The transform of a row,
 reshaped to (a, b), is therefore two matmuls with small matrices. On CPUs and accelerators this is faster than log2(n)

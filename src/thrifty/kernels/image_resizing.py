@@ -42,10 +42,11 @@ def resized_positions(positions: Tensor, grid: tuple[int, int], before: int) -> 
 def resized_patches(kernel: Tensor, side: int) -> Tensor:
     """Return the patch embedding weight (d, c, p, p), resized for patches of `side` pixels per side.
 
-    For smaller patches, the new weight maps a patch to the output of the old weight on the bilinearly enlarged patch.
-    For larger patches, the new weight maps a bilinearly enlarged patch to the output of the old weight on the original
-    patch. It is the smallest such weight, computed with the pseudo-inverse. Enlarging and then shrinking a weight
-    therefore restores it. FlexiViT (Beyer et al. 2022, arXiv 2212.08013) uses the pseudo-inverse for all resizing.
+    For smaller patches, the new weight gives, for each patch, the output of the old weight for the bilinearly enlarged
+    patch. For larger patches, the new weight gives, for each bilinearly enlarged patch, the output of the old weight
+    for the original patch. Of all such weights it is the smallest, by the pseudo-inverse. Enlarging and then shrinking
+    a weight therefore restores it. FlexiViT (Beyer et al. 2022, arXiv 2212.08013) uses the pseudo-inverse for all
+    resizing.
     """
     old = kernel.shape[-1]
     if side == old:

@@ -8,9 +8,9 @@ def crop_spectrum(images: Tensor, height: int, width: int) -> Tensor:
     """Return float images (…, h, w) at size (height, width), from the center of their two-dimensional spectrum.
 
     The result is scaled by height · width / (h · w), so that a gray area keeps its brightness (Wang et al. 2022, arXiv
-    2211.09703, section 4.1). It equals the image after an ideal low-pass filter, sampled at the new pixels. For an even
-    side, the new spectrum has one entry for the highest frequency. This entry is the mean of the positive and the
-    negative frequency, so that the result is real.
+    2211.09703, section 4.1). The result equals the image after an ideal low-pass filter, sampled at the new pixels. For
+    an even side, the new spectrum has one entry for the highest frequency. This entry is the mean of the positive and
+    the negative frequency, so that the result is real.
     """
     if images.shape[-2:] == (height, width):
         return images

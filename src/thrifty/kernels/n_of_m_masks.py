@@ -96,7 +96,8 @@ def keep_probabilities(groups: Tensor, n: int) -> Tensor:
 def unbiased_estimate(
     numbers: Tensor, n: int, m: int, dim: int = -1, generator: torch.Generator | None = None
 ) -> Tensor:
-    """Return a random N:M sparse estimate along a dim, in the same shape. It is unbiased with minimum variance.
+    """Return a random N:M sparse estimate of `numbers` along a dim, in their shape. The estimate is unbiased with
+    minimum variance.
 
     Chmiel et al. 2022 (arXiv 2203.10991). The last group may be smaller. An unbiased estimate that keeps element x with
     probability p has a second moment of at least x² / p. The value x / p reaches this bound. Under Σ p ≤ n and p ≤ 1,

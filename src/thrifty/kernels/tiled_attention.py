@@ -40,10 +40,10 @@ def tiled_causal_attention(
 ) -> Tensor:
     """Return causal attention (b, h, t, k) of q (b, h, t, k) over k and v (b, g, t, k).
 
-    `mask` (b, 1, t, t) hides pairs in addition to later keys; every token must see itself. Matmuls run in the dtype of
-    the inputs, softmax in float32. The r query heads of one key head are stacked as rows of one matrix, so keys are not
-    copied. `tile` is a number of tokens, by default t / 4, but between 64 and 512. Smaller tiles skip more of the upper
-    triangle, but each tile is unrolled and lengthens compilation.
+    Pairs that are False in `mask` (b, 1, t, t) are hidden in addition to later keys; every token must see itself.
+    Matmuls run in the dtype of the inputs, softmax in float32. The r query heads of one key head are stacked as rows of
+    one matrix, so keys are not copied. `tile` is a number of tokens, by default t / 4, but between 64 and 512. Small
+    tiles skip more of the upper triangle than large tiles, but each tile is unrolled and lengthens compilation.
     """
     tile = tile or min(max(-(-q.shape[2] // 4), 64), 512)
     with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):

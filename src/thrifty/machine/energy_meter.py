@@ -52,8 +52,8 @@ def counters(powercap: Path = POWERCAP) -> dict[str, EnergyCounter]:
 
 
 def _processors(powercap: Path) -> dict[str, EnergyCounter]:
-    """Return the counters of CPU packages, which include cores and memory controllers. Some machines list a package
-    twice, with two paths to the same counter."""
+    """Return the counters of CPU packages, which include cores and memory controllers. If a machine lists a package
+    twice, with two paths to one counter, the counter is returned once."""
     meters: dict[str, EnergyCounter] = {}
     for zone in sorted(powercap.glob("*:*")):
         with suppress(OSError, ValueError):

@@ -98,7 +98,7 @@ def refuse_repeated(stack: str, blocks: nn.ModuleList) -> None:
     """Raise RefusedError if a stack contains one block in several places."""
     if len({*blocks}) < len(blocks):
         raise RefusedError(
-            f"{stack or 'the model'} contains one block in several places, so a change of it would act in each",
+            f"{stack or 'the model'} contains one block in several places, so a change of this block would act in each",
             fix="build a separate block for each place; to share weights, use --with memory.share_parameters",
         )
 

@@ -109,7 +109,7 @@ def _branches(name: str, block: nn.Module, where: str) -> list[ResidualBranch]:
 
 def _end_of(path: str, ends: Sequence[str], later: Sequence[str]) -> str | None:
     """Return the output layer ("end") of a layer's branch. Candidates are the output layers that share most modules
-    with the layer. Return the next candidate after the layer. Without a next candidate, return the last one if it
+    with the layer. Return the next candidate after the layer. Without a next candidate, return the last candidate if it
     shares more than the block, else None."""
     near = max((_shared(path, end) for end in ends), default=0)
     nearest = [end for end in ends if _shared(path, end) == near]
@@ -179,7 +179,7 @@ def _refuse_leftovers(name: str, block: nn.Module, branches: list[ResidualBranch
         if holds_norm and not is_container and not weight_layers(child):
             raise RefusedError(
                 f"{name}.{path} has a norm and no layer with weights: a branch without weights is not supported",
-                fix="leave out this technique, or use a model whose branches end in linear layers",
+                fix="leave out this technique; or use a model whose branches end in linear layers",
             )
     layers = [layer for branch in branches for layer in (*branch.inner.values(), branch.writer)]
     placed = {id(parameter) for layer in layers for parameter in layer.parameters()}

@@ -34,7 +34,8 @@ class ChatAnswers(TokenCrossEntropy):
     Fields    "tokens", "targets", "segments" and "share" (b, t), and "amount" (b,), as in `PackedConversations`. An
               example is a row of one or more conversations. Conversations of a row do not attend to each other.
 
-    With `weigh_by="tokens"` each answer token has the same weight; with "conversations", each conversation.
+    With `weigh_by="tokens"` each answer token has the same weight; with "conversations", each conversation has the same
+    weight.
     """
 
     learns_from = ("chats",)

@@ -50,7 +50,7 @@ class TokenCrossEntropy(Objective):
         check_bounds(self, "objective")
 
     def targets(self, batch: Batch) -> Tensor:
-        """Return the target tokens, int64 (b, k). By default they are "tokens" without the first."""
+        """Return the target tokens, int64 (b, k). By default they are "tokens" without the first token."""
         return batch["tokens"][:, 1:]
 
     def shares(self, batch: Batch) -> Tensor | None:

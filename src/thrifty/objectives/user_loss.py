@@ -36,7 +36,7 @@ class UserLoss(Objective):
     - (losses, weights) of the parts of each example, such as tokens, (b, …) each. The loss of an effective batch is the
       weighted mean of all parts.
     - the mean loss of the batch, a scalar. Micro-batches of unequal size and examples of unequal weight are then
-      refused. An evaluation leaves out a smaller last batch.
+      refused. An evaluation leaves out a last batch that is smaller than the others.
 
     A metric of `metrics` is a function that returns one of these results; or it is a `DatasetMetric` or a
     `ModelMetric`. A token budget counts each example as `example_unit` tokens.
@@ -176,7 +176,7 @@ def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
 def _per_example(result: Any, batch: Batch, what: str) -> tuple[Tensor, Tensor | None]:
     """Return (values, None) or, for a weighted result, (sums of weight · value, sums of weights), in float32.
 
-    All are (b,), except that `values` is a scalar for a mean. Raises UsageError for a result of another form.
+    All are (b,), except that `values` is a scalar for a mean. Raises UsageError for a result of any other form.
     """
     count = len(batch)
     values, weights = result if isinstance(result, tuple) and len(result) == 2 else (result, None)

@@ -29,7 +29,7 @@ class DatasetMetric:
 class ModelMetric:
     """A metric of the model, such as the score of generated texts.
 
-    `validate(model)` returns a number. It is called once per evaluation, without gradients and dropout.
+    `validate(model)` returns a number. It is called once per evaluation, without gradients or dropout.
 
     Example::
 

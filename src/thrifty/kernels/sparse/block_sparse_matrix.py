@@ -1,7 +1,8 @@
 """Block-sparse matrices: SpMM and SDDMM at nearly the FLOP rate of dense matmuls.
 
 A matrix S (m, k) has `values` (blocks, b, b), with outputs first. On a CPU b is 16; larger blocks are split into blocks
-of 16. On a GPU, Triton kernels support any power of two from 16. Otherwise torch multiplies all blocks in one batch.
+of 16. On a GPU, Triton kernels support any power of two of at least 16. Otherwise torch multiplies all blocks in one
+batch.
 """
 
 from dataclasses import dataclass

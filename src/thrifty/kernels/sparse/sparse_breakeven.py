@@ -174,7 +174,7 @@ def _dense(x: Tensor, upstream: Tensor, weight: Tensor) -> None:
 
 
 def _sparse(x: Tensor, upstream: Tensor, weight: Tensor, pattern: SparsityPattern) -> None:
-    """Run the same matmuls as `sparse_linear`."""
+    """Run the matmuls of `sparse_linear`, forward and backward."""
     dtype = x.dtype
     wide, wide_upstream = x.float(), upstream.float()
     pattern.spmm(wide, pattern.pick(weight)).to(dtype)

@@ -31,7 +31,7 @@ def spgemm_rows(a: Tensor, b: Tensor) -> Tensor:
 
 
 def spgemm_outer(a: Tensor, b: Tensor) -> Tensor:
-    """Return the same result (m, n) as `spgemm_rows`, by outer products."""
+    """Return the result (m, n) of `spgemm_rows`, computed by outer products."""
     _check(a, b)
     if not _is_native(a, b):
         return spgemm_reference(a, b)
@@ -41,7 +41,7 @@ def spgemm_outer(a: Tensor, b: Tensor) -> Tensor:
 
 
 def spgemm_reference(a: Tensor, b: Tensor) -> Tensor:
-    """Return the same result (m, n) from torch's matmul of COO matrices, which requires no compiler."""
+    """Return the result (m, n) of `spgemm_rows`, computed by torch's matmul of COO matrices, without a compiler."""
     _check(a, b)
     operands = [matrix.detach().double().to_sparse_coo() for matrix in (a, b)]
     product = torch.sparse.mm(*operands).to_sparse_csr()

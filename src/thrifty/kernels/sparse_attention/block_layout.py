@@ -13,8 +13,8 @@ from thrifty.kernels.sparse_attention.visibility import VisibilityRule, same_tex
 SCORES = {"cpu": 2**16}
 """Maximum number of scores that are processed at once, but at least one row.
 
-In float32 they fit a core's cache. At 2,048 tokens, twice as many scores took 6 % less time, but more peak memory than
-torch's own attention.
+In float32 they fit a core's cache. At 2,048 tokens, twice as many scores took 6 % less time, but required more peak
+memory than torch's own attention.
 """
 GPU_SCORES = 2**24
 
