@@ -225,8 +225,8 @@ def test_a_pickle_in_place_of_checkpoints_is_refused_unopened(trained: CommandLi
     shutil.rmtree(saved)
     saved.mkdir()
     marker = write_pickle_bomb(saved / "model.pt")
-    refused(trained, "resume", "run", says=("model.pt, which is refused", "safetensors"))
-    refused(trained, "export", "run", "out", says=("model.pt, which is refused",))
+    refused(trained, "resume", "run", says=("'model.pt', and pickles are refused", "safetensors"))
+    refused(trained, "export", "run", "out", says=("'model.pt', and pickles are refused",))
     assert not marker.exists()
 
 
@@ -315,6 +315,6 @@ def test_a_small_disk_keeps_the_last_checkpoint(
 
 
 def test_a_mesh_of_too_many_ranks_is_refused(thrifty: CommandLine) -> None:
-    says = ("needs 2 ranks, and this start has 1", "torchrun --nproc-per-node 2", "--mesh tensor=1")
+    says = ("requires 2 ranks, and this start has 1", "torchrun --nproc-per-node 2", "--mesh tensor=1")
     refused(thrifty, *thrifty.recipe("run", "--mesh", "tensor=2"), says=says)
     assert not thrifty.run("run").exists()

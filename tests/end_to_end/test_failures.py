@@ -177,7 +177,7 @@ def test_a_restart_does_not_resume_a_run_of_another_job(thrifty: CommandLine) ->
     thrifty.train("run", *REPLICATED, ranks=2)
     before = thrifty.records("run")
     with running(thrifty, *thrifty.recipe("run", *REPLICATED, steps=20), restarts=1) as process:
-        assert ended(process, STARTING).count("runs/run exists already") == 2
+        assert ended(process, STARTING).count("runs/run' exists already") == 2
     assert thrifty.records("run") == before
 
 

@@ -47,7 +47,7 @@ def test_a_pipe_instead_of_a_tokenizer_is_refused(thrifty: CommandLine) -> None:
     tokenizer.unlink()
     os.mkfifo(tokenizer)  # a write to it would wait for a reader
     refused = thrifty("resume", "run", exit_code=2).stderr
-    assert "tokenizer.json is a pipe or a device" in refused and f"rm {tokenizer}" in refused
+    assert "tokenizer.json' is a pipe or a device" in refused and f"rm {tokenizer}" in refused
     tokenizer.unlink()
     thrifty("resume", "run")
     assert tokenizer.is_file() and tokenizer.read_bytes() == content

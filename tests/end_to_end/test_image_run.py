@@ -158,8 +158,8 @@ def test_a_budget_of_tokens_counts_each_image_once() -> None:
 def test_settings_of_images_are_refused_without_images() -> None:
     recipe = RECIPES["vit-digits"]()
     text = replace(recipe, objective=ObjectiveSettings("next_token"), data=replace(recipe.data, size=8))
-    with pytest.raises(UsageError, match=r"data.size is set, which is for images, but next_token learns from text"):
+    with pytest.raises(UsageError, match=r"data.size is only for images, but next_token learns from text"):
         open_examples(text)
     nowhere = replace(recipe, data=replace(recipe.data, source="nowhere", augment=AugmentationSettings(flip=True)))
-    with pytest.raises(UsageError, match=r"data.augment is set, which is for images, but nowhere contains none"):
+    with pytest.raises(UsageError, match=r"data.augment is only for images, but 'nowhere' contains none"):
         open_examples(nowhere)

@@ -126,5 +126,5 @@ def test_images_never_follow_links(tmp_path: Path) -> None:
     assert measured.study.plots and precious.read_text() == "precious"
     (tmp_path / "linked").mkdir()
     (tmp_path / "linked" / "plots").symlink_to(tmp_path / "study" / "plots")
-    with pytest.raises(UsageError, match="plots is a symbolic link"):
+    with pytest.raises(UsageError, match="plots' is a symbolic link"):
         write_page(measured, tmp_path / "linked")

@@ -273,7 +273,7 @@ def test_a_run_folder_with_links_is_refused(name, write_run, tmp_path):
     outside.mkdir()
     (run / name).unlink(missing_ok=True)
     (run / name).symlink_to(outside)
-    with pytest.raises(UsageError, match=f"{name} is a symbolic link"):
+    with pytest.raises(UsageError, match=f"{name}' is a symbolic link"):
         write_report(run)
     assert not [*outside.iterdir()] and not (run / "report.html").exists()
 

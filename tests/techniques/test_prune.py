@@ -179,7 +179,7 @@ def test_a_missing_or_wrong_hash_is_refused(tmp_path: Path) -> None:
 def test_a_trained_model_does_not_require_the_file() -> None:
     run = compose(image_run(), with_optimizer([PrunedExamples(scores="gone", sha256="a" * 64)]), 3)
     run.build_model()
-    assert "there is no score file gone" in run.notes["data_selection.prune"][0]
+    assert "there is no score file 'gone'" in run.notes["data_selection.prune"][0]
 
 
 def test_a_file_of_scores_survives_a_round_trip(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ def existing_run(path: Path) -> Path:
 def test_a_new_run_never_changes_a_folder_with_files(tmp_path: Path) -> None:
     path = existing_run(tmp_path / "mine")
     before = {file.name: file.read_bytes() for file in path.iterdir()}
-    with pytest.raises(UsageError, match=r"mine exists already\n.*name=… chooses another; thrifty.resume"):
+    with pytest.raises(UsageError, match=r"mine' exists already\n.*pass another name=…; or thrifty.resume"):
         RunFolder.create(path)
     assert {file.name: file.read_bytes() for file in path.iterdir()} == before
     (tmp_path / "photos").mkdir()
@@ -48,7 +48,7 @@ def test_the_folder_of_a_run_without_files_can_be_reused(tmp_path: Path) -> None
 
 def test_a_file_instead_of_the_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("")
-    with pytest.raises(UsageError, match="mine is a file"):
+    with pytest.raises(UsageError, match="mine' is a file"):
         RunFolder.create(tmp_path / "mine")
 
 
@@ -112,7 +112,7 @@ def test_a_later_process_with_the_same_number_is_not_the_owner(tmp_path: Path) -
 def test_an_owner_on_another_machine_is_never_taken_over(tmp_path: Path) -> None:
     path = existing_run(tmp_path / "mine")
     write_owner(path, host="elsewhere")
-    with pytest.raises(UsageError, match=r"in use by process \d+ on elsewhere\n.*if it no longer runs there, remove"):
+    with pytest.raises(UsageError, match=r"in use by process \d+ on elsewhere\n.*if the process no longer runs there, remove"):
         RunFolder.open(path).lock()
     (path / "lock").unlink()
     RunFolder.open(path).lock().close()
@@ -161,7 +161,7 @@ def test_a_cut_last_line_is_skipped_and_overwritten(cut: int, tmp_path_factory: 
 
 def test_a_damaged_line_is_named(tmp_path: Path) -> None:
     (tmp_path / "records.jsonl").write_text('{"kind": "step", "step": 1}\n{"kind": "st\n{"kind": "step", "step": 3}\n')
-    with pytest.raises(IntegrityError, match=r"line 2 of .*records\.jsonl is damaged"):
+    with pytest.raises(IntegrityError, match=r"line 2 of .*records\.jsonl' is damaged"):
         RunFolder(tmp_path).read_records()
 
 
@@ -229,11 +229,11 @@ def test_small_files_are_replaced_as_a_whole(tmp_path: Path) -> None:
         with pytest.raises(IntegrityError, match=r"no origins\.json"):
             run.read_json("origins")
         (run.path / "summary.json").write_text("{")
-        with pytest.raises(IntegrityError, match=r"summary\.json is damaged"):
+        with pytest.raises(IntegrityError, match=r"summary\.json' is damaged"):
             run.read_json("summary")
         run.path.joinpath("summary.json").unlink()
         (run.path / "summary.json").mkdir()
-        with pytest.raises(ThriftyError, match=r"summary\.json cannot be written"):
+        with pytest.raises(ThriftyError, match=r"summary\.json' cannot be written"):
             run.write_json("summary", {})
 
 
@@ -277,7 +277,7 @@ def test_an_unwritable_lock_is_reported(name: str, code: int, tmp_path: Path, mo
         return plain(*args)
 
     monkeypatch.setattr(os, name, refused)
-    with pytest.raises(ThriftyError, match=f"lock cannot be written: {os.strerror(code)}") as told:
+    with pytest.raises(ThriftyError, match=f"lock' cannot be written: {os.strerror(code)}") as told:
         RunFolder.create(tmp_path / "run")
     assert ("free some space" in told.value.fix) == (code != errno.EROFS)
 
@@ -288,7 +288,7 @@ def test_a_run_folder_with_a_link_is_refused(tmp_path: Path, name: str) -> None:
     outside.write_text("precious, without a last line")
     (path / name).unlink(missing_ok=True)
     (path / name).symlink_to(outside)
-    with pytest.raises(UsageError, match=f"{name} is a symbolic link"):
+    with pytest.raises(UsageError, match=f"{name}' is a symbolic link"):
         RunFolder.open(path).lock()
     with pytest.raises(FileExistsError):
         AtomicFiles().create_file(path / name)
@@ -301,7 +301,7 @@ def test_a_pipe_in_a_run_folder_is_refused_without_a_hang(tmp_path: Path, name: 
     (path / name).parent.mkdir(exist_ok=True)
     (path / name).unlink(missing_ok=True)
     os.mkfifo(path / name)
-    with pytest.raises(UsageError, match=f"{name} is a pipe or a device.*\n  fix: rm {path / name}"):
+    with pytest.raises(UsageError, match=f"{name}' is a pipe or a device.*\n  fix: rm {path / name}"):
         RunFolder.open(path).lock()
 
 

@@ -110,7 +110,7 @@ def _enlarges(one: Technique) -> bool:
 def _bitwise(
     about: str, actual: StepObservations, wanted: StepObservations, chosen: Sequence[Technique]
 ) -> PromiseVerdict:
-    promised = "the promise is the run without it, bit for bit"
+    promised = "promised: equal to the run without it, bit for bit"
     pairs = zip(
         zip(actual.losses, actual.norms, strict=True), zip(wanted.losses, wanted.norms, strict=True), strict=True
     )

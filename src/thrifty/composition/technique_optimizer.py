@@ -105,7 +105,8 @@ class TechniqueOptimizer(TransformOptimizer):
         """Add a technique that changes the update. Raises UsageError after the first step."""
         if self.updates:
             raise UsageError(
-                f"{technique.name}: the optimizer has made {self.updates} steps", fix="add it before the first step"
+                f"{technique.name}: the optimizer has already made {self.updates} steps",
+                fix=f"add {technique.name} before the first step",
             )
         self.added = (*self.added, technique)
         self._forget()

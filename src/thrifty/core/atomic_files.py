@@ -139,7 +139,7 @@ def refuse_links(*folders: Path) -> None:
     lead reads and writes out of a run folder; a pipe or device would block them forever."""
     for path in (path for folder in folders for path in (folder, *folder.glob("*"))):
         if path.is_symlink():
-            what = f"{path} is a symbolic link, and files outside a run folder are neither read nor written"
+            what = f"'{path}' is a symbolic link, and files outside a run folder are neither read nor written"
             raise UsageError(what, fix="replace the link with a copy of its target")
         if path.exists() and not (path.is_file() or path.is_dir()):
-            raise UsageError(f"{path} is a pipe or a device, not a regular file", fix=f"rm {shlex.quote(str(path))}")
+            raise UsageError(f"'{path}' is a pipe or a device, not a regular file", fix=f"rm {shlex.quote(str(path))}")

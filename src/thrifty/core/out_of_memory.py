@@ -102,6 +102,6 @@ def _megabytes(size: float) -> str:
 
 def _usual_remedy(peak: float) -> str:
     return (
-        f"thrifty plan RECIPE --memory {peak / 1e6:.0f}MB, which searches for a plan that fits; or use less memory: "
-        "--with large_batch.gradient_accumulation:micro_batches=2, or a smaller data.batch"
+        f"thrifty plan RECIPE --memory {peak / 1e6:.0f}MB, which searches for a plan that fits; "
+        "or --with large_batch.gradient_accumulation:micro_batches=2; or a smaller data.batch"
     )

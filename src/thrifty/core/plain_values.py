@@ -25,6 +25,7 @@ LONGEST_KEY = 100
 NO_DATA = {"no data": True}
 """Metadata of a field that plain data never contains."""
 _SECONDS = {"s": 1, "sec": 1, "min": 60, "h": 3600}
+_TOO_DEEP = f"tables or lists are nested deeper than {DEEPEST} levels"
 
 
 def parse_toml(text: str, name: str) -> dict[str, Any]:
@@ -38,7 +39,7 @@ def parse_toml(text: str, name: str) -> dict[str, Any]:
     except tomllib.TOMLDecodeError:
         raise
     except RecursionError:
-        raise UsageError(f"{name}: tables or lists are nested too deep", fix=f"nest at most {DEEPEST}") from None
+        raise UsageError(f"{name}: {_TOO_DEEP}", fix=f"nest at most {DEEPEST} levels") from None
     except ValueError as error:  # Python reads integers of up to 4,300 digits
         raise UsageError(f"{name}: {error}", fix="use a smaller number") from None
     return tables
@@ -50,7 +51,7 @@ def _keys(line: str) -> list[str]:
 
 def _check_tree(value: Any, name: str, path: str, depth: int) -> None:
     if depth == 0:
-        raise UsageError(f"{name}: more than {DEEPEST} nested tables or lists", fix=f"nest at most {DEEPEST}")
+        raise UsageError(f"{name}: {_TOO_DEEP}", fix=f"nest at most {DEEPEST} levels")
     inner = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
     for key, item in inner:
         here = _join(path, str(key))
@@ -112,11 +113,12 @@ def convert(kind: Any, value: Any, path: str, base: Any = None) -> Any:
 
 def _convert_tuple(arguments: tuple, value: Any, path: str) -> tuple:
     if not isinstance(value, list | tuple):
-        raise UsageError(f"{path} must be a list, not {value!r}", fix=f"write {path} = [{value}]")
+        raise UsageError(f"{path} must be a list, not {value!r}", fix=f"write {path} = [{value!r}]")
     if arguments[-1] is Ellipsis:
         arguments = (arguments[0],) * len(value)
     if len(arguments) != len(value):
-        raise UsageError(f"{path} must have {len(arguments)} entries, not {len(value)}")
+        fix = f"for example {path} = [{', '.join(_EXAMPLE.get(each, '…') for each in arguments)}]"
+        raise UsageError(f"{path} must have {len(arguments)} entries, not {len(value)}", fix)
     pairs = enumerate(zip(arguments, value, strict=True))
     return tuple(convert(kind, item, f"{path}[{index}]") for index, (kind, item) in pairs)
 

@@ -213,7 +213,7 @@ class Budget:
             raise UsageError(
                 f"a budget in epochs ({self.epochs:g}) requires data with a known number of examples; streams and "
                 "several sources in one run have no epochs",
-                fix="--budget 500steps or --budget 10min",
+                fix="--budget 500steps; or --budget 10min",
             )
         return math.ceil(self.epochs * amount)
 
@@ -352,8 +352,8 @@ class Recipe:
         call = f"pass {', '.join(f'{name}=…' for name in recorded)} in Python"
         options = self._options_of(recorded)
         raise UsageError(
-            f"the recipe has {', '.join(f'{name} from Python ({text})' for name, text in missing.items())}, which a"
-            " file never runs by itself",
+            f"the recipe names Python objects ({', '.join(f'{name}: {text}' for name, text in missing.items())}), "
+            "which a file never runs by itself",
             fix=f"if you trust it, {call if options is None else spelled(f'add{options}', call)}",
         )
 

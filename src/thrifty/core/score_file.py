@@ -110,7 +110,7 @@ def file_hash(path: Path) -> str:
         return hashlib.sha256(path.read_bytes()).hexdigest()
     except OSError as error:
         raise UsageError(
-            f"there is no score file {path}: {error.strerror}", fix="make one: thrifty data score RECIPE --out FILE"
+            f"there is no score file '{path}': {error.strerror}", fix="make one: thrifty data score RECIPE --out FILE"
         ) from None
 
 
@@ -129,7 +129,8 @@ def read_scores(path: Path) -> ExampleScores:
         except (SafetensorError, AttributeError, KeyError, ValueError, TypeError) as error:
             is_other_file = isinstance(error, KeyError) and error.args == (KEY,)
             what = f"it has no metadata entry {KEY!r}" if is_other_file else str(error)
-            raise IntegrityError(f"{path} is not a score file: {what}", fix="score again: thrifty data score") from None
+            fix = "score again: thrifty data score RECIPE --out FILE"
+            raise IntegrityError(f"'{path}' is not a score file: {what}", fix) from None
         return ExampleScores(tensors["scores"], tensors["runs"], facts, tensors.get("labels"), guesses)
 
 

@@ -93,7 +93,7 @@ def check_plain(value: Any, name: str, refused: Collection[str] = ()) -> None:
         raise UsageError(f"{name} is {value}", fix="use a finite number")
     elif isinstance(value, str) and (strange := _STRANGE.search(value)):
         raise UsageError(
-            f"{name} has the character {strange[0]!r}: {value[:80]!r}", fix="remove it, or rename the file"
+            f"{name} has the character {strange[0]!r}: {value[:80]!r}", fix="remove the character; or rename the file"
         )
 
 

@@ -104,7 +104,7 @@ class UserObjects:
             raise UsageError(
                 f"{self.build} builds no model: {type(error).__name__}: {error}; it was called with "
                 f"{_shown(arguments or {})}",
-                fix=f"correct it, or its arguments: it takes {_parameters(self.model)}",
+                fix=f"correct {self.build}; or pass arguments that it takes: {_parameters(self.model)}",
             ) from error
         if not isinstance(model, nn.Module):
             what = f"{self.build} returns a {type(model).__name__}, not a torch.nn.Module"
@@ -128,7 +128,11 @@ def _refuse_arguments(name: str, function: BuildModel, arguments: Mapping[str, A
         added = spelled(typed, f"model_arguments={{{', '.join(f'{word!r}: …' for word in missing)}}}")
         raise UsageError(
             f"{name}({', '.join(map(str, known.values()))}) cannot be called with {_shown(arguments)}: {error}",
-            fix=did_you_mean(unknown[0], known) if unknown and known else added if missing else "leave it out",
+            fix=did_you_mean(unknown[0], known)
+            if unknown and known
+            else added
+            if missing
+            else "leave the arguments out",
         ) from error
 
 
@@ -152,5 +156,5 @@ def _dataset(name: str) -> Any:
     except Exception as error:
         raise UsageError(
             f"{name} returns no dataset: {type(error).__name__}: {error}",
-            fix="name a dataset, or a function or class that returns one without arguments",
+            fix="name a dataset; or a function or class that returns a dataset without arguments",
         ) from error

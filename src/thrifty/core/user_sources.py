@@ -70,7 +70,8 @@ def import_named(name: str) -> Any:
         is_missing = isinstance(error, ModuleNotFoundError) and error.name in (module_name, module_name.split(".")[0])
         what = f"{name}: {module_name} cannot be imported: {type(error).__name__}: {error}"
         mend = f'correct the error that this command prints: python -c "import {module_name}"'
-        raise UsageError(what, fix="start where `import` finds it" if is_missing else mend) from error
+        start = f"correct the name; or start in the folder that contains {module_name.split('.')[0]!r}"
+        raise UsageError(what, fix=start if is_missing else mend) from error
     for part in path.split("."):
         near = [word for word in vars(value) if not word.startswith("_")] if hasattr(value, "__dict__") else []
         value = getattr(value, part, None)

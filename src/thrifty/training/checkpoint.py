@@ -128,8 +128,8 @@ def find_of_run(folder: Path, step: int | None = None, *, ranks: SingleProcess |
     kinds = {"recipe": dict, "data": dict, "steps": int}
     if lacking := [name for name, kind in kinds.items() if not isinstance(saved.scalars.get(name), kind)]:
         raise IntegrityError(
-            f"{saved.path} lacks the {' and the '.join(lacking)} of its run",
-            fix="restore the checkpoint from a backup, or remove it to use the one before it",
+            f"'{saved.path}' lacks the {' and the '.join(lacking)} of its run",
+            fix="restore the checkpoint from a backup; or remove it, so that the previous checkpoint is used",
         )
     return saved
 
@@ -159,7 +159,7 @@ def _share(tensors: Tensors, ranks: SingleProcess) -> Parts:
         counts = {name: sum(part.box.numel for part in own) for name, own in parts.items()}
         if ranks.size == 1 and any(counts[name] < tensor.numel() for name, tensor in tensors.items()):
             raise UsageError(
-                "a sharded state cannot be saved by one rank", "save it with ranks=process_group_sync() on all"
+                "a sharded state cannot be saved by one rank", "call save with ranks=process_group_sync() on all ranks"
             )
         return {name: [_box_of(part) for part in own] for name, own in parts.items()}
 
@@ -210,7 +210,8 @@ def _choose(folder: Path, step: int | None, files: AtomicFiles) -> dict[str, Any
             if not path.is_dir():  # a running training has just removed it
                 continue
             if error.errno not in (errno.EIO, errno.ENOENT):
-                raise ThriftyError(f"{path} could not be read: {error.strerror}", "fix its permissions") from error
+                fix = "check the permissions of the folder, and the disk"
+                raise ThriftyError(f"'{path}' could not be read: {error.strerror}", fix) from error
             damaged.append((path, str(error.strerror)))
             continue
         notices = [checkpoint_index.set_aside(bad, reason, files) for bad, reason in damaged]
@@ -224,11 +225,11 @@ def _none_left(folder: Path, step: int | None, damaged: list[tuple[Path, str]]) 
     wanted = "checkpoint" if step is None else f"checkpoint of step {step}"
     if damaged:
         reasons = "; ".join(f"{path.name}: {reason}" for path, reason in damaged)
-        what = f"no undamaged {wanted} is left in {folder} ({reasons})"
-        return IntegrityError(what, "restore the folder from a backup, or start the run again")
+        what = f"no undamaged {wanted} is left in '{folder}' ({reasons})"
+        return IntegrityError(what, "restore the folder from a backup; or start the run again")
     others = ", ".join(str(checkpoint_index.step_of(path)) for path in checkpoint_index.checkpoints(folder))
-    fix = f"there are steps {others}" if others else "the run ended before its first save: start it again"
-    return IntegrityError(f"there is no {wanted} in {folder}", fix)
+    fix = f"choose one of the steps {others}" if others else "the run ended before its first save: start it again"
+    return IntegrityError(f"there is no {wanted} in '{folder}'", fix)
 
 
 def _refuse_other(checkpoint: Path, stored: StoredTensorBoxes, into: Tensors, wanted: Collection[str]) -> None:
@@ -237,7 +238,7 @@ def _refuse_other(checkpoint: Path, stored: StoredTensorBoxes, into: Tensors, wa
         there = stored.describe(name) if name in stored.pieces else "absent"
         here = f"{into[name].dtype} {tuple(into[name].shape)}" if name in into else "absent"
         if there != here:
-            what = f"{checkpoint} does not fit this run: {name!r} is {there} in the checkpoint and {here} here"
+            what = f"'{checkpoint}' does not fit this run: {name!r} is {there} in the checkpoint and {here} here"
             raise UsageError(what, "resume with the recipe that the checkpoint was written with")
 
 

@@ -17,7 +17,7 @@ LATEST, BEST, QUARANTINE = "LATEST", "BEST", "quarantine"
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _LEFTOVER = re.compile(rf"step-[\d.]+\.(?:partial|removed)-[0-9a-f]+|\.(?:{LATEST}|{BEST})\.(?:\w+\.)?partial")
 _PICKLES = {".pt", ".pth", ".bin", ".pkl", ".pickle", ".ckpt", ".distcp"}
-_CONVERT = "a pickle can run code when it is read: convert it to safetensors on a machine you trust, and import that"
+_CONVERT = "convert the pickle to safetensors on a machine that you trust, because reading it can run code"
 
 
 def checkpoints(folder: Path) -> list[Path]:
@@ -107,9 +107,9 @@ def refuse_foreign(folder: Path) -> None:
         with folder.open("rb") as content:
             start = content.read(4)
         if folder.suffix in _PICKLES or start[:1] == b"\x80" or start == b"PK\x03\x04":
-            raise UsageError(f"{folder} is a pickle, which is refused", _CONVERT)
-        raise UsageError(f"{folder} is a file", "pass the `checkpoints` folder of a run")
+            raise UsageError(f"'{folder}' is a pickle, and pickles are refused", _CONVERT)
+        raise UsageError(f"'{folder}' is a file", "pass the `checkpoints` folder of a run")
     if folder.is_dir() and not checkpoints(folder):
         for path in sorted(folder.iterdir()):
             if path.suffix in _PICKLES or path.name == ".metadata":
-                raise UsageError(f"{folder} contains the pickle {path.name}, which is refused", _CONVERT)
+                raise UsageError(f"'{folder}' contains the pickle {path.name!r}, and pickles are refused", _CONVERT)

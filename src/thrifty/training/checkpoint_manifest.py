@@ -31,7 +31,7 @@ def verify(folder: Path) -> int:
     changed file, or a changed manifest. Raise NewerFormatError for an unknown, newer format."""
     if is_newer(folder):
         raise NewerFormatError(
-            f"{folder} was written by a newer version of thrifty, in a format that this one does not know",
+            f"'{folder}' was written by a newer version of thrifty, in a format that this version does not know",
             fix="pip install -U thrifty",
         )
     manifest = _read(folder / MANIFEST)

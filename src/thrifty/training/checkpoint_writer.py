@@ -92,7 +92,8 @@ class CheckpointWriter:
             verify(self.aside)
         except IntegrityError as error:
             what = f"the disk returned other bytes than were written for step {self.step}: {error.what}"
-            raise IntegrityError(what, "check the disk or use another; all earlier checkpoints are kept") from error
+            fix = "check the disk; or use another disk; all earlier checkpoints are kept"
+            raise IntegrityError(what, fix) from error
         name = checkpoint_index.free_name(self.folder, self.step)
         self.files.rename(self.aside, self.folder / name)
         self.files.sync_folder(self.folder)
@@ -119,11 +120,11 @@ class CheckpointWriter:
         needed, free = self.needed + _ROOM_FOR_LISTS - written, self.files.free_bytes(self.folder)
         if free >= needed:
             return self._no_room(f"{free:,} bytes are free, but a quota or a limit on file sizes is reached", needed)
-        return self._no_room(f"it needs {needed:,} more bytes and {free:,} are free", needed - free)
+        return self._no_room(f"the save requires {needed:,} more bytes and {free:,} are free", needed - free)
 
     def _no_room(self, why: str, missing: int) -> ThriftyError:
         return ThriftyError(
             f"the disk is full: step {self.step} could not be saved in {self.folder}: {why}; {missing:,} bytes missing",
-            f"free at least {missing:,} bytes there or move the run to another disk, then `thrifty resume`; "
+            f"free at least {missing:,} bytes there; or move the run to another disk; then `thrifty resume`; "
             "all earlier checkpoints are kept",
         )

@@ -44,5 +44,5 @@ def missing_deterministic_kernel(error: Exception) -> ThriftyError | None:
         return None
     return ThriftyError(
         f"an operation of this run returns different bits each time on a GPU: {str(error).splitlines()[0]}",
-        fix="--set deterministic=false; a resumed run is then the same but for rounding",
+        fix="--set deterministic=false; a resumed run then differs by rounding",
     )

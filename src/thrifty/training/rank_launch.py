@@ -55,7 +55,7 @@ def on_ranks(count: int, work: Callable[..., dict[str, Any]], *arguments: Any, *
             error.exit_code = answer["exit_code"]
             raise error
     failed = next(rank for rank, code in enumerate(codes) if code)
-    raise ThriftyError(f"rank {failed} ended with exit code {codes[failed]}", fix="see what it printed above")
+    raise ThriftyError(f"rank {failed} ended with exit code {codes[failed]}", fix="read what the rank printed above")
 
 
 def _start(call: Path, rank: int, variables: dict[str, str]) -> "subprocess.Popen[bytes]":

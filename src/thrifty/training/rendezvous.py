@@ -121,7 +121,7 @@ class Rendezvous:
         UsageError with the missing environment variables."""
         if missing := [name for name in ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
             what = f"RANK is set in the environment, as for one of several ranks, but not {' or '.join(missing)}"
-            raise UsageError(what, fix="start with: torchrun --nproc-per-node 2 -m thrifty train …, or unset RANK")
+            raise UsageError(what, fix="start with: torchrun --nproc-per-node 2 -m thrifty train …; or unset RANK")
         self.rank, self.ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.address = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         self._store, self._seconds = connect(host=_is_host(self.rank)), seconds

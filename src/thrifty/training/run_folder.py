@@ -51,7 +51,7 @@ class RunFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except FileExistsError as error:
-            raise UsageError(f"{path} is a file", "give the run another --name") from error
+            raise UsageError(f"'{path}' is a file", "choose another --name") from error
         run = cls(path)
         if not run._is_of(agents):
             _refuse_full(path)  # before the lock, which would leave a file in a folder that is not ours
@@ -71,7 +71,7 @@ class RunFolder:
         if not run.recipe.is_file() and not checkpoints(run.checkpoints):
             runs = [recipe.parent.name for recipe in path.parent.glob("*/recipe.toml")]
             fix = did_you_mean(path.name, runs) if runs else "start one with `thrifty train`"
-            raise UsageError(f"there is no run in {path}", fix)
+            raise UsageError(f"there is no run in '{path}'", fix)
         return run
 
     def lock(self, agents: Collection[str] = ()) -> "RunFolder":
@@ -152,8 +152,8 @@ class RunFolder:
         """Raise ThriftyError if the locked folder is no longer at its path. This prevents writes to another folder."""
         if self._lock is not None and not self._lock.is_in_place:
             raise ThriftyError(
-                f"{self.path} was moved or deleted during the run, which stops",
-                fix="move it back, or `thrifty resume` it where it is now: it continues from its newest checkpoint",
+                f"'{self.path}' was moved or deleted during the run; the run stops",
+                fix="move or restore the folder, then `thrifty resume`: the run continues from its newest checkpoint",
             )
 
     def append(self, record: Record) -> None:
@@ -173,7 +173,7 @@ class RunFolder:
             os.ftruncate(descriptor, before)
             room = error.errno in NO_ROOM
             fix = "free some space there, then `thrifty resume`" if room else "repair the disk, then `thrifty resume`"
-            raise ThriftyError(f"{self.records} cannot be written: {error.strerror}", fix) from error
+            raise ThriftyError(f"'{self.records}' cannot be written: {error.strerror}", fix) from error
         self._written.update(line)
 
     def seal_records(self) -> dict[str, Any]:
@@ -189,8 +189,8 @@ class RunFolder:
             return []
         how = "has been cut" if len(content) < seal["bytes"] else "has been changed"
         return [
-            f"{self.records} {how} since the checkpoint: curves and evaluations of earlier steps are missing or wrong "
-            "in it and cannot be recovered; the run itself continues from its checkpoint unchanged"
+            f"'{self.records}' {how} since the checkpoint: curves and evaluations of earlier steps are missing or "
+            "wrong in it and cannot be recovered; the run itself continues from its checkpoint unchanged"
         ]
 
     def read_records(self) -> list[dict[str, Any]]:
@@ -204,8 +204,8 @@ class RunFolder:
                 record = json.loads(line)
                 identity = (record["kind"], record["step"], record.get("technique"), record.get("text"))
             except (ValueError, KeyError, TypeError, AttributeError) as error:
-                what = f"line {number} of {self.records} is damaged"
-                raise IntegrityError(what, "remove that line; it is only needed for the report") from error
+                what = f"line {number} of '{self.records}' is damaged"
+                raise IntegrityError(what, f"remove line {number}, which only the report requires") from error
             records.pop(identity, None)
             records[identity] = record
         return list(records.values())
@@ -223,26 +223,27 @@ class RunFolder:
             AtomicFiles().swap_text(self.path / file, text)
         except OSError as error:
             fix = "free some space there" if error.errno in NO_ROOM else "check the folder's permissions"
-            raise ThriftyError(f"{self.path / file} cannot be written: {error.strerror}", fix) from error
+            raise ThriftyError(f"'{self.path / file}' cannot be written: {error.strerror}", fix) from error
 
     def read_json(self, name: str) -> Any:
         """Return the content of `<name>.json`. Raise IntegrityError if the file is missing or not JSON."""
         try:
             return json.loads((self.path / f"{name}.json").read_bytes())
         except FileNotFoundError as error:
-            raise IntegrityError(f"{self.path} has no {name}.json", "is this the folder of a run?") from error
+            raise IntegrityError(f"'{self.path}' has no {name}.json", "pass the folder of a run") from error
         except (ValueError, RecursionError) as error:
-            raise IntegrityError(f"{self.path / name}.json is damaged: {error}", "restore it from a backup") from error
+            what = f"'{self.path / name}.json' is damaged: {error}"
+            raise IntegrityError(what, "restore it from a backup") from error
 
 
 def _refuse_full(path: Path) -> None:
     # an interrupted start leaves its lock, the identity of its job, and at most one unfinished file
     if any(entry.name not in ("lock", "job.json") and not entry.name.endswith(".partial") for entry in path.iterdir()):
         fix = spelled(
-            "choose another --name for the new run, or resume this one: `thrifty resume`",
-            f"name=… chooses another; thrifty.resume({str(path)!r}, …) resumes this one",
+            "choose another --name for the new run; or `thrifty resume` the existing run",
+            f"pass another name=…; or thrifty.resume({str(path)!r}, …)",
         )
-        raise UsageError(f"the run folder {path} exists already", fix)
+        raise UsageError(f"the run folder '{path}' exists already", fix)
 
 
 def _opened_at_whole_lines(file: Path) -> tuple[int, bytes]:

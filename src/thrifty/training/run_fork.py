@@ -51,7 +51,7 @@ def copy_matching_state(
     except IntegrityError as broken:
         raise UsageError(
             f"the old state breaks a promise of the changed recipe: {broken.what}",
-            fix="leave that technique out of the fork, or start a new run with it",
+            fix="leave that technique out of the fork; or start a new run with it",
         ) from None
     origin = f"{'rewound to' if rewound else 'forked from'} {stored.path} at step {stored.step}"
     fresh_names = [name for name in own if name in fresh and not (rewound and _is_mask(name))]
@@ -81,9 +81,9 @@ def _refuse_lost_weights(names: Sequence[str], stored: checkpoint.FoundCheckpoin
     if names and not dropped:
         first = names[0].removeprefix(WEIGHTS)
         raise UsageError(
-            f"the changed recipe lacks {len(names)} parameters of {stored.path}, such as {first}: their trained values "
-            "would be lost",
-            fix="keep the technique that they belong to, or drop them: --drop-weights",
+            f"the changed recipe lacks {len(names)} parameters of '{stored.path}', such as {first!r}: their "
+            "trained values would be lost",
+            fix="keep the technique of these parameters; or drop them: --drop-weights",
         )
 
 

@@ -62,10 +62,10 @@ class RunLock:
 
     def _in_use_error(self, owner: dict[str, Any]) -> UsageError:
         who = f"process {owner['pid']} on {owner['host']}" if owner else "another process"
-        fix = "wait for it to end, or choose another --name for this run"
+        fix = "wait for the process to end; or choose another --name for this run"
         if owner and owner["host"] != socket.gethostname():
-            fix = f"if it no longer runs there, remove {self.file}"
-        return UsageError(f"{self.file.parent} is in use by {who}", fix)
+            fix = f"if the process no longer runs there, remove '{self.file}'"
+        return UsageError(f"'{self.file.parent}' is in use by {who}", fix)
 
     @property
     def is_in_place(self) -> bool:
@@ -84,5 +84,5 @@ class RunLock:
 
 def _unwritable(file: Path, error: OSError) -> ThriftyError:
     room = error.errno in NO_ROOM
-    fix = "free some space there" if room else "check the folder's permissions, or choose another with --runs"
-    return ThriftyError(f"{file} cannot be written: {error.strerror}", fix=fix)
+    fix = "free some space there" if room else "check the folder's permissions; or choose another folder with --runs"
+    return ThriftyError(f"'{file}' cannot be written: {error.strerror}", fix=fix)

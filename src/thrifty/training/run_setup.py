@@ -115,8 +115,8 @@ def ranks_of(recipe: Recipe) -> Iterator[None]:
         if ranks() < (least := recipe.mesh.least_ranks):
             alone = ",".join(f"{name}=1" for name, size in vars(recipe.mesh).items() if size > 1)
             raise UsageError(
-                f"the mesh of {recipe.mesh.label} needs {least} ranks, and this start has {ranks()}",
-                fix=f"start with torchrun --nproc-per-node {least} -m thrifty …, or use --mesh {alone}",
+                f"the mesh of {recipe.mesh.label} requires {least} ranks, and this start has {ranks()}",
+                fix=f"start with torchrun --nproc-per-node {least} -m thrifty …; or use --mesh {alone}",
             )
         yield
 
@@ -134,7 +134,7 @@ def choose_device(name: str) -> torch.device:
     if name not in ("auto", "cpu", "cuda"):
         raise UsageError(f"unknown device {name!r}", fix='use "cpu", "cuda" or "auto"')
     if name == "cuda" and not torch.cuda.is_available():
-        raise UsageError('device = "cuda", but torch finds no GPU', fix='--set device=cpu, or device = "auto"')
+        raise UsageError('device = "cuda", but torch finds no GPU', fix="--set device=cpu; or --set device=auto")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", rank() % torch.cuda.device_count())
@@ -201,7 +201,7 @@ def open_examples(recipe: Recipe, say: Callable[[str], None] = print_to_stderr) 
     for name in ("near_duplicates", "sources", "separate"):
         if getattr(settings, name) not in (None, False, {}) and name not in kinds[0].own_settings:
             raise UsageError(
-                f"data.{name} is set, which is for plain text, but {recipe.objective.name} learns from other data",
+                f"data.{name} is only for plain text, but {recipe.objective.name} learns from other data",
                 fix=f"leave data.{name} out",
             )
     is_passed = recipe.objects.data is not None
@@ -213,13 +213,13 @@ def open_examples(recipe: Recipe, say: Callable[[str], None] = print_to_stderr) 
     for name in ("size", "augment"):
         if getattr(settings, name) is not None and name not in kind.own_settings:
             from_text = f"{recipe.objective.name} learns from text"
-            why = f"{settings.source} contains none" if objective.sees_images else from_text
-            raise UsageError(f"data.{name} is set, which is for images, but {why}", fix=f"leave data.{name} out")
+            why = f"'{settings.source}' contains none" if objective.sees_images else from_text
+            raise UsageError(f"data.{name} is only for images, but {why}", fix=f"leave data.{name} out")
     for name in ("pair_column", "label_column", "held_out_source"):
         if getattr(settings, name) and name not in kind.own_settings:
             raise UsageError(
-                f"data.{name} is set, which is for labelled texts, but {recipe.objective.name} learns from other data",
-                fix=f"leave data.{name} out, or set objective.name = classification or regression",
+                f"data.{name} is only for labelled texts, but {recipe.objective.name} learns from other data",
+                fix=f"leave data.{name} out; or --set objective.name=classification; or objective.name=regression",
             )
     if kind.name == "labelled_text" and objective.label_form != "number" and not HAS_SCORES:
         say("accuracy is the only metric: F1 needs scikit-learn (pip install 'thrifty[metrics]')")
@@ -237,7 +237,7 @@ def _open_first_on_rank_0(recipe: Recipe, say: Callable[[str], None]) -> tuple[O
             if objects.metrics and not objects.loss:
                 raise UsageError(
                     f"metrics= was passed, but the objective {recipe.objective.name} has its own metrics",
-                    fix="leave metrics out, or pass loss=, a function of (model, batch)",
+                    fix="leave metrics out; or pass loss=, a function of (model, batch)",
                 )
             objective, data = open_examples(recipe, say)
             own = UserLoss(objects.loss, _fields, objects.metrics, data.example_unit) if objects.loss else objective
@@ -270,7 +270,7 @@ def mesh_sizes(recipe: Recipe, count: int) -> dict[str, int]:
             raise UsageError(
                 f"there are {count} ranks, but no technique of the recipe divides the work among the {sizes[axis]} "
                 f"along the {axis} axis",
-                fix=f"--with {technique}, or start fewer processes",
+                fix=f"--with {technique}; or start fewer processes",
             )
     return sizes
 
@@ -289,12 +289,12 @@ def _steps(recipe: Recipe, plain: BaseRun, device: torch.device, data: RunData) 
         whole = budget.in_epochs_of(source.examples and source.examples * data.example_unit)
         return 1 + _steps_in_tokens(whole - 1, per_step, recipe, plain, device)  # the fewest that cover all examples
     if budget.tokens is None:
-        raise UsageError("the recipe has no budget", fix="--budget 10min, --budget 500steps or --budget 1e7tokens")
+        raise UsageError("the recipe has no budget", fix="--budget 10min; or --budget 500steps; or --budget 1e7tokens")
     if budget.tokens < per_step:
         unit = data.facts.get("unit", "tokens")
         raise InfeasibleError(
             f"a budget of {budget.tokens:,.0f} {unit} does not fit one step of {per_step:,}",
-            fix=f"--budget {per_step}tokens or more, or a smaller data.batch",
+            fix=f"--budget {per_step}tokens or more; or a smaller data.batch",
         )
     return _steps_in_tokens(budget.tokens, per_step, recipe, plain, device)
 
@@ -342,7 +342,7 @@ def _steps_in_seconds(budget: float, recipe: Recipe, plain: BaseRun, device: tor
     steps = process_group_sync().run_first(lambda: math.floor((budget - spent) / step))
     if steps < 1:
         raise InfeasibleError(
-            f"a budget of {budget:g} s does not fit one step: starting takes {spent:.1f} s and a step {step:.2f} s",
+            f"a budget of {budget:g} s does not fit one step: the start takes {spent:.1f} s, a step takes {step:.2f} s",
             fix=f"--budget {math.ceil(spent + 10 * step)}s or more",
         )
     return steps

@@ -51,7 +51,8 @@ def read_value(path: Path) -> Any:
         status = os.fstat(file.fileno())
         if status.st_uid != os.getuid() or status.st_mode & 0o077:
             raise UsageError(
-                f"{path} is not private to this user", fix="start the ranks with thrifty, which writes this file itself"
+                f"'{path}' is not private to this user",
+                fix="start the ranks with thrifty, which writes this file itself",
             )
         about = pickle.load(file)  # noqa: S301
     sys.path += [place for place in about["path"] if place not in sys.path]
@@ -85,7 +86,7 @@ def _unsendable(value: Any, error: Exception) -> UsageError:
             break
     return UsageError(
         f"{value if isinstance(value, str) else 'a value'} cannot be sent to other processes: {error}",
-        fix="define functions and classes at the top level of a module, or start the script with torchrun",
+        fix="define functions and classes at the top level of a module; or start the script with torchrun",
     )
 
 

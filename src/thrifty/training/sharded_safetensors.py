@@ -150,7 +150,7 @@ class StoredTensorBoxes:
                     self.pieces.setdefault(rename_tensor(name), []).append(piece)
             except (SafetensorError, ValueError, KeyError, TypeError) as error:
                 raise IntegrityError(
-                    f"{file} is not a tensor file of a checkpoint: {error}", fix="restore it from a backup"
+                    f"'{file}' is not a tensor file of a checkpoint: {error}", fix="restore it from a backup"
                 ) from error
 
     def describe(self, name: str) -> str:

@@ -79,7 +79,7 @@ def load_trained_model(
             fill_tensor(tensor, value)
         elif name.startswith("parameters/"):
             raise UsageError(
-                f"{folder} was trained with another model than in its recipe: {name} is not in its checkpoint",
+                f"'{folder}' was trained with another model than in its recipe: {name!r} is not in its checkpoint",
                 fix="load the tensors into your own model: thrifty.training.checkpoint.load",
             )
     state.load_scalars(stored.scalars)
@@ -104,11 +104,11 @@ def _compare_models(folder: Path, stored: Recipe, recipe: Recipe) -> None:
         trained = stored.model.build or stored.model.folder or stored.model.preset
         typed, call = f"--model {trained}", f"model={trained.rpartition(':')[2]}"
         fix = spelled(typed, call) if is_function_name(trained) else "leave out --model"
-        raise UsageError(f"{folder} trained {trained}, not {recipe.model.build}", fix)
+        raise UsageError(f"'{folder}' trained {trained}, not {recipe.model.build}", fix)
     before = stored.python.sources
     for name, digest in recipe.python.sources.items() if recipe.objects.model is not None else ():
         if before.get(name) != digest:
-            print_to_stderr(f"the source of {name} has changed since {folder} was trained")
+            print_to_stderr(f"the source of {name} has changed since '{folder}' was trained")
 
 
 def _with_values(model: nn.Module, other: nn.Module) -> nn.Module:

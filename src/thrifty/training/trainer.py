@@ -152,10 +152,10 @@ def _resume(
     if refused := differences(_binding(started), _binding(recipe)):
         raise UsageError(
             "the recipe is not the one this run was started with: " + "; ".join(refused),
-            fix=f"undo the change, or continue as a new run: {recipe.resume_line(folder.path, fork='NAME')}",
+            fix=f"undo the change; or continue as a new run: {recipe.resume_line(folder.path, fork='NAME')}",
         )
     if saved is None:
-        again = [f"{folder.path} ended before its first checkpoint: restarted from the first step"]
+        again = [f"'{folder.path}' ended before its first checkpoint: restarted from the first step"]
         prepared = prepare_run(recipe, quiet=quiet)
         return (yield from _run(prepared, folder, quiet, origins, observers, fill=lambda state: again))
     early = reason_to_stop(recipe.evaluation, saved.scalars["counters"])
@@ -163,8 +163,8 @@ def _resume(
     if is_at_end and (summary := _stored(folder, "summary")).get("status") == "finished":
         if folder.again:  # a rank was lost after the end
             return summary
-        why = f"it stopped early, since {early}" if early else f"it made all its {saved.step} steps"
-        raise UsageError(f"{folder.path} is finished: {why}", fix="continue it as a new run: --fork NAME")
+        why = f"it stopped early, because {early}" if early else f"it made all its {saved.step} steps"
+        raise UsageError(f"'{folder.path}' is finished: {why}", fix="continue it as a new run: --fork NAME")
 
     def fill(state: TrainState) -> list[str]:
         load_state(state, saved, process_group_sync())
@@ -175,8 +175,8 @@ def _resume(
     prepared = prepare_run(recipe, saved.scalars["steps"], quiet)
     if other := [name for name, sha256 in saved.scalars["data"].items() if prepared.data.identity.get(name) != sha256]:
         raise IntegrityError(
-            f"{recipe.data.source} is not what this run was trained on: {' and '.join(sorted(other))} differ",
-            fix="restore the old data, or start a new run on the new data",
+            f"'{recipe.data.source}' is not what this run was trained on: {' and '.join(sorted(other))} differ",
+            fix="restore the old data; or start a new run on the new data",
         )
     return (yield from _run(prepared, folder, quiet, origins, observers, read_log(saved.scalars), fill))
 
@@ -230,7 +230,7 @@ def _fork(
         prepared = prepare_run(recipe, quiet=quiet)
         if prepared.run.steps <= saved.step:
             raise UsageError(
-                f"the budget of {prepared.run.steps} steps is used up: {old} has made {saved.step}",
+                f"the budget of {prepared.run.steps} steps is used up: '{old}' has made {saved.step}",
                 fix=f"--set budget.steps={2 * saved.step}, counted from the first step of {old.name}",
             )
         known = {technique.name for technique in started.techniques}

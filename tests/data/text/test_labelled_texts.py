@@ -235,7 +235,7 @@ def test_class_names_of_hugging_face_data_sets(tmp_path: Path, form: str) -> Non
 
 def test_label_columns_require_labelled_texts(tmp_path: Path) -> None:
     recipe = Recipe(data=DataSettings(str(tmp_path), label_column="label"))
-    with pytest.raises(UsageError, match=r"data.label_column is set, which is for labelled texts"):
+    with pytest.raises(UsageError, match=r"data.label_column is only for labelled texts"):
         open_examples(recipe)
 
 
