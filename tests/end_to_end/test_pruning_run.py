@@ -88,7 +88,7 @@ def test_a_choice_is_counted_and_written_as_a_recipe(desk: CommandLine, scored: 
     settings = tomllib.loads((desk.folder / "chosen.toml").read_text())["techniques"]["data_selection"]["prune"]
     assert settings["sha256"] == scored["sha256"] and Path(settings["scores"]).is_absolute()
     again = desk(*PRUNE, "--write", "chosen.toml", exit_code=2).stderr
-    assert "chosen.toml exists already" in again
+    assert "chosen.toml' exists already" in again
 
 
 @pytest.mark.slow

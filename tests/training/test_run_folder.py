@@ -112,7 +112,9 @@ def test_a_later_process_with_the_same_number_is_not_the_owner(tmp_path: Path) -
 def test_an_owner_on_another_machine_is_never_taken_over(tmp_path: Path) -> None:
     path = existing_run(tmp_path / "mine")
     write_owner(path, host="elsewhere")
-    with pytest.raises(UsageError, match=r"in use by process \d+ on elsewhere\n.*if the process no longer runs there, remove"):
+    with pytest.raises(
+        UsageError, match=r"in use by process \d+ on elsewhere\n.*the process no longer runs there, remove"
+    ):
         RunFolder.open(path).lock()
     (path / "lock").unlink()
     RunFolder.open(path).lock().close()

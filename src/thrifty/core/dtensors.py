@@ -1,6 +1,7 @@
-"""DTensor check and constructors that import `torch.distributed.tensor` only when they are called.
+"""Functions that check for DTensors or construct them. They import `torch.distributed.tensor` only when they are
+called.
 
-The import takes more than half the time of importing torch, and a run of one process has no DTensors.
+The reason: the import takes more than half as long as importing torch, and a run of one process has no DTensors.
 """
 
 from collections.abc import Sequence

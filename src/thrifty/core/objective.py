@@ -68,7 +68,8 @@ class TokenizerInfo(Protocol):
     def vocabulary(self) -> int: ...
 
     def number_of(self, *names: str) -> int:
-        """Return the id of the special token with one of these names. Raise UsageError if there is none."""
+        """Return the id of the special token with one of these names. Raise UsageError if the tokenizer has no such
+        token."""
         ...
 
 

@@ -45,9 +45,9 @@ FLOPS_OF = {
 
 
 def call_operation(func: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
-    """Run an operation that a dispatch mode received. Two of torch's fake kernels are corrected. The fake grouped
-    matmul (mixture of experts) accepts only bfloat16, unlike the real kernel. The fake recurrent layer returns no saved
-    gates."""
+    """Run an operation that a dispatch mode received. The results of two fake kernels of torch are corrected. The fake
+    grouped matmul (mixture of experts) accepts only bfloat16, unlike the real kernel. The fake recurrent layer returns
+    no saved gates."""
     if func is torch.ops.aten._grouped_mm.default and isinstance(args[0], FakeTensor):
         return _grouped_product(*args, **kwargs)
     results = func(*args, **kwargs)

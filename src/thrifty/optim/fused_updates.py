@@ -2,7 +2,7 @@
 
 If a chain ends in Adam, momentum or the plain gradient, with decay and scalar factors, one torch kernel computes these
 elements. The kernel writes the parameters in one pass over memory. The formulas are the same:
-`tests/optim/test_transform_elements.py` compares the fused with the element-wise result.
+`tests/optim/test_transform_elements.py` compares the results of kernels and elements.
 """
 
 from collections.abc import Iterator, Sequence

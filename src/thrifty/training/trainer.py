@@ -45,8 +45,8 @@ FREE_TO_CHANGE = ("name", "about", "deterministic", "evaluation", "checkpoints",
 """Recipe sections that a resumed run may change, because they do not affect the computation."""
 
 MACHINE = ("cpu", "cores", "device", "gpu", "ranks", "mesh", "torch", "thrifty")
-"""Entries of environment.json that must be unchanged. Otherwise a resumed run does not reuse the counts and
-measurements from its start."""
+"""Entries of environment.json. If one of them has changed, a resumed run does not reuse the counts and measurements
+from its start."""
 
 
 @contextmanager
