@@ -1,8 +1,8 @@
 """Scores of single examples: difficulty, or influence on the model. A higher score always means a harder example.
 
     el2n                 Paul, Ganguli & Dziugaite 2021, Deep Learning on a Data Diet (arXiv 2107.07075)
-    grand                same paper; useless at initialization, where it follows the input norm (Kirsch 2023,
-                         Does "Deep Learning on a Data Diet" reproduce?, arXiv 2303.14753)
+    grand                same paper as el2n; useless at initialization, because it then follows the input norm (Kirsch
+                         2023, Does "Deep Learning on a Data Diet" reproduce?, arXiv 2303.14753)
     margin               distance to the decision boundary, as in Sorscher et al. 2022 for a perceptron
     Forgetting           Toneva et al. 2019, An Empirical Study of Example Forgetting (arXiv 1812.05159)
     prototype_distance   Sorscher et al. 2022, Beyond neural scaling laws (arXiv 2206.14486)

@@ -4,9 +4,9 @@ A moving average with decay 0.999 changes by 1/1000 of its value per step. With 
 the distance between neighboring values, so rounding to nearest would never change it. With stochastic rounding it
 changes in some steps, and its expected value is exact (Gupta et al. 2015, arXiv 1502.02551).
 
-The random bits are a hash of the value, its column and the step, so they depend neither on the rank nor on the order or
-division of rows. They cost a few integer operations. The hash ignores the lowest bits, so that computations that differ
-by a few units in the last place are rounded in the same direction.
+The random bits are a hash of the value, its column and the step. They depend neither on the rank nor on the order or
+division of rows. A hash costs a few integer operations. The hash ignores the lowest bits, so that computations that
+differ by a few units in the last place are rounded in the same direction.
 """
 
 import torch

@@ -76,8 +76,8 @@ def linear_cross_entropy(
     bias: "DTensor | None" = None,
     chunk: int = 512,
 ) -> tuple[Tensor, Tensor]:
-    """Return `chunked_cross_entropy.linear_cross_entropy` for a head (v, d) that is sharded along v over a one-axis
-    mesh.
+    """Return the result of `chunked_cross_entropy.linear_cross_entropy` for an output head (v, d) whose vocabulary v is
+    sharded over a one-axis mesh.
 
     All ranks must pass the same hidden states (n, d), targets and weights (n,). All ranks get the same losses.
     """
@@ -102,7 +102,7 @@ def linear_cross_entropy(
 def gradient_norm_scores(
     hidden: Tensor, weight: "DTensor", targets: Tensor, *, bias: "DTensor | None" = None, chunk: int = 512
 ) -> Tensor:
-    """Return `chunked_cross_entropy.gradient_norm_scores` (n,) for a head that is sharded along v."""
+    """Return the result (n,) of `chunked_cross_entropy.gradient_norm_scores` for a head whose vocabulary is sharded."""
     group, first = weight.device_mesh.get_group(), _first(weight)
     here = weight.to_local().to(hidden.dtype)
     here_bias = None if bias is None else bias.to_local().to(hidden.dtype)

@@ -51,7 +51,7 @@ def norm_names(model: nn.Module) -> set[str]:
 
 
 def head_names(model: nn.Module) -> set[str]:
-    """Return the names of the head's parameters; empty if there is no head or if the head is tied to the embedding."""
+    """Return the names of the output head's parameters; empty if the head is missing or tied to the embedding."""
     named_head = find_head(model)
     if named_head is None:
         add_note("no head was found; none is trained")

@@ -54,7 +54,7 @@ class AttentionSite:
     module: nn.Module
     causal: bool
     plain: AttentionCore
-    """The original core, or an equivalent core."""
+    """The original attention core, or an equivalent core."""
     whole: nn.Module | None = None
     """Model of transformers that contains the module; None for Thrifty's models."""
 
@@ -190,7 +190,7 @@ def _attend(
     if dropout or more:
         raise RefusedError(
             f"{type(module).__name__} requires an attention with {', '.join(['dropout'] * bool(dropout) + more)}",
-            fix="set the config's attention dropout to 0" if dropout and not more else "choose another model",
+            fix=f"choose a model without {' and '.join(more)}" if more else "set the config's attention dropout to 0",
         )
     if attention_mask is None:
         attention_mask = _causality(module, query, key, options.get("is_causal"))

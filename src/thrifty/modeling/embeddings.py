@@ -1,4 +1,4 @@
-"""The embeddings whose outputs enter a model's residual stream, and the head."""
+"""The embeddings whose outputs enter a model's residual stream, and the output head."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -39,8 +39,8 @@ def token_tables(model: nn.Module) -> dict[str, nn.Embedding]:
 
 
 def stack_after(table: str, stacks: Iterable[str]) -> str:
-    """Return the stack that a table belongs to: the stack with the longest common path of names. For a table that both
-    stacks share, this is the first stack, the encoder."""
+    """Return the stack of blocks that an embedding table belongs to: the stack with the longest common path of names.
+    For a table that both stacks share, this is the first stack, the encoder."""
 
     def shared(stack: str) -> int:
         same = [
@@ -52,8 +52,8 @@ def stack_after(table: str, stacks: Iterable[str]) -> str:
 
 
 def own_multiplier(model: nn.Module, table: nn.Embedding) -> float:
-    """Return the factor that the table or its parent applies to the table's outputs, read from an attribute; 1 without
-    such an attribute."""
+    """Return the factor that an embedding table or its parent module applies to the table's outputs. The factor is read
+    from an attribute; it is 1 without such an attribute."""
     holders: list[nn.Module] = [table]
     for name, module in model.named_modules(remove_duplicate=False):
         if isinstance(module, nn.Embedding) and module.weight is table.weight:
@@ -67,7 +67,7 @@ def own_multiplier(model: nn.Module, table: nn.Embedding) -> float:
 
 
 def multiply(table: nn.Embedding, factor: Tensor | float) -> None:
-    """Multiply the outputs of a table by a constant."""
+    """Multiply the outputs of an embedding table by a constant."""
     table.register_buffer("multiplier", torch.as_tensor(factor, device=table.weight.device), persistent=False)
     table.register_forward_hook(_times_multiplier)
 
@@ -79,9 +79,9 @@ def _times_multiplier(module: nn.Module, args: Any, output: Any) -> Any:
 
 @torch.no_grad()
 def size_stream(model: nn.Module, multiplier: float = 0.0) -> None:
-    """Multiply the outputs of every table by `multiplier`; for 0, scale the sum of a stack's tables to an RMS of 1. The
-    scale replaces the first norm. Without the scale, the branches would receive only the small initial values of a
-    table (about 0.02)."""
+    """Multiply the outputs of every embedding table by `multiplier`; for 0, scale the sum of a stack's tables to an RMS
+    of 1. The scale replaces the first norm. Without the scale, the branches would receive only the small initial values
+    of a table (about 0.02)."""
     tables, tokens = stream_tables(model), token_tables(model)
     feeding: dict[str, dict[str, nn.Embedding]] = {}
     for name, table in tables.items():
@@ -140,13 +140,14 @@ def output_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _returns_stream_width(block: nn.Module) -> bool:
-    """Return True if the last layer's output width is the input width of a layer, as in a block but not in a head."""
+    """Return True if the last layer's output width is the input width of a layer, as in a block but not in an output
+    head."""
     layers = [*weight_layers(block).values()]
     return bool(layers) and out_width(layers[-1]) in map(in_width, layers)
 
 
 def _parts_of_transformers(model: nn.Module) -> tuple[set[nn.Module], set[nn.Module]]:
-    """Return the modules inside base models of `transformers`, and the heads of its models."""
+    """Return the modules inside base models of `transformers`, and the output heads of its models."""
     inner: set[nn.Module] = set()
     heads: set[nn.Module] = set()
     for module in model.modules():
@@ -164,5 +165,5 @@ def find_head(model: nn.Module) -> tuple[str, nn.Module] | None:
 
 
 def is_tied(head: nn.Module, tables: Mapping[str, nn.Embedding]) -> bool:
-    """Return True if a head's weight is also the weight of a token embedding."""
+    """Return True if an output head's weight is also the weight of a token embedding."""
     return any(head.weight is table.weight for table in tables.values())

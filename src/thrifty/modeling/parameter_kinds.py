@@ -1,7 +1,7 @@
 """Kinds of parameters for optimizers: weight decay, hidden matrices, fused layers.
 
 Kinds are determined from names and shapes alone. Marks on a parameter store other facts: a learning rate factor, the
-input dim, and membership in an embedding or head.
+input dim, and membership in an embedding or output head.
 """
 
 import re
@@ -30,8 +30,8 @@ def is_matrix(name: str, parameter: Tensor) -> bool:
 
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
-    """Return True for a matrix that maps activations to activations. Embeddings and heads (by name or `mark_end`),
-    position tables and convolution kernels are excluded."""
+    """Return True for a matrix that maps activations to activations. Embeddings and output heads (by name or
+    `mark_end`), position tables and convolution kernels are excluded."""
     module = name.removesuffix(".weight")
     at_an_end = any(_END.fullmatch(word) for word in module.lower().split(".")) or _LAST.fullmatch(module)
     return parameter.ndim == 2 and is_matrix(name, parameter) and not (at_an_end or is_marked_end(parameter))

@@ -1,10 +1,10 @@
 """Residual branches of a block, and the matrices inside them, for any model.
 
-A block adds the outputs of its branches to a stream of one width. Branches are found by structure and layer names, not
-by a table of architectures. A branch ends in an output layer: its output width is the stream's width, and its name is
-not typical of a query, key, value, gate or inner layer. Every other layer belongs to the output layer with the longest
-common path. Among several such output layers, the next in order of definition is used. A block with a weight outside
-all branches raises RefusedError.
+A block adds the outputs of its branches to a residual stream of one width. Branches are found by structure and layer
+names, not by a table of architectures. A branch ends in an output layer: its output width is the stream's width, and
+its name is not typical of a query, key, value, gate or inner layer. Every other layer belongs to the output layer with
+the longest common path. Among several such output layers, the next in order of definition is used. A block with a
+weight outside all branches raises RefusedError.
 """
 
 import re
@@ -73,8 +73,8 @@ def find_branches(model: nn.Module, where: str = "") -> dict[str, Blocks]:
 
 
 def depths(model: nn.Module, stacks: Mapping[str, Blocks]) -> dict[str, int]:
-    """Return the number of blocks that a forward pass runs in each stack. If blocks run repeatedly, as in ALBERT, the
-    number exceeds the number of block modules."""
+    """Return the number of blocks that a forward pass runs in each stack of blocks. If blocks run repeatedly, as in
+    ALBERT, the number exceeds the number of block modules."""
     config = getattr(model, "config", None)
     groups, layers = (getattr(config, name, None) for name in ("num_hidden_groups", "num_hidden_layers"))
     counts = {stack: layers if groups == len(blocks) else len(blocks) for stack, blocks in stacks.items()}
@@ -85,7 +85,7 @@ def depths(model: nn.Module, stacks: Mapping[str, Blocks]) -> dict[str, int]:
 
 
 def is_decoder(blocks: Blocks) -> bool:
-    """Return True if the blocks attend to the output of another stack."""
+    """Return True if the blocks have cross-attention to the output of another stack."""
     return any(branch.kind == "cross-attention" for branch in blocks[0])
 
 

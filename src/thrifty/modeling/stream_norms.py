@@ -26,7 +26,7 @@ def is_norm(module: nn.Module) -> bool:
 
 def stream_norms(model: nn.Module) -> ModuleSelection:
     """Return the norms on the residual stream: in blocks, after the embedding and after the last block. Norms of
-    queries, keys and the head are listed as skipped, with reasons."""
+    queries, keys and the output head are listed as skipped, with reasons."""
     stacks, norms = list(find_stacks(model)), {n: module for n, module in model.named_modules() if is_norm(module)}
     skipped = {name: reason for name in norms if (reason := _why_it_stays(name, stacks))}
     return ModuleSelection({name: norm for name, norm in norms.items() if name not in skipped}, skipped)

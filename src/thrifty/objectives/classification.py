@@ -34,7 +34,7 @@ class Classification(Objective):
               label of largest weight. For texts also scikit-learn's F1 and Matthews correlation over the held-out set.
 
     The model returns logits (b, c), or an object with an attribute `logits`. For image models of `thrifty.models`, the
-    head is applied to the pooled hidden states.
+    classification head is applied to the pooled hidden states.
     """
 
     learns_from, needs_labels, measured = ("images", "labelled_text"), True, ("accuracy",)

@@ -16,7 +16,7 @@ from thrifty.objectives.user_metrics import DatasetMetric, ModelMetric
 
 UserFunction = Callable[[nn.Module, Any], Any]
 RESERVED = ("loss", "trained_loss", "kind", "step")
-"""Reserved metric names, because the record of an evaluation has keys with these names."""
+"""Reserved metric names, because evaluation results have keys with these names."""
 UserMetric = UserFunction | DatasetMetric | ModelMetric
 
 

@@ -58,7 +58,7 @@ def average_map(probabilities: Tensor, visible: Tensor) -> Tensor:
 
 
 def fixed_masks(average: Tensor, cut: float, first: int) -> Tensor:
-    """Return `informative_pairs` of maps (h, t, t) with the diagonal added. Rows are first scaled to a sum of 1.
+    """Return the `informative_pairs` of maps (h, t, t), plus the diagonal. Rows are first scaled to a sum of 1.
 
     The diagonal is our addition, so that each query keeps a key.
     """

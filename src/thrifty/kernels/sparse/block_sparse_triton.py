@@ -56,7 +56,9 @@ def _sddmm_kernel(
 
 
 def spmm(x: Tensor, values: Tensor, starts: Tensor, columns: Tensor, bias: Tensor | None, rows: int) -> Tensor:
-    """Return `BlockSparseMatrix.spmm` (n, rows · b) of x (n, k) and values (blocks, b, b), with `rows` block rows."""
+    """Return the result of `BlockSparseMatrix.spmm`, (n, rows · b), for x (n, k) and values (blocks, b, b), with `rows`
+    block rows.
+    """
     tokens, inputs, block = *x.shape, values.shape[1]
     y = x.new_empty(tokens, rows * block)
     if y.numel():

@@ -11,7 +11,7 @@ from thrifty.kernels.sparse_attention.block_grid import NONE, WHOLE
 from thrifty.kernels.sparse_attention.visibility import VisibilityRule, same_text
 
 SCORES = {"cpu": 2**16}
-"""Maximum number of scores that are processed at once, but at least one row.
+"""Maximum number of scores that are processed at once. At least one row of blocks is processed.
 
 In float32 they fit a core's cache. At 2,048 tokens, twice as many scores took 6 % less time, but required more peak
 memory than torch's own attention.
