@@ -136,6 +136,6 @@ def test_a_classifier_starts_from_the_encoder(desk: CommandLine, finished: dict[
 
 def test_unsuitable_data_and_models_are_refused(desk: CommandLine) -> None:
     refused = desk("train", "mae-digits", "--data", str(desk.folder), exit_code=2).stderr
-    assert "mae-nano cannot learn" in refused or "contains none" in refused or "images" in refused
+    assert "'mae-nano' cannot learn" in refused or "contains none" in refused or "images" in refused
     words = ("--set", "objective.name=masked_reconstruction", "--budget", "1steps")
-    assert "vit-nano cannot learn masked_reconstruction" in desk("train", "vit-digits", *words, exit_code=2).stderr
+    assert "'vit-nano' cannot learn masked_reconstruction" in desk("train", "vit-digits", *words, exit_code=2).stderr

@@ -130,7 +130,7 @@ def test_a_folder_of_images_has_the_models_image_size(desk: CommandLine) -> None
     seen = desk("data", "look", folder, "--size", "16").stdout
     assert "images of 16 x 16 pixels" in seen and "light/broken.png" in seen
     refused = desk(*words("text", "--data", "digits", objective__name="next_token"), exit_code=2).stderr
-    assert "vit-nano cannot learn next_token" in refused or "digits" in refused
+    assert "'vit-nano' cannot learn next_token" in refused or "digits" in refused
 
 
 @pytest.mark.slow

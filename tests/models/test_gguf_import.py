@@ -144,7 +144,7 @@ def test_the_tokenizer_is_converted_with_its_template(tmp_path):
 
 
 def test_a_refused_conversion_leaves_no_folder(tmp_path):
-    with pytest.raises(RefusedError, match="tokenizer of kind gpt2, llama-bpe"):
+    with pytest.raises(RefusedError, match="tokenizer of kind 'gpt2' with 'llama-bpe'"):
         convert_gguf(write(tmp_path / "a.gguf", original(), splitter="llama-bpe"), tmp_path / "folder")
     missing = write(tmp_path / "b.gguf", original(), left_out="blk.1.ffn_up.weight")
     with pytest.raises(IntegrityError, match="do not match its settings"):

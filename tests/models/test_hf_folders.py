@@ -210,7 +210,7 @@ def test_a_folder_with_missing_weights_is_refused(save):
     ("settings", "vocabulary", "length", "message"),
     [
         ({"depth": 3}, 10, 8, "model.depth is set"),
-        ({"depth": 3, "reinitialize": True}, 10, 8, "are those of its config.json"),
+        ({"depth": 3, "reinitialize": True}, 10, 8, "determines the sizes"),
         ({}, VOCABULARY + 1, 8, "tokenizer has 301 tokens"),
         ({}, 10, 65, "data.length is 65"),
     ],

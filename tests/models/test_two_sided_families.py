@@ -244,12 +244,12 @@ def test_an_untied_head_is_not_exported_to_a_tied_format(preset, tmp_path):
 @pytest.mark.parametrize(
     ("preset", "task", "message"),
     [
-        ("bert-nano", "next_token", "cannot learn next_token: its tokens attend to later ones"),
-        ("gpt-nano", "masked_token", "cannot learn masked_token: its tokens do not attend to later ones"),
+        ("bert-nano", "next_token", "cannot learn next_token: its tokens attend to later tokens"),
+        ("gpt-nano", "masked_token", "cannot learn masked_token: its tokens do not attend to later tokens"),
         (
             "llama-nano",
             "sequence_to_sequence",
-            "cannot learn sequence_to_sequence: its tokens do not attend to later ones",
+            "cannot learn sequence_to_sequence: its tokens do not attend to later tokens",
         ),
         ("t5-nano", "next_token", "cannot learn next_token: it maps a source text to a target text"),
         ("marian-nano", "masked_token", "cannot learn masked_token: it maps a source"),

@@ -167,9 +167,9 @@ def test_unsuitable_images_are_refused_with_a_fix():
 
 
 def test_a_model_of_another_kind_is_refused():
-    with pytest.raises(UsageError, match="cannot learn classification: its tokens do not attend to later ones"):
+    with pytest.raises(UsageError, match="cannot learn classification: its tokens do not attend to later tokens"):
         build_model_for(ENDS, ModelSettings(preset="llama-nano"), 0, "classification")
-    with pytest.raises(UsageError, match="vit-nano cannot learn next_token: it classifies images"):
+    with pytest.raises(UsageError, match="'vit-nano' cannot learn next_token: it classifies images"):
         build_model(ModelSettings(preset="vit-nano"), 300, 32, 0)
 
 

@@ -203,8 +203,8 @@ def test_truncated_weights_are_refused(save):
         ({"num_hidden_layers": 1}, "unexpected"),
         ({"num_hidden_layers": 3}, "missing"),
         ({"tie_word_embeddings": True}, "ties the head"),
-        ({"intermediate_size": 44}, "by config.json"),
-        ({"vocab_size": 10}, "by config.json"),
+        ({"intermediate_size": 44}, "according to config.json"),
+        ({"vocab_size": 10}, "according to config.json"),
     ],
 )
 def test_weights_that_do_not_fit_the_config_are_refused(save, changes, message):
@@ -231,7 +231,7 @@ def test_shard_names_cannot_leave_the_folder(save):
     content = json.loads(index.read_text())
     content["weight_map"]["lm_head.weight"] = "../elsewhere.safetensors"
     index.write_text(json.dumps(content))
-    with pytest.raises(UsageError, match="points to"):
+    with pytest.raises(UsageError, match="no shard name"):
         import_folder(folder)
 
 

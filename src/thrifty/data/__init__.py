@@ -1,1 +1,1 @@
-"""Data sets as batches. Each kind of data has its own package."""
+"""Datasets that yield batches: texts, conversations, images, images with captions, and datasets of users."""

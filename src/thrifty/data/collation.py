@@ -34,7 +34,7 @@ class Collation:
     """A collate function whose batches all have the form of the first batch.
 
     A batch may have any form (see `take_apart`). The tensors of a user's batch become the fields of a `Batch`. `put`
-    assembles the user's form again. Raises UsageError for a part that does not have one row per example.
+    assembles a batch in the user's form. Raises UsageError for a part that does not have one row per example.
     """
 
     def __init__(self, collate: Collate | None, examples: Sequence[Any]):
@@ -44,15 +44,15 @@ class Collation:
             before = _generator_states()
             self._collated(examples)
             self.draws = _generator_states() != before
-        """True if the collate function uses random values. These values then depend on the whole batch."""
+        """True if the collate function uses random values. Its random values depend on the whole batch."""
 
     def fields(self, examples: Sequence[Any], key: str) -> dict[str, Tensor]:
-        """Return a batch of examples, with random values seeded by the key."""
+        """Return the tensors of a batch of examples, with random values seeded by `key`."""
         with seeded_draws(key):
             return self._collated(examples)
 
     def assembled(self, batch: Batch) -> Any:
-        """Return a batch in the form of the collate function."""
+        """Return a batch in the form that the collate function returns."""
         assert self.put is not None
         return self.put(batch.fields)
 
@@ -64,7 +64,7 @@ class Collation:
                 raise
             raise UsageError(
                 f"{len(examples)} examples cannot be collated: {type(error).__name__}: {error}",
-                fix="return examples with parts of the same shape; or pass collate=, a function that pads the parts",
+                fix="return examples with parts of the same shape; or pass collate=, a function for these examples",
             ) from error
         fields, form, put = take_apart(batch)
         if not self.form:

@@ -21,7 +21,7 @@ class DataRequest:
     say: Callable[[str], None]
     """Function that prints a message."""
     model_config: Callable[[], Mapping[str, Any]] = dict
-    """Function that returns config.json of the recipe's pretrained model; empty without such a model."""
+    """Function that returns config.json of the recipe's pretrained model; {} without a pretrained model."""
 
 
 class DataKind:

@@ -32,7 +32,7 @@ class DataParts(NamedTuple):
 
 
 def dataset_of(data: Any) -> DataParts:
-    """Return the dataset and the settings of a DataLoader, or a plain dataset with default settings.
+    """Return the dataset and settings of a DataLoader; for a dataset, return it with default settings.
 
     A tuple or dictionary of arrays or tensors is a dataset of columns. Raises RefusedError for a custom sampler, and
     UsageError for an object without examples.
@@ -44,8 +44,8 @@ def dataset_of(data: Any) -> DataParts:
     if isinstance(data, Mapping):
         splits = ", ".join(map(str, data))
         raise UsageError(
-            f"data is a {type(data).__name__} of {splits or 'nothing'}, not a dataset",
-            fix="pass two of its values: data=splits['train'], held_out=splits['test']",
+            f"data is a {type(data).__name__} with the keys {splits or '(none)'}, not a dataset",
+            fix="pass two of the values: data=splits['train'], held_out=splits['test']",
         )
     if isinstance(data, tuple) and data and all(isinstance(each, np.ndarray | Tensor) for each in data):
         return DataParts(Columns(data))
@@ -78,7 +78,7 @@ def _of_loader(loader: DataLoader[Any]) -> DataParts:
             collate=loader.collate_fn,
             batch=loader.batch_size,
             loading={},
-            notices=("the training process reads the iterable dataset: the DataLoader's workers are not used",)
+            notices=("the training process reads the iterable dataset, so the DataLoader's workers are not used",)
             if loader.num_workers
             else (),
         )
@@ -92,7 +92,7 @@ def _of_loader(loader: DataLoader[Any]) -> DataParts:
         raise RefusedError(
             f"the DataLoader has a sampler of its own ({name}), but a run can resume only if the order of examples is "
             "a function of seed and step",
-            fix="pass the dataset without its sampler; return unequal weights as the second result of the loss",
+            fix="pass the dataset without its sampler; return weights of examples as the second result of the loss",
         )
     notices = []
     if not is_random:

@@ -16,7 +16,7 @@ from thrifty.kernels.example_rng import example_keys
 from thrifty.kernels.keyed_permutation import permute
 
 HELD_OUT_KEY = 0x48454C44
-"""Key of held-out examples. They are the same for every seed, so that runs can be compared."""
+"""Key that selects held-out examples, the same for every seed, so that runs can be compared."""
 HASHED_AT_ONCE = 1 << 22
 """Number of array elements that are hashed at once."""
 
@@ -32,7 +32,7 @@ class IndexedExamples(Protocol):
 
 @runtime_checkable
 class NumberedExamples(Protocol):
-    """Examples with fixed numbers, from which a subset can be selected."""
+    """Examples with fixed numbers, so that a subset can be selected."""
 
     def example_index(self) -> ExampleIndex: ...
 
@@ -127,7 +127,7 @@ class EpochSource(BatchSource):
 
 
 class EpochsByKey(EpochSource):
-    """Training examples in epochs, with random seeds per example: the field "key", int64 (b,).
+    """Training examples in epochs, each with a random seed in the field "key", int64 (b,).
 
     An example has a new key in each epoch, and a fixed key in evaluation.
     """

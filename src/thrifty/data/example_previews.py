@@ -11,13 +11,13 @@ from thrifty.core.errors import RefusedError
 from thrifty.data.run_data import RunData
 
 EACH = 12
-"""Number of hardest examples in a report, and of easiest examples."""
+"""Number of hardest examples, and also number of easiest examples, in a report."""
 
 
 def selection(data: RunData, choice: ExampleSubset) -> dict[str, Any]:
     """Return the data of the report on a subset of the training examples.
 
-    They contain counts per label, and previews of kept and left-out examples, hardest first.
+    The report contains counts per label, and previews of kept and left-out examples, hardest first.
     """
     index = data.train.example_index()
     kept = torch.zeros(index.count, dtype=torch.bool)
@@ -37,7 +37,7 @@ def selection(data: RunData, choice: ExampleSubset) -> dict[str, Any]:
 
 
 def _spread(data: RunData, own: Tensor, scores: Tensor | None) -> list[dict[str, Any]]:
-    """Return previews of the hardest and easiest examples in the mask `own`, or of evenly spaced examples."""
+    """Return previews of the hardest and easiest examples in the mask `own`; without scores, of evenly spaced ones."""
     numbers = own.nonzero().squeeze(1)
     if scores is not None:
         numbers = numbers[scores[numbers].argsort(descending=True, stable=True)]

@@ -17,8 +17,8 @@ def prefetch(source: BatchSource, start: int, stop: int | None, depth: int = 2) 
     """Yield `source.at(step)` for steps start … stop-1, without end if `stop` is None.
 
     A thread computes up to `depth` batches ahead. An error is raised at the step whose batch failed. The thread ends
-    when the iterator is exhausted, closed or garbage-collected. A source that is not thread-safe is read at each step,
-    or by worker processes of a torch DataLoader.
+    when the iterator is exhausted, closed or garbage-collected. A source that is not thread-safe is read in the calling
+    thread, or by worker processes of a torch DataLoader.
     """
     if source.loading:
         yield from _loaded(source, count(start) if stop is None else range(start, stop))
@@ -42,7 +42,7 @@ def prefetch(source: BatchSource, start: int, stop: int | None, depth: int = 2) 
 
 
 class _Steps(Dataset[Batch | ThriftyError]):
-    """Dataset of batches by step. It returns a ThriftyError as a value, because torch passes on only its text."""
+    """Dataset of batches by step. It returns a ThriftyError, because torch passes on only the text of raised errors."""
 
     def __init__(self, source: BatchSource):
         self.source = source

@@ -22,8 +22,8 @@ from thrifty.data.train_split import DataSplit
 MANIFEST = "manifest.json"
 
 HASHED = 200_000_000
-"""Folder size in bytes up to which each opening verifies file hashes. Larger folders are verified once a day, and after
-a change."""
+"""Size of a folder in bytes. Hashes of smaller folders are verified at each opening; hashes of larger folders are
+verified once a day, and after a change."""
 
 VERIFIED = ".verified.json"
 VERIFIED_FOR = 24 * 3600

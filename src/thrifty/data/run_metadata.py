@@ -27,7 +27,7 @@ def text_label_metadata(ends: TextModelSpec) -> dict[str, str]:
 
 
 def read_model_spec(folder: Path, recipe: Recipe) -> ModelSpec:
-    """Return the inputs and outputs of the model of a run folder with this recipe.
+    """Return the inputs and outputs of the model in a run folder. `recipe` is the recipe of the run.
 
     Raises IntegrityError for damaged metadata, and UsageError for a folder without metadata.
     """

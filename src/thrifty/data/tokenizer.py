@@ -15,11 +15,12 @@ KNOWN_ENDS = (END_OF_TEXT, "</s>", "<|end_of_text|>", "<|im_end|>", "<eos>", "<|
 SMALLEST = 257
 """Minimum vocabulary: 256 bytes and the end-of-text token."""
 LARGEST = 1 << 22
-"""Maximum vocabulary. Training a tokenizer reserves memory for each token."""
+"""Maximum vocabulary, because the training of a tokenizer reserves memory for each token."""
 LONGEST_PIECE = 2_000
 """Maximum number of characters that are tokenized as one piece.
 
-`tokenizers` needs 150 bytes of memory per character. For text without spaces, training time grows with its length.
+`tokenizers` needs 150 bytes of memory per character. For text without spaces, training time grows with the length of
+the pieces.
 """
 AT_ONCE = 1_000_000
 """Number of characters that are tokenized in one call."""
@@ -44,9 +45,9 @@ def check_vocabulary(vocabulary: int, special: Sequence[str] = ()) -> None:
 class TextTokenizer:
     """A tokenizer that encodes any text and decodes any tokens.
 
-    `end_of_text` is the token between documents. `special` contains all tokens without text. Text that spells a special
-    token is encoded as ordinary text, so data cannot end a document. Raises UsageError for a tokenizer without an
-    end-of-text token.
+    `end_of_text` is the token between documents. `special` contains the ids of all special tokens. Text that spells a
+    special token is encoded as ordinary text, so data cannot end a document. Raises UsageError for a tokenizer without
+    an end-of-text token.
     """
 
     def __init__(self, inner: Tokenizer, name: str = "the tokenizer"):
@@ -68,7 +69,7 @@ class TextTokenizer:
         return max(self.inner.get_vocab(with_added_tokens=True).values()) + 1
 
     def number_of(self, *names: str) -> int:
-        """Return the id of the first of these tokens that exists. Raises UsageError if no token exists."""
+        """Return the id of the first of `names` that the tokenizer has. Raises UsageError if it has none."""
         numbers = (self.inner.token_to_id(name) for name in names)
         number = next((number for number in numbers if number is not None), None)
         if number is None:
@@ -131,7 +132,8 @@ def read_tokenizer_file(path: Path) -> Tokenizer:
         inner = Tokenizer.from_file(str(path))
     except Exception as error:  # tokenizers raises Exception for every invalid file
         raise UsageError(
-            f"{path} is not a tokenizer.json: {error}", fix="set data.tokenizer to a file that `tokenizers` saved"
+            f"{str(path)!r} is not a tokenizer.json: {error}",
+            fix="set data.tokenizer to a file that `tokenizers` saved",
         ) from None
     inner.no_padding()
     inner.no_truncation()
@@ -141,8 +143,8 @@ def read_tokenizer_file(path: Path) -> Tokenizer:
 def train_tokenizer(texts: Iterable[str], vocabulary: int, special: Sequence[str] = ()) -> TextTokenizer:
     """Train a byte-level BPE (Sennrich et al. 2016, Radford et al. 2019). It has no unknown tokens.
 
-    `vocabulary` is the number of tokens, including 256 bytes, the end of text and `special` tokens. Short text yields
-    fewer tokens. Raises UsageError if `vocabulary` is too small.
+    `vocabulary` is the number of tokens, including 256 bytes, the end of text and `special` tokens. A short text
+    yields fewer tokens. Raises UsageError if `vocabulary` is too small.
     """
     check_vocabulary(vocabulary, special)
     inner = Tokenizer(models.BPE())

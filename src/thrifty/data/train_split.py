@@ -10,7 +10,7 @@ import numpy as np
 from thrifty.core.errors import UsageError
 
 SCARCE = 0.25
-"""Minimum ratio of the held-out (or training) text of a split by hash to the intended amount."""
+"""Minimum size of each part after a split by hash, as a fraction of the intended size."""
 
 
 class DataSplit(StrEnum):

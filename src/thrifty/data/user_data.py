@@ -66,7 +66,7 @@ class UserData:
 def open_user_data(
     data: Any, held_out: Any, batch: int, seed: int, collate: Collate | None = None, judged: int = 64
 ) -> UserData:
-    """Open the datasets or DataLoaders of a user. Of iterable held-out data, only the first `judged` examples are used.
+    """Open the datasets or DataLoaders of a user. If `held_out` is iterable, only its first `judged` examples are used.
 
     Raises UsageError for any other object.
     """

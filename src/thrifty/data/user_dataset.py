@@ -19,7 +19,7 @@ FINGERPRINTED = 16
 
 
 READ_TWICE = 5
-"""Number of examples that are read twice to detect values that change. They are spread evenly over the dataset."""
+"""Number of examples that are read twice to detect random values. They are spread evenly over the dataset."""
 
 
 class UserDataset:
@@ -51,7 +51,7 @@ class UserDataset:
         return self.collation.assembled(batch)
 
     def fingerprint(self) -> str:
-        """Return a hash of the number of examples and of some examples. If values change, hash their form instead."""
+        """Return a hash of the number of examples and some examples. If values change, hash the batch form instead."""
         digest = hashlib.sha256(f"{type(self.dataset).__qualname__}/{len(self)}".encode())
         if self.unrepeated:
             digest.update(self.collation.form.encode())
@@ -87,7 +87,7 @@ class UserSource(EpochSource):
 
     The user's code may use global random generators. Examples are therefore read in the training thread or in worker
     processes of a DataLoader, never in another thread. A collate function that uses random values is called with whole
-    effective batches. Batches then do not depend on the number of ranks.
+    effective batches, so that batches do not depend on the number of ranks.
     """
 
     contents: UserDataset

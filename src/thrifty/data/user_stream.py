@@ -59,7 +59,7 @@ class UserStream(BatchSource):
         return False
 
     def fingerprint(self) -> str:
-        """Return a hash of the first examples. If values change between reads, hash their form instead."""
+        """Return a hash of the form and the first examples. If examples change between reads, hash only the form."""
         digest = hashlib.sha256(f"{type(self.dataset).__qualname__}/{self.collation.form}".encode())
         for tensor in () if self.unrepeatable else self._first.values():
             digest.update(hashed(tensor))
@@ -73,7 +73,7 @@ class UserStream(BatchSource):
         return Batch(self._read, torch.full((self.batch,), 1 / self.batch)).rows(start, stop)
 
     def state(self) -> dict[str, Any]:
-        """Return the position of the next example as plain values; {} if a resumed run reads all earlier examples."""
+        """Return the position of the next example as JSON values; {} if a resumed run reads all earlier examples."""
         return self._position() if self.keeps_state and self._at else {}
 
     def load_state(self, state: Mapping[str, Any]) -> None:

@@ -30,7 +30,7 @@ def refuse_longer(tokens: int, limit: int) -> None:
     if tokens > limit:
         raise UsageError(
             f"{tokens} tokens exceed this model's limit of {limit}",
-            fix="build it for a longer context, or pass fewer tokens",
+            fix=f"pass at most {limit} tokens; or build the model for a longer context",
         )
 
 
@@ -81,7 +81,8 @@ class RelativePositions(nn.Module):
         self.scores = nn.Embedding(buckets, heads)
 
     def forward(self, length: int, mask: Tensor | None = None) -> Tensor:
-        """Return the bias of the scores, (1 or b, h, t, t). The bias is -inf if the mask or causality hides a key."""
+        """Return the bias of the scores of t = `length` tokens, (1 or b, h, t, t). It is -inf if the mask or causality
+        hides a key."""
         place = torch.arange(length, device=self.scores.weight.device)
         offset = place[None, :] - place[:, None]
         bucket = relative_bucket(offset, self.buckets, self.distance, self.causal)

@@ -1,7 +1,7 @@
 """CLIP (Radford et al. 2021, arXiv 2103.00020) in plain torch: an image encoder and a caption encoder ("towers").
 
-Both towers end in a projection into one embedding space. Training moves an image and its caption close together. The
-towers use the blocks of text models and the patch embedding of the Vision Transformer.
+Both towers end in a projection into one embedding space. Training moves the vectors of an image and its caption close
+together. The towers use the blocks of text models and the patch embedding of the Vision Transformer.
 
 Shapes: b batch, c channels, h and w pixels, n visible patches, t tokens, d width of a tower, e width of the space.
 """
@@ -31,8 +31,8 @@ class QuickGELU(nn.Module):
 
 
 class ImageTower(nn.Module):
-    """Encoder of images (b, c, h, w) to unnormalized vectors (b, e). `visible` (b, n) selects patches; the default is
-    all."""
+    """Encoder of images (b, c, h, w) to unnormalized vectors (b, e). `visible` (b, n) selects n patches; the default is
+    all patches."""
 
     def __init__(
         self,
@@ -78,9 +78,10 @@ class TextTower(nn.Module):
 
 
 class ContrastiveModel(nn.Module):
-    """Maps images (b, c, h, w) and captions (b, t) to vectors (b, 2, e) whose dot products are the logits. An image's
-    vector has the norm of the learned logit scale; a caption's vector has norm 1. The parameter is the logarithm of the
-    scale. The scale is limited to 100. At the limit it still has a gradient, so it can decrease again."""
+    """CLIP model that maps images (b, c, h, w) and captions (b, t) to vectors (b, 2, e) whose dot products are the
+    logits. An image's vector has the norm of the learned logit scale; a caption's vector has norm 1. The learned
+    parameter is the logarithm of the scale. The scale is limited to 100. At the limit it still has a gradient, so it
+    can decrease again."""
 
     task: Literal["contrastive"] = "contrastive"
     starts: ClassVar = {"logit_scale": INITIAL_SCALE}
@@ -97,11 +98,11 @@ class ContrastiveModel(nn.Module):
         return torch.stack((self.scale.to(image_vectors.dtype) * image_vectors, caption_vectors), 1)
 
     def of_images(self, images: Tensor, visible: Tensor | None = None) -> Tensor:
-        """Return unit vectors (b, e)."""
+        """Return the unit vectors (b, e) of images."""
         return F.normalize(self.image(images, visible), dim=-1)
 
     def of_captions(self, tokens: Tensor, keep: Tensor | None = None) -> Tensor:
-        """Return unit vectors (b, e)."""
+        """Return the unit vectors (b, e) of captions."""
         return F.normalize(self.text(tokens, keep), dim=-1)
 
     @property

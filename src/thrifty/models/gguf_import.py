@@ -34,7 +34,7 @@ SPELLED = {
 """Names of a block's tensors in GGUF, mapped to names in transformers."""
 OUTSIDE = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 SPLITTERS = {"gpt-2": lambda: [], "smollm": lambda: [pre_tokenizers.Digits(individual_digits=True)]}
-"""Pre-tokenizers before GPT-2's own pattern, by `tokenizer.ggml.pre`."""
+"""Pre-tokenizers that precede GPT-2's pattern, by the value of `tokenizer.ggml.pre`."""
 CONTROL = 3
 """Type number of control tokens, which represent no text."""
 
@@ -52,7 +52,7 @@ def convert_gguf(file: Path, folder: Path) -> ModelConfig:
     if tensors.keys() != expected:
         unmatched = sorted(tensors.keys() ^ expected)
         raise IntegrityError(
-            f"the tensors of {file} do not match its settings: {unmatched[:3]} ({len(unmatched)} in all)",
+            f"the tensors of {str(file)!r} do not match its settings: {unmatched[:3]} ({len(unmatched)} in all)",
             fix="fetch the file again",
         )
     tokenizer, special = _tokenizer(settings), _special(settings)
@@ -71,8 +71,8 @@ def convert_gguf(file: Path, folder: Path) -> ModelConfig:
 
 
 def half_split(matrix: Tensor, heads: int) -> Tensor:
-    """Reorder rows (heads · k, …) of queries or keys: rotary pairs of adjacent channels become pairs of the two
-    halves."""
+    """Reorder the rows of queries or keys (heads · k, …), with head width k: rotary pairs of adjacent channels become
+    pairs of the two halves."""
     pairs = matrix.unflatten(0, (heads, -1, 2))  # (heads, k/2, 2, …)
     return pairs.transpose(1, 2).flatten(0, 2)
 
@@ -90,7 +90,7 @@ class _Settings:
     def __getitem__(self, key: str) -> Any:
         value = self.get(key)
         if value is None:
-            raise RefusedError(f"{self.file} has no setting {key}", fix="pass a GGUF file of a Llama language model")
+            raise RefusedError(f"'{self.file}' has no setting {key!r}", fix="pass a GGUF file of a Llama model")
         return value
 
 
@@ -104,18 +104,18 @@ def _open(file: Path) -> Any:
     try:
         return GGUFReader(file)
     except (ValueError, OSError, IndexError, KeyError) as error:
-        raise IntegrityError(f"{file} is not a readable GGUF file: {error}", fix="fetch it again") from error
+        raise IntegrityError(f"{str(file)!r} is not a readable GGUF file: {error}", fix="fetch it again") from error
 
 
 def _shape(settings: _Settings, tied: bool) -> ModelConfig:
     if settings["general.architecture"] != "llama":
         raise RefusedError(
-            f"{settings.file} is a {settings['general.architecture']} model; only llama can be converted",
-            fix="use a GGUF file of a Llama model, or the original folder of this model",
+            f"{str(settings.file)!r} is a {settings['general.architecture']!r} model; only 'llama' can be converted",
+            fix="use a GGUF file of a Llama model; or use the original Hugging Face folder of this model",
         )
     if settings.get("llama.rope.scaling.type") not in (None, "none"):
         raise RefusedError(
-            f"{settings.file} scales its rotary positions, which cannot be converted",
+            f"{str(settings.file)!r} scales its rotary positions, which cannot be converted",
             fix="use the original Hugging Face folder of this model",
         )
     heads = settings["llama.attention.head_count"]
@@ -159,8 +159,8 @@ def _tokenizer(settings: _Settings) -> Tokenizer:
     kind, splitter = settings["tokenizer.ggml.model"], settings.get("tokenizer.ggml.pre") or "gpt-2"
     if kind != "gpt2" or splitter not in SPLITTERS:
         raise RefusedError(
-            f"{settings.file} has a tokenizer of kind {kind}, {splitter}; only gpt2 with {list(SPLITTERS)} can be "
-            "converted",
+            f"{str(settings.file)!r} has a tokenizer of kind {kind!r} with {splitter!r}; only 'gpt2' with "
+            f"{list(SPLITTERS)} can be converted",
             fix="use the original Hugging Face folder of this model",
         )
     words = settings["tokenizer.ggml.tokens"]

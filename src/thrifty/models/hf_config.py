@@ -33,12 +33,18 @@ def read_shape(config: Config) -> ModelConfig:
     name = config.get("model_type")
     families = {family.model_type: family for family in FAMILIES.values()}
     if name not in families:
-        raise RefusedError(f"config.json has model_type {name!r}; weights are imported for {', '.join(families)}")
+        raise RefusedError(
+            f"config.json has model_type {name!r}; weights are imported for {', '.join(families)}",
+            fix="pass a model folder with one of these types",
+        )
     family = families[name]
     parts = [config, *(config[name] for name in family.sections if isinstance(config.get(name), dict))]
     for key, value in (item for part in parts for item in part.items()):
         if not _accepted(family, key, value):
-            raise RefusedError(f"config.json sets {key} = {value!r}, which is not supported for a {name} model")
+            raise RefusedError(
+                f"config.json sets {key} = {value!r}, which is not supported for a {name} model",
+                fix=f"pass the folder of a {name} model without this setting",
+            )
     return family.shape(config)
 
 

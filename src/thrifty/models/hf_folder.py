@@ -37,9 +37,9 @@ def read_json(path: Path) -> dict[str, Any]:
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, OSError, RecursionError) as error:
-        raise IntegrityError(f"{path} cannot be read as JSON: {error}", fix="fetch the model folder again") from error
+        raise IntegrityError(f"'{path}' cannot be read as JSON: {error}", fix="fetch the model folder again") from error
     if not isinstance(content, dict):
-        raise IntegrityError(f"{path} contains no JSON object", fix="fetch the model folder again")
+        raise IntegrityError(f"{str(path)!r} contains no JSON object", fix="fetch the model folder again")
     return content
 
 
@@ -47,11 +47,11 @@ def read_config(folder: Path) -> dict[str, Any]:
     """Return config.json of a model folder. Raise UsageError if the file is missing."""
     if not folder.is_dir():
         raise UsageError(
-            f"there is no model folder {folder}", fix="pass a folder that contains config.json and safetensors"
+            f"there is no model folder {str(folder)!r}", fix="pass a folder that contains config.json and safetensors"
         )
     file = folder / "config.json"
     if not file.is_file():
-        raise UsageError(f"{folder} has no config.json", fix="pass the folder that contains config.json")
+        raise UsageError(f"{str(folder)!r} has no config.json", fix="pass the folder that contains config.json")
     state = file.stat()
     config = deepcopy(_read_config(file, state.st_ino, state.st_size, state.st_mtime_ns))
     if not isinstance(kind := config.get("model_type", ""), str):
@@ -80,24 +80,24 @@ def weight_files(folder: Path) -> list[Path]:
     pickles = sorted(path.name for path in folder.iterdir() if path.suffix in {".bin", ".pt", ".pth"})
     if pickles:
         raise UsageError(
-            f"{folder} has its weights in {pickles[0]}, a pickle, which can run any code when opened",
-            fix="if you trust their origin, convert the weights to safetensors and pass that folder",
+            f"{str(folder)!r} has its weights in the pickle {pickles[0]!r}, which can run any code when opened",
+            fix="if you trust the origin, convert the weights to safetensors and pass the converted folder",
         )
     raise UsageError(
-        f"{folder} has no model.safetensors", fix="pass a folder with weights, or set model.reinitialize = true"
+        f"{str(folder)!r} has no model.safetensors", fix="pass a folder with weights; or set model.reinitialize = true"
     )
 
 
 def _shards(index: Path) -> list[Path]:
     names = read_json(index).get("weight_map")
     if not isinstance(names, dict) or not all(isinstance(name, str) for name in names.values()):
-        raise IntegrityError(f"{index} has no weight_map", fix="fetch the model folder again")
+        raise IntegrityError(f"{str(index)!r} has no weight_map", fix="fetch the model folder again")
     paths = [index.parent / name for name in sorted(set(names.values()))]
     for path in paths:
         if path.parent != index.parent or path.suffix != ".safetensors":
-            raise UsageError(f"{index} points to {path.name}, which is not a shard name", fix="fetch the file again")
+            raise UsageError(f"'{index}' names {path.name!r}, which is no shard name", fix="fetch the file again")
         if not path.is_file():
-            raise IntegrityError(f"{index} names {path.name}, which is missing", fix="fetch the missing shard")
+            raise IntegrityError(f"{str(index)!r} names {path.name!r}, which is missing", fix="fetch the missing shard")
     return paths
 
 
@@ -112,7 +112,7 @@ class StoredTensors:
             try:
                 file = self._open.enter_context(safe_open(path, "pt"))
             except (SafetensorError, OSError) as error:
-                raise IntegrityError(f"{path} is damaged: {error}", fix="fetch the file again") from error
+                raise IntegrityError(f"{str(path)!r} is damaged: {error}", fix="fetch the file again") from error
             self._files.update(dict.fromkeys(file.keys(), file))
 
     @property
@@ -134,7 +134,7 @@ def written_aside(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder that is renamed to `folder` once all files are on disk. Raise UsageError if `folder`
     exists and is not empty. After a failure the temporary folder is removed."""
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"{folder} exists already", fix="choose a folder that does not exist yet, or remove that one")
+        raise UsageError(f"'{folder}' exists already", fix="choose a new folder; or remove this folder")
     try:
         folder.parent.mkdir(parents=True, exist_ok=True)
         with write_aside(folder) as aside:
@@ -146,7 +146,7 @@ def written_aside(folder: Path) -> Iterator[Path]:
                 path.chmod(readable)
     except (OSError, SafetensorError) as error:
         raise ThriftyError(
-            f"{folder} could not be written: {error}", fix="free disk space or choose another place"
+            f"{str(folder)!r} could not be written: {error}", fix="free disk space; or choose another folder"
         ) from error
 
 

@@ -99,7 +99,7 @@ def load_model(
             raise
         raise RefusedError(
             f"transformers cannot build a {wrapper.words} of type {content.get('model_type')!r}"
-            f"{f' from {folder}' if isinstance(folder, Path) else ''}: {reason_of(error)}",
+            f"{f' from {str(folder)!r}' if isinstance(folder, Path) else ''}: {reason_of(error)}",
             fix=f"pass a folder of an architecture that this version of transformers knows as a {wrapper.words}",
         ) from error
     model = wrapper(lm)
@@ -128,8 +128,8 @@ def _with_weights(kind: Any, folder: Any, config: Any, new_head: bool) -> tuple[
     if missing := missing - head:
         names = sorted(missing)
         raise RefusedError(
-            f"{folder} lacks the values of {len(names)} parameters of its architecture: {names[:3]}",
-            fix="fetch the whole folder again, or set model.reinitialize = true to start from random values",
+            f"{str(folder)!r} lacks the values of {len(names)} parameters of its architecture: {names[:3]}",
+            fix="fetch the whole folder again; or set model.reinitialize = true to start from random values",
         )
     return lm, head
 

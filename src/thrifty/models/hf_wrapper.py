@@ -116,14 +116,14 @@ class HuggingFaceCausalLM(HuggingFaceModel):
         if not self.isolates_texts:
             raise RefusedError(
                 f"{type(self.lm).__name__} does not separate texts that are packed into one row",
-                fix="--set objective.packed=false for conversations, --set data.separate=false for documents",
+                fix="for conversations, --set objective.packed=false; or for documents, --set data.separate=false",
             )
         return inputs | {"position_ids": segment_positions(segments)}
 
     @cached_property
     def isolates_texts(self) -> bool:
-        """True if packed texts do not influence later texts, up to rounding. Rounding differs because experts process
-        the tokens of all texts together."""
+        """True if packed texts do not influence later texts, up to rounding. Rounding may differ because the experts of
+        a mixture of experts process the tokens of all texts together."""
         tokens = self._tokens()
         changed = tokens.clone()
         changed[0, 0] = tokens[0, -1]
@@ -142,8 +142,8 @@ class HuggingFaceCausalLM(HuggingFaceModel):
         _ = self.isolates_texts  # measured now, while the values are real
         if self.attends_to_later():
             raise RefusedError(
-                f"{type(self.lm).__name__} attends to later tokens: it is not a causal language model",
-                fix="for an encoder such as BERT, set is_decoder to true in config.json or choose another model",
+                f"{type(self.lm).__name__} attends to later tokens, so it is not a causal language model",
+                fix="choose another model; or, for an encoder such as BERT, set is_decoder to true in config.json",
             )
 
 
@@ -159,14 +159,14 @@ class HuggingFaceMaskedLM(HuggingFaceModel):
     def check_visibility(self) -> None:
         if not self.attends_to_later():
             raise RefusedError(
-                f"{type(self.lm).__name__} does not attend to later tokens: it cannot fill in masked tokens",
-                fix="choose an encoder, or set is_decoder to false in config.json",
+                f"{type(self.lm).__name__} does not attend to later tokens, so it cannot fill in masked tokens",
+                fix="choose an encoder; or set is_decoder to false in config.json",
             )
 
 
 class HuggingFaceTextClassifier(HuggingFaceModel):
-    """Text classifier: `model(tokens, keep, types)` returns logits (b, c). `keep` (b, t) is False on padding. `types`
-    (b, t) is 1 for the second text of a pair. Models without token types do not receive `types`."""
+    """Text classifier: `model(tokens, keep, types)` returns logits (b, c) for c labels. `keep` (b, t) is False on
+    padding. `types` (b, t) is 1 for the second text of a pair. Models without token types do not receive `types`."""
 
     task, auto, words = "text_classification", "AutoModelForSequenceClassification", "classifier of texts"
 
@@ -178,7 +178,7 @@ class HuggingFaceTextClassifier(HuggingFaceModel):
 
 
 class HuggingFaceTokenClassifier(HuggingFaceTextClassifier):
-    """Token classifier with logits (b, t, c)."""
+    """Token classifier with logits (b, t, c) for c labels."""
 
     task, auto, words = "token_classification", "AutoModelForTokenClassification", "classifier of words"
 
@@ -195,7 +195,7 @@ class HuggingFaceSeq2Seq(HuggingFaceModel):
         if positions is not None:
             raise RefusedError(
                 f"{type(self.lm).__name__} has no input for the positions of its target in a text",
-                fix="use model.preset = marian-nano or t5-nano, or a folder of their families",
+                fix="use model.preset = marian-nano or t5-nano; or use a folder of the Marian or T5 family",
             )
         inputs = {"input_ids": source, "decoder_input_ids": tokens, "use_cache": False}
         return inputs | ({} if keep is None else {"attention_mask": keep.long()})
@@ -207,5 +207,5 @@ class HuggingFaceSeq2Seq(HuggingFaceModel):
         if self.attends_to_later():
             raise RefusedError(
                 f"{type(self.lm).__name__} attends to later tokens of the target",
-                fix="choose another model: this one would learn to copy its target",
+                fix="choose another model, because this model would learn to copy its target",
             )

@@ -43,7 +43,7 @@ def normal_init(name: str, size: torch.Size, std: float) -> NormalInit:
 
 def gpt2_normal(name: str, size: torch.Size, std: float, blocks: int) -> NormalInit:
     """Return the distribution of GPT-2 (Radford et al. 2019, section 2.3). For projections into the residual stream,
-    the standard deviation is divided by sqrt(2 · blocks), the root of their number."""
+    the standard deviation is divided by sqrt(2 · blocks), because each block has two of them."""
     residual = 1 / math.sqrt(2 * blocks)
     return NormalInit(std * (residual if name.endswith(("out", "down")) else 1.0))
 
@@ -61,10 +61,10 @@ def xavier_uniform_init(name: str, size: torch.Size, std: float) -> NormalInit |
 def t5_normal(name: str, size: torch.Size, std: float, width: int, head_width: int) -> NormalInit:
     """Return the distribution of T5 (Mesh TensorFlow; transformers at initializer_factor 1).
 
-    The standard deviation is 1 / sqrt(columns). For queries it is divided by sqrt(k), because attention does not scale
-    its scores. It is 1 for token embeddings and 1 / sqrt(d) for relative positions. An untied head is initialized like
-    any matrix, as in Google's t5x. transformers uses 1 for an untied head, so its initial logits are sqrt(d) times too
-    large.
+    The standard deviation is 1 / sqrt(columns). For queries it is divided by sqrt(k), with head width k, because
+    attention does not scale its scores. It is 1 for token embeddings, and 1 / sqrt(d) for relative positions, with
+    model width d. An untied head is initialized like any matrix, as in Google's t5x. transformers uses 1 for an untied
+    head, so its initial logits are sqrt(d) times too large.
     """
     columns = size[1]
     if name.endswith("embedding.token"):

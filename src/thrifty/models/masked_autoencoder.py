@@ -22,8 +22,8 @@ from thrifty.models.vision_transformer import PatchEmbedding, Pool, VisionTransf
 
 
 class PatchDecoder(nn.Module):
-    """Decoder that maps encoder states (b, 1 + n, d) to states (b, t, e) of all patches. Encoder states belong to the
-    class token and the visible patches. `position` (1, 1 + t, e) is fixed, and interpolated for other image sizes."""
+    """Decoder that maps encoder states (b, 1 + n, d) to states (b, t, e) of all t patches. Encoder states belong to the
+    class token and the n visible patches. `position` (1, 1 + t, e) is fixed, and interpolated for other image sizes."""
 
     position: Tensor
 
@@ -48,12 +48,12 @@ class PatchDecoder(nn.Module):
 
 
 class MaskedAutoencoder(nn.Module):
-    """Maps images (b, c, h, w) to the decoder's hidden states (b, t, e). `head` maps hidden states to pixels (b, t, p ·
-    p · c).
+    """Masked autoencoder that maps images (b, c, h, w) to the decoder's hidden states (b, t, e). `head` maps hidden
+    states to pixels (b, t, p · p · c).
 
     `logits` does both. Pixels are in the order of `kernels.image_patches.patchify`. `visible` (b, n) selects known
-    patches; by default all. The encoder receives only the visible patches. With `blanks` it receives all patches, with
-    zeros for unknown pixels.
+    patches; by default all. The encoder receives only the visible patches. With `blanks` the encoder receives all
+    patches, with zeros for unknown pixels.
     """
 
     task: Literal["masked_reconstruction"] = "masked_reconstruction"

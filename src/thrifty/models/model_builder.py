@@ -25,8 +25,8 @@ from thrifty.models.vision_transformer import VisionTransformer, refit
 from thrifty.models.weight_conversion import folder_shape, import_folder
 
 _TASK_DESCRIPTIONS = {
-    "next_token": "its tokens do not attend to later ones",
-    "masked_token": "its tokens attend to later ones",
+    "next_token": "its tokens do not attend to later tokens",
+    "masked_token": "its tokens attend to later tokens",
     "sequence_to_sequence": "it maps a source text to a target text",
     "classification": "it classifies images",
     "contrastive": "it compares images with captions",
@@ -52,14 +52,14 @@ def build_model(
     seed: int,
     task: Task | Literal["chat_answers", "mass"] = "next_token",
 ) -> nn.Module:
-    """Return the plain model of a run on text, see `build_model_for`."""
+    """Return the initialized model of a run on text before any technique, see `build_model_for`."""
     return build_model_for(TextModelSpec(vocabulary, length), settings, seed, task)
 
 
 def build_model_for(
     ends: ModelSpec, settings: ModelSettings, seed: int, task: Task | Literal["chat_answers", "mass"] = "next_token"
 ) -> nn.Module:
-    """Return the plain initialized model of a run, the same at every call.
+    """Return the initialized model of a run before any technique, the same at every call.
 
     The model is built from a preset or a folder. A supported family becomes a model of Thrifty. Any other family
     becomes a wrapped model of `transformers` for `task`. A trained image model is adapted to the images and labels of
@@ -138,8 +138,8 @@ def _build_classifier(settings: ModelSettings, ends: TextModelSpec, seed: int, t
 def _build_other(settings: ModelSettings, ends: ModelSpec, seed: int, task: Task, values: bool) -> nn.Module:
     if not isinstance(ends, TextModelSpec):
         raise UsageError(
-            f"the model in {settings.folder} is not a supported image model",
-            fix="pass the folder of a ViTForImageClassification without a distillation token, or set model.preset = "
+            f"the model in {settings.folder!r} is not a supported image model",
+            fix="pass the folder of a ViTForImageClassification without a distillation token; or set model.preset = "
             "vit-nano",
         )
     from thrifty.models.hf_loader import WRAPPERS, load_model
@@ -147,7 +147,7 @@ def _build_other(settings: ModelSettings, ends: ModelSpec, seed: int, task: Task
     _refuse_sizes_of_folder(settings)
     if task not in WRAPPERS:
         raise UsageError(
-            f"a language model such as the one in {settings.folder} cannot learn {task}",
+            f"a language model such as the model in {settings.folder!r} cannot learn {task}",
             fix=f"set objective.name to {' or '.join(WRAPPERS)}",
         )
     vocabulary, length = ends.vocabulary, ends.length
@@ -162,8 +162,8 @@ def _build_other(settings: ModelSettings, ends: ModelSpec, seed: int, task: Task
 def _refuse_sizes_of_folder(settings: ModelSettings) -> None:
     if sizes := stated_sizes(settings):
         raise UsageError(
-            f"model.{sizes[0]} is set, but the sizes of {settings.folder} are those of its config.json",
-            fix=f"leave model.{sizes[0]} out, or edit the folder's config.json",
+            f"model.{sizes[0]} is set, but config.json in {settings.folder!r} determines the sizes",
+            fix=f"leave model.{sizes[0]} out; or edit the folder's config.json",
         )
 
 
@@ -180,9 +180,9 @@ def _refuse_another_kind(settings: ModelSettings, shape: ModelConfig, task: Task
     own = FAMILIES[shape.style].task
     if own != task:
         fitting = [name for name, preset in PRESETS.items() if FAMILIES[preset.style].task == task]
-        instead = f", or use a model for it, such as model.preset = {fitting[0]}" if fitting else ""
+        instead = f"; or choose a model that learns {task}: set model.preset = {fitting[0]}" if fitting else ""
         raise UsageError(
-            f"the model {settings.folder or settings.preset} cannot learn {task}: {_TASK_DESCRIPTIONS[own]}",
+            f"the model {settings.folder or settings.preset!r} cannot learn {task}: {_TASK_DESCRIPTIONS[own]}",
             fix=f"set objective.name = {own}{instead}",
         )
 

@@ -34,7 +34,7 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
 @dataclass(frozen=True)
 class ModelConfig:
     """All settings that define a model's parameters and computation. Raise UsageError for incompatible sizes, and
-    for a field of another style (metadata `of`)."""
+    for a field of another style (the metadata `of` lists the styles of a field)."""
 
     style: Style
     depth: int
@@ -57,7 +57,7 @@ class ModelConfig:
     rope_scaling: Llama3Scaling | None = field(default=None, metadata={"of": "llama"})
     token_types: int = field(default=2, metadata={"of": "bert"})
     decoder_depth: int | None = field(default=None, metadata={"of": "t5 marian mae"})
-    """Number of decoder blocks, if different from the encoder."""
+    """Number of decoder blocks; None if it equals the number of encoder blocks."""
     decoder_width: int = field(default=512, metadata={"of": "mae"})
     decoder_heads: int = field(default=16, metadata={"of": "mae"})
     decoder_hidden: int = field(default=2048, metadata={"of": "mae"})
@@ -77,7 +77,7 @@ class ModelConfig:
     """Input of the head. "class" is the class token. "mean" is the mean of all patches in a model without a class
     token. "patches" (only vit) is the mean of all patches in a model with a class token."""
     text_depth: int = field(default=12, metadata={"of": "clip"})
-    """Number of blocks of the caption tower; the fields above describe the image tower."""
+    """Number of blocks of the caption tower; `depth`, `width`, `heads` and `hidden` describe the image tower."""
     text_width: int = field(default=512, metadata={"of": "clip"})
     text_heads: int = field(default=8, metadata={"of": "clip"})
     text_hidden: int = field(default=2048, metadata={"of": "clip"})
@@ -114,7 +114,7 @@ class ModelConfig:
         if self.buckets < 4 or self.distance <= self.buckets // 2:
             raise UsageError(
                 f"model: {self.buckets} buckets cannot distinguish distances up to {self.distance} as in T5",
-                fix="use 4 buckets or more, and a distance above half their number",
+                fix="use 4 buckets or more, and a distance above half the number of buckets",
             )
 
     def _check_heads(self) -> None:
@@ -123,7 +123,7 @@ class ModelConfig:
             near = min(divisors, key=lambda heads: abs(heads - self.heads))
             raise UsageError(
                 f"model: width {self.width} does not divide into {self.heads} heads",
-                fix=f"set model.heads = {near}, or a width that is a multiple of {self.heads}",
+                fix=f"set model.heads = {near}; or set model.width to a multiple of {self.heads}",
             )
         if self.heads % self.kv_heads:
             raise UsageError(
@@ -133,7 +133,7 @@ class ModelConfig:
         if self.style != "llama" and self.kv_heads != self.heads:
             raise UsageError(
                 f"model: {self.kv_heads} key-value heads for {self.heads} heads, but a {self.style} model shares none",
-                fix="leave model.kv_heads out, or choose a llama preset",
+                fix="leave model.kv_heads out; or choose a llama preset",
             )
         if self.style == "llama" and self.head_width % 2:
             raise UsageError(
@@ -150,7 +150,9 @@ class ModelConfig:
         for each in fields(self):
             styles = each.metadata.get("of", self.style).split()
             if self.style not in styles and getattr(self, each.name) != each.default:
-                raise UsageError(f"model: {each.name} is set, but a {self.style} model has none", fix="leave it out")
+                raise UsageError(
+                    f"model: {each.name} is set, but a {self.style} model has none", fix="leave the field out"
+                )
 
     def _check_image(self) -> None:
         if self.image % self.patch:
@@ -158,7 +160,7 @@ class ModelConfig:
             near = min(divisors, key=lambda size: abs(size - self.patch))
             raise UsageError(
                 f"model: images of {self.image} x {self.image} pixels cannot be cut into patches of {self.patch}",
-                fix=f"set model.patch = {near}, or data.size to a multiple of {self.patch}",
+                fix=f"set model.patch = {near}; or set data.size to a multiple of {self.patch}",
             )
         pools = ("class", "mean", "patches") if self.style == "vit" else ("class", "mean")
         refuse_unknown("model: pool is", self.pool, pools)

@@ -36,7 +36,10 @@ def export_model(
     merged."""
     if isinstance(model, ContrastiveModel) and shape is not None:
         if is_pruned(model):
-            raise RefusedError("a pruned model of two towers has no Hugging Face format")
+            raise RefusedError(
+                "a pruned model of two towers has no Hugging Face format",
+                fix="train without pruning to export this model",
+            )
         image, text = model.image.blocks, model.text.blocks
         sizes = {
             "depth": len(image),
@@ -65,7 +68,9 @@ def export_model(
     from thrifty.models.hf_loader import HuggingFaceModel, export_wrapped
 
     if not isinstance(model, HuggingFaceModel):
-        raise RefusedError(f"a {type(model).__name__} has no Hugging Face format")
+        raise RefusedError(
+            f"a {type(model).__name__} has no Hugging Face format", fix="write it with thrifty.models.export_own_model"
+        )
     export_wrapped(model, folder, tokenizer_json, dtype)
 
 

@@ -76,7 +76,7 @@ def own_shape(settings: ModelSettings) -> ModelConfig:
 
 
 def stated_sizes(settings: ModelSettings) -> list[str]:
-    """Return the names of sizes that a recipe sets; only a model without trained weights can have them."""
+    """Return the names of the sizes that a recipe sets. With pretrained weights, sizes cannot be set."""
     names = (
         "depth", "width", "heads", "kv_heads", "hidden", "tied", "patch", "pool", "decoder_depth", "decoder_width",
         "text_depth", "text_width", "text_heads",
@@ -88,8 +88,8 @@ def _refuse_sizes_of_a_trained_model(settings: ModelSettings, but: str = "") -> 
     sizes = [name for name in stated_sizes(settings) if name != but]
     if sizes and not settings.reinitialize:
         raise UsageError(
-            f"model.{sizes[0]} is set, but the pretrained weights in {settings.folder} fix it",
-            fix=f"leave model.{sizes[0]} out, or set model.reinitialize = true to start from random weights",
+            f"model.{sizes[0]} is set, but the pretrained weights in {settings.folder!r} determine it",
+            fix=f"leave model.{sizes[0]} out; or set model.reinitialize = true to start from random weights",
         )
 
 
@@ -97,8 +97,8 @@ def _refitted(folder: str, shape: ModelConfig, images: ImageModelSpec) -> ModelC
     """Return the shape of a trained model after adaptation to `images`."""
     if shape.channels != images.channels:
         raise UsageError(
-            f"the images have {images.channels} channels, but the model in {folder} has {shape.channels}",
-            fix="set model.reinitialize = true to start from random weights, or choose another model",
+            f"the images have {images.channels} channels, but the model in {folder!r} has {shape.channels}",
+            fix="set model.reinitialize = true to start from random weights; or choose another model",
         )
     labels = shape.vocabulary if shape.style == "clip" else len(images.labels) or shape.vocabulary
     return replace(shape, vocabulary=labels, image=images.side)
@@ -108,11 +108,11 @@ def check_fit(folder: str, own_vocabulary: int, own_length: int, vocabulary: int
     """Raise UsageError if the data need a larger vocabulary or a longer context than the weights in `folder` have."""
     if vocabulary > own_vocabulary:
         raise UsageError(
-            f"the data's tokenizer has {vocabulary} tokens, but the model in {folder} has {own_vocabulary}",
-            fix=f"use the model's own: data.tokenizer = {str(Path(folder) / 'tokenizer.json')!r}",
+            f"the data's tokenizer has {vocabulary} tokens, but the model in {folder!r} has {own_vocabulary}",
+            fix=f"use the tokenizer of the model: data.tokenizer = {str(Path(folder) / 'tokenizer.json')!r}",
         )
     if length > own_length:
         raise UsageError(
-            f"data.length is {length}, but the model in {folder} is limited to {own_length} tokens",
+            f"data.length is {length}, but the model in {folder!r} is limited to {own_length} tokens",
             fix=f"set data.length to {own_length} or less",
         )

@@ -41,7 +41,7 @@ def pad_pruned_model(model: Model, shape: ModelConfig) -> tuple[Model, ModelConf
 
 def pad_pruned_wrapper(model: nn.Module) -> nn.Module:
     """Return a copy of a wrapped model of transformers with equal blocks and matching sizes in its config. The sizes
-    that a config can describe are found by trial: models are built without values."""
+    that a config can describe are found by trial: transformers builds models on the meta device."""
     model = deepcopy(model)
     heads, neurons = _by_kind(model)
     together, whole = heads[0].group or 1, _columns(model, {})
@@ -84,7 +84,7 @@ def _columns(model: nn.Module, sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def _count(units: list[PrunableUnits], columns: Mapping[str, int], width: int) -> int:
-    """Return the number of units per block that `columns` imply; 0 if the blocks differ."""
+    """Return the number of heads or neurons per block that `columns` imply; 0 if the blocks differ."""
     counts = {columns.get(each.name, 0) for each in units}
     return counts.pop() // width if len(counts) == 1 else 0
 

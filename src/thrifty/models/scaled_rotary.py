@@ -1,7 +1,7 @@
 """Rotary positions scaled for long contexts, as in Llama 3.1 and later (Grattafiori et al. 2024, arXiv 2407.21783).
 
-Channels with many rotations within the original context keep their frequency. Channels with less than about one
-rotation are slowed by `factor`. Frequencies of channels in between are interpolated.
+Channels with at least `high` rotations within the original context keep their frequency. Channels with at most `low`
+rotations are slowed by `factor`. Between the two, frequencies are interpolated.
 """
 
 import math
@@ -21,7 +21,7 @@ class Llama3Scaling:
     original: int
 
     def slowed(self, frequencies: Tensor) -> Tensor:
-        """Return the scaled frequencies (k/2,) for the original frequencies (k/2,)."""
+        """Return the scaled frequencies (k/2,) for the original frequencies (k/2,) of a head of width k."""
         turns = self.original * frequencies / (2 * math.pi)
         unscaled_fraction = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
         return frequencies * (unscaled_fraction + (1 - unscaled_fraction) / self.factor)

@@ -17,7 +17,7 @@ from thrifty.models.transformer import Transformer
 from thrifty.models.transformer_blocks import PostNormBlock, TokenEmbedding, TransformerBlock
 
 Reader = Callable[[Tensor], Tensor]
-"""Function that maps tokens (b, t) to the logits (b, v) of the next token. Each call has one more token."""
+"""Function that maps tokens (b, t) to the logits (b, v) of the next token. Each call adds one token."""
 COLDEST = 1e-6
 """Lowest temperature; below it, logits divided by the temperature may be infinite."""
 
@@ -52,7 +52,7 @@ def generate(
         for number in range(count):
             logits = read(tokens).float()
             if number == 0 and logits.isnan().any():
-                raise ThriftyError("the model's logits are NaN", fix="use an earlier checkpoint, or another model")
+                raise ThriftyError("the model's logits are NaN", fix="use an earlier checkpoint; or use another model")
             chosen = logits.argmax(-1) if greedy else sample_token(logits, generator, temperature, top_k, top_p)
             if stop is not None:
                 chosen = torch.where(ended, stop, chosen)
@@ -152,13 +152,13 @@ def _reader(model: nn.Module, limit: int | None) -> Iterator[Reader]:
 
 
 def last_logits(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Return the logits (b, v) after the last token, also of a model without a separate head."""
+    """Return the logits (b, v) after the last token, also for a model without a separate head."""
     out, head = model(tokens), getattr(model, "head", None)
     return getattr(out, "logits", out)[:, -1] if head is None else head(out[:, -1])
 
 
 def supports_kv_cache(model: nn.Module) -> bool:
-    """Return True if tokens interact only in plain attention cores, and no module is swapped and no forward wrapped."""
+    """Return True if all attention cores are the default core, and no module is replaced and no forward is wrapped."""
     if type(model) is not Transformer or any(
         type(block) not in (TransformerBlock, PostNormBlock) for block in model.blocks
     ):
@@ -174,8 +174,8 @@ def supports_kv_cache(model: nn.Module) -> bool:
 
 
 class CachingCore:
-    """Causal attention with a cache of all previous keys and values (b, g, t, k). The first call is a prompt, later
-    calls are single tokens."""
+    """Causal attention with a cache of all previous keys and values (b, g, t, k). The first call has the prompt;
+    each later call has a single token."""
 
     def __init__(self) -> None:
         self.seen: tuple[Tensor, Tensor] | None = None

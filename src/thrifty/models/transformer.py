@@ -1,4 +1,4 @@
-"""Decoder, encoder and encoder-decoder Transformers in plain torch, composed of parts instead of flags.
+"""Decoder, encoder and encoder-decoder Transformers in plain torch, composed of replaceable parts.
 
 Embedding, blocks, attention and norms are arguments, so any norm can be combined with any attention. For the published
 models see `families/`. All models return hidden states, and `head` is separate. A loss can therefore compute logits in
@@ -153,8 +153,8 @@ def initialize(
     std: float = 0.02,
     within: str = "",
 ) -> None:
-    """Initialize parameters by the model's law. Matrices are sampled, biases are zero, and gains are one or the model's
-    `starts`.
+    """Initialize parameters by the model's law. Matrices are sampled, biases are zero. Gains are one, or have the value
+    in the model's `starts`.
 
     Some laws use `std`. Each parameter has a generator keyed by (seed, name). Initial values are independent of the
     number of blocks, the order of construction and the rank. Only parameters whose names start with `within` are

@@ -26,8 +26,8 @@ class FeedForward(nn.Module):
 
 
 class GatedFeedForward(nn.Module):
-    """Gated feed-forward network (Shazeer 2020, arXiv 2002.05202); The first half of `up`'s outputs is the gate, the
-    second half the value."""
+    """Gated feed-forward network (Shazeer 2020, arXiv 2002.05202). The first half of `up`'s outputs is the gate; the
+    second half is the value."""
 
     def __init__(self, width: int, hidden: int, activation: nn.Module):
         super().__init__()

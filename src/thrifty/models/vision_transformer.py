@@ -98,9 +98,9 @@ class PatchEmbedding(nn.Module):
 
 
 class VisionTransformer(nn.Module):
-    """Maps images (b, c, h, w) to the final hidden states of all tokens (b, t, d). `pooled` computes the head's input
-    from hidden states, and `head` maps this input to logits (b, v). `logits` does all three. `visible` (b, n) selects
-    patches; the default is all."""
+    """Vision Transformer that maps images (b, c, h, w) to the final hidden states of all tokens (b, t, d). `pooled`
+    computes the head's input from hidden states, and `head` maps this input to logits (b, v). `logits` combines the
+    three steps. `visible` (b, n) selects n patches; the default is all patches."""
 
     task: Literal["classification"] = "classification"
 

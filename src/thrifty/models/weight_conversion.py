@@ -1,9 +1,9 @@
-"""Conversion of weights between Hugging Face models and Thrifty's, without `transformers`.
+"""Conversion of weights between models of Hugging Face and models of Thrifty, without `transformers`.
 
 A table per family maps tensors of transformers to tensors of Thrifty. Import and export use the table in opposite
-directions. Only the packing differs. Thrifty fuses queries, keys and values into one matrix, and also gate and value.
-GPT-2 in transformers stores its matrices transposed. No value is changed, so a round trip in the stored dtype is
-bit-exact.
+directions. Only the packing of tensors differs. Thrifty fuses queries, keys and values into one matrix, and also gate
+and value. GPT-2 in transformers stores its matrices transposed. No value is changed, so a round trip in the stored
+dtype is bit-exact.
 """
 
 import re
@@ -48,7 +48,10 @@ def folder_shape(folder: Path, fresh: bool = False) -> ModelConfig:
     if not shape.tied and config.get("tie_word_embeddings") and not fresh:
         with StoredTensors(folder) as stored:
             if FAMILIES[shape.style].head not in stored.names:
-                raise RefusedError(f"{folder} ties its head without scaling it, which is not supported for T5")
+                raise RefusedError(
+                    f"{str(folder)!r} ties its head without scaling it, which is not supported for T5",
+                    fix="pass a T5 folder with an untied head; or with scale_decoder_outputs = true in config.json",
+                )
     return shape
 
 
@@ -64,8 +67,8 @@ def import_folder(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Mod
     for name, tensor in _stored_tensors(model, values.keys()).items():
         if values[name].shape != tensor.shape:
             raise IntegrityError(
-                f"{folder}: {name} is {tuple(values[name].shape)} in its weights, but "
-                f"{tuple(tensor.shape)} by config.json",
+                f"{folder}: {name} has the shape {tuple(values[name].shape)} in the weights, but "
+                f"{tuple(tensor.shape)} according to config.json",
                 fix="fetch weights and config.json of the same model",
             )
     model.load_state_dict(values, strict=False, assign=True)  # not strict: a tied head is not stored

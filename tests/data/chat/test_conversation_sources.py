@@ -116,8 +116,8 @@ def test_invalid_list_is_refused(tmp_path, content, what):
 def test_other_sources_than_conversations_are_refused(tmp_path):
     (tmp_path / "a.txt").write_text("text")
     for source, what in (
-        ("kjv", "kjv is a text, not a set of conversations"),
-        ("smollm2-135m", "is a model"),
+        ("kjv", "'kjv' is of kind 'text', not a set of conversations"),
+        ("smollm2-135m", "is of kind 'model'"),
         ("kjv-web", "not on this machine yet.*\n.*thrifty data get kjv-web"),
         (str(tmp_path / "a.txt"), r"is not a .jsonl or .json file"),
         (str(tmp_path / "absent.jsonl"), "neither a file nor a known set"),

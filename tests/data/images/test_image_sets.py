@@ -122,7 +122,7 @@ def test_missing_or_textless_set_is_refused_with_a_fix(cache):
     with pytest.raises(UsageError, match="'cifar10' is not on this machine yet") as refused:
         open_images(DataSettings(source="cifar10"), 0, None, print)
     assert refused.value.fix == "thrifty data get cifar10"
-    with pytest.raises(UsageError, match="cifar10 is a set of images, not text") as refused:
+    with pytest.raises(UsageError, match="'cifar10' is a set of images, not text") as refused:
         open_source("cifar10")
     assert "objective.name = classification" in refused.value.fix
 

@@ -139,7 +139,7 @@ def test_captioned_set_as_unlabelled_images(toy, monkeypatch):
     assert data.train.at(0).fields.keys() == {"inputs", "key"}
     with pytest.raises(UsageError, match="images with captions, but no labels"):
         open_images(DataSettings(source="toy", batch=2), 0, None, print)
-    with pytest.raises(UsageError, match="toy is a set of images with captions, not text"):
+    with pytest.raises(UsageError, match="'toy' is a set of images with captions, not text"):
         open_source("toy")
 
 

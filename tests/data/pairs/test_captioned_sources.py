@@ -247,7 +247,7 @@ def test_source_is_refused_only_if_no_pair_is_left(tmp_path):
 def test_lists_of_different_lengths_are_refused(tmp_path):
     source = as_list_in_order(tmp_path / "set")
     write_image(source / "one-more.png")
-    with pytest.raises(UsageError, match=r"captions.txt has 12 lines, but .* has 13 images"):
+    with pytest.raises(UsageError, match=r"captions.txt' has 12 lines, but .* has 13 images"):
         prepared(source)
 
 

@@ -201,7 +201,7 @@ def test_objective_on_pairs_opens_pairs(shades):
 def test_sources_without_pairs_are_refused_with_a_fix(shades, tmp_path):
     for source, what, fix in (
         ("emojis", "no such file or folder", "data list"),
-        ("kjv", "kjv has no images with captions", "emoji"),
+        ("kjv", "'kjv' has no images with captions", "emoji"),
         ("emoji", "'emoji' is not on this machine yet", "thrifty data get emoji"),
     ):
         with pytest.raises(UsageError) as refused:

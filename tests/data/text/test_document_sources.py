@@ -71,7 +71,7 @@ def test_parquet_string_types_and_duplicate_columns(tmp_path):
 
 def test_a_damaged_parquet_file_is_named(tmp_path):
     pytest.importorskip("pyarrow")
-    assert "a.parquet is not a readable Parquet file" in refused(write(tmp_path / "a.parquet", b"PAR1 broken"))
+    assert "a.parquet' is not a readable Parquet file" in refused(write(tmp_path / "a.parquet", b"PAR1 broken"))
 
 
 def test_error_without_pyarrow_names_the_package(tmp_path, monkeypatch):
@@ -137,7 +137,7 @@ def test_an_unknown_name_gets_a_suggestion():
 
 
 def test_a_model_is_not_text():
-    assert "smollm2-135m is a pretrained model" in refused("smollm2-135m")
+    assert "'smollm2-135m' is a pretrained model" in refused("smollm2-135m")
 
 
 def test_missing_set_is_refused_with_its_command():
@@ -206,4 +206,4 @@ def test_saved_dataset_is_read_as_rows(splits: bool, tmp_path: Path) -> None:
     assert open_source(str(tmp_path / "other")).identity() != before
     # among other files it is refused by name, not read as the JSON files that describe it
     (tmp_path / "more.txt").write_text("more")
-    assert f"in {tmp_path}" in (printed := refused(str(tmp_path))) and "a data set of the datasets package" in printed
+    assert f"in '{tmp_path}'" in (printed := refused(str(tmp_path))) and "a data set of the datasets package" in printed

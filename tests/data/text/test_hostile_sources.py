@@ -77,7 +77,7 @@ def test_a_damaged_page_of_parquet_is_refused(tmp_path):
         content = bytearray(path.read_bytes())
         content[1000:1400] = bytes(byte ^ 0x5A for byte in content[1000:1400])
         path.write_bytes(content)
-        with pytest.raises(UsageError, match=r"a\.parquet is not a readable Parquet file"):
+        with pytest.raises(UsageError, match=r"a\.parquet' is not a readable Parquet file"):
             documents(path)
 
 

@@ -198,7 +198,7 @@ def test_one_class_is_refused(tmp_path: Path) -> None:
 def test_unequal_numbers_of_words_and_labels_are_refused(tmp_path: Path) -> None:
     rows = labelled_texts.tagged(10)
     rows[6]["ner_tags"] = rows[6]["ner_tags"][1:]
-    with pytest.raises(UsageError, match=r"line 7: 8 words and 7 labels|line 7: \d words and \d labels"):
+    with pytest.raises(UsageError, match=r"line 7: \d words, but \d labels"):
         opened(write_jsonl(tmp_path / "rows.jsonl", rows), "token_classification")
 
 

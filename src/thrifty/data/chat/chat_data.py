@@ -54,7 +54,7 @@ AT_ONCE = 1_000
 REASONS = 5
 """Maximum number of printed reasons for left-out conversations."""
 LeftOut = tuple[int, str]
-"""Number of conversations that are left out for a reason, and the position of the first one."""
+"""Number of conversations that are left out for one reason, and the position of the first of them."""
 
 
 def open_instructions(
@@ -132,7 +132,7 @@ def _build(
     split = plan_split(documents(source), settings.held_out, settings.source, _question)
     if split.longest is not None:
         raise UsageError(
-            f"{settings.source} has too few conversations to hold {100 * settings.held_out:g}% of them out, because "
+            f"{settings.source!r} has too few conversations to hold {100 * settings.held_out:g}% of them out, because "
             "conversations with the same first question must stay together",
             fix="add conversations with other questions; or raise data.held_out",
         )
@@ -143,8 +143,8 @@ def _build(
         train, held_out = (counts[part] for part in DataSplit)
         if not (train.conversations and held_out.conversations):
             raise UsageError(
-                f"{settings.source} has too few conversations to train on and to hold out: {_left_out_text(left_out)}",
-                fix="set objective.template to another template, such as chatml",
+                f"{settings.source!r} has too few conversations to train on and hold out: {_left_out_text(left_out)}",
+                fix="add conversations; or set objective.template to one that accepts them: chatml, alpaca or a file",
             )
         manifest = {
             "format": FORMAT,
@@ -170,7 +170,7 @@ def _trained(settings: DataSettings, source: ConversationSource, split: SplitPla
 
 
 class _PartCounts:
-    """Counts of one part. `answers` (v,) counts how often each token of the vocabulary occurs in answers."""
+    """Counts of one part. `answers` (v,) counts how often each of the v tokens of the vocabulary occurs in answers."""
 
     def __init__(self, vocabulary: int):
         self.conversations = self.tokens = self.bytes = 0

@@ -1,4 +1,4 @@
-"""Preview of conversations that marks the trained tokens, for `thrifty data preview`."""
+"""Preview of conversations that marks the tokens with a loss, for `thrifty data preview`."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -1,7 +1,7 @@
-"""Chat templates in Jinja, as distributed with tokenizers, which render a conversation as text.
+"""Chat templates in Jinja, as distributed with tokenizers. A template renders a conversation as text.
 
-A template is third-party code, so it runs in a sandbox. It can read only the messages and the spelling of a few special
-tokens. Templates that are not built in run in a separate process with limits of time and memory.
+A template is third-party code, so it runs in a sandbox. It can read only the messages, the tools and the spelling of a
+few special tokens. Templates that are not built in run in a separate process with limits of time and memory.
 """
 
 import atexit
@@ -66,7 +66,7 @@ class WrittenConversation:
 
 
 class TemplateLimitError(UsageError):
-    """A chat template exceeded its limit of time or memory. It would probably do so for other conversations too."""
+    """Error for a chat template that exceeds its limit of time or memory, probably also for other conversations."""
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class ChatTemplate:
         if "error" in reply:
             raise UsageError(
                 f"the chat template does not accept these messages: {reply['error']}",
-                fix="alternate user and assistant; or set objective.template to another template, such as chatml",
+                fix="change the messages; or set objective.template to one that accepts them: chatml, alpaca or a file",
             )
         return WrittenConversation(**reply)
 
@@ -119,7 +119,7 @@ class _SandboxProcess:
         self.lock, self.process, self.owner = Lock(), None, 0
 
     def write_conversation(self, **request: Any) -> dict[str, Any]:
-        """Return the result of `template_sandbox.write_conversation`. Raises TemplateLimitError beyond a limit."""
+        """Return the result of `template_sandbox.write_conversation`. Raises TemplateLimitError above a limit."""
         with self.lock:
             process = self._running()
             try:

@@ -1,8 +1,8 @@
 """Tokenization of conversations, with the tokens of answers marked.
 
 To find the start of an answer, the conversation is rendered twice: up to the prompt for the answer, and with the
-answer. The first text must be a prefix of the second. The answer is tokenized separately from this position. In
-training, the same tokens then precede an answer as in a chat. The spelling of a special token inside a message is
+answer. The first text must be a prefix of the second. The answer is tokenized separately from this position. The
+tokens before an answer are then the same in training and in a chat. The spelling of a special token inside a message is
 ordinary text.
 """
 
@@ -25,7 +25,7 @@ PARTS = ("bos_token", "eos_token", "pad_token", "unk_token")
 TURNS = ("<|im_start|>", "<|im_end|>")
 """Special tokens of ChatML. Tokenizers trained on conversations have these tokens."""
 _MARKS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
-"""Noncharacters of Unicode. One that no message contains marks positions in messages."""
+"""Noncharacters of Unicode. A noncharacter that no message contains marks positions in messages."""
 
 
 @dataclass(frozen=True)
@@ -49,8 +49,8 @@ class EncodedChat:
 class ChatTokenizer(TextTokenizer):
     """A tokenizer with a chat template.
 
-    Raises RefusedError for a tokenizer that splits text differently after a special token. Also refuses a template
-    without a special token at the end of answers, because the trained model would not stop.
+    Raises RefusedError for a tokenizer that splits a text after a special token differently than the text alone. Raises
+    RefusedError for a template without a special token at the end of answers, because the trained model would not stop.
     """
 
     def __init__(self, inner: Tokenizer, template: ChatTemplate, name: str = "the tokenizer"):
@@ -131,7 +131,7 @@ class ChatTokenizer(TextTokenizer):
         texts = json.dumps(messages, ensure_ascii=False)
         unused = next((mark for mark in _MARKS if mark not in texts), None)
         if unused is None:
-            raise UsageError("a message contains every noncharacter of Unicode", fix="remove one from the text")
+            raise UsageError("messages contain every noncharacter from U+FDD0 to U+FDEF", fix="remove one of them")
         return unused
 
     def _find_end_of_turn(self) -> int:
@@ -152,9 +152,9 @@ class ChatTokenizer(TextTokenizer):
             self.inner.encode_special_tokens = True
             if whole != [number, *self.encode(text)]:
                 raise RefusedError(
-                    f"{self.name} splits text differently after {word}, but conversations must be tokenized in "
+                    f"{self.name} splits text differently after {word!r}, but conversations must be tokenized in "
                     "segments",
-                    fix="use a byte-level tokenizer, such as those of SmolLM2, Llama 3 and Qwen",
+                    fix="use a byte-level tokenizer, such as the tokenizer of SmolLM2, Llama 3 or Qwen",
                 )
 
 
@@ -168,8 +168,8 @@ def read_chat_tokenizer(tokenizer_json: Path, template: str = "") -> ChatTokeniz
     """Return the tokenizer of a file with a template.
 
     `template` is a name in NAMED or the path of a Jinja file. The default is the template in the tokenizer's folder. If
-    there is none, it is chatml for a tokenizer with the special tokens of ChatML, otherwise alpaca. Raises
-    UsageError for an invalid file.
+    the folder has none, the default is chatml for a tokenizer with the special tokens of ChatML, otherwise alpaca.
+    Raises UsageError for an invalid file.
     """
     plain = read_tokenizer(tokenizer_json)
     words, own = _stored_template(tokenizer_json)
@@ -179,7 +179,7 @@ def read_chat_tokenizer(tokenizer_json: Path, template: str = "") -> ChatTokeniz
 def set_template(
     plain: TextTokenizer, source: str, words: Mapping[str, str] | None = None, name: str = "the tokenizer"
 ) -> ChatTokenizer:
-    """Return a tokenizer with the template `source`. If it is empty, use chatml or alpaca."""
+    """Return a tokenizer with the template `source`. If `source` is empty, use chatml or alpaca."""
     if not source:
         source = NAMED["chatml" if all(plain.inner.token_to_id(word) is not None for word in TURNS) else "alpaca"]
     return ChatTokenizer(plain.inner, ChatTemplate(source, words or {}), name)
@@ -205,9 +205,9 @@ def _stored_template(tokenizer_json: Path) -> tuple[dict[str, str], str | None]:
         try:
             config = json.loads(path.read_text(encoding="utf-8"))
         except (ValueError, RecursionError) as error:
-            raise UsageError(f"{path} is not readable JSON: {error}", fix="download the file again") from None
+            raise UsageError(f"{str(path)!r} is not readable JSON: {error}", fix="download the file again") from None
         if not isinstance(config, dict):
-            raise UsageError(f"{path} does not contain a JSON object", fix="download the file again")
+            raise UsageError(f"{str(path)!r} does not contain a JSON object", fix="download the file again")
     spelled = {part: config.get(part) for part in PARTS}
     spelled = {part: word.get("content") if isinstance(word, dict) else word for part, word in spelled.items()}
     words = {part: word for part, word in spelled.items() if word and isinstance(word, str)}
@@ -227,4 +227,4 @@ def _template_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise UsageError(f"{path} is not UTF-8 text: {error}", fix="save the template as UTF-8") from None
+        raise UsageError(f"{str(path)!r} is not UTF-8 text: {error}", fix="save the template as UTF-8") from None

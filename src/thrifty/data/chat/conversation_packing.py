@@ -54,7 +54,7 @@ def pack_rows(sizes: np.ndarray, length: int, seed: int) -> list[np.ndarray]:
 
 
 class StoredConversations:
-    """Conversations in a stream of stored tokens. Each is cut after `length` + 1 tokens.
+    """Conversations in a stream of stored tokens. Each conversation is cut after `length` + 1 tokens.
 
     `learned` is the number of predicted tokens of each conversation: tokens of answers, or with `everything` all except
     the first token. Conversations without a predicted token are left out.
@@ -84,7 +84,7 @@ class StoredConversations:
 
 @dataclass(frozen=True)
 class PackedConversations:
-    """Conversations packed into rows of `length` tokens; an example is a row.
+    """Conversations packed into rows of `length` tokens. An example is a row; b rows of t = `length` tokens have:
 
     "tokens", "targets"   (b, t), inputs and next tokens
     "segments"            (b, t), number of each token's conversation in its row, from 1; 0 on padding
@@ -149,7 +149,7 @@ class WeightedSource(WrappedSource):
 
 
 class HeldOutConversations(HeldOutExamples):
-    """Conversations for evaluation. Seed and packing have no effect on which are chosen."""
+    """Conversations for evaluation. The selected conversations do not depend on seed or packing."""
 
     def __init__(self, rows: PackedConversations, together: bool):
         super().__init__(rows)

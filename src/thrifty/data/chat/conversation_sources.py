@@ -49,7 +49,7 @@ class ConversationSource(Protocol):
     """A source of conversations."""
 
     def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        """Yield each conversation in one of the formats above, with its position. The order is always the same."""
+        """Yield each conversation in a format of the module docstring, with its position. The order never changes."""
 
     def identity(self) -> str:
         """Return a hash that changes when the rows may have changed."""
@@ -72,7 +72,7 @@ def _has_content(message: Message) -> bool:
 
 
 def read_messages(row: Mapping[str, Any], where: str) -> list[Message]:
-    """Convert a row in any of the formats to messages."""
+    """Convert a row in any format of the module docstring to messages."""
     if "messages" in row or "conversations" in row:
         form = "messages" if "messages" in row else "conversations"
         turns = row[form]
@@ -126,7 +126,7 @@ def _read_tools(row: Mapping[str, Any], where: str) -> list[Any]:
 
 
 def _parsed(value: Any, where: str) -> Any:
-    """Return a JSON value. It may be encoded as text."""
+    """Return a JSON value; if it is encoded as text, decode it."""
     if not isinstance(value, str):
         check_characters(json.dumps(value, ensure_ascii=False), where)
         return value
@@ -137,7 +137,7 @@ def _parsed(value: Any, where: str) -> Any:
 
 
 def _joined(content: Any) -> Any:
-    """Join the parts of a turn to one text if all are text: [{"type": "text", "text": "…"}]."""
+    """Join the parts of a turn to one text if all parts are texts: [{"type": "text", "text": "…"}]."""
     parts = content if isinstance(content, list) else []
     texts = [each["text"] for each in parts if isinstance(each, Mapping) and isinstance(each.get("text"), str)]
     return "".join(texts) if parts and len(texts) == len(parts) else content
@@ -211,7 +211,7 @@ def open_conversations(source: str) -> ConversationSource:
     known = entries().get(source)
     if known is not None and known.kind != "chats":
         raise UsageError(
-            f"{source} is a {known.kind}, not a set of conversations",
+            f"{source!r} is of kind {known.kind!r}, not a set of conversations",
             fix=f"choose one of {', '.join(name for name, entry in entries().items() if entry.kind == 'chats')}",
         )
     if source == PYTHON_FUNCTIONS:
@@ -223,7 +223,7 @@ def open_conversations(source: str) -> ConversationSource:
     path = Path(source).expanduser()
     if not path.is_file() or path.suffix.lower() not in (".jsonl", ".json"):
         what = "is not a .jsonl or .json file" if path.exists() else "is neither a file nor a known set"
-        raise UsageError(f"{source} {what} of conversations", fix=f"set data.source to a file of rows with {FORMS}")
+        raise UsageError(f"{source!r} {what} of conversations", fix=f"set data.source to a file of rows with {FORMS}")
     return ConversationFile(path)
 
 

@@ -1,7 +1,7 @@
 """Rendering of conversations by a chat template in Jinja's sandbox.
 
 When run as a program, this module serves one parent process under limits of memory and CPU time. It imports only Jinja,
-so it starts quickly. Exceeding a limit ends no other work.
+so it starts quickly. If a template exceeds a limit, only this process ends.
 """
 
 import json
@@ -26,7 +26,7 @@ MEGABYTES = 512
 LEAST_TEXT, GROWTH = 1_000_000, 16
 """Maximum number of written characters: LEAST_TEXT, or GROWTH times the length of the conversation if that is more."""
 CHECKED_ROLES = ("tool", "developer")
-"""Roles that many templates do not support. Such templates omit these messages, or write them in another role."""
+"""Roles that many templates do not support. Such templates omit their messages, or write them in another role."""
 MUST_DIFFER = ("user", "assistant")
 """Roles whose text must differ from the text of a checked role."""
 

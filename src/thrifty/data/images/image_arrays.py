@@ -46,7 +46,7 @@ def denormalized(images: Tensor, ends: ImageModelSpec) -> Tensor:
 
 @dataclass(frozen=True)
 class ImageArrays:
-    """The images of one part, as `IndexedExamples`."""
+    """The images of the training or held-out part, as `IndexedExamples`."""
 
     pixels: np.ndarray
     """Pixels from 0 to `brightest`, uint8 (n, c, h, w)."""
@@ -175,6 +175,6 @@ def open_arrays(folder: Path, side: int | None = None) -> dict[DataSplit, ImageA
             parts[part] = ImageArrays(pixels, labels, ends if side is None else replace(ends, side=side), names=names)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise IntegrityError(
-            f"{folder} is damaged: {error}", fix="delete the folder; Thrifty then builds it again"
+            f"{str(folder)!r} is damaged: {error}", fix="delete the folder; Thrifty then builds it again"
         ) from None
     return parts

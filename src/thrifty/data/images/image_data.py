@@ -32,7 +32,7 @@ from thrifty.data.train_split import DataSplit, label_entropy
 
 DIGITS = "digits"
 LABELS = "labels"
-"""Key of the label names in the identity of data."""
+"""Key of the label names in `identity`."""
 
 
 def holds_images(source: str) -> bool:
@@ -44,7 +44,7 @@ def holds_images(source: str) -> bool:
 
 
 def holds_mainly_images(source: str) -> bool:
-    """Return True for a named image set, and for a folder in which most files are images by name."""
+    """Return True for a named image set, and for a folder in which most files have an image suffix."""
     path = Path(source).expanduser()
     return holds_images(source) and (source in (DIGITS, *entries()) or image_share(path) > 0.5)
 
@@ -155,7 +155,7 @@ def open_images(
     returned. Raises UsageError for an invalid source or setting, and for fewer images than one batch.
     """
     if settings.tokenizer:
-        raise UsageError(f"data.tokenizer is set, but {settings.source} holds images", fix="leave data.tokenizer out")
+        raise UsageError(f"data.tokenizer is set, but {settings.source!r} holds images", fix="leave data.tokenizer out")
     _refuse_mixing(settings, labelled)
     parts, identity, facts = _open(settings, settings.size or side, say, labelled)
     if not labelled:
@@ -200,7 +200,7 @@ def known_side(side: int | None) -> int:
 def _fetched(entry: CatalogueEntry, side: int | None, labelled: bool) -> Opened:
     if labelled and entry.kind == "pairs":
         raise UsageError(
-            f"{entry.name} holds images with captions, but no labels", fix="set objective.name = contrastive"
+            f"{entry.name!r} holds images with captions, but no labels", fix="set objective.name = contrastive"
         )
     if not entry.present:
         raise UsageError(f"the set {entry.name!r} is not on this machine yet", fix=f"thrifty data get {entry.name}")

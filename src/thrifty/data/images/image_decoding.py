@@ -27,7 +27,7 @@ DEEP = ("I", "I;16", "I;16B", "I;16L", "I;16N")
 
 
 class ImageDecodeError(Exception):
-    """An image file cannot be used. The text is the reason."""
+    """Error for an unusable image file. The text is the reason."""
 
 
 def pillow() -> ModuleType:
@@ -44,8 +44,8 @@ def pillow() -> ModuleType:
 def decode(source: Path | bytes, side: int) -> np.ndarray:
     """Return the central square of an image file, scaled to uint8 (3, side, side). `source` is a path or contents.
 
-    If a file has several images, the first is used. Raises ImageDecodeError for a file that is missing, empty, not an
-    image, too large, truncated or damaged. Raises OSError for a file that cannot be read.
+    If a file has several images, the first image is used. Raises ImageDecodeError for a file that is missing, empty,
+    not an image, too large, truncated or damaged. Raises OSError for a file that cannot be read.
     """
     image = pillow()
     if isinstance(source, Path) and not source.is_file():

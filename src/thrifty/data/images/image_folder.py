@@ -1,6 +1,7 @@
 """Image folders with a subfolder for each label. Images are decoded once into cached arrays.
 
-If the folder contains train, and val or test, these are the parts. Otherwise images are split by the hash of each file.
+If the folder contains a folder train, and a folder val or test, the two are the parts. Otherwise images are split by
+the hash of each file.
 Files that cannot be decoded are left out and counted, and the first few are named. Objectives without labels use images
 in any subfolder. If all images are in label folders, the same arrays are used with and without labels.
 """
@@ -54,23 +55,23 @@ def image_files(folder: Path, labelled: bool = True) -> list[ImageFile]:
         what = "images are in the folder itself" if image_listing.has_image_files(folder) else "there are no images"
         raise UsageError(
             f"{folder}: {what}, and none in a folder named after its label",
-            fix=f"put them into folders such as {folder.name}/cat and {folder.name}/dog",
+            fix=f"put images into folders such as {folder.name}/cat and {folder.name}/dog",
         )
     if set(labels) <= image_listing.PART_FOLDERS.keys():
         raise UsageError(
             f"{folder}: {' and '.join(labels)} would be the labels, but they are names of parts",
-            fix=f"set data.source to {folder / labels[0]}, or add both parts: train, and val or test",
+            fix=f"set data.source to {folder / labels[0]}; or add both parts: train, and val or test",
         )
     if len(labels) == 1:
         raise UsageError(
             f"{folder}: all images have the label {labels[0]!r}, but classification requires two labels",
-            fix="add a folder of images for a second label, or set objective.name to one without labels",
+            fix="add a folder of images for a second label; or set objective.name = masked_reconstruction",
         )
     return files
 
 
 def prepare_folder(folder: Path, side: int, held_out: float, say: Callable[[str], None], labelled: bool = True) -> Path:
-    """Return the cached arrays of a folder's images, `side` pixels high and wide.
+    """Return the cache folder with the images of `folder` as arrays, `side` pixels high and wide.
 
     Images are decoded if they are not cached, or if the name, size or modification time of a file has changed. Raises
     UsageError like `image_files`, and if no image of a label can be read.
@@ -135,4 +136,5 @@ def refuse_empty(source: str, counts: Mapping[str, int], held_out: float) -> Non
     """Raise UsageError if there is no training image or no held-out image."""
     if not counts[DataSplit.TRAIN] or not counts[DataSplit.HELD_OUT]:
         what = "to train on" if not counts[DataSplit.TRAIN] else f"when {held_out:.0%} are held out for evaluation"
-        raise UsageError(f"{source}: no image is left {what}", fix="add images; or raise data.held_out")
+        change = "raise" if counts[DataSplit.TRAIN] else "lower"
+        raise UsageError(f"{source}: no image is left {what}", fix=f"add images; or {change} data.held_out")

@@ -13,7 +13,7 @@ from thrifty.data.images.image_data import DIGITS, open_images
 from thrifty.data.images.image_folder import image_files
 
 FOLDER_SIDE = 64
-"""Default side in pixels of a folder's images, if neither the settings nor a model has one."""
+"""Default side in pixels of a folder's images, if neither the settings nor a model determines it."""
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ PART_FOLDERS = {
     "validation": DataSplit.HELD_OUT,
     "test": DataSplit.HELD_OUT,
 }
-"""Folder names of each part. If several held-out folders exist, the first in this order is used."""
+"""Part that each folder name means. If several held-out folders exist, the first in this order is used."""
 
 
 def is_image_name(name: str) -> bool:

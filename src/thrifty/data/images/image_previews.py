@@ -27,7 +27,7 @@ def input_pictures(images: Tensor, ends: ImageModelSpec) -> list[str]:
 def picture(image: Tensor, largest: int = LARGEST) -> str:
     """Return a data URL of a PNG of an image (c, h, w) in 0 … 1, with sides of at most `largest` pixels.
 
-    An image of three channels is shown in color. Of other images, the first channel is shown in gray.
+    An image of three channels is shown in color. Any other image is shown in gray, by its first channel.
     """
     _, height, width = image.shape
     if max(height, width) > largest:

@@ -116,7 +116,7 @@ class CaptionRows:
     def fields(self, indices: np.ndarray, keys: np.ndarray | None = None) -> dict[str, Tensor]:
         """Return one caption per image: {"tokens": int64 (b, length), "keep": bool (b, length)}.
 
-        It is the first caption of an image, or with `keys` uint64 (b,) a random caption seeded by the key.
+        The caption is the first of the image; with `keys` uint64 (b,), it is random and seeded by the key.
         """
         chosen = self.firsts[indices]
         if keys is not None:
@@ -135,7 +135,7 @@ def open_captions(prepared: TokenCache, part: DataSplit, length: int) -> Caption
 
 
 def caption_rows(texts: list[str], tokenizer: TextTokenizer, length: int) -> dict[str, Tensor]:
-    """Tokenize texts to caption rows, as in training."""
+    """Tokenize captions, and pad them to rows of `length` tokens as in training."""
     encoded = [np.array(tokens, np.int64) for tokens in tokenizer.encode_batch([clean_caption(text) for text in texts])]
     sizes = np.array([len(tokens) for tokens in encoded], np.int64)
     return _rows(np.concatenate([*encoded, np.zeros(0, np.int64)]), np.cumsum(sizes) - sizes, sizes, tokenizer, length)

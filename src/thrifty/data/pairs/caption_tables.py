@@ -7,7 +7,7 @@ The image of a row is in one of the columns `IMAGES` or `CONTENTS`:
 - {"bytes": ..., "path": ...}, as in data sets of the Hugging Face hub.
 
 The caption, or a list of captions, is in the column that the user names, or in one of `CAPTIONS`. The optional column
-"split" is the part. If an image has several rows, it has several captions. URLs are never downloaded.
+"split" names the part (training or held-out). An image may have several rows. URLs are never downloaded.
 """
 
 import base64
@@ -32,7 +32,7 @@ SPLIT = "split"
 
 @dataclass(frozen=True)
 class CaptionedRow:
-    """An image with captions. `image` is None for captions without an image. `why` is the reason of an error."""
+    """An image with captions. `image` is None for captions without an image. `why` is the reason for an error."""
 
     name: str
     image: Path | bytes | None
@@ -46,7 +46,7 @@ class CaptionedRow:
 def is_table(path: Path) -> bool:
     """Return True if the first row of a table has an image and a caption.
 
-    The path must have an image suffix, because tables of text may also contain paths.
+    The path of the image must have an image suffix, because tables of text may also contain paths.
     """
     if path.suffix.lower() not in TABLES:
         return False
@@ -64,9 +64,9 @@ def is_table(path: Path) -> bool:
 
 
 def table_rows(path: Path, column: str = "") -> Iterator[CaptionedRow]:
-    """Yield the rows of a table; `column` is the column of captions; empty for a known name.
+    """Yield the rows of a table. `column` is the column of captions; if empty, one of `CAPTIONS` is used.
 
-    Raises UsageError with the position of an invalid row. A row is invalid if a column is missing, a value has another
+    Raises UsageError with the position of an invalid row. A row is invalid if a column is missing, a value has a wrong
     type, a relative path leaves the folder, or the part is unknown.
     """
     for where, row in _dictionaries(path, column):
@@ -113,8 +113,8 @@ def _of_path(value: str, root: Path, row: CaptionedRow, where: str) -> Captioned
         return CaptionedRow(row.name, path, row.captions, row.part, outside=outside)
     if path.parts[:1] == ("..",):
         raise UsageError(
-            f"{where}: the image {value!r} is outside of {root}",
-            fix="move it below that folder; or write its absolute path",
+            f"{where}: the image {value!r} is outside of {str(root)!r}",
+            fix="move the image below that folder; or write its absolute path",
         )
     return CaptionedRow(row.name, root / path, row.captions, row.part)
 
@@ -162,7 +162,7 @@ def _refuse_columns(row: Mapping[str, Any], image: str | None, column: str, wher
     elif column:
         missing, fix = repr(column), "set data.column to the column of captions"
     else:
-        missing, fix = "caption", f"set data.column, or rename the caption column to one of {', '.join(CAPTIONS)}"
+        missing, fix = "caption", f"set data.column; or rename the caption column to one of {', '.join(CAPTIONS)}"
     raise UsageError(f"{where}: no column {missing}; there are: {', '.join(sorted(row)) or 'none'}", fix=fix)
 
 

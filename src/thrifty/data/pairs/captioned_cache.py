@@ -25,7 +25,7 @@ FORMAT = 1
 
 
 def prepare_captioned(source: CaptionedSource, settings: DataSettings, side: int, say: Callable[[str], None]) -> Path:
-    """Return the cached arrays and captions of a source, with images `side` pixels high and wide.
+    """Return the cache folder of a source's captions and image arrays, `side` pixels high and wide.
 
     Raises UsageError if no image with a caption is left.
     """
@@ -56,7 +56,7 @@ def _build(source: CaptionedSource, settings: DataSettings, side: int, into: Pat
 
 
 class CaptionedImport:
-    """One pass over a source. It yields every image once, and counts the rows that are left out.
+    """One pass over a source. The pass yields every image once, and counts the rows that are left out.
 
     The captions of an image are complete at the end of the pass.
     """
@@ -74,7 +74,7 @@ class CaptionedImport:
         }
 
     def images(self) -> Iterator[tuple[DataSplit, np.ndarray, list[str]]]:
-        """Yield part, pixels and caption list of each image. Lists grow until the end of the pass."""
+        """Yield part, pixels and caption list of each image. Caption lists grow until the end of the pass."""
         without_caption: dict[Path | bytes, str] = {}
         broken: set[Path | bytes] = set()
         for row in self.source.rows():

@@ -6,7 +6,7 @@ A folder contains captions in one of these forms:
 - captions.txt with a line for each image, in the order of the file names;
 - a text file for each image, with the same name and one caption per line.
 
-Instead, a folder may contain folders of this form, named train, and val or test. A table row has the
+Instead, a folder may contain two folders in one of these forms, named train, and val or test. A table row has the
 path or the bytes of an image.
 """
 
@@ -55,7 +55,7 @@ def holds_captioned(source: str) -> bool:
 def open_captioned(source: str, column: str) -> CaptionedSource:
     """Return the source for a path. `column` is the column of captions in a table.
 
-    Raises UsageError for a path of another kind.
+    Raises UsageError for any other path.
     """
     path, captions = Path(os.path.abspath(Path(source).expanduser())), "" if column == ANY_COLUMN else column
     if path.is_file() and path.suffix.lower() in TABLES:
@@ -72,7 +72,7 @@ def open_captioned(source: str, column: str) -> CaptionedSource:
             f"{path}: cannot read captions from {path.suffix} files", fix="convert it to .jsonl, .tsv or .parquet"
         )
     raise UsageError(
-        f"{source}: no such file or folder", fix="check data.source; or choose a set of `thrifty data list`"
+        f"{source}: no such file or folder", fix="set data.source to a path; or to a set of `thrifty data list`"
     )
 
 
@@ -141,7 +141,7 @@ def _rows_of_list(root: Path) -> Iterator[CaptionedRow]:
     captions = [text for _, text in lines(root / IN_ORDER)]
     if len(images) != len(captions):
         raise UsageError(
-            f"{root / IN_ORDER} has {len(captions)} lines, but {root} has {len(images)} images",
+            f"{str(root / IN_ORDER)!r} has {len(captions)} lines, but {str(root)!r} has {len(images)} images",
             fix="write one line per image; or write captions.tsv with lines of image, tab, caption",
         )
     for path, text in zip(images, captions, strict=True):

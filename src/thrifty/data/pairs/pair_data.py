@@ -174,7 +174,7 @@ def _open(settings: DataSettings, side: int | None, say: Callable[[str], None]) 
         entry = entries()[settings.source]
         if entry.kind != "pairs":
             pairs = [each.name for each in entries().values() if each.kind == "pairs"]
-            raise UsageError(f"{entry.name} has no images with captions", fix=did_you_mean(entry.name, pairs))
+            raise UsageError(f"{entry.name!r} has no images with captions", fix=did_you_mean(entry.name, pairs))
         if not entry.present:
             raise UsageError(f"the set {entry.name!r} is not on this machine yet", fix=f"thrifty data get {entry.name}")
         return entry.folder, read_origin(entry)["files"], {}

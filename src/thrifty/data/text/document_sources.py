@@ -1,7 +1,7 @@
 """Sources of documents: a file, a folder, a known set, or a data set of the Hugging Face hub.
 
-`open_source` returns the source for a name. A `DocumentSource` can be read repeatedly. Its identity changes when its
-contents change.
+`open_source` returns the source for a name. A `DocumentSource` can be read repeatedly. Its identity changes when the
+contents of files change; the identity of a hub data set is its name.
 """
 
 import hashlib
@@ -35,7 +35,7 @@ UNREAD = {".csv", ".tsv", ".json", ".arrow", ".gz", ".zst", ".zip", ".tar"}
 
 
 class DocumentSource(Protocol):
-    """A source of documents."""
+    """A source of documents, each a text."""
 
     def documents(self) -> Iterator[str]:
         """Yield every document that is not blank, always in the same order."""
@@ -44,7 +44,7 @@ class DocumentSource(Protocol):
         """Return a hash that changes when the documents may have changed."""
 
     def left_out(self) -> str:
-        """Return a message that counts and names unreadable files, or "". Call it after `documents`."""
+        """Return a message that counts and names unreadable files, or an empty string. Call it after `documents`."""
         return ""
 
 
@@ -144,13 +144,13 @@ class HubSource(DocumentSource):
             yield from row_texts(((f"{self.label}, row {number}", row) for number, row in numbered), self.column)
 
     def splits(self) -> Mapping[str, Any]:
-        """Return the rows of every split by its name. Raises UsageError if the set cannot be read."""
+        """Return the rows of every split by split name. Raises UsageError if the set cannot be read."""
         with self._library() as datasets:
             return self.all_rows(datasets)
 
     @contextmanager
     def _library(self) -> Iterator[ModuleType]:
-        """Yield the package `datasets`. Raises UsageError if it is not installed, or if it raises an error."""
+        """Yield the package `datasets`. Raises UsageError if it is not installed, and for errors in the block."""
         try:
             import datasets
         except ImportError:
@@ -225,7 +225,7 @@ def _named(entry: CatalogueEntry) -> DocumentSource:
         return FileSource(python_files(), folder=True)
     if entry.kind != "text":
         what, fix = _NO_TEXT[entry.kind]
-        raise UsageError(f"{entry.name} is {what}, not text", fix=fix)
+        raise UsageError(f"{entry.name!r} is {what}, not text", fix=fix)
     if not entry.present:
         raise UsageError(f"the set {entry.name!r} is not on this machine yet", fix=f"thrifty data get {entry.name}")
     return FetchedSet(entry)
@@ -239,7 +239,7 @@ def _files_below(folder: Path, unread: dict[Path, str]) -> tuple[Path, ...]:
     files: list[Path] = []
     for root, inner, names in os.walk(folder):
         if is_saved_dataset(Path(root)):
-            what = f"{folder} holds a data set of the datasets package in {root}, and other files or sets"
+            what = f"{str(folder)!r} holds a data set of the datasets package in {root!r}, and other files or sets"
             raise UsageError(what, fix=f"--data {root}")
         inner[:] = sorted(name for name in inner if not name.startswith("."))
         files += [Path(root, name) for name in sorted(names) if not name.startswith(".")]
@@ -274,7 +274,7 @@ def _nothing_there(source: str) -> UsageError:
     if path.exists():
         return UsageError(f"{source}: not a regular file", fix="set data.source to a file or a folder")
     if path.suffix or len(path.parts) > 1:
-        return UsageError(f"{source}: no such file or folder", fix="check data.source")
+        return UsageError(f"{source}: no such file or folder", fix="set data.source to an existing file or folder")
     texts = [entry.name for entry in entries().values() if entry.kind == "text"]
     return UsageError(f"{source!r} is neither a file, a folder nor a known set", fix=did_you_mean(source, texts))
 

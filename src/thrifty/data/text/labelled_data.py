@@ -1,7 +1,7 @@
 """Labelled texts: tokenized once, cached, and padded to equal length. The tokenizer adds its special tokens.
 
 prepared/<key>/train.safetensors, held_out.safetensors   tokens of all texts, end of each text, labels
-               tokenizer.json, manifest.json             as for plain text
+               tokenizer.json, manifest.json             tokenizer; counts, sizes and sha256 of files
 """
 
 import hashlib
@@ -57,7 +57,7 @@ Rows = dict[DataSplit, list[LabelledRow]]
 class PaddedTexts:
     """Texts padded to the length t of the longest text, see `objectives.labelled_text`.
 
-    {"inputs": (b, t), "keep": bool (b, t), "labels": (b, …)}; for pairs also {"types": (b, t)}.
+    b texts have {"inputs": (b, t), "keep": bool (b, t), "labels": (b, …)}; pairs also have {"types": (b, t)}.
     """
 
     def __init__(self, arrays: Mapping[str, np.ndarray], length: int, padding: int, names: tuple[str, ...], form: str):
@@ -121,11 +121,11 @@ class LabelledData:
     contents: PaddedTexts
     """Training examples."""
     label_entropy: float | None = None
-    """Nats per held-out label under the training frequencies of labels; None unless labels are classes."""
+    """Cross-entropy of held-out labels under the training frequencies, in nats; None unless labels are classes."""
 
     @property
     def example_unit(self) -> int:
-        """Mean number of labels per text."""
+        """Mean number of labels per text, rounded to at least 1."""
         return max(1, round(len(self.contents.classes) / len(self.contents)))
 
     @property
@@ -145,7 +145,7 @@ class LabelledData:
         ]
 
     def pictures(self, inputs: Tensor) -> list[str]:
-        raise RefusedError("these data have no images", fix="set data.source to images")
+        raise RefusedError("labelled texts have no images", fix="set data.source to an image folder")
 
     def metadata(self) -> dict[str, str]:
         return self.tokenizer.files() | text_label_metadata(self.ends)
@@ -155,7 +155,7 @@ class LabelledData:
         if before.get(TEXT_LABELS) != self.identity[TEXT_LABELS]:
             raise UsageError(
                 f"the fork has other labels than {str(old)!r}, so outputs would change their meaning",
-                fix="use data with the same labels, or start a new run",
+                fix="use data with the same labels; or start a new run",
             )
 
 
@@ -238,8 +238,8 @@ def _split(rows: Sequence[LabelledRow], settings: DataSettings) -> Rows:
     chosen = set(ordered[: math.ceil(settings.held_out * len(ordered))])
     if len(chosen) == len(ordered):
         raise UsageError(
-            f"{settings.source} has too few texts to hold {100 * settings.held_out:g}% of them out",
-            fix="add texts, or --set data.held_out_source=FILE",
+            f"{settings.source!r} has too few texts to hold {100 * settings.held_out:g}% of them out",
+            fix="add texts; or --set data.held_out_source=FILE",
         )
     parts: Rows = {part: [] for part in DataSplit}
     for row, digest in zip(rows, digests, strict=True):
@@ -260,7 +260,7 @@ def _model_labels(config: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 def _with_names_of_numbers(rows: Rows, form: str, config: Mapping[str, Any]) -> Rows:
-    """Replace class numbers 0 to n - 1 by the model's n label names, if the model has names."""
+    """Replace class numbers 0 to n - 1 by the n label names in a model's `config`, if there are any."""
     names = {str(number): name for number, name in enumerate(_model_labels(config)) if name != f"LABEL_{number}"}
     if form == "number" or names.keys() != {name for row in rows[DataSplit.TRAIN] for name in _classes(row)}:
         return rows
@@ -275,7 +275,7 @@ def _with_names_of_numbers(rows: Rows, form: str, config: Mapping[str, Any]) -> 
 def _names(rows: Rows, settings: DataSettings, form: str, config: Mapping[str, Any]) -> tuple[str, ...]:
     """Return the names of the classes; for regression, the name of the label column.
 
-    If the model has all classes, its order is used; otherwise classes are sorted by number or alphabet. Raises
+    If the model has all classes, its order is used; otherwise classes are sorted by number or by alphabet. Raises
     UsageError for a held-out label without training texts, and for a single class.
     """
     if form == "number":
@@ -291,7 +291,7 @@ def _names(rows: Rows, settings: DataSettings, form: str, config: Mapping[str, A
         if unknown := set(_classes(row)) - set(names):
             raise UsageError(
                 f"{row.where}: no training text has the label {min(unknown)!r}; there are: {', '.join(names[:20])}",
-                fix="correct the label, or add training texts with it",
+                fix="correct the label; or add training texts with it",
             )
     if len(names) < (1 if form == "classes" else 2):
         raise UsageError(f"every text has the label {names[0] if names else ''!r}", fix="add texts with a second label")
@@ -353,7 +353,7 @@ def _encoded(
     try:
         inner.enable_truncation(length)
     except Exception as error:  # tokenizers raises Exception if the special tokens alone exceed the length
-        raise UsageError(f"data.length is {length}: {error}", fix="raise data.length") from None
+        raise UsageError(f"data.length is {length}, too short: {error}", fix="raise data.length") from None
     mark = " " if form == "tags" and '"ByteLevel"' in json.dumps(json.loads(inner.to_str())["pre_tokenizer"]) else ""
     tokens, types, sizes, labels, cut = [], [], [], [], 0
     remaining: Iterator[LabelledRow] = iter(rows)

@@ -35,7 +35,7 @@ INDICATORS = {"0", "1", "true", "false"}
 """Values in a one-hot row, which has a 1 or a 0 for each class."""
 DECIMAL = re.compile(r"-?\d+\.\d+")
 """A decimal number in a text table."""
-FORMS = "a .csv, .tsv, .jsonl or .parquet file with a column of texts and one of labels"
+FORMS = "a .csv, .tsv, .jsonl or .parquet file with a column of texts and a column of labels"
 Label = str | float | tuple[str, ...]
 
 
@@ -49,7 +49,7 @@ class LabelledRow(NamedTuple):
 
 @dataclass
 class Table:
-    """Rows with their positions for messages, and the class names of columns with class numbers."""
+    """Rows with their positions for messages. `classes` has the class names of each column with class numbers."""
 
     name: str
     rows: Iterable[tuple[str, Mapping[str, Any]]]
@@ -70,7 +70,7 @@ def open_tables(source: str) -> dict[DataSplit, list[Table]]:
     if parts := _parts({file.name: file for file in files}):
         return {part: [_file(file) for file in chosen] for part, chosen in parts.items()}
     what = "has no file such as train.csv" if path.is_dir() else "is neither a file, a folder nor hub:owner/name"
-    raise UsageError(f"{source} {what}", fix=f"set data.source to {FORMS}, or to a folder with train.csv and test.csv")
+    raise UsageError(f"{source!r} {what}", fix=f"set data.source to {FORMS}, or a folder with train.csv and test.csv")
 
 
 def dataset_table(data: Any, name: str) -> Table:
@@ -84,7 +84,7 @@ def dataset_table(data: Any, name: str) -> Table:
 def read_rows(tables: Sequence[Table], settings: DataSettings, form: str, left_out: list[str]) -> list[LabelledRow]:
     """Return the labelled texts of tables. Add the positions of rows without a text or label to `left_out`.
 
-    `form` is an objective's `label_form`. Raises UsageError for missing columns and for a label of another form.
+    `form` is an objective's `label_form`. Raises UsageError for missing columns and for a label in another form.
     """
     rows: list[LabelledRow] = []
     for table in tables:
@@ -105,14 +105,14 @@ def read_rows(tables: Sequence[Table], settings: DataSettings, form: str, left_o
                 continue
             if form == "tags" and isinstance(value, tuple) and len(value) != len(words[0]):
                 raise UsageError(
-                    f"{where}: {len(words[0])} words and {len(value)} labels", fix="write one label for each word"
+                    f"{where}: {len(words[0])} words, but {len(value)} labels", fix="write one label for each word"
                 )
             rows.append(LabelledRow(tuple(words), value, where))  # type: ignore[arg-type]
     return rows
 
 
 def _columns(row: Mapping[str, Any], settings: DataSettings, form: str, name: str) -> tuple[tuple[str, ...], str]:
-    """Return the text columns and the label column. Raises UsageError, with all columns, for a missing column."""
+    """Return the text columns and the label column. Raises UsageError that lists all columns if one is missing."""
     present = ", ".join(map(str, row))
     usual = WORDS if form == "tags" else TEXTS
     own = settings.column if settings.column in row or settings.column != "text" else ""
@@ -126,10 +126,10 @@ def _columns(row: Mapping[str, Any], settings: DataSettings, form: str, name: st
     missing = next((each for each in texts or pair if each not in row), None)
     if texts is None or missing:
         what = f"no column {missing!r}" if missing else "no column of texts"
-        raise UsageError(f"{name}: {what}; there are: {present}", fix="--set data.column=NAME, of the texts")
+        raise UsageError(f"{name}: {what}; there are: {present}", fix="--set data.column=TEXT_COLUMN")
     if label not in row:
         what = f"no column {label!r}" if label else "no column of labels"
-        raise UsageError(f"{name}: {what}; there are: {present}", fix="--set data.label_column=NAME")
+        raise UsageError(f"{name}: {what}; there are: {present}", fix="--set data.label_column=LABEL_COLUMN")
     return texts, label
 
 
@@ -146,7 +146,7 @@ def _words(value: Any, where: str, split: bool) -> Any:
             check_characters(word, where)
         return tuple(value)
     if value is not None and not isinstance(value, str):
-        raise UsageError(f"{where} holds {type(value).__name__}, not text", fix="--set data.column=NAME, of the texts")
+        raise UsageError(f"{where} holds {type(value).__name__}, not text", fix="--set data.column=TEXT_COLUMN")
     check_characters(value or "", where)
     return tuple((value or "").split()) if split else (value or "").strip() and value
 
@@ -178,7 +178,7 @@ def _label(value: Any, form: str, names: Sequence[str], where: str) -> Label | N
 
 
 def _class(value: Any, names: Sequence[str], where: str) -> str | None:
-    """Return the name of a class: a text, an integer as text (1.0 is 1), or the name of a class number."""
+    """Return the name of a class: a text, an integer as text (1.0 becomes 1), or the name of a class number."""
     if value is None or value == "" or (isinstance(value, float) and math.isnan(value)):
         return None
     if isinstance(value, str):
@@ -195,7 +195,7 @@ def _class(value: Any, names: Sequence[str], where: str) -> str | None:
         raise UsageError(f"{where} holds {value!r}, a number, not a class", fix="--loss regression")
     raise UsageError(
         f"{where} holds {value!r:.60}, a {type(value).__name__}, not a single label",
-        fix="--set objective.name=multi_label_classification or token_classification",
+        fix="--set objective.name=multi_label_classification; or --set objective.name=token_classification",
     )
 
 
@@ -207,12 +207,12 @@ def _number(value: Any, where: str) -> float | None:
     except (TypeError, ValueError, OverflowError):
         raise UsageError(
             f"{where} holds {value!r:.60}, not a number",
-            fix="--set objective.name=classification, or --set data.label_column",
+            fix="--set objective.name=classification; or --set data.label_column=NAME",
         ) from None
     if math.isnan(number):
         return None
     if not abs(number) <= np.finfo(np.float32).max:
-        raise UsageError(f"{where} holds {number}, not a finite number", fix="remove the row")
+        raise UsageError(f"{where} holds {number}, not a finite number of float32", fix="remove the row")
     return number
 
 
@@ -236,7 +236,7 @@ def _datasets(source: str, path: Path) -> dict[DataSplit, list[Table]]:
     if parts := _parts(splits):
         return {part: [dataset_table(chosen[0], source)] for part, chosen in parts.items()}
     raise UsageError(
-        f"{source} has the splits {', '.join(splits)}, but no split called train",
+        f"{source!r} has the splits {', '.join(splits)}, but no split called train",
         fix="save it with a split called train",
     )
 
@@ -244,7 +244,7 @@ def _datasets(source: str, path: Path) -> dict[DataSplit, list[Table]]:
 def _file(path: Path) -> Table:
     reader = _READERS.get(path.suffix.lower())
     if reader is None:
-        raise UsageError(f"{path} is not a table of texts with labels", fix=f"set data.source to {FORMS}")
+        raise UsageError(f"{str(path)!r} is not a table of texts with labels", fix=f"set data.source to {FORMS}")
     return reader(path)
 
 
@@ -260,7 +260,7 @@ def _separated(path: Path, separator: str) -> Table:
                         raise UsageError(what, fix=f"quote texts that contain {separator!r}")
                     yield where, row
         except (csv.Error, UnicodeDecodeError) as error:
-            raise UsageError(f"{path} is not a readable table: {error}", fix="save it as CSV in UTF-8") from None
+            raise UsageError(f"{str(path)!r} is not a readable table: {error}", fix="save it as CSV in UTF-8") from None
 
     csv.field_size_limit(LONGEST_LINE)
     return Table(str(path), rows())

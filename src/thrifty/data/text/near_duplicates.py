@@ -6,8 +6,8 @@ Locality-sensitive hashing (package datasketch) finds candidate pairs. It misses
 threshold, and one in forty at 0.05 above the threshold. Throughput on Python sources is 10 MB per second and core. Each
 kept document requires 6 kB of memory.
 
-A document is compared with kept documents only, so the first document of a group is kept. A pair of similar documents
-that is found can therefore not end up in both training and held-out text.
+A document is compared with kept documents only, so the first document of a group is kept. A pair that is found can
+therefore not have one document in training text and the other in held-out text.
 """
 
 import hashlib
@@ -29,9 +29,9 @@ RUN = 5
 HASHES = 128
 """Number of MinHash values of a document."""
 LSH_WEIGHTS = (0.1, 0.9)
-"""Weights of false candidates and missed pairs. MinHash values of all candidates are compared afterwards."""
+"""Costs of false candidates and missed pairs. False candidates cost little, because later comparisons remove them."""
 METHOD = 1
-"""Version of the method. Increase it when a change of the code leaves out other documents."""
+"""Version of the method. Increase it when a code change alters which documents are left out."""
 SHOWN, EXCERPT, BEFORE = 5, 160, 40
 """Number of reported pairs, characters of each excerpt, and characters before the first difference."""
 WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|\w+")
@@ -42,7 +42,7 @@ _STEP = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True)
 class DuplicatePair:
-    """A kept document and a left-out document. Both are numbers in the source, from 0."""
+    """Numbers of a kept document and of a left-out document in the source, from 0."""
 
     kept: int
     left_out: int
@@ -125,7 +125,7 @@ class DeduplicatedSource(DocumentSource):
         return self.source.left_out()
 
     def report(self) -> dict[str, Any]:
-        """Return the number and bytes of left-out documents, and the least similar pairs to check the threshold."""
+        """Return number and bytes of left-out documents, and the least similar pairs for a check of the threshold."""
         left_out = {pair.left_out for pair in self.alike}
         shown = heapq.nsmallest(SHOWN, self.alike, key=lambda pair: (pair.similarity, pair.left_out))
         wanted, texts, size = {number for pair in shown for number in (pair.kept, pair.left_out)}, {}, 0

@@ -9,7 +9,7 @@ PASSAGE = 2_000
 LONGEST = 10 * PASSAGE
 """Number of characters after which text without blank lines is cut at the next end of line.
 
-A longer passage than twice this number is cut between words.
+A passage of more than twice this number is cut between words.
 """
 
 
@@ -31,7 +31,7 @@ def _cut(lines: Iterable[str]) -> Iterator[str]:
 
 
 def joined(lines: Iterable[str]) -> Iterator[str]:
-    """Yield the lines as one text, or nothing if they have only white space."""
+    """Yield the lines as one text, or nothing if they contain only white space."""
     text = "\n".join(lines).strip("\n")
     if text.strip():
         yield text

@@ -38,7 +38,7 @@ def python_files(size: int = SIZE) -> tuple[Path, ...]:
 
 
 def described_functions(path: Path) -> Iterator[tuple[str, str]]:
-    """Yield a question for each short function of a file with a docstring, and its source without the docstring.
+    """For each short function that has a docstring, yield a question, and the source without the docstring.
 
     Yields nothing for a file that this Python version cannot parse.
     """

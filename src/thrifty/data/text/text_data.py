@@ -43,13 +43,13 @@ class TextData:
     tokenizer: TextTokenizer
     vocabulary: int
     unigram_entropy: float
-    """Nats per held-out token under the training frequencies of single tokens. A useful model has a lower loss."""
+    """Loss of the training tokens' unigram frequencies, in nats per held-out token. A useful model has a lower loss."""
     bytes_per_token: float
     """Bytes of held-out text per token. Bits per byte = nats per token / (ln 2 · bytes_per_token)."""
     train_tokens: int
     held_out_tokens: int
     identity: Mapping[str, str]
-    """The sha256 of the token files and the tokenizer. They must not change when a run resumes."""
+    """The sha256 of the token files and the tokenizer. Hashes must not change when a run resumes."""
     folder: Path
     """Folder of the prepared tokens, tokenizer.json and manifest.json."""
     length: int = 0
@@ -79,14 +79,14 @@ class TextData:
     def previews(self, numbers: Sequence[int]) -> list[ExamplePreview]:
         if self.readable is None:
             raise RefusedError(
-                "examples of this kind have no previews",
+                "mixtures and conversations have no previews",
                 fix="set data.source to an image folder or a single text source",
             )
         texts = self.readable.texts(np.array(numbers, np.int64), self.tokenizer.decode)
         return [ExamplePreview(number, text=text) for number, text in zip(numbers, texts, strict=True)]
 
     def pictures(self, inputs: Tensor) -> list[str]:
-        raise RefusedError("these data have no images", fix="set data.source to images")
+        raise RefusedError("text data have no images", fix="set data.source to an image folder")
 
     def metadata(self) -> dict[str, str]:
         return self.tokenizer.files()
@@ -108,10 +108,10 @@ def open_text(
 ) -> TextData:
     """Open the text of a recipe. The first time, tokenize the text into the cache.
 
-    A trained tokenizer also has the `special` tokens. With `pairs`, the source is a file of pairs and tokens of targets
-    are counted. `say` receives a message before long work, when a damaged cache is rebuilt, or when pairs are cut. The
-    network is used only when a hub: source is opened for the first time. Raises UsageError for an invalid source or
-    setting, and for text shorter than one batch.
+    A trained tokenizer also has the `special` tokens. With `pairs`, the source is a file of pairs, and only target
+    tokens are counted. `say` receives a message before long work, when a damaged cache is rebuilt, or when pairs are
+    cut. The network is used only when a hub: source is opened for the first time. Raises UsageError for an invalid
+    source or setting, and for text shorter than one batch.
     """
     prepared = open_token_cache(settings, say, special, pairs)
     train, readable, held_out = (_pairs if pairs else _windows)(prepared, settings, seed, say)
@@ -121,7 +121,7 @@ def open_text(
 def open_mixture(
     settings: DataSettings, seed: int, say: Callable[[str], None], special: Sequence[str] = ()
 ) -> TextData:
-    """Open several sources of plain text. All use the tokenizer of the first source.
+    """Open several sources of plain text. If no tokenizer is set, all use the tokenizer of the first source.
 
     Raises UsageError like `open_text`, and for invalid weights.
     """

@@ -30,8 +30,8 @@ def example_counts(weights: Mapping[str, float], period: int = PERIOD) -> list[i
     if not counts.all():
         name = list(weights)[int(counts.argmin())]
         raise UsageError(
-            f"data.sources: the weight of {name!r} gives less than one example in {period}",
-            fix="raise its weight, or leave it out",
+            f"data.sources: the weight of {name!r} gives less than one example per {period} examples",
+            fix=f"raise the weight; or leave {name!r} out",
         )
     return counts.tolist()
 
@@ -39,7 +39,8 @@ def example_counts(weights: Mapping[str, float], period: int = PERIOD) -> list[i
 class MixedSource(BatchSource):
     """Training examples of several sources, each in its own epochs.
 
-    A keyed permutation of each block of `PERIOD` examples selects the source. The source depends only on seed and step.
+    In each group of `PERIOD` examples, a seeded permutation selects the source of each example. Sources therefore
+    depend only on seed and step.
     """
 
     def __init__(self, sources: Sequence[EpochSource], counts: Sequence[int], batch: int, seed: int):
@@ -63,7 +64,10 @@ class MixedSource(BatchSource):
 
 
 class MixedExamples:
-    """Held-out examples of several sources in the fractions of the mixture. The smallest source limits their number."""
+    """Held-out examples of several sources in the fractions of the mixture.
+
+    The source that is smallest relative to its fraction limits their number.
+    """
 
     def __init__(self, parts: Sequence[IndexedExamples], counts: Sequence[int]):
         total = min(len(part) * sum(counts) // count for part, count in zip(parts, counts, strict=True))

@@ -41,9 +41,9 @@ def _is_pair(line: str) -> bool:
 class PairFile(DocumentSource):
     """A file of pairs: a .tsv file of two columns, or a .jsonl file of rows with "source" and "target".
 
-    A first line "source, tab, target" is a heading. Pairs with a blank source or target are skipped. Pairs with the
-    same source belong to the same part of the split. Raises UsageError with the line number for a line that is not a
-    pair.
+    A first line with the words source, tab, target is a heading. Pairs with a blank source or target are skipped. Pairs
+    with the same source belong to the same part of the split. Raises UsageError with the line number for a line that is
+    not a pair.
     """
 
     path: Path
@@ -52,7 +52,7 @@ class PairFile(DocumentSource):
         read = _tab_separated if self.path.suffix.lower() == ".tsv" else _json_pairs
         for where, pair in read(self.path):
             if any(SEPARATOR in text for text in pair):
-                raise UsageError(f"{where}: a NUL character in the text", fix="remove it")
+                raise UsageError(f"{where}: a NUL character in the text", fix="remove the character")
             if all(text.strip() for text in pair):
                 yield SEPARATOR.join(pair)
 
@@ -87,8 +87,9 @@ class TextPairs:
     """Pairs from a token stream as examples of equal length. An end-of-text token ends each source and target.
 
     {"source": (b, s), "source_keep": bool (b, s), "tokens": (b, t+1), "counted": bool (b, t)} with s = t = `length`.
-    "tokens" starts with an end-of-text token, the start token of the decoder; the target follows. Longer texts are cut.
-    Shorter texts are padded with end-of-text tokens. "source_keep" and "counted" are False on padding.
+    "tokens" starts with an end-of-text token, the start token of the decoder; the target follows. Texts longer
+    than `length` are cut, and shorter texts are padded with end-of-text tokens. "source_keep" and "counted" are False
+    on padding.
     """
 
     def __init__(self, tokens: np.ndarray, length: int, end_of_text: int):

@@ -16,7 +16,7 @@ LONGEST_LINE = 1 << 28
 
 
 def open_data_file(path: Path) -> BinaryIO:
-    """Return an open file. Raises UsageError for a broken link, a pipe or a device (may never end)."""
+    """Return an open file. Raises UsageError for a broken link, and for a pipe or device, which may never end."""
     if not path.is_file():
         what = "is not a regular file" if path.exists() else "is not a file, or is a broken link"
         raise UsageError(f"{path} {what}", fix="remove it from the folder; or set data.source to a regular file")
@@ -101,7 +101,7 @@ def parquet_rows(path: Path, column: str) -> Iterator[str]:
 
 
 def arrow_for(path: Path) -> ModuleType:
-    """Return the package pyarrow. Raises UsageError, which contains `path`, if pyarrow is not installed."""
+    """Return the package pyarrow. Raises UsageError that names `path` if pyarrow is not installed."""
     try:
         import pyarrow
     except ImportError:
@@ -125,7 +125,7 @@ def open_parquet(path: Path) -> Iterator[Any]:
             yield file
     except (arrow.ArrowException, UnicodeDecodeError, OSError) as error:  # a damaged page is an OSError
         raise UsageError(
-            f"{path} is not a readable Parquet file: {str(error).splitlines()[0]}", fix="write the file again"
+            f"{str(path)!r} is not a readable Parquet file: {str(error).splitlines()[0]}", fix="write the file again"
         ) from None
 
 

@@ -1,4 +1,4 @@
-"""Token cache: two memory-mapped files of tokens per source. A hash of the settings is the folder name.
+"""Token cache: two memory-mapped files of tokens per source. The folder name is a hash of source and settings.
 
     prepared/<key>/train.bin, held_out.bin   tokens, uint16 or uint32. An end-of-text token follows each document,
                                              and each source and target of a pair
@@ -36,8 +36,8 @@ def open_token_cache(
 ) -> TokenCache:
     """Return the prepared tokens for `settings`. Build the tokens first if they are missing or damaged.
 
-    A trained tokenizer also has the `special` tokens. With `pairs`, the source is a file of pairs. `length` and `batch`
-    have no effect. Raises UsageError for an invalid setting or input.
+    A trained tokenizer also has the `special` tokens. With `pairs`, the source is a file of pairs. The settings
+    `length` and `batch` have no effect. Raises UsageError for an invalid setting or input.
     """
     if not settings.tokenizer:
         check_vocabulary(settings.vocabulary, special)
@@ -71,7 +71,7 @@ def _build(settings: DataSettings, source: DocumentSource, special: Sequence[str
     split = plan_split(source.documents(), settings.held_out, settings.source, lambda text: pieces(text)[0])
     if split.longest is not None and pairs:  # cutting the longest document would cut a pair
         raise UsageError(
-            f"{settings.source} has too few pairs to hold {100 * settings.held_out:g}% of them out",
+            f"{settings.source!r} has too few pairs to hold {100 * settings.held_out:g}% of them out",
             fix="add pairs; or raise data.held_out",
         )
     texts = (piece for text in split.sample(source.documents(), TRAINING_TEXT) for piece in pieces(text))
@@ -82,7 +82,7 @@ def _build(settings: DataSettings, source: DocumentSource, special: Sequence[str
         train, held_out = streams[DataSplit.TRAIN], streams[DataSplit.HELD_OUT]
         if source.identity() != identity or not (train.tokens and held_out.tokens):
             raise UsageError(
-                f"{settings.source} changed while it was read", fix="start again once nothing else writes to it"
+                f"{settings.source!r} changed while it was read", fix="start again when no process writes to it"
             )
         manifest = {
             "format": FORMAT,

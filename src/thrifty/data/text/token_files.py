@@ -1,4 +1,4 @@
-"""Token files: all documents in sequence. A pair has two pieces; an end-of-text token ends each piece."""
+"""Files with the tokens of all documents in sequence. An end-of-text token ends each text, and each half of a pair."""
 
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -44,7 +44,7 @@ class TokenFile:
     def _check_ends(self, numbers: np.ndarray, pieces: int) -> None:
         if np.count_nonzero(numbers == self.end_of_text) != pieces:
             raise UsageError(
-                "a text contains the tokenizer's end-of-text token, which separates pairs",
+                "a text contains the tokenizer's end-of-text token, which separates texts",
                 fix="remove it from the text; or leave data.tokenizer out to train a tokenizer",
             )
 
@@ -70,7 +70,7 @@ def write_streams(
 
 
 def _groups(parts: Iterator[tuple[DataSplit, str]]) -> Iterator[list[tuple[DataSplit, str]]]:
-    """Yield groups of consecutive documents. A group has at least AT_ONCE characters."""
+    """Yield groups of consecutive documents. Except the last, a group has at least AT_ONCE characters."""
     for first in parts:
         group, size = [first], len(first[1])
         while size < AT_ONCE and (following := next(parts, None)):

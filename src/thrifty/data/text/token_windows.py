@@ -75,7 +75,7 @@ class HeldOutWindows(HeldOutByKey):
         if len(self.windows) == 0:
             raise UsageError(
                 f"the held-out text has {len(tokens):,} tokens, fewer than one example of length {length}",
-                fix="raise data.held_out, or lower data.length",
+                fix="raise data.held_out; or lower data.length",
             )
 
 

@@ -16,7 +16,7 @@ from thrifty.models.model_config import ModelConfig
 FAMILIES: dict[str, ModelFamily] = {
     family.style: family for family in (GPT2(), GPT1(), Llama(), Bert(), T5(), Marian(), ViT(), CLIP(), ViTMAE())
 }
-"""Families by style."""
+"""Model families by `ModelConfig.style`, such as "llama"."""
 
 
 def assemble(shape: ModelConfig) -> Model:

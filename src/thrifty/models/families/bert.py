@@ -40,7 +40,7 @@ class Bert(ModelFamily):
     Start with  `bert-nano` for a first run, `bert-small` for the size of BERT base.
     Cost        The loss covers only masked tokens, 15 % by default.
     Avoid       Text generation, because every token attends to later tokens.
-    Does not    Include the pooler and the next-sentence head of published folders.
+    Does not    Include the pooler or the next-sentence head of published folders.
     """
 
     style, model_type, architecture, task = "bert", "bert", "BertForMaskedLM", "masked_token"

@@ -61,7 +61,7 @@ class CLIP(ModelFamily):
     Start with  `clip-nano` for a first run, `clip-vit-b32` for the published size.
     Cost        The loss compares all images with all captions of the effective batch.
     Avoid       Small batches, because each example then has few negatives.
-    Does not    Export without an end-of-text token in the tokenizer: caption embeddings are read at this token.
+    Does not    Export if the tokenizer has no end-of-text token, because caption embeddings are read at this token.
     """
 
     style, model_type, architecture, task = "clip", "clip", "CLIPModel", "contrastive"
@@ -187,6 +187,7 @@ def _common(text: Config, vision: Config, key: str, default: Any) -> Any:
     values = [section.get(key, default) for section in (text, vision)]
     if values[0] != values[1]:
         raise RefusedError(
-            f"config.json: {key} is {values[0]!r} for captions and {values[1]!r} for images, which is not supported"
+            f"config.json: {key} is {values[0]!r} for captions and {values[1]!r} for images, which is not supported",
+            fix=f"pass the folder of a CLIP model with the same {key} in text_config and vision_config",
         )
     return values[0]

@@ -88,7 +88,10 @@ class Llama(ModelFamily):
         head_width = number(config, "head_dim", int, width // heads)
         is_narrower = config.get("head_dim") is not None and head_width * heads < width  # after pruning of heads
         if head_width * heads != width and not is_narrower:
-            raise RefusedError(f"config.json: {heads} heads of head_dim {head_width} do not equal the width {width}")
+            raise RefusedError(
+                f"config.json: {heads} heads of head_dim {head_width} do not equal the width {width}",
+                fix="pass the folder of a Llama model in which heads · head_dim equals the width",
+            )
         base, scaling = _rope(config)
         return ModelConfig(
             style=self.style,
@@ -144,12 +147,16 @@ def _rope(config: Config) -> tuple[float, Llama3Scaling | None]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise RefusedError(
-            "config.json rotates only a part of each head (partial_rotary_factor), which is not supported"
+            "config.json rotates only a part of each head (partial_rotary_factor), which is not supported",
+            fix="pass the folder of a Llama model without partial_rotary_factor",
         )
     if kind == "default":
         return base, None
     if kind != "llama3":
-        raise RefusedError(f"config.json has rotary positions of type {kind!r}; default and llama3 are supported")
+        raise RefusedError(
+            f"config.json has rotary positions of type {kind!r}; default and llama3 are supported",
+            fix="pass the folder of a Llama model with a supported type",
+        )
     scaling = Llama3Scaling(
         factor=number(rope, "factor", float),
         low=number(rope, "low_freq_factor", float),

@@ -95,7 +95,8 @@ class Marian(ModelFamily):
             same = fields[name]
             if number(config, key, int, same) != same:
                 raise RefusedError(
-                    f"config.json sets {key} = {config[key]}, but the encoder has {same}, which is not supported"
+                    f"config.json sets {key} = {config[key]}, but the encoder has {same}, which is not supported",
+                    fix="pass the folder of a Marian model whose encoder and decoder have equal values",
                 )
         decoder_depth = number(config, "decoder_layers", int)
         return ModelConfig(
@@ -113,7 +114,10 @@ class Marian(ModelFamily):
                 "Marian's head is tied to its embedding, but this one is untied", fix="--set model.tied=true"
             )
         if shape.norm_eps != 1e-5:
-            raise RefusedError(f"Marian's norms have an epsilon of 1e-5, but these have {shape.norm_eps}")
+            raise RefusedError(
+                f"Marian's norms have an epsilon of 1e-5, but this model has {shape.norm_eps}",
+                fix="build the model with norm_eps = 1e-5 to export to this format",
+            )
         return {
             **self.written_fields(shape),
             **{key: getattr(shape, name) for key, name in _OF_BOTH_SIDES.items()},

@@ -100,7 +100,7 @@ class ModelFamily:
     fields: ClassVar[Fields] = {}
     """Settings that are converted without change, in the order of config.json."""
     read: ClassVar[frozenset[str]] = frozenset()
-    """Other supported keys."""
+    """Keys of config.json that `shape` reads in addition to `fields`."""
     only: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
     ignored: ClassVar[frozenset[str]] = frozenset()
 
@@ -207,7 +207,10 @@ def side(config: Config, key: str, default: int) -> int:
     value = config.get(key)
     if isinstance(value, list):
         if not value or value.count(value[0]) != len(value):
-            raise RefusedError(f"config.json: {key} is {value!r:.80}, but only square images and patches are supported")
+            raise RefusedError(
+                f"config.json: {key} is {value!r:.80}, but only square images and patches are supported",
+                fix="pass the folder of a model with square images and patches",
+            )
         config = {**config, key: value[0]}
     pixels = number(config, key, int, default)
     if pixels > 1 << 16:

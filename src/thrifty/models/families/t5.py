@@ -64,7 +64,7 @@ class T5(ModelFamily):
                 thrifty.export(run, "my-t5")
     Start with  `t5-nano` for a first run, `t5-small` or `t5-v1.1-small` for published sizes.
     Cost        Encoder and decoder each have `depth` blocks.
-    Avoid       Plain next-token prediction, because a decoder alone needs half the blocks.
+    Avoid       Next-token prediction, because a decoder alone needs half the blocks.
     Does not    Limit the length; at long distances, relative positions share buckets.
     """
 
@@ -174,7 +174,10 @@ def _tied(config: Config) -> bool:
     tied = flag(config, "tie_word_embeddings", True)
     scaled = flag(config, "scale_decoder_outputs", tied)
     if scaled and not tied:
-        raise RefusedError("config.json sets scale_decoder_outputs = True for an untied head, which is not supported")
+        raise RefusedError(
+            "config.json sets scale_decoder_outputs = True for an untied head, which is not supported",
+            fix="pass a T5 folder with a tied head; or with scale_decoder_outputs = false in config.json",
+        )
     return scaled
 
 
@@ -186,6 +189,7 @@ def _activation(config: Config) -> str:
     stated = config.get("dense_act_fn", name)
     if name not in READ or READ.get(stated) != READ[name] or config.get("is_gated_act", gated) != gated:
         raise RefusedError(
-            f"config.json sets feed_forward_proj = {word!r} with dense_act_fn = {stated!r}, which is not supported"
+            f"config.json sets feed_forward_proj = {word!r} with dense_act_fn = {stated!r}, which is not supported",
+            fix=f"pass a T5 folder whose settings agree on one activation: {', '.join(READ)}",
         )
     return (_GATED if gated else "") + READ[name]

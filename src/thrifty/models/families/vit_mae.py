@@ -104,7 +104,7 @@ def encoder_shape(shape: ModelConfig, pool: str, labels: int) -> ModelConfig:
     if pool == "mean":
         raise UsageError(
             'model.pool = "mean" is for models without a class token, but a trained MAE has one',
-            fix='set model.pool = "patches" for the mean of its patches, or leave it out',
+            fix='set model.pool = "patches" for the mean of its patches; or leave model.pool out',
         )
     shared = ("depth", "width", "heads", "kv_heads", "hidden", "norm_eps", "activation", "image", "patch", "channels")
     sizes = {name: getattr(shape, name) for name in shared}
