@@ -159,7 +159,7 @@ def test_a_refused_conversion_leaves_no_folder(tmp_path):
     other.write_kv_data_to_file()
     other.write_tensors_to_file()
     other.close()
-    with pytest.raises(RefusedError, match="bert model; only llama can be converted"):
+    with pytest.raises(RefusedError, match="'bert' model; only 'llama' can be converted"):
         convert_gguf(tmp_path / "e.gguf", tmp_path / "folder")
     assert not (tmp_path / "folder").exists()
 

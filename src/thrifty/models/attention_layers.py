@@ -58,8 +58,9 @@ class RotaryPositions(nn.Module):
 
 def relative_bucket(offset: Tensor, buckets: int, distance: int, causal: bool) -> Tensor:
     """Return the bucket of each offset from query to key (Raffel et al. 2020, arXiv 1910.10683, 2.1). Half of the
-    buckets hold one distance each. The remaining buckets grow logarithmically up to `distance`; all larger distances
-    share the last bucket. Without `causal`, half of all buckets are for earlier keys and half for later keys."""
+    buckets hold a single distance each. The remaining buckets grow logarithmically up to `distance`; all larger
+    distances share the last bucket. Without `causal`, half of all buckets are for earlier keys and half for later
+    keys."""
     if causal:
         side, away = 0, (-offset).clamp(min=0)
     else:

@@ -79,10 +79,9 @@ def clip_normal(name: str, size: torch.Size, std: float, depths: Mapping[str, in
     blocks of each tower.
 
     With width d, the standard deviation is 1 / sqrt(d) for queries, keys, values and projections. It is 1 / sqrt(2 d)
-    for the first feed-forward layer. For layers that add to the residual stream, it is divided by the root of the
-    number of branches. It is 0.02 for token embeddings, and 0.01 for positions of captions. It is 1 / sqrt(d) for
-    positions of patches and the class token. Patch projections have torch's default for convolutions.
-    """
+    for the first feed-forward layer. For layers that add to the residual stream, it is divided by sqrt(2 · blocks),
+    because each block has two of them. It is 0.02 for token embeddings, and 0.01 for positions of captions. It is 1 /
+    sqrt(d) for positions of patches and the class token. Patch projections have torch's default for convolutions."""
     tower, _, inside = name.partition(".")
     if inside == "embedding.patch":
         return UniformInit(1 / math.sqrt(math.prod(size[1:])))

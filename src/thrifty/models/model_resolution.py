@@ -13,7 +13,7 @@ from thrifty.models.model_presets import resized, shape_of
 from thrifty.models.weight_conversion import folder_shape
 
 _IMAGE_STYLES = ("vit", "clip", "mae")
-"""Styles of models with images as input."""
+"""Values of `ModelConfig.style` for models with images as input."""
 
 
 def model_shape(settings: ModelSettings, vocabulary: int, length: int) -> ModelConfig | None:

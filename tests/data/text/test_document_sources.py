@@ -206,4 +206,4 @@ def test_saved_dataset_is_read_as_rows(splits: bool, tmp_path: Path) -> None:
     assert open_source(str(tmp_path / "other")).identity() != before
     # among other files it is refused by name, not read as the JSON files that describe it
     (tmp_path / "more.txt").write_text("more")
-    assert f"in '{tmp_path}'" in (printed := refused(str(tmp_path))) and "a data set of the datasets package" in printed
+    assert f"in '{tmp_path}" in (printed := refused(str(tmp_path))) and "a data set of the datasets package" in printed

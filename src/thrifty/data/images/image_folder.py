@@ -60,7 +60,7 @@ def image_files(folder: Path, labelled: bool = True) -> list[ImageFile]:
     if set(labels) <= image_listing.PART_FOLDERS.keys():
         raise UsageError(
             f"{folder}: {' and '.join(labels)} would be the labels, but they are names of parts",
-            fix=f"set data.source to {folder / labels[0]}; or add both parts: train, and val or test",
+            fix=f"set data.source to {folder / labels[0]}; or add folders for both parts: train, and val or test",
         )
     if len(labels) == 1:
         raise UsageError(

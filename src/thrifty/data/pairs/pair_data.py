@@ -69,7 +69,7 @@ class TrainingPairs(EpochsByKey):
     """Augmented images in epochs, each with a random caption of the image.
 
     Examples are a pure function of (seed, number of the example in the run). {"inputs": (b, c, h, w), "tokens": int64
-    (b, t), "keep": bool (b, t), "key": int64 (b,)}. The end-of-text token ends a caption and pads it. "keep" is False
+    (b, t), "keep": bool (b, t), "key": int64 (b,)}. End-of-text tokens end a caption and pad its row. "keep" is False
     on padding.
     """
 

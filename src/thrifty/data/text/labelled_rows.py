@@ -237,7 +237,7 @@ def _datasets(source: str, path: Path) -> dict[DataSplit, list[Table]]:
         return {part: [dataset_table(chosen[0], source)] for part, chosen in parts.items()}
     raise UsageError(
         f"{source!r} has the splits {', '.join(splits)}, but no split called train",
-        fix="save it with a split called train",
+        fix="save the data set with a split called train",
     )
 
 
