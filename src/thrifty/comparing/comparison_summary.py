@@ -80,8 +80,8 @@ def seconds_to_loss(curve: Sequence[Sequence[float | None]], loss: float) -> flo
 
 def slope_at_end(curve: Sequence[Sequence[float | None]]) -> float:
     """Return the decrease of the held-out loss when the budget grows by a factor of e. The decrease is measured over
-    the second half of the run. This overestimates it, because the loss falls faster within a run than final losses fall
-    with the budget. With a single evaluation, the result is the loss itself.
+    the second half of the run. This overestimates the decrease, because the loss falls faster within a run than final
+    losses fall with the budget. With a single evaluation, the result is the loss itself.
     """
     points = [(step, loss) for step, _, loss in curve if step and loss is not None]
     if not points:
@@ -137,9 +137,8 @@ def summarize_comparison(
 
 
 def time_to_quality(baseline: Sequence[Entry], variant: Sequence[Entry]) -> dict[str, Any]:
-    """Return the time to the baseline's final loss: the variant's time divided by the baseline's. The result has the
-    mean over pairs in which the variant reached this loss, the interval of the mean, and the numbers of all pairs and
-    of these pairs.
+    """Return the time to the baseline's final loss: the variant's time divided by the baseline's. "reached" is the
+    number of pairs in which the variant reached this loss. The mean and its interval include only these pairs.
     """
     ratios = []
     pairs = _finished(baseline, variant)

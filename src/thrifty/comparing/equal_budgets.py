@@ -1,7 +1,7 @@
 """Equal budgets: a pilot measures the cost of a variant's step, which sets the variant's number of steps.
 
-A pilot is a whole run of a few steps. It therefore includes every event that is scheduled at a fraction of the run: a
-growing model reaches all of its sizes, and the learning rate decays completely.
+A pilot is a whole run of a few steps. It therefore includes every event scheduled at a fraction of the run. A growing
+model reaches all of its sizes, and the learning rate decays completely.
 """
 
 from collections.abc import Mapping, Sequence
@@ -35,8 +35,8 @@ Events that occur more often count as cost, such as an update of a preconditione
 RATES = 1_000
 """Number of evenly spaced steps of a run at which the learning rate is checked."""
 DECAYED = 0.3
-"""Maximum final learning rate, relative to its peak, that counts as decayed. The limit is not lower, because a decay
-over the last fifth of the run still has 0.2 of the peak in the last step of a pilot.
+"""Maximum final learning rate, relative to its peak, that counts as decayed. The limit is above 0.2, because a decay
+over the last fifth of the run leaves 0.2 of the peak in the last step of a pilot.
 """
 
 

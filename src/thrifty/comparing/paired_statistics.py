@@ -19,8 +19,8 @@ from thrifty.core.errors import UsageError
 
 CONFIDENCE = 0.95
 ALPHA = 0.03
-"""Significance level of the permutation test. At a level of 5 %, an exact test would find too many differences: more
-than 5 % in one of three series of 200 comparisons of equal variants. At 3 %, this almost never happens.
+"""Significance level of the permutation test. At a level of 5 %, more than 5 % of verdicts are false in one of three
+series of 200 comparisons of equal variants. At 3 %, this almost never happens.
 """
 POWER = 0.8
 """Probability with which the test detects the smallest detectable effect."""
@@ -47,7 +47,7 @@ class PairedDifferences:
     spread: float
     """Standard deviation of the differences; NaN for a single pair."""
     smallest_effect: float
-    """Smallest true mean difference that the test detects in 80 % of comparisons with this number of pairs and this
+    """Smallest true mean difference that the test detects in 80 % of comparisons, at this number of pairs and this
     spread; infinite for too few pairs.
     """
     margin: float = 0.0
@@ -77,7 +77,7 @@ def paired(
 def interval(differences: Sequence[float] | np.ndarray, confidence: float = CONFIDENCE) -> tuple[float, float]:
     """Return the bootstrap interval of the mean, bias-corrected and accelerated (BCa).
 
-    For few values, the confidence level is raised by as much as Student's t interval is wider than the normal interval.
+    For few values, the confidence level is raised, because Student's t interval is then wider than the normal interval.
     Otherwise, a 95 % interval of six pairs covers the true mean in only 87 % of cases; see tests/comparing. For two to
     five values, the interval is the range of the values, which covers the true mean too rarely. For one value, both
     ends are NaN.
@@ -107,8 +107,8 @@ def widened(confidence: float, values: int) -> float:
 
 
 def p_value(differences: Sequence[float] | np.ndarray) -> float:
-    """Return the two-sided p-value of the permutation test: the fraction of sign changes whose mean is at least as far
-    from zero as the measured mean. The p-value is exact if all sign changes can be enumerated.
+    """Return the two-sided p-value of the permutation test. It is the fraction of sign changes whose mean is at least
+    as far from zero as the measured mean. The fraction is exact if all sign changes can be enumerated.
     """
     values = np.asarray(differences, dtype=np.float64)
     if len(values) < 2 or not values.any():

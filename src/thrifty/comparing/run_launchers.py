@@ -178,7 +178,7 @@ def _close_stdin(process: subprocess.Popen[bytes]) -> None:
 
 
 def wait_for_release(lock: Path) -> None:
-    """Wait until the run of a killed comparison has saved and released its lock. A run started earlier would fail."""
+    """Wait until the run of a killed comparison has saved and released its lock. Otherwise, a new start would fail."""
     end = time.monotonic() + SAVING
     while lock_owner(lock).get("host") == socket.gethostname() and time.monotonic() < end:
         time.sleep(0.1)

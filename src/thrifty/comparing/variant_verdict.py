@@ -70,10 +70,10 @@ def judge(
     that the permutation test passes and the interval excludes zero. If all variants equal the baseline, "better" or
     "worse" occurs in less than 3 % of comparisons, for any number of variants.
 
-    Pilots set the budgets of all pairs, so more pairs do not reduce an error of the budgets. The interval is therefore
-    widened by |used − 1| times the slope. The null hypothesis of the test is a mean difference of at most this amount.
-    The verdict is "undecided" if a variant spent more and is better, or spent less and is worse, because wrong step
-    times of a busy machine could explain such a difference.
+    Pilots set the budgets of all pairs, so more pairs do not reduce the effect of wrong budgets. The interval is
+    therefore widened by |used − 1| times the slope. The null hypothesis of the test is a mean difference of at most
+    this amount. The verdict is "undecided" if a variant spent more and is better, or spent less and is worse. Wrong
+    step times of a busy machine could explain such a difference.
     """
     alpha, confidence = ALPHA / variants, 1 - (1 - CONFIDENCE) / variants
     least = least_pairs(alpha)

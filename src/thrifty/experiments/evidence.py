@@ -33,8 +33,8 @@ class Evidence:
         return next((each.in_words() for each in (*comparisons, *self.studies, *self.findings)), "")
 
     def verdicts(self) -> dict[str, str]:
-        """Return a verdict for each measured aspect. It is "better", "equal", "worse" or "undecided" if all evidence
-        agrees, and "mixed" otherwise.
+        """Return a verdict for each measured aspect. The verdict is "better", "equal", "worse" or "undecided" if all
+        evidence agrees, and "mixed" otherwise.
         """
         words: dict[str, set[str]] = defaultdict(set)
         for aspect, verdict in self._verdicts():

@@ -83,7 +83,7 @@ def _finding(table: dict[str, Any], file: Path, folder: Path) -> Finding:
         )
     except (KeyError, ValueError, TypeError, OSError) as error:
         reason = f"no {error}" if isinstance(error, KeyError) else str(error)
-        raise UsageError(f"{file}: {reason}", fix="see results/README.md for the keys of a finding") from error
+        raise UsageError(f"'{file}': {reason}", fix="see results/README.md for the keys of a finding") from error
 
 
 def _values(data: Any, path: Sequence[str]) -> Iterator[float]:

@@ -155,14 +155,14 @@ def _open_lottery(path: Path, recipe: Recipe, lottery: LotterySettings) -> Itera
     definition = {"recipe": recipe_to_data(recipe), "lottery": to_data(lottery)}
     is_there = (path / "lottery.json").is_file()
     if not is_there and (first := path.parent / f"{recipe.name}-round-0").exists():
-        raise UsageError(f"{first} exists, but {path} has no lottery.json for it", fix="choose another --name")
+        raise UsageError(f"'{first}' exists, but '{path}' has no lottery.json", fix="choose another --name")
     with RunFolder(path).lock() if is_there else RunFolder.create(path) as folder:
         saved = folder.read_json("lottery") if is_there else {}
         if "recipe" in saved:
             saved["recipe"] = rename_recipe(saved["recipe"])
         if other := differences(_binding(redact(saved)), _binding(redact(definition))) if saved else []:
             raise UsageError(
-                f"{path} holds a lottery with different settings: " + "; ".join(other),
+                f"'{path}' holds a lottery with different settings: " + "; ".join(other),
                 fix="undo the change; or choose another --name",
             )
         folder.write_json("lottery", {**saved, **definition})

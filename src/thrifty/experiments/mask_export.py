@@ -32,9 +32,9 @@ def export_masks(run: Path, file: Path, step: int | None = None) -> tuple[float,
     loaded = checkpoint.load(run / "checkpoints", step)
     masks = masks_of(loaded.tensors)
     if not masks:
-        raise UsageError(f"{run} has no masks", fix="choose a run with a sparse technique")
+        raise UsageError(f"'{run}' has no masks", fix="choose a run with a sparse technique")
     if file.exists():
-        raise UsageError(f"{file} exists already", fix="choose another file name")
+        raise UsageError(f"'{file}' exists already", fix="choose another file name")
     weights = {name: loaded.tensors[f"parameters/{name}"] for name in masks}
     content = mask_file_bytes(masks, f"after step {loaded.step} of {run.name}", weights)
     return density_of(masks), AtomicFiles().swap(file, content).sha256

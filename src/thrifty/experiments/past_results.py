@@ -37,8 +37,8 @@ class PastComparison:
     verdict: "Word"
     sentence: str
     relative: float | None
-    """Mean difference of held-out losses relative to the baseline's loss. It is negative if the variant's loss is
-    lower.
+    """Mean difference of held-out losses relative to the baseline's loss; negative if the variant's loss is lower than
+    the baseline's.
     """
     equal: str
     """Budget that is equal for both variants: "time", "flops", "tokens" or "steps"."""

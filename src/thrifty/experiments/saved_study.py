@@ -16,8 +16,8 @@ from thrifty.training.result_file import refuse_overwriting
 from thrifty.training.run_folder import RunFolder
 
 ROUNDING = 1e-3
-"""Relative tolerance for means if all seeds of the saved result agree. Small differences are expected, because Python
-patch versions have different source files, which are the data of some studies, and processors round differently.
+"""Relative tolerance for means if all seeds of the saved result agree. Small differences are expected for two reasons.
+Some studies train on Python's source files, which differ between patch versions, and processors round differently.
 """
 
 
@@ -56,7 +56,10 @@ def compare_with_saved(result: StudyResult, kept: Mapping[str, Any]) -> StudyCom
     are not compared. Raises UsageError if the saved result belongs to another study or other cases, or has one seed.
     """
     if kept["study"] != result.study.name:
-        raise UsageError(f"the saved result belongs to study {kept['study']!r}, not to {result.study.name!r}")
+        raise UsageError(
+            f"the saved result belongs to study {kept['study']!r}, not to {result.study.name!r}",
+            fix=f"compare with results/studies/{result.study.name}/DEVICE.json",
+        )
     if rename_cases(kept["definition"]["cases"]) != result.study.definition()["cases"]:
         raise UsageError(
             "the cases of the saved result have different settings", fix="compare with a result of this version"

@@ -39,7 +39,9 @@ def run_study(
     with _open_study(folder, result) as run:
         tasks = _missing_cells(result, _selected_labels(study, only))
         if not tasks:
-            raise UsageError(f"{folder} is finished: no cell is left", fix="choose another --name; or use more --seeds")
+            raise UsageError(
+                f"'{folder}' is finished: no cell is left", fix="choose another --name; or use more --seeds"
+            )
         if result.cells:
             say(f"resuming {folder}: {len(result.cells)} cells measured, {len(tasks)} to measure")
         progress = _Progress(len(tasks))

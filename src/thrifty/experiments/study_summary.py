@@ -41,7 +41,7 @@ class SeedMean:
 
 @dataclass(frozen=True)
 class ExpectationVerdict:
-    """Verdict on one expectation from the means, and the number of seeds for which the expectation holds."""
+    """Verdict on one expectation, judged on means over seeds, and the number of seeds for which it holds."""
 
     sentence: str
     verdict: str

@@ -102,7 +102,7 @@ def _curves(data: Comparison, done: Sequence[Mapping[str, Any]]) -> tuple[str, s
 
 
 def _scale(points: Sequence[Mapping[str, Any]], judged: str) -> alt.Scale:
-    """Return a y scale. For a loss, it cuts off the steep beginning of the curve."""
+    """Return a y scale. For a loss, the scale cuts off the steep beginning of the curve."""
     losses = sorted(point["loss"] for point in points)
     most = {"domainMax": losses[int(0.9 * (len(losses) - 1))]} if judged == "loss" else {}
     return alt.Scale(zero=False, **most)

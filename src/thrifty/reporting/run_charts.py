@@ -35,7 +35,9 @@ NO_CURVE = Curve(np.empty(0, np.int64), np.empty(0))
 
 @dataclass(frozen=True)
 class ChartFigure:
-    """Chart with title, text alternative and table. `data` (rows by name) changes at every step, `spec` rarely."""
+    """Chart with title, text alternative and table. `data` (rows by name) changes at every step, but `spec` rarely
+    changes.
+    """
 
     id: str
     title: str

@@ -1,4 +1,4 @@
-"""Curves of a run with one value per step. For charts and tables, they are thinned or smoothed without hiding spikes.
+"""Curves of a run with one value per step. Thinned or smoothed curves for charts and tables keep their spikes.
 
 New records extend a curve without rereading the file. Processing a hundred thousand steps takes milliseconds.
 """

@@ -69,7 +69,7 @@ def find_run(run: str | Path) -> Path:
     existing = next((folder for folder in candidates if folder.exists()), None)
     if existing is not None:
         raise UsageError(
-            f"{existing} is not a run folder: it has none of {', '.join(RUN_FILES)}",
+            f"'{existing}' is not a run folder: it has none of {', '.join(RUN_FILES)}",
             fix="choose a folder that `thrifty train` created, such as runs/NAME",
         )
     names = [folder.name for folder in Path("runs").glob("*") if is_run_folder(folder)]

@@ -23,8 +23,8 @@ class RunState:
 def run_state(folder: Path, summary: Mapping[str, Any], step: float) -> RunState:
     """Return the state of a run whose last recorded step is `step`.
 
-    A killed process leaves an old summary. A run without a lock owner was therefore killed in two cases: if its summary
-    is "running", or if its summary is "finished" with fewer steps than recorded.
+    A killed process leaves an old summary. A run without a lock owner was therefore killed in two cases: its summary
+    is "running", or "finished" with fewer steps than recorded.
     """
     if owner := lock_owner(folder / "lock"):
         return RunState(RUNNING, f"process {owner['pid']} on {redact_text(owner['host'])}")

@@ -59,7 +59,9 @@ def track(run: Path, kind: str, out: Path, *, follow: bool = False, online: bool
     started = str(record.environment.get("started", ""))
     tail = FileTail(record.folder / "records.jsonl", before.offset)
     if before.id and (before.started != started or tail.size < before.offset):
-        raise UsageError(f"{folder} already has another run named {record.name!r}", fix="use another folder: --out NEW")
+        raise UsageError(
+            f"'{folder}' already has another run named {record.name!r}", fix="use another folder: --out NEW"
+        )
     tracker = open_tracker(kind, folder, _tracked(record, before), online)
     forwarder = _RecordForwarder(tracker, _seconds(started), before.step)
     try:
@@ -149,4 +151,4 @@ def _read_position(file: Path) -> _Position:
         return _Position(int(position["offset"]), str(position["id"]), str(position["started"]), int(position["step"]))
     except (ValueError, KeyError, TypeError) as error:
         fix = f"remove {file.parent}; its content is then written again"
-        raise IntegrityError(f"{file} has no valid position in the records", fix) from error
+        raise IntegrityError(f"'{file}' has no valid position in the records", fix) from error

@@ -1,4 +1,4 @@
-"""MLflow: a run of the experiment `thrifty` in the database FOLDER/mlflow.db, since its file stores are deprecated."""
+"""MLflow: a run of the experiment `thrifty` in the database FOLDER/mlflow.db. File stores of MLflow are deprecated."""
 
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Trackio: a run of the project `thrifty` in its database in FOLDER."""
+"""Trackio: a run of the project `thrifty` in Trackio's database in FOLDER."""
 
 import os
 from collections.abc import Mapping

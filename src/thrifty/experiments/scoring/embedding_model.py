@@ -24,24 +24,24 @@ def load_embedding_model(folder: Path, recipe: Recipe, data: RunData) -> nn.Modu
     """
     if not (folder / "recipe.toml").is_file():
         if not (folder / "config.json").is_file():
-            raise UsageError(f"{folder} is neither a run folder nor a model folder", fix="--embed-with runs/NAME")
+            raise UsageError(f"'{folder}' is neither a run folder nor a model folder", fix="--embed-with runs/NAME")
         return build_model_for(data.ends, ModelSettings(folder=str(folder)), recipe.seed, task=recipe.objective.name)  # type: ignore[arg-type]
     there, here = read_model_spec(folder, recipe), data.ends
     if isinstance(there, ImageModelSpec) and isinstance(here, ImageModelSpec):
         if (there.side, there.channels) != (here.side, here.channels):
             raise UsageError(
-                f"{folder} expects images of {there.side} pixels and {there.channels} channels, but the data have "
+                f"'{folder}' expects images of {there.side} pixels and {there.channels} channels, but the data have "
                 f"{here.side} pixels and {here.channels} channels",
                 fix=f"--set data.size={there.side}",
             )
     elif type(there) is not type(here):
         raise UsageError(
-            f"{folder} was trained on another kind of data than {recipe.data.source}",
+            f"'{folder}' was trained on another kind of data than {recipe.data.source!r}",
             fix="choose another model: --embed-with runs/NAME",
         )
     elif file_sha256(folder / TOKENIZER) != data.identity.get(TOKENIZER):
         raise UsageError(
-            f"{folder} was trained with another tokenizer", fix=f"--set data.tokenizer={folder / TOKENIZER}"
+            f"'{folder}' was trained with another tokenizer", fix=f"--set data.tokenizer={folder / TOKENIZER}"
         )
     is_own = bool(recipe_from_data(stored_recipe(folder)).model.build)
     own = recipe.objects.of_model() if is_own else None

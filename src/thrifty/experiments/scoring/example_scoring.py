@@ -28,8 +28,8 @@ from thrifty.training.run_setup import PreparedRun, prepare_run
 
 RUNS = 5
 NOT_SCORED_BY = ("name", "about", "seed", "evaluation", "checkpoints")
-"""Sections of a recipe that do not affect the scores. The seed is excluded, because the cache key of each run has its
-own.
+"""Sections of a recipe that do not affect the scores. The seed is also excluded, because the cache key of each run
+contains it separately.
 """
 
 
@@ -38,7 +38,9 @@ class ScoringSettings:
     by: str = "el2n"
     """Name of a method in `scoring_methods.METHODS`."""
     runs: int | None = None
-    """Number of runs, with consecutive seeds from the recipe's seed. The default is 5, or 1 if nothing is trained."""
+    """Number of runs, with consecutive seeds that start at the recipe's seed. The default is 5, or 1 if nothing is
+    trained.
+    """
     steps: int | float = 0.2
     """Length of each run in steps, or as a float fraction of the recipe's budget. 0 scores the initialized model."""
     embed_with: str = ""
@@ -88,7 +90,7 @@ def score(
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError("scoring runs in one process", fix="start the command without torchrun")
     if out.exists():
-        raise UsageError(f"{out} exists already", fix="choose another --out; or remove the file")
+        raise UsageError(f"'{out}' exists already", fix="choose another --out; or remove the file")
     unpruned = tuple(each for each in recipe.techniques if not isinstance(each, PrunedExamples))
     scores = _ScoringRuns(replace(recipe, techniques=unpruned), scoring, say).average()
     return scores, write_scores(out, scores)
@@ -155,11 +157,13 @@ class _ScoringRuns:
                 fix="--method random; or --method input_norm",
             )
         if not isinstance(data.train, EpochSource):
-            raise UsageError(f"{self.recipe.data.source} has no fixed set of examples")
+            raise UsageError(
+                f"{self.recipe.data.source!r} has no fixed set of examples", fix="score a single source: --data SOURCE"
+            )
         if method.needs and method.needs not in next(data.train.sequential_batches(1)).fields:
             raise UsageError(
                 f"--method {self.scoring.by} requires examples with {method.needs}, but "
-                f"{self.recipe.data.source} has none",
+                f"{self.recipe.data.source!r} has none",
                 fix="--method el2n; or --method grand; or --method loss",
             )
         self.clusters = self.scoring.clusters or len(data.train.example_index().label_names)

@@ -69,7 +69,7 @@ def page(scores: ExampleScores, data: RunData, source: str, prune: PrunedExample
 
 
 def _kept(scores: ExampleScores, prune: PrunedExamples) -> Tensor:
-    """Return a boolean mask (n,) that is True for kept examples."""
+    """Return a boolean mask (n,) of n examples that is True for kept examples."""
     kept = torch.zeros(len(scores), dtype=torch.bool)
     kept[prune.kept(scores.scores, scores.labels)] = True
     return kept
@@ -83,7 +83,7 @@ def _prune_summary(prune: PrunedExamples, scores: ExampleScores, kept: Tensor | 
 
 
 def suspicious(scores: ExampleScores) -> Tensor:
-    """Return the indices of examples whose predicted label differs from their label, most suspicious first."""
+    """Return the indices of examples whose predicted label differs from the given label, most suspicious first."""
     if scores.guesses is None or scores.labels is None:
         return torch.empty(0, dtype=torch.int64)
     suspicion = scores.guesses.suspicion(scores.labels)

@@ -34,4 +34,4 @@ def write_scores(path: Path, scores: ExampleScores) -> str:
         return AtomicFiles().swap(path, scores_bytes(scores)).sha256
     except OSError as error:
         fix = "free some space there" if error.errno in NO_ROOM else "check the folder's permissions"
-        raise ThriftyError(f"{path} cannot be written: {error.strerror}", fix=fix) from error
+        raise ThriftyError(f"'{path}' cannot be written: {error.strerror}", fix=fix) from error

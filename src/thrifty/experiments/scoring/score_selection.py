@@ -20,7 +20,7 @@ class LabelCount(NamedTuple):
 
 
 def count_labels(scores: ExampleScores, kept: Tensor) -> list[LabelCount]:
-    """Count all examples of each label, and the examples whose index is in `kept` (k,)."""
+    """Count all examples and the kept examples of each label. `kept` (k,) has the indices of k kept examples."""
     if scores.labels is None:
         return [LabelCount("", len(scores), len(kept))]
     count = max(len(scores.facts.label_names), int(scores.labels.max()) + 1)

@@ -158,8 +158,8 @@ def _one_at_a_time(example_loss: _ExampleLoss, learning: list[nn.Parameter], bat
 
 
 def prototype(sight: ScoringContext) -> Tensor:
-    """Return, for each of n examples, the cosine distance (n,) of its embedding to its k-means center. The embedding is
-    the input of the model's head.
+    """Return the cosine distance of each of n examples, (n,): from its embedding to the k-means center of its cluster.
+    The embedding is the input of the model's head.
     """
     head, hidden_states = getattr(sight.model, "head", None), []
     if not isinstance(head, nn.Module):

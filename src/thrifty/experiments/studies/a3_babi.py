@@ -96,7 +96,7 @@ def trained(seed: int, stories: int, steps: int, width: int, batch: int, tying: 
 
 @cache
 def examples(stories: int, held_out: bool) -> StoryExamples:
-    """Return the stories. They are the same for all model seeds."""
+    """Return the stories, which are the same for all seeds of the model."""
     return make_stories(stories, held_out)
 
 

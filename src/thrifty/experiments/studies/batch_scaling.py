@@ -3,10 +3,10 @@
 Paper     Goyal et al. 2017, Accurate, Large Minibatch SGD (arXiv 1706.02677); You, Gitman & Ginsburg 2017, LARS (arXiv
           1708.03888).
 Note      The learning rate is tuned at the smallest batch. The number of epochs is fixed, so a larger batch has fewer
-          steps. Learning rates do not decay. LARS uses the same base rate. Its coefficient of 0.01 was the best of
-          eight values tried on the test images at the largest batch. The other methods were not tuned, so a small
-          advantage of LARS proves nothing. With the usual coefficient of 0.001, LARS is worse than the square-root rule
-          at that batch.
+          steps. Learning rates do not decay. LARS uses the same base learning rate as the other methods. Its
+          coefficient of 0.01 was the best of eight values tried on the test images at the largest batch. The other
+          methods were not tuned, so a small advantage of LARS proves nothing. With the usual coefficient of 0.001, LARS
+          is worse than the square-root rule at that batch.
 """
 
 from collections.abc import Sequence
@@ -49,7 +49,7 @@ METHODS = {
 
 
 def perceptron(hidden: Sequence[int], seed: int) -> nn.Module:
-    """Return a perceptron with torch's default initialization; it maps images (b, 8, 8) to logits (b, 10)."""
+    """Return a perceptron with torch's default initialization; it maps b images (b, 8, 8) to logits (b, 10)."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         layers: list[nn.Module] = [nn.Flatten()]
@@ -61,7 +61,7 @@ def perceptron(hidden: Sequence[int], seed: int) -> nn.Module:
 
 
 def chosen(method: ScalingMethod, rate: float, coefficient: float, base_batch: int, batch: int) -> list[Technique]:
-    """Return the optimizer at the base learning rate, and the technique that scales the rate."""
+    """Return the optimizer at the base learning rate, and the technique that scales this learning rate."""
     settings = {"lr": rate} | ({"trust_coefficient": coefficient} if method.optimizer is Lars else {})
     techniques: list[Technique] = [build(method.optimizer, settings)]
     if method.rule:

@@ -1,5 +1,5 @@
 """Chinchilla re-fit: on runs of a known scaling law, minimizing the summed loss recovers the law. The published fit
-(mean loss, early stopping) does not recover it.
+(mean loss, early stopping) does not recover the law.
 
 Paper     Hoffmann et al. 2022 (arXiv 2203.15556), approach 3; Besiroglu et al. 2024 (arXiv 2404.10102), who found the
           mistake.

@@ -6,8 +6,8 @@ Papers    Paul, Ganguli & Dziugaite 2021, Deep Learning on a Data Diet (arXiv 21
 Note      Scores are averages over ten networks with different initializations, after one epoch. Prototype distances use
           the last hidden layer of one of these networks. The final network has its own initialization, and always
           trains for the same number of steps. The compute of scoring, a fifth of the final training, is not counted.
-          With scores after five epochs, the hardest half was as good as a random half (one seed), because the networks
-          were then confident of most examples.
+          With scores after five epochs, the hardest half equalled a random half (one seed), because the networks were
+          then confident of most examples.
 """
 
 from contextlib import closing
@@ -167,9 +167,9 @@ def data_diet(
 
     Command   thrifty study data_diet
     Expect    The hardest half contains all wrong labels and is worse than a random half. The easiest half contains no
-              wrong label and is also worse. Without the hardest 5 %, the next hardest half is better even than the
-              whole set, because the skipped 5 % contain the wrong labels. GraNd at initialization correlates with the
-              input norm and is no better than random. Duration: two minutes on two cores.
+              wrong label and is also worse than a random half. Without the hardest 5 %, the next hardest half is better
+              even than the whole set, because the skipped 5 % contain the wrong labels. GraNd at initialization
+              correlates with the input norm and is no better than random. Duration: two minutes on two cores.
     """
     settings = {
         "share": share, "offset": offset, "wrong": wrong, "networks": networks, "scored_after": scored_after,

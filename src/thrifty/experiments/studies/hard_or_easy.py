@@ -29,7 +29,7 @@ VARIANTS = (ALL, "random", "hardest", "easiest", "hardest but some")
 
 @cache
 def images_of(data: str, part: DataSplit) -> FixedImages:
-    """Return all images of a split as standardized vectors (n, pixels)."""
+    """Return all n images of a split as standardized vectors (n, pixels)."""
     arrays = open_images(DataSettings(source=data, batch=1), 0, None, lambda text: None).parts[part]
     fields = arrays.fields(np.arange(len(arrays)))
     return FixedImages(fields["inputs"].flatten(1), fields["labels"])
@@ -127,8 +127,9 @@ def hard_or_easy(
     Command   thrifty study hard_or_easy
     Expect    With more images, the hardest half improves relative to the easiest half. With one seed, the paper's
               advice for few images failed: the easiest half was never better than a random half. On clothes, where the
-              hardest images are ambiguous, a random half was better than both. There, skipping the hardest tenth
-              helped. Requires `thrifty data get fashion-mnist`. Duration: six minutes on two cores.
+              hardest images are ambiguous, a random half was better than the hardest and the easiest half. There,
+              skipping the hardest tenth helped. Requires `thrifty data get fashion-mnist`. Duration: six minutes on two
+              cores.
     """
     sets = {"digits": digits, "fashion-mnist": clothes}
     fixed = {

@@ -30,8 +30,8 @@ RATES: Mapping[Optimizer, Sequence[float]] = {
 def measure(
     seed: int, optimizer: Optimizer, batch: int, rate: float, sequences: int, depth: int, width: int, length: int
 ) -> dict[str, float]:
-    """Return the held-out loss after `sequences` sequences at peak rate `rate`. Warm-up takes a tenth of the run, then
-    the rate decays.
+    """Return the held-out loss after `sequences` sequences at the peak learning rate `rate`. Warm-up takes a tenth of
+    the run, then the learning rate decays.
     """
     settings = {"lr": rate, "weight_decay": 0.01}
     chosen: list[Technique] = [
@@ -45,7 +45,7 @@ def measure(
 
 
 def optima(batches: Sequence[int], cells: Cells) -> Cells:
-    """Return, for each batch size, the best rate of each optimizer, and LAMB's advantage over AdamW."""
+    """Return, for each batch size, the best learning rate of each optimizer, and LAMB's advantage over AdamW."""
     rows: dict[str, dict[str, float]] = {}
     for batch in batches:
         best = {}

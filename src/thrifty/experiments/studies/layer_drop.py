@@ -2,8 +2,8 @@
 
 Paper     Zhang & He 2020, Accelerating Training of Transformer-Based Language Models with Progressive Layer Dropping
           (arXiv 2010.13369). Kaddour et al. 2023, No Train No Gain (arXiv 2307.06440), found no gain at equal budgets.
-Note      Compute is the expected number of computed blocks over all steps, so a run that drops blocks has more steps
-          than a run that does not.
+Note      Compute is the expected number of computed blocks over all steps. A run that drops blocks therefore has more
+          steps than a run with all blocks.
 """
 
 from typing import Literal

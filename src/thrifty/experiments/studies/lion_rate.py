@@ -1,9 +1,9 @@
 """Lion's best learning rate is 3 to 10 times lower than AdamW's best rate.
 
 Paper     Chen et al. 2023, Symbolic Discovery of Optimization Algorithms (arXiv 2302.06675).
-Note      Runs have no weight decay, because its strength would change with the rate. Lion is reported to require large
-          batches. With 16 examples per step, Lion is expected to end with a higher loss than AdamW; the study measures
-          the difference.
+Note      Runs have no weight decay, because its strength would change with the learning rate. Lion is reported to
+          require large batches. With 16 examples per step, Lion is expected to end with a higher loss than AdamW; the
+          study measures the difference.
 """
 
 import math
@@ -32,8 +32,8 @@ RATIO = "AdamW's best rate over Lion's"
 def measure(
     seed: int, optimizer: Optimizer, rate: float, depth: int, width: int, length: int, batch: int, steps: int
 ) -> dict[str, float]:
-    """Return the held-out loss of a model trained at peak rate `rate`, with warm-up and decay until the end of the
-    run.
+    """Return the held-out loss of a model trained at the peak learning rate `rate`, with warm-up and decay until the
+    end of the run.
     """
     chosen = [OPTIMIZERS[optimizer](lr=rate, weight_decay=0.0), LinearDecay(warmup=0.1), GradientClipping()]
     trained = train_llama(chosen, steps=steps, seed=seed, depth=depth, width=width, length=length, batch=batch)
@@ -56,7 +56,7 @@ def lowest_point(rates: Sequence[float], losses: Sequence[float]) -> tuple[float
 
 
 def optima(cells: Cells) -> Cells:
-    """Return the best rate of each optimizer, and the comparison of both."""
+    """Return the best learning rate of each optimizer, and a comparison of the two optimizers."""
     rows = {}
     for optimizer, rates in RATES.items():
         losses = [cells[_label(optimizer, rate)]["loss"] for rate in rates]

@@ -2,10 +2,11 @@
 
 Paper     He et al. 2021, Masked Autoencoders Are Scalable Vision Learners (MAE, arXiv 2111.06377): a speedup of 3 or
           more at a masking rate of 75 %, the best rate in the paper's ablation (unverified).
-Note      Speedups are measured on a larger model, with images of `side` pixels in patches of 8. The encoder has 6
-          blocks of width 192, and the decoder 2 of width 96. Speedups cover forward, backward and update on one thread.
-          Classifiers start from the encoder of an autoencoder, or from scratch with equal steps or with `longer` times
-          the steps. The head reads the mean over patches. Each seed selects other labeled images than the other seeds.
+Note      Speedups are measured on a model larger than the trained autoencoders, with images of `side` pixels in patches
+          of 8. The encoder has 6 blocks of width 192, and the decoder 2 of width 96. Speedups cover forward, backward
+          and update on one thread. Classifiers start from the encoder of an autoencoder, or from scratch with equal
+          steps or with `longer` times the steps. The head reads the mean over patches. Each seed selects other labeled
+          images than the other seeds.
 """
 
 from thrifty.composition.compose import compose
@@ -60,7 +61,8 @@ def measure(
     side: int,
     paced: int,
 ) -> dict[str, float]:
-    """Return the accuracy of classifiers that start from an autoencoder, and the speedup and FLOPs of its training.
+    """Return the accuracy of classifiers that start from an autoencoder, and the speedup and FLOPs of autoencoder
+    training.
 
     If `rate` is 0, the classifiers start from an untrained encoder.
     """
@@ -122,7 +124,7 @@ def mae(
         return cells[label_of(rate)][f"{part}_gain"]
 
     def gain(cells: Cells, rate: float, metric: str, other: str = SCRATCH) -> float:
-        """Return the accuracy gain over another initialization with the fewest labels, in points."""
+        """Return the gain in accuracy over the initialization `other` with the fewest labels, in percentage points."""
         return cells[label_of(rate)][f"{metric}_{few}"] - cells[other][f"{metric}_{few}"]
 
     accuracies = {

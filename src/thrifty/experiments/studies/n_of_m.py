@@ -57,10 +57,10 @@ def n_of_m(
     """A 3-block byte decoder, dense and in seven variants with masks in all linear layers.
 
     Command   thrifty study n_of_m
-    Expect    2:4 masks along rows increase the loss by some hundredths of a nat. Transposable masks increase it twice
-              as much, and 1:4 masks three times. Decay reduces the flip rate; its effect on the loss depends on the
-              seed. Dense steps in the last sixth, with the learning rate near zero, raise the loss by 0.01 nats.
-              Duration: four minutes on two cores.
+    Expect    2:4 masks along rows increase the loss by some hundredths of a nat. Transposable masks increase the loss
+              twice as much, and 1:4 masks three times as much. Decay reduces the flip rate; its effect on the loss
+              depends on the seed. Dense steps in the last sixth, with the learning rate near zero, raise the loss by
+              0.01 nats. Duration: four minutes on two cores.
     """
     fixed = {"depth": depth, "width": width, "length": length, "batch": batch, "steps": steps}
     weak = {"decay": 2e-4}

@@ -5,7 +5,7 @@ Papers    Lee et al. 2019, SNIP (arXiv 1810.02340); Wang et al. 2020, GraSP (200
 Note      The output layer is also masked, and is the first layer that collapses. Pixels are standardized. With pixels
           in [0, 1] and a random mask of 2 %, the network had not begun to learn after 1500 steps (one seed). Weights
           have He initialization; biases are zero. GraSP starts from Xavier initialization, as in its paper. From He
-          initialization, its mask at 10 % did not train (two seeds).
+          initialization, GraSP's mask at 10 % did not train (two seeds).
 """
 
 from thrifty.composition.compose import BaseRun, compose

@@ -58,8 +58,9 @@ def resolution(
     """A 4-block ViT on CIFAR-10 for 200, 400 and 800 steps: full images, growing images, and growing low frequencies.
 
     Command   thrifty study resolution
-    Expect    A start with small images saves a third of the time. At equal steps, it loses less accuracy than full
-              images with half the steps. Requires `thrifty data get cifar10`. Duration: forty minutes on two cores.
+    Expect    A start with small images saves a third of the time. At equal steps, this start loses less accuracy than
+              halving the steps of a run on full images. Requires `thrifty data get cifar10`. Duration: forty minutes on
+              two cores.
     """
     fixed = {"data": data, "depth": depth, "width": width, "patch": patch, "batch": batch, "tested": tested}
     levels = grid(way=("full", "resolution", "low_frequency"), steps=budgets)

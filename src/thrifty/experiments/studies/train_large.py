@@ -33,8 +33,8 @@ def keep_largest(weights: list[Tensor], kept: int) -> None:
 def measure(
     seed: int, depth: int, width: int, flops: float, length: int, batch: int, narrower: int | None = None
 ) -> dict[str, float]:
-    """Return the losses of a model trained with compute `flops`: dense, with half of its block weights, and with as
-    many block weights as a model of width `narrower`.
+    """Train a model with compute `flops`. Return the loss of the dense model, with half of its block weights, and with
+    as many block weights as a model of width `narrower`.
     """
     parameters = parameters_of(llama(depth, width, length, seed))
     steps = steps_for(flops, parameters, length * batch)
@@ -67,10 +67,10 @@ def train_large(
     """Llama-style byte models at four widths and three compute budgets, then pruned by magnitude.
 
     Command   thrifty study train_large
-    Expect    The best width grows with the budget. If half of the weights are pruned, a wider model loses less. The
-              paper claims that a wide model, pruned to the size of a narrow model, is better than the narrow model.
-              One-shot pruning at these sizes is not expected to confirm this. Duration: a quarter of an hour on two
-              cores.
+    Expect    The best width grows with the budget. If half of the weights are pruned, a wider model loses less than a
+              narrower model. The paper claims that a wide model, pruned to the size of a narrow model, is better than
+              the narrow model. One-shot pruning at these sizes is not expected to confirm this. Duration: a quarter of
+              an hour on two cores.
     """
     cases = {}
     for flops in budgets:

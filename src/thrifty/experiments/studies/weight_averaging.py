@@ -1,5 +1,5 @@
 """Weight averaging: at a constant learning rate, the mean of the latest weights is far better than the last weights.
-After learning-rate decay, it is not better.
+After learning-rate decay, the mean is not better.
 
 Paper     Kaddour 2022, Stop Wasting My Time! (arXiv 2209.14981); Sanyal et al. 2023 (arXiv 2306.03241).
 Note      Each case stops at one step of a run that is planned for `steps` steps. It then evaluates the raw weights and
@@ -101,9 +101,10 @@ def weight_averaging(
     average (EMA).
 
     Command   thrifty study weight_averaging
-    Expect    Early, LAWA is worse, because its copies are outdated. With the constant learning rate, both means gain
-              almost 0.1 nats in the second half of the run. At the end, they gain about as much as learning-rate decay.
-              With the decayed rate, the gain vanishes toward the end of the run. Duration: twelve minutes on two cores.
+    Expect    Early in the run, LAWA is worse than the raw weights, because its copies are outdated. With the constant
+              learning rate, both means gain almost 0.1 nats in the second half of the run. At the end, they gain about
+              as much as learning-rate decay. With the decayed learning rate, the gain vanishes toward the end of the
+              run. Duration: twelve minutes on two cores.
     """
     fixed = {
         "steps": moments[-1], "lr": lr, "copies": copies, "every": every, "decay": decay, "depth": depth,

@@ -134,8 +134,8 @@ class BabiStory:
 
 
 def story(seed: int, number: int) -> BabiStory:
-    """Return story `number` of a seed. Question kinds alternate with the number. A story has 4 to 50 sentences, about
-    17 on average.
+    """Return story `number` of a seed. Question kinds alternate with the number. A story has 4 to 50 sentences, and 20
+    on average.
     """
     random, kind = Random(f"{seed}/{number}"), KINDS[number % len(KINDS)]
     while True:
@@ -153,7 +153,7 @@ class StoryExamples:
     inputs: np.ndarray
     """Word indices of n stories (n, SENTENCES + 1, SENTENCE); 0 is padding. The last row of a story is its question."""
     labels: np.ndarray
-    """Word indices of the answers to n stories, (n,)."""
+    """Word indices of the answers for n stories, (n,)."""
     kinds: np.ndarray
     """Indices into KINDS for the questions of n stories, (n,)."""
 

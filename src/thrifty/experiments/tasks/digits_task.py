@@ -68,7 +68,9 @@ def accuracy(model: nn.Module) -> float:
 
 
 def with_wrong_labels(share: float, seed: int) -> tuple[FixedImages, Tensor]:
-    """Return the n training images, of which a fraction `share` has wrong labels, and a mask (n,) of these images."""
+    """Return the n training images, of which a fraction `share` has wrong labels, and a mask (n,) that is True for
+    wrong labels.
+    """
     digits, generator = DigitImages("train"), torch.Generator().manual_seed(seed)
     wrong = torch.zeros(len(digits), dtype=torch.bool)
     wrong[torch.randperm(len(digits), generator=generator)[: round(share * len(digits))]] = True

@@ -37,7 +37,8 @@ def position_sums(words: Tensor, vocabulary: int) -> tuple[Tensor, Tensor]:
 
 
 def position_encoding(sentences: tuple[Tensor, Tensor], table: Tensor) -> Tensor:
-    """Return sentence embeddings (…, d) with position encoding, from `position_sums` and an embedding table (v, d).
+    """Return sentence embeddings of width d (…, d) with position encoding, from `position_sums` and an embedding table
+    (v, d) of v words.
 
     For word j of J, element k of d is multiplied by (1 - j / J) - (k / d) (1 - 2 j / J).
     """
@@ -47,15 +48,17 @@ def position_encoding(sentences: tuple[Tensor, Tensor], table: Tensor) -> Tensor
 
 
 def recency(there: Tensor, gaps: Tensor | None = None) -> Tensor:
-    """Return, for each of n unmasked sentences (b, n), the number of later sentences. `gaps` (b, n) adds random
-    offsets.
+    """Return, for each unmasked sentence of b stories with n sentences (b, n), the number of later sentences. `gaps`
+    (b, n) adds random offsets.
     """
     later = there.long() if gaps is None else there.long() + gaps * there
     return later.flip(-1).cumsum(-1).flip(-1) - later
 
 
 class MemoryNetwork(nn.Module):
-    """Memory network that maps inputs (b, n + 1, w) to logits (b, v) over all words. The last row is the question.
+    """Memory network that maps inputs (b, n + 1, w) to logits (b, v) over v words. The last row is the question.
+
+    An input has b stories of n sentences and w words per sentence.
 
     The state starts as the embedded question. Each of `hops` hops attends over the sentences in one embedding. It adds
     their weighted sum in another embedding to the state.
@@ -110,5 +113,5 @@ class MemoryNetwork(nn.Module):
         return state @ (self.words[-1] if adjacent else self.answer).T
 
     def gaps(self, there: Tensor) -> Tensor | None:
-        """Return random gaps (b, n) during training, and None in evaluation."""
+        """Return random gaps (b, n) for b stories of n sentences during training, and None in evaluation."""
         return (torch.rand(there.shape, device=there.device) < self.skipped).long() if self.training else None
