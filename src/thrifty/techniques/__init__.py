@@ -169,4 +169,4 @@ def _imported(name: str, load: Callable[[], Any]) -> Any:
             raise
         where = source_file(name) or third_party()[name].value
         what = f"the technique {name!r} cannot be imported: {type(error).__name__}: {error}"
-        raise UsageError(what, fix=f"correct {where}; or leave {name} out") from error
+        raise UsageError(what, fix=f"correct '{where}'; or leave {name} out") from error

@@ -9,8 +9,8 @@ Use         encoder = thrifty.apply(encoder, "bias_only")
 Start with  `bias_only` and a larger learning rate than for full fine-tuning. For models without biases, such as Llama,
             set `add=true`.
 Cost        The backward pass still runs through every block, because biases of all blocks are trained.
-Avoid       Tasks for which shifting features is not enough. The paper reports parity with full fine-tuning only on
-            small and medium data sets.
+Avoid       Tasks for which shifting features is not enough. Large data sets, because the paper reports parity with full
+            fine-tuning only on small and medium data sets.
 Does not    Train matrices, except with `head=true`, or export a model with `add=true`, because the plain architecture
             lacks the added biases.
 """

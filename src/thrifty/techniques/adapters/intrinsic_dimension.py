@@ -38,11 +38,13 @@ from thrifty.kernels.hadamard import Fastfood, draw_fastfood
 from thrifty.modeling.adapter_base import ALSO_TRAINED, AdapterTechnique, train_only
 
 NAME = "subspace"
-"""Name of the parameter z."""
+"""Name of the trained parameter z, the coordinates in the subspace."""
 
 
 class RandomSubspace:
-    """The weights of a model as a function θ₀ + P z of the vector z."""
+    """The weights of a model as a function θ₀ + P z of the vector z. θ₀ are the initial weights, P is a random
+    projection.
+    """
 
     def __init__(self, weights: list[nn.Parameter], projection: Fastfood):
         self.weights, self.projection = weights, projection
@@ -88,7 +90,10 @@ PLACEMENT_HOOK: ModuleNote[RemovableHandle] = ModuleNote("placement_hook")
 
 
 def restrict_to_subspace(model: nn.Module, dimension: int, seed: int) -> RandomSubspace:
-    """Add the parameter z, initially zero, to a model. Set the weights to θ₀ + P z before each forward pass."""
+    """Add the parameter z, initially zero, to a model. Set the weights to θ₀ + P z before each forward pass.
+
+    θ₀ are the current weights, P is a random projection.
+    """
     weights = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
     total = sum(weight.numel() for weight in weights)
     if dimension > total:

@@ -44,7 +44,7 @@ the layer.
 class Lora(AdapterTechnique):
     """Adapts linear layers, `Conv1D`, embeddings and torch's `MultiheadAttention` of any model. Each slice of a fused
     layer has its own factors. Merging for export adds scale · B A to the weight in float32 and rounds once.
-    `modeling/lora_model.py` merges, restores the original bits of weights, and stores several adapters for one base.
+    `modeling/lora_model.py` merges adapters, restores original weights, and stores several adapters for one base model.
 
     Differs from the paper: A is Kaiming-uniform and B is zero, as in reference implementations; the paper has a
     Gaussian A. In an embedding A is zero and B is normal. The paper adapts only queries and values; `slices=qv` does so

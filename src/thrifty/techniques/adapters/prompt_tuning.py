@@ -7,7 +7,7 @@ Use         model = thrifty.apply(model, "prompt_tuning", tokens=20)
             optimizer = thrifty.optim.Adafactor(model, lr=0.3)
 Start with  `prompt_tuning:tokens=20` and a large constant learning rate; the paper uses 0.3 with Adafactor.
 Cost        Every sequence is k tokens longer inside the model. The backward pass runs through all frozen blocks.
-Avoid       Small models. In the paper, quality reaches full fine-tuning only at billions of parameters.
+Avoid       Small models, because in the paper quality reaches full fine-tuning only at billions of parameters.
 Does not    Change the length of the output, because hidden states of virtual tokens are removed before the head and the
             loss.
 """

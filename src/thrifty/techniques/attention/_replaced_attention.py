@@ -120,7 +120,7 @@ class ReplacedAttention(Technique):
             model.register_forward_pre_hook(replace_or_calibrate, with_kwargs=True)
 
     def before_pass(self, model: nn.Module, step: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Run before each forward pass of a training step before `from_step`. The base class does nothing."""
+        """Run at the start of each training forward pass until `from_step`. The base class does nothing."""
 
     def finish(self, model: nn.Module) -> nn.Module:
         phase = decided_phase(model)["phase"]
@@ -146,7 +146,7 @@ class ReplacedAttention(Technique):
             expected = [PLAIN]
         # the change takes effect with the first pass of the step
         if phases != expected and not (state.step == self.start and phases == [PLAIN]):
-            raise IntegrityError(f"{self.name}: the log of {state.step} steps has the phases {phases}, not {expected}")
+            raise IntegrityError(f"{self.name}: after {state.step} steps the log has phases {phases}, not {expected}")
 
 
 def _mark(model: nn.Module, decided: Mapping[str, Any]) -> nn.Module:

@@ -1,8 +1,8 @@
 """BigBird (Zaheer et al. 2020): restrict attention to neighboring, global and random blocks.
 
 Paper       Zaheer et al. 2020, BigBird (arXiv 2007.14062), sections 2 and 3.
-Promise     Time and memory of attention grow with tokens times kept blocks per query block. Outputs and gradients equal
-            dense attention with the same mask.
+Promise     Time and memory of attention grow with tokens times kept blocks per query block. Outputs and gradients are
+            as in dense attention with the same mask.
 Use         model = thrifty.apply(model, "block_sparse", block=8)
             optimizer = thrifty.optim.AdamW(model, lr=1e-3)
 Start with  `block_sparse:block=64,window_blocks=1,random_blocks=2` for 2,048 tokens or more. Add global and window
@@ -32,7 +32,7 @@ def scattered_attention(
     block: int, near: int, first: int, sampled: int, causal: bool, seed: int, q: Tensor, k: Tensor, v: Tensor,
     mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the attention (b, h, t, k) of q over k and v (b, g, t, k) in the blocks of a `scattered_grid`.
+    """Return the attention (b, h, t, k) of q over k and v (b, g, t, k) in the near, first and random blocks of queries.
 
     A boolean mask excludes additional query-key pairs.
     """

@@ -77,8 +77,8 @@ class DetectorCore:
         return attend_kept(q, k, v, keep_of(keys, k.shape[2]))
 
     def kept_counts(self, visible: Tensor) -> tuple[int, Tensor | None]:
-        """Return the maximum number of kept keys per query, and in an encoder the number of each example (b,); None in
-        a decoder.
+        """Return the maximum number of kept keys per query, and the number of each example (b,), which is None in a
+        decoder.
 
         An encoder keeps a fraction of the example's own tokens. A decoder keeps a fraction of the longest training
         text, so that the number is the same in a text of any length.
@@ -132,7 +132,7 @@ def rotary_tables(module: nn.Module) -> tuple[Tensor, Tensor] | None:
 
 
 DETECTOR_CORE: ModuleNote[DetectorCore] = ModuleNote("detector_core")
-"""Core with the detector of an attention module."""
+"""Attention core of a module, with its detector."""
 
 
 def with_input(module: nn.Module, inner: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:

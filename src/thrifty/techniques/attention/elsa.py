@@ -10,8 +10,8 @@ Cost        More time and memory than dense attention in software, because all p
             The paper reports 3.14 times the time of dense attention on a GPU.
 Avoid       Runs that should become faster, because the filter is slow in software. Use attention.block_sparse for
             speed.
-Does not    Save time or memory without the accelerator; the speedup of 58 over a V100 in the paper is for twelve 40 nm
-            accelerators, attention only.
+Does not    Save time or memory without the accelerator; the paper's speedup of 58 over a V100 covers attention alone,
+            on twelve accelerators.
 """
 
 from collections.abc import Mapping
@@ -36,7 +36,7 @@ from thrifty.techniques.attention._replaced_attention import CalibratedAttention
 PlainMatrix = tuple[tuple[float, ...], ...]
 """A small matrix as Python floats, because tensors have no values while shapes are traced."""
 UNKNOWN = 0.5
-"""Threshold used to count FLOPs before a threshold is learned."""
+"""Threshold used to count FLOPs before calibration."""
 
 
 def _keep(
@@ -47,11 +47,11 @@ def _keep(
 
 
 class Elsa(CalibratedAttention):
-    """The threshold of each block is computed from `p` and training examples, in the last steps with plain attention,
-    and then fixed. The paper uses p of 0.5, 1, 2 and 4. The conservative value depends on the accepted drop in
-    accuracy; for BERT on SQuAD 1.1 it is 2. A hash has one bit per dimension of the head, 64 in the paper. So hashes of
-    narrower heads are less precise. Hashing has no gradient: gradients pass through the exact scores of kept keys. The
-    bias of the estimated angles, 0.127 rad for width 64, is computed from random vectors.
+    """The threshold of each block is computed from `p` and training examples, in the last steps before `from_step`, and
+    then fixed. The paper uses p of 0.5, 1, 2 and 4. The conservative setting depends on the accepted drop in accuracy;
+    for BERT on SQuAD 1.1 it is 2. A hash has one bit per dimension of the head, 64 in the paper. So hashes of narrower
+    heads are less precise. Hashing has no gradient: gradients pass through the exact scores of kept keys. The bias of
+    the estimated angles, 0.127 rad for width 64, is computed from random vectors.
 
     Differs from the paper: training continues with the filter; the paper filters a trained model without more training.
     The paper covers encoders only; in a decoder, n and the largest key norm refer to the keys that a query sees. Head

@@ -6,7 +6,7 @@ Promise     The model trains with the masks of Sanger, which keep 8 to 27 % of t
             `kernels/attention_filters/sanger_filter.py` packs the masks into rows of processing elements.
 Use         optimizer = thrifty.optim.AdamW(model, lr=1e-3)
             thrifty.apply((model, optimizer), "sanger", total_steps=1000)
-Start with  `sanger:threshold=0.02`, as in the published code for most of GLUE. Its threshold for SQuAD is 0.002.
+Start with  `sanger:threshold=0.02`, as in the published code for most of GLUE. The code's threshold for SQuAD is 0.002.
 Cost        More time and memory than dense attention in software, because scores are computed twice and a mask is
             built.
 Avoid       Runs that should become faster, because the filter is slow in software. Use attention.block_sparse for

@@ -42,9 +42,7 @@ from thrifty.techniques.attention._replaced_attention import CHOSEN, ReplacedAtt
 
 
 class CascadeRelay:
-    """Importance of tokens and heads, and the kept tokens and heads, which one block passes to the next in a forward
-    pass.
-    """
+    """The state that one block passes to the next in a forward pass: importance and kept tokens and heads."""
 
     def __init__(self) -> None:
         self.current: CascadeState | None = None

@@ -9,7 +9,8 @@ Start with  `tiled` together with `compile` on a CPU. On a GPU with Triton, `ker
             FlashAttention.
 Cost        Work is split into many short steps. If other processes use the cores, each step may wait, and the gain may
             vanish.
-Avoid       Training without `compile`, because the gain requires compiled code. On GPUs torch's own kernel is faster.
+Avoid       Training without `compile`, because the gain requires compiled code. GPUs, because torch's own kernel is
+            faster there.
 Does not    Change the result beyond rounding, or support models of transformers, because it replaces only the attention
             of this package's models.
 """

@@ -2,8 +2,8 @@
 
 Paper       You et al. 2023, ViTCoD: Vision Transformer Acceleration via Dedicated Algorithm and Accelerator Co-Design
             (HPCA, arXiv 2210.09573). Parts of the paper and its published code were read.
-Promise     Each query keeps the keys with the largest average attention weights until their sum reaches `cut`. The
-            masks are the same for all inputs.
+Promise     Each query keeps the keys with the largest average attention weights, until the kept weights sum to `cut`.
+            The masks are the same for all inputs.
 Use         optimizer = thrifty.optim.AdamW(vit, lr=1e-3)
             thrifty.apply((vit, optimizer), "vitcod", total_steps=1000, tokens=17)
 Start with  `vitcod:cut=0.5`; the published code has cuts from 0.58 to 0.19. Set `autoencoder=true` to compress queries
@@ -67,7 +67,7 @@ class AutoencodedCore:
 
 
 def autoencode_attention(site: AttentionSite, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return queries (b, h, t, k) and keys (b, g, t, k) as reconstructed by the site's autoencoders."""
+    """Return queries (b, h, t, k) and keys (b, g, t, k) as reconstructed by autoencoders."""
     query_weights, key_weights = (
         [getattr(site.module, name).to(x.dtype) for name in names]
         for x, names in ((q, AUTOENCODER[:2]), (k, AUTOENCODER[2:]))
@@ -104,9 +104,9 @@ class Vitcod(CalibratedAttention):
     DeiT.
 
     `products=blocks` computes attention in blocks, with the most attended tokens first (the paper's split into a denser
-    and a sparser part). Outputs and gradients equal `products=dense`. With `autoencoder`, queries and keys pass through
-    a learned encoder and decoder with half the number of heads. The reconstruction error is added to the loss. The
-    autoencoders train from the first step and are dropped at the end.
+    and a sparser part). `products=blocks` and `products=dense` have equal outputs and gradients. With `autoencoder`,
+    queries and keys pass through a learned encoder and decoder with half the number of heads. The reconstruction error
+    is added to the loss. The autoencoders train from the first step and are dropped at the end.
 
     Differs from the paper: each rank averages maps over `steps` times `examples` examples, and training continues. The
     paper averages over all training images and then fine-tunes for 100 epochs. Here the autoencoder starts as a random

@@ -1,9 +1,9 @@
-"""Sliding-window attention (Beltagy et al. 2020): attend only to nearby and the first tokens.
+"""Sliding-window attention (Beltagy et al. 2020): attend only to nearby tokens and the first tokens.
 
 Paper       Beltagy et al. 2020, Longformer (arXiv 2004.05150), section 3.1. Child et al. 2019 (arXiv 1904.10509) and
             Jiang et al. 2023, Mistral 7B (arXiv 2310.06825), use it in decoders.
 Promise     Time and memory of attention grow with tokens times window, not with tokens squared. Outputs and gradients
-            equal dense attention with the same mask.
+            are as in dense attention with the same mask.
 Use         model = thrifty.apply(model, "window", window=16, block=8)
             optimizer = thrifty.optim.AdamW(model, lr=1e-3)
 Start with  `window:window=512,block=64`. Raise `window` if the loss rises; set `global_tokens=1` for an encoder with a
@@ -32,7 +32,7 @@ from thrifty.techniques.attention._replaced_attention import ReplacedAttention
 def window_attention(
     rule: VisibilityRule, block: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 ) -> Tensor:
-    """Return the attention (b, h, t, k) of q over k and v (b, g, t, k), limited by a rule and a boolean mask."""
+    """Return the attention (b, h, t, k) of q over k and v (b, g, t, k), limited by `rule` and a boolean mask."""
     refuse_other_lengths(q.shape[2], k.shape[2])
     return block_attention(q, k, v, window_grid(q.shape[2], rule, block, q.device), mask)
 

@@ -40,7 +40,7 @@ def uniform_mean(copies: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 
 
 def copies_taken(updates: int, start: int, every: int) -> int:
-    """Return the number of copies made in the first `updates` updates, at updates start, start + every, …"""
+    """Return the number of copies after `updates` updates. Copies are made at updates start, start + every, …"""
     return (updates - start) // every + 1 if updates >= start else 0
 
 

@@ -1,4 +1,4 @@
-"""Progressive patch size (Beyer et al. 2022): train with few large patches, then with smaller ones.
+"""Progressive patch size (Beyer et al. 2022): train on large patches first, then on smaller patches.
 
 Paper       Beyer et al. 2022, FlexiViT (arXiv 2212.08013), resizes the patch weights. The survey of Zhuang et al. 2023
             (arXiv 2302.01107) describes training that starts with large patches.
@@ -82,8 +82,8 @@ def _refuse_uneven_images(embedding: Any, args: tuple[Any, ...]) -> None:
 
 
 class PatchSizeCurriculum(Technique):
-    """After a change to smaller patches, each patch has the token that its enlargement to the old size had before the
-    change. The learned positions are interpolated. Sides of images must be multiples of the largest patch. During
+    """At each change, new patch weights map a small patch to the token that the old weights compute for the enlarged
+    patch. The learned positions are interpolated. Sides of images must be multiples of the largest patch. During
     training, evaluation uses the current patches. An early export has patches of the final size.
     """
 

@@ -1,9 +1,9 @@
-"""Sequence length warmup (Li et al. 2022): train on short texts first, then on longer ones.
+"""Sequence length warmup (Li et al. 2022): train on short texts first, then on longer texts.
 
 Paper       Li, Zhang and He 2022, The Stability-Efficiency Dilemma (arXiv 2108.06084). CompoundGrow (Gu et al. 2021,
             arXiv 2010.12562) also grows the text length.
-Promise     Early steps are cheaper and more stable. The cost of attention grows with the square of the text length, the
-            cost of other layers with the length.
+Promise     Early steps are cheaper and more stable. The cost of attention grows with the square of the text length, and
+            the cost of other layers grows with the length.
 Use         loader = thrifty.apply(loader, "sequence_length", total_steps=10_000)
 Start with  `sequence_length:start=64,until=0.3`. Raise `until` for a longer warmup if the loss is unstable.
 Cost        Early steps train on fewer tokens. With `compile` the model is compiled once per length.
@@ -30,7 +30,7 @@ class SequenceLengthWarmup(Technique):
     claims = frozenset({Claim.SEQUENCE_LENGTH})
 
     start: Positive = 64
-    """Tokens per example in the first phase."""
+    """Number of tokens per example in the first phase."""
     until: StepOrFraction = 0.3
     """First step with texts of full length."""
     phases: Positive = 4

@@ -7,7 +7,7 @@ Use         run = thrifty.train("bert-nano", "my.txt", loss="masked_token",
                                 techniques=["drop_masked_tokens"], budget="2000 steps")
 Start with  `drop_masked_tokens:blocks=2` with `--set objective.rate=0.5`. Try `attend=cross` for a cheaper decoder.
 Cost        The decoder adds `blocks` blocks on all tokens (`attend=self`) or on predicted tokens (`attend=cross`). The
-            head runs for each predicted token, which is expensive with a large vocabulary.
+            output head runs for each predicted token, which is expensive with a large vocabulary.
 Avoid       A mask rate of 0.15, because the encoder saves only 12 %. Shallow models, because a decoder block costs as
             much as an encoder block.
 Does not    Make losses at different mask rates comparable, or change the masking: the encoder still reads predicted
@@ -39,9 +39,7 @@ Attend = Literal["self", "cross"]
 
 
 def attention_over(q: Tensor, kv: Tensor, head_width: int) -> Tensor:
-    """Return softmax attention (b, k, d) of k queries (b, k, d) over n keys and values, concatenated as `kv` (b, n, 2
-    d).
-    """
+    """Return softmax attention (b, k, d) of k queries over n keys and values. `kv` (b, n, 2 d) is keys and values."""
     queries = q.unflatten(-1, (-1, head_width)).transpose(1, 2)
     keys, values = kv.unflatten(-1, (-1, head_width)).transpose(1, 2).chunk(2, dim=1)
     return F.scaled_dot_product_attention(queries, keys, values).transpose(1, 2).flatten(2)
@@ -58,7 +56,7 @@ def random_like(pattern: Tensor, key: str, shape: Sequence[int] = ()) -> nn.Para
 
 
 def block_like(block: nn.Module, key: str) -> nn.Module:
-    """Return a copy of a block, or of a module in it, with new random matrices. Vectors are copied."""
+    """Return a copy of a block or of one of its modules, with new random matrices. Vectors are copied."""
     parameters = {
         id(values): random_like(values, f"{key}.{name}")
         if is_matrix(name, values)
@@ -69,7 +67,7 @@ def block_like(block: nn.Module, key: str) -> nn.Module:
 
 
 class DecoderCrossAttention(nn.Module):
-    """Cross-attention over the encoder's states, with the sizes of `attention`. `key` is the seed."""
+    """Cross-attention over the encoder's states, with the sizes of `attention`. `key` seeds the initial values."""
 
     def __init__(self, attention: nn.Module, key: str):
         super().__init__()
@@ -89,7 +87,7 @@ class DecoderCrossAttention(nn.Module):
 
 
 class MaskDecoder(nn.Module):
-    """A decoder with a learned mask vector and copies of the encoder's first block, whose matrices are random.
+    """A decoder with a learned mask vector, and copies of the encoder's first block with new random matrices.
 
     With `attend="cross"` each block also attends to the encoder's states.
     """

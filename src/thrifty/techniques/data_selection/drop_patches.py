@@ -54,9 +54,9 @@ def visible_patches(keys: Tensor, patches: int, rate: float) -> Tensor:
 
 
 def without_patches(tokens: Tensor, visible: Tensor, before: int) -> Tensor:
-    """Return tokens (b, before + t, d) with only the n patches of indices `visible` (b, n), (b, before + n, d).
+    """Return tokens (b, before + t, d) with only the n `visible` patches (b, n), (b, before + n, d).
 
-    The first `before` tokens are no patches and stay.
+    `visible` are indices of patches. The first `before` tokens are no patches and stay.
     """
     return torch.cat((tokens[:, :before], gather_tokens(tokens[:, before:], visible)), 1)
 
@@ -117,7 +117,7 @@ def drop_patches(model: nn.Module, keys: Tensor, rate: float) -> Iterator[None]:
 
 
 class PatchDropObjective(WrappedObjective):
-    """An objective that drops patches in batches with keys."""
+    """An objective that drops patches if the batch has the field `patch_key`."""
 
     def __init__(self, inner: Objective, rate: float):
         super().__init__(inner)
@@ -142,7 +142,7 @@ class DropPatches(Technique):
     hundredth of the learning rate; a schedule that decays to zero has a similar effect here. In FLIP the saved memory
     allows a larger contrastive batch, which is part of the gain (from memory, unverified).
 
-    Works for models with one patch convolution whose module also adds positions: models of this package and of
+    Works for models whose patch embedding has one convolution and adds the positions: models of this package and of
     transformers. The estimated footprint describes the last step, so with `until` below 1 it describes whole images.
     """
 

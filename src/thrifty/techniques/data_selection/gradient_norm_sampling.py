@@ -10,7 +10,7 @@ Start with  `gradient_norm_sampling:presample=3`. With many micro-batches, set `
 Cost        While sampling is active, a forward pass scores `presample` times as many examples as are trained. The token
             count of the run includes all loaded examples.
 Avoid       Runs that end early, because all examples score alike at the start of training. Losses that compare the
-            examples of a batch, which are refused.
+            examples of a batch; such losses are refused.
 Does not    Keep the expectation of Adam's second moments, because Adam averages squares of the reweighted gradients.
 """
 
@@ -32,7 +32,7 @@ from thrifty.core.technique import Numerics, Technique
 
 
 def variance_reduction(scores: Tensor) -> Tensor:
-    """Return tau = sqrt(B · sum g²) for scores (B,), normalized to g with sum 1, over all ranks.
+    """Return tau = sqrt(B · sum g²) for B scores on all ranks. g are the scores divided by their sum.
 
     tau is the gain of sampling, as a factor of the batch size: 1 for equal scores, NaN if all scores are 0. Each rank
     must have the same number of scores.
@@ -60,7 +60,7 @@ def sample(batch: Batch, scores: Tensor, count: int) -> Batch:
 
 @torch.no_grad()
 def weighted_scores(model: nn.Module, objective: Objective, batch: Batch, at_once: int) -> Tensor:
-    """Return weight times score of each example, (b,), computed without dropout, `at_once` examples at a time."""
+    """Return the weighted score of each example (b,), computed without dropout, `at_once` examples at a time."""
     was_training = model.training
     model.eval()
     parts = [batch.rows(start, start + at_once) for start in range(0, len(batch), at_once)]

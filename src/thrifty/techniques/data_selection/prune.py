@@ -4,8 +4,8 @@ Paper       Paul, Ganguli and Dziugaite 2021, Deep Learning on a Data Diet (arXi
             examples. Sorscher et al. 2022, Beyond neural scaling laws (arXiv 2206.14486), keeps the easiest examples if
             data is scarce. Sorscher et al. keep of each class at least 50 % of the mean number kept per class
             (unverified).
-Promise     Fewer examples train nearly the same model. Paul et al. report no loss of quality with half of CIFAR-10,
-            selected by EL2N.
+Promise     Training on fewer examples reaches nearly the same quality. Paul et al. report no loss of quality with half
+            of CIFAR-10, selected by EL2N.
 Use         texts = thrifty.apply(texts, "prune", order="random")
             loader = torch.utils.data.DataLoader(texts, batch_size=8, shuffle=True)
 Start with  `prune:order=random,keep=0.5` as the control. Then use `order=hard` with scores from `thrifty data score`.
@@ -54,9 +54,9 @@ def kept_examples(
     """Return the ascending indices (k,) of the kept examples; k = round(keep · n), at least 1.
 
     First the round(drop_hardest · n) examples with the highest scores (n,) are dropped. Then at least
-    floor(min_class_share · k / classes) examples of each class in `labels` (n,) are kept, or all of a smaller
-    class. `order` selects the rest: hardest, easiest or random examples. With equal scores the first example counts as
-    harder. Raises RefusedError if `keep` plus `drop_hardest` exceeds 1.
+    floor(min_class_share · k / classes) examples of each class in `labels` (n,) are kept, or the whole class if it is
+    smaller. `order` selects the rest: hardest, easiest or random examples. With equal scores the first example counts
+    as harder. Raises RefusedError if `keep` plus `drop_hardest` exceeds 1.
     """
     count, dropped = max(round(keep * len(scores)), 1), round(drop_hardest * len(scores))
     chosen = scores.argsort(descending=True, stable=True)[dropped:]

@@ -1,7 +1,7 @@
 """Pooling of neighboring token embeddings before the blocks, in training only.
 
-The output of a group of tokens predicts the token after the group, so that no token is predicted from itself. The other
-targets are dropped.
+The output of a group of tokens predicts the token after the group, so that no token is predicted from itself. Targets
+inside a group are dropped.
 """
 
 from functools import partial

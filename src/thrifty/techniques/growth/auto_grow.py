@@ -173,7 +173,7 @@ class AutoGrow(Technique):
     weight: Rate = 0.0
     """Exponent w of time in loss · time^w; 0 fits w to the tried sizes."""
     time_source: Literal["counted", "measured"] = "counted"
-    """Time of a step at a size: FLOPs counted from shapes, or measured seconds."""
+    """Time of a step at each size: FLOPs counted from shapes, or measured seconds."""
     momentum: Probability = 0.998
     """Decay of the weight EMA that initializes added blocks."""
     moments: Moments = "copy"

@@ -6,8 +6,8 @@ Promise     With `theta=0.5` a late step computes (3 L - 1) / 4 of L blocks on a
             rescaled, so that their expected output is unchanged.
 Use         run = thrifty.train(recipe="vit-digits", techniques=["growth.layer_drop"], budget="2000 steps")
 Start with  `layer_drop:theta=0.5`. Raise `theta` if the loss is worse than without layer dropping at equal steps.
-Cost        Gradients are noisier. A dropped block has zero gradient, but its optimizer moments and weight decay
-            continue.
+Cost        Gradients are noisier than without dropped blocks. A dropped block has zero gradient, but its optimizer
+            moments and weight decay continue.
 Avoid       Fixed compute budgets, because noisier gradients can cost more than skipped blocks save. Post-norm models
             and models with a norm after each branch (Gemma 2, OLMo 2), which are refused.
 Does not    Drop or rescale blocks in evaluation.
@@ -44,7 +44,10 @@ def theta_at(step: int, theta: float, settle: int) -> float:
 
 
 def keep_probability(block: int, blocks: int, theta: float, spare_first: bool = False) -> float:
-    """Return the probability 1 - l / L · (1 - theta) for L blocks. l is `block` + 1; with `spare_first`, `block`."""
+    """Return the probability of keeping a block, 1 - l / L · (1 - theta), for L blocks.
+
+    l is `block` + 1; with `spare_first`, l is `block`.
+    """
     return 1 - (block + (not spare_first)) / blocks * (1 - theta)
 
 

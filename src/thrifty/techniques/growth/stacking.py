@@ -43,8 +43,8 @@ def written_by(model: nn.Module) -> set[str]:
 
 class ProgressiveStacking(Technique):
     """In the order ABCABC, block l of the old model (n blocks) initializes blocks l and l + n of the new model. In the
-    order AABBCC, it initializes blocks 2 l and 2 l + 1. With `start=zeroed` the added blocks initially add zero to the
-    residual stream.
+    order AABBCC, block l initializes blocks 2 l and 2 l + 1. With `start=zeroed` the added blocks initially add zero to
+    the residual stream.
 
     `moments` resets the optimizer state after a growth ("reset", as in the paper) or copies it with the block ("copy").
     With "mean" the copied second moments are replaced by their mean over the layer. Moments are never zeroed without a

@@ -66,7 +66,7 @@ def are_joined(stacks: Mapping[str, Blocks]) -> bool:
 
 @torch.no_grad()
 def draw(branch: ResidualBranch, branches: int, seed: int) -> None:
-    """Initialize a branch of a model with L = `branches`: scale all matrices, and zero the last one and the biases."""
+    """Initialize a branch of a model with L = `branches`: scale all matrices, and zero the last matrix and biases."""
     factors = matrices(branch)
     scale = depth_factor(branches, len(factors))
     draw_xavier(factors[:-1], seed, scale)
@@ -118,9 +118,9 @@ class Fixup(NormFreeTechnique):
     (1) The last layer of each branch and an untied output head start at 0.
     (2) The other matrices of a branch start from Xavier's values times L^(-1 / (2m - 2)). L is the number of branches
         in the model and m the number of matrices in the branch: 2 in an MLP, 3 in a gated MLP, 4 in attention.
-    (3) A learned scalar is added before each linear layer and activation of a branch; another multiplies the output.
+    (3) A learned scalar is added before each linear layer and activation of a branch, and one scales the output.
 
-    L counts 2 branches per encoder block and 3 per decoder block, at the depth at which the run starts. Scalars train
+    L counts 2 branches per encoder block and 3 per decoder block, at the initial depth of the run. Scalars train
     at a tenth of the learning rate, as in the authors' ResNet, without weight decay. A tied head keeps the
     embedding's values. Embeddings are multiplied so that the residual stream starts with a root mean square of 1. Norms
     of queries and keys, and norms in the head, are not removed.

@@ -5,7 +5,7 @@ Paper       Huang, Perez, Ba and Volkovs 2020, Improving Transformer Optimizatio
 Promise     The first updates of Adam stay bounded without norms, at the full learning rate from step 0.
 Use         model = thrifty.apply(model, "t_fixup")
             optimizer = thrifty.optim.AdamW(model, lr=1e-3)
-Start with  `t_fixup`, without a warm-up. Embeddings are multiplied by sqrt(width); `multiplier=1` turns this off.
+Start with  `t_fixup`, without a warm-up. Embeddings are multiplied by sqrt(width); `multiplier=1` leaves them unscaled.
 Cost        None. The computation of the norms is saved.
 Avoid       Pretrained weights, because all weights except position embeddings are reinitialized.
 Does not    Keep the plain architecture, or export the trained model as a plain model.
@@ -76,8 +76,8 @@ class TFixup(NormFreeTechnique):
     """All matrices start from Xavier's uniform values. Value, attention output and MLP matrices are then scaled. The
     factor is 0.67 N^(-1/4) in an encoder of N blocks, and (9M)^(-1/4) in a decoder of M blocks. Token embeddings start
     from N(0, d^(-1/2)) times (9N)^(-1/4). Queries and keys keep Xavier's values. Each slice of a fused matrix is
-    initialized for the size of the slice. A tied table is initialized once. Factors are computed from the depth at
-    which the run starts.
+    initialized for the size of the slice. A tied table is initialized once. Factors are computed from the initial depth
+    of the run.
 
     Embeddings are multiplied by sqrt(d) in the forward pass, as in the original Transformer, unless the model does so
     itself. Differs from the paper: the paper treats encoder-decoders only. Here a decoder without cross-attention uses
