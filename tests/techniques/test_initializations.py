@@ -270,7 +270,7 @@ def test_skip_init_multiplies_branch_outputs() -> None:
 def test_skip_init_limits_the_initial_value() -> None:
     assert largest_start(16) == 0.25
     SkipInit(initial_value=0.5).model(gpt(4))
-    with pytest.raises(RefusedError, match=r"initial_value 0\.6 is more than 1 / sqrt\(4 blocks\)") as refused:
+    with pytest.raises(RefusedError, match=r"initial_value '0\.6' exceeds 1 / sqrt\(4 blocks\)") as refused:
         SkipInit(initial_value=0.6).model(gpt(4))
     assert refused.value.fix == "--set techniques.initializations.skip_init.initial_value=0.5 or less"
 

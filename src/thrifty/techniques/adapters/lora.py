@@ -72,7 +72,7 @@ class Lora(AdapterTechnique):
         super().__post_init__()
         if not set(self.slices) <= set("qkv"):
             raise UsageError(
-                f"{self.name}: slices is {self.slices!r}, not letters of 'qkv'", fix="slices=qv, or an empty text"
+                f"{self.name}: slices is {self.slices!r}, not letters of 'qkv'", fix="slices=qv; or an empty text"
             )
 
     def model(self, model: nn.Module) -> nn.Module:
@@ -140,7 +140,7 @@ class Lora(AdapterTechnique):
         if self.also and not names:
             raise RefusedError(
                 f"no parameter matches also={self.also!r}",
-                fix='a pattern of parameter names, such as also="head|norm"',
+                fix='also="head|norm"; or another pattern of parameter names',
             )
         return names
 

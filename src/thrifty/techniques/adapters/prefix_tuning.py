@@ -247,8 +247,8 @@ class PrefixTuning(AdapterTechnique):
     """The network maps one table E (p, d) to the keys and values of every block: Linear(hidden), tanh, Linear(2 d). For
     12 blocks of width 768 the network has 9.9M parameters, which compute 0.1M prefix values. `collapse` drops the
     network after training. The paper trains the network with learning rate 5e-5. The published code uses 5 tokens. For
-    summaries the code uses 200 tokens and a network width of 800. Real tokens take the positions after the prefix, as in the
-    published code.
+    summaries the code uses 200 tokens and a network width of 800. Real tokens take the positions after the prefix, as
+    in the published code.
 
     Models of transformers receive the prefix through a read-only cache of keys and values, so recomputation works. ViT
     and DistilBERT accept no cache and are refused; peft fails on both too. Encoder-decoders of transformers receive

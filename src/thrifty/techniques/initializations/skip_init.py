@@ -58,7 +58,7 @@ class SkipInit(NormFreeTechnique):
         for stack, depth in depths(model, stacks).items():
             if self.initial_value > largest_start(depth):
                 raise RefusedError(
-                    f"initial_value {self.initial_value:g} is more than 1 / sqrt({depth} blocks)",
+                    f"initial_value '{self.initial_value:g}' exceeds 1 / sqrt({depth} blocks)",
                     fix=f"--set techniques.{self.name}.initial_value={largest_start(depth):.3g} or less",
                 )
             for branch in (branch for branches in stacks[stack] for branch in branches):
