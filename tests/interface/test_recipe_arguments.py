@@ -152,13 +152,15 @@ def test_commands_are_printed_only_for_objects_with_names(monkeypatch: pytest.Mo
         return error.value.fix
 
     named = dict.fromkeys(("data", "held_out"), "user_work:some_sums")
-    assert words(**named).startswith("if you trust it, add --model user_work:build --data user_work:some_sums --held")
-    assert words("model") == "if you trust it, add --model user_work:build"
+    assert words(**named).startswith(
+        "if you trust the code, add --model user_work:build --data user_work:some_sums --held"
+    )
+    assert words("model") == "if you trust the code, add --model user_work:build"
     assert "--model" not in words(model=user_work.build(), **named)
     assert "--data" not in words(data=user_work.NoisySums(20), held_out=user_work.NoisySums(20))
     assert "--data" not in words(data=[1, 2], held_out=[3]) and "--data" not in words(**named, loss=WeightedLoss())
     monkeypatch.delenv(TYPED)
-    assert words("model") == "if you trust it, pass model=… in Python"
+    assert words("model") == "if you trust the code, pass model=… in Python"
     assert own(**named).resume_line("runs/own") == (
         "thrifty.resume('runs/own', model=build, data=…, held_out=…, loss=loss, metrics=…)"
     )

@@ -50,7 +50,7 @@ class RankObservation:
 
 
 def smaller_mesh(recipe: Recipe) -> tuple[Mesh, int]:
-    """Return the recipe's mesh with axes of at most 2 ranks, and its number of ranks; 1 if nothing is divided."""
+    """Return the recipe's mesh with axes of at most 2 ranks, and its number of ranks; 1 rank if nothing is divided."""
     mesh = Mesh(**{axis: min(2, getattr(recipe.mesh, axis)) for axis in AXES})
     divides = any(technique.divides_ranks for technique in recipe.techniques)
     return mesh, max(2 if divides else 1, mesh.least_ranks)

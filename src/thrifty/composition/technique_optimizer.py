@@ -35,8 +35,8 @@ class TechniqueOptimizer(TransformOptimizer):
 
     `params` is a module, named parameters, parameters or torch's parameter groups. For a module or named parameters,
     weight decay skips vectors, biases and positions. For bare parameters, and in a group with its own `weight_decay`,
-    it applies to all parameters, as in torch. A setting that is a fraction of the run requires `total_steps`. A
-    parameter without a gradient is skipped, as in torch. A step may overwrite gradients.
+    weight decay applies to all parameters, as in torch. A setting that is a fraction of the run requires `total_steps`.
+    A parameter without a gradient is skipped, as in torch. A step may overwrite gradients.
 
     Raises UsageError for a setting out of bounds, and for bare parameters if the technique selects parameters by name.
     """

@@ -13,9 +13,9 @@ from thrifty.core.file_locks import lock_file
 
 @contextmanager
 def write_aside(folder: Path) -> Iterator[Path]:
-    """Yield a temporary folder to write into. If the block succeeds, it is renamed to `folder`; otherwise it is
-    deleted. The writing process locks it, so that a later call can delete the remains of a killed process. Raise
-    OSError if writing fails, or if `folder` then exists and is not empty."""
+    """Yield a temporary folder to write into. If the block succeeds, the temporary folder is renamed to `folder`;
+    otherwise it is deleted. The writing process locks the temporary folder, so that a later call can delete the remains
+    of a killed process. Raise OSError if writing fails, or if `folder` then exists and is not empty."""
     _remove_leftovers(folder)
     aside = _aside(folder)
     try:

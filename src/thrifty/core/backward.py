@@ -71,7 +71,7 @@ def weigh_alike(batch: Batch) -> bool:
 
 def divided_by_parts(backward: Backward) -> Backward:
     """Return a backward pass that divides loss and gradients by the total weight of all parts, summed over the data
-    ranks. It requires whole effective batches. Objectives without weighted parts are unaffected. The pass raises
+    ranks. Objectives without weighted parts are unaffected. The pass requires whole effective batches. It raises
     RefusedError if examples have different weights, and UsageError if the total weight is 0."""
 
     def divided(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:

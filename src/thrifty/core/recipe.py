@@ -354,7 +354,7 @@ class Recipe:
         raise UsageError(
             f"the recipe names Python objects ({', '.join(f'{name}: {text}' for name, text in missing.items())}), "
             "which a file never runs by itself",
-            fix=f"if you trust it, {call if options is None else spelled(f'add{options}', call)}",
+            fix=f"if you trust the code, {call if options is None else spelled(f'add{options}', call)}",
         )
 
 

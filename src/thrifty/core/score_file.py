@@ -5,8 +5,8 @@ A safetensors file with
     runs                           float32 (r, n), the scores of each run
     labels                         int64 (n,), if examples have classes
     predicted, confidence, own     int64, float32, float32 (n,), if a classifier was trained: see `PredictedLabels`
-and one JSON metadata entry (`ScoreProvenance`). Its fingerprint must match the examples that the scores
-are used for. A recipe names a score file together with its sha256.
+and one JSON metadata entry (`ScoreProvenance`). The fingerprint in this entry must match the examples that the
+scores are used for. A recipe names a score file together with its sha256.
 """
 
 import hashlib

@@ -2,7 +2,7 @@
 values.
 
 The files are meant to be shared, so a false alarm costs less than a leak. Formats of random letters and digits must be
-long or have a mark that words lack, because `hf_llama_small` is a name.
+long or have a mark that words lack. Otherwise a name such as `hf_llama_small` would count as a key.
 """
 
 import re

@@ -1,7 +1,7 @@
 """Layout of a tensor's values on a rank.
 
 Some weights are fused from slices, such as queries, keys and values, and each slice is divided among ranks. Such a
-tensor is stored in fused order: the first rank's parts of all slices, then the second rank's parts, and so on. An equal
+weight is stored in fused order: the first rank's parts of all slices, then the second rank's parts, and so on. An equal
 split of the dim then gives each rank its parts. A tag on the tensor records the order. The order is undone wherever
 values are stored by name.
 """

@@ -58,7 +58,8 @@ class Technique(FrozenValue):
     tolerance: ClassVar[float] = 0.0
     """Maximum relative difference of the loss in the contract test, for `Numerics.ROUNDING`."""
     micro_batches: ClassVar[int] = 1
-    """Number of micro-batches per step on each rank. In techniques that claim `MICRO_BATCHES`, it is a setting."""
+    """Number of micro-batches per step on each rank. In techniques that claim `MICRO_BATCHES`, the number is a
+    setting."""
     claims: ClassVar[frozenset[Claim]] = frozenset()
     """Decisions that no other technique of the run may make."""
     needs_names: ClassVar[bool] = False
@@ -100,7 +101,7 @@ class Technique(FrozenValue):
 
     @property
     def number_format(self) -> Literal["float32", "bfloat16", "float16"]:
-        """Data type of matrix products. It is not float32 only if the technique claims `Claim.PRECISION`."""
+        """Data type of matrix products: float32 unless the technique claims `Claim.PRECISION`."""
         return "bfloat16" if Claim.PRECISION in self.claims else "float32"
 
     @property

@@ -229,8 +229,8 @@ _OUT_OF_PLACE = {
     torch.ops.aten.scatter.src,
     torch.ops.aten.scatter_add.default,
 }
-"""Operations that autograd runs in place, but in new memory under a dispatch mode. They add two gradients of a tensor,
-or compute gradients of indexing."""
+"""Operations that autograd usually runs in place, but under a dispatch mode in new memory. They add two gradients of a
+tensor, or compute gradients of indexing."""
 
 
 def _replaces_gradient(func: Any) -> bool:

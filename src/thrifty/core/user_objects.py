@@ -20,7 +20,7 @@ BuildModel = Callable[..., nn.Module]
 @dataclass(frozen=True)
 class PythonObjects:
     """Names of objects passed from Python, and fingerprints of their source. A resumed run compares the fingerprints to
-    detect changes. These names are never imported."""
+    detect changes. The names are never imported."""
 
     data: str = ""
     held_out: str = ""
@@ -156,5 +156,5 @@ def _dataset(name: str) -> Any:
     except Exception as error:
         raise UsageError(
             f"{name} returns no dataset: {type(error).__name__}: {error}",
-            fix="name a dataset; or a function or class that returns a dataset without arguments",
+            fix="pass the name of a dataset; or of a function or class that returns a dataset without arguments",
         ) from error

@@ -52,7 +52,7 @@ def import_function(name: str) -> Callable[..., Any]:
     """Import a function by its name; see `import_named`."""
     value = import_named(name)
     if not callable(value):
-        raise UsageError(f"{name} is a {type(value).__name__}, not a function", fix="name a function or a class")
+        raise UsageError(f"{name} is a {type(value).__name__}, not a function", fix="name a function or class")
     return value
 
 

@@ -79,7 +79,8 @@ class ScaleByAdam(GradientTransform):
 
 
 class SelectiveTransform(GradientTransform):
-    """Base class of elements that change only the parameters that match a rule. `chosen` contains their indices."""
+    """Base class of elements that change only the parameters that match a rule. `chosen` contains the indices of these
+    parameters."""
 
     def __init__(self, where: Rule):
         self.where = where

@@ -108,7 +108,7 @@ def refuse_foreign(folder: Path) -> None:
             start = content.read(4)
         if folder.suffix in _PICKLES or start[:1] == b"\x80" or start == b"PK\x03\x04":
             raise UsageError(f"'{folder}' is a pickle, and pickles are refused", _CONVERT)
-        raise UsageError(f"'{folder}' is a file", "pass the `checkpoints` folder of a run")
+        raise UsageError(f"'{folder}' is a file, not a folder", "pass the `checkpoints` folder of a run")
     if folder.is_dir() and not checkpoints(folder):
         for path in sorted(folder.iterdir()):
             if path.suffix in _PICKLES or path.name == ".metadata":

@@ -118,7 +118,7 @@ def train(run: Run, state: TrainState, seed: int) -> Generator[Record, None, Non
             raise ThriftyError(
                 f"the loss or the gradient was not finite in {skipped} steps in a row, up to step {state.step}: "
                 f"the last loss was {loss}, the last gradient norm {gradient_norm}",
-                fix="lower the learning rate, or switch on gradients.clip; parameters are as they were before",
+                fix="lower the learning rate; or --with gradients.clip; these steps have not changed the parameters",
             )
         began = time.perf_counter()  # time that the caller spends on the record is not part of a step
     run.verify(state)

@@ -32,7 +32,7 @@ _CONNECTING = timedelta(seconds=60)
 
 @dataclass(frozen=True)
 class ProcessIdentity:
-    """Identity of a process, which differs from a later process with the same PID."""
+    """Identity of a process. A later process with the same PID has another identity."""
 
     host: str
     space: int

@@ -51,7 +51,7 @@ class RunFolder:
         try:
             path.mkdir(parents=True, exist_ok=True)
         except FileExistsError as error:
-            raise UsageError(f"'{path}' is a file", "choose another --name") from error
+            raise UsageError(f"'{path}' is a file, not a run folder", "choose another --name") from error
         run = cls(path)
         if not run._is_of(agents):
             _refuse_full(path)  # before the lock, which would leave a file in a folder that is not ours

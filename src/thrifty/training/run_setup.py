@@ -130,7 +130,7 @@ def _leave_group() -> None:
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device of this rank. "auto" selects a GPU if there is one. Each local rank has a different GPU."""
+    """Return the device of this rank. "auto" selects a GPU if there is one. Each local rank has its own GPU."""
     if name not in ("auto", "cpu", "cuda"):
         raise UsageError(f"unknown device {name!r}", fix='use "cpu", "cuda" or "auto"')
     if name == "cuda" and not torch.cuda.is_available():
@@ -324,7 +324,7 @@ def _steps_in_tokens(budget: float, per_step: int, recipe: Recipe, plain: BaseRu
 
 def _steps_in_seconds(budget: float, recipe: Recipe, plain: BaseRun, device: torch.device) -> int:
     """Return the number of steps within a time budget, from the measured time of a few real steps. The timed steps use
-    the run's final structure and are discarded. Their time counts in the budget."""
+    the run's final structure and are discarded. The time of these steps counts in the budget."""
     began = time.monotonic()
     run = compose(plain, recipe.techniques, 1000, device)
     state = run.init_state()

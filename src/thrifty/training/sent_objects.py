@@ -67,7 +67,7 @@ def refuse_start_during_import() -> None:
     end."""
     if _preparing or getattr(multiprocessing.current_process(), "_inheriting", False):
         raise UsageError(
-            "the script starts processes while one of them imports it",
+            "a started process imports the script, which would then start processes again",
             fix='put the call below `if __name__ == "__main__":`',
         )
 

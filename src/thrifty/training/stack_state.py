@@ -8,8 +8,8 @@ from types import FrameType
 
 _WAITING_FILES = ("torch/distributed/", "threading.py", "queue.py", "selectors.py")
 _WAITING_CALLS = (".wait(", ".tolist(", ".item(", ".cpu(", "synchronize(")
-"""Code of calls that wait for a device, and so for other ranks in the device's collectives. It is searched in the
-innermost line."""
+"""Code of calls that wait for a device, and so for other ranks in the device's collectives. The innermost line of the
+stack is searched for such code."""
 _LONG_FILES = (
     "torch/_dynamo/convert_frame.py",
     "torch/_inductor/compile_fx.py",

@@ -35,8 +35,8 @@ from thrifty.training.run_folder import RunFolder
 from thrifty.training.stop_signals import StopRequest
 
 Steps = Generator[Record, None, dict[str, Any]]
-"""Generator of a run's records, one per step. Its return value is the summary. If it is closed early, it saves the
-run."""
+"""Generator of a run's records, one per step. Its return value is the summary. A generator that is closed early saves
+the run."""
 Observer = Callable[[Record], Any]
 """Function that receives each record, with the evaluation if one was due. The run stops if the function returns
 False."""
@@ -167,7 +167,7 @@ class _Observer:
             raise ThriftyError(
                 f"the loss of step {record.step} is not finite: {record.loss} in training, {self.held_out} on "
                 f"held-out examples; its weights are not saved, and {newest}",
-                fix="lower the learning rate, or switch on gradients.clip, and resume by: "
+                fix="lower the learning rate, or add gradients.clip; then resume by: "
                 + self.recipe.resume_line(self.folder.path, fork="NAME"),
             )
 

@@ -80,7 +80,7 @@ def load_trained_model(
         elif name.startswith("parameters/"):
             raise UsageError(
                 f"'{folder}' was trained with another model than in its recipe: {name!r} is not in its checkpoint",
-                fix="load the tensors into your own model: thrifty.training.checkpoint.load",
+                fix="load the tensors with thrifty.training.checkpoint.load into your own model",
             )
     state.load_scalars(stored.scalars)
     values = None if trained else optimizer.eval_weights()

@@ -345,8 +345,8 @@ def _lost_updates(run: Run, state: TrainState) -> list[str]:
 
 
 def _remedy(prepared: PreparedRun, folder: RunFolder, memory: float) -> str:
-    """Return the fix for a run that must fit into `memory` bytes. Each suggested technique was composed with the run on
-    this rank alone."""
+    """Return the fix for a run that must fit into `memory` bytes. Each suggested technique is first composed with the
+    run on this rank, to check that no error occurs."""
     run = prepared.run
 
     def check(recipe: Recipe) -> None:
