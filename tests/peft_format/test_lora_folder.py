@@ -296,7 +296,7 @@ def change(folder: Path, **settings: Any) -> None:
     ("settings", "error", "message"),
     [
         ({"peft_type": "LORRA"}, UsageError, "did you mean 'LORA'"),
-        ({"peft_type": "LOHA"}, UsageError, "peft_type is 'LOHA'"),
+        ({"peft_type": "LOHA"}, UsageError, "peft_type 'LOHA' is not supported"),
         ({"r": "gone", "rr": 3}, UsageError, "there is no setting rr"),
         ({"lora_alhpa": 3}, UsageError, "did you mean 'lora_alpha'"),
         ({"use_dora": True}, RefusedError, "sets use_dora = True, which is not supported"),
@@ -308,7 +308,7 @@ def change(folder: Path, **settings: Any) -> None:
         ({"lora_alpha": math.nan}, IntegrityError, "has nan"),
         ({"lora_dropout": None}, IntegrityError, "lora_dropout is None"),
         ({"rank_pattern": ["q_proj"]}, IntegrityError, "rank_pattern is .'q_proj'."),
-        ({"peft_type": ["LORA"]}, UsageError, "peft_type is .'LORA'."),
+        ({"peft_type": ["LORA"]}, UsageError, "peft_type .'LORA'. is not supported"),
     ],
 )
 def test_unsupported_settings_are_refused(

@@ -19,7 +19,7 @@ def command(runs: Path, results: Path, port: int, show: bool) -> None:
     """Show runs, their live curves, studies and technique cards in the browser.
 
     Only this machine can open the pages, and only with the printed address. The address changes at each start. The
-    board reads files and never changes a run. Ctrl-C stops it.
+    board reads files and never changes a run. Ctrl-C stops the board.
     """
     import thrifty
 

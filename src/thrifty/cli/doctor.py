@@ -16,7 +16,7 @@ import click
 def command(as_json: bool, quick: bool, with_compile: bool, sparse: tuple[str, ...]) -> None:
     """Measure the speed of this machine for training, and report missing software and resources.
 
-    The exit code is 1 only if training is impossible. Missing optional packages do not change it.
+    The exit code is 1 only if training is impossible. Missing optional packages do not change the exit code.
     """
     import thrifty
     from thrifty.cli.verb_output import print_result

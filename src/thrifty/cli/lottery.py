@@ -21,7 +21,7 @@ from thrifty.cli.verb_output import print_result
 @click.option(
     "--rewind",
     metavar="STEP|SHARE",
-    help="Step to whose weights tickets are rewound: 0, a step, or a fraction such as 0.01.",
+    help="Step to which weights are rewound: 0, a step, or a fraction such as 0.01.",
 )
 @click.option(
     "--scope",

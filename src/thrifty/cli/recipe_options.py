@@ -68,7 +68,7 @@ recipe_options = together(
     MESH,
     click.option("--set", "assignments", multiple=True, metavar="PATH=VALUE", help="Change any value of the recipe."),
 )
-"""RECIPE and the options that change it. `build_recipe` accepts them as keyword arguments."""
+"""RECIPE and the options that change it. `build_recipe` accepts these options as keyword arguments."""
 
 
 def build_recipe(

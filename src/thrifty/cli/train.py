@@ -17,7 +17,7 @@ from thrifty.cli.recipe_options import RANKS, build_recipe, recipe_options
 @click.option("--quiet", is_flag=True, help="Print nothing but errors.")
 @click.option("--json", "as_json", is_flag=True, help="Print the summary as JSON at the end.")
 def command(runs: Path, ranks: int, quiet: bool, as_json: bool, **chosen: Any) -> None:
-    """Train RECIPE: a name (`thrifty list recipes`) or a TOML file. The default is the recipe text. With your own
+    """Train RECIPE: a name (`thrifty list recipes`) or a TOML file. The default recipe is "text". With your own
     --model, --data or --loss, the default is the same as in `thrifty.train`.
 
     The run folder is runs/NAME. An existing folder is refused and never overwritten.

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 def print_result(result: "PrintedResult", as_json: bool, quiet: bool = False) -> None:
-    """Print a result as JSON or text on rank 0. Exit with its exit code unless that is 0."""
+    """Print a result as JSON or text on rank 0. Exit with the result's exit code unless the code is 0."""
     from thrifty.reporting.printed_result import print_to_terminal
 
     if os.environ.get("RANK", "0") != "0":

@@ -12,7 +12,7 @@ DEEPEST = 3
 MOST = 5_000
 """Maximum number of listed folders."""
 KINDS = {"study.json": "study", "comparison.json": "comparison", "lottery.json": "lottery"}
-"""Kind of a folder by the name of a file in it."""
+"""Kind of a folder, by the name of a file that the folder contains."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ FROM_END = 1 << 16
 """Number of bytes read at the end of the records. Earlier bytes are skipped."""
 SAMPLES = 64
 AROUND = 1 << 12
-"""Number of bytes read at each loss sample."""
+"""Number of bytes read for each sampled loss."""
 RECENT = 50
 """Number of steps over which tokens per second are averaged."""
 

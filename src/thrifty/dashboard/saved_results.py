@@ -49,7 +49,8 @@ def saved_results(folder: Path, files: CachedFiles) -> list[SavedResult]:
 def tables(data: Mapping[str, Any]) -> list[TextTable]:
     """Return the tables of a result file.
 
-    For a study, the tables are expectations and means. For other files, they are lists and mappings of similar objects.
+    For a study, the tables are expectations and means. For any other file, the tables are lists and mappings of similar
+    objects.
     """
     study = "summary" in data and "definition" in data
     found_tables = list(_study(data)) if study else list(_generic_tables(data, ""))

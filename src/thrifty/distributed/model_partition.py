@@ -80,10 +80,11 @@ def partition_model(model: nn.Module, timed: bool) -> ModelPartition:
 
 
 def balanced_partition(costs: Sequence[float], stages: int) -> list[int]:
-    """Return the number of blocks for each stage, at least one, that minimizes the cost of the slowest stage. Among
+    """Return the numbers of blocks of all stages (at least one each) that minimize the cost of the slowest stage. Among
     equal solutions, the most even distribution is returned. `costs` are `ModelPartition.costs`: modules before the
-    blocks (first stage), each block, modules after (last stage). Raise RefusedError if there are fewer blocks than
-    stages."""
+    blocks (first stage), each block, and modules after the blocks (last stage). Raise RefusedError if there are fewer
+    blocks than stages.
+    """
     front, *blocks, back = costs
     if len(blocks) < stages:
         raise RefusedError(

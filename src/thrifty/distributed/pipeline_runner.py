@@ -164,7 +164,8 @@ class PipelineRunner:
     @torch.no_grad()
     def _hidden_states(self, objective: Objective, model: nn.Module, batch: Batch) -> Tensor:
         """Return a meta tensor with the shape and dtype of the hidden states between stages. The first stage runs one
-        example to determine both."""
+        example to determine shape and dtype.
+        """
         example, stage = None, self.stages[0]
         if stage.is_first:
             with GeneratorStates([self.device]).restored(), self._as(stage, None) as stage_io:

@@ -102,12 +102,14 @@ class SharedParameter:
 
     @property
     def _tensor(self) -> Tensor:
-        """Current parameter. It is looked up each time, because sharding replaces parameters."""
+        """Current parameter. Each access looks the parameter up again, because sharding replaces parameters."""
         return getattr(self.holder, self.name)
 
 
 def _whole_over_data(tensor: Tensor) -> Tensor:
-    """Return a tensor gathered along the data axis if it is sharded there. Other axes are unchanged."""
+    """Return a tensor, gathered along the data axis if the tensor is sharded along this axis. All other axes are
+    unchanged.
+    """
     if not isinstance(tensor, DTensor):
         return tensor
     names = tensor.device_mesh.mesh_dim_names or ()
@@ -183,7 +185,7 @@ def _refuse_idle(stage_of: Mapping[nn.Module, int], places: Sequence[int]) -> No
 
 
 def _loans(stage_of: Mapping[nn.Module, int], places: Sequence[int]) -> list[SharedParameter]:
-    """Return the parameters that ranks share, and replace the parameters that this rank borrows by copies."""
+    """Return the parameters that ranks share, and put copies in place of the parameters that this rank borrows."""
     here = axis("pipeline").place
     users: dict[nn.Parameter, list[tuple[int, nn.Module, str]]] = {}
     for whole, stage in stage_of.items():

@@ -1,7 +1,7 @@
 """Communication between pipeline stages: tensors from stage to stage, and values for all stages.
 
-Each tensor is sent after a header with its dtype and shape, so the receiver need not know them. All stages of a process
-group make the same calls in the same order.
+Each tensor is sent after a header with its dtype and shape, so that the receiver does not need to know both in advance.
+All stages of a process group make the same calls in the same order.
 """
 
 import json

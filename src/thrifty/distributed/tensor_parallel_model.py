@@ -141,7 +141,7 @@ def _refuse_unpaired(owner: str, own: Sequence[LayerSplit]) -> None:
     sizes = {size for split in columns for size in (split.sizes[0], split.sizes[0] // 3)}
     if any(row.sizes[0] not in sizes for row in rows) or (columns and not rows):
         raise RefusedError(
-            f"{owner}: the outputs of {', '.join(split.name for split in columns) or 'no column layer'} do not fit the "
+            f"{owner!r}: outputs of {', '.join(split.name for split in columns) or 'no column layer'} do not fit the "
             f"inputs of {', '.join(split.name for split in rows) or 'a row layer'}",
             fix="name in plan the layers that are split by column and by row",
         )

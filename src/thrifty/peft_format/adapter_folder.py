@@ -35,8 +35,8 @@ class StoredAdapter:
 
 class AdapterFormat:
     """Format of one kind of adapter. `read` names the settings that loading uses. `only` maps settings to their
-    supported values. `ignored` names settings without effect in Thrifty. Any other setting raises an error unless it is
-    off."""
+    supported values. `ignored` names settings without effect in Thrifty. Any other setting that is on raises an error.
+    """
 
     peft_type: ClassVar[str]
     read: ClassVar[frozenset[str]] = frozenset()
@@ -85,7 +85,9 @@ def read_adapter(folder: Path, formats: Mapping[str, AdapterFormat]) -> StoredAd
     config = read_json(folder / CONFIG)
     kind = config.get("peft_type")
     if not isinstance(kind, str) or kind not in formats:
-        raise UsageError(f"'{folder / CONFIG}': peft_type is {kind!r}", fix=did_you_mean(str(kind), formats))
+        raise UsageError(
+            f"'{folder / CONFIG}': peft_type {kind!r} is not supported", fix=did_you_mean(str(kind), formats)
+        )
     _check(folder / CONFIG, config, formats[kind])
     return StoredAdapter(config, _read_tensors(folder))
 

@@ -1,7 +1,7 @@
 """Names of a model's layers and parameters in its exported folder.
 
 A model of transformers keeps its own names. A model of Thrifty's families is exported under other names, and its fused
-layers are exported as several layers. The family's packing table lists both.
+layers are exported as several layers. The family's packing table lists the exported names and the fused layers.
 """
 
 from collections.abc import Mapping

@@ -1,4 +1,5 @@
-"""Conversion of LoRA factors between Thrifty's layers and PEFT's pairs, and PEFT's settings of rank and alpha.
+"""Conversion of LoRA factors between Thrifty's layers and PEFT's pairs of A and B, and PEFT's settings of rank and
+alpha.
 
 A fused layer with one A becomes one pair per exported layer. If an exported layer is fused and its parts have separate
 A in Thrifty, the parts become one pair. The rank of this pair is a multiple of the parts' rank, and its B has blocks of

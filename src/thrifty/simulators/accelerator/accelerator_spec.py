@@ -2,7 +2,7 @@
 
 A machine is data (`machines/*.toml`). Its design (`designs/`) defines the meaning of its stations (pipeline stages).
 Grades of published figures, from best to worst: P (read in the paper), R (read in released source or data), X (computed
-here), S (from notes on the paper), M (recalled and not checked). Grade M is never a target.
+here), S (from notes on the paper), M (recalled and not checked). Figures of grade M are never targets of a comparison.
 """
 
 import math
@@ -85,7 +85,9 @@ class ChipModule:
 
 @dataclass(frozen=True)
 class AcceleratorSpec:
-    """An accelerator with all parameters. Its `copies` divide the work; each copy has its own memories."""
+    """An accelerator with all parameters. The `copies` of the accelerator divide the work; each copy has its own
+    memories.
+    """
 
     name: str
     design: str
@@ -102,7 +104,7 @@ class AcceleratorSpec:
     modules: Mapping[str, ChipModule] = field(default_factory=dict)
     settings: Mapping[str, Setting] = field(default_factory=dict)
     sizes: tuple[str, ...] = ()
-    """Names of the settings that are hardware sizes. Area and power are published for one value of each."""
+    """Names of the settings that are hardware sizes. Area and power are published for one value of each setting."""
     notes: tuple[str, ...] = ()
     """Conditions and assumptions of area and power."""
 
@@ -163,7 +165,7 @@ class AcceleratorSpec:
         return changed.without_area(f"{path} = {before}") if is_size else changed
 
     def without_area(self, published: str) -> "AcceleratorSpec":
-        """Return the machine without area and power, because these are published for the size `published`."""
+        """Return the machine without area and power, because both are published only for the size `published`."""
         note = f"area and power of {self.name} are published for {published}: unknown for this size"
         return replace(self, modules={}, notes=(*self.notes, note))
 
@@ -192,7 +194,7 @@ class AcceleratorSpec:
                     f"machine {self.name!r} has no '{path.rpartition('.')[0]}'", fix=did_you_mean(name, parts)
                 )
             if key not in _keys(parts[name]) or key == "name":
-                raise UsageError(f"'{path}' has no key {key!r}", fix=did_you_mean(key, _keys(parts[name]) - {"name"}))
+                raise UsageError(f"{path!r}: no key {key!r}", fix=did_you_mean(key, _keys(parts[name]) - {"name"}))
             part = replace(parts[name], **{key: _like(path, value, getattr(parts[name], key))})
             return replace(self, **{first: {**parts, name: part}})
         known = [*self.settings, "clock", "copies"]

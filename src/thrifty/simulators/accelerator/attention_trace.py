@@ -92,7 +92,7 @@ class AttentionLayer:
             for name in names:
                 array = getattr(self, name)
                 if array is not None and (array.dtype.kind not in kinds or (kinds == "u" and array.itemsize > 1)):
-                    raise UsageError(f"layer {self.name!r}: {name} is {array.dtype}", fix=f"pass {word}")
+                    raise UsageError(f"layer {self.name!r}: {name} has dtype {array.dtype}", fix=f"pass {word}")
 
     def _check_rows(self) -> None:
         if self.packed is None:

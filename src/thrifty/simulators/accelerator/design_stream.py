@@ -31,7 +31,7 @@ class ItemStream:
     lead: np.ndarray | int = 0
     """Cycles before the first item of each unit, (units,)."""
     active: Mapping[str, float] = field(default_factory=dict)
-    """Active cycles over all units, by activity, for modules whose activity is not that of a station."""
+    """Active cycles over all units, by activity, for modules that follow an activity instead of a station."""
     operations: Operations = field(default_factory=dict)
     overlapped: bool = False
     """True if the cycles of items include reads and writes. The outer memory then adds no cycles."""
@@ -41,8 +41,9 @@ class ItemStream:
     servers: Mapping[str, int] = field(default_factory=dict)
     """Number of items that a station processes in parallel, if not 1. Requires the event engine."""
     windows: Mapping[str, int] = field(default_factory=dict)
-    """Size of the reorder window by station, if not 1. Among the items of its window, a station begins the first that
-    has arrived. Requires the event engine."""
+    """Size of the reorder window by station, if not 1. A station begins the first item in its window that has arrived.
+    Requires the event engine.
+    """
 
     @property
     def needs_events(self) -> bool:

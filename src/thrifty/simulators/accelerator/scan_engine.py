@@ -34,7 +34,7 @@ def check_service(service: np.ndarray, buffers: Sequence[int]) -> None:
     """Raise UsageError unless `service` holds integers >= 0 and `buffers` has one capacity per pair of neighbors."""
     if service.ndim != 3 or not np.issubdtype(service.dtype, np.integer) or (service < 0).any():
         raise UsageError(
-            f"service is {service.dtype} of shape {service.shape}",
+            f"service has dtype {service.dtype} and shape {service.shape}",
             fix="pass integer cycles >= 0 of shape (stations, units, items)",
         )
     if len(buffers) != len(service) - 1 or any(depth < 0 for depth in buffers):

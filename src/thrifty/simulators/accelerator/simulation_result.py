@@ -156,7 +156,7 @@ _STALLS = ("busy", "starved", "blocked")
 
 
 def str_of(operation: PricedOperation) -> str:
-    """Return an operation as text, such as "sram, 576 bits of 36864 bytes"."""
+    """Return an operation as text, for example "sram, 576 bits of 36864 bytes"."""
     size = f" of {operation.capacity} bytes" if operation.capacity else ""
     return f"{operation.kind}, {operation.bits} bits{size}"
 
@@ -185,5 +185,5 @@ def frame(results: list[SimulationResult]) -> "DataFrame":
     try:
         import pandas
     except ImportError as error:
-        raise UsageError("a frame requires pandas", fix="pip install pandas; or use result.row()") from error
+        raise UsageError("a DataFrame requires pandas", fix="pip install pandas; or use result.row()") from error
     return pandas.DataFrame([result.row() for result in results])

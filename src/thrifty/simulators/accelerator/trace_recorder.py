@@ -129,7 +129,7 @@ def replace_attention(model: nn.Module, other: Callable[[Core], Core]) -> Iterat
 
 
 def _recorded(core: Core, recorder: _Recorder) -> Core:
-    """Return an attention core that records its kept pairs. If `core` does not call torch's attention, it runs a second
+    """Return an attention core that records its kept pairs. A core that does not call torch's attention runs a second
     time.
 
     A core may pass state to the next layer in its `relay`. The second run starts from the same state as the first, and

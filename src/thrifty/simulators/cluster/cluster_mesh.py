@@ -86,7 +86,7 @@ class StepSettings:
 def micro_batches(mesh: ClusterMesh, settings: StepSettings) -> int:
     """Return the number of micro-batches per step and pipeline.
 
-    Raises UsageError unless the effective batch is a multiple of data ranks times micro-batch.
+    Raises UsageError unless the effective batch is a multiple of the number of data ranks times the micro-batch.
     """
     examples = mesh.data * settings.micro_batch
     if min(settings.batch, settings.micro_batch) < 1 or settings.batch % examples:

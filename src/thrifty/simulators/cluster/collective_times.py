@@ -80,7 +80,9 @@ def double_tree_all_reduce(n: int, size: float, a: float, b: float) -> float:
 
 
 def binomial_broadcast(n: int, size: float, a: float, b: float) -> float:
-    """Return the seconds of a binomial tree: in each step, each rank with the tensor sends it to one more rank."""
+    """Return the seconds of a binomial tree: in each step, each rank that has the tensor sends the tensor to one more
+    rank.
+    """
     return rounds(n) * (a + size / b)
 
 

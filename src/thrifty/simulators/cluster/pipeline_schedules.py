@@ -154,7 +154,7 @@ Result = tuple[str, int, int]
 
 
 def needs(action: ScheduleAction, stages: int) -> Result | None:
-    """Return the result on which an action depends; None if it depends only on the input of the model."""
+    """Return the result on which an action depends; None if the action depends only on the input of the model."""
     kind, stage, part = action
     if kind == "F":
         return ("output", stage - 1, part) if stage else None
@@ -186,7 +186,7 @@ def placement(orders: Sequence[Sequence[ScheduleAction]]) -> list[int]:
 def walk(
     orders: Sequence[Sequence[ScheduleAction]],
 ) -> Iterator[tuple[int, ScheduleAction, Result | None, Result | None]]:
-    """Yield (rank, action, required result, own result) for each action, in an order of dependencies.
+    """Yield (rank, action, required result, own result) for each action, after all actions on which it depends.
 
     Raises UsageError if the orders deadlock.
     """

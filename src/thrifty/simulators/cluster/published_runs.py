@@ -47,7 +47,7 @@ class PublishedRun:
 
 
 def gpt(depth: int, width: int, heads: int, length: int = 2048) -> DecoderSizes:
-    """Return the sizes of GPT in Megatron-LM, with vocabulary 51,200, dropout and attention that saves its scores."""
+    """Return the sizes of a GPT in Megatron-LM: vocabulary 51,200, dropout, and attention that saves the scores."""
     return DecoderSizes(depth, width, heads, length, 51_200, dropout=True, flash=False)
 
 

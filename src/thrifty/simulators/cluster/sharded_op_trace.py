@@ -1,9 +1,10 @@
-"""Trace of a pass: bytes and FLOPs of each operation, and how tensor parallelism divides both.
+"""Trace of a pass: bytes and FLOPs of each operation, and their division by tensor parallelism.
 
 The placement of a tensor follows from the placements of the operation's inputs, in both passes. The product of a whole
 tensor and a weight is split (column-parallel weight). The product of a split tensor and a weight is a partial sum
 (row-parallel weight). The sum of partial sums is partial. Any other use requires an all-reduce. For a Transformer, the
-result is Megatron-LM's tensor parallelism (Shoeybi et al. 2019, section 3). The rules do not use the architecture."""
+result is Megatron-LM's tensor parallelism (Shoeybi et al. 2019, section 3). The rules do not use the architecture.
+"""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field

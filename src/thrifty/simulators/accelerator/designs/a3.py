@@ -30,8 +30,8 @@ all three modules, as in the paper's base design.
 def search_cycles(iterations: np.ndarray, depth: int, columns: int, multipliers: int) -> np.ndarray:
     """Return the cycles of the greedy search: one per iteration, plus the cycles that fill the queues.
 
-    To fill the queues, all multipliers compute `depth` products for both ends of each sorted column. With 2 · `columns`
-    multipliers, this takes `depth` cycles.
+    To fill the queues, all multipliers compute `depth` products for both ends of each sorted column. The filling takes
+    `depth` cycles with 2 · `columns` multipliers.
     """
     refill = -(-2 * depth * columns // multipliers)
     return iterations + refill

@@ -1,13 +1,14 @@
 """OuterSPACE (Pal et al. 2018): multiply sparse matrices by outer products, then merge rows.
 
 Paper       Pal et al. 2018, OuterSPACE: An Outer Product Based Sparse Matrix Multiplication Accelerator (HPCA 2018).
-            The body was not read. Byte counts follow the released code of TeAAL, a model of OuterSPACE.
+            The body of the paper was not read. Byte counts follow the released code of TeAAL, a model of OuterSPACE.
 Promise     Zeros are neither read nor multiplied.
 Use         product = thrifty.simulate.spgemm(size=200, density=0.02, measure=False)
 Start with  `outerspace`, 16 tiles that share 128 GB/s.
 Cost        Partial products are written to memory and read back, once or more.
 Avoid       Comparisons with the abstract's speedups, because the baselines of the paper are libraries of 2017.
-            Conclusions from the memory latency of 100 ns, because it is recalled, not checked against the paper.
+            Conclusions from the memory latency of 100 ns, because this value is recalled, not checked against the
+            paper.
 Does not    Compute attention, or simulate the CPU and GPU of the paper's comparison."""
 
 # A machine is one tile with its part of the memory's channels; `copies` is the number of tiles. Columns and rows are
@@ -33,8 +34,8 @@ chunk is the partial products of one value of A.
 def traffic(product: SpgemmProduct, machine: AcceleratorSpec) -> dict[str, float]:
     """Return the bytes between the chip and its memory, by matrix.
 
-    The keys are the operands "A" and "B", the partial products "T" (written and read) and the result "Z". A value takes
-    12 bytes, as in TeAAL's model. Header sizes are derived from TeAAL's released byte counts.
+    The matrices are the operands "A" and "B", the partial products "T" (written and read) and the result "Z". A value
+    takes 12 bytes, as in TeAAL's model. Header sizes are derived from TeAAL's released byte counts.
     """
     used = product.columns > 0
     reads = _reads(product, machine)

@@ -1,7 +1,8 @@
 """Sanger (Lu et al. 2021): predict a mask from 4-bit scores and pack it into a dense array.
 
 Paper       Lu et al. 2021, Sanger: A Co-Design Framework for Enabling Sparse Attention using Reconfigurable
-            Architecture (MICRO 2021). The body was not read. Sizes are from released code and notes on the paper.
+            Architecture (MICRO 2021). The body of the paper was not read. Sizes are from released code and notes on the
+            paper.
 Promise     Only kept pairs occupy the array. Scores stay in the array for the product with values.
 Use         thrifty.trace("uniform", "trace.safetensors", density=0.1, examples=1, heads=2)
             result = thrifty.simulate.attention("trace.safetensors", ["sanger"], measure=False)

@@ -8,7 +8,7 @@ Use         thrifty.trace("diagonal", "trace.safetensors", density=0.2, examples
 Start with  `spatten`, with `filters=["own"]` on a recorded trace. `equal_resources={"multipliers": 128}` is the
             paper's version with an eighth of the multipliers.
 Cost        All scores among the remaining tokens are computed. Queries with flat attention are scored twice.
-Avoid       Masks of scattered pairs, because they save only values. Use SpAtten's own filter.
+Avoid       Masks of scattered pairs, because SpAtten then skips only values, not tokens. Use SpAtten's own filter.
 Does not    Select tokens; the trace determines them. A key is dropped if no query keeps it; a query is dropped if its
             "alive" count is 0."""
 
@@ -96,7 +96,7 @@ def multipliers(machine: AcceleratorSpec) -> int:
 
 
 def resized(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
-    """Return the machine with all sizes scaled in proportion, as in the paper's version with an eighth of the
+    """Return the machine with all sizes scaled by the same factor, as in the paper's version with an eighth of the
     multipliers.
     """
     share = budget / multipliers(machine)

@@ -39,7 +39,7 @@ def folds(m: Count, n: Count, k: Count, rows: int, columns: int, dataflow: str) 
 
 
 def reported_cycles(m: Count, n: Count, k: Count, rows: int, columns: int, dataflow: str) -> np.ndarray:
-    """Return the total cycles of a matrix product without stalls, as SCALE-Sim 3.0 reports them.
+    """Return the total cycles of a matrix product without stalls, as in the reports of SCALE-Sim 3.0.
 
     M x N x K on R rows and C columns take: output stationary ⌈M/R⌉·⌈N/C⌉·(K + R + C - 2), weight stationary
     ⌈K/R⌉·⌈N/C⌉·(M + 2R + C - 2), input stationary ⌈K/R⌉·⌈M/C⌉·(N + 2R + C - 2). SCALE-Sim reports one cycle less: the

@@ -1,7 +1,7 @@
 """ViTCoD (You et al. 2023): split a fixed mask into dense columns and sparse pairs.
 
 Paper       You et al. 2023, ViTCoD: Vision Transformer Acceleration via Dedicated Algorithm and Accelerator Co-Design
-            (HPCA 2023). Only parts were read. Sizes are from the released simulator.
+            (HPCA 2023). Only parts of the paper were read. Sizes are from the released simulator.
 Promise     Dense work (columns of global tokens) and sparse work (other pairs) run at the same time.
 Use         thrifty.trace("diagonal", "trace.safetensors", density=0.1, examples=1, heads=2)
             result = thrifty.simulate.attention("trace.safetensors", ["vitcod"], measure=False)
@@ -45,7 +45,7 @@ def shared_lines(denser: np.ndarray, sparser: np.ndarray, lines: int) -> np.ndar
 
 
 def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
-    """Return three items per head: decode, scores and values. All run on the same lines of multipliers.
+    """Return three items per head: decode, scores and values. All three items run on the same lines of multipliers.
 
     All pairs of global tokens are computed; other columns compute their kept pairs. Per head, lines are divided between
     dense and sparse work in proportion to the pairs. Queries and keys are decoded from fewer heads than the model has.
