@@ -53,7 +53,7 @@ class StudyPlot:
 class Study:
     """Experiment, defined by its measure function, cases, quantities, expectations and plots.
 
-    Raises UsageError if these parts do not match.
+    Raises UsageError if `measure` cannot be imported, or if the settings of a case do not match `measure`.
     """
 
     name: str = ""
@@ -99,7 +99,9 @@ class Study:
                 inspect.signature(self.measure).bind(seed=0, **settings)
                 same = json.loads(json.dumps(dict(settings))) == dict(settings)
             except TypeError as error:
-                raise UsageError(f"{self.name}, case {label!r}: {error}") from None
+                raise UsageError(
+                    f"{self.name}, case {label!r}: {error}", fix="match the arguments of the measure"
+                ) from None
             if not same:
                 raise UsageError(
                     f"{self.name}, case {label!r}: its settings are not plain JSON values",

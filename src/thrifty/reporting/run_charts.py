@@ -120,7 +120,7 @@ def _loss(curve: Curve, evaluations: StepColumns, record: RunRecord, key: KeyFig
 def _memory(curve: Curve, key: KeyFigures) -> _Plot:
     """Return the memory plot with the predicted peak, and the measured peak or the highest value so far.
 
-    On a CPU, the measurement is the growth of the process, which is larger than the predicted tensors.
+    On a CPU, the measured value is the memory growth of the process. It includes more than the predicted tensors.
     """
     highest = float(curve.values.max()) if len(curve) else None
     measured = ("measured peak", key.peak_memory) if key.peak_memory is not None else ("highest so far", highest)

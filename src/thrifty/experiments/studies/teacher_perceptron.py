@@ -20,10 +20,11 @@ VARIANTS = (ALL, "random", "easiest", "hardest", BLURRED)
 
 
 def max_margin(signed: np.ndarray) -> np.ndarray:
-    """Return the shortest vector w (d,) with signed @ w >= 1. `signed` (n, d) are separable examples times labels.
+    """Return the shortest vector w (d,) with signed @ w >= 1. `signed` (n, d) has n separable examples of d features,
+    multiplied by their labels.
 
-    The problem is least distance programming. It is reduced to nonnegative least squares as in Lawson and Hanson 1974,
-    Solving Least Squares Problems, chapter 23.
+    This least-distance problem is reduced to nonnegative least squares as in Lawson and Hanson 1974, Solving Least
+    Squares Problems, chapter 23.
     """
     count, width = signed.shape
     system = np.vstack([signed.T, np.ones((1, count))])

@@ -132,8 +132,7 @@ def scores_of(model: nn.Module, objective: Objective, batches: Iterator[Batch]) 
 
 
 def gains(model: nn.Module, task: SelectionTask) -> dict[str, float]:
-    """Return the factors by which score-proportional sampling reduces the second moment of the gradient: claimed and
-    true.
+    """Return the claimed and the true factor by which score-proportional sampling reduces the gradient's second moment.
 
     The claimed factor is tau squared (Katharopoulos & Fleuret 2018). Both factors use the first training examples.
     """
