@@ -88,7 +88,7 @@ def test_ranks_that_apply_it_have_the_weights_of_one_process(name: str, accumula
 def test_rank_techniques_are_refused_where_they_cannot_work() -> None:
     found = on_ranks(2, refusals_by_hand)[0]
     assert "zero=2" in found["stage 1"] and "before fully_shard" in found["after sharding"]
-    assert "compute each layer together" in found["both"] and "already applied" in found["twice"]
+    assert "all ranks for one copy" in found["both"] and "already applied" in found["twice"]
     for name in ("replicate", "shard", "tensor"):
         with pytest.raises(RefusedError, match="torchrun --nproc-per-node"):
             thrifty.apply(nn.Linear(2, 2), name)

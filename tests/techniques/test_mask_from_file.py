@@ -197,9 +197,9 @@ def test_missing_hash_is_refused_with_the_hash() -> None:
         ({"blocks.9.mlp.down.weight": torch.ones(32, 64, dtype=torch.bool)}, "the model does not have"),
         (
             {"blocks.0.mlp.down.weight": torch.ones(32, 63, dtype=torch.bool)},
-            r"is \(32, 63\), and the weight \(32, 64\)",
+            r"has shape \(32, 63\), the weight \(32, 64\)",
         ),
-        ({"norm.weight": torch.ones(32, dtype=torch.bool)}, "only matrices"),
+        ({"norm.weight": torch.ones(32, dtype=torch.bool)}, "for matrices"),
     ],
 )
 def test_ticket_of_another_model_is_refused(masks: dict[str, Tensor], reason: str, tmp_path: Path) -> None:

@@ -117,7 +117,7 @@ def test_indivisible_batch_names_the_next_size(strategy: str) -> None:
 
 
 def test_sharding_in_one_process_is_refused() -> None:
-    with pytest.raises(RefusedError, match="it requires several processes") as refused:
+    with pytest.raises(RefusedError, match="requires several processes") as refused:
         compose(plain_run(), with_optimizer([technique("parallelism.shard")]), 2).start()
     assert "torchrun" in refused.value.fix
 

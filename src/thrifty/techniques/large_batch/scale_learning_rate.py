@@ -26,7 +26,8 @@ Rule = Literal["square_root", "linear"]
 
 
 def scaled_rate(batch: int, base_batch: int, rule: Rule) -> float:
-    """Return the factor from the learning rate at `base_batch` examples per step to the rate at `batch` examples."""
+    """Return the learning rate for `batch` examples per step, divided by the learning rate for `base_batch`
+    examples."""
     ratio = batch / base_batch
     return ratio if rule == "linear" else ratio**0.5
 
@@ -43,18 +44,18 @@ def warmed_up_from_base(step: int, factor: float, warmup: int) -> float:
 
 class ScaleLearningRate(Technique):
     """The factor is 1 at the first update and grows linearly to its final value. A factor below 1 applies from the
-    first update. Differs from the paper: there is no momentum correction, because the rate here is not part of the
+    first update. Differs from the paper: there is no momentum correction, because here the learning rate multiplies the
     momentum. With a batch ramp, the factor is computed for the recipe's batch. Set `batch` if the ramp ends at a batch
     other than the recipe's."""
 
     stage, numerics = Stage.SCHEDULE, Numerics.DIFFERENT
 
     base_batch: Positive = 32
-    """Examples per step for which the learning rate was tuned."""
+    """Number of examples per step for which the learning rate was tuned."""
     rule: Rule = "square_root"
     warmup: StepOrFraction = 0.05
     batch: EffectiveBatch = 0
-    """Examples per step of this run; 0 is the run's effective batch."""
+    """Number of examples per step in this run; 0 is the run's effective batch."""
 
     def update(self, transform: GradientTransform) -> GradientTransform:
         factor, warmup = scaled_rate(self.batch, self.base_batch, self.rule), int(self.warmup)

@@ -52,7 +52,7 @@ def signal_and_noise(small: float, big: float, small_batch: float, big_batch: fl
 def clamp_signal_and_noise(signal: float, noise: float, batch: float, usual: float) -> tuple[float, float]:
     """Return signal and noise, scaled down so that signal + noise / batch is at most `MOST` times the `usual` value.
 
-    signal + noise / batch is the squared norm of the batch's gradient.
+    The sum signal + noise / batch is the expected squared gradient norm of a batch.
     """
     factor = min(1.0, MOST * usual / size) if (size := signal + noise / batch) > 0 else 1.0
     return factor * signal, factor * noise

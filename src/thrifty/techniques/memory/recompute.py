@@ -65,7 +65,7 @@ def explain_other_tensors(backward: Backward) -> Backward:
         try:
             return backward(model, objective, batch)
         except CheckpointError as error:
-            what = "a block saved other tensors for its backward pass when it was recomputed"
+            what = "the recomputation of a block saved other tensors than its first forward pass"
             raise IntegrityError(what, fix=RERUN_FIX) from error
 
     return explained
@@ -75,7 +75,7 @@ class Recompute(Technique):
     """Schedules:
 
     every      one block in `every` saves only its input and is recomputed by itself
-    sqrt       n blocks form segments of sqrt(n); each saves its input and is recomputed, but the last saves everything
+    sqrt       n blocks form segments of sqrt(n); all but the last segment save only their input and are recomputed
     selective  results of matrix products and attention are saved; only operations between them are recomputed
 
     "sqrt" is for chains of small layers. A Transformer block saves much more than its input, so "every" takes less
@@ -86,7 +86,7 @@ class Recompute(Technique):
     claims = frozenset({Claim.RECOMPUTATION})
 
     every: Positive = 1
-    """Recompute each `every`-th block of each stack: 1 is all blocks, 2 is every second block. Must be 1 for "sqrt"."""
+    """Distance between recomputed blocks of a stack: 1 is all blocks, 2 is every second block. Must be 1 for "sqrt"."""
     schedule: Literal["every", "sqrt", "selective"] = "every"
 
     def __post_init__(self) -> None:
@@ -110,7 +110,7 @@ class Recompute(Technique):
         if self.schedule == "sqrt":
             if LOSING_CORES.get(model) is not None:
                 raise RefusedError(
-                    "blocks return an additional loss, which segments recomputed together would lose",
+                    "blocks return an additional loss, which the schedule 'sqrt' would discard",
                     fix=f"--set techniques.{self.name}.schedule=every",
                 )
             blocks = [block for stack in stacks.values() for block in stack]

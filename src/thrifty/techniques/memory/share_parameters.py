@@ -46,7 +46,8 @@ def first_of_group(block: int, depth: int, groups: int) -> int:
 
 
 def share(block: nn.Module, leader: nn.Module, chosen: Callable[[str], bool]) -> int:
-    """Replace the chosen parameters of a block by the parameters of `leader`. Return the number of elements saved."""
+    """Replace the chosen parameters of a block by the parameters of `leader`. Return the number of elements by which
+    the model shrinks."""
     replaced = set()
     leader_parameters = dict(leader.named_parameters(remove_duplicate=False))
     for path, parameter in list(block.named_parameters(remove_duplicate=False)):
@@ -125,8 +126,8 @@ def multiply_out(model: nn.Module) -> None:
 
 
 class FactorizedHead(WrappedObjective):
-    """A wrapped objective that projects hidden states to the width E of a factorized head, which becomes a linear
-    layer.
+    """A wrapped objective that projects hidden states to the width E of a factorized head. The head is then an
+    nn.Linear.
 
     The loss can then process the vocabulary in chunks.
     """

@@ -95,7 +95,7 @@ class ScaleByFactoredSquare(GradientTransform):
 
 
 class ScaleByParameterSize(GradientTransform):
-    """Multiply updates by the root mean square of the parameter, and at least by `least`."""
+    """Multiply updates by the root mean square of the parameter, or by `least` if that is larger."""
 
     name = "scale_by_parameter_size"
     reach = TransformScope.TENSOR
@@ -144,7 +144,7 @@ class Adafactor(Technique):
     claims = frozenset({Claim.OPTIMIZER})
 
     lr: Rate = 1e-2
-    """Maximum relative step."""
+    """Maximum of the relative step, which is the size of an update relative to the parameter."""
     decay: Annotated[float, SettingBound(most=0)] = -0.8
     """Exponent in step^decay, the weight of the newest squared gradient."""
     clip_threshold: Annotated[float, SettingBound(above=0)] = 1.0

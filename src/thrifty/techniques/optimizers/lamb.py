@@ -60,7 +60,7 @@ class Lamb(Technique):
     norm_bounds: tuple[float, float] = (0.0, math.inf)
     """Limits of the weight norm, the paper's φ."""
     slices: bool = False
-    """True to compute a separate ratio for each slice of a fused matrix (queries, keys, values; gate, value)."""
+    """True to compute a separate trust ratio for each slice of a fused matrix (queries, keys, values; gate, value)."""
 
     def update(self, transform: GradientTransform) -> GradientTransform:
         rates = self.lr, self.betas, self.eps, self.weight_decay

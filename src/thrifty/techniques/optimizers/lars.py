@@ -44,10 +44,10 @@ def lars(
 
 
 class Lars(Technique):
-    """A layer whose norm is 0 has the ratio 1. Equal to LARS of pytorch_optimizer 4.1 if no gradient is 0 everywhere.
-    Differs from the paper by default: the learning rate multiplies the momentum. In the paper it multiplies the term
-    added to the momentum (`learning_rate_placement = "inside"`). The two forms differ only if the learning rate
-    changes."""
+    """A layer whose weight norm or gradient norm is 0 has the trust ratio 1. Equal to LARS of pytorch_optimizer 4.1 if
+    no gradient is 0 everywhere. Differs from the paper by default: the learning rate multiplies the momentum. In the
+    paper it multiplies the term added to the momentum (`learning_rate_placement = "inside"`). The two forms differ only
+    if the learning rate changes."""
 
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
     claims = frozenset({Claim.OPTIMIZER})

@@ -7,8 +7,8 @@ Promise     One moment per hidden matrix; Liu et al. claim half of AdamW's compu
 Use         optimizer = thrifty.optim.Muon(model, lr=1e-3, adamw_lr=1e-3)
 Start with  `muon:lr=1e-3,adamw_lr=1e-3`, which are AdamW's learning rates. For `scale=original`, `lr` is about 20 times
             larger.
-Cost        15 bfloat16 matmuls per hidden matrix and step. They take 20 r² c + 10 r³ FLOPs for the smaller dim r and
-            the larger dim c.
+Cost        15 bfloat16 matmuls per hidden matrix and step. These matmuls take 20 r² c + 10 r³ FLOPs for the smaller dim
+            r and the larger dim c.
 Avoid       Small batches, because Muon's matmuls then dominate the step. Models that consist mostly of embeddings.
 Does not    Orthogonalize embeddings, the output head, vectors or convolutions; AdamW updates these parameters.
 """

@@ -6,8 +6,8 @@ Promise     A run can stop at any step, with a loss as if the learning rate had 
 Use         optimizer = thrifty.optim.ScheduleFreeAdamW(model, lr=2.5e-3, total_steps=10_000)
 Start with  `schedule_free:lr=2.5e-3,warmup=0.05`.
 Cost        As much state as AdamW: a second moment, and the difference between two sequences of weights.
-Avoid       Large language models at large batches. The authors tested small models, and adapt the method to larger
-            models in arXiv 2605.19095.
+Avoid       Large language models at large batches, because the authors tested small models. Their adaptation to larger
+            models is in arXiv 2605.19095.
 Does not    Combine with a schedule or a second weight average; the method has its own warm-up and average.
 """
 
@@ -47,7 +47,8 @@ def schedule_free_update(
 
 
 class ScheduleFreeTransform(GradientTransform):
-    """The last transform of a chain: it steps z, averages z in x, and returns the update of y, between z and x.
+    """The last transform of a chain: it steps the weights z, averages them in x, and updates the training weights y
+    between z and x.
 
     In the average, step t has the weight t^power · (learning rate / peak learning rate)^rate_power. With the defaults
     all steps after the warm-up have equal weights, and warm-up steps have smaller weights.
@@ -77,7 +78,7 @@ class ScheduleFreeTransform(GradientTransform):
         return (age + 1) ** self.power * self._warmed(step) ** self.rate_power
 
     def _sum(self, step: int, age: int) -> float:
-        """Return the sum of the weights of all steps since the state was initialized, cached."""
+        """Return the cached sum of the averaging weights of all steps since the state was initialized."""
         sums = self._sums.setdefault(step - age, [0.0])
         for since in range(len(sums) - 1, age + 1):
             sums.append(sums[-1] + self._weight(step - age + since, since))

@@ -170,8 +170,8 @@ class Soap(Technique):
     times at 1.2B.
 
     The first step only initializes the state and makes no update. Sharded matrices are gathered one by one, and each
-    rank does the same work. In directions without gradients the eigenvectors depend on rounding. Two runs on different
-    machines therefore diverge faster than with AdamW.
+    rank computes the updates of all matrices. In directions without gradients the eigenvectors depend on rounding. Two
+    runs on different machines therefore diverge faster than with AdamW.
     """
 
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT

@@ -8,8 +8,8 @@ Use         run = thrifty.train(techniques=["pipeline"], settings={"mesh.pipelin
 Start with  `pipeline:micro_batches=4`. More micro-batches shorten the idle time.
 Cost        With p equal stages and m micro-batches, ranks are idle for (p - 1) / (m + p - 1) of the time. The slowest
             stage sets the pace.
-Avoid       Models that fit on one machine with tensor or sharded parallelism, because both keep all ranks busy at any
-            batch size.
+Avoid       Models that fit on one machine with parallelism.tensor or parallelism.shard, because both keep all ranks
+            busy at any batch size.
 Does not    Rename parameters, or untie a tied head; the first stage sends the shared weight to the last stage.
 """
 
@@ -67,7 +67,7 @@ def stage_places(schedule: str, ranks: int, chunks: int) -> list[int]:
 
 
 def most_ends(places: Sequence[int]) -> tuple[int, int]:
-    """Return the maximum number of stage ends on a rank, and the maximum number of ends that connect to another rank.
+    """Return the maximum number of stage ends (inputs and outputs) on a rank, and of ends that connect to another rank.
 
     An end receives hidden states, or it sends hidden states and receives their gradients.
     """
@@ -165,16 +165,16 @@ class ScheduledLossObjective(WrappedObjective):
 class PipelineParallel(Technique):
     """Schedules for p stages and m micro-batches (engine: torch.distributed.pipelining):
 
-    gpipe        all forward passes, then all backward passes; m micro-batches are alive
-    1f1b         the same idle time, at most p micro-batches alive; forward and backward passes alternate
+    gpipe        all forward passes, then all backward passes; memory holds activations of m micro-batches
+    1f1b         the same idle time, activations of at most p micro-batches; forward and backward passes alternate
     interleaved  1f1b with `chunks` stages per rank: idle time divided by `chunks`, more traffic
     zero_bubble  interleaved, and weight gradients are computed while a rank would be idle (ZB-1P)
     zbv          two stages per rank in the form of a V: the first rank also has the last stage with the head
 
-    One micro-batch (`micro_batches = 1` with gpipe) is the "vertical" or layer-wise model parallelism of the
+    With one micro-batch (`micro_batches = 1`), gpipe is the "vertical" or layer-wise model parallelism of the
     literature: one rank works at a time. Micro-batches are padded to equal size by examples of weight zero. Blocks are
-    divided among stages by cost. The value of a tied head is sent to the last stage before each pass. Its gradient is
-    returned after the pass.
+    divided among stages by cost. The value of a tied head is sent to the last stage before each pass. The head's
+    gradient is returned after the pass.
 
     Differs from GPipe: torch runs the backward passes in the order of the forward passes. With `recompute`, activations
     of the first micro-batch are kept, because its backward pass comes first. The paper keeps the last micro-batch. If
@@ -183,10 +183,10 @@ class PipelineParallel(Technique):
     and recomputed values twice.
 
     The footprint is for a rank with the most blocks and with both embedding and head, as with zbv or a tied head. The
-    peak is on the first rank, which has the most micro-batches alive, or on the last rank, which computes the loss.
-    From the second backward pass on, gradients are accumulated. torch holds a buffer for the hidden states of each
-    micro-batch in either direction. With zbv, torch also keeps hidden states that pass between stages of one rank. The
-    footprint does not include these hidden states.
+    peak is on the first rank, which holds the activations of the most micro-batches, or on the last rank, which
+    computes the loss. From the second backward pass on, gradients are accumulated. torch holds a buffer for the hidden
+    states of each micro-batch in either direction. With zbv, torch also keeps hidden states that pass between stages of
+    one rank. The footprint does not include these hidden states.
     """
 
     stage, numerics, tolerance = Stage.CUT, Numerics.ROUNDING, 1e-4
@@ -289,7 +289,7 @@ class PipelineParallel(Technique):
         return divided.peaking(max(loss, inside) + gradients).add(buffers=buffered * hidden, traffic=sent * hidden)
 
     def _per_rank(self, ranks: int) -> list[int]:
-        """Return the number of configured blocks on each rank."""
+        """Return the number of blocks on each rank, from the setting `blocks`."""
         places = stage_places(self.schedule, ranks, self._chunks)
         pairs = list(zip(self.blocks, places, strict=True))
         return [sum(count for count, at in pairs if at == place) for place in range(ranks)]

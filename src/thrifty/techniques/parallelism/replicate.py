@@ -110,7 +110,8 @@ class ReplicatedDataParallel(Technique):
         data = axis("data")
         if data.size == 1 < ranks():
             raise RefusedError(
-                f"{self.name}: all ranks compute each layer together", fix="apply it without parallelism.tensor"
+                f"{self.name}: parallelism.tensor uses all ranks for one copy of the model",
+                fix="apply it without parallelism.tensor",
             )
         if data.size > 1:
             call_after_backward(model, partial(average_over, data))

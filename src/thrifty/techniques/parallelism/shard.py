@@ -64,7 +64,7 @@ def sharded(model: nn.Module, zero: Zero, policy: MixedPrecisionPolicy, averages
 
 
 def parts_of(model: nn.Module) -> Iterator[FSDPModule]:
-    """Return the modules that are gathered separately: the blocks and the root."""
+    """Return the modules that are gathered separately: the blocks and the model as a whole."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
@@ -155,7 +155,8 @@ class ShardedDataParallel(Technique):
             return model
         if not dist.is_initialized():
             raise RefusedError(
-                "it requires several processes, and there is one", fix="torchrun --nproc-per-node 2 -m thrifty train …"
+                "sharding requires several processes, and there is one",
+                fix="torchrun --nproc-per-node 2 -m thrifty train …",
             )
         if axis("data").size == 1:
             return model
@@ -196,9 +197,10 @@ class ShardedDataParallel(Technique):
             peak, stage 3   O during the loss, O + 2 B + (2 - 1 / N) b in a block
             traffic         (W + G) (1 - 1 / N) + 2 G / N (1 - 1 / R), with 2 W - O instead of W at stage 3
 
-        Peaks are added to the single-process peak with a rank's examples and, at stages 2 and 3, 1 / N of the
-        gradients. At stage 3 a block and the next block are gathered. The gradients of the current block, and gradients
-        in transfer, are not sharded. At stage 1 no gradients are sharded, as with accumulation.
+        Peaks are added to the single-process peak for a rank's examples. At stages 2 and 3, the single-process peak
+        includes only 1 / N of the gradients. At stage 3 a block and the next block are gathered at the same time. The
+        gradients of the current block, and gradients in transfer, are not sharded. At stage 1 no gradients are sharded,
+        as with gradient accumulation.
         """
         data, copies = axis("data").size, axis("replicate").size
         if data == 1:

@@ -10,7 +10,7 @@ Use         torch.distributed.init_process_group()  # in a script that torchrun 
 Start with  `tensor`. `sequence_parallel=true` also divides norms and residual streams along tokens.
 Cost        Per block, four all-reduces of hidden states (batch, tokens, width), two in each pass. They do not overlap
             with computation.
-Avoid       Models that fit with sharding, because sharding sends less. Ranks on several machines.
+Avoid       Models that fit with parallelism.shard, because sharding sends less. Ranks on several machines.
 Does not    Rename parameters, or change their initialization; the whole model is initialized before it is split.
 """
 

@@ -83,7 +83,7 @@ def _multiply(layer: nn.Module, inner: Any, x: Tensor) -> Tensor:
 def roll(layers: Sequence[nn.Module], most_recent: bool = False, growth: float = 1.0) -> None:
     """Update histories and scales after a step, from the magnitudes recorded by the layers on all ranks.
 
-    Because a loss scale may have changed, the next step's gradients are assumed to be `growth` times as large.
+    `growth` is the factor by which a changed loss scale multiplies the gradients of the next step.
     """
     seen = torch.stack([layer.float8_seen for layer in layers])
     seen = torch.where(seen.isfinite(), seen, 0.0)  # NaN has no maximum over ranks
@@ -141,7 +141,7 @@ class Float8(Technique):
     where: str = ""
     """Regular expression that is searched in layer names to choose the quantized linear layers; empty for all."""
     skip_end_blocks: bool = True
-    """True to skip the first and the last block of each stack of three or more."""
+    """True to skip the first and the last block of each stack of three or more blocks."""
 
     @property
     def is_low_precision(self) -> bool:
@@ -212,7 +212,7 @@ class Float8(Technique):
 
 
 def _blocks(model: nn.Module) -> Mapping[str, str]:
-    """Return each block by name, with "the first block" or "the last block" of a stack of three or more, or ""."""
+    """Return, by block name, "the first block" or "the last block" in a stack of three or more blocks, and else ""."""
     endings: dict[str, str] = {}
     for stack, blocks in find_stacks(model).items():
         last = len(blocks) - 1

@@ -169,7 +169,8 @@ class MixedPrecision(Technique):
     growth_interval: Positive = 2000
     """Number of clean steps in a row after which the scale doubles."""
     hysteresis: Positive = 1
-    """Number of overflows since the last growth at which the scale is halved: 1 as in torch, 2 as in DeepSpeed."""
+    """Number of overflows after which the scale is halved: 1 as in torch, 2 as in DeepSpeed. The count starts again
+    when the scale grows."""
     min_scale: float = 1.0
     """Minimum loss scale. An overflow at the minimum stops the run."""
 

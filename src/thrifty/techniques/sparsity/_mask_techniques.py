@@ -150,7 +150,7 @@ class MatrixMaskTechnique(MaskTechnique):
         return {name: full_mask(parameter) for name, parameter in parameters.items()}
 
     def shapes(self, state: TrainState) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the masked weights of a state by name."""
+        """Return the shapes of the masked weights in a training state, by name."""
         assert state.optimizer is not None
         all_shapes = masked_shapes(dict(zip(state.optimizer.names, state.optimizer.parameters, strict=True)))
         return {name: all_shapes[name] for name in self.masked(all_shapes)}
@@ -159,7 +159,7 @@ class MatrixMaskTechnique(MaskTechnique):
         """Return the maximum number of unmasked weights of each layer.
 
         After a growth step, masks come from the smaller model. ERK densities of the larger model can differ if stacks
-        grow in different proportions, so a tenth more is allowed.
+        grow in different proportions, so 10 % more weights are allowed.
         """
         counts = layer_counts(self.shapes(state), density, distribution)
         if distribution == "erk" and any(entry.step for entry in state.log):
@@ -167,7 +167,7 @@ class MatrixMaskTechnique(MaskTechnique):
         return counts
 
     def check_total(self, state: TrainState, density: float) -> None:
-        """Raise IntegrityError if the masked weights, or their masks, have more nonzero elements than `density`.
+        """Raise IntegrityError if the masked weights, or their masks, have more nonzero elements than `density` allows.
 
         After a structural change the density is not checked.
         """

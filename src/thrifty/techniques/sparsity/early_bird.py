@@ -169,7 +169,7 @@ class EarlyBird(Technique):
     penalty: Rate = 1e-4
     """Weight of the sum of all |coefficients| in the training loss."""
     every: StepOrFraction = 0.01
-    """Number of steps between masks, at least one."""
+    """Number of steps between two computed masks, at least one."""
     queue: Positive = 5
     """Number of compared masks: the newest mask and the masks before it."""
     distance: Probability = 0.1

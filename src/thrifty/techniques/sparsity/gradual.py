@@ -37,7 +37,7 @@ def magnitudes(weight: Tensor, mask: Tensor) -> Tensor:
 
 
 class GradualPruning(MatrixMaskTechnique):
-    """distribution = "global" uses one threshold for all layers and may remove all weights of a layer. The note
+    """distribution = "global" uses one threshold for all layers and may remove all weights of a layer. The metric
     "empty_weights" counts such layers. "uniform" and "erk" select within each layer. To prune an existing dense run,
     fork it with `start` at the step of the fork or later."""
 

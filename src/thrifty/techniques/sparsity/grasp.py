@@ -58,7 +58,8 @@ class TemperatureHead(nn.Module):
 
 
 class TemperedObjective(WrappedObjective):
-    """A wrapped objective with unchanged loss values, and gradients for logits divided by a temperature."""
+    """A wrapped objective with unchanged loss values, but with gradients computed from logits divided by a
+    temperature."""
 
     def __init__(self, inner: Objective, temperature: float):
         super().__init__(inner)
@@ -150,7 +151,7 @@ class Grasp(SaliencyMaskTechnique):
     weights. The absolute value would also keep weights that reduce gradient flow. Logits are divided by `temperature`
     during scoring. H g is exact for the effective batch of each step, dropout included, over micro-batches and ranks. H
     g of several scoring steps is summed. During scoring, attention uses torch's implementation without fused kernels.
-    The method assumes Xavier initialization. `explain` predicts the cost of a scoring step. The note "empty_weights"
+    The method assumes Xavier initialization. `explain` predicts the cost of a scoring step. The metric "empty_weights"
     counts layers without remaining weights."""
 
     clashes: ClassVar[Mapping[Claim, str]] = {

@@ -53,7 +53,7 @@ def prune_by_magnitude(
     """Return masks that drop the fraction `prune` of unmasked weights with the smallest magnitudes.
 
     The fraction refers to all matrices together ("global"), or to each matrix ("layerwise"). Each matrix named in
-    `half` loses half of the fraction. Among equal magnitudes the last elements are removed first.
+    `half` is pruned by half of the fraction. Among equal magnitudes the last elements are removed first.
     """
     separate = set(weights) if scope == "layerwise" else set(half)
     pruned = [_smallest_cut([name], weights, masks, prune / (1 + (name in half))) for name in sorted(separate)]
@@ -160,8 +160,8 @@ def contents_of(file: str, sha256: str) -> MaskFileContents:
 class MaskFromFile(MaskTechnique):
     """`control` selects a control of the paper. "random-mask" keeps the same number of weights per matrix at random
     positions. "reinitialise" keeps the mask and shuffles the initial values of every parameter within its layer. The
-    shuffled values are another sample of the same distribution. Without a file nothing is masked. A dense run for the
-    first pruning round therefore saves the same state entries as later rounds."""
+    shuffled values are another sample of the same distribution. Without a file nothing is masked. The dense run of the
+    first pruning round can therefore use this technique, and its state has the same entries as in later rounds."""
 
     clashes: ClassVar[Mapping[Claim, str]] = {
         **MaskTechnique.clashes,
@@ -194,8 +194,8 @@ class MaskFromFile(MaskTechnique):
                 )
             if not masked_shapes({name: parameters[name]}) or parameters[name].shape != shape:
                 raise RefusedError(
-                    f"the ticket's mask of {name!r} is {shape}, and the weight {tuple(parameters[name].shape)}",
-                    fix="use the model that the ticket was drawn in; only matrices, no position tables, have masks",
+                    f"the ticket's mask of {name!r} has shape {shape}, the weight {tuple(parameters[name].shape)}",
+                    fix="use the model of the ticket, whose masks are for matrices other than position embeddings",
                 )
         if self.control == "reinitialise":
             shuffle_values(parameters, f"{self.seed}")

@@ -114,8 +114,7 @@ def remake(layers: Iterable[nn.Module]) -> Tensor:
 
 @torch.no_grad()
 def decay_masked(layers: Iterable[nn.Module], decay: float) -> None:
-    """Add the decay of masked weights to the gradients of the layers' weights, once for a weight that several layers
-    share."""
+    """Add `decay` times each masked weight to its gradient, once for a weight that several layers share."""
     for layer in {id(layer.weight): layer for layer in layers}.values():
         if layer.weight.grad is None:
             continue
@@ -174,8 +173,8 @@ class NOfM(Technique):
 
     On GPUs with 2:4 units, torch computes the matmuls in 16 bits. torchao published speedups on an A100 (feature since
     removed): 1.24 to 1.27 times for one layer, 6 % for a ViT-L. SR-STE's code uses a decay of 2e-4. Hu et al. use 6e-5
-    for GPT-2 of 124M and 774M, 2e-4 for 350M and 1558M. The note "mask_flip_rate" is the fraction of mask elements that
-    changed. Sharded weights are also gathered to compute masks, and every rank holds all masks.
+    for GPT-2 of 124M and 774M, 2e-4 for 350M and 1558M. The metric "mask_flip_rate" is the fraction of mask elements
+    that changed. Sharded weights are also gathered to compute masks, and every rank holds all masks.
     """
 
     stage, numerics = Stage.SPARSITY, Numerics.DIFFERENT
@@ -186,13 +185,13 @@ class NOfM(Technique):
     }
 
     n: Positive = 2
-    """Number of unmasked weights in each m neighbors along a layer's inputs."""
+    """Number of unmasked weights in each group of m neighbors along a layer's inputs."""
     m: Annotated[int, SettingBound(least=2, most=32)] = 4
     transposable: bool = False
     """True for masks that are also N:M along a layer's outputs. Each m × m tile gets the best such mask (m up to 4)."""
     decay: Rate = 2e-4
-    """Coefficient of the masked weights in the term that is added to their gradients; 0 is the straight-through
-    estimator without decay."""
+    """Decay of masked weights: `decay` times the weight is added to its gradient. 0 is the straight-through estimator
+    without decay."""
     every: Positive = 1
     """Number of steps between mask computations."""
     dense_from: StepOrFraction = 1.0

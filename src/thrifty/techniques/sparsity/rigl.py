@@ -35,8 +35,8 @@ class Rigl(DynamicMaskTechnique):
 
     New connections start with zero moments, and Adam's bias correction uses the run's step count, as in the paper. Late
     in a run, Adam's first update of a new connection is therefore (1 - beta1) / sqrt(1 - beta2) times the usual update.
-    The factor is 3.16 with betas of 0.9 and 0.999, and 6.6 after a dozen equal gradients. With a beta2 of 0.95 it is
-    0.45.
+    With betas of 0.9 and 0.999 the factor is 3.16, and grows to 6.6 after a dozen equal gradients. With a beta2 of 0.95
+    it is 0.45.
     """
 
     def next_masks(self, names: Sequence[str], layer: LayerReader, step: int) -> Iterator[tuple[str, Tensor]]:

@@ -27,7 +27,7 @@ def snip_scores(weight: Tensor, gradient: Tensor) -> Tensor:
 class Snip(SaliencyMaskTechnique):
     """Gradients of all scoring steps are summed before the absolute value is taken. With several scoring steps, the sum
     takes one more element per masked weight. Differs from the paper: scores are not divided by the sum of all scores,
-    because a common divisor changes no mask. A layer may lose all its weights. The note "empty_weights" counts such
+    because a common divisor changes no mask. A layer may lose all its weights. The metric "empty_weights" counts such
     layers. For a fork use sparsity.static or sparsity.gradual."""
 
     def scores(self, weight: Tensor, gradient: Tensor) -> Tensor:

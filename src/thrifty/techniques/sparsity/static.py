@@ -2,8 +2,8 @@
 
 Paper       Evci et al. 2020 (arXiv 1911.11134), baseline "Static"; Liu et al. 2022, The Unreasonable Effectiveness of
             Random Pruning (arXiv 2202.02643).
-Promise     The same mask of the given density at every step. This is the baseline for techniques that score weights or
-            change masks.
+Promise     The same mask of the given density at every step. Static masks are the baseline for techniques that score
+            weights or change masks.
 Use         model, optimizer = thrifty.apply((model, optimizer), "static", density=0.2)
 Start with  `static:density=0.2,distribution=erk`.
 Cost        One boolean mask per weight matrix.
@@ -35,7 +35,7 @@ from thrifty.techniques.sparsity._mask_techniques import MatrixMaskTechnique
 
 
 class StaticMask(MatrixMaskTechnique):
-    """The note "empty_weights" counts layers without remaining weights. In a fork of a dense run, masks are computed
+    """The metric "empty_weights" counts layers without remaining weights. In a fork of a dense run, masks are computed
     from the weights of the dense run. criterion = "magnitude" is then one-shot pruning followed by training."""
 
     criterion: Literal["random", "magnitude"] = "random"
