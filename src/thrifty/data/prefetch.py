@@ -42,7 +42,7 @@ def prefetch(source: BatchSource, start: int, stop: int | None, depth: int = 2) 
 
 
 class _Steps(Dataset[Batch | ThriftyError]):
-    """Dataset of batches by step. It returns a ThriftyError, because torch passes on only the text of raised errors."""
+    """Dataset of batches by step. ThriftyErrors are returned, because torch keeps only the text of raised errors."""
 
     def __init__(self, source: BatchSource):
         self.source = source

@@ -47,7 +47,7 @@ class TokenCache:
 
 
 def cache_key(*depends: Any) -> str:
-    """Return a hash of JSON values. They must include everything that determines the prepared data."""
+    """Return a hash of the JSON values `depends`, which must include everything that determines the prepared data."""
     return hashlib.blake2b(json.dumps(depends).encode(), digest_size=16).hexdigest()
 
 

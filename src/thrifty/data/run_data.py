@@ -44,7 +44,7 @@ class RunData(Protocol):
 
     @property
     def example_unit(self) -> int:
-        """Number of tokens for which one example counts in a budget of tokens."""
+        """Number of tokens that a budget counts for one example."""
 
     @property
     def facts(self) -> Mapping[str, Any]:

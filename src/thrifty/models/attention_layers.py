@@ -82,7 +82,7 @@ class RelativePositions(nn.Module):
         self.scores = nn.Embedding(buckets, heads)
 
     def forward(self, length: int, mask: Tensor | None = None) -> Tensor:
-        """Return the bias of the scores of t = `length` tokens, (1 or b, h, t, t). It is -inf if the mask or causality
+        """Return the bias of the scores, (1 or b, h, t, t) for t = `length`. The bias is -inf if the mask or causality
         hides a key."""
         place = torch.arange(length, device=self.scores.weight.device)
         offset = place[None, :] - place[:, None]

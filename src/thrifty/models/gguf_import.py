@@ -2,8 +2,8 @@
 
 GGUF is the format of llama.cpp: one file with settings, tokenizer and weights, mostly quantized in blocks of a few
 bits. The weights are dequantized to float32; the quantization error remains. In GGUF, rotary positions pair adjacent
-channels; in Thrifty and transformers they pair the two halves of a head. The rows of query and key weights are
-therefore reordered.
+channels; in Thrifty and transformers they pair channels of the two halves of a head. The rows of query and key weights
+are therefore reordered.
 """
 
 from collections.abc import Iterator
@@ -104,7 +104,7 @@ def _open(file: Path) -> Any:
     try:
         return GGUFReader(file)
     except (ValueError, OSError, IndexError, KeyError) as error:
-        raise IntegrityError(f"{str(file)!r} is not a readable GGUF file: {error}", fix="fetch it again") from error
+        raise IntegrityError(f"'{file}' is not a readable GGUF file: {error}", fix="fetch the file again") from error
 
 
 def _shape(settings: _Settings, tied: bool) -> ModelConfig:

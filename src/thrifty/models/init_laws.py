@@ -81,7 +81,8 @@ def clip_normal(name: str, size: torch.Size, std: float, depths: Mapping[str, in
     With width d, the standard deviation is 1 / sqrt(d) for queries, keys, values and projections. It is 1 / sqrt(2 d)
     for the first feed-forward layer. For layers that add to the residual stream, it is divided by sqrt(2 · blocks),
     because each block has two of them. It is 0.02 for token embeddings, and 0.01 for positions of captions. It is 1 /
-    sqrt(d) for positions of patches and the class token. Patch projections have torch's default for convolutions."""
+    sqrt(d) for positions of patches and the class token. Patch projections have torch's default for convolutions.
+    """
     tower, _, inside = name.partition(".")
     if inside == "embedding.patch":
         return UniformInit(1 / math.sqrt(math.prod(size[1:])))
@@ -98,8 +99,8 @@ def vit_uniform(name: str, size: torch.Size, std: float) -> NormalInit | Uniform
     """Return the distribution of ViT: matrices by Glorot and Bengio 2010, equation 16.
 
     Class token, positions and head have the standard deviation `std`. Patch projections have torch's default for
-    convolutions. DeiT uses standard deviation 0.02 for matrices too. Glorot's law has 0.02 only at a width of 2500.
-    Narrower models with 0.02 make no progress for a long time.
+    convolutions. DeiT uses standard deviation 0.02 for matrices too. Glorot's law has a standard deviation of
+    0.02 only at a width of 2500. Narrower models with 0.02 make no progress for a long time.
     """
     if name.endswith("embedding.patch"):
         return UniformInit(1 / math.sqrt(math.prod(size[1:])))

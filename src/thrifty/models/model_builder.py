@@ -33,7 +33,7 @@ _TASK_DESCRIPTIONS = {
     "masked_reconstruction": "it reconstructs the pixels of images",
 }
 _KIND_FOR = {"chat_answers": "next_token", "mass": "sequence_to_sequence"}
-"""Objectives that use another objective's kind of model."""
+"""Objectives, mapped to the task of the models that they train."""
 PROBLEM_TYPES = {
     "classification": "single_label_classification",
     "multi_label_classification": "multi_label_classification",

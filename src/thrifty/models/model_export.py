@@ -69,7 +69,7 @@ def export_model(
 
     if not isinstance(model, HuggingFaceModel):
         raise RefusedError(
-            f"a {type(model).__name__} has no Hugging Face format", fix="write it with thrifty.models.export_own_model"
+            f"a {type(model).__name__} has no Hugging Face format", fix="use thrifty.models.export_own_model"
         )
     export_wrapped(model, folder, tokenizer_json, dtype)
 

@@ -109,12 +109,12 @@ def _check(model: nn.Module, tokens: Tensor, temperature: float, top_k: int | No
     if not COLDEST <= temperature <= 1 / COLDEST:
         raise UsageError(
             f"temperature is {temperature}, outside {COLDEST} to {1 / COLDEST:g}",
-            fix=f"use {COLDEST} or more, or sample greedily",
+            fix=f"use {COLDEST} to {1 / COLDEST:g}; or sample greedily",
         )
     if top_k is not None and top_k < 1:
-        raise UsageError(f"top_k is {top_k}", fix="use 1 or more")
+        raise UsageError(f"top_k is {top_k}, below 1", fix="use 1 or more")
     if top_p is not None and not 0 < top_p <= 1:
-        raise UsageError(f"top_p is {top_p}", fix="use a probability above 0, up to 1")
+        raise UsageError(f"top_p is {top_p}, not in (0, 1]", fix="use a probability above 0, up to 1")
 
 
 @contextmanager

@@ -1,9 +1,9 @@
 """Conversion of weights between models of Hugging Face and models of Thrifty, without `transformers`.
 
 A table per family maps tensors of transformers to tensors of Thrifty. Import and export use the table in opposite
-directions. Only the packing of tensors differs. Thrifty fuses queries, keys and values into one matrix, and also gate
-and value. GPT-2 in transformers stores its matrices transposed. No value is changed, so a round trip in the stored
-dtype is bit-exact.
+directions. Only the packing of tensors differs. Thrifty fuses queries, keys and values into one matrix, and gate and
+value into another. GPT-2 in transformers stores its matrices transposed. No value is changed, so a round trip in the
+stored dtype is bit-exact.
 """
 
 import re

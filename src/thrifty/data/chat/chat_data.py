@@ -1,8 +1,8 @@
 """Conversations of a recipe: opened, tokenized once into the cache, and packed into rows.
 
-The prepared folder has the form of plain text (`data/text/token_cache.py`), with two additions. Each stored token has
-two flags: ANSWER for tokens of an answer, and BEGINS for the first token of a conversation. The chat template is stored
-with the tokenizer.
+The prepared folder has the files of a token cache (`data/text/token_cache.py`), with two additions. Each stored token
+has two flags: ANSWER for tokens of an answer, and BEGINS for the first token of a conversation. The chat template is
+stored with the tokenizer.
 """
 
 import heapq

@@ -114,7 +114,7 @@ def _named_calls(content: Any, where: str) -> list[dict[str, Any]]:
     calls = _parsed(content, where)
     calls = calls if isinstance(calls, list) else [calls]
     if not calls or not all(isinstance(call, Mapping) and "name" in call for call in calls):
-        raise UsageError(f"{where}: not a call of a tool", fix='write {"name": "...", "arguments": {...}} as its value')
+        raise UsageError(f"{where}: not a call of a tool", fix='write the value {"name": "...", "arguments": {...}}')
     return [{"type": "function", "function": call} for call in calls]
 
 
@@ -144,7 +144,7 @@ def _joined(content: Any) -> Any:
 
 
 def _alpaca_question(instruction: str, context: str) -> Message:
-    """Return the question of an Alpaca row. Instruction and input are also keys, for templates that use both."""
+    """Return the question of an Alpaca row, also with the keys instruction and input for templates that use them."""
     if not context.strip():
         return {"role": "user", "content": instruction}
     return {"role": "user", "content": f"{instruction}\n\n{context}", "instruction": instruction, "input": context}
@@ -155,7 +155,7 @@ def _text(row: Mapping[str, Any], key: str, where: str) -> str:
     if text is None:
         return ""
     if not isinstance(text, str):
-        raise UsageError(f"{where}: {key!r} holds {type(text).__name__}, not text", fix="write it as a text")
+        raise UsageError(f"{where}: {key!r} holds {type(text).__name__}, not text", fix=f"write {key!r} as text")
     check_characters(text, f"{where}: {key!r}")
     return text
 
@@ -228,7 +228,7 @@ def open_conversations(source: str) -> ConversationSource:
 
 
 def holds_conversations(source: str) -> bool:
-    """Return True for a .jsonl or .json file that begins with a conversation in one of the formats."""
+    """Return True for a .jsonl or .json file that begins with a conversation in a known format."""
     if Path(source).suffix not in (".jsonl", ".json"):
         return False
     try:

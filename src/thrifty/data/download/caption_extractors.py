@@ -79,7 +79,7 @@ def _captions(name: str, tags: list[str]) -> list[str]:
 HELD_OUT = 0.1
 """Held-out fraction of openclipart, because the set has no split."""
 VARIANTS = re.compile(r"^shapes/stars/|-theme/|gradient|pattern", re.IGNORECASE)
-"""Paths in openclipart that contain hundreds of variants of one picture."""
+"""Pattern of paths in openclipart that contain hundreds of variants of a picture."""
 EMPTY_TITLE = re.compile(r"^$|clip ?art|^part of |^icon|untitled|^inkscape|^image\d*$", re.IGNORECASE)
 NO_SUBJECT = frozenset({"clip art", "clipart", "hash", "icon", "icons", "image", "magick", "media", "png", "svg"})
 

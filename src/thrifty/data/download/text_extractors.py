@@ -64,7 +64,7 @@ def whole_files(members: Members) -> Iterator[str]:
 
 
 def book_chapters(members: Members) -> Iterator[str]:
-    """Yield a document per chapter of one book in one member, cut at lines that begin with CHAPTER."""
+    """Yield one document per chapter of a book, the only member. The line of a chapter begins with CHAPTER."""
     (text,) = members.values()
     for chapter in re.split(r"(?m)^(?=CHAPTER )", text.decode("utf-8-sig").replace("\r\n", "\n")):
         if chapter.strip():

@@ -7,8 +7,8 @@ on other augmentations. Images are float (b, c, h, w) in 0 … 1. Keys are uint6
 - Operations on colors and geometry as in RandAugment (Cubuk et al. 2019, arXiv 1909.13719), without the operations
   equalize and sharpness.
 - Random erasing (Zhong et al. 2017, arXiv 1708.04896).
-- mixup (Zhang et al. 2017, arXiv 1710.09412) and CutMix (Yun et al. 2019, arXiv 1905.04899). The second image is any
-  training image, not one of the same batch. Ranks therefore do not exchange images.
+- mixup (Zhang et al. 2017, arXiv 1710.09412) and CutMix (Yun et al. 2019, arXiv 1905.04899). The second image is
+  sampled from all training images, not from the batch. Ranks therefore do not exchange images.
 """
 
 import math

@@ -2,8 +2,8 @@
 
 Optical Recognition of Handwritten Digits, by E. Alpaydin and C. Kaynak (1998), UCI Machine Learning Repository,
 https://doi.org/10.24432/C50P49, licensed under Creative Commons Attribution 4.0 International
-(https://creativecommons.org/licenses/by/4.0/). The images are from the test file of the dataset, which scikit-learn
-also includes. Only the file format was changed. 13 people wrote the digits, and the splits do not separate people.
+(https://creativecommons.org/licenses/by/4.0/). The images are from the test file of the dataset; scikit-learn includes
+the same images. Only the file format was changed. 13 people wrote the digits, and the splits do not separate people.
 """
 
 from functools import cache

@@ -54,7 +54,7 @@ def image_files(folder: Path, labelled: bool = True) -> list[ImageFile]:
     if not files:
         what = "images are in the folder itself" if image_listing.has_image_files(folder) else "there are no images"
         raise UsageError(
-            f"{folder}: {what}, and none in a folder named after its label",
+            f"{folder}: {what}, and none in a folder named after a label",
             fix=f"put images into folders such as {folder.name}/cat and {folder.name}/dog",
         )
     if set(labels) <= image_listing.PART_FOLDERS.keys():

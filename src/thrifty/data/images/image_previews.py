@@ -16,7 +16,7 @@ LARGEST = 64
 """Maximum side of a picture in pixels. Larger images are scaled down."""
 
 LARGEST_INPUT = 128
-"""Maximum side in pixels for pictures of model inputs and outputs. They are larger, because patches must be visible."""
+"""Maximum side in pixels for pictures of model inputs and outputs, larger so that patches are visible."""
 
 
 def input_pictures(images: Tensor, ends: ImageModelSpec) -> list[str]:

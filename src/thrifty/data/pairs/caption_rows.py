@@ -80,7 +80,7 @@ def _write(captions: Iterator[list[str]], tokenizer: TextTokenizer, folder: Path
 
 @dataclass(frozen=True)
 class CaptionRows:
-    """Captions of the images of one part, as rows of `length` tokens with random access."""
+    """Captions of the training or held-out images, as rows of `length` tokens with random access."""
 
     tokens: np.ndarray
     """Tokens of all captions in sequence."""

@@ -66,8 +66,8 @@ def is_table(path: Path) -> bool:
 def table_rows(path: Path, column: str = "") -> Iterator[CaptionedRow]:
     """Yield the rows of a table. `column` is the column of captions; if empty, one of `CAPTIONS` is used.
 
-    Raises UsageError with the position of an invalid row. A row is invalid if a column is missing, a value has a wrong
-    type, a relative path leaves the folder, or the part is unknown.
+    Raises UsageError with the position of an invalid row. Causes are a missing column, a value of a wrong type, a
+    relative path out of the folder, and an unknown part.
     """
     for where, row in _dictionaries(path, column):
         yield _row(row, column, where, path.parent)

@@ -1,6 +1,7 @@
 """Cache of a user's images with captions. Images are decoded once.
 
-Images without a caption, captions without an image, and unreadable files are left out. Messages count and name them.
+Images without a caption, captions without an image, and unreadable files are left out. Messages count and name the
+left-out files.
 """
 
 import hashlib

@@ -92,7 +92,7 @@ class CaptionTable:
 
 @dataclass(frozen=True)
 class CaptionedFolder:
-    """A folder of images with captions, or a folder with one such folder per part."""
+    """A folder of images with captions, or a folder that contains a folder of images with captions for each part."""
 
     path: Path
     column: str = ""

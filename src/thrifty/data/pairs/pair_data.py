@@ -41,7 +41,7 @@ def holds_image_pairs(source: str) -> bool:
 
 @dataclass(frozen=True)
 class CaptionedImages:
-    """Images with captions of one part, as `IndexedExamples`."""
+    """Images with captions of the training or held-out part, as `IndexedExamples`."""
 
     images: ImageArrays
     captions: CaptionRows

@@ -335,7 +335,7 @@ def _prepared(
 
 
 def _trained(rows: Sequence[LabelledRow], vocabulary: int) -> TextTokenizer:
-    """Train a tokenizer on `rows`. It adds an end-of-text token before and after each text."""
+    """Train a tokenizer on `rows` that adds an end-of-text token before and after each text."""
     texts = (text if isinstance(text, str) else " ".join(text) for row in rows for text in row.texts)
     tokenizer = train_tokenizer(texts, vocabulary, PADS[:1])
     one, two = f"{END_OF_TEXT} $A {END_OF_TEXT}", f"$B:1 {END_OF_TEXT}:1"

@@ -32,7 +32,7 @@ TAGS = ("tags", "ner_tags", "pos_tags", "labels", "label")
 PARTS = {DataSplit.TRAIN: ("train",), DataSplit.HELD_OUT: ("held_out", "validation", "valid", "dev", "eval", "test")}
 """Prefixes of the names of files and splits, by part."""
 INDICATORS = {"0", "1", "true", "false"}
-"""Values in a one-hot row, which has a 1 or a 0 for each class."""
+"""Values in a one-hot row. The row has a 1 or a 0 for each class."""
 DECIMAL = re.compile(r"-?\d+\.\d+")
 """A decimal number in a text table."""
 FORMS = "a .csv, .tsv, .jsonl or .parquet file with a column of texts and a column of labels"

@@ -76,7 +76,7 @@ def runs_of_words(text: str, numbers: dict[str, int] | None = None) -> np.ndarra
 
 
 def find_alike(texts: Iterable[str], threshold: float) -> Iterator[DuplicatePair]:
-    """Yield each document that reaches the similarity `threshold`, paired with the most similar kept document.
+    """Yield each document that is similar to a kept document by at least `threshold`, with the most similar one.
 
     Raises UsageError if datasketch is not installed.
     """

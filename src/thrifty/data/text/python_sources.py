@@ -1,6 +1,6 @@
 """Python sources of the standard library and of torch, as files and as functions with their docstrings.
 
-They exist on every machine.
+The files exist on every machine.
 """
 
 import ast

@@ -86,7 +86,7 @@ class Bert(ModelFamily):
     def config(self, shape: ModelConfig) -> dict[str, Any]:
         if not shape.tied:
             raise RefusedError(
-                "BERT's head is tied to its token embedding, but this one is untied", fix="--set model.tied=true"
+                "BERT's head is tied to its token embedding, but this head is untied", fix="--set model.tied=true"
             )
         return self.written_fields(shape) | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 

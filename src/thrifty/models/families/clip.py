@@ -123,7 +123,7 @@ class CLIP(ModelFamily):
     def config(self, shape: ModelConfig) -> dict[str, Any]:
         if shape.pool != "class":
             raise RefusedError(
-                "a CLIP of transformers pools by its class token, but this model by the mean of its patches",
+                "a CLIP of transformers pools by its class token, but this model pools by the mean of its patches",
                 fix='train with model.pool = "class" to export to this format',
             )
         common = {
@@ -178,7 +178,7 @@ class CLIP(ModelFamily):
 def _section(config: Config, name: str) -> Config:
     section = config.get(name) or {}
     if not isinstance(section, dict):
-        raise UsageError(f"config.json: {name} is {section!r}", fix="make it an object with a tower's settings")
+        raise UsageError(f"config.json: {name} is {section!r}", fix=f"make {name} an object with a tower's settings")
     return section
 
 

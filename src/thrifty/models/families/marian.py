@@ -111,7 +111,7 @@ class Marian(ModelFamily):
     def config(self, shape: ModelConfig) -> dict[str, Any]:
         if not shape.tied:
             raise RefusedError(
-                "Marian's head is tied to its embedding, but this one is untied", fix="--set model.tied=true"
+                "Marian's head is tied to its embedding, but this head is untied", fix="--set model.tied=true"
             )
         if shape.norm_eps != 1e-5:
             raise RefusedError(

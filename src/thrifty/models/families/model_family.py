@@ -48,7 +48,7 @@ class ParameterPacking:
     rows: tuple[int, ...] = ()
     transposed: bool = False
     as_row: bool = False
-    """True if transformers' tensor is a matrix of one row, and Thrifty's a vector."""
+    """True if transformers' tensor is a matrix of one row, and Thrifty's tensor is a vector."""
     ahead: int = 0
     """Number of additional leading dims of size 1 in Thrifty's tensor."""
 
@@ -179,11 +179,11 @@ def number(config: Config, key: str, kind: type[int] | type[float], default: flo
     value = config.get(key)
     value = default if value is None else value
     if value is None:
-        raise UsageError(f"config.json has no {key}", fix=f"add {key}, or fetch the model folder again")
+        raise UsageError(f"config.json has no {key}", fix=f"add {key}; or fetch the model folder again")
     is_number = isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= LARGEST_INTEGER
     if not is_number or kind(value) != value:
         wanted = "whole number" if kind is int else "number"
-        raise UsageError(f"config.json: {key} is {value!r:.80}", fix=f"set it to a positive {wanted}")
+        raise UsageError(f"config.json: {key} is {value!r:.80}", fix=f"set {key} to a positive {wanted}")
     return kind(value)
 
 
@@ -191,14 +191,14 @@ def table(config: Config, key: str) -> Config:
     """Return a nested table of config.json; {} if the table is missing."""
     value = config.get(key) or {}
     if not isinstance(value, Mapping):
-        raise UsageError(f"config.json: {key} is {value!r:.80}", fix="make it a JSON object")
+        raise UsageError(f"config.json: {key} is {value!r:.80}", fix=f"make {key} a JSON object")
     return value
 
 
 def flag(config: Config, key: str, default: bool) -> bool:
     value = config.get(key, default)
     if not isinstance(value, bool):
-        raise UsageError(f"config.json: {key} is {value!r}", fix="set it to true or false")
+        raise UsageError(f"config.json: {key} is {value!r}", fix=f"set {key} to true or false")
     return value
 
 
@@ -214,5 +214,5 @@ def side(config: Config, key: str, default: int) -> int:
         config = {**config, key: value[0]}
     pixels = number(config, key, int, default)
     if pixels > 1 << 16:
-        raise UsageError(f"config.json: {key} is {pixels}", fix=f"set it to a number of pixels up to {1 << 16}")
+        raise UsageError(f"config.json: {key} is {pixels}", fix=f"set {key} to a number of pixels up to {1 << 16}")
     return pixels

@@ -97,7 +97,7 @@ class ViT(PatchEncoder):
     def config(self, shape: ModelConfig) -> dict[str, Any]:
         if shape.pool != "class":
             raise RefusedError(
-                "a ViT of transformers pools by its class token, but this model by the mean of its patches",
+                "a ViT of transformers pools by its class token, but this model pools by the mean of its patches",
                 fix='train with model.pool = "class" to export to this format',
             )
         return super().config(shape) | {"id2label": {str(label): f"LABEL_{label}" for label in range(shape.vocabulary)}}
