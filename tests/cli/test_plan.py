@@ -110,7 +110,7 @@ def test_tokens_ask_for_the_model_that_suits_them() -> None:
         (("size", "--hours", "0"), "--hours is 0"),
         (("size", "--hours", "1", "--utilisation", "1.5"), "utilisation is 1.5"),
         (("fit",), "there are no runs to fit"),
-        (("fit", "--csv", "absent.csv"), "absent.csv cannot be read"),
+        (("fit", "--csv", "absent.csv"), "absent.csv' cannot be read"),
         (("fit", "--csv", "/dev/zero"), "/dev/zero"),
         (("fit", "--csv", "absent.csv", "--flops", "-2"), "--flops is -2"),
         (("fit", "no-such-run"), "there is no run 'no-such-run'"),

@@ -75,7 +75,7 @@ def test_the_name_of_a_refused_run_can_be_used_again(thrifty: CommandLine) -> No
 
 @pytest.mark.parametrize("budget", ["100tokens", "0.01s"])
 def test_a_budget_below_one_step_is_refused_with_a_larger_one(thrifty: CommandLine, budget: str) -> None:
-    says = ("does not fit one step", "--budget")
+    says = ("is less than one step", "--budget")
     refused(thrifty, *thrifty.recipe("run", "--budget", budget), exit_code=INFEASIBLE, says=says)
 
 

@@ -151,7 +151,7 @@ def test_a_trained_model_continues_at_another_image_size(desk: CommandLine, fini
 def test_a_budget_of_tokens_counts_each_image_once() -> None:
     recipe = replace(RECIPES["vit-digits"](), budget=Budget(tokens=130.0), device="cpu")
     assert prepare_run(recipe, quiet=True).run.steps == 2
-    with pytest.raises(InfeasibleError, match="does not fit one step of 64"):
+    with pytest.raises(InfeasibleError, match="is less than one step of 64"):
         prepare_run(replace(recipe, budget=Budget(tokens=63.0)), quiet=True)
 
 

@@ -176,8 +176,8 @@ def test_refusal_of_every_layout_is_reported(
 @pytest.mark.parametrize(
     ("limits", "what", "fix"),
     [
-        ({"tokens": 16 * BATCH - 1.0}, f"tokens does not fit one step of {16 * BATCH}", f"--tokens {16 * BATCH}"),
-        ({"seconds": 1e-9}, "1e-09 s does not fit one step", "--hours"),
+        ({"tokens": 16 * BATCH - 1.0}, f"tokens is less than one step of {16 * BATCH}", f"--tokens {16 * BATCH}"),
+        ({"seconds": 1e-9}, "1e-09 s is less than one step", "--hours"),
     ],
 )
 def test_budgets_below_one_step_are_refused_with_a_fix(limits: dict[str, float], what: str, fix: str) -> None:

@@ -63,7 +63,7 @@ def test_plans_beyond_the_time_limit_are_refused_with_a_fix() -> None:
     [
         (
             PlanRequest(tokens=16 * BATCH - 1.0),
-            f"tokens does not fit one step of {16 * BATCH}",
+            f"tokens is less than one step of {16 * BATCH}",
             f"--tokens {16 * BATCH}",
         ),
         (PlanRequest(seconds=17.5), r"startup takes about 17 s and a step takes 1\.25 s", "--hours"),

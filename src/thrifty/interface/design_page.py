@@ -62,7 +62,7 @@ def _figure(
     values: Callable[[DesignCase], Values],
     format_value: Callable[[float], str],
 ) -> str:
-    """Return a chart with a group of bars per row of each design. A collapsed table contains the values."""
+    """Return a chart with one group of bars for each design and row. A collapsed table contains the values."""
     rows: dict[str, dict[str, StackedBar]] = {}
     for case in comparison.cases:
         for name, parts in values(case).items():

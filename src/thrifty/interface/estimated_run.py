@@ -179,7 +179,7 @@ def _config_of(folder: Path) -> Any:
     kind = content.get("model_type")
     if kind not in transformers.CONFIG_MAPPING:
         raise UsageError(
-            f"{folder / 'config.json'}: model_type {kind!r} is not known to the installed transformers",
+            f"'{folder / 'config.json'}': model_type {kind!r} is not known to the installed transformers",
             fix=did_you_mean(str(kind), transformers.CONFIG_MAPPING.keys()),
         )
     config = transformers.CONFIG_MAPPING[kind].from_dict(content)

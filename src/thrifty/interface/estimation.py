@@ -41,7 +41,7 @@ from thrifty.training.memory_meter import MemoryMeter
 STEPS = 1000
 """Assumed number of steps of the run, for settings that are fractions of a run."""
 COUNTING = 120.0
-"""Time limit in seconds for estimating options. Options after this limit are left out."""
+"""Time limit in seconds for estimating options. Options that remain at this limit are left out."""
 RESERVE = 1.02
 """Safety factor of the predicted peak, because a prediction can be too low. The largest error was 0.02 % for the 90
 random models of `results/benchmarks/estimate-cpu.json`.

@@ -94,7 +94,7 @@ def explain(
 ) -> RecipeExplanation:
     """Explain a recipe: the modules that each technique changes, memory and FLOPs before and after it, and refusals.
 
-    `recipe` is a recipe, its name or its file. `arguments` are those of `thrifty.recipe`. `origins` contains the origin
+    `recipe` is a recipe, its name or its file. `arguments` are as in `thrifty.recipe`. `origins` contains the origin
     of each value, for printing. Nothing is trained. With a mesh, the result contains the memory, computation and
     communication of each rank. No ranks are started.
 

@@ -49,7 +49,7 @@ def _load_run(run: Path, objects: UserObjects) -> tuple[nn.Module, Path, int | N
 
 
 def read_prompt(tokenizer_json: Path, prompt: str) -> tuple[Tokenizer, list[int], int | None]:
-    """Return the tokenizer, the tokens of the prompt, and the end-of-document token if there is one."""
+    """Return the tokenizer, the tokens of the prompt, and the end-of-document token or None."""
     tokenizer = read_tokenizer_file(tokenizer_json)
     ends = (tokenizer.token_to_id(end) for end in KNOWN_ENDS)
     end = next((end for end in ends if end is not None), None)

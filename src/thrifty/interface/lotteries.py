@@ -63,7 +63,7 @@ def lottery(
     round is a run folder, `runs`/NAME-round-R.
 
     Args:
-        recipe: A recipe, its name or its file. `arguments` are those of `thrifty.recipe`.
+        recipe: A recipe, its name or its file. `arguments` are as in `thrifty.recipe`.
         prune_fraction: Fraction of the remaining weights to prune in each round.
         rewind: Step (or fraction of the run) at which weights are saved. Remaining weights are reset to these values.
         scope: "global" compares magnitudes over all matrices, "layerwise" within each matrix.

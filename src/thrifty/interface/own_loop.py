@@ -278,8 +278,8 @@ def merge(model: nn.Module) -> nn.Module:
 def activation_budget(model: nn.Module, budget: str | float, **settings: Any) -> Iterator[None]:
     """Limit the memory of activations that are saved by forward passes in the `with` block.
 
-    `budget` is a percentage ("50%") or a fraction of all activations, or a size ("2GB"). `settings` are those of
-    `ActivationBudget`. The backward pass may run after the `with` block. The first forward pass for each input shape
+    `budget` is a percentage ("50%") or a fraction of all activations, or a size ("2GB"). `settings` are other settings
+    of `ActivationBudget`. The backward pass may run after the `with` block. The first forward pass for each input shape
     runs twice, to measure costs for the plan.
 
     Raises InfeasibleError if no plan fits the budget, and UsageError if `budget` is not an amount.
@@ -308,7 +308,7 @@ def activation_budget(model: nn.Module, budget: str | float, **settings: Any) ->
 
 
 def _put_forward(model: nn.Module, own: Any) -> None:
-    """Restore a model's own forward, or with None the forward of its class."""
+    """Restore the model's own forward `own`; None restores the forward of the model's class."""
     if own is None:
         del model.forward
     else:

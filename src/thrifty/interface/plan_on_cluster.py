@@ -76,7 +76,7 @@ def _workload(prepared: PreparedRun) -> Workload:
 
 
 def format_cluster_plan(plan: ClusterPlan) -> list[str]:
-    """Return the chosen layout and the forecast, one per line."""
+    """Return the chosen layout and the forecast, one entry per line."""
     step, seconds, footprint = plan.step(plan.chosen), plan.seconds, plan.chosen.footprint
     (most, share), (spent, part) = plan.dominant["memory"], plan.dominant["time"]
     rate = plan.tokens / step.value

@@ -29,7 +29,7 @@ def plan_parts(plan: Plan) -> list[RenderableType]:
 
 
 def format_plan(plan: Plan) -> list[str]:
-    """Return the changes and the forecast, one per line."""
+    """Return the changes and the forecast, one entry per line."""
     forecast = plan.forecast
     changes = ", ".join(option.label for option in plan.chosen.options) or "nothing: the recipe stays unchanged"
     name, share = forecast.memory_is

@@ -131,7 +131,7 @@ def plan(
     """Choose techniques that fit a budget. Predict the memory of candidate recipes, then time the best candidates.
 
     Args:
-        recipe: A recipe, its name or its file. `arguments` are those of `thrifty.recipe`.
+        recipe: A recipe, its name or its file. `arguments` are as in `thrifty.recipe`.
         memory: Memory limit per rank, "16GB" or bytes; on a CPU, of the whole process. The default is the free memory.
         disk: Disk limit for checkpoints and prepared data.
         hours: Training time. If `tokens` or `flops` is passed, `hours` is an upper limit.

@@ -23,11 +23,11 @@ def check(
 ) -> CheckReport:
     """Check a recipe before a long run. Train its model for a few steps and compare with the run without techniques.
 
-    The check covers promised values, gradients of every parameter, micro-batches versus one batch, ranks versus one
-    process, resume, export, and the tokens that have a loss.
+    The check covers promised values, gradients of every parameter, resume, export, and the tokens that have a loss. It
+    also compares micro-batches with one batch, and ranks with one process.
 
     Args:
-        recipe: A recipe, its name or its file. `arguments` are those of `thrifty.recipe`.
+        recipe: A recipe, its name or its file. `arguments` are as in `thrifty.recipe`.
         steps: Number of steps to train.
         examples: Number of examples per batch.
         length: Maximum number of tokens per example.

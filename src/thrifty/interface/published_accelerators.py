@@ -66,7 +66,7 @@ def claimed_and_simulated() -> Iterator[dict[str, Any]]:
 
 
 def _paired(rows: Sequence[Mapping[str, Any]]) -> list[tuple[str, dict[str, StackedBar]]]:
-    """Return two bars per row: published, and simulated with the deviation."""
+    """Return two bars per row: the published value, and the simulated value with its deviation."""
     return [
         (
             row["quantity"].removeprefix(f"{row['figure']}, "),

@@ -216,7 +216,7 @@ def is_mixture(data: Any) -> bool:
 
 
 def _given(recipe: Recipe | str | Path | None) -> Recipe:
-    """Return the recipe from an object, a name or a file. Raise UsageError if it is a model or another value."""
+    """Return the recipe from an object, a name or a file. Raise UsageError for a model or any other value."""
     if not isinstance(recipe, Recipe | str | Path | None):
         raise UsageError(
             f"the recipe is a {type(recipe).__name__!r}, not a thrifty.Recipe, name or file",

@@ -51,8 +51,8 @@ def sample(
     Args:
         model: Run, run folder or its name under ./runs, or Hugging Face folder.
         prompt: Text to continue. By default the text starts a new document.
-        temperature: With 0, the most likely token is chosen. With other values, tokens are sampled from the `top_k`
-            most likely tokens, by default from all tokens.
+        temperature: With 0, the most likely token is chosen. Above 0, tokens are sampled: from all tokens, or from the
+            `top_k` most likely tokens if `top_k` is set.
         seed: Random seed; the same seed generates the same text.
         chat: True to treat the prompt as a question and return only the answer.
         build: Your own model, if the run trained it.

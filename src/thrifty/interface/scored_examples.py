@@ -109,7 +109,7 @@ def choice_by(scores: Path, **settings: Any) -> PrunedExamples:
 
 
 def write_pruned(target: Path, recipe: str | None, table: ExampleScores, chosen: PrunedExamples) -> None:
-    """Write a recipe (by default the scored one) with a selection. Raise UsageError if the file exists."""
+    """Write a recipe (by default the scored recipe) with a selection. Raise UsageError if the file exists."""
     if target.exists():
         raise UsageError(f"'{target}' exists already", fix="--write other.toml")
     scored = RecipeLayers().override("recipe", table.facts.recipe)

@@ -124,7 +124,7 @@ def attention(
             filter).
         density: Fraction of query-key pairs that "exact" and "own" filters keep.
         max_error: Maximum relative error of the outputs. It replaces `density`.
-        run: Run that was traced, to measure its held-out loss with each mask. If the run trained your own
+        run: The traced run. Its held-out loss is measured with each mask. If the run trained your own
             model, pass this model as `model`.
         baseline_design: Design that the others are compared with, at equal peak operations per second.
         measure: False to skip the measurement on this machine.
@@ -169,7 +169,7 @@ def gemm(topology: str | Path, *, cfg: str | Path | None = None, csv: str | Path
     `cfg` is SCALE-Sim's architecture file; the default is a 32 x 32 output-stationary array. `csv` is a folder for
     COMPUTE_REPORT.csv.
 
-    Raises UsageError if a file has another format.
+    Raises UsageError if a file is not in SCALE-Sim's format.
 
     Example::
 

@@ -78,7 +78,9 @@ def _text_counts(seen: TextSummary) -> list[str]:
 
 
 def _left_out(seen: TextSummary) -> list[str]:
-    """Return the number of near-duplicates and the least similar pairs, cut around the first difference."""
+    """Return the number of near-duplicates and the least similar pairs. Texts are cut around their first
+    difference.
+    """
     duplicates = seen.near_duplicates
     if duplicates is None:
         return []

@@ -38,10 +38,9 @@ IN_FEW_BITS = 0.02
 def check_technique(technique: type[Technique] | Technique | str, **settings: Any) -> CheckReport:
     """Test a technique as Thrifty tests its own techniques, on a model of two blocks, in a few seconds.
 
-    The test covers: settings, stage and claims; no changes of data, loss or gradients by
-    methods that are not overridden; parameter names; promised values,
-    gradients and micro-batches; resume; explanation and export; learning; and equal losses in a user's loop and the
-    trainer. If the technique refuses the small model, the promise is reported as not applicable.
+    The test covers settings, stage, claims, overridden methods, parameter names, explanation, export and learning. It
+    also covers promised values, gradients, micro-batches and resume, and equal losses in a user's loop and the trainer.
+    If the technique refuses the small model, the promise is reported as not applicable.
 
     `technique` is a class, an object or a name. `settings` are its fields.
 

@@ -142,7 +142,7 @@ def train(
 ) -> RunResult:
     """Train a model and return the run, which is stored in the folder `runs`/`name`.
 
-    The arguments up to `recipe` are those of `thrifty.recipe`.
+    The arguments up to `recipe` are as in `thrifty.recipe`.
 
     Args:
         memory: Memory limit, "24GB" or bytes. `thrifty.plan` then adds techniques so that the run fits. It may also add

@@ -64,7 +64,7 @@ def survey(
 ) -> ChainCost:
     """Return the costs of the chain's blocks in the forward pass `forward(*args, **kwargs)` of the model.
 
-    Costs are counted. They are measured instead if `timed` and the tensors are real. The model, its state and the
+    Costs are counted, or measured if `timed` is True and the tensors are real. The model, its state and the
     random state are unchanged.
     """
     chain_survey = ChainSurvey(timed)

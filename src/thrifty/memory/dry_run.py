@@ -50,7 +50,7 @@ class DryRun:
     moved: list[StorageWeakRef | None] = field(default_factory=list)
     """For each call, the storage of its input if the input can be offloaded."""
     inputs: dict[int, StorageWeakRef] = field(default_factory=dict)
-    """Input storages of all calls. Weak references also prevent that their addresses are reused."""
+    """Input storages of all calls. Weak references also prevent reuse of the addresses."""
 
     def run(self, name: str, block: nn.Module, function: Callable[..., Any], args: tuple, kwargs: dict) -> Any:
         movable = self.movable(args)

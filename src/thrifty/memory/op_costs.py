@@ -30,8 +30,8 @@ def counted_seconds(func: Any, args: tuple, kwargs: dict, result: Any) -> float:
 
 
 class MeasuredSeconds:
-    """Timer of operations on random tensors of the same shapes. Each kind of operation is timed once; the best of a few
-    runs counts.
+    """Timer of operations, run on random tensors with the shapes of the arguments. Each kind of operation is timed
+    once; the best of a few runs counts.
 
     If an operation fails on random tensors, its cost is counted instead.
     """

@@ -30,7 +30,8 @@ class PeakInterval:
     here: frozenset[int]
     """Indices of offloadable tensors on the device: in use, or not yet created and therefore counted as saved."""
     next: tuple[int, ...]
-    """Indices in transfer order. The first one that is offloaded is in transfer, and therefore also on the device."""
+    """Indices in transfer order. The first tensor that is offloaded is in transfer, and therefore also on the
+    device."""
 
 
 def peak_intervals(

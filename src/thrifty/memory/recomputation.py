@@ -30,7 +30,7 @@ def recompute(
     the recomputation. Buffers of `module` are written only once.
 
     All arguments are passed to torch by position, because `checkpoint` restores the random state only for devices of
-    positional tensors. With keyword arguments, dropout on a GPU would sample another mask in the recomputation.
+    positional tensors. With keyword arguments, dropout on a GPU would sample a new mask in the recomputation.
     """
     names, count = tuple(kwargs), len(args)
     modules = () if module is None else (module,)

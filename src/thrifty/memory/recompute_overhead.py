@@ -1,4 +1,4 @@
-"""Python time of recomputing a block, in addition to its operations, measured on this machine."""
+"""Python overhead of recomputing a block, measured on this machine."""
 
 import time
 from collections.abc import Callable

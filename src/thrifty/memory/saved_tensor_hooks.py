@@ -67,7 +67,7 @@ def base_storage(tensor: Tensor, smallest: int) -> Tensor | None:
 
 
 def is_parameter(tensor: Tensor) -> bool:
-    """Return True for a parameter, also in another shape, order or dtype."""
+    """Return True for a parameter, and for a view or a cast of a parameter."""
     if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter):
         return True
     node = tensor.grad_fn

@@ -1,7 +1,7 @@
 """Simulated tier: memory separate from the device's memory, with a clock for transfers over its link.
 
 Copies are real and immediate, so that tests detect memory that is shared by mistake. The clock is independent of real
-time. Only transfers, and computing seconds passed to it, advance the clock.
+time. The clock advances only by transfers, and by computing seconds that are passed to it.
 """
 
 from dataclasses import dataclass

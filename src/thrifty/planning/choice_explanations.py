@@ -80,7 +80,8 @@ class ChoiceExplainer:
         return "your recipe has it"
 
     def _effect(self, name: str) -> str:
-        """Return the effect of the option that adds or removes the technique, alone and in the plan."""
+        """Return the effect of the option that adds or removes the technique: alone, and with all changes of the
+        plan."""
         option = next(w for w in self.chosen.options if name in w.drops or name in {t.name for t in w.techniques})
         alone = self.search.alone(option)
         saved = 1 - alone.memory / self.search.plainest.memory

@@ -60,7 +60,7 @@ def count_footprint(run: Run) -> Footprint:
 
 
 def largest_part(footprint: Footprint) -> tuple[str, float]:
-    """Return the name of the largest part of the predicted peak, and the fraction of this part.
+    """Return the name of the largest part of the predicted peak, and its fraction of the peak.
 
     Gradients are allocated while activations are freed, so only the larger of both counts.
     """

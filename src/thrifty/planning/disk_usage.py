@@ -15,7 +15,7 @@ ADAM = 2.0
 def disk_bytes(
     checkpoints: CheckpointSettings, footprint: Footprint, techniques: Iterable[Technique], data: float
 ) -> dict[str, float]:
-    """Return the maximum bytes on disk by kind. A checkpoint holds parameters, buffers and optimizer state."""
+    """Return the maximum bytes on disk by kind of data. A checkpoint holds parameters, buffers and optimizer state."""
     is_outside = any(technique.offloads_optimizer_state for technique in techniques)
     state = max(footprint.optimizer, ADAM * footprint.gradients if is_outside else 0.0)
     each = footprint.parameters + footprint.buffers + state

@@ -19,7 +19,7 @@ from thrifty.planning.forecast_ledger import PredictionRecord
 from thrifty.planning.plan_candidate import PlanCandidate
 
 SURE, UNSURE = 0.15, 3.0
-"""Error of a step time: a fraction for measured steps, a factor for steps with only counted FLOPs."""
+"""Error of a predicted step time: a fraction for measured steps, a factor for steps with only counted FLOPs."""
 MARGIN = 1.1
 """Factor from the memory of a probe to the maximum memory of a run, until the ledger has enough runs."""
 
@@ -44,7 +44,7 @@ class PlanRequest:
             steps = int(self.flops // flops_per_step)
             if steps < 1:
                 raise InfeasibleError(
-                    f"a budget of {self.flops:.3g} FLOP does not fit one step of {flops_per_step:.3g}",
+                    f"a budget of {self.flops:.3g} FLOP is less than one step of {flops_per_step:.3g}",
                     fix=f"--flops {flops_per_step * 100:.2g}; or use a smaller model or data.batch",
                 )
             return Budget(steps=steps)
@@ -74,11 +74,11 @@ def refuse_no_step(
     if budget.seconds is not None:
         starting = f"startup takes about {startup:.3g} s and " if startup else ""
         raise InfeasibleError(
-            f"a budget of {budget.seconds:.3g} s does not fit one step: {starting}a step takes {step:.3g} s",
+            f"a budget of {budget.seconds:.3g} s is less than one step: {starting}a step takes {step:.3g} s",
             fix=f"--hours {(startup + 10 * step) / 3600:.2g} or more",
         )
     raise InfeasibleError(
-        f"a budget of {budget.tokens or 0:,.0f} {unit} does not fit one step of {tokens:,.0f}",
+        f"a budget of {budget.tokens or 0:,.0f} {unit} is less than one step of {tokens:,.0f}",
         fix=f"--tokens {tokens:.0f} or more; or use a smaller data.batch",
     )
 
@@ -101,7 +101,7 @@ class Forecast:
     """Name and fraction of the largest part of peak memory."""
     time_is: tuple[str, float]
     disk: Mapping[str, float]
-    """Bytes on disk, by kind."""
+    """Bytes on disk, by kind of data."""
     startup: float = 0.0
     """Seconds outside of steps: startup, one evaluation and one checkpoint."""
     others: float = 0.0

@@ -56,7 +56,7 @@ class PredictionRecord:
 
     @property
     def error(self) -> float | None:
-        """Median relative error of predictions; None without runs."""
+        """Median relative error of predictions; None if there are no runs."""
         return statistics.median(abs(ratio - 1) for ratio in self.ratios) if self.ratios else None
 
     def around(self, value: float, low: float, high: float) -> Estimate:

@@ -76,8 +76,8 @@ class PlanSearch(SingleOptionCosts):
         self.failed: set[tuple[PlanOption, ...]] = set()
         """Candidates whose counted footprint fits, but whose probe failed."""
         self.needs: dict[tuple[PlanOption, ...], tuple[float, str]] = {}
-        """Required bytes of candidates that do not fit, with a description. Includes probed candidates, and candidates
-        that this machine has no memory to probe."""
+        """Required bytes, and their description, of candidates that do not fit. Probed candidates are included,
+        and candidates that this machine has no memory to probe."""
         self.surpluses: dict[tuple[bool, bool, int], list[float]] = defaultdict(list)
         """Measured bytes in addition to tensors, by kind of process."""
         self.processes: dict[int, float] = {}
@@ -228,7 +228,7 @@ class PlanSearch(SingleOptionCosts):
         yield from (candidate for _, candidate in sorted(little_above, key=lambda pair: pair[0]))
 
     def try_out(self, candidate: PlanCandidate) -> None:
-        """Count and probe a candidate. Skip it if it only adds slower options to a tried candidate."""
+        """Count and probe a candidate. Skip candidates that only add slower options to a tried candidate."""
         alike = sum(self.kind(other) == self.kind(candidate) for other in self.tried)
         if alike >= ALIKE or any(self._only_costs(candidate, other) for other in self.tried):
             return
@@ -249,7 +249,8 @@ class PlanSearch(SingleOptionCosts):
             self._run_if_possible(base)
 
     def _run_if_possible(self, candidate: PlanCandidate) -> None:
-        """Probe a candidate if this machine has enough memory for it. Without probes, keep it if it fits."""
+        """Probe a candidate if this machine has enough memory for the probe. Without probes, keep the candidate if it
+        fits."""
         needed = self._least_room(candidate)
         if needed <= (self.room(candidate) if self.time is None else self.free / candidate.ranks):
             self._run(candidate)
@@ -269,7 +270,7 @@ class PlanSearch(SingleOptionCosts):
         return f"does not fit: {candidate.tensors / 1e6:,.0f} MB counted{process}"
 
     def _counted(self, candidate: PlanCandidate) -> PlanCandidate | None:
-        """Return the candidate with its footprint, or None if a technique refuses or the disk is too small."""
+        """Return the candidate with its footprint, or None if a technique refuses the run or the disk is too small."""
         try:
             footprint = self._footprint(candidate.options)
             undivided = self._footprint(tuple(option for option in candidate.options if option.mesh == ONE_RANK))
@@ -283,7 +284,7 @@ class PlanSearch(SingleOptionCosts):
         return counted
 
     def _least_room(self, candidate: PlanCandidate) -> float:
-        """Return the required bytes per rank of a counted candidate, before its probe."""
+        """Return the bytes per rank that a counted candidate is expected to require, before its probe."""
         expected = (candidate.tensors + self.beyond(candidate)) * self.margin
         return self.before_model(candidate) + max(candidate.tensors * candidate.counted_high, expected)
 
@@ -330,7 +331,7 @@ class PlanSearch(SingleOptionCosts):
         return {*other.options} <= {*candidate.options} and all(self.relative(option) >= 1 for option in more)
 
     def _timed(self, candidate: PlanCandidate) -> PlanCandidate:
-        """Return the candidate with its timing, or without timing if the probe fails or exceeds the memory.
+        """Return the candidate with its timing, or without timing if the probe fails or exceeds the memory limit.
 
         The timing of a candidate with larger micro-batches and otherwise the same options is reused.
         """

@@ -48,7 +48,7 @@ class ProbeJob:
     counted: tuple[float, float]
     """Counted bytes and FLOPs of the candidate. In the cache, they distinguish models with the same name."""
     bar: float = math.inf
-    """Step time in seconds. If the largest size is slower, smaller sizes are not timed."""
+    """Step time in seconds. If a step with the largest size takes longer, smaller sizes are not timed."""
 
     @property
     def ranks(self) -> int:

@@ -112,7 +112,7 @@ class ModelSizing:
 
 @dataclass(frozen=True)
 class Interval:
-    """An interval of a quantity."""
+    """Lower and upper bound of a quantity."""
 
     low: float
     high: float

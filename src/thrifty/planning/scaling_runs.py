@@ -33,7 +33,7 @@ def runs_from_folders(paths: Sequence[Path]) -> list[TrainedRun]:
     other = next((path for path in paths if tokenizers[path] != tokenizers[paths[0]]), None)
     if other is not None:
         raise UsageError(
-            f"{other} and {paths[0]} have different tokenizers, so losses per token are not comparable",
+            f"'{other}' and '{paths[0]}' have different tokenizers, so losses per token are not comparable",
             fix="fit only runs with the same tokenizer and text",
         )
     return runs
@@ -53,12 +53,12 @@ def run_from_folder(path: Path) -> TrainedRun:
         parameters = explanation["parameters"]
     except (KeyError, TypeError) as error:
         raise UsageError(
-            f"summary.json or explanation.json of {path} is damaged: {error}", fix=f"leave out {path}"
+            f"summary.json or explanation.json of '{path}' is damaged: {error}", fix=f"leave out {path}"
         ) from error
     if status != "finished" or loss is None:
         raise UsageError(
-            f"{path} is {status} with a held-out loss of {loss}",
-            fix=f"leave it out; or finish it: thrifty resume {path}",
+            f"'{path}' is {status} with a held-out loss of {loss}",
+            fix=f"thrifty resume {path}; or leave out this run",
         )
     return TrainedRun(parameters, tokens, loss)
 
@@ -78,7 +78,7 @@ def runs_from_table(path: Path) -> list[TrainedRun]:
             columns = _columns(path, names)
             rows = [(table.line_num + 1, row) for row in table]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise UsageError(f"{path} cannot be read: {error}", fix="pass a CSV file with a header line") from error
+        raise UsageError(f"'{path}' cannot be read: {error}", fix="pass a CSV file with a header line") from error
     return [_run(path, line, row, columns) for line, row in rows]
 
 
@@ -88,14 +88,14 @@ def _columns(path: Path, header: Sequence[str]) -> dict[str, str]:
     columns = {quantity: names[0] for quantity, names in matches.items() if names}
     twice = next((name for name in columns.values() if list(header).count(name) > 1), None)
     if twice is not None:
-        raise UsageError(f"{path} has {list(header).count(twice)} columns {twice!r}", fix="keep one of these columns")
+        raise UsageError(f"'{path}' has {list(header).count(twice)} columns {twice!r}", fix="keep one of these columns")
     for quantity in ("parameters", "tokens", "loss"):
         if quantity not in columns and not (quantity == "tokens" and "flops" in columns):
             near = did_you_mean(quantity, header)
             hint = (
                 f"rename the column: {near}" if near.startswith("did you mean") else "columns: parameters,tokens,loss"
             )
-            raise UsageError(f"{path} has no column {quantity!r}", fix=hint)
+            raise UsageError(f"'{path}' has no column {quantity!r}", fix=hint)
     return columns
 
 
@@ -110,4 +110,6 @@ def _run(path: Path, line: int, row: dict[str, str], columns: dict[str, str]) ->
         return TrainedRun(values["parameters"], values["tokens"], values["loss"])
     except (ValueError, TypeError, ZeroDivisionError, UsageError) as error:
         what = error.what if isinstance(error, UsageError) else str(error)
-        raise UsageError(f"line {line} of {path}: {what}", fix="write positive numbers; or remove the line") from error
+        raise UsageError(
+            f"line {line} of '{path}': {what}", fix="write positive numbers; or remove the line"
+        ) from error

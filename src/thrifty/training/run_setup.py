@@ -293,7 +293,7 @@ def _steps(recipe: Recipe, plain: BaseRun, device: torch.device, data: RunData) 
     if budget.tokens < per_step:
         unit = data.facts.get("unit", "tokens")
         raise InfeasibleError(
-            f"a budget of {budget.tokens:,.0f} {unit} does not fit one step of {per_step:,}",
+            f"a budget of {budget.tokens:,.0f} {unit} is less than one step of {per_step:,}",
             fix=f"--budget {per_step}tokens or more; or a smaller data.batch",
         )
     return _steps_in_tokens(budget.tokens, per_step, recipe, plain, device)
@@ -342,7 +342,7 @@ def _steps_in_seconds(budget: float, recipe: Recipe, plain: BaseRun, device: tor
     steps = process_group_sync().run_first(lambda: math.floor((budget - spent) / step))
     if steps < 1:
         raise InfeasibleError(
-            f"a budget of {budget:g} s does not fit one step: the start takes {spent:.1f} s, a step takes {step:.2f} s",
+            f"a budget of {budget:g} s is less than one step: the start takes {spent:.1f} s, a step takes {step:.2f} s",
             fix=f"--budget {math.ceil(spent + 10 * step)}s or more",
         )
     return steps

@@ -76,7 +76,7 @@ def _back(chain: ChainCost, progress: ScheduleProgress, index: int) -> ScheduleP
 
 
 def _kept_bytes(chain: ChainCost, progress: ScheduleProgress) -> int:
-    """Return the kept bytes, plus the gradient of the output of the stage `due` if it exists."""
+    """Return the kept bytes, including the gradient of the output of stage `due` if this gradient exists."""
     sizes = chain.sizes
     inputs = sum(sizes[index] for index in progress.inputs if index - 1 not in progress.saved)
     gradient = sizes[progress.due + 1] if progress.due < len(chain) - 1 else 0

@@ -23,7 +23,7 @@ from thrifty.memory.simulated_tier import SimulatedTier
 Bits = Literal[0, 2, 4, 8]
 
 PROBE_ELEMENTS = 2**22
-"""Number of elements of the tensor that measures the bandwidth of a link."""
+"""Number of elements of the tensor that is transferred to measure the bandwidth of a link."""
 
 
 class TierStore:
@@ -133,7 +133,9 @@ def stored_bits(bits: int) -> float:
 
 @cache
 def bytes_per_second(where: Where, folder: str, device: torch.device) -> float:
-    """Return the measured bandwidth of a tier's link in one direction, or the configured one of a simulated tier."""
+    """Return the measured bandwidth of a tier's link in one direction, or the configured bandwidth of a
+    simulated tier.
+    """
     with _disable_current_modes(), unset_fake_temporarily():
         # arange, because a random tensor would change the random state
         tensor = torch.arange(PROBE_ELEMENTS, dtype=torch.float32, device=device)
