@@ -223,8 +223,11 @@ def test_settings_are_values_of_the_recipe_by_their_paths() -> None:
     [
         ({"evaluation.example": 3}, "(?s)unknown key 'evaluation.example'.*did you mean 'examples'"),
         ({"evaluation.examples": "many"}, "evaluation.examples must be a whole number, not 'many'"),
-        ({"python.loss": "os:system"}, '(?s)python.loss is a Python object.*loss="package'),
-        ({"model.build": "os:system"}, '(?s)model.build is a Python object.*model="package'),
+        ({"python.loss": "os:system"}, "(?s)python.loss' is not possible: the value is a Python object.*loss=.package"),
+        (
+            {"model.build": "os:system"},
+            "(?s)model.build' is not possible: the value is a Python object.*model=.package",
+        ),
         ({3: 4}, "not a dict of values by dotted path"),
         ([1], "not a dict of values by dotted path"),
     ],

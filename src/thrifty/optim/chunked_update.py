@@ -139,7 +139,7 @@ def _executor(chain: TransformChain, factors: TransformChain | None, tensors: Se
 
 
 def row_chunks(tensor: Tensor) -> tuple[Tensor, ...]:
-    """Return views of consecutive rows of a matrix. Each view has the size of a chunk.
+    """Return views of consecutive rows of a matrix (rows, columns). Each view has the size of a chunk.
 
     Elements that require whole parameters, but can process them in rows, call this function. A DTensor, a tensor on a
     GPU, or a tensor no larger than a chunk is returned as one view.

@@ -90,7 +90,8 @@ class Int8Format:
 
 
 def divided_like(whole: Tensor, part: Tensor) -> Tensor:
-    """Return `part`, computed from this rank's part of `whole`, as a DTensor with the placements of `whole`."""
+    """Return `part` (rows, columns, …), computed from this rank's part of `whole`, as a DTensor with the placements of
+    `whole`."""
     if not is_dtensor(whole):
         return part
     columns = whole.shape[1] * part.shape[1] // local_tensor(whole).shape[1]
@@ -125,8 +126,8 @@ def opened_dtype(name: str, tensors: Mapping[str, Tensor]) -> torch.dtype:
 
 @torch.no_grad()
 def fill_moment(name: str, tensors: Mapping[str, Tensor], value: Tensor, slot_kind: SlotKind) -> None:
-    """Fill this rank's part of a state tensor from the whole `value`. A tensor stored in 8 bits receives quantized
-    values."""
+    """Fill this rank's part of a state tensor from a whole `value` of its shape. A tensor stored in 8 bits receives
+    quantized values."""
     if (scales := _scales(name, tensors)) is None:
         return fill_tensor(tensors[name], value)
     codes, scales = local_tensor(tensors[name]), local_tensor(scales)
