@@ -107,7 +107,7 @@ class OffloadingObjective(WrappedObjective):
 
 
 class OffloadActivations(Technique):
-    """On a CPU, activations can be offloaded to disk only, because the host memory is the device memory."""
+    """On a CPU, activations are offloaded to disk or to a simulated link, because host memory is the device memory."""
 
     stage, numerics = Stage.OFFLOAD, Numerics.EXACT
     claims = frozenset({Claim.SAVED_TENSORS})
