@@ -140,7 +140,7 @@ def test_integer_images_are_refused() -> None:
 
 
 def test_fractions_and_moments_must_match() -> None:
-    with pytest.raises(UsageError, match="2 fractions require as many rising ends"):
+    with pytest.raises(UsageError, match="is not 2 rising ends"):
         LowFrequencyCurriculum(until=(0.5,))
     with pytest.raises(UsageError, match="rising"):
         LowFrequencyCurriculum(until=(0.8, 0.6))

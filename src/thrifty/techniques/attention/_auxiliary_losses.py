@@ -9,7 +9,7 @@ from thrifty.modeling.attention_sites import LOSING_CORES
 
 
 class AuxiliaryLossObjective(WrappedObjective):
-    """An objective that adds λ = `weight` times the mean auxiliary loss (b,) of the attention cores in `LOSING_CORES`.
+    """An objective that adds λ = `weight` times the mean auxiliary loss (b,) of all attention cores to its losses.
 
     In the forward pass each core appends its auxiliary loss (b,) to the list `losses`, which exists only during
     `predict`.

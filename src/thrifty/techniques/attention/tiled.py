@@ -2,8 +2,8 @@
 
 Paper       Dao et al. 2022, FlashAttention (arXiv 2205.14135). Its tiling is used without the online softmax, because
             all past keys of a tile of queries fit a CPU cache.
-Promise     Compiled attention on CPUs takes less time, with the same result. Tiled attention saves as few activations
-            as torch's own kernel.
+Promise     Compiled attention on CPUs takes less time than torch's own kernel, with the same result. Tiled attention
+            saves as few activations as that kernel.
 Use         run = thrifty.train("gpt-nano", "my.txt", techniques=["attention.tiled"], budget="2000 steps")
 Start with  `tiled` together with `compile` on a CPU. On a GPU with Triton, `kernel=triton` runs the loops of
             FlashAttention.

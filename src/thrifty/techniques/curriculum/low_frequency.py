@@ -49,7 +49,7 @@ class LowFrequencyCurriculum(Technique):
         super().__post_init__()
         if len(self.fractions) != len(self.until) or list(self.until) != sorted(self.until):
             raise UsageError(
-                f"{len(self.fractions)} fractions require as many rising ends, not until = '{list(self.until)}'",
+                f"{self.name}: until '{list(self.until)}' is not {len(self.fractions)} rising ends, one per fraction",
                 fix="one end per fraction, in rising order: fractions = [0.7, 0.85], until = [0.6, 0.8]",
             )
 
