@@ -309,8 +309,8 @@ def test_non_finite_scores_are_refused(tmp_path: Path) -> None:
         ({"embed_with": "runs/x"}, "an embedding model requires the method prototype"),
         ({"clusters": 4}, "a number of clusters requires the method prototype"),
         ({"by": "prototype", "embed_with": "x", "runs": 2}, "2 runs with an embedding model give equal scores"),
-        ({"steps": 1.5}, "steps is 1.5"),
-        ({"steps": -1}, "steps is -1"),
+        ({"steps": 1.5}, "steps is '1.5'"),
+        ({"steps": -1}, "steps is '-1'"),
         ({"by": "forgetting", "steps": 0}, "forgetting requires at least 1 step"),
     ],
 )
