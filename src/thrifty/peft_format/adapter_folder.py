@@ -34,8 +34,9 @@ class StoredAdapter:
 
 
 class AdapterFormat:
-    """Format of one kind of adapter. `read` names the settings that loading uses. `only` maps settings to their
-    supported values. `ignored` names settings without effect in Thrifty. Any other setting that is on raises an error.
+    """Format of one kind of adapter. `read` contains the names of settings that loading uses. `only` maps settings to
+    their supported values. `ignored` contains the names of settings without effect in Thrifty. Any other setting that
+    is on raises an error.
     """
 
     peft_type: ClassVar[str]

@@ -182,8 +182,8 @@ def _with_each(size: float, group: RankGroup) -> float:
 def _in_two_levels(kind: str, size: float, group: RankGroup) -> float:
     """Return the seconds of a hierarchical collective.
 
-    An all-reduce is a reduce-scatter inside nodes, an all-reduce between ranks with the same position in their nodes,
-    and an all-gather inside nodes. Other collectives have one step inside nodes and one step between nodes.
+    An all-reduce has three steps: reduce-scatter inside nodes, all-reduce between ranks with the same position in their
+    nodes, all-gather inside nodes. Other collectives have one step inside nodes and one step between nodes.
     """
 
     def inside(kind: str) -> float:
