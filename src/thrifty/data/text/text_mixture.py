@@ -23,7 +23,7 @@ def example_counts(weights: Mapping[str, float], period: int = PERIOD) -> list[i
     """
     for name, weight in weights.items():
         if not 0 < weight < float("inf"):
-            raise UsageError(f"data.sources: the weight of {name!r} is {weight}", fix="set it to a number above 0")
+            raise UsageError(f"data.sources: the weight of {name!r} is {weight}", fix="set the weight above 0")
     exact = np.array(list(weights.values())) / sum(weights.values()) * period
     counts = np.floor(exact).astype(int)
     counts[np.argsort(counts - exact, kind="stable")[: period - counts.sum()]] += 1
