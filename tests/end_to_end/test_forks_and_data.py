@@ -133,7 +133,7 @@ def test_a_users_model_is_never_restored_as_another(tmp_path: Path, thrifty: Com
         return torch.nn.Sequential(torch.nn.Embedding(300, 16), torch.nn.Linear(16, 300))
 
     train(replace(recipe, objects=UserObjects(model=build)), tmp_path, quiet=True)
-    with pytest.raises(UsageError, match=r"has model from Python .*build"):
+    with pytest.raises(UsageError, match=r"names Python objects .model: .*build"):
         load_trained_model(tmp_path / "own")
     with pytest.raises(UsageError, match=r"own trained .*build, not .*lambda"):
         load_trained_model(tmp_path / "own", objects=UserObjects(lambda: torch.nn.Linear(2, 2)))
