@@ -161,7 +161,7 @@ def test_damaged_records_are_reported_on_resume(damage: str, thrifty: CommandLin
         lines[0] = lines[0].replace('"loss": 5', '"loss": 4')
     (folder / "records.jsonl").write_text("".join(lines))
     message = thrifty("resume", "run").stderr
-    assert f"records.jsonl has been {damage} since the checkpoint" in message
+    assert f"records.jsonl' has been {damage} since the checkpoint" in message
     assert f"has been {damage}" in " ".join(each["text"] for each in thrifty.records("run", "notice"))
 
 
