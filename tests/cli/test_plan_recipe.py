@@ -268,7 +268,7 @@ def test_infeasible_budgets_are_refused_with_what_they_require(recipe: str) -> N
     [
         (("txt",), "there is no recipe 'txt'", "did you mean 'text'?"),
         (("szie", "--flops", "1e18"), "there is no recipe 'szie'", "did you mean 'size'?"),
-        (("text", "--model", "no_such_module:build"), "no_such_module cannot be imported", "import"),
+        (("text", "--model", "no_such_module:build"), "no_such_module cannot be imported", "correct the name"),
         (("text", "--model", "json:dmps"), "json has no 'dmps'", "dumps"),
         (("text", "--cluster", "h100-box", "--mesh", "tensor=2"), "the recipe has a mesh", "remove the mesh"),
         (

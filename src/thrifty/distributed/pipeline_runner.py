@@ -1,7 +1,7 @@
 """Execution of the stages on one rank: training with micro-batches by torch's schedules, and forward passes alone.
 
 Every rank of a pipeline has the whole batch, so that ranks exchange only hidden states and their gradients. Each stage
-runs the objective on the model, reduced to the stage (`distributed/pipeline_stages.py`).
+runs the objective on a model that is reduced to the modules of the stage (`distributed/pipeline_stages.py`).
 """
 
 from collections.abc import Callable, Iterator, Sequence

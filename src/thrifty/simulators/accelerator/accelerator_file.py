@@ -53,7 +53,9 @@ def changed_machine(words: str) -> AcceleratorSpec:
 
 
 def changed_machines(designs: Sequence[str]) -> list[AcceleratorSpec]:
-    """Return machines by name, see `changed_machine`. Raises UsageError if `designs` is empty or has duplicates."""
+    """Return the machine of each text, as in `changed_machine`. Raises UsageError if `designs` is empty or has
+    duplicates.
+    """
     if not designs:
         raise UsageError("the list of designs is empty", fix="for example elsa, a3 or dense")
     machines = [changed_machine(words) for words in designs]

@@ -134,7 +134,7 @@ FILTERS: dict[str, Callable[[LayerHeads], FilterResult]] = {
     "dota": _dota,
     "vitcod": _vitcod,
 }
-"""Filters of one layer, by design. SpAtten's filter works across layers: `_cascaded`."""
+"""Filters of one layer, by design. SpAtten's filter `_cascaded` works across layers and is not listed."""
 EXACT = "exact"
 """Name of the reference filter, which keeps the highest exact scores. An accelerator cannot know these scores before
 attention.

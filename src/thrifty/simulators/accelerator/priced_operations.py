@@ -7,7 +7,7 @@ Key = TypeVar("Key")
 
 
 class PricedOperation(NamedTuple):
-    """A kind of operation with an energy in the energy tables."""
+    """A kind of operation that energy tables list, with its size in bits."""
 
     kind: str
     """ "int_add", "int_multiply", "float_add", "float_multiply", "register", "sram" or "dram"."""

@@ -38,7 +38,7 @@ def search_cycles(iterations: np.ndarray, depth: int, columns: int, multipliers:
 
 
 def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
-    """Return one item per query of a layer. Each item passes search, scores, exponentials and outputs.
+    """Return one item per query of a layer. Each item passes the stations for search, scores, exponentials and outputs.
 
     Without `approximate`, each of the last three modules takes n + 9 cycles for n keys. With `approximate`, a query
     first fills the queues and then searches for M cycles, one iteration per cycle. C candidate keys and K kept keys

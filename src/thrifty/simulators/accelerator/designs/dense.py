@@ -22,7 +22,7 @@ STATIONS = ("score", "softmax", "value")
 
 
 def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
-    """Return one item per query of a layer. Each item passes scores, softmax and values."""
+    """Return one item per query of a layer. Each item passes the stations for scores, softmax and values."""
     keys = layer.unit_keys[:, None]
     widths = {name: machine.stations[name].width for name in STATIONS}
     widths["softmax"] = max(widths["softmax"], -(-widths["score"] // layer.width))

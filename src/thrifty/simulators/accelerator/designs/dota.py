@@ -50,7 +50,7 @@ def ordered_fetches(groups: np.ndarray) -> np.ndarray:
 
 
 def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
-    """Return one item per group of queries. Each item passes fetch and attention.
+    """Return one item per group of queries. Each item passes the stations for fetch and attention.
 
     A group has one query per lane; a lane is a set of `lane` multipliers. A shared key is fetched once and broadcast.
     Keys that more queries share come first. Without `reordered`, each query fetches its keys in order, and simultaneous

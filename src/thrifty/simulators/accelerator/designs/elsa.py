@@ -43,7 +43,8 @@ def bank_counts(kept: np.ndarray, banks: int) -> np.ndarray:
 
 
 def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
-    """Return one item per query of a layer. Each item passes hash, selection with attention, and division.
+    """Return one item per query of a layer. Each item passes the stations for hash, selection with attention, and
+    division.
 
     Each bank of keys has candidate selectors and one attention module that processes a key per cycle. While one query
     attends, the next query is hashed and the previous query is divided. Without `approximate`, all keys are scored and

@@ -33,7 +33,7 @@ def survivors(layer: AttentionLayer) -> tuple[np.ndarray, np.ndarray]:
 
 
 def lower(layer: AttentionLayer, machine: AcceleratorSpec) -> ItemStream:
-    """Return one item per query of a layer. Each item passes scores, softmax, top-k of its weights, and values.
+    """Return one item per query of a layer. Each item passes the stations for scores, softmax, top-k and values.
 
     Dropped tokens are known before the layer begins. A key is dropped if no query keeps it. A query is dropped if its
     "alive" count is 0; a trace without "alive" counts drops no queries. All scores among the remaining tokens are
