@@ -4,6 +4,7 @@ import importlib
 import os
 import signal
 import sys
+import time
 from types import FrameType
 from typing import Any
 
@@ -12,7 +13,7 @@ import click
 from thrifty.cli.verb_list import TASKS, VERBS
 from thrifty.core.atomic_files import NO_ROOM
 from thrifty.core.child_python import SAFE
-from thrifty.core.errors import TYPED, ThriftyError, UsageError, did_you_mean
+from thrifty.core.errors import STARTED, TYPED, ThriftyError, UsageError, did_you_mean
 
 # OpenMP threads that wait spin for some microseconds, then sleep. If they spin on (the OpenMP default), steps are up to
 # 10 times slower when other processes use the cores. If they sleep at once, many small matmuls are up to 3 times slower
@@ -54,7 +55,7 @@ def main(arguments: list[str] | None = None) -> Any:
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _leave)
-    os.environ[TYPED] = "1"
+    os.environ[TYPED], os.environ[STARTED] = "1", str(time.monotonic())
     os.environ[SAFE] = "1"  # inherited by every process that torch starts
     try:
         return _run_verb(arguments)

@@ -18,7 +18,7 @@ from thrifty.core.gradient_transform import GradientTransform
 from thrifty.core.objective import Objective
 from thrifty.core.old_names import order_key
 from thrifty.core.run_notes import collect_notes
-from thrifty.core.run_relative_settings import resolve_moments
+from thrifty.core.run_relative_settings import fixed_moments, move_moments, resolve_moments
 from thrifty.core.shard_layout import record_orders
 from thrifty.core.stages import HOW, Stage
 from thrifty.core.state import StructureLogEntry, TrainState, full_value
@@ -42,14 +42,17 @@ class BaseRun:
     """False if model or examples have only shapes. A step can then only be counted on fake tensors."""
 
 
-@dataclass(frozen=True)
+@dataclass
 class Run:
     """A run with all its techniques applied."""
 
     plain: BaseRun
     techniques: tuple[Technique, ...]
+    """Techniques with moments in steps. No other object refers to them."""
     steps: int
     device: torch.device = CPU
+    requested: tuple[Technique, ...] = ()
+    """The same techniques with moments as requested: fractions of the run, or steps."""
     notes: dict[str, list[str]] = field(default_factory=dict)
     """Modules that each technique changed or skipped, recorded when the model is built."""
 
@@ -98,6 +101,21 @@ class Run:
             if backward is not inner and hasattr(backward, "state"):
                 memories[technique.name] = backward.state
         return backward, memories
+
+    def change_length(self, steps: int, now: int) -> list[str]:
+        """Change the number of steps after `now` finished steps. Moving moments after `now` move too. Return a notice
+        for each fixed moment that is after the new end but was before the old end."""
+        notices = []
+        for technique, requested in zip(self.techniques, self.requested, strict=True):
+            move_moments(technique, requested, steps, now)
+            for name, moment in fixed_moments(technique).items():
+                if steps < moment <= self.steps:
+                    notices.append(
+                        f"{technique.name}: {name} is step {moment}, after the new end of the run at step {steps}, "
+                        "because steps take longer than first estimated"
+                    )
+        self.steps = steps
+        return notices
 
     def transform(self) -> GradientTransform:
         """Return a new transform. Transforms store data per parameter, so each optimizer requires its own."""
@@ -199,7 +217,7 @@ def compose(plain: BaseRun, techniques: Sequence[Technique], steps: int, device:
     if plain.is_trained:
         refuse_trained_start(ordered)
     resolved = (resolve_moments(technique, steps, plain.source.batch) for technique in ordered)
-    run = Run(plain, tuple(resolved), steps, device)
+    run = Run(plain, tuple(resolved), steps, device, tuple(ordered))
     _ = run.objective  # techniques that do not support the objective refuse before anything is built
     return run
 

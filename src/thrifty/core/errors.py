@@ -58,6 +58,8 @@ def refuse_unknown(complaint: str, word: object, known: Collection[str]) -> None
         raise UsageError(f"{complaint} {word!r}", fix=did_you_mean(str(word), known))
 
 
+STARTED = "THRIFTY_STARTED"
+"""Environment variable with the start of a command, in seconds of time.monotonic()."""
 TYPED = "THRIFTY_TYPED"
 """Environment variable of command-line processes. If it is set, fixes name command-line options."""
 

@@ -8,7 +8,7 @@ import math
 import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Annotated
+from typing import Annotated, Literal
 
 from torch import nn
 
@@ -189,15 +189,21 @@ class ObjectiveSettings:
 
 @dataclass(frozen=True)
 class Budget:
-    """Length of training; exactly one field is set."""
+    """Length of training: one of steps, tokens, epochs and seconds."""
 
     steps: int | None = None
     tokens: float | None = None
     """Amount in the unit of the data: tokens of plain text, images, or examples of a user's own data set."""
     epochs: float | None = None
     seconds: float | None = None
+    """Wall-clock time. The number of steps is estimated again during the run."""
+    counts: Literal["run", "training"] = "run"
+    """Time that counts in `seconds`: the whole run with start-up, evaluations and checkpoints, or training steps."""
+    estimate: Annotated[int | None, SettingBound(least=1)] = None
+    """First estimate of the number of steps within `seconds`. By default some steps are timed."""
 
     def __post_init__(self) -> None:
+        check_bounds(self, "budget")
         limits = [name for name in ("steps", "tokens", "epochs", "seconds") if getattr(self, name) is not None]
         if len(limits) > 1:
             raise UsageError(f"budget: {' and '.join(limits)} are both set", fix=f"keep one, such as {limits[0]}")

@@ -17,7 +17,8 @@ from thrifty.training.rendezvous import connect
 def ending(summary: Mapping[str, Any]) -> list[str]:
     """Return the printed lines for a run summary."""
     loss, unigram = summary.get("held_out_loss"), summary.get("unigram_entropy")
-    budget = f" of the {summary['budget_seconds']:g} s of its budget" if "budget_seconds" in summary else ""
+    seconds = summary.get("budget_seconds")
+    budget = f", used {summary['used_seconds']:.3g} of {seconds:g} s" if seconds and "used_seconds" in summary else ""
     budget += f"; {summary['stopped_early']}" if "stopped_early" in summary else ""
     measured = "".join(f", {name} {significant(value, 4)}" for name, value in summary.get("held_out", {}).items())
     evaluated = summary.get("evaluated_step", summary["steps"])

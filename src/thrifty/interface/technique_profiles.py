@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from thrifty.core.card import read_card
-from thrifty.core.run_relative_settings import StepOrFraction
+from thrifty.core.run_relative_settings import is_moment
 from thrifty.core.setting_bounds import hints_of
 from thrifty.core.technique import Technique
 from thrifty.experiments.evidence import ASPECTS, Evidence, evidence_by_technique
@@ -119,7 +119,7 @@ def _notes(kind: type[Technique]) -> str:
 def _type_name(kind: Any) -> str:
     """Return a type in words: "int, at least 1", "erk or uniform", "a fraction of the run, or a number of steps"."""
     origin, arguments = typing.get_origin(kind), typing.get_args(kind)
-    if kind == StepOrFraction:
+    if is_moment(kind):
         return "a fraction of the run, or a number of steps"
     if origin is typing.Annotated:
         return f"{_type_name(arguments[0])}, {arguments[1]}"

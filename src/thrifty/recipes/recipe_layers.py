@@ -19,6 +19,9 @@ from thrifty.core.user_objects import UserObjects
 from thrifty.core.user_sources import is_dataset_name, is_function_name
 from thrifty.recipes.recipe_toml import recipe_from_data, recipe_to_data, technique_tables
 
+AMOUNTS = ("budget.steps", "budget.tokens", "budget.epochs", "budget.seconds")
+"""Settings of a budget that exclude each other."""
+
 
 @dataclass
 class RecipeLayers:
@@ -74,7 +77,7 @@ class RecipeLayers:
             name = path.rpartition(".")[2].replace("build", "model").replace("python", "loss")
             fix = f"--{name.replace('_', '-')} package.module:name"
             raise UsageError(f"--set {path!r} is not possible: the value is a Python object", fix)
-        if path.startswith("budget."):  # a budget has one amount, so the new amount replaces the old one
+        if path in AMOUNTS:  # a budget has one amount, so the new amount replaces the old one
             return self.replace(origin, "budget", {path.removeprefix("budget."): value})
         return self.override(origin, _nested(path, value))
 

@@ -50,6 +50,8 @@ class KeyFigures:
     loss_in: str = "nats"
     budget_seconds: float | None = None
     """Budget in seconds; None if the recipe's budget is not in seconds."""
+    used_seconds: float | None = None
+    """Used seconds of that budget."""
 
     @property
     def nats(self) -> str:
@@ -114,6 +116,7 @@ def key_figures(record: RunRecord, curves: RunCurves | None = None) -> KeyFigure
         unit=str(summary.get("unit", "tokens")),
         loss_in=str(summary.get("loss_in", "nats")),
         budget_seconds=number(mapping(record.recipe.get("budget")).get("seconds")),
+        used_seconds=number(current.get("used_seconds")),
     )
 
 
@@ -123,8 +126,8 @@ def verdict(key: KeyFigures) -> str:
     A second sentence states the used budget in seconds of a finished run, or the command that resumes a killed run.
     """
     used = ""
-    if key.status == "finished" and key.budget_seconds and key.seconds is not None:
-        used = f" Training took {duration(key.seconds)} of its budget of {duration(key.budget_seconds)}."
+    if key.status == "finished" and key.budget_seconds and key.used_seconds is not None:
+        used = f" It used {duration(key.used_seconds)} of its budget of {duration(key.budget_seconds)}."
     if key.status == KILLED:
         used = f" Its process was killed after step {key.steps:,}; `thrifty resume` continues the run."
     return _verdict_on_loss(key) + used

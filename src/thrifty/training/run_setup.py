@@ -7,7 +7,7 @@ import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from thrifty.composition.index_check import refuse_indices_without_row
 from thrifty.core import mesh
 from thrifty.core.batches import Batch
 from thrifty.core.claims import Claim
-from thrifty.core.errors import InfeasibleError, UsageError
+from thrifty.core.errors import STARTED, InfeasibleError, UsageError
 from thrifty.core.model_spec import TextModelSpec
 from thrifty.core.objective import Objective
 from thrifty.core.out_of_memory import explain_out_of_memory
@@ -69,6 +69,10 @@ class PreparedRun:
     recipe: Recipe
     data: RunData
     run: Run
+    began: float = field(default_factory=time.monotonic)
+    """Time of the start, in seconds of time.monotonic()."""
+    step_seconds: float = 0.0
+    """Measured seconds of a step in the run's final structure; 0 if it was not measured."""
 
     @property
     def unit(self) -> str:
@@ -144,6 +148,7 @@ def prepare_run(recipe: Recipe, steps: int | None = None, quiet: bool = False) -
     """Open the data and compose the run. Raise UsageError if an object that the recipe names was not passed. `steps` is
     the number of steps of a resumed run; by default the recipe's budget determines it. For a budget in seconds, some
     real steps are timed."""
+    began = _command_start()
     recipe.refuse_missing_objects()
     device, model = choose_device(recipe.device), recipe.objects.model
     chosen_objective(recipe.objective)
@@ -168,8 +173,20 @@ def prepare_run(recipe: Recipe, steps: int | None = None, quiet: bool = False) -
         process_group_sync().run_first(
             lambda: refuse_indices_without_row(plain, _batches_to_check(recipe, data, objective))
         )
+    budget, step_seconds = recipe.budget, 0.0
+    steps = steps or budget.estimate
+    if steps is None and budget.seconds is not None:
+        step_seconds = _time_step(recipe, plain, device)
+        steps = _steps_in_seconds(budget, began, step_seconds)
     steps = steps or _steps(recipe, plain, device, data)
-    return PreparedRun(recipe, data, compose(plain, recipe.techniques, steps, device))
+    return PreparedRun(recipe, data, compose(plain, recipe.techniques, steps, device), began, step_seconds)
+
+
+def _command_start() -> float:
+    """Return the start of the command in seconds of time.monotonic(). For later runs of a process, and for calls from
+    Python, return the time now."""
+    now = time.monotonic()
+    return min(float(os.environ.pop(STARTED, now)), now)
 
 
 def _batches_to_check(recipe: Recipe, data: RunData, objective: Objective) -> Iterator[Batch]:
@@ -280,8 +297,6 @@ def _steps(recipe: Recipe, plain: BaseRun, device: torch.device, data: RunData) 
     budget = recipe.budget
     if budget.steps is not None:
         return budget.steps
-    if budget.seconds is not None:
-        return _steps_in_seconds(budget.seconds, recipe, plain, device)
     source = _with_fixed_batch(recipe, plain, device).source
     # some techniques read more examples than they train on
     per_step = source.batch * mesh.axis("data").size * data.example_unit
@@ -322,10 +337,8 @@ def _steps_in_tokens(budget: float, per_step: int, recipe: Recipe, plain: BaseRu
     return most + bisect_right(range(most + 1, 2 * most), budget, key=spent)
 
 
-def _steps_in_seconds(budget: float, recipe: Recipe, plain: BaseRun, device: torch.device) -> int:
-    """Return the number of steps within a time budget, from the measured time of a few real steps. The timed steps use
-    the run's final structure and are discarded. The time of these steps counts in the budget."""
-    began = time.monotonic()
+def _time_step(recipe: Recipe, plain: BaseRun, device: torch.device) -> float:
+    """Return the measured seconds of a step. Some real steps with the run's final structure are made and discarded."""
     run = compose(plain, recipe.techniques, 1000, device)
     state = run.init_state()
     assert state.model is not None and state.optimizer is not None
@@ -337,12 +350,18 @@ def _steps_in_seconds(budget: float, recipe: Recipe, plain: BaseRun, device: tor
             state.optimizer.step()
             state.optimizer.zero_grad()
             seconds.append(time.monotonic() - start)
-    step = statistics.median(seconds[2:])
-    spent = time.monotonic() - began
-    steps = process_group_sync().run_first(lambda: math.floor((budget - spent) / step))
+    return process_group_sync().run_first(lambda: statistics.median(seconds[2:]))
+
+
+def _steps_in_seconds(budget: Budget, began: float, step: float) -> int:
+    """Return the first estimate of the number of steps within a time budget, for steps of `step` seconds."""
+    assert budget.seconds is not None
+    used = time.monotonic() - began if budget.counts == "run" else 0.0
+    steps = process_group_sync().run_first(lambda: math.floor((budget.seconds - used) / step))
     if steps < 1:
         raise InfeasibleError(
-            f"a budget of {budget:g} s is less than one step: the start takes {spent:.1f} s, a step takes {step:.2f} s",
-            fix=f"--budget {math.ceil(spent + 10 * step)}s or more",
+            f"a budget of {budget.seconds:g} s is less than one step: starting takes {used:.1f} s and a step "
+            f"{step:.2f} s",
+            fix=f"--budget {math.ceil(used + 10 * step)}s or more",
         )
     return steps

@@ -6,7 +6,7 @@ stop.
 
 import math
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict, dataclass, field, replace
 from threading import Lock
 from typing import Any
@@ -33,6 +33,7 @@ from thrifty.training.progress_display import ProgressDisplay, StepProgress
 from thrifty.training.rank_sync import ProcessGroupSync, SingleProcess
 from thrifty.training.run_folder import RunFolder
 from thrifty.training.stop_signals import StopRequest
+from thrifty.training.time_budget import EVALUATIONS, RunLength, TimeBudget
 
 Steps = Generator[Record, None, dict[str, Any]]
 """Generator of a run's records, one per step. Its return value is the summary. A generator that is closed early saves
@@ -49,8 +50,8 @@ class TrainSession:
     """A run in training: its data, folder, settings and observers."""
 
     resume_facts: Mapping[str, Any]
-    """JSON values stored in each checkpoint in addition to the state: recipe, number of steps, identity of the data. A
-    resume compares these values to detect changes."""
+    """JSON values stored in each checkpoint in addition to the state: recipe, identity of the data. A resume compares
+    these values to detect changes."""
     recipe: Recipe
     run: Run
     held_out: Sequence[Batch]
@@ -66,8 +67,11 @@ class TrainSession:
     drawn: Callable[[Tensor], list[str]] | None = None
     """Function that maps images (b, c, h, w), scaled as the model's inputs, to data URLs; None for data without
     images."""
-
     observers: Sequence[Observer] = ()
+    time_budget: TimeBudget | None = None
+    """Budget in seconds; None if the number of steps is fixed."""
+    lengths: list[RunLength] = field(default_factory=list)
+    """Numbers of steps of the run so far: the first, and each change."""
 
     def steps(self, state: TrainState, meter: MemoryMeter) -> Steps:
         """Train, evaluate and save; return the summary, which is also in the run folder. A stop by a signal, an
@@ -115,7 +119,10 @@ class _Observer:
         self.evaluated_step: int | None = None
         self.status = "running"
         self.rate, self.memory = 0.0, 0.0
-        self.also = {in_steps(moment, session.run.steps) for moment in self.recipe.checkpoints.extra_steps}
+        self.also: set[int] = set()
+        self.evaluate_every = self.recipe.evaluation.every
+        if session.time_budget and self.recipe.evaluation.patience is None:
+            self.evaluate_every = min(self.evaluate_every, max(1, session.lengths[0].steps // EVALUATIONS))
         self._ending, self._has_ended = Lock(), False
 
     def follow(self, stop: StopRequest) -> Iterator[Record]:
@@ -124,13 +131,13 @@ class _Observer:
             self.state.counters["held_out_loss_at_start"] = self.held_out
         heartbeat.at(f"step {self.state.step + 1}", step=True)
         early = reason_to_stop(self.recipe.evaluation, self.state.counters)
-        for record in () if early else train(self.session.run, self.state, self.recipe.seed):
+        for record in () if early else self.records():
             self.last = record
             self.record(record)
             done = record.step == self.session.run.steps
             due = done or record.step % self.recipe.checkpoints.every == 0 or record.step in self.also
             # evaluate before each scheduled save, so that the best checkpoint is one that was measured
-            if due or record.step % self.recipe.evaluation.every == 0:
+            if due or record.step % self.evaluate_every == 0:
                 self.evaluate(by_plan=True)
                 early = reason_to_stop(self.recipe.evaluation, self.state.counters)
                 record = replace(record, held_out_loss=self.held_out, metrics=self.measured)
@@ -159,6 +166,45 @@ class _Observer:
         self.session.facts |= {"stopped_early": early} if early else {}
         self.status = "finished"
 
+    def records(self) -> Iterator[Record]:
+        """Yield the records of all steps. The loop starts again after each change of the number of steps."""
+        self.plan_saves(0)
+        is_changed = True
+        while is_changed:
+            is_changed = False
+            for record in train(self.session.run, self.state, self.recipe.seed):
+                yield record
+                if is_changed := self.change_length(record):
+                    break
+
+    def plan_saves(self, now: int) -> None:
+        """Set the steps of additional checkpoints after step `now`."""
+        steps = {in_steps(moment, self.session.run.steps) for moment in self.recipe.checkpoints.extra_steps}
+        self.also = {step for step in self.also if step <= now} | {step for step in steps if step > now}
+
+    def change_length(self, record: Record) -> bool:
+        """Adapt the number of steps to a budget in seconds; return True if the number changed."""
+        budget = self.session.time_budget
+        if budget is None:
+            return False
+        every = {"evaluation": self.evaluate_every, "checkpoint": self.recipe.checkpoints.every}
+        steps = budget.changed_steps(self.session.run, record, self.state.counters, every)
+        if steps is None:
+            return False
+        for text in self.session.run.change_length(steps, record.step):
+            self.say(text)
+        self.plan_saves(record.step)
+        used = round(budget.used(self.state.counters["seconds"]), 3)
+        self.note("length", steps=steps, used=used, budget=budget.seconds)
+        self.session.lengths.append(RunLength(record.step, steps))
+        return True
+
+    @contextmanager
+    def timed(self, kind: str) -> Iterator[None]:
+        """Count work between steps in the time budget."""
+        with self.session.time_budget.work(kind) if self.session.time_budget else nullcontext():
+            yield
+
     def refuse_lost_weights(self, record: Record) -> None:
         """Raise ThriftyError if neither the last step nor the evaluation has a finite loss. A checkpoint of these
         weights would replace the last good checkpoint."""
@@ -172,6 +218,8 @@ class _Observer:
             )
 
     def record(self, record: Record) -> None:
+        if budget := self.session.time_budget:
+            self.state.counters["used_seconds"] = budget.used(self.state.counters["seconds"])
         for change in record.changes:
             self.note("change", **(asdict(change) | {"step": record.step - 1}))
         rate = record.tokens / record.seconds
@@ -220,7 +268,7 @@ class _Observer:
     def evaluate(self, by_plan: bool = False) -> None:
         """Evaluate the model. Only evaluations with `by_plan` count for an early stop."""
         assert self.state.optimizer is not None
-        with self.state.optimizer.use_eval_weights():
+        with self.timed("evaluation"), self.state.optimizer.use_eval_weights():
             self.measured = self.measure()
             self.show_predictions()
         self.held_out = self.measured.pop("loss")
@@ -277,6 +325,10 @@ class _Observer:
         if self.saved_step == self.state.step:
             return
         self.folder.refuse_moved()
+        with self.timed("checkpoint"):
+            self._save()
+
+    def _save(self) -> None:
         best = self._is_best_saved()
         heartbeat.at(f"the checkpoint of step {self.state.step}")
         records = {"records": self.folder.seal_records()} if rank() == 0 else {}
@@ -287,6 +339,8 @@ class _Observer:
             {
                 **self.state.scalars(),
                 **self.session.resume_facts,
+                "steps": self.session.run.steps,
+                "lengths": [list(length) for length in self.session.lengths],
                 **records,
                 "source": self.session.run.plain.source.state(),
             },
@@ -320,6 +374,8 @@ class _Observer:
 
     def summarize(self, status: str, exit_code: int, **more: str) -> dict[str, Any]:
         counters = self.state.counters
+        if budget := self.session.time_budget:
+            self.session.facts["used_seconds"] = budget.used(counters.get("seconds", 0.0))
         summary = {
             "status": status,
             "exit_code": exit_code,

@@ -39,6 +39,7 @@ from thrifty.training.run_folder import RunFolder
 from thrifty.training.run_fork import copy_matching_state
 from thrifty.training.run_setup import PreparedRun, prepare_run, ranks_of
 from thrifty.training.state_loading import load_state
+from thrifty.training.time_budget import RunLength, TimeBudget
 from thrifty.training.train_session import Observer, Steps, TrainSession
 
 FREE_TO_CHANGE = ("name", "about", "deterministic", "evaluation", "checkpoints", "mesh")
@@ -172,13 +173,17 @@ def _resume(
         sealed = saved.scalars.get("records") if rank() == 0 else None  # checkpoints of earlier versions have none
         return [*saved.notices, *(folder.damage_of_records(sealed) if sealed else [])]
 
-    prepared = prepare_run(recipe, saved.scalars["steps"], quiet)
+    lengths = [RunLength(*length) for length in saved.scalars.get("lengths", ())]  # earlier versions had one
+    prepared = prepare_run(recipe, lengths[0].steps if lengths else saved.scalars["steps"], quiet)
+    for length in lengths[1:]:
+        prepared.run.change_length(length.steps, length.step)
     if other := [name for name, sha256 in saved.scalars["data"].items() if prepared.data.identity.get(name) != sha256]:
         raise IntegrityError(
             f"'{recipe.data.source}' is not what this run was trained on: {' and '.join(sorted(other))} differ",
             fix="restore the old data; or start a new run on the new data",
         )
-    return (yield from _run(prepared, folder, quiet, origins, observers, read_log(saved.scalars), fill))
+    log = read_log(saved.scalars)
+    return (yield from _run(prepared, folder, quiet, origins, observers, log, fill, lengths))
 
 
 def _binding(recipe: Recipe) -> dict[str, Any]:
@@ -252,8 +257,10 @@ def _run(
     observers: Sequence[Observer],
     log: list[StructureLogEntry] | None = None,
     fill: Callable[[TrainState], list[str]] = lambda state: [],
+    lengths: Sequence[RunLength] = (),
 ) -> Steps:
-    """Build the state, write the files that describe the run, and train. `fill` loads values and returns notices."""
+    """Build the state, write the files that describe the run, and train. `fill` loads values and returns notices.
+    `lengths` are the numbers of steps of a resumed run so far."""
     recipe, run, data = prepared.recipe, prepared.run, prepared.data
     here = environment(str(run.device)) | {"ranks": ranks(), "mesh": {name: axis(name).size for name in AXES}}
     before = {name: _stored(folder, name) for name in ("origins", "environment", "explanation", "summary")}
@@ -311,15 +318,51 @@ def _run(
         for text in notices:
             folder.append({"kind": "notice", "step": state.step, "text": text})
     examples = list(data.held_out.batches(recipe.evaluation.examples, recipe.data.batch))
-    resume_facts = {"recipe": recipe_to_data(recipe), "steps": run.steps, "data": dict(data.identity)}
+    resume_facts = {"recipe": recipe_to_data(recipe), "data": dict(data.identity)}
     session = TrainSession(
-        resume_facts, recipe, run, examples, folder, facts, notices, quiet, remedy, data.pictures, observers
+        resume_facts,
+        recipe,
+        run,
+        examples,
+        folder,
+        facts,
+        notices,
+        quiet,
+        remedy,
+        data.pictures,
+        observers,
+        _time_budget(prepared, folder, state),
+        list(lengths) or [RunLength(0, run.steps)],
     )
     with set_freed_memory_policy(run):
         summary = yield from session.steps(state, meter)
     if rank() == 0:
         run_ledger.record_run(folder.path, summary)
     return summary
+
+
+def _time_budget(prepared: PreparedRun, folder: RunFolder, state: TrainState) -> TimeBudget | None:
+    """Return the budget of a run in seconds, with the estimates that a resumed run must repeat."""
+    budget, counters = prepared.recipe.budget, state.counters
+    if budget.seconds is None:
+        return None
+    if any(technique.overrides("changes", "batches") for technique in prepared.run.techniques):
+        counters.setdefault("final_step_seconds", prepared.step_seconds)
+
+    def recorded() -> list[list[int]]:
+        later = [record for record in folder.read_records() if record["step"] >= state.step > 0]
+        last = max((record["step"] for record in later), default=0)
+        return [[last, 0], *([each["step"], each["steps"]] for each in later if each["kind"] == "length")]
+
+    (last, _), *lengths = process_group_sync().run_first(recorded)
+    return TimeBudget(
+        budget,
+        prepared.began,
+        counters.get("used_seconds", 0.0),
+        counters.get("final_step_seconds", 0.0),
+        [RunLength(*length) for length in lengths],
+        last,
+    )
 
 
 def _partly_judged(prepared: PreparedRun) -> list[str]:

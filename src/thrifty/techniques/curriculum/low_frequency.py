@@ -20,7 +20,7 @@ from typing import Annotated
 from thrifty.core.batches import BatchSource
 from thrifty.core.claims import Claim
 from thrifty.core.errors import UsageError
-from thrifty.core.run_relative_settings import StepOrFraction
+from thrifty.core.run_relative_settings import MovingMoment
 from thrifty.core.setting_bounds import Positive, SettingBound
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
@@ -40,7 +40,7 @@ class LowFrequencyCurriculum(Technique):
 
     fractions: Annotated[tuple[float, ...], SettingBound(above=0, most=1)] = (160 / 224, 192 / 224)
     """Image side of each phase, as a fraction of the full side. A last phase with full images follows."""
-    until: tuple[StepOrFraction, ...] = (0.6, 0.8)
+    until: tuple[MovingMoment, ...] = (0.6, 0.8)
     """End of each phase in `fractions`: steps, or fractions of the run."""
     multiple: Positive = 8
     """Common divisor of the sides of reduced images, in pixels."""

@@ -24,7 +24,7 @@ from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError, RefusedError, UsageError
 from thrifty.core.module_notes import ModuleNote
 from thrifty.core.objective import Objective
-from thrifty.core.run_relative_settings import StepOrFraction
+from thrifty.core.run_relative_settings import MovingMoment
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
 from thrifty.core.structural_change import StructuralChange
@@ -91,7 +91,7 @@ class PatchSizeCurriculum(Technique):
     claims = frozenset({Claim.PATCH_SIZE})
     clashes: ClassVar[Mapping[Claim, str]] = {Claim.PIPELINE_PARALLELISM: "only one stage of a pipeline has patches"}
 
-    at: tuple[StepOrFraction, ...] = (0.5,)
+    at: tuple[MovingMoment, ...] = (0.5,)
     """Steps that halve the side of a patch. With n steps, the initial side is 2^n times the final side."""
 
     def objective(self, objective: Objective) -> Objective:

@@ -16,7 +16,7 @@ Does not    Accept batches without images, or change the model, which must accep
 
 from thrifty.core.batches import BatchSource
 from thrifty.core.claims import Claim
-from thrifty.core.run_relative_settings import StepOrFraction
+from thrifty.core.run_relative_settings import MovingMoment
 from thrifty.core.setting_bounds import Fraction, Positive
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
@@ -36,7 +36,7 @@ class ResolutionCurriculum(Technique):
 
     start: Fraction = 0.5
     """Side of the first images as a fraction of the full side."""
-    until: StepOrFraction = 0.8
+    until: MovingMoment = 0.8
     """First step with full images."""
     phases: Positive = 4
     """Number of phases with smaller images."""

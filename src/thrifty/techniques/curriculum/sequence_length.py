@@ -13,7 +13,7 @@ Does not    Shorten texts in evaluation.
 
 from thrifty.core.batches import Batch, BatchSource, MappedSource
 from thrifty.core.claims import Claim
-from thrifty.core.run_relative_settings import StepOrFraction
+from thrifty.core.run_relative_settings import MovingMoment
 from thrifty.core.setting_bounds import Positive
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
@@ -31,7 +31,7 @@ class SequenceLengthWarmup(Technique):
 
     start: Positive = 64
     """Number of tokens per example in the first phase."""
-    until: StepOrFraction = 0.3
+    until: MovingMoment = 0.3
     """First step with texts of full length."""
     phases: Positive = 4
     """Number of phases with shorter texts."""

@@ -28,7 +28,7 @@ from thrifty.core.module_notes import ModuleNote
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.randomness import seed_of
 from thrifty.core.run_notes import add_note
-from thrifty.core.run_relative_settings import StepOrFraction
+from thrifty.core.run_relative_settings import MovingMoment
 from thrifty.core.setting_bounds import SettingBound
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
@@ -151,7 +151,7 @@ class DropPatches(Technique):
 
     rate: Annotated[float, SettingBound(above=0, below=1)] = 0.5
     """Fraction of dropped patches."""
-    until: StepOrFraction = 0.9
+    until: MovingMoment = 0.9
     """First step with whole images."""
     seed: int = 0
     """Seed of the random subsets, combined with each example's key."""

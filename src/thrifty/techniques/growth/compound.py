@@ -22,7 +22,7 @@ from thrifty.core.batches import Batch, BatchSource, MappedSource
 from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError, RefusedError
 from thrifty.core.objective import Objective
-from thrifty.core.run_relative_settings import StepOrFraction
+from thrifty.core.run_relative_settings import MovingMoment
 from thrifty.core.setting_bounds import Positive, Rate
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
@@ -66,7 +66,7 @@ class CompoundGrowth(Technique):
         Claim.SHARED_PARAMETERS: "shared parameters do not belong to the units of one block",
     }
 
-    at: tuple[StepOrFraction, ...] = (0.125, 0.3)
+    at: tuple[MovingMoment, ...] = (0.125, 0.3)
     """Steps at which the model grows."""
     depth: Positive = 4
     """Initial divisor of the depth, at most 2^n for n growths. The last growths halve the divisor to 1."""

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError
-from thrifty.core.run_relative_settings import StepOrFraction
+from thrifty.core.run_relative_settings import MovingMoment
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
 from thrifty.core.structural_change import Moments, StructuralChange, same_value
@@ -56,7 +56,7 @@ class ProgressiveStacking(Technique):
     claims = frozenset({Claim.DEPTH})
     clashes: ClassVar[Mapping[Claim, str]] = {Claim.TRAINED_START: "a run starts with the first blocks only"}
 
-    at: tuple[StepOrFraction, ...] = (0.125, 0.3)
+    at: tuple[MovingMoment, ...] = (0.125, 0.3)
     """Steps that double the depth of each stack."""
     order: Order = "ABCABC"
     """Order of the copies: repeat the whole stack ("ABCABC"), or repeat each block ("AABBCC")."""

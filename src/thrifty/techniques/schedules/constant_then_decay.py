@@ -10,7 +10,7 @@ Avoid       Stopping before the decay, because the loss is lower after the decay
 Does not    Restart or repeat the schedule.
 """
 
-from thrifty.core.run_relative_settings import StepOrFraction
+from thrifty.core.run_relative_settings import MovingMoment
 from thrifty.techniques.schedules._warmup import ScheduleTechnique
 
 
@@ -25,9 +25,9 @@ def constant_then_decay(step: int, warmup: int, decay_from: int, until: int) -> 
 
 
 class ConstantThenDecay(ScheduleTechnique):
-    warmup: StepOrFraction = 0.05
-    decay_from: StepOrFraction = 0.8
-    until: StepOrFraction = 1.0
+    warmup: MovingMoment = 0.05
+    decay_from: MovingMoment = 0.8
+    until: MovingMoment = 1.0
 
     def factor(self, step: int) -> float:
         return constant_then_decay(step, int(self.warmup), int(self.decay_from), int(self.until))

@@ -13,7 +13,7 @@ Does not    Restart, unlike SGDR.
 
 import math
 
-from thrifty.core.run_relative_settings import StepOrFraction
+from thrifty.core.run_relative_settings import MovingMoment
 from thrifty.techniques.schedules._warmup import ScheduleTechnique, warmed_up
 
 
@@ -23,8 +23,8 @@ def cosine(progress: float, floor: float = 0.0) -> float:
 
 
 class CosineDecay(ScheduleTechnique):
-    warmup: StepOrFraction = 0.05
-    until: StepOrFraction = 1.0
+    warmup: MovingMoment = 0.05
+    until: MovingMoment = 1.0
     """End of the decay. Afterwards the factor stays at `floor`."""
     floor: float = 0.0
     """Final rate, as a fraction of the peak rate."""

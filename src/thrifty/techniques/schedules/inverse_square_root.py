@@ -11,7 +11,7 @@ Avoid       A fixed budget: use linear or cosine decay.
 Does not    Follow the paper's absolute scale; the rate at the end of the warm-up is the optimizer's learning rate.
 """
 
-from thrifty.core.run_relative_settings import StepOrFraction
+from thrifty.core.run_relative_settings import MovingMoment
 from thrifty.techniques.schedules._warmup import ScheduleTechnique
 
 
@@ -28,9 +28,9 @@ def inverse_square_root(step: int, warmup: int, cooldown: int, until: int) -> fl
 
 
 class InverseSquareRoot(ScheduleTechnique):
-    warmup: StepOrFraction = 0.05
-    cooldown: StepOrFraction = 0.8
-    until: StepOrFraction = 1.0
+    warmup: MovingMoment = 0.05
+    cooldown: MovingMoment = 0.8
+    until: MovingMoment = 1.0
 
     def factor(self, step: int) -> float:
         return inverse_square_root(step, int(self.warmup), int(self.cooldown), int(self.until))

@@ -10,13 +10,13 @@ Avoid       Runs of unknown length, because a new length changes every rate afte
 Does not    Restart or hold the peak rate.
 """
 
-from thrifty.core.run_relative_settings import StepOrFraction
+from thrifty.core.run_relative_settings import MovingMoment
 from thrifty.techniques.schedules._warmup import ScheduleTechnique, warmed_up
 
 
 class LinearDecay(ScheduleTechnique):
-    warmup: StepOrFraction = 0.05
-    until: StepOrFraction = 1.0
+    warmup: MovingMoment = 0.05
+    until: MovingMoment = 1.0
     floor: float = 0.0
 
     def factor(self, step: int) -> float:

@@ -19,7 +19,7 @@ from thrifty.core.gradient_transform import MASK_MOVE, GradientTransform, Scalar
 from thrifty.core.mesh import axis
 from thrifty.core.objective import Objective
 from thrifty.core.run_notes import add_note
-from thrifty.core.run_relative_settings import StepOrFraction, refuse_shares
+from thrifty.core.run_relative_settings import MovingMoment, refuse_shares
 from thrifty.core.setting_bounds import Fraction, Positive, Probability, check_pattern
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState, full_value
@@ -204,7 +204,7 @@ class DynamicMaskTechnique(MatrixMaskTechnique):
     """Number of steps between drop-and-grow steps."""
     alpha: Probability = 0.3
     """Initial fraction of active connections that a drop-and-grow step replaces; annealed by cosine."""
-    until: StepOrFraction = 0.75
+    until: MovingMoment = 0.75
     seed: int = 0
 
     def model(self, model: nn.Module) -> nn.Module:

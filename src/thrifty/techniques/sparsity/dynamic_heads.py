@@ -24,7 +24,7 @@ from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError
 from thrifty.core.randomness import keyed_generator
 from thrifty.core.run_notes import add_note
-from thrifty.core.run_relative_settings import StepOrFraction
+from thrifty.core.run_relative_settings import MovingMoment
 from thrifty.core.setting_bounds import Fraction, Positive, Probability
 from thrifty.core.shard_layout import order_of
 from thrifty.core.state import TrainState, full_value
@@ -83,7 +83,7 @@ class DynamicHeads(MaskTechnique):
     """Number of steps between drop-and-grow steps."""
     alpha: Probability = 0.5
     """Initial fraction of active heads that a drop-and-grow step replaces; annealed by cosine."""
-    until: StepOrFraction = 0.8
+    until: MovingMoment = 0.8
     seed: int = 0
 
     @cached_property

@@ -33,7 +33,7 @@ from thrifty.core.objective import Objective
 from thrifty.core.optimizer_steps import count_steps, finished_steps
 from thrifty.core.ranks import mean_over_ranks
 from thrifty.core.run_notes import add_note
-from thrifty.core.run_relative_settings import StepOrFraction
+from thrifty.core.run_relative_settings import MovingMoment
 from thrifty.core.setting_bounds import Positive, Rate, SettingBound, check_pattern
 from thrifty.core.shard_layout import local_shards, local_tensors
 from thrifty.core.stages import Stage
@@ -194,7 +194,7 @@ class NOfM(Technique):
     without decay."""
     every: Positive = 1
     """Number of steps between mask computations."""
-    dense_from: StepOrFraction = 1.0
+    dense_from: MovingMoment = 1.0
     """First step of dense training at the end of the run."""
     mvue: bool = False
     """True to compute weight gradients from a minimum-variance unbiased estimate of the output gradients. The estimate

@@ -1,0 +1,142 @@
+"""Budget in seconds: the number of steps is estimated again while a run trains.
+
+The estimates include start-up, compilation and changes of the machine's speed. Each new estimate is a record of the
+run. A resumed run repeats the recorded estimates, so that it equals the uninterrupted run.
+"""
+
+import math
+import time
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import fmean
+from typing import NamedTuple
+
+from thrifty.composition.compose import Run
+from thrifty.core.recipe import Budget
+from thrifty.training.loop import Record
+from thrifty.training.rank_sync import process_group_sync
+
+EARLY, AIM, LATE = 0.965, 0.985, 1.0
+"""Fractions of the budget. A run whose predicted end is before `EARLY` or after `LATE` gets a new number of steps, with
+a predicted end at `AIM`."""
+EVALUATIONS = 10
+"""Least number of evaluations in a run with such a budget. They show the cost of the last evaluation."""
+CHECKS = 40
+"""Number of evenly spaced checks in a run. The last steps of a run are checked more often."""
+WINDOW = 0.1
+"""Fraction of the budget over which step times are averaged."""
+LEAST_STEPS = 3
+"""Minimum number of step times for an estimate."""
+SLOW_STEPS = 2
+"""Number of steps after a start or a structural change that are not averaged, because compilation slows them."""
+FINAL_FROM = 0.8
+"""Fraction of a run after which its structure and batches are assumed to be final."""
+
+
+class RunLength(NamedTuple):
+    """Number of steps of a run, valid after `step` finished steps."""
+
+    step: int
+    steps: int
+
+
+@dataclass
+class TimeBudget:
+    """Used time of a run, and estimates of its number of steps."""
+
+    budget: Budget
+    began: float
+    """Time of the start, in seconds of time.monotonic()."""
+    used_before: float = 0.0
+    """Used seconds of earlier processes of a resumed run."""
+    final_step: float = 0.0
+    """Seconds of a step in the final structure, measured before the run; 0 if all steps are equal."""
+    recorded: Sequence[RunLength] = ()
+    """Estimates of an interrupted run after its last checkpoint."""
+    recorded_until: int = 0
+    """Last step of the interrupted run. No new estimate is made before this step."""
+    _recent: deque[float] = field(default_factory=deque)
+    """Seconds of recent steps."""
+    _work: dict[str, float] = field(default_factory=dict)
+    """Latest seconds of each kind of work between steps, such as an evaluation."""
+    _between: float = 0.0
+    """Seconds of work between the last two steps."""
+    _slow_steps: int = SLOW_STEPS
+    _next_check: int = 0
+    _last_step: float = field(default_factory=time.monotonic)
+
+    @property
+    def seconds(self) -> float:
+        assert self.budget.seconds is not None
+        return self.budget.seconds
+
+    def used(self, training: float) -> float:
+        """Return the used seconds of the budget. `training` is the number of seconds in training steps."""
+        return training if self.budget.counts == "training" else self.used_before + time.monotonic() - self.began
+
+    @contextmanager
+    def work(self, kind: str) -> Iterator[None]:
+        """Measure work between steps inside the block."""
+        start = time.monotonic()
+        yield
+        self._work[kind] = time.monotonic() - start
+        self._between += self._work[kind]
+
+    def observe(self, seconds: float, is_changed: bool) -> None:
+        """Add the seconds of one training step. `is_changed` is True after a structural change."""
+        now = time.monotonic()
+        if self.budget.counts == "run":  # includes records and the progress display
+            seconds = max(now - self._last_step - self._between, seconds)
+        self._last_step, self._between = now, 0.0
+        if is_changed:
+            self._slow_steps = SLOW_STEPS
+            self._recent.clear()
+        if self._slow_steps:
+            self._slow_steps -= 1
+            return
+        self._recent.append(seconds)
+        while len(self._recent) > LEAST_STEPS and sum(self._recent) - self._recent[0] > WINDOW * self.seconds:
+            self._recent.popleft()
+
+    def changed_steps(
+        self, run: Run, record: Record, counters: Mapping[str, float], every: Mapping[str, int]
+    ) -> int | None:
+        """Return the new number of steps after a record; None if the number stays the same.
+
+        `every` maps kinds of work to the number of steps between them.
+        """
+        self.observe(record.seconds, bool(record.changes))
+        if record.step == run.steps:
+            return None
+        steps = next((length.steps for length in self.recorded if length.step == record.step), run.steps)
+        if self.is_due(record.step, run.steps):
+            steps = process_group_sync().run_first(
+                lambda: self.estimate(record.step, run.steps, counters["seconds"], every)
+            )
+        return steps if steps != run.steps else None
+
+    def is_due(self, step: int, steps: int) -> bool:
+        """Return True if the number of steps is to be checked after `step` finished steps; the same on all ranks."""
+        if step < self._next_check or step <= self.recorded_until:
+            return False
+        self._next_check = step + max(1, min(steps // CHECKS, (steps - step) // 4))
+        return True
+
+    def estimate(self, step: int, steps: int, training: float, every: Mapping[str, int]) -> int:
+        """Return the number of steps that fits the budget, or `steps` if its predicted end is in range.
+
+        One piece of work of each kind follows the last step. At least one step is left.
+        """
+        used, work = self.used(training), self._work if self.budget.counts == "run" else {}
+        last = sum(work.values())
+        if len(self._recent) < LEAST_STEPS:
+            return steps if used + last < LATE * self.seconds else step + 1
+        seconds = fmean(self._recent)
+        if step < FINAL_FROM * steps:
+            seconds = max(seconds, self.final_step)
+        seconds += sum(work[kind] / interval for kind, interval in every.items() if kind in work)
+        if EARLY * self.seconds <= used + (steps - step) * seconds + last <= LATE * self.seconds:
+            return steps
+        return step + max(1, math.floor((AIM * self.seconds - used - last) / seconds))

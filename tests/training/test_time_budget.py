@@ -1,0 +1,121 @@
+"""Budgets in seconds: a run uses its budget although its steps become slower or faster."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import thrifty as th
+from thrifty.core.errors import UsageError
+from thrifty.core.recipe import Budget
+from thrifty.training import loop, run_setup, time_budget
+
+SECONDS = 200.0
+
+
+class Numbers(torch.utils.data.Dataset):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        x = torch.randn(4, generator=torch.Generator().manual_seed(index))
+        return {"x": x, "y": x.sum()}
+
+
+class Clock:
+    """Time of a simulated machine. Each pass of the model takes `cost(now)` seconds."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, cost: Callable[[float], float]):
+        self.now, self.cost = 1000.0, cost
+        simulated = SimpleNamespace(monotonic=lambda: self.now, perf_counter=lambda: self.now)
+        for module in (time_budget, loop, run_setup):
+            monkeypatch.setattr(module, "time", simulated)
+
+    def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+        self.now += self.cost(self.now - 1000.0)
+        return (model(batch["x"])[:, 0] - batch["y"]).square()
+
+
+def build() -> nn.Module:
+    return nn.Linear(4, 1)
+
+
+def trained(clock: Clock, folder: Path, name: str = "run", **more: Any) -> dict[str, Any]:
+    arguments = {"model": build, "data": Numbers(), "held_out": Numbers(), "loss": clock.loss, "batch": 8}
+    arguments |= {"settings": {"evaluation.examples": 8, "checkpoints.every": 20}, "quiet": True}
+    th.train(**(arguments | {"name": name, "budget": f"{SECONDS:g}s", "runs": folder} | more))
+    return json.loads((folder / name / "summary.json").read_text())
+
+
+def records(folder: Path, kind: str, name: str = "run") -> list[dict[str, Any]]:
+    lines = (folder / name / "records.jsonl").read_text().splitlines()
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
+
+
+MACHINES = {
+    "steady": lambda now: 1.0,
+    "slower": lambda now: 1.0 if now < SECONDS / 2 else 3.0,
+    "faster": lambda now: 2.0 if now < SECONDS / 3 else 0.5,
+    "disturbed": lambda now: 0.5 if int(now) // 10 % 2 else 1.0,
+    "late": lambda now: 0.25 if now < 0.95 * SECONDS else 1.0,
+}
+
+
+@pytest.mark.parametrize("machine", MACHINES)
+def test_run_uses_its_budget(machine: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    summary = trained(Clock(monkeypatch, MACHINES[machine]), tmp_path)
+    assert 0.95 * SECONDS <= summary["used_seconds"] <= 1.01 * SECONDS
+    assert records(tmp_path, "length")
+    rates = [record["learning_rate"] for record in records(tmp_path, "step")]
+    assert rates[-1] < 0.2 * max(rates)  # the schedule ends with the run
+
+
+def test_budget_of_training_leaves_evaluations_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    settings = {"evaluation.every": 4, "evaluation.examples": 8, "budget.counts": "training"}
+    summary = trained(Clock(monkeypatch, MACHINES["slower"]), tmp_path, settings=settings)
+    assert summary["used_seconds"] == summary["seconds"]
+    assert 0.95 * SECONDS <= summary["seconds"] <= 1.01 * SECONDS
+
+
+def test_first_estimate_can_be_given(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, MACHINES["steady"])
+    summary = trained(clock, tmp_path, settings={"budget.estimate": 20, "budget.counts": "training"})
+    assert records(tmp_path, "length")[0]["step"] < 20
+    assert 0.95 * SECONDS <= summary["seconds"] <= 1.01 * SECONDS
+
+
+class Killed(Exception):
+    pass
+
+
+def test_resumed_run_repeats_recorded_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, lambda now: 1.0 if now < 0.3 * SECONDS else 3.0)
+
+    def kill(record: th.Record) -> None:
+        if record.step == 55:  # after the checkpoint of step 40
+            raise Killed
+
+    with pytest.raises(Killed):
+        trained(clock, tmp_path, observers=[kill])
+    before, lengths = records(tmp_path, "step"), records(tmp_path, "length")
+    assert [length["step"] > 40 for length in lengths] == [False, False, True, True]
+    clock.now += 500.0
+    th.resume(tmp_path / "run", model=build, data=Numbers(), held_out=Numbers(), loss=clock.loss, quiet=True)
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["status"] == "finished"
+    again = records(tmp_path, "step")[len(before) :]
+    for name in ("loss", "learning_rate", "gradient_norm"):
+        assert [record[name] for record in before[40:]] == [record[name] for record in again[:15]]
+    new = [length for length in records(tmp_path, "length")[len(lengths) :] if length["step"] <= 55]
+    repeated = [length for length in lengths if length["step"] >= 40]
+    assert [(each["step"], each["steps"]) for each in new] == [(each["step"], each["steps"]) for each in repeated]
+
+
+@pytest.mark.parametrize("wrong", [{"counts": "all"}, {"estimate": 0}])
+def test_wrong_budget_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match=f"budget: {next(iter(wrong))}"):
+        Budget(seconds=10.0, **wrong)
