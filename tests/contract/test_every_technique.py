@@ -7,8 +7,10 @@ import sys
 import tomllib
 from collections.abc import Iterator
 from contextlib import nullcontext
+from dataclasses import replace
 from functools import cache, lru_cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tomli_w
@@ -36,14 +38,17 @@ from torch import nn
 
 from thrifty import techniques
 from thrifty.checking.technique_contract import ContractSubject, contract
-from thrifty.composition.compose import BaseRun
+from thrifty.composition.compose import BaseRun, Run
 from thrifty.composition.explain import explain, passes_of
+from thrifty.core.claims import Claim
 from thrifty.core.errors import InfeasibleError, IntegrityError, UsageError
 from thrifty.core.plain_values import build, to_data
+from thrifty.core.run_relative_settings import moments_of
 from thrifty.core.state import TrainState, read_log
 from thrifty.core.technique import Numerics, Technique
 from thrifty.optim.weight_masks import masks_in
 from thrifty.training import checkpoint
+from thrifty.training.loop import Record
 
 STEPS = 6
 
@@ -138,6 +143,54 @@ def test_resume_from_a_checkpoint_is_bit_identical(one: Technique, tmp_path: Pat
     second = advance(run, state)
     assert losses(first + second) == straight
     assert_same(snapshot(state), expected)
+
+
+LENGTHS = ((0, 12), (4, 9), (6, 14), (8, 11))
+"""Numbers of steps of a run that changes its length, each after a number of finished steps."""
+SAVED = 6
+
+
+def test_changed_lengths_are_bit_identical_after_resume(one: Technique, tmp_path: Path) -> None:
+    moments = {name: in_fractions(moment) for name, moment, _ in moments_of(one)}
+    if not moments:
+        pytest.skip("it has no moment")
+    one = replace(one, **moments)
+    chosen = [*with_optimizer([one]), *([] if Claim.SCHEDULE in one.claims else [technique("schedules.linear")])]
+    plain, lengths = plain_for(one.name, style="gpt"), dict(LENGTHS[1:])
+
+    def trained(run: Run, state: TrainState) -> list[Record]:
+        """Train to the end, with all changes of the length that are due."""
+        records = []
+        while state.step < run.steps:
+            due = next((step for step in lengths if step > state.step), None)
+            records += advance(run, state, due)
+            run.verify(state)
+            if state.step == SAVED and not list(tmp_path.iterdir()):
+                checkpoint.save(tmp_path, state.step, state.tensors(), state.scalars())
+            if state.step in lengths:
+                run.change_length(lengths[state.step], state.step)
+        return records
+
+    run = composed(plain, chosen, LENGTHS[0][1])
+    state = run.start()
+    straight = trained(run, state)
+    assert state.step == LENGTHS[-1][1]
+    again, stored = composed(plain, chosen, LENGTHS[0][1]), checkpoint.find(tmp_path)
+    for step, steps in LENGTHS[1:]:
+        if step <= SAVED:
+            again.change_length(steps, step)
+    resumed = again.init_state(read_log(stored.scalars))
+    checkpoint.fill(stored, resumed.tensors())
+    resumed.load_scalars(stored.scalars)
+    assert losses(trained(again, resumed)) == losses(straight[SAVED:])
+    assert_same(snapshot(resumed), snapshot(state))
+
+
+def in_fractions(moment: Any) -> Any:
+    """Return moments of a run of `STEPS` steps as fractions of the run."""
+    if isinstance(moment, tuple):
+        return tuple(map(in_fractions, moment))
+    return moment / STEPS if isinstance(moment, int) else moment
 
 
 def test_promise_holds_at_every_step(one: Technique) -> None:

@@ -30,7 +30,7 @@ def is_moment(hint: Any) -> bool:
     return hint in _MOMENTS
 
 
-def _moments(value: object) -> Iterator[tuple[str, Any, bool]]:
+def moments_of(value: object) -> Iterator[tuple[str, Any, bool]]:
     """Yield name, value and moving for each field that is a moment or a tuple of moments."""
     hints = hints_of(type(value))
     for field in dataclasses.fields(value):  # type: ignore[arg-type]
@@ -51,7 +51,7 @@ def resolve_moments(value: T, steps: int, batch: int = 0) -> T:
     """Return a copy of a dataclass with each moment as a step of a run of `steps` steps. Moments are fields annotated
     `StepOrFraction`, `MovingMoment`, or a tuple of one of them. An `EffectiveBatch` of 0 becomes `batch`."""
     hints = hints_of(type(value))
-    changes = {name: _resolved(moment, steps) for name, moment, _ in _moments(value)}
+    changes = {name: _resolved(moment, steps) for name, moment, _ in moments_of(value)}
     for field in dataclasses.fields(value):  # type: ignore[arg-type]
         if hints[field.name] == EffectiveBatch:
             changes[field.name] = getattr(value, field.name) or batch
@@ -65,7 +65,7 @@ def move_moments(resolved: object, requested: object, steps: int, now: int) -> N
     def moved(old: int, moment: int | float) -> int:
         return max(in_steps(moment, steps), now) if old > now else old
 
-    for name, moment, moves in _moments(requested):
+    for name, moment, moves in moments_of(requested):
         if moves:
             old = getattr(resolved, name)
             new = tuple(map(moved, old, moment)) if isinstance(moment, tuple) else moved(old, moment)
@@ -74,13 +74,13 @@ def move_moments(resolved: object, requested: object, steps: int, now: int) -> N
 
 def fixed_moments(resolved: object) -> dict[str, int]:
     """Return the latest step of each field whose moments do not move, by name."""
-    fixed = {name: moment for name, moment, moves in _moments(resolved) if not moves}
+    fixed = {name: moment for name, moment, moves in moments_of(resolved) if not moves}
     return {name: max(moment, default=0) if isinstance(moment, tuple) else moment for name, moment in fixed.items()}
 
 
 def refuse_shares(value: object, name: str) -> None:
     """Raise UsageError if a moment is a fraction of a run, since the number of steps is unknown outside a run."""
-    for field, current, _ in _moments(value):
+    for field, current, _ in moments_of(value):
         moments = current if isinstance(current, tuple) else (current,)
         if any(isinstance(moment, float) for moment in moments):
             steps = (1000,) * len(moments) if isinstance(current, tuple) else 1000

@@ -360,7 +360,7 @@ def _steps_in_seconds(budget: Budget, began: float, step: float) -> int:
     steps = process_group_sync().run_first(lambda: math.floor((budget.seconds - used) / step))
     if steps < 1:
         raise InfeasibleError(
-            f"a budget of {budget.seconds:g} s is less than one step: starting takes {used:.1f} s and a step "
+            f"a budget of {budget.seconds:g} s is less than one step: the start takes {used:.1f} s, a step takes "
             f"{step:.2f} s",
             fix=f"--budget {math.ceil(used + 10 * step)}s or more",
         )
