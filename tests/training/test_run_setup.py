@@ -169,5 +169,5 @@ def test_a_user_loss_on_a_text_file_counts_tokens(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("source", "unit"), [("digits", "images"), ("text", "tokens")])
 def test_a_budget_below_one_step_names_its_unit(source: str, unit: str, tmp_path: Path) -> None:
     recipe = replace(digits() if source == "digits" else text(tmp_path), budget=Budget(tokens=3))
-    with pytest.raises(InfeasibleError, match=f"a budget of 3 {unit} does not fit"):
+    with pytest.raises(InfeasibleError, match=f"a budget of 3 {unit} is less than one step"):
         prepare_run(recipe, quiet=True)
