@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from thrifty.cli.recipe_options import OWN_MODEL, SEED
+from thrifty.cli.recipe_options import CHECKPOINT, OWN_MODEL, SEED
 
 
 @click.command()
@@ -21,6 +21,7 @@ from thrifty.cli.recipe_options import OWN_MODEL, SEED
 @click.option("--top-k", default=None, type=click.IntRange(min=1), help="Sample from the k most likely tokens.")
 @click.option("--seed", default=0, type=SEED, show_default=True, help="The same seed gives the same answers.")
 @click.option("--template", default="", help="Instead of the model's template: chatml, alpaca or a Jinja file.")
+@CHECKPOINT
 @OWN_MODEL
 @click.option("--json", "as_json", is_flag=True, help="Print the conversation as one JSON document at the end.")
 def command(path: Path, prompt: str | None, as_json: bool, model: str | None, **options: Any) -> None:

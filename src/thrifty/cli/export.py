@@ -5,13 +5,13 @@ from typing import Any
 
 import click
 
-from thrifty.cli.recipe_options import OWN_MODEL
+from thrifty.cli.recipe_options import CHECKPOINT, OWN_MODEL
 
 
 @click.command()
 @click.argument("run", type=click.Path(path_type=Path))
 @click.argument("folder", type=click.Path(path_type=Path))
-@click.option("--step", type=int, help="Step of the checkpoint.  [default: the newest]")
+@CHECKPOINT
 @click.option(
     "--raw-weights", is_flag=True, help="Export the trained weights, even if the run evaluated averaged weights."
 )

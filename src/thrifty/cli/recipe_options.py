@@ -37,6 +37,29 @@ OWN_MODEL = click.option(
 )
 
 
+class _CheckpointType(click.ParamType):
+    """Name or step of a checkpoint."""
+
+    name = "checkpoint"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value in ("best", "last"):
+            return value
+        with suppress(ValueError):
+            return int(value)
+        self.fail(f"{value!r} is not best, last or the step of a checkpoint", param, ctx)
+
+
+CHECKPOINT = click.option(
+    "--checkpoint",
+    type=_CheckpointType(),
+    default="last",
+    show_default=True,
+    metavar="best|last|STEP",
+    help="Checkpoint of the run. best has the best held-out value.",
+)
+
+
 def together(*options: Callable[..., Any]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Combine click options and arguments into one decorator."""
 
@@ -61,6 +84,7 @@ recipe_options = together(
     click.option("--model", help="Preset, Hugging Face folder, or your own package.module:function."),
     MODEL_ARGUMENTS,
     click.option("--budget", help="Length of training: 500steps, 1e7tokens, 3epochs, 90s, 10min or 2h."),
+    click.option("--patience", type=int, help="Stop early after this number of evaluations without improvement."),
     click.option("--seed", type=int, help="Seed of the run."),
     click.option("--name", help="Name of the run and its folder under runs/."),
     click.option("--with", "additions", multiple=True, metavar="NAME:KEY=VALUE,…", help="Add a technique."),
@@ -79,6 +103,7 @@ def build_recipe(
     model: str | None = None,
     model_arguments: tuple[str, ...] = (),
     budget: str | None = None,
+    patience: int | None = None,
     seed: int | None = None,
     name: str | None = None,
     additions: tuple[str, ...] = (),
@@ -107,9 +132,10 @@ def build_recipe(
         layers.apply_model(model, model_arguments)
     if budget is not None:
         layers.replace("--budget", "budget", read_budget(budget))
-    for option, value in (("seed", seed), ("name", name)):
+    for option, value in (("seed", seed), ("name", name), ("patience", patience)):
         if value is not None:
-            layers.override(f"--{option}", {option: value})
+            values = {"evaluation": {option: value}} if option == "patience" else {option: value}
+            layers.override(f"--{option}", values)
     layers.apply_changes(removals, additions, assignments)
     return layers if mesh is None else layers.apply_mesh(mesh)
 

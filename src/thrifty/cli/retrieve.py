@@ -5,12 +5,12 @@ from typing import Any
 
 import click
 
-from thrifty.cli.recipe_options import OWN_MODEL
+from thrifty.cli.recipe_options import CHECKPOINT, OWN_MODEL
 
 
 @click.command("retrieve")
 @click.argument("run", type=click.Path(path_type=Path))
-@click.option("--step", type=int, default=None, help="Step of the checkpoint.  [default: the newest]")
+@CHECKPOINT
 @click.option(
     "--raw-weights", is_flag=True, help="Use the trained weights, even if the run evaluated averaged weights."
 )

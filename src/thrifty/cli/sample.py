@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from thrifty.cli.recipe_options import OWN_MODEL, SEED
+from thrifty.cli.recipe_options import CHECKPOINT, OWN_MODEL, SEED
 
 
 @click.command()
@@ -18,6 +18,7 @@ from thrifty.cli.recipe_options import OWN_MODEL, SEED
 @click.option("--top-k", default=None, type=click.IntRange(min=1), help="Sample from the k most likely tokens.")
 @click.option("--seed", default=0, type=SEED, show_default=True, help="The same seed gives the same text.")
 @click.option("--chat", is_flag=True, help="Apply the chat template to the prompt, and print only the answer.")
+@CHECKPOINT
 @OWN_MODEL
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(path: Path, as_json: bool, model: str | None, **options: Any) -> None:

@@ -10,6 +10,7 @@ from thrifty.core.errors import UsageError
 from thrifty.optim.weight_masks import SLOT
 from thrifty.techniques.sparsity.mask_from_file import density_of, mask_file_bytes
 from thrifty.training import checkpoint
+from thrifty.training.checkpoint_index import CheckpointChoice
 
 
 def masks_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -23,7 +24,7 @@ def masks_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return masks
 
 
-def export_masks(run: Path, file: Path, step: int | None = None) -> tuple[float, str]:
+def export_masks(run: Path, file: Path, step: CheckpointChoice = "last") -> tuple[float, str]:
     """Write the masks of a sparse run as a ticket; return its density and its sha256.
 
     The run may use any sparse technique. A recipe that loads the ticket must contain this sha256. Raises UsageError if

@@ -15,6 +15,7 @@ from thrifty.data.chat.chat_tokenizer import ChatTokenizer, read_chat_tokenizer
 from thrifty.interface.loaded_model import load_for_sampling, own_model
 from thrifty.models.text_generation import generate
 from thrifty.reporting.printed_result import PrintedResult, lines
+from thrifty.training.checkpoint_index import CheckpointChoice
 
 
 @dataclass(repr=False)
@@ -81,6 +82,7 @@ def chat(
     top_k: int | None = None,
     seed: int = 0,
     template: str = "",
+    checkpoint: CheckpointChoice = "last",
     build: nn.Module | BuildModel | str | None = None,
 ) -> ChatSession:
     """Start a conversation with the language model of a run or of a Hugging Face folder.
@@ -91,6 +93,7 @@ def chat(
         temperature: With 0, the most likely token is chosen. Above 0, tokens are sampled: from all tokens, or from the
             `top_k` most likely tokens if `top_k` is set.
         template: "chatml", "alpaca" or a Jinja file. By default the model's own template is used.
+        checkpoint: "best" (best held-out value), "last" or the step of a checkpoint of the run.
         build: Your own model, if the run trained it.
 
     Raises UsageError if the model is not a next-token model or has no chat template.
@@ -101,7 +104,7 @@ def chat(
         print(conversation.ask("Who are you?"))
     """
     check_plain(system, "--system")
-    network, tokenizer_json, context = load_for_sampling(model, own_model(model, build))
+    network, tokenizer_json, context = load_for_sampling(model, own_model(model, build), checkpoint)
     tokenizer = read_chat_tokenizer(tokenizer_json, template)
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     path = str(getattr(model, "folder", model))

@@ -8,6 +8,7 @@ import torch
 from rich.console import RenderableType
 from torch import nn
 
+from thrifty.core.errors import for_reader
 from thrifty.core.model_spec import ImageModelSpec, PairModelSpec, UserModelSpec
 from thrifty.core.plain_values import to_data
 from thrifty.core.run_notes import collect_notes
@@ -21,6 +22,7 @@ from thrifty.models import export_model, export_own_model, shape_for
 from thrifty.models.pad_pruned import FILLED_UP
 from thrifty.peft_format import save_adapter
 from thrifty.reporting.printed_result import PrintedResult, lines
+from thrifty.training.checkpoint_index import CheckpointChoice, named_steps
 from thrifty.training.trained_model import Adapters, load_trained_model
 
 Part = Literal["adapter", "base", "masks"]
@@ -65,7 +67,7 @@ def export(
     run: Any,
     folder: str | Path,
     *,
-    step: int | None = None,
+    checkpoint: CheckpointChoice = "last",
     raw_weights: bool = False,
     dtype: Literal["float32", "bfloat16", "float16"] = "float32",
     part: Part | None = None,
@@ -78,7 +80,7 @@ def export(
 
     Args:
         run: Run, run folder, or its name under ./runs.
-        step: Step of the checkpoint; by default the newest checkpoint.
+        checkpoint: "best" (best held-out value), "last" or the step of a checkpoint.
         raw_weights: True to export the trained weights instead of their average, if the run evaluated the average.
         part: "adapter" in PEFT format, its "base" model, or the "masks" of a sparse run as a file.
         model: Your own model, if the run trained it.
@@ -91,17 +93,18 @@ def export(
     """
     path, target = run_folder(run), Path(folder)
     if part == "masks":
-        density, sha256 = export_masks(path, target, step)
+        density, sha256 = export_masks(path, target, checkpoint)
         return ExportedMasks(str(path), str(target), density, sha256)
     objects = own_model(run, model)
-    trained, recipe = load_trained_model(path, step, raw_weights, adapters=ADAPTERS[part], objects=objects)
+    better = _better_checkpoint(path, checkpoint)
+    trained, recipe = load_trained_model(path, checkpoint, raw_weights, adapters=ADAPTERS[part], objects=objects)
     number_format = getattr(torch, dtype)
     if recipe.model.build:
         if part == "adapter":
             save_adapter(trained, target, dtype=number_format)
         else:
             export_own_model(trained, to_data(recipe.model), target, number_format)
-        return ExportedModel(str(path), str(target), _files(target))
+        return ExportedModel(str(path), str(target), _files(target), better)
     ends = read_model_spec(path, recipe)
     shape = shape_for(ends, recipe.model)
     if shape is not None:
@@ -116,7 +119,16 @@ def export(
             tokenizer = None if isinstance(ends, UserModelSpec) else path / "tokenizer.json"
             export_model(trained, shape, target, tokenizer, number_format, images)
     filled = tuple(text for text in notes if FILLED_UP in text)
-    return ExportedModel(str(path), str(target), _files(target), filled)
+    return ExportedModel(str(path), str(target), _files(target), (*better, *filled))
+
+
+def _better_checkpoint(run: Path, checkpoint: CheckpointChoice) -> tuple[str, ...]:
+    """Return a note if the newest checkpoint is exported although an earlier one has a better held-out value."""
+    steps = named_steps(run / "checkpoints")
+    if checkpoint != "last" or steps.get("best") in (None, steps.get("last")):
+        return ()
+    choice = for_reader("--checkpoint best")
+    return (f"step {steps['last']:,} is exported; step {steps['best']:,} has a better held-out value: {choice}",)
 
 
 def _files(folder: Path) -> tuple[str, ...]:

@@ -15,6 +15,7 @@ from thrifty.models import model_shape
 from thrifty.models.hf_loader import load_causal_lm
 from thrifty.models.text_generation import check_task
 from thrifty.models.weight_conversion import import_folder
+from thrifty.training.checkpoint_index import CheckpointChoice
 from thrifty.training.trained_model import load_trained_model
 
 
@@ -25,11 +26,17 @@ def own_model(run: Any, model: nn.Module | BuildModel | str | None) -> UserObjec
     return getattr(run, "objects", UserObjects()) if model is None else UserObjects.from_arguments(model=model)
 
 
-def load_for_sampling(source: Any, objects: UserObjects) -> tuple[nn.Module, Path, int | None]:
-    """Return the model of a run or a Hugging Face folder, its tokenizer file, and its context length in tokens."""
+def load_for_sampling(
+    source: Any, objects: UserObjects, checkpoint: CheckpointChoice = "last"
+) -> tuple[nn.Module, Path, int | None]:
+    """Return the model of a run or a Hugging Face folder, its tokenizer file, and its context length in tokens. Raise
+    UsageError if a checkpoint of a Hugging Face folder is chosen."""
     path = Path(getattr(source, "folder", source))
     if not (path / "config.json").is_file():
-        return _load_run(run_folder(source), objects)
+        return _load_run(run_folder(source), objects, checkpoint)
+    if checkpoint != "last":
+        what = f"'{path}' is a Hugging Face folder without checkpoints, so there is no checkpoint '{checkpoint}'"
+        raise UsageError(what, fix="leave out the checkpoint; or pass a run folder")
     try:
         model, shape = import_folder(path)
         check_task(model)
@@ -38,8 +45,8 @@ def load_for_sampling(source: Any, objects: UserObjects) -> tuple[nn.Module, Pat
         return load_causal_lm(path), path / "tokenizer.json", None
 
 
-def _load_run(run: Path, objects: UserObjects) -> tuple[nn.Module, Path, int | None]:
-    model, recipe = load_trained_model(run, plain=False, objects=objects)
+def _load_run(run: Path, objects: UserObjects, checkpoint: CheckpointChoice) -> tuple[nn.Module, Path, int | None]:
+    model, recipe = load_trained_model(run, checkpoint, plain=False, objects=objects)
     check_task(model)
     tokenizer_json, length = run / "tokenizer.json", recipe.data.length
     if recipe.objects.model is not None:

@@ -30,6 +30,7 @@ from thrifty.objectives.retrieval_metrics import (
     zero_shot_accuracy,
 )
 from thrifty.reporting.printed_result import PrintedResult, lines
+from thrifty.training.checkpoint_index import CheckpointChoice
 from thrifty.training.run_setup import choose_device, open_examples
 from thrifty.training.trained_model import load_trained_model
 
@@ -66,7 +67,7 @@ class RetrievalResult(PrintedResult):
 def retrieve(
     run: Any,
     *,
-    step: int | None = None,
+    checkpoint: CheckpointChoice = "last",
     raw_weights: bool = False,
     classes: str = "",
     prompts: Sequence[str] = (),
@@ -75,7 +76,7 @@ def retrieve(
     """Measure R@1, R@5 and R@10 of a contrastive run in both directions, on all held-out images and captions.
 
     Args:
-        step: Step of the checkpoint; by default the newest checkpoint.
+        checkpoint: "best" (best held-out value), "last" or the step of a checkpoint.
         raw_weights: True to use the trained weights instead of their average, if the run evaluated the average.
         classes: Labelled images for zero-shot classification. Each label name is inserted into the `prompts`, such as
             "a picture of {}".
@@ -90,7 +91,7 @@ def retrieve(
     if prompts and not classes:
         raise UsageError("--prompt requires images to classify", fix="--classes cifar10")
     path = run_folder(run)
-    trained, recipe = load_trained_model(path, step, raw_weights, objects=own_model(run, model))
+    trained, recipe = load_trained_model(path, checkpoint, raw_weights, objects=own_model(run, model))
     if not isinstance(trained, ContrastiveModel):
         raise UsageError(
             f"the run {str(path)!r} has the objective {recipe.objective.name!r}, not contrastive",

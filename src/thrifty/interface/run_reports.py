@@ -15,6 +15,7 @@ from thrifty.reporting.run_page import write_page
 from thrifty.reporting.run_record import RunRecord, find_run, read_run
 from thrifty.trackers.record_follower import track as track_records
 from thrifty.trackers.tracker import KINDS
+from thrifty.training.checkpoint_index import named_steps
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,10 +45,17 @@ class RunReport(PrintedResult):
         key, plots = self.figures, sorted(map(str, (self.page.parent / "plots").glob("*.png")))
         derived = {"share_of_peak": key.share_of_peak, "memory_error": key.memory_error, "perplexity": key.perplexity}
         about = {"run": self.record.name, "report": str(self.page), "plots": plots, "verdict": self.verdict}
-        return {**about, **asdict(key), **derived, "damage": self.record.damage}
+        return {**about, **asdict(key), **derived, "checkpoints": self.checkpoints, "damage": self.record.damage}
+
+    @property
+    def checkpoints(self) -> dict[str, int]:
+        """Steps of the "last" and the "best" checkpoint; empty if the run has none."""
+        return named_steps(self.record.folder / "checkpoints")
 
     def __rich__(self) -> RenderableType:
-        return lines(f"{self.record.name}: {self.verdict}", str(self.page))
+        steps = ", ".join(f"{name} of step {step:,}" for name, step in self.checkpoints.items())
+        kept = [f"checkpoints: {steps}"] if steps else []
+        return lines(f"{self.record.name}: {self.verdict}", *kept, str(self.page))
 
     def _repr_html_(self) -> str:
         return run_html(self.record)

@@ -13,6 +13,7 @@ from thrifty.core.user_objects import BuildModel
 from thrifty.interface.loaded_model import load_for_sampling, own_model, read_prompt, read_question
 from thrifty.models.text_generation import generate
 from thrifty.reporting.printed_result import PrintedResult, lines
+from thrifty.training.checkpoint_index import CheckpointChoice
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,6 +45,7 @@ def sample(
     top_k: int | None = None,
     seed: int = 0,
     chat: bool = False,
+    checkpoint: CheckpointChoice = "last",
     build: nn.Module | BuildModel | str | None = None,
 ) -> SampledText:
     """Continue a prompt with the language model of a run or of a Hugging Face folder.
@@ -55,6 +57,7 @@ def sample(
             `top_k` most likely tokens if `top_k` is set.
         seed: Random seed; the same seed generates the same text.
         chat: True to treat the prompt as a question and return only the answer.
+        checkpoint: "best" (best held-out value), "last" or the step of a checkpoint of the run.
         build: Your own model, if the run trained it.
 
     Raises UsageError if the model is not a next-token model.
@@ -64,7 +67,7 @@ def sample(
         print(thrifty.sample("runs/mine", "def ", tokens=20).text)
     """
     check_plain(prompt, "--prompt")
-    network, tokenizer_json, context = load_for_sampling(model, own_model(model, build))
+    network, tokenizer_json, context = load_for_sampling(model, own_model(model, build), checkpoint)
     tokenizer, start, end = (read_question if chat else read_prompt)(tokenizer_json, prompt)
     device = next(network.parameters()).device
     began = time.perf_counter()

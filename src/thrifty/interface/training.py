@@ -23,6 +23,7 @@ from thrifty.recipes.recipe_toml import recipe_from_data
 from thrifty.reporting.printed_result import PrintedResult, lines
 from thrifty.reporting.run_record import is_run_folder, read_run
 from thrifty.training import trainer
+from thrifty.training.checkpoint_index import CheckpointChoice
 from thrifty.training.loop import Record
 from thrifty.training.rank_launch import on_ranks
 from thrifty.training.train_session import Observer
@@ -52,13 +53,17 @@ class RunResult(PrintedResult):
 
     @property
     def model(self) -> nn.Module:
-        """Trained model in evaluation mode, with adapters merged. Adapters that cannot be merged, such as bottleneck
-        adapters, remain.
+        """Trained model of the newest checkpoint; see `load_model`."""
+        return self.load_model()
+
+    def load_model(self, checkpoint: CheckpointChoice = "last") -> nn.Module:
+        """Return the model of a checkpoint ("best", "last" or a step) in evaluation mode, with adapters merged.
+        Adapters that cannot be merged, such as bottleneck adapters, remain.
         """
         try:
-            return load_trained_model(self.folder, objects=self.objects)[0]
+            return load_trained_model(self.folder, checkpoint, objects=self.objects)[0]
         except RefusedError:
-            return load_trained_model(self.folder, plain=False, objects=self.objects)[0]
+            return load_trained_model(self.folder, checkpoint, plain=False, objects=self.objects)[0]
 
     def report(self) -> RunReport:
         """Write the HTML page of the run, and return the run's key figures; see `thrifty.report`."""

@@ -28,6 +28,7 @@ from thrifty.core.errors import IntegrityError, ThriftyError, UsageError
 from thrifty.core.old_names import rename_scalars
 from thrifty.core.shard_layout import LocalShard
 from thrifty.training import checkpoint_index
+from thrifty.training.checkpoint_index import CheckpointChoice
 from thrifty.training.checkpoint_manifest import verify
 from thrifty.training.checkpoint_writer import STATE, CheckpointWriter, tensor_files
 from thrifty.training.rank_sync import SingleProcess
@@ -102,8 +103,8 @@ def save(
     return SaveReport(folder / name, size, time.monotonic() - started, tuple(notices))
 
 
-def load(folder: Path, step: int | None = None, *, files: AtomicFiles | None = None) -> LoadedCheckpoint:
-    """Return the newest undamaged checkpoint (of `step`, if not None) with whole, plain tensors. Damaged checkpoints
+def load(folder: Path, step: CheckpointChoice | None = None, *, files: AtomicFiles | None = None) -> LoadedCheckpoint:
+    """Return the newest undamaged checkpoint, or the one of `step`, with whole, plain tensors. Damaged checkpoints
     are moved to `quarantine/` and named in `notices`. Raise IntegrityError if no checkpoint is left. Raise UsageError
     for a pickle; pickles are never opened."""
     checkpoint = find(folder, step, files=files)
@@ -113,9 +114,13 @@ def load(folder: Path, step: int | None = None, *, files: AtomicFiles | None = N
 
 
 def find(
-    folder: Path, step: int | None = None, *, files: AtomicFiles | None = None, ranks: SingleProcess | None = None
+    folder: Path,
+    step: CheckpointChoice | None = None,
+    *,
+    files: AtomicFiles | None = None,
+    ranks: SingleProcess | None = None,
 ) -> FoundCheckpoint:
-    """Return the newest undamaged checkpoint (of `step`, if not None) without its tensors; `fill` reads them. Rank 0
+    """Return the newest undamaged checkpoint, or the one of `step`, without its tensors; `fill` reads them. Rank 0
     chooses the checkpoint as `load` does, and every rank receives this choice."""
     facts = (ranks or SingleProcess()).run_first(lambda: _choose(folder, step, files or AtomicFiles()))
     return FoundCheckpoint(facts["step"], facts["scalars"], folder / facts["name"], facts["notices"])
@@ -190,9 +195,10 @@ def _as_json(scalars: dict[str, Any]) -> str:
     return json.dumps(scalars, indent=1)
 
 
-def _choose(folder: Path, step: int | None, files: AtomicFiles) -> dict[str, Any]:
+def _choose(folder: Path, choice: CheckpointChoice | None, files: AtomicFiles) -> dict[str, Any]:
     checkpoint_index.refuse_foreign(folder)
     refuse_links(folder)
+    step = checkpoint_index.chosen_step(folder, choice)
     damaged: list[tuple[Path, str]] = []
     for path in reversed(checkpoint_index.checkpoints(folder)):
         if step is not None and checkpoint_index.step_of(path) != step:

@@ -7,12 +7,15 @@ saves a step again, the new folder has an attempt suffix (`step-00000200.1`). Th
 import re
 from collections.abc import Collection
 from pathlib import Path
+from typing import Literal
 from uuid import uuid4
 
 from thrifty.core.atomic_files import AtomicFiles
 from thrifty.core.errors import IntegrityError, UsageError
 from thrifty.training.checkpoint_manifest import is_newer, verify
 
+CheckpointChoice = int | Literal["best", "last"]
+"""Step of a checkpoint, "best" for the best held-out value, or "last" for the newest checkpoint."""
 LATEST, BEST, QUARANTINE = "LATEST", "BEST", "quarantine"
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _LEFTOVER = re.compile(rf"step-[\d.]+\.(?:partial|removed)-[0-9a-f]+|\.(?:{LATEST}|{BEST})\.(?:\w+\.)?partial")
@@ -32,6 +35,21 @@ def best(folder: Path) -> Path | None:
     file = folder / BEST
     name = file.read_bytes().decode(errors="replace").strip() if file.is_file() else ""
     return folder / name if _NAME.fullmatch(name) and (folder / name).is_dir() else None
+
+
+def chosen_step(folder: Path, choice: CheckpointChoice | None) -> int | None:
+    """Return the step of a chosen checkpoint; None for the newest. Raise IntegrityError if there is no best one."""
+    if choice != "best":
+        return None if choice == "last" else choice
+    if path := best(folder):
+        return step_of(path)
+    raise IntegrityError(f"there is no best checkpoint in '{folder}'", fix="--checkpoint last")
+
+
+def named_steps(folder: Path) -> dict[str, int]:
+    """Return the steps of the "last" and the "best" checkpoint that exist, without verifying them."""
+    chosen = {"last": next(reversed(checkpoints(folder)), None), "best": best(folder)}
+    return {name: step_of(path) for name, path in chosen.items() if path}
 
 
 def step_of(path: Path) -> int:

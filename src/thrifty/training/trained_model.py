@@ -21,6 +21,7 @@ from thrifty.models import build_model_for
 from thrifty.objectives import find_objective
 from thrifty.recipes.recipe_toml import read_stored_tables, recipe_from_data
 from thrifty.training import checkpoint
+from thrifty.training.checkpoint_index import CheckpointChoice
 
 RUNNING = {stage for stage in Stage if Stage.SPLIT <= stage <= Stage.SHARD} | {Stage.REDUCE}
 """Stages of techniques that change only the computation, not the resulting model."""
@@ -39,7 +40,7 @@ def stored_recipe(folder: Path) -> dict[str, Any]:
 
 def load_trained_model(
     folder: Path,
-    step: int | None = None,
+    step: CheckpointChoice = "last",
     trained: bool = False,
     plain: bool = True,
     adapters: Adapters = "merged",
@@ -52,9 +53,9 @@ def load_trained_model(
     adapters are merged, kept, or left out (the base model). `objects` contains the user's own model and is required if
     the run trained one.
 
-    Weights are from the newest undamaged checkpoint, or from `step`. If the run evaluated an average of its weights,
-    the average is returned, or with `trained` the weights in training. No data are required, because the run folder
-    stores the model's input and output sizes.
+    `step` chooses the checkpoint: "last" (the newest undamaged one), "best" or a step. If the run evaluated an average
+    of its weights, the average is returned, or with `trained` the weights in training. No data are required, because
+    the run folder stores the model's input and output sizes.
     """
     trained_as = recipe_from_data(stored_recipe(folder))
     recipe = replace(trained_as, objects=objects or UserObjects())
