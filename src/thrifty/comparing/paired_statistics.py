@@ -26,8 +26,9 @@ POWER = 0.8
 """Probability with which the test detects the smallest detectable effect."""
 RESAMPLES = 9999
 ENUMERATED = 10
-"""Maximum number of pairs for which the test's power is simulated with all sign changes. For more pairs, the power of
-Student's t-test is used instead; the two powers differ by one or two percent.
+"""Maximum number of pairs for which the power of the permutation test is simulated. Each simulated comparison tries all
+2^pairs sign changes. For more pairs, the power of Student's t-test is used, which differs by at most about one
+percentage point.
 """
 SIMULATED = 4000
 MOST_PAIRS = 10_000

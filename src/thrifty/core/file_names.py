@@ -15,7 +15,8 @@ def check_name(name: str, subject: str = "name") -> str:
     a digit or "_", and does not end with a space. A name that looks like an API key is refused."""
     if redact_text(name) != name:
         raise UsageError(
-            f"{subject} looks like a key or a password, and names are shown", fix="use letters, digits and -"
+            f"{subject} looks like a key or a password, and names appear in reports",
+            fix="choose another name, such as baseline-1",
         )
     safe = all(character.isalnum() or character in _ALLOWED for character in name)
     if safe and name and len(name) <= _LONGEST and (name[0].isalnum() or name[0] == "_") and name[-1] != " ":

@@ -113,14 +113,14 @@ class DataSettings:
     hub:owner/name.
 
     sequence_to_sequence also takes pairs: a .tsv, or a .jsonl with the fields "source" and "target". chat_answers takes
-    a .jsonl or .json of conversations, or a known set of conversations. Objectives with labels take a .csv, .tsv,
+    a .jsonl or .json of conversations, or a known data set of conversations. Objectives with labels take a .csv, .tsv,
     .jsonl or .parquet of texts, a folder of such files named train and test, or hub:owner/name.
 
-    classification also takes "digits", a known set of images, or a folder with one subfolder of images per label.
+    classification also takes "digits", a known data set of images, or a folder with one subfolder of images per label.
     masked_reconstruction takes these sources, and any folder of images.
 
-    contrastive takes a known set of images with captions, or a .jsonl, .tsv or .parquet with image names and captions.
-    It also takes a folder with such a table, or with one text file per image.
+    contrastive takes a known data set of images with captions, or a .jsonl, .tsv or .parquet with image names and
+    captions. It also takes a folder with such a table, or with one text file per image.
     """
     sources: Mapping[str, float] = field(default_factory=dict)
     """Several sources of plain text in place of `source`, each with its proportion of examples: {"wiki.txt" = 3, "code"
@@ -149,7 +149,8 @@ class DataSettings:
     """Maximum similarity of a text to an earlier document; more similar texts are left out. Similarity is the fraction
     of shared 5-word sequences. 0.8 is common. None does not search for near duplicates."""
     size: Annotated[int | None, SettingBound(least=1, most=8192)] = None
-    """Height and width of images in pixels. Default: the size of the known set, or for a folder the model's size."""
+    """Height and width of images in pixels. Default: the size of the known data set, or for a folder the model's size.
+    """
     augment: AugmentationSettings | None = None
 
     def __post_init__(self) -> None:

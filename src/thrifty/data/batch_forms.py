@@ -58,7 +58,8 @@ def _take_apart(value: Any, path: str, leaves: dict[str, Tensor]) -> tuple[str, 
 
 
 def _with_fields(kind: type, parts: Mapping[str, Any]) -> Any:
-    """Return a dataclass object with the fields `parts`. Skip its constructor, which has already set these values."""
+    """Return a dataclass object with the fields `parts`. The constructor is not called again, because the values come
+    from an object that it has made."""
     instance = object.__new__(kind)
     for name, value in parts.items():
         object.__setattr__(instance, name, value)

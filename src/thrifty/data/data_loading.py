@@ -1,4 +1,4 @@
-"""Datasets and reading options of DataLoaders and other sources of examples."""
+"""Datasets of DataLoaders and of other sources of examples, and the options for reading them."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple

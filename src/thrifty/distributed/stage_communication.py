@@ -62,7 +62,7 @@ def merge_over_stages(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def gather_over_stages(values: Mapping[str, Tensor], wanted: Collection[str]) -> dict[str, Tensor]:
-    """Return the tensors `wanted` by name from any stage. Names that no stage has are left out."""
+    """Return the tensors `wanted` of any stage, by name. Names that no stage has are left out."""
     stages = axis("pipeline")
     if stages.size == 1:
         return {name: values[name] for name in wanted if name in values}

@@ -5,9 +5,10 @@ Liger kernels (Hsu et al. 2024, arXiv 2410.10989). The gradients are computed in
 logits exist.
 
 The gradients of a chunk are linear in the weight of each token's loss. A trainer knows these weights before the
-backward pass, up to one common factor. The forward pass therefore computes both gradients for the expected weights, and
-the backward pass only multiplies them by the factor. If the upstream gradient is no multiple of the expected weights
-(for example with a z-loss on `lse`), the chunks are recomputed. The result is correct in both cases.
+backward pass, up to one common factor. The forward pass therefore computes the gradients of hidden states, weight and
+bias for the expected weights, and the backward pass only multiplies them by the factor. If the upstream gradient is no
+multiple of the expected weights (for example with a z-loss on `lse`), the chunks are recomputed. The result is correct
+in both cases.
 """
 
 from collections.abc import Callable

@@ -28,7 +28,8 @@ class PeakInterval:
     bytes: int
     """Peak bytes in addition to the input and all saved tensors. Negative while some saved tensors do not exist."""
     here: frozenset[int]
-    """Indices of offloadable tensors on the device: in use, or not yet created and therefore counted as saved."""
+    """Indices of the saved tensors that count as on the device: tensors in use, and tensors that do not exist yet,
+    because `bytes` is relative to all saved tensors."""
     next: tuple[int, ...]
     """Indices in transfer order. The first tensor that is offloaded is in transfer, and therefore also on the
     device."""

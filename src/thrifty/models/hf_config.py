@@ -28,8 +28,8 @@ _OFF = (None, False, [], {})
 
 
 def read_shape(config: Config) -> ModelConfig:
-    """Return the shape for a config. Raise RefusedError for unsupported settings. Raise UsageError for missing or
-    malformed settings."""
+    """Return the `ModelConfig` of a config.json. Raise RefusedError for unsupported settings. Raise UsageError for
+    missing or malformed settings."""
     name = config.get("model_type")
     families = {family.model_type: family for family in FAMILIES.values()}
     if name not in families:
@@ -56,7 +56,8 @@ def _accepted(family: ModelFamily, key: str, value: Any) -> bool:
 
 
 def write_config(shape: ModelConfig) -> dict[str, Any]:
-    """Return the config of a shape. Raise RefusedError for a shape that the family's config.json cannot describe."""
+    """Return the content of config.json for a `ModelConfig`. Raise RefusedError for a model that the family's
+    config.json cannot describe."""
     family = FAMILIES[shape.style]
     shared = {"architectures": [family.architecture], "model_type": family.model_type}
     if family.task not in ("classification", "contrastive", "masked_reconstruction"):

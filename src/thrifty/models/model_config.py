@@ -33,8 +33,8 @@ ACTIVATIONS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """All settings that define a model's parameters and computation. Raise UsageError for incompatible sizes, and
-    for a field of another style (the metadata `of` lists the styles of a field)."""
+    """The shape of a model: all settings that define its parameters and computation. Raise UsageError for incompatible
+    sizes, and for a field of another style (the metadata `of` lists the styles of a field)."""
 
     style: Style
     depth: int
@@ -174,7 +174,7 @@ class ModelConfig:
         for name, width in (("width", self.width), ("decoder_width", self.decoder_width)):
             if width % 4:
                 raise UsageError(
-                    f"model: two-dimensional positions consist of four equal parts, but the {name} is {width}",
+                    f"model: {name} is {width}, but two-dimensional position embeddings require a multiple of 4",
                     fix=f"set model.{name} to {-(-width // 4) * 4}",
                 )
 

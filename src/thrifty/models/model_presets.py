@@ -24,8 +24,8 @@ PRESETS: dict[str, ModelConfig] = {name: _preset(row) for name, row in tomllib.l
 
 
 def resized(shape: ModelConfig, settings: ModelSettings, images: ImageModelSpec | None = None) -> ModelConfig:
-    """Return a shape with the sizes in the settings. By default the inner width scales with the width, and the number
-    of key-value heads with the number of heads. A vit, clip or mae is adapted to `images`."""
+    """Return a copy of the `ModelConfig` with the sizes in the settings. By default the inner width scales with the
+    width, and the number of key-value heads with the number of heads. A vit, clip or mae is adapted to `images`."""
     sizes = {field.name: getattr(settings, field.name, None) for field in fields(ModelConfig)}
     changes = {name: value for name, value in sizes.items() if value is not None}
     if "width" in changes and "hidden" not in changes:

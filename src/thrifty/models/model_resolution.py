@@ -63,7 +63,7 @@ def own_sizes(settings: ModelSettings) -> tuple[int | None, int | None]:
 
 
 def own_shape(settings: ModelSettings) -> ModelConfig:
-    """Return the shape of a model before any data is known."""
+    """Return the shape (`ModelConfig`) that the settings define without data."""
     if not settings.folder:
         shape = shape_of(replace(settings, patch=None))
         if not settings.patch or shape.style not in _IMAGE_STYLES:

@@ -1,7 +1,8 @@
 """Execution plans of a transform chain. A chain has two parts: the head requires all parameters together; the tail does
 not.
 
-The tail is a fused kernel if a kernel fits. Otherwise it runs in chunks. Each member of a partition has its own tail.
+The tail is a fused kernel if a kernel fits. Otherwise it runs in chunks. Each rule of a `ParameterPartition` has its
+own tail.
 """
 
 from collections.abc import Mapping, Sequence
@@ -72,7 +73,7 @@ def update_tail(chain: TransformChain, parameters: Sequence[Tensor]) -> UpdateEx
 
 
 def member_chain(chain: TransformChain, key: str, partition: ParameterPartition, label: str) -> TransformChain:
-    """Return the chain for the parameters of one member of a partition, with the keys of the member's slots."""
+    """Return the chain for the parameters of one rule of a partition, with the keys of the rule's slots."""
     (_, transform), own = partition.rules[label], partition.members[label]
     elements: dict[str, GradientTransform] = {}
     for place, element in chain.elements.items():

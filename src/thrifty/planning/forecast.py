@@ -58,7 +58,7 @@ class PlanRequest:
         raise InfeasibleError(
             f"the fastest candidate that fits takes {least.value / 3600:.3g} h ({least.low / 3600:.3g} to "
             f"{least.high / 3600:.3g}); the limit is {limit / 3600:.3g} h",
-            fix=f"--hours {least.high / 3600:.2g}; or use {limit / least.value:.0%} of the tokens; or a smaller model",
+            fix=f"--hours {least.high / 3600:.2g}; or use {limit / least.value:.0%} of the budget; or a smaller model",
         )
 
 

@@ -35,7 +35,7 @@ STEPS = 1000
 """Assumed number of steps of a run if its budget is not in steps."""
 SHARE, FLOOR = 0.2, 60.0
 """Time limit of planning: a fraction of the run's time, and a minimum in seconds. The minimum is enough to probe the
-recipe, count its options, and probe a few combinations."""
+recipe, to count the memory and FLOPs of its options, and to probe a few combinations."""
 OUTSIDE = "third-party technique, loaded only if the recipe names it: add it with --with"
 
 

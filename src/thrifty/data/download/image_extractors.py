@@ -1,4 +1,4 @@
-"""Extractors of labelled images from members of packages, one function per named set.
+"""Extractors of labelled images from members of packages, one function per known data set.
 
 Each function takes the contents of members by name. It returns the names of the labels, and every image with part and
 label. Code of packages is never run.

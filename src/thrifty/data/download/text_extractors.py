@@ -1,4 +1,4 @@
-"""Extractors of documents from members of packages, one function per named set.
+"""Extractors of documents from members of packages, one function per known data set.
 
 Each function takes the contents of members by name, in sorted order. It yields documents, or rows of conversations.
 Code of packages is never run: Python files are parsed for literals, and archives are read as streams.

@@ -33,7 +33,8 @@ LABEL = np.dtype("<i4")
 
 
 def normalized(images: Tensor, ends: ImageModelSpec) -> Tensor:
-    """Standardize images (b, c, h, w) in 0 … 1 by the mean and standard deviation of each channel."""
+    """Standardize images (b, c, h, w), whose pixels are in 0 … 1, by the channel means and standard deviations in
+    `ends`."""
     mean, std = (torch.tensor(values).view(1, -1, 1, 1) for values in (ends.mean, ends.std))
     return images.sub(mean).div_(std)
 

@@ -54,7 +54,7 @@ def files_below(folder: Path) -> Iterator[Path]:
 
 
 def folders_in(folder: Path) -> dict[str, Path]:
-    """Return the visible folders in a folder by name."""
+    """Return the visible subfolders of a folder, by name."""
     return {path.name: path for path in sorted(folder.iterdir()) if path.is_dir() and not path.name.startswith(".")}
 
 

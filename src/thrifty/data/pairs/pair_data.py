@@ -35,7 +35,7 @@ from thrifty.data.train_split import DataSplit
 
 
 def holds_image_pairs(source: str) -> bool:
-    """Return True for a named set, a file or a folder of images with captions."""
+    """Return True for a known data set, a file or a folder of images with captions."""
     return entries()[source].kind == "pairs" if source in entries() else holds_captioned(source)
 
 
@@ -138,7 +138,7 @@ class PairData:
 def open_image_pairs(settings: DataSettings, seed: int, side: int | None, say: Callable[[str], None]) -> PairData:
     """Open the images with captions of a recipe. The first time, images are decoded and captions tokenized.
 
-    `side` is the image size in pixels, unless the settings or a named set determine the size. Raises UsageError
+    `side` is the image size in pixels, unless the settings or a known data set determine the size. Raises UsageError
     for an invalid source or setting, and for fewer pairs than one batch.
     """
     if not settings.tokenizer:

@@ -1,4 +1,5 @@
-"""Sources of documents: a file, a folder, a known set, or a data set of the Hugging Face hub.
+"""Sources of documents: a file, a folder, a data set of the catalogue such as kjv, or a data set of the Hugging Face
+hub.
 
 `open_source` returns the source for a name. A `DocumentSource` can be read repeatedly. Its identity changes when the
 contents of files change; the identity of a hub data set is its name.
@@ -49,10 +50,10 @@ class DocumentSource(Protocol):
 
 
 def open_source(source: str, column: str = "text") -> DocumentSource:
-    """Return the source for a name: a named set, a path, or hub:owner/name.
+    """Return the source for a name: a known data set, a path, or hub:owner/name.
 
-    A named set has priority over a path: write ./kjv for a folder named kjv. Raises UsageError if there is no readable
-    source.
+    A known data set has priority over a path: write ./kjv for a folder named kjv. Raises UsageError if there is no
+    readable source.
     """
     if source.startswith(HUB):
         return HubSource(source.removeprefix(HUB), column)
@@ -276,7 +277,7 @@ def _nothing_there(source: str) -> UsageError:
     if path.suffix or len(path.parts) > 1:
         return UsageError(f"{source}: no such file or folder", fix="set data.source to an existing file or folder")
     texts = [entry.name for entry in entries().values() if entry.kind == "text"]
-    return UsageError(f"{source!r} is neither a file, a folder nor a known set", fix=did_you_mean(source, texts))
+    return UsageError(f"{source!r} is neither a file, a folder nor a known data set", fix=did_you_mean(source, texts))
 
 
 def _file_states(files: Iterable[Path]) -> str:

@@ -106,7 +106,7 @@ def _suspects_by_label(scores: ExampleScores, data: RunData) -> list[tuple[str, 
 def _border(
     scores: ExampleScores, data: RunData, order: Tensor, kept: Tensor | None
 ) -> list[tuple[str, list[ExampleCard]]]:
-    """Return examples that lie next to a border between kept and left-out examples in the order of scores."""
+    """Return the examples with the highest and the lowest scores, among kept and among left-out examples."""
     if kept is None:
         return []
     groups = []

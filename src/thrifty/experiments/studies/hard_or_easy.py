@@ -60,8 +60,8 @@ def pool_and_scores(
 
 
 def kept_of_each_class(keys: Tensor, labels: Tensor, share: float, offset: float) -> Tensor:
-    """Return the indices of the examples with the highest of n keys (n,), as an equal fraction `share` of each class.
-    The highest fraction `offset` of each class is skipped.
+    """Return the indices of a fraction `share` of each class, at least one: its examples with the highest keys (n,).
+    The fraction `offset` with the very highest keys is skipped.
     """
     kept = []
     for label in labels.unique():

@@ -20,7 +20,7 @@ FAMILIES: dict[str, ModelFamily] = {
 
 
 def assemble(shape: ModelConfig) -> Model:
-    """Return the uninitialized model of a shape on the current default device ("meta" allocates nothing)."""
+    """Return the uninitialized model of a `ModelConfig` on the current default device ("meta" allocates nothing)."""
     model = FAMILIES[shape.style].assemble(shape)
     tie(model, shape)
     return model

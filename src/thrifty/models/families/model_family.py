@@ -141,8 +141,8 @@ class ModelFamily:
         return kind(norm(), attention, norm(), mlp, *over_memory)
 
     def shape(self, config: Config) -> ModelConfig:
-        """Return the shape for a config. Raise RefusedError for unsupported settings. Raise UsageError for missing or
-        malformed settings."""
+        """Return the `ModelConfig` of a config.json. Raise RefusedError for unsupported settings. Raise UsageError for
+        missing or malformed settings."""
         raise NotImplementedError
 
     def config(self, shape: ModelConfig) -> dict[str, Any]:

@@ -243,10 +243,12 @@ def _cascaded(heads: list[LayerHeads]) -> list[FilterResult]:
 
 
 def _dropping(heads: list[LayerHeads], average: float) -> list[FilterResult]:
-    """Return the masks after dropping the least important tokens. Each later layer drops more tokens.
+    """Return the masks after dropping the least important tokens. The first 15 % of the layers drop none; from layer to
+    layer, more tokens are dropped.
 
-    A dropped query keeps one pair, because traces require one. An "alive" count of 0 marks a query that is not
-    computed. Values of single queries are not skipped.
+    A trace requires at least one kept pair per query. A dropped query therefore keeps one pair in the mask, and its
+    entry in the counts "alive" is 0: designs do not compute it. Unlike SpAtten, this filter does not skip small values
+    per query.
     """
     results: list[FilterResult] = []
     alive = heads[0].visible.any(1).any(1)

@@ -103,7 +103,7 @@ def record_attention(
 
 
 def attention_arguments(args: tuple, kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the arguments of a call of `scaled_dot_product_attention` by name."""
+    """Return the arguments of a call of `scaled_dot_product_attention`, by name."""
     return dict(zip(_ARGUMENTS, args, strict=False)) | dict(kwargs or {})
 
 

@@ -50,7 +50,7 @@ class DeviceEfficiency:
 
 @cache
 def fitted_devices() -> Mapping[str, Mapping[str, Any]]:
-    """Return the fit and its evaluation, by device."""
+    """Return the fitted `DeviceEfficiency` values and the statistics of their evaluation, by device."""
     text = (files("thrifty.simulators.cluster") / "device_efficiency.json").read_text(encoding="utf-8")
     return json.loads(text)["devices"]
 

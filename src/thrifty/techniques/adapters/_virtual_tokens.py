@@ -29,7 +29,7 @@ def input_names(module: nn.Module) -> list[str]:
 
 
 def named_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return all arguments of a call by name."""
+    """Return all arguments of a call, by name."""
     return dict(zip(input_names(module), args, strict=False)) | kwargs
 
 

@@ -2,8 +2,8 @@
 
 Paper       Ben Zaken, Goldberg and Ravfogel 2022, BitFit (arXiv 2106.10199), section 3. `add=true` adds biases to a
             model that has none, as in Gao et al. 2023, LLaMA-Adapter V2 (arXiv 2304.15010), section 3.1.
-Promise     Gradients and optimizer state exist only for the biases. The trained model has the same architecture and
-            inference cost as before.
+Promise     Gradients and optimizer state exist only for the biases. Without `add=true`, the trained model has the same
+            architecture and inference cost as before.
 Use         encoder = thrifty.apply(encoder, "bias_only")
             optimizer = thrifty.optim.AdamW(encoder, lr=1e-2)
 Start with  `bias_only` and a larger learning rate than for full fine-tuning. For models without biases, such as Llama,
@@ -11,8 +11,8 @@ Start with  `bias_only` and a larger learning rate than for full fine-tuning. Fo
 Cost        The backward pass still runs through every block, because biases of all blocks are trained.
 Avoid       Tasks for which shifting features is not enough. Large data sets, because the paper reports parity with full
             fine-tuning only on small and medium data sets.
-Does not    Train matrices, except with `head=true`, or export a model with `add=true`, because the plain architecture
-            lacks the added biases.
+Does not    Train matrices, except the head with `head=true`, or export a model with `add=true`, whose biases the plain
+            architecture lacks.
 """
 
 from typing import Any

@@ -9,8 +9,8 @@ Use         model = thrifty.apply(model, "lora", rank=8, alpha=16)
             weights = thrifty.merge(model).state_dict()  # after training
 Start with  `lora:rank=8,alpha=16` and ten times the learning rate of full fine-tuning. Set `rank_stabilized=true`
             before changing the rank, because otherwise the effective learning rate changes.
-Cost        Two thin matrix products per layer. `torch.nn.MultiheadAttention` computes W + scale · B A at each call;
-            with `dropout` this layer is not adapted.
+Cost        Two thin matrix products per layer. `torch.nn.MultiheadAttention` computes W + scale · B A at each call, and
+            is not adapted if LoRA's `dropout` is above 0.
 Avoid       Training from scratch, because updates have low rank. Merging into 16-bit weights, because rounding partly
             removes small additions.
 Does not    Change the frozen weights, or adapt a weight that two layers share, because merging would change both

@@ -1,8 +1,8 @@
 """Visual prompt tuning (Jia et al. 2022): insert trained prompt tokens into a frozen ViT.
 
 Paper       Jia et al. 2022, Visual Prompt Tuning (arXiv 2203.12119), section 3.2.
-Promise     A frozen model learns k prompts of width d, inserted after the class token. Prompts enter before the first
-            block (shallow) or before every block (deep).
+Promise     A frozen model learns prompts of width d, inserted after the class token: k before the first block, or with
+            `deep=true` k before every block. The head is trained too unless `head=false`.
 Use         vit = thrifty.apply(vit, "visual_prompt", tokens=10)
             optimizer = thrifty.optim.AdamW(vit, lr=1e-2)
 Start with  `visual_prompt:tokens=10,deep=true`, the paper's better variant. Set `after=2` for a distilled ViT, which

@@ -11,7 +11,8 @@ Cost        Slower than dense attention in software, because tokens² · width p
             reports that one unit of its hardware is slower than a GPU on BERT.
 Avoid       Runs that should become faster, because the filter is slow in software. Use A3 to study the filter on short
             texts or small images.
-Does not    Save time without the accelerator, or export with the model's own attention unless `export_plain=true`.
+Does not    Save time without A3's hardware, or export the model without `export_plain=true`; the exported model attends
+            to all keys, so its outputs differ.
 """
 
 from collections.abc import Mapping

@@ -1,8 +1,8 @@
 """ELSA (Ham et al. 2021): skip keys whose hashed angle to the query is too large.
 
 Paper       Ham et al. 2021, ELSA: Hardware-Software Co-design for Efficient, Lightweight Self-Attention (ISCA).
-Promise     Attention over the kept keys is exact. In the ELSA accelerator, hashing needs a fifth of the multiplications
-            of a product with a full matrix.
+Promise     Attention over the kept keys is exact. In the ELSA accelerator, hashing a vector takes a fifth of the
+            multiplications of a full d × d projection.
 Use         optimizer = thrifty.optim.AdamW(model, lr=1e-3)
             thrifty.apply((model, optimizer), "elsa", total_steps=1000)
 Start with  `elsa:p=1`. Raise `p` to drop more keys; the paper uses values from 0.5 to 4.
@@ -10,7 +10,7 @@ Cost        More time and memory than dense attention in software, because all p
             The paper reports 3.14 times the time of dense attention on a GPU.
 Avoid       Runs that should become faster, because the filter is slow in software. Use attention.block_sparse for
             speed.
-Does not    Save time or memory without the accelerator; the paper's speedup of 58 over a V100 covers attention alone,
+Does not    Save time or memory without ELSA's hardware; the paper's speedup of 58 over a V100 covers attention alone,
             on twelve accelerators.
 """
 

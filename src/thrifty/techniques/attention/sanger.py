@@ -11,7 +11,7 @@ Cost        More time and memory than dense attention in software, because score
             built.
 Avoid       Runs that should become faster, because the filter is slow in software. Use attention.block_sparse for
             speed.
-Does not    Save time or memory without the accelerator.
+Does not    Save time or memory without Sanger's hardware.
 """
 
 from collections.abc import Mapping

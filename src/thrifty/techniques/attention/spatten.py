@@ -11,7 +11,7 @@ Cost        More time and memory than dense attention in software, because all p
             kept tokens stays in memory until the next forward pass.
 Avoid       Runs that should become faster, because the filter is slow in software. Use attention.block_sparse for
             speed.
-Does not    Save time or memory without the accelerator, or skip the outputs of removed tokens, because models may
+Does not    Save time or memory without SpAtten's hardware, or skip the outputs of removed tokens, because models may
             predict at every token (not in the paper).
 """
 
@@ -42,7 +42,8 @@ from thrifty.techniques.attention._replaced_attention import CHOSEN, ReplacedAtt
 
 
 class CascadeRelay:
-    """The state that one block passes to the next in a forward pass: importance and kept tokens and heads."""
+    """The state that one block passes to the next in a forward pass: the importance of tokens and heads, and which of
+    them are kept."""
 
     def __init__(self) -> None:
         self.current: CascadeState | None = None
@@ -58,7 +59,7 @@ class CascadeRelay:
 
 
 class CascadeCore:
-    """An attention core that stores its input state (importance, kept tokens and heads) for recomputation."""
+    """An attention core that stores the `CascadeState` that it receives, for recomputation."""
 
     def __init__(self, relay: CascadeRelay, site: AttentionSite, keep: KeptShares, bits: int):
         self.relay, self.site, self.keep, self.bits = relay, site, keep, bits

@@ -1,4 +1,4 @@
-"""Sliding-window attention (Beltagy et al. 2020): attend only to nearby tokens and the first tokens.
+"""Sliding-window attention (Beltagy et al. 2020): attend only to nearby tokens.
 
 Paper       Beltagy et al. 2020, Longformer (arXiv 2004.05150), section 3.1. Child et al. 2019 (arXiv 1904.10509) and
             Jiang et al. 2023, Mistral 7B (arXiv 2310.06825), use it in decoders.
@@ -8,7 +8,7 @@ Use         model = thrifty.apply(model, "window", window=16, block=8)
             optimizer = thrifty.optim.AdamW(model, lr=1e-3)
 Start with  `window:window=512,block=64`. Raise `window` if the loss rises; set `global_tokens=1` for an encoder with a
             class token.
-Cost        Distant tokens are reached only indirectly, because each block extends the reach by about one window.
+Cost        Distant tokens are reached only indirectly, because each layer extends the reach by about one window.
 Avoid       Texts below about 2,000 tokens, because torch's attention is as fast. Windows much narrower than `block`,
             because whole blocks are computed.
 Does not    Use a special GPU kernel yet; on GPUs the matrix products of the blocks run as torch operations.

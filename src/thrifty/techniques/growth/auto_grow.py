@@ -2,10 +2,11 @@
 
 Paper       Li et al. 2022, Automated Progressive Learning for Efficient Training of Vision Transformers (CVPR, arXiv
             2203.14509), sections 3.2 to 3.4.
-Promise     Early stages are cheaper, without a manual schedule. At each stage boundary, short trials select depth and
-            length by the lowest loss · time^w, with w = `weight`.
+Promise     Early stages are cheaper, without a manual schedule. At stage boundaries before the last, short trials
+            select the depth and the size of examples (text length or image side) with the lowest loss · time^w.
 Use         run = thrifty.train(recipe="vit-digits", techniques=["growth.auto_grow"], budget="2000 steps")
-Start with  `auto_grow:stages=4,search=0.02`. Raise `search` if the selected sizes look random.
+Start with  `auto_grow:stages=4,search=0.02`; `weight` sets w, which is fitted to the trials by default. Raise `search`,
+            the length of the trials, if the selected sizes look random.
 Cost        An EMA copy of the parameters, which initializes added blocks. Search steps also train the model and count
             in the budget.
 Avoid       Techniques that change width. Searches of few steps, because their losses are mostly noise.

@@ -5,7 +5,7 @@ Paper       Zhang, Dauphin and Ma 2019, Fixup Initialization (arXiv 1901.09321).
 Promise     The first update changes the function by the same amount at any depth. Norms are not needed.
 Use         model, optimizer = thrifty.apply((model, optimizer), "fixup")
 Start with  `fixup`, with dropout or mixup, since the removed norms also regularize.
-Cost        About seven scalars per block, each with one elementwise operation. The computation of the norms is saved.
+Cost        About seven scalars per block, each with one elementwise operation. Norms are not computed.
 Avoid       Pretrained weights, because every block is reinitialized.
 Does not    Keep the plain architecture, or export the trained model as a plain model.
 """

@@ -6,7 +6,7 @@ Promise     A block computes x + α F(x). Because α starts at 0, signals and gr
 Use         model = thrifty.apply(model, "rezero")
             optimizer = thrifty.optim.AdamW(model, lr=1e-3)
 Start with  `rezero`, without a warm-up. `shared=branch` trains one α per branch instead of one per block.
-Cost        One scalar per block. The computation of the norms is saved.
+Cost        One scalar per block. Norms are not computed.
 Avoid       Pretrained weights, because blocks that start as the identity lose their pretrained function.
 Does not    Keep the plain architecture, or export the trained model as a plain model.
 """

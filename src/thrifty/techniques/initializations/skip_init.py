@@ -7,7 +7,7 @@ Promise     One scalar per branch keeps the branches of a deep network small at 
 Use         model = thrifty.apply(model, "skip_init")
             optimizer = thrifty.optim.AdamW(model, lr=1e-3)
 Start with  `skip_init` with dropout, because the removed norms also regularize.
-Cost        One scalar per branch. The computation of the norms is saved.
+Cost        One scalar per branch. Norms are not computed.
 Avoid       Pretrained weights, because blocks that start near the identity lose their pretrained function.
 Does not    Keep the plain architecture, or export the trained model as a plain model.
 """

@@ -1,4 +1,4 @@
-"""T-Fixup (Huang et al. 2020): train Transformers without norms and warm-up by scaled initialization.
+"""T-Fixup (Huang et al. 2020): scale the initialization to train without norms and warm-up.
 
 Paper       Huang, Perez, Ba and Volkovs 2020, Improving Transformer Optimization Through Better Initialization (ICML),
             section 3.2.
@@ -6,7 +6,7 @@ Promise     The first updates of Adam stay bounded without norms, at the full le
 Use         model = thrifty.apply(model, "t_fixup")
             optimizer = thrifty.optim.AdamW(model, lr=1e-3)
 Start with  `t_fixup`, without a warm-up. Embeddings are multiplied by sqrt(width); `multiplier=1` leaves them unscaled.
-Cost        None. The computation of the norms is saved.
+Cost        None. Norms are not computed.
 Avoid       Pretrained weights, because all weights except position embeddings are reinitialized.
 Does not    Keep the plain architecture, or export the trained model as a plain model.
 """

@@ -2,10 +2,10 @@
 
 Paper       Jain et al. 2020, Checkmate (arXiv 1910.02653), applied within blocks. Offloading follows POFO (Beaumont et
             al. 2021) and POET (Patil et al. 2022, arXiv 2207.07697).
-Promise     Activations use at most `bytes`, with the smallest extra time predicted from costs that are measured, or
-            counted from shapes. By these costs, the plan is never slower than the best schedule of whole blocks.
+Promise     Activations use at most `bytes`, or the smallest feasible peak if a fraction is smaller. The fastest plan
+            found by measured or counted times is used; it is never slower than keeping or recomputing whole blocks.
 Use         model = thrifty.apply(model, "activation_budget", bytes=0.5)
-Start with  `activation_budget:bytes=0.5`, half of the peak memory of a run without a limit. `offload=auto` or `bits=4`
+Start with  `activation_budget:bytes=0.5`, half of the peak of activations without a limit. `offload=auto` or `bits=4`
             allow smaller limits.
 Cost        One extra forward pass and one solver run per batch shape. Each operation of a planned block is dispatched
             through Python.

@@ -1,8 +1,9 @@
 """Parameter sharing (Lan et al. 2020): share weights across blocks and factorize token embeddings.
 
 Paper       Lan et al. 2020, ALBERT (arXiv 1909.11942), sections 3.1 and 3.2.
-Promise     All blocks together take the parameters, gradients, optimizer state and data-parallel traffic of only
-            `groups` blocks. An embedding table (V, d) becomes two factors (V, E) and (E, d), with E = `embedding`.
+Promise     With `part=all`, the blocks of a stack take the parameters, gradients, optimizer state and data-parallel
+            traffic of only `groups` blocks. An embedding table (V, d) becomes two factors (V, E) and (E, d), with E =
+            `embedding`.
 Use         model = thrifty.apply(model, "share_parameters", groups=2)
             optimizer = thrifty.optim.AdamW(model, lr=1e-3)
 Start with  `share_parameters:part=attention`, which loses the least quality. `part=all` saves the most memory.

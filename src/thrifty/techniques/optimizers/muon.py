@@ -54,7 +54,8 @@ COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 times the matrix norm to values between 0.68 and 1.21. The iterations do not converge to 1."""
 
 HALVED = 256
-"""Minimum number of rows at which, on a CPU, a symmetric matmul in two parts is faster than one matmul."""
+"""Minimum number of rows of x at which, on a CPU, two matmuls that skip a quarter of x @ xᵀ are faster than one matmul.
+"""
 
 Scale = Literal["original", "match_rms"]
 

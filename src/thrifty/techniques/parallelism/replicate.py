@@ -7,7 +7,7 @@ Use         torch.distributed.init_process_group()  # in a script that torchrun 
             optimizer = thrifty.optim.AdamW(model, lr=1e-3)
 Start with  `replicate`. In your own loop each rank reads its own examples (DistributedSampler), and all ranks read
             equally many examples.
-Cost        One all-reduce of all gradients per step. Each rank sends 2 · parameters elements.
+Cost        One all-reduce of all gradients per step. Each rank sends at most 2 · parameters elements.
 Avoid       BatchNorm, because each rank normalizes its own examples separately. The run then differs from the
             single-process run.
 Does not    Save memory, because each rank holds the whole model and optimizer state.

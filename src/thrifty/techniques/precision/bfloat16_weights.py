@@ -172,8 +172,8 @@ def update_in_float32(transform: GradientTransform, rounding: Rounding = "stocha
 
 
 def _rounded(elements: Sequence[GradientTransform], rounding: Rounding) -> GradientTransform:
-    """Return transforms in float32, followed by rounding. A `ParameterPartition` rounds in each member, so each member
-    can run on its own subsets."""
+    """Return transforms in float32, followed by rounding. In a `ParameterPartition`, each rule's transform gets its own
+    rounding, so that it can run on subsets of the rule's parameters."""
     for index, element in enumerate(elements):
         before, after = elements[:index], elements[index + 1 :]
         if isinstance(element, ParameterPartition) and all(

@@ -10,7 +10,7 @@ Cost        Two more passes over each matmul operand. Without FP8 units matmuls 
             than bfloat16.
 Avoid       Devices without FP8 units, except to study 8-bit training. Narrow layers, because they gain no time.
 Does not    Quantize embeddings, norms, softmax, biases or the head, change the format of parameters and gradients, or
-            use FP8 in evaluation.
+            use FP8 in evaluation; by default, the first and the last block of a stack keep their precision.
 """
 
 from collections.abc import Callable, Mapping, Sequence

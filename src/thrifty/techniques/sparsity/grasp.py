@@ -9,7 +9,7 @@ Start with  `grasp:density=0.02,scoring_steps=1`; the method is made for very lo
 Cost        The first `scoring_steps` steps make no update, count in the budget, and take about four times the
             computation of other steps. Mask selection takes as much memory as in sparsity.snip.
 Avoid       Moderate densities, because the choice of weights is then noisy: use sparsity.snip.
-Does not    Balance the classes of the scoring batch, unlike the paper, or prune biases, norms, embeddings and the head.
+Does not    Balance the classes of the scoring batch as in the paper, or prune biases, norms, embeddings and the head.
 """
 
 from collections.abc import Mapping, Sequence

@@ -128,7 +128,7 @@ class NOfMBackward:
     """A backward pass over all micro-batches and ranks. Before the backward pass, new masks are computed if they are
     due.
 
-    `state` has the next step and the number of mask computations. The first call always computes masks.
+    `state` has the number of calls ("step") and of mask computations ("made"). The first call always computes masks.
     """
 
     def __init__(self, inner: Backward, settings: "NOfM"):

@@ -59,15 +59,15 @@ def sub_row_counts(kept: np.ndarray, ports: int) -> np.ndarray:
 
 
 def split_loads(kept: np.ndarray, ports: int, elements: int, rows: int) -> np.ndarray:
-    """Return the number of array loads (units, tiles) for masks (units, queries, keys). Sub-rows of all queries are
-    packed together.
+    """Return how often the processing array is loaded, (units, tiles), for masks (units, queries, keys). Sub-rows of
+    all queries are packed together.
     """
     return ceil_div(ceil_div(sub_row_counts(kept, ports), elements).sum(1), rows)
 
 
 def column_loads(kept: np.ndarray, elements: int, rows: int) -> np.ndarray:
-    """Return the number of array loads (units, groups of rows) of the released packing for masks (units, queries,
-    keys).
+    """Return how often the processing array is loaded in the released packing, (units, groups of rows), for masks
+    (units, queries, keys).
 
     A new load begins at a column that would exceed `elements` in some row. Empty columns are skipped.
     """
