@@ -58,7 +58,7 @@ def seen_after(browser: Browser, run: RunFolder, step: int, shown: str) -> float
 
 
 def measure(runs: Path, steps: int, rounds: int) -> dict[str, float | list[float]]:
-    site, seconds = BoardSite(runs, runs / "results"), {}
+    site, seconds = BoardSite(runs, [runs / "results"]), {}
     with BoardServer(site, new_token()) as server, tempfile.TemporaryDirectory() as profile:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         site.warm()

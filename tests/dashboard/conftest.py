@@ -22,7 +22,7 @@ def runs(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def site(runs: Path, tmp_path: Path) -> BoardSite:
-    return BoardSite(runs, tmp_path / "results", lambda: [LION])
+    return BoardSite(runs, [tmp_path / "results"], lambda: [LION])
 
 
 Serve = Callable[..., BoardServer]

@@ -189,7 +189,7 @@ def test_measured_evidence_is_on_the_card(runs, tmp_path):
     from board_examples import LION
 
     site = BoardSite(
-        runs, tmp_path / "results", lambda: [LION], lambda name: ({"time": "better"}, [f"{name} was measured"])
+        runs, [tmp_path / "results"], lambda: [LION], lambda name: ({"time": "better"}, [f"{name} was measured"])
     )
     assert "optimizers.lion was measured" in text(site, "technique", name="optimizers.lion")
 

@@ -44,7 +44,7 @@ TechniqueEvidence = tuple[Mapping[str, str], Sequence[str]]
 
 
 class BoardSite:
-    """Site for a folder of runs and a folder of saved results.
+    """Site for a folder of runs and folders of saved results.
 
     `profiles` returns the profile of each technique (`technique_cards.card_from`) and may take seconds. `evidence`
     returns the verdicts on a technique by aspect, and one line per measurement.
@@ -53,7 +53,7 @@ class BoardSite:
     def __init__(
         self,
         runs: Path,
-        results: Path,
+        results: Sequence[Path],
         profiles: Callable[[], Sequence[Mapping[str, Any]]] = tuple,
         evidence: Callable[[str], TechniqueEvidence] = lambda technique: ({}, ()),
     ):
@@ -213,11 +213,11 @@ class BoardSite:
         return entry if entry and (not kinds or entry.kind in kinds) else None
 
     def _page(self, template: str, here: str, **values: Any) -> PageResponse:
-        folders = {"folder": self.watch.runs, "results": self.results}
+        folders = {"folder": self.watch.runs, "results": self.results[0]}
         return PageResponse(board_pages.page(template, here=here, **folders, **values).encode(errors="replace"))
 
     def _tables(self, title: str, kind: str, about: str, groups: Any, here: str, offline: str = "") -> PageResponse:
-        empty = f"No simulations in {self.results}."
+        empty = f"No simulations in {self.results[0]}."
         values = {"title": title, "kind": kind, "about": about, "offline": offline, "empty": empty}
         return self._page("tables", here, groups=groups, **values)
 

@@ -34,11 +34,14 @@ class SavedResult:
     data: Mapping[str, Any]
 
 
-def saved_results(folder: Path, files: CachedFiles) -> list[SavedResult]:
-    """Return all readable results, sorted by name."""
+def saved_results(folders: Sequence[Path], files: CachedFiles) -> list[SavedResult]:
+    """Return all readable results, sorted by name. If several folders have a result, the first of them is used."""
+    paths: dict[str, Path] = {}
+    for folder in folders:
+        for path in sorted(folder.glob("**/*.json"))[:MOST]:
+            paths.setdefault(path.relative_to(folder).with_suffix("").as_posix(), path)
     results = []
-    for path in sorted(folder.glob("**/*.json"))[:MOST]:
-        name = path.relative_to(folder).with_suffix("").as_posix()
+    for name, path in sorted(paths.items()):
         data = redact(files.json_object(path))
         if data:
             about, group = str(data.get("about", "")), name.partition("/")[0]

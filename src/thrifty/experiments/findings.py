@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from thrifty.core.errors import UsageError
+from thrifty.experiments.past_results import files_in
 
 Aspect = Literal["time", "memory", "data", "quality", "exactness", "prediction"]
 FindingVerdict = Literal["better", "equal", "worse", "mixed"]
@@ -48,9 +49,8 @@ def read_findings(folders: Sequence[Path]) -> list[Finding]:
     Raises UsageError if a finding lacks a key, or if its values are not in its result file.
     """
     return [
-        _finding(table, file, folder)
-        for folder in folders
-        for file in sorted(folder.glob("findings/*.toml"))
+        _finding(table, file, file.parents[1])
+        for file in files_in(folders, "findings/*.toml")
         for table in tomllib.loads(file.read_text(encoding="utf-8")).get("finding", ())
     ]
 

@@ -18,7 +18,10 @@ from thrifty.experiments import studies
 if TYPE_CHECKING:  # scipy takes a second to import
     from thrifty.comparing.variant_verdict import Word
 
-FOLDERS = (Path("results"), Path("runs"))
+PACKAGE = Path(__file__).parents[1]
+OWN_RESULTS = next((each for each in (PACKAGE / "results", PACKAGE.parents[1] / "results") if each.is_dir()), PACKAGE)
+"""Folder of Thrifty's own measurements: in the package if it was installed from a wheel, otherwise in the clone."""
+FOLDERS = (Path("results"), Path("runs"), OWN_RESULTS)
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,18 @@ class PastComparison:
         )
 
 
+def files_in(folders: Sequence[Path], *patterns: str) -> list[Path]:
+    """Return the sorted files that match a pattern in any folder. A file in several folders is returned once, below the
+    first of these folders.
+    """
+    files: dict[Path, Path] = {}
+    for folder in folders:
+        for pattern in patterns:
+            for file in folder.glob(pattern):
+                files.setdefault(file.resolve(), file)
+    return sorted(files.values())
+
+
 def past_comparisons(folders: Path | Sequence[Path] = FOLDERS) -> list[PastComparison]:
     """Return an entry for each variant of a finished comparison and each technique that the variant changes.
 
@@ -128,7 +143,7 @@ def _comparisons(folders: Sequence[Path]) -> Iterator[tuple[dict[str, Any], Path
 
 def _kept(folders: Sequence[Path], *patterns: str) -> Iterator[tuple[Any, Path]]:
     """Yield the content and path of each JSON file in the folders. Unreadable files are skipped."""
-    for file in sorted({file for folder in folders for pattern in patterns for file in folder.glob(pattern)}):
+    for file in files_in(folders, *patterns):
         with suppress(OSError, ValueError):
             yield json.loads(file.read_bytes()), file
 

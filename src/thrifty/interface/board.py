@@ -11,13 +11,16 @@ from thrifty.core.cache_dir import cache_folder
 from thrifty.core.errors import UsageError
 from thrifty.dashboard.board_server import BoardServer, new_token
 from thrifty.dashboard.board_site import BoardSite
+from thrifty.experiments.past_results import OWN_RESULTS
 from thrifty.interface.technique_profiles import profile_of, technique_profile
 
 
 def board(
-    runs: str | Path = "runs", *, results: str | Path = "results", port: int = 8577, open_browser: bool = True
+    runs: str | Path = "runs", *, results: str | Path | None = None, port: int = 8577, open_browser: bool = True
 ) -> None:
-    """Serve web pages until Ctrl-C: the runs of a folder, saved `results` and the technique cards.
+    """Serve web pages until Ctrl-C: the runs of a folder, saved results and the technique cards.
+
+    By default, saved results are those of the folder `results` and Thrifty's own measurements.
 
     Only this machine can open the pages, and only with the printed address. The address changes at each start. The
     board reads files and never changes a run. With `port=0` the system chooses a free port.
@@ -28,7 +31,7 @@ def board(
 
         thrifty.board("runs", open_browser=False)  # until Ctrl-C
     """
-    folder, kept = Path(runs), Path(results)
+    folder, kept = Path(runs), (Path("results"), OWN_RESULTS) if results is None else (Path(results),)
     if not folder.is_dir():
         raise UsageError(f"there is no folder {str(folder)!r}", fix="name the folder of your runs: --runs DIR")
     # a listing of all techniques must not run third-party code
@@ -37,7 +40,7 @@ def board(
         folder,
         kept,
         lambda: [profile_of(techniques.find(name)).as_dict() for name in names],
-        lambda technique: _evidence(technique, (kept, folder)),
+        lambda technique: _evidence(technique, (*kept, folder)),
     )
     with BoardServer(site, new_token(), port) as server, ExitStack() as stack:
         site.warm()

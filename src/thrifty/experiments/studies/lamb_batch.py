@@ -12,15 +12,17 @@ from functools import partial
 from itertools import pairwise
 from typing import Literal
 
-from thrifty import techniques
 from thrifty.core.plain_values import build
 from thrifty.core.technique import Technique
 from thrifty.experiments.study import Cells, MeasuredQuantity, Study, StudyPlot
 from thrifty.experiments.tasks.language_task import train_llama
 from thrifty.techniques.gradients.clip import GradientClipping
+from thrifty.techniques.optimizers.adamw import AdamW
+from thrifty.techniques.optimizers.lamb import Lamb
 from thrifty.techniques.schedules.linear import LinearDecay
 
 Optimizer = Literal["adamw", "lamb"]
+OPTIMIZERS: Mapping[Optimizer, type[Technique]] = {"adamw": AdamW, "lamb": Lamb}
 RATES: Mapping[Optimizer, Sequence[float]] = {
     "adamw": (2.5e-3, 5e-3, 1e-2, 2e-2, 4e-2),
     "lamb": (1e-2, 2e-2, 4e-2, 8e-2, 1.6e-1),
@@ -35,7 +37,7 @@ def measure(
     """
     settings = {"lr": rate, "weight_decay": 0.01}
     chosen: list[Technique] = [
-        build(techniques.find(f"optimizers.{optimizer}"), settings),
+        build(OPTIMIZERS[optimizer], settings),
         LinearDecay(warmup=0.1),
         GradientClipping(),
     ]

@@ -12,7 +12,6 @@ from statistics import fmean
 import numpy as np
 from torch import nn
 
-from thrifty import techniques
 from thrifty.core.plain_values import build as build_value
 from thrifty.core.technique import Technique
 from thrifty.experiments.study import Cells, MeasuredQuantity, Study, StudyPlot
@@ -22,11 +21,15 @@ from thrifty.models.families import assemble
 from thrifty.models.init_laws import xavier_uniform_init
 from thrifty.models.model_config import ModelConfig, Style
 from thrifty.models.transformer import initialize
+from thrifty.techniques.initializations.fixup import Fixup
+from thrifty.techniques.initializations.rezero import ReZero
+from thrifty.techniques.initializations.skip_init import SkipInit
+from thrifty.techniques.initializations.t_fixup import TFixup
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.techniques.schedules.constant_then_decay import ConstantThenDecay
 
 UNIGRAM = "unigram entropy of the text"
-NORM_FREE = ("rezero", "skip_init", "t_fixup", "fixup")
+NORM_FREE = {"rezero": ReZero, "skip_init": SkipInit, "t_fixup": TFixup, "fixup": Fixup}
 
 
 def build(style: Style, norms: bool, depth: int, width: int, length: int, seed: int) -> nn.Module:
@@ -45,7 +48,7 @@ def initialization(name: str, seed: int) -> list[Technique]:
     """
     if not name:
         return []
-    kind = techniques.find(f"initializations.{name}")
+    kind = NORM_FREE[name]
     has_seed = any(field.name == "seed" for field in dataclasses.fields(kind))
     return [build_value(kind, {"seed": seed} if has_seed else {})]
 
