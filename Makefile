@@ -10,7 +10,7 @@ TESTED := $(VENV)/tested-$(EXTRAS)
 INSTALL := $(BIN)/pip install --quiet --no-compile --constraint constraints.txt --editable
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: demo quick test test-all test-gpu explore lint bench clean
+.PHONY: demo quick test test-all test-gpu explore lint bench docs clean
 
 # what each run of its comparison, and its planned run, may take
 COMPARISON_BUDGET := 4s
@@ -64,6 +64,11 @@ bench: $(TESTED)
 	$(BIN)/python benchmarks/bench_trainer.py --preset llama-nano --vocabulary 4096 && \
 	$(BIN)/python benchmarks/bench_trainer.py --preset llama-micro --length 256 --batch 32 --vocabulary 4096
 
+# offline, once the packages are installed; every warning is an error, such as a link that leads nowhere
+docs: $(VENV)/documented
+	$(BIN)/sphinx-build --fail-on-warning --keep-going --quiet docs build/docs
+	@echo "build/docs/index.html"
+
 $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
 
@@ -71,9 +76,13 @@ $(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/pip
 	$(INSTALL) '.[charts]'
 	touch $@
 
+$(VENV)/documented: pyproject.toml constraints.txt | $(BIN)/pip
+	$(INSTALL) '.[docs]'
+	touch $@
+
 $(TESTED): pyproject.toml constraints.txt | $(BIN)/pip
 	$(INSTALL) '.[$(EXTRAS)]'
 	touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .ruff_cache .hypothesis .import_linter_cache
+	rm -rf $(VENV) build docs/generated .pytest_cache .ruff_cache .hypothesis .import_linter_cache
