@@ -133,7 +133,7 @@ class _RunCounts:
     def __init__(self, run: Run):
         self.run = run
         self.decisions: list[str] = []
-        """Decisions of the last counted techniques at the first batch."""
+        """Decisions at the first batch of the techniques that were traced last."""
         self._fake: FakeTensorMode | None = FakeTensorMode(allow_non_fake_inputs=True)
         """None if the model requires real tensors."""
         self._key: tuple[tuple[Technique, ...], int] | None = None

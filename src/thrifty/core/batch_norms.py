@@ -29,7 +29,7 @@ def explain_divided_norms(norms: Sequence[str], techniques: Iterable[Technique])
 
 
 def normalized_apart(norms: Sequence[str]) -> str:
-    """Return a sentence for messages: the layers `norms` normalize each part of a batch separately."""
+    """Return the message that the layers `norms` normalize each part of a batch separately."""
     layers = (
         f"layer {norms[0]!r} normalizes" if len(norms) == 1 else f"{len(norms)} layers such as {norms[0]!r} normalize"
     )

@@ -14,10 +14,10 @@ from thrifty.core.errors import UsageError
 from thrifty.core.setting_bounds import SettingBound, hints_of
 
 StepOrFraction = Annotated[int | float, "moment of a run"]
-"""Moment that is fixed when the run is composed."""
+"""Moment of a run (a step, or a fraction of the run) that is fixed when the run is composed."""
 MovingMoment = Annotated[int | float, "moment of a run", "moves with its length"]
-"""Moment that moves if the number of steps changes during the run (`move_moments`). A fraction stays the same fraction.
-Techniques must read the setting at each step."""
+"""Moment of a run that moves if the number of steps changes during the run (`move_moments`). A fraction stays the same
+fraction. Techniques must read the setting at each step."""
 EffectiveBatch = Annotated[int, "effective batch of a run", SettingBound(least=0)]
 T = TypeVar("T")
 
@@ -31,7 +31,7 @@ def is_moment(hint: Any) -> bool:
 
 
 def moments_of(value: object) -> Iterator[tuple[str, Any, bool]]:
-    """Yield name, value and moving for each field that is a moment or a tuple of moments."""
+    """Yield the name, the value, and True if the moment moves, for each field that is a moment or a tuple of moments."""
     hints = hints_of(type(value))
     for field in dataclasses.fields(value):  # type: ignore[arg-type]
         for kind in _MOMENTS:

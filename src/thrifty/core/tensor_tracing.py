@@ -32,7 +32,8 @@ def tensor_bytes(tensor: Tensor) -> int:
 
 
 def fillable(tensor: Tensor) -> Tensor:
-    """Return a tensor's whole storage as a vector, since torch refuses to fill overlapping tensors (expanded ones)."""
+    """Return a tensor's whole storage as a vector, since torch refuses to fill expanded tensors, whose elements
+    overlap."""
     return tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.itemsize,), (1,), 0)
 
 

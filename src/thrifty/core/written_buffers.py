@@ -18,8 +18,8 @@ from thrifty.core.shard_layout import local_tensor
 from thrifty.core.tensor_tracing import tensor_bytes
 
 SMALL = 2**16
-"""Maximum elements of a buffer that is always copied. Larger buffers are copied if the first forward pass changed
-them."""
+"""Maximum number of elements of a buffer that is always copied. Larger buffers are copied if the first forward pass
+changed them."""
 
 _CONSTANT: WeakKeyDictionary[nn.Module, set[str]] = WeakKeyDictionary()
 """Names of each module's large buffers that its first forward pass did not change."""

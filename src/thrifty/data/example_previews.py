@@ -37,7 +37,8 @@ def selection(data: RunData, choice: ExampleSubset) -> dict[str, Any]:
 
 
 def _spread(data: RunData, own: Tensor, scores: Tensor | None) -> list[dict[str, Any]]:
-    """Return previews of the hardest and easiest examples in the mask `own`; without scores, of evenly spaced ones."""
+    """Return previews of the hardest and easiest examples in the mask `own`. Without scores, the examples are evenly
+    spaced."""
     numbers = own.nonzero().squeeze(1)
     if scores is not None:
         numbers = numbers[scores[numbers].argsort(descending=True, stable=True)]

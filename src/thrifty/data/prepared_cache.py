@@ -114,7 +114,6 @@ def _damage(folder: Path) -> str:
 
 
 def _is_verified(folder: Path, names: Iterable[str]) -> bool:
-    """Return True if the hashes were verified within the last day and no file has changed since."""
     try:
         record = json.loads((folder / VERIFIED).read_text(encoding="utf-8"))
         return 0 <= time.time() - record["at"] < VERIFIED_FOR and record["states"] == _states(folder, names)

@@ -51,7 +51,8 @@ class UserDataset:
         return self.collation.assembled(batch)
 
     def fingerprint(self) -> str:
-        """Return a hash of the number of examples and some examples. If values change, hash the batch form instead."""
+        """Return a hash of the number of examples and some examples. If values change between reads, hash the batch
+        form instead."""
         digest = hashlib.sha256(f"{type(self.dataset).__qualname__}/{len(self)}".encode())
         if self.unrepeated:
             digest.update(self.collation.form.encode())

@@ -118,7 +118,6 @@ class UserStream(BatchSource):
             next(self._examples)
 
     def _start(self, cycle: int) -> None:
-        """Open the dataset at the start of pass number `cycle`."""
         self._reopen(cycle)
         self._at = 0
         self._examples = self._iterated()

@@ -190,7 +190,6 @@ def past_studies(folders: Sequence[Path] = FOLDERS) -> list[PastStudy]:
 
 @cache
 def _used_in(study: str) -> frozenset[str]:
-    """Return the techniques that a study's file imports."""
     if study not in studies.names():
         return frozenset()
     source = resources.files(studies).joinpath(f"{study}.py").read_text(encoding="utf-8")

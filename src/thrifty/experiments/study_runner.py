@@ -76,7 +76,6 @@ def is_measured(result: StudyResult, only: Sequence[str] = ()) -> bool:
 
 @contextmanager
 def _open_study(folder: Path, result: StudyResult) -> Iterator[RunFolder]:
-    """Yield the locked folder, new or existing, after loading its cells into `result`."""
     there = (folder / FILE).is_file()
     with RunFolder(folder).lock() if there else RunFolder.create(folder) as run:
         if there:

@@ -44,9 +44,9 @@ def resized_patches(kernel: Tensor, side: int) -> Tensor:
 
     For smaller patches, the new weight gives, for each patch, the output of the old weight for the bilinearly enlarged
     patch. For larger patches, the new weight gives, for each bilinearly enlarged patch, the output of the old weight
-    for the original patch. Of all such weights it is the smallest, by the pseudo-inverse. Enlarging and then shrinking
-    a weight therefore restores it. FlexiViT (Beyer et al. 2022, arXiv 2212.08013) uses the pseudo-inverse for all
-    resizing.
+    for the original patch. Of all weights with this property, the result has the smallest norm (pseudo-inverse).
+    Enlarging and then shrinking a weight therefore restores it. FlexiViT (Beyer et al. 2022, arXiv 2212.08013) uses the
+    pseudo-inverse for all resizing.
     """
     old = kernel.shape[-1]
     if side == old:

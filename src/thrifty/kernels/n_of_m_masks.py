@@ -67,7 +67,7 @@ def n_of_m_mask(weight: Tensor, n: int, m: int) -> Tensor:
 
 
 def add_masked_decay(gradient: Tensor, weight: Tensor, mask: Tensor, decay: float) -> None:
-    """Add decay · (1 - mask) · weight to the gradient in place. All tensors have one shape.
+    """Add decay · (1 - mask) · weight to the gradient in place. All tensors have the same shape.
 
     Masked weights shrink, so they are less likely to become active again (SR-STE, Zhou et al. 2021).
     """

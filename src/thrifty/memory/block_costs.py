@@ -162,7 +162,7 @@ def _returning_bytes(work: CostTrace, result: Any, inputs: Sequence[Tensor], own
 def fake_parameters(module: nn.Module) -> Iterator[list[Tensor]]:
     """Replace parameters and buffers by fake tensors inside the `with` block, and yield the fake tensors.
 
-    Sharded tensors become whole tensors. Their gradients are dropped.
+    Sharded tensors become whole tensors. Gradients of the fake tensors are dropped.
     """
     before = [(each, dict(each._parameters), dict(each._buffers)) for each in module.modules()]
     fakes: dict[int, Tensor] = {}

@@ -237,7 +237,7 @@ def _short(func: Any) -> str:
 def _reads_values(func: Any, args: tuple) -> bool:
     """Return True if the result's shape, or Python control flow, depends on values.
 
-    Torch tags all indexing operations this way, but only indexing with masks depends on values.
+    Torch tags all indexing operations as dependent on values, but only indexing with masks depends on values.
     """
     if func is torch.ops.aten.index.Tensor:
         return any(index.dtype in (torch.bool, torch.uint8) for index in tensors_in(args[1]))
@@ -245,7 +245,6 @@ def _reads_values(func: Any, args: tuple) -> bool:
 
 
 def _written(func: Any, args: tuple, kwargs: dict) -> Iterator[Tensor]:
-    """Yield the arguments that an operation writes to."""
     for place, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             value = args[place] if place < len(args) else kwargs.get(argument.name)

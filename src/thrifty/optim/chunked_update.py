@@ -127,7 +127,6 @@ class ChunkedUpdate:
 
 
 def _executor(chain: TransformChain, factors: TransformChain | None, tensors: Sequence[Tensor]) -> UpdateExecutor:
-    """Return a `WholeUpdate` if all elements have the same scope, otherwise a `SequentialUpdate` of segments."""
     by_reach = groupby(chain.elements, lambda key: chain.elements[key].reach is TransformScope.ROWS)
     segments = [chain.part(list(keys)) for _, keys in by_reach]
     if len(segments) < 2:

@@ -164,7 +164,7 @@ class FusedSGDUpdate(FusedUpdate):
 
 def fused_tail(chain: TransformChain) -> tuple[TransformChain, FusedUpdate] | None:
     """Return the elements before a fused kernel, and the kernel for the remaining elements. Return None if no kernel
-    fits.
+    computes the last elements.
     """
     inner, factors = without_factors(
         chain.part([key for key, element in chain.elements.items() if changes_updates(element)])

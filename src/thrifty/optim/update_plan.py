@@ -1,8 +1,8 @@
 """Execution plans of a transform chain. A chain has two parts: the head requires all parameters together; the tail does
 not.
 
-The tail is a fused kernel if a kernel fits. Otherwise it runs in chunks. Each rule of a `ParameterPartition` has its
-own tail.
+The tail is one of torch's fused kernels if a kernel computes the tail's elements. Otherwise it runs in chunks. Each
+rule of a `ParameterPartition` has its own tail.
 """
 
 from collections.abc import Mapping, Sequence

@@ -36,7 +36,8 @@ SLOT = "masks.mask"
 
 @dataclass(frozen=True)
 class MaskedLayer:
-    """A masked weight before a mask move. All fields are whole tensors of one shape, the same on every rank."""
+    """A masked weight before a mask move. All fields are whole tensors of the same shape, with equal values on every
+    rank."""
 
     mask: Tensor
     weight: Tensor

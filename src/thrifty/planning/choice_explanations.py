@@ -68,7 +68,6 @@ class ChoiceExplainer:
         return ChoiceReason(name, verdict, self._kept(name) if verdict == "kept" else self._effect(name))
 
     def _options_with(self, name: str, axes: Mapping[str, Sequence[PlanOption]]) -> list[PlanOption]:
-        """Return the options that add the technique `name`."""
         every = (option for options in axes.values() for option in options)
         return [option for option in every if name in (technique.name for technique in option.techniques)]
 

@@ -24,7 +24,8 @@ from thrifty.simulators.cluster.network_topology import Cluster
 from thrifty.simulators.cluster.workload import Recompute, Workload
 
 ALTERNATIVES, COUNTS, MOST_COUNTS = 4, 24, 48
-"""Number of alternatives to the fastest layout. Maximum numbers of counted layouts: if one fits, and if none fits."""
+"""Number of alternatives to the fastest layout. Maximum number of layouts whose memory is counted: if one fits, and if
+none fits."""
 TOO_MUCH = 2.0
 """Maximum simulated memory of a layout whose footprint is counted, as a multiple of the memory limit."""
 TOO_LARGE = "does not fit"
@@ -254,7 +255,6 @@ class ClusterPlanner:
         return self.catalogue[name](**settings)
 
     def _footprint(self, layout: ClusterLayout, techniques: tuple[Technique, ...]) -> Footprint:
-        """Return the footprint of the first rank of the layout's mesh."""
         with fake_first_rank(recipe_mesh(layout.mesh)):
             return count_footprint(compose(self.plain, techniques, self.steps))
 

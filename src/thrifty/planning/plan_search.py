@@ -56,7 +56,7 @@ class PlanSearch(SingleOptionCosts):
     time: TimeOf | None = None
     finalists: int = FINALISTS
     no_room: Callable[[PlanCandidate], str] = lambda candidate: ""
-    """Function from a counted candidate to a missing resource other than memory; "" if none is missing."""
+    """Function from a candidate with its footprint to a missing resource other than memory; "" if none is missing."""
     shared: bool = False
     """True if `memory` is for all ranks together, False if `memory` is per rank."""
     process: float = 0.0
@@ -76,8 +76,8 @@ class PlanSearch(SingleOptionCosts):
         self.failed: set[tuple[PlanOption, ...]] = set()
         """Candidates whose counted footprint fits, but whose probe failed."""
         self.needs: dict[tuple[PlanOption, ...], tuple[float, str]] = {}
-        """Required bytes, and their description, of candidates that do not fit. Probed candidates are included,
-        and candidates that this machine has no memory to probe."""
+        """Required bytes, and their description, of candidates that do not fit. Included are probed candidates, and
+        candidates for whose probe this machine has too little memory."""
         self.surpluses: dict[tuple[bool, bool, int], list[float]] = defaultdict(list)
         """Measured bytes in addition to tensors, by kind of process."""
         self.processes: dict[int, float] = {}
@@ -182,7 +182,7 @@ class PlanSearch(SingleOptionCosts):
     def _is_too_slow(self, candidate: PlanCandidate) -> bool:
         """Return True if a candidate is expected to be far slower than the best candidate.
 
-        The estimate scales the probe that makes the candidate fastest.
+        The estimate scales the step time of the probe by which the candidate is fastest.
         """
         probed = [other for other in self.tried if other.timing]
         fastest = min((other.least_step / other.relative for other in probed), default=0.0)
@@ -228,7 +228,8 @@ class PlanSearch(SingleOptionCosts):
         yield from (candidate for _, candidate in sorted(little_above, key=lambda pair: pair[0]))
 
     def try_out(self, candidate: PlanCandidate) -> None:
-        """Count and probe a candidate. Skip candidates that only add slower options to a tried candidate."""
+        """Count the footprint of a candidate and probe the candidate. Skip candidates that only add slower options to a
+        tried candidate."""
         alike = sum(self.kind(other) == self.kind(candidate) for other in self.tried)
         if alike >= ALIKE or any(self._only_costs(candidate, other) for other in self.tried):
             return
@@ -289,7 +290,6 @@ class PlanSearch(SingleOptionCosts):
         return self.before_model(candidate) + max(candidate.tensors * candidate.counted_high, expected)
 
     def _run(self, candidate: PlanCandidate) -> None:
-        """Probe a candidate if probes are allowed, and keep it if it fits."""
         timed = candidate if self.time is None else self._timed(candidate)
         if self.time is None or timed.timing is not None:
             self.tried.append(timed)

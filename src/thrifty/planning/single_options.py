@@ -99,8 +99,8 @@ class SingleOptionCosts:
     def _interpolate(self, options: Sequence[PlanOption], leanest: PlanOption, last: PlanOption | None) -> None:
         """Interpolate footprints of options between `leanest` and `last` (by default the unchanged recipe).
 
-        Footprints are linear in the number of examples per micro-batch. If `leanest` or `last` is refused, the options
-        are counted instead.
+        Footprints are linear in the number of examples per micro-batch. If `leanest` or `last` is refused, the
+        footprint of each option is counted instead.
         """
         if not {leanest, last} <= {*self.singles, None}:
             return self._look_at(options)

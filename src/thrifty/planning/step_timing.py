@@ -35,7 +35,8 @@ JUDGED = 2
 def time_steps(
     run: Run, rows: Sequence[int], parts: int, held_out: Sequence[Batch], seconds: float, bar: float = math.inf
 ) -> StepTiming:
-    """Time training steps for each micro-batch size in `rows`, for about `seconds` in total, then evaluation and save.
+    """Time training steps for each micro-batch size in `rows`, for about `seconds` in total. Then time an evaluation
+    and a checkpoint.
 
     The largest size is first. If its step is slower than `bar` seconds, smaller sizes are skipped. All ranks must call
     this function. Each rank returns its own times, and the maximum bytes over ranks.

@@ -224,7 +224,6 @@ def _accepted(
 
 
 def _left_out_text(left_out: Mapping[str, LeftOut]) -> str:
-    """Return a message with the number of left-out conversations and the most frequent reasons."""
     total = sum(count for count, _ in left_out.values())
     frequent = heapq.nlargest(REASONS, left_out.items(), key=lambda each: each[1][0])
     reasons = "".join(f"\n  {count} such as {first}: {reason}" for reason, (count, first) in frequent)

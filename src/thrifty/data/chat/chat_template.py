@@ -67,7 +67,8 @@ class WrittenConversation:
 
 
 class TemplateLimitError(UsageError):
-    """Error for a chat template that exceeds its limit of time or memory, probably also for other conversations."""
+    """Error for a chat template that exceeds its limit of time or memory. Other conversations would probably exceed it
+    too."""
 
 
 @dataclass(frozen=True)

@@ -50,8 +50,8 @@ def uniform(keys: np.ndarray, purpose: AugmentationDraw, count: int) -> Tensor:
 
 
 def partners(keys: np.ndarray, images: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the index and the random key of a second training image for each key, (b,) each. mixup and CutMix mix with
-    it."""
+    """Return the index and the random key of a second training image for each key, (b,) each. mixup and CutMix mix an
+    image with the second image."""
     numbers = random_integers(keys, 2, skip=PER_PURPOSE * AugmentationDraw.PARTNER)
     return (numbers[:, 0] % np.uint64(images)).astype(np.int64), numbers[:, 1].copy()
 

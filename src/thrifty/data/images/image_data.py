@@ -36,7 +36,7 @@ LABELS = "labels"
 
 
 def holds_images(source: str) -> bool:
-    """Return True for a named image set (with labels or captions), and for a folder with image files."""
+    """Return True for a known image set (with labels or captions), and for a folder with image files."""
     if source == DIGITS or (source in entries() and entries()[source].kind in ("images", "pairs")):
         return True
     path = Path(source).expanduser()
@@ -44,7 +44,7 @@ def holds_images(source: str) -> bool:
 
 
 def holds_mainly_images(source: str) -> bool:
-    """Return True for a named image set, and for a folder in which most files have an image suffix."""
+    """Return True for a known image set, and for a folder in which most files have an image suffix."""
     path = Path(source).expanduser()
     return holds_images(source) and (source in (DIGITS, *entries()) or image_share(path) > 0.5)
 

@@ -76,7 +76,8 @@ def runs_of_words(text: str, numbers: dict[str, int] | None = None) -> np.ndarra
 
 
 def find_alike(texts: Iterable[str], threshold: float) -> Iterator[DuplicatePair]:
-    """Yield each document that is similar to a kept document by at least `threshold`, with the most similar one.
+    """Yield each document that is similar to a kept document by at least `threshold`, together with the most similar
+    kept document.
 
     Raises UsageError if datasketch is not installed.
     """

@@ -43,7 +43,8 @@ class TextData:
     tokenizer: TextTokenizer
     vocabulary: int
     unigram_entropy: float
-    """Loss of the training tokens' unigram frequencies, in nats per held-out token. A useful model has a lower loss."""
+    """Loss of a model that predicts the unigram frequencies of the training tokens, in nats per held-out token. A
+    useful model has a lower loss."""
     bytes_per_token: float
     """Bytes of held-out text per token. Bits per byte = nats per token / (ln 2 · bytes_per_token)."""
     train_tokens: int

@@ -55,7 +55,6 @@ def open_token_cache(
 
 
 def _key(settings: DataSettings, source: DocumentSource, special: Sequence[str]) -> str:
-    """Return a hash of all inputs that determine the tokens."""
     if settings.tokenizer:
         path = Path(settings.tokenizer).expanduser()
         tokenizer = file_sha256(path) if path.is_file() else ""

@@ -191,7 +191,6 @@ class _ScoringRuns:
 
 
 def _hashes(folder: str) -> dict[str, str]:
-    """Return the sha256 of each file in a model folder, keyed by path; empty if there is no folder."""
     path = Path(folder).expanduser()
     files = sorted(each for each in path.rglob("*") if each.is_file()) if folder and path.is_dir() else []
     return {str(file): file_sha256(file) for file in files}

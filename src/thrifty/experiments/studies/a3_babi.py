@@ -65,7 +65,8 @@ def approximated(
 
 
 class KeptSentenceCounter:
-    """Counter of all sentences, kept sentences, and kept sentences among the two with the largest weights."""
+    """Counter of all sentences, of kept sentences, and of kept sentences among the two sentences with the largest
+    weights."""
 
     def __init__(self) -> None:
         self.kept = self.total = self.largest = self.largest_kept = 0

@@ -36,8 +36,8 @@ def unit_inputs(kind: Inputs, examples: int, generator: torch.Generator) -> Tens
 
 
 def forward(x: Tensor, weight: Tensor, output: Tensor) -> tuple[Tensor, Tensor]:
-    """Return f(x) = output · relu(weight x) of n inputs (n,), and True for each active one of m units (n, m). `output`
-    (m,) contains ±1/sqrt(m).
+    """Return f(x) = output · relu(weight x) of n inputs (n,), and a mask (n, m) that is True where one of m units is
+    active. `output` (m,) contains ±1/sqrt(m).
     """
     before = x @ weight.mT
     on = before > 0

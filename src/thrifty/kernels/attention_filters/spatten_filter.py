@@ -129,7 +129,7 @@ def cascade_attention(
 
     `visible` pairs are (b, 1 or h, t, t). A pruned head outputs zeros. If a value is not fetched, its weight is lost,
     and the other weights are not rescaled, as in the paper. With `bits`, weights are computed from queries and keys
-    with `bits` bits, and with more bits where the softmax is flat. Gradients are those of exact weights.
+    with `bits` bits, and with more bits where the softmax is flat. Gradients are computed as if the weights were exact.
     """
     with torch.autocast(q.device.type, enabled=False):
         k, v = heads_of_keys(k, q.shape[1]), heads_of_keys(v, q.shape[1])

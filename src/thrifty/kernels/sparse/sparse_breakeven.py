@@ -32,7 +32,7 @@ from thrifty.kernels.sparse.sparsity_pattern import SparsityPattern
 
 Form = Literal["csr", "blocks"]
 DENSITIES = (0.02, 0.2)
-"""Densities at which the line is measured."""
+"""Densities at which sparse matmuls are timed, to fit `DensityTimeFit`."""
 FLOPS = 2e10
 """Maximum FLOPs of the timed dense matmuls, for a fraction of a second."""
 

@@ -199,7 +199,6 @@ def stored_bytes(tape: OpTrace, number: int, size: float, action: TensorAction, 
 
 
 def _streamed_bytes(block: BlockCosts, actions: BlockActions, bits: float) -> float:
-    """Return the stored bytes of the saved tensors of a streamed block."""
     stored = float(block.tape.saved_bytes)
     for number, sizes in block.movable.items():
         if number != INPUT and (size := sizes.get(actions[number])):

@@ -24,7 +24,7 @@ Part = TypeVar("Part")
 
 
 def machine_names(workload: str | None = None) -> list[str]:
-    """Return the names of the built-in machines, all or only for a workload ("attention" or "spgemm")."""
+    """Return the names of all built-in machines, or of the machines for a workload ("attention" or "spgemm")."""
     folder = files("thrifty.simulators.accelerator") / "machines"
     names = sorted(file.name.removesuffix(".toml") for file in folder.iterdir() if file.name.endswith(".toml"))
     if workload is None:
@@ -33,7 +33,8 @@ def machine_names(workload: str | None = None) -> list[str]:
 
 
 def find_machine(name: str) -> AcceleratorSpec:
-    """Return a built-in machine by name, or the machine of a TOML file by path. Raises UsageError if invalid."""
+    """Return a built-in machine by name, or the machine of a TOML file by path. Raises UsageError for an unknown name
+    or an invalid file."""
     if name.endswith(".toml"):
         return read_machine(Path(name))
     refuse_unknown("there is no machine", name, machine_names())
@@ -74,8 +75,8 @@ def _packaged(name: str) -> AcceleratorSpec:
 def read_machine(path: Path) -> AcceleratorSpec:
     """Return the machine of a file. Raises UsageError if the file is invalid.
 
-    If the modules equal the modules of a built-in machine, area and power are scaled from its sizes to the sizes in the
-    file.
+    If the file has the modules of a built-in machine, area and power are scaled from the sizes of that machine to the
+    sizes in the file.
     """
     try:
         content = parse_toml(path.read_text(encoding="utf-8"), str(path))

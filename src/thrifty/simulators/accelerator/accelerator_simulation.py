@@ -167,7 +167,6 @@ def _layer(work: LoweredWork, machine: AcceleratorSpec, engine: str, draw: bool)
 
 
 def _played(stream: ItemStream, machine: AcceleratorSpec) -> StationTimeline:
-    """Simulate the units one by one in the event engine."""
     memories, parts = list(machine.memories.values()), []
     for unit in range(stream.service.shape[1]):
         places = [_place(stream, station, number, unit) for number, station in enumerate(machine.stations.values())]

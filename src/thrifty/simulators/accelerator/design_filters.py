@@ -103,7 +103,7 @@ def _sanger(heads: LayerHeads) -> FilterResult:
 def _dota(heads: LayerHeads) -> FilterResult:
     """Keep the same number of keys for each query, by scores of randomly projected queries and keys.
 
-    A query with fewer visible keys keeps all. The random projection replaces DOTA's trained detector.
+    A query with fewer visible keys keeps all of them. The random projection replaces DOTA's trained detector.
     """
     width, count = heads.q.shape[-1], heads.visible.shape[-1]
     generator = torch.Generator().manual_seed(0)

@@ -27,7 +27,8 @@ class StationUnit:
     """Capacity of the buffer before the next station, in items; 0 for no limit."""
     servers: int = 1
     window: int = 1
-    """Size of the reorder window: the first arrived of the next `window` items begins. 1 keeps the order."""
+    """Size of the reorder window: the station begins the first of its next `window` items that has arrived. 1 keeps the
+    order."""
     memory: str = ""
     """Name of the memory that transfers each item after its service; empty for no transfer."""
     bytes: np.ndarray | None = None
@@ -181,7 +182,6 @@ class _Channel:
         self._issue(time)
 
     def _send(self, time: float, size: float, bank: int, port: int) -> float:
-        """Return the arrival time of a burst requested at `time`."""
         sent = max(time, self.ports[port])
         self.ports[port] = sent + 1 if self.memory.ports else sent
         self.banks[bank] = max(sent, self.banks[bank]) + size * self.per_byte

@@ -95,7 +95,7 @@ def _elsa_bar(mode: str, tokens: int, kept: float, speedup: float | None) -> flo
 
 
 def _elsa(pattern: str, density: float, tokens: int, approximate: bool) -> float:
-    """Return the cycles without preprocessing, divided by the cycles of always busy multipliers."""
+    """Return the cycles without preprocessing, divided by the cycles that always busy multipliers would take."""
     machine = find_machine("elsa").replaced("approximate", approximate)
     result = simulate(machine, synthetic_trace(pattern, density, heads=1, tokens=tokens))
     before = 3 * (tokens + 1) if approximate else 0

@@ -76,8 +76,8 @@ def _limited(service: np.ndarray, buffers: Sequence[int]) -> np.ndarray:
 
 
 def bound(service: np.ndarray, servers: Sequence[int] | None = None) -> np.ndarray:
-    """Return a lower bound on cycles per unit (units,): the cycles of the busiest station or of the longest item, if
-    larger.
+    """Return a lower bound on cycles per unit (units,): the larger of the cycles of the busiest station and of the
+    longest item.
     """
     parallel = np.asarray(servers or [1] * len(service))[:, None]
     busiest = (-(-service.sum(-1) // parallel)).max(0)

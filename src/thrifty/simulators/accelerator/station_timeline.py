@@ -18,7 +18,7 @@ class StationTimeline:
     end: np.ndarray
     """End of each item at each station, (stations, units, items)."""
     free: np.ndarray
-    """Time when the server that processes an item became idle before the item, (stations, units, items)."""
+    """Time at which the server of each item has finished its previous item, (stations, units, items)."""
     servers: np.ndarray
     """Number of items that each station processes in parallel, (stations,)."""
 

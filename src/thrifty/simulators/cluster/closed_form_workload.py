@@ -158,7 +158,6 @@ def _attention(z: DecoderSizes) -> tuple[PassWork, PassWork, PassWork]:
 
 
 def _fused(flops: float, moved: float) -> PassWork:
-    """Return the work of an attention pass in one kernel."""
     products, bytes_moved = DividedAmount(flops), DividedAmount(moved)
     return PassWork(products, bytes_moved, bytes_moved, kernels=1, attention=products)
 

@@ -56,8 +56,8 @@ def fitted_devices() -> Mapping[str, Mapping[str, Any]]:
 
 
 def find_efficiency(device: str) -> DeviceEfficiency:
-    """Return the fit of a device. Without one, return the fit over all devices, with the interval from held-out
-    devices.
+    """Return the fitted efficiency of a device. For a device without published runs, return the fit over all devices,
+    with the interval from held-out devices.
     """
     fits = fitted_devices()
     fit = fits.get(device, fits[OTHERS])

@@ -103,7 +103,7 @@ class OperationTracer(EagerTrace):
             self._add(tensor, TensorPlacement.WHOLE)
 
     def sum_output(self, tensor: Tensor) -> None:
-        """All-reduce a partial sum, because the tensor leaves the section."""
+        """Record the all-reduce of a partial sum that leaves the section."""
         value = self.storages[_key(tensor)]
         if value.place is TensorPlacement.PARTIAL and value.made_by is not None:
             value.place = TensorPlacement.WHOLE
@@ -226,7 +226,8 @@ class OperationTracer(EagerTrace):
         return PassWork(flops, moved, unfused, kernels, sum(sums), len(sums), attention)
 
     def _is_free(self, key: int, reader: int) -> bool:
-        """Return True if the reading operation is fused with the operation that wrote the storage."""
+        """Return True if reading moves no bytes, because the reading operation is fused with the operation that wrote
+        the storage."""
         number = self.storages[key].made_by
         if number is None or number == reader:
             return False

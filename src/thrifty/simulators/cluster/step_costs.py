@@ -17,7 +17,7 @@ class ActionSeconds:
     tensor: float
     """Seconds of collectives of the tensor group. The rank waits for these collectives."""
     data: float
-    """Seconds of collectives over the data ranks that do not overlap with computation."""
+    """Seconds of collectives over the data ranks, without overlap with computation."""
 
     @property
     def total(self) -> float:
@@ -114,7 +114,7 @@ class LayoutCosts:
         return self._collective("send", size / self.mesh.tensor, "neighbours") + gathering
 
     def reduction(self, stage: SimulatedStage) -> float:
-        """Return the seconds of the collectives over data ranks that reduce a stage's gradients once per step."""
+        """Return the seconds of the collectives that reduce a stage's gradients over the data ranks once per step."""
         size = stage.parameters(self.mesh.tensor) * self.settings.gradient_bytes
         if self.settings.zero == 0:
             return self._collective("all_reduce", size, "data")

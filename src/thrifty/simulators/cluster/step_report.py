@@ -26,7 +26,7 @@ class StepSeconds:
     transfers: float
     """Additional seconds of waiting for transfers between stages."""
     data: float
-    """Seconds of collectives over the data ranks that do not overlap with computation."""
+    """Seconds of collectives over the data ranks, without overlap with computation."""
     optimizer: float
 
     @property

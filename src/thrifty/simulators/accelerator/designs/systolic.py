@@ -26,7 +26,8 @@ Count = np.ndarray | int
 
 
 def folds(m: Count, n: Count, k: Count, rows: int, columns: int, dataflow: str) -> tuple[np.ndarray, np.ndarray]:
-    """Return the number of folds (array tiles) of (m, k) x (k, n), and the cycles per fold. m, n and k broadcast."""
+    """Return the number of folds (array tiles) of the product (m, k) x (k, n), and the cycles per fold. m, n and k may
+    be arrays that broadcast."""
     refuse_unknown("there is no dataflow", dataflow, DATAFLOWS)
     m, n, k = np.asarray(m), np.asarray(n), np.asarray(k)
     if dataflow == "os":

@@ -108,7 +108,7 @@ def multipliers(machine: AcceleratorSpec) -> int:
 
 
 def resized(machine: AcceleratorSpec, budget: int) -> AcceleratorSpec:
-    """Return the machine with more or fewer lines."""
+    """Return the machine with as many lines of multipliers as `budget` allows."""
     before = machine.stations["lines"]
     stations = {"lines": replace(before, width=budget // int(machine.number("line")))}
     modules = machine.scaled_modules({"lines": stations["lines"].width / before.width})
