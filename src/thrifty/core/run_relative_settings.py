@@ -31,7 +31,7 @@ def is_moment(hint: Any) -> bool:
 
 
 def moments_of(value: object) -> Iterator[tuple[str, Any, bool]]:
-    """Yield the name, the value, and True if the moment moves, for each field that is a moment or a tuple of moments."""
+    """Yield the name, the value, and True if the moment moves, for each field of one or several moments."""
     hints = hints_of(type(value))
     for field in dataclasses.fields(value):  # type: ignore[arg-type]
         for kind in _MOMENTS:

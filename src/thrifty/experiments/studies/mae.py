@@ -124,7 +124,7 @@ def mae(
         return cells[label_of(rate)][f"{part}_gain"]
 
     def gain(cells: Cells, rate: float, metric: str, other: str = SCRATCH) -> float:
-        """Return the gain in accuracy over the initialization `other`, with the fewest labels and in percentage points."""
+        """Return the gain in accuracy over the initialization `other` in percentage points, with the fewest labels."""
         return cells[label_of(rate)][f"{metric}_{few}"] - cells[other][f"{metric}_{few}"]
 
     accuracies = {

@@ -132,7 +132,7 @@ def _zero_bubble_v(rank: int, ranks: int, parts: int, chunks: int) -> Order:
 
 
 def _interleave(forward: Order, backward: Sequence[Order], ahead: int) -> Order:
-    """Return `ahead` forward passes, then alternating forward and backward passes, then the remaining backward passes."""
+    """Return `ahead` forward passes, then alternating forward and backward passes, then the last backward passes."""
     ahead = min(ahead, len(forward))
     order = forward[:ahead]
     for position, after in enumerate(backward):
