@@ -1,12 +1,13 @@
 """Real runs of a comparison: processes that save when the parent process dies, and resume."""
 
 import json
-import subprocess
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
-from threading import Timer
+from threading import Thread, Timer
 
+import psutil
 import pytest
 from command_line import CommandLine, kill, wait_until
 from simulated_runs import by_kind
@@ -15,7 +16,7 @@ from small_recipes import tiny_digits
 from thrifty.comparing.comparison import compare
 from thrifty.comparing.comparison_protocol import ComparisonProtocol
 from thrifty.comparing.run_launchers import RunExit, Worker, wait_for_release
-from thrifty.comparing.run_process import read_exit, run_to_end, summary_of
+from thrifty.comparing.run_process import run_to_end, summary_of
 from thrifty.comparing.variants import Variant
 from thrifty.core.recipe import Budget, CheckpointSettings, EvaluationSettings, Recipe
 from thrifty.machine.lock_owner import lock_owner
@@ -32,6 +33,8 @@ class InProcessLauncher:
     def stop(self) -> None:
         """Do nothing, because runs in this process end by themselves."""
 
+    close = stop
+
 
 def short(name: str, steps: int) -> Recipe:
     recipe, few = tiny_digits(), EvaluationSettings(every=10_000, examples=64)
@@ -45,21 +48,49 @@ def short(name: str, steps: int) -> Recipe:
     )
 
 
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    started = Worker()
+    yield started
+    started.close()
+
+
 @pytest.mark.slow
-def test_run_saves_when_its_parent_dies_and_resumes(tmp_path: Path) -> None:
-    recipe = short("run", 60)
-    task = tmp_path / "task.json"
-    content = {"recipe": recipe_to_data(recipe), "runs": str(tmp_path / "cut"), "folder": str(tmp_path)}
-    task.write_text(json.dumps(content))
-    words = [sys.executable, "-m", "thrifty.comparing.run_process", str(task)]
-    process = subprocess.Popen(words, stdin=subprocess.PIPE, text=True)
-    assert process.stdin is not None
-    wait_until((tmp_path / "cut" / "run" / "records.jsonl").is_file, seconds=120)
-    process.stdin.close()
-    assert process.wait(60) == 143
-    assert read_exit(task) == {"exit_code": 143, "error": ""}
+def test_forked_run_equals_a_new_process(tmp_path: Path, worker: Worker) -> None:
+    """The peak memory does not include the memory of earlier runs."""
+    recipe, new = short("run", 2), Worker(["env"])
+    assert [start(recipe, tmp_path / name).status for name, start in (("new", new), ("fork", worker))] == [
+        "finished"
+    ] * 2
+    one, other = (summary_of(tmp_path / name / "run") for name in ("new", "fork"))
+    assert one["held_out_loss"] == other["held_out_loss"]
+    assert other["peak_memory"] == pytest.approx(one["peak_memory"], abs=4e6)
+    files = [{file.name for file in (tmp_path / name / "run").iterdir()} for name in ("new", "fork")]
+    assert files[0] == files[1] and [file.name for file in (tmp_path / "fork").iterdir()] == ["run"]
+
+
+def is_training(run: Path) -> bool:
+    return (run / "records.jsonl").is_file() and '"step"' in (run / "records.jsonl").read_text()
+
+
+@pytest.mark.slow
+def test_run_saves_when_its_parent_dies_and_resumes(tmp_path: Path, worker: Worker) -> None:
+    recipe = short("run", 400)
+    (tmp_path / "recipe.json").write_text(json.dumps(recipe_to_data(recipe)))
+    program = """
+import json, pathlib
+from thrifty.comparing.run_launchers import Worker
+from thrifty.recipes.recipe_toml import recipe_from_data
+Worker()(recipe_from_data(json.loads(pathlib.Path("recipe.json").read_text())), pathlib.Path("cut"))
+"""
+    parent = psutil.Popen([sys.executable, "-c", program], cwd=tmp_path)
+    wait_until(lambda: is_training(tmp_path / "cut" / "run"), parent, seconds=120)
+    (server,) = parent.children()
+    (run,) = server.children()
+    parent.kill()
+    assert not psutil.wait_procs([parent, server, run], timeout=60)[1]
     assert summary_of(tmp_path / "cut" / "run")["status"] == "interrupted"
-    ended = Worker()(recipe, tmp_path / "cut")
+    ended = worker(recipe, tmp_path / "cut")
     assert (ended.status, ended.error) == ("finished", "")
     assert ended.joules is None  # the energy before the interruption is unknown
     whole = run_to_end(recipe, tmp_path / "whole")
@@ -67,10 +98,24 @@ def test_run_saves_when_its_parent_dies_and_resumes(tmp_path: Path) -> None:
     assert run_to_end(recipe, tmp_path / "whole") == whole
 
 
-def test_failed_run_reports_its_error(tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["run", "server"])
+def test_killed_process_is_a_failed_run(victim: str, tmp_path: Path, worker: Worker) -> None:
+    recipe, ends = short("run", 400), []
+    thread = Thread(target=lambda: ends.append(worker(recipe, tmp_path)))
+    thread.start()
+    wait_until(lambda: is_training(tmp_path / "run"), seconds=120)
+    run = psutil.Process(lock_owner(tmp_path / "run" / "lock")["pid"])
+    (run if victim == "run" else run.parent()).kill()
+    thread.join(60)
+    assert ends[0].status == "failed" and "ended by signal 9" in ends[0].error
+    assert worker(recipe, tmp_path).status == "finished"
+
+
+def test_failed_run_reports_its_error(tmp_path: Path, worker: Worker) -> None:
     recipe = short("run", 2)
     wrong = replace(recipe, model=replace(recipe.model, patch=3))
-    ended = Worker()(wrong, tmp_path)
+    ended = worker(wrong, tmp_path)
     assert ended.status == "failed" and ended.exit_code == 2
     assert "patch" in ended.error and "Traceback" not in ended.error
 

@@ -59,6 +59,9 @@ class Simulated:
     def stop(self) -> None:
         self.stopped = True
 
+    def close(self) -> None:
+        pass
+
     def loss(self, recipe: Recipe) -> float:
         plain = write_recipe(recipe).split("\n", 1)[1].encode()  # all but its name
         own = np.random.default_rng(int.from_bytes(hashlib.sha256(plain).digest()[:8], "big"))

@@ -15,6 +15,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -81,8 +82,11 @@ def compare(
     if protocol.trials > 1 and (without := [variant.label for variant in variants if variant.rate is None]):
         raise UsageError(f"{without[0]}: its optimizer has no learning rate to search", fix="--rate-trials 1")
     refuse_undecayed(variants, variants[0].recipe.budget.steps or protocol.pilot)
-    with claim_folder(folder, variants, protocol) as opened:
-        comparison = _ComparisonRunner(variants, protocol, opened, workers or (Worker(),), say, retry)
+    workers = workers or (Worker(),)
+    with claim_folder(folder, variants, protocol) as opened, ExitStack() as ends:
+        for worker in workers:
+            ends.callback(worker.close)
+        comparison = _ComparisonRunner(variants, protocol, opened, workers, say, retry)
         if any(isinstance(worker, SameProcess) for worker in comparison.workers):
             comparison.state["cautions"] = [SAME_PROCESS]
         return comparison.run_all()

@@ -1,5 +1,7 @@
 """Launchers for the runs of a comparison: one process per run, or one process per rank.
 
+A run on this machine is a fork of a server that has imported torch. A run on another machine is a new Python process.
+
 A process reads its task from a file next to the run's folder, and writes its result to another file there. The
 process may therefore run on another machine with the same file system.
 """
@@ -15,8 +17,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
+from thrifty.comparing.fork_server import CAN_FORK, ForkedProcess, ForkServer
 from thrifty.comparing.run_process import read_exit, run_outcome, summary_of
 from thrifty.core.child_python import child_environment
 from thrifty.core.errors import UsageError
@@ -32,6 +35,7 @@ SAVING = 600.0
 """Maximum time in seconds to wait for a run to save after its parent process was killed."""
 LOOK = 5.0
 """Interval in seconds between readings of the energy counters."""
+RunProcess = subprocess.Popen[bytes] | ForkedProcess
 SIGNALLED = (130, 143)
 """Exit codes of a run that was stopped by a signal."""
 
@@ -72,11 +76,14 @@ class RunLauncher(Protocol):
     def stop(self) -> None:
         """End the current run after the run has saved, and start no further run. Any thread may call this method."""
 
+    def close(self) -> None:
+        """End all processes of the launcher. Its runs have ended."""
+
 
 @dataclass
 class Worker:
     """Launcher that starts each run as a separate process, so that runs do not share peak memory or compiled code. A
-    signal to the calling process also ends the run, after the run has saved.
+    signal to the calling process also ends the run, after the run has saved. `close` ends the worker's own processes.
     """
 
     launcher: Sequence[str] = ()
@@ -86,7 +93,8 @@ class Worker:
 
     def __post_init__(self) -> None:
         self._stopped = Event()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: RunProcess | None = None
+        self._server: ForkServer | None = None
 
     def __call__(self, recipe: Recipe, runs: Path, /) -> RunExit:
         if self._stopped.is_set():
@@ -104,7 +112,7 @@ class Worker:
         task.write_text(json.dumps(content))
         try:
             with tempfile.TemporaryDirectory(prefix="thrifty-run-") as private:
-                code, output = self._run([*self._command(recipe, task), *_sent(recipe, Path(private))], meter)
+                code, output = self._run(recipe, [str(task.absolute()), *_sent(recipe, Path(private))], meter)
             ending = read_exit(task)
         finally:
             task.unlink()
@@ -121,23 +129,32 @@ class Worker:
         if self._process:
             _close_stdin(self._process)
 
-    def _command(self, recipe: Recipe, task: Path) -> list[str]:
-        start = python(recipe.mesh.least_ranks)
-        return [*self.launcher, *start, "-m", "thrifty.comparing.run_process", str(task.absolute())]
+    def close(self) -> None:
+        if self._server:
+            self._server.close()
+            self._server = None
 
-    def _run(self, command: list[str], meter: EnergyMeter) -> tuple[int, str]:
-        """Return the exit code and, for a failed process, the last line of its output."""
+    def _start(self, recipe: Recipe, arguments: list[str], output: IO[str]) -> RunProcess:
+        ranks = recipe.mesh.least_ranks
         threads = {"OMP_NUM_THREADS": str(self.threads)} if self.threads else {}
+        if CAN_FORK and ranks == 1 and not self.launcher:
+            if self._server is None or not self._server.is_alive:
+                self._server = ForkServer(output, **threads)
+            return self._server.start(arguments, output)
+        # a new session: an interrupt at the terminal reaches only this parent process, which then ends the run
+        return subprocess.Popen(
+            [*self.launcher, *python(ranks), "-m", "thrifty.comparing.run_process", *arguments],
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=output,
+            env=child_environment(**threads),
+            start_new_session=True,
+        )
+
+    def _run(self, recipe: Recipe, arguments: list[str], meter: EnergyMeter) -> tuple[int, str]:
+        """Return the exit code and, for a failed process, the last line of its output."""
         with tempfile.TemporaryFile("w+", errors="replace") as output:
-            # a new session: an interrupt at the terminal reaches only this parent process, which then ends the run
-            process = self._process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=output,
-                env=child_environment(**threads),
-                start_new_session=True,
-            )
+            process = self._process = self._start(recipe, arguments, output)
             try:
                 if self._stopped.is_set():  # stopped after the first check
                     _close_stdin(process)
@@ -161,6 +178,9 @@ class SameProcess:
     def stop(self) -> None:
         """Do nothing, because runs in this process end by themselves."""
 
+    def close(self) -> None:
+        """Do nothing, because there is no other process."""
+
 
 def _sent(recipe: Recipe, folder: Path) -> list[str]:
     """Write a recipe's objects for the run's process; return the command-line argument with the path of the file."""
@@ -170,7 +190,7 @@ def _sent(recipe: Recipe, folder: Path) -> list[str]:
     return [str(folder / "objects")]
 
 
-def _close_stdin(process: subprocess.Popen[bytes]) -> None:
+def _close_stdin(process: RunProcess) -> None:
     """Close the standard input of a run's process. The run then saves and ends."""
     assert process.stdin is not None
     with suppress(BrokenPipeError):
@@ -184,7 +204,7 @@ def wait_for_release(lock: Path) -> None:
         time.sleep(0.1)
 
 
-def _wait(process: subprocess.Popen[bytes], meter: EnergyMeter) -> int:
+def _wait(process: RunProcess, meter: EnergyMeter) -> int:
     """Return the exit code of a process: 130 or 143 if SIGINT or SIGTERM ended the process, even before its run could
     save.
     """

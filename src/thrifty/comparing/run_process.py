@@ -9,6 +9,7 @@ import json
 import os
 import sys
 import traceback
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -59,15 +60,17 @@ def read_exit(task: Path) -> dict[str, Any]:
     return {}
 
 
-def _serve(task: Path, objects: Path | None) -> int:
-    """Run a task and return its exit code. The code is also written to a file next to `task`, because a launcher such
-    as srun may return a different code.
+def serve(arguments: Sequence[str]) -> int:
+    """Run the task of the arguments: the task file, and the file of the recipe's objects if it has some. Return the
+    exit code. The code is also written to a file next to the task file, because a launcher such as srun may return a
+    different code.
     """
+    task, *objects = map(Path, arguments)
     content = json.loads(task.read_text())
     os.chdir(content["folder"])
     end_with_starter()
     recipe = recipe_from_data(content["recipe"])
-    recipe = recipe if objects is None else replace(recipe, objects=read_value(objects))
+    recipe = replace(recipe, objects=read_value(objects[0])) if objects else recipe
     code, error = run_outcome(recipe, Path(content["runs"]))
     if os.environ.get("RANK", "0") == "0":
         task.with_suffix(".end").write_text(json.dumps({"exit_code": code, "error": error}))
@@ -75,6 +78,6 @@ def _serve(task: Path, objects: Path | None) -> int:
 
 
 if __name__ == "__main__":
-    code = _serve(Path(sys.argv[1]), Path(sys.argv[2]) if sys.argv[2:] else None)
+    code = serve(sys.argv[1:])
     sys.stderr.flush()
     os._exit(code)  # a normal exit would wait for the thread that watches standard input
