@@ -13,7 +13,8 @@ ROUNDS = 6
 
 
 def permute(positions: np.ndarray, n: int, *key: int) -> np.ndarray:
-    """Return the indices (b,) at `positions` (b,) of the permutation of 0 … n-1 that `key` selects, in int64."""
+    """Return the entries (b,) in int64 at `positions` (b,) of a permutation of 0 … n-1. `key` selects the
+    permutation."""
     half = max(1, (int(n - 1).bit_length() + 1) // 2)
     keys = _round_keys(key)
     values = _feistel(positions.astype(np.uint64), half, keys)

@@ -31,8 +31,8 @@ class PeakInterval:
     """Indices of the saved tensors that count as on the device: tensors in use, and tensors that do not exist yet,
     because `bytes` is relative to all saved tensors."""
     next: tuple[int, ...]
-    """Indices in transfer order. The first tensor that is offloaded is in transfer, and therefore also on the
-    device."""
+    """Indices of saved tensors in transfer order. The first of these tensors that is offloaded is in transfer, and
+    therefore also on the device."""
 
 
 def peak_intervals(

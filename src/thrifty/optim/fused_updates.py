@@ -25,7 +25,8 @@ from thrifty.optim.transform_elements import AddDecayedWeights, ScaleByAdam, Sca
 
 
 class FusedUpdate:
-    """Groups of parameters with equal weight decay, because a kernel accepts one decay value per list."""
+    """Update by a fused kernel of torch, in groups of parameters with equal weight decay, because a kernel accepts one
+    decay value per list."""
 
     def __init__(self, factors: TransformChain, decay: AddDecayedWeights | None):
         self.factors, self.decay = factors, decay

@@ -1,5 +1,6 @@
-"""Search for a plan. Footprints of single options are counted, and footprints of combinations are estimated. The best
-combinations are counted, and the fastest of these are probed: their steps run in a separate process.
+"""Search for a plan. Footprints of single options are counted, and footprints of combinations are estimated. The
+footprints of the best combinations are counted, and the fastest of these combinations are probed: their steps run in a
+separate process.
 
 Estimates only determine the order of the search. The counted footprint of a proposed candidate fits. If probes are
 allowed, a probe of the candidate also stayed within the requested memory."""
@@ -24,8 +25,8 @@ from thrifty.planning.search_space import MICRO_BATCHES, ONE_RANK, PlanOption, a
 from thrifty.planning.single_options import SingleOptionCosts
 
 FINALISTS, COUNTS, PROBES, ALIKE = 4, 48, 8, 2
-"""Number of probed candidates that fit, in addition to the unchanged recipe. Maximum numbers of counted combinations,
-of probes, and of candidates that differ only in micro-batches."""
+"""Number of probed candidates that fit, in addition to the unchanged recipe. Maximum numbers of combinations whose
+footprint is counted, of probes, and of candidates that differ only in micro-batches."""
 TOO_HIGH = 1.25
 """Maximum expected ratio of estimated to counted memory of a combination."""
 NEAR = 1.25
@@ -33,7 +34,7 @@ NEAR = 1.25
 NO_DIFFERENCE = 0.03
 """Minimum fraction by which a candidate must be faster than a candidate with fewer changes."""
 COUNTING = 0.5
-"""Fraction of the planning time for counting options. The rest is for probes."""
+"""Fraction of the planning time in which footprints of options are counted. The rest is for probes."""
 SOME_PROBE = 10.0
 """Expected seconds of the first probe."""
 
@@ -47,8 +48,9 @@ TimeOf = Callable[[PlanCandidate, float], StepTiming]
 class PlanSearch(SingleOptionCosts):
     """Search for the fastest candidate that fits.
 
-    `memory` is the limit in bytes. `margin` is the factor from the memory of a probe to the maximum memory of a run.
-    `process` is the expected size of a process before it builds the model, in bytes, on a CPU, until the first probe.
+    `memory` is the limit in bytes. `margin` is the factor from the memory of a probe to the maximum memory of a run. On
+    a CPU, `process` is the expected size in bytes of a process before it builds the model. It is used until the first
+    probe.
     """
 
     memory: float = inf

@@ -94,7 +94,7 @@ def allowed_options(
 class Planner(Forecaster):
     """Planner for a recipe with opened data, on up to `ranks` ranks.
 
-    Planning stops `seconds` after `began`. The default is a fifth of the run's time, but at least a minute.
+    Planning stops `seconds` after `began`. By default, `seconds` is a fifth of the run's time, but at least a minute.
     """
 
     plain: BaseRun

@@ -114,7 +114,7 @@ class PlanOption:
     drops: frozenset[str]
     factor: float
     numerics: Numerics
-    """Loosest numerics of the added, changed and removed techniques."""
+    """Least strict numerical promise of the added, changed and removed techniques."""
     label: str = field(compare=False)
     mesh: Mesh = ONE_RANK
 

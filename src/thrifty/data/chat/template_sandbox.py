@@ -26,7 +26,8 @@ MEGABYTES = 512
 LEAST_TEXT, GROWTH = 1_000_000, 16
 """Maximum number of written characters: LEAST_TEXT, or GROWTH times the length of the conversation if that is more."""
 CHECKED_ROLES = ("tool", "developer")
-"""Roles that many templates do not support. Such messages are often omitted, or written in another role."""
+"""Roles that many templates do not support. Templates often omit messages of these roles, or write them in another
+role."""
 MUST_DIFFER = ("user", "assistant")
 """Roles whose text must differ from the text of a checked role."""
 

@@ -19,7 +19,7 @@ from thrifty.data.train_split import DataSplit
 SIDE = 64
 """Side in pixels to which images are scaled."""
 Captioned = tuple[DataSplit, np.ndarray, list[str]]
-"""Part, pixels uint8 (c, h, w) and captions of an image."""
+"""Part of the split, pixels uint8 (c, h, w) and captions of an image."""
 Members = Mapping[str, bytes]
 
 

@@ -17,7 +17,7 @@ from thrifty.data.images.image_decoding import pillow
 from thrifty.data.train_split import DataSplit
 
 Image = tuple[DataSplit, np.ndarray, int]
-"""Part, pixels uint8 (c, h, w) and label number of an image."""
+"""Part of the split, pixels uint8 (c, h, w) and label number of an image."""
 
 
 class ImageSet(NamedTuple):

@@ -131,7 +131,7 @@ def write_arrays(
 ) -> dict[DataSplit, int]:
     """Write images with their parts and labels to the files of a folder, and return the number of images per part.
 
-    Images are uint8 (c, h, w), all of one shape. `also` is added to images.json.
+    Images are uint8 (c, h, w), all of the same shape. `also` is added to images.json.
     """
     counts, numbers = dict.fromkeys(DataSplit, 0), {part: [] for part in DataSplit}
     channels, shape = ChannelStatistics(), (0, 0, 0)

@@ -1,9 +1,9 @@
 """Image folders with a subfolder for each label. Images are decoded once into cached arrays.
 
-If the folder contains a folder train, and a folder val or test, the two are the parts. Otherwise images are split by
-the hash of each file.
-Files that cannot be decoded are left out and counted, and the first few are named. Objectives without labels use images
-in any subfolder. If all images are in label folders, the same arrays are used with and without labels.
+If the folder contains a folder train, and a folder val or test, these two folders are the training and the held-out
+part. Otherwise images are split by the hash of each file. Files that cannot be decoded are left out and counted, and
+the first few are named. Objectives without labels use images in any subfolder. If all images are in label folders, the
+same arrays are used with and without labels.
 """
 
 import json

@@ -1,6 +1,6 @@
 """Image-text pairs of a recipe: opened, decoded once into the cache, and ready for training.
 
-If the source has no parts, images are split by a hash of each file, so copies of an image belong to the same part.
+If the source is not split, images are split by a hash of each file, so copies of an image belong to the same part.
 """
 
 from collections.abc import Callable, Mapping, Sequence

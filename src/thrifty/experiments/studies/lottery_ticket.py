@@ -43,7 +43,8 @@ class LotteryRound(NamedTuple):
 
 
 def trained(masks: dict[str, Tensor], kind: Kind, seed: int, width: int, steps: int, batch: int) -> LotteryRound:
-    """Train the network of a seed with masks, or with a control of the masks, always on the same batches."""
+    """Train the network of a seed with masks, or with the control run `kind` of these masks. All kinds train on the
+    same batches."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "ticket.safetensors")
         file.write_bytes(mask_file_bytes(masks, "a round of this study", {}))

@@ -7,10 +7,11 @@ Note      Losses at different masking rates are not comparable, and an encoder t
           is a linear probe of the hidden state at a letter. The probe predicts if the letter belongs to a comment,
           string, keyword or other name. It is tested on files that it was not trained on (pre-training saw these files
           without labels). The second task is the held-out loss at a mask rate of 15 % after the same short training at
-          this rate. This task is closer to BERT's pre-training than to that of the other encoders. All cases have the
-          same counted FLOPs in pre-training, including heads, decoders and optimizer. Texts are short: with 128 bytes,
-          BERT's run learned only byte frequencies in 300 steps (one seed). A second probe predicted the source package
-          of 32 bytes from the mean hidden state. It did not separate any encoder from an untrained encoder.
+          this rate. This task is closer to BERT's pre-training than to the pre-training of the other encoders. All
+          cases have the same counted FLOPs in pre-training, including heads, decoders and optimizer. Texts are short:
+          with 128 bytes, BERT's run learned only byte frequencies in 300 steps (one seed). A second probe predicted the
+          source package of 32 bytes from the mean hidden state. It did not separate any encoder from an untrained
+          encoder.
 """
 
 from collections.abc import Iterable

@@ -30,7 +30,7 @@ BUDGET = ("multipliers", "clock", "bandwidth")
 
 @dataclass(frozen=True)
 class LoweredWork:
-    """A layer's stream of items for a design, with the dense work and the density."""
+    """The stream of items of a layer for a design, with the layer's operations without a mask and its density."""
 
     name: str
     stream: ItemStream

@@ -20,7 +20,7 @@ from thrifty.simulators.accelerator.attention_trace import AttentionLayer, Atten
 LIMIT, SPARSE_LIMIT = 1e11, 1e10
 """Maximum number of timed operations, for all pairs and for kept pairs. Both take a few seconds on a small CPU."""
 AT_A_TIME = 2**13
-"""Number of pairs per gather of queries and keys, so that the gathered values fit the cache."""
+"""Number of pairs whose queries and keys are gathered at once, so that the gathered values fit the cache."""
 Operands = tuple[Tensor, Tensor, Tensor]
 
 

@@ -59,7 +59,8 @@ def _packaged(name: str) -> dict[str, Any]:
 
 
 def _elsa_bars() -> Iterator[tuple[PublishedClaim, Callable[[], float]]]:
-    """Yield each bar with its simulation: latency in three modes, and energy in the base mode and two modes."""
+    """Yield each bar of ELSA's charts with its simulation: latency in three modes, and energy in the base mode and two
+    modes."""
     for row in _packaged("published_elsa.toml")["workload"]:
         kept = {mode: (p, row["kept"][P.index(p)]) for mode, p in zip(MODES, row["p"], strict=True)}
         kept[BASE] = (0.0, 1.0)
@@ -124,7 +125,8 @@ def _a3_pace(iterations: float, candidates: float, tokens: int = 320) -> float:
 
 
 def _rate(design: str) -> float:
-    """Return the effective Gop/s for a power-law mask, as if all pairs were computed (128 multipliers, 1 GHz)."""
+    """Return the throughput on a power-law mask in Gop/s, with 128 multipliers at 1 GHz. All pairs count as
+    computed."""
     machine = limit_resources(find_machine(design), multipliers=128, clock=1e9)
     return simulate(machine, synthetic_trace("power-law", 0.2, heads=4, tokens=384)).dense_rate / 1e9
 

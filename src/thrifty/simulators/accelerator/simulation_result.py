@@ -80,7 +80,8 @@ class SimulationResult:
 
     @property
     def dense_rate(self) -> float:
-        """Effective throughput in operations/s, as if all pairs were computed; two per multiply-accumulate."""
+        """Throughput in operations/s. All pairs count as computed, and a multiply-accumulate counts as two
+        operations."""
         return 2 * sum(layer.dense_macs for layer in self.layers) / self.seconds
 
     @property

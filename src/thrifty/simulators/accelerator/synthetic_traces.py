@@ -18,7 +18,8 @@ def uniform(random: np.random.Generator, heads: int, tokens: int, density: float
 
 
 def balanced(random: np.random.Generator, heads: int, tokens: int, density: float) -> np.ndarray:
-    """Keep the same number of keys for each query, equally spaced from a random first key: the best case."""
+    """Keep the same number of keys for each query, equally spaced from a random first key: the best case for designs
+    that require balanced rows."""
     count = max(1, round(density * tokens))
     places = (np.arange(count) * tokens) // count
     first = random.integers(tokens, size=(heads, tokens, 1))

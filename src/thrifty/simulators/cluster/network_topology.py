@@ -17,7 +17,7 @@ class NetworkLink:
     latency: float
     """Seconds per step of a collective, for messages of any size."""
     bandwidth: float
-    """Bandwidth per device in bytes/s, sending and receiving at the same time."""
+    """Bandwidth per device in bytes/s, in each direction. Both directions work at the same time."""
     source: str
 
     def seconds(self, size: float) -> float:
