@@ -102,8 +102,8 @@ def look(source: str, examples: int, scores: Path | None, out: Path | None, as_j
 )
 @AS_JSON
 def preview(source: str, as_json: bool, **options: Any) -> None:
-    """Show which tokens of the conversations in SOURCE have a loss. SOURCE is a .jsonl or .json file, or a dataset by
-    name.
+    """Show which tokens of the conversations in SOURCE have a loss. SOURCE is a table, a folder of tables, or the name
+    of a dataset.
 
     Tokens with a loss are printed between ⟦ and ⟧, and green in a terminal.
     """

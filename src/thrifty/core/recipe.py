@@ -109,18 +109,18 @@ class AugmentationSettings:
 @dataclass(frozen=True)
 class DataSettings:
     source: str = "python-stdlib"
-    """Training data: a file (.txt, .jsonl, .parquet), a folder of text files, the name of a known data set, or
-    hub:owner/name.
+    """Training data: a text file, a table, a folder of text files and tables, the name of a known data set, or
+    hub:owner/name. A table is a .csv, .tsv, .jsonl, .json or .parquet file, or a folder of `save_to_disk`.
 
-    sequence_to_sequence also takes pairs: a .tsv, or a .jsonl with the fields "source" and "target". chat_answers takes
-    a .jsonl or .json of conversations, or a known data set of conversations. Objectives with labels take a .csv, .tsv,
-    .jsonl or .parquet of texts, a folder of such files named train and test, or hub:owner/name.
+    sequence_to_sequence also takes pairs: a .tsv file, or a table with the columns "source" and "target". chat_answers
+    takes a table of conversations, or a known data set of conversations. Objectives with labels take a table of texts,
+    a folder of tables named train and test, or hub:owner/name.
 
     classification also takes "digits", a known data set of images, or a folder with one subfolder of images per label.
     masked_reconstruction takes these sources, and any folder of images.
 
-    contrastive takes a known data set of images with captions, or a .jsonl, .tsv or .parquet with image names and
-    captions. It also takes a folder with such a table, or with one text file per image.
+    contrastive takes a known data set of images with captions, or a table with image names and captions. It also takes
+    a folder with such a table, or with one text file per image.
     """
     sources: Mapping[str, float] = field(default_factory=dict)
     """Several sources of plain text in place of `source`, each with its proportion of examples: {"wiki.txt" = 3, "code"
@@ -128,7 +128,7 @@ class DataSettings:
     separate: bool = False
     """next_token: mask attention between the documents of a row, and start each document at position 0."""
     column: str = "text"
-    """Text column of a .jsonl or .parquet; for images with captions, the caption column (default: common names)."""
+    """Text column of a table; for images with captions, the caption column (default: common names)."""
     pair_column: str = ""
     """Column of a pair's second text, for labeled texts. By default, common names are tried."""
     label_column: str = ""

@@ -5,7 +5,7 @@ from chat_runs import exchange, write_rows
 
 from thrifty.core.errors import UsageError
 from thrifty.data.catalogue import PYTHON_FUNCTIONS
-from thrifty.data.chat.conversation_sources import ConversationFile, PythonFunctions, conversations, open_conversations
+from thrifty.data.chat.conversation_sources import ConversationTable, PythonFunctions, conversations, open_conversations
 from thrifty.data.download.text_extractors import modern_verses
 from thrifty.data.text.python_sources import described_functions
 
@@ -27,6 +27,21 @@ def test_every_form_has_the_same_messages(tmp_path):
     assert read(write_rows(tmp_path / "a.jsonl", rows)) == expected
     (tmp_path / "a.json").write_text(json.dumps(rows))
     assert read(tmp_path / "a.json") == expected
+
+
+def test_conversations_are_read_from_every_table(tmp_path):
+    row, expected = exchange("How?", "So."), [exchange("How?", "So.")["messages"]]
+    (tmp_path / "a.csv").write_text("prompt;completion\nHow?;So.\n")
+    (tmp_path / "b.tsv").write_text('messages\n"' + json.dumps(row["messages"]).replace('"', '""') + '"\n')
+    write_rows(tmp_path / "c.jsonl", [row])
+    for name in ("a.csv", "b.tsv", "c.jsonl"):
+        assert read(tmp_path / name) == expected, name
+    assert read(tmp_path) == 3 * expected
+    datasets = pytest.importorskip("datasets")
+    saved = datasets.Dataset.from_list([row])
+    saved.save_to_disk(tmp_path / "saved")
+    saved.to_parquet(tmp_path / "d.parquet")
+    assert read(tmp_path / "saved") == read(tmp_path / "d.parquet") == expected
 
 
 def test_text_parts_of_a_turn_are_joined_others_refused(tmp_path):
@@ -105,7 +120,8 @@ def test_invalid_row_is_named_by_its_line(tmp_path, row, what):
 
 
 @pytest.mark.parametrize(
-    ("content", "what"), [("[1]", "row 1: a JSON int"), ("{}", "a JSON dict, not a list"), ("[", "not valid JSON")]
+    ("content", "what"),
+    [("[1]", "row 1: a JSON int"), ("{}", "no conversation, but the keys"), ("[", "not valid JSON")],
 )
 def test_invalid_list_is_refused(tmp_path, content, what):
     (tmp_path / "a.json").write_text(content)
@@ -119,7 +135,7 @@ def test_other_sources_than_conversations_are_refused(tmp_path):
         ("kjv", "'kjv' is of kind 'text', not a set of conversations"),
         ("smollm2-135m", "is of kind 'model'"),
         ("kjv-web", "not on this machine yet.*\n.*thrifty data get kjv-web"),
-        (str(tmp_path / "a.txt"), r"is not a .jsonl or .json file"),
+        (str(tmp_path / "a.txt"), r"is not a table or a folder of tables"),
         (str(tmp_path / "absent.jsonl"), "neither a file nor a known set"),
     ):
         with pytest.raises(UsageError, match=what):
@@ -128,9 +144,9 @@ def test_other_sources_than_conversations_are_refused(tmp_path):
 
 def test_a_file_that_changes_has_another_identity(tmp_path):
     path = write_rows(tmp_path / "a.jsonl", [exchange("a", "b")])
-    before = ConversationFile(path).identity()
+    before = ConversationTable((path,)).identity()
     write_rows(path, [exchange("a", "bb")])
-    assert ConversationFile(path).identity() != before
+    assert ConversationTable((path,)).identity() != before
 
 
 def test_docstrings_are_questions_for_functions(tmp_path):

@@ -97,6 +97,13 @@ def as_tsv_with_heading(root):
     return root / "all.tsv"
 
 
+def as_csv(root):
+    write_images(root)
+    rows = "".join(f'"number {n}";{n}.png\r\n' for n in range(COUNT))
+    (root / "all.csv").write_text(f"caption;image\r\n{rows}")
+    return root / "all.csv"
+
+
 def as_parquet_of_bytes(root):
     images = write_images(root)
     table = {"image": [{"bytes": path.read_bytes(), "path": None} for path in images], "also": [b"x"] * COUNT}
@@ -132,7 +139,7 @@ def as_list_in_order(root):
 
 
 WAYS = (
-    as_jsonl, as_base64, as_data_uris, as_hub_rows, as_tsv, as_tsv_with_heading, as_parquet_of_bytes,
+    as_jsonl, as_base64, as_data_uris, as_hub_rows, as_tsv, as_tsv_with_heading, as_csv, as_parquet_of_bytes,
     as_parquet_of_paths, as_folder_with_table, as_folder_of_both, as_list_in_order,
 )  # fmt: skip
 
@@ -353,9 +360,9 @@ def test_unreadable_tables_are_refused_with_a_fix(tmp_path):
     (tmp_path / "cut.parquet").write_bytes((tmp_path / "wrong.parquet").read_bytes()[:-9])
     with pytest.raises(UsageError, match="not a readable Parquet file"):
         prepared(tmp_path / "cut.parquet")
-    (tmp_path / "all.csv").write_text("0.png,x")
-    with pytest.raises(UsageError, match=r"cannot read captions from .csv files"):
-        prepared(tmp_path / "all.csv")
+    (tmp_path / "all.xml").write_text("0.png,x")
+    with pytest.raises(UsageError, match=r"cannot read captions from .xml files"):
+        prepared(tmp_path / "all.xml")
     with pytest.raises(UsageError, match="no such file or folder"):
         prepared(tmp_path / "nowhere")
     write_images(tmp_path / "bare", 1)

@@ -55,8 +55,9 @@ def test_parquet_yields_its_column(tmp_path):
     path = tmp_path / "a.parquet"
     parquet.write_table(arrow.table({"story": ["one", None, "two", " "], "n": [1, 2, 3, 4]}), path)
     assert read(path, "story") == ["one", "two"]
-    assert "no column 'text'; there are: n, story" in refused(path)
-    assert "holds int64, not text" in refused(path, "n")
+    message = refused(path)
+    assert "no column 'text'; there are: n, story" in message and "data.column=story" in message.replace('": "', "=")
+    assert "holds int, not text" in refused(path, "n")
 
 
 def test_parquet_string_types_and_duplicate_columns(tmp_path):
@@ -91,9 +92,9 @@ def test_folder_yields_sorted_text_files_as_documents(tmp_path):
 
 
 def test_a_folder_without_text_is_refused(tmp_path):
-    assert "no files and no text" in refused(tmp_path)
+    assert "no files" in refused(tmp_path)
     write(tmp_path / "picture.png", b"\x89PNG\0\0")
-    assert "1 binary files and no text" in refused(tmp_path)
+    assert f"no text, and 1 files are left out: {tmp_path}/picture.png: binary data" in refused(tmp_path)
 
 
 def test_a_missing_file_is_named(tmp_path):
@@ -109,9 +110,12 @@ def test_text_that_is_not_utf8_is_refused_with_its_line(tmp_path):
     assert "a.txt, line 2: byte 0xe9 is not UTF-8" in message and "iconv" in message
 
 
-@pytest.mark.parametrize("suffix", [".csv", ".json", ".gz"])
-def test_unsupported_formats_are_refused(tmp_path, suffix):
-    assert f"cannot read {suffix} files" in refused(write(tmp_path / f"a{suffix}", "x"))
+@pytest.mark.parametrize(
+    ("name", "command"), [("a.csv.gz", "gunzip -k"), ("a.jsonl.zst", "zstd -d"), ("my texts.zip", "unzip")]
+)
+def test_compressed_files_are_refused_with_a_command(tmp_path, name, command):
+    message = refused(write(tmp_path / name, b"\x1f\x8b\0"))
+    assert f"{name}: compressed files are not read" in message and f"fix: {command} " in message
 
 
 @pytest.mark.parametrize(
@@ -189,7 +193,7 @@ def test_damaged_saved_dataset_is_refused(damage: bytes, by: bytes, tmp_path: Pa
     content = file.read_bytes()
     place = content.rindex(by)
     file.write_bytes(content[:place] + damage + content[place + len(damage) :])
-    assert f"{tmp_path} cannot be read: " in (printed := refused(tmp_path)) and "save_to_disk" in printed
+    assert f"{file}' is not a readable Arrow file" in (printed := refused(tmp_path)) and "save_to_disk" in printed
 
 
 @pytest.mark.parametrize("splits", [False, True])
@@ -204,6 +208,23 @@ def test_saved_dataset_is_read_as_rows(splits: bool, tmp_path: Path) -> None:
     before = open_source(str(tmp_path / "saved")).identity()
     datasets.Dataset.from_dict({"text": ["three"], "body": [1]}).save_to_disk(tmp_path / "other")
     assert open_source(str(tmp_path / "other")).identity() != before
-    # among other files it is refused by name, not read as the JSON files that describe it
     (tmp_path / "more.txt").write_text("more")
-    assert f"in '{tmp_path}" in (printed := refused(str(tmp_path))) and "a data set of the datasets package" in printed
+    assert read(tmp_path) == ["more", "three", "one", "two"]  # the descriptions of the data sets are not read as text
+
+
+def test_a_damaged_folder_of_a_saved_dataset_is_named(tmp_path: Path) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"text": ["one", "two"]})
+    datasets.DatasetDict({"dev": rows}).save_to_disk(tmp_path / "dev")
+    assert "has the splits dev, but no split called train" in refused(tmp_path / "dev")
+    rows.save_to_disk(tmp_path / "cut")
+    (tmp_path / "cut" / "data-00000-of-00001.arrow").unlink()
+    assert "cut cannot be read: data-00000-of-00001.arrow is missing" in refused(tmp_path / "cut")
+    (tmp_path / "cut" / "state.json").write_text("{}")
+    assert "its description is damaged" in refused(tmp_path / "cut")
+
+
+def test_saved_dataset_without_pyarrow_names_the_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("datasets").Dataset.from_dict({"text": ["one"]}).save_to_disk(tmp_path)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    assert "pip install 'thrifty[parquet]'" in refused(tmp_path)

@@ -19,7 +19,10 @@ PAIRS = [(f"the whale number {n} swam past", f"{n} whales were seen, or {n * 7}"
 
 
 def write(path, pairs):
-    if path.suffix == ".tsv":
+    if path.suffix == ".csv":
+        rows = [f'"{source}","{target}"' for source, target in [("source", "target"), *pairs]]
+        path.write_text("\n".join(rows), encoding="utf-8")
+    elif path.suffix == ".tsv":
         path.write_text("".join(f"{source}\t{target}\n" for source, target in pairs), encoding="utf-8")
     else:
         rows = [json.dumps({"source": source, "target": target}) for source, target in pairs]
@@ -27,7 +30,7 @@ def write(path, pairs):
     return path
 
 
-@pytest.fixture(params=["pairs.tsv", "pairs.jsonl"])
+@pytest.fixture(params=["pairs.tsv", "pairs.jsonl", "pairs.csv"])
 def file(request, tmp_path):
     return write(tmp_path / request.param, PAIRS)
 

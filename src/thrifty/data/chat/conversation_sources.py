@@ -9,7 +9,7 @@
     {"instruction": "…", "input": "…", "output": "…"}                                            Alpaca; input optional
     {"prompt": "…", "completion": "…"}
 
-A .jsonl file has one conversation per line. A .json file has one list of all conversations.
+Each row of a table is a conversation (`data/text/row_tables.py`). In a .csv or .tsv file, "messages" is JSON.
 """
 
 import json
@@ -21,9 +21,10 @@ from typing import Any, NamedTuple, Protocol
 from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.data.catalogue import PYTHON_FUNCTIONS, entries
 from thrifty.data.chat.chat_template import Message
-from thrifty.data.text.document_sources import FetchedSet, FileSource
+from thrifty.data.text.document_sources import FetchedSet, FileSource, refuse_compressed
 from thrifty.data.text.python_sources import described_functions, python_files
-from thrifty.data.text.text_readers import check_characters, json_rows
+from thrifty.data.text.row_tables import Row, first_row, is_table, open_table, table_files
+from thrifty.data.text.text_readers import check_characters
 
 ROLES = {
     "human": "user",
@@ -48,7 +49,7 @@ class Conversation(NamedTuple):
 class ConversationSource(Protocol):
     """A source of conversations."""
 
-    def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def rows(self) -> Iterator[Row]:
         """Yield each conversation in a format of the module docstring, with its position. The order never changes."""
 
     def identity(self) -> str:
@@ -75,7 +76,7 @@ def read_messages(row: Mapping[str, Any], where: str) -> list[Message]:
     """Convert a row in any format of the module docstring to messages."""
     if "messages" in row or "conversations" in row:
         form = "messages" if "messages" in row else "conversations"
-        turns = row[form]
+        turns = _parsed(row[form], f"{where}: {form!r}") if str(row[form]).startswith("[") else row[form]
         if not isinstance(turns, list):
             raise UsageError(f"{where}: {form!r} holds {type(turns).__name__}, not a list", fix="write a list of turns")
         return [_turn(turn, f"{where}, turn {number}") for number, turn in enumerate(turns, start=1)]
@@ -161,40 +162,24 @@ def _text(row: Mapping[str, Any], key: str, where: str) -> str:
 
 
 @dataclass(frozen=True)
-class ConversationFile:
-    """A .jsonl file, or a .json file that contains one list."""
+class ConversationTable:
+    """The rows of one or several files."""
 
-    path: Path
+    files: tuple[Path, ...]
 
-    def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
-        yield from json_rows(self.path) if self.path.suffix.lower() == ".jsonl" else _json_list(self.path)
+    def rows(self) -> Iterator[Row]:
+        for file in self.files:
+            yield from open_table(file).rows
 
     def identity(self) -> str:
-        return FileSource((self.path,)).identity()
-
-
-def _json_list(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    try:
-        rows = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (ValueError, RecursionError) as error:
-        raise UsageError(
-            f"{path}: not valid JSON ({error})", fix="write a list of objects; or rename a file of JSON lines to .jsonl"
-        ) from None
-    if not isinstance(rows, list):
-        raise UsageError(f"{path}: a JSON {type(rows).__name__}, not a list", fix="write a list of objects")
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row, Mapping):
-            raise UsageError(
-                f"{path}, row {number}: a JSON {type(row).__name__}, not an object", fix=f"write rows with {FORMS}"
-            )
-        yield f"{path}, row {number}", row
+        return FileSource(self.files).identity()
 
 
 @dataclass(frozen=True)
 class PythonFunctions:
     """Python functions of the standard library and torch. The docstring is the question; the source is the answer."""
 
-    def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def rows(self) -> Iterator[Row]:
         for path in python_files():
             for number, (question, answer) in enumerate(described_functions(path), start=1):
                 yield f"{path}, function {number}", {"prompt": question, "completion": answer}
@@ -204,7 +189,7 @@ class PythonFunctions:
 
 
 def open_conversations(source: str) -> ConversationSource:
-    """Return the source for a name: a known data set of conversations, otherwise a .jsonl or .json file.
+    """Return the source for a name: a known data set of conversations, otherwise a table or a folder of tables.
 
     Raises UsageError for any other name.
     """
@@ -221,17 +206,20 @@ def open_conversations(source: str) -> ConversationSource:
             raise UsageError(f"the set {source!r} is not on this machine yet", fix=f"thrifty data get {source}")
         return FetchedSet(known)
     path = Path(source).expanduser()
-    if not path.is_file() or path.suffix.lower() not in (".jsonl", ".json"):
-        what = "is not a .jsonl or .json file" if path.exists() else "is neither a file nor a known set"
-        raise UsageError(f"{source!r} {what} of conversations", fix=f"set data.source to a file of rows with {FORMS}")
-    return ConversationFile(path)
+    refuse_compressed(path)
+    files = table_files(path)
+    if path.is_dir() and not files:
+        files = tuple(file for file in sorted(path.iterdir()) if is_table(file))
+    if not files or not path.exists():
+        what = "is not a table or a folder of tables" if path.exists() else "is neither a file nor a known set"
+        raise UsageError(f"{source!r} {what} of conversations", fix=f"set data.source to a table of rows with {FORMS}")
+    return ConversationTable(files)
 
 
 def holds_conversations(source: str) -> bool:
-    """Return True for a .jsonl or .json file that begins with a conversation in a known format."""
-    if Path(source).suffix not in (".jsonl", ".json"):
-        return False
+    """Return True for a table that begins with a conversation in a known format."""
+    row = first_row(Path(source).expanduser())
     try:
-        return next(conversations(open_conversations(source)), None) is not None
+        return bool(row) and bool(read_messages(row, source))
     except UsageError:
         return False

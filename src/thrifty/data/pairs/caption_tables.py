@@ -1,4 +1,4 @@
-"""Tables of images with captions: .jsonl, .tsv and .parquet files.
+"""Tables of images with captions.
 
 The image of a row is in one of the columns `IMAGES` or `CONTENTS`:
 
@@ -20,10 +20,11 @@ from typing import Any, NoReturn
 
 from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.data.images.image_listing import PART_FOLDERS, is_image_name
-from thrifty.data.text.text_readers import arrow_for, check_characters, json_rows, lines, open_parquet
+from thrifty.data.text.row_tables import arrow_for, open_arrow, open_table
+from thrifty.data.text.text_readers import check_characters, lines
 from thrifty.data.train_split import DataSplit
 
-TABLES = (".jsonl", ".tsv", ".parquet")
+TABLES = (".jsonl", ".csv", ".tsv", ".parquet")
 IMAGES = ("image", "image_path", "path", "file_name", "filename", "filepath", "file")
 CONTENTS = ("bytes", "image_bytes", "base64", "image_base64")
 CAPTIONS = ("caption", "captions", "text", "texts", "title", "description")
@@ -167,9 +168,9 @@ def _refuse_columns(row: Mapping[str, Any], image: str | None, column: str, wher
 
 
 def _dictionaries(path: Path, column: str) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    if path.suffix.lower() == ".jsonl":
-        return json_rows(path)
-    return _parquet(path, column) if path.suffix.lower() == ".parquet" else _tab_separated(path, column)
+    if path.suffix.lower() == ".parquet":
+        return _parquet(path, column)
+    return _tab_separated(path, column) if path.suffix.lower() == ".tsv" else iter(open_table(path).rows)
 
 
 def _tab_separated(path: Path, column: str) -> Iterator[tuple[str, dict[str, str]]]:
@@ -195,24 +196,21 @@ def _tab_separated(path: Path, column: str) -> Iterator[tuple[str, dict[str, str
 
 def _parquet(path: Path, column: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the rows of a .parquet file. Read only the required columns."""
-    with open_parquet(path) as file:
-        names = dict.fromkeys(file.schema_arrow.names)
-        image, caption = _first(names, (*IMAGES, *CONTENTS)), _captions_column(names, column)
-        if image is None or caption is None:
-            _refuse_columns(names, image, column, str(path))
-        required = [name for name in (image, caption, SPLIT) if name in names]
-        batches = file.iter_batches(batch_size=64, columns=required)
-        for number, row in enumerate((row for rows in batches for row in rows.to_pylist()), start=1):
-            yield f"{path}, row {number}", row
+    with open_arrow(path) as (schema, _):
+        names = dict.fromkeys(schema.names)
+    image, caption = _first(names, (*IMAGES, *CONTENTS)), _captions_column(names, column)
+    if image is None or caption is None:
+        _refuse_columns(names, image, column, str(path))
+    yield from open_table(path, [name for name in (image, caption, SPLIT) if name in names]).rows
 
 
 def _names_files(path: Path) -> bool:
     """Return True if the images of a Parquet file may be paths instead of bytes."""
     types = arrow_for(path).types
     try:
-        with open_parquet(path) as file:
-            image = _first(dict.fromkeys(file.schema_arrow.names), (*IMAGES, *CONTENTS))
-            kind = None if image is None else file.schema_arrow.field(image).type
+        with open_arrow(path) as (schema, _):
+            image = _first(dict.fromkeys(schema.names), (*IMAGES, *CONTENTS))
+            kind = None if image is None else schema.field(image).type
             return kind is not None and not types.is_binary(kind) and not types.is_large_binary(kind)
     except UsageError:
         return False  # reading rows raises the error

@@ -2,7 +2,7 @@
 
 A folder contains captions in one of these forms:
 
-- a table: captions.jsonl, captions.tsv, captions.parquet or metadata.jsonl;
+- a table: captions or metadata with the suffix .jsonl, .csv, .tsv or .parquet;
 - captions.txt with a line for each image, in the order of the file names;
 - a text file for each image, with the same name and one caption per line.
 
@@ -28,7 +28,7 @@ from thrifty.data.pairs.caption_tables import TABLES, CaptionedRow, is_table, ta
 from thrifty.data.skipped_files import printable
 from thrifty.data.text.text_readers import lines
 
-NAMED_TABLES = ("captions.jsonl", "captions.tsv", "captions.parquet", "metadata.jsonl")
+NAMED_TABLES = tuple(f"{name}{suffix}" for name in ("captions", "metadata") for suffix in TABLES)
 IN_ORDER = "captions.txt"
 ANY_COLUMN = "text"
 """Default of `data.column`. Captions may then be in any known column."""
@@ -69,7 +69,7 @@ def open_captioned(source: str, column: str) -> CaptionedSource:
         )
     if path.is_file():
         raise UsageError(
-            f"{path}: cannot read captions from {path.suffix} files", fix="convert it to .jsonl, .tsv or .parquet"
+            f"{path}: cannot read captions from {path.suffix} files", fix="convert it to .jsonl, .csv, .tsv or .parquet"
         )
     raise UsageError(
         f"{source}: no such file or folder", fix="set data.source to a path; or to a set of `thrifty data list`"
@@ -78,7 +78,7 @@ def open_captioned(source: str, column: str) -> CaptionedSource:
 
 @dataclass(frozen=True)
 class CaptionTable:
-    """A .jsonl, .tsv or .parquet file. Relative image paths start at the folder of the file."""
+    """A table of images with captions. Relative image paths start at the folder of the file."""
 
     path: Path
     column: str = ""

@@ -7,6 +7,8 @@ contents of files change; the identity of a hub data set is its name.
 
 import hashlib
 import os
+import shlex
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -20,19 +22,25 @@ from thrifty.data.catalogue import PYTHON_STDLIB, CatalogueEntry, entries
 from thrifty.data.fetched_sets import DOCUMENTS, find_damage, read_origin
 from thrifty.data.skipped_files import SkippedFiles
 from thrifty.data.text.python_sources import python_files
-from thrifty.data.text.text_readers import (
+from thrifty.data.text.row_tables import (
+    Row,
     check_column,
-    json_lines,
+    is_saved_dataset,
+    is_table,
     json_rows,
-    looks_binary,
-    parquet_rows,
+    open_table,
     row_texts,
-    text_passages,
-    whole_text,
+    saved_splits,
+    table_files,
 )
+from thrifty.data.text.text_readers import foreign_content, lines, text_passages, whole_text
 
-TABLES = {".jsonl": json_lines, ".parquet": parquet_rows}
-UNREAD = {".csv", ".tsv", ".json", ".arrow", ".gz", ".zst", ".zip", ".tar"}
+BINARY_TABLES = (".parquet", ".arrow")
+COMPRESSED = {
+    ".gz": "gunzip -k", ".zst": "zstd -d", ".bz2": "bunzip2 -k", ".xz": "xz -dk", ".zip": "unzip", ".tar": "tar -xf",
+    ".tgz": "tar -xf",
+}  # fmt: skip
+"""Command that unpacks each format."""
 
 
 class DocumentSource(Protocol):
@@ -60,23 +68,30 @@ def open_source(source: str, column: str = "text") -> DocumentSource:
     if source in entries():
         return _named(entries()[source])
     path = Path(source).expanduser()
-    if path.is_dir() and is_saved_dataset(path):
-        return SavedDataset(str(path), column)
     if path.is_dir():
+        if is_saved_dataset(path):
+            return FileSource(table_files(path), column)
         unread: dict[Path, str] = {}
         return FileSource(_files_below(path, unread), column, folder=True, unread=unread)
     if path.is_file():
-        if path.suffix.lower() in UNREAD:
-            raise UsageError(f"{path}: cannot read {path.suffix} files", fix="convert it to .jsonl, .parquet or .txt")
+        refuse_compressed(path)
         return FileSource((path,), column)
     raise _nothing_there(source)
 
 
+def refuse_compressed(path: Path) -> None:
+    """Raise UsageError for a compressed file or an archive."""
+    if unpack := COMPRESSED.get(path.suffix.lower()):
+        raise UsageError(
+            f"{path}: compressed files are not read", fix=f"{unpack} {shlex.quote(str(path))}; then pass the result"
+        )
+
+
 @dataclass(frozen=True)
 class FileSource(DocumentSource):
-    """A sequence of files: .jsonl and .parquet files are read row by row, other files as text.
+    """A sequence of files: tables are read row by row, other files as text.
 
-    Unreadable text files of a folder are left out.
+    Unreadable files of a folder are left out.
     """
 
     files: tuple[Path, ...]
@@ -84,27 +99,41 @@ class FileSource(DocumentSource):
     folder: bool = False
     """True if each text file is one document. A text file outside a folder is cut into passages."""
     unread: dict[Path, str] = field(default_factory=dict, compare=False)
-    """Files of the folder that are left out, each with the reason."""
+    """Files of the folder that are left out, each with the reason; files that were checked have an empty reason."""
 
     def documents(self) -> Iterator[str]:
         for path in self.files:
-            if table := TABLES.get(path.suffix.lower()):
-                yield from table(path, self.column)
+            if self.folder and self._problem(path):
+                continue
+            if self._has_rows(path):
+                yield from row_texts(open_table(path, (self.column,)).rows, self.column)
             else:
-                yield from self._document(path) if self.folder else text_passages(path)
+                yield from whole_text(path) if self.folder else text_passages(path)
+        if all(map(self.unread.get, self.files)):
+            raise UsageError(f"no text, and {self.left_out()}", fix="--set data.column=NAME; or save files as UTF-8")
 
-    def _document(self, path: Path) -> list[str]:
-        try:
-            return list(whole_text(path))
-        except UsageError as error:
-            self.unread[path] = error.what.removeprefix(f"{path}").lstrip(", :")
-            return []
+    def _has_rows(self, path: Path) -> bool:
+        """Return True for a table. In a folder, a .json file is a text, because it is often a file of settings."""
+        return is_table(path) and not (self.folder and path.suffix.lower() == ".json")
+
+    def _problem(self, path: Path) -> str:
+        """Return why a file of a folder is left out: it is no UTF-8 text, or a table without the column of texts."""
+        if path not in self.unread:
+            self.unread[path] = ""
+            try:
+                if path.suffix.lower() not in BINARY_TABLES:
+                    deque(lines(path), maxlen=0)
+                if self._has_rows(path) and (first := next(iter(open_table(path).rows), None)):
+                    check_column(self.column, first[1], first[0])
+            except UsageError as error:
+                self.unread[path] = error.what.removeprefix(f"{path}").lstrip(", :")
+        return self.unread[path]
 
     def identity(self) -> str:
         return _file_states(self.files)
 
     def left_out(self) -> str:
-        return _left_out(self.unread) if self.unread else ""
+        return _left_out(self.unread)
 
 
 @dataclass(frozen=True)
@@ -116,7 +145,7 @@ class FetchedSet(DocumentSource):
     def documents(self) -> Iterator[str]:
         return row_texts(self.rows(), "text")
 
-    def rows(self) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    def rows(self) -> Iterator[Row]:
         if damage := find_damage(self.entry):
             raise IntegrityError(f"{self.entry.folder}: {damage}", fix=f"thrifty data get {self.entry.name}")
         return json_rows(self.entry.folder / DOCUMENTS)
@@ -177,35 +206,6 @@ class HubSource(DocumentSource):
         return _hash(self.label)
 
 
-@dataclass(frozen=True)
-class SavedDataset(HubSource):
-    """A folder written by `save_to_disk` of `datasets`: the data set, or its training split."""
-
-    remedy: ClassVar[str] = "write the folder again with `save_to_disk`, with a split called train if it has splits"
-
-    @property
-    def label(self) -> str:
-        return self.dataset
-
-    def training_rows(self, datasets: ModuleType) -> Any:
-        return self.all_rows(datasets)["train"]
-
-    def all_rows(self, datasets: ModuleType) -> Mapping[str, Any]:
-        rows = datasets.load_from_disk(self.dataset)
-        splits = rows if isinstance(rows, dict) else {"train": rows}
-        for each in splits.values():
-            each.data.validate(full=True)  # in a damaged file, offsets may point beyond the end
-        return splits
-
-    def identity(self) -> str:
-        return _file_states(sorted(path for path in Path(self.dataset).rglob("*") if path.is_file()))
-
-
-def is_saved_dataset(folder: Path) -> bool:
-    parts = ("dataset_info.json", "state.json")
-    return (folder / "dataset_dict.json").is_file() or all((folder / part).is_file() for part in parts)
-
-
 _NO_TEXT = {
     "model": ("a pretrained model", "set data.source to a text set, see `thrifty data list`"),
     "chats": ("a set of conversations", "set objective.name = chat_answers"),
@@ -233,41 +233,44 @@ def _named(entry: CatalogueEntry) -> DocumentSource:
 
 
 def _files_below(folder: Path, unread: dict[Path, str]) -> tuple[Path, ...]:
-    """Return all files below a folder in sorted order, except hidden files and binary files other than .parquet.
+    """Return all files below a folder in sorted order, except hidden files.
 
-    Unreadable files are added to `unread`.
+    Of a `save_to_disk` folder, the files of the training split are returned. Unreadable files are added to `unread`.
     """
     files: list[Path] = []
     for root, inner, names in os.walk(folder):
         if is_saved_dataset(Path(root)):
-            what = f"{str(folder)!r} holds a data set of the datasets package in {root!r}, and other files or sets"
-            raise UsageError(what, fix=f"--data {root}")
+            inner.clear()
+            files += saved_splits(Path(root))["train"]
+            continue
         inner[:] = sorted(name for name in inner if not name.startswith("."))
         files += [Path(root, name) for name in sorted(names) if not name.startswith(".")]
     text = tuple(path for path in files if _may_be_text(path, unread))
     if not text:
-        binary = len(files) - len(unread)
-        kinds = f"{binary} binary files" if binary else "no files" if not files else ""
-        what = " and ".join(filter(None, (kinds, "no text"))) + (f", and {_left_out(unread)}" if unread else "")
-        raise UsageError(f"{folder}: {what}", fix="set data.source to a folder of .txt, .jsonl or .parquet files")
+        what = f"no text, and {_left_out(unread)}" if unread else "no files"
+        raise UsageError(f"{folder}: {what}", fix="set data.source to a folder of text files or tables")
     return text
 
 
 def _left_out(unread: Mapping[Path, str]) -> str:
+    """Return a line that counts and names files. Files without a reason are not left out."""
     skipped = SkippedFiles()
     for path, why in unread.items():
-        skipped.add(path, why)
-    return f"{skipped.count} files are left out: {skipped}"
+        if why:
+            skipped.add(path, why)
+    return f"{skipped.count} files are left out: {skipped}" if skipped.count else ""
 
 
 def _may_be_text(path: Path, unread: dict[Path, str]) -> bool:
     try:
-        return not looks_binary(path) or path.suffix.lower() in TABLES
+        why = "" if path.suffix.lower() in BINARY_TABLES and path.is_file() else foreign_content(path)
     except UsageError as error:
-        unread[path] = error.what.removeprefix(f"{path} ")
+        why = error.what.removeprefix(f"{path} ")
     except OSError as error:
-        unread[path] = error.strerror or "cannot be read"
-    return False
+        why = error.strerror or "cannot be read"
+    if why:
+        unread[path] = "compressed" if path.suffix.lower() in COMPRESSED else why
+    return not why
 
 
 def _nothing_there(source: str) -> UsageError:

@@ -1,15 +1,11 @@
-"""Rows of texts and labels from .csv, .tsv, .jsonl and .parquet files, folders of files, and map-style datasets.
+"""Rows of texts and labels from tables, folders of tables, and map-style datasets.
 
 Files in a folder are named by part, such as train.csv and test.csv.
 """
 
-import csv
-import json
 import math
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,8 +13,9 @@ import numpy as np
 
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import DataSettings
-from thrifty.data.text.document_sources import HUB, HubSource, SavedDataset, is_saved_dataset
-from thrifty.data.text.text_readers import LONGEST_LINE, check_characters, json_rows, open_parquet
+from thrifty.data.text.document_sources import HUB, HubSource, refuse_compressed
+from thrifty.data.text.row_tables import Table, is_saved_dataset, is_table, open_table, saved_splits
+from thrifty.data.text.text_readers import check_characters
 from thrifty.data.train_split import DataSplit
 
 TEXTS = (
@@ -47,29 +44,25 @@ class LabelledRow(NamedTuple):
     """Position of the row, for messages."""
 
 
-@dataclass
-class Table:
-    """Rows with their positions for messages. `classes` has the class names of each column with class numbers."""
-
-    name: str
-    rows: Iterable[tuple[str, Mapping[str, Any]]]
-    classes: Mapping[str, Sequence[str]] = field(default_factory=dict)
-
-
 def open_tables(source: str) -> dict[DataSplit, list[Table]]:
     """Return the tables of a source by part. A source without a held-out part has only a training part.
 
     Raises UsageError if there is no table.
     """
     path = Path(source).expanduser()
-    if source.startswith(HUB) or (path.is_dir() and is_saved_dataset(path)):
-        return _datasets(source, path)
-    if path.is_file():
-        return {DataSplit.TRAIN: [_file(path)]}
-    files = sorted(file for file in path.iterdir() if file.suffix.lower() in _READERS) if path.is_dir() else []
-    if parts := _parts({file.name: file for file in files}):
-        return {part: [_file(file) for file in chosen] for part, chosen in parts.items()}
-    what = "has no file such as train.csv" if path.is_dir() else "is neither a file, a folder nor hub:owner/name"
+    if source.startswith(HUB):
+        splits = HubSource(source.removeprefix(HUB), "").splits()
+        return {part: [dataset_table(chosen[0], source)] for part, chosen in _parts(splits, source).items()}
+    if path.is_dir() and is_saved_dataset(path):
+        parts = _parts(saved_splits(path), source)
+        return {part: [open_table(file) for file in chosen[0]] for part, chosen in parts.items()}
+    if path.is_dir():
+        files = {file.name: file for file in sorted(path.iterdir()) if is_table(file)}
+        return {part: [open_table(file) for file in chosen] for part, chosen in _parts(files, source).items()}
+    refuse_compressed(path)
+    if path.is_file() and is_table(path):
+        return {DataSplit.TRAIN: [open_table(path)]}
+    what = "is not a table of texts with labels" if path.exists() else "is neither a file, a folder nor hub:owner/name"
     raise UsageError(f"{source!r} {what}", fix=f"set data.source to {FORMS}, or a folder with train.csv and test.csv")
 
 
@@ -216,10 +209,10 @@ def _number(value: Any, where: str) -> float | None:
     return number
 
 
-def _parts(named: Mapping[str, Any]) -> dict[DataSplit, list[Any]]:
-    """Group values by part: each name begins with a prefix in PARTS. Return {} without a training part.
+def _parts(named: Mapping[str, Any], source: str) -> dict[DataSplit, list[Any]]:
+    """Group files or splits by part: each name begins with a prefix in PARTS.
 
-    If several held-out prefixes occur, the first prefix in PARTS is used.
+    If several held-out prefixes occur, the first prefix in PARTS is used. Raises UsageError without a training part.
     """
     by_word = {
         word: [each for name, each in named.items() if name.lower().startswith(word)]
@@ -227,68 +220,9 @@ def _parts(named: Mapping[str, Any]) -> dict[DataSplit, list[Any]]:
         for word in words
     }
     first = {part: next((by_word[word] for word in words if by_word[word]), []) for part, words in PARTS.items()}
-    return {part: each for part, each in first.items() if each} if first[DataSplit.TRAIN] else {}
-
-
-def _datasets(source: str, path: Path) -> dict[DataSplit, list[Table]]:
-    kind = HubSource(source.removeprefix(HUB), "") if source.startswith(HUB) else SavedDataset(str(path), "")
-    splits = kind.splits()
-    if parts := _parts(splits):
-        return {part: [dataset_table(chosen[0], source)] for part, chosen in parts.items()}
-    raise UsageError(
-        f"{source!r} has the splits {', '.join(splits)}, but no split called train",
-        fix="save the data set with a split called train",
-    )
-
-
-def _file(path: Path) -> Table:
-    reader = _READERS.get(path.suffix.lower())
-    if reader is None:
-        raise UsageError(f"{str(path)!r} is not a table of texts with labels", fix=f"set data.source to {FORMS}")
-    return reader(path)
-
-
-def _separated(path: Path, separator: str) -> Table:
-    def rows() -> Iterator[tuple[str, Mapping[str, Any]]]:
-        try:
-            with path.open(encoding="utf-8-sig", newline="") as file:
-                reader = csv.DictReader(file, delimiter=separator, strict=True)
-                for row in reader:
-                    where = f"{path}, line {reader.line_num}"
-                    if None in row or None in row.values():
-                        what = f"{where}: the number of columns differs from the heading"
-                        raise UsageError(what, fix=f"quote texts that contain {separator!r}")
-                    yield where, row
-        except (csv.Error, UnicodeDecodeError) as error:
-            raise UsageError(f"{str(path)!r} is not a readable table: {error}", fix="save it as CSV in UTF-8") from None
-
-    csv.field_size_limit(LONGEST_LINE)
-    return Table(str(path), rows())
-
-
-def _parquet(path: Path) -> Table:
-    with open_parquet(path) as file:
-        metadata = (file.schema_arrow.metadata or {}).get(b"huggingface", b"{}")
-    classes = {}
-    with suppress(ValueError, AttributeError, KeyError, TypeError):  # metadata of another library
-        features = json.loads(metadata)["info"]["features"]
-        inner = {column: feature.get("feature", feature) for column, feature in features.items()}
-        classes = {column: list(each["names"]) for column, each in inner.items() if "names" in each}
-
-    def rows() -> Iterator[tuple[str, Mapping[str, Any]]]:
-        with open_parquet(path) as file:
-            number = 0
-            for batch in file.iter_batches(batch_size=1024):
-                for row in batch.to_pylist():
-                    number += 1
-                    yield f"{path}, row {number}", row
-
-    return Table(str(path), rows(), classes)
-
-
-_READERS: dict[str, Callable[[Path], Table]] = {
-    ".jsonl": lambda path: Table(str(path), json_rows(path)),
-    ".csv": lambda path: _separated(path, ","),
-    ".tsv": lambda path: _separated(path, "\t"),
-    ".parquet": _parquet,
-}
+    if not first[DataSplit.TRAIN]:
+        raise UsageError(
+            f"{source!r} has no file or split such as train.csv; there are: {', '.join(named) or 'none'}",
+            fix="rename the training file or split to train",
+        )
+    return {part: each for part, each in first.items() if each}

@@ -1,9 +1,9 @@
-"""Padded examples from pairs of source and target texts in a .tsv or .jsonl file."""
+"""Padded examples from pairs of source and target texts in a table."""
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -14,7 +14,8 @@ from thrifty.core.batches import ExampleIndex
 from thrifty.core.errors import UsageError
 from thrifty.data.epoch_sampler import fingerprint
 from thrifty.data.text.document_sources import DocumentSource, FileSource
-from thrifty.data.text.text_readers import check_characters, json_rows, lines
+from thrifty.data.text.row_tables import first_row, open_table, table_files
+from thrifty.data.text.text_readers import check_characters, lines
 
 SIDES = ("source", "target")
 SEPARATOR = "\0"
@@ -22,34 +23,24 @@ SEPARATOR = "\0"
 
 
 def holds_pairs(source: str) -> bool:
-    """Return True if a source is a file of pairs: a .tsv, or a .jsonl whose first row has both sides."""
+    """Return True if a source is a .tsv file, or another table whose first row has both sides."""
     path = Path(source).expanduser()
-    if not path.is_file() or path.suffix.lower() not in (".tsv", ".jsonl"):
-        return False
-    return path.suffix.lower() == ".tsv" or _is_pair(next((line for _, line in lines(path) if line.strip()), ""))
-
-
-def _is_pair(line: str) -> bool:
-    try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
-        return False
-    return isinstance(row, dict) and all(side in row for side in SIDES)
+    return (path.is_file() and path.suffix.lower() == ".tsv") or all(side in first_row(path) for side in SIDES)
 
 
 @dataclass(frozen=True)
 class PairFile(DocumentSource):
-    """A file of pairs: a .tsv file of two columns, or a .jsonl file of rows with "source" and "target".
+    """A file of pairs: a .tsv file of two columns, or another table with the columns "source" and "target".
 
-    A first line with the words source, tab, target is a heading. Pairs with a blank source or target are skipped. Pairs
-    with the same source belong to the same part of the split. Raises UsageError with the line number for a line that is
-    not a pair.
+    In a .tsv file, quotes have no meaning, and a first line with the words source, tab, target is a heading. Pairs with
+    a blank source or target are skipped. Pairs with the same source belong to the same part of the split. Raises
+    UsageError with the line number for a line that is not a pair.
     """
 
     path: Path
 
     def documents(self) -> Iterator[str]:
-        read = _tab_separated if self.path.suffix.lower() == ".tsv" else _json_pairs
+        read = _tab_separated if self.path.suffix.lower() == ".tsv" else _pairs
         for where, pair in read(self.path):
             if any(SEPARATOR in text for text in pair):
                 raise UsageError(f"{where}: a NUL character in the text", fix="remove the character")
@@ -57,7 +48,7 @@ class PairFile(DocumentSource):
                 yield SEPARATOR.join(pair)
 
     def identity(self) -> str:
-        return "pairs split by source " + FileSource((self.path,)).identity()
+        return "pairs split by source " + FileSource(table_files(self.path)).identity()
 
 
 def _tab_separated(path: Path) -> Iterator[tuple[str, list[str]]]:
@@ -72,11 +63,11 @@ def _tab_separated(path: Path) -> Iterator[tuple[str, list[str]]]:
         yield f"{path}, line {number}", pair
 
 
-def _json_pairs(path: Path) -> Iterator[tuple[str, list[str]]]:
-    for where, row in json_rows(path):
+def _pairs(path: Path) -> Iterator[tuple[str, list[str]]]:
+    for where, row in chain.from_iterable(open_table(file, SIDES).rows for file in table_files(path)):
         pair = [row.get(side) for side in SIDES]
         if not all(isinstance(text, str | None) for text in pair) or not all(side in row for side in SIDES):
-            raise UsageError(f"{where}: not a pair", fix='write {"source": "...", "target": "..."} per line')
+            raise UsageError(f"{where}: not a pair", fix="write rows with source and target")
         texts = [text or "" for text in pair]
         for side, text in zip(SIDES, texts, strict=True):
             check_characters(text, f"{where}: {side!r}")
