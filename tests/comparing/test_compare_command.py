@@ -137,6 +137,18 @@ def test_page_names_the_device_of_the_runs(tmp_path: Path) -> None:
     assert "<td>cuda:0</td>" in render(data)
 
 
+def test_page_begins_with_verdict_and_chart(tmp_path: Path) -> None:
+    typed(*SWAP, "--seeds", "8", "--rate-trials", "1", "--budget", "40steps", "--name", "race")
+    page = (tmp_path / "runs" / "race" / "report.html").read_text()
+    headline, curves, differences, tables = (
+        page.index(words)
+        for words in ("lion is worse than the baseline", ">Held-out loss over time<", ">Differences<", ">Measurements<")
+    )
+    assert headline < curves < differences < tables
+    assert page.index("<table") > tables and "<details><summary>All runs" in page
+    assert "energy" not in page, "columns without values are omitted"
+
+
 def test_page_has_no_script_and_no_external_links(tmp_path: Path) -> None:
     typed(
         "--variant",
@@ -151,5 +163,5 @@ def test_page_has_no_script_and_no_external_links(tmp_path: Path) -> None:
     page = (tmp_path / "runs" / "race" / "report.html").read_text()
     assert "<script" not in page and not re.findall(r"""(?:src|href)=["'](?!#)""", page)
     assert "default-src 'none'" in page
-    assert page.count("<svg") == 2 and "&lt;script&gt;alert(1)" in page
+    assert page.count("<svg") == 4 and "&lt;script&gt;alert(1)" in page
     assert os.listdir("runs/race").count("report.html") == 1

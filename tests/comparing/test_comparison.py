@@ -354,7 +354,7 @@ def test_judged_metric_is_shown_in_tables_and_charts(tmp_path: Path) -> None:
         head,
         baseline,
     )
-    (differences, caption, _), (curves, _, drawn) = charts(content)
+    (curves, _, drawn), (differences, caption, _) = charts(content)
     assert differences == "Differences" and "Right of the line, a variant is better" in caption
     assert curves == "Held-out accuracy over time" and '"loss": 1.0' in drawn.to_json(indent=None)
     low, high = (found_difference(content, "batch 16")[end] for end in ("low", "high"))  # type: ignore[index]

@@ -1,6 +1,8 @@
-"""Charts of a comparison as SVG with CSS colors: paired differences, and losses over time."""
+"""Charts of a comparison as SVG with CSS colors: losses over time, and paired differences."""
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from statistics import fmean
 from typing import Any
 
 import altair as alt
@@ -12,14 +14,18 @@ BASELINE = "baseline"
 SERIES = ("control", "train", "held-out", "trained", "bad")
 """Palette colors. The first color is the baseline's. Variants after the last color repeat colors with dashed lines."""
 DASHES = ([1, 0], [6, 3], [2, 2], [8, 2, 2, 2])
+WIDE, NARROW = 960, 270
+"""Widths of the plot in pixels, on a desktop and on a phone."""
+BEGINNING = 0.15
+"""Fraction of the time axis whose higher losses are cut off."""
 Comparison = Mapping[str, Any]
 """Content of comparison.json."""
 
 
-def charts(data: Comparison) -> list[tuple[str, str, alt.LayerChart]]:
-    """Return the title, text alternative and chart of each figure."""
+def charts(data: Comparison, width: int = WIDE) -> list[tuple[str, str, alt.LayerChart]]:
+    """Return the title, text alternative and chart of each figure. `width` is the width of the plot in pixels."""
     done = [entry for entry in data["runs"] if "seed" in entry and entry["status"] == "finished"]
-    return [chart for chart in [_differences(data, done), _curves(data, done)] if chart is not None]
+    return [chart for chart in [_curves(data, done, width), _differences(data, done, width)] if chart is not None]
 
 
 def judged_of(data: Comparison) -> str:
@@ -48,7 +54,9 @@ def _is_lower_better(data: Comparison) -> bool:
     return judged_of(data) == "loss" if lower is None else lower
 
 
-def _differences(data: Comparison, done: Sequence[Mapping[str, Any]]) -> tuple[str, str, alt.LayerChart] | None:
+def _differences(
+    data: Comparison, done: Sequence[Mapping[str, Any]], width: int
+) -> tuple[str, str, alt.LayerChart] | None:
     judged = judged_of(data)
     values = {(entry["arm"], entry["seed"]): judged_value(entry, judged) for entry in done}
     losses = {place: value for place, value in values.items() if value is not None}
@@ -61,7 +69,7 @@ def _differences(data: Comparison, done: Sequence[Mapping[str, Any]]) -> tuple[s
     means = [{"arm": label, **one} for label, one in differences.items() if one and one["low"] is not None]
     if not pairs:
         return None
-    y = alt.Y("arm:N", title=None, sort=None, axis=alt.Axis(labelLimit=320))
+    y = alt.Y("arm:N", title=None, sort=None, axis=alt.Axis(labelLimit=width // 3))
     zero = alt.Chart(alt.Data(values=[{"zero": 0}])).mark_rule(style="reference").encode(x="zero:Q")
     dots = alt.Chart(alt.Data(values=pairs)).mark_circle(size=45, color=css_variable("faint"), opacity=1)
     x = alt.X("difference:Q", title=f"held-out {judged} minus baseline, per pair", axis=alt.Axis(tickCount=6))
@@ -70,41 +78,53 @@ def _differences(data: Comparison, done: Sequence[Mapping[str, Any]]) -> tuple[s
         base = alt.Chart(alt.Data(values=means)).encode(y=y)
         layers.append(base.mark_rule(strokeWidth=2.5, color=css_variable("train")).encode(x="low:Q", x2="high:Q"))
         layers.append(base.mark_tick(thickness=3, size=18, color=css_variable("train")).encode(x="mean:Q"))
-    chart = alt.layer(*layers).properties(width=640, height=alt.Step(46))
+    chart = alt.layer(*layers).properties(width=width, height=alt.Step(46))
     better = "Left" if _is_lower_better(data) else "Right"
     caption = f"Dots are pairs; the bar is the interval of their mean. {better} of the line, a variant is better."
     return "Differences", caption, chart
 
 
-def _curves(data: Comparison, done: Sequence[Mapping[str, Any]]) -> tuple[str, str, alt.LayerChart] | None:
+def _curves(data: Comparison, done: Sequence[Mapping[str, Any]], width: int) -> tuple[str, str, alt.LayerChart] | None:
+    """Return one line per variant, the mean over seeds, in a band from the lowest to the highest seed."""
     judged = judged_of(data)
-    curve = "curve" if judged == "loss" else "judged_curve"
-    points = [
-        {"arm": entry["arm"], "run": entry["run"], "seconds": seconds, "loss": value}
-        for entry in done
-        for _, seconds, value in entry.get(curve, ())
-        if value is not None
-    ]
+    measured: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
+    for entry in done:
+        for step, seconds, value in entry.get("curve" if judged == "loss" else "judged_curve", ()):
+            if value is not None:
+                measured[entry["arm"], step].append((seconds, value))
+    points = []
+    for (label, _), pairs in sorted(measured.items(), key=lambda item: item[0][1]):
+        seconds, values = zip(*pairs, strict=True)
+        ends = {"low": min(values), "high": max(values)}
+        points.append({"arm": label, "seconds": fmean(seconds), "loss": fmean(values), **ends})
     if not points:
         return None
     labels = [*data["definition"]["arms"]]
     colours = [css_variable(SERIES[index % len(SERIES)]) for index in range(len(labels))]
     dashes = [DASHES[index // len(SERIES) % len(DASHES)] for index in range(len(labels))]
-    legend = alt.Legend(orient="top", title=None, labelLimit=0, columns=2)
-    lines = alt.Chart(alt.Data(values=points)).mark_line(strokeWidth=1.4, clip=True).encode(
-        x=alt.X("seconds:Q", title="seconds in training steps", axis=alt.Axis(tickCount=6)),
-        y=alt.Y("loss:Q", title=f"held-out {judged}", scale=_scale(points, judged)),
+    legend = alt.Legend(orient="top", title=None, labelLimit=width, columns=4 if width > NARROW else 1)
+    legend.symbolType, legend.symbolOpacity, legend.symbolFillColor = "stroke", 1, "transparent"
+    base = alt.Chart(alt.Data(values=points)).encode(
+        x=alt.X("seconds:Q", title="seconds in training steps", axis=alt.Axis(tickCount=width // 100)),
         color=alt.Color("arm:N", scale=alt.Scale(domain=labels, range=colours), legend=legend),
+    )
+    axis, scale = alt.Axis(title=f"held-out {judged}", tickCount=5), _scale(points, judged)
+    bands = base.mark_area(opacity=0.18, clip=True).encode(y=alt.Y("low:Q", axis=axis, scale=scale), y2="high:Q")
+    lines = base.mark_line(strokeWidth=2.5, clip=True).encode(
+        y=alt.Y("loss:Q", axis=axis, scale=scale),
         strokeDash=alt.StrokeDash("arm:N", scale=alt.Scale(domain=labels, range=dashes), legend=None),
-        detail="run:N",
-    )  # fmt: skip
-    return f"Held-out {judged} over time", "One line per run.", alt.layer(lines).properties(width=640, height=300)
+    )
+    caption = "Lines are means over seeds; bands reach from the lowest to the highest seed."
+    chart = alt.layer(bands, lines).properties(width=width, height=340 if width > NARROW else 240)
+    return f"Held-out {judged} over time", caption, chart
 
 
 def _scale(points: Sequence[Mapping[str, Any]], judged: str) -> alt.Scale:
     """Return a y scale. For a loss, the scale cuts off the steep beginning of the curve."""
-    losses = sorted(point["loss"] for point in points)
-    most = {"domainMax": losses[int(0.9 * (len(losses) - 1))]} if judged == "loss" else {}
+    begin = BEGINNING * max(point["seconds"] for point in points)
+    most = (
+        {"domainMax": max(point["high"] for point in points if point["seconds"] >= begin)} if judged == "loss" else {}
+    )
     return alt.Scale(zero=False, **most)
 
 

@@ -4,14 +4,14 @@ scripts.
 
 import json
 import shlex
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from thrifty.core.atomic_files import AtomicFiles
 from thrifty.core.old_names import rename_comparison
 from thrifty.core.secret_redaction import redact, redact_command
-from thrifty.reporting.comparison_charts import BASELINE, Comparison, charts, judged_of, svg
+from thrifty.reporting.comparison_charts import BASELINE, NARROW, Comparison, charts, judged_of, svg
 from thrifty.reporting.number_format import MISSING, duration, percent, scaled, significant, whole
 from thrifty.reporting.page_templates import template
 
@@ -19,6 +19,14 @@ FACTS = ("cpu", "gpu", "cores", "device", "torch", "python", "thrifty", "platfor
 UNEQUAL = 0.05
 """Relative deviation from the equal budget above which the page shows a caution."""
 OUTCOMES = {"better": "holds", "worse": "fails"}
+HEADLINES = {
+    "better": "{} is better than the baseline",
+    "worse": "{} is worse than the baseline",
+    "no difference": "{}: no difference from the baseline was found",
+    "undecided": "{}: undecided",
+}
+EMPTY = ("", MISSING, "not measurable")
+"""Cells without a value."""
 
 
 def write_comparison_page(folder: Path) -> Path:
@@ -38,9 +46,20 @@ def render(data: Comparison) -> str:
         status=data["status"],
         error=data.get("error", ""),
         about=about(data),
-        verdicts=[(word, f"{label}: {said}", OUTCOMES.get(word, "")) for label, word, said in verdicts(data)],
-        cautions=cautions(data),
-        charts=[(title, caption, svg(chart)) for title, caption, chart in charts(data)],
+        verdicts=[
+            (
+                HEADLINES[word].format(label),
+                _as_sentence(sentence.partition(": ")[2]),
+                gains(data, label),
+                OUTCOMES.get(word, ""),
+            )
+            for label, word, sentence in verdicts(data)
+        ],
+        cautions=[_as_sentence(caution) for caution in cautions(data)],
+        charts=[
+            (title, caption, svg(wide), svg(narrow))
+            for (title, caption, wide), (_, _, narrow) in zip(charts(data), charts(data, NARROW), strict=True)
+        ],
         tables=[(title, note, head, rows) for title, note, head, rows in tables(data) if rows],
         spent=duration(sum(entry.get("elapsed", 0) for entry in data["runs"])),
         command=shlex.join(redact_command(facts.get("command", []))),
@@ -74,6 +93,23 @@ def verdicts(data: Comparison) -> list[tuple[str, str, str]]:
     ]
 
 
+def gains(data: Comparison, label: str) -> str:
+    """Return a sentence on a variant's time to the baseline's loss, step time and peak memory; empty if unknown."""
+    variant = data["outcome"]["arms"][label]
+    ratios, time = variant.get("ratios", {}), _time_to_quality(variant)
+    known = [f"time to the baseline's loss {time}"] if time != MISSING else []
+    known += [
+        f"{words} × {significant(ratios[name])}"
+        for words, name in (("step time", "step_time"), ("peak memory", "peak_memory"))
+        if ratios.get(name)
+    ]
+    return _as_sentence("; ".join(known))
+
+
+def _as_sentence(text: str) -> str:
+    return f"{text[0].upper()}{text[1:]}." if text else ""
+
+
 def cautions(data: Comparison) -> list[str]:
     """Return cautions that restrict the meaning of the verdicts."""
     variants, protocol = data.get("outcome", {}).get("arms", {}), data["definition"]["terms"]
@@ -98,8 +134,16 @@ def cautions(data: Comparison) -> list[str]:
 
 
 def tables(data: Comparison) -> list[tuple[str, str, list[str], list[list[str]]]]:
-    """Return the title, note, header and rows of every table. A table without data has no rows."""
-    return [_rungs(data), _used(data), _measured(data), _rates(data), _planned(data), _runs(data)]
+    """Return the title, note, header and rows of every table. Columns without values are omitted, and a table without
+    data has no rows.
+    """
+    every = [_rungs(data), _used(data), _measured(data), _rates(data), _planned(data), _runs(data)]
+    return [(title, note, *_filled_columns(head, rows)) for title, note, head, rows in every]
+
+
+def _filled_columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
+    filled = [column for column in range(len(head)) if any(row[column] not in EMPTY for row in rows)]
+    return [head[column] for column in filled], [[row[column] for column in filled] for row in rows]
 
 
 def _rungs(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
@@ -149,7 +193,7 @@ def _time_to_quality(variant: Mapping[str, Any]) -> str:
     if not time:
         return MISSING
     if time["mean"] is None:
-        return f"reached in 0 of {time['pairs']}"
+        return f"reached in 0 of {time['pairs']} pairs"
     interval = f" ({significant(time['low'])} to {significant(time['high'])})" if time["low"] is not None else ""
     reached = "" if time["reached"] == time["pairs"] else f", reached in {time['reached']} of {time['pairs']}"
     return f"× {significant(time['mean'])}{interval}{reached}"
