@@ -44,6 +44,8 @@ from .interface.scaling import fit_scaling_law as fit_scaling_law
 from .interface.scaling import recommend_size as recommend_size
 from .interface.studies import study as study
 from .interface.summaries import summary as summary
+from .interface.sweeps import SweepResult as SweepResult
+from .interface.sweeps import sweep as sweep
 from .interface.technique_profiles import TechniqueProfile as TechniqueProfile
 from .interface.training import RunInterrupted as RunInterrupted
 from .interface.training import RunResult as RunResult

@@ -32,6 +32,9 @@ TASKS: dict[str, dict[str, VerbHelp]] = {
         "compare": VerbHelp(
             "Compare variants of a recipe at an equal budget.", 'thrifty compare kjv --variant "--with growth.stacking"'
         ),
+        "sweep": VerbHelp(
+            "Search over settings, by successive halving.", "thrifty sweep text --over adamw.lr=1e-4..1e-2:log"
+        ),
         "study": VerbHelp("Repeat a published experiment at small scale.", "thrifty study lion_rate"),
         "lottery": VerbHelp("Find lottery tickets: train, prune, rewind, repeat.", "thrifty lottery text --rounds 4"),
     },

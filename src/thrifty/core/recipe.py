@@ -255,6 +255,8 @@ class CheckpointSettings:
     """Number of newest verified checkpoints to keep, in addition to the best by held-out loss."""
     extra_steps: tuple[StepOrFraction, ...] = ()
     """Steps, or fractions of the run, of additional checkpoints that are never deleted."""
+    pause_at: Annotated[int | float | None, SettingBound(above=0)] = None
+    """Step, or fraction of the run, after which the run is evaluated, saved and stopped. `thrifty resume` continues."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "checkpoints")

@@ -14,7 +14,7 @@ from thrifty.comparing.comparison_workers import read_workers
 from thrifty.comparing.equal_budgets import Equal
 from thrifty.comparing.run_launchers import RunLauncher, SameProcess
 from thrifty.comparing.saved_comparison import refuse_existing_comparison, save_comparison
-from thrifty.comparing.variants import Change, Variant, variants_of
+from thrifty.comparing.variants import Change, variants_of
 from thrifty.core.errors import UsageError, spelled
 from thrifty.core.file_names import check_name
 from thrifty.core.plain_values import build
@@ -147,19 +147,20 @@ def compare(
     read = variants_of(recipe_of(recipe=recipe, **arguments), variants or {})
     folder = Path(runs) / check_name(name or f"{read[0].recipe.name}-comparison", "--name")
     say = progress(quiet)
-    result = comparison.compare(read, protocol, folder, retry=retry, workers=_able(launchers, read, say), say=say)
+    able = able_launchers(launchers, [variant.recipe for variant in read], say)
+    result = comparison.compare(read, protocol, folder, retry=retry, workers=able, say=say)
     if save_result and result["status"] == "finished":
         save_comparison(result, Path(save_result))
     return ComparisonResult(result)
 
 
-def _able(
-    launchers: Sequence[RunLauncher], variants: Sequence[Variant], say: Callable[[str], None]
+def able_launchers(
+    launchers: Sequence[RunLauncher], recipes: Sequence[Recipe], say: Callable[[str], None]
 ) -> Sequence[RunLauncher]:
-    """Return launchers that can start these variants, or only this process if objects cannot be sent to other
+    """Return launchers that can start these recipes, or only this process if objects cannot be sent to other
     processes.
     """
-    if all(can_be_sent(variant.recipe.objects) for variant in variants):
+    if all(can_be_sent(recipe.objects) for recipe in recipes):
         return launchers
     say("objects from Python cannot be sent to other processes: all runs use this process, one after another")
     return [SameProcess()]

@@ -121,6 +121,7 @@ class _Observer:
         self.rate, self.memory = 0.0, 0.0
         self.also: set[int] = set()
         self.evaluate_every = self.recipe.evaluation.every
+        self.started_at = state.step
         if session.time_budget and self.recipe.evaluation.patience is None:
             self.evaluate_every = min(self.evaluate_every, max(1, session.lengths[0].steps // EVALUATIONS))
         self._ending, self._has_ended = Lock(), False
@@ -137,8 +138,11 @@ class _Observer:
             done = record.step == self.session.run.steps
             due = done or record.step % self.recipe.checkpoints.every == 0 or record.step in self.also
             # evaluate before each scheduled save, so that the best checkpoint is one that was measured
-            if due or record.step % self.evaluate_every == 0:
-                self.evaluate(by_plan=True)
+            is_planned = due or record.step % self.evaluate_every == 0
+            if is_pause := self.started_at < self.pause_step <= record.step and not done:
+                stop.ask()
+            if is_planned or is_pause:
+                self.evaluate(by_plan=is_planned)
                 early = reason_to_stop(self.recipe.evaluation, self.state.counters)
                 record = replace(record, held_out_loss=self.held_out, metrics=self.measured)
             self.show(record, now=done or bool(early))
@@ -181,6 +185,12 @@ class _Observer:
         """Set the steps of additional checkpoints after step `now`."""
         steps = {in_steps(moment, self.session.run.steps) for moment in self.recipe.checkpoints.extra_steps}
         self.also = {step for step in self.also if step <= now} | {step for step in steps if step > now}
+
+    @property
+    def pause_step(self) -> int:
+        """Step after which the run pauses; 0 if it never pauses."""
+        moment = self.recipe.checkpoints.pause_at
+        return 0 if moment is None else in_steps(moment, self.session.run.steps)
 
     def change_length(self, record: Record) -> bool:
         """Adapt the number of steps to a budget in seconds; return True if the number changed."""

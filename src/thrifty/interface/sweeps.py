@@ -1,0 +1,193 @@
+"""`sweep`: search over settings of a recipe by successive halving."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Unpack
+
+import altair as alt
+from rich.console import RenderableType
+
+from thrifty.comparing.comparison_workers import read_workers
+from thrifty.core.errors import UsageError, spelled
+from thrifty.core.file_names import check_name
+from thrifty.core.plain_values import build
+from thrifty.core.recipe import Recipe
+from thrifty.core.user_objects import UserObjects
+from thrifty.experiments.search_space import read_space
+from thrifty.experiments.successive_halving import SweepSettings, run_sweep
+from thrifty.interface.comparisons import able_launchers
+from thrifty.interface.progress import progress
+from thrifty.interface.recipe_arguments import RecipeArguments
+from thrifty.interface.recipe_arguments import recipe as recipe_of
+from thrifty.interface.training import RunResult
+from thrifty.reporting.color_theme import css_variable
+from thrifty.reporting.measured_result import MeasuredResult, Rows
+from thrifty.reporting.number_format import significant
+from thrifty.reporting.printed_result import ResultTable, lines
+from thrifty.training.run_folder import RunFolder
+
+
+@dataclass(frozen=True, repr=False)
+class SweepResult(MeasuredResult):
+    """Trials of a sweep, best first: the content of sweep.json."""
+
+    content: Mapping[str, Any]
+    objects: UserObjects
+
+    @property
+    def folder(self) -> Path:
+        """Folder of the sweep, with the run folder of each trial."""
+        return Path(self.content["folder"])
+
+    @property
+    def exit_code(self) -> int:  # type: ignore[override]
+        return self.content["exit_code"]
+
+    @cached_property
+    def trials(self) -> list[Mapping[str, Any]]:
+        """Trials with "run", "settings" and "rungs": first those that trained longest, then by their last value."""
+        return sorted(self.content["trials"], key=_place)
+
+    @property
+    def best(self) -> RunResult:
+        """Run of the best trial, trained with the whole budget. Raise UsageError for an interrupted sweep."""
+        folder = self.folder / self._best["run"]
+        return RunResult(folder, RunFolder(folder).read_json("summary"), self.objects)
+
+    @property
+    def best_settings(self) -> dict[str, Any]:
+        """Settings of the best trial, by path in the recipe. Raise UsageError for an interrupted sweep."""
+        return dict(self._best["settings"])
+
+    @property
+    def _best(self) -> Mapping[str, Any]:
+        if "best" not in self.content or self.content["status"] != "finished":
+            again = spelled("repeat the same command to resume it", "repeat the same call to resume it")
+            raise UsageError(f"the sweep '{self.folder}' is {self.content['status']}", fix=again)
+        return next(trial for trial in self.content["trials"] if trial["run"] == self.content["best"])
+
+    def as_dict(self) -> dict[str, Any]:
+        return dict(self.content)
+
+    def rows(self) -> Rows:
+        return [
+            {"trial": trial["run"], **trial["settings"], **rung, "error": trial.get("error", "")}
+            for trial in self.content["trials"]
+            for rung in trial["rungs"] or [{}]
+        ]
+
+    def table(self) -> ResultTable:
+        """Return a table with one row per trial: its settings, the trained fraction of the budget, and the last
+        held-out value.
+        """
+        paths = list(self.content["definition"]["over"])
+        judged = f"held-out {self._judge}"
+        rows = []
+        for trial in self.trials:
+            last = trial["rungs"][-1] if trial["rungs"] else {"fraction": 0, "judged": None}
+            shown = [str(trial["settings"][path]) for path in paths]
+            value = significant(last["judged"], 4) + (f" (failed: {trial['error']})" if "error" in trial else "")
+            rows.append([trial["run"], *shown, f"{last['fraction']:.0%}", value])
+        return ResultTable(["trial", *(path.removeprefix("techniques.") for path in paths), "budget", judged], rows)
+
+    @property
+    def _judge(self) -> str:
+        return self.content["definition"]["recipe"].get("evaluation", {}).get("judge", "loss")
+
+    def charts(self) -> dict[str, Mapping[str, Any]]:
+        """Return the chart "rungs": the held-out value of each trial at each rung. The best trial is highlighted."""
+        best = self.content.get("best", "")
+        points = [{**row, "best": row["trial"] == best} for row in self.rows() if row.get("judged") is not None]
+        if not points:
+            return {}
+        highlight = alt.condition("datum.best", alt.value(css_variable("train")), alt.value(css_variable("faint")))
+        chart = alt.Chart(alt.Data(values=points)).mark_line(point=True).encode(
+            x=alt.X("fraction:Q", title="fraction of the budget", scale=alt.Scale(type="log")),
+            y=alt.Y("judged:Q", title=f"held-out {self._judge}", scale=alt.Scale(zero=False)),
+            detail="trial:N",
+            color=highlight,
+        )  # fmt: skip
+        return {"rungs": chart.properties(width=640, height=320).to_dict()}
+
+    def __rich__(self) -> RenderableType:
+        printed: list[RenderableType] = [self.table()]
+        if self.content["status"] == "finished":
+            whole = sum(trial["rungs"][-1]["fraction"] for trial in self.content["trials"] if trial["rungs"])
+            printed.append(f"{len(self.content['trials'])} trials for the compute of {whole:.3g} whole runs")
+            settings = " ".join(f"--set {path}={value}" for path, value in self.best_settings.items())
+            printed.append(f"best: {self.folder / self.content['best']}, trained with {settings}")
+            printed += [f"caution: {caution}" for caution in self._cautions()]
+        else:
+            printed.append(f"{self.content['status']}; the same {spelled('command', 'call')} resumes it")
+        return lines(*printed)
+
+    def _cautions(self) -> list[str]:
+        """Return a caution for each best value at an end of its range or list of numbers."""
+        cautions = []
+        for path, values in self.content["definition"]["over"].items():
+            best = self.best_settings[path]
+            ends = [values["low"], values["high"]] if isinstance(values, Mapping) else values
+            if isinstance(best, int | float) and len(ends) > 1 and best in (min(ends), max(ends)):
+                cautions.append(f"the best {path} is {best}, at the end of its values; wider values may be better")
+        return cautions
+
+
+def _place(trial: Mapping[str, Any]) -> tuple[bool, int, float]:
+    last = trial["rungs"][-1] if trial["rungs"] else {"rank": None}
+    return "error" in trial, -len(trial["rungs"]), float("inf") if last["rank"] is None else last["rank"]
+
+
+def sweep(
+    recipe: Recipe | str | Path | None = None,
+    over: Mapping[str, str | Sequence[Any]] | None = None,
+    *,
+    trials: int | None = None,
+    reduction: int = SweepSettings.reduction,
+    rungs: int | None = None,
+    workers: Sequence[str] = (),
+    runs: str | Path = "runs",
+    quiet: bool = False,
+    **arguments: Unpack[RecipeArguments],
+) -> SweepResult:
+    """Search over settings of a recipe by successive halving (Jamieson & Talwalkar 2016; Li et al. 2020).
+
+    All trials train for a fraction of the budget. The best third resumes, again and again, until one trial has the
+    whole budget. The runs are in the folder `runs`/NAME. The best run equals `thrifty.train` with its settings.
+
+    Args:
+        recipe: A recipe, its name or its file. `arguments` are as in `thrifty.recipe`; `name` is the name of the sweep,
+            and `seed` also seeds the search.
+        over: Values by path in the recipe: a list, such as [8, 16, 32]; or a range as text, such as "1e-4..1e-2:log",
+            "0..0.3" or "2..8". A range without ":log" is uniform; two whole numbers are a range of whole numbers.
+        trials: Number of trials. Default: the whole grid of all lists, or 9 random trials if a setting has a range.
+        reduction: Reduction factor: the best 1/`reduction` of the trials continue after each rung.
+        rungs: Number of rungs; 1 trains all trials to the end. By default the last rung has one trial.
+        workers: Commands that start runs on other machines, or "here" for this machine, as in `thrifty.compare`.
+
+    The same call resumes an interrupted sweep.
+
+    Raises UsageError if a setting is unknown, if held-out losses of trials are not comparable, or if the folder
+    contains a different sweep. Raises ThriftyError if no trial is left.
+
+    Example::
+
+        found = thrifty.sweep("text", {"adamw.lr": "1e-4..1e-2:log", "data.batch": [8, 16, 32]}, budget="5min")
+        print(found.table(), found.best_settings, found.best.loss)
+    """
+    chosen = {"trials": trials, "reduction": reduction, "rungs": rungs}
+    settings = build(SweepSettings, {name: value for name, value in chosen.items() if value is not None}, "sweep")
+    name = arguments.pop("name", None)
+    base = recipe_of(recipe=recipe, **arguments)
+    launchers = read_workers(workers, "time" if base.budget.seconds else "steps")
+    say = progress(quiet)
+    content = run_sweep(
+        base,
+        read_space(over or {}, base),
+        settings,
+        Path(runs) / check_name(name or f"{base.name}-sweep", "--name"),
+        workers=able_launchers(launchers, [base], say),
+        say=say,
+    )
+    return SweepResult(content, base.objects)
