@@ -24,7 +24,6 @@ def transfer_state(change: StructuralChange, old: Mapping[str, Tensor], placed: 
 
 
 def _parts(name: str) -> tuple[str, str, str]:
-    """Return kind, slot and parameter of a tensor's name in the state."""
     kind, _, rest = name.partition("/")
     slot, _, parameter = rest.rpartition("/")
     return kind, slot, parameter

@@ -20,7 +20,7 @@ def board(
 ) -> None:
     """Serve web pages until Ctrl-C: the runs of a folder, saved results and the technique cards.
 
-    By default, saved results are those of the folder `results` and Thrifty's own measurements.
+    By default, the pages show the saved results of the folder `results` and Thrifty's own measurements.
 
     Only this machine can open the pages, and only with the printed address. The address changes at each start. The
     board reads files and never changes a run. With `port=0` the system chooses a free port.

@@ -141,7 +141,7 @@ def _pair_rows(seen: PairSummary) -> list[str]:
 
 
 def _named(names: list[str], count: int) -> list[str]:
-    """Return the first skipped files, and the number of the others."""
+    """Return the first skipped files, and the number of all other skipped files."""
     where = "listed by --json" if len(names) == count else f"of which --json lists {len(names) - SHOWN:,}"
     more = [f"  and {count - SHOWN:,} more, {where}"] if count > SHOWN else []
     return [*(f"  {name}" for name in names[:SHOWN]), *more]

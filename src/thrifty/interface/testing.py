@@ -32,7 +32,8 @@ VOCABULARY, LENGTH, BATCH = 64, 16, 4
 CLOSE = 1e-5
 """Maximum relative difference of losses between a user's loop and the trainer."""
 IN_FEW_BITS = 0.02
-"""As CLOSE, for techniques in low precision, and for techniques that sample examples or gradient values."""
+"""Maximum relative difference of losses, for techniques in low precision, and for techniques that sample examples or
+gradient values."""
 
 
 def check_technique(technique: type[Technique] | Technique | str, **settings: Any) -> CheckReport:

@@ -43,7 +43,7 @@ def normal_init(name: str, size: torch.Size, std: float) -> NormalInit:
 
 def gpt2_normal(name: str, size: torch.Size, std: float, blocks: int) -> NormalInit:
     """Return the distribution of GPT-2 (Radford et al. 2019, section 2.3). For projections into the residual stream,
-    the standard deviation is divided by sqrt(2 · blocks), because each block has two of them."""
+    the standard deviation is divided by sqrt(2 · blocks), because each block has two such projections."""
     residual = 1 / math.sqrt(2 * blocks)
     return NormalInit(std * (residual if name.endswith(("out", "down")) else 1.0))
 
@@ -80,8 +80,8 @@ def clip_normal(name: str, size: torch.Size, std: float, depths: Mapping[str, in
 
     With width d, the standard deviation is 1 / sqrt(d) for queries, keys, values and projections. It is 1 / sqrt(2 d)
     for the first feed-forward layer. For layers that add to the residual stream, it is divided by sqrt(2 · blocks),
-    because each block has two of them. It is 0.02 for token embeddings, and 0.01 for positions of captions. It is 1 /
-    sqrt(d) for positions of patches and the class token. Patch projections have torch's default for convolutions.
+    because each block has two such layers. It is 0.02 for token embeddings, and 0.01 for positions of captions. It is 1
+    / sqrt(d) for positions of patches and the class token. Patch projections have torch's default for convolutions.
     """
     tower, _, inside = name.partition(".")
     if inside == "embedding.patch":

@@ -28,7 +28,7 @@ FINALISTS, COUNTS, PROBES, ALIKE = 4, 48, 8, 2
 """Number of probed candidates that fit, in addition to the unchanged recipe. Maximum numbers of combinations whose
 footprint is counted, of probes, and of candidates that differ only in micro-batches."""
 TOO_HIGH = 1.25
-"""Maximum expected ratio of estimated to counted memory of a combination."""
+"""Maximum factor by which the estimated memory of a combination is expected to exceed its counted memory."""
 NEAR = 1.25
 """Maximum expected step time of a candidate to be probed, relative to the fastest probed candidate."""
 NO_DIFFERENCE = 0.03
@@ -287,7 +287,7 @@ class PlanSearch(SingleOptionCosts):
         return counted
 
     def _least_room(self, candidate: PlanCandidate) -> float:
-        """Return the bytes per rank that a counted candidate is expected to require, before its probe."""
+        """Return the bytes per rank that a candidate with a footprint is expected to require, before its probe."""
         expected = (candidate.tensors + self.beyond(candidate)) * self.margin
         return self.before_model(candidate) + max(candidate.tensors * candidate.counted_high, expected)
 

@@ -10,7 +10,8 @@ def mask_more() -> recipe.Recipe:
 
     Command   thrifty train mask-more
     Expect    The encoder of six blocks computes 60 % of the tokens, and a decoder of one block computes all tokens. Do
-              not compare held-out losses with those of `masked`, which predicts 15 % of a text instead of 50 %.
+              not compare held-out losses with the held-out losses of `masked`, which predicts 15 % of a text instead
+              of 50 %.
     """
     return recipe.Recipe(
         name="mask-more",

@@ -138,7 +138,8 @@ def split_settings(words: str) -> tuple[str, str]:
 
 @cache
 def find(name: str) -> type[Technique]:
-    """Return the technique class of a full name, an alias or an unambiguous last part. Raise UsageError for others."""
+    """Return the technique class of a full name, an alias or an unambiguous last part. Raise UsageError for any other
+    name."""
     name = full_name(name)
     if name not in _walk(list(__path__)):
         technique = _imported(name, third_party()[name].load)

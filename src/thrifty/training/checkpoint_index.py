@@ -38,7 +38,8 @@ def best(folder: Path) -> Path | None:
 
 
 def chosen_step(folder: Path, choice: CheckpointChoice | None) -> int | None:
-    """Return the step of a chosen checkpoint; None for the newest. Raise IntegrityError if there is no best one."""
+    """Return the step of a chosen checkpoint; None for the newest. Raise IntegrityError if there is no best
+    checkpoint."""
     if choice != "best":
         return None if choice == "last" else choice
     if path := best(folder):

@@ -96,7 +96,6 @@ def _slot(name: str) -> str:
 
 
 def _is_mask(name: str) -> bool:
-    """Return True if a state tensor of this name is a weight mask."""
     return name.startswith("optimizer/") and _slot(name).endswith(SLOT)
 
 

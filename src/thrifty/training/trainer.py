@@ -69,7 +69,6 @@ def train(recipe: Recipe, runs: Path = Path("runs"), **options: Any) -> dict[str
 
 
 def _end_of(steps: Steps) -> dict[str, Any]:
-    """Run all steps and return the summary."""
     while True:
         try:
             next(steps)
@@ -113,9 +112,9 @@ def resume_steps(
 ) -> Steps:
     """Resume from the newest undamaged checkpoint of a run folder, or from the first step if it has none.
 
-    The recipe must be the one that the run was started with; UsageError reports the differences. With `fork` the run
-    continues as a new run of that name with the changed recipe. Matching state is copied. Other state starts fresh or
-    is left out, and a notice counts it. Weights are left out only with `drop_weights`. `origins` are the sources of
+    The recipe must equal the recipe of the run's start; otherwise UsageError reports the differences. With `fork` the
+    run continues as a new run of that name with the changed recipe. Matching state is copied. Other state starts fresh
+    or is left out, and a notice counts it. Weights are left out only with `drop_weights`. `origins` are the sources of
     changed values.
     """
     with ranks_of(recipe):

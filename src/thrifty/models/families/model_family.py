@@ -146,7 +146,7 @@ class ModelFamily:
         raise NotImplementedError
 
     def config(self, shape: ModelConfig) -> dict[str, Any]:
-        """Return the family's own settings in config.json. Raise RefusedError for a shape that config.json cannot
+        """Return the family's own settings in config.json. Raise RefusedError for a model that config.json cannot
         describe."""
         raise NotImplementedError
 

@@ -100,7 +100,7 @@ class ViTMAE(PatchEncoder):
 
 def encoder_shape(shape: ModelConfig, pool: str, labels: int) -> ModelConfig:
     """Return the shape of a MAE's encoder as a Vision Transformer with `labels` labels. Raise UsageError if `pool` is
-    for models without a class token, because a MAE has one."""
+    for models without a class token, because a MAE has a class token."""
     if pool == "mean":
         raise UsageError(
             'model.pool = "mean" is for models without a class token, but a trained MAE has one',

@@ -50,9 +50,9 @@ class PortableRecipe:
     zero: int = 0
     """ZeRO stage along `shard`; 0 for no sharding."""
     unsupported: tuple[str, ...] = ()
-    """Techniques without an equivalent that change only memory, time or rounding."""
+    """Techniques that change only memory, time or rounding, and that other trainers lack."""
     lost: tuple[str, ...] = ()
-    """Techniques without an equivalent that change the algorithm."""
+    """Techniques that change the algorithm, and that other trainers lack."""
 
     @classmethod
     def of(cls, recipe: Recipe, techniques: Sequence[Technique], steps: int, device: str) -> Self:

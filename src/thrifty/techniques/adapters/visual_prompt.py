@@ -85,7 +85,8 @@ def _has_token_dim(value: Any, x: Tensor) -> bool:
 
 
 def patch_size(model: nn.Module) -> int:
-    """Return the side of a patch in pixels, from the first patch convolution. Raise RefusedError without one."""
+    """Return the side of a patch in pixels, from the first patch convolution. Raise RefusedError if there is no patch
+    convolution."""
     for module in model.modules():
         if isinstance(module, nn.Conv2d) and module.kernel_size == module.stride:
             return module.kernel_size[0]

@@ -255,7 +255,8 @@ def side_of(site: AttentionSite, count: int) -> int:
 
 
 def positions_of(model: nn.Module, name: str) -> int:
-    """Return the number of tokens of an image, from the model's position table. Raise RefusedError without one."""
+    """Return the number of tokens of an image, from the model's position table. Raise RefusedError if there is no such
+    table."""
     for path, tensor in (*model.named_parameters(), *model.named_buffers()):
         if path.rpartition(".")[2] in POSITIONS and tensor.ndim == 3:
             return tensor.shape[1]

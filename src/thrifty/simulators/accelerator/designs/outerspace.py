@@ -70,10 +70,11 @@ def lower(phase: SpgemmPhase, machine: AcceleratorSpec) -> ItemStream:
     """Return the items of a phase: "multiply" or "merge".
 
     The paper does not describe this latency model. We derived it while knowing the published times, which are four to
-    nine times longer than bandwidth alone explains. Two sequences of memory accesses wait the whole `latency` per
-    access. A tile's control assigns one value of A at a time, because the value's chunk must first be allocated and
-    linked. A processing element that merges loads one value at a time, because the previous value decides which value
-    is next. The latency of 100 ns is not fitted. It is rounded from notes that say 80 to 150 ns (unverified).
+    nine times longer than bandwidth alone explains. In two sequences of memory accesses, each access waits for the
+    whole `latency`. A tile's control assigns one value of A at a time, because the value's chunk must first be
+    allocated and linked. A processing element that merges loads one value at a time, because the previous value decides
+    which value is next. The latency of 100 ns is not fitted. It is rounded from notes that say 80 to 150 ns
+    (unverified).
 
     The abstract's speedups of 7.9 (MKL), 13.0 (cuSPARSE) and 14.0 (CUSP) compare with libraries and processors of 2017.
     Only the accelerator is simulated here.
