@@ -40,7 +40,7 @@ from thrifty.training.run_folder import RunFolder
 TIMED_PILOTS = 2
 """Number of timed pilots per variant for budgets of equal time. Pilots of different variants alternate, so that a slow
 phase of the machine affects all variants. The first pilot measures how many steps later pilots need. If the first pilot
-already has this number, it counts as timed. For other budgets, each variant has one pilot.
+already has as many steps, it counts as timed. For other budgets, each variant has one pilot.
 """
 MOST_PILOTS = 6
 """Maximum number of pilots per variant. Pilots are added while the step times of a variant's last two pilots differ too

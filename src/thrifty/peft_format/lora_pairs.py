@@ -35,7 +35,7 @@ class LoraPair:
 
 
 def split_pairs(layer: nn.Module, name: str, place: LayerTarget) -> Iterator[tuple[str, LoraPair]]:
-    """Yield the pair of each exported layer, from an adapter on a layer of Thrifty."""
+    """Yield the name and the LoRA pair of each exported layer of an adapter on a layer of Thrifty."""
     own: LoraFactors = LORA.of(layer).factors[name]
     a, b, scale = factors_of(layer, name)
     if len(place.theirs) == 1:

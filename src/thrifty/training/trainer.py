@@ -114,8 +114,8 @@ def resume_steps(
 
     The recipe must equal the recipe of the run's start; otherwise UsageError reports the differences. With `fork` the
     run continues as a new run of that name with the changed recipe. Matching state is copied. Other state starts fresh
-    or is left out, and a notice counts it. Weights are left out only with `drop_weights`. `origins` are the sources of
-    changed values.
+    or is left out, and a notice reports both. Weights are left out only with `drop_weights`. `origins` are the sources
+    of changed values.
     """
     with ranks_of(recipe):
         recipe = with_data_parallelism(recipe)

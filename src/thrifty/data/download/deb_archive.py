@@ -11,14 +11,14 @@ FILES = "data.tar.xz"
 
 
 def open_package(path: Path) -> tarfile.TarFile:
-    """Return the tarball of a package's files. Raises tarfile.ReadError if it is missing or truncated."""
+    """Return the tarball of a package's files. Raises tarfile.ReadError if the tarball is missing or truncated."""
     return tarfile.open(fileobj=io.BytesIO(ar_member(path.read_bytes(), FILES)), mode="r:xz")
 
 
 def ar_member(content: bytes, member: str) -> bytes:
     """Return a member of an `ar` archive. Members begin at even offsets.
 
-    Raises tarfile.ReadError if it is missing or truncated.
+    Raises tarfile.ReadError if the member is missing or truncated.
     """
     offset = len(MAGIC)
     while content.startswith(MAGIC) and offset + HEADER <= len(content):

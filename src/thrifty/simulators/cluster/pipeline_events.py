@@ -69,8 +69,8 @@ class PipelineTimeline:
         """Return the amount of live activations on a rank as (seconds, amount) pairs, one per change.
 
         A micro-batch on a stage adds `size(stage)` (1, or bytes) from the start of its forward pass to the end of its
-        backward pass. If the backward pass is split, the fraction `for_weights` remains until the end of the weight
-        gradient.
+        backward pass. If the backward pass is split, the fraction `for_weights` remains until the gradients of weights
+        are computed.
         """
         micro_batches, steps = 0.0, []
         for _, (kind, stage, _), start, end in self.by_rank[rank]:

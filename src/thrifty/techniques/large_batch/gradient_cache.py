@@ -33,7 +33,7 @@ from thrifty.core.written_buffers import BufferSnapshot
 
 
 class VectorGradientObjective(WrappedObjective):
-    """A wrapped objective whose losses have the gradient `gradient` with respect to the embedding vectors."""
+    """Wrapper of an objective. Losses have the gradient `gradient` with respect to the embedding vectors."""
 
     def __init__(self, inner: Objective, gradient: Tensor):
         super().__init__(inner)

@@ -25,9 +25,10 @@ from thrifty.modeling.module_surgery import wrap_forward
 
 
 class ZLossObjective(WrappedObjective):
-    """A wrapped objective plus coefficient · mean of log(normalizer)² over the predictions of an example.
+    """Wrapper of an objective. To the loss of an example, the wrapper adds coefficient · mean of log(normalizer)² over
+    the example's predictions.
 
-    Each prediction has the same weight as in the wrapped loss.
+    Each prediction has the same weight as in the inner objective's loss.
     """
 
     def __init__(self, inner: Objective, coefficient: float):

@@ -174,7 +174,7 @@ ACTIVATION_PLANNER: ModuleNote[ActivationPlanner] = ModuleNote("activation_plann
 
 
 class PlannedObjective(WrappedObjective):
-    """A wrapped objective whose model follows the plans of an `ActivationPlanner`."""
+    """Wrapper of an objective. The model follows the plans of an `ActivationPlanner`."""
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         planner = ACTIVATION_PLANNER.get(model)

@@ -49,7 +49,7 @@ PROBED = 8
 
 
 class QuantizingObjective(WrappedObjective):
-    """A wrapped objective that creates a new quantized activation store for each prediction."""
+    """Wrapper of an objective. The wrapper creates a new quantized activation store for each prediction."""
 
     def __init__(self, inner: Objective, new_store: Callable[[nn.Module, Batch], QuantizedStore]):
         super().__init__(inner)

@@ -95,7 +95,7 @@ class _OffloadedActivation:
 
 
 class OffloadingObjective(WrappedObjective):
-    """A wrapped objective whose predictions offload their activations to a tier."""
+    """Wrapper of an objective. Activations of predictions are offloaded to a tier."""
 
     def __init__(self, inner: Objective, settings: "OffloadActivations"):
         super().__init__(inner)

@@ -127,8 +127,8 @@ def multiply_out(model: nn.Module) -> None:
 
 
 class FactorizedHead(WrappedObjective):
-    """A wrapped objective that projects hidden states to the width E of a factorized head. The head is then an
-    nn.Linear.
+    """Wrapper of an objective. The wrapper projects hidden states to the width E of a factorized head. The head is then
+    an nn.Linear.
 
     The loss can then process the vocabulary in chunks.
     """

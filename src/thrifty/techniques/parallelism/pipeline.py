@@ -94,10 +94,10 @@ LINE: ModuleNote[PipelineRunner] = ModuleNote("pipeline")
 
 
 class PipelineObjective(WrappedObjective):
-    """A wrapped objective whose predictions pass through all stages.
+    """Wrapper of an objective. Predictions pass through all stages.
 
     The last stage computes losses and scores, and broadcasts them to all ranks. While a single stage runs, calls pass
-    to the wrapped objective.
+    to the inner objective.
     """
 
     line: PipelineRunner | None = None
@@ -139,7 +139,7 @@ class PipelineObjective(WrappedObjective):
 
 
 class ScheduledLossObjective(WrappedObjective):
-    """A wrapped objective whose `losses` run the schedule, backward passes included, with the per-example weights.
+    """Wrapper of an objective. `losses` runs the schedule, backward passes included, with the per-example weights.
 
     The returned losses are leaves of the autograd graph, so that the caller's backward pass ends there.
     """

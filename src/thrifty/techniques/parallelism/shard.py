@@ -69,10 +69,10 @@ def parts_of(model: nn.Module) -> Iterator[FSDPModule]:
 
 
 class ShardingObjective(WrappedObjective):
-    """A wrapped objective that configures the next backward pass of FSDP.
+    """Wrapper of an objective. The wrapper configures the next backward pass of FSDP.
 
-    The objective switches gradient synchronization and resharding of parameters on or off. Without a backward pass,
-    parameters are resharded after the losses.
+    It switches gradient synchronization and resharding of parameters on or off. Without a backward pass, parameters are
+    resharded after the losses.
     """
 
     model: nn.Module | None = None

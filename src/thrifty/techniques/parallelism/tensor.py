@@ -44,7 +44,7 @@ SPLITTING: ModuleNote[TensorParallelizer] = ModuleNote("splitting")
 
 
 class VocabularyParallelHead(WrappedObjective):
-    """A wrapped objective whose output head is an nn.Linear with a weight divided over ranks.
+    """Wrapper of an objective. The output head is an nn.Linear with a weight divided over ranks.
 
     The loss then uses each rank's part of the vocabulary. Called as a module, the head returns all logits.
     """

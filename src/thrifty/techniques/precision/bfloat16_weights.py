@@ -193,7 +193,7 @@ def _rounded(elements: Sequence[GradientTransform], rounding: Rounding) -> Gradi
 
 
 class Bfloat16InputObjective(WrappedObjective):
-    """A wrapped objective whose floating-point inputs are cast to bfloat16. Objectives compute losses in float32."""
+    """Wrapper of an objective. Floating-point inputs are cast to bfloat16. Objectives compute losses in float32."""
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         fields = {

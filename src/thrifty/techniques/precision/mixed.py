@@ -117,7 +117,7 @@ class LossScalingBackward:
 
 
 class AutocastObjective(WrappedObjective):
-    """A wrapped objective that runs the model and its head under autocast. Objectives compute losses in float32."""
+    """Wrapper of an objective. The model and its head run under autocast. Objectives compute losses in float32."""
 
     def __init__(self, inner: Objective, dtype: torch.dtype):
         super().__init__(inner)

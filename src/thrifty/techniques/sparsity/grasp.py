@@ -58,7 +58,7 @@ class TemperatureHead(nn.Module):
 
 
 class TemperedObjective(WrappedObjective):
-    """A wrapped objective with unchanged loss values, but with gradients computed from logits divided by a
+    """Wrapper of an objective. Loss values are unchanged, but gradients are computed from logits divided by a
     temperature."""
 
     def __init__(self, inner: Objective, temperature: float):
@@ -78,7 +78,7 @@ class TemperedObjective(WrappedObjective):
 
 
 class DirectionalObjective(WrappedObjective):
-    """A wrapped objective whose weighted losses sum to the dot product of the loss gradient and a vector.
+    """Wrapper of an objective. Weighted losses sum to the dot product of the loss gradient and a vector.
 
     The gradient of that sum is the Hessian-vector product.
     """
