@@ -160,7 +160,7 @@ class TechniqueOptimizer(TransformOptimizer):
         super().apply_constraints()
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state dict. Raise UsageError, before any change, if it belongs to another optimizer."""
+        """Load a state dict. Raise UsageError, before any change, if the state dict belongs to another optimizer."""
         backup = self.__getstate__()
         groups = [dict(group) for group in backup["param_groups"]]
         backup = {**backup, "state": backup["state"].copy(), "param_groups": groups}

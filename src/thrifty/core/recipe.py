@@ -368,7 +368,7 @@ class Recipe:
 
 
 def _is_named(text: str) -> bool:
-    """Return True for the name of a function or a value, False for the name of a class, because it records an
-    instance."""
+    """Return True for the name of a function or a value, False for the name of a class, which records an instance of
+    the class."""
     is_class = text.startswith(("builtins:", "numpy:")) or text.rpartition(":")[2].rpartition(".")[2][:1].isupper()
     return is_function_name(text) and not is_class

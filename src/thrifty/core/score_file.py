@@ -115,7 +115,8 @@ def file_hash(path: Path) -> str:
 
 
 def read_scores(path: Path) -> ExampleScores:
-    """Return the scores in a file. Raise UsageError if it cannot be read, IntegrityError if it is not valid."""
+    """Return the scores in a file. Raise UsageError if the file cannot be read, IntegrityError if the file is not
+    valid."""
     file_hash(path)
     with untraced(), unset_fake_temporarily():  # real tensors even inside a fake-tensor count
         try:

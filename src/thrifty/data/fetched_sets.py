@@ -12,7 +12,7 @@ ORIGIN = "ORIGIN.json"
 
 
 def read_origin(entry: CatalogueEntry) -> dict:
-    """Return ORIGIN.json of a downloaded entry. Raises IntegrityError if it is damaged."""
+    """Return ORIGIN.json of a downloaded entry. Raises IntegrityError if the file is damaged."""
     try:
         origin = json.loads((entry.folder / ORIGIN).read_text(encoding="utf-8"))
         return origin | {"files": dict(origin["files"])}

@@ -69,7 +69,8 @@ class TextTokenizer:
         return max(self.inner.get_vocab(with_added_tokens=True).values()) + 1
 
     def number_of(self, *names: str) -> int:
-        """Return the id of the first of `names` that the tokenizer has. Raises UsageError if it has none."""
+        """Return the id of the first of `names` that the tokenizer has. Raises UsageError if the tokenizer has none of
+        them."""
         numbers = (self.inner.token_to_id(name) for name in names)
         number = next((number for number in numbers if number is not None), None)
         if number is None:

@@ -27,7 +27,7 @@ Settings = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class SettingRange:
-    """Range of numbers, with both ends."""
+    """Range of numbers, including both ends."""
 
     low: int | float
     high: int | float

@@ -106,7 +106,7 @@ class StudyResult:
 
 def read_result(path: Path) -> dict[str, Any]:
     """Read the JSON file of a study. Raises UsageError if the file is missing or is not a study result, and
-    IntegrityError if it is damaged.
+    IntegrityError if the file is damaged.
     """
     if not path.is_file():
         raise UsageError(f"there is no result '{path}'", fix=_KEPT)

@@ -201,7 +201,7 @@ def _own_errors(run: EstimatedRun) -> Iterator[None]:
 
 
 def _device(device: str | torch.device) -> tuple[torch.device, float, bool | None]:
-    """Return the torch device, its memory in bytes (inf if unknown), and True if it computes bfloat16 (None:
+    """Return the torch device, its memory in bytes (inf if unknown), and True if the device has fast bfloat16 (None:
     detect)."""
     word = str(device).lower().removeprefix("nvidia ").partition(" ")[0]
     is_here = torch.cuda.is_available()

@@ -232,7 +232,7 @@ def _missing_extras() -> dict[str, tuple[str, ...]]:
 
 
 def _is_installed(package: str) -> bool:
-    """Return True if a distribution is installed. Its name may differ from the import name."""
+    """Return True if a distribution is installed. A distribution's name may differ from the import name."""
     try:
         importlib.metadata.version(package)
     except importlib.metadata.PackageNotFoundError:

@@ -38,7 +38,8 @@ class _Store:
 
     @property
     def _files(self) -> str:
-        """URI of the folder for files of runs. It is set, because MLflow's default depends on the working folder."""
+        """URI of the folder for files of runs. The URI is set explicitly, because MLflow's default depends on the
+        working folder."""
         return (self.folder / "files").as_uri()
 
     def log(self, step: int, values: Mapping[str, float], moment: float) -> None:

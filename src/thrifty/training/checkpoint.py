@@ -104,9 +104,9 @@ def save(
 
 
 def load(folder: Path, step: CheckpointChoice | None = None, *, files: AtomicFiles | None = None) -> LoadedCheckpoint:
-    """Return the newest undamaged checkpoint, or the one of `step`, with whole, plain tensors. Damaged checkpoints
-    are moved to `quarantine/` and named in `notices`. Raise IntegrityError if no checkpoint is left. Raise UsageError
-    for a pickle; pickles are never opened."""
+    """Return the newest undamaged checkpoint, or the checkpoint of `step`, with whole, plain tensors. Damaged
+    checkpoints are moved to `quarantine/` and named in `notices`. Raise IntegrityError if no checkpoint is left. Raise
+    UsageError for a pickle; pickles are never opened."""
     checkpoint = find(folder, step, files=files)
     stored = StoredTensorBoxes(tensor_files(checkpoint.path))
     tensors = {name: stored.full(name) for name in stored.pieces}

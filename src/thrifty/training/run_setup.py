@@ -293,7 +293,7 @@ def mesh_sizes(recipe: Recipe, count: int) -> dict[str, int]:
 
 
 def _steps(recipe: Recipe, plain: BaseRun, device: torch.device, data: RunData) -> int:
-    """Return the number of steps that the budget allows. Raise InfeasibleError if it allows none."""
+    """Return the number of steps that the budget allows. Raise InfeasibleError if the budget allows no step."""
     budget = recipe.budget
     if budget.steps is not None:
         return budget.steps

@@ -156,7 +156,7 @@ def write_arrays(
 
 
 def open_arrays(folder: Path, side: int | None = None) -> dict[DataSplit, ImageArrays]:
-    """Return the parts of a folder written by `write_arrays`, with images resized to `side` pixels if it is set.
+    """Return the parts of a folder written by `write_arrays`, with images resized to `side` pixels if `side` is set.
 
     Raises IntegrityError if the size of a file does not agree with images.json.
     """

@@ -191,7 +191,7 @@ def _open(settings: DataSettings, side: int | None, say: Callable[[str], None], 
 
 
 def known_side(side: int | None) -> int:
-    """Return the side of images in pixels. Raises UsageError if it is unknown."""
+    """Return the side of images in pixels. Raises UsageError if the side is unknown."""
     if side is None:
         raise UsageError("neither the data nor the model determines the image size", fix="--set data.size=64")
     return side

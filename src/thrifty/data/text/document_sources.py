@@ -180,7 +180,8 @@ class HubSource(DocumentSource):
 
     @contextmanager
     def _library(self) -> Iterator[ModuleType]:
-        """Yield the package `datasets`. Raises UsageError if it is not installed, and for errors in the block."""
+        """Yield the package `datasets`. Raises UsageError if the package is not installed, and for errors in the
+        block."""
         try:
             import datasets
         except ImportError:

@@ -82,7 +82,7 @@ def open_table(path: Path, columns: Collection[str] = ()) -> Table:
 
 
 def first_row(path: Path) -> Mapping[str, Any]:
-    """Return the first row of a table. Return {} if there is none, or if it cannot be read."""
+    """Return the first row of a table. Return {} if the table is empty or cannot be read."""
     with suppress(UsageError, OSError):
         for file in table_files(path):
             for _, row in open_table(file).rows:

@@ -70,7 +70,7 @@ def weighted_scores(model: nn.Module, objective: Objective, batch: Batch, at_onc
 
 
 class GradientNormObjective(WrappedObjective):
-    """An objective that also stores the weighted scores of the examples in `recorded`."""
+    """Wrapper of an objective. The wrapper also stores the weighted scores of the examples in `recorded`."""
 
     def __init__(self, inner: Objective):
         super().__init__(inner)

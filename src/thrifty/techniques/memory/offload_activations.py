@@ -143,5 +143,5 @@ class OffloadActivations(Technique):
         wrap_forward(model, offloaded)
 
     def store(self, like: Tensor) -> OffloadingStore:
-        """Return a store for one forward pass on the device of this tensor."""
+        """Return a store for one forward pass on the device of `like`."""
         return OffloadingStore(tier_for(self.to, like, self.folder), self.prefetch, self.keep_last)

@@ -128,8 +128,8 @@ DESIGN = AcceleratorDesign("vitcod", STATIONS, lower, multipliers, SETTINGS, SIZ
 def released_linear_cycles(tokens: int, heads: int, layers: int) -> tuple[int, int]:
     """Return the cycles of the projections around attention, and of the MLP's two linear layers.
 
-    The rules are from the released simulator, for head width 64. `lower` does not follow that simulator: it computes
-    each head separately.
+    The rules are from the released simulator, for head width 64. `lower` does not follow that simulator: `lower`
+    computes each head separately.
     """
     width, multipliers = heads * 64, 512
     share = multipliers // heads
