@@ -20,8 +20,8 @@ ALSO_TRAINED: ModuleNote[frozenset[str]] = ModuleNote("also_trained")
 
 
 def train_only(model: nn.Module, names: Collection[str]) -> None:
-    """Freeze every parameter except `names` and `ALSO_TRAINED`. The trained names are noted on the model for
-    `check_trained`."""
+    """Train only the parameters `names` and `ALSO_TRAINED`, and freeze all others. Note the trained names on the model,
+    for `check_trained`."""
     counts, names = {True: 0, False: 0}, {*names, *(ALSO_TRAINED.get(model) or ())}
     for name, parameter in model.named_parameters():
         parameter.requires_grad_(name in names)

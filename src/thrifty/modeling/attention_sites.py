@@ -54,13 +54,13 @@ class AttentionSite:
     module: nn.Module
     causal: bool
     plain: AttentionCore
-    """The original attention core, or an equivalent core."""
+    """The original attention core; for a module of transformers, an equivalent core."""
     whole: nn.Module | None = None
     """Model of transformers that contains the module; None for Thrifty's models."""
 
     @property
     def head_width(self) -> int:
-        """Width of a query. Raise RefusedError if the module has no attribute for it."""
+        """Width of a head. Raise RefusedError if the module has no attribute for it."""
         return self._number(HEAD_WIDTHS, "the width of its heads")
 
     @property

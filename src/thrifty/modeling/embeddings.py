@@ -39,8 +39,8 @@ def token_tables(model: nn.Module) -> dict[str, nn.Embedding]:
 
 
 def stack_after(table: str, stacks: Iterable[str]) -> str:
-    """Return the stack of blocks that an embedding table belongs to: the stack with the longest common path of names.
-    For a table that both stacks share, this is the first stack, the encoder."""
+    """Return the stack of blocks that an embedding table feeds: the stack whose name shares the longest path with the
+    table's name. For a table that both stacks share, this is the first stack, the encoder."""
 
     def shared(stack: str) -> int:
         same = [
@@ -79,9 +79,9 @@ def _times_multiplier(module: nn.Module, args: Any, output: Any) -> Any:
 
 @torch.no_grad()
 def size_stream(model: nn.Module, multiplier: float = 0.0) -> None:
-    """Multiply the outputs of every embedding table by `multiplier`; for 0, scale the sum of a stack's tables to an RMS
-    of 1. The scale replaces the first norm. Without the scale, the branches would receive only the small initial values
-    of a table (about 0.02)."""
+    """Scale the outputs of the embedding tables by `multiplier`. For 0, choose the factor that gives the sum of a
+    stack's tables an RMS of 1. The factor replaces the first norm. Without it, the branches would receive only the
+    small initial values of a table (about 0.02)."""
     tables, tokens = stream_tables(model), token_tables(model)
     feeding: dict[str, dict[str, nn.Embedding]] = {}
     for name, table in tables.items():
@@ -140,8 +140,8 @@ def output_layers(model: nn.Module) -> dict[str, nn.Module]:
 
 
 def _returns_stream_width(block: nn.Module) -> bool:
-    """Return True if the last layer's output width is the input width of a layer, as in a block but not in an output
-    head."""
+    """Return True if the last layer's output has the input width of a layer in the block. This holds for blocks, but
+    not for output heads."""
     layers = [*weight_layers(block).values()]
     return bool(layers) and out_width(layers[-1]) in map(in_width, layers)
 

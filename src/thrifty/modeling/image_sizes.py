@@ -48,7 +48,7 @@ def resized_images(
 ) -> BatchSource:
     """Return a source whose images at each step are `resized(images, height, width)`. `side_at(step, side)` returns the
     size at `step` for a full side of `side` pixels. Add a note if the first images have their full size. Raise
-    RefusedError in the name of `who` for batches without images."""
+    RefusedError for batches without images; `who` is the technique that the message names."""
 
     def change(step: int, batch: Batch) -> Batch:
         images = images_of(batch)

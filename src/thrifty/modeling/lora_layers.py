@@ -76,7 +76,7 @@ def widths(layer: nn.Module) -> tuple[int, int]:
 
 
 def parameter_names(name: str = DEFAULT) -> tuple[str, str]:
-    """Return the names of the factors A and B of an adapter on each layer."""
+    """Return the parameter names of the factors A and B of the adapter `name`. They are the same on every layer."""
     end = "" if name == DEFAULT else f"_{name}"
     return f"lora_a{end}", f"lora_b{end}"
 
@@ -132,8 +132,8 @@ def factors_of(layer: nn.Module, name: str = DEFAULT) -> tuple[Tensor, Tensor, f
 
 
 def with_products(layer: nn.Module, weights: Mapping[str, float]) -> Tensor:
-    """Return the layer's weight plus scale · B A of each adapter, times the adapter's multiplier in `weights`. The sum
-    is rounded once at the end."""
+    """Return the layer's weight plus scale · B A of its adapters. `weights` maps the name of an adapter to a multiplier
+    of its product. The sum is rounded once at the end."""
     weight = getattr(layer, weight_name(layer))
     total = weight.to(torch.promote_types(weight.dtype, torch.float32))
     for name, factor in weights.items():

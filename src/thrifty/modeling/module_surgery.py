@@ -22,7 +22,7 @@ from thrifty.modeling.stage_placeholders import present
 
 @dataclass(frozen=True)
 class ModuleSelection:
-    """Modules that a filter matched, by name, and skipped modules of the same kind, with reasons."""
+    """Modules that a filter matched, and modules that it skipped, by name. Skipped modules have a reason."""
 
     matched: Mapping[str, nn.Module]
     skipped: Mapping[str, str] = field(default_factory=dict)

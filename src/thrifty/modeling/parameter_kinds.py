@@ -38,7 +38,7 @@ def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
 
 
 def set_learning_rate_factor(parameter: Tensor, factor: float) -> None:
-    """Set the factor of a parameter's own learning rate."""
+    """Set the factor that multiplies the learning rate of a parameter."""
     parameter.own_factor = factor  # type: ignore[attr-defined]
 
 

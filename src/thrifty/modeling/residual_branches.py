@@ -108,17 +108,17 @@ def _branches(name: str, block: nn.Module, where: str) -> list[ResidualBranch]:
 
 
 def _end_of(path: str, ends: Sequence[str], later: Sequence[str]) -> str | None:
-    """Return the output layer ("end") of a layer's branch. Candidates are the output layers that share most modules
-    with the layer. Return the next candidate after the layer. Without a next candidate, return the last candidate if it
-    shares more than the block, else None."""
+    """Return the name of the output layer of the branch that contains the layer `path`. Candidates are the output
+    layers `ends` that share most modules with the layer. The first candidate in `later` is returned. Without one,
+    return the last candidate if it shares more than the block, else None."""
     near = max((_shared(path, end) for end in ends), default=0)
     nearest = [end for end in ends if _shared(path, end) == near]
     return next((end for end in nearest if end in later), nearest[-1] if near else None)
 
 
 def _ends(layers: Mapping[str, nn.Module], where: str) -> list[str]:
-    """Return the output layers of branches, in order of definition. A layer with an unknown name is an output layer if
-    it has the stream's width and is not directly after another output layer."""
+    """Return the names of the output layers of a block's branches, in order of definition. A layer with an unknown name
+    is an output layer if it has the stream's width and is not directly after another output layer."""
     width = next((in_width(layer) for layer in layers.values()), 0)
     ends: list[str] = []
     is_open = False

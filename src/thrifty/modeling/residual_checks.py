@@ -26,8 +26,8 @@ CANNOT_RUN = (TypeError, ValueError, RuntimeError, AttributeError, LookupError, 
 
 
 def refuse_normed_sums(model: nn.Module, why: str) -> None:
-    """Raise RefusedError if a block changes the stream although its branches return zero. `why` is the consequence for
-    the user.
+    """Raise RefusedError if a block changes the residual stream although its branches return zero. `why` is the
+    consequence for the user.
 
     The first block of each stack is run on random hidden states. If the block requires more inputs (for example
     positions), it is run on its inputs in a forward pass of the model. A note names a block that cannot be run. Fake
@@ -45,8 +45,8 @@ def refuse_normed_sums(model: nn.Module, why: str) -> None:
 
 
 def refuse_normed_branches(model: nn.Module, why: str) -> None:
-    """Raise RefusedError if a doubled branch output is not doubled in the stream. `why` is the consequence for the
-    user. Blocks are run as in `refuse_normed_sums`."""
+    """Raise RefusedError if the stream does not change in proportion to a branch's output, as with a norm after the
+    branch. `why` is the consequence for the user. Blocks are run as in `refuse_normed_sums`."""
     for trial in _trials(model).values():
         for branch in trial.branches:
             if trial.adds_in_proportion(branch) is False:
@@ -79,7 +79,7 @@ class _BlockTrial(NamedTuple):
     kwargs: Mapping[str, Any]
 
     def keeps_the_stream(self) -> bool | None:
-        """Return True if the block without its branches is the identity; None if it cannot be run."""
+        """Return True if the block returns its input when its branches return zero; None if it cannot be run."""
         output = self._run({})
         return None if output is None else torch.equal(output, self.args[0])
 
@@ -101,7 +101,8 @@ class _BlockTrial(NamedTuple):
         return moved > 0 and float((twice - once).abs().max()) < 1e-2 * moved
 
     def _run(self, factors: Mapping[str, float]) -> Tensor | None:
-        """Run the block with random branch outputs times `factors`. Return None if the block cannot be run."""
+        """Run the block, with each branch's output replaced by random values times a factor. Return None if the block
+        cannot be run."""
         like = next(self.block.parameters())
         with untraced(), torch.no_grad(), preserved_draws([like]), _replaced_outputs(self.branches, factors):
             try:

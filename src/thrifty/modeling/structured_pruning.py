@@ -43,7 +43,7 @@ class UnitRows:
 
 @dataclass(frozen=True)
 class PrunableUnits:
-    """The units of one branch. Call `find_units` again after every change."""
+    """The prunable units of one branch: its heads or its neurons. Call `find_units` again after every change."""
 
     kind: Kind
     name: str
@@ -203,7 +203,7 @@ def add_coefficients(units: PrunableUnits) -> None:
 
 
 def coefficients_of(model: nn.Module) -> dict[str, Tensor]:
-    """Return the coefficients by the name of the branch's output layer."""
+    """Return the coefficients of the units of each branch, by the name of the branch's output layer."""
     values = {name: vars(module).get("_parameters", {}).get("coefficients") for name, module in model.named_modules()}
     return {name: parameter for name, parameter in values.items() if parameter is not None}
 

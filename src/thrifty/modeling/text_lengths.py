@@ -12,7 +12,8 @@ def has_only_text(batch: Batch) -> bool:
 
 
 def refuse_more_than_tokens(batch: Batch, who: str, otherwise: str = "") -> None:
-    """Raise RefusedError in the name of `who` if a batch is not plain text; `otherwise` is an alternative fix."""
+    """Raise RefusedError if a batch is not plain text. `who` is the technique that the message names, `otherwise` an
+    alternative fix."""
     if not has_only_text(batch):
         others = " and ".join(sorted(batch.fields.keys() - {"tokens", "key"}))
         raise RefusedError(
@@ -23,8 +24,8 @@ def refuse_more_than_tokens(batch: Batch, who: str, otherwise: str = "") -> None
 
 def text_length(batch: Batch, who: str) -> int:
     """Return the length of the texts in a batch. For plain text, this is the number of tokens with a next token. For a
-    user's own data, this is the length t of integer fields (b, t): token ids, masks and labels. Raise RefusedError in
-    the name of `who` for other batches."""
+    user's own data, this is the length t of integer fields (b, t): token ids, masks and labels. Raise RefusedError for
+    other batches; `who` is the technique that the message names."""
     if has_only_text(batch) or "key" in batch.fields:
         refuse_more_than_tokens(batch, who)
         return batch["tokens"].shape[1] - 1

@@ -22,7 +22,7 @@ AttentionCore = Callable[..., Tensor]
 
 
 def padding_mask(keep: Tensor | None) -> Tensor | None:
-    """Return `keep` (b, s), False on padding, as an attention mask (b, 1, 1, s)."""
+    """Return the attention mask (b, 1, 1, s) of `keep` (b, s), which is False on padding."""
     return None if keep is None else keep[:, None, None, :]
 
 
@@ -82,8 +82,8 @@ class RelativePositions(nn.Module):
         self.scores = nn.Embedding(buckets, heads)
 
     def forward(self, length: int, mask: Tensor | None = None) -> Tensor:
-        """Return the bias of the scores, (1 or b, h, t, t) for t = `length`. The bias is -inf if the mask or causality
-        hides a key."""
+        """Return the bias that is added to the attention scores, (1 or b, h, t, t) for t = `length`. The bias is -inf
+        if the mask or causality hides a key."""
         place = torch.arange(length, device=self.scores.weight.device)
         offset = place[None, :] - place[:, None]
         bucket = relative_bucket(offset, self.buckets, self.distance, self.causal)

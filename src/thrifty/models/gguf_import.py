@@ -71,8 +71,8 @@ def convert_gguf(file: Path, folder: Path) -> ModelConfig:
 
 
 def half_split(matrix: Tensor, heads: int) -> Tensor:
-    """Reorder the rows of queries or keys (heads · k, …), with head width k: rotary pairs of adjacent channels become
-    pairs of the two halves."""
+    """Reorder the rows of a query or key matrix for another form of rotary positions: pairs of adjacent channels become
+    pairs across the two halves. The matrix is (heads · k, …) with head width k."""
     pairs = matrix.unflatten(0, (heads, -1, 2))  # (heads, k/2, 2, …)
     return pairs.transpose(1, 2).flatten(0, 2)
 

@@ -173,8 +173,9 @@ def special_tokens(tokenizer_json: Path) -> dict[str, tuple[str, int]]:
 
 
 def special_ids(tokenizer_json: Path | None, task: str) -> dict[str, int | None]:
-    """Return the ids of special tokens in config.json for a model of `task`; None for tokens that the tokenizer lacks.
-    The decoder's start token is the end-of-text token, as in Thrifty's sequence-to-sequence objective."""
+    """Return the ids of special tokens that config.json stores for a model of `task`; None for tokens that the
+    tokenizer lacks. The decoder's start token is the end-of-text token, as in Thrifty's sequence-to-sequence objective.
+    """
     numbers = {} if tokenizer_json is None else {part: id for part, (_, id) in special_tokens(tokenizer_json).items()}
     end = numbers.get("eos_token")
     ids = {"bos_token_id": numbers.get("bos_token"), "eos_token_id": end}

@@ -35,23 +35,24 @@ Law = Callable[[str, torch.Size, float], NormalInit | UniformInit]
 
 
 def normal_init(name: str, size: torch.Size, std: float) -> NormalInit:
-    """Return the distribution of GPT (Radford et al. 2018, section 4.1) and BERT: standard deviation `std`, by default
-    0.02, for all matrices. Google's BERT truncates the distribution at two standard deviations; transformers and
-    Thrifty do not."""
+    """Return the distribution of initial values in GPT (Radford et al. 2018, section 4.1) and BERT: standard deviation
+    `std`, by default 0.02, for all matrices. Google's BERT truncates the distribution at two standard deviations;
+    transformers and Thrifty do not."""
     return NormalInit(std)
 
 
 def gpt2_normal(name: str, size: torch.Size, std: float, blocks: int) -> NormalInit:
-    """Return the distribution of GPT-2 (Radford et al. 2019, section 2.3). For projections into the residual stream,
-    the standard deviation is divided by sqrt(2 · blocks), because each block has two such projections."""
+    """Return the distribution of initial values in GPT-2 (Radford et al. 2019, section 2.3). For projections into the
+    residual stream, the standard deviation is divided by sqrt(2 · blocks), because each block has two of them."""
     residual = 1 / math.sqrt(2 * blocks)
     return NormalInit(std * (residual if name.endswith(("out", "down")) else 1.0))
 
 
 def xavier_uniform_init(name: str, size: torch.Size, std: float) -> NormalInit | UniformInit:
-    """Return the distribution of the original Transformer in tensor2tensor. Matrices follow Glorot and Bengio 2010,
-    equation 16. Token embeddings, which the model multiplies by sqrt(d), have standard deviation 1 / sqrt(d). Marian
-    uses the same distribution; transformers initializes Marian with standard deviation 0.02 throughout."""
+    """Return the distribution of initial values of the original Transformer, as in tensor2tensor. Matrices follow
+    Glorot and Bengio 2010, equation 16. Token embeddings, which the model multiplies by sqrt(d), have standard
+    deviation 1 / sqrt(d). Marian uses the same distribution; transformers initializes Marian with standard deviation
+    0.02 throughout."""
     rows, columns = size
     if name.endswith("embedding.token"):
         return NormalInit(columns**-0.5)

@@ -61,10 +61,11 @@ def build_model_for(
 ) -> nn.Module:
     """Return the initialized model of a run before any technique, the same at every call.
 
-    The model is built from a preset or a folder. A supported family becomes a model of Thrifty. Any other family
-    becomes a wrapped model of `transformers` for `task`. A trained image model is adapted to the images and labels of
-    the data. For data with labels, the encoder of a trained MAE is used. Raise UsageError for a model that cannot learn
-    the task, and for data that do not fit trained weights.
+    `ends` describes the model's inputs and outputs: vocabulary and length, or images and labels. The model is built
+    from a preset or a folder. A supported family becomes a model of Thrifty. Any other family becomes a wrapped model
+    of `transformers` for `task`. A trained image model is adapted to the images and labels of the data. For data with
+    labels, the encoder of a trained MAE is used. Raise UsageError for a model that cannot learn the task, and for data
+    that do not fit trained weights.
     """
     task = _KIND_FOR.get(task, task)
     shape, is_counted = shape_for(ends, settings), active_fake_mode() is not None  # then values are not used
@@ -96,7 +97,7 @@ def build_model_for(
 
 
 def check_model(settings: ModelSettings, task: Task | Literal["chat_answers", "mass"]) -> None:
-    """Raise UsageError if the model is missing, or if it is known without data that the model cannot learn `task`."""
+    """Raise UsageError if the model is missing, or cannot learn `task` with any data."""
     try:
         shape = own_shape(settings)
     except RefusedError:  # an architecture that transformers may know

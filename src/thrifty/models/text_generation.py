@@ -17,7 +17,8 @@ from thrifty.models.transformer import Transformer
 from thrifty.models.transformer_blocks import PostNormBlock, TokenEmbedding, TransformerBlock
 
 Reader = Callable[[Tensor], Tensor]
-"""Function that maps tokens (b, t) to the logits (b, v) of the next token. Each call adds one token."""
+"""Function that maps all tokens so far (b, t) to the logits (b, v) of the next token. t grows by one from call to call.
+"""
 COLDEST = 1e-6
 """Lowest temperature; below it, logits divided by the temperature may be infinite."""
 

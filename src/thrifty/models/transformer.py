@@ -153,8 +153,8 @@ def initialize(
     std: float = 0.02,
     within: str = "",
 ) -> None:
-    """Initialize parameters by the model's law. Matrices are sampled, biases are zero. Gains are one, or have the value
-    in the model's `starts`.
+    """Initialize the parameters of a model. The model's `law` is the distribution of its matrices. Biases are zero.
+    Gains are one, or have the value in the model's `starts`.
 
     Some laws use `std`. Each parameter has a generator keyed by (seed, name). Initial values are independent of the
     number of blocks, the order of construction and the rank. Only parameters whose names start with `within` are

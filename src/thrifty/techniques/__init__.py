@@ -47,7 +47,7 @@ ALIASES = {
     "zero": "parallelism.shard",
     "zero_offload": "memory.offload_optimizer",
 }
-"""Common names of techniques. The last part of a full name is also accepted if it is unique."""
+"""Full names of techniques by common name (alias). The unique last part of a full name is accepted too."""
 HINTS = {
     "1f1b": "parallelism.pipeline",
     "bf16": "precision.mixed:format=bfloat16",
@@ -62,7 +62,7 @@ HINTS = {
     "zero2": "parallelism.shard:zero=2",
     "zero3": "parallelism.shard:zero=3",
 }
-"""Suggestions for names of related methods and of settings. These names are not accepted as techniques."""
+"""Suggested techniques by the name of a related method or setting. These names do not select a technique."""
 
 _OWN = list(__path__)
 for _folder in filter(None, os.environ.get("THRIFTY_TECHNIQUES", "").split(os.pathsep)):
@@ -111,7 +111,8 @@ def names() -> list[str]:
 
 @cache
 def full_name(word: str) -> str:
-    """Return the full name for a full name, an alias (`fsdp`) or an unambiguous last part (`lion`).
+    """Return the full name of a technique. `word` is a full name, an alias (`fsdp`) or an unambiguous last part
+    (`lion`).
 
     Raise UsageError with the nearest name, or with all candidates if the word is ambiguous.
     """
@@ -138,8 +139,7 @@ def split_settings(words: str) -> tuple[str, str]:
 
 @cache
 def find(name: str) -> type[Technique]:
-    """Return the technique class of a full name, an alias or an unambiguous last part. Raise UsageError for any other
-    name."""
+    """Return the class of a technique. `name` is read by `full_name`, which raises UsageError for unknown names."""
     name = full_name(name)
     if name not in _walk(list(__path__)):
         technique = _imported(name, third_party()[name].load)
@@ -162,7 +162,7 @@ def find(name: str) -> type[Technique]:
 
 
 def _imported(name: str, load: Callable[[], Any]) -> Any:
-    """Return the result of `load`. Raise UsageError if the code of a third party fails."""
+    """Call `load` and return its result. Raise UsageError if the code of a third party fails."""
     try:
         return load()
     except Exception as error:

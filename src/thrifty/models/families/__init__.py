@@ -20,13 +20,14 @@ FAMILIES: dict[str, ModelFamily] = {
 
 
 def assemble(shape: ModelConfig) -> Model:
-    """Return the uninitialized model of a `ModelConfig` on the current default device ("meta" allocates nothing)."""
+    """Return the uninitialized model that the config `shape` describes, on the current default device ("meta" allocates
+    nothing)."""
     model = FAMILIES[shape.style].assemble(shape)
     tie(model, shape)
     return model
 
 
 def tie(model: nn.Module, shape: ModelConfig) -> None:
-    """Share the token embedding's weight with the head if the shape requires it."""
+    """Share the token embedding's weight with the head if the config `shape` requires it."""
     if shape.tied:
         model.head.weight = model.embedding.token.weight

@@ -183,7 +183,8 @@ def _section(config: Config, name: str) -> Config:
 
 
 def _common(text: Config, vision: Config, key: str, default: Any) -> Any:
-    """Return a setting that is common to both towers. Raise RefusedError if the towers' values differ."""
+    """Return a setting that both towers (image and caption encoder) share. Raise RefusedError if the towers' values
+    differ."""
     values = [section.get(key, default) for section in (text, vision)]
     if values[0] != values[1]:
         raise RefusedError(

@@ -14,7 +14,7 @@ _READER = {"input_ids", "past_key_values"}
 
 
 def is_reader(module: nn.Module) -> bool:
-    """Return True if the forward pass takes tokens and a cache of keys and values."""
+    """Return True if the module's forward pass takes tokens and a cache of keys and values."""
     return inspect.signature(type(module).forward).parameters.keys() >= _READER
 
 
@@ -68,11 +68,11 @@ def refuse_own_recomputation(body: nn.Module) -> None:
 
 
 def unwritten_cache(pairs: list[tuple[Tensor, Tensor]], batch: int, two_sided: bool) -> Any:
-    """Return a read-only cache for `batch` examples from the keys and values of each block, (g, p, k).
+    """Return a read-only cache of the keys and values of each block, repeated for `batch` examples.
 
-    g is the number of key-value heads, p the number of virtual tokens, k the head width. The cache is read-only,
-    because recomputation must read the same values. In an encoder-decoder (`two_sided`), only the self-attention of the
-    decoder reads the cache.
+    `pairs` has the keys and values of each block, (g, p, k). g is the number of key-value heads, p the number of
+    virtual tokens, k the head width. The cache is read-only, because recomputation must read the same values. In an
+    encoder-decoder (`two_sided`), only the self-attention of the decoder reads the cache.
     """
     filled = _layers_of([tuple(x.expand(batch, -1, -1, -1) for x in pair) for pair in pairs])
     if not two_sided:

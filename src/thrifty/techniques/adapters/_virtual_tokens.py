@@ -15,7 +15,7 @@ _MASKS = ("attention_mask", "keep")
 
 
 def input_names(module: nn.Module) -> list[str]:
-    """Return the argument names of the forward method of the module's class, also if a wrapper replaced the method.
+    """Return the names of the module's inputs, also if a wrapper replaced its forward method.
 
     Raises RefusedError if the method takes `*args`.
     """
@@ -34,10 +34,10 @@ def named_inputs(module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def extend_masks(inputs: dict[str, Any], count: int) -> dict[str, Any]:
-    """Return the masks (b, t) of the inputs, extended to (b, count + t) by `count` visible tokens at the front.
+    """Extend the masks in `inputs` by `count` visible tokens at the front. Return only the masks, (b, count + t).
 
-    Raises UsageError for a mask that is not (b, t), for packed rows and for a cache. In a packed row only the first
-    text would follow the virtual tokens. Cached tokens would precede the virtual tokens.
+    Raises UsageError for a mask that is not (b, t), for packed rows and for a cache of keys and values. In a packed row
+    only the first text would follow the virtual tokens. Cached tokens would precede the virtual tokens.
     """
     refuse_shared_rows(inputs)
     if inputs.get("past_key_values") is not None:

@@ -39,16 +39,17 @@ def apply_bottleneck(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) 
 
 
 def draw_truncated_normal(values: Tensor, std: float, generator: torch.Generator | None = None) -> None:
-    """Fill a tensor from a normal distribution truncated at two standard deviations, by its inverse CDF."""
+    """Fill `values` with samples of a normal distribution that is truncated at two standard deviations."""
     largest = math.erf(math.sqrt(2))
     values.uniform_(-largest, largest, generator=generator).erfinv_().mul_(std * math.sqrt(2))
 
 
 @torch.no_grad()
 def add_bottleneck(writer: nn.Module, d: int, width: int, std: float, generator: torch.Generator | None = None) -> None:
-    """Add an adapter to the (first) output of a residual branch, as parameters of the branch's output layer `writer`.
+    """Add a bottleneck adapter to a residual branch. `writer` is the output layer of the branch.
 
-    Biases start at zero.
+    The layer's (first) output passes through the adapter, and the adapter's parameters belong to the layer. Biases
+    start at zero.
     """
     device = next(writer.parameters()).device
     for name, shape in zip(PARTS, ((width, d), (width,), (d, width), (d,)), strict=True):

@@ -90,9 +90,9 @@ PLACEMENT_HOOK: ModuleNote[RemovableHandle] = ModuleNote("placement_hook")
 
 
 def restrict_to_subspace(model: nn.Module, dimension: int, seed: int) -> RandomSubspace:
-    """Add the parameter z, initially zero, to a model. Set the weights to θ₀ + P z before each forward pass.
+    """Restrict training to a random subspace: before each forward pass, set the weights to θ₀ + P z.
 
-    θ₀ are the current weights, P is a random projection.
+    z is a new parameter of the model, initially zero. θ₀ are the current weights, P is a random projection.
     """
     weights = [parameter for parameter in model.parameters() if parameter.is_floating_point()]
     total = sum(weight.numel() for weight in weights)

@@ -79,7 +79,7 @@ class Lora(AdapterTechnique):
         return self.attach(model)
 
     def attach(self, model: nn.Module, name: str = DEFAULT) -> nn.Module:
-        """Add an adapter called `name`, with the settings of this technique. The model may already have adapters."""
+        """Add an adapter called `name`, with the settings of this technique. Other adapters of the model stay."""
         layers, also = self.layers(model), self._also_trained(model)
         attach(model, layers, name, self.seed)
         train_only(model, factor_names(model) | also)
@@ -177,7 +177,6 @@ def _narrow(layer: nn.Module) -> int:
 
 
 def _cuts(model: nn.Module) -> dict[str, FusedSlices]:
-    """Return the slices of each fused layer, by layer name."""
     named = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name.endswith("weight")}
     cuts = zip(named, fused_slices([*named], [*named.values()]), strict=True)
     return {re.sub(r"\.(in_proj_)?weight$", "", name): cut for name, cut in cuts if cut is not None}

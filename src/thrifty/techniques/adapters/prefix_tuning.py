@@ -60,15 +60,16 @@ AttentionCore = Callable[..., Tensor]
 
 
 def make_prefix(table: Tensor, w_in: Tensor, b_in: Tensor, w_out: Tensor, b_out: Tensor) -> Tensor:
-    """Return the prefix of a block, tanh(E W_inᵀ + b_in) W_outᵀ + b_out, (p, 2 · g · k), for the table E (p, e).
+    """Return the prefix of a block: tanh(E W_inᵀ + b_in) W_outᵀ + b_out for the table E.
 
-    p is the number of virtual tokens, e the width of the table, g the number of key-value heads and k the head width.
+    E is (p, e), the prefix is (p, 2 · g · k). p is the number of virtual tokens, e the width of the table, g the number
+    of key-value heads and k the head width.
     """
     return F.linear(torch.tanh(F.linear(table, w_in, b_in)), w_out, b_out)
 
 
 def keys_and_values(prefix: Tensor, heads: int) -> tuple[Tensor, Tensor]:
-    """Split a prefix (p, 2 · g · k), which stores keys first, into keys and values, each (g, p, k).
+    """Split a prefix into keys and values. The prefix (p, 2 · g · k) stores keys first; the results are (g, p, k).
 
     p is the number of virtual tokens, g = `heads` the number of key-value heads and k the head width.
     """
@@ -79,10 +80,11 @@ def keys_and_values(prefix: Tensor, heads: int) -> tuple[Tensor, Tensor]:
 def attend_with_prefix(
     core: AttentionCore, prefix: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 ) -> Tensor:
-    """Return the attention (b, h, t, k) of q over a prefix (p, 2 · g · k), followed by k and v (b, g, s, k).
+    """Return the attention of queries over a prefix and the keys and values after the prefix.
 
-    Without a mask the core may be causal and align the last query with the last key. So p = `len(prefix)` queries are
-    prepended, and their outputs are dropped.
+    q and the result are (b, h, t, k), the prefix is (p, 2 · g · k), k and v are (b, g, s, k). Without a mask the core
+    may be causal and align the last query with the last key. So p = `len(prefix)` queries are prepended, and their
+    outputs are dropped.
     """
     prefixes = [x.to(k.dtype).expand(len(k), -1, -1, -1) for x in keys_and_values(prefix, k.shape[1])]
     k, v = (torch.cat(pair, 2) for pair in zip(prefixes, (k, v), strict=True))
@@ -108,9 +110,10 @@ def _body_path(model: nn.Module) -> str:
 
 
 def prefix_of(module: nn.Module, body: nn.Module) -> Tensor:
-    """Return the prefix (p, 2 · g · k) of a module, either its parameter or an output of the network in `body`.
+    """Return the prefix of a module: its own parameter, or an output of the prefix network in `body`.
 
-    p is the number of virtual tokens, g the number of key-value heads and k the head width.
+    The prefix is (p, 2 · g · k). p is the number of virtual tokens, g the number of key-value heads and k the head
+    width.
     """
     if hasattr(module, "prefix"):
         return module.prefix
@@ -160,9 +163,8 @@ def collapse(model: nn.Module) -> None:
 
 
 def find_prefix_sites(model: nn.Module) -> PrefixSites:
-    """Return, by name, every attention with a replaceable core; in a model of transformers, the blocks that cache keys
-    and values.
-    """
+    """Return the modules that get a prefix, by name: every attention with a replaceable core. In a model of
+    transformers, these are the blocks that cache keys and values."""
     cores = {
         name: PrefixSite(module, getattr(module, "kv_heads", module.heads), module.head_width)
         for name, module in model.named_modules()
@@ -227,7 +229,7 @@ def _with_prefix_cache(
     *args: Any,
     **kwargs: Any,
 ) -> Any:
-    """Call a model of transformers with the prefixes as cache of keys and values."""
+    """Call a model of transformers and pass the prefixes as its cache of keys and values."""
     refuse_own_recomputation(body)
     inputs = named_inputs(body, args, kwargs)
     inputs |= extend_masks(inputs, tokens) | {"use_cache": False}

@@ -38,16 +38,19 @@ Initialization = Literal["words", "random"]
 
 
 def lengthen(tokens: Tensor, count: int) -> Tensor:
-    """Return tokens (b, t) with `count` virtual tokens at the front, (b, count + t).
+    """Prepend `count` virtual tokens to tokens (b, t), and return (b, count + t).
 
-    Virtual token -1 selects row 0 of the prompt, -2 selects row 1, …
+    Virtual tokens are negative: -1 selects row 0 of the prompt, -2 selects row 1, …
     """
     virtual = -1 - torch.arange(count, device=tokens.device, dtype=tokens.dtype)
     return torch.cat((virtual.expand(len(tokens), -1), tokens), 1)
 
 
 def embed(tokens: Tensor, words: Tensor, prompt: Tensor) -> Tensor:
-    """Return embeddings (b, t, d): rows of the prompt (k, d) at virtual tokens, `words` (b, t, d) at real tokens."""
+    """Return the embeddings (b, t, d) of tokens. Virtual tokens get rows of the prompt (k, d), real tokens get `words`.
+
+    `words` (b, t, d) are the model's own embeddings.
+    """
     rows = F.embedding((-1 - tokens).clamp(min=0), prompt)
     return torch.where((tokens < 0)[..., None], rows.to(words.dtype), words)
 

@@ -32,23 +32,29 @@ NAME = "visual_prompt"
 
 
 def initial_bound(patch: int, width: int) -> float:
-    """Return Xavier's bound of uniform initial values, for a layer from a patch's 3 · patch² values to `width`."""
+    """Return the bound of Xavier's uniform initialization for a layer that maps a patch to `width` values.
+
+    A patch has 3 · patch² values.
+    """
     return math.sqrt(6 / (3 * patch * patch + width))
 
 
 def insert(x: Tensor, prompt: Tensor, after: int) -> Tensor:
-    """Return x (b, t, d) with k prompt vectors (k, d) inserted after `after` tokens, (b, t + k, d)."""
+    """Insert the prompt vectors (k, d) after the first `after` tokens of x. x is (b, t, d), the result (b, t + k, d)."""
     rows = prompt.to(x.dtype).expand(len(x), -1, -1)
     return torch.cat((x[:, :after], rows, x[:, after:]), 1)
 
 
 def cut_out(x: Tensor, count: int, after: int) -> Tensor:
-    """Return x (b, t + k, d) without the k = `count` tokens after the first `after` tokens, (b, t, d)."""
+    """Remove the k = `count` tokens after the first `after` tokens of x. x is (b, t + k, d), the result (b, t, d)."""
     return torch.cat((x[:, :after], x[:, after + count :]), 1)
 
 
 def add_prompts(blocks: nn.ModuleList, prompts: dict[int, Tensor], after: int) -> None:
-    """Add prompts (k, d), by block index, to blocks as the parameter `visual_prompt`. The first block must have one."""
+    """Add prompts to blocks as the parameter `visual_prompt`. They are inserted after the first `after` tokens.
+
+    `prompts` has the prompt (k, d) of a block by index. The first block must have one.
+    """
     count, last = len(prompts[0]), len(blocks) - 1
     for index, block in enumerate(blocks):
         if index in prompts:

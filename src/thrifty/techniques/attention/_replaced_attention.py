@@ -203,8 +203,9 @@ class CalibratedAttention(ReplacedAttention):
         return max(int(self.from_step), 1)
 
     def measure(self, site: AttentionSite, q: Tensor, k: Tensor, mask: Tensor | None) -> Tensor:
-        """Return the n measured values (n,) of one call, from q (b, h, t, k) and k (b, g, t, k). These values are
-        averaged over calls and ranks.
+        """Return the values (n,) that are measured in one call. They are averaged over calls and ranks.
+
+        q is (b, h, t, k), k is (b, g, t, k).
         """
         raise NotImplementedError
 
@@ -213,7 +214,7 @@ class CalibratedAttention(ReplacedAttention):
         return 1
 
     def settle(self, site: AttentionSite, means: Tensor) -> Any:
-        """Return the logged result, as JSON values, computed from the means (n,) of the measured values."""
+        """Return the result that is logged, as JSON values. `means` (n,) are the averages of the measured values."""
         return means.tolist()
 
     def model(self, model: nn.Module) -> nn.Module:

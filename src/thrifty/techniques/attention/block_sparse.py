@@ -32,9 +32,9 @@ def scattered_attention(
     block: int, near: int, first: int, sampled: int, causal: bool, seed: int, q: Tensor, k: Tensor, v: Tensor,
     mask: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """Return the attention (b, h, t, k) of q over k and v (b, g, t, k) in the near, first and random blocks of queries.
+    """Return attention in which queries see keys in neighboring blocks, in the first blocks and in random blocks.
 
-    A boolean mask excludes additional query-key pairs.
+    q and the result are (b, h, t, k), k and v are (b, g, t, k). A boolean mask excludes additional query-key pairs.
     """
     refuse_other_lengths(q.shape[2], k.shape[2])
     grid = scattered_grid(q.shape[2], block, near, first, sampled, causal, seed, q.device)

@@ -77,11 +77,10 @@ class DetectorCore:
         return attend_kept(q, k, v, keep_of(keys, k.shape[2]))
 
     def kept_counts(self, visible: Tensor) -> tuple[int, Tensor | None]:
-        """Return the maximum number of kept keys per query, and the number of each example (b,), which is None in a
-        decoder.
+        """Return the maximum number of kept keys per query, and the number for each example (b,).
 
-        An encoder keeps a fraction of the example's own tokens. A decoder keeps a fraction of the longest training
-        text, so that the number is the same in a text of any length.
+        In an encoder the number is a fraction of the example's own tokens. In a decoder it is a fraction of the longest
+        training text, so that it is the same in a text of any length, and the second value is None.
         """
         density, tokens = self.settings.density, visible.shape[-1]
         if self.site.causal:
@@ -108,9 +107,9 @@ class DetectorCore:
         return detected_scores(self.rounded(x.float()), projection, w_q, w_k, self.rotation(x.shape[1], w_q.shape[-1]))
 
     def rotation(self, tokens: int, width: int) -> tuple[Tensor, Tensor] | None:
-        """Return cosines and sines of the rotary positions, each (t, width / 2), from highest to lowest frequency.
+        """Return cosines and sines of the rotary positions for the detector, each (t, width / 2).
 
-        Return None for a model without rotary positions.
+        Frequencies go from the highest to the lowest. Return None for a model without rotary positions.
         """
         tables = rotary_tables(self.site.module)
         if tables is None:

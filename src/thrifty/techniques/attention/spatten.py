@@ -42,8 +42,10 @@ from thrifty.techniques.attention._replaced_attention import CHOSEN, ReplacedAtt
 
 
 class CascadeRelay:
-    """The state that one block passes to the next in a forward pass: the importance of tokens and heads, and which of
-    them are kept."""
+    """The state that one block passes to the next in a forward pass.
+
+    It has the importance of tokens and heads, and which of them are kept.
+    """
 
     def __init__(self) -> None:
         self.current: CascadeState | None = None
@@ -59,7 +61,7 @@ class CascadeRelay:
 
 
 class CascadeCore:
-    """An attention core that stores the `CascadeState` that it receives, for recomputation."""
+    """An attention core that stores the `CascadeState` that it receives, because recomputation needs it again."""
 
     def __init__(self, relay: CascadeRelay, site: AttentionSite, keep: KeptShares, bits: int):
         self.relay, self.site, self.keep, self.bits = relay, site, keep, bits
@@ -153,7 +155,7 @@ class Spatten(ReplacedAttention):
         return model
 
     def relay(self, model: nn.Module, stack: str, blocks: nn.ModuleList) -> list[str]:
-        """Connect the attentions of a stack of blocks and return their names."""
+        """Give the attentions of a stack new cores that share one `CascadeRelay`. Return the names of the attentions."""
         relay, connected = CascadeRelay(), []
         for number, block in enumerate(blocks):
             for site in ATTENTION_SITES.of(model):

@@ -31,8 +31,9 @@ from thrifty.kernels.tiled_attention import causal_attention_reference, tiled_ca
 
 
 def triton_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, tile: int | None = None) -> Tensor:
-    """Return causal attention (b, h, t, k) of q over k and v (b, g, t, k), computed by Triton; with a mask, by torch in
-    tiles.
+    """Return causal attention, computed by Triton. With a mask, torch computes it in tiles.
+
+    q and the result are (b, h, t, k), k and v are (b, g, t, k).
     """
     if mask is not None:
         return tiled_causal_attention(q, k, v, mask, tile)

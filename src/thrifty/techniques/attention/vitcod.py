@@ -50,7 +50,8 @@ POSITIONS = ("position", "position_embeddings", "pos_embed")
 
 
 class AutoencodedCore:
-    """An attention core with autoencoded queries and keys, which appends the reconstruction error (b,) to `losses`."""
+    """An attention core that passes queries and keys through autoencoders, and appends the reconstruction error (b,) to
+    `losses`."""
 
     def __init__(self, site: AttentionSite, inner: AttentionCore):
         self.site, self.inner = site, inner
@@ -67,7 +68,7 @@ class AutoencodedCore:
 
 
 def autoencode_attention(site: AttentionSite, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """Return queries (b, h, t, k) and keys (b, g, t, k) as reconstructed by autoencoders."""
+    """Pass queries (b, h, t, k) and keys (b, g, t, k) through the autoencoders of an attention. Shapes stay."""
     query_weights, key_weights = (
         [getattr(site.module, name).to(x.dtype) for name in names]
         for x, names in ((q, AUTOENCODER[:2]), (k, AUTOENCODER[2:]))
@@ -78,10 +79,10 @@ def autoencode_attention(site: AttentionSite, q: Tensor, k: Tensor) -> tuple[Ten
 def fixed_attention(
     site: AttentionSite, block: int, count: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 ) -> Tensor:
-    """Return the attention (b, h, t, k) of q over k and v (b, g, t, k) with the fixed masks of the attention module
-    `site`.
+    """Return attention with the fixed masks of the attention module `site`.
 
-    `count` is the number of computed blocks per head; 0 computes all pairs with a dense mask.
+    q and the result are (b, h, t, k), k and v are (b, g, t, k). `count` is the number of computed blocks per head; 0
+    computes all pairs with a dense mask.
     """
     t, kept = q.shape[2], site.module.kept_pairs
     refuse_other_lengths(t, k.shape[2])
@@ -162,7 +163,7 @@ class Vitcod(CalibratedAttention):
         return model
 
     def put_autoencoder(self, model: nn.Module, site: AttentionSite) -> None:
-        """Wrap the current core of an attention module in an autoencoder, before or after the masks are fixed."""
+        """Wrap the current core of an attention module in an autoencoder, whether or not its masks are already fixed."""
         decided, swappable = decided_phase(model), SWAPPABLE_CORES.of(model).get(site.name)
         core = AutoencodedCore(site, site.plain if swappable else self.core(site, decided.get("found", {})))
         LOSING_CORES.of(model).append(core)
@@ -243,14 +244,15 @@ class Vitcod(CalibratedAttention):
 
 
 def masks_of(site: AttentionSite, calibration: Mapping[str, Any]) -> np.ndarray:
-    """Return the masks (h, t, t) of an attention module; without calibration (1, 1, 1), to count FLOPs."""
+    """Return the masks (h, t, t) of an attention module. Without calibration, one pair (1, 1, 1) suffices to count
+    FLOPs."""
     if site.name not in calibration:
         return np.ones((1, 1, 1), bool)
     return vitcod_filter.read_masks(calibration[site.name]["masks"], site.heads, calibration[site.name]["tokens"])
 
 
 def side_of(site: AttentionSite, count: int) -> int:
-    """Return the side t of the square attention maps of a module, which have `count` elements over all heads."""
+    """Return the side t of the square attention maps of a module. `count` is the number of elements of all its maps."""
     return math.isqrt(count // site.heads)
 
 

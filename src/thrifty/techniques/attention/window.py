@@ -32,7 +32,10 @@ from thrifty.techniques.attention._replaced_attention import ReplacedAttention
 def window_attention(
     rule: VisibilityRule, block: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 ) -> Tensor:
-    """Return the attention (b, h, t, k) of q over k and v (b, g, t, k), limited by `rule` and a boolean mask."""
+    """Return attention in which `rule` and a boolean mask limit the visible keys.
+
+    q and the result are (b, h, t, k), k and v are (b, g, t, k).
+    """
     refuse_other_lengths(q.shape[2], k.shape[2])
     return block_attention(q, k, v, window_grid(q.shape[2], rule, block, q.device), mask)
 

@@ -40,12 +40,12 @@ def uniform_mean(copies: Sequence[Sequence[Tensor]]) -> list[Tensor]:
 
 
 def copies_taken(updates: int, start: int, every: int) -> int:
-    """Return the number of copies after `updates` updates. Copies are made at updates start, start + every, …"""
+    """Return the number of copies made in `updates` updates. Copies are made at updates start, start + every, …"""
     return (updates - start) // every + 1 if updates >= start else 0
 
 
 class LatestWeightsTransform(GradientTransform):
-    """Copies of the parameters in a ring buffer of `copies` slots; updates are unchanged.
+    """A transform that stores copies of the parameters in a ring buffer of `copies` slots. Updates are unchanged.
 
     The filled slots depend only on the step and the age, which is the number of steps since the state was reset. Copies
     made before a reset do not count.

@@ -2,7 +2,7 @@
 
 
 def phased_size(step: int, start: float, full: int, until: int, multiple: int, phases: int) -> int:
-    """Return the size at a step. The size grows from `start` to `full` in `phases` equal phases over `until` steps.
+    """Return the size at a step. The size grows to `full` in `phases` equal phases over `until` steps.
 
     Sizes are multiples of `multiple`, at least `multiple` and at most `full`.
     """

@@ -56,7 +56,7 @@ def find_embedding(model: nn.Module) -> tuple[str, Any]:
 
 @torch.no_grad()
 def resize_patches(embedding: Any, patch: int) -> None:
-    """Set the side of the patches of an embedding to `patch` pixels, and resize its weights and positions."""
+    """Change the patches of an embedding to a side of `patch` pixels. Its weights and positions are resized."""
     if embedding.side % patch:
         raise RefusedError(
             f"images of {embedding.side} x {embedding.side} pixels cannot be cut into patches of {patch} x {patch}",
@@ -72,7 +72,7 @@ def resize_patches(embedding: Any, patch: int) -> None:
 
 
 def _refuse_uneven_images(embedding: Any, args: tuple[Any, ...]) -> None:
-    """Raise UsageError if smaller images cannot be cut into whole patches; `resize_patches` checks full images."""
+    """Raise UsageError if reduced images cannot be cut into whole patches. `resize_patches` checks only full images."""
     (height, width), patch = args[0].shape[-2:], embedding.patch_size
     if height % patch or width % patch:
         raise UsageError(

@@ -25,9 +25,10 @@ from thrifty.kernels.token_gather import gather_tokens
 
 
 def reconstruct_patches(model: nn.Module, images: Tensor, visible: Tensor, removed: Tensor) -> Tensor:
-    """Return predicted pixels (b, m, p · p · c) of the m patches with indices `removed` (b, m) in images (b, c, h, w).
+    """Predict the pixels of removed patches, with an encoder that processes only the visible patches.
 
-    The encoder processes only the n patches with indices `visible` (b, n). Patches have p × p pixels.
+    Images are (b, c, h, w). `visible` (b, n) and `removed` (b, m) are indices of patches of p × p pixels. The result is
+    (b, m, p · p · c).
     """
     return model.head(gather_tokens(model(images, visible), removed))
 

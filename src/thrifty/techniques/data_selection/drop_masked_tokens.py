@@ -39,7 +39,7 @@ Attend = Literal["self", "cross"]
 
 
 def attention_over(q: Tensor, kv: Tensor, head_width: int) -> Tensor:
-    """Return softmax attention (b, k, d) of k queries over n keys and values. `kv` (b, n, 2 d) is keys and values."""
+    """Return the softmax attention (b, k, d) of queries (b, k, d). `kv` (b, n, 2 d) is the n keys and values."""
     queries = q.unflatten(-1, (-1, head_width)).transpose(1, 2)
     keys, values = kv.unflatten(-1, (-1, head_width)).transpose(1, 2).chunk(2, dim=1)
     return F.scaled_dot_product_attention(queries, keys, values).transpose(1, 2).flatten(2)
@@ -56,7 +56,7 @@ def random_like(pattern: Tensor, key: str, shape: Sequence[int] = ()) -> nn.Para
 
 
 def block_like(block: nn.Module, key: str) -> nn.Module:
-    """Return a copy of a block or of one of its modules, with new random matrices. Vectors are copied."""
+    """Copy a block, or a module of a block, with new random matrices. Vectors keep their values."""
     parameters = {
         id(values): random_like(values, f"{key}.{name}")
         if is_matrix(name, values)
@@ -104,7 +104,7 @@ class MaskDecoder(nn.Module):
                 block.cross_attention = DecoderCrossAttention(block.attention, f"{key}.{index}.cross_attention")
 
     def forward(self, states: Tensor, absent: Tensor, visible: Tensor, places: Tensor) -> Tensor:
-        """Return the states (b, k, d) at the predicted positions `places` (b, k).
+        """Return the states (b, k, d) at the positions to predict, `places` (b, k).
 
         `states` (b, n, d) are encoder states at the `visible` positions (b, n). `absent` (1, t, d) is the mask vector
         at each of the t positions.
@@ -129,7 +129,7 @@ def read_around_masks(
     places: Tensor | None = None,
     **named: Any,
 ) -> Tensor:
-    """Return the states (b, k, d) at positions `places` (b, k) of texts `tokens` (b, t).
+    """Return the states (b, k, d) at the positions to predict, `places` (b, k), of texts `tokens` (b, t).
 
     The encoder reads only the positions `visible` (b, n). Without `visible`, run the model's own forward pass.
     """

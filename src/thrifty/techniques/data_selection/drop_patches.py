@@ -46,7 +46,7 @@ def kept_patches(patches: int, rate: float) -> int:
 
 
 def visible_patches(keys: Tensor, patches: int, rate: float) -> Tensor:
-    """Return ascending indices of visible patches, int64 (b, n), selected by the example's key, int64 (b,).
+    """Return the ascending indices of visible patches, int64 (b, n). The keys, int64 (b,), select them.
 
     Every subset of n patches has the same probability.
     """
@@ -54,9 +54,9 @@ def visible_patches(keys: Tensor, patches: int, rate: float) -> Tensor:
 
 
 def without_patches(tokens: Tensor, visible: Tensor, before: int) -> Tensor:
-    """Return tokens (b, before + t, d) with only the n `visible` patches (b, n), (b, before + n, d).
+    """Remove the patches that are not visible. Tokens are (b, before + t, d), the result is (b, before + n, d).
 
-    `visible` are indices of patches. The first `before` tokens are no patches and stay.
+    `visible` (b, n) are indices of patches. The first `before` tokens are no patches and stay.
     """
     return torch.cat((tokens[:, :before], gather_tokens(tokens[:, before:], visible)), 1)
 
@@ -105,7 +105,7 @@ def _embedded(cut: nn.Conv2d, embedding: nn.Module, inner: Any, images: Tensor, 
 
 @contextmanager
 def drop_patches(model: nn.Module, keys: Tensor, rate: float) -> Iterator[None]:
-    """Drop patches of the model's images inside the context; the keys (b,) select the visible patches."""
+    """Drop patches of the model's images inside the context. The keys (b,) of the examples select the visible patches."""
     embeddings = [module for _, module in DROPPING.noted(model)]
     for module in embeddings:
         DROPPING.set(module, (keys, rate))

@@ -32,10 +32,10 @@ from thrifty.core.technique import Numerics, Technique
 
 
 def variance_reduction(scores: Tensor) -> Tensor:
-    """Return tau = sqrt(B · sum g²) for B scores on all ranks. g are the scores divided by their sum.
+    """Return tau, the gain of sampling as a factor of the batch size: sqrt(B · sum g²) for B scores on all ranks.
 
-    tau is the gain of sampling, as a factor of the batch size: 1 for equal scores, NaN if all scores are 0. Each rank
-    must have the same number of scores.
+    g are the scores divided by their sum. tau is 1 for equal scores and NaN if all scores are 0. Each rank must have
+    the same number of scores.
     """
     mean, mean_square = mean_over_ranks(torch.stack([scores.mean(), scores.square().mean()]).double().cpu())
     return mean_square.sqrt() / mean
@@ -48,9 +48,10 @@ def probabilities(scores: Tensor) -> Tensor:
 
 
 def sample(batch: Batch, scores: Tensor, count: int) -> Batch:
-    """Sample `count` examples with replacement in proportion to their scores (B,).
+    """Sample `count` examples with replacement. Probabilities are proportional to the scores (B,).
 
-    The weights of the sampled examples are set so that the expected weighted sum equals the sum over the batch.
+    The weights of the sampled examples are set so that the expected weighted sum equals the weighted sum over the
+    batch.
     """
     chances = probabilities(scores)
     rows = torch.multinomial(chances, count, replacement=True)
@@ -60,7 +61,7 @@ def sample(batch: Batch, scores: Tensor, count: int) -> Batch:
 
 @torch.no_grad()
 def weighted_scores(model: nn.Module, objective: Objective, batch: Batch, at_once: int) -> Tensor:
-    """Return the weighted score of each example (b,), computed without dropout, `at_once` examples at a time."""
+    """Return the score of each example times its weight, (b,). Dropout is off, and `at_once` examples run at a time."""
     was_training = model.training
     model.eval()
     parts = [batch.rows(start, start + at_once) for start in range(0, len(batch), at_once)]

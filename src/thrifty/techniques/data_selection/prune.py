@@ -51,12 +51,13 @@ def kept_examples(
     min_class_share: float = 0.0,
     seed: int = 0,
 ) -> Tensor:
-    """Return the ascending indices (k,) of the kept examples; k = round(keep · n), at least 1.
+    """Return the ascending indices (k,) of the examples to keep, from their scores (n,). k is round(keep · n), at least
+    1.
 
-    First the round(drop_hardest · n) examples with the highest scores (n,) are dropped. Then at least
-    floor(min_class_share · k / classes) examples of each class in `labels` (n,) are kept, or the whole class if it is
-    smaller. `order` selects the rest: hardest, easiest or random examples. With equal scores the first example counts
-    as harder. Raises RefusedError if `keep` plus `drop_hardest` exceeds 1.
+    First the round(drop_hardest · n) examples with the highest scores are dropped. Then at least floor(min_class_share
+    · k / classes) examples of each class in `labels` (n,) are kept, or the whole class if it is smaller. `order`
+    selects the rest: hardest, easiest or random examples. With equal scores the first example counts as harder. Raises
+    RefusedError if `keep` plus `drop_hardest` exceeds 1.
     """
     count, dropped = max(round(keep * len(scores)), 1), round(drop_hardest * len(scores))
     chosen = scores.argsort(descending=True, stable=True)[dropped:]
@@ -150,7 +151,8 @@ class PrunedExamples(Technique):
         return order_by_abundance(max(round(self.keep * count), 1), labels, self.abundant_from)
 
     def read(self) -> ExampleScores | None:
-        """Return the scores; None if the order requires none. Raises UsageError or IntegrityError for a bad file."""
+        """Read the score file. Return None if the order requires no scores. Raises UsageError or IntegrityError for a
+        bad file."""
         if self.scores:
             return _read(self.scores, self.sha256)
         if self.order != "random":

@@ -15,9 +15,10 @@ from thrifty.modeling.module_surgery import find_stacks, refuse_repeated, wrap_f
 
 
 def add_gates(model: nn.Module, owner: str) -> list[nn.Module]:
-    """Add an open gate of `owner` to every block of every stack, and return the blocks.
+    """Add a gate, initially open, to every block of every stack, and return the blocks.
 
-    The block's attribute `gate_places[owner]` is (stack, index of the block, number of blocks in the stack).
+    `owner` is the name of the technique that uses the gates. The block's attribute `gate_places[owner]` is (stack,
+    index of the block, number of blocks in the stack).
     """
     gated = []
     for stack, blocks in find_stacks(model).items():
@@ -41,7 +42,8 @@ def gated_blocks(model: nn.Module, owner: str) -> list[tuple[nn.Module, str, int
 
 @contextmanager
 def gates(model: nn.Module, owner: str, is_open: Callable[[str, int, int], bool]) -> Iterator[None]:
-    """Open or close every gate of `owner` by `is_open(stack, index, blocks)` inside the context."""
+    """Open the gates of `owner` for which `is_open(stack, index, blocks)` is true, and close the others, inside the
+    context."""
     blocks = gated_blocks(model, owner)
     for block, *place in blocks:
         setattr(block, _attribute(owner), is_open(*place))

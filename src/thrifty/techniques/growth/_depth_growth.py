@@ -23,14 +23,14 @@ def stacked_origin(block: int, old_depth: int, order: Order = "ABCABC") -> int:
 
 
 def is_copied_block(block: int, old_depth: int, order: Order = "ABCABC") -> bool:
-    """Return True if a block of the deeper model is an added copy, not the first copy of its old block."""
+    """Return True if block `block` of the deeper model is an added copy, not the first copy of its old block."""
     if order == "ABCABC":
         return block >= old_depth
     return block > 0 and stacked_origin(block, old_depth, order) == stacked_origin(block - 1, old_depth, order)
 
 
 def cut_stacks(model: nn.Module, depth: Callable[[int], int]) -> None:
-    """Keep the first `depth(number of blocks)` blocks of each stack, at least one."""
+    """Shorten each stack to its first `depth(number of blocks)` blocks, at least one."""
     for blocks in find_stacks(model).values():
         del blocks[max(depth(len(blocks)), 1) :]
 

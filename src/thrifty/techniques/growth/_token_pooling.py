@@ -20,18 +20,24 @@ POOLED_IN: ModuleNote[int] = ModuleNote("pooled_in")
 
 
 def pool_tokens(x: Tensor, group: int) -> Tensor:
-    """Return the means (b, t // group, d) of groups of `group` neighbors in x (b, t, d). Drop an incomplete group."""
+    """Average x over groups of `group` neighboring tokens. x is (b, t, d), the result is (b, t // group, d).
+
+    An incomplete group is dropped.
+    """
     whole = x.shape[1] // group * group
     return x[:, :whole].unflatten(1, (-1, group)).mean(2)
 
 
 def pool_targets(tokens: Tensor, group: int) -> Tensor:
-    """Return, from tokens (b, t + 1), the first token and the token after each group, (b, t // group + 1)."""
+    """Return the targets of pooled tokens: the first token, and the token after each group.
+
+    Tokens are (b, t + 1), the result is (b, t // group + 1).
+    """
     return tokens[:, ::group]
 
 
 def add_pooling(model: nn.Module, group: int) -> None:
-    """Pool the input of the first block in training. The note `POOLED_IN` stores the group size.
+    """Pool the input of the first block in training. The model's note `POOLED_IN` stores the group size.
 
     Raises RefusedError for a model with several stacks.
     """

@@ -17,7 +17,7 @@ from thrifty.modeling.residual_branches import ResidualBranch, find_branches, in
 
 
 def copied_units(old: int, new: int) -> Tensor:
-    """Return, for each new unit, the index of the old unit that it duplicates, (new,). Old units repeat cyclically."""
+    """Return the index of the old unit that each new unit duplicates, (new,). Old units repeat cyclically."""
     return torch.arange(new) % old
 
 
@@ -58,7 +58,7 @@ class InnerUnits:
 
 
 def inner_parameters(model: nn.Module) -> dict[str, InnerUnits]:
-    """Return the layout of every parameter that has a dim of inner units, by parameter name inside a block.
+    """Return the layout of every parameter that has a dim of inner units. Keys are parameter names inside a block.
 
     Raises RefusedError if the size of a layer is not a multiple of the number of units.
     """

@@ -50,7 +50,7 @@ from thrifty.techniques.growth._size_choice import best_size, fitted_weight, siz
 AVERAGE = "weights_behind"
 """Name of the optimizer slots of the EMA."""
 Size = tuple[float, float]
-"""Depth and length, each as a fraction of the full depth and length."""
+"""Depth and text length (or image side), each as a fraction of the full value."""
 
 
 def shorten_examples(batch: Batch, fraction: float, multiple: int) -> Batch:
@@ -92,7 +92,7 @@ def blocks_at(fraction: float, full: int) -> int:
 
 
 class GrowthSearchBackward:
-    """A backward pass at the depth and length of the current growth decision.
+    """A backward pass with the sizes of the current growth decision.
 
     `state` counts steps. For each size of the last search, it also stores the number of trials and the sum of losses.
     If time is measured, it stores the sum of seconds too.
@@ -217,7 +217,7 @@ class AutoGrow(Technique):
         )
 
     def _decide(self, step: int, state: TrainState) -> dict[str, Any] | None:
-        """Return the decision before step `step` as JSON values; None if there is no decision."""
+        """Return the growth decision that is made before step `step`, as JSON values; None if there is none."""
         boundaries = [int(self.until) * stage // self.stages for stage in range(1, self.stages)]
         if step == 0:
             start = self.start if boundaries[-1] else 1.0  # fewer steps than stages

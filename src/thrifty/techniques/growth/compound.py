@@ -41,7 +41,7 @@ from thrifty.techniques.growth._width_growth import (
 
 
 def divisor_at(step: int, first: int, at: tuple[int | float, ...]) -> int:
-    """Return the divisor of a size at a step: min(first, 2^n) if n growths of `at` are still to come."""
+    """Return the divisor of a size at a step: min(first, 2^n), where n growths of `at` are still to come."""
     return min(first, 2 ** sum(1 for moment in at if moment > step))
 
 

@@ -105,7 +105,10 @@ def _times_factor(writer: nn.Module, args: Any, output: Any) -> Any:
 
 
 def add_factor(writer: nn.Module, like: Tensor) -> None:
-    """Register the factor as a buffer of a branch's output layer, so that a new factor needs no recompilation."""
+    """Register the factor of a branch's outputs as a buffer of its output layer `writer`.
+
+    A buffer can change without recompilation.
+    """
     writer.register_buffer("kept_factor", torch.ones((), device=like.device), persistent=False)
     IS_MULTIPLIED.set(writer, False)
     writer.register_forward_hook(_times_factor)

@@ -31,7 +31,7 @@ from thrifty.techniques.growth._depth_growth import DepthMapping, Order, cut_sta
 
 
 def written_by(model: nn.Module) -> set[str]:
-    """Return the parameter names, inside a block, of the output layers of residual branches."""
+    """Return the names, inside a block, of the parameters of the output layers of residual branches."""
     paths: set[str] = set()
     for stack, blocks in find_branches(model).items():
         for branch in blocks[0]:

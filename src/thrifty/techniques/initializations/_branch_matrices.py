@@ -68,8 +68,9 @@ def _split(name: str, rows: Tensor, roles: Iterable[Role], sizes: list[int]) -> 
 
 
 def _mlp_matrices(branch: ResidualBranch, name: str, layer: nn.Module) -> Iterator[BranchMatrix]:
-    """Yield gate and value separately if one layer computes both. Such a layer is twice as wide as the last layer's
-    input.
+    """Return the matrices of a layer of an MLP. If one layer computes gate and value, return both separately.
+
+    Such a layer is twice as wide as the last layer's input.
     """
     whole = _whole(name, layer, "hidden")
     hidden = in_width(branch.last)
@@ -135,7 +136,7 @@ def _multihead_attention_matrices(name: str, attention: nn.MultiheadAttention) -
 
 
 def outer_matrices(model: nn.Module) -> list[BranchMatrix]:
-    """Return the matrices outside the blocks: output heads, projections, patch embeddings (each kernel is a row).
+    """Return the matrices outside the blocks: output heads, projections and patch embeddings, whose kernels are rows.
 
     Embedding tables and matrices tied to embeddings are excluded.
     """

@@ -66,7 +66,10 @@ def are_joined(stacks: Mapping[str, Blocks]) -> bool:
 
 @torch.no_grad()
 def draw(branch: ResidualBranch, branches: int, seed: int) -> None:
-    """Initialize a branch of a model with L = `branches`: scale all matrices, and zero the last matrix and biases."""
+    """Initialize a branch as in Fixup: matrices are scaled random values, the last matrix and the biases are zero.
+
+    `branches` is the number L of branches of the model.
+    """
     factors = matrices(branch)
     scale = depth_factor(branches, len(factors))
     draw_xavier(factors[:-1], seed, scale)

@@ -29,7 +29,10 @@ from thrifty.core.technique import Numerics, Technique
 
 
 def accumulated(backward: Backward, micro_batches: int) -> Backward:
-    """Return a backward pass over `micro_batches` parts of equal size. The last part may be smaller."""
+    """Return a backward pass that splits the batch into `micro_batches` parts and sums their gradients.
+
+    Parts have equal sizes, except that the last part may be smaller.
+    """
 
     def in_parts(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         rows = -(-len(batch) // micro_batches)

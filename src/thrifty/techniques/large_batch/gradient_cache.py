@@ -33,7 +33,7 @@ from thrifty.core.written_buffers import BufferSnapshot
 
 
 class VectorGradientObjective(WrappedObjective):
-    """Wrapper of an objective. Losses have the gradient `gradient` with respect to the embedding vectors."""
+    """Wrapper of an objective whose losses have the gradient `gradient` with respect to the embedding vectors."""
 
     def __init__(self, inner: Objective, gradient: Tensor):
         super().__init__(inner)
@@ -63,8 +63,10 @@ def predict_vectors(
 
 
 def cached(backward: Backward, micro_batches: int) -> Backward:
-    """Return a backward pass of a contrastive loss over `micro_batches` parts of equal size. The last part may be
-    smaller."""
+    """Return a backward pass of a contrastive loss that splits the batch into `micro_batches` parts.
+
+    Parts have equal sizes, except that the last part may be smaller.
+    """
 
     def in_parts(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         rows = -(-len(batch) // micro_batches)

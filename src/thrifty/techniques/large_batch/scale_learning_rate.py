@@ -26,8 +26,7 @@ Rule = Literal["square_root", "linear"]
 
 
 def scaled_rate(batch: int, base_batch: int, rule: Rule) -> float:
-    """Return the learning rate for `batch` examples per step, divided by the learning rate for `base_batch`
-    examples."""
+    """Return the factor of the learning rate if the examples per step change from `base_batch` to `batch`."""
     ratio = batch / base_batch
     return ratio if rule == "linear" else ratio**0.5
 

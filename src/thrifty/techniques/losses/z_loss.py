@@ -25,8 +25,8 @@ from thrifty.modeling.module_surgery import wrap_forward
 
 
 class ZLossObjective(WrappedObjective):
-    """Wrapper of an objective. To the loss of an example, the wrapper adds coefficient · mean of log(normalizer)² over
-    the example's predictions.
+    """Wrapper of an objective that adds the z-loss: coefficient · mean of log(normalizer)² over an example's
+    predictions.
 
     Each prediction has the same weight as in the inner objective's loss.
     """
@@ -44,8 +44,7 @@ class ZLossObjective(WrappedObjective):
 def _with_z_loss(
     coefficient: float, criterion: nn.CrossEntropyLoss, inner: Callable[..., Tensor], logits: Tensor, target: Tensor
 ) -> Tensor:
-    """Return the cross-entropy of logits (b, v, …), for b examples and v classes, plus the z-loss with the same
-    reduction."""
+    """Return the cross-entropy plus the z-loss, with the same reduction. Logits are (b, v, …) for v classes."""
     squares = logits.logsumexp(min(1, logits.ndim - 1)).square()
     if target.is_floating_point():  # class probabilities: no class is ignored
         weights = torch.ones_like(squares)

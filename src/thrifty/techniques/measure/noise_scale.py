@@ -50,7 +50,7 @@ def signal_and_noise(small: float, big: float, small_batch: float, big_batch: fl
 
 
 def clamp_signal_and_noise(signal: float, noise: float, batch: float, usual: float) -> tuple[float, float]:
-    """Return signal and noise, scaled down so that signal + noise / batch is at most `MOST` times the `usual` value.
+    """Scale signal and noise down so that signal + noise / batch is at most `MOST` times the `usual` value.
 
     The sum signal + noise / batch is the expected squared gradient norm of a batch.
     """

@@ -12,11 +12,11 @@ from thrifty.optim.transform_elements import global_norm
 
 
 def sensitivities(run: Callable[[int | None], None], model: nn.Module, count: int) -> list[float]:
-    """Return the squared distance between the gradients with and without perturbation i, for each i < `count`.
+    """Return the squared distance by which each of `count` perturbations changes the gradient.
 
-    `run(i)` writes gradients to the parameters' `.grad`. `run(None)` runs without a perturbation. Each call starts with
-    the same random state and buffers. Afterwards buffers, random state and gradients are restored. The result is the
-    mean over ranks.
+    `run(i)` writes gradients to the parameters' `.grad`, with perturbation i. `run(None)` runs without a perturbation.
+    Each call starts with the same random state and buffers. Afterwards buffers, random state and gradients are
+    restored. The result is the mean over ranks.
     """
     with preserve_gradients(model) as restore:
         plain = _gradients(run, model, None, restore)

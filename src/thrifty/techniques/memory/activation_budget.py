@@ -132,7 +132,8 @@ class ActivationPlanner:
         return blocks, plan
 
     def rehearse(self, objective: Objective, model: nn.Module, batch: Batch) -> tuple[DryRun, BlockCosts]:
-        """Return the operations of the blocks, and the costs outside the blocks: saved tensors and the loss."""
+        """Record the operations of the blocks in a step. Return them, and the costs outside the blocks: saved tensors
+        and loss."""
         known = [*model.parameters(), *model.buffers(), *batch.fields.values(), batch.weight]
         try:
             streams = bool(self.settings.bits) or self.settings.offload != "never"
@@ -174,7 +175,7 @@ ACTIVATION_PLANNER: ModuleNote[ActivationPlanner] = ModuleNote("activation_plann
 
 
 class PlannedObjective(WrappedObjective):
-    """Wrapper of an objective. The model follows the plans of an `ActivationPlanner`."""
+    """Wrapper of an objective that runs the model by the plans of an `ActivationPlanner`."""
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         planner = ACTIVATION_PLANNER.get(model)

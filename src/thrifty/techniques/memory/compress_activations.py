@@ -49,7 +49,7 @@ PROBED = 8
 
 
 class QuantizingObjective(WrappedObjective):
-    """Wrapper of an objective. The wrapper creates a new quantized activation store for each prediction."""
+    """Wrapper of an objective that quantizes the activations of each prediction in a new store."""
 
     def __init__(self, inner: Objective, new_store: Callable[[nn.Module, Batch], QuantizedStore]):
         super().__init__(inner)
@@ -65,9 +65,9 @@ class QuantizingObjective(WrappedObjective):
 class QuantizingBackward:
     """A backward pass whose forward passes quantize their activations.
 
-    `state` has the number of calls. With `adaptive`, `state` also has the bits that were chosen for each tensor, and
-    the number of tensors at that time. It also has the numbers of tensors and examples in the first forward pass of the
-    last call.
+    `state` has the number of calls, and the numbers of saved tensors and of examples in the first forward pass of the
+    last call. With `adaptive`, `state` also has the bits chosen for each tensor, and the number of tensors at the time
+    of the choice.
     """
 
     def __init__(self, inner: Backward, settings: "CompressActivations"):
@@ -116,9 +116,10 @@ class QuantizingBackward:
         return lambda position: (bits[position] if position < TENSORS else 0) or self.settings.bits
 
     def adapt(self, model: nn.Module, objective: Objective, batch: Batch, calls: int) -> dict[str, float]:
-        """Measure sensitivity and allocate bits, if due or if the number of tensors has changed.
+        """Choose the bits of each tensor by its sensitivity, if `every` calls have passed or the number of tensors
+        changed.
 
-        Return the fractions of elements with 2, 4 and 8 bits by name; empty if nothing was allocated.
+        Return the fractions of elements with 2, 4 and 8 bits by name; empty if nothing was chosen.
         """
         tensors, rows, decided = (int(self.state[name]) for name in ("tensors", "rows", "decided"))
         if (calls - 1) % self.settings.every and tensors == decided:

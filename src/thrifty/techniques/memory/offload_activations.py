@@ -95,7 +95,7 @@ class _OffloadedActivation:
 
 
 class OffloadingObjective(WrappedObjective):
-    """Wrapper of an objective. Activations of predictions are offloaded to a tier."""
+    """Wrapper of an objective that offloads the activations of each prediction to a tier (host memory or disk)."""
 
     def __init__(self, inner: Objective, settings: "OffloadActivations"):
         super().__init__(inner)

@@ -99,7 +99,7 @@ class HostCopyUpdate(UpdateLocation):
         self.landed(parameters)
 
     def refresh(self, parameters: list[Tensor]) -> None:
-        """Copy parameters that were changed on the device."""
+        """Update the host copies of parameters that were changed on the device."""
         self.tier.still()
         for copy, parameter, version in zip(
             local_tensors(self.copies), local_tensors(parameters), self.versions, strict=True
@@ -108,7 +108,7 @@ class HostCopyUpdate(UpdateLocation):
                 copy.copy_(parameter)
 
     def send(self, gradients: list[Tensor], parameters: list[Tensor], numbers: Scalars) -> list[OffloadHandle]:
-        """Run the device part of the chain, and send the gradients to the host."""
+        """Run the transforms that run on the device, and send the gradients to the host."""
         if not self.head_remembers:
             gradients = self.head.update(gradients, {}, parameters, numbers)
         return [self.tier.send(gradient) for gradient in local_tensors(gradients)]
@@ -152,7 +152,7 @@ class HostCopyUpdate(UpdateLocation):
 
 
 class DelayedUpdate(HostCopyUpdate):
-    """An update that is computed during the next step and applied after that step, beginning with step `after`.
+    """An update that is computed during the next step and applied after that step. Step `after` is the first such step.
 
     The host copies are then one update ahead of the parameters, and are stored in the state slot `NEXT`. Each update
     uses the gradients and the scalars of one step.
@@ -224,10 +224,10 @@ def version_of(tensor: Tensor) -> tuple[int, int]:
 def offloaded(
     transform: GradientTransform, to: Where = "auto", folder: str = "", delayed_after: int | None = None
 ) -> TransformChain:
-    """Return a transform with its state on a tier, as in `offloaded(adamw(1e-3), to="disk")`.
+    """Return a transform whose state is in host memory or on disk, as in `offloaded(adamw(1e-3), to="disk")`.
 
-    If the tier is the host memory of a GPU, the update runs on the host. Updates from step `delayed_after` are applied
-    one step later.
+    If the state is in the host memory of a GPU, the update runs on the host. Updates of step `delayed_after` and later
+    steps are then applied one step later.
     """
 
     def site(transform: TransformChain, names: Sequence[str], parameters: list[Tensor]) -> UpdateLocation:

@@ -33,8 +33,10 @@ from thrifty.modeling.module_surgery import find_stacks, refuse_copies, wrap_for
 
 
 def bytes_allowed(budget: float, chain: ChainCost) -> int:
-    """Return a budget in bytes. A value up to 1 is relative to the peak without recomputation. The budget is at least
-    the smallest possible peak."""
+    """Return a memory limit in bytes. A value up to 1 is relative to the peak without recomputation.
+
+    A relative limit is at least the smallest possible peak.
+    """
     if budget > 1:
         return int(budget)
     _, peak = simulate(chain, periodic_schedule(len(chain), len(chain)))

@@ -36,12 +36,12 @@ from thrifty.modeling.module_surgery import find_stacks, wrap_forward
 
 
 def recompute_block(module: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a block. Recompute its intermediate tensors in the backward pass."""
+    """Run a block without saving its intermediate tensors. The backward pass recomputes them."""
     return recompute(inner, args, kwargs, module)
 
 
 def recompute_between_products(module: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a block. Save only results of matmuls and attention, and recompute all other tensors."""
+    """Run a block and save only the results of matmuls and attention. The backward pass recomputes all other tensors."""
     contexts = partial(create_selective_checkpoint_contexts, keep_products)
     return recompute(inner, args, kwargs, module, context_fn=contexts)
 

@@ -47,8 +47,10 @@ def first_of_group(block: int, depth: int, groups: int) -> int:
 
 
 def share(block: nn.Module, leader: nn.Module, chosen: Callable[[str], bool]) -> int:
-    """Replace the chosen parameters of a block by the parameters of `leader`. Return the number of elements by which
-    the model shrinks."""
+    """Replace the chosen parameters of a block by the parameters of `leader`, the first block of its group.
+
+    Return the number of elements by which the model shrinks.
+    """
     replaced = set()
     leader_parameters = dict(leader.named_parameters(remove_duplicate=False))
     for path, parameter in list(block.named_parameters(remove_duplicate=False)):
@@ -75,8 +77,7 @@ def shared_blocks(model: nn.Module, groups: int) -> Iterator[tuple[str, nn.Modul
 
 @torch.no_grad()
 def factorize(model: nn.Module, width: int, seed: int) -> None:
-    """Replace each token table (V, d), and an output head tied to it, by a product of (V, E) and (E, d), with E =
-    `width`.
+    """Factorize each token table (V, d) into (V, E) and (E, d), with E = `width`. An output head tied to it follows.
 
     The product initially has the standard deviation of the table.
     """
@@ -127,10 +128,9 @@ def multiply_out(model: nn.Module) -> None:
 
 
 class FactorizedHead(WrappedObjective):
-    """Wrapper of an objective. The wrapper projects hidden states to the width E of a factorized head. The head is then
-    an nn.Linear.
+    """Wrapper of an objective that projects hidden states to the width E of a factorized head.
 
-    The loss can then process the vocabulary in chunks.
+    The head is then an nn.Linear, so the loss can process the vocabulary in chunks.
     """
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:

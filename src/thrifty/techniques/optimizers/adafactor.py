@@ -27,10 +27,10 @@ from thrifty.optim.transform_elements import AddDecayedWeights, ScaleBySchedule,
 
 
 def factored_update(update: Tensor, row: Tensor, column: Tensor, fresh: float | Tensor, least: float) -> None:
-    """Divide an update (…, r, c), of r rows and c columns, in place by the root of its estimated mean squares.
+    """Divide an update in place by the root of its estimated mean squares. The update is (…, r, c).
 
     The estimate is row · column / mean(row). `row` (…, r) has mean squares over columns, and `column` (…, c) has mean
-    squares over rows. `fresh` is the weight of the newest squares.
+    squares over rows. Both are first updated; `fresh` is the weight of the newest squares.
     """
     parts = row_chunks(update) if update.ndim == 2 else (update,)
     total: Tensor | None = None
@@ -47,7 +47,7 @@ def factored_update(update: Tensor, row: Tensor, column: Tensor, fresh: float | 
 
 
 def on_every_rank(total: Tensor) -> Tensor:
-    """Return a partial DTensor all-reduced over ranks. Return any other tensor unchanged."""
+    """Return the sum over ranks of a partial DTensor. Return any other tensor unchanged."""
     if not is_dtensor(total):
         return total
     return with_partial_sums_added(total)

@@ -42,7 +42,7 @@ def depth_factor(depth: int, blocks: int, decay: float) -> float:
 
 
 def depths(model: nn.Module, embedding_pattern: str = "") -> dict[str, tuple[int, int]]:
-    """Return the depth of each parameter by name, as defined by `depth_factor`, and the number of blocks in its stack.
+    """Return the depth of each parameter (see `depth_factor`) and the number of blocks in its stack, by parameter name.
 
     `embedding_pattern` matches names of parameters that are used before the blocks. By default these parameters are
     detected by order and name. Raise RefusedError if the model has no list of equal blocks.

@@ -61,7 +61,7 @@ Scale = Literal["original", "match_rms"]
 
 
 def orthogonalized(matrix: Tensor, steps: int = 5, dtype: torch.dtype = torch.bfloat16, eps: float = 1e-7) -> Tensor:
-    """Return approximately the nearest orthogonal matrix of each matrix (…, rows, columns).
+    """Return approximately the nearest orthogonal matrix to each matrix (…, rows, columns).
 
     The result is U S Vᵀ with the U and V of the singular value decomposition and S near 1. It is computed by
     Newton-Schulz iteration in `dtype`.
@@ -106,7 +106,7 @@ def _plus_product(added: Tensor, beta: float, left: Tensor, right: Tensor, alpha
 
 
 def _with_fast_products(product: Callable[..., Tensor], *operands: Tensor, **factors: float) -> Tensor:
-    """Return the product, rounded once to the operands' dtype.
+    """Return a matrix product, rounded once to the operands' dtype.
 
     CPUs without bfloat16 units compute in float32, because bfloat16 matmuls are 4 to 60 times slower there.
     """

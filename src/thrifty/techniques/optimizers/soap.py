@@ -33,7 +33,7 @@ Sides = Sequence[Tensor | None]
 
 
 def update_spread(gradient: Tensor, spread: Sides, beta: float) -> None:
-    """Update the moving averages of G Gᵀ and Gᵀ G with a gradient G."""
+    """Update the moving averages of G Gᵀ and Gᵀ G, which are `spread`, with a gradient G."""
     left, right = spread
     if left is not None:
         left.lerp_(gradient @ gradient.mT, 1 - beta)
@@ -42,7 +42,7 @@ def update_spread(gradient: Tensor, spread: Sides, beta: float) -> None:
 
 
 def rotated(matrix: Tensor, axes: Sides) -> Tensor:
-    """Return a matrix rotated into the basis of the columns of `axes`."""
+    """Rotate a matrix into the basis whose vectors are the columns of `axes`."""
     left, right = axes
     matrix = matrix if left is None else left.mT @ matrix
     return matrix if right is None else matrix @ right
@@ -55,7 +55,10 @@ def rotated_back(matrix: Tensor, axes: Sides) -> Tensor:
 def direction(
     gradient: Tensor, mean: Tensor, square: Tensor, axes: Sides, beta1: float, beta2: float, eps: float
 ) -> Tensor:
-    """Return Adam's direction without bias correction. `mean` and `square` are in the rotated basis."""
+    """Return Adam's direction, computed in the rotated basis without bias correction.
+
+    `mean` and `square` are in the rotated basis and are updated in place.
+    """
     new = rotated(gradient, axes)
     mean.lerp_(new, 1 - beta1)
     square.lerp_(new.square_(), 1 - beta2)

@@ -94,7 +94,7 @@ LINE: ModuleNote[PipelineRunner] = ModuleNote("pipeline")
 
 
 class PipelineObjective(WrappedObjective):
-    """Wrapper of an objective. Predictions pass through all stages.
+    """Wrapper of an objective whose predictions pass through all stages of the pipeline.
 
     The last stage computes losses and scores, and broadcasts them to all ranks. While a single stage runs, calls pass
     to the inner objective.
@@ -139,9 +139,10 @@ class PipelineObjective(WrappedObjective):
 
 
 class ScheduledLossObjective(WrappedObjective):
-    """Wrapper of an objective. `losses` runs the schedule, backward passes included, with the per-example weights.
+    """Wrapper of an objective whose `losses` run the pipeline schedule, including the backward passes.
 
-    The returned losses are leaves of the autograd graph, so that the caller's backward pass ends there.
+    Losses have the per-example weights. The returned losses are leaves of the autograd graph, so that the caller's
+    backward pass ends there.
     """
 
     def __init__(self, inner: Objective, parts: int):
@@ -299,7 +300,7 @@ class PipelineParallel(Technique):
         return 1 if self.schedule in ONE_STAGE else 2 if self.schedule == "zbv" else self.chunks
 
     def _check(self, ranks: int) -> None:
-        """Raise RefusedError for settings that torch's schedules do not support."""
+        """Raise RefusedError for settings that torch's pipeline schedules do not support."""
         if self.schedule in ("zero_bubble", "zbv") and not supports_split_backward():
             raise RefusedError(
                 f"torch {torch.__version__} cannot split the backward pass of the loss for schedule {self.schedule!r}",

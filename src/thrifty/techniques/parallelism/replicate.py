@@ -39,7 +39,10 @@ BUCKET = 8_000_000
 
 
 def sum_over(group: dist.ProcessGroup | None, tensors: list[torch.Tensor]) -> None:
-    """All-reduce each tensor in place over a group of ranks (None: all), in flat buckets."""
+    """All-reduce each tensor in place over a group of ranks (None means all ranks).
+
+    Tensors are copied into flat buckets, because few large messages are faster than many small ones.
+    """
     bucket: list[torch.Tensor] = []
     for index, tensor in enumerate(tensors):
         bucket.append(tensor)
@@ -53,7 +56,7 @@ def sum_over(group: dist.ProcessGroup | None, tensors: list[torch.Tensor]) -> No
 
 
 def summed(backward: Backward, group: dist.ProcessGroup | None) -> Backward:
-    """Return a backward pass that sums gradients and loss of all examples over a group of ranks (None: all ranks)."""
+    """Return a backward pass that sums gradients and loss over a group of ranks (None means all ranks)."""
 
     def over_ranks(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         outcome = backward(model, objective, batch)
@@ -72,7 +75,7 @@ def summed(backward: Backward, group: dist.ProcessGroup | None) -> Backward:
 
 
 def average_over(data: MeshAxis, model: nn.Module) -> None:
-    """Replace gradients by their mean over ranks. If a gradient is None on all ranks, it stays None."""
+    """Replace gradients by their mean over ranks. A gradient that is None on all ranks stays None."""
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     has_gradient = torch.tensor([parameter.grad is not None for parameter in parameters], dtype=torch.uint8)
     has_gradient = has_gradient.to(parameters[0].device) if parameters else has_gradient

@@ -44,8 +44,10 @@ Zero = Literal[1, 2, 3]
 
 
 def sharded(model: nn.Module, zero: Zero, policy: MixedPrecisionPolicy, averages: bool = False) -> nn.Module:
-    """Apply FSDP2 to each block, then to the model, over the data axis. Gradients are summed, or averaged if `averages`
-    is True."""
+    """Apply FSDP2 to each block and then to the model, over the ranks of the data axis.
+
+    Gradients are summed over ranks, or averaged if `averages` is True.
+    """
     device = next(model.parameters()).device.type
     copies = axis("replicate").size
     mesh = submesh("replicate", "shard", device=device) if copies > 1 else submesh("shard", device=device)
@@ -64,12 +66,12 @@ def sharded(model: nn.Module, zero: Zero, policy: MixedPrecisionPolicy, averages
 
 
 def parts_of(model: nn.Module) -> Iterator[FSDPModule]:
-    """Return the modules that are gathered separately: the blocks and the model as a whole."""
+    """Return the modules whose parameters FSDP gathers together: each block, and the model for the rest."""
     return (module for module in model.modules() if isinstance(module, FSDPModule))
 
 
 class ShardingObjective(WrappedObjective):
-    """Wrapper of an objective. The wrapper configures the next backward pass of FSDP.
+    """Wrapper of an objective that configures the next backward pass of FSDP.
 
     It switches gradient synchronization and resharding of parameters on or off. Without a backward pass, parameters are
     resharded after the losses.

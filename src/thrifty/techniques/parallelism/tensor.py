@@ -44,7 +44,7 @@ SPLITTING: ModuleNote[TensorParallelizer] = ModuleNote("splitting")
 
 
 class VocabularyParallelHead(WrappedObjective):
-    """Wrapper of an objective. The output head is an nn.Linear with a weight divided over ranks.
+    """Wrapper of an objective whose output head is an nn.Linear with a weight divided over ranks.
 
     The loss then uses each rank's part of the vocabulary. Called as a module, the head returns all logits.
     """
@@ -61,10 +61,10 @@ class VocabularyParallelHead(WrappedObjective):
 
 @torch.no_grad()
 def settle_gradients(model: nn.Module, summed: set[str], group: dist.ProcessGroup | None) -> None:
-    """All-reduce partial gradients over ranks.
+    """All-reduce the partial gradients over ranks.
 
-    Partial gradients belong to replicated parameters that each rank used on a different part of the data (`summed`),
-    and to DTensors with partial placements.
+    Gradients are partial for replicated parameters that each rank used on a different part of the data (`summed`), and
+    for DTensors with partial placements.
     """
     partial: list[Tensor] = []
     for name, parameter in model.named_parameters():

@@ -52,9 +52,10 @@ Rounding = Literal["stochastic", "kahan", "nearest"]
 
 
 def round_stochastically(sums: Tensor, seed: int | Tensor) -> Tensor:
-    """Return float32 values rounded to bfloat16. The rounding depends only on value, column and the step's seed.
+    """Round float32 values to bfloat16 at random, up or down, without bias.
 
-    Rounding is therefore the same on one rank and on ranks that hold different rows.
+    The rounding of a value depends only on the value, its column and the step's `seed`. It is therefore the same on one
+    rank and on ranks that hold different rows.
     """
     # a vector counts as one column, because the offset of a shard is unknown
     rows = sums if sums.ndim > 1 else sums.view(-1, 1)
@@ -62,7 +63,7 @@ def round_stochastically(sums: Tensor, seed: int | Tensor) -> Tensor:
 
 
 def round_with_compensation(sums: Tensor, seed: int | Tensor) -> tuple[Tensor, Tensor]:
-    """Return float32 values rounded to the nearest bfloat16, and the remainder in bfloat16.
+    """Round float32 values to the nearest bfloat16. Return the result, and the remainder in bfloat16.
 
     The remainder is rounded stochastically. Otherwise small updates, which accumulate in the remainder, would have a
     bias of a few per cent.
@@ -172,8 +173,11 @@ def update_in_float32(transform: GradientTransform, rounding: Rounding = "stocha
 
 
 def _rounded(elements: Sequence[GradientTransform], rounding: Rounding) -> GradientTransform:
-    """Return transforms in float32, followed by rounding. In a `ParameterPartition`, each rule's transform gets its own
-    rounding, so that it can run on subsets of the rule's parameters."""
+    """Return transforms in float32, followed by rounding.
+
+    In a `ParameterPartition`, each rule's transform gets its own rounding, so that it can run on subsets of the rule's
+    parameters.
+    """
     for index, element in enumerate(elements):
         before, after = elements[:index], elements[index + 1 :]
         if isinstance(element, ParameterPartition) and all(
@@ -193,7 +197,7 @@ def _rounded(elements: Sequence[GradientTransform], rounding: Rounding) -> Gradi
 
 
 class Bfloat16InputObjective(WrappedObjective):
-    """Wrapper of an objective. Floating-point inputs are cast to bfloat16. Objectives compute losses in float32."""
+    """Wrapper of an objective that casts floating-point inputs to bfloat16. Losses are still computed in float32."""
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         fields = {

@@ -81,7 +81,7 @@ def _multiply(layer: nn.Module, inner: Any, x: Tensor) -> Tensor:
 
 @torch.no_grad()
 def roll(layers: Sequence[nn.Module], most_recent: bool = False, growth: float = 1.0) -> None:
-    """Update histories and scales after a step, from the magnitudes recorded by the layers on all ranks.
+    """Update the histories and scales of layers after a step, from the magnitudes that layers recorded on all ranks.
 
     `growth` is the factor by which a changed loss scale multiplies the gradients of the next step.
     """
@@ -103,7 +103,7 @@ def roll(layers: Sequence[nn.Module], most_recent: bool = False, growth: float =
 
 
 def rolled(backward: Backward, most_recent: bool = False) -> Backward:
-    """Return a backward pass over all micro-batches and ranks that updates the scales afterwards."""
+    """Return a backward pass over all micro-batches and ranks that afterwards updates the 8-bit scales."""
 
     def whole_step(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         layers = [module for module in model.modules() if hasattr(module, "float8_seen")]
@@ -212,7 +212,7 @@ class Float8(Technique):
 
 
 def _blocks(model: nn.Module) -> Mapping[str, str]:
-    """Return, by block name, "the first block" or "the last block" in a stack of three or more blocks, and else ""."""
+    """Return "the first block" or "the last block" by name of such a block, in stacks of three or more, and else ""."""
     endings: dict[str, str] = {}
     for stack, blocks in find_stacks(model).items():
         last = len(blocks) - 1

@@ -63,7 +63,7 @@ def next_scale(
 
 
 def unscale(gradients: Sequence[Tensor], factor: float) -> Tensor:
-    """Multiply gradients in place by `factor`, 1 / scale, in one pass. Return a scalar: 0 if all are finite, else 1."""
+    """Multiply gradients in place by `factor` (1 / scale). Return a scalar: 0 if all are finite, else 1."""
     overflow = torch.zeros((), device=gradients[0].device)
     inverse = torch.full((), factor, device=overflow.device)
     for dtype in dict.fromkeys(gradient.dtype for gradient in gradients):
@@ -117,7 +117,7 @@ class LossScalingBackward:
 
 
 class AutocastObjective(WrappedObjective):
-    """Wrapper of an objective. The model and its head run under autocast. Objectives compute losses in float32."""
+    """Wrapper of an objective that runs the model and its head under autocast. Losses are still computed in float32."""
 
     def __init__(self, inner: Objective, dtype: torch.dtype):
         super().__init__(inner)
@@ -147,7 +147,7 @@ class AutocastObjective(WrappedObjective):
 
 
 def _with_autocast(model: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Run the forward pass in bfloat16. Return the results in float32."""
+    """Run the forward pass under autocast in bfloat16. Return the results in float32."""
     with torch.autocast(next(model.parameters()).device.type, torch.bfloat16):
         result = inner(*args, **kwargs)
     return tree_map_only(Tensor, lambda each: each.float() if each.dtype == torch.bfloat16 else each, result)

@@ -161,7 +161,7 @@ def is_large(parameter: Tensor, smallest: int) -> bool:
 def with_compact_state(
     transform: GradientTransform, form: Callable[[], StateFormat] = Int8Format, smallest: int = 4096
 ) -> GradientTransform:
-    """Return a transform with moments in fewer bits, as in `with_compact_state(lion(1e-4), Bfloat16Format)`.
+    """Return a transform that stores its moments in fewer bits, as in `with_compact_state(lion(1e-4), Bfloat16Format)`.
 
     Each transform of a chain is wrapped separately, so it can still run on subsets of the parameters.
     """

@@ -16,7 +16,7 @@ class ScheduleTechnique(Technique):
     claims = frozenset({Claim.SCHEDULE})
 
     def factor(self, step: int) -> float:
-        """Return the factor of update `step`, counted from 0."""
+        """Return the learning-rate factor of update `step`, counted from 0."""
         raise NotImplementedError
 
     def update(self, transform: GradientTransform) -> GradientTransform:
@@ -24,9 +24,10 @@ class ScheduleTechnique(Technique):
 
 
 def warmed_up(step: int, warmup: int, until: int, shape: Callable[[float], float]) -> float:
-    """Return (step + 1) / warmup during the warm-up, then shape(progress), with progress from 0 to 1.
+    """Return the learning-rate factor of a step: (step + 1) / warmup in the warm-up, then shape(progress).
 
-    The rate of the first update is positive. The rate of the last update is just above shape(1).
+    After the warm-up, progress rises from 0 to 1. The rate of the first update is positive. The rate of the last update
+    is just above shape(1).
     """
     if step < warmup:
         return (step + 1) / warmup

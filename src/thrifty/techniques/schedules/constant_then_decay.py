@@ -15,8 +15,10 @@ from thrifty.techniques.schedules._warmup import ScheduleTechnique
 
 
 def constant_then_decay(step: int, warmup: int, decay_from: int, until: int) -> float:
-    """Return the factor of update `step`: linear warm-up, then 1, then linear decay from step `decay_from` to 0 at
-    `until`."""
+    """Return the learning-rate factor of update `step`: linear warm-up, then 1, then linear decay.
+
+    The decay begins at step `decay_from` and reaches 0 at step `until`.
+    """
     if step < warmup:
         return (step + 1) / warmup
     if step < decay_from:

@@ -18,7 +18,7 @@ from thrifty.techniques.schedules._warmup import ScheduleTechnique, warmed_up
 
 
 def cosine(progress: float, floor: float = 0.0) -> float:
-    """Return the factor at `progress` (from 0 to 1): 1 at the start of the decay, `floor` at the end."""
+    """Return the learning-rate factor at `progress` (from 0 to 1): 1 at the start of the decay, `floor` at the end."""
     return floor + (1 - floor) * 0.5 * (1 + math.cos(math.pi * progress))
 
 

@@ -16,9 +16,10 @@ from thrifty.techniques.schedules._warmup import ScheduleTechnique
 
 
 def inverse_square_root(step: int, warmup: int, cooldown: int, until: int) -> float:
-    """Return the factor of update `step`: linear warm-up, then sqrt(warmup / step), at the end linear to 0.
+    """Return the learning-rate factor of update `step`: linear warm-up, then sqrt(warmup / step), at the end linear to
+    0.
 
-    The linear cooldown begins at `cooldown` and ends at `until`.
+    The final linear decay begins at step `cooldown` and ends at step `until`.
     """
     warmup = max(warmup, 1)
     factor = min((step + 1) / warmup, (warmup / (step + 1)) ** 0.5)

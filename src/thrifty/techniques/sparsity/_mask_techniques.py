@@ -45,7 +45,7 @@ class DensityLogger:
     def __init__(self, inner: Backward):
         self.inner = inner
         self.known = WeakIdKeyDictionary()
-        """Version of the mask when its elements were counted, and number of kept elements, by mask."""
+        """For each mask, the version at which its elements were counted, and the number of kept elements."""
 
     def __call__(self, model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
         outcome = self.inner(model, objective, batch)
@@ -185,13 +185,14 @@ class MatrixMaskTechnique(MaskTechnique):
 
 
 def _nonzero(tensors: Mapping[str, Tensor]) -> int:
-    """Return the number of nonzero elements over all pipeline stages."""
+    """Return the number of nonzero elements of tensors, summed over all pipeline stages."""
     counts = {name: int(full_value(tensor).count_nonzero()) for name, tensor in tensors.items()}
     return sum(merge_over_stages(counts).values())
 
 
 class DynamicMaskTechnique(MatrixMaskTechnique):
-    """A technique with random masks that drops and grows a fraction of the connections once in `every` steps."""
+    """A technique whose random masks change during the run: once in `every` steps, some connections are dropped and
+    grown."""
 
     clashes: ClassVar[Mapping[Claim, str]] = {
         Claim.FROZEN_BASE_WEIGHTS: "it drops and grows weights that adapters keep frozen"
@@ -229,7 +230,7 @@ class DynamicMaskTechnique(MatrixMaskTechnique):
 
 
 class SaliencyMaskedUpdate(MaskedUpdate):
-    """An update with dense masks during the scoring steps, whose summed gradients then select the masks."""
+    """An update that keeps all weights during the scoring steps, and then selects masks by their summed gradients."""
 
     def __init__(self, rest: GradientTransform, masking: MaskPolicy, steps: int):
         super().__init__(rest, masking)

@@ -35,21 +35,21 @@ from thrifty.techniques.sparsity._mask_techniques import MaskTechnique
 
 
 def by_piece(values: Tensor, pieces: int) -> Tensor:
-    """Return an output layer's weight (out, in), grouped by its n heads or neurons, as (n, out · in / n)."""
+    """Group an output layer's weight (out, in) by its n heads or neurons. The result is (n, out · in / n)."""
     return values.unflatten(1, (pieces, -1)).transpose(0, 1).flatten(1)
 
 
 def columns_of(kept: Tensor, shape: Sequence[int]) -> Tensor:
-    """Return a mask (n,) of n heads or neurons, expanded to the shape of the output layer's weight (out, in)."""
+    """Expand a mask (n,) of n heads or neurons to the shape (out, in) of the output layer's weight."""
     return kept.repeat_interleave(shape[1] // len(kept)).expand(*shape).contiguous()
 
 
 def moved_pieces(kept: Tensor, weight: Tensor, gradient: Tensor, fraction: float) -> Tensor:
-    """Return the new mask of units (n,), heads or neurons, after a drop-and-grow step.
+    """Return the new mask (n,) of n heads or neurons after a drop-and-grow step.
 
-    The `fraction` of active units with the smallest |sum of weight · gradient| is dropped. The same number of inactive
-    units, with the largest gradient norm, becomes active. `weight` and `gradient` belong to the branch's output layer,
-    (out, in).
+    The `fraction` of active heads or neurons with the smallest |sum of weight · gradient| is dropped. The same number
+    of inactive ones, with the largest gradient norm, becomes active. `weight` and `gradient` (out, in) belong to the
+    branch's output layer.
     """
     importance = by_piece(weight.double() * gradient, len(kept)).sum(1).abs()
     return replace_connections(kept, importance, by_piece(gradient.double(), len(kept)).norm(dim=1), fraction)
@@ -88,8 +88,7 @@ class DynamicHeads(MaskTechnique):
 
     @cached_property
     def counts(self) -> dict[str, tuple[int, int]]:
-        """Number of heads or neurons, and number of active heads or neurons, by name of the masked weight. Filled by
-        `model`."""
+        """Number of all and of active heads or neurons, by name of the masked weight. Filled by `model`."""
         return {}
 
     def model(self, model: nn.Module) -> nn.Module:

@@ -51,28 +51,34 @@ Draw = Literal["coefficients", "random", "late"]
 SEARCH, TRAIN = "search", "train"
 KINDS = ("heads", "neurons")
 KIND_OF_PIECES: ModuleNote[str] = ModuleNote("kind_of_pieces")
-"""Kind of the units (heads or neurons) that an output layer's coefficients multiply."""
+"""Kind of the units ("heads" or "neurons") whose coefficients an output layer has."""
 KEPT_PIECES: ModuleNote[Mapping[str, Any]] = ModuleNote("kept_pieces")
-"""Ticket of a model (the kept heads and neurons), after selection."""
+"""The ticket of a model, after its selection. The ticket is the kept heads and neurons."""
 
 
 def kept_of_each(scores: Mapping[str, Tensor], removed: float) -> dict[str, Tensor]:
-    """Return a mask (n,) of n heads or neurons for each layer. The fraction `removed` with the smallest scores in a
-    layer is dropped, but at least one stays."""
+    """Return a mask (n,) of the kept heads or neurons for each layer, compared within the layer.
+
+    The fraction `removed` with the smallest scores in a layer is dropped, but at least one stays.
+    """
     return {name: largest(each, max(len(each) - round(removed * len(each)), 1)) for name, each in scores.items()}
 
 
 def kept_of_all(scores: Mapping[str, Tensor], removed: float) -> dict[str, Tensor]:
-    """Return a mask (n,) of n heads or neurons for each layer. The fraction `removed` with the smallest scores over all
-    layers is dropped, but the best in each layer stays."""
+    """Return a mask (n,) of the kept heads or neurons for each layer, compared over all layers.
+
+    The fraction `removed` with the smallest scores is dropped, but the best in each layer stays.
+    """
     total = sum(len(each) for each in scores.values())
     best = {name: each.masked_fill(largest(each, 1), torch.inf) for name, each in scores.items()}
     return largest_of_all(best, max(total - round(removed * total), len(scores)))
 
 
 def mask_distance(masks: Tensor) -> float:
-    """Return the maximum fraction of elements in which an older mask differs from the newest mask. `masks` (q, n) has q
-    masks of n elements, the newest first."""
+    """Return the largest fraction of elements in which one of the older masks differs from the newest mask.
+
+    `masks` (q, n) has q masks of n elements, the newest first.
+    """
     return float((masks[1:] != masks[0]).float().mean(1).max()) if len(masks) > 1 else 0.0
 
 
@@ -88,7 +94,7 @@ def from_hex(text: str, count: int) -> list[int]:
 
 
 def prune_model(model: nn.Module, kept: Mapping[str, Any]) -> None:
-    """Remove from a whole model the heads and neurons outside the ticket `kept`."""
+    """Remove the heads and neurons of a model that are not in the ticket `kept`. The model is not divided among ranks."""
     for name, pieces in find_units(model).items():
         prune_units(pieces, kept[name] if pieces.kind == "heads" else from_hex(kept[name], pieces.count))
 
@@ -110,7 +116,7 @@ class AddSignPenalty(SelectiveTransform):
 
 
 class EarlyBirdBackward:
-    """A backward pass that computes masks from coefficients at one call in `spacing`.
+    """A backward pass that computes masks from the coefficients in one of `spacing` calls.
 
     `state` has the number of calls. The recent masks are buffers of the layers with coefficients.
     """
@@ -224,8 +230,8 @@ class EarlyBird(Technique):
             recent.copy_(torch.cat((mask[None].to(recent.device), recent[:-1])))
 
     def distances(self, model: nn.Module, known: int) -> dict[str, float]:
-        """Return the maximum distance between the newest mask and the `known` - 1 masks before it, for heads and for
-        neurons."""
+        """Return the largest distance between the newest mask and the `known` - 1 masks before it, by kind (heads,
+        neurons)."""
         writers = [model.get_submodule(name) for name in coefficients_of(model)]
         kinds = {kind: [w.recent_masks[:known] for w in writers if KIND_OF_PIECES.of(w) == kind] for kind in KINDS}
         return {kind: mask_distance(torch.cat(masks, 1)) for kind, masks in kinds.items() if masks}
@@ -260,7 +266,8 @@ class EarlyBird(Technique):
         return "the latest step to draw a ticket" if step >= self.latest else ""
 
     def _draw_ticket(self, model: nn.Module) -> dict[str, Any]:
-        """Return the ticket by name of the output layer: indices of kept heads, or a hexadecimal mask of neurons."""
+        """Select the ticket. Return, by name of the output layer, indices of kept heads or a hexadecimal mask of
+        neurons."""
         masks = self.masks(model)
         if self.criterion == "random":
             for name, mask in masks.items():

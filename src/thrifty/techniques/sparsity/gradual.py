@@ -32,7 +32,7 @@ def cubic_density(step: int, start: int, until: int, initial: float, final: floa
 
 
 def magnitudes(weight: Tensor, mask: Tensor) -> Tensor:
-    """Return |weight|, and -1 outside the mask, so that pruned weights are never restored."""
+    """Return the magnitude of each weight, and -1 outside the mask, so that pruned weights are never restored."""
     return weight.abs().masked_fill(~mask, -1.0)
 
 

@@ -58,8 +58,7 @@ class TemperatureHead(nn.Module):
 
 
 class TemperedObjective(WrappedObjective):
-    """Wrapper of an objective. Loss values are unchanged, but gradients are computed from logits divided by a
-    temperature."""
+    """Wrapper of an objective that divides the logits by a temperature in gradients only. Loss values are unchanged."""
 
     def __init__(self, inner: Objective, temperature: float):
         super().__init__(inner)
@@ -78,7 +77,7 @@ class TemperedObjective(WrappedObjective):
 
 
 class DirectionalObjective(WrappedObjective):
-    """Wrapper of an objective. Weighted losses sum to the dot product of the loss gradient and a vector.
+    """Wrapper of an objective whose weighted losses sum to the dot product of the loss gradient and a vector.
 
     The gradient of that sum is the Hessian-vector product.
     """
@@ -106,7 +105,7 @@ def hessian_gradient(
     parameters: Sequence[Tensor],
     temperature: float,
 ) -> BackwardResult:
-    """Run two backward passes over a batch with equal random values, and write H g to `.grad`.
+    """Write the product H g to `.grad`, by two backward passes over a batch with equal random values.
 
     H is the Hessian and g the gradient of the loss with respect to `parameters`. Logits are divided by the temperature.
     """
@@ -122,11 +121,10 @@ def hessian_gradient(
 
 
 class GraspBackward:
-    """A backward pass that, in scoring steps, writes the Hessian-gradient product H g to `.grad` instead of the
-    gradient.
+    """A backward pass that, in scoring steps, writes the product H g to `.grad` instead of the gradient g.
 
-    `state` has the number of scored steps. Steps with non-finite values are not counted, because the training loop
-    skips them.
+    H is the Hessian of the loss. `state` has the number of scored steps. Steps with non-finite values are not counted,
+    because the training loop skips them.
     """
 
     def __init__(self, inner: Backward, settings: "Grasp"):

@@ -41,7 +41,7 @@ from thrifty.optim.weight_masks import check_masks, masks_in
 from thrifty.techniques.sparsity._mask_techniques import MaskTechnique
 
 KEY = "thrifty-ticket"
-"""Metadata key of a ticket. The value is one JSON object, because the order of several entries would vary."""
+"""Metadata key of a ticket file. Its value is one JSON object, because the order of several entries would vary."""
 
 Weights = Mapping[str, Tensor]
 Scope = Literal["global", "layerwise"]
@@ -85,9 +85,9 @@ def shuffle_values(parameters: Mapping[str, Tensor], key: str) -> None:
 
 
 def mask_file_bytes(masks: Weights, drawn: str, weights: Weights) -> bytes:
-    """Return a ticket in safetensors format: booleans by parameter name, with metadata. Equal inputs yield equal bytes.
+    """Return the bytes of a ticket file in safetensors format: boolean masks by parameter name, with metadata.
 
-    The metadata are the origin `drawn`, the density and the sha256 of the weights.
+    The metadata are the origin `drawn`, the density and the sha256 of the weights. Equal inputs yield equal bytes.
     """
     digest = hashlib.sha256()
     for name in sorted(weights):
@@ -107,7 +107,7 @@ def density_of(masks: Weights) -> float:
 
 
 def read_mask_file(file: str, sha256: str) -> dict[str, Tensor]:
-    """Return the masks of a ticket. Raise UsageError if there is no file, IntegrityError if its sha256 differs."""
+    """Read the masks of a ticket file. Raise UsageError if there is no file, IntegrityError if its sha256 differs."""
     path = Path(file).expanduser()
     try:
         content = path.read_bytes()

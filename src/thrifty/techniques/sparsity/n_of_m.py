@@ -53,7 +53,7 @@ MADE_AT: ModuleNote[int | None] = ModuleNote("n_of_m_made_at")
 
 
 def use_masked_product(layer: nn.Module, products: NOfMProducts) -> None:
-    """Make a linear layer (or `Conv1D`) compute with n of each m weights.
+    """Make a linear layer (or `Conv1D`) compute with n of every m weights.
 
     A training loop must call `remake` after each update. Otherwise the next forward pass in training mode warns.
     """
@@ -101,8 +101,7 @@ def masked_layers(model: nn.Module) -> list[nn.Module]:
 
 @torch.no_grad()
 def remake(layers: Iterable[nn.Module]) -> Tensor:
-    """Compute new masks from the weights, on all ranks. Return the number of changed elements and the number of all
-    elements, (2,)."""
+    """Compute new masks from the weights. Return the numbers of changed elements and of all elements, (2,)."""
     changed = []
     for layer in layers:
         mask = _mask_for(layer)
@@ -114,7 +113,7 @@ def remake(layers: Iterable[nn.Module]) -> Tensor:
 
 @torch.no_grad()
 def decay_masked(layers: Iterable[nn.Module], decay: float) -> None:
-    """Add `decay` times each masked weight to its gradient, once for a weight that several layers share."""
+    """Add `decay` times each masked weight to its gradient. A weight that several layers share is decayed once."""
     for layer in {id(layer.weight): layer for layer in layers}.values():
         if layer.weight.grad is None:
             continue
@@ -125,8 +124,7 @@ def decay_masked(layers: Iterable[nn.Module], decay: float) -> None:
 
 
 class NOfMBackward:
-    """A backward pass over all micro-batches and ranks. Before the backward pass, new masks are computed if they are
-    due.
+    """A backward pass over all micro-batches and ranks. It first computes new masks if they are due.
 
     `state` has the number of calls ("step") and of mask computations ("made"). The first call always computes masks.
     """
@@ -262,7 +260,7 @@ class NOfM(Technique):
         optimizer.register_step_post_hook(follow)
 
     def changes(self, step: int, state: TrainState) -> None:
-        """Set the step counter of a run that was forked from a run without masks. The model's structure does not
+        """Set the step counter, because a run may be forked from a run without masks. The model's structure does not
         change."""
         if state.model is not None:
             state.techniques[self.name]["step"].fill_(step)

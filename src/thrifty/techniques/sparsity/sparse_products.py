@@ -53,7 +53,7 @@ WORTH = 0.9
 """Maximum time of sparse matmuls, relative to dense matmuls, at which sparse matmuls are chosen."""
 UNMASKED = "dense: its weight has no mask"
 Lines = dict[torch.dtype, dict[Form, DensityTimeFit]]
-"""Fitted times of matmuls over density, by dtype and form (CSR or blocks)."""
+"""Fitted times of matmuls as functions of density, by dtype and form (CSR or blocks)."""
 
 
 class LayerProducts:
@@ -72,7 +72,8 @@ class LayerProducts:
         self._known: tuple[Tensor, int] | None = None
 
     def follow(self, mask: Tensor | None, weight: Tensor) -> None:
-        """Choose the matmuls again if the mask has changed. A weight that is nonzero outside its mask stays dense."""
+        """Choose sparse or dense matmuls again if the mask has changed. A weight with nonzero values outside its mask
+        stays dense."""
         if mask is None or is_dtensor(mask) or mask.device != weight.device:
             self.patterns, self._known = {}, None
             self.summary = UNMASKED if mask is None else "dense: its mask is divided among ranks, or on another device"
@@ -115,8 +116,7 @@ SPARSE_PRODUCT: ModuleNote[LayerProducts] = ModuleNote("sparse_product")
 
 
 def use_sparse_product(layer: nn.Linear, lines: Lines) -> None:
-    """Make a linear layer use sparse matmuls in training mode, as soon as `SPARSE_PRODUCT.of(layer)` has chosen
-    them."""
+    """Make a linear layer use sparse matmuls in training mode, once `SPARSE_PRODUCT.of(layer)` has chosen them."""
     SPARSE_PRODUCT.set(layer, LayerProducts(lines))
     wrap_forward(layer, _multiply)
 
@@ -209,7 +209,7 @@ class SparseProducts(Technique):
         return model
 
     def lines(self, weight: Tensor) -> Lines:
-        """Return the fitted times of a layer's matmuls over density, for each possible dtype."""
+        """Return the fitted times of a layer's matmuls as functions of density, for each possible dtype."""
         device, fits = weight.device.type, {}
         for dtype in dict.fromkeys((weight.dtype, torch.bfloat16, torch.float16)):
             if dtype is not weight.dtype and not has_fast_bfloat16():
