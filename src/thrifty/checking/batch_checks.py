@@ -139,9 +139,8 @@ def _settled(run: Run) -> Run:
 
 
 def _at_once(run: Run) -> Run:
-    """Return the settled run with only the techniques that change the function or its precision. None of these
-    techniques splits a batch.
-    """
+    """Return the run of `_settled` with only the techniques that change the function or its precision. None of these
+    techniques splits a batch."""
     return _of(run, lambda one: one.stage not in (*DRAWING, *GRADIENTS) and one.numerics is Numerics.DIFFERENT)
 
 

@@ -94,7 +94,7 @@ def _suspects(subject: CheckSubject, starved: set[str]) -> list[str]:
 
 
 class ZeroWeightWatcher:
-    """Tracks weights that stay exactly zero from the first step on. It observes the state after each step."""
+    """Watcher of weights that stay exactly zero from the first step on. It observes the state after each step."""
 
     def __init__(self) -> None:
         self.zeros: dict[str, Tensor] = {}

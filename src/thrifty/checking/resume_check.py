@@ -17,7 +17,7 @@ from thrifty.training.state_loading import load_state
 
 
 class StateSaver:
-    """Saves the state of a run into a folder, once, after a given step."""
+    """Saver of a run's state into a folder, once, after a given step."""
 
     def __init__(self, folder: Path, step: int):
         self.folder, self.step = folder, step

@@ -48,11 +48,11 @@ class Run:
 
     plain: BaseRun
     techniques: tuple[Technique, ...]
-    """Techniques with moments in steps. No other object refers to them."""
+    """The run's own copies of the techniques, with points in time as step numbers."""
     steps: int
     device: torch.device = CPU
     requested: tuple[Technique, ...] = ()
-    """The same techniques with moments as requested: fractions of the run, or steps."""
+    """The same techniques as requested, with points in time as steps or fractions of the run."""
     notes: dict[str, list[str]] = field(default_factory=dict)
     """Modules that each technique changed or skipped, recorded when the model is built."""
 
@@ -103,8 +103,9 @@ class Run:
         return backward, memories
 
     def change_length(self, steps: int, now: int) -> list[str]:
-        """Change the number of steps after `now` finished steps. Moving moments after `now` move too. Return a notice
-        for each fixed moment that is after the new end but was before the old end."""
+        """Change the number of steps after `now` finished steps. Points in time of techniques that are fractions of the
+        run move too, if they are later than `now`. Return a notice for each fixed step that is after the new end but
+        was before the old end."""
         notices = []
         for technique, requested in zip(self.techniques, self.requested, strict=True):
             move_moments(technique, requested, steps, now)
@@ -118,7 +119,8 @@ class Run:
         return notices
 
     def transform(self) -> GradientTransform:
-        """Return a new transform. Transforms store data per parameter, so each optimizer requires its own."""
+        """Return a new transform that computes the update of all techniques. Transforms store data per parameter, so
+        each optimizer requires its own."""
         transform = GradientTransform()
         # stages of HOW decide how the whole chain is computed, so they wrap all others
         for technique in sorted(reversed(self.techniques), key=lambda technique: technique.stage in HOW):
@@ -126,7 +128,7 @@ class Run:
         return transform
 
     def build_model(self, log: Sequence[StructureLogEntry] = ()) -> nn.Module:
-        """Return the model at its initial values, with the logged structure and all techniques applied."""
+        """Return the model with initial values and all techniques applied. It has the structural changes in `log`."""
         model = self.plain.build()
         latest = {entry.technique: entry for entry in log}
         for technique in self.techniques:
@@ -149,7 +151,7 @@ class Run:
         return record_orders(model)
 
     def init_state(self, log: Sequence[StructureLogEntry] = ()) -> TrainState:
-        """Return a state at its initial values, with the logged structure."""
+        """Return a state with initial values. Its model has the structural changes in `log`."""
         model = self.build_model(log)
         optimizer = TransformOptimizer(model.named_parameters(), self.transform())
         return TrainState(model=model, optimizer=optimizer, techniques=self.memories, log=list(log))

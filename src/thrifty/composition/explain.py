@@ -84,7 +84,8 @@ class Explanation:
         return self.rows[-1].after if self.rows else self.plain
 
     def as_dict(self, notes: Mapping[str, Sequence[str]]) -> dict[str, Any]:
-        """Return plain data. `notes` has the modules that each technique changed or skipped (`Run.notes`)."""
+        """Return the explanation as a dictionary. `notes` has the modules that each technique changed or skipped
+        (`Run.notes`)."""
         return {
             "parameters": self.parameters,
             "techniques": [row.as_dict(notes.get(row.technique.name, ())) for row in self.rows],

@@ -12,7 +12,8 @@ from thrifty.optim.moment_formats import fill_moment, is_scales, opened
 
 
 def transfer_state(change: StructuralChange, old: Mapping[str, Tensor], placed: TrainState) -> None:
-    """Fill a state of the new structure with values of the old state: whole tensors, by `TrainState.tensors` names."""
+    """Fill the state `placed`, which has the new structure, with values of the old state. `old` has whole tensors, by
+    names as in `TrainState.tensors`."""
     assert placed.optimizer is not None
     tensors, slot_kind = placed.tensors(), placed.optimizer.site.slot_kind
     sources = {name: source for name in tensors if (source := _source(change, name, tensors[name], placed))}

@@ -104,8 +104,8 @@ class CountedPasses:
 
 
 def distinct_updates(optimizer: TransformOptimizer, steps: int, limit: int = 1000) -> list[int]:
-    """Return one step of each kind of update among the first `limit`. Updates of a kind have the same scalars equal to
-    0."""
+    """Return one step number for each kind of update among the first `limit` steps. Two updates are of one kind if the
+    same of their scalars are 0."""
     kinds: dict[tuple[bool, ...], int] = {}
     for step in range(min(steps, limit)):
         kinds.setdefault(tuple(bool(number) for number in optimizer.transform.scalars(step, step).values()), step)

@@ -62,7 +62,7 @@ class PipelineRunner:
         return self.stages[-1].is_last
 
     def broadcast_last(self, tensor: Tensor | None) -> Tensor:
-        """Return the tensor of the last stage on all stages."""
+        """Send the last stage's tensor to all stages, and return it."""
         return broadcast_from_stage(tensor, self.places[-1], self.device)
 
     @torch.no_grad()

@@ -107,9 +107,7 @@ class SharedParameter:
 
 
 def _whole_over_data(tensor: Tensor) -> Tensor:
-    """Return a tensor, gathered along the data axis if the tensor is sharded along this axis. All other axes are
-    unchanged.
-    """
+    """Gather a tensor along the data axis if the tensor is sharded along this axis. All other axes are unchanged."""
     if not isinstance(tensor, DTensor):
         return tensor
     names = tensor.device_mesh.mesh_dim_names or ()

@@ -53,7 +53,7 @@ def broadcast_from_stage(tensor: Tensor | None, place: int, device: torch.device
 
 
 def merge_over_stages(facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the union of all stages' values by name. Values must be JSON values."""
+    """Return the merged dictionaries `facts` of all stages. Values must be JSON values."""
     stages, text = axis("pipeline"), json.dumps(dict(facts)).encode()
     if stages.size == 1:
         return dict(facts)

@@ -43,7 +43,8 @@ class TensorParallelizer:
     """Mapping from undivided to divided parameters; `swap_parameters` puts the divided parameters into the model."""
 
     def column(self, layer: nn.Module, slices: Sequence[int] = (), region: ParallelRandomRegion | None = None) -> None:
-        """Divide a layer by outputs: each rank has a part of every slice. An embedding table is divided by columns."""
+        """Divide a layer by outputs. If the layer fuses several layers, `slices` are their widths, and each rank has a
+        part of each of them. An embedding table is divided by columns."""
         out = 1 if is_transposed(layer) or isinstance(layer, nn.Embedding) else 0
         self._divide(layer, {"weight": out, "bias": 0}, slices)
         self._before(layer, lambda x: self._as_dtensor(x, WHOLE))

@@ -30,7 +30,7 @@ OWN: Mapping[str, Style] = {
     "*.mlp.down": "row",
     "*.relative.scores": "column",
 }
-"""Layers of `models/attention_layers.py` and `models/transformer_blocks.py`."""
+"""Style of each layer in `models/attention_layers.py` and `models/transformer_blocks.py`, by pattern of its name."""
 
 OF_TRANSFORMERS: Mapping[str, Style] = {
     "colwise": "column",

@@ -47,11 +47,11 @@ def masked(
     mask_share: float = 0.8,
     random_share: float = 0.1,
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-    """Return masked texts (b, t), predicted positions (b, count), target tokens (b, count) and visible positions.
+    """Mask `count` tokens of each text. Return masked texts, predicted positions, target tokens and visible positions.
 
-    Visible positions are (b, t - m), where m is the maximum number of masks of a row. `keys` (b,) seed all random
-    choices. Random replacements are `ordinary` tokens. `special` tokens are predicted only if a text has fewer than
-    `count` other tokens.
+    Texts are (b, t), predicted positions and targets (b, count). Visible positions are (b, t - m), where m is the
+    maximum number of masks of a row. `keys` (b,) seed all random choices. Random replacements are `ordinary` tokens.
+    `special` tokens are predicted only if a text has fewer than `count` other tokens.
     """
     b, t = tokens.shape
     scores = random_integers(keys, t) >> np.uint64(1)

@@ -29,9 +29,10 @@ from thrifty.objectives.token_cross_entropy import TokenCrossEntropy, prediction
 def hidden_span(
     tokens: np.ndarray, keys: np.ndarray, count: int, mask: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return texts (b, t) with a masked span of `count` tokens, the span (b, count) and its positions (b, count).
+    """Mask a span of `count` tokens in each text. Return the masked texts, the spans and their positions.
 
-    `keys` (b,) seed the start of each span. All possible starts are equally likely.
+    Texts are (b, t), spans and positions (b, count). `keys` (b,) seed the start of each span. All possible starts are
+    equally likely.
     """
     starts = tokens.shape[1] - count + 1
     begins = (random_fractions(random_integers(keys, 1)) * starts).astype(np.int64)

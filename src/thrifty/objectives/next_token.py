@@ -57,9 +57,10 @@ class NextToken(TokenCrossEntropy):
         return prediction
 
     def shares(self, batch: Batch) -> Tensor | None:
-        """Return 0 for the prediction of a document's first token, else 1, (b, t); None if documents are not separate.
+        """Return the weight of each prediction, (b, t): 0 for a document's first token, else 1.
 
-        The loss of an example is then a sum. The trainer divides the sums by the `part_weights` of all examples.
+        Return None if documents are not separate. The loss of an example is otherwise a sum. The trainer divides the
+        sums by the `part_weights` of all examples.
         """
         return None if self.boundary is None else (batch["tokens"][:, :-1] != self.boundary).float()
 

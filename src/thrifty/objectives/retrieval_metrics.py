@@ -18,10 +18,10 @@ FIRST = (1, 5, 10)
 
 @torch.no_grad()
 def embed_pairs(model: nn.Module, batches: Iterable[Batch], device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
-    """Return normalized embeddings of images and of captions, (n, e) each, and the text number of each caption (n,).
+    """Return the normalized embeddings of images and of captions, and the number of each caption's text.
 
-    Equal captions have the same text number. The model has an image and a text encoder, see
-    `models/contrastive_model.py`.
+    Embeddings are (n, e), numbers (n,). Equal captions have the same number. The model has an image and a text encoder,
+    see `models/contrastive_model.py`.
     """
     model.eval()
     images, captions, texts = [], [], []
@@ -37,11 +37,12 @@ def embed_pairs(model: nn.Module, batches: Iterable[Batch], device: torch.device
 
 
 def retrieval(images: Tensor, captions: Tensor, numbers: Tensor) -> dict[str, float]:
-    """Return the recall at 1, 5 and 10 for normalized embeddings (n, e) and text numbers (n,).
+    """Return the recall at 1, 5 and 10 of retrieval between images and captions.
 
-    "captions R@k" is the fraction of images whose caption is among the k nearest captions. "images R@k" is the fraction
-    of captions whose image is among the k nearest images. If images share a caption, each of these images counts as
-    right. A right candidate is ranked after wrong candidates of equal similarity.
+    Embeddings are normalized, (n, e). Captions with equal `numbers` (n,) have the same text. "captions R@k" is the
+    fraction of images whose caption is among the k nearest captions. "images R@k" is the fraction of captions whose
+    image is among the k nearest images. If images share a caption, each of these images counts as right. A right
+    candidate is ranked after wrong candidates of equal similarity.
     """
     recalls = {}
     for name, (queries, keys) in (("captions", (images, captions)), ("images", (captions, images))):
@@ -51,7 +52,7 @@ def retrieval(images: Tensor, captions: Tensor, numbers: Tensor) -> dict[str, fl
 
 
 def chance_retrieval(numbers: Tensor) -> dict[str, float]:
-    """Return the expected recalls of a random ranking, for captions with text numbers (n,)."""
+    """Return the expected recalls of a random ranking. Captions with equal `numbers` (n,) have the same text."""
     total = len(numbers)
     own = numbers.bincount()[numbers].double()  # number of right candidates of each pair
     recalls = {}

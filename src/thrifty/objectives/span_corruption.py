@@ -46,10 +46,11 @@ def text_length(length: int, rate: float, mean_span: float) -> int:
 def corrupt_spans(
     tokens: np.ndarray, keys: np.ndarray, cut: int, spans: int, sentinels: np.ndarray
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Return sources (b, n - cut + spans) and targets (b, cut + spans) of texts (b, n).
+    """Replace spans of texts by sentinel tokens. Return the sources and the targets.
 
-    Each text loses `cut` tokens in `spans` spans. In the source a sentinel replaces each span. In the target the
-    sentinel precedes the span. `keys` (b,) seed the positions; all ways to divide text and spans are equally likely.
+    Texts are (b, n), sources (b, n - cut + spans), targets (b, cut + spans). Each text loses `cut` tokens in `spans`
+    spans. In the source a sentinel replaces each span. In the target the sentinel precedes the span. `keys` (b,) seed
+    the positions; all ways to divide text and spans are equally likely.
     """
     b, n = tokens.shape
     kept_parts = _parts(keys, n - cut, spans, skip=0)
@@ -67,7 +68,7 @@ def corrupt_spans(
 
 
 def _parts(keys: np.ndarray, items: int, parts: int, skip: int) -> np.ndarray:
-    """Return part sizes (b, parts): each row divides `items` at random into `parts` non-empty parts."""
+    """Divide `items` at random into `parts` non-empty parts, for each row. Return the sizes of the parts (b, parts)."""
     if parts == 1:
         return np.full((len(keys), 1), items)
     borders = random_subset(random_integers(keys, items - 1, skip), parts - 1) + 1

@@ -23,9 +23,9 @@ from thrifty.kernels.token_gather import gather_tokens
 
 
 def prediction_of(model: nn.Module, output: Any, places: Tensor | None = None) -> Prediction:
-    """Return the prediction for a model's output: hidden states if the model has a `head`, else logits, (b, t, …).
+    """Convert a model's output (b, t, …) to a prediction: hidden states if the model has a `head`, else logits.
 
-    With `places` (b, k), return the prediction at these k positions only.
+    With `places` (b, k), the prediction has only these k positions.
     """
     head = getattr(model, "head", None)
     values = output if head is not None else getattr(output, "logits", output)

@@ -25,7 +25,7 @@ AMOUNTS = ("budget.steps", "budget.tokens", "budget.epochs", "budget.seconds")
 
 @dataclass
 class RecipeLayers:
-    """A base recipe and the values set above it."""
+    """A base recipe, and changes of its values with their origins."""
 
     base: Recipe | None = None
     """Lowest layer; None if the lowest layer is a file, whose tables are then in `changes`."""
@@ -44,7 +44,7 @@ class RecipeLayers:
         return layers
 
     def override(self, origin: str, data: Mapping[str, Any], path: tuple[str, ...] = ()) -> "RecipeLayers":
-        """Set values in a new layer, table by table."""
+        """Change values in a new layer called `origin`. Tables of `data` change only the values that they contain."""
         for key, value in data.items():
             here = (*path, key)
             if isinstance(value, Mapping):

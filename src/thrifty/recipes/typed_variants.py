@@ -11,7 +11,7 @@ CHANGES = ("--with", "--without", "--set")
 
 
 def read_variants(texts: Sequence[str], load: Callable[[str], Recipe]) -> dict[str, list[Recipe | str]]:
-    """Return the changes of each variant by its name.
+    """Return the changes of each variant by the variant's name.
 
     A variant is "NAME: RECIPE --without NAME --with NAME:KEY=VALUE,… --set PATH=VALUE". All parts are optional. The
     default name is the text itself, and the default recipe is the baseline. `load` returns a recipe by name or file.
@@ -41,7 +41,7 @@ def _words(text: str) -> list[str]:
 
 
 def _typed_changes(text: str, words: Sequence[str]) -> tuple[list[str], list[str], list[str]]:
-    """Return the values of --with, --without and --set."""
+    """Return the values of --with, --without and --set among the words of a variant."""
     values: dict[str, list[str]] = {option: [] for option in CHANGES}
     remaining = iter(words)
     for word in remaining:

@@ -120,8 +120,8 @@ def find(
     files: AtomicFiles | None = None,
     ranks: SingleProcess | None = None,
 ) -> FoundCheckpoint:
-    """Return the newest undamaged checkpoint, or the one of `step`, without its tensors; `fill` reads them. Rank 0
-    chooses the checkpoint as `load` does, and every rank receives this choice."""
+    """Return the newest undamaged checkpoint, or the checkpoint of `step`, without its tensors; `fill` reads them. Rank
+    0 chooses the checkpoint as `load` does, and every rank receives this choice."""
     facts = (ranks or SingleProcess()).run_first(lambda: _choose(folder, step, files or AtomicFiles()))
     return FoundCheckpoint(facts["step"], facts["scalars"], folder / facts["name"], facts["notices"])
 
@@ -146,9 +146,9 @@ def fill(
     ranks: SingleProcess | None = None,
     besides: Collection[str] = (),
 ) -> None:
-    """Copy a checkpoint in place into every tensor of `into`, plain or DTensor. Each rank reads only the parts that its
-    shards require. `besides` are names of tensors that the caller reads itself. Raise UsageError, before any change, if
-    names (over all ranks), shapes or dtypes differ from the checkpoint."""
+    """Copy the tensors of a checkpoint into `into`, in place; its tensors may be plain or DTensors. Each rank reads
+    only the parts that its shards require. `besides` are names of tensors that the caller reads itself. Raise
+    UsageError, before any change, if names (over all ranks), shapes or dtypes differ from the checkpoint."""
     ranks = ranks or SingleProcess()
     stored = StoredTensorBoxes(tensor_files(checkpoint.path))
     wanted = set().union(*ranks.gather_or_raise(lambda: [*into, *besides]))

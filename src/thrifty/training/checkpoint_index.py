@@ -58,7 +58,8 @@ def step_of(path: Path) -> int:
 
 
 def free_name(folder: Path, step: int) -> str:
-    """Return the folder name for a new checkpoint of `step`, with the next attempt suffix."""
+    """Return the folder name for a new checkpoint of `step`. If the step was saved before, the name ends with the
+    number of the attempt."""
     attempts = [_place(path)[1] for path in checkpoints(folder) if step_of(path) == step]
     return f"step-{step:08d}" + (f".{max(attempts) + 1}" if attempts else "")
 

@@ -26,16 +26,18 @@ no longer adapt.
 
 
 def set_freed_memory_policy(run: Run) -> AbstractContextManager[None]:
-    """Return the policy for memory that the steps of this run free. If a technique promises a memory limit, freed
-    memory is returned to the kernel at once. Otherwise the process keeps freed memory for the next step."""
+    """Return a context manager that sets the policy for memory that the steps of this run free. If a technique promises
+    a memory limit, freed memory is returned to the kernel at once. Otherwise the process keeps freed memory for the
+    next step."""
     promised = any(technique.limits_activation_bytes for technique in run.techniques)
     return return_freed_memory(run.device) if promised else keep_freed_memory(run.device)
 
 
 def keep_freed_memory(device: torch.device) -> AbstractContextManager[None]:
-    """Keep freed CPU memory in blocks of up to 64 MiB for the next step. Release the memory at the end of the block.
+    """Keep freed CPU memory in pieces of up to 64 MiB for the next step. The memory is released at the end of the
+    context.
 
-    By default the C library returns large blocks to the kernel at once, and the kernel clears each page again in the
+    By default the C library returns large pieces to the kernel at once, and the kernel clears each page again in the
     next step (benchmarks/bench_freed_memory.py). There is no effect if the C library is not glibc, or if environment
     variables configure its allocator.
     """

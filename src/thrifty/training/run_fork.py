@@ -60,9 +60,10 @@ def copy_matching_state(
 
 
 def _start_fresh(optimizer: TransformOptimizer, own: Mapping[str, Tensor], tensors: Mapping[str, Tensor]) -> set[str]:
-    """Return the names of tensors that start fresh, and set the ages of the optimizer's elements to match. An element
-    with moments has a single age. If some parameters of an element are new, all its moments start fresh. With the old
-    age, the first updates of the new parameters would be several times too large."""
+    """Return the names of tensors that start with new values, and set the ages of their optimizer elements to 0. An
+    element is one transform of the optimizer and has a single age. If some parameters of an element are new, all its
+    moments start with new values. With the old age, the first updates of the new parameters would be several times too
+    large."""
     names = [name for name in own if not is_scales(name)]
     fresh = {name for name in names if not _is_alike(name, own, tensors)}
     elements: dict[str, list[str]] = {}

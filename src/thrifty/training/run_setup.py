@@ -315,7 +315,7 @@ def _steps(recipe: Recipe, plain: BaseRun, device: torch.device, data: RunData) 
 
 
 def _with_fixed_batch(recipe: Recipe, plain: BaseRun, device: torch.device) -> Run:
-    """Return the run with batches of constant size."""
+    """Return the run without techniques that change the batch size."""
     fixed = [technique for technique in recipe.techniques if technique.stage is not Stage.RESIZE]
     return compose(plain, fixed, 1, device)
 

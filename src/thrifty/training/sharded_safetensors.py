@@ -73,7 +73,7 @@ def local_parts(tensors: dict[str, torch.Tensor]) -> Parts:
 
 
 def local_values(tensor: torch.Tensor) -> torch.Tensor:
-    """Return this rank's values; they share memory with `tensor`."""
+    """Return the values of a tensor that this rank holds. They share memory with `tensor`."""
     tensor = tensor.detach()
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 

@@ -113,8 +113,8 @@ def _compare_models(folder: Path, stored: Recipe, recipe: Recipe) -> None:
 
 
 def _with_values(model: nn.Module, other: nn.Module) -> nn.Module:
-    """Copy the values into `model` from `other`, which has additional modules. Names are equal, because techniques only
-    add names."""
+    """Copy the parameter values of `other`, which has additional modules, into `model`. Names are equal, because
+    techniques only add names."""
     values = dict(other.named_parameters())
     for name, parameter in model.named_parameters():
         fill_tensor(parameter, values[name].detach())

@@ -85,9 +85,8 @@ def train_steps(
     quiet: bool = False,
 ) -> Steps:
     """Train a recipe in runs/NAME and yield one record per step. Raise UsageError if the folder exists. A restart of
-    the same job by torchrun resumes the run instead. Without a custom loss, a user's model maps token ids (b rows, t
-    tokens) to logits. A user's model with a list of blocks and a linear `head` maps token ids to hidden states (b, t,
-    width)."""
+    the same job by torchrun resumes the run instead. Without a custom loss, a user's model maps token ids (b, t) to
+    logits. A user's model with a list of blocks and a linear `head` maps token ids to hidden states (b, t, width)."""
     with ranks_of(recipe), claim_run_folder(Path(runs) / recipe.name, RunFolder.create) as folder:
         recipe = with_data_parallelism(recipe)
         if process_group_sync().run_first(folder.recipe.is_file):
@@ -413,7 +412,7 @@ def _stored(folder: RunFolder, name: str) -> dict[str, Any]:
 
 
 def _are_complete(explanation: Mapping[str, Any], summary: Mapping[str, Any]) -> bool:
-    """Return True if both contain the values that a resumed run reuses."""
+    """Return True if the explanation and the summary contain all values that a resumed run reuses."""
     try:
         numbers = (
             explanation["footprint"]["memory"],

@@ -40,7 +40,8 @@ def initial_bound(patch: int, width: int) -> float:
 
 
 def insert(x: Tensor, prompt: Tensor, after: int) -> Tensor:
-    """Insert the prompt vectors (k, d) after the first `after` tokens of x. x is (b, t, d), the result (b, t + k, d)."""
+    """Insert the prompt vectors (k, d) after the first `after` tokens of x. x is (b, t, d), the result (b, t +
+    k, d)."""
     rows = prompt.to(x.dtype).expand(len(x), -1, -1)
     return torch.cat((x[:, :after], rows, x[:, after:]), 1)
 

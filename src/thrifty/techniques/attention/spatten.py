@@ -155,7 +155,8 @@ class Spatten(ReplacedAttention):
         return model
 
     def relay(self, model: nn.Module, stack: str, blocks: nn.ModuleList) -> list[str]:
-        """Give the attentions of a stack new cores that share one `CascadeRelay`. Return the names of the attentions."""
+        """Give the attentions of a stack new cores that share one `CascadeRelay`. Return the names of the
+        attentions."""
         relay, connected = CascadeRelay(), []
         for number, block in enumerate(blocks):
             for site in ATTENTION_SITES.of(model):

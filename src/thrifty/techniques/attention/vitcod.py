@@ -163,7 +163,8 @@ class Vitcod(CalibratedAttention):
         return model
 
     def put_autoencoder(self, model: nn.Module, site: AttentionSite) -> None:
-        """Wrap the current core of an attention module in an autoencoder, whether or not its masks are already fixed."""
+        """Wrap the current core of an attention module in an autoencoder, whether or not its masks are already
+        fixed."""
         decided, swappable = decided_phase(model), SWAPPABLE_CORES.of(model).get(site.name)
         core = AutoencodedCore(site, site.plain if swappable else self.core(site, decided.get("found", {})))
         LOSING_CORES.of(model).append(core)

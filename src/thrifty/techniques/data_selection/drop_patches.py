@@ -105,7 +105,8 @@ def _embedded(cut: nn.Conv2d, embedding: nn.Module, inner: Any, images: Tensor, 
 
 @contextmanager
 def drop_patches(model: nn.Module, keys: Tensor, rate: float) -> Iterator[None]:
-    """Drop patches of the model's images inside the context. The keys (b,) of the examples select the visible patches."""
+    """Drop patches of the model's images inside the context. The keys (b,) of the examples select the visible
+    patches."""
     embeddings = [module for _, module in DROPPING.noted(model)]
     for module in embeddings:
         DROPPING.set(module, (keys, rate))

@@ -41,7 +41,8 @@ def recompute_block(module: nn.Module, inner: Any, *args: Any, **kwargs: Any) ->
 
 
 def recompute_between_products(module: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
-    """Run a block and save only the results of matmuls and attention. The backward pass recomputes all other tensors."""
+    """Run a block and save only the results of matmuls and attention. The backward pass recomputes all other
+    tensors."""
     contexts = partial(create_selective_checkpoint_contexts, keep_products)
     return recompute(inner, args, kwargs, module, context_fn=contexts)
 
