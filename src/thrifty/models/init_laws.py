@@ -43,7 +43,8 @@ def normal_init(name: str, size: torch.Size, std: float) -> NormalInit:
 
 def gpt2_normal(name: str, size: torch.Size, std: float, blocks: int) -> NormalInit:
     """Return the distribution of initial values in GPT-2 (Radford et al. 2019, section 2.3). For projections into the
-    residual stream, the standard deviation is divided by sqrt(2 · blocks), because each block has two of them."""
+    residual stream, the standard deviation is divided by sqrt(2 · blocks), because each block has two such projections.
+    """
     residual = 1 / math.sqrt(2 * blocks)
     return NormalInit(std * (residual if name.endswith(("out", "down")) else 1.0))
 
