@@ -2,7 +2,7 @@
 
 Convolutions copy their operands into other layouts or into columns. Most other kernels copy operands that are not
 contiguous. Recurrent layers save their gates for the backward pass. The number of bytes depends on the processor, the
-sizes and the number of threads. torch has no formula for it.
+sizes and the number of threads. torch has no formula for this number.
 """
 
 from collections.abc import Callable

@@ -327,7 +327,7 @@ class Recipe:
     @property
     def object_options(self) -> str | None:
         """Command-line options that name the recorded objects, each after a space. None if the command line cannot name
-        one of them: a module, an instance, `collate` or metrics."""
+        one of the objects: a module, an instance, `collate` or metrics."""
         return self._options_of(self._recorded)
 
     def _options_of(self, recorded: Mapping[str, str]) -> str | None:

@@ -47,7 +47,7 @@ class SweepResult(MeasuredResult):
 
     @cached_property
     def trials(self) -> list[Mapping[str, Any]]:
-        """Trials with "run", "settings" and "rungs": first those that trained longest, then by their last value."""
+        """Trials with "run", "settings" and "rungs": first the trials that trained longest, then by last value."""
         return sorted(self.content["trials"], key=_place)
 
     @property

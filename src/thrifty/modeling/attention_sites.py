@@ -60,12 +60,13 @@ class AttentionSite:
 
     @property
     def head_width(self) -> int:
-        """Width of a head. Raise RefusedError if the module has no attribute for it."""
+        """Width of a head. Raise RefusedError if the module has no attribute for this width."""
         return self._number(HEAD_WIDTHS, "the width of its heads")
 
     @property
     def heads(self) -> int:
-        """Number of query heads. Raise RefusedError if neither the module nor its config has an attribute for it."""
+        """Number of query heads. Raise RefusedError if neither the module nor its config has an attribute for this
+        number."""
         return self._number(HEADS, "its number of heads")
 
     @property

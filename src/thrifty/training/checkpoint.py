@@ -120,8 +120,8 @@ def find(
     files: AtomicFiles | None = None,
     ranks: SingleProcess | None = None,
 ) -> FoundCheckpoint:
-    """Return the newest undamaged checkpoint, or the checkpoint of `step`, without its tensors; `fill` reads them. Rank
-    0 chooses the checkpoint as `load` does, and every rank receives this choice."""
+    """Return the newest undamaged checkpoint, or the checkpoint of `step`, without its tensors; `fill` reads the
+    tensors. Rank 0 chooses the checkpoint as `load` does, and every rank receives this choice."""
     facts = (ranks or SingleProcess()).run_first(lambda: _choose(folder, step, files or AtomicFiles()))
     return FoundCheckpoint(facts["step"], facts["scalars"], folder / facts["name"], facts["notices"])
 

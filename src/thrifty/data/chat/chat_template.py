@@ -67,8 +67,8 @@ class WrittenConversation:
 
 
 class TemplateLimitError(UsageError):
-    """Error for a chat template that exceeds its limit of time or memory. Other conversations would probably exceed it
-    too."""
+    """Error for a chat template that exceeds its limit of time or memory. Other conversations would probably exceed the
+    limit too."""
 
 
 @dataclass(frozen=True)

@@ -28,7 +28,8 @@ from thrifty.training.run_setup import PreparedRun
 LOOKS = 10
 """Number of equally spaced steps at which "forgetting" scores all examples."""
 COMPUTE_STAGES = {Stage.PRECISION, Stage.COMPRESS, *HOW}
-"""Stages whose techniques are removed for per-example gradients, because torch.func cannot batch most of them."""
+"""Stages whose techniques are removed for per-example gradients, because torch.func cannot batch most of these
+techniques."""
 
 Say = Callable[[str], None]
 

@@ -53,7 +53,7 @@ def measure(
 ) -> dict[str, float]:
     """Return the number of gradient descent steps on `depth` factors until the loss is within 0.1 % of the minimum.
 
-    All learning rates of the grid run in parallel along a leading dim. The result is that of the best learning rate.
+    All learning rates of the grid run in parallel along a leading dim. The result is the smallest number of the grid.
     """
     x, y = regression(seed, examples, features, condition)
     goal = lowest_loss(x, y, p) * 1.001

@@ -22,7 +22,7 @@ class BlockGrid:
     block: int
     """Number of tokens per side of a block."""
     count: int
-    """Maximum number of kept blocks per head and example. Only the FLOP count depends on it."""
+    """Maximum number of kept blocks per head and example. Only the FLOP count depends on `count`."""
     sight: VisibilityRule = field(default_factory=VisibilityRule)  # torch 2.11 cannot compile an object as default
 
 

@@ -136,7 +136,8 @@ def optimal_schedule(chain: ChainCost, bytes: int, slots: int = 500) -> list[Sch
 def fastest_within(
     chain: ChainCost, schedules: Iterable[Sequence[ScheduledOperation]], bytes: int
 ) -> tuple[ScheduledOperation, ...]:
-    """Return the fastest schedule with a peak within `bytes`; of equally fast ones, the one with the smallest peak.
+    """Return the fastest schedule with a peak within `bytes`; of equally fast schedules, the schedule with the smallest
+    peak.
 
     At least one schedule must fit.
     """

@@ -57,7 +57,8 @@ def fastest_plan(
 
 
 class _Program:
-    """The mixed-integer program. Columns: those of each block, then the seconds that each pass waits for the link."""
+    """The mixed-integer program. Columns: the variables of each block, then the seconds that each pass waits for the
+    link."""
 
     def __init__(
         self,

@@ -1,5 +1,5 @@
 """The workload of a Transformer in closed form, computed from the sizes of the model. Tests compare traced workloads
-with it.
+with this workload.
 
 Saved bytes follow Korthikanti et al. 2022 (arXiv 2205.05198, section 4.1): s·h·(34 + 5·a·s/h) for a block with dropout
 and 16-bit elements. FLOPs follow Narayanan et al. 2021 (arXiv 2104.04473, appendix). Moved bytes are counted here: the
