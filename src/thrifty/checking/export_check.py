@@ -70,7 +70,6 @@ def _loaded(recipe: Recipe, ends: ModelSpec, folder: Path) -> nn.Module:
 
 @torch.no_grad()
 def _logits(model: nn.Module, run: Run, subject: CheckSubject) -> Tensor:
-    """Return the logits of the first batch from the plain objective, with the model in evaluation mode."""
     batch = run.source.at(0).to(subject.device)
     with eval_mode(model):
         return run.plain.objective.predict(model, batch).logits.float().cpu()

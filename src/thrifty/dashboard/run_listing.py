@@ -42,7 +42,6 @@ def entries(runs: Path) -> list[RunListing]:
 
 
 def _is_shown(name: str) -> bool:
-    """Return True if a name is not hidden and a page can show the name as text."""
     return not name.startswith(".") and name.isprintable()
 
 

@@ -126,7 +126,6 @@ def _rows(caption: str, objects: Labelled, labelled: bool) -> TextTable:
 
 
 def _left_out(columns: Sequence[str], rows: int) -> str:
-    """Return a sentence that names omitted columns and rows."""
     left = [", ".join(columns)] if columns else []
     left += [f"{rows - ROWS:,} more rows"] if rows > ROWS else []
     return f"Not shown: {'; '.join(left)}." if left else ""

@@ -134,7 +134,6 @@ class TensorParallelizer:
         return DTensor.from_local(tensor, self.mesh, [have], run_check=False)
 
     def _redistributed(self, tensor: Tensor, have: Placement, want: Placement) -> Tensor:
-        """Convert a local tensor from placement `have` to placement `want`."""
         return self._as_dtensor(tensor, have).redistribute(placements=[want]).to_local()
 
     def _divide(self, layer: nn.Module, dims: Mapping[str, int | None], slices: Sequence[int] = ()) -> None:

@@ -126,7 +126,6 @@ def _expected(plan: Plan) -> dict[str, float]:
 
 
 def _prepared_bytes(prepared: PreparedRun) -> float:
-    """Return the size in bytes of the folder of prepared data."""
     tokens = getattr(getattr(prepared.run.plain.source, "windows", None), "tokens", None)
     file = getattr(tokens, "filename", None)
     return float(sum(path.stat().st_size for path in Path(file).parent.iterdir())) if file else 0.0

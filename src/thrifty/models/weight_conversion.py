@@ -94,7 +94,6 @@ def _read_values(stored: StoredTensors, shape: ModelConfig, dtype: torch.dtype) 
 
 
 def _stored_tensors(model: nn.Module, places: Collection[str]) -> dict[str, Tensor]:
-    """Return a model's parameters, and the buffers that a file stores."""
     tensors: dict[str, Tensor] = dict(model.named_parameters())
     return tensors | {name: buffer for name, buffer in model.named_buffers() if name in places}
 

@@ -116,7 +116,6 @@ def _answer(call: Path) -> Path:
 
 
 def _write_answer(call: Path, answer: dict[str, Any]) -> None:
-    """Write the answer file, unless another rank has written it."""
     aside = call.with_suffix(f".{os.getpid()}")
     aside.write_text(json.dumps(answer))
     with suppress(FileExistsError, FileNotFoundError):  # an answer exists, or the parent process has died
