@@ -40,7 +40,7 @@ def exactness(subject: CheckSubject, whole: StepObservations) -> Iterator[Promis
 
 
 class _References:
-    """Reference runs. Each is trained once."""
+    """Runs to compare with, each trained only once."""
 
     def __init__(self, subject: CheckSubject, whole: StepObservations):
         self.subject, self.whole = subject, whole

@@ -53,7 +53,7 @@ def _named(names: set[str]) -> str:
 
 
 def _frozen(subject: CheckSubject, state: TrainState) -> list[str]:
-    """Return texts that count the frozen parameters for each technique that froze some."""
+    """Return a text for each technique that froze parameters, with the number of these parameters."""
     assert state.model is not None
     frozen = {name for name, parameter in state.model.named_parameters() if not parameter.requires_grad}
     if not frozen:

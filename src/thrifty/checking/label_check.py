@@ -23,8 +23,8 @@ SHOWN = 600
 
 
 def labels(objective: Objective, batch: Batch) -> PromiseVerdict:
-    """Check that each example of a batch has predictions that count in the loss; `objective` is the objective without
-    changes by techniques."""
+    """Check that each example of a batch has predictions that count in the loss. `objective` is the plain objective,
+    without changes by techniques."""
     if not isinstance(objective, TokenCrossEntropy):
         return not_applicable(PROMISE, "labels", "the loss is not over tokens: every example counts by its weight")
     targets, weights = objective.targets(batch), objective.shares(batch)

@@ -186,9 +186,8 @@ def _alone(techniques: Iterable[Technique]) -> tuple[Technique, ...]:
 def _made_smaller(
     recipe: Recipe, steps: int, examples: int, length: int | None
 ) -> tuple[Recipe, PreparedRun, tuple[str, ...]]:
-    """Return the recipe with the smallest batch of at least `examples` that its techniques accept, and texts that
-    describe the reductions.
-    """
+    """Return the recipe with a smaller batch, and texts that describe the reductions. The batch is the smallest of at
+    least `examples` that the recipe's techniques accept."""
     data = recipe.data
     if length is not None and length < data.length:
         data = replace(data, length=length)

@@ -50,16 +50,15 @@ class RankObservation:
 
 
 def smaller_mesh(recipe: Recipe) -> tuple[Mesh, int]:
-    """Return the recipe's mesh with axes of at most 2 ranks, and its number of ranks; 1 rank if nothing is divided."""
+    """Return the recipe's mesh with axes of at most 2 ranks, and its number of ranks (1 if nothing is divided)."""
     mesh = Mesh(**{axis: min(2, getattr(recipe.mesh, axis)) for axis in AXES})
     divides = any(technique.divides_ranks for technique in recipe.techniques)
     return mesh, max(2 if divides else 1, mesh.least_ranks)
 
 
 def across_ranks(subject: CheckSubject, recipe: Recipe, folder: Path, start: Start | None = None) -> PromiseVerdict:
-    """Train the recipe on the ranks of its mesh, with axes of at most 2 ranks, and in one process; compare both. Raises
-    UsageError if the mesh and the techniques do not match.
-    """
+    """Train the recipe on several ranks and in one process, and compare both. The ranks have the recipe's mesh with
+    axes of at most 2 ranks. Raises UsageError if the mesh and the techniques do not match."""
     mesh, count = smaller_mesh(recipe)
     if count == 1:
         return not_applicable(

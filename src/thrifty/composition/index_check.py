@@ -174,7 +174,6 @@ class _IndexWatch(EagerTrace):
 
 
 def _words(reader: str, wrong: int, rows: int, part: str | None) -> tuple[str, str]:
-    """Return an error message and its fix."""
     more = f"build it with at least {wrong + 1}" if wrong >= rows else f"remove {wrong} from the data"
     if reader == "the loss":
         label = f"{part!r} of the examples has the label {wrong}" if part else f"there is a label {wrong}"

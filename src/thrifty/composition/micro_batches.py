@@ -19,9 +19,9 @@ SEES_ALL = {Stage.SPLIT, Stage.CUT, *range(Stage.SOURCE, Stage.ACCUMULATE)}
 
 
 def representative_micro_batches(run: Run, batch: Batch) -> tuple[Run, Batch, float]:
-    """Return the run with two micro-batches, the examples of these micro-batches, and the factor to the FLOPs of a
-    whole step. If the run has at most two micro-batches, or unequal ones, return the unchanged run, the batch, and 1.0.
-    """
+    """Reduce a run to two micro-batches. Return the run, the examples of these micro-batches, and the factor from their
+    FLOPs to the FLOPs of a whole step. If the run has at most two micro-batches, or unequal ones, return the unchanged
+    run, the batch, and 1.0."""
     cutting = [technique for technique in run.techniques if Claim.MICRO_BATCHES in technique.claims]
     rows = -(-len(batch) // (cutting[0].micro_batches if cutting else 1))
     count = len(batch) // rows

@@ -350,7 +350,7 @@ def _slot_names(transform: GradientTransform) -> set[str]:
 
 
 def _slots_of(slots: Slots, place: int) -> Iterator[tuple[str, tuple[str, Tensor]]]:
-    """Yield the slots of one parameter by names without the group, each with its full name in the location."""
+    """Yield the state slots of one parameter: the name without the parameter group, the full name, and the tensor."""
     for name, tensors in slots.items():
         if tensors[place].numel():
             yield _GROUP.sub(r"\1", name), (name, tensors[place])

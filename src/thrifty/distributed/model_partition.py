@@ -44,10 +44,9 @@ class ModelPartition:
 
 
 def partition_model(model: nn.Module, timed: bool) -> ModelPartition:
-    """Return the parts of a model whose input is tokens, or of a model with a method `example` that returns its input.
-    With fake tensors, FLOPs are counted instead of times. Raise RefusedError if a parameter belongs to no part, or if
-    the blocks are not a single list that is called in order.
-    """
+    """Return the parts of a model for a pipeline. Its input is tokens, or the result of its method `example`. With fake
+    tensors, FLOPs are counted instead of times. Raise RefusedError if a parameter belongs to no part, or if the blocks
+    are not a single list that is called in order."""
     stacks = find_stacks(model)
     if len(stacks) > 1:
         raise RefusedError(
@@ -80,11 +79,10 @@ def partition_model(model: nn.Module, timed: bool) -> ModelPartition:
 
 
 def balanced_partition(costs: Sequence[float], stages: int) -> list[int]:
-    """Return the numbers of blocks of all stages (at least one each) that minimize the cost of the slowest stage. Among
-    equal solutions, the most even distribution is returned. `costs` are `ModelPartition.costs`: modules before the
-    blocks (first stage), each block, and modules after the blocks (last stage). Raise RefusedError if there are fewer
-    blocks than stages.
-    """
+    """Return the number of blocks of each stage (at least one) so that the slowest stage costs least. Among equal
+    solutions, the most even distribution is returned. `costs` are `ModelPartition.costs`: modules before the blocks
+    (first stage), each block, and modules after the blocks (last stage). Raise RefusedError if there are fewer blocks
+    than stages."""
     front, *blocks, back = costs
     if len(blocks) < stages:
         raise RefusedError(

@@ -167,8 +167,6 @@ class TensorParallelizer:
         self.undo.callback(_replace_by_whole, model)
 
     def _before(self, module: nn.Module, change: Callable[[Tensor], Tensor]) -> None:
-        """Change the first input of a module, a positional or keyword argument."""
-
         def hook(_: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
             if args:
                 return (change(args[0]), *args[1:]), kwargs

@@ -17,8 +17,8 @@ _NO_TOKENS = re.compile(r"pos|wpe|type|segment")
 
 
 def stream_tables(model: nn.Module) -> dict[str, nn.Embedding]:
-    """Return, by name, every embedding that is outside the blocks and writes to the residual stream: tokens, positions,
-    segment types."""
+    """Return the embeddings that write to the residual stream, by name: tokens, positions, segment types. They are
+    outside the blocks."""
     stacks = find_stacks(model)
     return {
         name: module

@@ -124,8 +124,8 @@ def detach_adapters(layer: nn.Module) -> None:
 
 
 def factors_of(layer: nn.Module, name: str = DEFAULT) -> tuple[Tensor, Tensor, float]:
-    """Return A (k, in), B (out, k) and the scale of an adapter. k is the rank times the number of `chosen` fused
-    layers."""
+    """Return the factors A and B and the scale of an adapter. A is (k, in), B is (out, k). k is the rank times the
+    number of `chosen` fused layers."""
     a, b = (getattr(layer, each) for each in parameter_names(name))
     own = LORA.of(layer).factors[name]
     return a, on_diagonal(b, own.sizes, own.chosen) if own.sizes else b, own.scale

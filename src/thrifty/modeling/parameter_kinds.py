@@ -110,7 +110,6 @@ def fused_slices(names: Sequence[str], parameters: Sequence[Tensor]) -> list[Fus
 
 
 def _layer(name: str) -> tuple[str, str]:
-    """Return the name of the parent module, and the layer's own name."""
     owner, _, word = name.removesuffix(".weight").rpartition(".")
     return owner, word
 

@@ -224,5 +224,5 @@ def _times_coefficients(writer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, 
 
 
 def _per_column(coefficients: Tensor, columns: int) -> Tensor:
-    """Return coefficients of n units (n,) expanded to one value per column (columns,)."""
+    """Expand the coefficients of n units (n,) to one value per column (columns,)."""
     return coefficients[:, None].expand(-1, columns // len(coefficients)).flatten()

@@ -92,5 +92,4 @@ def export_own_model(
 
 
 def _hidden_width(blocks: nn.ModuleList) -> int:
-    """Return the inner width of the blocks' feed-forward networks."""
     return blocks[0].mlp.down.in_features  # type: ignore[union-attr,return-value]

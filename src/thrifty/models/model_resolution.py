@@ -55,7 +55,7 @@ def shape_for(ends: ModelSpec, settings: ModelSettings) -> ModelConfig | None:
 
 
 def own_sizes(settings: ModelSettings) -> tuple[int | None, int | None]:
-    """Return the side of a model's images and the side of its patches; (None, None) for a model without images."""
+    """Return the sides of images and patches in pixels; (None, None) for a model without images."""
     if settings.build:
         return None, None
     shape = own_shape(settings)

@@ -21,7 +21,7 @@ class Llama3Scaling:
     original: int
 
     def slowed(self, frequencies: Tensor) -> Tensor:
-        """Return the scaled frequencies (k/2,) for the original frequencies (k/2,) of a head of width k."""
+        """Scale the rotary frequencies (k/2,) of a head of width k."""
         turns = self.original * frequencies / (2 * math.pi)
         unscaled_fraction = ((turns - self.low) / (self.high - self.low)).clamp(0, 1)
         return frequencies * (unscaled_fraction + (1 - unscaled_fraction) / self.factor)

@@ -37,7 +37,7 @@ def generate(
     stop: int | None = None,
     seen: Callable[[Tensor], None] = lambda chosen: None,
 ) -> Tensor:
-    """Return `tokens` (b, t) followed by up to `count` generated tokens, (b, t + count).
+    """Generate up to `count` tokens after `tokens` (b, t). Return both, (b, t + count).
 
     `top_k` samples from the k most likely tokens. `top_p` samples from the smallest set of most likely tokens with
     total probability p. `greedy` selects the most likely token. `context` is an additional limit on the context length
@@ -68,7 +68,7 @@ def generate(
 def sample_token(
     logits: Tensor, generator: torch.Generator, temperature: float, top_k: int | None, top_p: float | None
 ) -> Tensor:
-    """Return one sampled token per row (b,) from logits (b, v)."""
+    """Sample one token per row (b,) from logits (b, v)."""
     logits, order = (logits / temperature).sort(descending=True)
     if top_k is not None:
         logits[:, top_k:] = -torch.inf

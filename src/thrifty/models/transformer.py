@@ -65,7 +65,7 @@ class Transformer(nn.Module):
 
 
 def segment_positions(segments: Tensor) -> Tensor:
-    """Return the position (b, t) of each token in its text; `segments` (b, t) are text indices."""
+    """Return the position of each token in its text, (b, t). `segments` (b, t) are the text indices of the tokens."""
     place = torch.arange(segments.shape[1], device=segments.device).expand_as(segments)
     begins = torch.ones_like(segments, dtype=torch.bool)
     begins[:, 1:] = segments[:, 1:] != segments[:, :-1]

@@ -124,7 +124,7 @@ class VisionTransformer(nn.Module):
         return self.norm(x)
 
     def pooled(self, hidden: Tensor) -> Tensor:
-        """Return the pooled vector (b, d) of each image from its hidden states (b, t, d)."""
+        """Pool the hidden states (b, t, d) of each image to one vector (b, d)."""
         return hidden[:, 0] if self.pool == "class" else hidden[:, self.embedding.before :].mean(1)
 
     def logits(self, images: Tensor) -> Tensor:

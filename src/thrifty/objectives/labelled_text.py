@@ -68,7 +68,7 @@ def several_class_scores(labels: np.ndarray, predicted: np.ndarray) -> dict[str,
 
 
 def tag_scores(labels: np.ndarray, predicted: np.ndarray, names: Sequence[str]) -> dict[str, float]:
-    """Return scikit-learn's F1 of word tags (n,): macro F1 over all tags, and micro F1 without the tag "O"."""
+    """Return scikit-learn's F1 of word tags (n,). Macro F1 is over all tags, micro F1 is without the tag "O"."""
     from sklearn import metrics
 
     inside = [number for number, name in enumerate(names) if name != "O"]

@@ -31,9 +31,9 @@ from thrifty.kernels.token_gather import gather_tokens, scatter_tokens
 
 
 def split(keys: np.ndarray, total: int, visible: int) -> tuple[np.ndarray, np.ndarray]:
-    """Return the indices of visible patches (b, visible) and removed patches (b, total - visible), both ascending.
+    """Divide the patches of an image at random. Return the ascending indices of visible and of removed patches.
 
-    `keys` (b,) seed the random choice among `total` patches.
+    Indices are (b, visible) and (b, total - visible). `keys` (b,) seed the random choice among `total` patches.
     """
     visible_patches = random_subset(random_integers(keys, total), visible)
     is_removed = np.ones((len(keys), total), dtype=bool)
@@ -42,7 +42,10 @@ def split(keys: np.ndarray, total: int, visible: int) -> tuple[np.ndarray, np.nd
 
 
 def patch_losses(predicted: Tensor, targets: Tensor) -> Tensor:
-    """Return the mean squared error (b,) of two tensors (b, m, p · p · c): m patches of p x p pixels, c channels."""
+    """Return the mean squared error of predicted patches, (b,).
+
+    Both tensors are (b, m, p · p · c): m patches of p x p pixels with c channels.
+    """
     return (predicted.float() - targets).square().mean(-1).mean(-1)
 
 

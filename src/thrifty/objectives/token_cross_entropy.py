@@ -54,7 +54,7 @@ class TokenCrossEntropy(Objective):
         return batch["tokens"][:, 1:]
 
     def shares(self, batch: Batch) -> Tensor | None:
-        """Return the weight of each prediction within its example, (b, k), or None for equal weights.
+        """Return the weight of each prediction within its example, (b, k); None for equal weights.
 
         Weights of an example sum to 1. A prediction of weight 0 is ignored.
         """

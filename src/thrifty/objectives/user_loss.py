@@ -137,12 +137,10 @@ def _metric(name: str) -> str:
 
 
 def _rows_of(name: str) -> tuple[str, str]:
-    """Return the keys of a metric's predictions and labels in the collected rows."""
     return f"{name} predictions", f"{name} labels"
 
 
 def _form(value: Any) -> str:
-    """Describe a result for an error message."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
     return f"a {type(value).__name__}"
@@ -174,9 +172,10 @@ def loss_of_output(model: nn.Module, batch: Any) -> Tensor:
 
 
 def _per_example(result: Any, batch: Batch, what: str) -> tuple[Tensor, Tensor | None]:
-    """Return (values, None) or, for a weighted result, (sums of weight · value, sums of weights), in float32.
+    """Convert the result of a user's function to tensors in float32: (values, None) or (sums, weights).
 
-    All are (b,), except that `values` is a scalar for a mean. Raises UsageError for a result of any other form.
+    A weighted result becomes the sums of weight · value and the sums of weights. All are (b,), except that `values` is
+    a scalar for a mean. Raises UsageError for a result of any other form.
     """
     count = len(batch)
     values, weights = result if isinstance(result, tuple) and len(result) == 2 else (result, None)

@@ -43,7 +43,7 @@ class Estimate:
         return Estimate(self.value + amount, self.low + amount, self.high + amount)
 
     def over(self, amount: float) -> "Estimate":
-        """Return `amount` divided by the estimate."""
+        """Return `amount` divided by the estimate, with its interval."""
         return Estimate(amount / self.value, amount / self.high, amount / self.low)
 
     def as_dict(self) -> dict[str, float]:

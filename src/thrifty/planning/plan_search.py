@@ -184,7 +184,7 @@ class PlanSearch(SingleOptionCosts):
     def _is_too_slow(self, candidate: PlanCandidate) -> bool:
         """Return True if a candidate is expected to be far slower than the best candidate.
 
-        The estimate scales the step time of the probe by which the candidate is fastest.
+        The expected step time is scaled from the probe that gives the lowest time.
         """
         probed = [other for other in self.tried if other.timing]
         fastest = min((other.least_step / other.relative for other in probed), default=0.0)
@@ -264,7 +264,6 @@ class PlanSearch(SingleOptionCosts):
         self.needs[candidate.options] = size, least
 
     def _sharing(self, candidate: PlanCandidate) -> int:
-        """Return the number of ranks that share the memory limit."""
         return candidate.ranks if self.shared else 1
 
     def _misfit(self, candidate: PlanCandidate) -> str:
@@ -430,7 +429,8 @@ class PlanSearch(SingleOptionCosts):
 
 
 def _lighter(sibling: PlanCandidate, candidate: PlanCandidate) -> StepTiming:
-    """Return the timing of `sibling`, a probed candidate, with memory reduced by its surplus of tensors."""
+    """Return the timing of the probed candidate `sibling` for `candidate`, whose tensors are smaller. The memory is
+    reduced by the difference."""
     assert sibling.timing is not None and sibling.footprint is not None and candidate.footprint is not None
     less = max(sibling.footprint.memory - candidate.footprint.memory, 0.0)
     return replace(sibling.timing, memory=max(sibling.timing.memory - less, candidate.footprint.memory))

@@ -49,7 +49,8 @@ class ScalingLaw:
 
     @classmethod
     def from_logs(cls, constants: np.ndarray) -> "ScalingLaw":
-        """Return the law with the constants (log A, log B, log E, alpha, beta), shape (5,) or (samples, 5)."""
+        """Return the law with these constants. They are (log A, log B, log E, alpha, beta), of shape (5,) or (samples,
+        5)."""
         log_a, log_b, log_e, alpha, beta = np.moveaxis(np.asarray(constants, dtype=float), -1, 0)
         values = (np.exp(log_e), np.exp(log_a), np.exp(log_b), alpha, beta)
         return cls(*(value if value.ndim else float(value) for value in values))
@@ -67,9 +68,9 @@ class ScalingLaw:
         return self.beta / (self.alpha + self.beta)
 
     def optimal(self, flops: float) -> "ModelSizing":
-        """Return the sizes with minimum loss at C = `flops`: N = G (C/6)^(beta/(alpha+beta)), D = C / 6N.
+        """Return the model size N and the number of tokens D with minimum loss at C = `flops`.
 
-        G = (alpha A / (beta B))^(1/(alpha+beta)).
+        N = G (C/6)^(beta/(alpha+beta)), D = C / 6N, with G = (alpha A / (beta B))^(1/(alpha+beta)).
         """
         check_amount("flops", flops)
         product = flops / FLOP_PER_PARAMETER_AND_TOKEN

@@ -51,7 +51,7 @@ def grid(
     alphas: Sequence[float], betas: Sequence[float], log_es: Sequence[float], log_as: Sequence[float],
     log_bs: Sequence[float],
 ) -> np.ndarray:  # fmt: skip
-    """Return all n combinations of constants (log A, log B, log E, alpha, beta) as rows, (n, 5)."""
+    """Return all n combinations of the constants as rows (log A, log B, log E, alpha, beta), (n, 5)."""
     return np.array([[a, b, e, alpha, beta] for alpha, beta, e, a, b in product(alphas, betas, log_es, log_as, log_bs)])
 
 
@@ -65,7 +65,7 @@ COARSE_STARTS = grid(*[(0.25, 0.5, 1.0)] * 2, (-1.0, 0.0, 1.0), *[(0.0, 5.0, 10.
 def huber_objective(
     constants: np.ndarray, log_parameters: np.ndarray, log_tokens: np.ndarray, log_loss: np.ndarray
 ) -> tuple[float, np.ndarray]:
-    """Return the sum over runs of Huber(log L(N, D) - log loss), and its gradient (5,).
+    """Return the fit error of constants over all runs, the sum of Huber(log L(N, D) - log loss), and its gradient (5,).
 
     `constants` (5,) are (log A, log B, log E, alpha, beta). The other arguments have shape (runs,). The predicted log
     loss is the log-sum-exp of log A - alpha log N, log B - beta log D and log E. Its gradient is the softmax of these

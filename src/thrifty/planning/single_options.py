@@ -115,7 +115,6 @@ class SingleOptionCosts:
             self.interpolated.add(option)
 
     def _rows(self, parts: int) -> int:
-        """Return the number of examples per micro-batch."""
         return -(-self.plain.source.batch // parts)
 
     def alone(self, option: PlanOption) -> Footprint:
@@ -130,7 +129,8 @@ class SingleOptionCosts:
         return option.factor * self.singles[option].flops / max(self.plainest.flops, 1.0)
 
     def estimated(self, options: Sequence[PlanOption]) -> float:
-        """Return the estimated peak bytes, as if the effects of options on each part were independent."""
+        """Return the estimated peak bytes with several options. Their effects on each part of the footprint are assumed
+        to be independent."""
         base, parts = self.plainest, {}
         for name in COUNTED_PARTS:
             whole = getattr(base, name)

@@ -229,7 +229,6 @@ class RecipeLayers:
 
 
 def _values(table: Mapping[str, Any], path: str = "") -> dict[str, Any]:
-    """Return each value of a table by its path."""
     values: dict[str, Any] = {}
     for key, value in table.items():
         values |= _values(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}

@@ -80,8 +80,6 @@ def local_values(tensor: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Entry:
-    """A part of a tensor with its name in a file."""
-
     name: str
     tensor: str
     part: LocalShard

@@ -25,11 +25,11 @@ def is_two_sided(model: nn.Module) -> bool:
 
 
 def cache_shapes(body: nn.Module) -> list[torch.Size]:
-    """Return the shape (b, g, t, k) of the keys that the self-attention of each block caches.
+    """Return the shape of the keys that the self-attention of each block caches.
 
-    b is the batch size, g the number of key-value heads, t the tokens, k the head width. The shapes come from a forward
-    pass, because configs have different names for the number of heads. Raises RefusedError if a block does not cache
-    keys and values of equal shape.
+    Shapes are (b, g, t, k): b is the batch size, g the number of key-value heads, t the tokens, k the head width. The
+    shapes come from a forward pass, because configs have different names for the number of heads. Raises RefusedError
+    if a block does not cache keys and values of equal shape.
     """
     tokens = torch.zeros(1, 2, dtype=torch.long, device=next(body.parameters()).device)
     training_modules = [module for module in body.modules() if module.training]

@@ -34,7 +34,10 @@ PARTS = ("adapter_down", "adapter_down_bias", "adapter_up", "adapter_up_bias")
 
 
 def apply_bottleneck(x: Tensor, w1: Tensor, b1: Tensor, w2: Tensor, b2: Tensor) -> Tensor:
-    """Return x + W2 gelu(W1 x + b1) + b2 for x (..., d), W1 (width, d) and W2 (d, width)."""
+    """Return the output of a bottleneck adapter, x + W2 gelu(W1 x + b1) + b2.
+
+    x is (..., d), W1 (width, d), b1 (width,), W2 (d, width) and b2 (d,).
+    """
     return x + F.linear(F.gelu(F.linear(x, w1, b1)), w2, b2)
 
 

@@ -123,8 +123,9 @@ class DetectorCore:
 
 
 def rotary_tables(module: nn.Module) -> tuple[Tensor, Tensor] | None:
-    """Return cosines and sines of an attention's rotary positions, each (positions, head width / 2); None without
-    rotary positions.
+    """Return cosines and sines of an attention's rotary positions, or None without rotary positions.
+
+    Each is (positions, head width / 2).
     """
     position = getattr(module, "position", None)
     return (position.cos, position.sin) if hasattr(position, "cos") else None

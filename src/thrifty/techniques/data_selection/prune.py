@@ -140,7 +140,7 @@ class PrunedExamples(Technique):
         return frozenset({"model"})
 
     def kept(self, scores: Tensor, labels: Tensor | None) -> Tensor:
-        """Return the indices (k,) of the kept examples, from the scores (n,) and labels (n,) of all examples."""
+        """Return the indices (k,) of the examples to keep. `scores` and `labels` (n,) are of all examples."""
         with untraced(), unset_fake_temporarily():  # real tensors, also while FLOPs are counted on fake tensors
             order = self.chosen_order(len(scores), labels)
             return kept_examples(scores, labels, self.keep, order, self.drop_hardest, self.min_class_share, self.seed)

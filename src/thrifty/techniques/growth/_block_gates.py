@@ -32,7 +32,8 @@ def add_gates(model: nn.Module, owner: str) -> list[nn.Module]:
 
 
 def gated_blocks(model: nn.Module, owner: str) -> list[tuple[nn.Module, str, int, int]]:
-    """Return (block, stack, index of the block, number of blocks) of each block with a gate of `owner`."""
+    """Return the blocks with a gate of `owner`, each as (block, stack, index of the block, number of blocks in the
+    stack)."""
     return [
         (module, *places[owner])
         for module in model.modules()

@@ -5,14 +5,15 @@ from collections.abc import Sequence
 
 
 def sizes_up(fraction: float, count: int) -> list[float]:
-    """Return up to `count` descending fractions from min(2 · fraction, 1) to `fraction`, without duplicates."""
+    """Return the size fractions to try: at most `count`, in equal steps down from min(2 · fraction, 1) to
+    `fraction`."""
     largest = min(2 * fraction, 1.0)
     steps = [largest - index * (largest - fraction) / max(count - 1, 1) for index in range(count)]
     return list(dict.fromkeys(steps))
 
 
 def fitted_weight(losses: Sequence[float], times: Sequence[float]) -> float:
-    """Return w of the power law loss ~ time^-w, by least squares of logarithms; 0 if the loss does not fall."""
+    """Fit the power law loss ~ time^-w by least squares of logarithms, and return w; 0 if the loss does not fall."""
     x, y = [math.log(time) for time in times], [math.log(loss) for loss in losses]
     mean_x, mean_y = sum(x) / len(x), sum(y) / len(y)
     spread = sum((each - mean_x) ** 2 for each in x)

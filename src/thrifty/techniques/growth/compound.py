@@ -157,7 +157,8 @@ class _WiderValues:
         return divide_outputs(value, inner.dim, inner.units, self.settings.spread, f"{self.settings.seed}/{parameter}")
 
     def _owns(self, layer: str, name: str) -> bool:
-        """Return True if the parameter `name` (inside a block) belongs to the layer `layer` (in the model)."""
+        """Return True if the parameter `name` belongs to `layer`. `name` is inside a block, `layer` inside the
+        model."""
         position = self.mapping.locate(f"{layer}.")
         return position is not None and position.path == f"{name.rpartition('.')[0]}."
 

@@ -44,9 +44,9 @@ def theta_at(step: int, theta: float, settle: int) -> float:
 
 
 def keep_probability(block: int, blocks: int, theta: float, spare_first: bool = False) -> float:
-    """Return the probability of keeping a block, 1 - l / L · (1 - theta), for L blocks.
+    """Return the probability of keeping a block, 1 - l / L · (1 - theta).
 
-    l is `block` + 1; with `spare_first`, l is `block`.
+    L is the number of blocks. l is `block` + 1; with `spare_first`, l is `block`.
     """
     return 1 - (block + (not spare_first)) / blocks * (1 - theta)
 

@@ -170,9 +170,10 @@ def _unknown_parts(name: str) -> RefusedError:
 def draw_xavier(
     matrices: Iterable[BranchMatrix], seed: int, scale: float = 1.0, unscaled: Collection[Role] = ()
 ) -> None:
-    """Initialize matrices from Glorot's U(±sqrt(6 / (in + out))), times `scale` except for the roles in `unscaled`.
+    """Initialize matrices by Glorot's uniform distribution, U(±sqrt(6 / (in + out))).
 
-    The values of a parameter depend only on the seed and the parameter's name.
+    Values are multiplied by `scale`, except for matrices with a role in `unscaled`. The values of a parameter depend
+    only on the seed and the parameter's name.
     """
     generators: dict[str, torch.Generator] = {}
     for matrix in matrices:

@@ -37,9 +37,10 @@ from thrifty.techniques.initializations._branch_matrices import draw_xavier, mat
 
 
 def depth_factor(branches: int, matrices: int) -> float:
-    """Return L^(-1 / (2m - 2)) for L residual branches in the model and m matrices in a branch.
+    """Return Fixup's factor for matrices of a branch, L^(-1 / (2m - 2)).
 
-    Return 1 for a branch of a single matrix, because this matrix starts at 0.
+    L is the number of residual branches of the model, m the number of matrices of the branch. A single matrix has
+    factor 1, because it starts at 0.
     """
     return branches ** (-1 / (2 * matrices - 2)) if matrices > 1 else 1.0
 

@@ -29,8 +29,10 @@ from thrifty.modeling.stream_norms import NormFreeTechnique, bypass_norms
 
 
 def largest_start(blocks: int) -> float:
-    """Return 1 / sqrt(blocks), the largest initial value with which the sum of all branches is at most as large as the
-    residual stream."""
+    """Return the largest allowed initial value, 1 / sqrt(blocks).
+
+    Up to this value, the sum of all branches is at most as large as the residual stream.
+    """
     return 1 / math.sqrt(blocks)
 
 

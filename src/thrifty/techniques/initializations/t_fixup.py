@@ -34,9 +34,7 @@ def encoder_factor(depth: int) -> float:
 
 
 def decoder_factor(depth: int) -> float:
-    """Return (9M)^(-1/4), the factor of matrices in a decoder of M blocks and of the embedding before a stack of M
-    blocks.
-    """
+    """Return (9M)^(-1/4), the factor of matrices in a decoder of M blocks. The embedding before M blocks has it too."""
     return (9 * depth) ** -0.25
 
 

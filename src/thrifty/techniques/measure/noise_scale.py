@@ -38,9 +38,9 @@ MOST = 10.0
 
 
 def signal_and_noise(small: float, big: float, small_batch: float, big_batch: float) -> tuple[float, float]:
-    """Return unbiased estimates of |G|², the squared norm of the true gradient, and tr Σ, the gradient variance per
-    example.
+    """Return unbiased estimates of the gradient's signal and noise.
 
+    The signal is |G|², the squared norm of the true gradient. The noise is tr Σ, the gradient variance per example.
     `small` and `big` are squared norms of mean gradients over batches of two sizes. The expectation of each is |G|² +
     tr Σ / (its batch size) (McCandlish et al. 2018, appendix A.1).
     """
@@ -61,7 +61,8 @@ def clamp_signal_and_noise(signal: float, noise: float, batch: float, usual: flo
 def measured_in_halves(
     backward: Backward, model: nn.Module, objective: Objective, batch: Batch, times: int = 1
 ) -> tuple[BackwardResult, tuple[float, float]]:
-    """Run the backward pass over each half of the batch; return the result with signal (|G|²) and noise (tr Σ).
+    """Run the backward pass over each half of the batch. Return the result, and signal and noise as in
+    `signal_and_noise`.
 
     Afterwards `.grad` has the gradients of the whole batch. `times` is the number of ranks. All ranks have the same
     number of examples. The small batch size is half of the batch. If the halves differ by one example, the small batch

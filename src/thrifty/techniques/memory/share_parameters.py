@@ -40,8 +40,10 @@ Part = Literal["all", "attention", "feed_forward"]
 
 
 def first_of_group(block: int, depth: int, groups: int) -> int:
-    """Return the index of the first block in the group of `block`, if `depth` blocks form `groups` groups of nearly
-    equal size."""
+    """Return the index of the first block in the group of `block`.
+
+    `depth` blocks form `groups` groups of nearly equal size.
+    """
     group = block * groups // depth
     return -(-group * depth // groups)
 

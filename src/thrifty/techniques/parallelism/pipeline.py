@@ -67,9 +67,10 @@ def stage_places(schedule: str, ranks: int, chunks: int) -> list[int]:
 
 
 def most_ends(places: Sequence[int]) -> tuple[int, int]:
-    """Return the maximum number of stage ends (inputs and outputs) on a rank, and of ends that connect to another rank.
+    """Return the maximum number of stage ends on a rank, and of stage ends that connect a rank to another rank.
 
-    An end receives hidden states, or it sends hidden states and receives their gradients.
+    Each stage has an end for its input and an end for its output. An end receives hidden states, or it sends hidden
+    states and receives their gradients.
     """
     ends = [(place, place != other) for pair in pairwise(places) for place, other in (pair, pair[::-1])]
     by_rank = [[is_remote for place, is_remote in ends if place == rank] for rank in set(places)]
@@ -290,7 +291,6 @@ class PipelineParallel(Technique):
         return divided.peaking(max(loss, inside) + gradients).add(buffers=buffered * hidden, traffic=sent * hidden)
 
     def _per_rank(self, ranks: int) -> list[int]:
-        """Return the number of blocks on each rank, from the setting `blocks`."""
         places = stage_places(self.schedule, ranks, self._chunks)
         pairs = list(zip(self.blocks, places, strict=True))
         return [sum(count for count, at in pairs if at == place) for place in range(ranks)]

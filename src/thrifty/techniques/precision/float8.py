@@ -212,7 +212,10 @@ class Float8(Technique):
 
 
 def _blocks(model: nn.Module) -> Mapping[str, str]:
-    """Return "the first block" or "the last block" by name of such a block, in stacks of three or more, and else ""."""
+    """Return the position of each block by name: "the first block", "the last block" or "".
+
+    Only stacks of three or more blocks have a first and a last block.
+    """
     endings: dict[str, str] = {}
     for stack, blocks in find_stacks(model).items():
         last = len(blocks) - 1
