@@ -97,7 +97,8 @@ def test_plain_lines_without_a_terminal(thrifty: CommandLine) -> None:
     done = thrifty(*thrifty.recipe("run"))
     assert "\x1b" not in done.stderr + done.stdout
     lines = done.stderr.splitlines()
-    assert [line for line in lines if re.match(r"step 6/6 · loss \d+\.\d+ · .* tokens/s · .* left$", line)]
+    assert [line for line in lines if re.match(r"0:00 left · step 6/6 · loss \d+\.\d+ · .* tokens/s · ", line)]
+    assert [line for line in lines if re.match(r"first step after [\d.]+ s: ", line)]
     assert "finished after 6 steps" in done.stdout and "unigram entropy" in done.stdout
 
 
@@ -137,11 +138,11 @@ def test_a_terminal_shows_one_live_line(thrifty: CommandLine) -> None:
     os.close(mine)
     assert process.wait(30) == 0
     text = shown.decode()
-    live = [line for line in text.split("\n") if re.search(r"step \d+/60 · loss", line)]
-    assert (
-        len(live) == 1 and "step 60/60" in live[0] and "\x1b[?25l" in live[0]
-    )  # overwritten in place, any number of times
+    live = [line for line in text.split("\n") if re.search(r" left.*step \d+/60 · loss", line)]
+    assert len(live) == 1 and "step 60/60" in live[0]  # overwritten in place, any number of times
+    assert "opening the data" in text and "\x1b[?25l" in text
     assert "held-out" in text and "finished after 60 steps" in text
+    assert "\nsample\r\n" in text and "  thrifty resume runs/run --budget +60steps" in text
 
 
 NO_NETWORK = """

@@ -27,7 +27,7 @@ def test_two_ranks_match_one_process_and_resume_as_one(
     assert_same_curve(thrifty.records("run"), single)
     assert [step["step"] for step in thrifty.records("run")] == list(range(1, STEPS + 1))
     assert done.stdout.count("finished after") == 1 and done.stdout.count("run folder") == 1
-    assert sum(line.startswith("step 1/") for line in done.stderr.splitlines()) == 1
+    assert sum(" left · step 1/" in line for line in done.stderr.splitlines()) == 1
 
 
 @pytest.mark.sampled(1)

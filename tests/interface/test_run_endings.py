@@ -4,7 +4,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from thrifty.interface.run_endings import ending
+import pytest
+
+from thrifty.core.errors import TYPED
+from thrifty.core.recipe import Budget, ObjectiveSettings, Recipe
+from thrifty.interface.run_endings import ending, next_commands, reached
 
 
 def summary(folder: Path, techniques: str) -> dict[str, Any]:
@@ -28,5 +32,58 @@ def test_a_run_that_did_not_measure_says_nothing_of_it(tmp_path: Path) -> None:
 
 
 def test_runs_print_the_used_part_of_a_time_budget(tmp_path: Path) -> None:
-    told = summary(tmp_path / "timed", "") | {"seconds": 24.2, "budget_seconds": 60.0}
-    assert ending(told)[0] == "finished after 2 steps, 24 s of training of the 60 s of its budget"
+    timed = summary(tmp_path / "timed", "") | {"seconds": 24.2, "budget_seconds": 60.0, "used_seconds": 58.2}
+    assert ending(timed)[0] == "finished after 2 steps, 24 s of training, used 58.2 of 60 s"
+
+
+@pytest.mark.parametrize(
+    ("figures", "words"),
+    [
+        ({"held_out_loss": 5.5}, "learned nothing from context yet: perplexity 245, token frequencies alone 148"),
+        (
+            {"held_out_loss": 4.99},
+            "learned almost nothing from context yet: perplexity 147, token frequencies alone 148",
+        ),
+        ({"held_out_loss": 3.0}, "learned from context: perplexity 20.1, token frequencies alone 148"),
+        ({"held_out_loss_at_start": 2.5}, "not better than before the first step"),
+        ({"held_out_loss_at_start": 3.5}, "better than before the first step"),
+        (
+            {"unigram_entropy": None, "label_entropy": 2.3},
+            "learned nothing from the examples yet: perplexity 20.1, label",
+        ),
+        (
+            {"unigram_entropy": None, "label_entropy": 4.0},
+            "learned from the examples: perplexity 20.1, label frequencies",
+        ),
+        (
+            {"best_held_out_loss": 2.0},
+            "the best held-out loss was 2.000, before the end",
+        ),
+    ],
+)
+def test_end_states_the_result_in_words(figures: dict[str, Any], words: str) -> None:
+    known = {"held_out_loss": 3.0, "unigram_entropy": 5.0}
+    assert any(line.startswith(words) for line in reached(known | figures))
+
+
+@pytest.mark.parametrize(
+    ("changes", "first"),
+    [
+        ({}, "thrifty sample 'my runs/text' --tokens 200"),
+        ({"objective": ObjectiveSettings("chat_answers")}, "thrifty chat 'my runs/text'"),
+        ({"objective": ObjectiveSettings("classification")}, "thrifty report 'my runs/text' --open"),
+    ],
+)
+def test_end_has_three_commands(changes: dict[str, Any], first: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TYPED, "1")
+    commands = next_commands({"status": "finished", "folder": "my runs/text"}, Recipe(**changes))
+    assert len(commands) == 3 and commands[0] == first
+    assert "thrifty resume 'my runs/text' --budget +500steps" in commands
+    assert next_commands({"status": "interrupted"}, Recipe()) == []
+
+
+def test_end_has_calls_for_python() -> None:
+    finished = {"status": "finished", "folder": "runs/text"}
+    commands = next_commands(finished, Recipe(budget=Budget(seconds=90.0)))
+    assert commands[0] == "thrifty.sample('runs/text', tokens=200)"
+    assert commands[2] == "thrifty.resume('runs/text', budget=\"+90s\")"

@@ -46,6 +46,25 @@ def test_the_folder_of_a_run_without_files_can_be_reused(tmp_path: Path) -> None
     RunFolder.create(tmp_path / "mine").close()
 
 
+def test_unnamed_runs_are_numbered(tmp_path: Path) -> None:
+    with RunFolder.create_numbered(tmp_path / "text") as first:
+        first.write_text("recipe.toml", "")
+        with RunFolder.create_numbered(tmp_path / "text") as second:  # the first is in use
+            second.write_text("recipe.toml", "")
+    (tmp_path / "text-3").write_text("a file of the user")
+    assert RunFolder.create_numbered(tmp_path / "text").path == tmp_path / "text-4"
+    assert [first.name, second.name] == ["text", "text-2"]
+
+
+def test_restarted_job_finds_its_numbered_folder(tmp_path: Path) -> None:
+    existing_run(tmp_path / "text")
+    for _ in range(2):
+        with RunFolder.create_numbered(tmp_path / "text", agents=["host/1"]) as run:
+            run.write_text("recipe.toml", "")
+            assert run.name == "text-2"
+    assert run.again
+
+
 def test_a_file_instead_of_the_folder_is_named(tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("")
     with pytest.raises(UsageError, match="mine' is a file"):

@@ -20,6 +20,7 @@ from thrifty.cli.recipe_options import HELD_OUT, LOSS, MESH, MODEL_ARGUMENTS, OW
 @click.option("--with", "additions", multiple=True, metavar="NAME:KEY=VALUE,…", help="Add a technique; needs --fork.")
 @MESH
 @click.option("--without", "removals", multiple=True, metavar="NAME", help="Remove a technique; needs --fork.")
+@click.option("--budget", metavar="+AMOUNT", help="Train longer: +500steps, +1e7tokens, +3epochs, +90s, +10min or +2h.")
 @click.option("--fork", metavar="NAME", help="Continue as a new run NAME with the changed recipe.")
 @click.option("--drop-weights", is_flag=True, help="With --fork: drop weights that the new recipe does not contain.")
 @OWN_MODEL
@@ -42,6 +43,7 @@ def command(
     loss: str | None,
     model_arguments: tuple[str, ...],
     ranks: int,
+    budget: str | None,
     fork: str | None,
     drop_weights: bool,
     quiet: bool,
@@ -59,6 +61,12 @@ def command(
     if mesh is not None:
         layers.apply_mesh(mesh)
     origins = {where: origin for where, origin in layers.origins.items() if origin.startswith("--")}
-    options = {"fork": fork, "drop_weights": drop_weights, "ranks": ranks, "origins": origins, "quiet": quiet}
-    resumed = finished_run(lambda: thrifty.resume(run, recipe=layers.recipe(), **options))
+    options: dict[str, Any] = {
+        "budget": budget,
+        "fork": fork,
+        "drop_weights": drop_weights,
+        "ranks": ranks,
+        "origins": origins,
+    }
+    resumed = finished_run(lambda: thrifty.resume(run, recipe=layers.recipe(), quiet=quiet, **options))
     print_result(resumed, as_json, quiet)

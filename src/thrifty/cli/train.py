@@ -20,12 +20,13 @@ def command(runs: Path, ranks: int, quiet: bool, as_json: bool, **chosen: Any) -
     """Train RECIPE: a name (`thrifty list recipes`) or a TOML file. The default recipe is "text". With your own
     --model, --data or --loss, the default is the same as in `thrifty.train`.
 
-    The run folder is runs/NAME. An existing folder is refused and never overwritten.
+    The run folder is runs/NAME. An existing folder is never overwritten: without --name, a number is added.
     """
     import thrifty
     from thrifty.cli.verb_output import finished_run, print_result
 
     layers = build_recipe(**chosen)
+    recipe, is_named = layers.recipe(), layers.origins.get("name", "").startswith("--")
     options = {"ranks": ranks, "runs": runs, "origins": layers.changed(), "quiet": quiet}
-    run = finished_run(lambda: thrifty.train(recipe=layers.recipe(), **options))
+    run = finished_run(lambda: thrifty.train(recipe=recipe, name=recipe.name if is_named else None, **options))
     print_result(run, as_json, quiet)

@@ -108,7 +108,7 @@ class Run:
         was before the old end."""
         notices = []
         for technique, requested in zip(self.techniques, self.requested, strict=True):
-            move_moments(technique, requested, steps, now)
+            move_moments(technique, requested, steps, now, self.steps)
             for name, moment in fixed_moments(technique).items():
                 if steps < moment <= self.steps:
                     notices.append(

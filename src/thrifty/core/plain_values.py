@@ -221,3 +221,10 @@ def read_budget(text: str, option: str = "--budget") -> dict[str, float]:
     raise UsageError(
         f"{option} {text!r} is not an amount", fix="for example 500steps, 1e7tokens, 3epochs, 90s, 10min or 2h"
     )
+
+
+def read_extension(text: str, option: str = "--budget") -> dict[str, float]:
+    """Return an extension of a budget, such as `+10min`, as a budget table. Raise UsageError for any other text."""
+    if not text.strip().startswith("+"):
+        raise UsageError(f"{option} {text!r} is not an extension of the budget", fix=f"{option} +{text.strip()}")
+    return read_budget(text.strip()[1:], option)

@@ -337,18 +337,18 @@ class Recipe:
             return None
         return "".join(f" --{name.replace('_', '-')} {text}" for name, text in recorded.items())
 
-    def resume_line(self, folder: object, fork: str = "") -> str:
-        """Return the command or Python call that resumes the run in `folder`."""
+    def resume_line(self, folder: object, fork: str = "", budget: str = "") -> str:
+        """Return the command or Python call that resumes the run in `folder`, with an extended `budget`."""
         passed = {name: "…" for name in self._recorded}
         if is_function_name(self.model.build) and not self.model.weights:
             passed["model"] = str(self.model.build).rpartition(":")[2]
         if _is_named(self.python.loss):
             passed["loss"] = self.python.loss.rpartition(":")[2]
-        more = [f"{name}={word}" for name, word in passed.items()] + ([f'fork="{fork}"'] if fork else [])
+        options = {name: word for name, word in {"fork": fork, "budget": budget}.items() if word}
+        more = [f"{name}={word}" for name, word in passed.items()] + [f'{name}="{w}"' for name, w in options.items()]
         call = f"thrifty.resume({', '.join([repr(str(folder)), *more])})"
-        command = f"thrifty resume {shlex.quote(str(folder))}{self.object_options}" + (
-            f" --fork {fork}" if fork else ""
-        )
+        typed = "".join(f" --{name} {word}" for name, word in options.items())
+        command = f"thrifty resume {shlex.quote(str(folder))}{self.object_options}{typed}"
         return call if self.object_options is None else spelled(command, call)
 
     def refuse_missing_objects(self, *names: str) -> None:

@@ -58,12 +58,12 @@ def resolve_moments(value: T, steps: int, batch: int = 0) -> T:
     return dataclasses.replace(value, **changes)  # type: ignore[type-var]
 
 
-def move_moments(resolved: object, requested: object, steps: int, now: int) -> None:
-    """Move the moments of `resolved` that are after step `now` to a run of `steps` steps, in place. `requested` has the
-    settings before `resolve_moments`. Moments up to `now`, and moments in steps, stay."""
+def move_moments(resolved: object, requested: object, steps: int, now: int, end: int) -> None:
+    """Move the moments of `resolved` that are after step `now`, or at the old `end`, to a run of `steps` steps, in
+    place. `requested` has the settings before `resolve_moments`. Other moments, and moments in steps, stay."""
 
     def moved(old: int, moment: int | float) -> int:
-        return max(in_steps(moment, steps), now) if old > now else old
+        return max(in_steps(moment, steps), now) if old > now or old == end else old
 
     for name, moment, moves in moments_of(requested):
         if moves:

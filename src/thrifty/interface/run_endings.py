@@ -2,16 +2,24 @@
 
 import math
 import os
+import shlex
 import socket
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from thrifty.core.errors import for_reader, spelled
+from thrifty.core.recipe import Budget, Recipe
 from thrifty.reporting.key_figures import batch_advice, key_figures
 from thrifty.reporting.number_format import significant
 from thrifty.reporting.run_record import read_run
 from thrifty.training.rendezvous import connect
+
+LITTLE = 0.05
+"""Gain in nats per token up to which a model has learned almost nothing."""
+WORSE = 1.01
+"""Ratio of the last to the best held-out loss above which the end names the best loss."""
 
 
 def ending(summary: Mapping[str, Any]) -> list[str]:
@@ -36,6 +44,7 @@ def ending(summary: Mapping[str, Any]) -> list[str]:
     elif loss is not None and unigram is None:
         unit = f", {summary['loss_in']}" if "loss_in" in summary else " nats"
         printed.append(f"{held_out} {loss:.3f}{unit}{measured}")
+    printed += reached(summary)
     if "unrepeatable" in summary:
         printed.append(summary["unrepeatable"])
     if advice := _batch_advice(Path(summary["folder"])):
@@ -43,6 +52,59 @@ def ending(summary: Mapping[str, Any]) -> list[str]:
     if summary["status"] == "interrupted":
         printed.append(f"resume by: {summary['resume']}")
     return [*printed, f"run folder {summary['folder']}"]
+
+
+def reached(summary: Mapping[str, Any]) -> list[str]:
+    """Return the result of a run in words: compared with frequencies, with the start, and with the best evaluation."""
+    loss, start, best = (
+        summary.get(f"{name}") for name in ("held_out_loss", "held_out_loss_at_start", "best_held_out_loss")
+    )
+    words = []
+    for entropy, source, frequencies in (
+        (summary.get("unigram_entropy"), "context", "token frequencies"),
+        (summary.get("label_entropy"), "the examples", "label frequencies"),
+    ):
+        if loss is not None and entropy is not None:
+            gain = entropy - loss
+            how = "nothing" if gain <= 0 else "almost nothing" if gain < LITTLE else ""
+            learned = f"learned {how} from {source} yet" if how else f"learned from {source}"
+            words.append(f"{learned}: perplexity {_perplexity(loss)}, {frequencies} alone {_perplexity(entropy)}")
+    if loss is not None and start is not None:
+        words.append(f"{'better' if loss < start else 'not better'} than before the first step")
+    if loss is not None and best is not None and loss > WORSE * best:
+        fix = for_reader("--set evaluation.patience=3")
+        words.append(f"the best held-out loss was {best:.3f}, before the end: use more data, or stop earlier ({fix})")
+    return words
+
+
+def _perplexity(loss: float) -> str:
+    return significant(math.exp(min(loss, 700.0)))
+
+
+def next_commands(summary: Mapping[str, Any], recipe: Recipe) -> list[str]:
+    """Return three commands, or Python calls, that use a finished run."""
+    if summary["status"] != "finished":
+        return []
+    folder, objective = summary["folder"], recipe.objective.name
+    path = shlex.quote(folder)
+    use = {
+        "next_token": spelled(f"thrifty sample {path} --tokens 200", f"thrifty.sample({folder!r}, tokens=200)"),
+        "chat_answers": spelled(f"thrifty chat {path}", f"thrifty.chat({folder!r})"),
+        "contrastive": spelled(f"thrifty retrieve {path}", f"thrifty.retrieve({folder!r})"),
+    }.get("" if recipe.python.loss or recipe.model.build else objective, "")
+    report = spelled(f"thrifty report {path} --open", f"thrifty.report({folder!r})")
+    again = "" if "stopped_early" in summary else recipe.resume_line(folder, budget=_same_again(recipe.budget))
+    board, track = (
+        spelled("thrifty board", "thrifty.board()"),
+        spelled(f"thrifty track {path} --to tensorboard", f"thrifty.track({folder!r}, 'tensorboard')"),
+    )
+    return [each for each in (use, report, again, board, track) if each][:3]
+
+
+def _same_again(budget: Budget) -> str:
+    """Return an extension that doubles a budget."""
+    units = {"steps": "steps", "tokens": "tokens", "epochs": "epochs", "seconds": "s"}
+    return next(f"+{value:.12g}{unit}" for name, unit in units.items() if (value := getattr(budget, name)) is not None)
 
 
 def _batch_advice(folder: Path) -> str | None:

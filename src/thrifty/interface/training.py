@@ -1,24 +1,29 @@
 """Training of models: `train`, `resume`, `steps`, and the run that these functions return."""
 
+import json
+import math
 import os
 import signal
+import textwrap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Unpack
 
 from rich.console import RenderableType
 from torch import nn
 
-from thrifty.core.errors import RefusedError, UsageError
+from thrifty.core.errors import RefusedError, ThriftyError, UsageError, reason_of
 from thrifty.core.recipe import Argument, Recipe
 from thrifty.core.technique import Technique
 from thrifty.core.user_objects import BuildModel, UserObjects
 from thrifty.interface.plans import plan
 from thrifty.interface.recipe_arguments import Function, Metric, RecipeArguments
 from thrifty.interface.recipe_arguments import recipe as recipe_of
-from thrifty.interface.run_endings import ending
+from thrifty.interface.run_endings import ending, next_commands
 from thrifty.interface.run_reports import RunReport, report, run_folder
+from thrifty.interface.samples import sample
 from thrifty.recipes.recipe_toml import recipe_from_data
 from thrifty.reporting.printed_result import PrintedResult, lines
 from thrifty.reporting.run_record import is_run_folder, read_run
@@ -32,6 +37,9 @@ from thrifty.training.trained_model import load_trained_model, stored_recipe
 if TYPE_CHECKING:
     from pandas import DataFrame
 
+SAMPLED = 40
+"""Number of tokens in the sample of a finished run."""
+LARGEST = 3e8
 OBJECTS = ("model", "data", "held_out", "loss", "metrics", "collate")
 
 
@@ -84,8 +92,32 @@ class RunResult(PrintedResult):
     def as_dict(self) -> dict[str, Any]:
         return dict(self.summary)
 
+    @cached_property
+    def sample(self) -> str | None:
+        """Text of `SAMPLED` tokens that the trained language model generates. None for other models, and for models
+        with more than `LARGEST` parameters, because generation takes long."""
+        recipe, explanation = self.recipe, self.folder / "explanation.json"
+        if recipe.objective.name != "next_token" or recipe.python.loss or not explanation.is_file():
+            return None
+        if json.loads(explanation.read_bytes()).get("parameters", math.inf) > LARGEST:
+            return None
+        try:
+            return sample(self, tokens=SAMPLED).text
+        except ThriftyError as error:
+            return f"no sample: {reason_of(error)}"
+
+    @property
+    def recipe(self) -> Recipe:
+        """Recipe of the run, with the objects that were passed."""
+        return replace(recipe_from_data(stored_recipe(self.folder)), objects=self.objects)
+
     def __rich__(self) -> RenderableType:
-        return lines(*ending(self.summary))
+        commands = next_commands(self.summary, self.recipe)
+        text = self.sample if commands else None
+        sampled = ["\nsample", textwrap.indent(text, "  ")] if text else []
+        return lines(
+            *ending(self.summary), *sampled, *(["\nnext", *(f"  {each}" for each in commands)] if commands else [])
+        )
 
 
 class RunInterrupted(KeyboardInterrupt):
@@ -145,7 +177,8 @@ def train(
     origins: Mapping[str, str] | None = None,
     quiet: bool = False,
 ) -> RunResult:
-    """Train a model and return the run, which is stored in the folder `runs`/`name`.
+    """Train a model and return the run, which is stored in the folder `runs`/`name`. Without `name`, a number is added
+    to the recipe's name if the folder exists: "text-2".
 
     The arguments up to `recipe` are as in `thrifty.recipe`.
 
@@ -159,7 +192,7 @@ def train(
             they start.
         origins: Origin of each value of the recipe, for reports.
 
-    Raises UsageError if arguments do not fit, if objects cannot be sent to other processes, or if the run folder
+    Raises UsageError if arguments do not fit, if objects cannot be sent to other processes, or if the run folder `name`
     exists. After Ctrl-C, the current step is finished and saved. Then RunInterrupted is raised, a KeyboardInterrupt
     that contains the `run` and the call that resumes it. After SIGTERM, RunTerminated is raised, a SystemExit.
 
@@ -186,9 +219,9 @@ def train(
     )
     if memory is not None:
         chosen = replace(plan(chosen, memory=memory, allow="rounding", quiet=quiet).recipe, name=chosen.name)
-    options = {"origins": origins, "observers": observers, "quiet": quiet}
+    options = {"numbered": name is None, "origins": origins, "observers": observers, "quiet": quiet}
     summary = on_ranks(ranks, trainer.train, chosen, Path(runs), **options)
-    return _uninterrupted(RunResult(Path(runs) / chosen.name, summary, chosen.objects))
+    return _uninterrupted(RunResult(Path(summary["folder"]), summary, chosen.objects))
 
 
 def resume(
@@ -201,6 +234,7 @@ def resume(
     metrics: Mapping[str, Metric] | None = None,
     collate: Callable[[list[Any]], Any] | None = None,
     recipe: Recipe | None = None,
+    budget: str | None = None,
     fork: str | None = None,
     drop_weights: bool = False,
     observers: Sequence[Observer] = (),
@@ -213,6 +247,8 @@ def resume(
     Args:
         run: Run, run folder, or its name under ./runs.
         model, data, held_out, loss, metrics: The same objects that were passed to `train`.
+        budget: Extension of the budget, such as "+10min", "+500steps", "+1e6tokens" or "+2epochs". A finished run
+            continues too. Schedules follow the new length, and the extension is recorded.
         fork: Name of a new run that continues from the old run with a changed `recipe`.
         drop_weights: True to drop weights that the changed recipe does not contain.
         observers, ranks, origins: As in `train`.
@@ -226,8 +262,8 @@ def resume(
     own = {"model": model, "data": data, "held_out": held_out, "loss": loss, "collate": collate}
     objects = UserObjects.from_arguments(**own, metrics=dict(metrics or {}))
     folder, chosen = _started(run, recipe, objects)
-    options = {"fork": fork, "drop_weights": drop_weights, "origins": origins, "observers": observers, "quiet": quiet}
-    summary = on_ranks(ranks, trainer.resume, folder, chosen, **options)
+    options = {"budget": budget, "fork": fork, "drop_weights": drop_weights, "origins": origins}
+    summary = on_ranks(ranks, trainer.resume, folder, chosen, **options, observers=observers, quiet=quiet)
     return _uninterrupted(RunResult(folder.parent / fork if fork else folder, summary, chosen.objects))
 
 
@@ -267,10 +303,9 @@ def steps(
         folder, chosen = _started(run, None, UserObjects.from_arguments(**passed))
         summary = yield from trainer.resume_steps(folder, chosen, quiet=quiet)
     else:
-        chosen = recipe_of(recipe=run, **arguments)
-        folder = Path(runs) / chosen.name
-        summary = yield from trainer.train_steps(chosen, Path(runs), quiet=quiet)
-    _uninterrupted(RunResult(folder, summary, chosen.objects))
+        chosen, is_unnamed = recipe_of(recipe=run, **arguments), arguments.get("name") is None
+        summary = yield from trainer.train_steps(chosen, Path(runs), numbered=is_unnamed, quiet=quiet)
+    _uninterrupted(RunResult(Path(summary["folder"]), summary, chosen.objects))
 
 
 def _started(run: RunResult | str | Path, recipe: Recipe | None, objects: UserObjects) -> tuple[Path, Recipe]:

@@ -11,6 +11,7 @@ import math
 import os
 from collections.abc import Collection, Mapping
 from contextlib import suppress
+from itertools import count
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -63,6 +64,19 @@ class RunFolder:
             run.close()
             raise
         return run
+
+    @classmethod
+    def create_numbered(cls, path: Path, agents: Collection[str] = ()) -> "RunFolder":
+        """Create and lock the first free folder of NAME, NAME-2, NAME-3 and so on. A restart of a job finds the job's
+        folder."""
+        for number in count(1):
+            numbered = path if number == 1 else path.with_name(f"{path.name}-{number}")
+            try:
+                return cls.create(numbered, agents)
+            except UsageError:  # the folder contains another run, or another process uses it
+                if not numbered.exists():
+                    raise
+        raise AssertionError
 
     @classmethod
     def open(cls, path: Path) -> "RunFolder":
@@ -209,6 +223,16 @@ class RunFolder:
             records.pop(identity, None)
             records[identity] = record
         return list(records.values())
+
+    def read_later_records(self, step: int) -> list[dict[str, Any]]:
+        """Return the records from `step` on, oldest first. Skip damaged lines, which a resumed run does not require."""
+        records = []
+        for line in self.records.read_bytes().splitlines() if self.records.is_file() else ():
+            with suppress(ValueError, KeyError, TypeError):
+                record = json.loads(line)
+                if record["step"] >= step:
+                    records.append(record)
+        return records
 
     def write_json(self, name: str, value: Any) -> None:
         """Replace `<name>.json` atomically, without secrets. `name` is, for example, "environment" or "summary"."""

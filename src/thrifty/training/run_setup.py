@@ -90,8 +90,11 @@ class PreparedRun:
         """The recipe with a budget in epochs converted to steps."""
         if self.recipe.budget.epochs is None:
             return self.recipe
-        steps = _steps(self.recipe, self.run.plain, self.run.device, self.data)
-        return replace(self.recipe, budget=Budget(steps=steps))
+        return replace(self.recipe, budget=Budget(steps=self.steps_within(self.recipe.budget)))
+
+    def steps_within(self, budget: Budget) -> int:
+        """Return the number of steps that a budget in steps, tokens or epochs allows."""
+        return _steps(replace(self.recipe, budget=budget), self.run.plain, self.run.device, self.data)
 
 
 @contextmanager
@@ -144,10 +147,16 @@ def choose_device(name: str) -> torch.device:
     return torch.device("cuda", rank() % torch.cuda.device_count())
 
 
-def prepare_run(recipe: Recipe, steps: int | None = None, quiet: bool = False) -> PreparedRun:
+def _ignore(text: str) -> None:
+    pass
+
+
+def prepare_run(
+    recipe: Recipe, steps: int | None = None, quiet: bool = False, phase: Callable[[str], None] = _ignore
+) -> PreparedRun:
     """Open the data and compose the run. Raise UsageError if an object that the recipe names was not passed. `steps` is
     the number of steps of a resumed run; by default the recipe's budget determines it. For a budget in seconds, some
-    real steps are timed."""
+    real steps are timed. `phase` is called with a text at the start of each phase."""
     began = _command_start()
     recipe.refuse_missing_objects()
     device, model = choose_device(recipe.device), recipe.objects.model
@@ -158,6 +167,7 @@ def prepare_run(recipe: Recipe, steps: int | None = None, quiet: bool = False) -
             check_model(recipe.model, recipe.objective.name)
     if ranks() > 1:
         mesh.set_mesh(mesh_sizes(recipe, ranks()), device.type)
+    phase("opening the data")
     objective, data = _open_first_on_rank_0(recipe, _ignore if quiet else print_to_stderr)
 
     def build() -> nn.Module:
@@ -176,6 +186,7 @@ def prepare_run(recipe: Recipe, steps: int | None = None, quiet: bool = False) -
     budget, step_seconds = recipe.budget, 0.0
     steps = steps or budget.estimate
     if steps is None and budget.seconds is not None:
+        phase("timing some steps")
         step_seconds = _time_step(recipe, plain, device)
         steps = _steps_in_seconds(budget, began, step_seconds)
     steps = steps or _steps(recipe, plain, device, data)
@@ -271,10 +282,6 @@ def _open_first_on_rank_0(recipe: Recipe, say: Callable[[str], None]) -> tuple[O
 
 def _fields(batch: Batch) -> dict[str, Tensor]:
     return dict(batch.fields)
-
-
-def _ignore(text: str) -> None:
-    pass
 
 
 def mesh_sizes(recipe: Recipe, count: int) -> dict[str, int]:

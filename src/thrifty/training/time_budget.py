@@ -1,13 +1,13 @@
 """Budget in seconds: the number of steps is estimated again while a run trains.
 
 The estimates include start-up, compilation and changes of the machine's speed. Each new estimate is a record of the
-run. A resumed run repeats the recorded estimates, so that it equals the uninterrupted run.
+run. A resumed run repeats the recorded estimates (`TrainSession.recorded`), so that it equals the uninterrupted run.
 """
 
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import fmean
@@ -54,8 +54,6 @@ class TimeBudget:
     """Used seconds of earlier processes of a resumed run."""
     final_step: float = 0.0
     """Seconds of a step in the final structure, measured before the run; 0 if all steps are equal."""
-    recorded: Sequence[RunLength] = ()
-    """Estimates of an interrupted run after its last checkpoint."""
     recorded_until: int = 0
     """Last step of the interrupted run. No new estimate is made before this step."""
     _recent: deque[float] = field(default_factory=deque)
@@ -111,11 +109,11 @@ class TimeBudget:
         self.observe(record.seconds, bool(record.changes))
         if record.step == run.steps:
             return None
-        steps = next((length.steps for length in self.recorded if length.step == record.step), run.steps)
-        if self.is_due(record.step, run.steps):
-            steps = process_group_sync().run_first(
-                lambda: self.estimate(record.step, run.steps, counters["seconds"], every)
-            )
+        if not self.is_due(record.step, run.steps):
+            return None
+        steps = process_group_sync().run_first(
+            lambda: self.estimate(record.step, run.steps, counters["seconds"], every)
+        )
         return steps if steps != run.steps else None
 
     def is_due(self, step: int, steps: int) -> bool:

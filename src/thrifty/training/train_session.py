@@ -22,6 +22,7 @@ from thrifty.core.out_of_memory import explain_out_of_memory
 from thrifty.core.ranks import rank, ranks
 from thrifty.core.recipe import Recipe
 from thrifty.core.run_relative_settings import in_steps
+from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
 from thrifty.training import checkpoint, heartbeat
 from thrifty.training.determinism import deterministic_kernels
@@ -33,7 +34,7 @@ from thrifty.training.progress_display import ProgressDisplay, StepProgress
 from thrifty.training.rank_sync import ProcessGroupSync, SingleProcess
 from thrifty.training.run_folder import RunFolder
 from thrifty.training.stop_signals import StopRequest
-from thrifty.training.time_budget import EVALUATIONS, RunLength, TimeBudget
+from thrifty.training.time_budget import EVALUATIONS, SLOW_STEPS, RunLength, TimeBudget
 
 Steps = Generator[Record, None, dict[str, Any]]
 """Generator of a run's records, one per step. Its return value is the summary. A generator that is closed early saves
@@ -61,7 +62,7 @@ class TrainSession:
     unit), predicted_memory, peak_flops_per_second, flops_per_step."""
     notices: Sequence[str] = ()
     """Notices for the user before the first step, such as a damaged checkpoint that was skipped."""
-    quiet: bool = False
+    display: ProgressDisplay = field(default_factory=lambda: ProgressDisplay(quiet=True))
     remedy: Callable[[float], str] | None = None
     """Function that maps the available bytes to the fix for an out-of-memory error."""
     drawn: Callable[[Tensor], list[str]] | None = None
@@ -72,6 +73,8 @@ class TrainSession:
     """Budget in seconds; None if the number of steps is fixed."""
     lengths: list[RunLength] = field(default_factory=list)
     """Numbers of steps of the run so far: the first, and each change."""
+    recorded: Mapping[int, Mapping[str, Any]] = field(default_factory=dict)
+    """Changes of the number of steps that an interrupted run recorded after its last checkpoint, by step."""
 
     def steps(self, state: TrainState, meter: MemoryMeter) -> Steps:
         """Train, evaluate and save; return the summary, which is also in the run folder. A stop by a signal, an
@@ -80,10 +83,9 @@ class TrainSession:
         together = ProcessGroupSync() if ranks() > 1 else SingleProcess()
         observer = _Observer(self, state, meter)
         observer.summarize("running", 0)
-        with StopRequest() as stop, ProgressDisplay(self.quiet or rank() > 0) as display:
-            observer.display = display
+        with StopRequest() as stop:
             for notice in self.notices:
-                display.say(notice)
+                self.display.say(notice)
             try:
                 with (
                     explain_out_of_memory(self.facts.get("predicted_memory"), self.remedy),
@@ -110,7 +112,7 @@ class _Observer:
     def __init__(self, session: TrainSession, state: TrainState, meter: MemoryMeter):
         self.session, self.state, self.meter = session, state, meter
         self.recipe, self.folder = session.recipe, session.folder
-        self.display = ProgressDisplay(quiet=True)
+        self.display = session.display
         self.held_out: float | None = None
         self.measured: dict[str, float] = {}
         """Metrics of the last evaluation without the loss."""
@@ -119,6 +121,7 @@ class _Observer:
         self.evaluated_step: int | None = None
         self.status = "running"
         self.rate, self.memory = 0.0, 0.0
+        self.slow_steps = SLOW_STEPS
         self.also: set[int] = set()
         self.evaluate_every = self.recipe.evaluation.every
         self.started_at = state.step
@@ -128,11 +131,15 @@ class _Observer:
 
     def follow(self, stop: StopRequest) -> Iterator[Record]:
         if self.recipe.evaluation.at_start and self.state.step == 0:
+            self.display.phase("evaluating")
             self.evaluate(by_plan=True)
             self.state.counters["held_out_loss_at_start"] = self.held_out
         heartbeat.at(f"step {self.state.step + 1}", step=True)
         early = reason_to_stop(self.recipe.evaluation, self.state.counters)
+        is_compiled = any(technique.stage is Stage.COMPILE for technique in self.session.run.techniques)
+        self.display.phase("compiling and making the first step" if is_compiled else "making the first step")
         for record in () if early else self.records():
+            self.display.started()
             self.last = record
             self.record(record)
             done = record.step == self.session.run.steps
@@ -193,20 +200,22 @@ class _Observer:
         return 0 if moment is None else in_steps(moment, self.session.run.steps)
 
     def change_length(self, record: Record) -> bool:
-        """Adapt the number of steps to a budget in seconds; return True if the number changed."""
-        budget = self.session.time_budget
-        if budget is None:
+        """Repeat a recorded change of the number of steps, or adapt the number to a budget in seconds. Return True if
+        the number changed."""
+        change, budget = self.session.recorded.get(record.step), self.session.time_budget
+        if budget:
+            every = {"evaluation": self.evaluate_every, "checkpoint": self.recipe.checkpoints.every}
+            steps = budget.changed_steps(self.session.run, record, self.state.counters, every)
+            if steps and not change:
+                used = round(budget.used(self.state.counters["seconds"]), 3)
+                change = {"kind": "length", "steps": steps, "used": used, "budget": budget.seconds}
+        if not change:
             return False
-        every = {"evaluation": self.evaluate_every, "checkpoint": self.recipe.checkpoints.every}
-        steps = budget.changed_steps(self.session.run, record, self.state.counters, every)
-        if steps is None:
-            return False
-        for text in self.session.run.change_length(steps, record.step):
+        for text in self.session.run.change_length(change["steps"], record.step):
             self.say(text)
         self.plan_saves(record.step)
-        used = round(budget.used(self.state.counters["seconds"]), 3)
-        self.note("length", steps=steps, used=used, budget=budget.seconds)
-        self.session.lengths.append(RunLength(record.step, steps))
+        self.note(**change)
+        self.session.lengths.append(RunLength(record.step, change["steps"]))
         return True
 
     @contextmanager
@@ -233,7 +242,8 @@ class _Observer:
         for change in record.changes:
             self.note("change", **(asdict(change) | {"step": record.step - 1}))
         rate = record.tokens / record.seconds
-        self.rate = 0.9 * self.rate + 0.1 * rate if self.rate else rate
+        self.rate = 0.9 * self.rate + 0.1 * rate if self.slow_steps <= 0 else rate
+        self.slow_steps -= 1
         flops = self.session.facts.get("flops_per_step")
         self.memory = self.meter.now()
         self.note(
@@ -255,7 +265,13 @@ class _Observer:
 
     def show(self, record: Record, now: bool) -> None:
         flops, peak = (self.session.facts.get(name) for name in ("flops_per_step", "peak_flops_per_second"))
-        left = self.session.run.steps - record.step
+        left = (self.session.run.steps - record.step) * record.tokens / self.rate
+        budget, used = self.session.time_budget, None
+        if budget:
+            used = self.state.counters["used_seconds"], budget.seconds
+            left = budget.seconds - used[0]
+        process = self.meter.process
+        predicted = self.session.facts.get("predicted_memory")
         self.display.update(
             StepProgress(
                 step=record.step,
@@ -267,10 +283,11 @@ class _Observer:
                 unit=self.session.facts.get("unit", "tokens"),
                 tokens_per_second=self.rate,
                 of_peak=flops / record.tokens * self.rate / peak if flops and peak else None,
-                memory=self.memory,
-                predicted_memory=self.session.facts.get("predicted_memory"),
-                process=self.meter.process,
-                seconds_left=left * record.tokens / self.rate,
+                memory=process + self.memory,
+                predicted_memory=process + predicted if predicted else None,
+                seconds_left=left,
+                number_format=self.session.facts.get("peak_format", "float32"),
+                used=used,
             ),
             now=now,
         )

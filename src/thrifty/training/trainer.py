@@ -5,7 +5,7 @@ This module connects data, models, techniques and training. The command line cal
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,9 +20,9 @@ from thrifty.core.errors import IntegrityError, UsageError, for_reader, refuse_u
 from thrifty.core.mesh import AXES, axis
 from thrifty.core.old_names import rename_origins, rename_techniques
 from thrifty.core.out_of_memory import OutOfMemory, explain_out_of_memory
-from thrifty.core.plain_values import differences
+from thrifty.core.plain_values import differences, read_extension
 from thrifty.core.ranks import rank, ranks
-from thrifty.core.recipe import Recipe
+from thrifty.core.recipe import Budget, Recipe
 from thrifty.core.state import StructureLogEntry, TrainState, read_log
 from thrifty.data.example_previews import selection
 from thrifty.machine.machine_info import peak_flops
@@ -30,8 +30,10 @@ from thrifty.recipes.data_parallelism import with_data_parallelism
 from thrifty.recipes.memory_savers import leaner_start
 from thrifty.recipes.recipe_toml import read_recipe, recipe_from_data, recipe_to_data, write_recipe
 from thrifty.training import checkpoint, checkpoint_index, run_ledger
+from thrifty.training.budget_extension import extend
 from thrifty.training.judged_measure import reason_to_stop
 from thrifty.training.memory_meter import MemoryMeter, set_freed_memory_policy
+from thrifty.training.progress_display import ProgressDisplay
 from thrifty.training.rank_sync import process_group_sync
 from thrifty.training.rendezvous import current_agent
 from thrifty.training.run_environment import environment
@@ -57,7 +59,8 @@ def claim_run_folder(path: Path, claim: Callable[[Path, Collection[str]], RunFol
     folders: list[RunFolder] = []
     agents = set(process_group_sync().gather_or_raise(current_agent)) - {""}
     process_group_sync().run_first(lambda: folders.append(claim(path, agents)))
-    folder = folders[0] if folders else RunFolder(path)
+    claimed = process_group_sync().run_first(lambda: str(folders[0].path))
+    folder = folders[0] if folders else RunFolder(Path(claimed))
     folder.again = process_group_sync().run_first(lambda: folder.again)
     with folder:
         yield folder
@@ -80,18 +83,24 @@ def train_steps(
     recipe: Recipe,
     runs: Path = Path("runs"),
     *,
+    numbered: bool = False,
     origins: Mapping[str, str] | None = None,
     observers: Sequence[Observer] = (),
     quiet: bool = False,
 ) -> Steps:
-    """Train a recipe in runs/NAME and yield one record per step. Raise UsageError if the folder exists. A restart of
-    the same job by torchrun resumes the run instead. Without a custom loss, a user's model maps token ids (b, t) to
-    logits. A user's model with a list of blocks and a linear `head` maps token ids to hidden states (b, t, width)."""
-    with ranks_of(recipe), claim_run_folder(Path(runs) / recipe.name, RunFolder.create) as folder:
-        recipe = with_data_parallelism(recipe)
+    """Train a recipe in runs/NAME and yield one record per step. If the folder exists, raise UsageError, or with
+    `numbered` use NAME-2, NAME-3 and so on. A restart of the same job by torchrun resumes the run instead. Without a
+    custom loss, a user's model maps token ids (b, t) to logits. A user's model with a list of blocks and a
+    linear `head` maps token ids to hidden states (b, t, width)."""
+    claimed = claim_run_folder(Path(runs) / recipe.name, RunFolder.create_numbered if numbered else RunFolder.create)
+    with ranks_of(recipe), claimed as folder, ProgressDisplay(quiet) as display:
+        if folder.name != recipe.name:
+            display.say(f"'{Path(runs) / recipe.name}' exists already, so the name of this run is '{folder.name}'")
+        recipe = replace(with_data_parallelism(recipe), name=folder.name)
         if process_group_sync().run_first(folder.recipe.is_file):
-            return (yield from _resume(folder, recipe, origins or {}, quiet, observers))
-        return (yield from _run(prepare_run(recipe, quiet=quiet), folder, quiet, origins or {}, observers))
+            return (yield from _resume(folder, recipe, origins or {}, display, observers))
+        prepared = prepare_run(recipe, quiet=quiet, phase=display.phase)
+        return (yield from _run(prepared, folder, display, origins or {}, observers))
 
 
 def resume(folder: Path, recipe: Recipe, **options: Any) -> dict[str, Any]:
@@ -103,6 +112,7 @@ def resume_steps(
     folder: Path,
     recipe: Recipe,
     *,
+    budget: str | None = None,
     fork: str | None = None,
     drop_weights: bool = False,
     origins: Mapping[str, str] | None = None,
@@ -114,17 +124,24 @@ def resume_steps(
     The recipe must equal the recipe of the run's start; otherwise UsageError reports the differences. With `fork` the
     run continues as a new run of that name with the changed recipe. Matching state is copied. Other state starts fresh
     or is left out, and a notice reports both. Weights are left out only with `drop_weights`. `origins` are the sources
-    of changed values.
+    of changed values. `budget` extends the budget of the run, such as "+10min", also after its end.
     """
-    with ranks_of(recipe):
+    if budget is not None:
+        read_extension(budget)
+        if fork is not None:
+            raise UsageError(
+                f"--budget {budget} extends the run itself, but --fork starts the new run {fork!r}",
+                fix="--set budget.steps=1000, counted from the first step, in place of --budget",
+            )
+    with ranks_of(recipe), ProgressDisplay(quiet) as display:
         recipe = with_data_parallelism(recipe)
         if fork is not None:
             changed, target = replace(recipe, name=fork), folder.parent / fork
             return (
-                yield from _fork(folder, changed, target, origins or {}, quiet, observers, drop_weights=drop_weights)
+                yield from _fork(folder, changed, target, origins or {}, display, observers, drop_weights=drop_weights)
             )
         with claim_run_folder(folder, lambda path, agents: RunFolder.open(path).lock(agents)) as opened:
-            return (yield from _resume(opened, recipe, origins or {}, quiet, observers))
+            return (yield from _resume(opened, recipe, origins or {}, display, observers, budget))
 
 
 def rewind_run(
@@ -137,33 +154,55 @@ def rewind_run(
 ) -> dict[str, Any]:
     """Start a new run from an old run's checkpoint of `step`, with the masks of the new recipe. Weights, optimizer,
     data order and schedule continue from `step`. If the new run was interrupted, resume it."""
-    with ranks_of(recipe):
+    with ranks_of(recipe), ProgressDisplay(quiet) as display:
         target = folder.parent / recipe.name
-        return _end_of(_fork(folder, recipe, target, origins or {}, quiet, rewound_to=step))
+        return _end_of(_fork(folder, recipe, target, origins or {}, display, rewound_to=step))
 
 
 def _resume(
-    folder: RunFolder, recipe: Recipe, origins: Mapping[str, str], quiet: bool, observers: Sequence[Observer]
+    folder: RunFolder,
+    recipe: Recipe,
+    origins: Mapping[str, str],
+    display: ProgressDisplay,
+    observers: Sequence[Observer],
+    extension: str | None = None,
 ) -> Steps:
     recipe.refuse_missing_objects()
     saved = _newest(folder)
     started = recipe_from_data(saved.scalars["recipe"]) if saved else read_recipe(folder.recipe)
+    later = process_group_sync().run_first(lambda: folder.read_later_records(saved.step) if saved else [])
+    recorded = {record["step"]: record for record in later if record["kind"] == "length"}
+    for record in recorded.values():  # a budget that was extended after the checkpoint
+        if "extended" in record:
+            started = replace(started, budget=Budget(**record["extended"]))
     if refused := differences(_binding(started), _binding(recipe)):
         raise UsageError(
             "the recipe is not the one this run was started with: " + "; ".join(refused),
             fix=f"undo the change; or continue as a new run: {recipe.resume_line(folder.path, fork='NAME')}",
         )
+    if saved is None and extension:
+        raise UsageError(
+            f"'{folder.path}' has no checkpoint, so its budget cannot be extended by {extension!r}",
+            fix=recipe.resume_line(folder.path),
+        )
     if saved is None:
         again = [f"'{folder.path}' ended before its first checkpoint: restarted from the first step"]
-        prepared = prepare_run(recipe, quiet=quiet)
-        return (yield from _run(prepared, folder, quiet, origins, observers, fill=lambda state: again))
+        prepared = prepare_run(recipe, quiet=display.quiet, phase=display.phase)
+        return (yield from _run(prepared, folder, display, origins, observers, fill=lambda state: again))
+    lengths = [RunLength(*length) for length in saved.scalars.get("lengths", ())]  # earlier versions had one
+    lengths = lengths or [RunLength(0, saved.scalars["steps"])]
+    if saved.step in recorded:
+        lengths.append(RunLength(saved.step, recorded[saved.step]["steps"]))
     early = reason_to_stop(recipe.evaluation, saved.scalars["counters"])
-    is_at_end = saved.step >= saved.scalars["steps"] or early
+    is_at_end = saved.step >= lengths[-1].steps or early
     if is_at_end and (summary := _stored(folder, "summary")).get("status") == "finished":
         if folder.again:  # a rank was lost after the end
             return summary
-        why = f"it stopped early, because {early}" if early else f"it made all its {saved.step} steps"
-        raise UsageError(f"'{folder.path}' is finished: {why}", fix="continue it as a new run: --fork NAME")
+        if early or not extension:
+            why = f"it stopped early, because {early}" if early else f"it made all its {saved.step} steps"
+            more = recipe.resume_line(folder.path, budget=f"+{saved.step}steps")
+            fix = "continue it as a new run: --fork NAME" + ("" if early else f"; or train longer: {more}")
+            raise UsageError(f"'{folder.path}' is finished: {why}", fix)
 
     def fill(state: TrainState) -> list[str]:
         load_state(state, saved, process_group_sync())
@@ -171,8 +210,7 @@ def _resume(
         sealed = saved.scalars.get("records") if rank() == 0 else None  # checkpoints of earlier versions have none
         return [*saved.notices, *(folder.damage_of_records(sealed) if sealed else [])]
 
-    lengths = [RunLength(*length) for length in saved.scalars.get("lengths", ())]  # earlier versions had one
-    prepared = prepare_run(recipe, lengths[0].steps if lengths else saved.scalars["steps"], quiet)
+    prepared = prepare_run(recipe, lengths[0].steps, display.quiet, display.phase)
     for length in lengths[1:]:
         prepared.run.change_length(length.steps, length.step)
     if other := [name for name, sha256 in saved.scalars["data"].items() if prepared.data.identity.get(name) != sha256]:
@@ -180,8 +218,23 @@ def _resume(
             f"'{recipe.data.source}' is not what this run was trained on: {' and '.join(sorted(other))} differ",
             fix="restore the old data; or start a new run on the new data",
         )
+    if extension:
+        amount, before = read_extension(extension), prepared.run.steps
+        counters = saved.scalars["counters"]
+        budget, steps = extend(recipe.budget, amount, saved.step, before, counters, prepared.steps_within)
+        prepared.run.change_length(steps, saved.step)
+        prepared = replace(prepared, recipe=replace(recipe, budget=budget))
+        lengths.append(RunLength(saved.step, steps))
+        table = {name: value for name, value in asdict(budget).items() if value is not None}
+        change = {"kind": "length", "step": saved.step, "steps": steps, "asked": extension, "extended": table}
+        recorded[saved.step] = change
+        origins = {**origins, f"budget.{next(iter(table))}": f"--budget {extension}"}
+        display.say(
+            f"budget extended by {extension.lstrip('+')} after step {saved.step:,}: {steps:,} steps in place of "
+            f"{before:,}, and schedules follow the new length"
+        )
     log = read_log(saved.scalars)
-    return (yield from _run(prepared, folder, quiet, origins, observers, log, fill, lengths))
+    return (yield from _run(prepared, folder, display, origins, observers, log, fill, lengths, recorded))
 
 
 def _binding(recipe: Recipe) -> dict[str, Any]:
@@ -207,7 +260,7 @@ def _fork(
     recipe: Recipe,
     target: Path,
     origins: Mapping[str, str],
-    quiet: bool,
+    display: ProgressDisplay,
     observers: Sequence[Observer] = (),
     rewound_to: int | None = None,
     drop_weights: bool = False,
@@ -229,8 +282,8 @@ def _fork(
 
     with claim_run_folder(target, RunFolder.create if rewound_to is None else _opened_or_created) as folder:
         if process_group_sync().run_first(lambda: bool(checkpoint_index.checkpoints(folder.checkpoints))):
-            return (yield from _resume(folder, recipe, origins, quiet, observers))
-        prepared = prepare_run(recipe, quiet=quiet)
+            return (yield from _resume(folder, recipe, origins, display, observers))
+        prepared = prepare_run(recipe, quiet=display.quiet, phase=display.phase)
         if prepared.run.steps <= saved.step:
             raise UsageError(
                 f"the budget of {prepared.run.steps} steps is used up: '{old}' has made {saved.step}",
@@ -240,7 +293,7 @@ def _fork(
         refuse_trained_start([technique for technique in prepared.run.techniques if technique.name not in known])
         prepared.data.check_meaning(saved.scalars["data"], old)
         inherited = {**rename_origins(_stored(RunFolder(old), "origins")), **origins}
-        return (yield from _run(prepared, folder, quiet, inherited, observers, read_log(saved.scalars), fill))
+        return (yield from _run(prepared, folder, display, inherited, observers, read_log(saved.scalars), fill))
 
 
 def _opened_or_created(path: Path, agents: Collection[str]) -> RunFolder:
@@ -250,26 +303,33 @@ def _opened_or_created(path: Path, agents: Collection[str]) -> RunFolder:
 def _run(
     prepared: PreparedRun,
     folder: RunFolder,
-    quiet: bool,
+    display: ProgressDisplay,
     origins: Mapping[str, str],
     observers: Sequence[Observer],
     log: list[StructureLogEntry] | None = None,
     fill: Callable[[TrainState], list[str]] = lambda state: [],
     lengths: Sequence[RunLength] = (),
+    recorded: Mapping[int, Mapping[str, Any]] | None = None,
 ) -> Steps:
     """Build the state, write the files that describe the run, and train. `fill` loads values and returns notices.
-    `lengths` are the numbers of steps of a resumed run so far."""
+    `lengths` are the numbers of steps of a resumed run so far, and `recorded` the changes of this number that were
+    recorded from its checkpoint on."""
     recipe, run, data = prepared.recipe, prepared.run, prepared.data
     here = environment(str(run.device)) | {"ranks": ranks(), "mesh": {name: axis(name).size for name in AXES}}
     before = {name: _stored(folder, name) for name in ("origins", "environment", "explanation", "summary")}
     before |= {"origins": rename_origins(before["origins"]), "explanation": rename_techniques(before["explanation"])}
     same_machine = all(before["environment"].get(name) == here.get(name) for name in MACHINE)
     is_known = same_machine and _are_complete(before["explanation"], before["summary"])
+    if not is_known:
+        display.phase("predicting memory and work")
     explanation = None if is_known else explain(run)
+    if not is_known:
+        display.phase("measuring the peak speed of this machine")
     peak = before["summary"]["peak_flops_per_second"] if is_known else _peak(recipe, run.device)
     meter = MemoryMeter(run.device)
     predicted = explanation.footprint.memory if explanation else before["explanation"]["footprint"]["memory"]
     remedy = partial(_remedy, prepared, folder)
+    display.phase("building the model")
     try:
         with explain_out_of_memory(predicted, remedy):
             state = run.start() if log is None else run.init_state(log)
@@ -302,6 +362,7 @@ def _run(
         "predicted_memory": predicted,
         "flops_per_step": explained["plain"]["flops"],
         "peak_flops_per_second": peak,
+        "peak_format": str(_matrix_type(recipe)).removeprefix("torch."),
     }
     if rank() == 0:
         first = {name: before["environment"][name] for name in ("command", "started") if name in before["environment"]}
@@ -315,6 +376,8 @@ def _run(
             folder.write_json("selection", selection(data, run.source.selected_subset))
         for text in notices:
             folder.append({"kind": "notice", "step": state.step, "text": text})
+        if recorded and state.step in recorded:
+            folder.append(recorded[state.step])
     examples = list(data.held_out.batches(recipe.evaluation.examples, recipe.data.batch))
     resume_facts = {"recipe": recipe_to_data(recipe), "data": dict(data.identity)}
     session = TrainSession(
@@ -325,12 +388,13 @@ def _run(
         folder,
         facts,
         notices,
-        quiet,
+        display,
         remedy,
         data.pictures,
         observers,
         _time_budget(prepared, folder, state),
         list(lengths) or [RunLength(0, run.steps)],
+        recorded or {},
     )
     with set_freed_memory_policy(run):
         summary = yield from session.steps(state, meter)
@@ -340,26 +404,22 @@ def _run(
 
 
 def _time_budget(prepared: PreparedRun, folder: RunFolder, state: TrainState) -> TimeBudget | None:
-    """Return the budget of a run in seconds, with the estimates that a resumed run must repeat."""
+    """Return the budget of a run in seconds."""
     budget, counters = prepared.recipe.budget, state.counters
     if budget.seconds is None:
         return None
     if any(technique.overrides("changes", "batches") for technique in prepared.run.techniques):
         counters.setdefault("final_step_seconds", prepared.step_seconds)
 
-    def recorded() -> list[list[int]]:
-        later = [record for record in folder.read_records() if record["step"] >= state.step > 0]
-        last = max((record["step"] for record in later), default=0)
-        return [[last, 0], *([each["step"], each["steps"]] for each in later if each["kind"] == "length")]
+    def last_recorded() -> int:
+        return max((each["step"] for each in folder.read_later_records(state.step) if state.step), default=0)
 
-    (last, _), *lengths = process_group_sync().run_first(recorded)
     return TimeBudget(
         budget,
         prepared.began,
-        counters.get("used_seconds", 0.0),
+        counters.get("used_seconds", counters.get("seconds", 0.0)),
         counters.get("final_step_seconds", 0.0),
-        [RunLength(*length) for length in lengths],
-        last,
+        process_group_sync().run_first(last_recorded),
     )
 
 
