@@ -114,7 +114,8 @@ class GradientTransform:
         return ""
 
     def rate(self, numbers: Scalars) -> float:
-        """Return the learning rate with which this element multiplies updates; 1 if it applies none."""
+        """Return the learning rate with which this element multiplies updates; 1 if the element has no learning
+        rate."""
         return 1.0
 
 

@@ -99,10 +99,10 @@ def batch_scaling(
     images.
 
     Command   thrifty study batch_scaling
-    Expect    All SGD methods reach 98 % at the base batch. Accuracy with the unscaled rate collapses as batches grow.
-              The linear rule works at batch 256 and fails at half of the images, with or without warm-up. The
-              square-root rule and LARS work at all batches; LARS reaches 95 % at the largest. Duration: two minutes on
-              two cores.
+    Expect    All SGD methods reach an accuracy of 98 % at the base batch. With the unscaled rate, accuracy collapses as
+              batches grow. The linear rule works at batch 256 and fails at half of the images, with or without warm-up.
+              The square-root rule and LARS work at all batches; LARS reaches 95 % at the largest batch. Duration: two
+              minutes on two cores.
     """
     base, largest = batches[0], batches[-1]
     fixed = {"rate": rate, "coefficient": coefficient, "base_batch": base, "epochs": epochs, "hidden": list(hidden)}

@@ -96,10 +96,10 @@ def sparse_vit(
     """A 4-block ViT of width 128 on handwritten digits, dense and with block densities of 20, 10, 5 and 2 %.
 
     Command   thrifty study sparse_vit
-    Expect    At 20 %, no method loses two points. At 2 %, dynamic masks are better than static masks, and RigL is
-              better than SET, as published. (In this study, the order was reversed: static 91.5, SET 90.1, RigL 88.7 %
-              correct.) Masked products save no time. Sparse products save some time, far less than FLOPs. For larger
-              images: `--set data=cifar10 --set patch=4`. Duration: half an hour on two cores.
+    Expect    At 20 %, no method loses two percentage points. At 2 %, dynamic masks are better than static masks, and
+              RigL is better than SET, as published. (In this study, the order was reversed: static 91.5, SET 90.1, RigL
+              88.7 % correct.) Masked products save no time. Sparse products save some time, far less than FLOPs. For
+              larger images: `--set data=cifar10 --set patch=4`. Duration: half an hour on two cores.
     """
     fixed = {
         "every": every, "steps": steps, "data": data, "depth": depth, "width": width, "patch": patch, "batch": batch,
