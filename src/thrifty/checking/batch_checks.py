@@ -161,7 +161,7 @@ def _model(state: TrainState) -> nn.Module:
 
 @contextmanager
 def _deterministic(model: nn.Module, run: Run, batch: Batch) -> Iterator[None]:
-    """Disable dropout inside the block if the model's loss depends on random numbers."""
+    """Disable dropout inside the context if the model's loss depends on random numbers."""
     losses = []
     for seed in range(2):
         torch.manual_seed(seed)

@@ -111,7 +111,7 @@ class GradientProbe(Technique):
 
 @contextmanager
 def without_dropout(model: nn.Module) -> Iterator[None]:
-    """Disable dropout inside the block. Batch norms stay in training mode."""
+    """Disable dropout inside the context. Batch norms stay in training mode."""
     modes = [(module, module.training) for module in model.modules()]
     for module, mode in modes:
         module.training = mode and getattr(module, "running_mean", None) is not None

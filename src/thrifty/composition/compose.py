@@ -58,7 +58,8 @@ class Run:
 
     @cached_property
     def source(self) -> BatchSource:
-        """Training data. Techniques change plain rows, and the objective then makes examples from these rows."""
+        """Training data. Techniques change the rows of the data, and the objective then makes examples from
+        these rows."""
         source = self.plain.source
         for technique in self.techniques:
             source = technique.batches(source)
@@ -202,7 +203,7 @@ class Run:
 
 @contextmanager
 def _named(technique: Technique) -> Iterator[None]:
-    """Prefix a refusal raised in the block with the technique's name."""
+    """Prefix a refusal that is raised inside the context with the technique's name."""
     try:
         yield
     except RefusedError as refused:
@@ -212,8 +213,9 @@ def _named(technique: Technique) -> Iterator[None]:
 
 
 def compose(plain: BaseRun, techniques: Sequence[Technique], steps: int, device: torch.device = CPU) -> Run:
-    """Return a run with the techniques sorted by stage, and with settings that depend on the run resolved. The order of
-    `techniques` does not matter. Raise UsageError for techniques that cannot be combined."""
+    """Return a run with the techniques in order of stage. Settings that are relative to the run, such as fractions of
+    its steps, get absolute values. The order of `techniques` does not matter. Raise UsageError for techniques that
+    cannot be combined."""
     ordered = sorted(techniques, key=lambda technique: (technique.stage, order_key(technique.name)))
     refuse_illegal(ordered)
     if plain.is_trained:

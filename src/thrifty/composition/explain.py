@@ -237,7 +237,7 @@ def without_log() -> Iterator[None]:
 
 
 def _refusal_without_values(error: Exception) -> Exception:
-    """Return the error for a step that does not run on fake tensors when there are no real tensors."""
+    """Return the error to raise if a step does not run on fake tensors, and there are no real tensors."""
     if not isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
         return error
     return RefusedError(

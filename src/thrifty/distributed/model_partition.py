@@ -44,9 +44,9 @@ class ModelPartition:
 
 
 def partition_model(model: nn.Module, timed: bool) -> ModelPartition:
-    """Return the parts of a model for a pipeline. Its input is tokens, or the result of its method `example`. With fake
-    tensors, FLOPs are counted instead of times. Raise RefusedError if a parameter belongs to no part, or if the blocks
-    are not a single list that is called in order."""
+    """Divide a model into the parts of a pipeline, and return them with their costs. The model's input is tokens, or
+    the result of the model's method `example`. With fake tensors, FLOPs are counted instead of times. Raise
+    RefusedError if a parameter belongs to no part, or if the blocks are not a single list that is called in order."""
     stacks = find_stacks(model)
     if len(stacks) > 1:
         raise RefusedError(

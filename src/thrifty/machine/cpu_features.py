@@ -47,7 +47,7 @@ _ASSUMED: ContextVar[bool | None] = ContextVar("assumed", default=None)
 
 @contextmanager
 def assume_bfloat16(units: bool) -> Iterator[None]:
-    """Make `has_fast_bfloat16` return `units` inside the block, to plan for another device."""
+    """Make `has_fast_bfloat16` return `units` inside the context, to plan for another device."""
     before = _ASSUMED.set(units)
     try:
         yield

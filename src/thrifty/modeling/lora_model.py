@@ -77,8 +77,8 @@ def activate(model: nn.Module, *names: str) -> None:
 
 @contextmanager
 def active_adapters(model: nn.Module, *names: str) -> Iterator[None]:
-    """Activate the adapters `names` inside the block only. A backward pass with recomputation must also be inside the
-    block."""
+    """Activate the adapters `names` inside the context only. A backward pass with recomputation must also be inside the
+    context."""
     before = {path: LORA.of(layer).active for path, layer in adapted_layers(model).items()}
     activate(model, *names)
     try:

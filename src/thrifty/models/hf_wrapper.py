@@ -36,7 +36,7 @@ class HuggingFaceModel(nn.Module):
         raise NotImplementedError
 
     def probe(self, tokens: Tensor) -> tuple[Tensor, ...]:
-        """Return arguments for a call of the model that predicts from tokens (b, t)."""
+        """Return the arguments for a test call of the model on tokens (b, t), in which it predicts at these tokens."""
         return (tokens,)
 
     def check_visibility(self) -> None:

@@ -120,7 +120,7 @@ def _check(model: nn.Module, tokens: Tensor, temperature: float, top_k: int | No
 
 @contextmanager
 def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Set eval mode inside the block, then restore the mode of each module."""
+    """Set eval mode inside the context, then restore the mode of each module."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:

@@ -56,9 +56,9 @@ def folder_shape(folder: Path, fresh: bool = False) -> ModelConfig:
 
 
 def import_folder(folder: Path, dtype: torch.dtype = torch.float32) -> tuple[Model, ModelConfig]:
-    """Return a folder of a supported family as Thrifty's model, with weights in `dtype`, and its shape. Raise
-    RefusedError for an unsupported architecture. Raise UsageError for a folder without a model or with pickles. Raise
-    IntegrityError if weights are damaged, missing, unexpected or of another shape."""
+    """Import the model of a folder of a supported family. Return Thrifty's model, with weights in `dtype`, and its
+    shape. Raise RefusedError for an unsupported architecture. Raise UsageError for a folder without a model or with
+    pickles. Raise IntegrityError if weights are damaged, missing, unexpected or of another shape."""
     shape = folder_shape(folder)
     with torch.device("meta"):
         model = assemble(shape)

@@ -48,7 +48,8 @@ class TokenClassification(LabelledTextObjective):
         return Prediction(output=logits_of(model, batch), part_weights=(batch["labels"] != NO_LABEL).sum(1).float())
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
-        """Return the loss of each text, summed over its words, (b,). The trainer divides by the number of words."""
+        """Return the loss of each text, (b,): the sum over the words of the text. The trainer divides by the number of
+        words."""
         logits = prediction.logits.float().transpose(1, 2)
         return F.cross_entropy(logits, batch["labels"], reduction="none", ignore_index=NO_LABEL).sum(1)
 

@@ -94,10 +94,10 @@ class TokenCrossEntropy(Objective):
 
     @torch.no_grad()
     def scores(self, prediction: Prediction, batch: Batch) -> Tensor:
-        """Return the gradient norm of each example (b,).
+        """Return the norm of the loss's gradient with respect to the logits, for each example (b,).
 
-        Without weights, the gradient is of the sum of the losses instead of their mean. All examples then have the same
-        number of predictions, so all norms have the same extra factor.
+        Without weights of predictions, the gradient is of the sum of the losses instead of their mean. All examples
+        then have the same number of predictions, so all norms have the same extra factor.
         """
         targets, shares = self._counted_targets(batch)
         if _is_plain_linear(prediction.head):

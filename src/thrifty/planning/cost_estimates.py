@@ -135,8 +135,8 @@ class StepTiming:
 
 
 def line_through(rows: Sequence[int], seconds: Sequence[float]) -> Callable[[int], float]:
-    """Return a function from micro-batch size to seconds: `seconds` at the sizes `rows`, their least-squares line at
-    other sizes.
+    """Return a function from micro-batch size to seconds. At the sizes `rows` it returns the measured `seconds`, at
+    other sizes their least-squares line.
 
     If noise makes the slope or the intercept negative, the time of the largest size is scaled in proportion.
     """

@@ -196,7 +196,8 @@ class PlanSearch(SingleOptionCosts):
         return min((candidate.least_step for candidate in self.tried if candidate.timing), default=inf)
 
     def kind(self, candidate: PlanCandidate) -> frozenset[PlanOption]:
-        """Return the options without micro-batches. Candidates of the same kind share a probe.
+        """Return the kind of a candidate: its options without the number of micro-batches. Candidates of one kind share
+        a probe.
 
         Micro-batches are included for joint losses (over all examples of a batch), because micro-batches change the
         computation of such losses. Micro-batches are also included for several ranks, because communication is partly

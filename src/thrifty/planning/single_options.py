@@ -125,7 +125,8 @@ class SingleOptionCosts:
         return self.singles[option]
 
     def relative(self, option: PlanOption) -> float:
-        """Return the expected relative step time with an option, from its card and counted FLOPs."""
+        """Return the expected step time with an option, relative to the unchanged recipe. It is computed from the
+        factor in the option's card and the counted FLOPs."""
         return option.factor * self.singles[option].flops / max(self.plainest.flops, 1.0)
 
     def estimated(self, options: Sequence[PlanOption]) -> float:

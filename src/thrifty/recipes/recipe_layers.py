@@ -136,7 +136,7 @@ class RecipeLayers:
         }
 
     def values(self) -> dict[str, Any]:
-        """Return each value by its path, without checks."""
+        """Return the value of each setting by its path, such as `data.batch`. Values are not checked."""
         return (_values(recipe_to_data(self.base)) if self.base else {}) | _values(self.changes)
 
     def apply_model(self, model: str | None, arguments: Sequence[str] = ()) -> "RecipeLayers":

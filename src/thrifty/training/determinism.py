@@ -15,7 +15,7 @@ mode. `:4096:8` means 8 buffers of 4 MiB."""
 
 @contextmanager
 def deterministic_kernels(device: torch.device, wanted: bool = True) -> Iterator[None]:
-    """Use deterministic kernels inside the block: two runs on the same GPU model are bit-identical. Atomic additions,
+    """Use deterministic kernels inside the context: two runs on the same GPU model are bit-identical. Atomic additions,
     as in the backward passes of attention, embeddings and `index_add`, run in a fixed order. CPU kernels always have a
     fixed order. Raise ThriftyError for an operation without a deterministic kernel."""
     if device.type != "cuda" or not wanted:

@@ -14,7 +14,7 @@ from thrifty.core.objective import Objective, Prediction
 
 @contextmanager
 def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Switch off gradients and randomness (dropout) inside the block, then restore the training mode."""
+    """Switch off gradients and randomness (dropout) inside the context, then restore the training mode."""
     was_training = model.training
     model.eval()
     with torch.no_grad():

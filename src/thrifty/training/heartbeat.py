@@ -37,8 +37,8 @@ _own: "Heartbeat | None" = None
 
 @contextmanager
 def run_heartbeat(depart: Callable[[], None]) -> Iterator[Rendezvous]:
-    """Run the heartbeat of this rank inside the block, and call `depart` at the end. An error in the block is raised on
-    every rank, and one rank of each host prints the error."""
+    """Run the heartbeat of this rank inside the context, and call `depart` at the end. An error inside the context is
+    raised on every rank, and one rank of each host prints the error."""
     global _own
     _own = Heartbeat(_seconds("THRIFTY_SILENCE", 30), _seconds("THRIFTY_HANG", 600))
     with ExitStack() as until_departed:

@@ -29,7 +29,7 @@ PATIENCE = 60.0
 def on_ranks(count: int, work: Callable[..., dict[str, Any]], *arguments: Any, **options: Any) -> dict[str, Any]:
     """Call `work` in `count` processes of this machine, and return the result of rank 0. If `count` is 1, or if a
     launcher has already started the processes, call `work` in this process. Raise UsageError for arguments that cannot
-    be sent. If a rank fails, raise the error of the first failed rank."""
+    be sent to another process. If a rank fails, raise the error of the first failed rank."""
     if count < 1:
         raise UsageError(f"ranks is {count}, below the limit of 1", fix="--ranks 1")
     refuse_start_during_import()

@@ -209,8 +209,8 @@ class RunFolder:
 
     def read_records(self) -> list[dict[str, Any]]:
         """Return all records, oldest first. Raise IntegrityError for a damaged line. Skip a line that a crash cut. If a
-        step was repeated after a resume, return only its last record. Changes and notices with different texts are all
-        returned."""
+        step was repeated after a resume, return only its last record. A step may have several changes and notices;
+        those with different texts are all returned."""
         records: dict[Any, dict[str, Any]] = {}
         content = self.records.read_bytes() if self.records.is_file() else b""
         for number, line in enumerate(content.split(b"\n")[:-1], start=1):

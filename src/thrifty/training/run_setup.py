@@ -99,7 +99,7 @@ class PreparedRun:
 
 @contextmanager
 def process_group() -> Iterator[None]:
-    """Open the process group inside the block if torchrun or srun started this process; do nothing for a single
+    """Open the process group inside the context if torchrun or srun started this process; do nothing for a single
     process. Raise OutOfMemory in place of an allocator's error."""
     take_srun_ranks()
     if "RANK" not in os.environ or dist.is_initialized():

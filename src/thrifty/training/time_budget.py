@@ -77,7 +77,7 @@ class TimeBudget:
 
     @contextmanager
     def work(self, kind: str) -> Iterator[None]:
-        """Measure work between steps inside the block."""
+        """Measure the time of work between steps, which is done inside the context."""
         start = time.monotonic()
         yield
         self._work[kind] = time.monotonic() - start

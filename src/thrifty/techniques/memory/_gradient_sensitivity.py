@@ -42,9 +42,9 @@ def _gradients(
 
 @contextmanager
 def preserve_gradients(model: nn.Module) -> Iterator[Callable[[], None]]:
-    """Set all `.grad` to None for a `with` block; afterwards restore gradients, buffers and random state.
+    """Clear all gradients for the context, and afterwards restore gradients, buffers and random state.
 
-    Yield a function that restores buffers and random state within the block.
+    The context yields a function that restores buffers and random state at once.
     """
     parameters = list(model.parameters())
     gradients = [parameter.grad for parameter in parameters]

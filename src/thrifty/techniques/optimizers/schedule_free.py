@@ -29,11 +29,11 @@ from thrifty.optim.transform_elements import AddDecayedWeights, ScaleByAdam, add
 def schedule_free_update(
     direction: list[Tensor], ahead: list[Tensor], rate: float | Tensor, share: float | Tensor, beta: float
 ) -> list[Tensor]:
-    """Return the update of the training weights y for an ascent direction d at y. Update `ahead` = z - y in place.
+    """Return the update of the training weights y, and update `ahead` = z - y in place.
 
-    The steps are made on z, and x is the average of z.
+    The weights z make the steps, along an ascent direction d that is computed at y. x is the average of z.
 
-    z -= rate · d;  x += share · (z - x);  y = beta · x + (1 - beta) · z
+    z -= rate · d; x += share · (z - x); y = beta · x + (1 - beta) · z
 
     Because x is not stored, `ahead` becomes (1 - share) · (ahead - beta · rate · d). The update of y is the decrease of
     `ahead` minus rate · d.
