@@ -76,14 +76,12 @@ def test_end_states_the_result_in_words(figures: dict[str, Any], words: str) -> 
 )
 def test_end_has_three_commands(changes: dict[str, Any], first: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TYPED, "1")
-    commands = next_commands({"status": "finished", "folder": "my runs/text"}, Recipe(**changes))
+    commands = next_commands({"folder": "my runs/text"}, Recipe(**changes))
     assert len(commands) == 3 and commands[0] == first
     assert "thrifty resume 'my runs/text' --budget +500steps" in commands
-    assert next_commands({"status": "interrupted"}, Recipe()) == []
 
 
 def test_end_has_calls_for_python() -> None:
-    finished = {"status": "finished", "folder": "runs/text"}
-    commands = next_commands(finished, Recipe(budget=Budget(seconds=90.0)))
+    commands = next_commands({"folder": "runs/text"}, Recipe(budget=Budget(seconds=90.0)))
     assert commands[0] == "thrifty.sample('runs/text', tokens=200)"
     assert commands[2] == "thrifty.resume('runs/text', budget=\"+90s\")"

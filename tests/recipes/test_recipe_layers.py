@@ -3,13 +3,14 @@
 import math
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from thrifty.cli.recipe_options import build_recipe
+from thrifty.cli.recipe_options import announce, build_recipe
 from thrifty.core.errors import UsageError
 from thrifty.core.plain_values import read_budget
-from thrifty.core.recipe import Budget
+from thrifty.core.recipe import Budget, Recipe
 from thrifty.recipes.language_recipes import kjv
 from thrifty.recipes.recipe_layers import RecipeLayers, toml_value
 from thrifty.recipes.vision_recipes import vit_cifar10
@@ -211,3 +212,34 @@ def test_invalid_amount_is_refused_with_examples(text: str) -> None:
     with pytest.raises(UsageError, match="is not an amount") as error:
         read_budget(text)
     assert "500steps, 1e7tokens, 3epochs, 90s, 10min or 2h" in error.value.fix
+
+
+def find_one(recipe: Recipe, name: str) -> Any:
+    return next(technique for technique in recipe.techniques if technique.name == name)
+
+
+def test_short_options_set_values_of_the_recipe(capsys: pytest.CaptureFixture[str]) -> None:
+    short = {"batch": 4, "length": 64, "steps": 7, "device": "cpu", "epochs": None}
+    recipe = announce(build_recipe("text", lr=0.5, **short)).recipe()
+    assert (recipe.data.batch, recipe.data.length, recipe.budget, recipe.device) == (4, 64, Budget(steps=7), "cpu")
+    assert find_one(recipe, "optimizers.adamw").lr == 0.5
+    printed = capsys.readouterr().err.splitlines()
+    assert "--lr sets techniques.optimizers.adamw.lr = 0.5" in printed and "--steps sets budget.steps = 7" in printed
+    assert len(printed) == 5
+    announce(build_recipe("text", lr=0.5), quiet=True)
+    assert capsys.readouterr().err == ""
+
+
+def test_learning_rate_is_of_the_chosen_optimizer() -> None:
+    lion = build_recipe("text", removals=("optimizers.adamw",), additions=("optimizers.lion",), lr=0.25).recipe()
+    assert find_one(lion, "optimizers.lion").lr == 0.25
+    typed_last = build_recipe("text", lr=0.5, assignments=("techniques.optimizers.adamw.lr=0.125",)).recipe()
+    assert find_one(typed_last, "optimizers.adamw").lr == 0.125
+    with pytest.raises(UsageError, match="--lr: the recipe has 0 optimizers"):
+        build_recipe("text", removals=("optimizers.adamw",), lr=0.5)
+
+
+@pytest.mark.parametrize("two", [{"steps": 7, "epochs": 2.0}, {"budget": "10min", "steps": 7}])
+def test_two_lengths_of_training_are_refused(two: dict[str, Any]) -> None:
+    with pytest.raises(UsageError, match="both set the length of training\n.*keep only --"):
+        build_recipe("text", **two)

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from thrifty.cli.recipe_options import build_recipe, recipe_options
+from thrifty.cli.recipe_options import announce, build_recipe, recipe_options, run_options
 
 PROTOCOL = ("equal_budget", "seeds", "rate_trials", "rate_factor", "min_effect", "warmup_steps")
 """Options of the comparison; all other options change the baseline."""
@@ -13,6 +13,7 @@ PROTOCOL = ("equal_budget", "seeds", "rate_trials", "rate_factor", "min_effect",
 
 @click.command()
 @recipe_options
+@run_options
 @click.option(
     "--variant",
     "variants",
@@ -76,7 +77,7 @@ def command(
 
     protocol: Any = {option: value for option in PROTOCOL if (value := options.pop(option)) is not None}
     result = thrifty.compare(
-        build_recipe(recipe, **options).recipe(),
+        announce(build_recipe(recipe, **options), quiet).recipe(),
         read_variants(variants, lambda other: build_recipe(other, **options).recipe()),
         name=name,
         workers=workers,

@@ -4,12 +4,13 @@ from typing import Any
 
 import click
 
-from thrifty.cli.recipe_options import build_recipe, recipe_options
+from thrifty.cli.recipe_options import announce, build_recipe, recipe_options, run_options
 from thrifty.cli.verb_output import print_result
 
 
 @click.command()
 @recipe_options
+@run_options
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def command(as_json: bool, **options: Any) -> None:
     """Explain RECIPE without training it. Prints the techniques in order of stage. For each technique, it prints the
@@ -21,5 +22,5 @@ def command(as_json: bool, **options: Any) -> None:
     """
     import thrifty
 
-    layers = build_recipe(**options)
+    layers = announce(build_recipe(**options))
     print_result(thrifty.explain(layers.recipe(), origins=layers.changed()), as_json)

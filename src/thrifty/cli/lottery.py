@@ -5,12 +5,13 @@ from typing import Any
 
 import click
 
-from thrifty.cli.recipe_options import build_recipe, read_moment, recipe_options
+from thrifty.cli.recipe_options import announce, build_recipe, read_moment, recipe_options, run_options
 from thrifty.cli.verb_output import print_result
 
 
 @click.command()
 @recipe_options
+@run_options
 @click.option("--rounds", type=click.IntRange(min=1), help="Pruning rounds after the dense run.  [default: 8]")
 @click.option(
     "--prune-fraction",
@@ -72,6 +73,6 @@ def command(
     moment = read_moment("--rewind", rewind, "--rewind 50; or --rewind 0.01 for a fraction") if rewind else None
     values |= {"rewind": moment, "controls": controls or None}
     settings: Any = {name: value for name, value in values.items() if value is not None}
-    layers = build_recipe(**options)
+    layers = announce(build_recipe(**options), quiet)
     result = thrifty.lottery(layers.recipe(), runs=runs, origins=layers.changed(), quiet=quiet, **settings)
     print_result(result, as_json, quiet)

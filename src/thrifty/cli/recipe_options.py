@@ -1,6 +1,6 @@
 """Recipe options that several verbs share."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
@@ -94,6 +94,26 @@ recipe_options = together(
 )
 """RECIPE and the options that change it. `build_recipe` accepts these options as keyword arguments."""
 
+run_options = together(
+    click.option("--lr", type=click.FloatRange(0, min_open=True), help="Learning rate of the recipe's optimizer."),
+    click.option("--batch", type=click.IntRange(1), help="Effective batch: examples per step over all ranks."),
+    click.option("--length", type=click.IntRange(2), help="Tokens per example."),
+    click.option("--steps", type=click.IntRange(1), help="Length of training in steps, in place of --budget."),
+    click.option(
+        "--epochs", type=click.FloatRange(0, min_open=True), help="Length of training in epochs, in place of --budget."
+    ),
+    click.option("--device", help="cpu, cuda or auto."),
+)
+"""Short options for settings of a run. `build_recipe` accepts them too."""
+SHORT = {
+    "batch": "data.batch",
+    "length": "data.length",
+    "steps": "budget.steps",
+    "epochs": "budget.epochs",
+    "device": "device",
+}
+"""Path in the recipe of each short option but --lr, which sets the optimizer's `lr`."""
+
 
 def build_recipe(
     recipe: str | None = None,
@@ -110,8 +130,10 @@ def build_recipe(
     removals: tuple[str, ...] = (),
     assignments: tuple[str, ...] = (),
     mesh: str | None = None,
+    lr: float | None = None,
+    **short: Any,
 ) -> "RecipeLayers":
-    """Return the layers of the recipe that the command line describes.
+    """Return the layers of the recipe that the command line describes. `lr` and `short` are `run_options`.
 
     The default recipe is "text". With the user's own model, data or loss, the default is the same as in
     `thrifty.recipe`.
@@ -130,14 +152,37 @@ def build_recipe(
         layers = layers_of(recipe or "text")
         layers.apply_objects(data, held_out, loss)
         layers.apply_model(model, model_arguments)
+    short = {option: value for option, value in short.items() if value is not None}
+    _refuse_two_budgets({"budget": budget, **short})
     if budget is not None:
         layers.replace("--budget", "budget", read_budget(budget))
     for option, value in (("seed", seed), ("name", name), ("patience", patience)):
         if value is not None:
             values = {"evaluation": {option: value}} if option == "patience" else {option: value}
             layers.override(f"--{option}", values)
-    layers.apply_changes(removals, additions, assignments)
+    for option, value in short.items():
+        layers.assign(f"--{option}", SHORT[option], value)
+    layers.apply_changes(removals, additions, ())
+    if lr is not None:
+        layers.assign("--lr", f"techniques.{layers.optimizer_name('--lr')}.lr", lr)
+    layers.apply_changes((), (), assignments)
     return layers if mesh is None else layers.apply_mesh(mesh)
+
+
+def _refuse_two_budgets(options: Mapping[str, Any]) -> None:
+    chosen = [f"--{name} {options[name]}" for name in ("budget", "steps", "epochs") if options.get(name) is not None]
+    if len(chosen) > 1:
+        raise UsageError(f"{' and '.join(chosen)} both set the length of training", fix=f"keep only {chosen[0]}")
+
+
+def announce(layers: "RecipeLayers", quiet: bool = False) -> "RecipeLayers":
+    """Print what each short option sets, on standard error, and return the layers."""
+    values = {} if quiet else layers.values()
+    for path, value in values.items():
+        option = layers.origins.get(path, "").removeprefix("--")
+        if option == "lr" or option in SHORT:
+            click.echo(f"--{option} sets {path} = {value}", err=True)
+    return layers
 
 
 def read_moment(option: str, text: str, fix: str) -> int | float:

@@ -5,12 +5,13 @@ from typing import Any
 
 import click
 
-from thrifty.cli.recipe_options import build_recipe, recipe_options
+from thrifty.cli.recipe_options import announce, build_recipe, recipe_options, run_options
 from thrifty.core.errors import UsageError
 
 
 @click.command()
 @recipe_options
+@run_options
 @click.option("--over", multiple=True, metavar="PATH=VALUES", help="Setting to vary: 8,16,32 or 1e-4..1e-2:log.")
 @click.option("--trials", type=int, help="Number of trials.  [default: the grid, or 9 if a setting has a range]")
 @click.option("--reduction", type=int, default=3, show_default=True, help="1/REDUCTION of the trials continue.")
@@ -50,7 +51,7 @@ def command(
     from thrifty.cli.verb_output import print_result
 
     result = thrifty.sweep(
-        build_recipe(**options).recipe(),
+        announce(build_recipe(**options), quiet).recipe(),
         _read_over(over),
         name=name,
         trials=trials,

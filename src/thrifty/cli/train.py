@@ -5,11 +5,12 @@ from typing import Any
 
 import click
 
-from thrifty.cli.recipe_options import RANKS, build_recipe, recipe_options
+from thrifty.cli.recipe_options import RANKS, announce, build_recipe, recipe_options, run_options
 
 
 @click.command()
 @recipe_options
+@run_options
 @click.option(
     "--runs", type=click.Path(path_type=Path), default=Path("runs"), help="Parent of run folders.  [default: runs]"
 )
@@ -25,7 +26,7 @@ def command(runs: Path, ranks: int, quiet: bool, as_json: bool, **chosen: Any) -
     import thrifty
     from thrifty.cli.verb_output import finished_run, print_result
 
-    layers = build_recipe(**chosen)
+    layers = announce(build_recipe(**chosen), quiet)
     recipe, is_named = layers.recipe(), layers.origins.get("name", "").startswith("--")
     options = {"ranks": ranks, "runs": runs, "origins": layers.changed(), "quiet": quiet}
     run = finished_run(lambda: thrifty.train(recipe=recipe, name=recipe.name if is_named else None, **options))

@@ -112,12 +112,12 @@ class RunResult(PrintedResult):
         return replace(recipe_from_data(stored_recipe(self.folder)), objects=self.objects)
 
     def __rich__(self) -> RenderableType:
-        commands = next_commands(self.summary, self.recipe)
-        text = self.sample if commands else None
-        sampled = ["\nsample", textwrap.indent(text, "  ")] if text else []
-        return lines(
-            *ending(self.summary), *sampled, *(["\nnext", *(f"  {each}" for each in commands)] if commands else [])
-        )
+        printed = ending(self.summary)
+        if self.summary["status"] == "finished" and is_run_folder(self.folder):
+            text = self.sample
+            printed += ["\nsample", textwrap.indent(text, "  ")] if text else []
+            printed += ["\nnext", *(f"  {command}" for command in next_commands(self.summary, self.recipe))]
+        return lines(*printed)
 
 
 class RunInterrupted(KeyboardInterrupt):

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from thrifty import techniques
+from thrifty.core.claims import Claim
 from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.core.mesh import USED_BY
 from thrifty.core.plain_values import DEEPEST, parse_toml
@@ -208,6 +209,17 @@ class RecipeLayers:
         own, known = UserObjects.from_arguments(**names), recipe.objects
         passed = {name: getattr(own, name) for name in names}
         return replace(recipe, objects=replace(known, **passed, names={**known.names, **names}))
+
+    def optimizer_name(self, option: str) -> str:
+        """Return the name of the optimizer. Raise UsageError, with the option, unless there is exactly one with
+        a learning rate.
+        """
+        present = [techniques.find(name) for name in self._technique_names()]
+        named = [each.name for each in present if Claim.OPTIMIZER in each.claims and hasattr(each(), "lr")]
+        if len(named) != 1:
+            what = f"{option}: the recipe has {len(named)} optimizers with a learning rate"
+            raise UsageError(what, fix="--with optimizers.adamw:lr=0.001; remove another by --without NAME")
+        return named[0]
 
     def _technique_names(self) -> list[str]:
         below = [technique.name for technique in (self.base.techniques if self.base else ())]

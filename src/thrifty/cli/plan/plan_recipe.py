@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from thrifty.cli.recipe_options import build_recipe, recipe_options
+from thrifty.cli.recipe_options import announce, build_recipe, recipe_options, run_options
 from thrifty.cli.verb_output import print_result
 from thrifty.core.errors import UsageError
 
@@ -21,6 +21,7 @@ PROBING = ("probe", "probe_seconds", "probed_candidates", "seconds")
 
 @click.command(name="recipe")
 @recipe_options
+@run_options
 @click.option(
     "--memory",
     metavar="SIZE",
@@ -91,7 +92,7 @@ def plan_recipe(
             fix="write the plan with --out PLAN.toml, then thrifty plan PLAN.toml --export without --cluster",
         )
     with units_of(cluster):
-        chosen = build_recipe(recipe, **options).recipe()
+        chosen = announce(build_recipe(recipe, **options), as_json).recipe()
     if chosen.model.build and "script" in exports:
         raise UsageError(
             f"--export script requires a preset, but {chosen.model.build!r} is your own model",
