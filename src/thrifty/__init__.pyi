@@ -35,9 +35,9 @@ from .interface.plans import RecipePlan as RecipePlan
 from .interface.plans import plan as plan
 from .interface.promises import check as check
 from .interface.recipe_arguments import recipe as recipe
+from .interface.reports import report as report
 from .interface.retrieval import retrieve as retrieve
 from .interface.run_reports import RunReport as RunReport
-from .interface.run_reports import report as report
 from .interface.run_reports import track as track
 from .interface.samples import sample as sample
 from .interface.scaling import fit_scaling_law as fit_scaling_law

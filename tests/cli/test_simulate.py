@@ -67,7 +67,7 @@ def test_a_step_that_does_not_fit_is_reported() -> None:
 def test_the_timeline_is_written_as_trace_and_picture(tmp_path: Path) -> None:
     trace, picture = tmp_path / "step.json", tmp_path / "step.png"
     words = ("cluster", "--model", "gpt1-nano", "--mesh", "pipeline=4,tensor=2", "--batch", "8")
-    shown(*words, "--trace", trace, "--picture", picture)
+    shown(*words, "--trace", trace, "--figure", picture)
     events = json.loads(trace.read_text())["traceEvents"]
     assert sum(event["ph"] == "X" for event in events) == 4 * 2 * 8
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -105,7 +105,7 @@ def test_every_style_of_preset_can_be_simulated(preset: str) -> None:
         (("--model", "llama-nano", "--ranks", "4", "--mesh", "tensor=8"), "8 ranks, but the cluster has 4"),
         (("--model", "llama-nano", "--batch", "12"), "12 examples do not divide"),
         (("--model", "llama-nano", "--schedule", "2f2b"), "unknown pipeline schedule"),
-        (("--model", "llama-nano", "--picture", "step.gif"), "does not end in .svg or .png or .pdf"),
+        (("--model", "llama-nano", "--figure", "step.gif"), "does not end in .svg or .png or .pdf"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
 )

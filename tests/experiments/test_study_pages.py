@@ -11,10 +11,11 @@ from tiny_studies import result
 
 from thrifty.core.errors import UsageError
 from thrifty.experiments.study import StudyPlot
-from thrifty.experiments.study_charts import caption, chart, picture, points
+from thrifty.experiments.study_charts import caption, chart, points, titled_chart
 from thrifty.experiments.study_page import render, write_page
 from thrifty.experiments.study_summary import SeedMean
 from thrifty.experiments.study_table import interval, shown, table
+from thrifty.reporting.saved_chart import SavedChart
 
 
 @pytest.mark.parametrize(
@@ -79,8 +80,8 @@ def test_line_colours_follow_the_order_of_cases() -> None:
 
 def test_images_match_their_format() -> None:
     plot = result().study.plots[0]
-    assert picture(result(), plot, "png").startswith(b"\x89PNG")
-    assert ET.fromstring(picture(result(), plot, "svg")).tag.endswith("svg")  # noqa: S314 (our own picture)
+    assert SavedChart(titled_chart(result(), plot)).png().startswith(b"\x89PNG")
+    assert ET.fromstring(SavedChart(titled_chart(result(), plot)).svg()).tag.endswith("svg")  # noqa: S314 (our own picture)
 
 
 class Page(HTMLParser):

@@ -39,10 +39,10 @@ def command() -> None:
 )
 @click.option("--flash/--no-flash", default=True, help="Attention without stored scores (presets, folders).")
 @click.option("--trace", type=click.Path(path_type=Path), help="Write the timeline for ui.perfetto.dev.")
-@click.option("--picture", type=click.Path(path_type=Path), help="Write the timeline as .svg, .png or .pdf.")
+@click.option("--figure", type=click.Path(path_type=Path), help="Write the timeline as .svg, .png or .pdf.")
 @AS_JSON
 def cluster(
-    model: str, mesh: str | None, trace: Path | None, picture: Path | None, as_json: bool, **options: Any
+    model: str, mesh: str | None, trace: Path | None, figure: Path | None, as_json: bool, **options: Any
 ) -> None:
     """Simulate one training step on a cluster: step time and its parts, memory of each rank, FLOP/s and MFU."""
     import thrifty
@@ -50,8 +50,8 @@ def cluster(
     simulated = thrifty.simulate.cluster(model, mesh=_table("--mesh", mesh), **options)
     if trace is not None:
         simulated.write_trace(trace)
-    if picture is not None:
-        simulated.figure().save(picture)
+    if figure is not None:
+        simulated.figure().save(figure)
     print_result(simulated, as_json)
 
 

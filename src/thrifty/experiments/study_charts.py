@@ -7,8 +7,7 @@ import altair as alt
 
 from thrifty.experiments.study import StudyPlot, level_text
 from thrifty.experiments.study_result import StudyResult
-from thrifty.reporting.chart_renderer import render_png, render_svg
-from thrifty.reporting.color_theme import LIGHT, chart_look
+from thrifty.reporting.color_theme import css_variable
 from thrifty.reporting.number_format import significant
 
 SERIES = ["#0072b2", "#d55e00", "#009e73", "#b25690", "#8a6d00", "#56b4e9", "#4d4d4d", "#e69f00"]
@@ -77,12 +76,10 @@ def _x(plot: StudyPlot, drawn: list[Row]) -> alt.X:
     return alt.X("x:N", title=_words(plot.x), sort=None, axis=alt.Axis(labelAngle=0))
 
 
-def picture(result: StudyResult, plot: StudyPlot, kind: str) -> bytes:
-    """Render a plot on a white background as "png" or "svg"."""
-    title = {"text": plot.title, "anchor": "start", "fontSize": 15, "offset": 12, "color": LIGHT["ink"]}
-    spec = {**chart(result, plot).to_dict(), "padding": 20, "background": LIGHT["surface"], "title": title}
-    config = chart_look(LIGHT.__getitem__, font="sans-serif")
-    return render_png(spec, config) if kind == "png" else render_svg(spec, config).encode()
+def titled_chart(result: StudyResult, plot: StudyPlot) -> dict[str, Any]:
+    """Return a plot with its title, for files."""
+    title = {"text": plot.title, "anchor": "start", "fontSize": 15, "offset": 12, "color": css_variable("ink")}
+    return {**chart(result, plot).to_dict(), "title": title}
 
 
 def caption(result: StudyResult, plot: StudyPlot) -> str:

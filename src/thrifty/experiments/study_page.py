@@ -1,19 +1,19 @@
 """Page of a study: a self-contained HTML file, and its plots as images in plots/."""
 
-import base64
 import shlex
 from pathlib import Path
 
 from thrifty.core.atomic_files import AtomicFiles, refuse_links
 from thrifty.core.secret_redaction import redact, redact_command
 from thrifty.experiments.study import StudyPlot
-from thrifty.experiments.study_charts import caption, picture
+from thrifty.experiments.study_charts import caption, titled_chart
 from thrifty.experiments.study_result import StudyResult
 from thrifty.experiments.study_table import rows, sentence, spread
 from thrifty.reporting.notebook_view import piece
 from thrifty.reporting.number_format import duration
 from thrifty.reporting.page_templates import template
 from thrifty.reporting.run_tables import TextTable
+from thrifty.reporting.saved_chart import SavedChart
 from thrifty.training.run_folder import RunFolder
 
 FACTS = ("cpu", "gpu", "cores", "device", "torch", "python", "thrifty", "platform", "started")
@@ -25,7 +25,7 @@ def write_page(result: StudyResult, folder: Path) -> Path:
     refuse_links(folder.resolve())
     run.plots.mkdir(exist_ok=True)
     for plot in result.study.plots:
-        AtomicFiles().swap(run.plots / f"{plot.id}.png", picture(result, plot, "png"))
+        AtomicFiles().swap(run.plots / f"{plot.id}.png", SavedChart(titled_chart(result, plot)).png())
     run.write_text(run.report.name, render(result))
     return run.report
 
@@ -61,4 +61,4 @@ StudyResult._repr_html_ = study_html
 
 def _data_url(result: StudyResult, plot: StudyPlot) -> str:
     """Return a plot as a data URL. The page therefore loads no external resources and runs no scripts."""
-    return "data:image/svg+xml;base64," + base64.b64encode(picture(result, plot, "svg")).decode()
+    return SavedChart(titled_chart(result, plot)).data_url()

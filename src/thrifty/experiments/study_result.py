@@ -89,6 +89,10 @@ class StudyResult:
                 f"{self.study.name} has changed since its first cells were measured: {'; '.join(changes)}",
                 fix="measure the study under another name: --name NAME",
             )
+        self.add_saved(data)
+
+    def add_saved(self, data: Mapping[str, Any]) -> None:
+        """Load the environment and the cells of a saved result."""
         self.environment = data["environment"]
         for cell in data["cells"]:
             numbers = {name: _number(value) for name, value in cell["numbers"].items()}

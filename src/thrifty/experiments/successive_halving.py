@@ -82,7 +82,10 @@ def run_sweep(
     """
     recipe.refuse_missing_objects()
     if unequal := [path for path in space if path.partition(".")[0] in FIXED]:
-        raise UsageError(f"--over {unequal[0]!r} cannot differ between trials", fix=f"--set {unequal[0]}=VALUE")
+        raise UsageError(
+            f"--over {unequal[0]!r} cannot differ between trials",
+            fix=f"leave out --over {unequal[0]}, and change the recipe",
+        )
     points = sample_settings(space, settings.trials, recipe.seed)
     recipes = [with_settings(recipe, point) for point in points]
     check_alike([Variant("baseline", "baseline", recipe), *_variants(points, recipes)])

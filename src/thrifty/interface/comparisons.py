@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Unpack
 
-import altair as alt
 from rich.console import RenderableType
 
 from thrifty.comparing import comparison
@@ -15,23 +14,25 @@ from thrifty.comparing.equal_budgets import Equal
 from thrifty.comparing.run_launchers import RunLauncher, SameProcess
 from thrifty.comparing.saved_comparison import refuse_existing_comparison, save_comparison
 from thrifty.comparing.variants import Change, variants_of
-from thrifty.core.errors import UsageError, spelled
+from thrifty.core.errors import spelled
 from thrifty.core.file_names import check_name
+from thrifty.core.old_names import rename_comparison
 from thrifty.core.plain_values import build
 from thrifty.core.recipe import Recipe
 from thrifty.interface.progress import progress
 from thrifty.interface.recipe_arguments import RecipeArguments
 from thrifty.interface.recipe_arguments import recipe as recipe_of
-from thrifty.reporting.comparison_charts import charts, found_difference, judged_of, judged_value
-from thrifty.reporting.comparison_page import about, cautions, tables, verdicts
+from thrifty.reporting.comparison_charts import PAPER, found_difference, judged_of, judged_value, named_charts
+from thrifty.reporting.comparison_page import about, cautions, tables, verdicts, write_comparison_page
+from thrifty.reporting.measured_result import MeasuredResult, Rows, flat
 from thrifty.reporting.number_format import MISSING, duration, significant
-from thrifty.reporting.printed_result import PrintedResult, ResultTable, lines
-from thrifty.reporting.saved_chart import SavedChart
+from thrifty.reporting.printed_result import ResultTable, lines
+from thrifty.training.run_folder import RunFolder
 from thrifty.training.sent_objects import can_be_sent
 
 
 @dataclass(frozen=True, repr=False)
-class ComparisonResult(PrintedResult):
+class ComparisonResult(MeasuredResult):
     """Verdicts on all variants, and all measurements: the content of comparison.json."""
 
     content: Mapping[str, Any]
@@ -68,12 +69,17 @@ class ComparisonResult(PrintedResult):
         head = ("variant", "verdict", f"held-out {judged}", "minus baseline (95 %)", "step time")
         return ResultTable(head, rows)
 
-    def figure(self) -> SavedChart:
-        """Return a chart of all pairs and all loss curves. Raise UsageError if no pair of runs has finished."""
-        drawn = [chart.properties(title=title) for title, _, chart in charts(self.content)]
-        if not drawn:
-            raise UsageError("no pair of runs has finished", fix="repeat the same call to resume the comparison")
-        return SavedChart(alt.vconcat(*drawn).to_dict())
+    @property
+    def page(self) -> Path:
+        """HTML page of the comparison."""
+        return self.folder / "report.html"
+
+    def rows(self) -> Rows:
+        return [flat({**entry, "judged_on": []}) for entry in self.content["runs"]]
+
+    def charts(self) -> dict[str, Mapping[str, Any]]:
+        """Return the loss (or judged metric) over time by its name, and "differences" of pairs."""
+        return {name: chart.to_dict() for name, chart in named_charts(self.content, PAPER).items()}
 
     def __rich__(self) -> RenderableType:
         result = self.content
@@ -89,6 +95,13 @@ class ComparisonResult(PrintedResult):
         if result["status"] == "interrupted":
             printed.append(f"interrupted; the same {spelled('command', 'call')} resumes it")
         return lines(*printed, f"{result['folder']}/report.html")
+
+
+def open_comparison(folder: Path) -> ComparisonResult:
+    """Write the page of a comparison's folder again, and return the result."""
+    write_comparison_page(folder)
+    content = rename_comparison(RunFolder(folder).read_json("comparison"))
+    return ComparisonResult({"exit_code": 0, **content, "folder": str(folder)})
 
 
 def compare(

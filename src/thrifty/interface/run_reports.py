@@ -1,4 +1,4 @@
-"""`report` and `track`: write a run folder as an HTML page, or as files of an experiment tracker."""
+"""Report of a run as an HTML page, and `track`: records of a run as files of an experiment tracker."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -9,22 +9,29 @@ from rich.console import RenderableType
 
 from thrifty.core.errors import UsageError
 from thrifty.reporting.key_figures import KeyFigures, key_figures, verdict
+from thrifty.reporting.measured_result import MeasuredResult, Rows
 from thrifty.reporting.notebook_view import run_html
 from thrifty.reporting.printed_result import PrintedResult, lines
+from thrifty.reporting.run_charts import figures
 from thrifty.reporting.run_page import write_page
 from thrifty.reporting.run_record import RunRecord, find_run, read_run
+from thrifty.reporting.run_rows import run_rows
 from thrifty.trackers.record_follower import track as track_records
 from thrifty.trackers.tracker import KINDS
 from thrifty.training.checkpoint_index import named_steps
 
 
 @dataclass(frozen=True, repr=False)
-class RunReport(PrintedResult):
+class RunReport(MeasuredResult):
     """HTML page of a run, and its key figures. In a notebook it shows loss and memory."""
 
-    page: Path
     record: RunRecord
     figures: KeyFigures
+
+    @property
+    def page(self) -> Path:
+        """HTML page of the run."""
+        return self.record.folder / "report.html"
 
     @property
     def summary(self) -> Mapping[str, Any]:
@@ -40,6 +47,12 @@ class RunReport(PrintedResult):
     def verdict(self) -> str:
         """One sentence on the end of the run and its results."""
         return verdict(self.figures)
+
+    def rows(self) -> Rows:
+        return run_rows(self.record)
+
+    def charts(self) -> dict[str, Mapping[str, Any]]:
+        return charts_of(self.record)
 
     def as_dict(self) -> dict[str, Any]:
         key, plots = self.figures, sorted(map(str, (self.page.parent / "plots").glob("*.png")))
@@ -61,19 +74,16 @@ class RunReport(PrintedResult):
         return run_html(self.record)
 
 
-def report(run: Any) -> RunReport:
-    """Write report.html and plots/*.png to the folder of a run, and return the run's key figures.
+def charts_of(record: RunRecord) -> dict[str, Mapping[str, Any]]:
+    """Return the charts of a run by name, such as "loss" and "memory"."""
+    return {figure.id: figure.titled for figure in figures(record, key_figures(record))}
 
-    `run` is a run, a run folder, or a name under ./runs. The run may still be training.
 
-    Raises UsageError if the run does not exist.
-
-    Example::
-
-        print(thrifty.report("runs/mine").page)
-    """
+def report_run(run: Any) -> RunReport:
+    """Write the page of a run, and return the run's key figures. Raises UsageError if the run does not exist."""
     record = read_run(run_folder(run))
-    return RunReport(write_page(record), record, key_figures(record))
+    write_page(record)
+    return RunReport(record, key_figures(record))
 
 
 @dataclass(frozen=True, repr=False)

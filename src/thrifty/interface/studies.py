@@ -1,6 +1,6 @@
 """`study`: repeat a published experiment at small scale, and check its expectations."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -9,16 +9,19 @@ from rich.console import RenderableType
 
 from thrifty.core.errors import UsageError
 from thrifty.core.file_names import check_name
+from thrifty.core.old_names import rename_cases
 from thrifty.experiments import saved_study, studies
+from thrifty.experiments.study_charts import titled_chart
 from thrifty.experiments.study_result import StudyResult, read_result
-from thrifty.experiments.study_runner import is_measured, read_folder, run_study
+from thrifty.experiments.study_runner import FILE, is_measured, read_folder, run_study, write_outcome
 from thrifty.experiments.study_table import table
 from thrifty.interface.progress import progress
-from thrifty.reporting.printed_result import PrintedResult, lines
+from thrifty.reporting.measured_result import MeasuredResult, Rows, flat
+from thrifty.reporting.printed_result import lines
 
 
 @dataclass(frozen=True, repr=False)
-class MeasuredStudy(PrintedResult):
+class MeasuredStudy(MeasuredResult):
     """Result of a study, its page, and deviations from a saved result."""
 
     result: StudyResult
@@ -32,11 +35,40 @@ class MeasuredStudy(PrintedResult):
     def exit_code(self) -> int:  # type: ignore[override]
         return 1 if self.off else 0
 
+    @property
+    def page(self) -> Path:
+        """HTML page of the study."""
+        return self.folder / "report.html"
+
     def as_dict(self) -> dict[str, Any]:
         return self.result.as_data()
 
+    def rows(self) -> Rows:
+        cases = self.result.study.cases
+        return [
+            {"case": case, "seed": seed, **flat(cases[case]), **cell.numbers, "run_seconds": cell.seconds}
+            for (case, seed), cell in self.result.cells.items()
+        ]
+
+    def charts(self) -> dict[str, Mapping[str, Any]]:
+        """Return each plot of the study by its id."""
+        return {plot.id: titled_chart(self.result, plot) for plot in self.result.study.plots if self.result.cells}
+
     def __rich__(self) -> RenderableType:
         return lines(table(self.result), str(self.folder / "report.html"))
+
+
+def open_study(folder: Path) -> MeasuredStudy:
+    """Write the page of a study's folder again, and return the result. The cases are those of the folder, and the plots
+    and expectations are those of the installed study.
+    """
+    data = read_result(folder / FILE)
+    cases = rename_cases(data["definition"]["cases"])
+    seeds = max((cell["seed"] for cell in data["cells"]), default=0) + 1
+    result = StudyResult(replace(studies.make(data["study"]), cases=cases, seeds=seeds), data["environment"])
+    result.add_saved(data)
+    write_outcome(result, folder)
+    return MeasuredStudy(result, folder)
 
 
 def study(

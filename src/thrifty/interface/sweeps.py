@@ -1,7 +1,7 @@
 """`sweep`: search over settings of a recipe by successive halving."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Unpack
@@ -24,8 +24,10 @@ from thrifty.interface.recipe_arguments import recipe as recipe_of
 from thrifty.interface.training import RunResult
 from thrifty.reporting.color_theme import css_variable
 from thrifty.reporting.measured_result import MeasuredResult, Rows
+from thrifty.reporting.notebook_view import piece
 from thrifty.reporting.number_format import significant
 from thrifty.reporting.printed_result import ResultTable, lines
+from thrifty.reporting.run_tables import TextTable
 from thrifty.training.run_folder import RunFolder
 
 
@@ -34,7 +36,7 @@ class SweepResult(MeasuredResult):
     """Trials of a sweep, best first: the content of sweep.json."""
 
     content: Mapping[str, Any]
-    objects: UserObjects
+    objects: UserObjects = field(default_factory=UserObjects)
 
     @property
     def folder(self) -> Path:
@@ -111,8 +113,25 @@ class SweepResult(MeasuredResult):
         )  # fmt: skip
         return {"rungs": chart.properties(width=640, height=320).to_dict()}
 
+    @property
+    def page(self) -> Path:
+        """HTML page of the sweep."""
+        return self.folder / "report.html"
+
+    def write_page(self) -> None:
+        """Write report.html with the table of trials and the chart of rungs."""
+        table = self.table()
+        figures = [(self.figure().data_url(), "Held-out values of all trials at each rung")] if self.charts() else []
+        tables = [TextTable("Trials", table.head, table.rows, frozenset(range(1, len(table.head))))]
+        content = piece(f"{self.folder.name}: {self.content['status']}", self._sentences(), tables, figures)
+        page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{self.folder.name}</title>{content}</html>'
+        RunFolder(self.folder).write_text(self.page.name, page)
+
     def __rich__(self) -> RenderableType:
-        printed: list[RenderableType] = [self.table()]
+        return lines(self.table(), *self._sentences(), str(self.page))
+
+    def _sentences(self) -> list[str]:
+        printed: list[str] = []
         if self.content["status"] == "finished":
             whole = sum(trial["rungs"][-1]["fraction"] for trial in self.content["trials"] if trial["rungs"])
             printed.append(f"{len(self.content['trials'])} trials for the compute of {whole:.3g} whole runs")
@@ -121,7 +140,7 @@ class SweepResult(MeasuredResult):
             printed += [f"caution: {caution}" for caution in self._cautions()]
         else:
             printed.append(f"{self.content['status']}; the same {spelled('command', 'call')} resumes it")
-        return lines(*printed)
+        return printed
 
     def _cautions(self) -> list[str]:
         """Return a caution for each best value at an end of its range or list of numbers."""
@@ -132,6 +151,15 @@ class SweepResult(MeasuredResult):
             if isinstance(best, int | float) and len(ends) > 1 and best in (min(ends), max(ends)):
                 cautions.append(f"the best {path} is {best}, at the end of its values; wider values may be better")
         return cautions
+
+
+def open_sweep(folder: Path) -> SweepResult:
+    """Write the page of a sweep's folder, and return the result."""
+    result = SweepResult(
+        {"exit_code": 0, "status": "running", **RunFolder(folder).read_json("sweep"), "folder": str(folder)}
+    )
+    result.write_page()
+    return result
 
 
 def _place(trial: Mapping[str, Any]) -> tuple[bool, int, float]:
@@ -190,4 +218,6 @@ def sweep(
         workers=able_launchers(launchers, [base], say),
         say=say,
     )
-    return SweepResult(content, base.objects)
+    result = SweepResult(content, base.objects)
+    result.write_page()
+    return result

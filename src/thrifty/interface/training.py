@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Unpack
+from typing import Any, Unpack
 
 from rich.console import RenderableType
 from torch import nn
@@ -22,11 +22,13 @@ from thrifty.interface.plans import plan
 from thrifty.interface.recipe_arguments import Function, Metric, RecipeArguments
 from thrifty.interface.recipe_arguments import recipe as recipe_of
 from thrifty.interface.run_endings import ending, next_commands
-from thrifty.interface.run_reports import RunReport, report, run_folder
+from thrifty.interface.run_reports import RunReport, charts_of, report_run, run_folder
 from thrifty.interface.samples import sample
 from thrifty.recipes.recipe_toml import recipe_from_data
-from thrifty.reporting.printed_result import PrintedResult, lines
+from thrifty.reporting.measured_result import MeasuredResult, Rows
+from thrifty.reporting.printed_result import lines
 from thrifty.reporting.run_record import is_run_folder, read_run
+from thrifty.reporting.run_rows import run_rows
 from thrifty.training import trainer
 from thrifty.training.checkpoint_index import CheckpointChoice
 from thrifty.training.loop import Record
@@ -34,16 +36,13 @@ from thrifty.training.rank_launch import on_ranks
 from thrifty.training.train_session import Observer
 from thrifty.training.trained_model import load_trained_model, stored_recipe
 
-if TYPE_CHECKING:
-    from pandas import DataFrame
-
 SAMPLED = 40
 """Number of tokens in the sample of a finished run."""
 LARGEST = 3e8
 OBJECTS = ("model", "data", "held_out", "loss", "metrics", "collate")
 
 
-class RunResult(PrintedResult):
+class RunResult(MeasuredResult):
     """A finished run: its folder and its summary. The model is loaded at the first access to `model`."""
 
     def __init__(self, folder: Path, summary: Mapping[str, Any], objects: UserObjects):
@@ -75,15 +74,18 @@ class RunResult(PrintedResult):
 
     def report(self) -> RunReport:
         """Write the HTML page of the run, and return the run's key figures; see `thrifty.report`."""
-        return report(self)
+        return report_run(self)
 
-    def records(self) -> "DataFrame":
-        """Return the records of all steps as a `pandas.DataFrame`. Raise UsageError without pandas."""
-        try:
-            import pandas
-        except ImportError as error:
-            raise UsageError("records() requires pandas, which is not installed", fix="pip install pandas") from error
-        return pandas.DataFrame(list(read_run(self.folder).steps))
+    @property
+    def page(self) -> Path:
+        """HTML page of the run. `report` writes it."""
+        return self.folder / "report.html"
+
+    def rows(self) -> Rows:
+        return run_rows(read_run(self.folder))
+
+    def charts(self) -> dict[str, Mapping[str, Any]]:
+        return charts_of(read_run(self.folder))
 
     @property
     def exit_code(self) -> int:  # type: ignore[override]

@@ -14,8 +14,8 @@ BASELINE = "baseline"
 SERIES = ("control", "train", "held-out", "trained", "bad")
 """Palette colors. The first color is the baseline's. Variants after the last color repeat colors with dashed lines."""
 DASHES = ([1, 0], [6, 3], [2, 2], [8, 2, 2, 2])
-WIDE, NARROW = 960, 270
-"""Widths of the plot in pixels, on a desktop and on a phone."""
+WIDE, PAPER, NARROW = 960, 640, 270
+"""Widths of the plot in pixels: on a desktop, in a file and on a phone."""
 BEGINNING = 0.15
 """Fraction of the time axis whose higher losses are cut off."""
 Comparison = Mapping[str, Any]
@@ -26,6 +26,11 @@ def charts(data: Comparison, width: int = WIDE) -> list[tuple[str, str, alt.Laye
     """Return the title, text alternative and chart of each figure. `width` is the width of the plot in pixels."""
     done = [entry for entry in data["runs"] if "seed" in entry and entry["status"] == "finished"]
     return [chart for chart in [_curves(data, done, width), _differences(data, done, width)] if chart is not None]
+
+
+def named_charts(data: Comparison, width: int) -> dict[str, alt.LayerChart]:
+    """Return the charts by name: the judged metric over time, such as "loss", and "differences"."""
+    return {title.split()[-3 if " over " in title else 0].lower(): chart for title, _, chart in charts(data, width)}
 
 
 def judged_of(data: Comparison) -> str:

@@ -23,6 +23,11 @@ class MeasuredResult(PrintedResult):
     trial and rung.
     """
 
+    @property
+    def page(self) -> Path:
+        """HTML page of the result."""
+        raise NotImplementedError
+
     def rows(self) -> Rows:
         """Return all measured values as rows of numbers and texts by column name."""
         raise NotImplementedError

@@ -11,6 +11,7 @@ from typing import Any
 import altair as alt
 import numpy as np
 
+from thrifty.reporting.color_theme import css_variable
 from thrifty.reporting.key_figures import KeyFigures
 from thrifty.reporting.number_format import prefix_for, scaled, significant
 from thrifty.reporting.run_curves import NOTED, Curve, CurvePoint, RunCurves, StepColumns, curves_of
@@ -47,6 +48,13 @@ class ChartFigure:
     spec: Mapping[str, Any]
     data: Mapping[str, Rows]
     table: TextTable
+
+    @property
+    def titled(self) -> dict[str, Any]:
+        """Complete chart with a title, for files."""
+        text = f"{self.title}, {self.unit}" if self.unit else self.title
+        title = {"text": text, "anchor": "start", "fontSize": 15, "offset": 12, "color": css_variable("ink")}
+        return {**self.whole, "width": 640, "height": 320, "title": title}
 
     @property
     def whole(self) -> dict[str, Any]:

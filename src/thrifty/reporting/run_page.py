@@ -9,12 +9,13 @@ from pathlib import Path
 
 from thrifty.core.atomic_files import AtomicFiles, refuse_links
 from thrifty.reporting import example_gallery, run_tables
-from thrifty.reporting.chart_renderer import render_png, vega_bundle
-from thrifty.reporting.color_theme import LIGHT, chart_look, css_variable
+from thrifty.reporting.chart_renderer import vega_bundle
+from thrifty.reporting.color_theme import chart_look, css_variable
 from thrifty.reporting.key_figures import key_figures, verdict
 from thrifty.reporting.page_templates import asset, template
 from thrifty.reporting.run_charts import ChartFigure, figures
 from thrifty.reporting.run_record import RunRecord, read_run
+from thrifty.reporting.saved_chart import SavedChart
 
 SECTIONS = [
     ("curves", "Curves"),
@@ -81,10 +82,7 @@ def render(record: RunRecord, charts: Sequence[ChartFigure]) -> str:
 
 def picture(figure: ChartFigure) -> bytes:
     """Return a chart as PNG on a white background."""
-    wide = {"width": 880, "height": 400, "padding": 20, "background": LIGHT["surface"]}
-    unit = f", {figure.unit}" if figure.unit else ""
-    title = {"text": f"{figure.title}{unit}", "anchor": "start", "fontSize": 15, "offset": 12, "color": LIGHT["ink"]}
-    return render_png({**figure.whole, **wide, "title": title}, chart_look(LIGHT.__getitem__, font="sans-serif"))
+    return SavedChart({**figure.titled, "width": 880, "height": 400}).png()
 
 
 def repeat_command(record: RunRecord) -> str:
