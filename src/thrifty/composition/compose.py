@@ -90,8 +90,8 @@ class Run:
 
     @cached_property
     def memories(self) -> dict[str, dict[str, Tensor]]:
-        """State that techniques keep between steps, part of the checkpoint. A Backward stores its state in
-        `self.state`, a dictionary of tensors that are initially zero."""
+        """State that techniques keep between steps. It is part of the checkpoint. A backward pass of a technique stores
+        its state in `self.state`, a dictionary of tensors that are initially zero."""
         return self._wrapped_backward[1]
 
     @cached_property
@@ -237,7 +237,8 @@ def refuse_trained_start(techniques: Sequence[Technique]) -> None:
 
 
 def refuse_illegal(techniques: Sequence[Technique]) -> None:
-    """Raise UsageError, with the names and the reason, if two techniques make the same claim or exclude each other."""
+    """Raise UsageError, with the names and the reason, if two techniques claim the same part of a run or exclude each
+    other."""
     claimed: dict[Claim, str] = {}
     for technique in techniques:
         if technique.name in (other.name for other in techniques if other is not technique):

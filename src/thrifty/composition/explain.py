@@ -51,7 +51,7 @@ OF_EXAMPLES = ("hidden", "activations", "saved", "passes", "inside", "temporary"
 
 @dataclass(frozen=True)
 class TechniqueFootprint:
-    """Footprints without and with one technique."""
+    """Footprints of a run without and with one technique."""
 
     technique: Technique
     before: Footprint
@@ -209,7 +209,7 @@ class _RunCounts:
 
 class _SingleDraws(TorchDispatchMode):
     """Mode that sets each random tensor of one element to `value`. Models compare such a tensor with the probability to
-    drop a layer. The largest step drops no layer."""
+    drop a layer. A step that drops no layer is the largest."""
 
     def __init__(self, value: float):
         super().__init__()

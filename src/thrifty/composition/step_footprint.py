@@ -105,7 +105,7 @@ class CountedPasses:
 
 def distinct_updates(optimizer: TransformOptimizer, steps: int, limit: int = 1000) -> list[int]:
     """Return one step number for each kind of update among the first `limit` steps. Two updates are of one kind if the
-    same of their scalars are 0."""
+    same scalars are 0 in both."""
     kinds: dict[tuple[bool, ...], int] = {}
     for step in range(min(steps, limit)):
         kinds.setdefault(tuple(bool(number) for number in optimizer.transform.scalars(step, step).values()), step)
@@ -144,7 +144,8 @@ class _ForwardPeakObjective(WrappedObjective):
 
 
 class _BlockPasses:
-    """Hooks that record hidden bytes and saved bytes of blocks, and peaks without complete gradients."""
+    """Hooks that record the bytes of hidden states and of saved tensors of blocks, and memory peaks without complete
+    gradients."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], live: StepTrace):
         self.blocks, self.live = blocks, live

@@ -282,7 +282,8 @@ class TechniqueOptimizer(TransformOptimizer):
         self._tuned = settings
 
     def _fill(self, parameters: list[Tensor], labels: Sequence[str], is_known: bool) -> None:
-        """Copy the present state to the new location, and put the location's tensors into `self.state`."""
+        """Copy the present state to the new `UpdateLocation`, and put the tensors of that location into
+        `self.state`."""
         counts: dict[str, Tensor] = {}
         restored = False
         for place, (parameter, label) in enumerate(zip(parameters, labels, strict=True)):

@@ -31,7 +31,7 @@ Schedules = Callable[[list[PipelineStage]], Any]
 
 
 class PipelineRunner:
-    """The stages of this rank. `places` are the pipeline ranks of all stages. `stages` are the stages of this rank."""
+    """Runner of the pipeline stages on this rank, `stages`. `places` are the pipeline ranks of all stages."""
 
     def __init__(
         self,

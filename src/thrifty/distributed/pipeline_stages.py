@@ -74,7 +74,7 @@ class SharedParameter:
     """Name of the parameter in `holder`."""
 
     def lend(self) -> None:
-        """Send the value to the borrower."""
+        """Send the parameter's value from the owner to the borrower."""
         here, (value,) = axis("pipeline"), local_tensors([_whole_over_data(self._tensor.detach())])
         if here.place == self.owner:
             dist.send(value.contiguous(), group=here.group, group_dst=self.borrower)
@@ -82,7 +82,7 @@ class SharedParameter:
             dist.recv(value, group=here.group, group_src=self.owner)
 
     def give_back(self) -> None:
-        """Add the borrower's gradient to the owner's."""
+        """Add the borrower's gradient to the owner's gradient."""
         here, tensor = axis("pipeline"), self._tensor
         if not tensor.requires_grad:
             return

@@ -33,8 +33,8 @@ FURTHER = ("softcap", "s_aux", "position_bias")
 
 
 class SwappableCore:
-    """A core that calls its attribute `core`, which can be replaced at any time. `watch` receives the queries, keys and
-    mask of each call."""
+    """An attention core that calls another core, its attribute `core`, which can be replaced at any time. `watch`
+    receives the queries, keys and mask of each call."""
 
     def __init__(self, core: AttentionCore):
         self.core = core
@@ -159,8 +159,8 @@ def _is_of_transformers(name: str, module: nn.Module) -> bool:
 
 @cache
 def _register() -> None:
-    """Register Thrifty's attention with the mask function of SDPA, which creates no mask if causality alone
-    suffices."""
+    """Register Thrifty's attention in transformers, with the mask function of SDPA. This function creates no mask if
+    causality alone suffices."""
     from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 

@@ -100,7 +100,7 @@ def size_stream(model: nn.Module, multiplier: float = 0.0) -> None:
 
 
 def output_layers(model: nn.Module) -> dict[str, nn.Module]:
-    """Return the layers that produce a model's outputs, by name, found by structure.
+    """Return the layers that produce a model's outputs, by name. They are found by structure.
 
     An output layer is outside the blocks, and no later layer has its output width as input width. The result is empty
     for a bare encoder or decoder of `transformers`. In a model without blocks, output layers are the last layer, and

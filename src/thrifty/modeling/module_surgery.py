@@ -115,8 +115,8 @@ def _is_list_of_equals(module: nn.Module, kind: type[nn.Module] = nn.ModuleList)
 
 
 def _local_blocks(blocks: nn.ModuleList) -> nn.ModuleList:
-    """Return the list itself if all blocks are local, so that it can be changed. Otherwise return a new list of the
-    local blocks."""
+    """Return the list itself if this rank has all its blocks, so that it can be changed. Otherwise return a new list of
+    the blocks on this rank."""
     own = present(blocks)
     return blocks if len(own) == len(blocks) else nn.ModuleList(own)
 

@@ -54,8 +54,8 @@ def refuse_normed_branches(model: nn.Module, why: str) -> None:
 
 
 def refuse_undone_gains(model: nn.Module, where: str, why: str) -> None:
-    """Raise RefusedError if a doubled branch output does not change the stream, because a norm after the branch cancels
-    the factor. `where` is an argument of `find_branches`. Blocks are run as in `refuse_normed_sums`."""
+    """Raise RefusedError if doubling a branch's output does not change the stream, because a norm after the branch
+    cancels the doubling. `where` is an argument of `find_branches`. Blocks are run as in `refuse_normed_sums`."""
     for trial in _trials(model, where).values():
         for branch in trial.branches:
             if trial.undoes_factors(branch):

@@ -22,7 +22,7 @@ Kind = Literal["heads", "neurons"]
 GROUP = "heads_in_a_group"
 """Attribute of a pruned attention module that stores the number of heads per unit (`PrunableUnits.group`)."""
 ZERO = -1
-"""Index that stands for a unit of zeros in an order of units."""
+"""Index of an added unit of zeros, in a list of unit indices."""
 
 _HEAD_WIDTH = ("head_width", "head_dim", "attention_head_size")
 _OF_HEADS = re.compile(r"heads$|head_size$|num_key_value_groups|embed_dim|hidden_size")
@@ -31,8 +31,8 @@ _INSTEAD = "use Thrifty's Llama, GPT or BERT, or a Llama-like model, BERT, Disti
 
 @dataclass(frozen=True)
 class UnitRows:
-    """Rows of a branch's units in a layer before the output layer. Each unit has `width` consecutive rows, and the
-    first unit starts at `start`."""
+    """Rows of a branch's units (heads or neurons) in a layer before the output layer. Each unit has `width` consecutive
+    rows, and the first unit starts at `start`."""
 
     layer: nn.Linear
     start: int
@@ -191,7 +191,7 @@ def is_pruned(model: nn.Module) -> bool:
 
 
 def pad_with_zeros(units: PrunableUnits, count: int) -> list[int]:
-    """Return the order that keeps all units and appends zero units up to `count` units."""
+    """Return the argument `order` of `prune_units` that keeps all units and appends zero units, up to `count` units."""
     return [*range(units.count), *[ZERO] * (count - units.count)]
 
 

@@ -57,10 +57,10 @@ class RotaryPositions(nn.Module):
 
 
 def relative_bucket(offset: Tensor, buckets: int, distance: int, causal: bool) -> Tensor:
-    """Return the bucket of each offset from query to key (Raffel et al. 2020, arXiv 1910.10683, 2.1). Half of the
-    buckets hold a single distance each. The remaining buckets grow logarithmically up to `distance`; all larger
-    distances share the last bucket. Without `causal`, half of all buckets are for earlier keys and half for later
-    keys."""
+    """Return the index of T5's distance bucket for each offset from query to key (Raffel et al. 2020, arXiv 1910.10683,
+    2.1). Half of the buckets hold a single distance each. The remaining buckets grow logarithmically up to `distance`;
+    all larger distances share the last bucket. Without `causal`, half of all buckets are for earlier keys and half for
+    later keys."""
     if causal:
         side, away = 0, (-offset).clamp(min=0)
     else:

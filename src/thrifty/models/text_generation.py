@@ -192,8 +192,8 @@ class CachingCore:
 
 @contextmanager
 def use_kv_cache(model: nn.Module) -> Iterator[Reader]:
-    """Yield a reader that computes only new tokens. Inside the block, every attention has a caching core, and positions
-    continue from call to call. After the block the model is restored."""
+    """Yield a reader that computes only new tokens. Inside the context, every attention has a caching core, and
+    positions continue from call to call. Afterwards the model is restored."""
     attentions = [module for module in model.modules() if isinstance(module, Attention)]
     positions = [module for module in model.modules() if isinstance(module, (RotaryPositions, TokenEmbedding))]
 

@@ -93,7 +93,8 @@ def source_file(name: str) -> Path | None:
 
 
 def third_party() -> dict[str, EntryPoint]:
-    """Return unloaded entry points by technique name, except names that a technique file already has."""
+    """Return the entry points of third-party techniques by name, without loading them. Names of technique files are
+    left out."""
     files = set(_walk(list(__path__)))
     return {entry.name: entry for entry in _installed() if entry.name not in files}
 

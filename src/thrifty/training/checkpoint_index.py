@@ -31,7 +31,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def best(folder: Path) -> Path | None:
-    """Return the checkpoint that `BEST` names, or None if that folder does not exist."""
+    """Return the checkpoint that the file `BEST` names, or None if that folder does not exist."""
     file = folder / BEST
     name = file.read_bytes().decode(errors="replace").strip() if file.is_file() else ""
     return folder / name if _NAME.fullmatch(name) and (folder / name).is_dir() else None

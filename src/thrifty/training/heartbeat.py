@@ -92,7 +92,8 @@ def explain_failure(last_words: Callable[[str], None]) -> Iterator[None]:
 
 
 class Heartbeat:
-    """Two threads in addition to the training thread. `_beat` uses the store and may block; `_watch` never blocks."""
+    """The heartbeat of this rank: two threads in addition to the training thread. `_beat` uses the store and may block;
+    `_watch` never blocks."""
 
     def __init__(self, silence: float, hang: float):
         self.silence, self.interval = silence, min(1.0, silence / 5)

@@ -140,8 +140,8 @@ class Rendezvous:
         return os.environ.get("LOCAL_RANK", "0") == "0"
 
     def connection(self) -> dist.Store:
-        """Return a new connection to the entries of this rendezvous. Threads with separate connections do not block
-        each other."""
+        """Return a new connection to the store of this rendezvous. Threads with separate connections do not block each
+        other."""
         return dist.PrefixStore(self.name, connect(host=False))
 
     def _call(self) -> str:

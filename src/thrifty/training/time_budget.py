@@ -126,7 +126,8 @@ class TimeBudget:
     def estimate(self, step: int, steps: int, training: float, every: Mapping[str, int]) -> int:
         """Return the number of steps that fits the budget, or `steps` if its predicted end is in range.
 
-        One piece of work of each kind follows the last step. At least one step is left.
+        After the last step, one piece of work of each kind is still to be done, such as an evaluation. At least one
+        step is left.
         """
         used, work = self.used(training), self._work if self.budget.counts == "run" else {}
         last = sum(work.values())

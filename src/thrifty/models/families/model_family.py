@@ -175,7 +175,7 @@ def _field(config: Config, name: str, key: str, default: Any) -> Any:
 
 
 def number(config: Config, key: str, kind: type[int] | type[float], default: float | None = None) -> Any:
-    """Return a positive number of config.json."""
+    """Return a positive number of config.json. Raise UsageError for any other value."""
     value = config.get(key)
     value = default if value is None else value
     if value is None:

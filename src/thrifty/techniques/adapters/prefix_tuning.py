@@ -163,8 +163,8 @@ def collapse(model: nn.Module) -> None:
 
 
 def find_prefix_sites(model: nn.Module) -> PrefixSites:
-    """Return the modules that get a prefix, by name: every attention with a replaceable core. In a model of
-    transformers, these are the blocks that cache keys and values."""
+    """Return the modules that get a prefix, by name. These are all attentions with a replaceable core, or, in a model
+    of transformers, the blocks that cache keys and values."""
     cores = {
         name: PrefixSite(module, getattr(module, "kv_heads", module.heads), module.head_width)
         for name, module in model.named_modules()

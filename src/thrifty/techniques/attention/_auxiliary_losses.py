@@ -11,8 +11,8 @@ from thrifty.modeling.attention_sites import LOSING_CORES
 class AuxiliaryLossObjective(WrappedObjective):
     """Wrapper of an objective that adds the auxiliary losses of attention cores to its losses.
 
-    It adds λ = `weight` times the mean over all cores, (b,). In the forward pass each core appends its auxiliary loss
-    (b,) to the list `losses`, which exists only during `predict`.
+    It adds λ = `weight` times the mean auxiliary loss of all cores, (b,). In the forward pass each core appends its
+    auxiliary loss (b,) to the list `losses`, which exists only during `predict`.
     """
 
     def __init__(self, inner: Objective, weight: float):

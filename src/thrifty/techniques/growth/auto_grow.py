@@ -75,7 +75,7 @@ class GrownStructure:
     since: int
     """First step after the decision."""
     sizes: tuple[Size, ...]
-    """Sizes that consecutive steps train cyclically; a single size outside a search."""
+    """Sizes that the steps of a search train in turn; a single size outside a search."""
     full: Mapping[str, int]
     """Number of blocks of each stack at full depth."""
 

@@ -34,7 +34,10 @@ def encoder_factor(depth: int) -> float:
 
 
 def decoder_factor(depth: int) -> float:
-    """Return (9M)^(-1/4), the factor of matrices in a decoder of M blocks. The embedding before M blocks has it too."""
+    """Return (9M)^(-1/4), the factor of matrices in a decoder of M blocks.
+
+    The embedding before a stack of M blocks has the same factor.
+    """
     return (9 * depth) ** -0.25
 
 

@@ -27,7 +27,8 @@ Shape = Literal["doubling", "linear"]
 
 
 def size_at(step: int, start: float, full: int, until: int, multiple: int, shape: Shape) -> int:
-    """Return the effective batch of a step in examples. It grows from `start` to `full` over `until` steps.
+    """Return the number of examples in the effective batch of a step. It grows from `start` to `full` over `until`
+    steps.
 
     Sizes below `full` are multiples of `multiple`. With "doubling", each doubling takes the same number of steps. With
     "linear", each increase by `multiple` takes about the same number of steps.

@@ -57,7 +57,7 @@ class OffloadingStore:
         return self.saved[place]() if place >= 0 else None
 
     def prefetch_before(self, place: int) -> None:
-        """Prefetch the tensors that the backward pass reads next."""
+        """Prefetch the tensors saved before the tensor at `place`, because the backward pass reads them next."""
         for earlier in range(place - 1, place - self.prefetch - 1, -1):
             if saved := self.at(earlier):
                 saved.prefetch()

@@ -79,9 +79,9 @@ def shared_blocks(model: nn.Module, groups: int) -> Iterator[tuple[str, nn.Modul
 
 @torch.no_grad()
 def factorize(model: nn.Module, width: int, seed: int) -> None:
-    """Factorize each token table (V, d) into (V, E) and (E, d), with E = `width`. An output head tied to it follows.
+    """Factorize each token table (V, d) into (V, E) and (E, d), with E = `width`.
 
-    The product initially has the standard deviation of the table.
+    An output head tied to a table is factorized too. The product initially has the standard deviation of the table.
     """
     tables = token_tables(model)
     if not tables:

@@ -94,7 +94,7 @@ def from_hex(text: str, count: int) -> list[int]:
 
 
 def prune_model(model: nn.Module, kept: Mapping[str, Any]) -> None:
-    """Remove the heads and neurons of a model that are not in the ticket `kept`. The model is not divided among
+    """Remove the heads and neurons of a model that are not in the ticket `kept`. The model must not be divided among
     ranks."""
     for name, pieces in find_units(model).items():
         prune_units(pieces, kept[name] if pieces.kind == "heads" else from_hex(kept[name], pieces.count))

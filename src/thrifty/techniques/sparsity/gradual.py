@@ -26,7 +26,10 @@ from thrifty.techniques.sparsity._mask_techniques import MatrixMaskTechnique
 
 
 def cubic_density(step: int, start: int, until: int, initial: float, final: float) -> float:
-    """Return final + (initial - final) · (1 - progress)³, with progress from 0 at `start` to 1 at `until`."""
+    """Return the density at a step, final + (initial - final) · (1 - progress)³.
+
+    progress rises from 0 at `start` to 1 at `until`.
+    """
     progress = min(max((step - start) / max(until - start, 1), 0.0), 1.0) if step < until else 1.0
     return final + (initial - final) * (1 - progress) ** 3
 

@@ -35,7 +35,7 @@ from thrifty.techniques.sparsity._mask_techniques import SaliencyMaskTechnique
 
 
 def grasp_scores(weight: Tensor, hessian_gradient: Tensor) -> Tensor:
-    """Return weight · (H g), elementwise. Weights with the largest scores are kept.
+    """Return GraSP's score of each weight, weight · (H g). Weights with the largest scores are kept.
 
     To first order, the score is half of the decrease of the squared gradient norm if a weight is removed. H is the
     Hessian of the loss and g its gradient. All tensors have the weight's shape.

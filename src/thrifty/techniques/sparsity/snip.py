@@ -17,7 +17,7 @@ from thrifty.techniques.sparsity._mask_techniques import SaliencyMaskTechnique
 
 
 def snip_scores(weight: Tensor, gradient: Tensor) -> Tensor:
-    """Return |gradient · weight|, elementwise, in the weight's shape.
+    """Return SNIP's score of each weight, |gradient · weight|, in the weight's shape.
 
     To first order, the score is the change of the loss per relative change of a weight.
     """
