@@ -134,7 +134,7 @@ LossAndGradients = tuple[float, dict[str, Tensor]]
 
 
 def _settled(run: Run) -> Run:
-    """Return the run, with fresh state, without techniques that sample examples or gradient values."""
+    """Return the run with fresh state, and without techniques that sample examples or gradient values."""
     return _of(run, lambda one: one.stage not in DRAWING)
 
 

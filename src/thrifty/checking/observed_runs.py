@@ -52,7 +52,6 @@ class CheckSubject:
 
     @cached_property
     def batch_norms(self) -> list[str]:
-        """Names of layers that normalize over the batch."""
         return trained_batch_norms(self.open())
 
     def composed(self, techniques: Iterable[Technique]) -> Run:

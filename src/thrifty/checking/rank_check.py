@@ -34,7 +34,7 @@ from thrifty.training.sent_objects import read_value, write_value
 
 PROMISE, ABOUT = "one rank or several", "ranks"
 SECONDS = 300
-"""Timeout of the ranks in seconds. After it, ranks count as hanging."""
+"""Timeout of the ranks in seconds. After this time, ranks count as hanging."""
 RECIPE, OBJECTS, OPTIONS, STORE = "recipe.toml", "objects", "options.json", "store"
 
 Start = Callable[[Path, int], str]

@@ -213,7 +213,7 @@ class FirstBatchSource(WrappedSource):
 
 
 def contract(subject: ContractSubject, without: Sequence[str] = ()) -> Iterator[PromiseVerdict]:
-    """Yield a verdict for each promise. If the stage is broken, no further promise is checked."""
+    """Yield a verdict for each promise. If the promise "stage and numerics" is broken, no later promise is checked."""
     name = subject.technique.name
     for promise, find_fault in PROMISES.items():
         if promise in without:

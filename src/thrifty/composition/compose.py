@@ -52,7 +52,7 @@ class Run:
     steps: int
     device: torch.device = CPU
     requested: tuple[Technique, ...] = ()
-    """The same techniques as requested, with points in time as steps or fractions of the run."""
+    """The techniques as requested, with points in time as steps or fractions of the run."""
     notes: dict[str, list[str]] = field(default_factory=dict)
     """Modules that each technique changed or skipped, recorded when the model is built."""
 

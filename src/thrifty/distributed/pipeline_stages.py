@@ -34,7 +34,6 @@ class StageModel:
     is_first: bool
     is_last: bool
     modules: list[nn.Module]
-    """Modules of this stage."""
     stage_io: StageIO = field(default_factory=StageIO)
     places: list[tuple[nn.Module, str, nn.Module]] = field(default_factory=list)
     """Replacement modules while the stage runs: parent, name, module."""

@@ -79,7 +79,6 @@ class MachineInfo:
     """The C++ compiler that `torch.compile` calls for CPU code."""
     python_headers: bool
     backends: tuple[str, ...]
-    """Available backends of torch.distributed."""
     missing_extras: dict[str, tuple[str, ...]]
     matmul: dict[str, MeasuredRate] = field(default_factory=dict)
     """FLOP/s of the CPU by dtype."""

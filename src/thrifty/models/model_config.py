@@ -190,5 +190,4 @@ class ModelConfig:
 
     @property
     def decoder_blocks(self) -> int:
-        """Number of blocks of the decoder in an encoder-decoder."""
         return self.decoder_depth or self.depth

@@ -83,5 +83,4 @@ class Mass(TokenCrossEntropy):
         return prediction_of(model, model(*inputs))
 
     def tokens(self, batch: Batch) -> int:
-        """Return the number of source tokens."""
         return batch["source"].numel()

@@ -59,8 +59,8 @@ class NextToken(TokenCrossEntropy):
     def shares(self, batch: Batch) -> Tensor | None:
         """Return the weight of each prediction, (b, t): 0 for a document's first token, else 1.
 
-        Return None if documents are not separate. The loss of an example is otherwise a sum. The trainer divides the
-        sums by the `part_weights` of all examples.
+        Return None if documents are not separate. With weights, the loss of an example is a sum, and the trainer
+        divides the sums by the `part_weights` of all examples.
         """
         return None if self.boundary is None else (batch["tokens"][:, :-1] != self.boundary).float()
 

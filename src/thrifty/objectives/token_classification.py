@@ -64,5 +64,4 @@ class TokenClassification(LabelledTextObjective):
         return tag_scores(rows["label"].numpy(), rows["predicted"].numpy(), self.labels)
 
     def tokens(self, batch: Batch) -> int:
-        """Return the number of words with a label."""
         return int((batch["labels"] != NO_LABEL).sum())

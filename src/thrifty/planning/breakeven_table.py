@@ -13,7 +13,7 @@ DENSITIES = (0.5, 0.2, 0.1, 0.05, 0.02, 0.005)
 
 @dataclass(frozen=True)
 class BreakevenRow:
-    """Time by density, for one sparse format of one layer."""
+    """Times of a layer's products as a function of density, for one sparse format."""
 
     case: BreakevenCase
     line: DensityTimeFit

@@ -37,9 +37,8 @@ class ClusterLayout:
 
     @property
     def changes(self) -> int:
-        """Complexity: number of used axes other than replicate, plus the ZeRO stage, plus 1 each for micro-batches and
-        for recompute.
-        """
+        """Number of changes to the run, a measure of complexity. It counts used axes other than replicate, the ZeRO
+        stage, and 1 each for micro-batches and for recompute."""
         axes = sum(getattr(self.mesh, axis) > 1 for axis in ("shard", "tensor", "pipeline"))
         return axes + self.settings.zero + (self.report.micro_batches > 1) + (self.settings.recompute != "none")
 
@@ -79,7 +78,7 @@ def layouts(
 
 
 def meshes(ranks: int, per_node: int, depth: int) -> Iterator[ClusterMesh]:
-    """Yield meshes in which each tensor group is inside one node.
+    """Yield meshes in which each tensor-parallel group is inside one node.
 
     Data-parallel ranks replicate the model, shard it, or shard it inside nodes and replicate it across nodes.
     """

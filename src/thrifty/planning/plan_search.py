@@ -164,7 +164,8 @@ class PlanSearch(SingleOptionCosts):
         return self.before_model(candidate) + self.estimated(candidate.options) + self.beyond(candidate, reduce)
 
     def _expected_least(self, candidate: PlanCandidate) -> float:
-        """Return the required bytes of a candidate, by the smallest measured process of its kind."""
+        """Return the bytes that a candidate requires if its process is as small as the smallest measured process of its
+        kind."""
         before = self.before_model(candidate)
         return (before + (self._expected(candidate, min) - before) * self.margin) * self._sharing(candidate)
 

@@ -203,7 +203,8 @@ def _bootstrap(
 def synthetic_runs(
     law: ScalingLaw, sizes: Iterable[float], budgets: Iterable[float], noise: float = 0.0, seed: int = 0
 ) -> tuple[TrainedRun, ...]:
-    """Return one run per size and budget (FLOP). The loss is the law's; log loss has normal noise of std `noise`."""
+    """Return one synthetic run per size and budget (FLOP). The law predicts the losses, and log losses have normal
+    noise of standard deviation `noise`."""
     generator = np.random.default_rng(seed)
     runs = []
     for size, budget in product(sizes, budgets):

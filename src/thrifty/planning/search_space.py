@@ -197,9 +197,8 @@ def _loosest(techniques: Iterable[Technique], norms: Sequence[str]) -> Numerics:
 
 
 def missing_requirements(catalogue: Catalogue, device: str) -> dict[str, str]:
-    """Return the requirements that this type of device lacks, by technique name. Only techniques on axes are
-    included.
-    """
+    """Return the requirements that this type of device lacks, by technique name. Only techniques of the plan's axes are
+    included."""
     offers = [offer for some in AXES.values() for offer in some]
     offered = {name for offer in offers if not offer.lacks(device) for name in offer.techniques}
     missing = ((name, offer.lacks(device)) for offer in offers for name in offer.techniques)

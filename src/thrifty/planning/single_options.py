@@ -130,8 +130,8 @@ class SingleOptionCosts:
         return option.factor * self.singles[option].flops / max(self.plainest.flops, 1.0)
 
     def estimated(self, options: Sequence[PlanOption]) -> float:
-        """Return the estimated peak bytes with several options. Their effects on each part of the footprint are assumed
-        to be independent."""
+        """Return the estimated peak bytes with several options. The options' effects on each part of the footprint are
+        assumed to be independent."""
         base, parts = self.plainest, {}
         for name in COUNTED_PARTS:
             whole = getattr(base, name)

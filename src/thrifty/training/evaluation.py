@@ -88,7 +88,6 @@ class PredictionPreview:
     pictures: dict[str, Tensor]
     """Images (b, c, h, w) by caption, with pixels scaled as the model's inputs."""
     losses: list[float]
-    """Loss of each example."""
 
 
 def see(model: nn.Module, objective: Objective, batch: Batch, count: int, device: torch.device) -> PredictionPreview:

@@ -47,7 +47,7 @@ class Record:
     held_out_loss: float | None = None
     """Loss on the held-out data if the run was evaluated after this step, else None."""
     metrics: dict[str, float] = field(default_factory=dict)
-    """Metrics of the same evaluation."""
+    """Metrics of the evaluation after this step."""
     state: TrainState = field(default_factory=TrainState, repr=False, compare=False)
     """The state in training; between two records it equals the content of a checkpoint."""
 

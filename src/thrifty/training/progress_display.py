@@ -41,7 +41,7 @@ class StepProgress:
     memory: float
     """Bytes in use: allocated on a GPU, resident in the process on a CPU."""
     predicted_memory: float | None
-    """Predicted peak of the same quantity."""
+    """Predicted peak of `memory`."""
     seconds_left: float
     measured: Mapping[str, float] = field(default_factory=dict)
     """Metrics on held-out data in addition to the loss, by name."""

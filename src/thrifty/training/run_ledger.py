@@ -42,7 +42,6 @@ def definition(recipe: Mapping[str, Any]) -> str:
 
 
 def forecast_file(recipe: Mapping[str, Any]) -> Path:
-    """Return the path of the stored forecast for a recipe."""
     return cache_folder() / "plans" / "forecasts" / f"{definition(recipe)}.json"
 
 

@@ -220,7 +220,6 @@ class _Observer:
 
     @contextmanager
     def timed(self, kind: str) -> Iterator[None]:
-        """Count work between steps in the time budget."""
         with self.session.time_budget.work(kind) if self.session.time_budget else nullcontext():
             yield
 

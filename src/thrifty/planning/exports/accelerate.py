@@ -11,7 +11,7 @@ DTYPES = {"float32": "no", "bfloat16": "bf16", "float16": "fp16"}
 
 
 def configuration(run: PortableRecipe) -> str:
-    """Return the configuration as YAML. Raises RefusedError for mesh axes that Accelerate's configuration lacks.
+    """Return Accelerate's configuration as YAML. Raises RefusedError for mesh axes that this configuration lacks.
 
     Other settings that the configuration lacks (batch, micro-batches, optimizer) are in comments at the top.
     """

@@ -7,7 +7,7 @@ from thrifty.planning.exports.portable_recipe import PortableRecipe
 
 
 def configuration(run: PortableRecipe) -> dict[str, Any]:
-    """Return the configuration. Raises RefusedError for mesh axes that DeepSpeed's configuration lacks.
+    """Return DeepSpeed's configuration. Raises RefusedError for mesh axes that this configuration lacks.
 
     Also raises RefusedError if micro-batches do not have equal size, which DeepSpeed requires.
     """

@@ -93,7 +93,8 @@ if __name__ == "__main__":
 
 
 def script(run: PortableRecipe, permutation: str, file: str) -> str:
-    """Return the script. `permutation` is the source code of the function for the example order.
+    """Return the source code of a PyTorch script that trains `run`. `permutation` is the source code of the function
+    for the example order.
 
     Raises RefusedError for techniques that change the algorithm, several ranks, or a number format with a loss scale.
     """

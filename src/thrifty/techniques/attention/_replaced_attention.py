@@ -72,7 +72,6 @@ class ReplacedAttention(Technique):
 
     @property
     def start(self) -> int:
-        """First step with replaced cores."""
         return int(self.from_step)
 
     def calibrated_values(self, state: TrainState) -> dict[str, Any]:

@@ -129,7 +129,8 @@ class Spatten(ReplacedAttention):
     values: Fraction = 0.8
     """Fraction of a query's remaining tokens whose values the query uses."""
     recent_fraction: Probability = 0.5
-    """In a decoder, fraction of kept tokens that are the query's latest tokens; 0 reserves only its own token."""
+    """In a decoder, fraction of kept tokens that are the query's latest tokens; 0 reserves only the query's own
+    token."""
     spread: Probability = 0.2
     """Pruned fraction in the last block minus the pruned fraction in the first pruning block."""
     bits: Annotated[int, SettingBound(least=0, most=12)] = 0

@@ -71,9 +71,9 @@ class CompoundGrowth(Technique):
     depth: Positive = 4
     """Initial divisor of the depth, at most 2^n for n growths. The last growths halve the divisor to 1."""
     width: Positive = 2
-    """Initial divisor of the feed-forward width, halved in the same way."""
+    """Initial divisor of the feed-forward width, halved like `depth`."""
     length: Positive = 2
-    """Initial divisor of the text length, halved in the same way."""
+    """Initial divisor of the text length, halved like `depth`."""
     shorten: Literal["truncate", "pool"] = "truncate"
     """Truncate texts, or pool neighboring embeddings."""
     spread: Rate = 0.1

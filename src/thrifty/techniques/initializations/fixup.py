@@ -97,7 +97,6 @@ def add_shift_after(module: nn.Module, scalar: nn.Parameter) -> None:
 
 
 def is_scalar(name: str, parameter: Tensor) -> bool:
-    """Return True if a parameter is a scalar of this technique."""
     return name.rpartition(".")[2] in ("gain", "shift", "shift_after") and parameter.numel() == 1
 
 

@@ -103,7 +103,6 @@ class DynamicHeads(MaskTechnique):
         return [pieces for pieces in find_units(model).values() if self.kept_count(pieces) < pieces.count]
 
     def kept_count(self, pieces: PrunableUnits) -> int:
-        """Return the number of active heads or neurons of a branch."""
         return max(round((self.density if pieces.kind == "heads" else self.neurons) * pieces.count), 1)
 
     def moves_at(self, step: int) -> bool:

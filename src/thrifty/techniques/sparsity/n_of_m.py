@@ -95,7 +95,6 @@ def _mask_for(layer: nn.Module) -> Tensor:
 
 
 def masked_layers(model: nn.Module) -> list[nn.Module]:
-    """Return the layers with an N:M mask."""
     return [module for module in model.modules() if hasattr(module, MASK)]
 
 
