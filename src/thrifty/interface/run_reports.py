@@ -1,13 +1,14 @@
 """Report of a run as an HTML page, and `track`: records of a run as files of an experiment tracker."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import RenderableType
 
 from thrifty.core.errors import UsageError
+from thrifty.core.secret_redaction import redact
 from thrifty.reporting.key_figures import KeyFigures, key_figures, verdict
 from thrifty.reporting.measured_result import MeasuredResult, Rows
 from thrifty.reporting.notebook_view import run_html
@@ -80,8 +81,13 @@ def charts_of(record: RunRecord) -> dict[str, Mapping[str, Any]]:
 
 
 def report_run(run: Any) -> RunReport:
-    """Write the page of a run, and return the run's key figures. Raises UsageError if the run does not exist."""
+    """Write the page of a run with a sample of its model, and return the run's key figures. Raises UsageError if the
+    run does not exist.
+    """
+    from thrifty.interface.samples import sample_of_run  # imports torch
+
     record = read_run(run_folder(run))
+    record = replace(record, sample=redact(sample_of_run(run, record)))
     write_page(record)
     return RunReport(record, key_figures(record))
 

@@ -46,6 +46,8 @@ class RunRecord:
     """
     pictures: Mapping[str, Any] = field(default_factory=dict)
     """Images of the model's predictions. They are not redacted, for the same reason as `selection`."""
+    sample: Mapping[str, Any] = field(default_factory=dict)
+    """Generated text of a language model: "step", and "text" or the "reason" why there is none."""
     state: RunState = field(default_factory=RunState)
 
     @property
@@ -106,6 +108,7 @@ def read_run(folder: Path, records: Sequence[Mapping[str, Any]] | None = None) -
         **files,
         selection=_read_object(folder / "selection.json", damage),
         pictures=_read_object(folder / "pictures.json", damage),
+        sample=redact(_read_object(folder / "sample.json", damage)),
         steps=kinds["step"],
         evaluations=kinds["evaluation"],
         events=tuple(rename_techniques(redact(record)) for record in records if record["kind"] in EVENTS),

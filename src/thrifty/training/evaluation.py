@@ -10,6 +10,29 @@ from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
 from thrifty.core.objective import Objective, Prediction
+from thrifty.core.recipe import Recipe
+
+
+EVALUATIONS = 10
+"""Least number of evaluations in a run. They draw the curve of the held-out loss."""
+EVALUATION_COST = 0.05
+"""Maximum fraction of the work of training steps for evaluations in addition to the recipe's."""
+FORWARD = 1 / 3
+"""Fraction of a training step's work that is its forward pass."""
+
+
+def evaluation_interval(recipe: Recipe, steps: int) -> int:
+    """Return the number of steps between evaluations in a run of `steps` steps.
+
+    It is at most the recipe's number, and small enough for `EVALUATIONS` evaluations, unless these cost more than
+    `EVALUATION_COST`. With patience, it is the recipe's number, because patience counts evaluations. With a budget in
+    seconds, the cost is not limited, because evaluations measure the duration of the last evaluation.
+    """
+    settings = recipe.evaluation
+    if settings.patience is not None:
+        return settings.every
+    cost = 0.0 if recipe.budget.seconds else FORWARD * settings.examples / recipe.data.batch
+    return min(settings.every, max(steps // EVALUATIONS, math.ceil(cost / EVALUATION_COST), 1))
 
 
 @contextmanager

@@ -21,9 +21,6 @@ from thrifty.training.rank_sync import process_group_sync
 EARLY, AIM, LATE = 0.965, 0.985, 1.0
 """Fractions of the budget. A run whose predicted end is before `EARLY` or after `LATE` gets a new number of steps, with
 a predicted end at `AIM`."""
-EVALUATIONS = 10
-"""Minimum number of evaluations in a run with a budget in seconds. Earlier evaluations show how long the last one
-takes."""
 CHECKS = 40
 """Number of evenly spaced checks in a run. The last steps of a run are checked more often."""
 WINDOW = 0.1

@@ -26,7 +26,7 @@ from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
 from thrifty.training import checkpoint, heartbeat
 from thrifty.training.determinism import deterministic_kernels
-from thrifty.training.evaluation import evaluate, see
+from thrifty.training.evaluation import evaluate, evaluation_interval, see
 from thrifty.training.judged_measure import count, reason_to_stop, worth
 from thrifty.training.loop import Record, train
 from thrifty.training.memory_meter import MemoryMeter
@@ -34,7 +34,7 @@ from thrifty.training.progress_display import ProgressDisplay, StepProgress
 from thrifty.training.rank_sync import ProcessGroupSync, SingleProcess
 from thrifty.training.run_folder import RunFolder
 from thrifty.training.stop_signals import StopRequest
-from thrifty.training.time_budget import EVALUATIONS, SLOW_STEPS, RunLength, TimeBudget
+from thrifty.training.time_budget import SLOW_STEPS, RunLength, TimeBudget
 
 Steps = Generator[Record, None, dict[str, Any]]
 """Generator of a run's records, one per step. Its return value is the summary. A generator that is closed early saves
@@ -123,10 +123,9 @@ class _Observer:
         self.rate, self.memory = 0.0, 0.0
         self.slow_steps = SLOW_STEPS
         self.also: set[int] = set()
-        self.evaluate_every = self.recipe.evaluation.every
+        steps = session.lengths[0].steps if session.time_budget else session.run.steps
+        self.evaluate_every = evaluation_interval(self.recipe, steps)
         self.started_at = state.step
-        if session.time_budget and self.recipe.evaluation.patience is None:
-            self.evaluate_every = min(self.evaluate_every, max(1, session.lengths[0].steps // EVALUATIONS))
         self._ending, self._has_ended = Lock(), False
 
     def follow(self, stop: StopRequest) -> Iterator[Record]:
