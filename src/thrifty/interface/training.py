@@ -1,7 +1,5 @@
 """Training of models: `train`, `resume`, `steps`, and the run that these functions return."""
 
-import json
-import math
 import os
 import signal
 import textwrap
@@ -14,7 +12,7 @@ from typing import Any, Unpack
 from rich.console import RenderableType
 from torch import nn
 
-from thrifty.core.errors import RefusedError, ThriftyError, UsageError, reason_of
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.recipe import Argument, Recipe
 from thrifty.core.technique import Technique
 from thrifty.core.user_objects import BuildModel, UserObjects
@@ -23,8 +21,9 @@ from thrifty.interface.recipe_arguments import Function, Metric, RecipeArguments
 from thrifty.interface.recipe_arguments import recipe as recipe_of
 from thrifty.interface.run_endings import ending, next_commands
 from thrifty.interface.run_reports import RunReport, charts_of, report_run, run_folder
-from thrifty.interface.samples import sample
+from thrifty.interface.samples import sample_of_run
 from thrifty.recipes.recipe_toml import recipe_from_data
+from thrifty.reporting.bar_page import shorten
 from thrifty.reporting.measured_result import MeasuredResult, Rows
 from thrifty.reporting.printed_result import lines
 from thrifty.reporting.run_record import is_run_folder, read_run
@@ -36,9 +35,8 @@ from thrifty.training.rank_launch import on_ranks
 from thrifty.training.train_session import Observer
 from thrifty.training.trained_model import load_trained_model, stored_recipe
 
-SAMPLED = 40
-"""Number of tokens in the sample of a finished run."""
-LARGEST = 3e8
+SHOWN = 200
+"""Maximum number of printed characters of a sample, about forty tokens."""
 OBJECTS = ("model", "data", "held_out", "loss", "metrics", "collate")
 
 
@@ -96,17 +94,11 @@ class RunResult(MeasuredResult):
 
     @cached_property
     def sample(self) -> str | None:
-        """Text of `SAMPLED` tokens that the trained language model generates. None for other models, and for models
-        with more than `LARGEST` parameters, because generation takes long."""
-        recipe, explanation = self.recipe, self.folder / "explanation.json"
-        if recipe.objective.name != "next_token" or recipe.python.loss or not explanation.is_file():
-            return None
-        if json.loads(explanation.read_bytes()).get("parameters", math.inf) > LARGEST:
-            return None
-        try:
-            return sample(self, tokens=SAMPLED).text
-        except ThriftyError as error:
-            return f"no sample: {reason_of(error)}"
+        """Text that the trained language model generates, or the reason why there is none. None for other models, and
+        for large models, because generation takes long.
+        """
+        made = sample_of_run(self, read_run(self.folder))
+        return f"no sample: {made['reason']}" if "reason" in made else made.get("text")
 
     @property
     def recipe(self) -> Recipe:
@@ -117,7 +109,7 @@ class RunResult(MeasuredResult):
         printed = ending(self.summary)
         if self.summary["status"] == "finished" and is_run_folder(self.folder):
             text = self.sample
-            printed += ["\nsample", textwrap.indent(text, "  ")] if text else []
+            printed += ["\nsample", textwrap.indent(shorten(text, SHOWN), "  ")] if text else []
             printed += ["\nnext", *(f"  {command}" for command in next_commands(self.summary, self.recipe))]
         return lines(*printed)
 

@@ -12,7 +12,6 @@ from thrifty.core.batches import Batch
 from thrifty.core.objective import Objective, Prediction
 from thrifty.core.recipe import Recipe
 
-
 EVALUATIONS = 10
 """Least number of evaluations in a run. They draw the curve of the held-out loss."""
 EVALUATION_COST = 0.05
