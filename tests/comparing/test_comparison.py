@@ -1,7 +1,6 @@
 """Order, budgets and failures of a comparison's runs. The runs are simulated (see `simulated_runs`)."""
 
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -10,16 +9,17 @@ from pathlib import Path
 import pytest
 from simulated_runs import Simulated, arms, by_kind
 
-from thrifty.comparing.comparison import MOST_PILOTS, TIMED_PILOTS, compare
+from thrifty.comparing.comparison import compare
 from thrifty.comparing.comparison_protocol import ComparisonProtocol
 from thrifty.comparing.comparison_summary import seconds_to_loss
-from thrifty.comparing.equal_budgets import StepCost, refuse_undecayed, steady, steps_of_variants
+from thrifty.comparing.equal_budgets import Equal, refuse_undecayed
 from thrifty.comparing.variants import Variant
 from thrifty.core.errors import InfeasibleError, UsageError
 from thrifty.core.gradient_transform import GradientTransform
 from thrifty.core.recipe import Budget, Recipe
 from thrifty.interface.comparisons import ComparisonResult
 from thrifty.reporting.comparison_charts import charts, found_difference
+from thrifty.reporting.comparison_page import cautions
 
 SHORT = ComparisonProtocol(seeds=7, trials=1)
 
@@ -47,49 +47,30 @@ def test_comparison_finds_the_simulated_effect(tmp_path: Path, effect: float, wo
     assert (tmp_path / "race" / "report.html").is_file()
 
 
-def test_slow_baseline_pilots_make_no_finding(tmp_path: Path) -> None:
-    """The variant runs twice as many steps and has a lower loss, but its steps take as long as the baseline's."""
-    start = Simulated(
-        step_time=lambda recipe: 0.02 if recipe.name.startswith("baseline-pilot") else 0.01,
-        effect=lambda recipe: -0.2 * is_variant(recipe),
-    )
+def test_wrong_pilots_do_not_change_the_used_time(tmp_path: Path) -> None:
+    """The variant's pilot is disturbed. All of its runs still train as long as the baseline's."""
+    start = Simulated(step_time=lambda recipe: 0.03 if recipe.name == "arm-1-pilot-0" else 0.01)
+    result = compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "race", workers=[start])
+    assert result["budgets"]["batch 16"]["steps"] == 33
+    arm = result["outcome"]["arms"]["batch 16"]
+    assert arm["used"] == 1 and arm["steps"] == 100 and arm["verdict"]["verdict"] == "no difference"
+    assert all(entry["seconds"] == pytest.approx(1.0) for entry in by_kind(result, "seed"))
+
+
+def test_unequal_time_is_part_of_the_verdict(tmp_path: Path) -> None:
+    """The variant's runs train twice as long, because their steps become slower after the last estimate."""
+    start = Simulated(slows=lambda recipe: 1.0 + is_variant(recipe))
     result = compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "race", workers=[start])
     verdict = result["outcome"]["arms"]["batch 16"]["verdict"]
-    assert verdict["verdict"] == "undecided" and "used 2.00 times the budget" in verdict["sentence"]
+    assert verdict["verdict"] == "no difference" and "used 2.00 times the budget" in verdict["sentence"]
+    assert any("used 2.00 times the seconds of the baseline" in one for one in cautions(result))
 
 
-def test_pilot_error_of_2_percent_makes_no_finding(tmp_path: Path) -> None:
-    """All pairs run 2 % fewer steps. The loss falls with the logarithm of the number of steps."""
-    start = Simulated(
-        step_time=lambda recipe: 0.0102 if recipe.name.startswith("arm-1-pilot") else 0.01,
-        effect=lambda recipe: -0.5 * math.log((recipe.budget.steps or 0) / 1000) * ("seed" in recipe.name),
-        spread=0.0005,
-    )
-    result = compare(arms("batch 16: --set data.batch=16", steps=1000), SHORT, tmp_path / "race", workers=[start])
-    arm = result["outcome"]["arms"]["batch 16"]
-    assert arm["used"] == pytest.approx(0.98, abs=0.002)
-    assert arm["verdict"]["verdict"] == "no difference" and arm["verdict"]["found"]["low"] < 0
-    assert "because budgets differed" in arm["verdict"]["sentence"]
-
-
-def test_seeds_do_not_start_while_pilots_disagree(tmp_path: Path) -> None:
-    def unsteady(recipe: Recipe) -> float:
-        return 0.01 * (1 + 0.1 * (int(recipe.name[-1]) % 2)) if "arm-1-pilot" in recipe.name else 0.01
-
-    start = Simulated(step_time=unsteady)
-    pair = arms("batch 16: --set data.batch=16")
-    with pytest.raises(InfeasibleError, match=r"batch 16: a step took .* in two pilots"):
-        compare(pair, SHORT, tmp_path / "race", workers=[start])
-    assert len(start.started) == 2 * MOST_PILOTS and not any("seed" in name for name in start.started)
-    flops = replace(SHORT, equal="flops")
-    assert compare(pair, flops, tmp_path / "flops", workers=[start])["status"] == "finished"
-
-
-def test_last_agreeing_pilots_count(tmp_path: Path) -> None:
-    start = Simulated(step_time=lambda recipe: 0.012 if recipe.name == "arm-1-pilot-1" else 0.01)
-    result = compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "race", workers=[start])
-    assert len(by_kind(result, "pilot")) == 2 * (TIMED_PILOTS + 2)
-    assert result["budgets"]["batch 16"]["steps"] == 100
+@pytest.mark.parametrize(("equal", "pilots"), [("time", 2), ("flops", 0), ("tokens", 0), ("steps", 0)])
+def test_only_equal_time_runs_pilots(equal: Equal, pilots: int, tmp_path: Path) -> None:
+    start, pair = Simulated(), arms("batch 16: --set data.batch=16", steps=20)
+    result = compare(pair, replace(SHORT, equal=equal, seeds=1), tmp_path / "race", workers=[start])
+    assert len(by_kind(result, "pilot")) == pilots and len(start.started) == pilots + 2
 
 
 def test_variants_take_turns_and_pairs_share_their_seed(tmp_path: Path) -> None:
@@ -104,7 +85,7 @@ def test_variants_take_turns_and_pairs_share_their_seed(tmp_path: Path) -> None:
     assert [order[place] for place in (0, 3, 6, 9)] == ["baseline", "arm-1", "arm-2", "baseline"]
     assert all(len({*order[place : place + 3]}) == 3 for place in (0, 3, 6, 9))
     assert [entry["seed"] for entry in by_kind(result, "seed")] == [seed for seed in range(4) for _ in range(3)]
-    assert len(by_kind(result, "pilot")) == 3 * (TIMED_PILOTS + 1)
+    assert len(by_kind(result, "pilot")) == 3
 
 
 @pytest.mark.parametrize(
@@ -121,7 +102,7 @@ def test_steps_of_each_equal_budget(tmp_path: Path, equal: str, steps: int) -> N
 
 
 @pytest.mark.parametrize(
-    ("budget", "steps"), [(Budget(steps=30), 30), (Budget(seconds=1.005), 100), (Budget(tokens=6400), 100)]
+    ("budget", "steps"), [(Budget(steps=30), 30), (Budget(seconds=1.02), 100), (Budget(tokens=6400), 100)]
 )
 def test_baseline_budget_is_the_recipes(tmp_path: Path, budget: Budget, steps: int) -> None:
     pair = [replace(arm, recipe=replace(arm.recipe, budget=budget)) for arm in arms("batch 16: --set data.batch=16")]
@@ -241,12 +222,33 @@ def test_variants_with_other_held_out_data_are_refused(tmp_path: Path) -> None:
         compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "race", workers=[start])
 
 
-def test_failed_pilot_stops_the_comparison(tmp_path: Path) -> None:
-    start = Simulated(fails={"arm-1-pilot-0"})
-    with pytest.raises(UsageError, match="batch 16 fails in its pilot"):
+FAILURES = {
+    "arm-1-count": ("batch 16 fails before its first step: the model has no blocks", []),
+    "arm-1-pilot-0": ("batch 16 fails in its pilot of 24 steps: out of memory", ["baseline-pilot-0", "arm-1-pilot-0"]),
+}
+
+
+@pytest.mark.parametrize("run", FAILURES)
+def test_failing_variant_stops_the_comparison(run: str, tmp_path: Path) -> None:
+    start, (words, started) = Simulated(breaks={run}), FAILURES[run]
+    with pytest.raises(UsageError, match=words):
         compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "race", workers=[start])
-    assert start.started == ["baseline-pilot-0", "arm-1-pilot-0"]
+    assert start.started == started
     assert json.loads((tmp_path / "race" / "comparison.json").read_text())["status"] == "stopped"
+
+
+@pytest.mark.parametrize(("trials", "run"), [(1, "arm-1-seed-0"), (3, "arm-1-trial-0")])
+def test_early_failure_of_a_first_run_stops_all(trials: int, run: str, tmp_path: Path) -> None:
+    protocol, pair = replace(SHORT, equal="steps", trials=trials), arms("batch 16: --set data.batch=16")
+    start = Simulated(breaks={run})
+    for _ in range(2):  # the second call does not run anything again
+        with pytest.raises(
+            UsageError, match="batch 16 fails within the first 24 steps of its first run: out of memory"
+        ):
+            compare(pair, protocol, tmp_path / "race", workers=[start])
+        assert start.started == [run.replace("arm-1", "baseline"), run]
+    start.breaks = ()
+    assert compare(pair, protocol, tmp_path / "race", workers=[start], retry=True)["status"] == "finished"
 
 
 @pytest.mark.parametrize("change", ["--without schedules.cosine", "--set techniques.schedules.cosine.floor=0.6"])
@@ -273,62 +275,54 @@ def test_learning_rates_of_a_long_run_are_sampled(monkeypatch: pytest.MonkeyPatc
 
     counted = GradientTransform.scalars
     monkeypatch.setattr(GradientTransform, "scalars", scalars)
-    refuse_undecayed(arms("batch 16: --set data.batch=16", steps=1_000_000), 1_000_000)
+    pair = arms("batch 16: --set data.batch=16", steps=1_000_000)
+    refuse_undecayed(pair, {variant.label: 1_000_000 for variant in pair})
     assert len(checked_steps) < 10_000 and checked_steps[0] == 0 and checked_steps[-1] == 999_999
-
-
-def test_equal_pilots_are_run_once(tmp_path: Path) -> None:
-    pair = arms("batch 16: --set data.batch=16", steps=20)  # fewer steps than a pilot has
-    assert len(by_kind(compare(pair, SHORT, tmp_path / "time", workers=[Simulated()]), "pilot")) == 2 * TIMED_PILOTS
-    steps = replace(SHORT, equal="steps")
-    assert len(by_kind(compare(pair, steps, tmp_path / "steps", workers=[Simulated()]), "pilot")) == 2
 
 
 def test_name_is_free_again_if_only_pilots_ran(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="fails in its pilot"):
-        compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path, workers=[Simulated(fails=["arm-1-pilot-0"])])
+        compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path, workers=[Simulated(breaks=["arm-1-pilot-0"])])
     other = arms("batch 8: --set data.batch=8")
     result = compare(other, SHORT, tmp_path, workers=[Simulated()])
-    assert result["status"] == "finished" and "batch 8" in result["budgets"] and len(by_kind(result, "pilot")) == 6
+    assert result["status"] == "finished" and "batch 8" in result["budgets"] and len(by_kind(result, "pilot")) == 2
     with pytest.raises(UsageError, match="holds a different comparison"):
         compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path, workers=[Simulated()])
 
 
-def cost(**changed: float) -> StepCost:
-    return replace(StepCost(1.0, 1.0, 1.0, False), **changed)
+def test_equal_flops_refuse_variants_with_changing_flops(tmp_path: Path) -> None:
+    pair, start = arms("batch 16: --set data.batch=16"), Simulated(varies=is_variant)
+    with pytest.raises(UsageError, match="batch 16: its FLOPs change over the run"):
+        compare(pair, replace(SHORT, equal="flops"), tmp_path / "flops", workers=[start])
+    assert not start.started
+    result = compare(pair, SHORT, tmp_path / "time", workers=[start])
+    assert any("the FLOPs of batch 16 change over its run" in one for one in cautions(result))
 
 
-def test_equal_flops_refuse_variants_with_changing_flops() -> None:
-    pair: tuple[Variant, ...] = arms("batch 16: --set data.batch=16")
-    costs = {"baseline": cost(), "batch 16": cost(flops_vary=True)}
-    with pytest.raises(UsageError, match="its FLOPs change over the run"):
-        steps_of_variants(pair, costs, "flops")
-    assert steps_of_variants(pair, costs, "time")["batch 16"] == 100
+def test_budget_below_one_step_is_infeasible(tmp_path: Path) -> None:
+    start = Simulated(step_time=lambda recipe: 200.0 if is_variant(recipe) else 1.0)
+    with pytest.raises(InfeasibleError, match="batch 16: a step costs more than the whole budget"):
+        compare(arms("batch 16: --set data.batch=16"), SHORT, tmp_path / "race", workers=[start])
 
 
-def test_budget_below_one_step_is_infeasible() -> None:
-    with pytest.raises(InfeasibleError, match="costs more than the whole budget"):
-        steps_of_variants(
-            arms("batch 16: --set data.batch=16"), {"baseline": cost(), "batch 16": cost(seconds=200.0)}, "time"
-        )
+def test_comparison_of_an_earlier_version_keeps_its_steps(tmp_path: Path) -> None:
+    """Earlier versions planned a number of steps for equal time."""
+    start, pair = Simulated(stops_at="arm-1-seed-2"), arms("batch 16: --set data.batch=16")
+    compare(pair, SHORT, tmp_path / "race", workers=[start])
+    file = tmp_path / "race" / "comparison.json"
+    data = json.loads(file.read_text())
+    for planned in data["budgets"].values():
+        del planned["budget"]
+        planned["steps"] = 70
+    file.write_text(json.dumps(data))
+    result = compare(pair, SHORT, tmp_path / "race", workers=[start])
+    assert [entry["steps"] for entry in by_kind(result, "seed")] == [100] * 5 + [70] * 9
 
 
 def test_trials_require_a_learning_rate(tmp_path: Path) -> None:
     pair = arms("--without optimizers.adamw")
     with pytest.raises(UsageError, match="no learning rate"):
         compare(pair, ComparisonProtocol(), tmp_path / "race", workers=[Simulated()])
-
-
-def test_rare_slow_steps_do_not_count() -> None:
-    assert steady([30.0, 1.0, 1.0, 1.0, 9.0, 1.0, 1.0])[1:] == [1.0] * 6
-    assert steady([1.0] * 4 + [2.0] * 4) == [1.0] * 4 + [2.0] * 4
-
-
-@pytest.mark.parametrize("every", [3, 4, 10])
-def test_periodic_slow_steps_count(every: int) -> None:
-    """Otherwise, an update of a preconditioner at every tenth step would be free at equal time."""
-    seconds = [6.0 if step % every == 0 else 1.0 for step in range(1, 61)]
-    assert steady([30.0, *seconds])[1:] == seconds
 
 
 def test_time_to_a_loss_is_interpolated() -> None:

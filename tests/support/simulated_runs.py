@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 
+from thrifty.comparing.equal_budgets import StepCost
 from thrifty.comparing.run_launchers import RunExit
 from thrifty.comparing.variants import Variant, variants_of
 from thrifty.core.recipe import Recipe
@@ -15,6 +16,7 @@ from thrifty.recipes.recipe_layers import RecipeLayers
 from thrifty.recipes.recipe_toml import write_recipe
 from thrifty.recipes.typed_variants import read_variants
 from thrifty.recipes.vision_recipes import vit_digits
+from thrifty.training.time_budget import AIM
 
 PEAK = 1e9
 
@@ -36,10 +38,17 @@ class Simulated:
     effect: Callable[[Recipe], float] = lambda recipe: 0.0
     """Relative change of the loss."""
     step_time: Callable[[Recipe], float] = lambda recipe: 0.01
+    slows: Callable[[Recipe], float] = lambda recipe: 1.0
+    """Factor of the step times that a run did not foresee."""
     spread: float = 0.02
     """Relative spread of the losses of pairs."""
     label_entropy: Callable[[Recipe], float] = lambda recipe: 2.3
     fails: Collection[str] = ()
+    """Runs that fail at their end."""
+    breaks: Collection[str] = ()
+    """Runs that fail before their first step; "arm-1-count" is counted."""
+    varies: Callable[[Recipe], bool] = lambda recipe: False
+    """True if the FLOPs of a step change over the run."""
     stops_at: str = ""
     """The run that is interrupted, once."""
     processor: str = "one"
@@ -48,13 +57,29 @@ class Simulated:
 
     def __call__(self, recipe: Recipe, runs: Path) -> RunExit:
         self.started.append(recipe.name)
-        if recipe.name in self.fails:
-            return RunExit(1, "the loss was not finite", 1.0, None)
+        if recipe.name in self.breaks:
+            return RunExit(1, "out of memory", 1.0, None)
         if recipe.name == self.stops_at:
             self.stops_at = ""
             return RunExit(143, "", 1.0, None)
         self.write(recipe, runs / recipe.name)
+        if recipe.name in self.fails:
+            return RunExit(1, "the loss was not finite", 1.0, None)
         return RunExit(0, "", 1.0, 50.0)
+
+    def count(self, recipe: Recipe, runs: Path) -> tuple[RunExit, StepCost | None]:
+        if recipe.name in self.breaks:
+            return RunExit(2, "the model has no blocks", 1.0, None), None
+        batch, judged_on = recipe.data.batch, {"label_entropy": self.label_entropy(recipe)}
+        cost = StepCost(self.steps(recipe), batch, 1e6 * batch, self.varies(recipe), judged_on)
+        return RunExit(0, "", 1.0, None), cost
+
+    def steps(self, recipe: Recipe) -> int:
+        """Return the number of steps of a run, which adapts to its budget in seconds."""
+        budget = recipe.budget
+        if budget.tokens is not None:
+            return int(budget.tokens // recipe.data.batch)
+        return budget.steps or int(AIM * (budget.seconds or 0) / self.step_time(recipe) + 1e-6)
 
     def stop(self) -> None:
         self.stopped = True
@@ -69,9 +94,8 @@ class Simulated:
         return 2 + 0.1 * shared.normal() + 2 * (self.effect(recipe) + self.spread * own.normal())
 
     def write(self, recipe: Recipe, folder: Path) -> None:
-        folder.mkdir()
-        steps, loss, seconds = recipe.budget.steps, self.loss(recipe), self.step_time(recipe)
-        assert steps is not None
+        folder.mkdir(exist_ok=True)
+        steps, loss, seconds = self.steps(recipe), self.loss(recipe), self.step_time(recipe) * self.slows(recipe)
         records = [
             {
                 "kind": "step",

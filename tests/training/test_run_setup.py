@@ -15,7 +15,6 @@ from rank_processes import on_ranks
 from safetensors import safe_open
 from tiny_recipes import digits, text
 
-from thrifty.comparing.equal_budgets import step_cost, steps_of_baseline
 from thrifty.core.errors import InfeasibleError, UsageError
 from thrifty.core.recipe import Budget, ModelSettings, ObjectiveSettings, Recipe
 from thrifty.core.user_objects import UserObjects
@@ -139,15 +138,6 @@ def test_a_budget_in_epochs_uses_every_example_as_often(kind: str, tmp_path: Pat
     growing = prepare_run(ramped, quiet=True).run
     seen = [growing.source.size(step) for step in range(growing.steps)]
     assert seen[0] < seen[-1] and 1.5 * source.examples <= sum(seen) < 1.5 * source.examples + 2 * source.batch
-
-
-def test_an_epoch_of_a_comparison_equals_its_pilots_epoch(tmp_path: Path) -> None:
-    train(digits(), tmp_path, quiet=True)
-    cost = step_cost(tmp_path / "digits")
-    steps = prepare_run(digits(budget=Budget(epochs=2)), quiet=True).run.steps
-    assert steps_of_baseline(Budget(epochs=2), cost) == steps
-    with pytest.raises(UsageError, match="requires data with a known number of examples"):
-        steps_of_baseline(Budget(epochs=2), replace(cost, epoch_steps=None))
 
 
 def test_sources_without_epochs_refuse_a_budget_in_them(tmp_path: Path) -> None:

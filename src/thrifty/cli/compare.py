@@ -32,7 +32,7 @@ PROTOCOL = ("equal_budget", "seeds", "rate_trials", "rate_factor", "min_effect",
 @click.option(
     "--min-effect", type=float, help="Smallest relevant difference, as a fraction of the loss.  [default: 0.01]"
 )
-@click.option("--warmup-steps", type=int, help="Steps of the pilot runs that measure costs.  [default: 24]")
+@click.option("--warmup-steps", type=int, help="Steps of each pilot, at equal time.  [default: 24]")
 @click.option(
     "--worker",
     "workers",
@@ -67,9 +67,10 @@ def command(
         thrifty compare plain --variant "planned: plan.toml" --variant "--set data.batch=16"
 
     A word and a colon before the changes name the variant. Options outside the quotes (--data, --with, --set, …) change
-    the baseline and all variants. Pilot runs measure the step cost of each variant. Every variant tries the same number
-    of learning rates. Each seed is run with every variant. The verdict compares the held-out losses of all planned
-    pairs. The same command resumes an interrupted comparison.
+    the baseline and all variants. A step of each variant is counted before the runs. At equal time, each run adapts
+    its number of steps to the machine. Every variant tries the same number of learning rates. Each seed is run with
+    every variant. The verdict compares the held-out losses of all planned pairs. The same command resumes an
+    interrupted comparison.
     """
     import thrifty
     from thrifty.cli.verb_output import print_result

@@ -1,7 +1,8 @@
 """Comparison of variants at equal budget.
 
-Pilots measure the cost of a step. Trials choose the learning rate of each variant. Then each variant runs with all
-seeds. All of these are ordinary training runs with their own folders. The comparison's folder contains
+A step of each variant is counted without training, which sets the budgets of all runs. For equal time, pilots measure
+the first number of steps. Trials choose the learning rate of each variant. Then each variant runs with all seeds.
+Pilots, trials and seeds are ordinary training runs with their own folders. The comparison's folder contains
 
     comparison.json            record of the comparison, see `comparison_protocol.py`
     report.html                the same record as a page
@@ -11,7 +12,6 @@ Runs of different variants alternate, so that all variants meet the same machine
 interrupted or killed comparison, also in the middle of a run. Failed runs are kept and counted.
 """
 
-import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -23,9 +23,16 @@ from threading import Lock
 from typing import Any
 
 from thrifty.comparing.comparison_protocol import ComparisonProtocol, claim_folder
-from thrifty.comparing.comparison_summary import read_run_result, summarize_comparison
+from thrifty.comparing.comparison_summary import made_steps, read_run_result, summarize_comparison
 from thrifty.comparing.comparison_workers import run_on_workers
-from thrifty.comparing.equal_budgets import StepCost, mean_cost, refuse_undecayed, step_cost, steps_of_variants
+from thrifty.comparing.equal_budgets import (
+    StepCost,
+    budgets_of_variants,
+    counted_budget,
+    measured_step,
+    planned_budget,
+    refuse_undecayed,
+)
 from thrifty.comparing.run_launchers import RunLauncher, SameProcess, Worker
 from thrifty.comparing.variants import Variant
 from thrifty.core.errors import InfeasibleError, ThriftyError, UsageError
@@ -37,23 +44,11 @@ from thrifty.reporting.comparison_page import write_comparison_page
 from thrifty.reporting.number_format import duration, significant
 from thrifty.training.run_folder import RunFolder
 
-TIMED_PILOTS = 2
-"""Number of timed pilots per variant for budgets of equal time. Pilots of different variants alternate, so that a slow
-phase of the machine affects all variants. The first pilot measures how many steps later pilots need. If the first pilot
-already has as many steps, it counts as timed. For other budgets, each variant has one pilot.
-"""
-MOST_PILOTS = 6
-"""Maximum number of pilots per variant. Pilots are added while the step times of a variant's last two pilots differ too
-much.
-"""
-PILOTS_APART = 0.05
-"""Maximum relative difference between the step times of a variant's last two pilots, for budgets of equal time."""
-PILOT_SECONDS = 5.0
-"""Minimum total time in seconds of a pilot's timed steps. A pilot never exceeds the steps of the baseline's budget."""
 EVALUATIONS = 20
 """Number of evaluations in each run. They show when a run reaches a given quality."""
 TRIAL_SEED = 10_000
 """Number added to the seeds of trials, so that learning rates are not chosen on the compared seeds."""
+CORRECT = "correct the variant or remove it, then compare again"
 SAME_PROCESS = "all runs used one process, in which peak memory includes allocations of earlier runs"
 Say = Callable[[str], None]
 
@@ -71,7 +66,7 @@ def compare(
 
     `workers` run in parallel. Without workers, runs are executed one after another on this machine. `retry` repeats
     failed runs. Raises UsageError if the folder holds a different comparison, a learning rate does not decay, or a
-    pilot fails. Raises InfeasibleError if a budget is below one step, or if step times of pilots do not agree.
+    variant fails before or soon after its first step. Raises InfeasibleError if a budget is below one step.
     """
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         raise UsageError(
@@ -81,7 +76,8 @@ def compare(
         variant.recipe.refuse_missing_objects()
     if protocol.trials > 1 and (without := [variant.label for variant in variants if variant.rate is None]):
         raise UsageError(f"{without[0]}: its optimizer has no learning rate to search", fix="--rate-trials 1")
-    refuse_undecayed(variants, variants[0].recipe.budget.steps or protocol.pilot)
+    if steps := variants[0].recipe.budget.steps:
+        refuse_undecayed(variants, dict.fromkeys((variant.label for variant in variants), steps))
     workers = workers or (Worker(),)
     with claim_folder(folder, variants, protocol) as opened, ExitStack() as ends:
         for worker in workers:
@@ -120,7 +116,7 @@ class _ComparisonRunner:
         if retry:
             self.forget_failures()
         trials = protocol.trials if protocol.trials > 1 else 0
-        self.planned = len(variants) * (self.least_pilots + trials + protocol.seeds)
+        self.planned = len(variants) * ((protocol.equal == "time") + trials + protocol.seeds)
         self.began, self.finished = time.monotonic(), 0
 
     def forget_failures(self) -> None:
@@ -134,11 +130,12 @@ class _ComparisonRunner:
 
     def run_all(self) -> dict[str, Any]:
         try:
-            costs = self.pilots()
-            steps = steps_of_variants(self.variants, costs, self.protocol.equal)
-            self.state["budgets"] = {label: _planned(steps[label], costs[label]) for label in steps}
-            tuned = [self.tuned(variant) for variant in self.variants] if self.trials(steps) else self.variants
-            self.seeds(tuned, steps)
+            if "budgets" not in self.state:
+                self.state["budgets"] = self.plan()
+                self.write_state("running", 0)
+            budgets = {label: planned_budget(planned) for label, planned in self.state["budgets"].items()}
+            tuned = [self.tuned(variant) for variant in self.variants] if self.trials(budgets) else self.variants
+            self.seeds(tuned, budgets)
         except _Interrupted as stopped:
             return self.write_state("interrupted", stopped.exit_code)
         except ThriftyError as error:
@@ -160,68 +157,52 @@ class _ComparisonRunner:
             write_comparison_page(self.folder.path)
         return self.folder.read_json("comparison") | {"folder": str(self.folder.path)}
 
-    def pilots(self) -> dict[str, StepCost]:
-        """Run all pilots; return the cost of a step of each variant. Raises UsageError if a pilot fails, and
-        InfeasibleError if step times of pilots do not agree.
+    def plan(self) -> dict[str, Any]:
+        """Count a step of each variant and return the budgets by label. Raises UsageError if counting or a pilot fails,
+        if held-out data differ, or if a learning rate does not decay.
         """
-        steps, costs_by_arm = self.pilot_steps(0.0), {variant.label: [] for variant in self.variants}
-        turn, wanted = 0, self.least_pilots
-        while turn < wanted or self.apart(costs_by_arm):
-            if turn == MOST_PILOTS:
-                raise InfeasibleError(self.apart(costs_by_arm), fix="end other processes; or --equal-budget flops")
-            for variant in _turned(self.variants, turn):
-                costs_by_arm[variant.label].append(self.pilot(variant, turn, steps))
-            self.check_judged(f"pilot-{turn}")
-            if not turn and self.protocol.equal == "time":
-                before, steps = steps, self.pilot_steps(max(costs[0].seconds for costs in costs_by_arm.values()))
-                wanted = TIMED_PILOTS + (steps != before)
-            turn += 1
-        return {label: mean_cost(costs[-2:]) for label, costs in costs_by_arm.items()}
+        equal, costs = self.protocol.equal, self.count()
+        seconds = {variant.label: self.pilot(variant, costs) for variant in self.variants} if equal == "time" else {}
+        budgets = budgets_of_variants(self.variants, costs, equal, seconds)
+        planned = {label: costs[label].planned(budget, seconds.get(label)) for label, budget in budgets.items()}
+        refuse_undecayed(self.variants, {label: budget["steps"] for label, budget in planned.items()})
+        for label, budget in planned.items():
+            adapted = f", in {duration(budget['seconds'])} of training" if equal == "time" else ""
+            self.say(f"{label}: {'about ' * (equal == 'time')}{budget['steps']:,} steps a run{adapted}")
+        return planned
 
-    @property
-    def least_pilots(self) -> int:
-        return TIMED_PILOTS + 1 if self.protocol.equal == "time" else 1
-
-    def pilot_steps(self, step_time: float) -> int:
-        """Return the number of steps of a pilot, at most the steps of the baseline's budget."""
-        steps = max(self.protocol.pilot, math.ceil(PILOT_SECONDS / step_time) if step_time else 0)
-        return min(steps, self.variants[0].recipe.budget.steps or steps)
-
-    def apart(self, costs_by_arm: Mapping[str, Sequence[StepCost]]) -> str:
-        """Return an error message if step times of a variant's last two pilots differ too much for equal time; else an
-        empty string.
-        """
-        for label, costs in costs_by_arm.items():
-            seconds = [cost.seconds for cost in costs[-2:]]
-            low, high = min(seconds), max(seconds)
-            if self.protocol.equal == "time" and high > (1 + PILOTS_APART) * low:
-                times = f"'{duration(low)}' and '{duration(high)}'"
-                return (
-                    f"{label}: a step took {times} in two pilots; equal time allows a difference of {PILOTS_APART:.0%}"
-                )
-        return ""
-
-    def pilot(self, variant: Variant, turn: int, steps: int) -> StepCost:
-        """Run a pilot of `steps` steps and return its step cost. Raises UsageError if the pilot fails."""
-        name = f"{variant.folder}-pilot-{turn}"
-        recipe = self.recipe(variant, name, steps, 0, evaluations=1)
-        entry = self.run(self.workers[0], recipe, arm=variant.label, pilot=turn)
-        if entry["status"] == "failed":
-            fix = "correct the variant or remove it, then compare again"
-            raise UsageError(f"{variant.label} fails in its pilot of {steps} steps: {entry['error']}", fix=fix)
-        return step_cost(self.folder.path / name)
-
-    def check_judged(self, kind: str) -> None:
-        """Raise UsageError if the held-out data of a variant differ from the baseline's."""
-        baseline, *others = (self.runs[f"{variant.folder}-{kind}"] for variant in self.variants)
-        for entry in others:
-            if other := differences(baseline["judged_on"], entry["judged_on"]):
+    def count(self) -> dict[str, StepCost]:
+        """Return the counted cost of a step by label; the baseline's cost has its number of steps."""
+        costs: dict[str, StepCost] = {}
+        budget = counted_budget(self.variants[0].recipe.budget, self.protocol.equal, self.protocol.pilot)
+        for variant in self.variants:
+            recipe = replace(variant.recipe, name=f"{variant.folder}-count", budget=budget)
+            ended, cost = self.workers[0].count(recipe, self.folder.path)
+            if ended.status == "interrupted":
+                raise _Interrupted(ended.exit_code)
+            if cost is None:
+                kind = InfeasibleError if ended.exit_code == InfeasibleError.exit_code else UsageError
+                raise kind(f"{variant.label} fails before its first step: {ended.error}", fix=CORRECT)
+            if not costs:
+                judged_on, budget = cost.judged_on, Budget(steps=cost.steps)
+            if other := differences(judged_on, cost.judged_on):
                 raise UsageError(
-                    f"{entry['arm']} is not comparable with the baseline: {'; '.join(other)}",
+                    f"{variant.label} is not comparable with the baseline: {'; '.join(other)}",
                     fix="use the same data and the same tokenizer for all variants",
                 )
+            costs[variant.label] = cost
+        return costs
 
-    def trials(self, steps: Mapping[str, int]) -> bool:
+    def pilot(self, variant: Variant, costs: Mapping[str, StepCost]) -> float:
+        """Run a pilot and return its step time in seconds. Raises UsageError if the pilot fails."""
+        name, steps = f"{variant.folder}-pilot-0", min(self.protocol.pilot, costs[self.variants[0].label].steps)
+        recipe = self.recipe(variant, name, Budget(steps=steps), 0, evaluations=1)
+        entry = self.run(self.workers[0], recipe, arm=variant.label, pilot=0)
+        if entry["status"] == "failed":
+            raise UsageError(f"{variant.label} fails in its pilot of {steps} steps: {entry['error']}", fix=CORRECT)
+        return measured_step(self.folder.path / name)
+
+    def trials(self, budgets: Mapping[str, Budget]) -> bool:
         """Run all variants at all trial learning rates; return True if the protocol has trials."""
         if self.protocol.trials == 1:
             return False
@@ -229,19 +210,19 @@ class _ComparisonRunner:
         def at_rate(worker: RunLauncher, turn: int, factor: float) -> None:
             for variant in _turned(self.variants, turn):
                 name = f"{variant.folder}-trial-{turn}"
-                recipe = self.recipe(variant.at_rate(factor), name, steps[variant.label], TRIAL_SEED)
+                recipe = self.recipe(variant.at_rate(factor), name, budgets[variant.label], TRIAL_SEED)
                 self.run(worker, recipe, arm=variant.label, trial=turn, factor=factor)
 
         rates = enumerate(self.protocol.factors)
         run_on_workers(self.workers, [partial(at_rate, turn=turn, factor=factor) for turn, factor in rates])
         return True
 
-    def seeds(self, variants: Sequence[Variant], steps: Mapping[str, int]) -> None:
+    def seeds(self, variants: Sequence[Variant], budgets: Mapping[str, Budget]) -> None:
         """Run all variants with all seeds."""
 
         def with_seed(worker: RunLauncher, seed: int) -> None:
             for variant in _turned(variants, seed):
-                recipe = self.recipe(variant, f"{variant.folder}-seed-{seed}", steps[variant.label], seed)
+                recipe = self.recipe(variant, f"{variant.folder}-seed-{seed}", budgets[variant.label], seed)
                 self.run(worker, recipe, arm=variant.label, seed=seed)
 
         run_on_workers(self.workers, [partial(with_seed, seed=seed) for seed in range(self.protocol.seeds)])
@@ -270,23 +251,25 @@ class _ComparisonRunner:
         }
         return variant.at_rate(best["factor"])
 
-    def recipe(self, variant: Variant, name: str, steps: int, seed: int, evaluations: int = EVALUATIONS) -> Recipe:
+    def recipe(self, variant: Variant, name: str, budget: Budget, seed: int, evaluations: int = EVALUATIONS) -> Recipe:
         """Return the recipe of one run of a variant, with the baseline's evaluation settings."""
-        settings = self.variants[0].recipe.evaluation
+        settings, steps = self.variants[0].recipe.evaluation, budget.steps or budget.estimate or 1
         return replace(
             variant.recipe,
             name=name,
             seed=variant.recipe.seed + seed,
-            budget=Budget(steps=steps),
+            budget=budget,
             evaluation=replace(settings, every=max(1, steps // evaluations), at_start=False, patience=None),
             checkpoints=replace(variant.recipe.checkpoints, keep=1, extra_steps=()),
         )
 
     def run(self, worker: RunLauncher, recipe: Recipe, **place: Any) -> dict[str, Any]:
-        """Run a recipe to the end and return the record of the run. Raises _Interrupted if the run was stopped."""
+        """Run a recipe to the end and return the record of the run. Raises _Interrupted if the run was stopped, and
+        UsageError if the first run of a variant fails within its first steps.
+        """
         name = recipe.name
         if (before := self.runs.get(name)) and before["status"] in ("finished", "failed"):
-            return before
+            return self.checked(before)
         ended = worker(recipe, self.folder.path)
         entry = {"run": name, **place, **ended.as_data()}
         if entry["status"] == "interrupted":
@@ -300,6 +283,20 @@ class _ComparisonRunner:
             self.finished += 1
             self.write_state("running", 0)
             self.say(self.progress(entry))
+        return self.checked(entry)
+
+    def checked(self, entry: dict[str, Any]) -> dict[str, Any]:
+        """Return the record of a run. Raises UsageError if no run of the variant finished, and this run, the first with
+        the whole budget, failed within the steps of a pilot.
+        """
+        if entry["status"] == "finished" or "pilot" in entry or entry.get("trial", entry.get("seed")):
+            return entry
+        done = any(other["arm"] == entry["arm"] and other["status"] == "finished" for other in self.runs.values())
+        if not done and made_steps(self.folder.path / entry["run"]) < self.protocol.pilot:
+            raise UsageError(
+                f"{entry['arm']} fails within the first {self.protocol.pilot} steps of its first run: {entry['error']}",
+                fix=f"{CORRECT} under another --name; or --retry, if the cause is outside the variant",
+            )
         return entry
 
     def progress(self, entry: Mapping[str, Any]) -> str:
@@ -310,12 +307,6 @@ class _ComparisonRunner:
         kind = next(f"{kind} {entry[kind]}" for kind in ("pilot", "trial", "seed") if kind in entry)
         took = duration(entry["elapsed"]) + (f"; about {duration(left)} left" if left else "")
         return f"[{len(self.runs)}/{self.planned}] {entry['arm']}, {kind}: {result} ({took})"
-
-
-def _planned(steps: int, cost: StepCost) -> dict[str, Any]:
-    """Return a variant's planned budget in seconds, tokens and FLOPs."""
-    amounts = {"seconds": steps * cost.seconds, "tokens": steps * cost.tokens, "flops": steps * cost.flops}
-    return {"steps": steps, **amounts, "step": cost.as_data()}
 
 
 def _turned(variants: Sequence[Variant], turn: int) -> list[Variant]:

@@ -6,7 +6,8 @@
     folders          for each variant: the prefix of its run folders' names
     changes          for each variant: the techniques "added", "removed" and "changed" relative to the baseline
     runs             for each run: run (its folder), arm, pilot or trial or seed, status, error, and measured values
-    budgets          for each variant: planned steps, seconds, tokens and flops, and the cost of a "step"
+    budgets          for each variant: the "budget" of its runs; planned steps, seconds, tokens and flops; the cost of a
+                     "step". For equal time, steps are the first estimate.
     rates            for each variant: the learning rates of all trials, and the chosen learning rate
     outcome          after all pairs ran, for each variant: means, ratios to the baseline, and its "verdict"
 
@@ -60,8 +61,8 @@ class ComparisonProtocol:
     this difference.
     """
     pilot: Positive = PILOT
-    """Number of steps of each variant's first pilot. For budgets of equal time, the timed steps of later pilots take at
-    least `PILOT_SECONDS`.
+    """Number of steps of each variant's pilot, for budgets of equal time. A variant whose first run fails within this
+    number of steps stops the comparison.
     """
 
     def __post_init__(self) -> None:

@@ -9,17 +9,16 @@ from statistics import fmean
 from typing import Any
 
 from thrifty.comparing.comparison_protocol import ComparisonProtocol
-from thrifty.comparing.equal_budgets import steady
+from thrifty.comparing.equal_budgets import JUDGED_ON
 from thrifty.comparing.paired_statistics import interval
 from thrifty.comparing.variant_verdict import judge
 from thrifty.comparing.variants import BASELINE
 from thrifty.core.recipe import EvaluationSettings
 from thrifty.training.run_folder import RunFolder
+from thrifty.training.time_budget import steady
 
 MEANS = ("held_out_loss", "steps", "tokens", "flops", "seconds", "step_time", "flop_rate", "share_of_peak")
 MEANS += ("peak_memory", "joules", "elapsed", "seconds_with_starts")
-JUDGED_ON = ("unit", "loss_in", "unigram_entropy", "bytes_per_token", "label_entropy")
-"""Entries of a run's summary that must be equal for held-out losses to be comparable."""
 RATIOS = ("flops", "seconds", "step_time", "flop_rate", "peak_memory", "joules", "tokens", "steps")
 Entry = Mapping[str, Any]
 """A run in comparison.json."""
@@ -63,6 +62,11 @@ def read_run_result(folder: Path, judged: str = "loss") -> dict[str, Any]:
         "cpu": machine["cpu"],
         **curves,
     }
+
+
+def made_steps(folder: Path) -> int:
+    """Return the number of steps that a run has made; 0 if it has no folder."""
+    return sum(record["kind"] == "step" for record in RunFolder(folder).read_records())
 
 
 def seconds_to_loss(curve: Sequence[Sequence[float | None]], loss: float) -> float | None:

@@ -1,14 +1,15 @@
-"""Equal budgets: a pilot measures the cost of a variant's step, which sets the variant's number of steps.
+"""Equal budgets: the counted cost of a variant's step sets the budget of its runs.
 
-A pilot is a whole run of a few steps. It therefore includes every event scheduled at a fraction of the run. A growing
-model reaches all of its sizes, and the learning rate decays completely.
+Steps, tokens and FLOPs are counted before the first run. For equal time, all runs have the same budget in seconds, and
+each run adapts its number of steps to the machine. A pilot per variant, a whole run of a few steps, measures the first
+estimate.
 """
 
+import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from itertools import pairwise
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from statistics import fmean, median
+from statistics import fmean
 from typing import Any, Literal
 
 from torch import nn
@@ -21,17 +22,14 @@ from thrifty.core.errors import InfeasibleError, UsageError
 from thrifty.core.objective import Objective
 from thrifty.core.recipe import Budget
 from thrifty.training.run_folder import RunFolder
+from thrifty.training.time_budget import AIM, steady
 
 Equal = Literal["time", "flops", "tokens", "steps"]
 EQUAL: tuple[Equal, ...] = ("time", "flops", "tokens", "steps")
 PILOT = 24
-"""Default number of steps of a variant's first pilot."""
-WINDOW = 5
-"""Length in steps of the running median. Each step time is compared with this median."""
-ONCE = 2
-"""Number of slow steps whose additional time is ignored, such as compilation at the start and after an interruption.
-Events that occur more often count as cost, such as an update of a preconditioner at every tenth step.
-"""
+"""Default number of steps of a pilot."""
+JUDGED_ON = ("unit", "loss_in", "unigram_entropy", "bytes_per_token", "label_entropy")
+"""Facts of a run that must be equal for held-out losses to be comparable."""
 RATES = 1_000
 """Number of evenly spaced steps of a run at which the learning rate is checked."""
 DECAYED = 0.3
@@ -42,54 +40,58 @@ over the last fifth of the run leaves 0.2 of the peak in the last step of a pilo
 
 @dataclass(frozen=True)
 class StepCost:
-    """Average cost of a variant's step over a run."""
+    """Counted cost of a variant's step, and facts of its run."""
 
-    seconds: float
+    steps: int
+    """Number of steps of the counted run."""
     tokens: float
+    """Mean number of tokens of a step."""
     flops: float
     """FLOPs of one traced step, in the model's full structure."""
     flops_vary: bool
     """True if batches or the structure change over the run, so that no single step represents all steps."""
-    epoch_steps: float | None = None
-    """Number of steps per epoch; None if the data have no epochs."""
+    judged_on: Mapping[str, Any]
+    """Facts named in `JUDGED_ON`."""
 
     def of(self, equal: Equal) -> float:
-        return {"time": self.seconds, "flops": self.flops, "tokens": self.tokens, "steps": 1.0}[equal]
+        return {"flops": self.flops, "tokens": self.tokens}.get(equal, 1.0)
 
-    def as_data(self) -> dict[str, Any]:
-        return asdict(self)
+    def planned(self, budget: Budget, seconds: float | None) -> dict[str, Any]:
+        """Return a run's budget, with its amounts in each unit. `seconds` is the time of a step, if it is known."""
+        steps = budget.steps or budget.estimate or 1
+        step = {"seconds": seconds, "tokens": self.tokens, "flops": self.flops, "flops_vary": self.flops_vary}
+        amounts = {name: steps * step[name] for name in ("tokens", "flops")}
+        amounts["seconds"] = budget.seconds or (seconds and steps * seconds)
+        limits = {name: value for name, value in asdict(budget).items() if value is not None}
+        return {"steps": steps, **amounts, "step": step, "budget": limits}
 
 
-def steady(seconds: Sequence[float]) -> list[float]:
-    """Return the step times with rare slow steps shortened. Excesses over the running median are clipped to the (`ONCE`
-    + 1)-th largest excess.
+def planned_budget(planned: Mapping[str, Any]) -> Budget:
+    """Return the budget of the runs from the result of `StepCost.planned`. Earlier versions planned steps alone."""
+    return Budget(**planned.get("budget", {"steps": planned["steps"]}))
+
+
+def counted_budget(budget: Budget, equal: Equal, pilot: int) -> Budget:
+    """Return the budget with which the baseline is counted. Equal time requires no number of steps for a budget in
+    seconds. Otherwise, some timed steps convert it."""
+    if budget.seconds is None:
+        return budget
+    return Budget(steps=pilot) if equal == "time" else Budget(seconds=budget.seconds, counts="training")
+
+
+def measured_step(folder: Path) -> float:
+    """Return the mean step time of a finished run in seconds, without its first step."""
+    records = RunFolder(folder).read_records()
+    times = steady([record["step_seconds"] for record in records if record["kind"] == "step"])
+    return fmean(times[1:] or times)
+
+
+def refuse_undecayed(variants: Sequence[Variant], lengths: Mapping[str, int]) -> None:
+    """Raise UsageError if a variant's learning rate has not decayed at the end of its run. `lengths` are numbers of
+    steps by label.
     """
-    reach = WINDOW // 2
-    around = [median(seconds[max(0, index - reach) : index + reach + 1]) for index in range(len(seconds))]
-    above = sorted((own - usual for own, usual in zip(seconds, around, strict=True)), reverse=True)
-    most = max(0.0, above[ONCE]) if len(above) > ONCE else 0.0
-    return [min(own, usual + most) for own, usual in zip(seconds, around, strict=True)]
-
-
-def step_cost(folder: Path) -> StepCost:
-    """Return the step cost of a finished run."""
-    run = RunFolder(folder)
-    records = run.read_records()
-    steps = [record for record in records if record["kind"] == "step"]
-    tokens = [after - before for before, after in pairwise([0, *(step["tokens"] for step in steps)])]
-    times = steady([step["step_seconds"] for step in steps])
-    return StepCost(
-        seconds=fmean(times[1:] or times),
-        tokens=fmean(tokens),
-        flops=run.read_json("explanation")["footprint"]["flops"],
-        flops_vary=len(set(tokens)) > 1 or any(record["kind"] == "change" for record in records),
-        epoch_steps=run.read_json("summary").get("epoch_steps"),
-    )
-
-
-def refuse_undecayed(variants: Sequence[Variant], steps: int) -> None:
-    """Raise UsageError if a variant's learning rate has not decayed at the end of a run of `steps` steps."""
     for variant in variants:
+        steps = lengths[variant.label]
         if variant.optimizer is None or Claim.SCHEDULE in variant.optimizer.claims:
             continue
         plain = BaseRun(nn.Module, BatchSource(), Objective())
@@ -106,51 +108,30 @@ def refuse_undecayed(variants: Sequence[Variant], steps: int) -> None:
             )
 
 
-def mean_cost(costs: Sequence[StepCost]) -> StepCost:
-    """Return the step cost with the mean time of several pilots of one variant. All pilots have the same tokens and
-    FLOPs.
+def budgets_of_variants(
+    variants: Sequence[Variant], costs: Mapping[str, StepCost], equal: Equal, seconds: Mapping[str, float]
+) -> dict[str, Budget]:
+    """Return the budget of each variant's runs, by label. `seconds` are step times, which only equal time requires.
+
+    Raises UsageError if budgets have equal FLOPs but the FLOPs of a variant change over its run. Raises InfeasibleError
+    if a budget is below one step.
     """
-    return replace(costs[0], seconds=fmean(cost.seconds for cost in costs))
-
-
-def steps_of_baseline(budget: Budget, cost: StepCost) -> int:
-    """Return the baseline's number of steps. Raises UsageError if the recipe has no budget, and InfeasibleError if the
-    budget is below one step.
-    """
-    if budget.steps is not None:
-        return budget.steps
-    if budget.epochs is not None:
-        return budget.in_epochs_of(cost.epoch_steps)
-    if budget.seconds is not None:
-        steps = int(budget.seconds / cost.seconds)
-    elif budget.tokens is not None:
-        steps = int(budget.tokens / cost.tokens)
-    else:
-        raise UsageError(
-            "the recipe has no budget",
-            fix="--budget 10min; or --budget 500steps; or --budget 1e7tokens",
-        )
-    if steps < 1:
-        raise InfeasibleError("the budget is below the cost of one step", fix="use a larger --budget")
-    return steps
-
-
-def steps_of_variants(variants: Sequence[Variant], costs: Mapping[str, StepCost], equal: Equal) -> dict[str, int]:
-    """Return for each label the number of steps that costs as much as the baseline's run. Raises UsageError if budgets
-    have equal FLOPs but the FLOPs of a variant change over its run.
-    """
-    for variant in variants:
-        if equal == "flops" and costs[variant.label].flops_vary:
+    baseline, planned = variants[0], costs[variants[0].label]
+    total = planned.steps * planned.of(equal)
+    if equal == "time":
+        total = baseline.recipe.budget.seconds or planned.steps * seconds[baseline.label] / AIM
+    budgets = {}
+    for label, cost in ((variant.label, costs[variant.label]) for variant in variants):
+        if equal == "flops" and cost.flops_vary:
             raise UsageError(
-                f"{variant.label}: its FLOPs change over the run, but only the FLOPs of its last steps are counted",
+                f"{label}: its FLOPs change over the run, but only the FLOPs of its last steps are counted",
                 fix="--equal-budget time",
             )
-    budget = steps_of_baseline(variants[0].recipe.budget, costs[variants[0].label])
-    amount = budget * costs[variants[0].label].of(equal)
-    steps = {variant.label: int(amount / costs[variant.label].of(equal) + 1e-6) for variant in variants} | {
-        variants[0].label: budget
-    }
-    for label, count in steps.items():
-        if count < 1:
+        if total < (step := seconds[label] if equal == "time" else cost.of(equal)):
             raise InfeasibleError(f"{label}: a step costs more than the whole budget", fix="use a larger --budget")
-    return steps
+        if equal == "time":
+            estimate = max(1, math.floor(AIM * total / step + 1e-6))
+            budgets[label] = Budget(seconds=total, counts="training", estimate=estimate)
+        else:
+            budgets[label] = Budget(steps=int(total / step + 1e-6))
+    return budgets

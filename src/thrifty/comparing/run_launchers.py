@@ -12,15 +12,16 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
 from typing import IO, Any, Protocol
 
+from thrifty.comparing.equal_budgets import StepCost
 from thrifty.comparing.fork_server import CAN_FORK, ForkedProcess, ForkServer
-from thrifty.comparing.run_process import read_exit, run_outcome, summary_of
+from thrifty.comparing.run_process import ending_of, read_exit, summary_of
 from thrifty.core.child_python import child_environment
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import Recipe
@@ -73,6 +74,9 @@ class RunLauncher(Protocol):
 
     def __call__(self, recipe: Recipe, runs: Path, /) -> RunExit: ...
 
+    def count(self, recipe: Recipe, runs: Path, /) -> tuple[RunExit, StepCost | None]:
+        """Count a step of a recipe without training; the cost is None if counting failed or was stopped."""
+
     def stop(self) -> None:
         """End the current run after the run has saved, and start no further run. Any thread may call this method."""
 
@@ -97,8 +101,16 @@ class Worker:
         self._server: ForkServer | None = None
 
     def __call__(self, recipe: Recipe, runs: Path, /) -> RunExit:
+        return self._end_of(recipe, runs, is_counted=False)[0]
+
+    def count(self, recipe: Recipe, runs: Path, /) -> tuple[RunExit, StepCost | None]:
+        ended, ending = self._end_of(recipe, runs, is_counted=True)
+        return ended, StepCost(**ending["cost"]) if "cost" in ending else None
+
+    def _end_of(self, recipe: Recipe, runs: Path, is_counted: bool) -> tuple[RunExit, dict[str, Any]]:
+        """Start a process and wait for its end. Return its exit, and the ending that the process wrote."""
         if self._stopped.is_set():
-            return STOPPED
+            return STOPPED, {}
         if self.launcher and recipe.objects.is_passed:
             raise UsageError("objects from Python are not sent to other machines", fix="leave out --worker")
         wait_for_release(runs / recipe.name / "lock")
@@ -106,23 +118,21 @@ class Worker:
         alone = not self.launcher and not self.threads
         meter = EnergyMeter(counters() if alone else {})
         task = runs / f"{recipe.name}.task.json"
-        content = {"recipe": recipe_to_data(recipe), "runs": str(runs.absolute()), "folder": os.getcwd()}
+        where = {"runs": str(runs.absolute()), "folder": os.getcwd()}
         runs.mkdir(parents=True, exist_ok=True)
         task.with_suffix(".end").unlink(missing_ok=True)  # left by a run whose parent process was killed
-        task.write_text(json.dumps(content))
+        task.write_text(json.dumps({"recipe": recipe_to_data(recipe), **where, "is_counted": is_counted}))
         try:
             with tempfile.TemporaryDirectory(prefix="thrifty-run-") as private:
-                code, output = self._run(recipe, [str(task.absolute()), *_sent(recipe, Path(private))], meter)
+                code, error = self._run(recipe, [str(task.absolute()), *_sent(recipe, Path(private))], meter)
             ending = read_exit(task)
         finally:
             task.unlink()
             task.with_suffix(".end").unlink(missing_ok=True)
-        code, error = (ending["exit_code"], ending["error"]) if ending else (code, output)
         if code < 0:
             error = f"its process was ended by signal {-code}; memory may have run out. Its last output: {error}"
-        elapsed = time.monotonic() - began
-        joules = meter.read_joules() if whole and alone else None
-        return RunExit(code, " ".join(redact_command(error.split())), elapsed, joules)
+        ending = {"exit_code": code, "error": error, **ending}
+        return _exit_of(ending, time.monotonic() - began, meter.read_joules() if whole and alone else None), ending
 
     def stop(self) -> None:
         self._stopped.set()
@@ -172,14 +182,21 @@ class SameProcess:
 
     def __call__(self, recipe: Recipe, runs: Path, /) -> RunExit:
         began = time.monotonic()
-        code, error = run_outcome(recipe, runs)
-        return RunExit(code, " ".join(redact_command(error.split())), time.monotonic() - began, None)
+        return _exit_of(ending_of(recipe, runs, is_counted=False), time.monotonic() - began, None)
+
+    def count(self, recipe: Recipe, runs: Path, /) -> tuple[RunExit, StepCost | None]:
+        ending = ending_of(recipe, runs, is_counted=True)
+        return _exit_of(ending, 0.0, None), StepCost(**ending["cost"]) if "cost" in ending else None
 
     def stop(self) -> None:
         """Do nothing, because runs in this process end by themselves."""
 
     def close(self) -> None:
         """Do nothing, because there is no other process."""
+
+
+def _exit_of(ending: Mapping[str, Any], elapsed: float, joules: float | None) -> RunExit:
+    return RunExit(ending["exit_code"], " ".join(redact_command(ending["error"].split())), elapsed, joules)
 
 
 def _sent(recipe: Recipe, folder: Path) -> list[str]:

@@ -11,10 +11,11 @@ import sys
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from thrifty.comparing.step_counting import count_run
 from thrifty.core.errors import IntegrityError, ThriftyError
 from thrifty.core.recipe import Recipe
 from thrifty.recipes.recipe_toml import recipe_from_data
@@ -42,19 +43,22 @@ def run_to_end(recipe: Recipe, runs: Path) -> dict[str, Any]:
     return train(recipe, runs, quiet=True)
 
 
-def run_outcome(recipe: Recipe, runs: Path) -> tuple[int, str]:
-    """Run the recipe to its end; return the exit code, and the error message of a failed run."""
+def ending_of(recipe: Recipe, runs: Path, is_counted: bool) -> dict[str, Any]:
+    """Run a recipe to its end, or count a step if `is_counted`. Return "exit_code", "error" with the message of a
+    failed run, and "cost" of a counted step."""
     try:
-        return run_to_end(recipe, runs)["exit_code"], ""
+        if is_counted:
+            return {"exit_code": 0, "error": "", "cost": asdict(count_run(recipe))}
+        return {"exit_code": run_to_end(recipe, runs)["exit_code"], "error": ""}
     except ThriftyError as failed:
-        return failed.exit_code, str(failed)
+        return {"exit_code": failed.exit_code, "error": str(failed)}
     except Exception as failed:  # any technique may fail: the comparison lists the run and continues
         traceback.print_exc()
-        return 1, f"{type(failed).__name__}: {failed}"
+        return {"exit_code": 1, "error": f"{type(failed).__name__}: {failed}"}
 
 
 def read_exit(task: Path) -> dict[str, Any]:
-    """Return "exit_code" and "error" that the process of a task file wrote; {} if the process wrote nothing."""
+    """Return the ending that the process of a task file wrote; {} if the process wrote nothing."""
     with suppress(OSError, ValueError):
         return json.loads(task.with_suffix(".end").read_text())
     return {}
@@ -71,10 +75,10 @@ def serve(arguments: Sequence[str]) -> int:
     end_with_starter()
     recipe = recipe_from_data(content["recipe"])
     recipe = replace(recipe, objects=read_value(objects[0])) if objects else recipe
-    code, error = run_outcome(recipe, Path(content["runs"]))
+    ending = ending_of(recipe, Path(content["runs"]), content["is_counted"])
     if os.environ.get("RANK", "0") == "0":
-        task.with_suffix(".end").write_text(json.dumps({"exit_code": code, "error": error}))
-    return code
+        task.with_suffix(".end").write_text(json.dumps(ending))
+    return ending["exit_code"]
 
 
 if __name__ == "__main__":

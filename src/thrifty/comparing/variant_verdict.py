@@ -70,7 +70,7 @@ def judge(
     that the permutation test passes and the interval excludes zero. If all variants equal the baseline, "better" or
     "worse" occurs in less than 3 % of comparisons, for any number of variants.
 
-    Pilots set the budgets of all pairs, so more pairs do not reduce the effect of wrong budgets. The interval is
+    One plan sets the budgets of all pairs, so more pairs do not reduce the effect of wrong budgets. The interval is
     therefore widened by |used − 1| times the slope. The null hypothesis of the test is a mean difference of at most
     this amount. The verdict is "undecided" if a variant spent more and is better, or spent less and is worse. Wrong
     step times of a busy machine could explain such a difference.
@@ -110,8 +110,9 @@ def judge(
     if test.margin and not failed:
         text += f"; the interval includes ± {significant(test.margin)} because budgets differed"
     direction = "worse" if test.mean > 0 else "better"
-    if used is not None and word != "undecided" and direction == _explained_by(used):
-        word, text = "undecided", f"{text}, but the variant used {significant(used)} times the budget of the baseline"
+    if used is not None and word != "undecided" and (explained := _explained_by(used)):
+        word = "undecided" if direction == explained else word
+        text += f", but the variant used {significant(used)} times the budget of the baseline"
     return VariantVerdict(word, f"{word}: {text}", planned, failed, alpha, confidence, test, relative, least, needed)
 
 

@@ -135,7 +135,7 @@ def compare(
         equal_budget: Budget that all variants share: "time", "flops", "tokens" or "steps".
         rate_trials: Number of learning rates to try per variant. Neighboring rates differ by the factor `rate_factor`.
         min_effect: Smallest relevant difference, as a fraction of the loss.
-        warmup_steps: Number of steps of the pilot runs that measure costs.
+        warmup_steps: Number of steps of the pilot runs, which estimate step times for an equal time.
         workers: Commands that start runs on other machines, or "here" for this machine.
         save_result: A .json file for the result.
         retry: Repeat failed runs.

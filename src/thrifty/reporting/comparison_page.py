@@ -16,8 +16,8 @@ from thrifty.reporting.number_format import MISSING, duration, percent, scaled, 
 from thrifty.reporting.page_templates import template
 
 FACTS = ("cpu", "gpu", "cores", "device", "torch", "python", "thrifty", "platform", "started")
-UNEQUAL = 0.05
-"""Relative deviation from the equal budget above which the page shows a caution."""
+UNEQUAL = 0.03
+"""Relative deviation from the equal budget above which page and verdict show a caution."""
 OUTCOMES = {"better": "holds", "worse": "fails"}
 HEADLINES = {
     "better": "{} is better than the baseline",
@@ -282,7 +282,10 @@ def _planned(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
         ]
         for label, each in data.get("budgets", {}).items()
     ]
-    note = "Measured in pilot runs of a few steps. Schedules decay until the end of each variant's own budget."
+    note = (
+        "Counted before the runs. At equal time, step times are from short pilot runs, and each run adapts its number "
+        "of steps to the machine. Schedules decay until the end of each run."
+    )
     return "Budgets", note, ["variant", "steps", "step time", f"{_unit(data)} per step", "FLOPs per step"], rows
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +22,7 @@ from thrifty.composition.index_check import refuse_indices_without_row
 from thrifty.core import mesh
 from thrifty.core.batches import Batch
 from thrifty.core.claims import Claim
-from thrifty.core.errors import STARTED, InfeasibleError, UsageError
+from thrifty.core.errors import STARTED, InfeasibleError, UsageError, refuse_unknown
 from thrifty.core.model_spec import TextModelSpec
 from thrifty.core.objective import Objective
 from thrifty.core.out_of_memory import explain_out_of_memory
@@ -80,10 +81,13 @@ class PreparedRun:
         return self.data.facts.get("unit", "tokens")
 
     @property
-    def epoch_steps(self) -> float | None:
-        """Number of steps per epoch at the largest batch size; None if the data have no epochs."""
-        source = self.run.source
-        return source.examples / (source.batch * mesh.axis("data").size) if source.examples else None
+    def facts(self) -> dict[str, Any]:
+        """Facts of data and loss that the summary repeats."""
+        facts, loss_in = dict(self.data.facts), self.run.plain.objective.loss_in
+        if self.recipe.objective.name != "next_token" and "bytes_per_token" in facts:
+            # only next-token prediction measures how far the text can be compressed
+            facts["bytes_per_token"] = None
+        return facts | ({"loss_in": loss_in} if loss_in != "nats" else {})
 
     @property
     def recipe_in_steps(self) -> Recipe:
@@ -190,7 +194,10 @@ def prepare_run(
         step_seconds = _time_step(recipe, plain, device)
         steps = _steps_in_seconds(budget, began, step_seconds)
     steps = steps or _steps(recipe, plain, device, data)
-    return PreparedRun(recipe, data, compose(plain, recipe.techniques, steps, device), began, step_seconds)
+    run = compose(plain, recipe.techniques, steps, device)
+    measures = ("loss", *run.eval_objective.metrics)
+    refuse_unknown("evaluation.judge names no measure of this run:", recipe.evaluation.judge, measures)
+    return PreparedRun(recipe, data, run, began, step_seconds)
 
 
 def _command_start() -> float:

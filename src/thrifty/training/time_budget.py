@@ -7,11 +7,14 @@ run. A resumed run repeats the recorded estimates (`TrainSession.recorded`), so 
 import math
 import time
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import NamedTuple
+
+import numpy as np
+from numpy.lib.stride_tricks import sliding_window_view
 
 from thrifty.composition.compose import Run
 from thrifty.core.recipe import Budget
@@ -31,6 +34,26 @@ SLOW_STEPS = 2
 """Number of steps after a start or a structural change that are not averaged, because compilation slows them."""
 FINAL_FROM = 0.8
 """Fraction of a run after which its structure and batches are assumed to be final."""
+AROUND = 5
+"""Length in steps of the running median. Each step time is compared with this median."""
+ONCE = 2
+"""Number of slow steps whose additional time is ignored, such as compilation at the start and after an interruption.
+Events that occur more often count as cost, such as an update of a preconditioner at every tenth step.
+"""
+
+
+def steady(seconds: Sequence[float]) -> list[float]:
+    """Return the step times with rare slow steps shortened. Excesses over the running median are clipped to the (`ONCE`
+    + 1)-th largest excess.
+    """
+    if not len(seconds):
+        return []
+    times = np.asarray(seconds, dtype=float)
+    around = sliding_window_view(np.pad(times, AROUND // 2, constant_values=np.nan), AROUND)
+    usual = np.nanmedian(around, axis=1)
+    above = np.sort(times - usual)[::-1]
+    most = max(0.0, above[ONCE]) if len(above) > ONCE else 0.0
+    return np.minimum(times, usual + most).tolist()
 
 
 class RunLength(NamedTuple):
@@ -53,6 +76,8 @@ class TimeBudget:
     """Seconds of a step in the final structure, measured before the run; 0 if all steps are equal."""
     recorded_until: int = 0
     """Last step of the interrupted run. No new estimate is made before this step."""
+    step_times: list[float] = field(default_factory=list)
+    """Seconds of all steps so far, if only training steps count."""
     _recent: deque[float] = field(default_factory=deque)
     """Seconds of recent steps."""
     _work: dict[str, float] = field(default_factory=dict)
@@ -62,6 +87,11 @@ class TimeBudget:
     _slow_steps: int = SLOW_STEPS
     _next_check: int = 0
     _last_step: float = field(default_factory=time.monotonic)
+    _ignored: float = 0.0
+    """Additional seconds of rare slow steps (`steady`), known at the last check."""
+
+    def __post_init__(self) -> None:
+        self._ignored = sum(self.step_times) - sum(steady(self.step_times))
 
     @property
     def seconds(self) -> float:
@@ -69,8 +99,11 @@ class TimeBudget:
         return self.budget.seconds
 
     def used(self, training: float) -> float:
-        """Return the used seconds of the budget. `training` is the number of seconds in training steps."""
-        return training if self.budget.counts == "training" else self.used_before + time.monotonic() - self.began
+        """Return the used seconds of the budget. `training` is the number of seconds in training steps. If only
+        training steps count, rare slow steps are shortened (`steady`)."""
+        if self.budget.counts == "training":
+            return training - self._ignored
+        return self.used_before + time.monotonic() - self.began
 
     @contextmanager
     def work(self, kind: str) -> Iterator[None]:
@@ -85,6 +118,8 @@ class TimeBudget:
         now = time.monotonic()
         if self.budget.counts == "run":  # includes records and the progress display
             seconds = max(now - self._last_step - self._between, seconds)
+        else:
+            self.step_times.append(seconds)
         self._last_step, self._between = now, 0.0
         if is_changed:
             self._slow_steps = SLOW_STEPS
@@ -126,10 +161,12 @@ class TimeBudget:
         After the last step, one piece of work of each kind is still to be done, such as an evaluation. At least one
         step is left.
         """
-        used, work = self.used(training), self._work if self.budget.counts == "run" else {}
+        is_whole_run = self.budget.counts == "run"
+        self._ignored = sum(self.step_times) - sum(steady(self.step_times))
+        used, work = self.used(training), self._work if is_whole_run else {}
         last = sum(work.values())
         if len(self._recent) < LEAST_STEPS:
-            return steps if used + last < LATE * self.seconds else step + 1
+            return step + 1 if is_whole_run and used + last >= LATE * self.seconds else steps
         seconds = fmean(self._recent)
         if step < FINAL_FROM * steps:
             seconds = max(seconds, self.final_step)

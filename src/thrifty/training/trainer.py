@@ -16,7 +16,7 @@ from thrifty.composition.compose import Run, compose, refuse_trained_start
 from thrifty.composition.explain import explain, resident_bytes
 from thrifty.core.batch_norms import batch_norms, explain_divided_norms
 from thrifty.core.claims import Claim
-from thrifty.core.errors import IntegrityError, UsageError, for_reader, refuse_unknown
+from thrifty.core.errors import IntegrityError, UsageError, for_reader
 from thrifty.core.mesh import AXES, axis
 from thrifty.core.old_names import rename_origins, rename_techniques
 from thrifty.core.out_of_memory import OutOfMemory, explain_out_of_memory
@@ -345,19 +345,11 @@ def _run(
             folder.write_json("summary", summary)
         raise
     explained = explanation.as_dict(run.notes) if explanation else before["explanation"]
-    known = dict(data.facts)
-    if recipe.objective.name != "next_token" and "bytes_per_token" in known:
-        # only next-token prediction measures how far the text can be compressed
-        known["bytes_per_token"] = None
-    measures = ("loss", *run.eval_objective.metrics)
-    refuse_unknown("evaluation.judge names no measure of this run:", recipe.evaluation.judge, measures)
     facts = {
         "folder": str(folder.path),
-        **known,
+        **prepared.facts,
         **({"measured": list(run.eval_objective.metrics)} if run.eval_objective.metrics else {}),
         **({"unrepeatable": source.unrepeatable} if source.unrepeatable else {}),
-        **({"loss_in": plain.loss_in} if (plain := run.plain.objective).loss_in != "nats" else {}),
-        **({"epoch_steps": prepared.epoch_steps} if prepared.epoch_steps else {}),
         **({"budget_seconds": recipe.budget.seconds} if recipe.budget.seconds else {}),
         "predicted_memory": predicted,
         "flops_per_step": explained["plain"]["flops"],
@@ -414,12 +406,18 @@ def _time_budget(prepared: PreparedRun, folder: RunFolder, state: TrainState) ->
     def last_recorded() -> int:
         return max((each["step"] for each in folder.read_later_records(state.step) if state.step), default=0)
 
+    def step_times() -> list[float]:
+        steps = [record for record in folder.read_records() if record["kind"] == "step"]
+        return [step["step_seconds"] for step in steps if step["step"] <= state.step]
+
+    sync = process_group_sync()
     return TimeBudget(
         budget,
         prepared.began,
         counters.get("used_seconds", counters.get("seconds", 0.0)),
         counters.get("final_step_seconds", 0.0),
-        process_group_sync().run_first(last_recorded),
+        sync.run_first(last_recorded),
+        sync.run_first(step_times) if budget.counts == "training" else [],
     )
 
 
