@@ -48,7 +48,7 @@ def test_budgets_of_data_are_counted_in_steps() -> None:
 
 def test_unknown_measure_is_refused() -> None:
     recipe = digits()
-    with pytest.raises(UsageError, match="evaluation.judge names no measure of this run: 'acuracy'"):
+    with pytest.raises(UsageError, match=r"evaluation\.judge names no measure of this run: 'acuracy'"):
         count_run(replace(recipe, evaluation=replace(recipe.evaluation, judge="acuracy")))
 
 

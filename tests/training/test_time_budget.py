@@ -146,4 +146,4 @@ def test_compilation_is_no_training_time() -> None:
     resumed = TimeBudget(budget.budget, began=0.0, step_times=[*times])
     resumed.observe(200.0, is_changed=False)
     resumed.observe(1.0, is_changed=False)
-    assert resumed.used(510.0) == 12.0
+    assert resumed.estimate(12, 98, 510.0, {}) == 98 and resumed.used(510.0) == 12.0
