@@ -7,7 +7,7 @@ _PARTS = 2.0**36
 
 
 def running_sums(numbers: Tensor, dim: int) -> Tensor:
-    """Return the cumulative sum along `dim` of finite elements (…) with sums below 2^27, such as probabilities.
+    """Return the cumulative sum of `numbers` along `dim`. Numbers must be finite, and sums must be below 2^27.
 
     A GPU sums floats in no fixed order, but sums integers exactly. On a GPU, elements are therefore rounded to
     multiples of 2^-36, and the result has no gradient.

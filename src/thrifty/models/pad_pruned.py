@@ -40,8 +40,8 @@ def pad_pruned_model(model: Model, shape: ModelConfig) -> tuple[Model, ModelConf
 
 
 def pad_pruned_wrapper(model: nn.Module) -> nn.Module:
-    """Return a copy of a wrapped model of transformers with equal blocks and matching sizes in its config. The sizes
-    that a config can describe are found by trial: transformers builds models on the meta device."""
+    """Return a copy of a wrapped model of transformers. In the copy, all blocks have the same sizes, and the config has
+    these sizes. Sizes that a config can describe are found by trial: transformers builds models on the meta device."""
     model = deepcopy(model)
     heads, neurons = _by_kind(model)
     together, whole = heads[0].group or 1, _columns(model, {})

@@ -94,7 +94,8 @@ def verdicts(data: Comparison) -> list[tuple[str, str, str]]:
 
 
 def gains(data: Comparison, label: str) -> str:
-    """Return a sentence on a variant's time to the baseline's loss, step time and peak memory; empty if unknown."""
+    """Return a sentence on a variant's step time, peak memory, and time to the final loss of the baseline. Return "" if
+    all three are unknown."""
     variant = data["outcome"]["arms"][label]
     ratios, time = variant.get("ratios", {}), _time_to_quality(variant)
     known = [f"time to the baseline's loss {time}"] if time != MISSING else []

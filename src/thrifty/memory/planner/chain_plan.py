@@ -30,8 +30,8 @@ MOST_PORTIONS = 5_000_000
 
 
 def chain_costs(blocks: Sequence[BlockCosts]) -> ChainCost | None:
-    """Return the blocks as a chain, or None if a block cannot be recomputed. The last block is everything outside
-    blocks."""
+    """Return the blocks as a chain, or None if a block cannot be recomputed. The last entry of `blocks` has the costs
+    of all modules that are not in a block."""
     *inside, rest = blocks
     stages = [block.stage for block in inside if block.stage is not None]
     if not inside or len(stages) < len(inside):

@@ -45,7 +45,7 @@ def triton_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
 class TiledAttention(Technique):
     """`kernel=triton` runs FlashAttention's loops with online softmax (`kernels/flash_attention_triton.py`). Tests
     compare this kernel with torch's attention in Triton's interpreter and on an H100. The kernel was never timed.
-    Packed rows use the tiles in torch, also with `kernel=triton`.
+    For packed rows, the kernel is always the one in torch, also with `kernel=triton`.
     """
 
     stage, numerics, tolerance = Stage.ATTENTION, Numerics.ROUNDING, 1e-4

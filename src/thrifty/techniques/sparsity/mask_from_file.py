@@ -97,12 +97,12 @@ def mask_file_bytes(masks: Weights, drawn: str, weights: Weights) -> bytes:
 
 
 def counts_of(masks: Weights) -> dict[str, int]:
-    """Return the number of unmasked weights by mask name."""
+    """Return the number of weights that each mask keeps, by mask name."""
     return {name: int(mask.sum()) for name, mask in masks.items()}
 
 
 def density_of(masks: Weights) -> float:
-    """Return the fraction of unmasked weights over all masks."""
+    """Return the fraction of weights that all masks together keep."""
     return sum(counts_of(masks).values()) / sum(mask.numel() for mask in masks.values())
 
 
