@@ -143,13 +143,23 @@ def join(*parts: str) -> str:
 
 
 def card_page(
-    name: str, text: str, settings: Sequence[dict[str, Any]], kind: type | None, *more: str, command: str = ""
+    name: str,
+    text: str,
+    settings: Sequence[dict[str, Any]],
+    kind: type | None,
+    *more: str,
+    command: str = "",
+    label: str = "",
 ) -> str:
-    """Return the page of a card: effect, use, sections, `more` and settings. `command` is a command line."""
+    """Return the page of a card: effect, use, sections, `more` and settings.
+
+    `command` is a command line. `label` is the target of links, `[](#label)`; the default is the name.
+    """
     card = read_card(text)
     heads = [head for head in SECTIONS if head in card.sections and head not in ("Use", "Paper")]
     sections = [f"**{head}.** {md(card.sections[head])}" for head in heads]
     return join(
+        f"({label or name})=",
         f"# {md(card.title or name)}",
         f"`{name}` · {md(card.paper)}" if card.title else f"`{name}`",
         md(card.effect[:1].upper() + card.effect[1:]),
@@ -301,9 +311,13 @@ def card_pages() -> dict[str, str]:
     designs = {name: thrifty.show(name, kind="design") for name in machine_names()}
     models = {style: next(name for name, shape in PRESETS.items() if shape.style == style) for style in FAMILIES}
     for name, each in objectives.items():
-        pages[f"objectives/{name}"] = card_page(name, each.card, each.settings, OBJECTIVES[name], md(each.notes))
+        pages[f"objectives/{name}"] = card_page(
+            name, each.card, each.settings, OBJECTIVES[name], md(each.notes), label=f"objective-{name}"
+        )
     for name, each in designs.items():
-        pages[f"designs/{name}"] = card_page(name, each.card, each.settings, None, md(each.notes))
+        pages[f"designs/{name}"] = card_page(
+            name, each.card, each.settings, None, md(each.notes), label=f"design-{name}"
+        )
     presets = thrifty.list("presets")
     for style, preset in models.items():
         sizes = [(code(name), about) for name, about in presets.items() if PRESETS[name].style == style]
@@ -379,6 +393,7 @@ def _study(name: str, result: StudyResult) -> str:
     quantities = [(code(key), each.about) for key, each in study.quantities.items() if key in head]
     figures = [block("{raw} html", f":file: {name}-{plot.id}.html") for plot in study.plots]
     return join(
+        f"(study-{name})=",
         f"# {md(name.replace('_', ' ').capitalize())}",
         md(study.about),
         *notes,
@@ -578,11 +593,11 @@ def docstring(text: str | None) -> str:
     for part in re.split(r"\n\n(?=\S)", inspect.cleandoc(text or "")):
         head, _, rest = part.partition("\n")
         if head.rstrip() in ("Args:", "Attributes:"):
-            found = re.split(r"\n(?=\S)", inspect.cleandoc(rest))
+            found = re.split(r"\n(?=\S)", textwrap.dedent(rest))
             named = (re.match(r"(\*{0,2}\w+): (.*)", each, re.DOTALL) for each in found)
             parts.append("\n".join(f"- `{one[1]}`: {md(' '.join(one[2].split()))}" for one in named if one))
         elif part.startswith("Example::"):
-            example = inspect.cleandoc(part.partition("::")[2].lstrip("\n"))
+            example = textwrap.dedent(part.partition("::")[2]).strip("\n")
             parts += ["Example:", block("python", example.replace("…", "..."))]
         else:
             parts.append(md(" ".join(part.split())))
