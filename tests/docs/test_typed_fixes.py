@@ -46,7 +46,10 @@ def fixes() -> list[tuple[str, str]]:
 @cache
 def texts() -> list[tuple[str, str]]:
     """Each fix, text of the package and document."""
-    documents = [(name, (ROOT / name).read_text(encoding="utf-8")) for name in ("README.md", "CONTRIBUTING.md")]
+    pages = [page for page in (ROOT / "docs").rglob("*.md") if "generated" not in page.parts]
+    documents = [
+        (path.name, path.read_text(encoding="utf-8")) for path in (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *pages)
+    ]
     package = [
         (f"{path.relative_to(ROOT)}:{node.lineno}", node.value)
         for path in (ROOT / "src").rglob("*.py")

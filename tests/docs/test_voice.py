@@ -11,10 +11,13 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-SOURCE = sorted(path for top in ("src", "tests", "benchmarks", "tools") for path in (ROOT / top).rglob("*.py"))
+SOURCE = sorted(
+    path for top in ("src", "tests", "benchmarks", "tools", "docs", "examples") for path in (ROOT / top).rglob("*.py")
+)
 PAGES = [
     *sorted(path for kind in ("html", "js", "toml") for path in (ROOT / "src").rglob(f"*.{kind}")),
     *sorted(ROOT.glob("*.md")),
+    *sorted(page for page in (ROOT / "docs").rglob("*.md") if "generated" not in page.parts),
     *sorted((ROOT / "results").rglob("*.toml")),
     *sorted((ROOT / "results").glob("*.md")),
 ]
