@@ -12,10 +12,10 @@ from thrifty.core.errors import RefusedError, UsageError, did_you_mean
 from thrifty.core.user_objects import BuildModel, UserObjects
 from thrifty.data.tokenizer import read_tokenizer
 from thrifty.interface.loaded_model import load_for_sampling
-from thrifty.interface.run_reports import run_folder
 from thrifty.models.families import assemble
 from thrifty.models.model_presets import PRESETS
 from thrifty.reporting.printed_result import PrintedResult, lines
+from thrifty.reporting.run_record import run_folder
 from thrifty.simulators.accelerator.attention_trace import AttentionTrace
 from thrifty.simulators.accelerator.synthetic_traces import PATTERNS, synthetic_trace
 from thrifty.simulators.accelerator.trace_file import load_pruned_masks, save_trace, with_dtype

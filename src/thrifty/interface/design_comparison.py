@@ -12,9 +12,9 @@ from rich.table import Table
 
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.user_objects import UserObjects
-from thrifty.interface.run_reports import run_folder
 from thrifty.reporting.number_format import MISSING, duration, percent, scaled, significant
 from thrifty.reporting.printed_result import PrintedResult, lines, number_table
+from thrifty.reporting.run_record import run_folder
 from thrifty.simulators.accelerator.accelerator_simulation import simulate
 from thrifty.simulators.accelerator.accelerator_spec import AcceleratorSpec
 from thrifty.simulators.accelerator.attention_trace import AttentionTrace

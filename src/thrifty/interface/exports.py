@@ -16,12 +16,12 @@ from thrifty.core.user_objects import BuildModel
 from thrifty.data.run_metadata import read_model_spec
 from thrifty.experiments.mask_export import export_masks
 from thrifty.interface.loaded_model import own_model
-from thrifty.interface.run_reports import run_folder
 from thrifty.modeling.module_surgery import find_blocks
 from thrifty.models import export_model, export_own_model, shape_for
 from thrifty.models.pad_pruned import FILLED_UP
 from thrifty.peft_format import save_adapter
 from thrifty.reporting.printed_result import PrintedResult, lines
+from thrifty.reporting.run_record import run_folder
 from thrifty.training.checkpoint_index import CheckpointChoice, named_steps
 from thrifty.training.trained_model import Adapters, load_trained_model
 

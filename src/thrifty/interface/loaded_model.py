@@ -10,11 +10,11 @@ from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.user_objects import BuildModel, UserObjects
 from thrifty.data.chat.chat_tokenizer import read_chat_tokenizer
 from thrifty.data.tokenizer import KNOWN_ENDS, read_tokenizer, read_tokenizer_file
-from thrifty.interface.run_reports import run_folder
 from thrifty.models import model_shape
 from thrifty.models.hf_loader import load_causal_lm
 from thrifty.models.text_generation import check_task
 from thrifty.models.weight_conversion import import_folder
+from thrifty.reporting.run_record import run_folder
 from thrifty.training.checkpoint_index import CheckpointChoice
 from thrifty.training.trained_model import load_trained_model
 

@@ -20,7 +20,6 @@ from thrifty.data.pairs.pair_data import PairData
 from thrifty.data.train_split import DataSplit
 from thrifty.interface.loaded_model import own_model
 from thrifty.interface.progress import progress
-from thrifty.interface.run_reports import run_folder
 from thrifty.models.contrastive_model import ContrastiveModel
 from thrifty.objectives.retrieval_metrics import (
     chance_retrieval,
@@ -30,6 +29,7 @@ from thrifty.objectives.retrieval_metrics import (
     zero_shot_accuracy,
 )
 from thrifty.reporting.printed_result import PrintedResult, lines
+from thrifty.reporting.run_record import run_folder
 from thrifty.training.checkpoint_index import CheckpointChoice
 from thrifty.training.run_setup import choose_device, open_examples
 from thrifty.training.trained_model import load_trained_model

@@ -7,15 +7,15 @@ from typing import Any
 
 from rich.console import RenderableType
 
-from thrifty.core.errors import UsageError
 from thrifty.core.secret_redaction import redact
+from thrifty.interface.samples import sample_of_run
 from thrifty.reporting.key_figures import KeyFigures, key_figures, verdict
 from thrifty.reporting.measured_result import MeasuredResult, Rows
 from thrifty.reporting.notebook_view import run_html
 from thrifty.reporting.printed_result import PrintedResult, lines
 from thrifty.reporting.run_charts import figures
 from thrifty.reporting.run_page import write_page
-from thrifty.reporting.run_record import RunRecord, find_run, read_run
+from thrifty.reporting.run_record import RunRecord, read_run, run_folder
 from thrifty.reporting.run_rows import run_rows
 from thrifty.trackers.record_follower import track as track_records
 from thrifty.trackers.tracker import KINDS
@@ -84,8 +84,6 @@ def report_run(run: Any) -> RunReport:
     """Write the page of a run with a sample of its model, and return the run's key figures. Raises UsageError if the
     run does not exist.
     """
-    from thrifty.interface.samples import sample_of_run  # imports torch
-
     record = read_run(run_folder(run))
     record = replace(record, sample=redact(sample_of_run(run, record)))
     write_page(record)
@@ -128,14 +126,3 @@ def track(
     written = track_records(run_folder(run), tracker, Path(out), follow=watch, online=online)
     look = KINDS[tracker].format(folder=written.folder)
     return TrackerFiles(Path(written.folder), written.records, written.again, look)
-
-
-def run_folder(run: Any) -> Path:
-    """Return the folder of a run, from a run object, a path, or a name under ./runs."""
-    place = getattr(run, "folder", run)
-    if not isinstance(place, str | Path):
-        raise UsageError(
-            f"a {type(run).__name__!r} is not a run",
-            fix='pass the result of thrifty.train, a run folder, or its name under ./runs: "mine"',
-        )
-    return find_run(place)

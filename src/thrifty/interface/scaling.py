@@ -10,7 +10,6 @@ import torch
 from rich.console import RenderableType
 
 from thrifty.core.errors import UsageError
-from thrifty.interface.run_reports import run_folder
 from thrifty.machine.throughput import measure_throughput
 from thrifty.models.families import assemble
 from thrifty.models.model_presets import PRESETS
@@ -20,6 +19,7 @@ from thrifty.planning.scaling_law_fit import COARSE_STARTS, PAPER_STARTS, Traine
 from thrifty.planning.scaling_runs import runs_from_folders, runs_from_table
 from thrifty.reporting.number_format import percent, scaled, significant
 from thrifty.reporting.printed_result import PrintedResult, lines, open_table
+from thrifty.reporting.run_record import run_folder
 
 SHOWN = {"parameters": "parameters", "tokens": "tokens", "flops": "FLOP", "tokens_per_parameter": "tokens/parameter"}
 """Columns of the table of sizes. Of tokens and FLOPs only the computed quantity is shown."""

@@ -20,13 +20,13 @@ from thrifty.interface.plans import plan
 from thrifty.interface.recipe_arguments import Function, Metric, RecipeArguments
 from thrifty.interface.recipe_arguments import recipe as recipe_of
 from thrifty.interface.run_endings import ending, next_commands
-from thrifty.interface.run_reports import RunReport, charts_of, report_run, run_folder
+from thrifty.interface.run_reports import RunReport, charts_of, report_run
 from thrifty.interface.samples import sample_of_run
 from thrifty.recipes.recipe_toml import recipe_from_data
 from thrifty.reporting.bar_page import shorten
 from thrifty.reporting.measured_result import MeasuredResult, Rows
 from thrifty.reporting.printed_result import lines
-from thrifty.reporting.run_record import is_run_folder, read_run
+from thrifty.reporting.run_record import is_run_folder, read_run, run_folder
 from thrifty.reporting.run_rows import run_rows
 from thrifty.training import trainer
 from thrifty.training.checkpoint_index import CheckpointChoice

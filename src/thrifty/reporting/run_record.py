@@ -81,6 +81,17 @@ def find_run(run: str | Path) -> Path:
     )
 
 
+def run_folder(run: Any) -> Path:
+    """Return the folder of a run, from a run object, a path, or a name under ./runs."""
+    place = getattr(run, "folder", run)
+    if not isinstance(place, str | Path):
+        raise UsageError(
+            f"a {type(run).__name__!r} is not a run",
+            fix='pass the result of thrifty.train, a run folder, or its name under ./runs: "mine"',
+        )
+    return find_run(place)
+
+
 def is_run_folder(folder: Path) -> bool:
     return any((folder / file).is_file() for file in RUN_FILES)
 
