@@ -15,7 +15,8 @@ from thrifty.core.file_locks import lock_file
 def write_aside(folder: Path) -> Iterator[Path]:
     """Yield a temporary folder to write into. If the block succeeds, the temporary folder is renamed to `folder`;
     otherwise it is deleted. The writing process locks the temporary folder, so that a later call can delete the remains
-    of a killed process. Raise OSError if writing fails, or if `folder` then exists and is not empty."""
+    of a killed process. Raise OSError if writing fails, or if `folder` exists at the rename and is not
+    empty."""
     _remove_leftovers(folder)
     aside = _aside(folder)
     try:

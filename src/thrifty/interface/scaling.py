@@ -157,7 +157,8 @@ def _read(runs: Sequence[Any], table: Path | None) -> list[TrainedRun]:
 
 
 def _nearest_preset(parameters: float) -> dict[str, Any]:
-    """Return the language-model preset whose size is nearest by ratio, at its published vocabulary size."""
+    """Return the language-model preset with the number of parameters closest to `parameters`, by ratio. Presets are
+    counted with their published vocabulary."""
     with torch.device("meta"):
         counts = {
             name: sum(p.numel() for p in assemble(shape).parameters())

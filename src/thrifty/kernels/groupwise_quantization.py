@@ -81,8 +81,8 @@ def _extreme(lines: Tensor, elementwise: Callable[..., Tensor], over_line: Calla
 
 
 def round_outward(low: Tensor, high: Tensor, bits: int, zeros: bool) -> tuple[Tensor, Tensor]:
-    """Return minimum and step (n, 1), in float32 but exact in bfloat16, of codes that cover the range from `low` to
-    `high` (n, 1).
+    """Return the minimum (n, 1) and the step (n, 1) of quantized values in the range from `low` to `high`, each (n, 1).
+    Both are float32 and exact in bfloat16.
     """
     bits_of_low = low.view(torch.int32)
     # bfloat16 drops the lower half of a float32; truncation rounds toward zero

@@ -57,7 +57,7 @@ def steady(seconds: Sequence[float]) -> list[float]:
 
 
 class RunLength(NamedTuple):
-    """Number of steps of a run, valid after `step` finished steps."""
+    """Number of steps of a run, `steps`, as estimated when `step` steps were finished."""
 
     step: int
     steps: int

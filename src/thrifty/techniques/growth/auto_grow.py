@@ -136,8 +136,9 @@ class GrowthSearchBackward:
 
 class AutoGrow(Technique):
     """The steps before `until` are divided into equal stages. At a stage boundary the model grows to at most twice its
-    depth. It then searches a size for `search` steps. Each step of a search trains the first blocks of the model alone, on
-    shorter texts or smaller images. Added blocks start from an EMA of the weights (MoGrow). The last stage has the full size.
+    depth. It then searches a size for `search` steps. Each step of a search trains the first blocks of the model alone,
+    on shorter texts or smaller images. Added blocks start from an EMA of the weights (MoGrow). The last stage has the
+    full size.
 
     Decisions are logged with their losses and times, and replayed on resume. With `weight=0`, w is fitted to the tried
     sizes: -d log loss / d log time. Length varies only for plain texts and images; other examples grow in depth alone.
