@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import re
 import tomllib
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -247,7 +248,8 @@ def test_the_process_counts_on_a_processor(recipe: str, monkeypatch: pytest.Monk
     assert "the smallest needs about 304 MB" in error.what and "of the process" in error.what
     found = plan(recipe, "--memory", error.fix.split(",")[0].split()[-1])
     assert found["forecast"]["process"] == 300e6 and found["forecast"]["memory"]["value"] < 10e6
-    assert "; the process 30" in run(recipe, "--no-probe").stdout
+    printed = run(recipe, "--no-probe").stdout
+    assert re.search(r"memory   30\d MB .*at the peak: 300 MB of the process before the model is built, and ", printed)
 
 
 def test_unusable_ranks_are_refused_with_the_reason(recipe: str) -> None:
@@ -331,3 +333,12 @@ def test_a_plan_for_images_counts_images() -> None:
     assert "images/s" in said and "tokens/s" not in said and " images\n" in said
     steps = -(-2 * 1300 // 64)
     assert f"for {steps} steps, " in said
+
+
+def test_plan_prints_its_choice_and_all_on_request(fitting: dict[str, Any], recipe: str) -> None:
+    chosen = thrifty.plan(read_recipe(Path(recipe)), probe=False, quiet=True)
+    short, whole = str(chosen), str(chosen.everything())
+    assert "→  the unchanged recipe" in short and "optimizers.adamw" in short and "optimizers.lion" not in short
+    assert "optimizers.lion" in whole and len(short.splitlines()) < 25 < len(whole.splitlines())
+    left_out = sum(each["verdict"] == "not taken" for each in fitting["techniques"])
+    assert re.search(rf"\d+ more candidates and {left_out - 1} techniques not taken: print\(plan.everything", short)

@@ -11,6 +11,7 @@ import torch
 from click.testing import CliRunner
 
 from thrifty.cli.explain import command
+from thrifty.interface.run_endings import ending
 from thrifty.memory.disk_tier import DiskTier
 from thrifty.recipes.recipe_toml import write_recipe
 from thrifty.reporting.key_figures import key_figures
@@ -18,6 +19,17 @@ from thrifty.reporting.run_record import read_run
 from thrifty.reporting.run_tables import tiles
 from thrifty.training.memory_meter import MemoryMeter
 from thrifty.training.trainer import train
+
+
+def test_memory_is_predicted_and_measured_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    summary = train(tiny_recipes.text(tmp_path), tmp_path)
+    shown = r"memory ([\d.]+) MB \(predicted peak ([\d.]+) MB\)"
+    now, predicted = map(float, re.findall(shown, capsys.readouterr().err)[-1])
+    ended = re.search(r"memory at the peak ([\d.]+) MB, predicted ([\d.]+) MB", "\n".join(ending(summary)))
+    assert ended and float(ended[2]) == predicted
+    peak = (summary["process_memory"] + summary["peak_memory"]) / 1e6
+    assert float(ended[1]) == pytest.approx(peak, abs=1) and 0.5 * peak < now <= peak + 1
+    assert 0.5 < predicted / peak < 1.5
 
 
 def test_process_memory_is_in_summary_and_report(tmp_path: Path) -> None:
@@ -35,9 +47,12 @@ def test_explain_prints_process_memory(tmp_path: Path) -> None:
     file = tmp_path / "tiny.toml"
     file.write_text(write_recipe(tiny_recipes.text(tmp_path)))
     output = CliRunner().invoke(command, [str(file)], catch_exceptions=False).stdout
-    assert re.search(
-        r"predicted peak .*\nincluding the process, at least [\d.]+ [MG]B: the process uses [\d.]+ [MG]B before", output
+    match = re.search(
+        r"predicted memory at the peak ([\d.]+) MB: ([\d.]+) MB of the process before the model is built, and "
+        r"([\d.]+) MB of tensors\ntensors: parameters ",
+        output,
     )
+    assert match and abs(float(match[1]) - float(match[2]) - float(match[3])) < 1
 
 
 def test_peak_excludes_memory_from_before_the_run() -> None:

@@ -44,7 +44,8 @@ def explain_out_of_memory(
     predicted: float | None = None, remedy: Callable[[float], str] | None = None
 ) -> Iterator[None]:
     """Raise OutOfMemory in place of an allocator's error, after releasing the tensors in its traceback. `predicted` is
-    the predicted peak of tensors in bytes. `remedy` returns the fix for the peak bytes that were available."""
+    the predicted peak in bytes: of the process, or of the tensors on a GPU. `remedy` returns the fix for the peak bytes
+    that were available."""
     try:
         yield
     except Exception as error:
@@ -57,7 +58,7 @@ def explain_out_of_memory(
         on_device = "CUDA" in str(error)
         peak = torch.cuda.max_memory_allocated() if on_device else process_peak()
         holder = "tensors on the device" if on_device else "this process"
-        prediction = "" if predicted is None else f"the predicted peak is {_megabytes(predicted)} of tensors, and "
+        prediction = "" if predicted is None else f"the predicted peak is {_megabytes(predicted)}, and "
         raise OutOfMemory(
             f"out of memory{where}{refused}; {prediction}{holder} held {_megabytes(peak)} at most",
             fix=(remedy or _usual_remedy)(peak),

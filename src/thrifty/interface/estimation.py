@@ -104,15 +104,16 @@ class StepEstimate(PrintedResult):
         return {**vars(self), "parts": dict(self.parts), "memory": memory, "fits": self.fits, "options": options}
 
     def __rich__(self) -> RenderableType:
-        head = f"{self.parameters:,} parameters, {scaled(self.flops, 'FLOP')} a step, peak {write_size(self.peak)}"
+        tensors = f"{write_size(self.peak)} of tensors at the peak"
+        head = f"{self.parameters:,} parameters, {scaled(self.flops, 'FLOP')} a step, {tensors}"
         parts = [f"  {name:<12}{write_size(value):>12}" for name, value in self.parts.items() if value]
         verdict = [] if self.memory == inf else [f"{'fits' if self.fits else 'does not fit'} {write_size(self.memory)}"]
         if self.process is not None:
             low, high = map(write_size, self.process)
-            verdict.append(f"the whole process is expected to use {low} to {high}")
+            verdict.append(f"predicted memory of the process at the peak {low} to {high}")
         if not self.options:
             return lines(head, *parts, *verdict, *self.notes)
-        table = open_table("change that makes it fit", "peak", "time of a step", "numerics")
+        table = open_table("change that makes it fit", "tensors", "time of a step", "numerics")
         for option in self.options:
             table.add_row(option.label, write_size(option.peak), f"{option.relative_time:.2f}", option.numerics)
         return lines(head, *parts, *verdict, *self.notes, table)

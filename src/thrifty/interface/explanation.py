@@ -70,11 +70,12 @@ class RecipeExplanation(PrintedResult):
         parts = ", ".join(f"{name} {write_size(total[name])}" for name in PARTS)
         printed = [f"{self.recipe}: {facts['parameters']:,} parameters, {_in_words(facts['data'])}\n"]
         printed += [f"refused {name}: {reason.partition(': ')[2]}" for name, reason in self.refused.items()]
-        below = [f"\npredicted peak {write_size(total['memory'])}: {parts}, temporary {write_size(total['temporary'])}"]
-        if self.process:
-            whole, process = write_size(total["memory"] + self.process), write_size(self.process)
-            before = f"the process uses {process} before the model is built, and may keep freed memory"
-            below.append(f"including the process, at least {whole}: {before}")
+        process = f"{write_size(self.process)} of the process before the model is built, and " if self.process else ""
+        below = [
+            f"\npredicted memory at the peak {write_size(self.process + total['memory'])}: {process}"
+            f"{write_size(total['memory'])} of tensors",
+            f"tensors: {parts}, temporary {write_size(total['temporary'])}",
+        ]
         if self.ranks:
             below += _rank_lines(facts)
         if facts["decisions"]:
@@ -143,7 +144,7 @@ def _without_refused(run: Run, look: Callable[[Run], Found]) -> tuple[Run, dict[
 
 
 def _table(facts: Mapping[str, Any]) -> RenderableType:
-    table = open_table("stage", "technique", "numerics", "touched", "memory", "activations", "FLOPs")
+    table = open_table("stage", "technique", "numerics", "touched", "tensors", "activations", "FLOPs")
     table.add_row("", "plain run", "", "", *_amounts(facts["plain"]))
     for row in facts["techniques"]:
         touched = "; ".join(row["touched"])

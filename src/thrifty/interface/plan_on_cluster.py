@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 
 from thrifty.core.errors import RefusedError, UsageError
-from thrifty.interface.plan_output import choices_table
+from thrifty.interface.plan_output import NEAR, considered
 from thrifty.interface.progress import progress
 from thrifty.reporting.number_format import duration, percent, scaled, significant
 from thrifty.reporting.printed_result import open_table
@@ -92,12 +92,12 @@ def format_cluster_plan(plan: ClusterPlan) -> list[str]:
     return lines if plan.cost is None else [*lines, f"cost     {significant(plan.cost.value)}"]
 
 
-def cluster_plan_parts(plan: ClusterPlan) -> list[RenderableType]:
-    """Return a cluster plan as lines and tables."""
+def cluster_plan_parts(plan: ClusterPlan, is_whole: bool) -> list[RenderableType]:
+    """Return a cluster plan as lines and tables; see `plan_parts`."""
     table = open_table("", "layouts that fit, fastest first (simulated)", "memory", "step", "tokens/s")
-    for placed in (plan.chosen, *plan.alternatives):
+    near = plan.alternatives if is_whole else plan.alternatives[: NEAR - 1]
+    for placed in (plan.chosen, *near):
         mark = "→" if placed is plan.chosen else ""
         memory, seconds = scaled(placed.footprint.memory, "B"), placed.layout.seconds
         table.add_row(mark, escape(placed.layout.label), memory, duration(seconds), scaled(plan.tokens / seconds))
-    misfits = [f"  {label}: {why}" for label, why in plan.misfits.items()]
-    return [*format_cluster_plan(plan), "", table, *misfits, "", choices_table(plan.reasons), ""]
+    return [*format_cluster_plan(plan), "", table, *considered(plan, len(near), is_whole)]

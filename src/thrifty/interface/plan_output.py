@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from rich.markup import escape
 from rich.table import Table
 
+from thrifty.core.errors import spelled
 from thrifty.reporting.number_format import duration, percent, scaled, significant
 from thrifty.reporting.printed_result import open_table
 
@@ -16,16 +17,40 @@ if TYPE_CHECKING:
     from rich.console import RenderableType
 
     from thrifty.planning.choice_explanations import ChoiceReason
+    from thrifty.planning.cluster_plan import ClusterPlan
     from thrifty.planning.cost_estimates import Estimate
     from thrifty.planning.forecast import Forecast
     from thrifty.planning.forecast_ledger import PredictionRecord
+    from thrifty.planning.plan_candidate import PlanCandidate
     from thrifty.planning.planner import Plan
 
 
-def plan_parts(plan: Plan) -> list[RenderableType]:
-    """Return a plan as lines and tables."""
-    misfits = [f"  {label}: {why}" for label, why in plan.misfits.items()]
-    return [*format_plan(plan), "", _alternatives(plan), *misfits, "", choices_table(plan.reasons), ""]
+NEAR = 4
+"""Number of candidates that a plan prints by default, fastest first."""
+NOT_TAKEN = "not taken"
+
+
+def plan_parts(plan: Plan, is_whole: bool) -> list[RenderableType]:
+    """Return a plan as lines and tables. Unless `is_whole`, leave out slow candidates and techniques not taken."""
+    near = plan.alternatives if is_whole else _near(plan)
+    return [*format_plan(plan), "", _alternatives(plan, near), *considered(plan, len(near), is_whole)]
+
+
+def _near(plan: Plan) -> list[tuple[PlanCandidate, Forecast]]:
+    """Return the fastest candidates, and the chosen candidate if it is not among them."""
+    fastest = plan.alternatives[:NEAR]
+    return [*fastest, *(each for each in plan.alternatives[NEAR:] if each[0].options == plan.chosen.options)]
+
+
+def considered(plan: Plan | ClusterPlan, near: int, is_whole: bool) -> list[RenderableType]:
+    """Return the misfits and the choices of a plan, or the techniques in the plan and the number of the rest."""
+    if is_whole:
+        misfits = [f"  {label}: {why}" for label, why in plan.misfits.items()]
+        return [*misfits, "", choices_table(plan.reasons), ""]
+    taken = [reason for reason in plan.reasons if reason.verdict != NOT_TAKEN]
+    candidates = len(plan.alternatives) + len(plan.misfits) - near
+    rest = f"{candidates} more candidates and {len(plan.reasons) - len(taken)} techniques not taken"
+    return ["", choices_table(taken), "", f"{rest}: {spelled('--all', 'print(plan.everything())')}", ""]
 
 
 def format_plan(plan: Plan) -> list[str]:
@@ -33,20 +58,17 @@ def format_plan(plan: Plan) -> list[str]:
     forecast = plan.forecast
     changes = ", ".join(option.label for option in plan.chosen.options) or "nothing: the recipe stays unchanged"
     name, share = forecast.memory_is
-    most = f"largest part: {name}, {percent(share, 0)}"
-    memory, step = _between(forecast.memory, _bytes), _between(forecast.step, duration)
+    most = f"largest part of the tensors: {name}, {percent(share, 0)}"
+    memory, step = _between(forecast.memory.plus(forecast.process), _bytes), _between(forecast.step, duration)
+    memory += " at the peak" + (" of a rank" if plan.chosen.ranks > 1 else "")
+    process = f"{_bytes(forecast.process)} of the process before the model is built, and " if forecast.process else ""
+    memory += f": {process}{_bytes(forecast.counted)} of tensors; {most}"
     if plan.chosen.timing:
-        of_each = " of a rank" if plan.chosen.ranks > 1 else ""
-        tensors = f"{_bytes(forecast.counted)} of it in tensors"
-        memory += f" at the peak{of_each}, {tensors}; {most}{_past(plan.past['memory'])}"
+        memory += _past(plan.past["memory"])
         part, of_time = forecast.time_is
         step += f"; {percent(of_time, 0)} of it {part}{_disturbed(forecast)}{_past(plan.past['step'])}"
     else:
-        memory += f" in tensors at the peak; {most}"
         step += "; not measured: estimated from FLOPs and a fraction of this machine's peak"
-    if forecast.process:
-        whole = _bytes(forecast.process + forecast.memory.value)
-        memory += f"; the process {whole}, with {_bytes(forecast.process)} in use before the model is built"
     lines = [
         f"change   {changes}",
         f"memory   {memory}",
@@ -83,10 +105,10 @@ def _between(estimate: Estimate, show: Callable[[float], str]) -> str:
     return f"{show(estimate.value)} ({show(estimate.low)} to {show(estimate.high)})"
 
 
-def _alternatives(plan: Plan) -> Table:
+def _alternatives(plan: Plan, near: Sequence[tuple[PlanCandidate, Forecast]]) -> Table:
     rate = f"{plan.forecast.unit}/s"
-    table = open_table("", "candidates, fastest first", "memory of the process", "step", rate, "time to the budget")
-    for candidate, forecast in plan.alternatives:
+    table = open_table("", "candidates, fastest first", "memory", "step", rate, "time to the budget")
+    for candidate, forecast in near:
         mark = "→" if candidate.options == plan.chosen.options else ""
         step, seconds = duration(forecast.step.value), duration(forecast.seconds.value)
         rate = scaled(forecast.tokens_per_second.value)
@@ -99,7 +121,7 @@ def choices_table(reasons: Sequence[ChoiceReason]) -> Table:
     """Return a table of all techniques with verdict and reason. Rejected techniques come last."""
     colours = {"kept": "green", "added": "bold green", "changed": "bold green", "taken out": "yellow"}
     table = open_table("technique", "verdict", "why")
-    for reason in sorted(reasons, key=lambda reason: (reason.verdict == "not taken", reason.technique)):
+    for reason in sorted(reasons, key=lambda reason: (reason.verdict == NOT_TAKEN, reason.technique)):
         colour = colours.get(reason.verdict, "dim")
         table.add_row(reason.technique, f"[{colour}]{reason.verdict}[/{colour}]", escape(reason.why))
     return table

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import inf, isinf
 from pathlib import Path
 from typing import Any, Literal, Unpack
@@ -53,6 +53,8 @@ class RecipePlan(PrintedResult):
     plan: Plan | ClusterPlan
     written: list[Path] = field(default_factory=list)
     """Files that `write` and `export` wrote."""
+    is_whole: bool = False
+    """True to print all candidates and all techniques; see `everything`."""
 
     @property
     def recipe(self) -> Recipe:
@@ -71,6 +73,10 @@ class RecipePlan(PrintedResult):
         """Reason for each technique that is not in the plan, by name."""
         out = ("not taken", "taken out")
         return RejectedTechniques({each.technique: each.why for each in self.plan.reasons if each.verdict in out})
+
+    def everything(self) -> "RecipePlan":
+        """Return the plan for printing all candidates and techniques, instead of the choice and near candidates."""
+        return replace(self, is_whole=True)
 
     def write(self, file: str | Path) -> Path:
         """Write the recipe as TOML, with its forecast as a comment at the top. Raise UsageError if the file exists."""
@@ -100,12 +106,12 @@ class RecipePlan(PrintedResult):
         files = ", ".join(map(str, self.written))
         if isinstance(self.plan, ClusterPlan):
             start = f"written: {files}; start it with torchrun"
-            parts = cluster_plan_parts(self.plan)
+            parts = cluster_plan_parts(self.plan, self.is_whole)
         else:
             options = self.recipe.object_options
             command = f"{launch_command(self.plan.chosen.ranks, options or '')} {files.split(', ')[0]}"
             start = f"written: {files}; start it with {command if options is not None else CALL}"
-            parts = plan_parts(self.plan)
+            parts = plan_parts(self.plan, self.is_whole)
         return lines(*parts, start if files else "write it with --out plan.toml")
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from thrifty.core.errors import for_reader, spelled
+from thrifty.core.plain_values import write_size
 from thrifty.core.recipe import Budget, Recipe
 from thrifty.reporting.key_figures import batch_advice, key_figures
 from thrifty.reporting.number_format import significant
@@ -45,6 +46,10 @@ def ending(summary: Mapping[str, Any]) -> list[str]:
         unit = f", {summary['loss_in']}" if "loss_in" in summary else " nats"
         printed.append(f"{held_out} {loss:.3f}{unit}{measured}")
     printed += reached(summary)
+    if summary.get("peak_memory") and summary.get("predicted_memory"):
+        process = summary.get("process_memory", 0.0)
+        measured, predicted = (write_size(process + summary[f"{name}_memory"]) for name in ("peak", "predicted"))
+        printed.append(f"memory at the peak {measured}, predicted {predicted}")
     if "unrepeatable" in summary:
         printed.append(summary["unrepeatable"])
     if advice := _batch_advice(Path(summary["folder"])):

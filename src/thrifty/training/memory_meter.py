@@ -1,4 +1,9 @@
-"""Memory use since the meter was created, and the policy for freed memory."""
+"""Memory use since the meter was created, and the policy for freed memory.
+
+Printed memory is always the same quantity, predicted and measured: tensors on a GPU, the resident process on a CPU. The
+process is its size before the model is built (`MemoryMeter.process`) plus tensors. Bytes of tensors alone are printed
+as "tensors".
+"""
 
 import ctypes
 import os

@@ -88,7 +88,7 @@ class TrainSession:
                 self.display.say(notice)
             try:
                 with (
-                    explain_out_of_memory(self.facts.get("predicted_memory"), self.remedy),
+                    explain_out_of_memory(meter.process + self.facts.get("predicted_memory", 0.0), self.remedy),
                     heartbeat.explain_failure(observer.stopped),
                     deterministic_kernels(self.run.device, self.recipe.deterministic),
                 ):

@@ -331,7 +331,7 @@ def _run(
     remedy = partial(_remedy, prepared, folder)
     display.phase("building the model")
     try:
-        with explain_out_of_memory(predicted, remedy):
+        with explain_out_of_memory(meter.process + predicted, remedy):
             state = run.start() if log is None else run.init_state(log)
             source = run.plain.source
             assert state.model is not None

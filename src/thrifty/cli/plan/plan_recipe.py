@@ -59,11 +59,13 @@ PROBING = ("probe", "probe_seconds", "probed_candidates", "seconds")
 @click.option(
     "--export", "exports", type=click.Choice(EXPORTS), multiple=True, help="Also write the plan for another trainer."
 )
+@click.option("--all", "is_whole", is_flag=True, help="Print all candidates, and the reason for every technique.")
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 def plan_recipe(
     recipe: str | None,
     out: Path | None,
     exports: tuple[str, ...],
+    is_whole: bool,
     as_json: bool,
     cluster: str | None,
     ranks: int | None,
@@ -72,8 +74,8 @@ def plan_recipe(
     """Choose techniques for RECIPE that fit a budget. Predict the memory of candidate recipes, then time the best
     candidates.
 
-    Prints the changes of the recipe, the forecast with intervals, the alternatives, and the reason for every technique.
-    The best plan may change nothing. The exit code is 3 if no recipe fits.
+    Prints the changes of the recipe, the forecast with intervals, and near alternatives; --all prints the rest. The
+    best plan may change nothing. The exit code is 3 if no recipe fits.
     """
     import thrifty
     from thrifty.interface.plan_exports import export_path
@@ -105,7 +107,7 @@ def plan_recipe(
             for name in exports:
                 plan.export(name, export_path(name, out))  # type: ignore[arg-type]
     finally:  # print the plan even if an export fails, because planning takes minutes
-        print_result(plan, as_json)
+        print_result(plan.everything() if is_whole else plan, as_json)
 
 
 def _refuse_misspelled_command(word: str) -> None:
