@@ -246,7 +246,7 @@ def _with_prefix_cache(
 
 
 class PrefixTuning(AdapterTechnique):
-    """The network maps one table E (p, d) to the keys and values of every block: Linear(hidden), tanh, Linear(2 d). For
+    """A network maps one table E (p, d) to the keys and values of every block: Linear(hidden), tanh, Linear(2 d). For
     12 blocks of width 768 the network has 9.9M parameters, which compute 0.1M prefix values. `collapse` drops the
     network after training. The paper trains the network with learning rate 5e-5. The published code uses 5 tokens. For
     summaries the code uses 200 tokens and a network width of 800. Real tokens take the positions after the prefix, as

@@ -145,11 +145,11 @@ def with_input(module: nn.Module, inner: Any, x: Tensor, *args: Any, **kwargs: A
 
 
 class Dota(ReplacedAttention):
-    """The detectors are parameters of the attention, (h, r, r) for queries and for keys, with h heads and r = `ratio` ·
-    width. Their random initial values produce estimates of magnitude one. The detector's operands are rounded to `bits`
-    bits, with straight-through gradients. The detector loss also trains the model, whose scores become easier to
-    estimate. Model and detectors train from the first step; keys are omitted at step `from_step` and later. A query
-    keeps fewer keys only if it sees fewer keys.
+    """Each attention has a detector, which estimates scores to choose the kept keys. Its parameters are (h, r, r) for
+    queries and for keys, with h heads and r = `ratio` · width. Random initial values produce estimates of magnitude
+    one. The detector's operands are rounded to `bits` bits, with straight-through gradients. The detector loss also
+    trains the model, whose scores become easier to estimate. Model and detectors train from the first step; keys are
+    omitted at step `from_step` and later. A query keeps fewer keys only if it sees fewer keys.
 
     In a decoder the number of kept keys is the same in a shorter text, such as a prompt. The kept keys of a query do
     not change when the text grows up to the training length. In a model with rotary positions, the detector also

@@ -48,10 +48,10 @@ def _keep(
 
 class Elsa(CalibratedAttention):
     """The threshold of each block is computed from `p` and training examples, in the last steps before `from_step`, and
-    then fixed. The paper uses p of 0.5, 1, 2 and 4. The conservative setting depends on the accepted drop in accuracy;
-    for BERT on SQuAD 1.1 it is 2. A hash has one bit per dimension of the head, 64 in the paper. So hashes of narrower
-    heads are less precise. Hashing has no gradient: gradients pass through the exact scores of kept keys. The bias of
-    the estimated angles, 0.127 rad for width 64, is computed from random vectors.
+    then fixed. The paper uses p of 0.5, 1, 2 and 4. The paper's conservative setting of p depends on the accepted drop
+    in accuracy; for BERT on SQuAD 1.1 it is 2. A hash has one bit per dimension of the head, 64 in the paper. So hashes
+    of narrower heads are less precise. Hashing has no gradient: gradients pass through the exact scores of kept keys.
+    The bias of the estimated angles, 0.127 rad for width 64, is computed from random vectors.
 
     Differs from the paper: training continues with the filter; the paper filters a trained model without more training.
     The paper covers encoders only; in a decoder, n and the largest key norm refer to the keys that a query sees. Head

@@ -99,10 +99,10 @@ def fixed_attention(
 
 
 class Vitcod(CalibratedAttention):
-    """Attention maps are averaged over examples of the last steps before `from_step`. The class token attends to every
-    token and every token attends to it. Each token attends to itself (not in the paper). A shorter input uses the first
-    rows and columns of the masks. In the published code a cut of 0.19 removes 90 to 95 % of the query-key pairs of
-    DeiT.
+    """Masks are computed from attention maps, which are averaged over examples of the last steps before `from_step`.
+    The class token attends to every token and every token attends to it. Each token attends to itself (not in the
+    paper). A shorter input uses the first rows and columns of the masks. In the published code a cut of 0.19 removes 90
+    to 95 % of the query-key pairs of DeiT.
 
     `products=blocks` computes attention in blocks, with the most attended tokens first (the paper's split into a denser
     and a sparser part). `products=blocks` and `products=dense` have equal outputs and gradients. With `autoencoder`,

@@ -24,8 +24,8 @@ from thrifty.optim.weight_average import Beginning, EmaTransform
 
 
 class ExponentialMovingAverage(Technique):
-    """The trainer evaluates and exports the average. The trained weights are also evaluated ("trained_loss"), and
-    `thrifty export --raw-weights` exports them.
+    """The trainer evaluates and exports the average of the weights. The trained weights are also evaluated
+    ("trained_loss"), and `thrifty export --raw-weights` exports them.
 
     The average starts as a copy of the weights. Then `ramp` selects a decay that warms up as (1 + t) / (10 + t) after t
     updates, or the bias correction of Adam.

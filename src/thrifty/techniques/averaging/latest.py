@@ -81,9 +81,9 @@ class LatestWeightsTransform(GradientTransform):
 
 
 class LatestWeightAverage(Technique):
-    """The trainer evaluates and exports the mean. The trained weights are also evaluated ("trained_loss"), and `thrifty
-    export --raw-weights` exports them. Before `copies` copies exist, the mean covers the existing copies.
-    """
+    """The trainer evaluates and exports the mean of the copies. The trained weights are also evaluated
+    ("trained_loss"), and `thrifty export --raw-weights` exports them. Before `copies` copies exist, the mean covers the
+    existing copies."""
 
     stage, numerics = Stage.AVERAGE, Numerics.DIFFERENT
     claims = frozenset({Claim.AVERAGED_WEIGHTS})

@@ -82,10 +82,9 @@ def _refuse_uneven_images(embedding: Any, args: tuple[Any, ...]) -> None:
 
 
 class PatchSizeCurriculum(Technique):
-    """At each change, new patch weights map a small patch to the token that the old weights compute for the enlarged
-    patch. The learned positions are interpolated. Sides of images must be multiples of the largest patch. During
-    training, evaluation uses the current patches. An early export has patches of the final size.
-    """
+    """At each change of the patch size, new patch weights map a small patch to the token that the old weights compute
+    for the enlarged patch. The learned positions are interpolated. Sides of images must be multiples of the largest
+    patch. During training, evaluation uses the current patches. An early export has patches of the final size."""
 
     stage, numerics = Stage.GROW, Numerics.DIFFERENT
     claims = frozenset({Claim.PATCH_SIZE})

@@ -137,9 +137,9 @@ class PatchDropObjective(WrappedObjective):
 
 
 class DropPatches(Technique):
-    """The subset of patches depends only on `seed` and the example's key. So the subset is the same for any number of
-    ranks, micro-batches and workers, and after a resume. From step `until`, no patch is dropped, as in FLIP's unmasked
-    tuning. Without unmasked tuning, evaluation is the first use of whole images. FLIP trains this phase with a
+    """The subset of visible patches depends only on `seed` and the example's key. So the subset is the same for any
+    number of ranks, micro-batches and workers, and after a resume. From step `until`, no patch is dropped, as in FLIP's
+    unmasked tuning. Without unmasked tuning, evaluation is the first use of whole images. FLIP trains this phase with a
     hundredth of the learning rate; a schedule that decays to zero has a similar effect here. In FLIP the saved memory
     allows a larger contrastive batch, which is part of the gain (from memory, unverified).
 

@@ -71,7 +71,7 @@ def weighted_scores(model: nn.Module, objective: Objective, batch: Batch, at_onc
 
 
 class GradientNormObjective(WrappedObjective):
-    """Wrapper of an objective. The wrapper also stores the weighted scores of the examples in `recorded`."""
+    """Wrapper of an objective that also stores the weighted scores of the examples in `recorded`."""
 
     def __init__(self, inner: Objective):
         super().__init__(inner)
@@ -83,9 +83,8 @@ class GradientNormObjective(WrappedObjective):
 
 
 class GradientNormBackward:
-    """A backward pass over sampled examples. Sampling is active if the running average `state["tau"]` exceeds
-    `threshold`.
-    """
+    """A backward pass over sampled examples. Sampling is active if the running average of its gain, `state["tau"]`,
+    exceeds `threshold`."""
 
     def __init__(self, inner: Backward, times: int, momentum: float, at_once: int = 0):
         self.inner, self.times, self.momentum, self.at_once = inner, times, momentum, at_once
@@ -119,10 +118,10 @@ class GradientNormBackward:
 
 
 class GradientNormSampling(Technique):
-    """Scores are computed without dropout, so that they rank examples and not dropout masks. While sampling is
-    inactive, the training pass computes the scores; with chunked logits this costs one more matrix product with the
-    output head. Each rank samples from its own examples, so the expected gradient is unchanged. All ranks activate
-    sampling together. For sequences the squared scores of the tokens are summed.
+    """The scores of examples are computed without dropout, so that they rank examples and not dropout masks. While
+    sampling is inactive, the training pass computes the scores; with chunked logits this costs one more matrix product
+    with the output head. Each rank samples from its own examples, so the expected gradient is unchanged. All ranks
+    activate sampling together. For sequences the squared scores of the tokens are summed.
 
     While sampling is inactive, tau is underestimated if each rank has few examples per step. Tau cannot exceed the
     square root of the number of scored examples on all ranks together.

@@ -108,11 +108,10 @@ def _read(file: str, sha256: str) -> ExampleScores:
 
 
 class PrunedExamples(Technique):
-    """Order "random" requires no file. Order "auto" keeps the hardest examples if the average class keeps at least
-    `abundant_from` examples, otherwise the easiest examples. Data without labels count as one class. "auto" is a rule
-    of thumb: the turning point depends on the task. Scores belong to one set of examples and are refused for other
-    data. A trained model runs and is exported without the score file.
-    """
+    """Order "random" requires no score file. Order "auto" keeps the hardest examples if the average class keeps at
+    least `abundant_from` examples, otherwise the easiest examples. Data without labels count as one class. "auto" is a
+    rule of thumb: the turning point depends on the task. Scores belong to one set of examples and are refused for other
+    data. A trained model runs and is exported without the score file."""
 
     stage, numerics = Stage.SOURCE, Numerics.DIFFERENT
 

@@ -37,10 +37,10 @@ def alphas(branches: Sequence[ResidualBranch], shared: Literal["block", "branch"
 
 
 class ReZero(NormFreeTechnique):
-    """The branches of a block share one α, as in the authors' code. At step 0 only the scalars α, the embedding and the
-    head have nonzero gradients. The scalars have no weight decay. Branches keep the model's own initialization.
-    Embeddings are multiplied so that the residual stream starts with a root mean square of 1, as after a norm. Norms of
-    queries and keys, and norms in the head, are not removed."""
+    """The branches of a block share one residual weight α, as in the authors' code. At step 0 only the scalars α, the
+    embedding and the head have nonzero gradients. The scalars have no weight decay. Branches keep the model's own
+    initialization. Embeddings are multiplied so that the residual stream starts with a root mean square of 1, as after
+    a norm. Norms of queries and keys, and norms in the head, are not removed."""
 
     clashes: ClassVar[Mapping[Claim, str]] = {
         Claim.FROZEN_BASE_WEIGHTS: "its α would stay zero, so every block would stay the identity",

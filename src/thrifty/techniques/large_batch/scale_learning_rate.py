@@ -42,10 +42,10 @@ def warmed_up_from_base(step: int, factor: float, warmup: int) -> float:
 
 
 class ScaleLearningRate(Technique):
-    """The factor is 1 at the first update and grows linearly to its final value. A factor below 1 applies from the
-    first update. Differs from the paper: there is no momentum correction, because here the learning rate multiplies the
-    momentum. With a batch ramp, the factor is computed for the recipe's batch. Set `batch` if the ramp ends at a batch
-    other than the recipe's."""
+    """The factor of the learning rate is 1 at the first update and grows linearly to its final value. A factor below 1
+    applies from the first update. Differs from the paper: there is no momentum correction, because here the learning
+    rate multiplies the momentum. With a batch ramp, the factor is computed for the recipe's batch. Set `batch` if the
+    ramp ends at a batch other than the recipe's."""
 
     stage, numerics = Stage.SCHEDULE, Numerics.DIFFERENT
 

@@ -133,10 +133,10 @@ class NoiseScaleBackward:
 
 
 class NoiseScale(Technique):
-    """tr Σ is the variance of the gradient of one example. |G|² is the squared norm of the mean gradient. If the batch
-    is well below the noise scale B, doubling the batch nearly halves the number of required steps. If the batch is well
-    above B, doubling saves few steps. The noise scale is the ratio of two running averages, because single measurements
-    are noisy and may be negative.
+    """tr Σ is the variance of the gradient of one example. |G|² is the squared norm of the mean gradient. The noise
+    scale is B = tr Σ / |G|². If the batch is well below B, doubling the batch nearly halves the number of required
+    steps. If the batch is well above B, doubling saves few steps. B is computed from two running averages, because
+    single measurements are noisy and may be negative.
 
     Differs from the paper: a squared gradient norm above 10 times the running average counts as 10 times the average.
     Without this limit, one gradient 1000 times too long would dominate about 500 measurements at a momentum of 0.98.

@@ -152,7 +152,8 @@ class HostCopyUpdate(UpdateLocation):
 
 
 class DelayedUpdate(HostCopyUpdate):
-    """An update that is computed during the next step and applied after that step. Step `after` is the first such step.
+    """An update that is computed during the next step and applied after that step. The update of step `after` is the
+    first delayed update.
 
     The host copies are then one update ahead of the parameters, and are stored in the state slot `NEXT`. Each update
     uses the gradients and the scalars of one step.

@@ -44,7 +44,7 @@ def bytes_allowed(budget: float, chain: ChainCost) -> int:
 
 
 class ScheduledRecompute:
-    """A wrapper of a model that computes the best schedule of the blocks for each input shape."""
+    """A wrapper of a model that computes the best recomputation schedule of the blocks for each input shape."""
 
     def __init__(self, model: nn.Module, blocks: Sequence[nn.Module], budget: float, timed: bool = False):
         self.chain = BlockChain(blocks, RecomputeSchedule())

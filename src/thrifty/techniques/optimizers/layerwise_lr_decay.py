@@ -102,8 +102,9 @@ class ScaleByParameterFactor(GradientTransform):
 
 
 class LayerwiseLearningRateDecay(Technique):
-    """The factors follow BEiT and MAE. ELECTRA's published code multiplies once more for block k of L: decay ** (L + 1
-    - k). Decoupled weight decay shrinks with the learning rate, as in torch's AdamW with one parameter group per depth.
+    """The learning-rate factors follow BEiT and MAE. ELECTRA's published code multiplies by the decay once more: block
+    k of L has the factor decay ** (L + 1 - k). Decoupled weight decay shrinks with the learning rate, as in torch's
+    AdamW with one parameter group per depth.
 
     The method is made for a pretrained model (`model.folder`). In a model with several stacks, blocks are counted from
     the end of their own stack. Modules before the blocks are detected by order and name. `explain` lists these modules,
