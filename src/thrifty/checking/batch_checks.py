@@ -176,7 +176,7 @@ def _gradient(backward: Backward, model: nn.Module, objective: Objective, batch:
 
 
 class _UnequalParts(Technique):
-    """Split the effective batch into its first third and the rest, as micro-batches."""
+    """Technique that splits the effective batch into its first third and the rest, as micro-batches."""
 
     stage, numerics, tolerance = Stage.ACCUMULATE, Numerics.ROUNDING, SUMMED
 

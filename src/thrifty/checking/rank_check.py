@@ -43,7 +43,8 @@ Start = Callable[[Path, int], str]
 
 @dataclass(frozen=True)
 class RankObservation:
-    """Losses, which are equal on all ranks, and whole gradients of the first step."""
+    """Observations of a run on several ranks: losses, which are equal on all ranks, and whole gradients of the first
+    step."""
 
     losses: list[float]
     gradients: dict[str, Tensor]

@@ -28,9 +28,8 @@ HEAD_COUNTS = (
 
 @dataclass(frozen=True)
 class LayerSplit:
-    """A layer of the plan and its slice sizes: outputs of a column layer, inputs of a row layer. `unit` divides all
-    slice sizes.
-    """
+    """A layer of the tensor-parallel plan and its slice sizes: outputs of a column layer, inputs of a row layer. `unit`
+    divides all slice sizes."""
 
     name: str
     layer: nn.Module

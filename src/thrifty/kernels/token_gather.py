@@ -13,7 +13,9 @@ def gather_tokens(tokens: Tensor, places: Tensor) -> Tensor:
 
 
 def scatter_tokens(tokens: Tensor, places: Tensor, absent: Tensor, total: int) -> Tensor:
-    """Return sequences (b, t, d) of t = `total` tokens, with `tokens` (b, n, d) at the positions `places` (b, n). All
-    other positions contain `absent`, of shape (1, 1, d) or (1, t, d)."""
+    """Return sequences (b, t, d) of t = `total` tokens, with `tokens` (b, n, d) at the positions `places` (b, n).
+
+    All other positions contain `absent`, of shape (1, 1, d) or (1, t, d).
+    """
     rows = absent.to(tokens.dtype).expand(len(tokens), total, -1)
     return rows.scatter(1, places[..., None].expand_as(tokens), tokens)

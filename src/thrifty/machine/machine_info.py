@@ -56,7 +56,8 @@ class GpuInfo:
 
 @dataclass(frozen=True)
 class MachineInfo:
-    """Sizes in bytes, rates in FLOP/s and bytes/s. Unknown or unmeasured values are None or empty."""
+    """Hardware and software of this machine. Sizes are in bytes, rates in FLOP/s and bytes/s. Unknown or unmeasured
+    values are None or empty."""
 
     platform: str
     cpu: str

@@ -148,7 +148,7 @@ class HuggingFaceCausalLM(HuggingFaceModel):
 
 
 class HuggingFaceMaskedLM(HuggingFaceModel):
-    """Masked language model: `model(tokens, keep)`, `keep` (b, t) False on padding. Raise RefusedError for a causal
+    """Masked language model: `model(tokens, keep)`. `keep` (b, t) is False on padding. Raise RefusedError for a causal
     model, because it cannot use the tokens after a masked token."""
 
     task, auto, words = "masked_token", "AutoModelForMaskedLM", "masked language model"

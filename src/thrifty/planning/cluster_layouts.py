@@ -25,7 +25,7 @@ RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "every")
 
 @dataclass(frozen=True)
 class ClusterLayout:
-    """A mesh, step settings, and the report of the simulated step."""
+    """A layout of a run over a cluster: a mesh, step settings, and the report of the simulated step."""
 
     mesh: ClusterMesh
     settings: StepSettings

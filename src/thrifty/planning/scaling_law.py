@@ -27,7 +27,7 @@ COVERAGE = 0.95
 
 @dataclass(frozen=True)
 class ScalingLaw:
-    """L(N, D) = E + A / N^alpha + B / D^beta in nats per token. Every constant is positive.
+    """The scaling law L(N, D) = E + A / N^alpha + B / D^beta, in nats per token. Every constant is positive.
 
     Constants may be arrays of the same shape, one law per element. Results then have this shape.
     """

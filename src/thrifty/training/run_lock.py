@@ -19,8 +19,8 @@ from thrifty.machine.process_start import process_start
 
 
 class RunLock:
-    """A lock, held from creation until `release`. Raise UsageError if another process holds the lock. `is_same_job` is
-    True if torchrun restarted this job after the previous owner."""
+    """The lock of a run folder, held from creation until `release`. Raise UsageError if another process holds the lock.
+    `is_same_job` is True if torchrun restarted this job after the previous owner."""
 
     def __init__(self, file: Path, is_same_job: bool = False):
         self.file, self.is_same_job = file, is_same_job

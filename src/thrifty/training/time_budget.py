@@ -65,7 +65,7 @@ class RunLength(NamedTuple):
 
 @dataclass
 class TimeBudget:
-    """Used time of a run, and estimates of its number of steps."""
+    """The used time of a run, and estimates of the run's number of steps."""
 
     budget: Budget
     began: float
