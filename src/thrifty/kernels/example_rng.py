@@ -15,7 +15,8 @@ _STRIDE = np.uint64(0x9E3779B97F4A7C15)
 
 
 def example_keys(seed: int, numbers: np.ndarray) -> np.ndarray:
-    """Return a random key per example, int64 (b,). A key depends on `seed` and the example's index in `numbers` (b,)."""
+    """Return a random key per example, int64 (b,). A key depends on `seed` and the example's index in `numbers`
+    (b,)."""
     start = int.from_bytes(hashlib.blake2b(f"examples/{seed}".encode(), digest_size=8).digest())
     return mix_bits(np.uint64(start) + (numbers.astype(np.uint64) + np.uint64(1)) * _STRIDE).view(np.int64)
 

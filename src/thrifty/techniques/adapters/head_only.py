@@ -27,8 +27,8 @@ from thrifty.modeling.adapter_base import AdapterTechnique, head_names, train_on
 
 class HeadOnly(AdapterTechnique):
     """Differs from the MAE paper: the paper's probe standardizes the features over the batch before the head. Here the
-    model's last norm replaces the standardization. The paper's probe trains with LARS and no weight decay; this sentence
-    was not checked against the paper.
+    model's last norm replaces the standardization. The paper's probe trains with LARS and no weight decay; this
+    sentence was not checked against the paper.
     """
 
     clashes: ClassVar[Mapping[Claim, str]] = {
