@@ -37,8 +37,10 @@ def test_peft_loads_an_exported_adapter_onto_the_exported_base(thrifty: CommandL
     thrifty.train("run", *LORA, *QUICK, steps=12, model__preset=preset)
     thrifty("export", "run", "base", "--part", "base")
     exported = thrifty.json("export", "run", "adapter", "--part", "adapter")
-    assert exported["files"] == ["adapter_config.json", "adapter_model.safetensors"]
+    assert exported["files"] == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
     folder = thrifty.folder
+    assert 'library_name: "peft"' in (folder / "adapter" / "README.md").read_text()
+    assert not (folder / "base" / "README.md").exists()
     wanted = as_trained(thrifty, "run")
     torch.testing.assert_close(by_peft(folder / "base", folder / "adapter"), wanted, rtol=1e-4, atol=1e-4)
     base = transformers.AutoModelForCausalLM.from_pretrained(folder / "base")

@@ -96,7 +96,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(desk: CommandLine, finished: 
 
 def test_an_exported_model_reconstructs_the_same_in_transformers(desk: CommandLine, finished: dict[str, Any]) -> None:
     names = sorted(path.name for path in (desk.folder / "out").iterdir())
-    assert names == ["config.json", "model.safetensors", "preprocessor_config.json"]
+    assert names == ["README.md", "config.json", "model.safetensors", "preprocessor_config.json"]
     model = transformers.AutoModelForPreTraining.from_pretrained(desk.folder / "out", norm_pix_loss=True).eval()
     restored, recipe = load_trained_model(desk.run("digits"))
     objective, data = open_examples(recipe)

@@ -86,6 +86,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(desk: CommandLine, finished: 
 def test_an_exported_model_predicts_the_same_in_transformers(desk: CommandLine, finished: dict[str, Any]) -> None:
     desk("export", "digits", "out")
     assert sorted(path.name for path in (desk.folder / "out").iterdir()) == [
+        "README.md",
         "config.json",
         "model.safetensors",
         "preprocessor_config.json",

@@ -39,7 +39,7 @@ def test_a_run_records_the_function_and_requires_it_again(fresh: bool, tmp_path:
         refused = thrifty(*words, exit_code=2)
         assert "--model own.gpt:build" in refused.stderr
     thrifty("export", "mine", "out", *GPT)
-    assert {file.name for file in (tmp_path / "out").iterdir()} == {"model.json", "model.safetensors"}
+    assert {file.name for file in (tmp_path / "out").iterdir()} == {"README.md", "model.json", "model.safetensors"}
     assert thrifty.json("sample", "mine", "--prompt", "a", "--tokens", "3", *GPT)["text"]
     other = thrifty("export", "mine", "again", "--model", "own.gpt:build_classifier", exit_code=2)
     assert "trained own.gpt:build, not own.gpt:build_classifier" in other.stderr

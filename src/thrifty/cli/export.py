@@ -26,8 +26,8 @@ from thrifty.cli.recipe_options import CHECKPOINT, OWN_MODEL
 def command(run: Path, folder: Path, as_json: bool, **options: Any) -> None:
     """Write the model of RUN to FOLDER: config.json, safetensors, and the tokenizer or image preprocessor.
 
-    Adapters and gains are merged into the weights. --part exports only the adapter, the base model or the masks. FOLDER
-    must be empty or absent.
+    Adapters and gains are merged into the weights. --part exports only the adapter, the base model or the masks.
+    README.md is a model card from the records of the run. FOLDER must be empty or absent.
     """
     import thrifty
     from thrifty.cli.verb_output import print_result

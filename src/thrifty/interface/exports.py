@@ -11,11 +11,13 @@ from torch import nn
 from thrifty.core.errors import for_reader
 from thrifty.core.model_spec import ImageModelSpec, PairModelSpec, UserModelSpec
 from thrifty.core.plain_values import to_data
+from thrifty.core.recipe import Recipe
 from thrifty.core.run_notes import collect_notes
 from thrifty.core.user_objects import BuildModel
 from thrifty.data.run_metadata import read_model_spec
 from thrifty.experiments.mask_export import export_masks
 from thrifty.interface.loaded_model import own_model
+from thrifty.interface.model_card import write_model_card
 from thrifty.modeling.module_surgery import find_blocks
 from thrifty.models import export_model, export_own_model, shape_for
 from thrifty.models.pad_pruned import FILLED_UP
@@ -76,7 +78,8 @@ def export(
     """Write the model of a run as a Hugging Face folder: config.json, safetensors, tokenizer or image preprocessor.
 
     Adapters and residual gains are merged into the weights. A model of `transformers` keeps its own format. Your own
-    `model` is written as model.safetensors (its state dict) and model.json (the function that built it).
+    `model` is written as model.safetensors (its state dict) and model.json (the function that built it). A model card,
+    README.md, describes data, recipe and held-out results; its license is left to you.
 
     Args:
         run: Run, run folder, or its name under ./runs.
@@ -98,28 +101,38 @@ def export(
     objects = own_model(run, model)
     better = _better_checkpoint(path, checkpoint)
     trained, recipe = load_trained_model(path, checkpoint, raw_weights, adapters=ADAPTERS[part], objects=objects)
-    number_format = getattr(torch, dtype)
+    steps = named_steps(path / "checkpoints")  # after loading, which sets damaged checkpoints aside
+    step = checkpoint if isinstance(checkpoint, int) else steps[checkpoint]
+    with collect_notes() as notes:
+        _write(path, target, trained, recipe, part, getattr(torch, dtype))
+    if part != "base":  # the held-out results belong to the model with its adapter
+        write_model_card(path, target, recipe, step, is_adapter=part == "adapter", is_raw=raw_weights)
+    filled = tuple(text for text in notes if FILLED_UP in text)
+    return ExportedModel(str(path), str(target), _files(target), (*better, *filled))
+
+
+def _write(
+    run: Path, target: Path, trained: nn.Module, recipe: Recipe, part: Part | None, number_format: torch.dtype
+) -> None:
+    """Write a trained model, or its adapter."""
     if recipe.model.build:
         if part == "adapter":
             save_adapter(trained, target, dtype=number_format)
         else:
             export_own_model(trained, to_data(recipe.model), target, number_format)
-        return ExportedModel(str(path), str(target), _files(target), better)
-    ends = read_model_spec(path, recipe)
+        return
+    ends = read_model_spec(run, recipe)
     shape = shape_for(ends, recipe.model)
     if shape is not None:
         shape = replace(shape, depth=len(find_blocks(trained)[1]))
-    with collect_notes() as notes:
-        if part == "adapter":
-            save_adapter(trained, target, shape=shape, base=recipe.model.folder or None, dtype=number_format)
-        elif isinstance(ends, ImageModelSpec):
-            export_model(trained, shape, target, dtype=number_format, images=ends)
-        else:
-            images = ends.images if isinstance(ends, PairModelSpec) else None
-            tokenizer = None if isinstance(ends, UserModelSpec) else path / "tokenizer.json"
-            export_model(trained, shape, target, tokenizer, number_format, images)
-    filled = tuple(text for text in notes if FILLED_UP in text)
-    return ExportedModel(str(path), str(target), _files(target), (*better, *filled))
+    if part == "adapter":
+        save_adapter(trained, target, shape=shape, base=recipe.model.folder or None, dtype=number_format)
+    elif isinstance(ends, ImageModelSpec):
+        export_model(trained, shape, target, dtype=number_format, images=ends)
+    else:
+        images = ends.images if isinstance(ends, PairModelSpec) else None
+        tokenizer = None if isinstance(ends, UserModelSpec) else run / "tokenizer.json"
+        export_model(trained, shape, target, tokenizer, number_format, images)
 
 
 def _better_checkpoint(run: Path, checkpoint: CheckpointChoice) -> tuple[str, ...]:
