@@ -39,7 +39,7 @@ def plain_loop(plain: BaseRun) -> Iterator[float]:
 
 
 def main() -> None:
-    settings = DataSettings(length=256, batch=8, vocabulary=4096)
+    settings = DataSettings("python-stdlib", length=256, batch=8, vocabulary=4096)
     data = open_text(settings, seed=0)
     source: BatchSource = data.train
     for preset in ("llama-nano", "llama-micro", "llama-mini"):

@@ -42,7 +42,7 @@ from thrifty.techniques.parallelism.tensor import TensorParallel
 from thrifty.training.loop import train
 
 RANKS, STEPS, ROUNDS = 2, 100_000, 40
-DATA = DataSettings(length=256, batch=8, vocabulary=4096)
+DATA = DataSettings("python-stdlib", length=256, batch=8, vocabulary=4096)
 PRESETS = ("llama-nano", "llama-micro")
 
 

@@ -94,7 +94,9 @@ def trainer_steps(arguments: argparse.Namespace, best: bool) -> Callable[[], obj
 
 
 def settings_of(arguments: argparse.Namespace) -> DataSettings:
-    return DataSettings(length=arguments.length, batch=arguments.batch, vocabulary=arguments.vocabulary)
+    return DataSettings(
+        "python-stdlib", length=arguments.length, batch=arguments.batch, vocabulary=arguments.vocabulary
+    )
 
 
 def segments_of(way: str, arguments: argparse.Namespace) -> Callable[[], object]:

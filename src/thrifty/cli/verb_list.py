@@ -19,12 +19,12 @@ TASKS: dict[str, dict[str, VerbHelp]] = {
     },
     "Before a run": {
         "plan": VerbHelp(
-            "Choose techniques, or a model size, for a budget.", "thrifty plan text --memory 2GB --hours 1"
+            "Choose techniques, or a model size, for a budget.", "thrifty plan text --data my.txt --memory 2GB"
         ),
         "estimate": VerbHelp(
             "Predict the memory of a step; list changes that fit.", "thrifty estimate gpt-small --memory 8GB"
         ),
-        "explain": VerbHelp("Show the effect of each technique of a recipe.", "thrifty explain text --with lora"),
+        "explain": VerbHelp("Show the effect of each technique of a recipe.", "thrifty explain kjv --with lora"),
         "check": VerbHelp("Test that a recipe keeps its promises.", "thrifty check text --data my.txt"),
         "doctor": VerbHelp("Measure this machine and report missing parts.", "thrifty doctor --quick"),
     },
@@ -36,7 +36,7 @@ TASKS: dict[str, dict[str, VerbHelp]] = {
             "Search over settings, by successive halving.", "thrifty sweep text --over adamw.lr=1e-4..1e-2:log"
         ),
         "study": VerbHelp("Repeat a published experiment at small scale.", "thrifty study lion_rate"),
-        "lottery": VerbHelp("Find lottery tickets: train, prune, rewind, repeat.", "thrifty lottery text --rounds 4"),
+        "lottery": VerbHelp("Find lottery tickets: train, prune, rewind, repeat.", "thrifty lottery kjv --rounds 4"),
     },
     "Results": {
         "board": VerbHelp("Serve runs, curves and cards to the browser.", "thrifty board"),

@@ -108,9 +108,9 @@ class AugmentationSettings:
 
 @dataclass(frozen=True)
 class DataSettings:
-    source: str = "python-stdlib"
-    """Training data: a text file, a table, a folder of text files and tables, the name of a known data set, or
-    hub:owner/name. A table is a .csv, .tsv, .jsonl, .json or .parquet file, or a folder of `save_to_disk`.
+    source: str = ""
+    """Training data, without a default: a text file, a table, a folder of text files and tables, the name of a known
+    data set, or hub:owner/name. A table is a .csv, .tsv, .jsonl, .json or .parquet file, or a folder of `save_to_disk`.
 
     sequence_to_sequence also takes pairs: a .tsv file, or a table with the columns "source" and "target". chat_answers
     takes a table of conversations, or a known data set of conversations. Objectives with labels take a table of texts,
@@ -127,8 +127,8 @@ class DataSettings:
     = 1}. The tokenizer is trained on the first source unless `tokenizer` is set."""
     separate: bool = False
     """next_token: mask attention between the documents of a row, and start each document at position 0."""
-    column: str = "text"
-    """Text column of a table; for images with captions, the caption column (default: common names)."""
+    column: str = ""
+    """Text column of a table. The default is "text"; for labelled texts and captions, common names are tried."""
     pair_column: str = ""
     """Column of a pair's second text, for labeled texts. By default, common names are tried."""
     label_column: str = ""

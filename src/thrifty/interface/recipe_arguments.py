@@ -86,7 +86,7 @@ def recipe(
         batch: Effective batch: number of examples per step.
         settings: Other values by dotted path in the recipe, as in {"evaluation.examples": 1000}.
         recipe: Recipe, its name (`thrifty.list("recipes")`) or TOML file. It supplies all values that are not passed.
-            The default is `llama-nano` on `python-stdlib` for 500 steps.
+            The default is `llama-nano` for 500 steps; data have no default.
 
     Model, data, held-out data and loss may also be import names, "package.module:name". A recipe contains the objects,
     but its TOML file contains only their names.

@@ -77,7 +77,7 @@ def find_run(run: str | Path) -> Path:
     names = [folder.name for folder in Path("runs").glob("*") if is_run_folder(folder)]
     raise UsageError(
         f"there is no run {str(run)!r}, neither as a folder nor under runs/",
-        fix=did_you_mean(str(run), names) if names else "train one first: thrifty train text",
+        fix=did_you_mean(str(run), names) if names else "train one first: thrifty train text --data my.txt",
     )
 
 

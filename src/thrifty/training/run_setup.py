@@ -6,7 +6,7 @@ import statistics
 import time
 from bisect import bisect_right
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
@@ -31,7 +31,7 @@ from thrifty.core.recipe import Budget, Recipe
 from thrifty.core.stages import Stage
 from thrifty.data.catalogue import refuse_model_to_be_fetched
 from thrifty.data.chat.chat_data import Chats
-from thrifty.data.data_kind import DataKind, DataRequest
+from thrifty.data.data_kind import DataKind, DataRequest, refuse_other_data
 from thrifty.data.images.image_data import Images
 from thrifty.data.pairs.pair_data import ImagesWithCaptions
 from thrifty.data.run_data import RunData
@@ -48,8 +48,9 @@ from thrifty.training.rank_sync import process_group_sync
 from thrifty.training.rendezvous import take_srun_ranks
 
 DATA_KINDS: dict[str, DataKind] = {
-    kind.name: kind for kind in (PlainText(), PairsOfTexts(), LabelledTexts(), Chats(), Images(), ImagesWithCaptions())
+    kind.name: kind for kind in (ImagesWithCaptions(), Images(), Chats(), LabelledTexts(), PairsOfTexts(), PlainText())
 }
+"""Kinds of data by name, the most special first."""
 
 PROBED = 6
 """Number of timed steps that convert a budget of seconds to steps. The first two steps are excluded from the
@@ -240,9 +241,15 @@ def open_examples(recipe: Recipe, say: Callable[[str], None] = print_to_stderr) 
                 fix=f"leave data.{name} out",
             )
     is_passed = recipe.objects.data is not None
-    if not (settings.source.strip() or is_passed):  # for example, a shell variable that is not set
-        raise UsageError("data.source is empty", fix="pass a file, a folder or the name of a known data set")
-    kind = kinds[-1] if is_passed else next((each for each in kinds if each.holds(settings.source)), kinds[-1])
+    if not (settings.source.strip() or settings.sources or is_passed):  # for example, a shell variable that is not set
+        raise UsageError(
+            f"the recipe {recipe.name!r} has no data to train on",
+            fix="--data my.txt, which may be a file, a folder or a dataset name, such as --data python-stdlib",
+        )
+    if not is_passed:
+        fitting = [each for each in kinds if each.is_visual == _sees_images(recipe)]
+        refuse_other_data(recipe, fitting or kinds, DATA_KINDS.values())
+    kind = kinds[-1] if is_passed else next((each for each in kinds if each.holds(settings)), kinds[-1])
     if settings.sources or settings.separate:  # settings of plain text
         kind = kinds[0]
     for name in ("size", "augment"):
@@ -260,6 +267,13 @@ def open_examples(recipe: Recipe, say: Callable[[str], None] = print_to_stderr) 
         say("accuracy is the only metric: F1 needs scikit-learn (pip install 'thrifty[metrics]')")
     own = partial(own_sizes, recipe.model), say, partial(folder_config, recipe.model)
     return kind.open(DataRequest(recipe, objective, *own))
+
+
+def _sees_images(recipe: Recipe) -> bool | None:
+    """Return True if the inputs of the recipe's model are images; None if this is unknown."""
+    with suppress(UsageError):  # an invalid model, or one that only transformers knows
+        return None if recipe.model.build else own_sizes(recipe.model)[1] is not None
+    return None
 
 
 def _open_first_on_rank_0(recipe: Recipe, say: Callable[[str], None]) -> tuple[Objective, RunData]:

@@ -39,7 +39,12 @@ from thrifty.data.chat.conversation_packing import (
     WeightedSource,
     arrange_rows,
 )
-from thrifty.data.chat.conversation_sources import ConversationSource, conversations, open_conversations
+from thrifty.data.chat.conversation_sources import (
+    ConversationSource,
+    conversations,
+    holds_conversations,
+    open_conversations,
+)
 from thrifty.data.data_cache import build_folder, file_sha256
 from thrifty.data.data_kind import DataKind, DataRequest
 from thrifty.data.epoch_sampler import EpochSource
@@ -243,6 +248,10 @@ class Chats(DataKind):
     """Conversations, with a loss on the answers."""
 
     name = "chats"
+    about, recipe, loss = "conversations", "text", "chat_answers"
+
+    def holds(self, settings: DataSettings) -> bool:
+        return holds_conversations(settings.source)
 
     def open(self, request: DataRequest) -> tuple[Objective, TextData]:
         objective, recipe = request.objective, request.recipe

@@ -217,7 +217,9 @@ def open_conversations(source: str) -> ConversationSource:
 
 
 def holds_conversations(source: str) -> bool:
-    """Return True for a table that begins with a conversation in a known format."""
+    """Return True for a known set of conversations, and a table that begins with one in a known format."""
+    if source in entries():
+        return entries()[source].kind == "chats"
     row = first_row(Path(source).expanduser())
     try:
         return bool(row) and bool(read_messages(row, source))

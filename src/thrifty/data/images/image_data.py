@@ -233,10 +233,14 @@ def _refuse_mixing(settings: DataSettings, labelled: bool) -> None:
 class Images(DataKind):
     """Images, with or without labels."""
 
-    name, own_settings = "images", ("size", "augment")
+    name, own_settings, is_visual = "images", ("size", "augment"), True
+    about, recipe, overrules = "images", "vit-digits", True
 
-    def holds(self, source: str) -> bool:
-        return holds_images(source)
+    def holds(self, settings: DataSettings) -> bool:
+        return holds_images(settings.source)
+
+    def is_main(self, settings: DataSettings) -> bool:
+        return holds_mainly_images(settings.source)
 
     def open(self, request: DataRequest) -> tuple[Objective, ImageData]:
         side, patch = request.image_sizes()

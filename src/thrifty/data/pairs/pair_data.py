@@ -197,10 +197,11 @@ def _refuse_settings(settings: DataSettings) -> None:
 class ImagesWithCaptions(DataKind):
     """Images with captions."""
 
-    name, own_settings = "pairs", ("size", "augment")
+    name, own_settings, is_visual = "pairs", ("size", "augment"), True
+    about, recipe = "images with captions", "flip-emoji"
 
-    def holds(self, source: str) -> bool:
-        return holds_image_pairs(source)
+    def holds(self, settings: DataSettings) -> bool:
+        return holds_image_pairs(settings.source)
 
     def open(self, request: DataRequest) -> tuple[Objective, PairData]:
         objective, recipe = request.objective, request.recipe

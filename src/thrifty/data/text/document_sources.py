@@ -25,6 +25,7 @@ from thrifty.data.text.python_sources import python_files
 from thrifty.data.text.row_tables import (
     Row,
     check_column,
+    first_row,
     is_saved_dataset,
     is_table,
     json_rows,
@@ -35,6 +36,8 @@ from thrifty.data.text.row_tables import (
 )
 from thrifty.data.text.text_readers import foreign_content, lines, text_passages, whole_text
 
+TEXT = "text"
+"""Default column of texts."""
 BINARY_TABLES = (".parquet", ".arrow")
 COMPRESSED = {
     ".gz": "gunzip -k", ".zst": "zstd -d", ".bz2": "bunzip2 -k", ".xz": "xz -dk", ".zip": "unzip", ".tar": "tar -xf",
@@ -57,12 +60,13 @@ class DocumentSource(Protocol):
         return ""
 
 
-def open_source(source: str, column: str = "text") -> DocumentSource:
+def open_source(source: str, column: str = "") -> DocumentSource:
     """Return the source for a name: a known data set, a path, or hub:owner/name.
 
     A known data set has priority over a path: write ./kjv for a folder named kjv. Raises UsageError if there is no
     readable source.
     """
+    column = column or TEXT
     if source.startswith(HUB):
         return HubSource(source.removeprefix(HUB), column)
     if source in entries():
@@ -77,6 +81,19 @@ def open_source(source: str, column: str = "text") -> DocumentSource:
         refuse_compressed(path)
         return FileSource((path,), column)
     raise _nothing_there(source)
+
+
+def holds_text(source: str, column: str = "") -> bool:
+    """Return True for a known set of text, a folder with texts, a text file, and a table with the column of texts."""
+    if source in entries():
+        return entries()[source].kind == "text"
+    path = Path(source).expanduser()
+    if table_files(path):
+        return (column or TEXT) in first_row(path)
+    try:
+        return (path.is_dir() and bool(_files_below(path, {}))) or (path.is_file() and not foreign_content(path))
+    except UsageError:
+        return False
 
 
 def refuse_compressed(path: Path) -> None:
@@ -238,19 +255,22 @@ def _files_below(folder: Path, unread: dict[Path, str]) -> tuple[Path, ...]:
 
     Of a `save_to_disk` folder, the files of the training split are returned. Unreadable files are added to `unread`.
     """
-    files: list[Path] = []
-    for root, inner, names in os.walk(folder):
-        if is_saved_dataset(Path(root)):
-            inner.clear()
-            files += saved_splits(Path(root))["train"]
-            continue
-        inner[:] = sorted(name for name in inner if not name.startswith("."))
-        files += [Path(root, name) for name in sorted(names) if not name.startswith(".")]
+    files = _visible_files(folder)
     text = tuple(path for path in files if _may_be_text(path, unread))
     if not text:
         what = f"no text, and {_left_out(unread)}" if unread else "no files"
         raise UsageError(f"{folder}: {what}", fix="set data.source to a folder of text files or tables")
     return text
+
+
+def _visible_files(folder: Path) -> Iterator[Path]:
+    for root, inner, names in os.walk(folder):
+        if is_saved_dataset(Path(root)):
+            inner.clear()
+            yield from saved_splits(Path(root))["train"]
+            continue
+        inner[:] = sorted(name for name in inner if not name.startswith("."))
+        yield from (Path(root, name) for name in sorted(names) if not name.startswith("."))
 
 
 def _left_out(unread: Mapping[Path, str]) -> str:

@@ -7,6 +7,7 @@ prepared/<key>/train.safetensors, held_out.safetensors   tokens of all texts, en
 import hashlib
 import json
 import math
+import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -21,7 +22,7 @@ from tokenizers import Tokenizer, processors
 from torch import Tensor
 
 from thrifty.core.batches import BatchSource, ExampleIndex
-from thrifty.core.errors import RefusedError, UsageError
+from thrifty.core.errors import RefusedError, UsageError, spelled
 from thrifty.core.model_spec import TextModelSpec
 from thrifty.core.objective import Objective
 from thrifty.core.recipe import DataSettings
@@ -39,7 +40,16 @@ from thrifty.data.prepared_cache import (
 )
 from thrifty.data.run_data import ExamplePreview
 from thrifty.data.run_metadata import TEXT_LABELS, refuse_other_tokenizer, text_label_metadata
-from thrifty.data.text.labelled_rows import LabelledRow, dataset_table, open_tables, read_rows
+from thrifty.data.text.document_sources import TEXT
+from thrifty.data.text.labelled_rows import (
+    CLEAR_LABELS,
+    LABELS,
+    LabelledRow,
+    dataset_table,
+    open_tables,
+    read_rows,
+    text_column,
+)
 from thrifty.data.tokenizer import END_OF_TEXT, TOKENIZER, TextTokenizer, read_tokenizer, train_tokenizer
 from thrifty.data.train_split import DataSplit, label_entropy
 
@@ -163,6 +173,21 @@ class LabelledTexts(DataKind):
     """Texts, pairs of texts or lists of words, with labels."""
 
     name, own_settings = "labelled_text", ("pair_column", "label_column", "held_out_source")
+    about, recipe, loss, overrules = "texts with labels", "masked", "classification", True
+
+    def holds(self, settings: DataSettings) -> bool:
+        return bool(text_column(settings, LABELS))
+
+    def is_main(self, settings: DataSettings) -> bool:
+        texts = text_column(settings, LABELS)
+        return not settings.column and bool(text_column(settings, CLEAR_LABELS) if texts == TEXT else texts)
+
+    def alternative(self, settings: DataSettings, kinds: Sequence[DataKind]) -> str:
+        if all(kind.name != "text" for kind in kinds):
+            return ""
+        column = text_column(settings, LABELS)
+        choice = spelled(f"--set data.column={shlex.quote(column)}", f'settings={{"data.column": "{column}"}}')
+        return f"; or {choice}, to train on the texts alone"
 
     def open(self, request: DataRequest) -> tuple[Objective, LabelledData]:
         recipe, objective = request.recipe, request.objective

@@ -14,7 +14,7 @@ import numpy as np
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import DataSettings
 from thrifty.data.text.document_sources import HUB, HubSource, refuse_compressed
-from thrifty.data.text.row_tables import Table, is_saved_dataset, is_table, open_table, saved_splits
+from thrifty.data.text.row_tables import Table, first_row, is_saved_dataset, is_table, open_table, saved_splits
 from thrifty.data.text.text_readers import check_characters
 from thrifty.data.train_split import DataSplit
 
@@ -25,6 +25,8 @@ TEXTS = (
 """Usual columns of texts and of pairs of texts, in order of preference."""
 WORDS = (("tokens",), ("words",), ("text",))
 LABELS = ("label", "labels", "class", "target", "score", "stars")
+CLEAR_LABELS = ("label", "labels")
+"""Columns that mark a table of labelled texts even for objectives that read only its texts."""
 TAGS = ("tags", "ner_tags", "pos_tags", "labels", "label")
 PARTS = {DataSplit.TRAIN: ("train",), DataSplit.HELD_OUT: ("held_out", "validation", "valid", "dev", "eval", "test")}
 """Prefixes of the names of files and splits, by part."""
@@ -64,6 +66,18 @@ def open_tables(source: str) -> dict[DataSplit, list[Table]]:
         return {DataSplit.TRAIN: [open_table(path)]}
     what = "is not a table of texts with labels" if path.exists() else "is neither a file, a folder nor hub:owner/name"
     raise UsageError(f"{source!r} {what}", fix=f"set data.source to {FORMS}, or a folder with train.csv and test.csv")
+
+
+def text_column(settings: DataSettings, labels: Sequence[str]) -> str:
+    """Return the column of texts of a source that also has one of the columns `labels`; "" for other sources."""
+    path = Path(settings.source).expanduser()
+    row = first_row(path)
+    if not row and path.is_dir() and not is_saved_dataset(path):
+        row = next((row for file in sorted(path.glob("train*")) if (row := first_row(file))), {})
+    columns = next((names for names in (*TEXTS, *WORDS) if all(name in row for name in names)), ("",))
+    label = settings.label_column or next((name for name in labels if name in row), "")
+    chosen = settings.column or columns[0]
+    return chosen if chosen in row and label in row else ""
 
 
 def dataset_table(data: Any, name: str) -> Table:
@@ -108,9 +122,10 @@ def _columns(row: Mapping[str, Any], settings: DataSettings, form: str, name: st
     """Return the text columns and the label column. Raises UsageError that lists all columns if one is missing."""
     present = ", ".join(map(str, row))
     usual = WORDS if form == "tags" else TEXTS
-    own = settings.column if settings.column in row or settings.column != "text" else ""
+    chosen = "" if settings.column == "text" else settings.column  # the default of recipes of earlier versions
+    own = chosen or ("text" if "text" in row else "")
     pair = (settings.pair_column,) if settings.pair_column else ()
-    if own and (settings.column != "text" or pair):
+    if own and (chosen or pair):
         texts: tuple[str, ...] | None = (own, *pair)
     else:
         likely = [names if names[1:] else (*names, *pair) for names in usual if not pair or names[1:] in ((), pair)]

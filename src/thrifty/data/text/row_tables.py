@@ -28,6 +28,7 @@ from thrifty.data.text.text_readers import LONGEST_LINE, check_characters, lines
 
 Row = tuple[str, Mapping[str, Any]]
 """Position of a row for messages, and its values by column."""
+DECODER, SPACE = json.JSONDecoder(), re.compile(r"\s*")
 DELIMITERS = ",;\t|"
 CSV_ERRORS = {
     "unexpected end of data": "a quoted value does not end",
@@ -150,7 +151,7 @@ def _json_object(line: str, where: str) -> dict[str, Any]:
 
 
 def _json_file(path: Path) -> Iterator[Row]:
-    """Yield the objects of a .json file. A list is read as a whole, so its size is limited."""
+    """Yield the objects of a .json file. The text of a list is read as a whole, so its size is limited."""
     with open_data_file(path) as file:
         start = file.read(64).removeprefix(b"\xef\xbb\xbf").lstrip()
     if start and not start.startswith(b"["):
@@ -162,16 +163,28 @@ def _json_file(path: Path) -> Iterator[Row]:
             f"{LONGEST_LINE / 1e6:,.0f} MB",
             fix=f"write one object per line: jq -c '.[]' {path.name} > {path.stem}.jsonl",
         )
+    text = "".join(line for _, line in lines(path, ends=True))
+    number, place = 0, _after_space(text, text.find("[") + 1)
     try:
-        rows = json.loads("".join(line for _, line in lines(path, ends=True)))
-    except (ValueError, RecursionError) as error:
+        while text and text[place] != "]":
+            row, place = DECODER.raw_decode(text, place)
+            place, number = _after_space(text, place), number + 1
+            if not isinstance(row, Mapping):
+                raise UsageError(
+                    f"{path}, row {number}: a JSON {type(row).__name__}, not an object", fix="write a list of objects"
+                )
+            yield f"{path}, row {number}", row
+            if text[place] not in ",]":
+                raise ValueError(f"no comma after row {number}")
+            place = _after_space(text, place + (text[place] == ","))
+    except (ValueError, IndexError, RecursionError) as error:
         raise UsageError(f"{path}: not valid JSON ({error})", fix="write a list of objects") from None
-    for number, row in enumerate(rows, start=1):
-        if not isinstance(row, Mapping):
-            raise UsageError(
-                f"{path}, row {number}: a JSON {type(row).__name__}, not an object", fix="write a list of objects"
-            )
-        yield f"{path}, row {number}", row
+
+
+def _after_space(text: str, place: int) -> int:
+    """Return the place of the next character that is no white space, or the length of the text."""
+    match = SPACE.match(text, place)
+    return match.end() if match else place
 
 
 def _separated(path: Path, delimiters: str) -> Iterator[Row]:

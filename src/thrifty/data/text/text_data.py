@@ -20,6 +20,8 @@ from thrifty.data.epoch_sampler import EpochSource, HeldOutExamples
 from thrifty.data.prepared_cache import TokenCache, refuse_less_than_a_batch
 from thrifty.data.run_data import ExamplePreview
 from thrifty.data.run_metadata import refuse_other_tokenizer
+from thrifty.data.text.document_sources import holds_text
+from thrifty.data.text.row_tables import first_row
 from thrifty.data.text.text_mixture import MixedSource, example_counts, mixed_held_out
 from thrifty.data.text.text_pairs import TextPairs, holds_pairs
 from thrifty.data.text.token_cache import open_token_cache
@@ -200,6 +202,14 @@ class PlainText(DataKind):
     """Plain text, cut into windows. It is the default for sources that no other kind recognizes."""
 
     name, own_settings = "text", ("near_duplicates", "sources", "separate")
+    about, recipe = "plain text", "text"
+
+    def holds(self, settings: DataSettings) -> bool:
+        return holds_text(settings.source, settings.column)
+
+    def is_main(self, settings: DataSettings) -> bool:
+        columns = first_row(Path(settings.source).expanduser())  # a table of several columns may lack only a name
+        return len(columns) < 2 and self.holds(settings)
 
     def open(self, request: DataRequest) -> tuple[Objective, TextData]:
         settings, objective = request.recipe.data, request.objective
@@ -219,9 +229,10 @@ class PairsOfTexts(DataKind):
     """Pairs of source and target texts. Span corruption is not applied."""
 
     name, own_settings = "text_pairs", ("near_duplicates",)
+    about, recipe = "pairs of texts", "spans"
 
-    def holds(self, source: str) -> bool:
-        return holds_pairs(source)
+    def holds(self, settings: DataSettings) -> bool:
+        return holds_pairs(settings.source)
 
     def open(self, request: DataRequest) -> tuple[Objective, TextData]:
         settings, cutting = request.recipe.data, request.recipe.objective

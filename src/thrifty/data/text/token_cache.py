@@ -21,7 +21,7 @@ from thrifty.data.prepared_cache import (
     open_or_build_tokens,
     write_manifest,
 )
-from thrifty.data.text.document_sources import DocumentSource, open_source
+from thrifty.data.text.document_sources import TEXT, DocumentSource, open_source
 from thrifty.data.text.near_duplicates import DeduplicatedSource
 from thrifty.data.text.text_pairs import SEPARATOR, PairFile
 from thrifty.data.text.token_files import token_type, unigram_entropy, write_streams
@@ -60,7 +60,7 @@ def _key(settings: DataSettings, source: DocumentSource, special: Sequence[str])
         tokenizer = file_sha256(path) if path.is_file() else ""
     else:
         tokenizer = " ".join(("trained", str(settings.vocabulary), *special))
-    return cache_key(FORMAT, source.identity(), settings.column, tokenizer, settings.held_out)
+    return cache_key(FORMAT, source.identity(), settings.column or TEXT, tokenizer, settings.held_out)
 
 
 def _build(settings: DataSettings, source: DocumentSource, special: Sequence[str], pairs: bool, folder: Path) -> None:
@@ -86,7 +86,7 @@ def _build(settings: DataSettings, source: DocumentSource, special: Sequence[str
         manifest = {
             "format": FORMAT,
             "source": settings.source,
-            "column": settings.column,
+            "column": settings.column or TEXT,
             "tokenizer": settings.tokenizer or "byte-level BPE trained on the training documents",
             "vocabulary": tokenizer.vocabulary,
             "type": token_type(tokenizer),
