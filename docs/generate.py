@@ -608,7 +608,7 @@ def recipe_schema() -> str:
     """Return the keys of a recipe file, table by table."""
     parts = [
         "# Recipe",
-        "A recipe is a TOML file: `thrifty plan text --data my.txt --out plan.toml` writes one, and each run folder has its own as "
+        "A recipe is a TOML file: `thrifty plan kjv --out plan.toml` writes one, and each run folder has its own as "
         "`recipe.toml`. On the command line, `--set data.batch=16` changes a key. `[techniques]` has one table per "
         'technique, such as `[techniques."adapters.lora"]`, with the settings of its page.',
     ]

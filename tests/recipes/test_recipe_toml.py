@@ -256,5 +256,5 @@ def test_run_name_as_recipe_is_refused_with_its_recipe(tmp_path: Path, monkeypat
 def test_differences_name_each_changed_value() -> None:
     old, new = (recipe_to_data(r) for r in (Recipe(), dataclasses.replace(RECIPES["kjv"](), name="run", about="")))
     lines = differences(old, new)
-    assert "data.source: 'python-stdlib' → 'kjv'" in lines
+    assert "data.source: '' → 'kjv'" in lines
     assert any(line.startswith("techniques.optimizers: absent → present") for line in lines)

@@ -1,5 +1,6 @@
 """`chat`: chat with a trained model."""
 
+import shlex
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -8,11 +9,13 @@ import torch
 from rich.console import RenderableType
 from torch import nn
 
+from thrifty.core.errors import spelled
 from thrifty.core.setting_bounds import check_plain
 from thrifty.core.user_objects import BuildModel
 from thrifty.data.chat.chat_template import Message
-from thrifty.data.chat.chat_tokenizer import ChatTokenizer, read_chat_tokenizer
+from thrifty.data.chat.chat_tokenizer import ChatTokenizer, has_stored_template, read_chat_tokenizer
 from thrifty.interface.loaded_model import load_for_sampling, own_model
+from thrifty.interface.progress import progress
 from thrifty.models.text_generation import generate
 from thrifty.reporting.printed_result import PrintedResult, lines
 from thrifty.training.checkpoint_index import CheckpointChoice
@@ -84,6 +87,7 @@ def chat(
     template: str = "",
     checkpoint: CheckpointChoice = "last",
     build: nn.Module | BuildModel | str | None = None,
+    quiet: bool = False,
 ) -> ChatSession:
     """Start a conversation with the language model of a run or of a Hugging Face folder.
 
@@ -95,6 +99,7 @@ def chat(
         template: "chatml", "alpaca" or a Jinja file. By default the model's own template is used.
         checkpoint: "best" (best held-out value), "last" or the step of a checkpoint of the run.
         build: Your own model, if the run trained it.
+        quiet: True to print no notice if the model was not trained on conversations.
 
     Raises UsageError if the model is not a next-token model or has no chat template.
 
@@ -108,6 +113,11 @@ def chat(
     tokenizer = read_chat_tokenizer(tokenizer_json, template)
     messages: list[Message] = [{"role": "system", "content": system}] if system else []
     path = str(getattr(model, "folder", model))
+    if not has_stored_template(tokenizer_json):
+        progress(quiet)(
+            f"{path} has seen no conversation: it continues texts, and its answers may make no sense; to continue a "
+            + spelled(f'text: thrifty sample {shlex.quote(path)} --prompt "…"', f'text: thrifty.sample("{path}", "…")')
+        )
     return ChatSession(path, network, tokenizer, context, tokens, temperature, top_k, seed, messages)
 
 

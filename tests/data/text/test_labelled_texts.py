@@ -8,7 +8,7 @@ import labelled_texts
 import pytest
 from labelled_texts import write_csv, write_jsonl
 
-from thrifty.core.errors import TYPED, UsageError
+from thrifty.core.errors import TYPED, ThriftyError, UsageError
 from thrifty.core.recipe import DataSettings, ObjectiveSettings, Recipe
 from thrifty.data.text.labelled_data import LabelledData
 from thrifty.training.run_setup import open_examples
@@ -251,7 +251,7 @@ def test_label_columns_require_labelled_texts(tmp_path: Path) -> None:
 )
 def test_damaged_table_is_refused(tmp_path: Path, name: str, content: str, match: str) -> None:
     (tmp_path / name).write_text(content)
-    with pytest.raises(UsageError, match=match):
+    with pytest.raises(ThriftyError, match=match):
         opened(tmp_path / name)
 
 

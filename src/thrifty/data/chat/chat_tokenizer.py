@@ -176,6 +176,11 @@ def read_chat_tokenizer(tokenizer_json: Path, template: str = "") -> ChatTokeniz
     return set_template(plain, template_source(template) or own or "", words, str(tokenizer_json))
 
 
+def has_stored_template(tokenizer_json: Path) -> bool:
+    """Return True if the folder of a tokenizer has a chat template, because its model was trained on conversations."""
+    return _stored_template(tokenizer_json)[1] is not None
+
+
 def set_template(
     plain: TextTokenizer, source: str, words: Mapping[str, str] | None = None, name: str = "the tokenizer"
 ) -> ChatTokenizer:
