@@ -7,7 +7,9 @@ _PARTS = 2.0**36
 
 
 def running_sums(numbers: Tensor, dim: int) -> Tensor:
-    """Return the cumulative sum of `numbers` along `dim`. Numbers must be finite, and sums must be below 2^27.
+    """Return the cumulative sum of `numbers` along `dim`, in the same shape.
+
+    Numbers must be finite, and sums must be below 2^27.
 
     A GPU sums floats in no fixed order, but sums integers exactly. On a GPU, elements are therefore rounded to
     multiples of 2^-36, and the result has no gradient.
