@@ -205,6 +205,23 @@ def test_typing_filters_the_runs(browser, serve, run_folder):
     )
 
 
+def test_runs_of_a_comparison_unfold_and_their_curves_overlay(browser, serve, run_folder, runs):
+    for name in ("race/adamw-0", "race/lion-0", "kjv"):
+        run_folder(name)
+    (runs / "race" / "comparison.json").write_text("{}")
+    browser.open(serve().address)
+    shown = "[...document.querySelectorAll('#rows tr:not([hidden]) a')].map(link => link.textContent).sort().join()"
+    browser.until("!!document.querySelector('.fold:not([hidden])')")
+    assert browser.value(shown) == "kjv,race"
+    browser.value("document.querySelector('.fold').click()")
+    assert browser.value(shown) == "kjv,race,race/adamw-0,race/lion-0"
+    for name in ("race/adamw-0", "race/lion-0"):
+        browser.value(f"document.querySelector('[data-tick=\"{name}\"]').click()")
+    browser.value("document.getElementById('curves-of').click()")
+    browser.until("document.querySelectorAll('#figure-held_out .chart svg .mark-line path').length >= 2")
+    assert "race/adamw-0 ends at" in browser.value(SUMMARY.replace("loss", "held_out"))
+
+
 def test_hostile_text_of_a_run_runs_no_script(browser, serve, run_folder):
     attack = "<img src=x onerror=\"document.title='owned'\"><script>document.title='owned'</script>"
     made = [

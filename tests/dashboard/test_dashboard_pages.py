@@ -119,6 +119,26 @@ def test_runs_of_a_comparison_are_listed_below_it(site, runs, run_folder, tmp_pa
     assert "race/adamw-0" in text(site, "") and text(site, "run", name="race/adamw-0")
 
 
+def test_runs_of_a_lottery_are_folded_under_it(site, runs, run_folder):
+    for name in ("text-round-0", "text-round-1-random", "text"):
+        run_folder(name)
+    (runs / "text-lottery").mkdir()
+    (runs / "text-lottery" / "lottery.json").write_text("{}")
+    groups = {entry.name: entry.group for entry in entries(runs) if entry.kind == "run"}
+    assert groups == {"text": "", "text-round-0": "text-lottery", "text-round-1-random": "text-lottery"}
+    page = text(site, "")
+    assert 'data-fold="text-lottery"' in page and page.count('data-group="text-lottery" hidden') == 2
+
+
+def test_curves_of_several_runs_share_charts(site, run_folder):
+    for name in ("adamw", "lion"):
+        run_folder(name)
+    assert "Curves of 2 runs" in text(site, "curves", names="adamw\nlion\nabsent")
+    (figure, *_) = told(site, "api/curves", names="lion\nadamw")["figures"]
+    assert figure["id"] == "held_out" and set(figure["data"]["runs"]["run"]) == {"adamw", "lion"}
+    assert site.respond("curves", {"names": "absent"}).status == 404
+
+
 def test_an_offline_page_is_sandboxed_with_report_scripts_only(site, run_folder):
     (run_folder() / "report.html").write_text("<script>anything</script>")
     policy = site.respond("page", {"name": "kjv"}).policy

@@ -48,6 +48,45 @@ def sorted_rows(rows: Sequence[RunListRow], by: str) -> list[RunListRow]:
     return sorted(rows, key=key, reverse=reverse)
 
 
+def folded(rows: Sequence[RunListRow], groups: Sequence[tuple[str, str, str]]) -> list[RunListRow]:
+    """Return one row for each of `groups` that has runs, with these runs as members, and the rows of all other runs.
+    A group is its name, its kind and a description.
+    """
+    shown = [row for row in rows if not row.group]
+    for name, kind, about in groups:
+        members = [row for row in rows if row.group == name]
+        if members:
+            shown.append(_group_row(name, kind, about, members))
+    return shown
+
+
+def _group_row(name: str, kind: str, about: str, members: Sequence[RunListRow]) -> RunListRow:
+    """Return a row with the last update, the most steps and the lowest losses of the members."""
+    states = [row.state for row in members]
+    open_states = [state for state in states if state != FINISHED]
+    losses, held_out = (
+        [value for value in values if value is not None]
+        for values in ([row.loss for row in members], [row.held_out_loss for row in members])
+    )
+    return RunListRow(
+        name=name,
+        about=about,
+        recipe=members[0].recipe,
+        techniques=tuple(sorted({each for row in members for each in row.techniques})),
+        state=RUNNING if RUNNING in states else open_states[0] if open_states else FINISHED,
+        reason=f"{states.count(FINISHED)} of {len(states)} runs" if open_states else "",
+        step=max(row.step for row in members),
+        steps=None,
+        loss=min(losses, default=None),
+        held_out_loss=min(held_out, default=None),
+        tokens_per_second=None,
+        updated=max(row.updated for row in members),
+        sparkline=(),
+        kind=kind,
+        members=tuple(members),
+    )
+
+
 def run_parts(record: RunRecord, key: KeyFigures) -> dict[str, str]:
     """Return, by name, the parts of a run's page that change during the run."""
     return {

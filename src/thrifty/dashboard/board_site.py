@@ -4,6 +4,7 @@ import hashlib
 import json
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from http import HTTPStatus
 from pathlib import Path
 from threading import Lock, Thread
@@ -22,7 +23,7 @@ from thrifty.dashboard.technique_cards import TechniqueCard, card_from
 from thrifty.reporting.chart_renderer import VEGA_LITE, vega_bundle
 from thrifty.reporting.color_theme import chart_look, css_variable
 from thrifty.reporting.key_figures import key_figures
-from thrifty.reporting.run_charts import ChartTheme, figures, specification
+from thrifty.reporting.run_charts import ChartTheme, figures, overlaid, specification
 from thrifty.reporting.run_page import repeat_command, scripts_policy
 from thrifty.reporting.run_record import read_run
 from thrifty.reporting.run_state import RUNNING
@@ -30,6 +31,8 @@ from thrifty.reporting.run_tables import environment, predicted_parts, settings
 
 LARGEST_PAGE = 64 << 20
 """Maximum number of bytes of a shown offline page."""
+MOST_OVERLAID = 6
+"""Maximum number of runs in one chart."""
 READ_SECONDS = 0.4
 """Maximum time in seconds for reading records in one response. A long run requires several responses."""
 FRESH = 60.0
@@ -64,6 +67,8 @@ class BoardSite:
         self._routes: dict[str, Callable[[Query], PageResponse | None]] = {
             "": self.runs_page,
             "run": self.run_page,
+            "curves": self.curves_page,
+            "api/curves": self.curves_now,
             "studies": self.studies_page,
             "folder": self.folder_page,
             "result": self.result_page,
@@ -93,13 +98,19 @@ class BoardSite:
 
     def runs_page(self, query: Query) -> PageResponse:
         sort = _sort(query)
-        return self._page("runs", "./", runs=board_pages.sorted_rows(self.watch.rows(), sort), sort=sort)
+        return self._page("runs", "./", runs=board_pages.sorted_rows(self._rows(), sort), sort=sort)
 
     def runs_now(self, query: Query) -> PageResponse:
-        rows = board_pages.sorted_rows(self.watch.rows(), _sort(query))
+        rows = board_pages.sorted_rows(self._rows(), _sort(query))
         parts = {name: board_pages.part("run_list_parts.html", name, rows) for name in ("rows", "count")}
         active = any(_moves(row) for row in rows)
         return changed_parts({"moving": active, "share": 1.0}, query, _digest(parts), lambda: {"parts": parts})
+
+    def _rows(self) -> list[RunListRow]:
+        """Return the rows of the run list. The runs of a study, comparison, lottery or sweep are folded."""
+        groups = [entry for entry in self.watch.entries() if entry.kind != "run"]
+        named = [(entry.name, entry.kind, self._listed_folder(entry)[3] or entry.kind) for entry in groups]
+        return board_pages.folded(self.watch.rows(), named)
 
     def run_page(self, query: Query) -> PageResponse | None:
         entry = self._entry(query, "run")
@@ -142,6 +153,37 @@ class BoardSite:
                 }
 
             return changed_parts({"moving": _moves(row), "share": share}, query, version, update)
+
+    def _named(self, query: Query) -> list[RunListing]:
+        """Return the runs whose names the query lists, one a line, in a fixed order."""
+        names = sorted(set(query.get("names", "").split("\n")))[:MOST_OVERLAID]
+        entries = {entry.name: entry for entry in self.watch.entries() if entry.kind == "run"}
+        return [entries[name] for name in names if name in entries]
+
+    def curves_page(self, query: Query) -> PageResponse | None:
+        entries = self._named(query)
+        if not entries:
+            return None
+        rows = [self.watch.row(entry) for entry in entries]
+        address = f"api/curves?names={quote(chr(10).join(entry.name for entry in entries), errors='replace')}"
+        look = json.dumps(chart_look(css_variable))
+        return self._page("curves", "./", rows=rows, address=address, look=look, vega=VEGA_LITE)
+
+    def curves_now(self, query: Query) -> PageResponse | None:
+        entries = self._named(query)
+        if not entries:
+            return None
+        moving = any(_moves(self.watch.row(entry)) for entry in entries)
+        with ExitStack() as stack:
+            indexes = {entry.name: stack.enter_context(self.watch.index(entry, READ_SECONDS)) for entry in entries}
+            share = min(index.share for index in indexes.values())
+            version = f"{[index.version for index in indexes.values()]}-{share == 1}"
+
+            def update() -> dict[str, Any]:
+                curves = {name: index.curves for name, index in indexes.items()}
+                return {"figures": [figure_data(each) for each in overlaid(curves)] if share == 1 else []}
+
+            return changed_parts({"moving": moving, "share": share}, query, version, update)
 
     def studies_page(self, query: Query) -> PageResponse:
         local = [self._listed_folder(entry) for entry in self.watch.entries() if entry.kind != "run"]

@@ -1,8 +1,8 @@
 """Listing of run folders, and of the studies, comparisons and lotteries that contain runs."""
 
 import os
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from thrifty.reporting.run_record import is_run_folder
@@ -11,7 +11,7 @@ DEEPEST = 3
 """Maximum folder depth. Runs of a comparison are in subfolders."""
 MOST = 5_000
 """Maximum number of listed folders."""
-KINDS = {"study.json": "study", "comparison.json": "comparison", "lottery.json": "lottery"}
+KINDS = {"study.json": "study", "comparison.json": "comparison", "lottery.json": "lottery", "sweep.json": "sweep"}
 """Kind of a folder, by the name of a file that the folder contains."""
 
 
@@ -24,12 +24,14 @@ class RunListing:
     name: str
     path: Path
     kind: str
-    """Kind of the folder: run, study, comparison or lottery."""
+    """Kind of the folder: run, study, comparison, lottery or sweep."""
+    group: str = ""
+    """Name of the study, comparison, lottery or sweep to which the run belongs."""
 
 
 def entries(runs: Path) -> list[RunListing]:
     """Return all listed folders. Requests can name only these folders, so no request can read other files."""
-    listings = []
+    listings: list[RunListing] = []
     for count, (name, path) in enumerate(_folders(runs, "", DEEPEST)):
         if count == MOST:
             break
@@ -38,7 +40,17 @@ def entries(runs: Path) -> list[RunListing]:
             kind = "run"
         if kind is not None:
             listings.append(RunListing(name, path, kind))
-    return listings
+    groups = [each for each in listings if each.kind != "run"]
+    return [replace(each, group=_group_of(each, groups)) if each.kind == "run" else each for each in listings]
+
+
+def _group_of(run: RunListing, groups: Sequence[RunListing]) -> str:
+    """Return the name of the group whose folder contains a run, or the lottery whose rounds are next to its folder."""
+    for group in groups:
+        rounds = f"{group.name.removesuffix('-lottery')}-round-"
+        if run.name.startswith(f"{group.name}/") or (group.kind == "lottery" and run.name.startswith(rounds)):
+            return group.name
+    return ""
 
 
 def _is_shown(name: str) -> bool:

@@ -44,6 +44,11 @@ class RunListRow:
     updated: float
     sparkline: tuple[CurvePoint, ...]
     """Training loss at sampled steps. Short spikes between samples are not visible."""
+    group: str = ""
+    """Name of the study, comparison, lottery or sweep to which the run belongs."""
+    kind: str = "run"
+    members: tuple["RunListRow", ...] = ()
+    """Runs of a study, comparison, lottery or sweep."""
 
 
 class RunSummary:

@@ -3,6 +3,7 @@
 from collections import OrderedDict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 
@@ -35,7 +36,7 @@ class RunWatcher:
         with self._summarizing:
             present = {entry.name: entry for entry in self.entries() if entry.kind == "run"}
             self._summaries = {name: summary for name, summary in self._summaries.items() if name in present}
-            return [self._summary(entry).refresh() for entry in present.values()]
+            return [replace(self._summary(entry).refresh(), group=entry.group) for entry in present.values()]
 
     def row(self, entry: RunListing) -> RunListRow:
         with self._summarizing:

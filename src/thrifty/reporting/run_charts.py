@@ -31,6 +31,8 @@ SERIES = {
     "trained": "held-out, weights in training",
 }
 """Series names by data name, in the order of the palette's category colors."""
+OVERLAID = ("train", "held-out", "trained", "bad", "control", "faint")
+"""Palette colors of runs in one chart."""
 NO_CURVE = Curve(np.empty(0, np.int64), np.empty(0))
 
 
@@ -108,6 +110,53 @@ def figures(record: RunRecord, key: KeyFigures, curves: RunCurves | None = None)
         _noise_scale(steps.curve(NOTED)),
     ]
     return [_figure(plot) for plot in plots if len(plot.curve) or len(plot.held_out)]
+
+
+def overlaid(runs: Mapping[str, RunCurves]) -> list[ChartFigure]:
+    """Return charts with the curves of several runs in one chart, keyed by the name of a run."""
+    held_out = {name: curves.evaluations.curve("loss") for name, curves in runs.items()}
+    loss = {name: curves.steps.curve("loss") for name, curves in runs.items()}
+    seconds = {name: _in_seconds(held_out[name], curves.steps.curve("seconds")) for name, curves in runs.items()}
+    speed = {name: curves.steps.curve("tokens_per_second") for name, curves in runs.items()}
+    memory = {name: curves.steps.curve("memory") for name, curves in runs.items()}
+    charts = [
+        _overlay("held_out", "Held-out loss", "by step", held_out, "step"),
+        _overlay("held_out_seconds", "Held-out loss", "by seconds of training", seconds, "seconds"),
+        _overlay("loss", "Training loss", "smoothed", loss, "step"),
+        _overlay("throughput", "Throughput", "examples or tokens per second", speed, "step"),
+        _overlay("memory", "Memory", "bytes", memory, "step"),
+    ]
+    return [chart for chart in charts if chart.data["runs"]]
+
+
+def _in_seconds(curve: Curve, seconds: Curve) -> Curve:
+    """Return the curve with seconds of training instead of steps."""
+    if not len(seconds):
+        return NO_CURVE
+    return Curve(np.interp(curve.steps, seconds.steps, seconds.values).astype(np.int64), curve.values)
+
+
+def _overlay(id: str, title: str, unit: str, curves: Mapping[str, Curve], x: str) -> ChartFigure:
+    names = list(curves)
+    rows, ends = [], []
+    for name, curve in curves.items():
+        points = curve.smooth(LINE_POINTS) if len(curve) >= SMOOTHED_FROM else curve.points
+        rows += [{**row, "run": name} for row in _rows(points)]
+        ends.append((name, significant(curve.last, 4), significant(curve.lowest, 4)))
+    colours = [css_variable(OVERLAID[index % len(OVERLAID)]) for index in range(len(names))]
+    colour = alt.Color(
+        "run:N", scale=alt.Scale(domain=names, range=colours), legend=alt.Legend(title=None, orient="top")
+    )
+    tooltip = [alt.Tooltip("run:N"), alt.Tooltip("step:Q", title=x, format=","), alt.Tooltip("value:Q", format=".4~g")]
+    look = ChartTheme(height=320 if id == "held_out" else 210)
+    dots = alt.OverlayMarkDef(filled=True, size=18) if id.startswith("held_out") else alt.Undefined
+    chart = _named("runs").mark_line(strokeWidth=2, point=dots, aria=False)
+    chart = chart.encode(x=_step_axis(x), y=look.y(), color=colour, tooltip=tooltip)
+    spec = chart.properties(width="container", height=look.height).to_dict(validate=False)
+    spec = {name: part for name, part in spec.items() if name != "$schema"}
+    said = "; ".join(f"{name} ends at {last}" for name, last, _ in ends)
+    table = TextTable(f"{title} {unit}", ("Run", "Last", "Lowest"), ends, frozenset({1, 2}))
+    return ChartFigure(id, title, unit, f"{title} {unit}: {said}.", spec, {"runs": rows}, table)
 
 
 def _loss(curve: Curve, evaluations: StepColumns, record: RunRecord, key: KeyFigures) -> _Plot:
@@ -266,8 +315,8 @@ def _rows(points: Iterable[CurvePoint]) -> Rows:
     return [{"step": point.step, "value": float(f"{point.value:.5g}")} for point in points]
 
 
-def _step_axis() -> alt.X:
-    axis = alt.Axis(title="step", format="~s", tickCount=6)
+def _step_axis(title: str = "step") -> alt.X:
+    axis = alt.Axis(title=title, format="~s", tickCount=6)
     return alt.X("step:Q", axis=axis, scale=alt.Scale(nice=False, zero=False))
 
 

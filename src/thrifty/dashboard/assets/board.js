@@ -32,12 +32,39 @@
     }
   };
 
+  // Unfold the runs of a comparison, and collect ticked runs. Both survive an update of the list.
+  const unfolded = new Set(), ticked = new Set();
+  const applyTicks = () => {
+    for (const button of document.querySelectorAll("[data-fold]")) {
+      button.hidden = false;
+      button.setAttribute("aria-expanded", unfolded.has(button.dataset.fold));
+    }
+    for (const box of document.querySelectorAll("[data-tick]")) {
+      box.hidden = false;
+      box.checked = ticked.has(box.dataset.tick);
+    }
+    const line = document.querySelector(".ticked");
+    if (!line) return;
+    line.hidden = ticked.size < 2;
+    document.getElementById("curves-of").href = `curves?names=${encodeURIComponent([...ticked].join("\n"))}`;
+    document.getElementById("curves-of").textContent = `Show the curves of ${ticked.size} runs in one chart`;
+  };
+  document.addEventListener("click", ({ target }) => {
+    const { fold, tick } = target.dataset || {};
+    if (fold) unfolded.has(fold) ? unfolded.delete(fold) : unfolded.add(fold);
+    if (tick) target.checked ? ticked.add(tick) : ticked.delete(tick);
+    if (fold || tick) (applyFilter(), applyTicks());
+  });
+
   const filter = document.getElementById("filter");
   const applyFilter = () => {
     if (!filter) return;
     const words = filter.value.toLowerCase().split(/\s+/).filter(Boolean);
     const rows = [...document.querySelectorAll("tr[data-name]")];
-    for (const row of rows) row.hidden = !words.every((word) => row.dataset.name.toLowerCase().includes(word));
+    for (const row of rows) {
+      const isFolded = !words.length && row.dataset.group && !unfolded.has(row.dataset.group);
+      row.hidden = isFolded || !words.every((word) => row.dataset.name.toLowerCase().includes(word));
+    }
     for (const section of document.querySelectorAll("section:has(.catalogue)")) section.hidden = !section.querySelector("tr[data-name]:not([hidden])");
     document.getElementById("shown").textContent = words.length ? `${rows.filter((row) => !row.hidden).length} of ${rows.length}` : "";
   };
@@ -58,7 +85,7 @@
     if (!known) {
       const element = document.getElementById("figure").content.cloneNode(true).firstElementChild;
       element.id = `figure-${figure.id}`;
-      element.classList.toggle("wide", figure.id === "loss");
+      element.classList.toggle("wide", views.size === 0);
       element.querySelector(".hidden").textContent = ` of ${figure.title}`;
       document.getElementById("figures").append(element);
       views.set(figure.id, (known = { element }));
@@ -102,6 +129,7 @@
     }
     seen = update.version;
     applyFilter();
+    applyTicks();
     ages();
   };
 
@@ -143,5 +171,6 @@
   }
 
   ages();
+  applyTicks();
   setInterval(ages, 1000);
 })();
