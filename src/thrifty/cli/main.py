@@ -1,10 +1,12 @@
 """`thrifty VERB …`: a verb is imported only when it runs, so that help appears fast."""
 
 import importlib
+import logging
 import os
 import signal
 import sys
 import time
+import warnings
 from types import FrameType
 from typing import Any
 
@@ -21,6 +23,18 @@ from thrifty.core.errors import STARTED, TYPED, ThriftyError, UsageError, did_yo
 if "OMP_WAIT_POLICY" not in os.environ:
     os.environ["OMP_WAIT_POLICY"] = "PASSIVE"
     os.environ.setdefault("GOMP_SPINCOUNT", "1000")
+
+
+SILENT = {
+    "PYTHONWARNINGS": "ignore",
+    "TORCH_CPP_LOG_LEVEL": "ERROR",
+    "TQDM_DISABLE": "1",
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_VERBOSITY": "error",
+    "DATASETS_VERBOSITY": "error",
+    "TRANSFORMERS_VERBOSITY": "error",
+}
+"""Environment variables that silence libraries."""
 
 
 class VerbGroup(click.Group):
@@ -57,6 +71,8 @@ def main(arguments: list[str] | None = None) -> Any:
         signal.signal(number, _leave)
     os.environ[TYPED], os.environ[STARTED] = "1", str(time.monotonic())
     os.environ[SAFE] = "1"  # inherited by every process that torch starts
+    if "--quiet" in (sys.argv[1:] if arguments is None else arguments):
+        _silence_libraries()
     try:
         return _run_verb(arguments)
     except ThriftyError as error:
@@ -72,6 +88,13 @@ def main(arguments: list[str] | None = None) -> Any:
         usage = UsageError(f"{error.filename or 'standard output'}: {error.strerror}", fix)
         click.echo(f"thrifty: {usage}", err=True)
         sys.exit(usage.exit_code)
+
+
+def _silence_libraries() -> None:
+    """Silence warnings, logs and progress bars of libraries, in this process and in the processes it starts."""
+    os.environ |= SILENT
+    warnings.simplefilter("ignore")
+    logging.disable(logging.WARNING)
 
 
 def _run_verb(arguments: list[str] | None) -> Any:

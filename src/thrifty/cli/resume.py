@@ -51,9 +51,10 @@ def command(
 ) -> Any:
     """Resume RUN (a run folder, or its name under runs/) from its newest undamaged checkpoint."""
     import thrifty
-    from thrifty.cli.verb_output import finished_run, print_result
-    from thrifty.interface.recipe_arguments import stored_layers
+    from thrifty.cli.verb_output import finished_run, loading, print_result
 
+    with loading(quiet):
+        from thrifty.interface.recipe_arguments import stored_layers
     layers = stored_layers(run)
     layers.apply_objects(data, held_out, loss)
     layers.apply_model(model, model_arguments)

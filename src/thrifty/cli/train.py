@@ -24,9 +24,11 @@ def command(runs: Path, ranks: int, quiet: bool, as_json: bool, **chosen: Any) -
     The run folder is runs/NAME. An existing folder is never overwritten: without --name, a number is added.
     """
     import thrifty
-    from thrifty.cli.verb_output import finished_run, print_result
+    from thrifty.cli.verb_output import finished_run, loading, print_result
 
-    layers = announce(build_recipe(**chosen), quiet)
+    with loading(quiet):
+        layers = build_recipe(**chosen)
+    announce(layers, quiet)
     recipe, is_named = layers.recipe(), layers.origins.get("name", "").startswith("--")
     options = {"ranks": ranks, "runs": runs, "origins": layers.changed(), "quiet": quiet}
     run = finished_run(lambda: thrifty.train(recipe=recipe, name=recipe.name if is_named else None, **options))

@@ -3,12 +3,13 @@
 import json
 import os
 import sys
+from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import click
 
 if TYPE_CHECKING:
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterator
 
     from thrifty.interface.training import RunResult
     from thrifty.reporting.printed_result import PrintedResult
@@ -26,6 +27,19 @@ def print_result(result: "PrintedResult", as_json: bool, quiet: bool = False) ->
         print_to_terminal(result)
     if result.exit_code:
         sys.exit(result.exit_code)
+
+
+@contextmanager
+def loading(quiet: bool) -> "Iterator[None]":
+    """Show inside the block, on a terminal, that PyTorch is loading, which takes seconds."""
+    is_shown = sys.stderr.isatty() and not quiet
+    if is_shown:
+        click.echo("loading PyTorch …", err=True, nl=False)
+    try:
+        yield
+    finally:
+        if is_shown:
+            click.echo(f"\r{'':17}\r", err=True, nl=False)
 
 
 def finished_run(start: "Callable[[], RunResult]") -> "RunResult":

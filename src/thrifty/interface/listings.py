@@ -5,17 +5,19 @@ Techniques are listed without importing torch, which takes seconds.
 
 import ast
 import sys
-import textwrap
 from collections.abc import Callable, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from rich.console import RenderableType
+from rich.markup import escape
+from rich.table import Table
 
 from thrifty import techniques
 from thrifty.core.card import read_card
 from thrifty.core.errors import UsageError, refuse_unknown
-from thrifty.reporting.printed_result import PrintedResult, lines
+from thrifty.reporting.printed_result import PrintedResult, lines, open_table
 
 Kind = Literal["techniques", "recipes", "studies", "presets", "objectives", "designs"]
 WIDTH = 120
@@ -29,7 +31,7 @@ class Listing(PrintedResult, dict[str, str]):
         return [{"name": name, "about": about} for name, about in self.items()]
 
     def __rich__(self) -> RenderableType:
-        return lines(*_columns(self))
+        return _columns(self)
 
 
 class TechniqueListing(Listing):
@@ -40,14 +42,19 @@ class TechniqueListing(Listing):
         for name, about in self.items():
             groups.setdefault(name.rpartition(".")[0], {})[name] = about
         width = max(map(len, self), default=0)
-        printed = [f"\n{_goal(group)}\n" + "\n".join(_columns(rows, width)) for group, rows in groups.items()]
-        return lines(*printed)
+        printed = [[f"\n{_goal(group)}", _columns(rows, width)] for group, rows in groups.items()]
+        return lines(*chain(*printed))
 
 
-def _columns(rows: Mapping[str, str], width: int = 0) -> list[str]:
+def _columns(rows: Mapping[str, str], width: int = 0) -> Table:
+    """Return names and descriptions. Descriptions wrap to the terminal."""
     width = width or max(map(len, rows), default=0)
-    wrapped = {name: textwrap.wrap(about, WIDTH - width - 2) or [""] for name, about in rows.items()}
-    return [f"\n{'':{width}}  ".join([f"{name:<{width}}  {first}", *more]) for name, (first, *more) in wrapped.items()]
+    table = open_table(show_header=False)
+    table.add_column(min_width=width, overflow="fold")
+    table.add_column(max_width=max(WIDTH - width - 2, 1))
+    for row in rows.items():
+        table.add_row(*map(escape, row))
+    return table
 
 
 def list_names(kind: Kind = "techniques", *, search: str = "") -> Listing:
@@ -91,7 +98,10 @@ def _card(name: str) -> str:
     try:
         if file is None or not file.is_file():
             raise OSError("not a regular file")
-        return ast.get_docstring(ast.parse(file.read_bytes(), str(file))) or ""
+        source = file.read_bytes()
+        docstring = source[: source.find(b'"""', 3) + 3]  # parsing whole files takes a second
+        is_plain = source.startswith(b'"""') and len(docstring) > 3
+        return ast.get_docstring(ast.parse(docstring if is_plain else source, str(file))) or ""
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return f"cannot be read: {type(error).__name__}: {error} ({file})"
 

@@ -62,16 +62,16 @@ class ResultTable(PrintedResult):
         return table
 
 
-def open_table(*columns: str) -> Table:
-    """Return an empty table without cell borders."""
-    return Table(*columns, box=None, pad_edge=False)
+def open_table(*columns: str, show_header: bool = True) -> Table:
+    """Return an empty table without cell borders. Cells wrap to the terminal."""
+    return Table(*columns, box=None, pad_edge=False, show_header=show_header)
 
 
 def number_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """Return a table. The first column is left-aligned; all other columns are right-aligned."""
     table = open_table()
     for index, column in enumerate(head):
-        table.add_column(column, justify="right" if index else "left", no_wrap=True)
+        table.add_column(column, justify="right" if index else "left", overflow="fold")
     for row in rows:
         table.add_row(*map(escape, row))
     return table
@@ -83,6 +83,7 @@ def lines(*parts: RenderableType) -> Group:
 
 
 def print_to_terminal(result: PrintedResult) -> None:
-    """Print a result in the colors and width of the terminal. Without a terminal, the width is `WIDTH`."""
-    width = None if sys.stdout.isatty() else WIDTH
-    Console(highlight=False, width=width).print(result, soft_wrap=True)
+    """Print a result in the colors and width of the terminal. Without a terminal, the width of tables is `WIDTH`, and
+    lines of text do not wrap."""
+    is_terminal = sys.stdout.isatty()
+    Console(highlight=False, width=None if is_terminal else WIDTH).print(result, soft_wrap=not is_terminal)

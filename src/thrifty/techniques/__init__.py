@@ -12,11 +12,13 @@ from collections.abc import Callable
 from functools import cache
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.core.old_names import TECHNIQUES as NEW_NAMES
-from thrifty.core.technique import Technique
+
+if TYPE_CHECKING:
+    from thrifty.core.technique import Technique
 
 ALIASES = {
     "2:4": "sparsity.n_of_m",
@@ -139,8 +141,10 @@ def split_settings(words: str) -> tuple[str, str]:
 
 
 @cache
-def find(name: str) -> type[Technique]:
+def find(name: str) -> "type[Technique]":
     """Return the class of a technique. `name` is read by `full_name`, which raises UsageError for unknown names."""
+    from thrifty.core.technique import Technique  # imports torch, which lists of names do not require
+
     name = full_name(name)
     if name not in _walk(list(__path__)):
         technique = _imported(name, third_party()[name].load)
