@@ -3,7 +3,8 @@
     python benchmarks/bench_run_start.py [--rounds 5] [--json results/benchmarks/run-start-cpu.json]
 
 A run has one step of a tiny model. Its time is therefore the start-up: imports, data, counting of the step, evaluation
-and checkpoint. The last line is the same run without any start, in the process of the benchmark.
+and checkpoint. In a comparison, a run is a fork that reuses the counted step of its variant. The last line is the same
+run without any start, in the process of the benchmark.
 """
 
 import argparse
@@ -26,18 +27,25 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     recipe = replace(vit_digits(), budget=Budget(steps=1), evaluation=EvaluationSettings(examples=64))
-    launchers: dict[str, RunLauncher] = {"new process": Worker(["env"]), "fork": Worker(), "no start": SameProcess()}
+    server = Worker()
+    launchers: dict[str, RunLauncher] = {
+        "new process": Worker(["env"]),
+        "fork": server,
+        "fork of a counted variant": server,
+        "no start": SameProcess(),
+    }
     with tempfile.TemporaryDirectory() as folder:
         numbers = count()
+        server.count(replace(recipe, name="fork-of-a-counted-variant-count"), Path(folder))
 
-        def start(launcher: RunLauncher) -> None:
-            ended = launcher(replace(recipe, name=f"run-{next(numbers)}"), Path(folder))
+        def start(name: str) -> None:
+            named = replace(recipe, name=f"{name.replace(' ', '-')}-seed-{next(numbers)}")
+            ended = launchers[name](named, Path(folder))
             assert ended.status == "finished", ended.error
 
-        starts: dict[str, Callable[[], None]] = {name: partial(start, one) for name, one in launchers.items()}
+        starts: dict[str, Callable[[], None]] = {name: partial(start, name) for name in launchers}
         timings = side_by_side(starts, options.rounds, warmup=1)
-        for launcher in launchers.values():
-            launcher.close()
+        server.close()
     print_timings("run of one step", timings, "new process")
     if options.json:
         save_timings(options.json, {}, timings, "new process")

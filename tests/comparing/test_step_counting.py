@@ -7,7 +7,9 @@ import pytest
 from small_recipes import tiny_digits
 
 from thrifty.comparing.equal_budgets import JUDGED_ON
+from thrifty.comparing.run_process import run_to_end
 from thrifty.comparing.step_counting import count_run
+from thrifty.comparing.variants import Variant
 from thrifty.core.errors import InfeasibleError, UsageError
 from thrifty.core.recipe import Budget, EvaluationSettings, Recipe
 from thrifty.core.technique import Technique
@@ -28,7 +30,7 @@ def digits(*techniques: Technique, **budget: float) -> Recipe:
 
 def test_counted_step_equals_a_run(tmp_path: Path) -> None:
     recipe = digits()
-    counted = count_run(recipe)
+    counted = count_run(recipe, tmp_path)
     train(recipe, tmp_path, quiet=True)
     run = RunFolder(tmp_path / recipe.name)
     summary = run.read_json("summary")
@@ -38,18 +40,32 @@ def test_counted_step_equals_a_run(tmp_path: Path) -> None:
     assert not counted.flops_vary
 
 
-def test_budgets_of_data_are_counted_in_steps() -> None:
-    steps = count_run(digits(epochs=2.0)).steps
-    assert count_run(digits(epochs=1.0)).steps < steps
-    assert count_run(digits(tokens=640.0)).steps == 640 // tiny_digits().data.batch
+def test_budgets_of_data_are_counted_in_steps(tmp_path: Path) -> None:
+    steps = count_run(digits(epochs=2.0), tmp_path).steps
+    assert count_run(digits(epochs=1.0), tmp_path).steps < steps
+    assert count_run(digits(tokens=640.0), tmp_path).steps == 640 // tiny_digits().data.batch
     with pytest.raises(InfeasibleError, match="a budget of 3 images is less than one step"):
-        count_run(digits(tokens=3.0))
+        count_run(digits(tokens=3.0), tmp_path)
 
 
-def test_unknown_measure_is_refused() -> None:
+def test_unknown_measure_is_refused(tmp_path: Path) -> None:
     recipe = digits()
     with pytest.raises(UsageError, match=r"evaluation\.judge names no measure of this run: 'acuracy'"):
-        count_run(replace(recipe, evaluation=replace(recipe.evaluation, judge="acuracy")))
+        count_run(replace(recipe, evaluation=replace(recipe.evaluation, judge="acuracy")), tmp_path)
+
+
+def test_runs_reuse_the_counted_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = digits()
+    count_run(replace(recipe, name="arm-1-count"), tmp_path)
+    folders = [RunFolder(tmp_path / name) for name in ("alone", "arm-1-seed-3")]
+    alone = replace(Variant("", "", recipe).at_rate(2.0).recipe, name="alone", budget=Budget(steps=6))
+    run_to_end(alone, tmp_path)
+    monkeypatch.setattr("thrifty.training.trainer.explain", None)
+    monkeypatch.setattr("thrifty.training.trainer.peak_flops", None)
+    run_to_end(replace(alone, name="arm-1-seed-3"), tmp_path)
+    first, second = (folder.read_json("explanation") for folder in folders)
+    assert first == second
+    assert folders[0].read_json("summary")["held_out_loss"] == folders[1].read_json("summary")["held_out_loss"]
 
 
 CHANGING: dict[str, Technique] = {
@@ -61,10 +77,10 @@ CHANGING: dict[str, Technique] = {
 
 
 @pytest.mark.parametrize("change", CHANGING)
-def test_changing_flops_are_found(change: str) -> None:
-    assert count_run(digits(CHANGING[change], steps=12)).flops_vary
+def test_changing_flops_are_found(change: str, tmp_path: Path) -> None:
+    assert count_run(digits(CHANGING[change], steps=12), tmp_path).flops_vary
 
 
 def test_mean_tokens_of_a_growing_batch_are_counted(tmp_path: Path) -> None:
     recipe = digits(BatchRamp(start=0.25, multiple=1), steps=12)
-    assert count_run(recipe).tokens == train(recipe, tmp_path, quiet=True)["tokens"] / 12
+    assert count_run(recipe, tmp_path).tokens == train(recipe, tmp_path, quiet=True)["tokens"] / 12

@@ -6,6 +6,7 @@ Pilots, trials and seeds are ordinary training runs with their own folders. The 
 
     comparison.json            record of the comparison, see `comparison_protocol.py`
     report.html                the same record as a page
+    ARM-count.json             counted step and peak speed of the machine, which all runs of the variant reuse
     ARM-pilot-0, ARM-trial-0, ARM-seed-0, …   run folders; ARM is "baseline", "arm-1", "arm-2", …
 
 Runs of different variants alternate, so that all variants meet the same machine conditions. The same call resumes an
@@ -34,6 +35,7 @@ from thrifty.comparing.equal_budgets import (
     refuse_undecayed,
 )
 from thrifty.comparing.run_launchers import RunLauncher, SameProcess, Worker
+from thrifty.comparing.run_process import COUNT
 from thrifty.comparing.variants import Variant
 from thrifty.core.errors import InfeasibleError, ThriftyError, UsageError
 from thrifty.core.old_names import rename_comparison
@@ -176,7 +178,7 @@ class _ComparisonRunner:
         costs: dict[str, StepCost] = {}
         budget = counted_budget(self.variants[0].recipe.budget, self.protocol.equal, self.protocol.pilot)
         for variant in self.variants:
-            recipe = replace(variant.recipe, name=f"{variant.folder}-count", budget=budget)
+            recipe = replace(variant.recipe, name=f"{variant.folder}{COUNT}", budget=budget)
             ended, cost = self.workers[0].count(recipe, self.folder.path)
             if ended.status == "interrupted":
                 raise _Interrupted(ended.exit_code)

@@ -7,6 +7,7 @@ unnoticed.
 
 import json
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -24,12 +25,14 @@ from thrifty.training.run_folder import RunFolder
 from thrifty.training.sent_objects import read_value
 from thrifty.training.trainer import resume, train
 
+NUMBER = re.compile(r"-(pilot|trial|seed)-\d+$")
+"""Pattern of the end of a run's name, in place of which counted facts have `COUNT`."""
+COUNT = "-count"
+
 
 def summary_of(path: Path) -> dict[str, Any]:
     """Return a run's summary; {} if there is none."""
-    with suppress(IntegrityError):
-        return RunFolder(path).read_json("summary")
-    return {}
+    return _read(path, "summary")
 
 
 def run_to_end(recipe: Recipe, runs: Path) -> dict[str, Any]:
@@ -40,7 +43,13 @@ def run_to_end(recipe: Recipe, runs: Path) -> dict[str, Any]:
         return summary
     if (path / "recipe.toml").is_file():
         return resume(path, recipe, quiet=True)
-    return train(recipe, runs, quiet=True)
+    return train(recipe, runs, quiet=True, counted=_read(runs, NUMBER.sub(COUNT, recipe.name)))
+
+
+def _read(path: Path, name: str) -> dict[str, Any]:
+    with suppress(IntegrityError):
+        return RunFolder(path).read_json(name)
+    return {}
 
 
 def ending_of(recipe: Recipe, runs: Path, is_counted: bool) -> dict[str, Any]:
@@ -48,7 +57,7 @@ def ending_of(recipe: Recipe, runs: Path, is_counted: bool) -> dict[str, Any]:
     failed run, and "cost" of a counted step."""
     try:
         if is_counted:
-            return {"exit_code": 0, "error": "", "cost": asdict(count_run(recipe))}
+            return {"exit_code": 0, "error": "", "cost": asdict(count_run(recipe, runs))}
         return {"exit_code": run_to_end(recipe, runs)["exit_code"], "error": ""}
     except ThriftyError as failed:
         return {"exit_code": failed.exit_code, "error": str(failed)}

@@ -1,34 +1,38 @@
 """Counting of a variant's step, without training."""
 
+from pathlib import Path
 from statistics import fmean
 
 from thrifty.comparing.equal_budgets import JUDGED_ON, StepCost
 from thrifty.composition.compose import Run
-from thrifty.composition.explain import explain
 from thrifty.core.recipe import Recipe
 from thrifty.core.run_relative_settings import moments_of
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Technique
+from thrifty.training.run_folder import RunFolder
 from thrifty.training.run_setup import prepare_run, ranks_of
+from thrifty.training.trainer import counted_facts
 
 SAMPLED, MOST_SAMPLED = 4, 64
 """Numbers of evenly spaced steps whose tokens are counted: at first, and if the first counts differ."""
 
 
-def count_run(recipe: Recipe) -> StepCost:
+def count_run(recipe: Recipe, runs: Path) -> StepCost:
     """Count a step of a recipe's run on fake tensors, without training. Raise the error with which the run would
-    fail before its first step."""
+    fail before its first step. The counted facts, which later runs reuse, are written to runs/NAME.json."""
     with ranks_of(recipe):
         prepared = prepare_run(recipe, quiet=True)
         run = prepared.run
         tokens = _sampled_tokens(run, SAMPLED)
         vary = len(set(tokens)) > 1
         tokens = _sampled_tokens(run, MOST_SAMPLED) if vary else tokens
+        counted = counted_facts(prepared)
+        RunFolder(runs).write_json(recipe.name, counted)
         return StepCost(
             steps=run.steps,
             tokens=fmean(tokens),
-            flops=explain(run).footprint.flops,
+            flops=counted["explanation"]["footprint"]["flops"],
             flops_vary=vary or any(map(_changes_flops, run.techniques)),
             judged_on={name: prepared.facts[name] for name in JUDGED_ON if name in prepared.facts},
         )

@@ -87,11 +87,13 @@ def train_steps(
     origins: Mapping[str, str] | None = None,
     observers: Sequence[Observer] = (),
     quiet: bool = False,
+    counted: Mapping[str, Any] | None = None,
 ) -> Steps:
     """Train a recipe in runs/NAME and yield one record per step. If the folder exists, raise UsageError, or with
     `numbered` use NAME-2, NAME-3 and so on. A restart of the same job by torchrun resumes the run instead. Without a
     custom loss, a user's model maps token ids (b, t) to logits. A user's model with a list of blocks and a
-    linear `head` maps token ids to hidden states (b, t, width)."""
+    linear `head` maps token ids to hidden states (b, t, width). `counted` is the result of `counted_facts` for a recipe
+    that differs only in seed, budget and learning rate; on the same machine, the run does not count again."""
     claimed = claim_run_folder(Path(runs) / recipe.name, RunFolder.create_numbered if numbered else RunFolder.create)
     with ranks_of(recipe), claimed as folder, ProgressDisplay(quiet) as display:
         if folder.name != recipe.name:
@@ -100,7 +102,14 @@ def train_steps(
         if process_group_sync().run_first(folder.recipe.is_file):
             return (yield from _resume(folder, recipe, origins or {}, display, observers))
         prepared = prepare_run(recipe, quiet=quiet, phase=display.phase)
-        return (yield from _run(prepared, folder, display, origins or {}, observers))
+        return (yield from _run(prepared, folder, display, origins or {}, observers, counted=counted))
+
+
+def counted_facts(prepared: PreparedRun) -> dict[str, Any]:
+    """Count a step of a run and measure the peak speed of this machine. Return JSON values for `train_steps`."""
+    run = prepared.run
+    peak = {"peak_flops_per_second": _peak(prepared.recipe, run.device)}
+    return {"environment": _machine(run), "explanation": explain(run).as_dict({}), "summary": peak}
 
 
 def resume(folder: Path, recipe: Recipe, **options: Any) -> dict[str, Any]:
@@ -310,24 +319,24 @@ def _run(
     fill: Callable[[TrainState], list[str]] = lambda state: [],
     lengths: Sequence[RunLength] = (),
     recorded: Mapping[int, Mapping[str, Any]] | None = None,
+    counted: Mapping[str, Any] | None = None,
 ) -> Steps:
     """Build the state, write the files that describe the run, and train. `fill` loads values and returns notices.
     `lengths` are the numbers of steps of a resumed run so far, and `recorded` the changes of this number that were
     recorded from its checkpoint on."""
     recipe, run, data = prepared.recipe, prepared.run, prepared.data
-    here = environment(str(run.device)) | {"ranks": ranks(), "mesh": {name: axis(name).size for name in AXES}}
+    here = _machine(run)
     before = {name: _stored(folder, name) for name in ("origins", "environment", "explanation", "summary")}
     before |= {"origins": rename_origins(before["origins"]), "explanation": rename_techniques(before["explanation"])}
-    same_machine = all(before["environment"].get(name) == here.get(name) for name in MACHINE)
-    is_known = same_machine and _are_complete(before["explanation"], before["summary"])
-    if not is_known:
+    known = next((facts for facts in (before, counted or {}) if _are_reusable(facts, here)), None)
+    if known is None:
         display.phase("predicting memory and work")
-    explanation = None if is_known else explain(run)
-    if not is_known:
+    explanation = explain(run) if known is None else None
+    if known is None:
         display.phase("measuring the peak speed of this machine")
-    peak = before["summary"]["peak_flops_per_second"] if is_known else _peak(recipe, run.device)
+    peak = _peak(recipe, run.device) if known is None else known["summary"]["peak_flops_per_second"]
     meter = MemoryMeter(run.device)
-    predicted = explanation.footprint.memory if explanation else before["explanation"]["footprint"]["memory"]
+    predicted = explanation.footprint.memory if explanation else known["explanation"]["footprint"]["memory"]
     remedy = partial(_remedy, prepared, folder)
     display.phase("building the model")
     try:
@@ -344,7 +353,11 @@ def _run(
             summary = {"status": "stopped", "exit_code": error.exit_code, "steps": 0, "error": str(error)}
             folder.write_json("summary", summary)
         raise
-    explained = explanation.as_dict(run.notes) if explanation else before["explanation"]
+    explained = explanation.as_dict(run.notes) if explanation else known["explanation"]
+    if known is counted is not None:
+        own = [{"settings": asdict(each), "touched": run.notes.get(each.name, [])} for each in run.techniques]
+        rows = zip(explained["techniques"], own, strict=True)
+        explained = {**explained, "techniques": [row | settings for row, settings in rows]}
     facts = {
         "folder": str(folder.path),
         **prepared.facts,
@@ -469,17 +482,23 @@ def _stored(folder: RunFolder, name: str) -> dict[str, Any]:
     return process_group_sync().run_first(read)
 
 
-def _are_complete(explanation: Mapping[str, Any], summary: Mapping[str, Any]) -> bool:
-    """Return True if the explanation and the summary contain all values that a resumed run reuses."""
+def _machine(run: Run) -> dict[str, Any]:
+    """Return the environment of a run, with its ranks."""
+    return environment(str(run.device)) | {"ranks": ranks(), "mesh": {name: axis(name).size for name in AXES}}
+
+
+def _are_reusable(facts: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
+    """Return True if the facts are of this machine and contain all values that a run reuses."""
     try:
         numbers = (
-            explanation["footprint"]["memory"],
-            explanation["plain"]["flops"],
-            summary["peak_flops_per_second"],
+            facts["explanation"]["footprint"]["memory"],
+            facts["explanation"]["plain"]["flops"],
+            facts["summary"]["peak_flops_per_second"],
         )
     except (KeyError, TypeError):
         return False
-    return all(isinstance(number, int | float) for number in numbers)
+    is_complete = all(isinstance(number, int | float) for number in numbers)
+    return is_complete and all(facts["environment"].get(name) == here.get(name) for name in MACHINE)
 
 
 def _peak(recipe: Recipe, device: torch.device) -> float:
