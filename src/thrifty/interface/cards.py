@@ -44,12 +44,13 @@ class NamedCard(PrintedResult):
 
 
 def show(
-    name: str | type[Technique], *, kind: CardKind | None = None, results: Sequence[Path] = FOLDERS
+    name: str | type[Technique], *, kind: CardKind | None = None, results: Sequence[Path] | None = None
 ) -> TechniqueProfile | NamedCard:
     """Return the card of a technique, an objective, a model preset or an accelerator design.
 
-    The card of a technique includes its measured evidence from the folders `results`. If a technique and a design have
-    the same name, such as "a3", `kind` selects one. The default is the technique.
+    The card of a technique includes its measured evidence from the folders `results`: by default ./results, ./runs and
+    the results in the package. If a technique and a design have the same name, such as "a3", `kind` selects one. The
+    default is the technique.
 
     Raises UsageError for an unknown name.
 
@@ -60,7 +61,7 @@ def show(
     """
     if kind in (None, "technique"):
         try:
-            return technique_profile(techniques.find(name) if isinstance(name, str) else name, results)
+            return technique_profile(techniques.find(name) if isinstance(name, str) else name, results or FOLDERS)
         except UsageError:
             if kind or not any(name in names() for names, _ in _CARDS.values()):
                 raise
