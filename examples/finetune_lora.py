@@ -44,8 +44,7 @@ def main() -> None:
         name="adapted",
         quiet=True,
     )
-    records = run.records()
-    losses = records.loss[records.kind == "evaluation"]
+    losses = run.records()["held_out_loss"].dropna()
     print(f"held-out loss on code: {losses.iloc[0]:.2f} before, {losses.iloc[-1]:.2f} after")
 
     th.export(run, "merged")  # the adapter is merged into the weights

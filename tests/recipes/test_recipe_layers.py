@@ -62,6 +62,16 @@ def test_model_takes_a_preset_or_a_folder(tmp_path: object) -> None:
     assert build_recipe("text", model=str(tmp_path)).recipe().model.folder == str(tmp_path)
 
 
+def test_model_folder_brings_its_tokenizer_unless_one_is_set(tmp_path: Path) -> None:
+    assert build_recipe("text", model=str(tmp_path)).recipe().data.tokenizer == ""
+    (tmp_path / "tokenizer.json").write_text("{}")
+    layers = build_recipe("text", model=str(tmp_path))
+    assert layers.recipe().data.tokenizer == str(tmp_path / "tokenizer.json")
+    assert layers.changed()["data.tokenizer"] == "--model"
+    own = build_recipe("text", model=str(tmp_path), assignments=("data.tokenizer=own.json",))
+    assert own.recipe().data.tokenizer == "own.json"
+
+
 def test_mesh_adds_the_techniques_of_its_axes() -> None:
     layers = RecipeLayers().add_technique("parallelism.shard").apply_mesh("replicate=2,shard=4,pipeline=1")
     recipe = layers.recipe()

@@ -3,6 +3,7 @@
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -19,13 +20,8 @@ BLOCK = re.compile(
 )
 STEPS = ["--budget", "4steps"]
 TINY = [*STEPS, "--set", "checkpoints.every=2", "--set", "evaluation.examples=4", "--set", "data.batch=4"]
-TEXT = [
-    *("--set", "data.length=32", "--set", "data.vocabulary=300"),
-    "--without",
-    "compile",
-    "--without",
-    "attention.tiled",
-]
+TEXT = ["--set", "data.vocabulary=300", "--without", "compile", "--without", "attention.tiled"]
+SIZES = ["--set", "model.width=32", "--set", "model.depth=2", "--set", "model.heads=4"]
 FEW_RUNS = ["--seeds", "2", "--rate-trials", "1", "--warmup-steps", "2", "--equal-budget", "steps"]
 QUICK_PLAN = ["--no-probe", "--seconds", "20"]
 
@@ -53,20 +49,21 @@ def write_files(folder: Path) -> None:
     classes = {"id2label": {"0": "negative", "1": "positive"}, "label2id": {"negative": 0, "positive": 1}}
     save_model(folder / "bert-folder", "bert", "AutoModelForSequenceClassification", **classes)
     own = CommandLine(folder)
-    sizes = ["--set", "model.width=32", "--set", "model.depth=2", "--set", "model.heads=4"]
-    own("train", "text", "--data", "my.txt", "--name", "mine", *TINY, *TEXT, *sizes)
+    own("train", "text", "--data", "my.txt", "--name", "mine", *TINY, *TEXT, *SIZES, "--set", "data.length=128")
     own("export", "mine", "base-model")
 
 
 def shortened(words: list[str]) -> list[str]:
     """Shorten a command so that it runs in seconds: few steps, small batches, a small model."""
-    if not {"train", "explain", "check", "compare", "plan"} & {*words[:5]} or "plan.toml" in words[:3]:
+    if not {"train", "explain", "check", "compare", "plan", "sweep"} & {*words[:5]}:
         return words
+    if words[2:3] == ["plan.toml"]:
+        return [*words, *STEPS]
     kept = [word for i, word in enumerate(words) if word != "--budget" and words[i - 1] != "--budget"]
-    own = "--model" in kept
-    sizes = [] if own else ["--set", "model.width=32", "--set", "model.depth=2", "--set", "model.heads=4"]
-    more = {"compare": FEW_RUNS, "plan": QUICK_PLAN}.get(words[1], [])
-    return [*kept, *TINY, *sizes, *(TEXT[:2] if own else TEXT), *more]
+    length = ["--set", f"data.length={128 if 'base-model' in kept else 32}"]
+    sizes = [] if "--model" in kept else [*TEXT, *SIZES]
+    more = {"compare": FEW_RUNS, "plan": QUICK_PLAN, "sweep": ["--trials", "2"]}.get(words[1], [])
+    return [*kept, *TINY, *length, *sizes, *more]
 
 
 def run_page(page: Path, folder: Path) -> None:
@@ -92,6 +89,8 @@ def commands(code: str) -> Iterator[list[str]]:
 
 def run_command(words: list[str], folder: Path) -> None:
     own = CommandLine(folder)
+    if words[1] == "resume":  # the run has finished by now: as if it had been cut off after its first checkpoint
+        shutil.rmtree(folder / "runs" / words[2] / "checkpoints" / "step-00000004")
     if words[0] == "thrifty":
         own(*shortened(words)[1:], timeout=300)
     elif words[0] == "torchrun":

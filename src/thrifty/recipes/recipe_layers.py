@@ -143,7 +143,8 @@ class RecipeLayers:
     def apply_model(self, model: str | None, arguments: Sequence[str] = ()) -> "RecipeLayers":
         """Set the model to a preset, a folder, or the name of a function with arguments `key=value`.
 
-        If the recipe already uses this function, its arguments remain. Sizes of another model are removed.
+        If the recipe already uses this function, its arguments remain. Sizes of another model are removed. A folder's
+        tokenizer is used, unless the recipe sets a tokenizer.
         """
         present = self.values()
         if is_function_name(model):
@@ -155,6 +156,9 @@ class RecipeLayers:
             reinitialize = present.get("model.reinitialize", False)
             folder = str(Path(model).resolve())  # valid also if the run is resumed from another folder
             self.replace("--model", "model", {"folder": folder, "reinitialize": reinitialize})
+            tokenizer = Path(folder, "tokenizer.json")
+            if tokenizer.is_file() and not present.get("data.tokenizer"):
+                self.override("--model", {"data": {"tokenizer": str(tokenizer)}})
         elif model is not None and present.get("model.build"):
             self.replace("--model", "model", {"preset": model})
         elif model is not None:
