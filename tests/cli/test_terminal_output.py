@@ -12,6 +12,7 @@ from command_line import CommandLine
 from rich.console import Group
 
 import thrifty
+from thrifty.interface.samples import SampledText
 from thrifty.reporting.printed_result import PrintedResult, ResultTable, lines, number_table, print_to_terminal
 
 WITHOUT_TORCH = "\n".join(
@@ -62,6 +63,13 @@ def test_output_wraps_to_the_terminal(result: str, width: int, monkeypatch: pyte
     assert max(map(len, printed.splitlines())) <= width and "…" not in printed
     letters = {"table": "x" * 15, "numbers": "a" * 5, "list": "adapters.lora"}
     assert letters[result] in printed
+
+
+def test_generated_control_characters_do_not_reach_the_terminal() -> None:
+    text = "a\x1b[2Jb\x07\r\n\tc é 你 👍"
+    sampled = SampledText("runs/text", "a", text, [1], 0.8, None, 0, 1.0)
+    assert str(sampled) == "a\ufffd[2Jb\ufffd\ufffd\n" + " " * 8 + "c é 你 👍"
+    assert sampled.as_dict()["text"] == text
 
 
 NOISY = """

@@ -31,10 +31,15 @@ def command(path: Path, prompt: str | None, as_json: bool, model: str | None, **
     """
     import thrifty
     from thrifty.cli.verb_output import print_result
+    from thrifty.reporting.printed_result import visible
+
+    def show(text: str) -> None:
+        if not as_json:
+            click.echo(visible(text), nl=False)
 
     conversation = thrifty.chat(path, build=model, **options)
     for question in _questions() if prompt is None else [prompt]:
-        conversation.ask(question, (lambda text: None) if as_json else (lambda text: click.echo(text, nl=False)))
+        conversation.ask(question, show)
         if not as_json:
             click.echo()
     if as_json:

@@ -2,6 +2,7 @@
 
 import io
 import sys
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -78,8 +79,15 @@ def number_table(head: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 
 
 def lines(*parts: RenderableType) -> Group:
-    """Stack texts and tables vertically. Texts are printed without markup."""
-    return Group(*(Text(part) if isinstance(part, str) else part for part in parts))
+    """Stack texts and tables vertically. Texts are printed without markup and control characters."""
+    return Group(*(Text(visible(part)) if isinstance(part, str) else part for part in parts))
+
+
+def visible(text: str) -> str:
+    """Return a text with control characters replaced. A model may generate them, and they would change the terminal."""
+    return "".join(
+        char if char in "\n\t" or unicodedata.category(char) != "Cc" else "\N{REPLACEMENT CHARACTER}" for char in text
+    )
 
 
 def print_to_terminal(result: PrintedResult) -> None:
