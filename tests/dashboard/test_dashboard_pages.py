@@ -6,7 +6,7 @@ import re
 
 import pytest
 
-from thrifty.dashboard.board_site import BoardSite
+from thrifty.dashboard.board_site import BoardSite, TechniqueEvidence
 from thrifty.dashboard.run_listing import entries
 from thrifty.dashboard.saved_results import ROWS, tables
 
@@ -186,7 +186,8 @@ def test_saved_results_become_tables(site, tmp_path):
     assert "1 of 2 expectations hold" in text(site, "studies")
     page = text(site, "result", name="studies/lion_rate/cpu")
     assert "1.70 ± 0.0239" in page and "never" in page and "does not hold" in page and "a processor" in page
-    page = text(site, "simulations")
+    assert 'href="result?name=cluster/anchors"' in text(site, "simulations")
+    page = text(site, "result", name="cluster/anchors")
     assert "-0.0270" in page and "140 T" in page and "0.800" in page
 
 
@@ -208,10 +209,17 @@ def test_a_technique_has_a_card(site, run_folder):
 def test_measured_evidence_is_on_the_card(runs, tmp_path):
     from board_examples import LION
 
-    site = BoardSite(
-        runs, [tmp_path / "results"], lambda: [LION], lambda name: ({"time": "better"}, [f"{name} was measured"])
-    )
-    assert "optimizers.lion was measured" in text(site, "technique", name="optimizers.lion")
+    results = tmp_path / "results"
+    (results / "studies").mkdir(parents=True)
+    (results / "studies" / "rate.json").write_text('{"status": "finished"}')
+    lines = [("Lion was measured", str(results / "studies" / "rate.json")), ("and again", "thrifty bench")]
+    evidence = {"optimizers.lion": TechniqueEvidence({"time": "better", "measured": "here"}, lines)}
+    site = BoardSite(runs, [results], lambda: [LION], lambda: evidence)
+    page = text(site, "technique", name="optimizers.lion")
+    assert '<a href="result?name=studies/rate">studies/rate.json</a>' in page and "Lion was measured" in page
+    assert "<code>thrifty bench</code>" in page
+    for shown in (page, text(site, "techniques")):
+        assert '<span class="chip better">time better</span>' in shown and "measured here" in shown
 
 
 def test_every_own_technique_card_has_title_and_promise():

@@ -43,6 +43,13 @@ def part(template: str, name: str, *values: Any) -> str:
     return getattr(_environment().get_template(template).module, name)(*values)
 
 
+def framed(page: str, here: str) -> str:
+    """Return an offline page with the navigation of the board. The board's content policy replaces the page's own."""
+    style = '<link rel="stylesheet" href="board.css">'
+    page = re.sub(r'<meta http-equiv="Content-Security-Policy"[^>]*>', style, page, count=1)
+    return page.replace("<body>", f"<body>{part('navigation.html', 'top', here)}", 1)
+
+
 def sorted_rows(rows: Sequence[RunListRow], by: str) -> list[RunListRow]:
     _, key, reverse = SORTS[by]
     return sorted(rows, key=key, reverse=reverse)

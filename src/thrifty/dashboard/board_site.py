@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from http import HTTPStatus
 from pathlib import Path
 from threading import Lock, Thread
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import quote
 
 from thrifty.core.secret_redaction import redact, redact_text
@@ -42,15 +42,23 @@ SIMULATIONS = ("cluster", "hardware")
 SCRIPT = "text/javascript; charset=utf-8"
 ListedResult = tuple[str, str, str, str, str]
 """Name, address, description, outcome, and address of the offline page (or "") of a study or comparison."""
-TechniqueEvidence = tuple[Mapping[str, str], Sequence[str]]
-"""Verdicts by aspect, and one line per measurement."""
+
+
+class TechniqueEvidence(NamedTuple):
+    """Measurements of a technique."""
+
+    chips: Mapping[str, str]
+    """Verdict by aspect, such as "memory" and "time"."""
+    lines: Sequence[tuple[str, str]]
+    """One sentence per measurement, and its file, or the command that repeats it."""
 
 
 class BoardSite:
     """Site for a folder of runs and folders of saved results.
 
     `profiles` returns the profile of each technique (`technique_cards.card_from`) and may take seconds. `evidence`
-    returns the verdicts on a technique by aspect, and one line per measurement.
+    returns the measurements of each technique. `page_of` returns the offline page of a result, or None if the kind of
+    result has no page.
     """
 
     def __init__(
@@ -58,10 +66,11 @@ class BoardSite:
         runs: Path,
         results: Sequence[Path],
         profiles: Callable[[], Sequence[Mapping[str, Any]]] = tuple,
-        evidence: Callable[[str], TechniqueEvidence] = lambda technique: ({}, ()),
+        evidence: Callable[[], Mapping[str, TechniqueEvidence]] = dict,
+        page_of: Callable[[Mapping[str, Any]], str | None] = lambda data: None,
     ):
         self.watch, self.results, self.files = RunWatcher(runs), results, CachedFiles()
-        self.profiles, self.evidence = profiles, evidence
+        self.profiles, self.evidence, self.page_of = profiles, evidence, page_of
         self._cards: dict[str, TechniqueCard] = {}
         self._cards_lock = Lock()
         self._routes: dict[str, Callable[[Query], PageResponse | None]] = {
@@ -202,13 +211,13 @@ class BoardSite:
         return entry.name, _at("folder", entry.name), str(data.get("about") or entry.kind), outcome(data), offline
 
     def folder_page(self, query: Query) -> PageResponse | None:
-        entry = self._entry(query, "study", "comparison", "lottery")
+        entry = self._entry(query, "study", "comparison", "lottery", "sweep")
         if entry is None:
             return None
         name, _, about, _, offline = self._listed_folder(entry)
-        shown = tables(redact(self.files.json_object(entry.path / f"{entry.kind}.json")))
+        data = redact(self.files.json_object(entry.path / f"{entry.kind}.json"))
         description = "" if about == entry.kind else about
-        return self._tables(name, entry.kind, description, [("", shown)], offline=offline, here="studies")
+        return self._result(data, name, entry.kind, description, here="studies", offline=offline)
 
     def result_page(self, query: Query) -> PageResponse | None:
         result = next(
@@ -217,24 +226,45 @@ class BoardSite:
         if result is None:
             return None
         here = "simulations" if result.group in SIMULATIONS else "studies"
-        return self._tables(result.name, result.group, result.about, [("", tables(result.data))], here=here)
+        return self._result(result.data, result.name, result.group, result.about, here)
+
+    def _result(
+        self, data: Mapping[str, Any], name: str, kind: str, about: str, here: str, offline: str = ""
+    ) -> PageResponse:
+        """Return the page of a result in the board's frame. Results without a page are shown as tables."""
+        page = self.page_of(data)
+        if page is not None:
+            return PageResponse(board_pages.framed(page, here).encode(errors="replace"))
+        values = {"title": name, "kind": kind, "about": about, "offline": offline}
+        return self._page("tables", here, tables=tables(data), **values)
 
     def simulations_page(self, query: Query) -> PageResponse:
         results = [each for each in saved_results(self.results, self.files) if each.group in SIMULATIONS]
-        groups = [(each.name, tables(each.data)) for each in results]
-        return self._tables("Simulations", "of other hardware", "", groups, here="simulations")
+        rows = [(each.name, _at("result", each.name), each.about, each.outcome, "") for each in results]
+        return self._page("simulations", "simulations", rows=rows)
 
     def techniques_page(self, query: Query) -> PageResponse:
-        return self._page("techniques", "techniques", cards=list(self.cards().values()))
+        chips = {name: measured.chips for name, measured in self.evidence().items()}
+        return self._page("techniques", "techniques", cards=list(self.cards().values()), chips=chips)
 
     def technique_page(self, query: Query) -> PageResponse | None:
         card = self.cards().get(query.get("name", ""))
         if card is None:
             return None
         used = [row for row in self.watch.rows() if card.name in row.techniques]
-        verdicts, measured = self.evidence(card.name)
-        evidence = [redact_text(line) for line in measured]
-        return self._page("technique", "techniques", card=card, verdicts=verdicts, evidence=evidence, used=used)
+        measured, places = self.evidence().get(card.name, TechniqueEvidence({}, ())), self._addresses()
+        evidence = [(redact_text(line), redact_text(source), places.get(source, "")) for line, source in measured.lines]
+        return self._page("technique", "techniques", card=card, chips=measured.chips, evidence=evidence, used=used)
+
+    def _addresses(self) -> dict[str, str]:
+        """Return the address of the page of each result file."""
+        results = {
+            str(folder / f"{each.name}.json"): _at("result", each.name)
+            for each in saved_results(self.results, self.files)
+            for folder in self.results
+        }
+        entries = [entry for entry in self.watch.entries() if entry.kind != "run"]
+        return results | {str(entry.path / f"{entry.kind}.json"): _at("folder", entry.name) for entry in entries}
 
     def offline_page(self, query: Query) -> PageResponse | None:
         """Return a page stored in a folder, sandboxed. Only the scripts of reports run, and they load nothing."""
@@ -257,11 +287,6 @@ class BoardSite:
     def _page(self, template: str, here: str, **values: Any) -> PageResponse:
         folders = {"folder": self.watch.runs, "results": self.results[0]}
         return PageResponse(board_pages.page(template, here=here, **folders, **values).encode(errors="replace"))
-
-    def _tables(self, title: str, kind: str, about: str, groups: Any, here: str, offline: str = "") -> PageResponse:
-        empty = f"No simulations in {self.results[0]}."
-        values = {"title": title, "kind": kind, "about": about, "offline": offline, "empty": empty}
-        return self._page("tables", here, groups=groups, **values)
 
 
 def _digest(parts: Mapping[str, str]) -> str:

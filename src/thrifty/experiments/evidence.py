@@ -25,6 +25,14 @@ class Evidence:
         """Return one line for each finding, comparison and study."""
         return [each.in_words() for each in (*self.findings, *self.comparisons, *self.studies)]
 
+    def sources(self) -> list[tuple[str, str]]:
+        """Return one line for each finding, comparison and study, and its source: a file, or a command that repeats the
+        measurement.
+        """
+        lines = [(each.in_words(), each.source) for each in self.findings]
+        lines += [(each.in_words(), str(each.file)) for each in (*self.comparisons, *self.studies)]
+        return [(line.removesuffix(f": {source}"), source) for line, source in lines]
+
     def best(self) -> str:
         """Return the line with the strongest evidence; empty without evidence. The order is: the longest comparison in
         which only this technique changed, other comparisons, studies, findings.

@@ -5,14 +5,18 @@ import webbrowser
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
 from thrifty import techniques
+from thrifty.comparing.comparison_protocol import SCHEMA
 from thrifty.core.cache_dir import cache_folder
-from thrifty.core.errors import UsageError
+from thrifty.core.errors import ThriftyError, UsageError
+from thrifty.core.old_names import rename_comparison
 from thrifty.dashboard.board_server import BoardServer, new_token
-from thrifty.dashboard.board_site import BoardSite
+from thrifty.dashboard.board_site import BoardSite, TechniqueEvidence
 from thrifty.experiments.past_results import OWN_RESULTS
-from thrifty.interface.technique_profiles import profile_of, technique_profile
+from thrifty.interface.technique_profiles import profile_of
+from thrifty.reporting import comparison_page
 
 
 def board(
@@ -40,7 +44,8 @@ def board(
         folder,
         kept,
         lambda: [profile_of(techniques.find(name)).as_dict() for name in names],
-        lambda technique: _evidence(technique, (*kept, folder)),
+        lambda: technique_evidence(names, (*kept, folder)),
+        page_of,
     )
     with BoardServer(site, new_token(), port) as server, ExitStack() as stack:
         site.warm()
@@ -50,11 +55,38 @@ def board(
         server.serve_forever()
 
 
-def _evidence(technique: str, folders: Sequence[Path]) -> tuple[Mapping[str, str], Sequence[str]]:
-    profile = technique_profile(techniques.find(technique), folders)
-    machines = profile.evidence.machines()
-    where = {"measured on": ", ".join(machines)} if machines else {}
-    return profile.verdicts() | where, profile.evidence.in_words()
+def technique_evidence(names: Sequence[str], folders: Sequence[Path]) -> dict[str, TechniqueEvidence]:
+    """Return the measurements of each technique with a verdict on each aspect. A technique declares its exactness."""
+    from thrifty.experiments.evidence import Evidence, evidence_by_technique
+    from thrifty.machine.machine_info import cpu_model
+
+    found, measured, here = evidence_by_technique(folders), {}, cpu_model()
+    for name in names:
+        evidence = found.get(name, Evidence())
+        chips = {**evidence.verdicts(), "exactness": techniques.find(name).numerics.value}
+        machines = evidence.machines()
+        is_here = any(machine.startswith(here) for machine in machines)
+        chips |= {"measured": "here" if is_here else "elsewhere"} if machines else {"not measured": ""}
+        measured[name] = TechniqueEvidence(chips, evidence.sources())
+    return measured
+
+
+def page_of(data: Mapping[str, Any]) -> str | None:
+    """Return the offline page of a saved comparison, study or list of simulated training runs; None for other results,
+    and for results of another version.
+    """
+    from thrifty.experiments import study_page
+    from thrifty.interface.published_runs_page import published_runs_page
+    from thrifty.interface.studies import study_result
+
+    try:
+        if data.get("schema") == SCHEMA:
+            return comparison_page.render(rename_comparison(data))
+        if {"study", "cells"} <= data.keys():
+            return study_page.render(study_result(data))
+        return published_runs_page(data) if {"rates", "runs"} <= data.keys() else None
+    except (ThriftyError, KeyError, TypeError, ValueError):
+        return None
 
 
 @contextmanager

@@ -62,13 +62,18 @@ def open_study(folder: Path) -> MeasuredStudy:
     """Write the page of a study's folder again, and return the result. The cases are those of the folder, and the plots
     and expectations are those of the installed study.
     """
-    data = read_result(folder / FILE)
+    result = study_result(read_result(folder / FILE))
+    write_outcome(result, folder)
+    return MeasuredStudy(result, folder)
+
+
+def study_result(data: Mapping[str, Any]) -> StudyResult:
+    """Return the result of a study from the content of study.json."""
     cases = rename_cases(data["definition"]["cases"])
     seeds = max((cell["seed"] for cell in data["cells"]), default=0) + 1
     result = StudyResult(replace(studies.make(data["study"]), cases=cases, seeds=seeds), data["environment"])
     result.add_saved(data)
-    write_outcome(result, folder)
-    return MeasuredStudy(result, folder)
+    return result
 
 
 def study(
