@@ -81,6 +81,16 @@ def test_plain_transformers_generates_the_same_answers(thrifty: CommandLine, lea
     assert sampled["text"].removesuffix("<|im_end|>") == messages[1]["content"]
 
 
+def test_chat_says_that_a_base_model_has_seen_none(thrifty: CommandLine, learned: str, exported: Path) -> None:
+    thrifty.train("base", steps=1)
+    options = ("--prompt", "Who?", "--tokens", 2, "--json")
+    spoken = thrifty("chat", "base", *options)
+    assert spoken.stderr.count("base has seen no conversation") == 1
+    assert "thrifty sample " in spoken.stderr and json.loads(spoken.stdout)["messages"][1]["role"] == "assistant"
+    for model in (learned, exported):
+        assert "has seen no conversation" not in thrifty("chat", model, *options).stderr
+
+
 @pytest.mark.slow
 def test_a_chat_answers_line_by_line(thrifty: CommandLine, exported: Path) -> None:
     with (thrifty.folder / "lines.txt").open("w+") as lines:

@@ -15,9 +15,9 @@ from thrifty.core.footprint import Footprint
 from thrifty.core.recipe import CheckpointSettings
 from thrifty.planning import step_timing
 from thrifty.planning.cost_estimates import Estimate, StepTiming, count_footprint, largest_part, line_through
-from thrifty.planning.disk_usage import disk_bytes
 from thrifty.planning.probe_jobs import sizes
 from thrifty.planning.step_timing import time_steps
+from thrifty.training.required_room import disk_bytes
 
 
 @pytest.mark.sampled(1)

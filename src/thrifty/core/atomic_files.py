@@ -16,12 +16,21 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from thrifty.core.errors import UsageError
+from thrifty.core.errors import InfeasibleError, UsageError
 
 NO_ROOM = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Error numbers of a full disk, an exhausted quota, or the limit on file sizes."""
 
 _CHUNK = 16 << 20
+
+
+def refuse_full_disk(folder: Path, needed: float, what: str, fix: str) -> None:
+    """Raise InfeasibleError if fewer than `needed` bytes are free on the disk of a folder. `what` names the use."""
+    free = AtomicFiles().free_bytes(folder)
+    if needed > free:
+        raise InfeasibleError(
+            f"{what} of {needed / 1e6:,.0f} MB to {str(folder)!r}, where {free / 1e6:,.0f} MB are free", fix=fix
+        )
 
 
 @dataclass(frozen=True)

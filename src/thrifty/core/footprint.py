@@ -1,6 +1,8 @@
 """Predicted memory and work of one training step."""
 
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields, replace
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -63,3 +65,9 @@ class Footprint:
 
     def as_dict(self) -> dict[str, float]:
         return {**asdict(self), "memory": self.memory}
+
+    @classmethod
+    def from_dict(cls, values: Mapping[str, Any]) -> "Footprint":
+        """Return the footprint of a dictionary of `as_dict`. Absent values, and values that are no numbers, are 0."""
+        names = [each.name for each in fields(cls)]
+        return cls(**{name: values[name] for name in names if isinstance(values.get(name), int | float)})

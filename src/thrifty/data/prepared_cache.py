@@ -12,6 +12,7 @@ from typing import Any
 
 import numpy as np
 
+from thrifty.core.atomic_files import refuse_full_disk
 from thrifty.core.cache_dir import cache_folder
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import DataSettings
@@ -28,6 +29,9 @@ verified once a day, and after a change."""
 VERIFIED = ".verified.json"
 VERIFIED_FOR = 24 * 3600
 """Time in seconds for which a verification of hashes is valid."""
+
+BYTES_OF_TEXT = 2.5
+"""Bytes of text per byte of prepared tokens: a token of about 5 bytes is stored in 2 bytes."""
 
 TRAINING_TEXT = 16_000_000
 """Number of characters of text that train a tokenizer. More text hardly changes the tokens."""
@@ -52,16 +56,22 @@ def cache_key(*depends: Any) -> str:
 
 
 def open_or_build_tokens(
-    key: str, source: str, build: Callable[[Path], None], say: Callable[[str], None]
+    key: str, source: str, build: Callable[[Path], None], say: Callable[[str], None], text: float = 0.0
 ) -> TokenCache:
-    """Return the prepared tokens with cache key `key`. Build the tokens first if they are missing or damaged."""
-    return _open(open_or_build(key, f"the tokens of {source}", build, say))
+    """Return the prepared tokens with cache key `key`. Build the tokens first if they are missing or damaged.
+
+    `text` is the number of bytes of the source, if it is known.
+    """
+    return _open(open_or_build(key, f"the tokens of {source}", build, say, text / BYTES_OF_TEXT))
 
 
-def open_or_build(key: str, what: str, build: Callable[[Path], None], say: Callable[[str], None]) -> Path:
+def open_or_build(
+    key: str, what: str, build: Callable[[Path], None], say: Callable[[str], None], size: float = 0.0
+) -> Path:
     """Return the prepared folder with cache key `key`. Build the folder first if it is missing or damaged.
 
-    Sizes and hashes of the files agree with the manifest.
+    Sizes and hashes of the files agree with the manifest. Raises InfeasibleError if `size`, the expected bytes of the
+    folder, are not free on its disk.
     """
     folder = cache_folder() / "prepared" / key
     if not _damage(folder):
@@ -70,6 +80,8 @@ def open_or_build(key: str, what: str, build: Callable[[Path], None], say: Calla
         damage = _damage(folder)  # check again, because another process may have built the folder meanwhile
         if damage:
             reason = f" again, since {damage}" if folder.exists() else ", once"
+            fix = "export THRIFTY_CACHE=FOLDER, with a folder on a larger disk; or free space on this disk"
+            refuse_full_disk(folder.parent, size, f"preparing {what} writes files", fix)
             say(f"preparing {what}{reason}: {folder}")
             build(folder)
     return folder

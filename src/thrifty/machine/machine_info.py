@@ -135,7 +135,8 @@ def probe(quick: bool = False, folder: Path = Path()) -> MachineInfo:
 def free_memory(device: torch.device) -> float:
     """Return the free bytes of a device, within the control group's limit."""
     if device.type == "cuda":
-        return float(torch.cuda.mem_get_info(device)[0])
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return float(torch.cuda.mem_get_info(device)[0] + unused)
     available, (_, limit) = psutil.virtual_memory().available, cgroup_limits()
     return float(min(available, limit or available))
 

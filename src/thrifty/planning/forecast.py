@@ -14,9 +14,9 @@ from thrifty.core.errors import InfeasibleError
 from thrifty.core.recipe import Budget, Recipe
 from thrifty.core.technique import Numerics
 from thrifty.planning.cost_estimates import Estimate, StepTiming, largest_part
-from thrifty.planning.disk_usage import disk_bytes
 from thrifty.planning.forecast_ledger import PredictionRecord
 from thrifty.planning.plan_candidate import PlanCandidate
+from thrifty.training.required_room import disk_bytes
 
 SURE, UNSURE = 0.15, 3.0
 """Error of a predicted step time: a fraction for measured steps, a factor for steps with only counted FLOPs."""

@@ -17,6 +17,7 @@ from thrifty.composition.explain import explain, resident_bytes
 from thrifty.core.batch_norms import batch_norms, explain_divided_norms
 from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError, UsageError, for_reader
+from thrifty.core.footprint import Footprint
 from thrifty.core.mesh import AXES, axis
 from thrifty.core.old_names import rename_origins, rename_techniques
 from thrifty.core.out_of_memory import OutOfMemory, explain_out_of_memory
@@ -36,6 +37,7 @@ from thrifty.training.memory_meter import MemoryMeter, set_freed_memory_policy
 from thrifty.training.progress_display import ProgressDisplay
 from thrifty.training.rank_sync import process_group_sync
 from thrifty.training.rendezvous import current_agent
+from thrifty.training.required_room import refuse_little_disk, refuse_little_memory
 from thrifty.training.run_environment import environment
 from thrifty.training.run_folder import RunFolder
 from thrifty.training.run_fork import copy_matching_state
@@ -336,10 +338,13 @@ def _run(
         display.phase("measuring the peak speed of this machine")
     peak = _peak(recipe, run.device) if known is None else known["summary"]["peak_flops_per_second"]
     meter = MemoryMeter(run.device)
-    predicted = explanation.footprint.memory if explanation else known["explanation"]["footprint"]["memory"]
+    footprint = explanation.footprint.as_dict() if explanation else known["explanation"]["footprint"]
+    predicted = footprint["memory"]
+    process_group_sync().run_first(lambda: refuse_little_disk(recipe, run, Footprint.from_dict(footprint), folder.path))
     remedy = partial(_remedy, prepared, folder)
     display.phase("building the model")
     try:
+        refuse_little_memory(run, predicted, remedy)
         with explain_out_of_memory(meter.process + predicted, remedy):
             state = run.start() if log is None else run.init_state(log)
             source = run.plain.source

@@ -246,7 +246,7 @@ def test_label_columns_require_labelled_texts(tmp_path: Path) -> None:
         ("a.csv", 'text,label\n"so,1\n', "not a readable table"),
         ("a.csv", "", "no train texts with labels"),
         ("a.csv", "text,label\n", "no train texts with labels"),
-        ("a.txt", "so", "not a table of texts with labels"),
+        ("a.txt", "so", "has plain text, but the recipe"),
     ],
 )
 def test_damaged_table_is_refused(tmp_path: Path, name: str, content: str, match: str) -> None:

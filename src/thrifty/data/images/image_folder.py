@@ -81,7 +81,8 @@ def prepare_folder(folder: Path, side: int, held_out: float, say: Callable[[str]
     state, labels = image_listing.folder_state(file.path.absolute() for file in files), [file.label for file in files]
     key = cache_key("images", FORMAT, side, held_out, str(folder.absolute()), state, labels)
     what = f"the images of {folder}"
-    built = open_or_build(key, what, lambda into: _build(folder, files, side, held_out, into, say), say)
+    size = len(files) * 3 * side**2
+    built = open_or_build(key, what, lambda into: _build(folder, files, side, held_out, into, say), say, size)
     manifest = read_manifest(built)
     if labelled and manifest["unread"]:
         raise UsageError(

@@ -55,6 +55,10 @@ class DocumentSource(Protocol):
     def identity(self) -> str:
         """Return a hash that changes when the documents may have changed."""
 
+    def size(self) -> int:
+        """Return the number of bytes of the files; 0 if it is unknown."""
+        return 0
+
     def left_out(self) -> str:
         """Return a message that counts and names unreadable files, or an empty string. Call it after `documents`."""
         return ""
@@ -148,6 +152,9 @@ class FileSource(DocumentSource):
 
     def identity(self) -> str:
         return _file_states(self.files)
+
+    def size(self) -> int:
+        return sum(path.stat().st_size for path in self.files)
 
     def left_out(self) -> str:
         return _left_out(self.unread)

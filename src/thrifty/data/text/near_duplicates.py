@@ -122,6 +122,9 @@ class DeduplicatedSource(DocumentSource):
     def identity(self) -> str:
         return f"{self.source.identity()} without near-duplicates {METHOD} {self.threshold}"
 
+    def size(self) -> int:
+        return self.source.size()
+
     def left_out(self) -> str:
         return self.source.left_out()
 

@@ -47,7 +47,7 @@ def open_token_cache(
         source = DeduplicatedSource(source, settings.near_duplicates)
     key = _key(settings, source, special)
     prepared = open_or_build_tokens(
-        key, settings.source, lambda folder: _build(settings, source, special, pairs, folder), say
+        key, settings.source, lambda folder: _build(settings, source, special, pairs, folder), say, source.size()
     )
     if left_out := prepared.manifest.get("left_out"):  # older manifests lack this field
         say(left_out)
