@@ -102,7 +102,7 @@ run_options = together(
     click.option(
         "--epochs", type=click.FloatRange(0, min_open=True), help="Length of training in epochs, in place of --budget."
     ),
-    click.option("--device", help="cpu, cuda or auto."),
+    click.option("--device", help="cpu, cuda, mps (Apple chip) or auto."),
 )
 """Short options for settings of a run. `build_recipe` accepts them too."""
 SHORT = {

@@ -272,7 +272,7 @@ class Recipe:
     """One line that describes the run and its expected result."""
     seed: int = 0
     device: str = "auto"
-    """"cpu", "cuda" or "auto". "auto" is a GPU if there is one, else the CPU."""
+    """"cpu", "cuda", "mps" (Apple chip) or "auto". "auto" is a CUDA GPU if there is one, else the CPU."""
     deterministic: bool = True
     """True to use only deterministic GPU kernels, so that a resumed run equals an uninterrupted run. CPU kernels are
     always deterministic."""

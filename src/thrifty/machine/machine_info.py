@@ -137,6 +137,8 @@ def free_memory(device: torch.device) -> float:
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return float(torch.cuda.mem_get_info(device)[0] + unused)
+    if device.type == "mps":
+        return float(torch.mps.recommended_max_memory() - torch.mps.current_allocated_memory())
     available, (_, limit) = psutil.virtual_memory().available, cgroup_limits()
     return float(min(available, limit or available))
 

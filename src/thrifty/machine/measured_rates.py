@@ -83,12 +83,12 @@ def _repeated(function: Callable[[], object], work: float, seconds: float, devic
 
 
 def _timed(function: Callable[[], object], device: torch.device) -> float:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type in ("cuda", "mps"):
+        torch.accelerator.synchronize(device)
     start = time.perf_counter()
     function()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type in ("cuda", "mps"):
+        torch.accelerator.synchronize(device)
     return time.perf_counter() - start
 
 

@@ -117,8 +117,8 @@ def _step(run: Run, state: TrainState, rows: int, cut: int, number: int) -> tupl
     if torch.isfinite(norm):
         optimizer.step()
     optimizer.zero_grad()
-    if run.device.type == "cuda":
-        torch.cuda.synchronize(run.device)
+    if run.device.type in ("cuda", "mps"):
+        torch.accelerator.synchronize(run.device)
     return half - start, time.perf_counter() - half
 
 

@@ -38,6 +38,13 @@ def deterministic_kernels(device: torch.device, wanted: bool = True) -> Iterator
         torch.utils.deterministic.fill_uninitialized_memory = fill_before
 
 
+def unordered_kernels(device: torch.device) -> str:
+    """Return a notice if kernels of the device have no fixed order; "" for other devices."""
+    if device.type != "mps":
+        return ""
+    return "kernels on mps have no guaranteed order: a resumed run may differ from an uninterrupted run by rounding"
+
+
 def missing_deterministic_kernel(error: Exception) -> ThriftyError | None:
     """Return a readable error if torch refused an operation in deterministic mode; None for any other error."""
     if not isinstance(error, RuntimeError) or "deterministic" not in str(error):

@@ -80,8 +80,8 @@ def evaluate(
                     left_out[name] = left_out.get(name, 0) + len(batch)
                     continue
                 values, counts = value if value.ndim > 1 else (value.expand(len(batch)), torch.ones(len(batch)))
-                totals[name] += float(values.double().cpu() @ weight)
-                weights[name] += float(counts.double().cpu() @ weight)
+                totals[name] += float(values.cpu().double() @ weight)
+                weights[name] += float(counts.cpu().double() @ weight)
         whole = {name: torch.cat(chunks) for name, chunks in rows.items()}
         overall = objective.overall(model, whole) if objective.summarized else {}
     for name, examples in left_out.items():

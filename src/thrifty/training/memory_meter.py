@@ -80,7 +80,7 @@ class MemoryMeter:
 
     File pages mapped since creation are not counted, because the system can drop them. `process` is the resident memory
     of a CPU process at creation, without freed memory. On Linux the kernel records the peak, and the meter resets it at
-    creation. On other systems the peak is the largest value that was queried.
+    creation. On other systems, and on a GPU of an Apple chip, the peak is the largest value that was queried.
     """
 
     def __init__(self, device: torch.device):
@@ -108,6 +108,8 @@ class MemoryMeter:
         if self.device.type == "cuda":
             return torch.cuda.max_memory_allocated(self.device) - self._before
         now = self.now()
+        if self.device.type == "mps":  # torch records no peak
+            return self._largest
         return max(process_peak() - self._dropped() - self._before, now, self._largest)
 
     def _dropped(self) -> int:
@@ -117,6 +119,8 @@ class MemoryMeter:
     def _absolute(self) -> float:
         if self.device.type == "cuda":
             return torch.cuda.memory_allocated(self.device)
+        if self.device.type == "mps":
+            return torch.mps.current_allocated_memory()
         return psutil.Process().memory_info().rss - self._dropped()
 
 

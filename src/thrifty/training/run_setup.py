@@ -142,11 +142,18 @@ def _leave_group() -> None:
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device of this rank. "auto" selects a GPU if there is one. Each local rank has its own GPU."""
-    if name not in ("auto", "cpu", "cuda"):
-        raise UsageError(f"unknown device {name!r}", fix='use "cpu", "cuda" or "auto"')
+    """Return the device of this rank. "auto" selects a CUDA GPU if there is one. Each local rank has its own GPU."""
+    refuse_unknown("unknown device", name, ("auto", "cpu", "cuda", "mps"))
     if name == "cuda" and not torch.cuda.is_available():
         raise UsageError('device = "cuda", but torch finds no GPU', fix="--set device=cpu; or --set device=auto")
+    if name == "mps":
+        if not torch.backends.mps.is_available():
+            fix = "--set device=cpu; or --set device=auto"
+            raise UsageError('device = "mps", but torch finds no GPU of an Apple chip', fix)
+        if ranks() > 1:
+            what = f"device = \"mps\" allows '1' rank, and this start has {ranks()}"
+            raise UsageError(what, fix="start one process; or --set device=cpu")
+        return torch.device("mps")
     if name == "cpu" or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", rank() % torch.cuda.device_count())

@@ -32,6 +32,7 @@ from thrifty.recipes.memory_savers import leaner_start
 from thrifty.recipes.recipe_toml import read_recipe, recipe_from_data, recipe_to_data, write_recipe
 from thrifty.training import checkpoint, checkpoint_index, run_ledger
 from thrifty.training.budget_extension import extend
+from thrifty.training.determinism import unordered_kernels
 from thrifty.training.judged_measure import reason_to_stop
 from thrifty.training.memory_meter import MemoryMeter, set_freed_memory_policy
 from thrifty.training.progress_display import ProgressDisplay
@@ -350,7 +351,7 @@ def _run(
             source = run.plain.source
             assert state.model is not None
             divided = explain_divided_norms(batch_norms(state.model.train()), run.techniques)
-            texts = [folder.notice, *source.notices, source.unrepeatable, divided]
+            texts = [folder.notice, *source.notices, source.unrepeatable, divided, unordered_kernels(run.device)]
             notices = [*fill(state), *_lost_updates(run, state), *_partly_judged(prepared), *filter(None, texts)]
     except OutOfMemory as error:
         if rank() == 0 and not before["summary"] and log is None:
