@@ -21,7 +21,7 @@ def head(folder: Path) -> torch.Tensor:
 
 def stopped_early(desk: CommandLine) -> dict[str, int]:
     """The steps of a run whose last checkpoint is not its best."""
-    summary = desk.train("run", *EARLY, "--set", "checkpoints.every=1", steps=30)
+    summary = desk.train("run", *EARLY, steps=30)
     assert "has not improved for 2 evaluations" in summary["stopped_early"] and summary["steps"] < 30
     return desk.json("report", "run")["checkpoints"]
 

@@ -84,7 +84,6 @@ recipe_options = together(
     click.option("--model", help="Preset, Hugging Face folder, or your own package.module:function."),
     MODEL_ARGUMENTS,
     click.option("--budget", help="Length of training: 500steps, 1e7tokens, 3epochs, 90s, 10min or 2h."),
-    click.option("--patience", type=int, help="Stop early after this number of evaluations without improvement."),
     click.option("--seed", type=int, help="Seed of the run."),
     click.option("--name", help="Name of the run and its folder under runs/."),
     click.option("--with", "additions", multiple=True, metavar="NAME:KEY=VALUE,…", help="Add a technique."),
@@ -103,6 +102,9 @@ run_options = together(
         "--epochs", type=click.FloatRange(0, min_open=True), help="Length of training in epochs, in place of --budget."
     ),
     click.option("--device", help="cpu, cuda, mps (Apple chip) or auto."),
+    click.option(
+        "--patience", type=click.IntRange(1), help="Stop early after this number of evaluations without improvement."
+    ),
 )
 """Short options for settings of a run. `build_recipe` accepts them too."""
 SHORT = {
@@ -111,6 +113,7 @@ SHORT = {
     "steps": "budget.steps",
     "epochs": "budget.epochs",
     "device": "device",
+    "patience": "evaluation.patience",
 }
 """Path in the recipe of each short option but --lr, which sets the optimizer's `lr`."""
 
@@ -123,7 +126,6 @@ def build_recipe(
     model: str | None = None,
     model_arguments: tuple[str, ...] = (),
     budget: str | None = None,
-    patience: int | None = None,
     seed: int | None = None,
     name: str | None = None,
     additions: tuple[str, ...] = (),
@@ -156,10 +158,9 @@ def build_recipe(
     _refuse_two_budgets({"budget": budget, **short})
     if budget is not None:
         layers.replace("--budget", "budget", read_budget(budget))
-    for option, value in (("seed", seed), ("name", name), ("patience", patience)):
+    for option, value in (("seed", seed), ("name", name)):
         if value is not None:
-            values = {"evaluation": {option: value}} if option == "patience" else {option: value}
-            layers.override(f"--{option}", values)
+            layers.override(f"--{option}", {option: value})
     for option, value in short.items():
         layers.assign(f"--{option}", SHORT[option], value)
     layers.apply_changes(removals, additions, ())

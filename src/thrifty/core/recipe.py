@@ -238,7 +238,8 @@ class EvaluationSettings:
     lower_is_better: bool | None = None
     """True if lower values of `judge` are better. Default: True for the loss, False for a metric."""
     patience: Annotated[int | None, SettingBound(least=1)] = None
-    """Number of evaluations without improvement after which a run stops early. None never stops early."""
+    """Number of evaluations without improvement after which a run stops early. None never stops early. If set, each
+    best evaluation is followed by a checkpoint."""
 
     def __post_init__(self) -> None:
         check_bounds(self, "evaluation")

@@ -27,7 +27,7 @@ from thrifty.core.state import TrainState
 from thrifty.training import checkpoint, heartbeat
 from thrifty.training.determinism import deterministic_kernels
 from thrifty.training.evaluation import evaluate, evaluation_interval, see
-from thrifty.training.judged_measure import count, reason_to_stop, worth
+from thrifty.training.judged_measure import WITHOUT_GAIN, count, reason_to_stop, worth
 from thrifty.training.loop import Record, train
 from thrifty.training.memory_meter import MemoryMeter
 from thrifty.training.progress_display import ProgressDisplay, StepProgress
@@ -149,6 +149,7 @@ class _Observer:
                 stop.ask()
             if is_planned or is_pause:
                 self.evaluate(by_plan=is_planned)
+                due = due or (is_planned and self.is_kept_as_best())
                 early = reason_to_stop(self.recipe.evaluation, self.state.counters)
                 record = replace(record, held_out_loss=self.held_out, metrics=self.measured)
             self.show(record, now=done or bool(early))
@@ -308,6 +309,10 @@ class _Observer:
         )
         metrics = {name: _finite(value) for name, value in self.measured.items()}
         self.note("evaluation", loss=_finite(self.held_out), **metrics, **trained)
+
+    def is_kept_as_best(self) -> bool:
+        """Return True if the last planned evaluation is the best so far, and the run may stop early."""
+        return self.recipe.evaluation.patience is not None and self.state.counters[WITHOUT_GAIN] == 0
 
     def worth(self) -> float:
         assert self.held_out is not None
