@@ -116,7 +116,15 @@ def test_difference_from_an_unequal_budget_is_undecided(effect: float, used: flo
     baseline = [2.0 + 0.01 * seed for seed in range(PAIRS)]
     result = judge(baseline, [loss + effect + 0.001 * loss**2 for loss in baseline], used=used)
     assert result.verdict == word
-    assert ("the variant used" in result.sentence) == (word == "undecided")
+    assert (", but the variant used" in result.sentence) == (word == "undecided")
+
+
+@pytest.mark.parametrize(("used", "is_warned"), [(1.02, False), (0.98, False), (1.043, True), (0.957, True)])
+def test_budgets_3_percent_apart_are_a_warning(used: float, is_warned: bool) -> None:
+    baseline = [2.0 + 0.01 * seed for seed in range(PAIRS)]
+    result = judge(baseline, [loss + 0.001 * loss**2 for loss in baseline], used=used)
+    assert result.verdict == "worse"
+    assert ("; the variant used" in result.sentence) == is_warned
 
 
 def test_no_difference_reports_detectable_effect_and_pairs() -> None:

@@ -18,6 +18,8 @@ from thrifty.core.errors import for_reader, spelled
 from thrifty.reporting.comparison_page import UNEQUAL
 from thrifty.reporting.number_format import percent, significant
 
+EXPLAINING = 0.05
+"""Relative deviation from the equal budget above which the deviation may explain a difference."""
 Word = Literal["better", "worse", "no difference", "undecided"]
 
 
@@ -110,15 +112,18 @@ def judge(
     if test.margin and not failed:
         text += f"; the interval includes ± {significant(test.margin)} because budgets differed"
     direction = "worse" if test.mean > 0 else "better"
-    if used is not None and word != "undecided" and (explained := _explained_by(used)):
-        word = "undecided" if direction == explained else word
-        text += f", but the variant used {significant(used)} times the budget of the baseline"
+    if used is not None and word != "undecided" and abs(used - 1) > UNEQUAL:
+        is_explained = direction == _explained_by(used)
+        word = "undecided" if is_explained else word
+        text += (
+            f"{', but' if is_explained else ';'} the variant used {significant(used)} times the budget of the baseline"
+        )
     return VariantVerdict(word, f"{word}: {text}", planned, failed, alpha, confidence, test, relative, least, needed)
 
 
 def _explained_by(used: float) -> Word | None:
     """Return the verdict that an unequal budget alone would cause; None if budgets are nearly equal."""
-    return "better" if used > 1 + UNEQUAL else "worse" if used < 1 - UNEQUAL else None
+    return "better" if used > 1 + EXPLAINING else "worse" if used < 1 - EXPLAINING else None
 
 
 def _finding(test: PairedDifferences, relative: float | None, judged: str, direction: str) -> str:
