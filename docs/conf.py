@@ -15,6 +15,7 @@ extensions = ["myst_parser"]
 myst_enable_extensions = ["attrs_inline", "colon_fence", "deflist"]
 myst_heading_anchors = 4
 exclude_patterns = ["_static"]
+smartquotes = False  # -- is an option of a command, not a dash
 nitpicky = True  # a link that leads nowhere is a warning, and `make docs` fails on warnings
 html_theme = "furo"
 html_title = "Thrifty"

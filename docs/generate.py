@@ -270,7 +270,12 @@ def _technique(profile: TechniqueProfile, where: dict[str, Any], profiles: Seque
         profile.card,
         profile.settings,
         kind,
-        join("## Measured", "<p>" + " ".join(chips) + "</p>", evidence_table(profile.evidence)),
+        join(
+            "## Measured",
+            "<p>" + " ".join(chips) + "</p>",
+            evidence_table(profile.evidence),
+            *study_figures(profile.evidence),
+        ),
         join("## Where it works", table(("use", "result"), supported.items())) if supported else "",
         join("## Notes", md(profile.notes)) if profile.notes else "",
         command=join("On the command line:", block("bash", f"thrifty train … --with {start}")),
@@ -294,6 +299,14 @@ def evidence_table(evidence: Evidence) -> str:
     if not body:
         return "Nothing is measured yet. Measure it: `thrifty compare RECIPE --variant '--with NAME'`."
     return table(("aspect", "verdict", "result", "conditions", "source"), body)
+
+
+def study_figures(evidence: Evidence) -> list[str]:
+    """Return the first chart of each study. A technique of many studies, such as AdamW, is the subject of none."""
+    if len(evidence.studies) > 3:
+        return []
+    plots = {each.study: studies.make(each.study).plots for each in evidence.studies}
+    return [block("{raw} html", f":file: ../studies/{name}-{them[0].id}.html") for name, them in plots.items() if them]
 
 
 def source(text: str) -> Markdown:
@@ -481,7 +494,7 @@ def negative_results() -> str:
 
 
 def _link(technique: str) -> Markdown:
-    return Markdown(f"[{md(technique)}](techniques/{technique}.md)")
+    return Markdown(f"[](#{technique})")
 
 
 # reference
@@ -509,7 +522,7 @@ def _command(command: click.Command, path: str, level: int) -> Iterator[str]:
     yield join(
         *(md(" ".join(part.split())) for part in inspect.cleandoc(command.help or "").replace("\b", "").split("\n\n"))
     )
-    records = [option.get_help_record(context) for option in command.params]
+    records = [each.get_help_record(context) for each in command.params if isinstance(each, click.Option)]
     options = [(code(record[0]), record[1]) for record in records if record]
     if options:
         yield table(("option", "effect"), options)

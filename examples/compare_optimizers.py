@@ -35,7 +35,13 @@ def loss(model, batch):
 
 def main() -> None:
     recipe = th.recipe(
-        build, train_set(), held_out=test_set(), loss=loss, techniques=[th.AdamW(lr=3e-3)], budget="100 steps", batch=50
+        build,
+        train_set(),
+        held_out=test_set(),
+        loss=loss,
+        techniques=[th.AdamW(lr=3e-3), "linear"],
+        budget="100 steps",
+        batch=50,
     )
     verdict = th.compare(
         recipe,
