@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from thrifty.core.errors import TYPED
+from thrifty.core.plain_values import read_extension
 from thrifty.core.recipe import Budget, ObjectiveSettings, Recipe
 from thrifty.interface.run_endings import ending, next_commands, reached
 
@@ -33,7 +34,7 @@ def test_a_run_that_did_not_measure_says_nothing_of_it(tmp_path: Path) -> None:
 
 def test_runs_print_the_used_part_of_a_time_budget(tmp_path: Path) -> None:
     timed = summary(tmp_path / "timed", "") | {"seconds": 24.2, "budget_seconds": 60.0, "used_seconds": 58.2}
-    assert ending(timed)[0] == "finished after 2 steps, 24 s of training, used 58.2 of 60 s"
+    assert ending(timed)[0] == "finished after 2 steps, 24 s of training, used 58 of 60 s"
 
 
 @pytest.mark.parametrize(
@@ -79,6 +80,20 @@ def test_end_has_three_commands(changes: dict[str, Any], first: str, monkeypatch
     commands = next_commands({"folder": "my runs/text"}, Recipe(**changes))
     assert len(commands) == 3 and commands[0] == first
     assert "thrifty resume 'my runs/text' --budget +500steps" in commands
+
+
+@pytest.mark.parametrize(
+    ("budget", "more"),
+    [
+        (Budget(seconds=9.363), "+9s"),
+        (Budget(tokens=1.5e12), "+1500000000000tokens"),
+        (Budget(epochs=0.5), "+0.5epochs"),
+    ],
+)
+def test_next_command_doubles_the_budget(budget: Budget, more: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TYPED, "1")
+    assert next_commands({"folder": "a"}, Recipe(budget=budget))[2] == f"thrifty resume a --budget {more}"
+    assert read_extension(more)
 
 
 def test_end_has_calls_for_python() -> None:

@@ -26,8 +26,8 @@ WORSE = 1.01
 def ending(summary: Mapping[str, Any]) -> list[str]:
     """Return the printed lines for a run summary."""
     loss, unigram = summary.get("held_out_loss"), summary.get("unigram_entropy")
-    seconds = summary.get("budget_seconds")
-    budget = f", used {summary['used_seconds']:.3g} of {seconds:g} s" if seconds and "used_seconds" in summary else ""
+    seconds, used = summary.get("budget_seconds"), summary.get("used_seconds")
+    budget = f", used {_amount(used)} of {_amount(seconds)} s" if seconds and used is not None else ""
     budget += f"; {summary['stopped_early']}" if "stopped_early" in summary else ""
     measured = "".join(f", {name} {significant(value, 4)}" for name, value in summary.get("held_out", {}).items())
     evaluated = summary.get("evaluated_step", summary["steps"])
@@ -57,6 +57,10 @@ def ending(summary: Mapping[str, Any]) -> list[str]:
     if summary["status"] == "interrupted":
         printed.append(f"resume by: {summary['resume']}")
     return [*printed, f"run folder {summary['folder']}"]
+
+
+def _amount(seconds: float) -> str:
+    return f"{seconds:,.0f}" if seconds >= 10 else f"{seconds:.2g}"
 
 
 def reached(summary: Mapping[str, Any]) -> list[str]:
@@ -106,8 +110,11 @@ def next_commands(summary: Mapping[str, Any], recipe: Recipe) -> list[str]:
 
 def _same_again(budget: Budget) -> str:
     """Return an extension that doubles a budget."""
-    units = {"steps": "steps", "tokens": "tokens", "epochs": "epochs", "seconds": "s"}
-    return next(f"+{value:.12g}{unit}" for name, unit in units.items() if (value := getattr(budget, name)) is not None)
+    if budget.epochs is not None:
+        return f"+{budget.epochs:g}epochs"
+    units = {"steps": "steps", "tokens": "tokens", "seconds": "s"}
+    amounts = {unit: getattr(budget, name) for name, unit in units.items()}
+    return next(f"+{max(1, round(amount))}{unit}" for unit, amount in amounts.items() if amount is not None)
 
 
 def _batch_advice(folder: Path) -> str | None:

@@ -25,7 +25,7 @@ def extend(
     if unit == "seconds":
         training = counters["seconds"]
         used = training if budget.counts == "training" else counters.get("used_seconds", training)
-        seconds = (used if before is None else before) + amount
+        seconds = round((used if before is None else before) + amount, 3)
         more = math.floor((seconds - used) / used * step)  # a first estimate at the mean speed so far
         return Budget(seconds=seconds, counts=budget.counts), step + max(1, more)
     if before is None:
