@@ -72,6 +72,7 @@ def write_pages(folder: Path) -> None:
         "python": python_names(),
         "recipe": recipe_schema(),
         "exit_codes": exit_codes(),
+        "examples": examples(),
         **{name: document(file) for name, file in DOCUMENTS.items()},
         "theme.css": theme_css(),
     }
@@ -650,6 +651,22 @@ def exit_codes() -> str:
         "In Python, the codes 2, 3 and 4 are the exceptions `UsageError`, `InfeasibleError` and `IntegrityError`. All "
         "are a `thrifty.ThriftyError`, with the message in `what` and the fix in `fix`.",
     )
+
+
+def examples() -> str:
+    """Return the scripts in `examples/` with their descriptions."""
+    parts = ["# Examples", "Each script runs in about a minute on two cores and downloads nothing."]
+    for file in sorted((ROOT / "examples").glob("*.py")):
+        script = file.read_text(encoding="utf-8")
+        about, _, rest = (ast.get_docstring(ast.parse(script)) or "").partition("\n\n")
+        code = script.partition('"""\n\n')[2]
+        parts += [
+            f"## {md(file.name)}",
+            md(about),
+            docstring(rest.partition("\n\n")[2]),
+            block("python", code.rstrip()),
+        ]
+    return join(*parts)
 
 
 # documents of the repository

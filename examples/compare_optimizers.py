@@ -39,13 +39,13 @@ def main() -> None:
         train_set(),
         held_out=test_set(),
         loss=loss,
-        techniques=[th.AdamW(lr=3e-3), "linear"],
+        techniques=[th.AdamW(lr=2e-2), "linear"],
         budget="100 steps",
         batch=50,
     )
     verdict = th.compare(
         recipe,
-        {"lion": ["-adamw", th.Lion(lr=6e-4)]},
+        {"lion": ["-adamw", th.Lion(lr=4e-3)]},
         equal_budget="steps",
         seeds=7,
         rate_trials=2,

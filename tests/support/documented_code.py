@@ -20,8 +20,8 @@ BLOCK = re.compile(
 )
 STEPS = ["--budget", "4steps"]
 TINY = [*STEPS, "--set", "checkpoints.every=2", "--set", "evaluation.examples=4", "--set", "data.batch=4"]
-TEXT = ["--set", "data.vocabulary=300", "--without", "compile", "--without", "attention.tiled"]
-SIZES = ["--set", "model.width=32", "--set", "model.depth=2", "--set", "model.heads=4"]
+UNCOMPILED = ["--without", "compile", "--without", "attention.tiled"]
+SIZES = ["--set", "data.vocabulary=300", "--set", "model.width=32", "--set", "model.depth=2", "--set", "model.heads=4"]
 FEW_RUNS = ["--seeds", "2", "--rate-trials", "1", "--warmup-steps", "2", "--equal-budget", "steps"]
 QUICK_PLAN = ["--no-probe", "--seconds", "20"]
 
@@ -49,7 +49,7 @@ def write_files(folder: Path) -> None:
     classes = {"id2label": {"0": "negative", "1": "positive"}, "label2id": {"negative": 0, "positive": 1}}
     save_model(folder / "bert-folder", "bert", "AutoModelForSequenceClassification", **classes)
     own = CommandLine(folder)
-    own("train", "text", "--data", "my.txt", "--name", "mine", *TINY, *TEXT, *SIZES, "--set", "data.length=128")
+    own("train", "text", "--data", "my.txt", "--name", "mine", *TINY, *UNCOMPILED, *SIZES, "--set", "data.length=256")
     own("export", "mine", "base-model")
 
 
@@ -60,10 +60,10 @@ def shortened(words: list[str]) -> list[str]:
     if words[2:3] == ["plan.toml"]:
         return [*words, *STEPS]
     kept = [word for i, word in enumerate(words) if word != "--budget" and words[i - 1] != "--budget"]
-    length = ["--set", f"data.length={128 if 'base-model' in kept else 32}"]
-    sizes = [] if "--model" in kept else [*TEXT, *SIZES]
+    length = ["--set", f"data.length={256 if 'base-model' in kept else 32}"]
+    sizes = [] if "--model" in kept else SIZES
     more = {"compare": FEW_RUNS, "plan": QUICK_PLAN, "sweep": ["--trials", "2"]}.get(words[1], [])
-    return [*kept, *TINY, *length, *sizes, *more]
+    return [*kept, *TINY, *UNCOMPILED, *length, *sizes, *more]
 
 
 def run_page(page: Path, folder: Path) -> None:
