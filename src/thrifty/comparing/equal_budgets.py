@@ -62,7 +62,8 @@ class StepCost:
         step = {"seconds": seconds, "tokens": self.tokens, "flops": self.flops, "flops_vary": self.flops_vary}
         amounts = {name: steps * step[name] for name in ("tokens", "flops")}
         amounts["seconds"] = budget.seconds or (seconds and steps * seconds)
-        limits = {name: value for name, value in asdict(budget).items() if value is not None}
+        limits = asdict(budget) if budget.seconds else {"steps": steps}
+        limits = {name: value for name, value in limits.items() if value is not None}
         return {"steps": steps, **amounts, "step": step, "budget": limits}
 
 
