@@ -9,6 +9,7 @@ import json
 import os
 import re
 import sys
+import time
 import traceback
 from collections.abc import Sequence
 from contextlib import suppress
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from thrifty.comparing.step_counting import count_run
-from thrifty.core.errors import IntegrityError, ThriftyError
+from thrifty.core.errors import STARTED, IntegrityError, ThriftyError
 from thrifty.core.recipe import Recipe
 from thrifty.recipes.recipe_toml import recipe_from_data
 from thrifty.training.rank_launch import end_with_starter
@@ -78,6 +79,7 @@ def serve(arguments: Sequence[str]) -> int:
     exit code. The code is also written to a file next to the task file, because a launcher such as srun may return a
     different code.
     """
+    os.environ[STARTED] = str(time.monotonic())  # not the start of the command that starts all runs
     task, *objects = map(Path, arguments)
     content = json.loads(task.read_text())
     os.chdir(content["folder"])
