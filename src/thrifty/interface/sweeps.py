@@ -105,8 +105,9 @@ class SweepResult(MeasuredResult):
         if not points:
             return {}
         highlight = alt.condition("datum.best", alt.value(css_variable("train")), alt.value(css_variable("faint")))
+        axis = alt.Axis(values=sorted({point["fraction"] for point in points}), format=".0%")
         chart = alt.Chart(alt.Data(values=points)).mark_line(point=True).encode(
-            x=alt.X("fraction:Q", title="fraction of the budget", scale=alt.Scale(type="log")),
+            x=alt.X("fraction:Q", title="fraction of the budget", axis=axis, scale=alt.Scale(type="log", nice=False)),
             y=alt.Y("judged:Q", title=f"held-out {self._judge}", scale=alt.Scale(zero=False)),
             detail="trial:N",
             color=highlight,
