@@ -141,6 +141,7 @@ class ProgressDisplay:
         if self._is_started:
             return
         self._is_started, now = True, time.monotonic()
+        self._last = -float("inf")  # print the first step too
         ends = [*(phase.began for phase in self._phases[1:]), now]
         spans = [(phase.text, end - phase.began) for phase, end in zip(self._phases, ends, strict=True)]
         named = ", ".join(f"{text} {seconds:.1f} s" for text, seconds in spans if seconds >= SHORT)
