@@ -62,7 +62,7 @@ def test_a_saved_tokenizer_is_read_back(tmp_path):
 @pytest.mark.parametrize("content", [b"", b"{}", b'{"model": 3}', b"\x00\x01binary", b"not json"])
 def test_invalid_tokenizer_file_is_named(tmp_path, content):
     (tmp_path / "odd.json").write_bytes(content)
-    with pytest.raises(UsageError, match=r"odd\.json is not a tokenizer\.json"):
+    with pytest.raises(UsageError, match=r"odd\.json' is not a tokenizer\.json"):
         read_tokenizer(tmp_path / "odd.json")
 
 

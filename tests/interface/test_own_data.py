@@ -90,7 +90,7 @@ def test_rows_of_datasets_come_as_tensors() -> None:
     assert data.assembled(data.train.at(0))["x"].shape == (8, 6)
     doubled = plain.with_transform(lambda rows: {"x": [2 * torch.tensor(row) for row in rows["x"]]})
     assert data.identity["data"] != opened(doubled).identity["data"]
-    with pytest.raises(ThriftyError, match="DatasetDict of train"):
+    with pytest.raises(ThriftyError, match="DatasetDict with the keys train"):
         opened(datasets.DatasetDict(train=plain))
 
 
