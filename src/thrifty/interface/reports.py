@@ -4,10 +4,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, overload
 
-from thrifty.interface.comparisons import ComparisonResult, open_comparison
+from thrifty.interface.comparisons import open_comparison
 from thrifty.interface.run_reports import RunReport, report_run
-from thrifty.interface.studies import MeasuredStudy, open_study
-from thrifty.interface.sweeps import SweepResult, open_sweep
+from thrifty.interface.studies import open_study
+from thrifty.interface.sweeps import open_sweep
 from thrifty.interface.training import RunResult
 from thrifty.reporting.measured_result import MeasuredResult
 
@@ -22,11 +22,12 @@ OPENERS: dict[str, Callable[[Path], MeasuredResult]] = {
 @overload
 def report(run: RunResult) -> RunReport: ...
 @overload
-def report(run: Any) -> RunReport | ComparisonResult | MeasuredStudy | SweepResult: ...
+def report(run: Any) -> Any: ...
 def report(run: Any) -> Any:
     """Write report.html to the folder of a run, comparison, study or sweep, and return the result.
 
-    `run` is a result, its folder, or its name under ./runs. It may be unfinished. The result has `page`, `records()` (a
+    `run` is a result, its folder, or its name under ./runs. It may be unfinished. The returned RunReport,
+    ComparisonResult, MeasuredStudy or SweepResult has `page`, `records()` (a
     DataFrame), `to_csv(file)`, and `figure(name).save(file)` for .png, .svg and .pdf.
 
     Raises UsageError if there is no such run, comparison, study or sweep.
