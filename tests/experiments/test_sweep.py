@@ -50,6 +50,8 @@ class Pretending:
     def stop(self) -> None:
         pass
 
+    close = stop
+
 
 def sweep(folder: Path, launcher: Pretending, over: Any = None, recipe: Recipe = BASE, **settings: Any) -> SweepResult:
     space = read_space(over or RATES, recipe)

@@ -16,7 +16,6 @@ interrupted or killed comparison, also in the middle of a run. Failed runs are k
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -34,7 +33,7 @@ from thrifty.comparing.equal_budgets import (
     planned_budget,
     refuse_undecayed,
 )
-from thrifty.comparing.run_launchers import RunLauncher, SameProcess, Worker
+from thrifty.comparing.run_launchers import RunLauncher, RunStopped, SameProcess, Worker, closing_workers
 from thrifty.comparing.run_process import COUNT
 from thrifty.comparing.variants import Variant
 from thrifty.core.errors import InfeasibleError, ThriftyError, UsageError
@@ -81,18 +80,11 @@ def compare(
     if steps := variants[0].recipe.budget.steps:
         refuse_undecayed(variants, dict.fromkeys((variant.label for variant in variants), steps))
     workers = workers or (Worker(),)
-    with claim_folder(folder, variants, protocol) as opened, ExitStack() as ends:
-        for worker in workers:
-            ends.callback(worker.close)
+    with claim_folder(folder, variants, protocol) as opened, closing_workers(workers):
         comparison = _ComparisonRunner(variants, protocol, opened, workers, say, retry)
         if any(isinstance(worker, SameProcess) for worker in comparison.workers):
             comparison.state["cautions"] = [SAME_PROCESS]
         return comparison.run_all()
-
-
-class _Interrupted(Exception):
-    def __init__(self, exit_code: int):
-        self.exit_code = exit_code
 
 
 class _ComparisonRunner:
@@ -138,7 +130,7 @@ class _ComparisonRunner:
             budgets = {label: planned_budget(planned) for label, planned in self.state["budgets"].items()}
             tuned = [self.tuned(variant) for variant in self.variants] if self.trials(budgets) else self.variants
             self.seeds(tuned, budgets)
-        except _Interrupted as stopped:
+        except RunStopped as stopped:
             return self.write_state("interrupted", stopped.exit_code)
         except ThriftyError as error:
             self.state["error"] = str(error)
@@ -181,7 +173,7 @@ class _ComparisonRunner:
             recipe = replace(variant.recipe, name=f"{variant.folder}{COUNT}", budget=budget)
             ended, cost = self.workers[0].count(recipe, self.folder.path)
             if ended.status == "interrupted":
-                raise _Interrupted(ended.exit_code)
+                raise RunStopped(ended.exit_code)
             if cost is None:
                 kind = InfeasibleError if ended.exit_code == InfeasibleError.exit_code else UsageError
                 raise kind(f"{variant.label} fails before its first step: {ended.error}", fix=CORRECT)
@@ -266,7 +258,7 @@ class _ComparisonRunner:
         )
 
     def run(self, worker: RunLauncher, recipe: Recipe, **place: Any) -> dict[str, Any]:
-        """Run a recipe to the end and return the record of the run. Raises _Interrupted if the run was stopped, and
+        """Run a recipe to the end and return the record of the run. Raises RunStopped if the run was stopped, and
         UsageError if the first run of a variant fails within its first steps.
         """
         name = recipe.name
@@ -275,7 +267,7 @@ class _ComparisonRunner:
         ended = worker(recipe, self.folder.path)
         entry = {"run": name, **place, **ended.as_data()}
         if entry["status"] == "interrupted":
-            raise _Interrupted(ended.exit_code)
+            raise RunStopped(ended.exit_code)
         if entry["status"] == "finished":
             entry |= read_run_result(self.folder.path / name, recipe.evaluation.judge)
             if entry["held_out_loss"] is None:

@@ -12,8 +12,8 @@ import socket
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Event
@@ -67,6 +67,23 @@ class RunExit:
 
 STOPPED = RunExit(143, "", 0.0, None)
 """Result of a run that did not start because the comparison was stopped."""
+
+
+class RunStopped(Exception):
+    """A signal stopped a run, which is saved. `exit_code` is the code of the signal."""
+
+    def __init__(self, exit_code: int):
+        self.exit_code = exit_code
+
+
+@contextmanager
+def closing_workers(workers: Sequence["RunLauncher"]) -> Iterator[None]:
+    """End the processes of all workers at the end of the context."""
+    try:
+        yield
+    finally:
+        for worker in workers:
+            worker.close()
 
 
 class RunLauncher(Protocol):

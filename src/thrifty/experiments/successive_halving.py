@@ -23,7 +23,7 @@ from threading import Lock
 from typing import Annotated, Any
 
 from thrifty.comparing.comparison_workers import run_on_workers
-from thrifty.comparing.run_launchers import RunLauncher
+from thrifty.comparing.run_launchers import RunLauncher, RunStopped, closing_workers
 from thrifty.comparing.variants import Variant, check_alike
 from thrifty.core.errors import InfeasibleError, ThriftyError, UsageError
 from thrifty.core.plain_values import differences
@@ -94,7 +94,7 @@ def run_sweep(
         what = f"the first of {len(rungs)} rungs ends after '{rungs[0][0]:.2g}' of {steps} steps, before the first step"
         raise InfeasibleError(what, fix="--rungs 1; or a larger --budget")
     definition = {"recipe": recipe_to_data(recipe), "over": _plain(space), "sweep": asdict(settings)}
-    with _open_sweep(folder, definition, points) as opened:
+    with _open_sweep(folder, definition, points) as opened, closing_workers(workers):
         return _SweepRunner(recipe, recipes, rungs, opened, workers, say).run_all()
 
 
@@ -123,11 +123,6 @@ def _open_sweep(path: Path, definition: Mapping[str, Any], points: Sequence[Sett
         yield folder
 
 
-class _Interrupted(Exception):
-    def __init__(self, exit_code: int):
-        self.exit_code = exit_code
-
-
 @dataclass
 class _SweepRunner:
     recipe: Recipe
@@ -153,7 +148,7 @@ class _SweepRunner:
                 if self.rank(places[0], rung) == math.inf:
                     errors = [trial["error"] for trial in self.trials if "error" in trial]
                     raise ThriftyError(f"no trial is left: {errors[-1]}", fix="narrow the range of --over")
-        except _Interrupted as stopped:
+        except RunStopped as stopped:
             return self.write("interrupted", stopped.exit_code)
         except BaseException as ended:
             self.write("interrupted", getattr(ended, "exit_code", getattr(ended, "code", 1)))
@@ -166,7 +161,7 @@ class _SweepRunner:
         return measured[rung]["rank"] if len(measured) > rung and measured[rung]["rank"] is not None else math.inf
 
     def train(self, worker: RunLauncher, place: int, rung: int, fraction: float) -> None:
-        """Train a trial to the end of a rung. Raise _Interrupted if its run was stopped."""
+        """Train a trial to the end of a rung. Raise RunStopped if its run was stopped."""
         trial = self.trials[place]
         if "error" in trial or len(trial["rungs"]) > rung:
             return
@@ -174,7 +169,7 @@ class _SweepRunner:
         kept = replace(self.recipe.checkpoints, keep=1, extra_steps=(), pause_at=pause)
         ended = worker(replace(self.recipes[place], name=trial["run"], checkpoints=kept), self.folder.path)
         if ended.status == "interrupted":
-            raise _Interrupted(ended.exit_code)
+            raise RunStopped(ended.exit_code)
         summary = {} if ended.error else RunFolder(self.folder.path / trial["run"]).read_json("summary")
         loss, metrics = summary.get("held_out_loss"), summary.get("held_out", {})
         with self.write_lock:
