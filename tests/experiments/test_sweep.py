@@ -12,7 +12,7 @@ from thrifty.comparing.run_launchers import RunExit
 from thrifty.core.errors import InfeasibleError, ThriftyError, UsageError
 from thrifty.core.recipe import Budget, Recipe
 from thrifty.core.user_objects import UserObjects
-from thrifty.experiments.search_space import SettingRange, read_space, sample_settings, with_settings
+from thrifty.experiments.setting_ranges import SettingRange, read_space, sample_settings, with_settings
 from thrifty.experiments.successive_halving import SweepSettings, run_sweep
 from thrifty.interface.sweeps import SweepResult
 from thrifty.recipes.vision_recipes import vit_digits

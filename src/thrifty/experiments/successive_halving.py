@@ -30,7 +30,7 @@ from thrifty.core.plain_values import differences
 from thrifty.core.recipe import Recipe
 from thrifty.core.secret_redaction import redact
 from thrifty.core.setting_bounds import SettingBound, check_bounds
-from thrifty.experiments.search_space import Settings, Space, sample_settings, with_settings
+from thrifty.experiments.setting_ranges import Settings, Space, sample_settings, with_settings
 from thrifty.recipes.recipe_toml import recipe_to_data
 from thrifty.reporting.number_format import duration, significant
 from thrifty.training.judged_measure import worth

@@ -15,7 +15,7 @@ from thrifty.core.file_names import check_name
 from thrifty.core.plain_values import build
 from thrifty.core.recipe import Recipe
 from thrifty.core.user_objects import UserObjects
-from thrifty.experiments.search_space import read_space
+from thrifty.experiments.setting_ranges import read_space
 from thrifty.experiments.successive_halving import SweepSettings, run_sweep
 from thrifty.interface.comparisons import able_launchers
 from thrifty.interface.progress import progress
