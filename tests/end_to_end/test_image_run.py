@@ -158,7 +158,8 @@ def test_a_budget_of_tokens_counts_each_image_once() -> None:
 
 def test_settings_of_images_are_refused_without_images() -> None:
     recipe = RECIPES["vit-digits"]()
-    text = replace(recipe, objective=ObjectiveSettings("next_token"), data=replace(recipe.data, size=8))
+    settings = replace(recipe.data, source="python-stdlib", size=8)
+    text = replace(recipe, objective=ObjectiveSettings("next_token"), data=settings)
     with pytest.raises(UsageError, match=r"data.size is only for images, but next_token learns from text"):
         open_examples(text)
     nowhere = replace(recipe, data=replace(recipe.data, source="nowhere", augment=AugmentationSettings(flip=True)))

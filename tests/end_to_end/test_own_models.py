@@ -165,7 +165,7 @@ def test_existing_paths_and_incomplete_user_data(tmp_path: Path) -> None:
     ("argument", "words"),
     [
         ("widht=16", "did you mean 'width'?"),
-        ("width=[1,2]", "it takes (width: int = 32, depth: int = 2, vocabulary: int = 320, context: int = 32)"),
+        ("width=[1,2]", "takes: (width: int = 32, depth: int = 2, vocabulary: int = 320, context: int = 32)"),
     ],
 )
 def test_a_wrong_builder_argument_names_the_right_ones(argument: str, words: str, tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ RECIPE = ("explain", "check", "plan", "compare", "lottery", "train")
 WORDS: dict[str, tuple[str, ...]] = {
     **{verb: (verb, "stranger.toml") for verb in RECIPE},
     "compare": ("compare", "stranger.toml", "--variant", "--set seed=3"),
+    "sweep": ("sweep", "stranger.toml", "--over", "data.batch=1,2"),
     "study": ("study", "width_lazy", "--set", "widths=[8]", "--seeds", "1", "--jobs", "1"),
     "list": ("list", "recipes"),
     "show": ("show", "adapters.lora"),

@@ -51,6 +51,7 @@ DEAR = [
     ("doctor", "--quick", "--compile"),
     ("study", "width_lazy", "--set", "widths=[8]", "--seeds", "1", "--jobs", "1"),
     ("compare", *TEXT, "--variant", "--without gradients.clip", "--seeds", "1", "--equal-budget", "flops"),
+    ("sweep", *TEXT, "--over", "data.batch=1,2", "--name", "searched"),
     ("check", *TEXT, "--mesh", "replicate=2"),
     ("plan", *TEXT),
     ("plan", *SHORT, *WITHOUT_FAST, "--model", "my_model:build"),

@@ -232,7 +232,7 @@ def test_unsuitable_settings_are_refused_with_a_fix(folder):
         build_model(ModelSettings(preset="mae-nano"), 300, 32, 0)
     with pytest.raises(UsageError, match="decoder of width 30 does not divide into 4 heads"):
         shape_of(ModelSettings(preset="mae-nano", decoder_width=30))
-    with pytest.raises(UsageError, match="the width is 126") as refused:
+    with pytest.raises(UsageError, match="model: width is 126") as refused:
         shape_of(ModelSettings(preset="mae-nano", width=126, heads=2))
     assert refused.value.fix == "set model.width to 128"
     with pytest.raises(UsageError, match="decoder_width is set, but a vit model has none"):

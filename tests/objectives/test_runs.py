@@ -13,7 +13,7 @@ from command_line import CommandLine, assert_equal, write_corpus
 from tokenizers import Tokenizer, models
 from torch import Tensor, nn
 
-from thrifty.core.errors import UsageError
+from thrifty.core.errors import InfeasibleError, UsageError
 from thrifty.core.recipe import Budget, DataSettings, EvaluationSettings, ObjectiveSettings, Recipe
 from thrifty.core.user_objects import UserObjects
 from thrifty.techniques.curriculum.sequence_length import SequenceLengthWarmup
@@ -170,5 +170,5 @@ def test_tokenizer_without_required_tokens_is_refused(thrifty: CommandLine, tmp_
 
 @pytest.mark.usefixtures("own_cache")
 def test_plain_text_without_labels_is_refused(thrifty: CommandLine) -> None:
-    with pytest.raises(UsageError, match="no file such as train"):
+    with pytest.raises(InfeasibleError, match="has plain text, but the recipe 'run' trains on texts with labels"):
         open_examples(Recipe(data=settings(thrifty), objective=ObjectiveSettings("classification")))

@@ -62,6 +62,11 @@ def values_of(kind: Any) -> some.SearchStrategy:
     }[kind]
 
 
+def _least(bound: SettingBound) -> int:
+    """Return the least integer within a bound."""
+    return int(bound.above) + 1 if bound.above is not None else int(bound.least or 0)
+
+
 def bounded(kind: type, bound: SettingBound) -> some.SearchStrategy:
     if typing.get_origin(kind) is tuple:
         return some.tuples(*(bounded(part, bound) for part in typing.get_args(kind)))
@@ -70,7 +75,7 @@ def bounded(kind: type, bound: SettingBound) -> some.SearchStrategy:
             *(values_of(part) if part is types.NoneType else bounded(part, bound) for part in typing.get_args(kind))
         )
     if kind is int:
-        return some.integers(int(bound.least or 0), 2**62 if bound.most is None else int(bound.most))
+        return some.integers(_least(bound), 2**62 if bound.most is None else int(bound.most))
     low = bound.above if bound.above is not None else bound.least
     high = bound.below if bound.below is not None else bound.most
     outside = {"exclude_min": bound.above is not None, "exclude_max": bound.below is not None}

@@ -81,9 +81,9 @@ def test_a_budget_in_seconds_is_reported_with_its_use(write_run):
     folder = write_run()
     recipe = folder / "recipe.toml"
     recipe.write_text(re.sub(r"\[budget\]\n[^\[]*", "[budget]\nseconds = 180.0\n\n", recipe.read_text()))
-    summary = json.loads((folder / "summary.json").read_text()) | {"status": "finished", "seconds": 122.0}
+    summary = json.loads((folder / "summary.json").read_text()) | {"status": "finished", "used_seconds": 172.0}
     (folder / "summary.json").write_text(json.dumps(summary))
     sentence = verdict(key_figures(read_run(folder)))
-    assert sentence.endswith(" Training took 2 min 02 s of its budget of 3 min 00 s.")
+    assert sentence.endswith(" It used 2 min 52 s of its budget of 3 min 00 s.")
     (folder / "summary.json").write_text(json.dumps(summary | {"status": "interrupted"}))
     assert "of its budget" not in verdict(key_figures(read_run(folder)))

@@ -20,15 +20,23 @@ from thrifty.reporting.run_tables import tiles
 from thrifty.training.memory_meter import MemoryMeter
 from thrifty.training.trainer import train
 
+SIZE = r"([\d.]+ [kMG]B)"
+
+
+def bytes_of(size: str) -> float:
+    """Return the bytes of a printed size, such as "1.2 GB"."""
+    number, unit = size.split()
+    return float(number) * {"kB": 1e3, "MB": 1e6, "GB": 1e9}[unit]
+
 
 def test_memory_is_predicted_and_measured_alike(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     summary = train(tiny_recipes.text(tmp_path), tmp_path)
-    shown = r"memory ([\d.]+) MB \(predicted peak ([\d.]+) MB\)"
-    now, predicted = map(float, re.findall(shown, capsys.readouterr().err)[-1])
-    ended = re.search(r"memory at the peak ([\d.]+) MB, predicted ([\d.]+) MB", "\n".join(ending(summary)))
-    assert ended and float(ended[2]) == predicted
-    peak = (summary["process_memory"] + summary["peak_memory"]) / 1e6
-    assert float(ended[1]) == pytest.approx(peak, abs=1) and 0.5 * peak < now <= peak + 1
+    shown = rf"memory {SIZE} \(predicted peak {SIZE}\)"
+    now, predicted = map(bytes_of, re.findall(shown, capsys.readouterr().err)[-1])
+    ended = re.search(rf"memory at the peak {SIZE}, predicted {SIZE}", "\n".join(ending(summary)))
+    assert ended and bytes_of(ended[2]) == predicted
+    peak = summary["process_memory"] + summary["peak_memory"]
+    assert bytes_of(ended[1]) == pytest.approx(peak, rel=0.01) and 0.5 * peak < now <= 1.01 * peak
     assert 0.5 < predicted / peak < 1.5
 
 
@@ -48,11 +56,13 @@ def test_explain_prints_process_memory(tmp_path: Path) -> None:
     file.write_text(write_recipe(tiny_recipes.text(tmp_path)))
     output = CliRunner().invoke(command, [str(file)], catch_exceptions=False).stdout
     match = re.search(
-        r"predicted memory at the peak ([\d.]+) MB: ([\d.]+) MB of the process before the model is built, and "
-        r"([\d.]+) MB of tensors\ntensors: parameters ",
+        rf"predicted memory at the peak {SIZE}: {SIZE} of the process before the model is built, and "
+        rf"{SIZE} of tensors\ntensors: parameters ",
         output,
     )
-    assert match and abs(float(match[1]) - float(match[2]) - float(match[3])) < 1
+    assert match
+    whole, process, tensors = map(bytes_of, match.groups())
+    assert whole == pytest.approx(process + tensors, rel=0.01)
 
 
 def test_peak_excludes_memory_from_before_the_run() -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, overload
+from typing import overload
 
 from thrifty.interface.comparisons import open_comparison
 from thrifty.interface.run_reports import RunReport, report_run
@@ -22,13 +22,13 @@ OPENERS: dict[str, Callable[[Path], MeasuredResult]] = {
 @overload
 def report(run: RunResult) -> RunReport: ...
 @overload
-def report(run: Any) -> Any: ...
-def report(run: Any) -> Any:
+def report(run: MeasuredResult | str | Path) -> MeasuredResult: ...
+def report(run: MeasuredResult | RunResult | str | Path) -> MeasuredResult:
     """Write report.html to the folder of a run, comparison, study or sweep, and return the result.
 
     `run` is a result, its folder, or its name under ./runs. It may be unfinished. The returned RunReport,
-    ComparisonResult, MeasuredStudy or SweepResult has `page`, `records()` (a
-    DataFrame), `to_csv(file)`, and `figure(name).save(file)` for .png, .svg and .pdf.
+    ComparisonResult, MeasuredStudy or SweepResult has `page`, `records()` (a DataFrame), `to_csv(file)`, and
+    `figure(name).save(file)` for .png, .svg and .pdf.
 
     Raises UsageError if there is no such run, comparison, study or sweep.
 

@@ -35,6 +35,7 @@ EXTRAS = {
     "mlflow": ("mlflow",),
     "wandb": ("wandb",),
     "trackio": ("trackio",),
+    "docs": ("sphinx", "myst_parser", "furo"),
 }
 """Optional extras of Thrifty, with the packages of each extra."""
 
