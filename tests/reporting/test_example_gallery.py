@@ -91,7 +91,8 @@ def test_predictions_on_held_out_examples_are_shown_in_rows(write_run):
         f'<img src="{PICTURE}" alt="Example 1, masked &amp; reconstructed"' in page
         and 'alt="Example 2, original"' in page
     )
-    assert "loss 0.392" in page and page.count('<p class="remark">loss') == 1
+    # once at the top of the page, and once in its section
+    assert "loss 0.392" in page and page.count('<p class="remark">loss') == 2
 
 
 def test_a_run_without_prediction_images_has_no_section(write_run):
