@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import overload
+from typing import Any, overload
 
 from thrifty.interface.comparisons import open_comparison
 from thrifty.interface.run_reports import RunReport, report_run
@@ -22,7 +22,7 @@ OPENERS: dict[str, Callable[[Path], MeasuredResult]] = {
 @overload
 def report(run: RunResult) -> RunReport: ...
 @overload
-def report(run: MeasuredResult | str | Path) -> MeasuredResult: ...
+def report(run: MeasuredResult | str | Path) -> Any: ...
 def report(run: MeasuredResult | RunResult | str | Path) -> MeasuredResult:
     """Write report.html to the folder of a run, comparison, study or sweep, and return the result.
 

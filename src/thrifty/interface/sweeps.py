@@ -202,7 +202,7 @@ def sweep(
 
     Example::
 
-        found = thrifty.sweep(recipe, {"adamw.lr": "1e-4..1e-2:log", "data.batch": [8, 16, 32]}, budget="5min")
+        found = thrifty.sweep(recipe, {"adamw.lr": "1e-4..1e-2:log", "data.batch": [8, 16, 32]}, budget="90 steps")
         print(found.table(), found.best_settings, found.best.loss)
     """
     chosen = {"trials": trials, "reduction": reduction, "rungs": rungs}

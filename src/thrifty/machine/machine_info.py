@@ -35,7 +35,7 @@ EXTRAS = {
     "mlflow": ("mlflow",),
     "wandb": ("wandb",),
     "trackio": ("trackio",),
-    "docs": ("sphinx", "myst_parser", "furo"),
+    "docs": ("vl_convert_python", "sphinx", "myst_parser", "furo"),
 }
 """Optional extras of Thrifty, with the packages of each extra."""
 
