@@ -60,8 +60,8 @@ def test_runs_reuse_the_counted_step(tmp_path: Path, monkeypatch: pytest.MonkeyP
     folders = [RunFolder(tmp_path / name) for name in ("alone", "arm-1-seed-3")]
     alone = replace(Variant("", "", recipe).at_rate(2.0).recipe, name="alone", budget=Budget(steps=6))
     run_to_end(alone, tmp_path)
-    monkeypatch.setattr("thrifty.training.trainer.explain", None)
-    monkeypatch.setattr("thrifty.training.trainer.peak_flops", None)
+    monkeypatch.setattr("thrifty.training.session_start.explain", None)
+    monkeypatch.setattr("thrifty.training.session_start.peak_flops", None)
     run_to_end(replace(alone, name="arm-1-seed-3"), tmp_path)
     first, second = (folder.read_json("explanation") for folder in folders)
     assert first == second

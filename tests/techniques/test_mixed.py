@@ -23,7 +23,7 @@ from thrifty.core.technique import Technique
 from thrifty.techniques.precision.mixed import LossScale, MixedPrecision, next_scale, unscale
 from thrifty.training import checkpoint
 from thrifty.training.loop import PATIENCE
-from thrifty.training.trainer import _matrix_type
+from thrifty.training.session_start import matrix_type
 
 finite_or_not = some.lists(some.booleans(), max_size=40)
 
@@ -256,5 +256,5 @@ def test_inner_techniques_receive_unscaled_gradients() -> None:
 
 def test_utilization_uses_the_runs_format() -> None:
     for technique_, wanted in ((MixedPrecision(), torch.bfloat16), (MixedPrecision(format="float16"), torch.float16)):
-        assert _matrix_type(Recipe(techniques=(technique_,))) == wanted
-    assert _matrix_type(Recipe()) == torch.float32
+        assert matrix_type(Recipe(techniques=(technique_,))) == wanted
+    assert matrix_type(Recipe()) == torch.float32

@@ -12,7 +12,7 @@ from thrifty.core.state import TrainState
 from thrifty.core.technique import Technique
 from thrifty.training.run_folder import RunFolder
 from thrifty.training.run_setup import prepare_run, ranks_of
-from thrifty.training.trainer import counted_facts
+from thrifty.training.session_start import counted_facts
 
 SAMPLED, MOST_SAMPLED = 4, 64
 """Numbers of evenly spaced steps whose tokens are counted: at first, and if the first counts differ."""

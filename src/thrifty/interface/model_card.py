@@ -32,7 +32,7 @@ PIPELINES = {
 UNITS = ("steps", "tokens", "epochs", "seconds")
 HUB = "hub:"
 """Start of a data source on the Hugging Face Hub."""
-TODO = "Generated from the records of a run. License, intended uses and limitations are left to the author."
+LEFT_TO_AUTHOR = "Generated from the records of a run. License, intended uses and limitations are left to the author."
 
 
 def write_model_card(run: Path, folder: Path, recipe: Recipe, step: int, *, is_adapter: bool, is_raw: bool) -> None:
@@ -46,7 +46,7 @@ def write_model_card(run: Path, folder: Path, recipe: Recipe, step: int, *, is_a
     parts = [
         _metadata(folder, recipe, is_adapter),
         f"# {recipe.name}",
-        TODO,
+        LEFT_TO_AUTHOR,
         "## Training",
         _table(("setting", "value"), _facts(record, recipe, step)),
         "<details><summary>Recipe, for <code>thrifty train recipe.toml</code></summary>",

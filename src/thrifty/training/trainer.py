@@ -4,55 +4,36 @@ This module connects data, models, techniques and training. The command line cal
 """
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import asdict, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from thrifty.composition.compose import Run, compose, refuse_trained_start
-from thrifty.composition.explain import explain, resident_bytes
-from thrifty.core.batch_norms import batch_norms, explain_divided_norms
-from thrifty.core.claims import Claim
-from thrifty.core.errors import IntegrityError, UsageError, for_reader
-from thrifty.core.footprint import Footprint
-from thrifty.core.mesh import AXES, axis
-from thrifty.core.old_names import rename_origins, rename_techniques
-from thrifty.core.out_of_memory import OutOfMemory, explain_out_of_memory
+from thrifty.composition.compose import refuse_trained_start
+from thrifty.core.errors import IntegrityError, UsageError
+from thrifty.core.old_names import rename_origins
 from thrifty.core.plain_values import differences, read_extension
-from thrifty.core.ranks import rank, ranks
+from thrifty.core.ranks import rank
 from thrifty.core.recipe import Budget, Recipe
-from thrifty.core.state import StructureLogEntry, TrainState, read_log
-from thrifty.data.example_previews import selection
-from thrifty.machine.machine_info import peak_flops
+from thrifty.core.state import TrainState, read_log
 from thrifty.recipes.data_parallelism import with_data_parallelism
-from thrifty.recipes.memory_savers import leaner_start
-from thrifty.recipes.recipe_toml import read_recipe, recipe_from_data, recipe_to_data, write_recipe
-from thrifty.training import checkpoint, checkpoint_index, run_ledger
+from thrifty.recipes.recipe_toml import read_recipe, recipe_from_data, recipe_to_data
+from thrifty.training import checkpoint, checkpoint_index
 from thrifty.training.budget_extension import extend
-from thrifty.training.determinism import unordered_kernels
 from thrifty.training.judged_measure import reason_to_stop
-from thrifty.training.memory_meter import MemoryMeter, set_freed_memory_policy
 from thrifty.training.progress_display import ProgressDisplay
 from thrifty.training.rank_sync import process_group_sync
 from thrifty.training.rendezvous import current_agent
-from thrifty.training.required_room import refuse_little_disk, refuse_little_memory
-from thrifty.training.run_environment import environment
 from thrifty.training.run_folder import RunFolder
 from thrifty.training.run_fork import copy_matching_state
-from thrifty.training.run_setup import PreparedRun, prepare_run, ranks_of
+from thrifty.training.run_setup import prepare_run, ranks_of
+from thrifty.training.session_start import run_session, stored_json
 from thrifty.training.state_loading import load_state
-from thrifty.training.time_budget import RunLength, TimeBudget
-from thrifty.training.train_session import Observer, Steps, TrainSession
+from thrifty.training.time_budget import RunLength
+from thrifty.training.train_session import Observer, Steps
 
 FREE_TO_CHANGE = ("name", "about", "deterministic", "evaluation", "checkpoints", "mesh")
 """Recipe sections that a resumed run may change, because they do not affect the computation."""
-
-MACHINE = ("cpu", "cores", "device", "gpu", "ranks", "mesh", "torch", "thrifty")
-"""Entries of environment.json. If one of them has changed, a resumed run does not reuse the counts and measurements
-from its start."""
 
 
 @contextmanager
@@ -105,14 +86,7 @@ def train_steps(
         if process_group_sync().run_first(folder.recipe.is_file):
             return (yield from _resume(folder, recipe, origins or {}, display, observers))
         prepared = prepare_run(recipe, quiet=quiet, phase=display.phase)
-        return (yield from _run(prepared, folder, display, origins or {}, observers, counted=counted))
-
-
-def counted_facts(prepared: PreparedRun) -> dict[str, Any]:
-    """Count a step of a run and measure the peak speed of this machine. Return JSON values for `train_steps`."""
-    run = prepared.run
-    peak = {"peak_flops_per_second": _peak(prepared.recipe, run.device)}
-    return {"environment": _machine(run), "explanation": explain(run).as_dict({}), "summary": peak}
+        return (yield from run_session(prepared, folder, display, origins or {}, observers, counted=counted))
 
 
 def resume(folder: Path, recipe: Recipe, **options: Any) -> dict[str, Any]:
@@ -200,14 +174,14 @@ def _resume(
     if saved is None:
         again = [f"'{folder.path}' ended before its first checkpoint: restarted from the first step"]
         prepared = prepare_run(recipe, quiet=display.quiet, phase=display.phase)
-        return (yield from _run(prepared, folder, display, origins, observers, fill=lambda state: again))
+        return (yield from run_session(prepared, folder, display, origins, observers, fill=lambda state: again))
     lengths = [RunLength(*length) for length in saved.scalars.get("lengths", ())]  # earlier versions had one
     lengths = lengths or [RunLength(0, saved.scalars["steps"])]
     if saved.step in recorded:
         lengths.append(RunLength(saved.step, recorded[saved.step]["steps"]))
     early = reason_to_stop(recipe.evaluation, saved.scalars["counters"])
     is_at_end = saved.step >= lengths[-1].steps or early
-    if is_at_end and (summary := _stored(folder, "summary")).get("status") == "finished":
+    if is_at_end and (summary := stored_json(folder, "summary")).get("status") == "finished":
         if folder.again:  # a rank was lost after the end
             return summary
         if early or not extension:
@@ -246,7 +220,7 @@ def _resume(
             f"{before:,}, and schedules follow the new length"
         )
     log = read_log(saved.scalars)
-    return (yield from _run(prepared, folder, display, origins, observers, log, fill, lengths, recorded))
+    return (yield from run_session(prepared, folder, display, origins, observers, log, fill, lengths, recorded))
 
 
 def _binding(recipe: Recipe) -> dict[str, Any]:
@@ -304,215 +278,9 @@ def _fork(
         known = {technique.name for technique in started.techniques}
         refuse_trained_start([technique for technique in prepared.run.techniques if technique.name not in known])
         prepared.data.check_meaning(saved.scalars["data"], old)
-        inherited = {**rename_origins(_stored(RunFolder(old), "origins")), **origins}
-        return (yield from _run(prepared, folder, display, inherited, observers, read_log(saved.scalars), fill))
+        inherited = {**rename_origins(stored_json(RunFolder(old), "origins")), **origins}
+        return (yield from run_session(prepared, folder, display, inherited, observers, read_log(saved.scalars), fill))
 
 
 def _opened_or_created(path: Path, agents: Collection[str]) -> RunFolder:
     return RunFolder.open(path).lock(agents) if (path / "recipe.toml").is_file() else RunFolder.create(path, agents)
-
-
-def _run(
-    prepared: PreparedRun,
-    folder: RunFolder,
-    display: ProgressDisplay,
-    origins: Mapping[str, str],
-    observers: Sequence[Observer],
-    log: list[StructureLogEntry] | None = None,
-    fill: Callable[[TrainState], list[str]] = lambda state: [],
-    lengths: Sequence[RunLength] = (),
-    recorded: Mapping[int, Mapping[str, Any]] | None = None,
-    counted: Mapping[str, Any] | None = None,
-) -> Steps:
-    """Build the state, write the files that describe the run, and train. `fill` loads values and returns notices.
-    `lengths` are the numbers of steps of a resumed run so far, and `recorded` the changes of this number that were
-    recorded from its checkpoint on."""
-    recipe, run, data = prepared.recipe, prepared.run, prepared.data
-    here = _machine(run)
-    before = {name: _stored(folder, name) for name in ("origins", "environment", "explanation", "summary")}
-    before |= {"origins": rename_origins(before["origins"]), "explanation": rename_techniques(before["explanation"])}
-    known = next((facts for facts in (before, counted or {}) if _are_reusable(facts, here)), None)
-    if known is None:
-        display.phase("predicting memory and work")
-    explanation = explain(run) if known is None else None
-    if known is None:
-        display.phase("measuring the peak speed of this machine")
-    peak = _peak(recipe, run.device) if known is None else known["summary"]["peak_flops_per_second"]
-    meter = MemoryMeter(run.device)
-    footprint = explanation.footprint.as_dict() if explanation else known["explanation"]["footprint"]
-    predicted = footprint["memory"]
-    process_group_sync().run_first(lambda: refuse_little_disk(recipe, run, Footprint.from_dict(footprint), folder.path))
-    remedy = partial(_remedy, prepared, folder)
-    display.phase("building the model")
-    try:
-        refuse_little_memory(run, predicted, remedy)
-        with explain_out_of_memory(meter.process + predicted, remedy):
-            state = run.start() if log is None else run.init_state(log)
-            source = run.plain.source
-            assert state.model is not None
-            divided = explain_divided_norms(batch_norms(state.model.train()), run.techniques)
-            texts = [folder.notice, *source.notices, source.unrepeatable, divided, unordered_kernels(run.device)]
-            notices = [*fill(state), *_lost_updates(run, state), *_partly_judged(prepared), *filter(None, texts)]
-    except OutOfMemory as error:
-        if rank() == 0 and not before["summary"] and log is None:
-            folder.write_text("recipe.toml", write_recipe(recipe))
-            summary = {"status": "stopped", "exit_code": error.exit_code, "steps": 0, "error": str(error)}
-            folder.write_json("summary", summary)
-        raise
-    explained = explanation.as_dict(run.notes) if explanation else known["explanation"]
-    if known is counted is not None:
-        own = [{"settings": asdict(each), "touched": run.notes.get(each.name, [])} for each in run.techniques]
-        rows = zip(explained["techniques"], own, strict=True)
-        explained = {**explained, "techniques": [row | settings for row, settings in rows]}
-    facts = {
-        "folder": str(folder.path),
-        **prepared.facts,
-        **({"measured": list(run.eval_objective.metrics)} if run.eval_objective.metrics else {}),
-        **({"unrepeatable": source.unrepeatable} if source.unrepeatable else {}),
-        **({"budget_seconds": recipe.budget.seconds} if recipe.budget.seconds else {}),
-        "predicted_memory": predicted,
-        "flops_per_step": explained["plain"]["flops"],
-        "peak_flops_per_second": peak,
-        "peak_format": str(_matrix_type(recipe)).removeprefix("torch."),
-    }
-    if rank() == 0:
-        first = {name: before["environment"][name] for name in ("command", "started") if name in before["environment"]}
-        folder.write_text("recipe.toml", write_recipe(recipe))
-        folder.write_json("origins", {**before["origins"], **origins})
-        folder.write_json("environment", here | first)
-        folder.write_json("explanation", explained)
-        for name, text in data.metadata().items():
-            folder.write_text(name, text)
-        if run.source.selected_subset is not None:
-            folder.write_json("selection", selection(data, run.source.selected_subset))
-        for text in notices:
-            folder.append({"kind": "notice", "step": state.step, "text": text})
-        if recorded and state.step in recorded:
-            folder.append(recorded[state.step])
-    examples = list(data.held_out.batches(recipe.evaluation.examples, recipe.data.batch))
-    resume_facts = {"recipe": recipe_to_data(recipe), "data": dict(data.identity)}
-    session = TrainSession(
-        resume_facts,
-        recipe,
-        run,
-        examples,
-        folder,
-        facts,
-        notices,
-        display,
-        remedy,
-        data.pictures,
-        observers,
-        _time_budget(prepared, folder, state),
-        list(lengths) or [RunLength(0, run.steps)],
-        recorded or {},
-    )
-    with set_freed_memory_policy(run):
-        summary = yield from session.steps(state, meter)
-    if rank() == 0:
-        run_ledger.record_run(folder.path, summary)
-    return summary
-
-
-def _time_budget(prepared: PreparedRun, folder: RunFolder, state: TrainState) -> TimeBudget | None:
-    """Return the budget of a run in seconds."""
-    budget, counters = prepared.recipe.budget, state.counters
-    if budget.seconds is None:
-        return None
-    if any(technique.overrides("changes", "batches") for technique in prepared.run.techniques):
-        counters.setdefault("final_step_seconds", prepared.step_seconds)
-
-    def last_recorded() -> int:
-        return max((each["step"] for each in folder.read_later_records(state.step) if state.step), default=0)
-
-    def step_times() -> list[float]:
-        steps = [record for record in folder.read_records() if record["kind"] == "step"]
-        return [step["step_seconds"] for step in steps if step["step"] <= state.step]
-
-    sync = process_group_sync()
-    return TimeBudget(
-        budget,
-        prepared.began,
-        counters.get("used_seconds", counters.get("seconds", 0.0)),
-        counters.get("final_step_seconds", 0.0),
-        sync.run_first(last_recorded),
-        sync.run_first(step_times) if budget.counts == "training" else [],
-    )
-
-
-def _partly_judged(prepared: PreparedRun) -> list[str]:
-    """Return a notice if the user's held-out data have more examples than an evaluation uses."""
-    judged, there = prepared.recipe.evaluation.examples, len(prepared.data.held_out)
-    if prepared.recipe.objects.data is None or there <= judged:
-        return []
-    more = for_reader(f"--set evaluation.examples={there}")
-    return [f"{judged:,} of {there:,} held-out examples are judged; {more} judges all"]
-
-
-def _lost_updates(run: Run, state: TrainState) -> list[str]:
-    """Return a notice if trained weights are in 16 bits and no technique compensates for their rounding."""
-    assert state.model is not None
-    formats = {p.dtype for p in state.model.parameters() if p.requires_grad} & {torch.float16, torch.bfloat16}
-    if not formats or any(Claim.PRECISION in one.claims and one.overrides("update") for one in run.techniques):
-        return []
-    named = " and ".join(sorted(str(each).removeprefix("torch.") for each in formats))
-    return [
-        f"the model's trained weights are in {named}: rounding loses small updates; pass the model in float32 "
-        "(model.float()), with precision.mixed for 16-bit products, or with precision.bfloat16_weights"
-    ]
-
-
-def _remedy(prepared: PreparedRun, folder: RunFolder, memory: float) -> str:
-    """Return the fix for a run that must fit into `memory` bytes. Each suggested technique is first composed with the
-    run on this rank, to check that no error occurs."""
-    run = prepared.run
-
-    def check(recipe: Recipe) -> None:
-        leaner = compose(run.plain, recipe.techniques, run.steps, run.device)
-        if ranks() == 1:
-            resident_bytes(leaner)
-
-    return leaner_start(prepared.recipe, folder.path, memory, check)
-
-
-def _stored(folder: RunFolder, name: str) -> dict[str, Any]:
-    """Return the content of `<name>.json` from an earlier part of the run, the same on every rank; {} if there is
-    none."""
-
-    def read() -> dict[str, Any]:
-        with suppress(IntegrityError):
-            if isinstance(value := folder.read_json(name), dict):
-                return value
-        return {}
-
-    return process_group_sync().run_first(read)
-
-
-def _machine(run: Run) -> dict[str, Any]:
-    """Return the environment of a run, with its ranks."""
-    return environment(str(run.device)) | {"ranks": ranks(), "mesh": {name: axis(name).size for name in AXES}}
-
-
-def _are_reusable(facts: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
-    """Return True if the facts are of this machine and contain all values that a run reuses."""
-    try:
-        numbers = (
-            facts["explanation"]["footprint"]["memory"],
-            facts["explanation"]["plain"]["flops"],
-            facts["summary"]["peak_flops_per_second"],
-        )
-    except (KeyError, TypeError):
-        return False
-    is_complete = all(isinstance(number, int | float) for number in numbers)
-    return is_complete and all(facts["environment"].get(name) == here.get(name) for name in MACHINE)
-
-
-def _peak(recipe: Recipe, device: torch.device) -> float:
-    """Return the measured FLOP/s of matmuls over all ranks, in the run's dtype."""
-    return peak_flops(device, _matrix_type(recipe)) * ranks()
-
-
-def _matrix_type(recipe: Recipe) -> torch.dtype:
-    """Return the dtype of the run's matmuls. The fraction of peak refers to this dtype."""
-    formats = (technique.number_format for technique in recipe.techniques)
-    return getattr(torch, next((name for name in formats if name != "float32"), "float32"))
