@@ -5,9 +5,8 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent))
 
-from generate import write_pages
-
 import thrifty
+from generator import write_pages
 
 project, author = "Thrifty", "the Thrifty authors"
 version = release = thrifty.__version__

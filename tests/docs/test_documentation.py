@@ -1,6 +1,5 @@
 """Documentation: pages are complete, their code runs, their links lead somewhere, and it builds without a warning."""
 
-import importlib.util
 import re
 import shutil
 import subprocess
@@ -12,6 +11,10 @@ import pytest
 from documented_code import code_blocks, run_page, write_files
 
 import thrifty
+from generator.card_pages import attribute_texts, settings_table
+from generator.markdown import docstring
+from generator.python_reference import python_names
+from generator.recipe_reference import RECIPE_TABLES, recipe_schema
 from thrifty import techniques
 from thrifty.cli.verb_list import VERBS
 from thrifty.core.technique import Technique
@@ -21,15 +24,6 @@ ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(page for page in DOCS.rglob("*.md") if "generated" not in page.parts)
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
-
-
-@pytest.fixture(scope="module")
-def generate() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +105,8 @@ def test_a_row_of_a_coming_from_table_is_never_empty() -> None:
     assert all(re.match(r"[\w ]+[:;.] ?\S", cell) for cell in missing), "a missing feature has a reason"
 
 
-def test_the_python_reference_has_every_public_name(generate: ModuleType) -> None:
-    page = generate.python_names()
+def test_the_python_reference_has_every_public_name() -> None:
+    page = python_names()
     names = [name for name in dir(thrifty) if not name.startswith("_")]
     modules = [name for name in names if isinstance(getattr(thrifty, name), ModuleType)]
     assert [
@@ -121,14 +115,14 @@ def test_the_python_reference_has_every_public_name(generate: ModuleType) -> Non
     assert all(f"## thrifty.{name}" in page for name in modules)
 
 
-def test_the_recipe_reference_has_every_setting(generate: ModuleType) -> None:
-    page = generate.recipe_schema()
-    for name, kind in generate.RECIPE_TABLES.items():
+def test_the_recipe_reference_has_every_setting() -> None:
+    page = recipe_schema()
+    for name, kind in RECIPE_TABLES.items():
         section = page.partition(f"## [{name}]")[2].partition("\n## ")[0]
         assert all(f"| `{setting}` |" in section for setting in kind.__dataclass_fields__), name
 
 
-def test_docstrings_become_lists_and_code(generate: ModuleType) -> None:
+def test_docstrings_become_lists_and_code() -> None:
     def function() -> None:
         """Return *all* of `x_y`.
 
@@ -141,17 +135,17 @@ def test_docstrings_become_lists_and_code(generate: ModuleType) -> None:
             function(name=1)
         """
 
-    text = generate.docstring(function.__doc__)
+    text = docstring(function.__doc__)
     assert "Return \\*all\\* of `x_y`." in text
     assert "- `name`: Name of a run, or its folder." in text
     assert "```python\nfunction(name=1)\n```" in text
 
 
-def test_settings_have_the_docstrings_of_their_attributes(generate: ModuleType) -> None:
+def test_settings_have_the_docstrings_of_their_attributes() -> None:
     class Own(Technique):
         rank: int = 1
         """Number of rows | columns."""
 
-    assert generate.attribute_texts(thrifty.Lora)["dropout"].startswith("Dropout probability")
-    table = generate.settings_table(({"name": "rank", "default": 1, "type": "int"},), {"rank": "rows | columns"})
+    assert attribute_texts(thrifty.Lora)["dropout"].startswith("Dropout probability")
+    table = settings_table(({"name": "rank", "default": 1, "type": "int"},), {"rank": "rows | columns"})
     assert "| `rank` | `1` | int | rows \\| columns |" in table
