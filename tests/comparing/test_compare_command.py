@@ -142,7 +142,7 @@ def test_page_begins_with_verdict_and_chart(tmp_path: Path) -> None:
     page = (tmp_path / "runs" / "race" / "report.html").read_text()
     headline, curves, differences, tables = (
         page.index(words)
-        for words in ("lion is worse than the baseline", ">Held-out loss over time<", ">Differences<", ">Measurements<")
+        for words in ("lion is worse than the baseline", ">Held-out loss over time<", ">Differences<", ">Details<")
     )
     assert headline < curves < differences < tables
     assert page.index("<table") > tables and "<details><summary>All runs" in page

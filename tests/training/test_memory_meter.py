@@ -44,11 +44,12 @@ def test_process_memory_is_in_summary_and_report(tmp_path: Path) -> None:
     summary = train(tiny_recipes.text(tmp_path), tmp_path, quiet=True)
     whole = summary["process_memory"] + summary["peak_memory"]
     assert whole > 2e8 and abs(whole / psutil.Process().memory_info().rss - 1) < 0.3
-    (remark,) = (
-        remark for label, _, remark in tiles(key_figures(read_run(tmp_path / "text"))) if label == "Peak memory"
-    )
-    assert re.fullmatch(r"growth of the process, to [\d.]+ [MG]B; predicted for tensors: [\d.]+ [kMG]B", remark)
-    assert key_figures(read_run(tmp_path / "text")).memory_error is None  # tensors are not compared with a process
+    key = key_figures(read_run(tmp_path / "text"))
+    assert key.peak_memory == whole
+    assert key.predicted_memory == summary["process_memory"] + summary["predicted_memory"]
+    ((peak, remark),) = ((value, remark) for label, value, remark in tiles(key) if label == "Peak memory")
+    assert bytes_of(peak) == pytest.approx(whole, rel=0.005)
+    assert re.fullmatch(rf"predicted {SIZE}, [\d.]+ % too (low|high)", remark)
 
 
 def test_explain_prints_process_memory(tmp_path: Path) -> None:

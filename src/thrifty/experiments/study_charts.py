@@ -1,6 +1,7 @@
 """Plots of a study as Vega-Lite charts and images, with means as points and 95 % intervals as bars."""
 
 import math
+import textwrap
 from typing import Any
 
 import altair as alt
@@ -10,8 +11,12 @@ from thrifty.experiments.study_result import StudyResult
 from thrifty.reporting.color_theme import css_variable
 from thrifty.reporting.number_format import significant
 
-SERIES = ["#0072b2", "#d55e00", "#009e73", "#b25690", "#8a6d00", "#56b4e9", "#4d4d4d", "#e69f00"]
-"""Colors of Okabe and Ito (2008). Three colors are darker than the published ones, for contrast on white."""
+SERIES = ("train", "held-out", "trained", "violet", "olive", "cyan", "control", "ink")
+"""Palette colors of lines."""
+FILE = 460
+"""Width in pixels of a plot in a file."""
+LINE = 7
+"""Width in pixels of a character of a label, rounded up."""
 
 Row = dict[str, Any]
 
@@ -41,36 +46,63 @@ def points(result: StudyResult, plot: StudyPlot) -> tuple[list[Row], list[str]]:
     return drawn, left_out
 
 
-def chart(result: StudyResult, plot: StudyPlot) -> alt.LayerChart:
+def chart(result: StudyResult, plot: StudyPlot, width: int = FILE) -> alt.LayerChart:
+    """Return a plot. `width` is its width in pixels, without the labels of the y axis."""
     drawn, _ = points(result, plot)
     lowest = min((row["y"] for row in drawn), default=1.0)
     for row in (
         drawn if plot.log_y else ()
     ):  # intervals may include values below zero, which a logarithmic axis cannot show
         row["low"] = max(row["low"], lowest / 2)
-    base = alt.Chart(alt.Data(values=drawn)).encode(x=_x(plot, drawn))
-    if plot.by:
-        colour = alt.Scale(domain=list(dict.fromkeys(row["by"] for row in drawn)), range=SERIES)
-        base = base.encode(color=alt.Color("by:N", scale=colour, title=_words(plot.by)))
-    else:
-        base = base.encode(color=alt.value(SERIES[0]))
+    base = alt.Chart(alt.Data(values=drawn)).encode(color=_colour(plot, drawn, width))
     scale = alt.Scale(type="log" if plot.log_y else "linear", zero=False, padding=12, nice=False)
+    if plot.x == "case":
+        return _by_case(base, plot, drawn, scale, width)
+    base = base.encode(x=_x(plot, drawn))
     y = alt.Y("y:Q", title=_words(plot.y), scale=scale, axis=alt.Axis(tickCount=5))
-    layers = [base.mark_rule(strokeWidth=1.5).encode(y=alt.Y("low:Q", title=_words(plot.y)), y2="high:Q")]
-    if plot.x != "case":
-        layers.append(base.mark_line(strokeWidth=1.5).encode(y=y))
-    layers.append(base.mark_circle(size=60, opacity=1).encode(y=y, tooltip=["case:N", "y:Q", "low:Q", "high:Q"]))
-    return alt.layer(*layers).properties(width=460, height=280)
+    layers = [
+        base.mark_rule(strokeWidth=1.5).encode(y=alt.Y("low:Q", title=_words(plot.y)), y2="high:Q"),
+        base.mark_line(strokeWidth=1.5).encode(y=y),
+        base.mark_circle(size=60, opacity=1).encode(y=y, tooltip=["case:N", "y:Q", "low:Q", "high:Q"]),
+    ]
+    return alt.layer(*layers).properties(width=width, height=280)
+
+
+def _by_case(base: alt.Chart, plot: StudyPlot, drawn: list[Row], scale: alt.Scale, width: int) -> alt.LayerChart:
+    """Return a plot with one row per case. Long labels are wrapped; all labels together take half the width at most."""
+    for row in drawn:
+        row["x"] = "\n".join(textwrap.wrap(str(row["x"]), width // 2 // LINE))
+    texts = [line for row in drawn for line in row["x"].split("\n")]
+    labels = LINE * max(map(len, texts), default=0)
+    axis = alt.Axis(labelExpr="split(datum.value, '\\n')", labelLimit=width)
+    y = alt.Y("x:N", title=None, sort=None, axis=axis)
+    x = alt.X("y:Q", title=_words(plot.y), scale=scale, axis=alt.Axis(tickCount=5 if width > FILE else 4))
+    layers = [
+        base.mark_rule(strokeWidth=1.5).encode(x=alt.X("low:Q", title=_words(plot.y)), x2="high:Q", y=y),
+        base.mark_circle(size=60, opacity=1).encode(x=x, y=y, tooltip=["case:N", "y:Q", "low:Q", "high:Q"]),
+    ]
+    lines = max((row["x"].count("\n") + 1 for row in drawn), default=1)
+    return alt.layer(*layers).properties(width=width - labels + LINE * 5, height=alt.Step(10 + 14 * lines))
+
+
+def _colour(plot: StudyPlot, drawn: list[Row], width: int) -> alt.Color | alt.ColorValue:
+    if not plot.by:
+        return alt.ColorValue(css_variable(SERIES[0]))
+    names = list(dict.fromkeys(row["by"] for row in drawn))
+    colours = [css_variable(SERIES[index % len(SERIES)]) for index in range(len(names))]
+    longest = max(map(len, names), default=1)
+    columns = max(1, width // (LINE * longest + 40))
+    legend = alt.Legend(title=_words(plot.by), orient="top", columns=columns, labelLimit=width)
+    return alt.Color("by:N", scale=alt.Scale(domain=names, range=colours), legend=legend)
 
 
 def _x(plot: StudyPlot, drawn: list[Row]) -> alt.X:
-    if plot.x == "case":
-        return alt.X("x:N", title=None, sort=None, axis=alt.Axis(labelAngle=-30))
     if all(isinstance(row["x"], int | float) for row in drawn):
         levels = sorted({row["x"] for row in drawn})
         few = {"values": levels} if len(levels) <= LEVELS else {"tickCount": LEVELS}
         whole = all(row["x"] == int(row["x"]) and row["x"] < 1e6 for row in drawn)
-        axis = alt.Axis(format=",d" if whole else ".3~g", **few)
+        large = max(row["x"] for row in drawn) >= 1e6
+        axis = alt.Axis(format=",d" if whole else ".3~s" if large else ".3~g", **few)
         scale = alt.Scale(type="log" if plot.log_x else "linear", zero=False, nice=False, padding=16)
         return alt.X("x:Q", title=_words(plot.x), scale=scale, axis=axis)
     return alt.X("x:N", title=_words(plot.x), sort=None, axis=alt.Axis(labelAngle=0))

@@ -1,22 +1,21 @@
 """Page of a study: a self-contained HTML file, and its plots as images in plots/."""
 
-import shlex
+from functools import partial
 from pathlib import Path
 
 from thrifty.core.atomic_files import AtomicFiles, refuse_links
-from thrifty.core.secret_redaction import redact, redact_command
-from thrifty.experiments.study import StudyPlot
-from thrifty.experiments.study_charts import caption, titled_chart
+from thrifty.experiments.study_charts import caption, chart, titled_chart
 from thrifty.experiments.study_result import StudyResult
+from thrifty.experiments.study_summary import FAILS, HOLDS, ExpectationVerdict
 from thrifty.experiments.study_table import rows, sentence, spread
 from thrifty.reporting.notebook_view import piece
 from thrifty.reporting.number_format import duration
-from thrifty.reporting.page_templates import template
+from thrifty.reporting.result_page import BAD, GOOD, PageVerdict, ResultPage, page_chart
 from thrifty.reporting.run_tables import TextTable
 from thrifty.reporting.saved_chart import SavedChart
 from thrifty.training.run_folder import RunFolder
 
-FACTS = ("cpu", "gpu", "cores", "device", "torch", "python", "thrifty", "platform", "started")
+TONES = {HOLDS: GOOD, FAILS: BAD}
 
 
 def write_page(result: StudyResult, folder: Path) -> Path:
@@ -32,20 +31,38 @@ def write_page(result: StudyResult, folder: Path) -> Path:
 
 def render(result: StudyResult) -> str:
     study, (head, body) = result.study, rows(result)
-    facts = redact(dict(result.environment))
-    return template("study.html", "thrifty.experiments").render(
-        study=study,
-        finished=result.finished,
-        verdicts=[(verdict.verdict, sentence(verdict)) for verdict in result.verdicts],
-        figures=[(plot, caption(result, plot), _data_url(result, plot)) for plot in study.plots],
-        head=head,
-        body=body,
-        quantities=[(name, quantity.about) for name, quantity in study.quantities.items() if name in head],
-        spread=spread(result),
-        facts=[(name, facts[name]) for name in FACTS if name in facts],
-        spent=duration(sum(cell.seconds for cell in result.cells.values())),
-        command=shlex.join(redact_command(result.environment.get("command", []))),
-    )
+    held = sum(verdict.verdict == HOLDS for verdict in result.verdicts)
+    quantities = [(name, quantity.about) for name, quantity in study.quantities.items() if name in head]
+    charts = [
+        page_chart(plot.title, caption(result, plot), partial(chart, result, plot), is_whole=len(study.plots) == 1)
+        for plot in study.plots
+        if result.cells
+    ]
+    return ResultPage(
+        kind="study",
+        name=study.name,
+        status="finished" if result.finished else "in progress",
+        about=study.about,
+        verdicts=[PageVerdict(_headline(held, len(result.verdicts)))] if result.verdicts else [],
+        statements=[(TONES.get(each.verdict, ""), *_judged(each)) for each in result.verdicts],
+        charts=charts,
+        tables=[TextTable("Means by case", head, body, frozenset(range(1, len(head))), spread(result))],
+        folded=[TextTable("Measured quantities", ("Quantity", "Meaning"), quantities)] if quantities else [],
+        facts=result.environment,
+        spent=f"{duration(sum(cell.seconds for cell in result.cells.values()))} of computation in total.",
+        source="The values of every run are in study.json, in the same folder.",
+    ).render()
+
+
+def _headline(held: int, expected: int) -> str:
+    if held == expected:
+        return f"All {expected} expectations hold" if expected > 1 else "The expectation holds"
+    return f"{held} of {expected} expectations hold"
+
+
+def _judged(verdict: ExpectationVerdict) -> tuple[str, str]:
+    word, _, text = sentence(verdict).partition(": ")
+    return word, text
 
 
 def study_html(result: StudyResult) -> str:
@@ -57,8 +74,3 @@ def study_html(result: StudyResult) -> str:
 
 
 StudyResult._repr_html_ = study_html
-
-
-def _data_url(result: StudyResult, plot: StudyPlot) -> str:
-    """Return a plot as a data URL. The page therefore loads no external resources and runs no scripts."""
-    return SavedChart(titled_chart(result, plot)).data_url()

@@ -19,6 +19,9 @@ LIGHT = {
     "faint": "#8dbfe0",
     "held-out": "#d55e00",
     "trained": "#009e73",
+    "violet": "#b25690",
+    "olive": "#8a6d00",
+    "cyan": "#1788a3",
     "good": "#00694f",
     "bad": "#a94400",
 }
@@ -34,6 +37,9 @@ DARK = {
     "faint": "#3a6a8a",
     "held-out": "#e69f00",
     "trained": "#3cc79e",
+    "violet": "#d98cba",
+    "olive": "#c7b23f",
+    "cyan": "#7fd3e6",
     "good": "#3cc79e",
     "bad": "#f0884a",
 }

@@ -7,15 +7,15 @@ from typing import Any
 
 import altair as alt
 
-from thrifty.reporting.chart_renderer import render_svg
-from thrifty.reporting.color_theme import chart_look, css_variable
+from thrifty.reporting.color_theme import css_variable
+from thrifty.reporting.result_page import PHONE, WIDE
 
 BASELINE = "baseline"
 SERIES = ("control", "train", "held-out", "trained", "bad")
 """Palette colors. The first color is the baseline's. Variants after the last color repeat colors with dashed lines."""
 DASHES = ([1, 0], [6, 3], [2, 2], [8, 2, 2, 2])
-WIDE, PAPER, NARROW = 960, 640, 270
-"""Widths of the plot in pixels: on a desktop, in a file and on a phone."""
+PAPER = 640
+"""Width in pixels of the plot in a file."""
 BEGINNING = 0.15
 """Fraction of the time axis whose higher losses are cut off."""
 Comparison = Mapping[str, Any]
@@ -107,7 +107,7 @@ def _curves(data: Comparison, done: Sequence[Mapping[str, Any]], width: int) -> 
     labels = [*data["definition"]["arms"]]
     colours = [css_variable(SERIES[index % len(SERIES)]) for index in range(len(labels))]
     dashes = [DASHES[index // len(SERIES) % len(DASHES)] for index in range(len(labels))]
-    legend = alt.Legend(orient="top", title=None, labelLimit=width, columns=4 if width > NARROW else 1)
+    legend = alt.Legend(orient="top", title=None, labelLimit=width, columns=4 if width > PHONE else 1)
     legend.symbolType, legend.symbolOpacity, legend.symbolFillColor = "stroke", 1, "transparent"
     base = alt.Chart(alt.Data(values=points)).encode(
         x=alt.X("seconds:Q", title="seconds in training steps", axis=alt.Axis(tickCount=width // 100)),
@@ -120,7 +120,7 @@ def _curves(data: Comparison, done: Sequence[Mapping[str, Any]], width: int) -> 
         strokeDash=alt.StrokeDash("arm:N", scale=alt.Scale(domain=labels, range=dashes), legend=None),
     )
     caption = "Lines are means over seeds; bands reach from the lowest to the highest seed."
-    chart = alt.layer(bands, lines).properties(width=width, height=340 if width > NARROW else 240)
+    chart = alt.layer(bands, lines).properties(width=width, height=340 if width > PHONE else 240)
     return f"Held-out {judged} over time", caption, chart
 
 
@@ -131,9 +131,3 @@ def _scale(points: Sequence[Mapping[str, Any]], judged: str) -> alt.Scale:
         {"domainMax": max(point["high"] for point in points if point["seconds"] >= begin)} if judged == "loss" else {}
     )
     return alt.Scale(zero=False, **most)
-
-
-def svg(chart: alt.LayerChart) -> str:
-    spec = {key: part for key, part in chart.to_dict().items() if key != "$schema"}
-    look = chart_look(css_variable, font="sans-serif")  # a font that renderer and browser both have, so that labels fit
-    return render_svg({**spec, "background": None}, look)

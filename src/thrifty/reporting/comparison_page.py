@@ -3,28 +3,36 @@ scripts.
 """
 
 import json
-import shlex
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from thrifty.core.atomic_files import AtomicFiles
 from thrifty.core.old_names import rename_comparison
-from thrifty.core.secret_redaction import redact, redact_command
-from thrifty.reporting.comparison_charts import BASELINE, NARROW, Comparison, charts, judged_of, svg
+from thrifty.core.secret_redaction import redact
+from thrifty.reporting.comparison_charts import BASELINE, Comparison, charts, judged_of
 from thrifty.reporting.number_format import MISSING, duration, percent, scaled, significant, whole
-from thrifty.reporting.page_templates import template
+from thrifty.reporting.result_page import BAD, GOOD, PHONE, WIDE, PageChart, PageVerdict, ResultPage
+from thrifty.reporting.run_tables import TextTable
+from thrifty.reporting.saved_chart import page_svg
 
-FACTS = ("cpu", "gpu", "cores", "device", "torch", "python", "thrifty", "platform", "started")
 UNEQUAL = 0.03
 """Relative deviation from the equal budget above which page and verdict show a caution."""
-OUTCOMES = {"better": "holds", "worse": "fails"}
+OUTCOMES = {"better": GOOD, "worse": BAD}
 HEADLINES = {
     "better": "{} is better than the baseline",
     "worse": "{} is worse than the baseline",
     "no difference": "{}: no difference from the baseline was found",
     "undecided": "{}: undecided",
 }
+RULE = (
+    "A variant is better or worse if two conditions hold. A permutation test of the paired differences passes at 3 %, "
+    "and their 95 % bootstrap interval excludes zero. Both levels are corrected for the number of variants. If a "
+    "variant did not use exactly the baseline's budget, the interval is widened by the relative budget difference "
+    "times the slope of the variant's loss. This amount is also the null hypothesis of the test. If the budget "
+    "difference could explain a result, the verdict is undecided. The loss is the loss of the plain objective on "
+    "held-out data at the end of each run."
+)
 EMPTY = ("", MISSING, "not measurable")
 """Cells without a value."""
 
@@ -40,14 +48,15 @@ def write_comparison_page(folder: Path) -> Path:
 def render(data: Comparison) -> str:
     """Return the page as text. The page is deterministic."""
     devices = sorted({entry["device"] for entry in data["runs"] if "device" in entry})
-    facts = {**data["environment"], "device": ", ".join(devices)}
-    return template("comparison.html").render(
+    drawn = [{title: chart for title, _, chart in charts(data, width)} for width in (WIDE, PHONE)]
+    return ResultPage(
+        kind="comparison",
         name=data["name"],
         status=data["status"],
         error=data.get("error", ""),
         about=about(data),
         verdicts=[
-            (
+            PageVerdict(
                 HEADLINES[word].format(label),
                 _as_sentence(sentence.partition(": ")[2]),
                 gains(data, label),
@@ -55,16 +64,19 @@ def render(data: Comparison) -> str:
             )
             for label, word, sentence in verdicts(data)
         ],
+        rule=RULE,
+        pending="The verdict appears after all pairs have finished, because interim verdicts would make false findings "
+        "likely.",
         cautions=[_as_sentence(caution) for caution in cautions(data)],
         charts=[
-            (title, caption, svg(wide), svg(narrow))
-            for (title, caption, wide), (_, _, narrow) in zip(charts(data), charts(data, NARROW), strict=True)
+            PageChart(title, caption, *(page_svg(each[title].to_dict()) for each in drawn))
+            for title, caption, _ in charts(data)
         ],
-        tables=[(title, note, head, rows) for title, note, head, rows in tables(data) if rows],
-        spent=duration(sum(entry.get("elapsed", 0) for entry in data["runs"])),
-        command=shlex.join(redact_command(facts.get("command", []))),
-        facts=[(name, facts[name]) for name in FACTS if name in facts],
-    )
+        folded=[TextTable(title, head, rows, note=note) for title, note, head, rows in tables(data) if rows],
+        facts={**data["environment"], "device": ", ".join(devices)},
+        spent=f"{duration(sum(entry.get('elapsed', 0) for entry in data['runs']))} in total.",
+        source="All values are in comparison.json in the same folder; each run has its own folder.",
+    ).render()
 
 
 def about(data: Comparison) -> str:

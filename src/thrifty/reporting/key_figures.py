@@ -34,9 +34,11 @@ class KeyFigures:
     peak_flops_per_second: float | None
     """Measured peak FLOP rate of matrix multiplication on this machine."""
     peak_memory: float | None
-    process_memory: float | None
-    """Memory of the process in bytes before the model was built (only on a CPU)."""
+    """Bytes at the peak: of the tensors on a GPU, of the whole process on a CPU."""
+    process_memory: float
+    """Bytes of the process before the model was built, on a CPU; 0 on a GPU and until the end of the run."""
     predicted_memory: float | None
+    """Prediction of `peak_memory`; until the end of the run, of the tensors alone."""
     noise_scale: float | None
     """Latest gradient noise scale in examples. Batches much larger than this scale gain little."""
     batch: float | None
@@ -66,11 +68,8 @@ class KeyFigures:
 
     @property
     def memory_error(self) -> float | None:
-        """Relative error of the memory prediction. It is negative if the prediction is too low.
-
-        None on a CPU, because the prediction counts tensors, but the measurement is the growth of the process.
-        """
-        ratio = None if self.process_memory else _ratio(self.predicted_memory, self.peak_memory)
+        """Relative error of the memory prediction. It is negative if the prediction is too low."""
+        ratio = _ratio(self.predicted_memory, self.peak_memory)
         return None if ratio is None else ratio - 1
 
     @property
@@ -92,6 +91,8 @@ def key_figures(record: RunRecord, curves: RunCurves | None = None) -> KeyFigure
     predicted = number(summary.get("predicted_memory"))
     if predicted is None:
         predicted = number(mapping(record.explanation.get("footprint")).get("memory"))
+    process = number(current.get("process_memory")) or 0.0
+    peak = number(current.get("peak_memory"))
     return KeyFigures(
         status=record.state.name,
         steps=int(_first(current, "steps", record.last_step) or 0),
@@ -106,9 +107,9 @@ def key_figures(record: RunRecord, curves: RunCurves | None = None) -> KeyFigure
         tokens_per_second=steps.curve("tokens_per_second").median,
         flops_per_second=steps.curve("flops_per_second").median,
         peak_flops_per_second=number(summary.get("peak_flops_per_second")),
-        peak_memory=number(current.get("peak_memory")),
-        process_memory=number(current.get("process_memory")),
-        predicted_memory=predicted,
+        peak_memory=None if peak is None else process + peak,
+        process_memory=process,
+        predicted_memory=None if predicted is None else process + predicted,
         noise_scale=steps.curve(NOTED).last,
         batch=number(mapping(record.recipe.get("data")).get("batch")),
         measured=_measured(summary.get("measured"), evaluations),

@@ -124,7 +124,7 @@ def overlaid(runs: Mapping[str, RunCurves]) -> list[ChartFigure]:
         _overlay("held_out_seconds", "Held-out loss", "by seconds of training", seconds, "seconds"),
         _overlay("loss", "Training loss", "smoothed", loss, "step"),
         _overlay("throughput", "Throughput", "examples or tokens per second", speed, "step"),
-        _overlay("memory", "Memory", "bytes", memory, "step"),
+        _overlay("memory", "Memory of model and steps", "bytes", memory, "step"),
     ]
     return [chart for chart in charts if chart.data["runs"]]
 
@@ -177,12 +177,12 @@ def _loss(curve: Curve, evaluations: StepColumns, record: RunRecord, key: KeyFig
 def _memory(curve: Curve, key: KeyFigures) -> _Plot:
     """Return the memory plot with the predicted peak, and the measured peak or the highest value so far.
 
-    On a CPU, the measured value is the memory growth of the process. It includes more than the predicted tensors.
+    On a CPU, all values of a finished run are those of the whole process.
     """
+    curve = Curve(curve.steps, curve.values + key.process_memory)
     highest = float(curve.values.max()) if len(curve) else None
     measured = ("measured peak", key.peak_memory) if key.peak_memory is not None else ("highest so far", highest)
-    predicted = "predicted peak of tensors" if key.process_memory else "predicted peak", key.predicted_memory
-    known = [(label, value) for label, value in (predicted, measured) if value]
+    known = [(label, value) for label, value in (("predicted peak", key.predicted_memory), measured) if value]
     size, prefix = prefix_for(max([highest or 0.0, *(value for _, value in known)]))
     references = [(value / size, f"{label} {scaled(value, 'B')}") for label, value in known]
     scaled_curve, look = Curve(curve.steps, curve.values / size), ChartTheme(from_zero=True)

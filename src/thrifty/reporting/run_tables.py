@@ -67,11 +67,11 @@ def techniques(record: RunRecord, key: KeyFigures) -> TextTable:
 
 
 def predicted_parts(record: RunRecord) -> TextTable:
-    """Return the predicted memory of each part."""
+    """Return the predicted memory of the tensors of each part."""
     parts = [(part, number(mapping(record.explanation.get("footprint")).get(part))) for part in COMPONENTS]
     rows = [(part, scaled(size, "B")) for part, size in parts if size is not None]
     note = "All gradients exist only after the activations are freed, so the peak is below the sum."
-    return TextTable("Predicted memory by part", ("Part", "Bytes"), rows, frozenset({1}), note)
+    return TextTable("Predicted tensors by part", ("Part", "Bytes"), rows, frozenset({1}), note)
 
 
 def timeline(record: RunRecord) -> TextTable:
@@ -123,11 +123,8 @@ def curve_table(
 def _memory_remark(key: KeyFigures) -> str:
     if key.predicted_memory is None:
         return "no prediction"
-    predicted = scaled(key.predicted_memory, "B")
-    if key.process_memory and key.peak_memory:
-        whole = scaled(key.process_memory + key.peak_memory, "B")
-        return f"growth of the process, to {whole}; predicted for tensors: {predicted}"
-    return f"predicted {predicted}" + ("" if key.memory_error is None else f", {_error(key)}")
+    predicted = f"predicted {scaled(key.predicted_memory, 'B')}"
+    return predicted + ("" if key.memory_error is None else f", {_error(key)}")
 
 
 def _error(key: KeyFigures) -> str:

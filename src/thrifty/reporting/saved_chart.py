@@ -1,6 +1,6 @@
-"""Standalone chart for papers and slides: SVG, PNG or PDF on a white background."""
+"""Charts as images: SVG for pages, and standalone SVG, PNG or PDF on a white background for papers and slides."""
 
-import base64
+import hashlib
 import json
 import re
 from collections.abc import Mapping
@@ -10,7 +10,7 @@ from typing import Any
 from thrifty.core.atomic_files import AtomicFiles
 from thrifty.core.errors import UsageError
 from thrifty.reporting.chart_renderer import render_pdf, render_png, render_svg
-from thrifty.reporting.color_theme import LIGHT, chart_look
+from thrifty.reporting.color_theme import LIGHT, chart_look, css_variable
 
 FORMATS = (".svg", ".png", ".pdf")
 
@@ -39,10 +39,16 @@ class SavedChart:
     def png(self) -> bytes:
         return render_png(self.spec, self.look)
 
-    def data_url(self) -> str:
-        return "data:image/svg+xml;base64," + base64.b64encode(self.svg().encode()).decode()
-
     def svg(self) -> str:
         return render_svg(self.spec, self.look)
 
     _repr_svg_ = svg
+
+
+def page_svg(spec: Mapping[str, Any]) -> str:
+    """Return a chart as SVG for a page: its colors are CSS variables, and its ids differ from those of other charts."""
+    plain = {key: part for key, part in spec.items() if key != "$schema"}
+    look = chart_look(css_variable, font="sans-serif")  # a font that renderer and browser both have, so that labels fit
+    svg = render_svg({**plain, "background": None}, look)
+    key = hashlib.sha256(svg.encode()).hexdigest()[:8]
+    return re.sub(r'( id="|url\(#)', rf"\g<1>c{key}-", svg)

@@ -85,9 +85,10 @@
     if (!known) {
       const element = document.getElementById("figure").content.cloneNode(true).firstElementChild;
       element.id = `figure-${figure.id}`;
+      const first = views.size === 0 && document.getElementById("first");
       element.classList.toggle("wide", views.size === 0);
       element.querySelector(".hidden").textContent = ` of ${figure.title}`;
-      document.getElementById("figures").append(element);
+      first ? first.prepend(element) : document.getElementById("figures").append(element);
       views.set(figure.id, (known = { element }));
     }
     const { element } = known, chart = element.querySelector(".chart");
