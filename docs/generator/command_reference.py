@@ -30,9 +30,8 @@ def _command(command: click.Command, path: str, level: int) -> Iterator[str]:
     context = click.Context(command, info_name=path)
     yield f"{'#' * level} {path}"
     yield block("text", command.get_usage(context).removeprefix("Usage: "))
-    yield join(
-        *(md(" ".join(part.split())) for part in inspect.cleandoc(command.help or "").replace("\b", "").split("\n\n"))
-    )
+    parts = inspect.cleandoc(command.help or "").split("\n\n")
+    yield join(*(block("text", part[2:]) if part[:1] == "\b" else md(" ".join(part.split())) for part in parts))
     records = [each.get_help_record(context) for each in command.params if isinstance(each, click.Option)]
     options = [(code(record[0]), record[1]) for record in records if record]
     if options:

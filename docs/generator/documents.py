@@ -11,6 +11,7 @@ RESULTS = ROOT / "results"
 DOCUMENTS = {
     "design": "DESIGN.md",
     "contributing": "CONTRIBUTING.md",
+    "changelog": "CHANGELOG.md",
     "studies_summary": "results/studies.md",
     "memory_counting": "results/memory_counting.md",
     "cpu_steps": "results/cpu_steps.md",

@@ -21,7 +21,9 @@ def python_names() -> str:
     functions = {name: value for name, value in values.items() if inspect.isfunction(value)}
     parts = [
         "# Python",
-        "`import thrifty as th` imports nothing else; each name is imported when it is first used.",
+        "`import thrifty as th` imports nothing else; each name is imported when it is first used. Each command is a "
+        "function with the same arguments. Its result prints as the command does, has `as_dict()` with plain data, and "
+        "is HTML in a notebook.",
         "## Functions",
         *(_python(f"thrifty.{name}", value) for name, value in functions.items()),
     ]

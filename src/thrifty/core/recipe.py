@@ -108,6 +108,8 @@ class AugmentationSettings:
 
 @dataclass(frozen=True)
 class DataSettings:
+    """Training and held-out data: source, columns, tokenizer, batch and size of examples."""
+
     source: str = ""
     """Training data, without a default: a text file, a table, a folder of text files and tables, the name of a known
     data set, or hub:owner/name. A table is a .csv, .tsv, .jsonl, .json or .parquet file, or a folder of `save_to_disk`.
@@ -227,6 +229,8 @@ class Budget:
 
 @dataclass(frozen=True)
 class EvaluationSettings:
+    """Evaluations on held-out data, the measure that judges them, and early stopping."""
+
     every: Positive = 100
     """Maximum number of steps between evaluations on held-out data. A run has at least ten evaluations, unless they
     would cost more than 5 % of its work, or patience counts them. The last step is always evaluated."""
@@ -251,6 +255,8 @@ class EvaluationSettings:
 
 @dataclass(frozen=True)
 class CheckpointSettings:
+    """Steps that have a checkpoint, and the number of checkpoints to keep."""
+
     every: Positive = 200
     """Number of steps between checkpoints. The last step always has a checkpoint."""
     keep: Positive = 2
