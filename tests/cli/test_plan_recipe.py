@@ -170,7 +170,7 @@ def test_a_folder_and_a_file_are_enough_to_plan_for() -> None:
     )
     assert found["recipe"].endswith("-planned") and found["forecast"]["counted"] > 4 * 600 * 32
     reasons = {each["technique"]: each["why"] for each in found["techniques"]}
-    assert reasons["adapters.lora"] == "changes the result; the plan allows only exact changes"
+    assert reasons["adapters.lora"].startswith("changes the result; the plan allows only exact changes")
 
 
 OWN = """

@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -55,6 +55,13 @@ class PastComparison:
     pairs: int
     device: str
     cpu: str
+    objective: str
+    is_pretrained: bool
+    """True if the runs started from the weights of a model folder."""
+    settings: Mapping[str, Any]
+    """Settings of the technique in the variant, with the tuned learning rate. Empty if the variant removed it."""
+    baseline_rate: float | None
+    """Tuned learning rate of the baseline."""
     parameters: int
     """Number of parameters of the baseline's model."""
     tokens: float
@@ -113,7 +120,12 @@ def _of_comparison(data: dict[str, Any], file: Path) -> list[PastComparison]:
         arm, last = data["outcome"]["arms"][label], runs[-1]
         quality, verdict = arm["time_to_quality"], arm["verdict"]
         touched = [name for names in roles.values() for name in names]
+        recipe, rates = data["definition"]["arms"][label], data.get("rates", {})
+        model = recipe["model"]
         of_arm = {
+            "objective": recipe["objective"]["name"],
+            "is_pretrained": bool(model.get("folder")) and not model.get("reinitialize"),
+            "baseline_rate": rates.get(BASELINE, {}).get("lr"),
             "verdict": verdict["verdict"],
             "sentence": verdict["sentence"],
             "relative": verdict["relative"],
@@ -130,8 +142,19 @@ def _of_comparison(data: dict[str, Any], file: Path) -> list[PastComparison]:
             for name in names:
                 others = tuple(other for other in touched if other != name)
                 alone = not others and _differs_by_techniques(data, label)
-                comparisons.append(PastComparison(technique=name, role=role, others=others, alone=alone, **of_arm))  # type: ignore[arg-type]
+                settings = _settings(recipe["techniques"], name, rates.get(label, {}).get("factor") or 1.0)
+                comparisons.append(
+                    PastComparison(technique=name, role=role, others=others, alone=alone, settings=settings, **of_arm)  # type: ignore[arg-type]
+                )
     return comparisons
+
+
+def _settings(techniques: Mapping[str, Any], name: str, factor: float) -> dict[str, Any]:
+    """Return the settings of a technique in a variant, with its learning rate multiplied by the tuned factor."""
+    settings: Any = techniques
+    for part in name.split("."):
+        settings = settings.get(part, {})
+    return settings | {"lr": settings["lr"] * factor} if "lr" in settings else dict(settings)
 
 
 def _comparisons(folders: Sequence[Path]) -> Iterator[tuple[dict[str, Any], Path]]:

@@ -10,8 +10,6 @@ from thrifty.core.errors import UsageError
 from thrifty.interface.progress import progress
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     import torch
 
     from thrifty.core.recipe import Recipe
@@ -42,6 +40,8 @@ def plan_on_machine(
 
     from thrifty import techniques
     from thrifty.core.technique import Numerics
+    from thrifty.experiments.past_results import past_comparisons
+    from thrifty.interface.plan_evidence import evidence_lines, proven_gains
     from thrifty.machine.machine_info import free_memory
     from thrifty.machine.throughput import measure_throughput
     from thrifty.planning.forecast_ledger import entries
@@ -84,7 +84,8 @@ def plan_on_machine(
         time=_probing(prepared, probe_seconds, wanted.allow is Numerics.EXACT, seconds) if probe else None,
         ledger=entries(run.device.type),
         outside=sorted({*techniques.names()} - known),
-        evidence=_evidence(catalogue),
+        evidence=evidence_lines(catalogue),
+        gains=proven_gains(past_comparisons(), recipe, catalogue) if wanted.allow is Numerics.DIFFERENT else (),
         say=progress(quiet, "planning: "),
         finalists=probed_candidates,
         ranks=ranks,
@@ -129,14 +130,6 @@ def _prepared_bytes(prepared: PreparedRun) -> float:
     tokens = getattr(getattr(prepared.run.plain.source, "windows", None), "tokens", None)
     file = getattr(tokens, "filename", None)
     return float(sum(path.stat().st_size for path in Path(file).parent.iterdir())) if file else 0.0
-
-
-def _evidence(names: Iterable[str]) -> dict[str, str]:
-    """Return one line of evidence for each technique that has been measured."""
-    from thrifty.experiments.evidence import evidence_by_technique
-
-    evidence = evidence_by_technique()
-    return {name: evidence[name].best() for name in names if name in evidence}
 
 
 def _probing(prepared: PreparedRun, seconds: float, fixed: bool, allowed: float | None) -> TimeOf:

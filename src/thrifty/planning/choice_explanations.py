@@ -12,6 +12,7 @@ from thrifty.core.technique import Numerics, Technique
 from thrifty.planning.cost_estimates import COUNTED_HIGH, largest_part
 from thrifty.planning.plan_candidate import PlanCandidate
 from thrifty.planning.plan_search import PlanSearch
+from thrifty.planning.proven_gains import AXIS as PROVEN
 from thrifty.planning.rank_options import RANKS
 from thrifty.planning.search_space import NUMERICS_ORDER, Catalogue, PlanOption
 
@@ -65,7 +66,15 @@ class ChoiceExplainer:
         if verdict == "not taken":
             measured = self.evidence.get(name)
             return ChoiceReason(name, verdict, self._not_taken(name) + (f"; measured: {measured}" if measured else ""))
-        return ChoiceReason(name, verdict, self._kept(name) if verdict == "kept" else self._effect(name))
+        if verdict == "kept":
+            return ChoiceReason(name, verdict, self._kept(name))
+        option = self._chosen_with(name)
+        proven = option.axis == PROVEN and self.evidence.get(name)
+        return ChoiceReason(name, verdict, self._effect(option) + (f"; proven: {proven}" if proven else ""))
+
+    def _chosen_with(self, name: str) -> PlanOption:
+        """Return the chosen option that adds or removes a technique."""
+        return next(w for w in self.chosen.options if name in w.drops or name in {t.name for t in w.techniques})
 
     def _options_with(self, name: str, axes: Mapping[str, Sequence[PlanOption]]) -> list[PlanOption]:
         every = (option for options in axes.values() for option in options)
@@ -78,10 +87,8 @@ class ChoiceExplainer:
             return f"your recipe has it; without it {self._against_base(run[0])}"
         return "your recipe has it"
 
-    def _effect(self, name: str) -> str:
-        """Return the effect of the option that adds or removes the technique: alone, and with all changes of the
-        plan."""
-        option = next(w for w in self.chosen.options if name in w.drops or name in {t.name for t in w.techniques})
+    def _effect(self, option: PlanOption) -> str:
+        """Return the effect of an option: alone, and with all changes of the plan."""
         alone = self.search.alone(option)
         saved = 1 - alone.memory / self.search.plainest.memory
         effects = []

@@ -383,6 +383,18 @@ class PlanSearch(SingleOptionCosts):
                 return other
         return best
 
+    def try_in_addition(self, chosen: PlanCandidate, option: PlanOption) -> PlanCandidate | None:
+        """Count and probe `chosen` with one more option. Return None if it is refused or does not fit."""
+        self._look_at([option])
+        counted = self._counted(self._candidate((*chosen.options, option))) if option in self.singles else None
+        if counted is None:
+            return None
+        if self._least_room(counted) > self.room(counted):
+            self.misfits[counted.options] = self._misfit(counted)
+            return None
+        self._run(counted)
+        return next((tried for tried in self.tried if tried.options == counted.options), None)
+
     def ranked(self) -> list[PlanCandidate]:
         return sorted(self.tried, key=lambda c: (self.seconds(c), len(c.options)))
 

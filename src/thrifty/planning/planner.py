@@ -18,6 +18,7 @@ from thrifty.planning.forecast import MARGIN, UNSURE, Forecast, Forecaster, refu
 from thrifty.planning.forecast_ledger import LedgerEntry, PredictionRecord, prediction_record
 from thrifty.planning.plan_candidate import PlanCandidate
 from thrifty.planning.plan_search import FINALISTS, NO_ROOM, PlanSearch, TimeOf
+from thrifty.planning.proven_gains import ProvenGain, add_proven_gains
 from thrifty.planning.rank_options import RANKS, options_over_ranks
 from thrifty.planning.search_space import (
     ADAPTER_OPTIONS,
@@ -104,6 +105,8 @@ class Planner(Forecaster):
     outside: Sequence[str] = ()
     """Names of third-party techniques. Their code is loaded only if the recipe names them."""
     evidence: Mapping[str, str] = field(default_factory=dict)
+    gains: Sequence[ProvenGain] = ()
+    """Techniques that change the result of training, with a gain that comparisons proved."""
     say: Callable[[str], None] = lambda text: None
     finalists: int = FINALISTS
     ranks: int = 1
@@ -141,7 +144,7 @@ class Planner(Forecaster):
             device=self.device,
             say=self.say,
         )
-        chosen = search.run()
+        chosen = add_proven_gains(search, search.run(), self.gains)
         budget = self.budget
         slowdown = median([c.step / c.least_step for c in search.tried if c.timing] or [1.0])
         forecasts = {c.options: self.forecast(c, budget, records[c.ranks], slowdown) for c in search.tried}

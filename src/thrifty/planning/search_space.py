@@ -184,7 +184,7 @@ def options_along(
         if not touched:
             continue
         numerics = _loosest(touched, norms)
-        label = " + ".join(_label(technique) for technique in techniques)
+        label = " + ".join(label_of(technique) for technique in techniques)
         if offer.mesh != ONE_RANK:
             label = f"{offer.mesh.label} with {label}"
         yield PlanOption(
@@ -209,7 +209,8 @@ def _build(kind: type[Technique], current: Technique | None, settings: Mapping[s
     return kind(**settings) if current is None else replace(current, **settings)
 
 
-def _label(technique: Technique) -> str:
+def label_of(technique: Technique) -> str:
+    """Return the name of a technique and its settings that differ from the default."""
     changed = (entry for entry in fields(technique) if entry.init)
     shown = [f"{e.name}={getattr(technique, e.name)}" for e in changed if getattr(technique, e.name) != e.default]
     return f"{technique.name}:{','.join(shown)}" if shown else technique.name

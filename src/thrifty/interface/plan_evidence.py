@@ -1,0 +1,73 @@
+"""Evidence for the choices of a plan, from measured results in results/ and runs/."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from thrifty.core.errors import ThriftyError
+from thrifty.core.technique import Numerics
+from thrifty.experiments.evidence import evidence_by_technique
+from thrifty.planning.proven_gains import AXIS, ProvenGain
+from thrifty.planning.search_space import PlanOption, label_of
+
+if TYPE_CHECKING:
+    from collections.abc import Iterable
+
+    from thrifty.core.recipe import Recipe
+    from thrifty.core.technique import Technique
+    from thrifty.experiments.past_results import PastComparison
+    from thrifty.planning.search_space import Catalogue
+
+
+def evidence_lines(names: Iterable[str]) -> dict[str, str]:
+    """Return one line of evidence for each technique that has been measured."""
+    evidence = evidence_by_technique()
+    return {name: evidence[name].best() for name in names if name in evidence}
+
+
+def proven_gains(comparisons: Iterable[PastComparison], recipe: Recipe, catalogue: Catalogue) -> list[ProvenGain]:
+    """Return the techniques with a proven gain for the objective of a recipe, the largest gain first.
+
+    A gain is proven if the technique, alone or in place of another technique of the recipe, reached the baseline's loss
+    earlier in every pair of runs with equal time.
+    """
+    gains: dict[str, ProvenGain] = {}
+    for one in comparisons:
+        if not (_is_better(one) and _applies(one, recipe) and one.technique in catalogue):
+            continue
+        steps = (one.time_to_quality or 1.0) / (one.step_time or 1.0)
+        option = _option(catalogue[one.technique], one, recipe)
+        if option and steps < min(1.0, gains[one.technique].relative_steps if one.technique in gains else 1.0):
+            gains[one.technique] = ProvenGain(option, steps, one.parameters)
+    return sorted(gains.values(), key=lambda gain: gain.relative_steps)
+
+
+def _is_better(one: PastComparison) -> bool:
+    """Return True if the comparison shows a lower loss at equal time, and the time to equal loss."""
+    is_measured = bool(one.time_to_quality and one.step_time)
+    return one.role == "added" and one.verdict == "better" and one.equal == "time" and is_measured
+
+
+def _applies(one: PastComparison, recipe: Recipe) -> bool:
+    """Return True if the recipe has the same objective, and the techniques that the comparison replaced."""
+    names = {technique.name for technique in recipe.techniques}
+    is_pretrained = bool(recipe.model.folder) and not recipe.model.reinitialize
+    is_alike = (one.objective, one.is_pretrained) == (recipe.objective.name, is_pretrained)
+    replaces = one.is_replacement and {*one.others} <= names
+    return is_alike and one.technique not in names and (one.alone or replaces)
+
+
+def _option(kind: type[Technique], one: PastComparison, recipe: Recipe) -> PlanOption | None:
+    """Return the compared technique as an option. Its learning rates keep their ratio to the replaced optimizer's."""
+    settings = dict(one.settings)
+    rates = [getattr(each, "lr", None) for each in recipe.techniques if each.name in one.others]
+    if one.baseline_rate and rates and isinstance(rates[0], float):
+        scale = rates[0] / one.baseline_rate
+        settings |= {name: value * scale for name, value in settings.items() if name.rpartition("_")[2] == "lr"}
+    try:
+        technique = kind(**settings)
+    except (ThriftyError, TypeError):  # settings of another version
+        return None
+    return PlanOption(
+        AXIS, (technique,), frozenset(one.others), one.step_time or 1.0, Numerics.DIFFERENT, label_of(technique)
+    )
