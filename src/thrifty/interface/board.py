@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from thrifty import techniques
-from thrifty.comparing.comparison_protocol import SCHEMA
+from thrifty.comparing.saved_comparison import SCHEMA
 from thrifty.core.cache_dir import cache_folder
 from thrifty.core.errors import ThriftyError, UsageError
 from thrifty.core.old_names import rename_comparison
 from thrifty.dashboard.board_server import BoardServer, new_token
 from thrifty.dashboard.board_site import BoardSite, TechniqueEvidence
 from thrifty.experiments.past_results import OWN_RESULTS
-from thrifty.interface.technique_profiles import profile_of
+from thrifty.interface.technique_profiles import profile_named
 from thrifty.reporting import comparison_page
 
 
@@ -43,7 +43,7 @@ def board(
     site = BoardSite(
         folder,
         kept,
-        lambda: [profile_of(techniques.find(name)).as_dict() for name in names],
+        lambda: [profile_named(name).as_dict() for name in names],
         lambda: technique_evidence(names, (*kept, folder)),
         page_of,
     )
@@ -63,7 +63,7 @@ def technique_evidence(names: Sequence[str], folders: Sequence[Path]) -> dict[st
     found, measured, here = evidence_by_technique(folders), {}, cpu_model()
     for name in names:
         evidence = found.get(name, Evidence())
-        chips = {**evidence.verdicts(), "exactness": techniques.find(name).numerics.value}
+        chips = {**evidence.verdicts(), "exactness": profile_named(name).numerics}
         machines = evidence.machines()
         is_here = any(machine.startswith(here) for machine in machines)
         chips |= {"measured": "here" if is_here else "elsewhere"} if machines else {"not measured": ""}
