@@ -72,18 +72,24 @@ def technique_evidence(names: Sequence[str], folders: Sequence[Path]) -> dict[st
 
 
 def page_of(data: Mapping[str, Any]) -> str | None:
-    """Return the offline page of a saved comparison, study or list of simulated training runs; None for other results,
-    and for results of another version.
+    """Return the offline page of a saved comparison, study, sweep, lottery or list of simulated training runs; None for
+    other results, and for results of another version.
     """
     from thrifty.experiments import study_page
+    from thrifty.interface.lotteries import LotteryResult
     from thrifty.interface.published_runs_page import published_runs_page
     from thrifty.interface.studies import study_result
+    from thrifty.interface.sweeps import SweepResult
 
     try:
         if data.get("schema") == SCHEMA:
             return comparison_page.render(rename_comparison(data))
         if {"study", "cells"} <= data.keys():
             return study_page.render(study_result(data))
+        if {"trials", "definition"} <= data.keys():
+            return SweepResult({"status": "running", "folder": data.get("name", "sweep"), **data}).render()
+        if "lottery" in data:
+            return LotteryResult(data.get("rounds", ()), data.get("folder", "lottery"), data).render()
         return published_runs_page(data) if {"rates", "runs"} <= data.keys() else None
     except (ThriftyError, KeyError, TypeError, ValueError):
         return None
