@@ -41,6 +41,11 @@ def test_answers_that_need_no_torch_do_not_import_it(words: str, code: int) -> N
     assert done.returncode == code and "AssertionError" not in done.stderr
 
 
+def test_the_board_starts_without_torch() -> None:
+    program = "import sys, thrifty.interface.board; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
 class Terminal(io.StringIO):
     def isatty(self) -> bool:
         return True
