@@ -1,6 +1,8 @@
 # Two commands do everything on a fresh machine with Python 3.11 or newer: make demo, make test.
 PYTHON ?= python3
-EXTRAS ?= test
+# notebooks are executed by make test-all only, and only it installs Jupyter and lm-eval
+comma := ,
+EXTRAS ?= test$(if $(filter test-all,$(MAKECMDGOALS)),$(comma)examples)
 VENV := .venv
 BIN := $(VENV)/bin
 # one for each choice of extras, so that another choice is installed when it is asked for

@@ -1,10 +1,12 @@
 """Documents and examples of the repository as pages."""
 
 import ast
+import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
-from generator.markdown import block, docstring, join, md
+from generator.markdown import Markdown, block, docstring, join, md, table
 
 ROOT = Path(__file__).parents[2]
 RESULTS = ROOT / "results"
@@ -35,8 +37,9 @@ def document(file: str) -> str:
 
 
 def examples() -> str:
-    """Return the scripts in `examples/` with their descriptions."""
-    parts = ["# Examples", "Each script runs in about a minute on two cores and downloads nothing."]
+    """Return the notebooks in `examples/`, for download, and its scripts with their descriptions."""
+    parts = ["# Examples", "Each notebook and script runs in about a minute on two cores and downloads nothing."]
+    parts.append(table(("notebook", "content"), notebooks()))
     for file in sorted((ROOT / "examples").glob("*.py")):
         script = file.read_text(encoding="utf-8")
         about, _, rest = (ast.get_docstring(ast.parse(script)) or "").partition("\n\n")
@@ -48,3 +51,11 @@ def examples() -> str:
             block("python", code.rstrip()),
         ]
     return join(*parts)
+
+
+def notebooks() -> Iterator[tuple[Markdown, str]]:
+    """Yield a link to each notebook, named by its title, and its first paragraph."""
+    for file in sorted((ROOT / "examples" / "notebooks").glob("*.ipynb")):
+        cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
+        title, about = "".join(cells[0]["source"]).removeprefix("# ").split("\n\n")[:2]
+        yield Markdown(f"{{download}}`{title} <../../examples/notebooks/{file.name}>`"), about

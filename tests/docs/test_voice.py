@@ -18,6 +18,7 @@ PAGES = [
     *sorted(path for kind in ("html", "js", "toml") for path in (ROOT / "src").rglob(f"*.{kind}")),
     *sorted(ROOT.glob("*.md")),
     *sorted(page for page in (ROOT / "docs").rglob("*.md") if "generated" not in page.parts),
+    *sorted((ROOT / "examples").rglob("*.ipynb")),
     *sorted((ROOT / "results").rglob("*.toml")),
     *sorted((ROOT / "results").glob("*.md")),
 ]

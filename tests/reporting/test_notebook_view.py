@@ -4,11 +4,14 @@ import base64
 import re
 from html.parser import HTMLParser
 
+import rich.console
+import rich.jupyter
 from tiny_studies import result
 
 from thrifty.experiments.study_page import study_html
 from thrifty.experiments.study_result import StudyResult
 from thrifty.reporting.notebook_view import read_run
+from thrifty.reporting.printed_result import ResultTable
 
 
 class NotebookReader(HTMLParser):
@@ -55,3 +58,13 @@ def test_a_study_shows_expectations_and_means():
     reader = NotebookReader(study_html(measured))
     assert measured.study.name in reader.words and measured.study.about in reader.words
     assert all(case in reader.words for case in measured.study.cases) and re.search(r"\d ± \d", reader.words)
+
+
+def test_a_notebook_shows_a_result_once(monkeypatch):
+    shown = []
+    monkeypatch.setattr(rich.console, "_is_jupyter", lambda: True)
+    monkeypatch.setattr(rich.jupyter, "display", lambda *parts: shown.append(parts))
+    rich.console.Console().print("detected")
+    assert len(shown) == 1, "rich displays by itself in a notebook"
+    table = ResultTable(("trial", "loss"), [("one", "2.5")])
+    assert "2.5" in repr(table) and "2.5" in table._repr_html_() and len(shown) == 1

@@ -37,7 +37,8 @@ class PrintedResult:
         return self._console().export_html(inline_styles=True, code_format=HTML)
 
     def _console(self) -> Console:
-        console = Console(file=io.StringIO(), width=WIDTH, highlight=False, record=True)
+        # a notebook displays the returned text; by default rich would display it too
+        console = Console(file=io.StringIO(), width=WIDTH, highlight=False, record=True, force_jupyter=False)
         console.print(self, soft_wrap=True)
         return console
 
