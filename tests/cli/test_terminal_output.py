@@ -6,12 +6,14 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from command_line import CommandLine
 from rich.console import Group
 
 import thrifty
+from thrifty.interface.catalog import Kind
 from thrifty.interface.samples import SampledText
 from thrifty.reporting.printed_result import PrintedResult, ResultTable, lines, number_table, print_to_terminal
 
@@ -27,11 +29,21 @@ WITHOUT_TORCH = "\n".join(
 
 @pytest.mark.parametrize(
     ("words", "code"),
-    [("--help", 0), ("--version", 0), ("train --help", 0), ("train --bogus", 2), ("trian", 2), ("list", 0)],
+    [
+        *(("--help", 0), ("--version", 0), ("train --help", 0), ("train --bogus", 2), ("trian", 2)),
+        *((f"list {kind}", 0) for kind in get_args(Kind)),
+        *((f"show {name}", 0) for name in ("lora", "gpt-small", "next_token", "a3 --kind design")),
+        *(("show lorra", 2), ("list --json", 0), ("show lora --json", 0)),
+    ],
 )
 def test_answers_that_need_no_torch_do_not_import_it(words: str, code: int) -> None:
     done = subprocess.run([sys.executable, "-c", WITHOUT_TORCH, *words.split()], capture_output=True, text=True)
     assert done.returncode == code and "AssertionError" not in done.stderr
+
+
+def test_the_board_starts_without_torch() -> None:
+    program = "import sys, thrifty.interface.board; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", program], check=True)
 
 
 class Terminal(io.StringIO):

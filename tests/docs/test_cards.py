@@ -1,6 +1,7 @@
 """Cards of techniques: one shape, settings that build, code that runs, evidence that is found."""
 
 import inspect
+import json
 import re
 import socket
 import sys
@@ -13,6 +14,7 @@ from typing import Any, get_args
 import card_models
 import pytest
 import torch
+from tools.catalog import FILE, catalog_text
 
 import thrifty
 from thrifty import techniques
@@ -22,6 +24,7 @@ from thrifty.core.mesh import clear_mesh
 from thrifty.core.setting_bounds import hints_of
 from thrifty.experiments.evidence import evidence_by_technique
 from thrifty.experiments.findings import Aspect, read_findings
+from thrifty.interface.catalog import catalog
 from thrifty.interface.own_loop import technique_of
 from thrifty.models.families import FAMILIES
 from thrifty.models.model_presets import PRESETS
@@ -110,6 +113,36 @@ def test_one_name_of_two_kinds_shows_either_card() -> None:
         thrifty.show("lora", kind="preset")
     with pytest.raises(UsageError, match="there is no technique 'lorra'"):
         thrifty.show("lorra")
+
+
+def test_the_catalog_equals_the_code() -> None:
+    """After a change of a card, a setting or a name: `python tools/catalog.py`."""
+    assert catalog_text().splitlines() == FILE.read_text(encoding="utf-8").splitlines()
+
+
+def test_a_technique_outside_the_catalog_is_read_from_its_file(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown, listed = str(thrifty.show("lamb", results=[ROOT])), thrifty.list(search="lamb")
+    empty = {**catalog(), "techniques": {}}
+    for module in ("listings", "technique_profiles"):
+        monkeypatch.setattr(f"thrifty.interface.{module}.catalog", lambda: empty)
+    assert str(thrifty.show("lamb", results=[ROOT])) == shown and thrifty.list(search="lamb") == listed
+
+
+def test_all_cards_are_one_json_document() -> None:
+    cards = {card["name"]: card for card in json.loads(json.dumps(thrifty.list().as_dict(), allow_nan=False))}
+    assert list(cards) == techniques.names()
+    for name, card in cards.items():
+        assert tuple(card["sections"]) == SECTIONS and card["goal"] and card["about"] == card["effect"]
+        assert {"evidence", "verdicts", "settings"} <= card.keys(), name
+    shown = thrifty.show("lamb").as_dict()
+    assert {"about": shown["effect"], **shown} == cards["optimizers.lamb"]
+    assert shown["settings"][-1]["default"] is not None and "inf" in json.dumps(shown["settings"])
+
+
+@pytest.mark.parametrize("kind", ["preset", "objective", "design"])
+def test_a_list_as_json_has_the_cards_of_its_kind(kind: Any) -> None:
+    cards = thrifty.list(f"{kind}s").as_dict()
+    assert list(cards) == [thrifty.show(card["name"], kind=kind).as_dict() for card in cards]
 
 
 def test_effects_are_unique() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from thrifty import techniques
-from thrifty.comparing.comparison_protocol import SCHEMA
+from thrifty.comparing.saved_comparison import SCHEMA
 from thrifty.core.old_names import rename_cases
 from thrifty.experiments import studies
 from thrifty.experiments.past_results import past_comparisons

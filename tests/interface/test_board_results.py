@@ -29,6 +29,46 @@ def test_saved_results_have_their_own_pages(site: BoardSite, name: str, words: s
     assert 'aria-label="Board"' in page and "Content-Security-Policy" not in page and "<script" not in page
 
 
+@pytest.mark.parametrize(("name", "charts"), [("float8-4096-1024-4096", 1), ("plan-others-cpu", 2), ("waiting-cpu", 6)])
+def test_benchmarks_have_charts(site: BoardSite, name: str, charts: int) -> None:
+    page = site.respond("result", {"name": f"benchmarks/{name}"}).body.decode()
+    assert page.count("<figure") == charts and page.count("<svg") == 2 * charts and "<details><summary>" in page
+
+
+ROUNDS = [
+    {"round": number, "density": 0.8**number, "runs": {"ticket": {"held_out_loss": loss}}}
+    for number, loss in enumerate((3.0, 2.99, 3.01, 3.2))
+]
+TRIALS = [
+    {
+        "run": f"trial-{each}",
+        "settings": {"data.batch": each},
+        "rungs": [{"fraction": 1.0, "judged": each, "rank": each}],
+    }
+    for each in (1, 2)
+]
+SWEEP = {"definition": {"over": {"data.batch": [1, 2]}, "recipe": {}}, "trials": TRIALS}
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "words"),
+    [
+        ("lottery", {"lottery": {}, "rounds": ROUNDS, "status": "finished"}, "A ticket with 64.0 % of the weights"),
+        ("lottery", {"lottery": {}}, "The lottery is running"),
+        ("sweep", {**SWEEP, "status": "finished", "best": "trial-1"}, "Best: data.batch 1"),
+        ("sweep", SWEEP, "The sweep is running"),
+    ],
+)
+def test_sweeps_and_lotteries_have_their_pages(
+    site: BoardSite, tmp_path: Path, kind: str, content: dict[str, object], words: str
+) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / f"{kind}.json").write_text(json.dumps(content))
+    page = site.respond("folder", {"name": "mine"}).body.decode()
+    assert words in page and f"Thrifty {kind}" in page and "mine <span" in page
+    assert ("<svg" in page) == (kind == "sweep" or "rounds" in content)
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("file", sorted(OWN_RESULTS.glob("studies/*/*.json")), ids=lambda file: file.parent.name)
 def test_every_saved_study_has_a_page(file: Path) -> None:

@@ -112,7 +112,9 @@ _SMALL = {"data.batch": 4, "data.length": 32, "data.vocabulary": 300, "evaluatio
 
 def shortened(lines: str) -> str:
     """Shorten every budget of a run to four steps, and its texts if it reads a file."""
-    small = f", settings={_SMALL}" if "my.txt" in lines else ""
+    if "settings=own" in lines:
+        lines = lines.replace("settings=own", f"settings={{**own, **{_SMALL}}}")
+    small = f", settings={_SMALL}" if "my.txt" in lines and "settings=" not in lines else ""
     return re.sub(r'budget="[^"]*"', f'budget="4 steps"{small}', lines)
 
 

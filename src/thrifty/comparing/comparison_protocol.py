@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Annotated, Any
 
 from thrifty.comparing.equal_budgets import EQUAL, PILOT, Equal
+from thrifty.comparing.saved_comparison import FILE, SCHEMA
 from thrifty.comparing.variants import Variant
 from thrifty.core.errors import UsageError, refuse_unknown
 from thrifty.core.old_names import rename_comparison
@@ -33,8 +34,6 @@ from thrifty.recipes.recipe_toml import recipe_to_data
 from thrifty.training.run_environment import environment
 from thrifty.training.run_folder import RunFolder
 
-SCHEMA = "thrifty.comparison/1"
-FILE = "comparison.json"
 PILOTED, MEASURED = re.compile(r"-pilot-\d+$"), re.compile(r"-(trial|seed)-\d+$")
 """Patterns for names of run folders: pilots; runs at trial learning rates and runs with compared seeds."""
 MACHINE = ("cpu", "python", "torch")

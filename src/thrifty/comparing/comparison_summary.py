@@ -11,8 +11,8 @@ from typing import Any
 from thrifty.comparing.comparison_protocol import ComparisonProtocol
 from thrifty.comparing.equal_budgets import JUDGED_ON
 from thrifty.comparing.paired_statistics import interval
+from thrifty.comparing.saved_comparison import BASELINE
 from thrifty.comparing.variant_verdict import judge
-from thrifty.comparing.variants import BASELINE
 from thrifty.core.recipe import EvaluationSettings
 from thrifty.training.run_folder import RunFolder
 from thrifty.training.time_budget import steady

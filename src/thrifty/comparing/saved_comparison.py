@@ -8,6 +8,11 @@ from thrifty.core.atomic_files import AtomicFiles
 from thrifty.training.result_file import refuse_overwriting
 from thrifty.training.run_folder import RunFolder
 
+SCHEMA = "thrifty.comparison/1"
+FILE = "comparison.json"
+BASELINE = "baseline"
+"""Label of the variant that the other variants are compared with."""
+
 
 def refuse_existing_comparison(file: Path) -> None:
     """Raise UsageError if the file of a saved result exists."""

@@ -4,6 +4,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from thrifty.comparing.saved_comparison import BASELINE
 from thrifty.core.claims import Claim
 from thrifty.core.errors import UsageError, spelled
 from thrifty.core.plain_values import differences, to_data
@@ -12,7 +13,6 @@ from thrifty.core.technique import Technique
 from thrifty.recipes.recipe_layers import RecipeLayers
 from thrifty.recipes.recipe_toml import recipe_to_data
 
-BASELINE = "baseline"
 OF_THE_RACE = ("budget", "evaluation")
 """Recipe tables that are equal for all variants."""
 OF_TRAINING = ("batch", "augment")

@@ -13,12 +13,13 @@ from urllib.parse import quote
 
 from thrifty.core.secret_redaction import redact, redact_text
 from thrifty.dashboard import board_pages
+from thrifty.dashboard.benchmark_page import benchmark_page
 from thrifty.dashboard.cached_files import CachedFiles
 from thrifty.dashboard.page_responses import PageResponse, Query, changed_parts, figure_data
 from thrifty.dashboard.run_listing import RunListing
 from thrifty.dashboard.run_summary import RunListRow
 from thrifty.dashboard.run_watcher import RunWatcher
-from thrifty.dashboard.saved_results import outcome, saved_results, tables
+from thrifty.dashboard.saved_results import outcome, saved_results
 from thrifty.dashboard.technique_cards import TechniqueCard, card_from
 from thrifty.reporting.chart_renderer import VEGA_LITE, vega_bundle
 from thrifty.reporting.color_theme import chart_look, css_variable
@@ -214,10 +215,11 @@ class BoardSite:
         entry = self._entry(query, "study", "comparison", "lottery", "sweep")
         if entry is None:
             return None
-        name, _, about, _, offline = self._listed_folder(entry)
+        name, _, about, _, _ = self._listed_folder(entry)
         data = redact(self.files.json_object(entry.path / f"{entry.kind}.json"))
+        data = {**data, "folder": name} if data else {}
         description = "" if about == entry.kind else about
-        return self._result(data, name, entry.kind, description, here="studies", offline=offline)
+        return self._result(data, name, entry.kind, description, here="studies")
 
     def result_page(self, query: Query) -> PageResponse | None:
         result = next(
@@ -228,15 +230,10 @@ class BoardSite:
         here = "simulations" if result.group in SIMULATIONS else "studies"
         return self._result(result.data, result.name, result.group, result.about, here)
 
-    def _result(
-        self, data: Mapping[str, Any], name: str, kind: str, about: str, here: str, offline: str = ""
-    ) -> PageResponse:
-        """Return the page of a result in the board's frame. Results without a page are shown as tables."""
-        page = self.page_of(data)
-        if page is not None:
-            return PageResponse(board_pages.framed(page, here).encode(errors="replace"))
-        values = {"title": name, "kind": kind, "about": about, "offline": offline}
-        return self._page("tables", here, tables=tables(data), **values)
+    def _result(self, data: Mapping[str, Any], name: str, kind: str, about: str, here: str) -> PageResponse:
+        """Return the page of a result in the board's frame."""
+        page = self.page_of(data) or benchmark_page(data, name, kind, about)
+        return PageResponse(board_pages.framed(page, here).encode(errors="replace"))
 
     def simulations_page(self, query: Query) -> PageResponse:
         results = [each for each in saved_results(self.results, self.files) if each.group in SIMULATIONS]

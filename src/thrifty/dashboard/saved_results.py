@@ -8,6 +8,7 @@ from typing import Any
 from thrifty.core.secret_redaction import redact
 from thrifty.dashboard.cached_files import CachedFiles
 from thrifty.reporting.number_format import MISSING, scaled, significant
+from thrifty.reporting.result_page import FACTS
 from thrifty.reporting.run_record import mapping, mappings, number
 from thrifty.reporting.run_tables import TextTable
 
@@ -18,7 +19,6 @@ COLUMNS, ROWS = 14, 400
 DEEPEST = 3
 """Maximum nesting depth of objects with their own tables. The depth is the number of commas in the caption."""
 Labelled = Sequence[tuple[str, Mapping[str, Any]]]
-FACTS = ("cpu", "gpu", "device", "cores", "torch", "python", "thrifty", "started")
 
 
 @dataclass(frozen=True)
@@ -53,13 +53,10 @@ def tables(data: Mapping[str, Any]) -> list[TextTable]:
     """Return the tables of a result file.
 
     For a study, the tables are expectations and means. For any other file, the tables are lists and mappings of similar
-    objects.
+    objects. Facts on the machine are left out.
     """
     study = "summary" in data and "definition" in data
-    found_tables = list(_study(data)) if study else list(_generic_tables(data, ""))
-    facts = mapping(data.get("environment")) or data
-    rows = [(name, _cell(facts[name])) for name in FACTS if facts.get(name) is not None]
-    return [*found_tables, TextTable("Measured on", ("Fact", "Value"), rows)] if rows else found_tables
+    return list(_study(data)) if study else list(_generic_tables(data, ""))
 
 
 def _study(data: Mapping[str, Any]) -> Iterator[TextTable]:
@@ -93,7 +90,8 @@ def _estimate(estimate: Any) -> str:
 
 def _generic_tables(data: Mapping[str, Any], path: str) -> Iterator[TextTable]:
     """Yield a table for each list or mapping of objects. Nested lists and mappings have their own tables."""
-    single = [(name, _cell(value)) for name, value in data.items() if not _is_deep(value) and name not in FACTS]
+    shown = {name: value for name, value in data.items() if name not in (*FACTS, "command")}
+    single = [(name, _cell(value)) for name, value in shown.items() if not _is_deep(value)]
     if single:
         yield TextTable(path or "Values", ("Name", "Value"), single[:ROWS], note=_left_out((), len(single)))
     for name, value in data.items():

@@ -10,10 +10,8 @@ from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from thrifty.comparing.comparison_protocol import FILE, SCHEMA
-from thrifty.comparing.variants import BASELINE
+from thrifty.comparing.saved_comparison import BASELINE, FILE, SCHEMA
 from thrifty.core.old_names import rename_comparison
-from thrifty.experiments import studies
 
 if TYPE_CHECKING:  # scipy takes a second to import
     from thrifty.comparing.variant_verdict import Word
@@ -213,7 +211,6 @@ def past_studies(folders: Sequence[Path] = FOLDERS) -> list[PastStudy]:
 
 @cache
 def _used_in(study: str) -> frozenset[str]:
-    if study not in studies.names():
-        return frozenset()
-    source = resources.files(studies).joinpath(f"{study}.py").read_text(encoding="utf-8")
+    file = resources.files("thrifty.experiments") / "studies" / f"{study}.py"
+    source = file.read_text(encoding="utf-8") if file.is_file() else ""
     return frozenset(re.findall(r"^from thrifty\.techniques\.([\w.]+) import", source, re.MULTILINE))

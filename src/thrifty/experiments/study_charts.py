@@ -1,7 +1,6 @@
 """Plots of a study as Vega-Lite charts and images, with means as points and 95 % intervals as bars."""
 
 import math
-import textwrap
 from typing import Any
 
 import altair as alt
@@ -10,13 +9,12 @@ from thrifty.experiments.study import StudyPlot, level_text
 from thrifty.experiments.study_result import StudyResult
 from thrifty.reporting.color_theme import css_variable
 from thrifty.reporting.number_format import significant
+from thrifty.reporting.result_page import CHARACTER, RowLabels
 
 SERIES = ("train", "held-out", "trained", "violet", "olive", "cyan", "control", "ink")
 """Palette colors of lines."""
 FILE = 460
 """Width in pixels of a plot in a file."""
-LINE = 7
-"""Width in pixels of a character of a label, rounded up."""
 
 Row = dict[str, Any]
 
@@ -69,20 +67,17 @@ def chart(result: StudyResult, plot: StudyPlot, width: int = FILE) -> alt.LayerC
 
 
 def _by_case(base: alt.Chart, plot: StudyPlot, drawn: list[Row], scale: alt.Scale, width: int) -> alt.LayerChart:
-    """Return a plot with one row per case. Long labels are wrapped; all labels together take half the width at most."""
+    """Return a plot with one row per case."""
+    labels = RowLabels([str(row["x"]) for row in drawn], width)
     for row in drawn:
-        row["x"] = "\n".join(textwrap.wrap(str(row["x"]), width // 2 // LINE))
-    texts = [line for row in drawn for line in row["x"].split("\n")]
-    labels = LINE * max(map(len, texts), default=0)
-    axis = alt.Axis(labelExpr="split(datum.value, '\\n')", labelLimit=width)
-    y = alt.Y("x:N", title=None, sort=None, axis=axis)
+        row["x"] = labels.wrap(str(row["x"]))
+    y = alt.Y("x:N", title=None, sort=None, axis=labels.axis())
     x = alt.X("y:Q", title=_words(plot.y), scale=scale, axis=alt.Axis(tickCount=5 if width > FILE else 4))
     layers = [
         base.mark_rule(strokeWidth=1.5).encode(x=alt.X("low:Q", title=_words(plot.y)), x2="high:Q", y=y),
         base.mark_circle(size=60, opacity=1).encode(x=x, y=y, tooltip=["case:N", "y:Q", "low:Q", "high:Q"]),
     ]
-    lines = max((row["x"].count("\n") + 1 for row in drawn), default=1)
-    return alt.layer(*layers).properties(width=width - labels + LINE * 5, height=alt.Step(10 + 14 * lines))
+    return alt.layer(*layers).properties(**labels.size())
 
 
 def _colour(plot: StudyPlot, drawn: list[Row], width: int) -> alt.Color | alt.ColorValue:
@@ -91,7 +86,7 @@ def _colour(plot: StudyPlot, drawn: list[Row], width: int) -> alt.Color | alt.Co
     names = list(dict.fromkeys(row["by"] for row in drawn))
     colours = [css_variable(SERIES[index % len(SERIES)]) for index in range(len(names))]
     longest = max(map(len, names), default=1)
-    columns = max(1, width // (LINE * longest + 40))
+    columns = max(1, width // (CHARACTER * longest + 40))
     legend = alt.Legend(title=_words(plot.by), orient="top", columns=columns, labelLimit=width)
     return alt.Color("by:N", scale=alt.Scale(domain=names, range=colours), legend=legend)
 

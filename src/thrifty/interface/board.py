@@ -8,14 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from thrifty import techniques
-from thrifty.comparing.comparison_protocol import SCHEMA
+from thrifty.comparing.saved_comparison import SCHEMA
 from thrifty.core.cache_dir import cache_folder
 from thrifty.core.errors import ThriftyError, UsageError
 from thrifty.core.old_names import rename_comparison
 from thrifty.dashboard.board_server import BoardServer, new_token
 from thrifty.dashboard.board_site import BoardSite, TechniqueEvidence
 from thrifty.experiments.past_results import OWN_RESULTS
-from thrifty.interface.technique_profiles import profile_of
+from thrifty.interface.technique_profiles import profile_named
 from thrifty.reporting import comparison_page
 
 
@@ -43,7 +43,7 @@ def board(
     site = BoardSite(
         folder,
         kept,
-        lambda: [profile_of(techniques.find(name)).as_dict() for name in names],
+        lambda: [profile_named(name).as_dict() for name in names],
         lambda: technique_evidence(names, (*kept, folder)),
         page_of,
     )
@@ -63,7 +63,7 @@ def technique_evidence(names: Sequence[str], folders: Sequence[Path]) -> dict[st
     found, measured, here = evidence_by_technique(folders), {}, cpu_model()
     for name in names:
         evidence = found.get(name, Evidence())
-        chips = {**evidence.verdicts(), "exactness": techniques.find(name).numerics.value}
+        chips = {**evidence.verdicts(), "exactness": profile_named(name).numerics}
         machines = evidence.machines()
         is_here = any(machine.startswith(here) for machine in machines)
         chips |= {"measured": "here" if is_here else "elsewhere"} if machines else {"not measured": ""}
@@ -72,18 +72,24 @@ def technique_evidence(names: Sequence[str], folders: Sequence[Path]) -> dict[st
 
 
 def page_of(data: Mapping[str, Any]) -> str | None:
-    """Return the offline page of a saved comparison, study or list of simulated training runs; None for other results,
-    and for results of another version.
+    """Return the offline page of a saved comparison, study, sweep, lottery or list of simulated training runs; None for
+    other results, and for results of another version.
     """
     from thrifty.experiments import study_page
+    from thrifty.interface.lotteries import LotteryResult
     from thrifty.interface.published_runs_page import published_runs_page
     from thrifty.interface.studies import study_result
+    from thrifty.interface.sweeps import SweepResult
 
     try:
         if data.get("schema") == SCHEMA:
             return comparison_page.render(rename_comparison(data))
         if {"study", "cells"} <= data.keys():
             return study_page.render(study_result(data))
+        if {"trials", "definition"} <= data.keys():
+            return SweepResult({"status": "running", "folder": data.get("name", "sweep"), **data}).render()
+        if "lottery" in data:
+            return LotteryResult(data.get("rounds", ()), data.get("folder", "lottery"), data).render()
         return published_runs_page(data) if {"rates", "runs"} <= data.keys() else None
     except (ThriftyError, KeyError, TypeError, ValueError):
         return None

@@ -1,14 +1,10 @@
-"""`list`: print the names that recipes and commands accept, one line per name.
-
-Techniques are listed without importing torch, which takes seconds.
-"""
+"""`list`: print the names that recipes and commands accept, one line per name. Listing imports no torch."""
 
 import ast
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from itertools import chain
-from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, get_args
 
 from rich.console import RenderableType
 from rich.markup import escape
@@ -17,18 +13,30 @@ from rich.table import Table
 from thrifty import techniques
 from thrifty.core.card import read_card
 from thrifty.core.errors import UsageError, refuse_unknown
+from thrifty.experiments.evidence import Evidence, evidence_by_technique
+from thrifty.interface.cards import NamedCard
+from thrifty.interface.catalog import Kind, catalog
+from thrifty.interface.technique_profiles import goal_of, profile_named
 from thrifty.reporting.printed_result import PrintedResult, lines, open_table
 
-Kind = Literal["techniques", "recipes", "studies", "presets", "objectives", "designs"]
 WIDTH = 120
 """Number of characters per printed line."""
 
 
 class Listing(PrintedResult, dict[str, str]):
-    """Names with one line of description each."""
+    """Names with one line of description each. As JSON it has whole cards."""
 
-    def as_dict(self) -> Any:
-        return [{"name": name, "about": about} for name, about in self.items()]
+    kind: Kind = "techniques"
+
+    def as_dict(self) -> Sequence[Mapping[str, Any]]:
+        """Return each entry as `show` returns it, with the added key "about"."""
+        entries = catalog()[self.kind]
+        return [
+            NamedCard(self.kind.removesuffix("s"), name, **entries[name]).as_dict()
+            if "card" in entries[name]
+            else {"name": name, "about": about}
+            for name, about in self.items()
+        ]
 
     def __rich__(self) -> RenderableType:
         return _columns(self)
@@ -37,13 +45,27 @@ class Listing(PrintedResult, dict[str, str]):
 class TechniqueListing(Listing):
     """Techniques grouped by their goals."""
 
+    def as_dict(self) -> Sequence[Mapping[str, Any]]:
+        """Return each card with its settings and evidence. Code of third parties is not run: their cards have no
+        settings.
+        """
+        evidence = evidence_by_technique()
+        return [{"name": name, "about": about, **_details(name, evidence)} for name, about in self.items()]
+
     def __rich__(self) -> RenderableType:
-        groups: dict[str, dict[str, str]] = {}
+        goals: dict[str, dict[str, str]] = {}
         for name, about in self.items():
-            groups.setdefault(name.rpartition(".")[0], {})[name] = about
+            goals.setdefault(goal_of(name), {})[name] = about
         width = max(map(len, self), default=0)
-        printed = [[f"\n{_goal(group)}", _columns(rows, width)] for group, rows in groups.items()]
+        printed = [[f"\n{goal}", _columns(rows, width)] for goal, rows in goals.items()]
         return lines(*chain(*printed))
+
+
+def _details(name: str, evidence: Mapping[str, Evidence]) -> Mapping[str, Any]:
+    if name in catalog()["techniques"]:
+        return replace(profile_named(name), evidence=evidence.get(name, Evidence())).as_dict()
+    card = _card(name)
+    return {"card": card, "goal": goal_of(name), **asdict(read_card(card))}
 
 
 def _columns(rows: Mapping[str, str], width: int = 0) -> Table:
@@ -70,22 +92,25 @@ def list_names(kind: Kind = "techniques", *, search: str = "") -> Listing:
         "adapters.lora" in thrifty.list()
     """
     refuse_unknown("there is no list of", kind, get_args(Kind))
-    rows = _KINDS[kind]()
+    is_techniques = kind == "techniques"
+    rows = {name: _about(name) for name in techniques.names()} if is_techniques else _lines(kind)
     words = search.lower().split()
-    cards = {name: _card(name) for name in rows} if words and kind == "techniques" else {}
+    cards = {name: _card(name) for name in rows} if words and is_techniques else {}
     texts = {name: f"{name} {about} {cards.get(name, '')} {_aliases(name)}".lower() for name, about in rows.items()}
     kept = {name: about for name, about in rows.items() if all(word in texts[name] for word in words)}
     if not kept:
         raise UsageError(f"no {kind} match {search!r}", fix=f"thrifty list {kind}")
-    return TechniqueListing(kept) if kind == "techniques" else Listing(kept)
+    listing = TechniqueListing(kept) if is_techniques else Listing(kept)
+    listing.kind = kind
+    return listing
 
 
-def _techniques() -> Mapping[str, str]:
-    return {name: _about(name) for name in techniques.names()}
+def _lines(kind: Kind) -> Mapping[str, str]:
+    return {name: entry["about"] for name, entry in catalog()[kind].items()}
 
 
 def _about(name: str) -> str:
-    """Return the description line of a technique from its source file."""
+    """Return the description line of a technique."""
     if techniques.source_file(name) is None:
         outside = techniques.third_party().get(name)
         return f"from the package {outside.dist.name if outside.dist else outside.value}" if outside else "no .py file"
@@ -93,81 +118,19 @@ def _about(name: str) -> str:
 
 
 def _card(name: str) -> str:
-    """Return the docstring of a technique without running its file, because the file may be third-party code."""
+    """Return the card of a technique without running its file, because the file may be third-party code."""
+    if name in catalog()["techniques"]:
+        return catalog()["techniques"][name]["card"]
     file = techniques.source_file(name)
+    if file is None:
+        return ""  # an entry point
     try:
-        if file is None or not file.is_file():
+        if not file.is_file():
             raise OSError("not a regular file")
-        source = file.read_bytes()
-        docstring = source[: source.find(b'"""', 3) + 3]  # parsing whole files takes a second
-        is_plain = source.startswith(b'"""') and len(docstring) > 3
-        return ast.get_docstring(ast.parse(docstring if is_plain else source, str(file))) or ""
+        return ast.get_docstring(ast.parse(file.read_bytes(), str(file))) or ""
     except (OSError, SyntaxError, ValueError, RecursionError, MemoryError) as error:
         return f"cannot be read: {type(error).__name__}: {error} ({file})"
 
 
 def _aliases(name: str) -> str:
     return " ".join(alias for alias, meant in techniques.ALIASES.items() if meant == name)
-
-
-def _goal(group: str) -> str:
-    """Return the heading of a technique group: the first line of its package docstring."""
-    package = Path(techniques.__file__).parent / group / "__init__.py"
-    docstring = ast.get_docstring(ast.parse(package.read_bytes())) if group and package.is_file() else ""
-    return (docstring or group or "Compilation").partition("\n")[0]
-
-
-def _recipes() -> Mapping[str, str]:
-    from thrifty.recipes import RECIPES
-
-    return {name: make().about for name, make in RECIPES.items()}
-
-
-def _studies() -> Mapping[str, str]:
-    from thrifty.experiments import studies
-
-    made = map(studies.make, studies.names())
-    return {study.name: f"{study.about} About {study.minutes:g} min." for study in made}
-
-
-def _presets() -> Mapping[str, str]:
-    import torch
-
-    from thrifty.models.families import assemble
-    from thrifty.models.model_presets import PRESETS
-
-    rows = {}
-    for name, shape in PRESETS.items():
-        with torch.device("meta"):
-            parameters = sum(parameter.numel() for parameter in assemble(shape).parameters())
-        ends = f"vocabulary {shape.vocabulary:,}"
-        if shape.style == "clip":
-            ends = f"images of {shape.image} pixels in patches of {shape.patch}, captions of {shape.length} tokens"
-        if shape.style == "mae":
-            ends = f"a decoder of {shape.decoder_depth}, images of {shape.image} pixels in patches of {shape.patch}"
-        if shape.style == "vit":
-            ends = f"images of {shape.image} pixels in patches of {shape.patch}, {shape.vocabulary:,} labels"
-        rows[name] = f"{shape.depth} blocks, width {shape.width}, {ends}, {parameters:,} parameters"
-    return rows
-
-
-def _objectives() -> Mapping[str, str]:
-    from thrifty.objectives import OBJECTIVES
-
-    return {name: read_card(sys.modules[make.__module__].__doc__).effect for name, make in OBJECTIVES.items()}
-
-
-def _designs() -> Mapping[str, str]:
-    from thrifty.simulators.accelerator.accelerator_file import find_machine, machine_names
-
-    return {name: find_machine(name).about for name in machine_names()}
-
-
-_KINDS: Mapping[Kind, Callable[[], Mapping[str, str]]] = {
-    "techniques": _techniques,
-    "recipes": _recipes,
-    "studies": _studies,
-    "presets": _presets,
-    "objectives": _objectives,
-    "designs": _designs,
-}

@@ -1,10 +1,11 @@
-"""`report`: write the page of a run, comparison, study or sweep, and return its measured values."""
+"""`report`: write the page of a run, comparison, study, sweep or lottery, and return its measured values."""
 
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, overload
 
 from thrifty.interface.comparisons import open_comparison
+from thrifty.interface.lotteries import open_lottery
 from thrifty.interface.run_reports import RunReport, report_run
 from thrifty.interface.studies import open_study
 from thrifty.interface.sweeps import open_sweep
@@ -13,6 +14,7 @@ from thrifty.reporting.measured_result import MeasuredResult
 
 OPENERS: dict[str, Callable[[Path], MeasuredResult]] = {
     "comparison.json": open_comparison,
+    "lottery.json": open_lottery,
     "study.json": open_study,
     "sweep.json": open_sweep,
 }
@@ -24,13 +26,13 @@ def report(run: RunResult) -> RunReport: ...
 @overload
 def report(run: MeasuredResult | str | Path) -> Any: ...
 def report(run: MeasuredResult | RunResult | str | Path) -> MeasuredResult:
-    """Write report.html to the folder of a run, comparison, study or sweep, and return the result.
+    """Write report.html to the folder of a run, comparison, study, sweep or lottery. Return the result.
 
     `run` is a result, its folder, or its name under ./runs. It may be unfinished. The returned RunReport,
-    ComparisonResult, MeasuredStudy or SweepResult has `page`, `records()` (a DataFrame), `to_csv(file)`, and
-    `figure(name).save(file)` for .png, .svg and .pdf.
+    ComparisonResult, MeasuredStudy, SweepResult or LotteryResult has `page`, `records()` (a DataFrame),
+    `to_csv(file)`, and `figure(name).save(file)` for .png, .svg and .pdf.
 
-    Raises UsageError if there is no such run, comparison, study or sweep.
+    Raises UsageError if there is no such run, comparison, study, sweep or lottery.
 
     Example::
 

@@ -24,9 +24,9 @@ from thrifty.interface.recipe_arguments import recipe as recipe_of
 from thrifty.interface.training import RunResult
 from thrifty.reporting.color_theme import css_variable
 from thrifty.reporting.measured_result import MeasuredResult, Rows
-from thrifty.reporting.notebook_view import piece
 from thrifty.reporting.number_format import significant
 from thrifty.reporting.printed_result import ResultTable, lines
+from thrifty.reporting.result_page import GOOD, PHONE, PageVerdict, ResultPage, page_chart
 from thrifty.reporting.run_tables import TextTable
 from thrifty.training.run_folder import RunFolder
 
@@ -100,10 +100,15 @@ class SweepResult(MeasuredResult):
 
     def charts(self) -> dict[str, Mapping[str, Any]]:
         """Return the chart "rungs": the held-out value of each trial at each rung. The best trial is highlighted."""
+        return {"rungs": self._rungs(640).to_dict()} if self._points else {}
+
+    @property
+    def _points(self) -> Rows:
         best = self.content.get("best", "")
-        points = [{**row, "best": row["trial"] == best} for row in self.rows() if row.get("judged") is not None]
-        if not points:
-            return {}
+        return [{**row, "best": row["trial"] == best} for row in self.rows() if row.get("judged") is not None]
+
+    def _rungs(self, width: int) -> alt.Chart:
+        points = self._points
         highlight = alt.condition("datum.best", alt.value(css_variable("train")), alt.value(css_variable("faint")))
         axis = alt.Axis(values=sorted({point["fraction"] for point in points}), format=".0%")
         chart = alt.Chart(alt.Data(values=points)).mark_line(point=True).encode(
@@ -112,21 +117,46 @@ class SweepResult(MeasuredResult):
             detail="trial:N",
             color=highlight,
         )  # fmt: skip
-        return {"rungs": chart.properties(width=640, height=320).to_dict()}
+        return chart.properties(width=width, height=320 if width > PHONE else 240)
 
     @property
     def page(self) -> Path:
         """HTML page of the sweep."""
         return self.folder / "report.html"
 
+    def render(self) -> str:
+        """Return the HTML page with the best settings, the chart of rungs and the table of trials."""
+        table, status = self.table(), self.content["status"]
+        caption = "Each line is a trial; the highlighted line is the best trial."
+        verdicts = []
+        if status == "finished":
+            settings = ", ".join(
+                f"{path.removeprefix('techniques.')} {value}" for path, value in self.best_settings.items()
+            )
+            last = self._best["rungs"][-1]["judged"]
+            sentence = f"Held-out {self._judge} {significant(last, 4)} in {self._best['run']}."
+            verdicts = [PageVerdict(f"Best: {settings}", sentence, self._compute, GOOD)]
+        return ResultPage(
+            kind="sweep",
+            name=self.folder.name,
+            status=status,
+            about=f"Search over {' and '.join(table.head[1:-2])} by successive halving, {len(self.trials)} trials.",
+            verdicts=verdicts,
+            pending=f"The sweep is {status}; the best settings appear at its end.",
+            cautions=self._cautions() if verdicts else [],
+            charts=[page_chart("Trials at each rung", caption, self._rungs)] if self._points else [],
+            tables=[TextTable("Trials", table.head, table.rows, frozenset(range(1, len(table.head))))],
+            source="All values are in sweep.json in the same folder; each trial has its own folder.",
+        ).render()
+
     def write_page(self) -> None:
-        """Write report.html with the table of trials and the chart of rungs."""
-        table = self.table()
-        figures = [(self.figure().data_url(), "Held-out values of all trials at each rung")] if self.charts() else []
-        tables = [TextTable("Trials", table.head, table.rows, frozenset(range(1, len(table.head))))]
-        content = piece(f"{self.folder.name}: {self.content['status']}", self._sentences(), tables, figures)
-        page = f'<!doctype html><html lang="en"><meta charset="utf-8"><title>{self.folder.name}</title>{content}</html>'
-        RunFolder(self.folder).write_text(self.page.name, page)
+        """Write report.html."""
+        RunFolder(self.folder).write_text(self.page.name, self.render())
+
+    @property
+    def _compute(self) -> str:
+        whole = sum(trial["rungs"][-1]["fraction"] for trial in self.content["trials"] if trial["rungs"])
+        return f"{len(self.content['trials'])} trials for the compute of {whole:.3g} whole runs"
 
     def __rich__(self) -> RenderableType:
         return lines(self.table(), *self._sentences(), str(self.page))
@@ -134,8 +164,7 @@ class SweepResult(MeasuredResult):
     def _sentences(self) -> list[str]:
         printed: list[str] = []
         if self.content["status"] == "finished":
-            whole = sum(trial["rungs"][-1]["fraction"] for trial in self.content["trials"] if trial["rungs"])
-            printed.append(f"{len(self.content['trials'])} trials for the compute of {whole:.3g} whole runs")
+            printed.append(self._compute)
             settings = " ".join(f"--set {path}={value}" for path, value in self.best_settings.items())
             printed.append(f"best: {self.folder / self.content['best']}, trained with {settings}")
             printed += [f"caution: {caution}" for caution in self._cautions()]

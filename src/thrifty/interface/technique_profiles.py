@@ -1,5 +1,6 @@
 """Card of a technique with its settings and its measured evidence."""
 
+import ast
 import dataclasses
 import inspect
 import json
@@ -7,17 +8,22 @@ import sys
 import typing
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import RenderableType
 
+from thrifty import techniques
 from thrifty.core.card import read_card
 from thrifty.core.run_relative_settings import is_moment
 from thrifty.core.setting_bounds import hints_of
-from thrifty.core.technique import Technique
 from thrifty.experiments.evidence import ASPECTS, Evidence, evidence_by_technique
+from thrifty.interface.catalog import catalog
 from thrifty.reporting.printed_result import PrintedResult, lines
+
+if TYPE_CHECKING:
+    from thrifty.core.technique import Technique
 
 _SEAMS = ("model", "batches", "objective", "backward", "update", "changes", "footprint", "holds", "finish")
 
@@ -40,10 +46,10 @@ class TechniqueProfile(PrintedResult):
     evidence: Evidence = field(default_factory=Evidence)
 
     def as_dict(self) -> dict[str, Any]:
-        evidence = asdict(self.evidence)
-        for study in evidence["studies"]:
-            study["techniques"] = sorted(study["techniques"])
-        return {**asdict(self), "evidence": evidence, "verdicts": self.verdicts(), "in_words": self.evidence.in_words()}
+        derived = {"verdicts": self.verdicts(), "in_words": self.evidence.in_words(), "goal": goal_of(self.name)}
+        data = {**asdict(self), **derived, **asdict(read_card(self.card))}
+        text = json.dumps(data, default=lambda value: sorted(value) if isinstance(value, frozenset) else str(value))
+        return json.loads(text, parse_constant=lambda word: str(float(word)))  # JSON has no infinity
 
     def verdicts(self) -> dict[str, str]:
         """Return the verdict on each aspect. The technique declares its exactness, and `thrifty check` tests it."""
@@ -76,13 +82,28 @@ class TechniqueProfile(PrintedResult):
         return f":{simple[0]['name']}={json.dumps(simple[0]['default'])}" if simple else ""
 
 
-def technique_profile(kind: type[Technique], results: Sequence[Path]) -> TechniqueProfile:
+def technique_profile(technique: "str | type[Technique]", results: Sequence[Path]) -> TechniqueProfile:
     """Return the card of a technique with its evidence from the folders `results`."""
-    profile = profile_of(kind)
+    profile = profile_named(technique) if isinstance(technique, str) else profile_of(technique)
     return replace(profile, evidence=evidence_by_technique(results).get(profile.name, Evidence()))
 
 
-def profile_of(kind: type[Technique]) -> TechniqueProfile:
+def profile_named(name: str) -> TechniqueProfile:
+    """Return the card of a technique without evidence. Only a technique that the catalog lacks is imported."""
+    entry = catalog()["techniques"].get(techniques.full_name(name))
+    return TechniqueProfile(**entry) if entry else profile_of(techniques.find(name))
+
+
+@cache
+def goal_of(name: str) -> str:
+    """Return the goal of a technique: the first line of the docstring of its group."""
+    group = name.rpartition(".")[0]
+    package = Path(techniques.__file__).parent / group / "__init__.py"
+    docstring = ast.get_docstring(ast.parse(package.read_bytes())) if group and package.is_file() else ""
+    return (docstring or group or "Compilation").partition("\n")[0]
+
+
+def profile_of(kind: "type[Technique]") -> TechniqueProfile:
     """Return the card of a technique without evidence."""
     return TechniqueProfile(
         name=kind.name,
@@ -110,7 +131,7 @@ def setting_lines(settings: Sequence[dict[str, Any]]) -> list[str]:
     return [f"  {each['name']} = {each['default']!r}  ({each['type']})" for each in settings] or ["  none"]
 
 
-def _notes(kind: type[Technique]) -> str:
+def _notes(kind: "type[Technique]") -> str:
     """Return the docstring of the class. Return "" if it is only the signature that dataclasses generate."""
     docstring = vars(kind).get("__doc__") or ""
     return "" if docstring.startswith(f"{kind.__name__}(") else inspect.cleandoc(docstring)

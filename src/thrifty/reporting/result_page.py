@@ -3,6 +3,7 @@ sweeps, lotteries, plans and benchmarks have this page.
 """
 
 import shlex
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +20,31 @@ WIDE, HALF, PHONE = 960, 430, 262
 FACTS = ("cpu", "gpu", "cores", "device", "torch", "python", "thrifty", "platform", "started")
 GOOD, BAD = "good", "bad"
 """Tones of a verdict."""
+
+
+CHARACTER, LINE = 7, 14
+"""Width and height in pixels of a character of a label, rounded up."""
+
+
+@dataclass(frozen=True)
+class RowLabels:
+    """Labels of the rows of a chart of `width` pixels. Long labels are wrapped; labels take half the width at most."""
+
+    labels: Sequence[str]
+    width: int
+
+    def wrap(self, label: str) -> str:
+        return "\n".join(textwrap.wrap(label, self.width // 2 // CHARACTER))
+
+    def axis(self) -> alt.Axis:
+        return alt.Axis(labelExpr="split(datum.value, '\\n')", labelLimit=self.width)
+
+    def size(self) -> dict[str, Any]:
+        """Return the width and height of the plot next to the labels."""
+        lines = [self.wrap(label).split("\n") for label in self.labels]
+        longest = max((len(line) for each in lines for line in each), default=0)
+        most = max(map(len, lines), default=1)
+        return {"width": self.width - CHARACTER * max(longest - 5, 0), "height": alt.Step(10 + LINE * most)}
 
 
 @dataclass(frozen=True)

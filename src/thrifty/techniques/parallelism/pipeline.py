@@ -4,7 +4,8 @@ Paper       Huang et al. 2019, GPipe (arXiv 1811.06965), section 2. 1F1B: PipeDr
             al. 2021 (arXiv 2104.04473), section 2.2. Zero Bubble: Qi et al. 2023 (arXiv 2401.10241).
 Promise     Parameters, gradients and optimizer state are divided over the ranks, with little traffic. Equal to the
             single-process run within rounding.
-Use         run = thrifty.train(techniques=["pipeline"], settings={"mesh.pipeline": 2}, ranks=2, budget="2000 steps")
+Use         own = {"mesh.pipeline": 2}
+            run = thrifty.train(data="my.txt", techniques=["pipeline"], settings=own, ranks=2, budget="2000 steps")
 Start with  `pipeline:micro_batches=4`. More micro-batches shorten the idle time.
 Cost        With p equal stages and m micro-batches, ranks are idle for (p - 1) / (m + p - 1) of the time. The slowest
             stage sets the pace.
