@@ -55,11 +55,15 @@ def write_files(folder: Path) -> None:
 
 def shortened(words: list[str]) -> list[str]:
     """Shorten a command so that it runs in seconds: few steps, small batches, a small model."""
+    if words[1:3] == ["data", "score"]:
+        return [*words, "--steps", "4"]
     if not {"train", "explain", "check", "compare", "plan", "sweep"} & {*words[:5]}:
         return words
-    if words[2:3] == ["plan.toml"]:
+    if words[2].endswith(".toml"):
         return [*words, *STEPS]
     kept = [word for i, word in enumerate(words) if word != "--budget" and words[i - 1] != "--budget"]
+    if words[2].startswith("vit-"):
+        return [*kept, *TINY]
     length = ["--set", f"data.length={256 if 'base-model' in kept else 32}"]
     sizes = [] if "--model" in kept else SIZES
     more = {"compare": FEW_RUNS, "plan": QUICK_PLAN, "sweep": ["--trials", "2"]}.get(words[1], [])
@@ -76,7 +80,7 @@ def run_page(page: Path, folder: Path) -> None:
                 run_command(words, folder)
         else:
             script = folder / f"block_{number}.py"
-            script.write_text(re.sub(r'(?<!_)budget="[^"]*"', 'budget="4 steps"', code))
+            script.write_text(re.sub(r'(?<!_)budget="[^"+]*"', 'budget="4 steps"', code))
             run([sys.executable, script.name], folder)
 
 
