@@ -133,9 +133,9 @@ def test_finished_rounds_are_not_repeated(played: tuple[Path, dict[str, Any]], r
 
 def test_two_lotteries_are_not_mixed(played: tuple[Path, dict[str, Any]], recipe: Recipe) -> None:
     runs, _ = played
-    with pytest.raises(UsageError, match=r"other settings: lottery.prune: 0.5 → 0.3"):
+    with pytest.raises(UsageError, match=r"different settings: lottery.prune: 0.5 → 0.3"):
         run_lottery(recipe, replace(LOTTERY, prune=0.3), runs, quiet=True)
-    with pytest.raises(UsageError, match=r"other settings: recipe\.data\.batch: 4 → 8"):
+    with pytest.raises(UsageError, match=r"different settings: recipe\.data\.batch: 4 → 8"):
         run_lottery(replace(recipe, data=replace(recipe.data, batch=8)), LOTTERY, runs, quiet=True)
 
 
@@ -145,7 +145,7 @@ def test_impossible_lotteries_are_refused(recipe: Recipe, tmp_path: Path, monkey
     with pytest.raises(UsageError, match="where is not a regular expression"):
         LotterySettings(where="(")
     for moment in (-1, 1.0):
-        with pytest.raises(UsageError, match="before the last one"):
+        with pytest.raises(UsageError, match="before the last step"):
             LotterySettings(rewind=moment)
     with pytest.raises(UsageError, match="cannot start at step 6 of 6"):
         run_lottery(recipe, replace(LOTTERY, rewind=STEPS), tmp_path, quiet=True)
@@ -183,7 +183,7 @@ def test_the_first_model_is_freed_before_the_rounds(
 
 def test_runs_of_no_known_lottery_are_not_its_rounds(recipe: Recipe, tmp_path: Path) -> None:
     (tmp_path / "tiny-round-0").mkdir()
-    with pytest.raises(UsageError, match=r"tiny-round-0 exists"):
+    with pytest.raises(UsageError, match=r"tiny-round-0' exists"):
         run_lottery(recipe, LOTTERY, tmp_path, quiet=True)
     assert not (tmp_path / "tiny-lottery").exists()
 
