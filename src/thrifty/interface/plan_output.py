@@ -32,11 +32,11 @@ NOT_TAKEN = "not taken"
 
 def plan_parts(plan: Plan, is_whole: bool) -> list[RenderableType]:
     """Return a plan as lines and tables. Unless `is_whole`, leave out slow candidates and techniques not taken."""
-    near = plan.alternatives if is_whole else _near(plan)
+    near = plan.alternatives if is_whole else near_candidates(plan)
     return [*format_plan(plan), "", _alternatives(plan, near), *considered(plan, len(near), is_whole)]
 
 
-def _near(plan: Plan) -> list[tuple[PlanCandidate, Forecast]]:
+def near_candidates(plan: Plan) -> list[tuple[PlanCandidate, Forecast]]:
     """Return the fastest candidates, and the chosen candidate if it is not among them."""
     fastest = plan.alternatives[:NEAR]
     return [*fastest, *(each for each in plan.alternatives[NEAR:] if each[0].options == plan.chosen.options)]

@@ -53,6 +53,8 @@ class RecipePlan(PrintedResult):
     plan: Plan | ClusterPlan
     written: list[Path] = field(default_factory=list)
     """Files that `write` and `export` wrote."""
+    pages: list[Path] = field(default_factory=list)
+    """Pages that `write_page` wrote."""
     is_whole: bool = False
     """True to print all candidates and all techniques; see `everything`."""
 
@@ -89,6 +91,25 @@ class RecipePlan(PrintedResult):
         self.written.append(path)
         return path
 
+    def write_page(self, file: str | Path) -> Path:
+        """Write an HTML page with the choice, its reasons, the forecast and everything considered; return its path. An
+        existing file is never replaced: the page is then NAME-2.html, NAME-3.html and so on.
+
+        Raises UsageError for a cluster plan, which has no page.
+        """
+        from thrifty.interface.plan_page import plan_page
+
+        if isinstance(self.plan, ClusterPlan):
+            raise UsageError("a cluster plan has no page", fix="print(plan.everything())")
+        page, number = Path(file), 1
+        while page.exists():
+            number += 1
+            page = Path(file).with_stem(f"{Path(file).stem}-{number}")
+        page.parent.mkdir(parents=True, exist_ok=True)
+        page.write_text(plan_page(self.plan), encoding="utf-8")
+        self.pages.append(page)
+        return page
+
     def export(self, trainer: Trainer, file: str | Path) -> Path:
         """Write the recipe as a configuration of "accelerate", "deepspeed" or "torchtitan", or as a folder with a
         PyTorch "script".
@@ -112,7 +133,8 @@ class RecipePlan(PrintedResult):
             command = f"{launch_command(self.plan.chosen.ranks, options or '')} {files.split(', ')[0]}"
             start = f"written: {files}; start it with {command if options is not None else CALL}"
             parts = plan_parts(self.plan, self.is_whole)
-        return lines(*parts, start if files else "write it with --out plan.toml")
+        pages = [f"page: {page}" for page in self.pages]
+        return lines(*parts, start if files else "write it with --out plan.toml", *pages)
 
 
 def plan(

@@ -53,6 +53,8 @@ class Plan:
     """Accuracy of earlier predictions of "memory" and "step", from the ledger."""
     stopped: str = ""
     """Notice that planning stopped at its time limit, with the skipped work; empty if no work was skipped."""
+    limit: float = inf
+    """Memory limit in bytes."""
 
     def as_dict(self) -> dict[str, Any]:
         return {
@@ -177,6 +179,7 @@ class Planner(Forecaster):
             reasons=(*explainer.all(), *(ChoiceReason(name, "not taken", OUTSIDE) for name in self.outside)),
             past=records[chosen.ranks],
             stopped=self._stopped(search),
+            limit=self.request.memory,
         )
 
     @cached_property

@@ -15,6 +15,8 @@ OTHERS = ("size", "fit")
 EXPORTS = ("accelerate", "deepspeed", "torchtitan", "script")
 WANTED = ("memory", "disk", "hours", "tokens", "flops", "allow", "price_per_hour")
 """Options that limit a plan."""
+PAGES = Path("runs") / "plans"
+"""Folder of the pages of plans without --out."""
 PROBING = ("probe", "probe_seconds", "probed_candidates", "seconds")
 """Options that apply only if candidates are timed."""
 
@@ -106,6 +108,8 @@ def plan_recipe(
             plan.write(out)
             for name in exports:
                 plan.export(name, export_path(name, out))  # type: ignore[arg-type]
+        if cluster is None and not as_json:
+            plan.write_page(out.with_suffix(".html") if out else PAGES / f"{chosen.name}.html")
     finally:  # print the plan even if an export fails, because planning takes minutes
         print_result(plan.everything() if is_whole else plan, as_json)
 
