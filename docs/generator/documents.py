@@ -53,9 +53,10 @@ def examples() -> str:
     return join(*parts)
 
 
-def notebooks() -> Iterator[tuple[Markdown, str]]:
+def notebooks() -> Iterator[tuple[Markdown, Markdown]]:
     """Yield a link to each notebook, named by its title, and its first paragraph."""
     for file in sorted((ROOT / "examples" / "notebooks").glob("*.ipynb")):
         cells = json.loads(file.read_text(encoding="utf-8"))["cells"]
         title, about = "".join(cells[0]["source"]).removeprefix("# ").split("\n\n")[:2]
-        yield Markdown(f"{{download}}`{title} <../../examples/notebooks/{file.name}>`"), about
+        link = f"{{download}}`{title} <../../examples/notebooks/{file.name}>`"
+        yield Markdown(link), Markdown(" ".join(about.split()))
