@@ -11,8 +11,8 @@ from simulated_runs import Simulated, arms, by_kind
 
 from thrifty.comparing.comparison import compare
 from thrifty.comparing.comparison_protocol import ComparisonProtocol
-from thrifty.comparing.comparison_summary import seconds_to_loss
 from thrifty.comparing.equal_budgets import Equal, refuse_undecayed
+from thrifty.comparing.loss_curves import seconds_to_loss, steps_to_loss
 from thrifty.comparing.variants import Variant
 from thrifty.core.errors import InfeasibleError, UsageError
 from thrifty.core.gradient_transform import GradientTransform
@@ -326,7 +326,7 @@ def test_trials_require_a_learning_rate(tmp_path: Path) -> None:
 
 def test_time_to_a_loss_is_interpolated() -> None:
     curve = [[1, 1.0, 4.0], [2, 2.0, None], [3, 3.0, 2.0], [4, 4.0, 1.0]]
-    assert seconds_to_loss(curve, 3.0) == 2.0
+    assert seconds_to_loss(curve, 3.0) == 2.0 and steps_to_loss([[10, 1.0, 4.0], [30, 9.0, 2.0]], 3.0) == 20.0
     assert seconds_to_loss(curve, 5.0) == 1.0
     assert seconds_to_loss(curve, 1.0) == 4.0
     assert seconds_to_loss(curve, 0.5) is None

@@ -1,15 +1,15 @@
 """Summary of a comparison: values of each run, means of each variant, and verdicts."""
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
 from thrifty.comparing.comparison_protocol import ComparisonProtocol
 from thrifty.comparing.equal_budgets import JUDGED_ON
+from thrifty.comparing.loss_curves import seconds_to_loss, slope_at_end
 from thrifty.comparing.paired_statistics import interval
 from thrifty.comparing.saved_comparison import BASELINE
 from thrifty.comparing.variant_verdict import judge
@@ -67,32 +67,6 @@ def read_run_result(folder: Path, judged: str = "loss") -> dict[str, Any]:
 def made_steps(folder: Path) -> int:
     """Return the number of steps that a run has made; 0 if it has no folder."""
     return sum(record["kind"] == "step" for record in RunFolder(folder).read_records())
-
-
-def seconds_to_loss(curve: Sequence[Sequence[float | None]], loss: float) -> float | None:
-    """Return the seconds until the curve reaches the held-out loss `loss`, interpolated linearly between evaluations;
-    None if the curve never reaches it.
-    """
-    points = [(seconds, value) for _, seconds, value in curve if value is not None]
-    if points and points[0][1] <= loss:
-        return points[0][0]
-    for (earlier, high), (later, low) in pairwise(points):
-        if low <= loss:
-            return earlier + (later - earlier) * (high - loss) / (high - low)
-    return None
-
-
-def slope_at_end(curve: Sequence[Sequence[float | None]]) -> float:
-    """Return the decrease of the held-out loss when the budget grows by a factor of e. The decrease is measured over
-    the second half of the run. This overestimates the decrease, because the loss falls faster within a run than final
-    losses fall with the budget. With a single evaluation, the result is the loss itself.
-    """
-    points = [(step, loss) for step, _, loss in curve if step and loss is not None]
-    if not points:
-        return 0.0
-    end, last = points[-1]
-    start, first = min(points, key=lambda point: abs(point[0] - end / 2))
-    return abs(first - last) / math.log(end / start) if start < end else abs(last)
 
 
 def summarize_comparison(

@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from functools import cache
 from importlib import resources
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING, Any, Literal
 
+from thrifty.comparing.loss_curves import steps_to_loss
 from thrifty.comparing.saved_comparison import BASELINE, FILE, SCHEMA
 from thrifty.core.old_names import rename_comparison
 
@@ -50,6 +52,8 @@ class PastComparison:
     peak_memory: float | None
     time_to_quality: float | None
     """Time to the baseline's final loss; None if a run did not reach this loss."""
+    steps_to_quality: float | None
+    """Steps to the baseline's final loss, relative to the baseline's steps; None if a run did not reach this loss."""
     pairs: int
     device: str
     cpu: str
@@ -130,6 +134,7 @@ def _of_comparison(data: dict[str, Any], file: Path) -> list[PastComparison]:
             "pairs": verdict["planned"] - verdict["failed"],
             "equal": data["definition"]["terms"]["equal"],
             **{name: arm["ratios"][name] for name in ("step_time", "flops", "peak_memory")},
+            "steps_to_quality": _relative_steps(data["runs"], label),
             "time_to_quality": quality["mean"] if quality["reached"] == quality["pairs"] else None,
             "cpu": data["environment"]["cpu"],
             **{name: last[name] for name in ("device", "parameters", "tokens", "steps")},
@@ -145,6 +150,19 @@ def _of_comparison(data: dict[str, Any], file: Path) -> list[PastComparison]:
                     PastComparison(technique=name, role=role, others=others, alone=alone, settings=settings, **of_arm)  # type: ignore[arg-type]
                 )
     return comparisons
+
+
+def _relative_steps(runs: Sequence[Mapping[str, Any]], label: str) -> float | None:
+    """Return the mean of the steps that a variant needs to the final loss of the baseline with the same seed, relative
+    to the baseline's steps.
+    """
+    finished = {(each["arm"], each["seed"]): each for each in runs if "seed" in each and each["status"] == "finished"}
+    ratios = []
+    for (arm, seed), run in finished.items():
+        if arm == label and (base := finished.get((BASELINE, seed))):
+            steps = steps_to_loss(run["curve"], base["held_out_loss"])
+            ratios.append(None if steps is None else steps / base["steps"])
+    return fmean(ratios) if ratios and None not in ratios else None  # type: ignore[arg-type]
 
 
 def _settings(techniques: Mapping[str, Any], name: str, factor: float) -> dict[str, Any]:

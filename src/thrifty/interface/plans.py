@@ -164,7 +164,7 @@ def plan(
         disk: Disk limit for checkpoints and prepared data.
         hours: Training time. If `tokens` or `flops` is passed, `hours` is an upper limit.
         allow: Largest allowed change of numerical values: "exact", "rounding" or "different". "different" also allows
-            techniques that a comparison found better at equal time, for the same objective and a similar model size.
+            techniques that a comparison found better, for the same objective and a similar model size.
         probe: False to run no training steps.
         probe_seconds: Time limit of timing one candidate. The default is 20 s.
         probed_candidates: Number of candidates to time. The default is 4.

@@ -1,4 +1,4 @@
-"""Proven gains: techniques that change the result of training, and that a comparison found better at equal time.
+"""Proven gains: techniques that change the result of training, and that a comparison found better.
 
 The comparison measured the steps to equal loss. The plan measures the time of a step on this machine. Their product is
 the expected time to equal loss, so a technique is only chosen if its steps are fast enough on this machine."""
