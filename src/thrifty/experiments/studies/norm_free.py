@@ -22,6 +22,7 @@ from thrifty.models.init_laws import xavier_uniform_init
 from thrifty.models.model_config import ModelConfig, Style
 from thrifty.models.transformer import initialize
 from thrifty.techniques.initializations.fixup import Fixup
+from thrifty.techniques.initializations.layer_scale import LayerScale
 from thrifty.techniques.initializations.rezero import ReZero
 from thrifty.techniques.initializations.skip_init import SkipInit
 from thrifty.techniques.initializations.t_fixup import TFixup
@@ -30,6 +31,7 @@ from thrifty.techniques.schedules.constant_then_decay import ConstantThenDecay
 
 UNIGRAM = "unigram entropy of the text"
 NORM_FREE = {"rezero": ReZero, "skip_init": SkipInit, "t_fixup": TFixup, "fixup": Fixup}
+INITIALIZATIONS = {**NORM_FREE, "layer_scale": LayerScale}
 
 
 def build(style: Style, norms: bool, depth: int, width: int, length: int, seed: int) -> nn.Module:
@@ -48,7 +50,7 @@ def initialization(name: str, seed: int) -> list[Technique]:
     """
     if not name:
         return []
-    kind = NORM_FREE[name]
+    kind = INITIALIZATIONS[name]
     has_seed = any(field.name == "seed" for field in dataclasses.fields(kind))
     return [build_value(kind, {"seed": seed} if has_seed else {})]
 
