@@ -37,7 +37,7 @@ def report(run: MeasuredResult | RunResult | str | Path) -> MeasuredResult:
     Example::
 
         thrifty.report("runs/mine").figure("memory").save("memory.pdf")
-        thrifty.report("runs/mine-comparison").to_csv("runs.csv")
+        thrifty.report("runs/mine").to_csv("mine.csv")
     """
     place = getattr(run, "folder", run)
     for folder in (Path(place), Path("runs") / place) if isinstance(place, str | Path) else ():
