@@ -21,7 +21,7 @@ from thrifty.core.errors import TYPED, UsageError, for_reader
         ("--no-probe plans by counts", "probe=False plans by counts"),
         ("--seconds 126 looks further", "seconds=126 looks further"),
         ("--ranks or --drop-weights", "ranks=… or drop_weights=…"),
-        ("--lr 2e-4; then", "lr=2e-4; then"),
+        ("--lr 2e-4; then", "techniques=[thrifty.AdamW(lr=2e-4)]; then"),
         ("leave out --disk", "leave out disk=…"),
         ('--prompt "a picture"', 'prompt=… "a picture"'),
         (

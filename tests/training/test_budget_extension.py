@@ -133,7 +133,7 @@ def test_extension_that_cannot_be_made_is_refused(tmp_path: Path) -> None:
     run = trained(tmp_path)
     before = (run / "records.jsonl").read_bytes()
     for extension, fork, says in (
-        ("6 steps", None, "'6 steps' is not an extension of the budget\n.*budget=\"\\+6\""),
+        ("6 steps", None, "'6 steps' is not an extension of the budget\n.*budget=\"\\+6steps\""),
         ("+6 miles", None, "'6 miles' is not an amount"),
         ("+6 steps", "other", "--fork starts the new run 'other'"),
     ):

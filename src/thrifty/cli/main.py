@@ -43,10 +43,20 @@ class VerbGroup(click.Group):
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
-            ctx.fail(f"there is no verb {cmd_name!r}; {did_you_mean(cmd_name, VERBS)}")
+            raise UsageError(f"there is no verb {cmd_name!r}", did_you_mean(cmd_name, VERBS, "thrifty --help"))
         command: click.Command = importlib.import_module(f"thrifty.cli.{cmd_name}").command
         command.epilog = f"Example: {VERBS[cmd_name].example}"
         return command
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except click.exceptions.NoArgsIsHelpError:
+            raise
+        except click.UsageError as error:
+            from thrifty.cli.option_errors import usage_error
+
+            raise usage_error(error) from None
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         for task, verbs in TASKS.items():

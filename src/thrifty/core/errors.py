@@ -14,6 +14,8 @@ class ThriftyError(Exception):
     """True if a process of the same run has already printed the error."""
 
     def __init__(self, what: str, fix: str = ""):
+        if TYPED not in os.environ:
+            what = re.sub(r"^--([a-z]+)(?= ')", r"\1", what)
         super().__init__(f"{what}\n  fix: {for_reader(fix)}" if fix else what)
         self.what, self.fix = what, fix
 
@@ -84,6 +86,14 @@ def for_reader(text: str) -> str:
     return text if TYPED in os.environ or is_command else OPTION.sub(_argument, text)
 
 
+SHORT = {
+    "lr": "techniques=[thrifty.AdamW(lr={})]",
+    "epochs": 'budget="{} epochs"',
+    "patience": 'settings={{"evaluation.patience": {}}}',
+}
+"""Python argument of each short option that has no argument of the same name."""
+
+
 def _argument(option: re.Match[str]) -> str:
     off, name, value = option.groups("")
     if off:
@@ -92,6 +102,11 @@ def _argument(option: re.Match[str]) -> str:
         return f'techniques=[…, "{value}"]' if value else "techniques=[…]"
     if name == "without":
         return f'techniques without "{value}"'
+    if name in SHORT:
+        return SHORT[name].format(_literal(value))
+    if name == "over":
+        path, _, value = value.partition("=")
+        return f'over={{"{path}": "{value}"}}'
     if name == "set":
         path, _, value = value.partition("=")
         return f'settings={{"{path}": {_literal(value)}}}'

@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar, Union
 
 from thrifty.core.errors import UsageError, did_you_mean
 from thrifty.core.old_names import new_key
+from thrifty.core.peer_names import peer_option
 from thrifty.core.setting_bounds import check_plain, hints_of
 
 T = TypeVar("T")
@@ -24,7 +25,11 @@ LONGEST_KEY = 100
 
 NO_DATA = {"no data": True}
 """Metadata of a field that plain data never contains."""
-_SECONDS = {"s": 1, "sec": 1, "min": 60, "h": 3600}
+_SECONDS = {
+    **dict.fromkeys(("s", "sec", "secs", "second", "seconds"), 1),
+    **dict.fromkeys(("m", "min", "mins", "minute", "minutes"), 60),
+    **dict.fromkeys(("h", "hr", "hrs", "hour", "hours"), 3600),
+}
 _TOO_DEEP = f"tables or lists are nested deeper than {DEEPEST} levels"
 
 
@@ -71,7 +76,8 @@ def build(kind: type[T], data: Mapping[str, Any], path: str = "", base: T | None
     names = [field.name for field in _data_fields(kind)]
     for key in data:
         if key not in names:
-            raise UsageError(f"unknown key {_join(path, key)!r}", fix=did_you_mean(new_key(_join(path, key)), names))
+            near = did_you_mean(new_key(_join(path, key)), names)
+            raise UsageError(f"unknown key {_join(path, key)!r}", fix=peer_option(key) or near)
     try:
         values = {
             key: convert(hints[key], value, _join(path, key), getattr(base, key, None)) for key, value in data.items()
@@ -208,7 +214,7 @@ def read_size(text: str, option: str = "--memory") -> float:
 def read_budget(text: str, option: str = "--budget") -> dict[str, float]:
     """Return a budget such as `500steps`, `1e7 tokens`, `3 epochs`, `90s`, `10min` or `2h` as the recipe's budget
     table. Raise UsageError, with the option's name, for any other text."""
-    match = re.fullmatch(r"\s*([0-9][0-9_]*\.?[0-9]*(?:e[0-9]+)?)\s*([a-z]+)\s*", text.lower())
+    match = re.fullmatch(r"\s*([0-9][0-9_]*\.?[0-9]*(?:e[0-9]+)?)\s*([a-z]*)\s*", text.lower())
     number, unit = (float(match[1]), match[2]) if match else (0.0, "")
     if unit in ("step", "steps") and number.is_integer():
         return {"steps": int(number)}
@@ -218,13 +224,16 @@ def read_budget(text: str, option: str = "--budget") -> dict[str, float]:
         return {"epochs": number}
     if unit in _SECONDS:
         return {"seconds": number * _SECONDS[unit]}
+    near = f"--budget {number:g}steps, or " if match and not unit else ""
     raise UsageError(
-        f"{option} {text!r} is not an amount", fix="for example 500steps, 1e7tokens, 3epochs, 90s, 10min or 2h"
+        f"{option} {text!r} is not an amount", fix=f"{near}for example 500steps, 1e7tokens, 3epochs, 90s, 10min or 2h"
     )
 
 
 def read_extension(text: str, option: str = "--budget") -> dict[str, float]:
     """Return an extension of a budget, such as `+10min`, as a budget table. Raise UsageError for any other text."""
     if not text.strip().startswith("+"):
-        raise UsageError(f"{option} {text!r} is not an extension of the budget", fix=f"{option} +{text.strip()}")
+        raise UsageError(
+            f"{option} {text!r} is not an extension of the budget", fix=f"{option} +{text.replace(' ', '')}"
+        )
     return read_budget(text.strip()[1:], option)

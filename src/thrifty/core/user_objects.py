@@ -114,6 +114,9 @@ class UserObjects:
 
 def _refuse_arguments(name: str, function: BuildModel, arguments: Mapping[str, Any]) -> None:
     """Raise UsageError for unknown or missing arguments of a function. The message has the known arguments."""
+    if not callable(function):
+        what = f"the model is a '{type(function).__name__}', not a torch.nn.Module or a function that builds one"
+        raise UsageError(what, fix="model=build_model; for weights, load them in it: model.load_state_dict(weights)")
     try:
         signature = inspect.signature(function)
         signature.bind(**arguments)

@@ -134,7 +134,7 @@ def _stable(value: Any) -> str:
 
 def _named(value: Any) -> Any:
     function = getattr(value, "func", value)  # the function of a partial
-    return function if hasattr(function, "__qualname__") else type(function)
+    return function if hasattr(function, "__qualname__") and hasattr(function, "__module__") else type(function)
 
 
 def description(value: Any) -> str:

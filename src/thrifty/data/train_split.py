@@ -67,7 +67,7 @@ def plan_split(documents: Iterable[str], held_out: float, name: str, key: Callab
         longest = max(longest, (len(text), digest))
     total = sum(characters.values())
     if longest[0] < 2:
-        raise UsageError(f"{name!r} has no text to train on", fix="set data.source to a source with text")
+        raise UsageError(f"{name!r} has no text to train on", fix="--data my.txt, a file with text")
     enough = characters[DataSplit.HELD_OUT] >= SCARCE * held_out * total
     if enough and characters[DataSplit.TRAIN] >= SCARCE * (1 - held_out) * total:
         return SplitPlan(held_out, None, characters[DataSplit.TRAIN], key)

@@ -102,7 +102,8 @@ def _setting_path(path: str, recipe: Recipe) -> str:
     if own == path and path.partition(".")[0] in {field.name for field in fields(Recipe)}:
         return path
     if not name:
-        raise UsageError(f"there is no setting {path!r}", fix="--over data.batch=8,16,32")
+        fix = "--over adamw.lr=1e-4..1e-2:log" if path in ("lr", "learning_rate") else "--over data.batch=8,16,32"
+        raise UsageError(f"there is no setting {path!r}", fix)
     full = techniques.full_name(name)
     if full not in {technique.name for technique in recipe.techniques}:
         raise UsageError(f"--over {path!r}: the recipe does not use {full!r}", fix=f"add --with {full}")
@@ -127,5 +128,6 @@ def _read_range(path: str, text: str) -> SettingRange:
     is_number = all(isinstance(end, int | float) and not isinstance(end, bool) for end in (low, high))
     if not is_number or scale not in ("", "log", "linear") or not low < high or (scale == "log" and low <= 0):
         what = f"--over {path}={text!r} is not a range LOW..HIGH, LOW..HIGH:log or LOW..HIGH:linear"
-        raise UsageError(what, fix=f"--over {path}=1e-4..1e-2:log")
+        is_text = any(isinstance(end, str) for end in (low, high))
+        raise UsageError(what, fix=f"--over {path}={f'{low},{high}' if is_text else '1e-4..1e-2:log'}")
     return SettingRange(low, high, scale == "log")

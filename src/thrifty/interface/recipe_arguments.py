@@ -99,6 +99,8 @@ def recipe(
         run = thrifty.train(recipe=mine)
     """
     base, batch_size = _given(recipe), batch
+    if isinstance(techniques, str):
+        raise UsageError(f"techniques is {techniques!r}, not a list", fix=f'techniques=["{techniques}"]')
     changes = (
         model,
         model_arguments,
@@ -150,7 +152,7 @@ def recipe(
                     "--held-out package.module:name, of a second dataset", f"{split}; pass data=train, held_out=…"
                 ),
             )
-        batch_size = batch or dataset_of(data)[2]
+        batch_size = dataset_of(data)[2] if batch is None else batch
         passed |= {"data": data}
         base = _fitting(base, is_free=False) if recipe is None and isinstance(loss, str) else base
     if has_path or not (is_own or data is None):
@@ -169,7 +171,7 @@ def recipe(
     names = {key: text for key, text in base.objects.names.items() if key not in passed} | typed
     objects = replace(base.objects, **passed, names=names)
     chosen = tuple(technique_of(each, {}) for each in techniques) or base.techniques
-    named = {"name": name, "seed": seed, "device": device}
+    named = {"name": name, "seed": seed, "device": None if device is None else str(device)}
     base = replace(
         base,
         techniques=_with_optimizer(chosen),
@@ -255,4 +257,4 @@ def _with_optimizer(chosen: tuple[Technique, ...]) -> tuple[Technique, ...]:
 
 
 def _budget(budget: int | str) -> Budget:
-    return Budget(steps=budget) if isinstance(budget, int) else Budget(**read_budget(budget, "the budget"))  # type: ignore[arg-type]
+    return Budget(steps=budget) if isinstance(budget, int) else Budget(**read_budget(str(budget), "the budget"))  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ from dataclasses import fields, replace
 from importlib.resources import files
 from typing import Any
 
-from thrifty.core.errors import refuse_unknown
+from thrifty.core.errors import UsageError, did_you_mean, spelled
 from thrifty.core.model_spec import ImageModelSpec
 from thrifty.core.recipe import ModelSettings
 from thrifty.models.model_config import ModelConfig
@@ -44,6 +44,10 @@ def resized(shape: ModelConfig, settings: ModelSettings, images: ImageModelSpec 
     return replace(shape, **changes)
 
 
+PEER_PRESETS = {"gpt2": "gpt-small", "gpt2-medium": "gpt-medium", "gpt2-large": "gpt-large", "gpt2-xl": "gpt-xl"}
+"""Presets of the same shape as models of the Hugging Face hub."""
+
+
 def shape_of(
     settings: ModelSettings,
     vocabulary: int | None = None,
@@ -52,7 +56,11 @@ def shape_of(
 ) -> ModelConfig:
     """Return the preset's shape with the changes in the settings. By default vocabulary, length and image size are the
     published values."""
-    refuse_unknown("model.preset: there is no preset", settings.preset, PRESETS)
+    if settings.preset not in PRESETS:
+        every = spelled("thrifty list presets", 'thrifty.list("presets")')
+        preset = PEER_PRESETS.get(settings.preset, settings.preset)
+        near = did_you_mean(preset, PRESETS, f"{every}; or the folder of a Hugging Face model")
+        raise UsageError(f"model.preset: there is no preset {settings.preset!r}", fix=near)
     shape = resized(PRESETS[settings.preset], settings, images)
     if shape.style in ("vit", "mae"):
         return shape

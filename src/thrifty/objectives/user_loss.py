@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from thrifty.core.batches import Batch
-from thrifty.core.errors import UsageError
+from thrifty.core.errors import UsageError, reason_of
 from thrifty.core.objective import Objective, Prediction
 from thrifty.objectives.user_metrics import DatasetMetric, ModelMetric
 
@@ -71,7 +71,8 @@ class UserLoss(Objective):
         if torch.is_grad_enabled() and not values.requires_grad:
             raise UsageError(
                 "the loss has no gradient: the loss was detached, or does not depend on trained parameters",
-                fix="compute the loss from the model's output, without .item(), .detach() or torch.no_grad()",
+                fix="compute the loss from the model's output, without .item(), .detach() or torch.no_grad(); for a "
+                "frozen model, train parameters: parameter.requires_grad_(True)",
             )
         is_mean = not values.ndim
         losses = values.expand(len(batch)) if is_mean else values
@@ -118,7 +119,14 @@ class UserLoss(Objective):
     def _called(self, function: UserFunction, model: nn.Module, batch: Batch, what: str) -> Any:
         """Return the result of a user's function. Raises UsageError if the function changes the batch."""
         before = {name: tensor._version for name, tensor in batch.fields.items()}
-        result = function(model, self.assembled(batch))
+        given = self.assembled(batch)
+        try:
+            result = function(model, given)
+        except (AttributeError, IndexError, KeyError, TypeError) as error:  # a batch of another form
+            raise UsageError(
+                f"{what} fails with {reason_of(error)!r}; a batch is {_content(given)}",
+                fix="write it as def loss(model, batch): …, and read these parts of the batch",
+            ) from error
         changed = [name for name, tensor in batch.fields.items() if tensor._version != before[name]]
         if changed:
             raise UsageError(
@@ -138,6 +146,12 @@ def _metric(name: str) -> str:
 
 def _rows_of(name: str) -> tuple[str, str]:
     return f"{name} predictions", f"{name} labels"
+
+
+def _content(batch: Any) -> str:
+    if isinstance(batch, Mapping):
+        return f"a dict with the keys {', '.join(map(str, batch))}"
+    return f"a {type(batch).__name__}" + (f" of {len(batch)} parts" if isinstance(batch, list | tuple) else "")
 
 
 def _form(value: Any) -> str:

@@ -6,7 +6,8 @@ Experiments with many runs are studies, see `experiments/studies`.
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from thrifty.core.errors import UsageError, did_you_mean
+from thrifty import techniques
+from thrifty.core.errors import UsageError, did_you_mean, spelled
 from thrifty.core.recipe import Recipe
 from thrifty.recipes import (
     autoencoder_recipes,
@@ -60,4 +61,9 @@ def load_recipe(name_or_path: str, origin: str, studies: Collection[str] = ()) -
     of_run = Path("runs", name_or_path, "recipe.toml")
     if of_run.is_file():
         raise UsageError(f"{name_or_path!r} is a run, not a recipe", fix=f"pass {of_run}")
-    raise UsageError(f"there is no recipe {name_or_path!r}", fix=did_you_mean(name_or_path, [*RECIPES, *studies]))
+    if techniques.is_name(name_or_path):
+        raise UsageError(f"{name_or_path!r} is a technique, not a recipe", fix=f"--with {name_or_path}")
+    every = spelled("thrifty list recipes", 'thrifty.list("recipes")')
+    raise UsageError(
+        f"there is no recipe {name_or_path!r}", fix=did_you_mean(name_or_path, [*RECIPES, *studies], every)
+    )

@@ -101,7 +101,8 @@ def _read_toml(path: Path) -> dict[str, Any]:
     try:
         return parse_toml(path.read_text(encoding="utf-8"), str(path))
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-        raise UsageError(f"{str(path)!r} is not TOML: {error}", fix="correct this line of the file") from None
+        fix = "correct this line of the file" if path.suffix == ".toml" else f"--data {path}, if it is your data"
+        raise UsageError(f"{str(path)!r} is not TOML: {error}", fix) from None
 
 
 def read_stored_tables(path: Path) -> dict[str, Any]:

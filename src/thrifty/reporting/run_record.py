@@ -10,7 +10,7 @@ from typing import Any
 
 import tomli_w
 
-from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.errors import UsageError, did_you_mean, spelled
 from thrifty.core.old_names import rename_origins, rename_recipe, rename_techniques
 from thrifty.core.secret_redaction import redact, redact_text
 from thrifty.reporting.run_state import RunState, run_state
@@ -75,9 +75,10 @@ def find_run(run: str | Path) -> Path:
             fix="choose a folder that `thrifty train` created, such as runs/NAME",
         )
     names = [folder.name for folder in Path("runs").glob("*") if is_run_folder(folder)]
+    start = spelled("thrifty train text --data my.txt", 'thrifty.train(data="my.txt")')
     raise UsageError(
         f"there is no run {str(run)!r}, neither as a folder nor under runs/",
-        fix=did_you_mean(str(run), names) if names else "train one first: thrifty train text --data my.txt",
+        fix=did_you_mean(str(run), names) if names else f"train one first: {start}",
     )
 
 

@@ -9,6 +9,7 @@ import inspect
 import os
 import pkgutil
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from importlib.metadata import EntryPoint, EntryPoints, entry_points
 from pathlib import Path
@@ -131,6 +132,13 @@ def full_name(word: str) -> str:
     words = [*known, *ALIASES, *(name.rpartition(".")[2] for name in known)]
     hint = f"did you mean {near!r}?" if near else did_you_mean(word, words, "thrifty list shows them")
     raise UsageError(f"there is no technique {word!r}", fix=hint)
+
+
+def is_name(word: str) -> bool:
+    """Return True if `full_name` accepts the word."""
+    with suppress(UsageError):
+        return bool(full_name(word))
+    return False
 
 
 def split_settings(words: str) -> tuple[str, str]:

@@ -16,12 +16,15 @@ from types import FrameType
 from typing import Any
 
 from thrifty.core.child_python import child_environment
-from thrifty.core.errors import ThriftyError, UsageError
+from thrifty.core.errors import InfeasibleError, ThriftyError, UsageError
+from thrifty.machine.cpu_features import usable_cores
 from thrifty.training.process_launch import settings
 from thrifty.training.rendezvous import LOOPBACK, is_srun_step, loopback_store
 from thrifty.training.sent_objects import read_value, refuse_start_during_import, write_value
 from thrifty.training.stop_signals import SIGNALS
 
+RANKS_PER_CORE = 8
+"""Maximum number of ranks per core. More ranks, of at least 200 MB each, stop a machine."""
 PATIENCE = 60.0
 """Seconds after a rank's failure until the remaining ranks are killed."""
 
@@ -33,6 +36,9 @@ def on_ranks(count: int, work: Callable[..., dict[str, Any]], *arguments: Any, *
     if count < 1:
         raise UsageError(f"ranks is {count}, below the limit of 1", fix="--ranks 1")
     refuse_start_during_import()
+    if count > (most := RANKS_PER_CORE * len(usable_cores())):
+        what = f"ranks is '{count}', above the limit of {most} processes on this machine"
+        raise InfeasibleError(what, fix=f"--ranks {len(usable_cores())}")
     if count == 1 or "RANK" in os.environ or is_srun_step():
         return work(*arguments, **options)
     with tempfile.TemporaryDirectory(prefix="thrifty-ranks-") as folder:

@@ -22,7 +22,7 @@ from thrifty.composition.index_check import refuse_indices_without_row
 from thrifty.core import mesh
 from thrifty.core.batches import Batch
 from thrifty.core.claims import Claim
-from thrifty.core.errors import STARTED, InfeasibleError, UsageError, refuse_unknown
+from thrifty.core.errors import STARTED, InfeasibleError, UsageError, refuse_unknown, spelled
 from thrifty.core.model_spec import TextModelSpec
 from thrifty.core.objective import Objective
 from thrifty.core.out_of_memory import explain_out_of_memory
@@ -128,7 +128,10 @@ def ranks_of(recipe: Recipe) -> Iterator[None]:
             alone = ",".join(f"{name}=1" for name, size in vars(recipe.mesh).items() if size > 1)
             raise UsageError(
                 f"the mesh of {recipe.mesh.label} requires {least} ranks, and this start has {ranks()}",
-                fix=f"start with torchrun --nproc-per-node {least} -m thrifty …; or use --mesh {alone}",
+                fix=spelled(
+                    f"--ranks {least}; or torchrun --nproc-per-node {least} -m thrifty …; or use --mesh {alone}",
+                    f"ranks={least}; or torchrun --nproc-per-node {least} script.py",
+                ),
             )
         yield
 
@@ -143,9 +146,11 @@ def _leave_group() -> None:
 
 def choose_device(name: str) -> torch.device:
     """Return the device of this rank. "auto" selects a CUDA GPU if there is one. Each local rank has its own GPU."""
+    if name.startswith(("gpu", "cuda:")):
+        raise UsageError(f"unknown device {name!r}", fix="--device cuda")
     refuse_unknown("unknown device", name, ("auto", "cpu", "cuda", "mps"))
     if name == "cuda" and not torch.cuda.is_available():
-        raise UsageError('device = "cuda", but torch finds no GPU', fix="--set device=cpu; or --set device=auto")
+        raise UsageError("device 'cuda': torch finds no GPU on this machine", fix="--device cpu")
     if name == "mps":
         if not torch.backends.mps.is_available():
             fix = "--set device=cpu; or --set device=auto"

@@ -5,6 +5,7 @@ hub.
 contents of files change; the identity of a hub data set is its name.
 """
 
+import difflib
 import hashlib
 import os
 import shlex
@@ -306,7 +307,10 @@ def _nothing_there(source: str) -> UsageError:
     if path.exists():
         return UsageError(f"{source}: not a regular file", fix="set data.source to a file or a folder")
     if path.suffix or len(path.parts) > 1:
-        return UsageError(f"{source}: no such file or folder", fix="set data.source to an existing file or folder")
+        there = [each.name for each in path.parent.iterdir()] if path.parent.is_dir() else []
+        near = difflib.get_close_matches(path.name, there, 1, 0.8)
+        fix = f"--data {shlex.quote(str(path.with_name(near[0])))}" if near else "--data my.txt, an existing file"
+        return UsageError(f"'{source}': no such file or folder", fix)
     texts = [entry.name for entry in entries().values() if entry.kind == "text"]
     return UsageError(f"{source!r} is neither a file, a folder nor a known data set", fix=did_you_mean(source, texts))
 

@@ -75,12 +75,11 @@ class HeldOutWindows(HeldOutByKey):
         if len(self.windows) == 0:
             raise UsageError(
                 f"the held-out text has {len(tokens):,} tokens, fewer than one example of length {length}",
-                fix="raise data.held_out; or lower data.length",
+                fix=f"--set data.held_out=0.2; or --set data.length={max(2, len(tokens) - 1)}",
             )
 
 
 def _smaller(tokens: int, windows: int, batch: int) -> str:
-    shorter = f"data.length to at most {(tokens - 1) // batch}" if tokens > batch else ""
-    fewer = f"data.batch to at most {windows}" if windows else ""
-    either = " or ".join(choice for choice in (fewer, shorter) if choice)
-    return f"lower {either}" if either else "add text to data.source"
+    shorter = f"--set data.length={(tokens - 1) // batch}" if tokens > batch else ""
+    fewer = f"--set data.batch={windows}" if windows else ""
+    return "; or ".join(filter(None, (fewer, shorter))) or "--data my.txt, a longer text; or --data python-stdlib"
