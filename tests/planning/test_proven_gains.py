@@ -84,7 +84,7 @@ def test_proven_technique_replaces_the_other_if_steps_are_fast() -> None:
 def test_gain_that_does_not_fit_is_not_taken() -> None:
     search = searching(math.inf, Numerics.DIFFERENT, time=by_expectation)
     chosen = search.run()
-    search.memory = 1.0
+    search.processes.limit = 1.0
     assert add_proven_gains(search, chosen, gains()) is chosen
 
 
@@ -128,6 +128,7 @@ def test_plan_gives_the_comparison_as_reason() -> None:
         recipe=RECIPE,
         request=PlanRequest(allow=Numerics.DIFFERENT, memory=1e12),
         gains=gains(parameters=parameters),
+        seconds=1e6,
         evidence={"optimizers.muon": MUON.in_words()},
         time=lambda candidate, bar: replace(by_expectation(candidate), least=(1.0,), passes=(1.0,)),
     )

@@ -124,10 +124,10 @@ def test_ranks_share_the_memory_of_a_machine() -> None:
     whole.run()
     for candidate in whole.tried:
         assert candidate.footprint is not None
-        assert candidate.footprint.memory * candidate.counted_high <= whole.room(candidate)
-    assert whole.room(PlanCandidate((), (), BATCH)) == 1100 * MB
+        assert candidate.footprint.memory * candidate.counted_high <= whole.processes.room(candidate)
+    assert whole.processes.room(PlanCandidate((), (), BATCH)) == 1100 * MB
     (two, *_) = (candidate for candidate in whole.combinations() if candidate.ranks == 2)
-    assert whole.room(two) == 550 * MB
+    assert whole.processes.room(two) == 550 * MB
 
 
 @pytest.mark.slow

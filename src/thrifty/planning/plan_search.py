@@ -5,13 +5,11 @@ separate process.
 Estimates only determine the order of the search. The counted footprint of a proposed candidate fits. If probes are
 allowed, a probe of the candidate also stayed within the requested memory."""
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import ceil, inf, prod
-from statistics import median
 from time import monotonic
 from typing import NoReturn
 
@@ -21,6 +19,7 @@ from thrifty.core.footprint import Footprint
 from thrifty.planning.cost_estimates import StepTiming
 from thrifty.planning.plan_candidate import PlanCandidate
 from thrifty.planning.probe_jobs import ProbeError
+from thrifty.planning.process_memory import ProcessMemory
 from thrifty.planning.search_space import MICRO_BATCHES, ONE_RANK, PlanOption, apply_options
 from thrifty.planning.single_options import SingleOptionCosts
 
@@ -80,10 +79,7 @@ class PlanSearch(SingleOptionCosts):
         self.needs: dict[tuple[PlanOption, ...], tuple[float, str]] = {}
         """Required bytes, and their description, of candidates that do not fit. Included are probed candidates, and
         candidates for whose probe this machine has too little memory."""
-        self.surpluses: dict[tuple[bool, bool, int], list[float]] = defaultdict(list)
-        """Measured bytes in addition to tensors, by kind of process."""
-        self.processes: dict[int, float] = {}
-        """Minimum measured bytes of a process before it builds the model, by number of ranks."""
+        self.processes = ProcessMemory(self.memory, self.shared, self.margin, self.process)
         self.probes = 0
         self.fastest, self.longest_probe = inf, SOME_PROBE
         """Seconds of the fastest probed step (of all candidates, even if they do not fit), and of the longest probe."""
@@ -146,37 +142,17 @@ class PlanSearch(SingleOptionCosts):
         self.stopped = "some combinations"
         return True
 
-    def beyond(self, candidate: PlanCandidate, reduce: Callable[[list[float]], float] = median) -> float:
-        """Return the expected bytes in addition to tensors, from probes of the same kind of process.
-
-        Before the first such probe, a compiled candidate is expected to need as much as the same kind without
-        compilation. Without probes of either kind, 0 is expected.
-        """
-        own = self.surpluses[candidate.process_kind] or self.surpluses[False, *candidate.process_kind[1:]]
-        return reduce(own) if own else 0.0
-
-    def before_model(self, candidate: PlanCandidate) -> float:
-        """Return the bytes of a candidate's process before the process builds the model."""
-        return self.processes.get(candidate.ranks, self.process)
-
-    def _expected(self, candidate: PlanCandidate, reduce: Callable[[list[float]], float] = median) -> float:
+    def _expected(self, candidate: PlanCandidate) -> float:
         """Return the expected bytes of a candidate's process, from the estimated footprint."""
-        return self.before_model(candidate) + self.estimated(candidate.options) + self.beyond(candidate, reduce)
+        return self.processes.expected(candidate, self.estimated(candidate.options))
 
     def _expected_least(self, candidate: PlanCandidate) -> float:
-        """Return the bytes that a candidate requires if its process is as small as the smallest measured process of its
-        kind."""
-        before = self.before_model(candidate)
-        return (before + (self._expected(candidate, min) - before) * self.margin) * self._sharing(candidate)
+        return self.processes.expected_least(candidate, self.estimated(candidate.options))
 
     def _is_hopeless(self, candidate: PlanCandidate) -> bool:
         """Return True if half of the allowed probes had the candidate's kind of process, and none of them fits."""
         kind = candidate.process_kind
-        return len(self.surpluses[kind]) >= PROBES // 2 and all(c.process_kind != kind for c in self.tried)
-
-    def room(self, candidate: PlanCandidate) -> float:
-        """Return the memory limit per rank of a candidate, in bytes."""
-        return self.memory / self._sharing(candidate)
+        return len(self.processes.surpluses[kind]) >= PROBES // 2 and all(c.process_kind != kind for c in self.tried)
 
     def _has_enough(self) -> bool:
         kinds = len({*map(self.kind, self.tried)})
@@ -225,10 +201,10 @@ class PlanSearch(SingleOptionCosts):
         """Yield combinations, sorted by expected time, then by number of changes."""
         changed = (candidate for candidate in self.combinations() if candidate.options)
         ordered = sorted(changed, key=lambda c: (round(c.relative, 3), len(c.options)))
-        yield from (candidate for candidate in ordered if self._expected(candidate) <= self.room(candidate))
+        yield from (candidate for candidate in ordered if self._expected(candidate) <= self.processes.room(candidate))
         # estimates may be too high, so combinations slightly above the limit are last, in order of size
         above = [(self._expected(candidate), candidate) for candidate in ordered]
-        little_above = [pair for pair in above if 1 < pair[0] / self.room(pair[1]) <= TOO_HIGH]
+        little_above = [pair for pair in above if 1 < pair[0] / self.processes.room(pair[1]) <= TOO_HIGH]
         yield from (candidate for _, candidate in sorted(little_above, key=lambda pair: pair[0]))
 
     def try_out(self, candidate: PlanCandidate) -> None:
@@ -240,8 +216,8 @@ class PlanSearch(SingleOptionCosts):
         counted = self._counted(candidate)
         if counted is None:
             return
-        if self._least_room(counted) > self.room(candidate):
-            self.misfits[candidate.options] = self._misfit(counted)
+        if not self.processes.fits(counted):
+            self.misfits[candidate.options] = self.processes.misfit(counted)
             return
         self._run(counted)
 
@@ -256,22 +232,14 @@ class PlanSearch(SingleOptionCosts):
     def _run_if_possible(self, candidate: PlanCandidate) -> None:
         """Probe a candidate if this machine has enough memory for the probe. Without probes, keep the candidate if it
         fits."""
-        needed = self._least_room(candidate)
-        if needed <= (self.room(candidate) if self.time is None else self.free / candidate.ranks):
+        needed = self.processes.required(candidate)
+        if needed <= (self.processes.room(candidate) if self.time is None else self.free / candidate.ranks):
             self._run(candidate)
             return
-        self.misfits[candidate.options] = why = self._misfit(candidate)
-        size = needed * self._sharing(candidate)
+        self.misfits[candidate.options] = why = self.processes.misfit(candidate)
+        size = needed * self.processes.sharing(candidate)
         least = f"the smallest needs about {size / 1e6:,.0f} MB, with {candidate.label} ({why})"
         self.needs[candidate.options] = size, least
-
-    def _sharing(self, candidate: PlanCandidate) -> int:
-        return candidate.ranks if self.shared else 1
-
-    def _misfit(self, candidate: PlanCandidate) -> str:
-        beyond = self.before_model(candidate) + self.beyond(candidate)
-        process = f", plus {beyond / 1e6:,.0f} MB of the process" if beyond else ""
-        return f"does not fit: {candidate.tensors / 1e6:,.0f} MB counted{process}"
 
     def _counted(self, candidate: PlanCandidate) -> PlanCandidate | None:
         """Return the candidate with its footprint, or None if a technique refuses the run or the disk is too small."""
@@ -286,11 +254,6 @@ class PlanSearch(SingleOptionCosts):
             self.misfits[candidate.options] = reason
             return None
         return counted
-
-    def _least_room(self, candidate: PlanCandidate) -> float:
-        """Return the bytes per rank that a candidate with a footprint is expected to require, before its probe."""
-        expected = (candidate.tensors + self.beyond(candidate)) * self.margin
-        return self.before_model(candidate) + max(candidate.tensors * candidate.counted_high, expected)
 
     def _run(self, candidate: PlanCandidate) -> None:
         timed = candidate if self.time is None else self._timed(candidate)
@@ -351,23 +314,22 @@ class PlanSearch(SingleOptionCosts):
             timing = self.time(candidate, NEAR * self.bar)
         except ProbeError as failure:
             self.misfits[candidate.options] = failure.what
-            if self._least_room(candidate) <= self.room(candidate):
+            if self.processes.fits(candidate):
                 self.failed.add(candidate.options)
             self.say(failure.what)
             return candidate
         finally:
             self.longest_probe = max(self.longest_probe, monotonic() - began)
         whole = timing.process + timing.memory
-        self.surpluses[candidate.process_kind].append(max(timing.memory - candidate.tensors, 0.0))
-        self.processes[candidate.ranks] = min(self.processes.get(candidate.ranks, inf), timing.process)
+        self.processes.record(candidate, timing)
         self.fastest = min(self.fastest, timing.least_step(candidate.batch, candidate.parts))
         before = f", {timing.process / 1e6:,.0f} MB of that before the model was built" if timing.process else ""
         measured = f"its process took {whole / 1e6:,.0f} MB{before}"
         self.say(f"its steps take {timing.step(candidate.batch, candidate.parts):.3g} s, and {measured}")
         needed = timing.process + timing.memory * self.margin
-        if needed > self.room(candidate):
+        if needed > self.processes.room(candidate):
             least = f"the smallest that was run is {candidate.label}: {measured}"
-            self.needs[candidate.options] = needed * self._sharing(candidate), least
+            self.needs[candidate.options] = needed * self.processes.sharing(candidate), least
             self.misfits[candidate.options] = f"does not fit: {measured} when it was run"
             return candidate
         return replace(candidate, timing=timing)
@@ -384,13 +346,15 @@ class PlanSearch(SingleOptionCosts):
         return best
 
     def try_in_addition(self, chosen: PlanCandidate, option: PlanOption) -> PlanCandidate | None:
-        """Count and probe `chosen` with one more option. Return None if it is refused or does not fit."""
-        self._look_at([option])
-        counted = self._counted(self._candidate((*chosen.options, option))) if option in self.singles else None
+        """Count and probe `chosen` with one more option. Return None if it is refused or does not fit, or if no planning
+        time is left."""
+        if self._is_late() or not self.count_alone(option):
+            return None
+        counted = self._counted(self._candidate((*chosen.options, option)))
         if counted is None:
             return None
-        if self._least_room(counted) > self.room(counted):
-            self.misfits[counted.options] = self._misfit(counted)
+        if not self.processes.fits(counted):
+            self.misfits[counted.options] = self.processes.misfit(counted)
             return None
         self._run(counted)
         return next((tried for tried in self.tried if tried.options == counted.options), None)
@@ -408,7 +372,7 @@ class PlanSearch(SingleOptionCosts):
 
     def _refuse_less_than_a_process(self) -> None:
         """Raise InfeasibleError if a process without a model already exceeds the memory limit."""
-        before = self.processes.get(1, 0.0 if self.time else self.process)
+        before = self.processes.processes.get(1, 0.0 if self.time else self.process)
         if before > self.memory and self.needs:
             needed, least = min(self.needs.values())
             raise InfeasibleError(

@@ -89,12 +89,17 @@ class SingleOptionCosts:
         for option in options:
             if self.is_counting_late():
                 self.refused[option] = "not counted: the time limit of planning was reached"
-                continue
-            try:
-                self.singles[option] = self.counted((option,))
-                self.say(f"{option.label}: {self.singles[option].memory / 1e6:,.0f} MB counted")
-            except Exception as refusal:  # a bug in one option must not stop planning
-                self.refused[option] = reason_of(refusal)
+            else:
+                self.count_alone(option)
+
+    def count_alone(self, option: PlanOption) -> bool:
+        """Count the footprint of one option. If the option is refused, record the reason and return False."""
+        try:
+            self.singles[option] = self.counted((option,))
+            self.say(f"{option.label}: {self.singles[option].memory / 1e6:,.0f} MB counted")
+        except Exception as refusal:  # a bug in one option must not stop planning
+            self.refused[option] = reason_of(refusal)
+        return option in self.singles
 
     def _interpolate(self, options: Sequence[PlanOption], leanest: PlanOption, last: PlanOption | None) -> None:
         """Interpolate footprints of options between `leanest` and `last` (by default the unchanged recipe).
