@@ -346,8 +346,8 @@ class PlanSearch(SingleOptionCosts):
         return best
 
     def try_in_addition(self, chosen: PlanCandidate, option: PlanOption) -> PlanCandidate | None:
-        """Count and probe `chosen` with one more option. Return None if it is refused or does not fit, or if no planning
-        time is left."""
+        """Count and probe `chosen` with one more option. Return None if it is refused or does not fit, or at the time
+        limit of planning."""
         if self._is_late() or not self.count_alone(option):
             return None
         counted = self._counted(self._candidate((*chosen.options, option)))
