@@ -51,7 +51,7 @@ def refused(thrifty: CommandLine, *words: str | Path, exit_code: int = USAGE, sa
         (("--data", "binary.txt"), ("binary.txt", "binary")),
         (("--data", "table.csv"), ("table.csv, line 2: no column 'text'; there are: a, b", "--set data.column=a")),
         (("--data", "broken.jsonl"), ("broken.jsonl",)),
-        (("--set", "data.batch=100000"), ("fewer than one batch of 100000", "lower data.batch to at most")),
+        (("--set", "data.batch=100000"), ("fewer than one batch of 100000", "--set data.batch=")),
         (("--budget", "soon"), ("'soon' is not an amount",)),
         (("--budget", "-5steps"), ("'-5steps' is not an amount",)),
     ],

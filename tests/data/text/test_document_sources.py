@@ -98,7 +98,7 @@ def test_a_folder_without_text_is_refused(tmp_path):
 
 
 def test_a_missing_file_is_named(tmp_path):
-    assert f"{tmp_path}/no.txt: no such file" in refused(tmp_path / "no.txt")
+    assert f"'{tmp_path}/no.txt': no such file" in refused(tmp_path / "no.txt")
 
 
 def test_binary_data_is_refused_with_its_line(tmp_path):

@@ -1,3 +1,4 @@
+import re
 from itertools import pairwise
 
 import numpy as np
@@ -70,7 +71,7 @@ def test_text_shorter_than_one_batch_is_refused_with_a_fix():
     with pytest.raises(UsageError) as caught:
         source(tokens=71, length=10, batch=8)
     assert "71 tokens: 7 examples of length 10, fewer than one batch of 8" in caught.value.what
-    assert caught.value.fix == "lower data.batch to at most 7 or data.length to at most 8"
+    assert caught.value.fix == "--set data.batch=7; or --set data.length=8"
     source(tokens=71, length=10, batch=7), source(tokens=71, length=8, batch=8)
 
 
@@ -79,12 +80,10 @@ def test_fix_for_short_text_works(tokens, length, batch):
     try:
         source(tokens, length, batch)
     except UsageError as error:
-        words = error.fix.split()
-        if "data.length" in words:
-            source(tokens, int(words[words.index("data.length") + 4]), batch)
-        if "data.batch" in words:
-            source(tokens, length, int(words[words.index("data.batch") + 4]))
-        assert "data.length" in words or tokens <= batch
+        sizes = {name: int(size) for name, size in re.findall(r"--set data\.(\w+)=(\d+)", error.fix)}
+        for name, size in sizes.items():
+            source(**{"tokens": tokens, "length": length, "batch": batch, name: size})
+        assert "length" in sizes or tokens <= batch
 
 
 def test_held_out_examples_are_fixed_and_nested():
