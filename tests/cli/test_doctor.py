@@ -110,4 +110,4 @@ def test_it_tells_from_which_density_on_sparse_products_pay(tmp_path, monkeypatc
 @pytest.mark.parametrize("shape", ["32", "32x", "0x4", "32x48x2"])
 def test_invalid_shapes_are_refused(shape):
     done = CliRunner().invoke(command, ["--quick", "--sparse", shape])
-    assert isinstance(done.exception, UsageError) and f"--sparse {shape!r} is not a weight shape" in done.exception.what
+    assert isinstance(done.exception, UsageError) and f"sparse {shape!r} is not a weight shape" in done.exception.what

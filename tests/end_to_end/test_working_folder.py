@@ -112,6 +112,7 @@ def started(folder: Path, command: Sequence[str]) -> subprocess.CompletedProcess
 def drive(folder: Path, commands: Sequence[Sequence[str]]) -> None:
     """Run these commands one after the other in one process, and check their exit codes."""
     done = started(folder, [sys.executable, "-c", DRIVER, json.dumps(commands)])
+    assert done.returncode == 0, done.stderr
     assert not [path.name for path in folder.glob("ran-*")], done.stderr
     for command, code in json.loads((folder / "ends.json").read_text()).items():
         expected = next((end for verb, end in ENDS.items() if command.startswith(verb)), 0)

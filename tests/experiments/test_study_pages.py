@@ -66,6 +66,12 @@ def test_a_plot_has_finite_points_and_names_infinite_cases() -> None:
     assert "Not drawn, because values are infinite: three" in caption(result(), never)
 
 
+@pytest.mark.parametrize("x", ["never", "case"])
+def test_a_plot_without_points_is_an_empty_chart(x: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("thrifty.experiments.study_charts.points", lambda *_: ([], ["one", "two"]))
+    assert SavedChart(titled_chart(result(), StudyPlot("none", "None", x=x, y="height"))).svg().startswith("<svg")
+
+
 def test_a_derived_row_is_drawn_if_it_has_both_quantities() -> None:
     drawn, _ = points(result(), StudyPlot("both", "Both", x="never", y="height"))
     assert [row["case"] for row in drawn] == ["one", "two"]

@@ -96,7 +96,7 @@ def _x(plot: StudyPlot, drawn: list[Row]) -> alt.X:
         levels = sorted({row["x"] for row in drawn})
         few = {"values": levels} if len(levels) <= LEVELS else {"tickCount": LEVELS}
         whole = all(row["x"] == int(row["x"]) and row["x"] < 1e6 for row in drawn)
-        large = max(row["x"] for row in drawn) >= 1e6
+        large = max((row["x"] for row in drawn), default=0) >= 1e6
         axis = alt.Axis(format=",d" if whole else ".3~s" if large else ".3~g", **few)
         scale = alt.Scale(type="log" if plot.log_x else "linear", zero=False, nice=False, padding=16)
         return alt.X("x:Q", title=_words(plot.x), scale=scale, axis=axis)
