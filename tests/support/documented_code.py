@@ -21,6 +21,8 @@ BLOCK = re.compile(
 STEPS = ["--budget", "4steps"]
 TINY = [*STEPS, "--set", "checkpoints.every=2", "--set", "evaluation.examples=4", "--set", "data.batch=4"]
 UNCOMPILED = ["--without", "compile", "--without", "attention.tiled"]
+BIDIRECTIONAL = ("masked", "spans")
+"""Recipes without tiled attention."""
 SIZES = ["--set", "data.vocabulary=300", "--set", "model.width=32", "--set", "model.depth=2", "--set", "model.heads=4"]
 FEW_RUNS = ["--seeds", "2", "--rate-trials", "1", "--warmup-steps", "2", "--equal-budget", "steps"]
 QUICK_PLAN = ["--no-probe", "--seconds", "20"]
@@ -57,6 +59,8 @@ def shortened(words: list[str]) -> list[str]:
     """Shorten a command so that it runs in seconds: few steps, small batches, a small model."""
     if words[1:3] == ["data", "score"]:
         return [*words, "--steps", "4"]
+    if words[1:3] in (["plan", "size"], ["plan", "fit"]):
+        return words
     if not {"train", "explain", "check", "compare", "plan", "sweep"} & {*words[:5]}:
         return words
     if words[2].endswith(".toml"):
@@ -67,7 +71,8 @@ def shortened(words: list[str]) -> list[str]:
     length = ["--set", f"data.length={256 if 'base-model' in kept else 32}"]
     sizes = [] if "--model" in kept else SIZES
     more = {"compare": FEW_RUNS, "plan": QUICK_PLAN, "sweep": ["--trials", "2"]}.get(words[1], [])
-    return [*kept, *TINY, *UNCOMPILED, *length, *sizes, *more]
+    uncompiled = UNCOMPILED[:2] if words[2] in BIDIRECTIONAL else UNCOMPILED
+    return [*kept, *TINY, *uncompiled, *length, *sizes, *more]
 
 
 def run_page(page: Path, folder: Path) -> None:
