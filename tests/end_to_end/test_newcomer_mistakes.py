@@ -158,6 +158,7 @@ PYTHON_MISTAKES: list[tuple[Callable[[], Any], str, str]] = [
     (lambda: train(model=build_frozen), "the loss has no gradient", "requires_grad_(True)"),
     (lambda: train(model=build_on_meta), "meta device", "load_state_dict(weights, assign=True)"),
     (lambda: train(model="gpt2", data="my.txt", held_out=None, loss=None), "'gpt2'", "did you mean 'gpt-small'?"),
+    (lambda: th.recipe("kjv"), "'kjv' is a recipe, not a model", 'recipe="kjv"'),
     (lambda: train(loss=loss_without_gradient), "the loss has no gradient", "without .item(), .detach()"),
     (lambda: train(loss=loss_as_dict), "is a dict", "return a tensor (8,)"),
     (lambda: train(loss=loss_of_keys), "a batch is a list of 2 parts", "def loss(model, batch)"),

@@ -116,6 +116,20 @@ def test_invalid_loss_is_refused_with_the_fix(loss: Any, words: str) -> None:
     assert error.value.fix
 
 
+@pytest.mark.parametrize("loss", [lambda model, rows: rows["label"].mean(), lambda model, rows: rows.x.mean()])
+def test_parts_that_a_batch_lacks_are_named(loss: Any) -> None:
+    with pytest.raises(UsageError, match="a batch is a dict with the keys x, y"):
+        gradient(loss)
+
+
+def test_errors_below_a_loss_stay_as_they_are() -> None:
+    def deeper(rows: dict[str, Tensor]) -> Tensor:
+        return rows["label"]
+
+    with pytest.raises(KeyError, match="label"):
+        gradient(lambda model, rows: deeper(rows).mean())
+
+
 def test_part_of_weight_zero_may_have_any_value() -> None:
     def loss(model: nn.Module, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
         counts = torch.arange(12) < 6

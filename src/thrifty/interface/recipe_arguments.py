@@ -22,7 +22,7 @@ from thrifty.interface.own_loop import technique_of
 from thrifty.models import PROBLEM_TYPES, folder_config, label_objective
 from thrifty.models.model_resolution import own_shape
 from thrifty.objectives.user_metrics import DatasetMetric, ModelMetric
-from thrifty.recipes import load_recipe
+from thrifty.recipes import RECIPES, load_recipe
 from thrifty.recipes.recipe_layers import RecipeLayers
 from thrifty.reporting.run_record import find_run
 from thrifty.techniques import find
@@ -245,7 +245,12 @@ def _fitting(recipe: Recipe, is_free: bool) -> Recipe:
 
 
 def _model_settings(model: str | Path) -> ModelSettings:
-    return ModelSettings(folder=str(Path(model).resolve())) if Path(model).is_dir() else ModelSettings(str(model))
+    if Path(model).is_dir():
+        return ModelSettings(folder=str(Path(model).resolve()))
+    if str(model) in RECIPES:
+        fix = spelled(f"thrifty train {model}", f'recipe="{model}"')
+        raise UsageError(f"'{model}' is a recipe, not a model", fix)
+    return ModelSettings(str(model))
 
 
 def _with_optimizer(chosen: tuple[Technique, ...]) -> tuple[Technique, ...]:

@@ -122,7 +122,9 @@ class UserLoss(Objective):
         given = self.assembled(batch)
         try:
             result = function(model, given)
-        except (AttributeError, IndexError, KeyError, TypeError) as error:  # a batch of another form
+        except (AttributeError, IndexError, KeyError, TypeError) as error:
+            if not _is_raised_in(function, error):
+                raise
             raise UsageError(
                 f"{what} fails with {reason_of(error)!r}; a batch is {_content(given)}",
                 fix="write it as def loss(model, batch): …, and read these parts of the batch",
@@ -146,6 +148,15 @@ def _metric(name: str) -> str:
 
 def _rows_of(name: str) -> tuple[str, str]:
     return f"{name} predictions", f"{name} labels"
+
+
+def _is_raised_in(function: UserFunction, error: Exception) -> bool:
+    """Return True if a function raised an error itself, such as by reading a part that the batch does not have, or if
+    it is a loss of torch, which takes no batch. Errors of deeper calls are the user's own."""
+    if type(function).__module__.startswith("torch."):
+        return True
+    called = error.__traceback__.tb_next if error.__traceback__ else None
+    return called is None or called.tb_next is None
 
 
 def _content(batch: Any) -> str:
