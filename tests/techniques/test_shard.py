@@ -164,7 +164,7 @@ def test_pipeline_requires_zero_1(four: list) -> None:
     for *_, (first, *others) in four:
         assert not first
         for zero, (what, fix) in zip((2, 3), others, strict=True):
-            assert f"zero = {zero} reduces the gradients of each micro-batch" in what
+            assert f"zero={zero} reduces the gradients of each micro-batch" in what
             assert fix == "--set techniques.parallelism.shard.zero=1"
 
 
