@@ -121,7 +121,12 @@ def test_gain_of_another_model_size_is_not_taken() -> None:
     assert "optimizers.muon" not in names(planned(1.0, gains(parameters=200_000_000)))
 
 
-def test_plan_gives_the_comparison_as_reason() -> None:
+@pytest.mark.parametrize(("ratio", "verdict", "why"), [(1.0, "added", MUON.sentence), (3.0, "not taken", "too slow")])
+def test_plan_gives_a_reason_for_a_proven_gain(ratio: float, verdict: str, why: str) -> None:
+    def time(candidate: PlanCandidate, bar: float) -> StepTiming:
+        seconds = ratio if "optimizers.muon" in names(candidate) else 1.0
+        return replace(by_expectation(candidate), least=(seconds,), passes=(seconds,))
+
     parameters = sum(parameter.numel() for parameter in PLANNER.plain.build().parameters())
     planner = replace(
         PLANNER,
@@ -130,10 +135,10 @@ def test_plan_gives_the_comparison_as_reason() -> None:
         gains=gains(parameters=parameters),
         seconds=1e6,
         evidence={"optimizers.muon": MUON.in_words()},
-        time=lambda candidate, bar: replace(by_expectation(candidate), least=(1.0,), passes=(1.0,)),
+        time=time,
     )
     plan = planner.plan()
     reasons = {reason.technique: reason for reason in plan.reasons}
-    assert "optimizers.muon" in names(plan.chosen)
-    assert reasons["optimizers.muon"].verdict == "added" and MUON.sentence in reasons["optimizers.muon"].why
-    assert reasons["optimizers.adamw"].verdict == "taken out"
+    assert reasons["optimizers.muon"].verdict == verdict and why in reasons["optimizers.muon"].why
+    assert ("optimizers.muon" in names(plan.chosen)) == (verdict == "added")
+    assert reasons["optimizers.adamw"].verdict == ("taken out" if verdict == "added" else "kept")

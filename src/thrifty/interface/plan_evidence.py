@@ -65,6 +65,4 @@ def _option(kind: type[Technique], one: PastComparison, recipe: Recipe) -> PlanO
         technique = kind(**settings)
     except (ThriftyError, TypeError):  # settings of another version
         return None
-    return PlanOption(
-        AXIS, (technique,), frozenset(one.others), one.step_time or 1.0, Numerics.DIFFERENT, label_of(technique)
-    )
+    return PlanOption(AXIS, (technique,), frozenset(one.others), 1.0, Numerics.DIFFERENT, label_of(technique))

@@ -111,6 +111,8 @@ class ChoiceExplainer:
             return self.missing[name]
         if options:
             return self._offered(options)
+        if slow := self._measured([option for option in self._proven() if option.techniques[0].name == name]):
+            return f"its steps are too slow here for its proven gain: {slow}"
         if disallowed := self._options_with(name, self.disallowed):
             return self._disallowed(disallowed[0].numerics)
         if kind.claims & PARALLELISM:
@@ -128,6 +130,9 @@ class ChoiceExplainer:
         if technique.stage is Stage.MEASURE:
             return "it measures training, but changes nothing"
         return "nothing in this run requires it"
+
+    def _proven(self) -> list[PlanOption]:
+        return [option for option in self.search.singles if option.axis == PROVEN]
 
     def _undivided(self) -> str:
         if RANKS in self.search.options:

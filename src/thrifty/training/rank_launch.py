@@ -36,11 +36,11 @@ def on_ranks(count: int, work: Callable[..., dict[str, Any]], *arguments: Any, *
     if count < 1:
         raise UsageError(f"ranks is {count}, below the limit of 1", fix="--ranks 1")
     refuse_start_during_import()
+    if count == 1 or "RANK" in os.environ or is_srun_step():
+        return work(*arguments, **options)
     if count > (most := RANKS_PER_CORE * len(usable_cores())):
         what = f"ranks is '{count}', above the limit of {most} processes on this machine"
         raise InfeasibleError(what, fix=f"--ranks {len(usable_cores())}")
-    if count == 1 or "RANK" in os.environ or is_srun_step():
-        return work(*arguments, **options)
     with tempfile.TemporaryDirectory(prefix="thrifty-ranks-") as folder:
         call, store = Path(folder, "call"), loopback_store()
         write_value((work, arguments, options), call)
