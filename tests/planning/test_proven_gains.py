@@ -10,7 +10,8 @@ from planned_runs import CATALOGUE, PLANNER, by_expectation, recipe, searching
 
 from thrifty.core.recipe import ModelSettings, ObjectiveSettings
 from thrifty.core.technique import Numerics
-from thrifty.experiments.past_results import PastComparison
+from thrifty.core.user_objects import PythonObjects
+from thrifty.experiments.past_results import OWN, PastComparison
 from thrifty.interface.plan_evidence import proven_gains
 from thrifty.planning.cost_estimates import StepTiming
 from thrifty.planning.forecast import PlanRequest
@@ -98,6 +99,7 @@ def test_gain_that_does_not_fit_is_not_taken() -> None:
         {"steps_to_quality": 1.3},
         {"technique": "growth.stacking", "others": (), "alone": True, "settings": {}},
         {"objective": "masked_token"},
+        {"objective": OWN},
         {"is_pretrained": True},
         {"others": ("optimizers.sgd",)},
         {"others": ("optimizers.adamw", "compile")},
@@ -113,7 +115,8 @@ def test_other_comparisons_prove_no_gain(changes: dict[str, Any]) -> None:
 def test_recipes_with_other_objectives_or_weights_get_no_gain() -> None:
     images = replace(RECIPE, objective=ObjectiveSettings("image_label"))
     pretrained = replace(RECIPE, model=ModelSettings(folder="model"))
-    for other in (images, pretrained):
+    own_loss = replace(RECIPE, python=PythonObjects(data="package:rows", loss="package:loss"))
+    for other in (images, pretrained, own_loss):
         assert proven_gains([MUON], other, CATALOGUE) == []
 
 

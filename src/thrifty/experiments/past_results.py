@@ -21,6 +21,8 @@ if TYPE_CHECKING:  # scipy takes a second to import
 PACKAGE = Path(__file__).parents[1]
 OWN_RESULTS = next((each for each in (PACKAGE / "results", PACKAGE.parents[1] / "results") if each.is_dir()), PACKAGE)
 """Folder of Thrifty's own measurements: in the package if it was installed from a wheel, otherwise in the clone."""
+OWN = ""
+"""Objective of a comparison whose loss or data are a user's own objects: equal names would not mean equal losses."""
 FOLDERS = (Path("results"), Path("runs"), OWN_RESULTS)
 
 
@@ -123,9 +125,9 @@ def _of_comparison(data: dict[str, Any], file: Path) -> list[PastComparison]:
         quality, verdict = arm["time_to_quality"], arm["verdict"]
         touched = [name for names in roles.values() for name in names]
         recipe, rates = data["definition"]["arms"][label], data.get("rates", {})
-        model = recipe["model"]
+        model, own = recipe["model"], recipe.get("python", {})
         of_arm = {
-            "objective": recipe["objective"]["name"],
+            "objective": OWN if any(own.get(name) for name in ("loss", "data")) else recipe["objective"]["name"],
             "is_pretrained": bool(model.get("folder")) and not model.get("reinitialize"),
             "baseline_rate": rates.get(BASELINE, {}).get("lr"),
             "verdict": verdict["verdict"],

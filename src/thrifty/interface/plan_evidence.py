@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from thrifty.core.errors import ThriftyError
 from thrifty.core.technique import Numerics
 from thrifty.experiments.evidence import evidence_by_technique
+from thrifty.experiments.past_results import OWN
 from thrifty.planning.proven_gains import AXIS, ProvenGain
 from thrifty.planning.search_space import PlanOption, label_of
 
@@ -49,7 +50,8 @@ def _applies(one: PastComparison, recipe: Recipe) -> bool:
     """Return True if the recipe has the same objective, and the techniques that the comparison replaced."""
     names = {technique.name for technique in recipe.techniques}
     is_pretrained = bool(recipe.model.folder) and not recipe.model.reinitialize
-    is_alike = (one.objective, one.is_pretrained) == (recipe.objective.name, is_pretrained)
+    objective = OWN if recipe.python.loss or recipe.python.data else recipe.objective.name
+    is_alike = OWN != one.objective == objective and one.is_pretrained == is_pretrained
     replaces = one.is_replacement and {*one.others} <= names
     return is_alike and one.technique not in names and (one.alone or replaces)
 

@@ -17,10 +17,12 @@ from thrifty.core.user_objects import BuildModel, UserObjects
 from thrifty.core.user_sources import is_dataset_name, is_function_name
 from thrifty.data.chat.conversation_sources import holds_conversations
 from thrifty.data.data_loading import dataset_of
+from thrifty.data.text.labelled_data import has_texts
 from thrifty.experiments import studies
 from thrifty.interface.own_loop import technique_of
 from thrifty.models import PROBLEM_TYPES, folder_config, label_objective
 from thrifty.models.model_resolution import own_shape
+from thrifty.objectives import chosen_objective
 from thrifty.objectives.user_metrics import DatasetMetric, ModelMetric
 from thrifty.recipes import RECIPES, load_recipe
 from thrifty.recipes.recipe_layers import RecipeLayers
@@ -161,6 +163,8 @@ def recipe(
         passed |= {"held_out": held_out}
     if isinstance(loss, str):
         base = replace(base.without_objects("loss"), objective=ObjectiveSettings(loss))
+        if "data" in passed:
+            _check_objective_reads(passed["data"], base.objective)
     else:
         passed["loss"] = loss
     if recipe is None and base.objective.name in PROBLEM_TYPES:  # F1 of few texts is too noisy
@@ -215,6 +219,17 @@ def names_object(value: Any, is_data: bool = False) -> bool:
 def is_mixture(data: Any) -> bool:
     """Return True if `data` is a dict of sampling weights by source."""
     return isinstance(data, Mapping) and bool(data) and all(isinstance(each, int | float) for each in data.values())
+
+
+def _check_objective_reads(data: Any, objective: ObjectiveSettings) -> None:
+    """Raise UsageError if an objective by name cannot read a user's own dataset. Some objectives read labelled texts."""
+    reads_labels = "labelled_text" in chosen_objective(objective).learns_from
+    if not (reads_labels and has_texts(data)):
+        raise UsageError(
+            f"the objective {objective.name!r} does not read your own dataset"
+            + (", because its examples have no text" if reads_labels else ""),
+            fix="pass loss=, a function of (model, batch); or data=, a file, a folder or the name of a dataset",
+        )
 
 
 def _given(recipe: Recipe | str | Path | None) -> Recipe:
