@@ -132,7 +132,8 @@ def _leave(number: int, frame: FrameType | None) -> None:
     """
     for other in (signal.SIGINT, signal.SIGTERM):
         signal.signal(other, signal.SIG_DFL)
-    if os.environ.get("LOCAL_RANK", "0") == "0":
+    is_stopped_by_launcher = number == signal.SIGTERM and "RANK" in os.environ  # which reports the first failed rank
+    if not is_stopped_by_launcher and os.environ.get("LOCAL_RANK", "0") == "0":
         os.write(2, f"thrifty: stopped by signal {number}\n".encode())  # print() is unsafe in a signal handler
     sys.exit(128 + number)
 

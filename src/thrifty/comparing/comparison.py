@@ -176,7 +176,8 @@ class _ComparisonRunner:
                 raise RunStopped(ended.exit_code)
             if cost is None:
                 kind = InfeasibleError if ended.exit_code == InfeasibleError.exit_code else UsageError
-                raise kind(f"{variant.label} fails before its first step: {ended.error}", fix=CORRECT)
+                what, _, fix = ended.error.partition(" fix: ")
+                raise kind(f"{variant.label} fails before its first step: {what}", fix=fix or CORRECT)
             if not costs:
                 judged_on, budget = cost.judged_on, Budget(steps=cost.steps)
             if other := differences(judged_on, cost.judged_on):

@@ -85,8 +85,11 @@ def serve(arguments: Sequence[str]) -> int:
     os.chdir(content["folder"])
     end_with_starter()
     recipe = recipe_from_data(content["recipe"])
-    recipe = replace(recipe, objects=read_value(objects[0])) if objects else recipe
-    ending = ending_of(recipe, Path(content["runs"]), content["is_counted"])
+    try:
+        recipe = replace(recipe, objects=read_value(objects[0])) if objects else recipe
+        ending = ending_of(recipe, Path(content["runs"]), content["is_counted"])
+    except ThriftyError as failed:  # the import of the user's script
+        ending = {"exit_code": failed.exit_code, "error": str(failed)}
     if os.environ.get("RANK", "0") == "0":
         task.with_suffix(".end").write_text(json.dumps(ending))
     return ending["exit_code"]

@@ -146,8 +146,9 @@ class _SweepRunner:
                 run_on_workers(self.workers, turns)
                 places = sorted(places, key=lambda place: self.rank(place, rung))
                 if self.rank(places[0], rung) == math.inf:
-                    errors = [trial["error"] for trial in self.trials if "error" in trial]
-                    raise ThriftyError(f"no trial is left: {errors[-1]}", fix="narrow the range of --over")
+                    last = next(trial["error"] for trial in reversed(self.trials) if "error" in trial)
+                    what, _, fix = last.partition(" fix: ")
+                    raise ThriftyError(f"no trial is left: {what}", fix=fix or "narrow the ranges of the sweep")
         except RunStopped as stopped:
             return self.write("interrupted", stopped.exit_code)
         except BaseException as ended:

@@ -11,10 +11,11 @@ from thrifty.comparing import comparison
 from thrifty.comparing.comparison_protocol import ComparisonProtocol
 from thrifty.comparing.comparison_workers import read_workers
 from thrifty.comparing.equal_budgets import Equal
+from thrifty.comparing.paired_statistics import ALPHA, least_pairs
 from thrifty.comparing.run_launchers import RunLauncher, SameProcess
 from thrifty.comparing.saved_comparison import refuse_existing_comparison, save_comparison
 from thrifty.comparing.variants import Change, variants_of
-from thrifty.core.errors import spelled
+from thrifty.core.errors import for_reader, spelled
 from thrifty.core.file_names import check_name
 from thrifty.core.old_names import rename_comparison
 from thrifty.core.plain_values import build
@@ -28,7 +29,7 @@ from thrifty.reporting.measured_result import MeasuredResult, Rows, flat
 from thrifty.reporting.number_format import MISSING, duration, significant
 from thrifty.reporting.printed_result import ResultTable, lines
 from thrifty.training.run_folder import RunFolder
-from thrifty.training.sent_objects import can_be_sent
+from thrifty.training.sent_objects import can_be_sent, refuse_start_during_import
 
 
 @dataclass(frozen=True, repr=False)
@@ -160,6 +161,9 @@ def compare(
     read = variants_of(recipe_of(recipe=recipe, **arguments), variants or {})
     folder = Path(runs) / check_name(name or f"{read[0].recipe.name}-comparison", "--name")
     say = progress(quiet)
+    if protocol.seeds < (least := least_pairs(ALPHA / max(len(read) - 1, 1))):
+        some = "a variant requires" if len(read) == 2 else f"{len(read) - 1} variants require"
+        say(f"caution: without a verdict, because {some} {least} pairs: {for_reader(f'--seeds {least}')}")
     able = able_launchers(launchers, [variant.recipe for variant in read], say)
     result = comparison.compare(read, protocol, folder, retry=retry, workers=able, say=say)
     if save_result and result["status"] == "finished":
@@ -171,8 +175,9 @@ def able_launchers(
     launchers: Sequence[RunLauncher], recipes: Sequence[Recipe], say: Callable[[str], None]
 ) -> Sequence[RunLauncher]:
     """Return launchers that can start these recipes, or only this process if objects cannot be sent to other
-    processes.
+    processes. Raise UsageError in a process that imports the script which started it.
     """
+    refuse_start_during_import()
     if all(can_be_sent(recipe.objects) for recipe in recipes):
         return launchers
     say("objects from Python cannot be sent to other processes: all runs use this process, one after another")

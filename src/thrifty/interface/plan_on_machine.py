@@ -51,9 +51,11 @@ def plan_on_machine(
     from thrifty.training.memory_meter import MemoryMeter
     from thrifty.training.run_ledger import record_forecast
     from thrifty.training.run_setup import choose_device, prepare_run
-    from thrifty.training.sent_objects import can_be_sent
+    from thrifty.training.sent_objects import can_be_sent, refuse_start_during_import
 
     began = time.monotonic()
+    if probe:
+        refuse_start_during_import()
     if recipe.mesh.least_ranks > 1:
         raise UsageError(
             "the recipe has a mesh, but planning chooses the mesh",

@@ -21,6 +21,7 @@ _preparing: list[Path] = []
 
 def write_value(value: Any, path: Path) -> None:
     """Write a value for a child process. Raise UsageError if the value cannot be sent."""
+    refuse_start_during_import()
     try:
         content = pickle.dumps(value)
     except Exception as error:
