@@ -19,6 +19,7 @@ HELD_OUT = 32
 STEPS_BETWEEN = 20
 """Number of steps between evaluations."""
 
+
 class Block(nn.Module):
     def __init__(self) -> None:
         super().__init__()

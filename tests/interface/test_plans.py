@@ -30,3 +30,16 @@ def test_plans_list_techniques_that_refuse_model_or_batches() -> None:
 def test_a_plan_for_a_cluster_refuses_settings_of_probes(probing: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match="steps on a cluster are simulated"):
         thrifty.plan("text", cluster="h100-box", **probing)
+
+
+def test_predicted_steps_have_the_order_of_the_candidates() -> None:
+    """The expected slowdown of an option counts, such as the transfers of offloaded activations."""
+    inputs = torch.randn(4096, 128)
+    blocks = [nn.Sequential(nn.Linear(128, 256), nn.GELU(), nn.Linear(256, 128)) for _ in range(12)]
+    data = TensorDataset(inputs, inputs[:, :3].argmax(1))
+    model = nn.Sequential(nn.Linear(128, 128), nn.Sequential(*blocks))
+    work: Any = dict(model=model, data=data, held_out=data, loss=loss, budget=4, batch=4096, quiet=True, probe=False)
+    whole = thrifty.plan(**work).forecast
+    candidates = thrifty.plan(**work, memory=whole.process + 0.6 * whole.counted).plan.alternatives  # type: ignore[union-attr]
+    steps = [forecast.step.value for _, forecast in candidates]
+    assert len({*steps}) > 1 and steps == sorted(steps)

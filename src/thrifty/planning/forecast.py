@@ -159,7 +159,8 @@ class Forecaster:
         assert footprint is not None
         if timing is None:
             rate = self.rate * (1 if self.device.type == "cpu" else candidate.ranks)
-            step = Estimate.within(footprint.flops / rate, 1 / UNSURE, UNSURE)
+            factor = math.prod(option.factor for option in candidate.options)
+            step = Estimate.within(factor * footprint.flops / rate, 1 / UNSURE, UNSURE)
             memory, started, aside = Estimate.within(footprint.memory, 0.9, candidate.counted_high), 0.0, 0.0
             time_is = ("not measured", 0.0)
         else:
