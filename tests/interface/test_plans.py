@@ -42,4 +42,6 @@ def test_predicted_steps_have_the_order_of_the_candidates() -> None:
     whole = thrifty.plan(**work).forecast
     candidates = thrifty.plan(**work, memory=whole.process + 0.6 * whole.counted).plan.alternatives  # type: ignore[union-attr]
     steps = [forecast.step.value for _, forecast in candidates]
-    assert len({*steps}) > 1 and steps == sorted(steps)
+    expected = [candidate.relative for candidate, _ in candidates]
+    assert len({*expected}) > 1 and steps == sorted(steps)
+    assert [step / steps[0] for step in steps] == pytest.approx([each / expected[0] for each in expected], rel=0.01)
