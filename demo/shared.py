@@ -72,13 +72,18 @@ def prepare(documents: list[str], folder: Path) -> None:
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     tokenizer.train_from_iterator(
-        documents, trainers.BpeTrainer(vocab_size=VOCABULARY, initial_alphabet=alphabet, show_progress=False)
+        documents,
+        trainers.BpeTrainer(
+            vocab_size=VOCABULARY, initial_alphabet=alphabet, special_tokens=["<|endoftext|>"], show_progress=False
+        ),
     )
     tokenizer.save(str(folder / "tokenizer.json"))
     parts = {"train": [text for i, text in enumerate(documents) if i % 20], "held_out": documents[::20]}
     rows = {}
     for name, texts in parts.items():
-        ids = torch.tensor([token for text in tokenizer.encode_batch(texts) for token in text.ids])
+        lines = "".join(json.dumps({"text": text}) + "\n" for text in texts)
+        (folder / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+        ids = torch.tensor([token for text in tokenizer.encode_batch(texts) for token in (*text.ids, 0)])
         rows[name] = ids[: len(ids) // (LENGTH + 1) * (LENGTH + 1)].view(-1, LENGTH + 1)
     rows["held_out"] = rows["held_out"][:HELD_OUT]
     torch.save(rows, folder / "rows.pt")

@@ -41,6 +41,8 @@ class Logits(nn.Module):
 class Blocks(nn.Module):
     """A model with a list of blocks and a separate head: tokens (b, t) to hidden states (b, t, d)."""
 
+    has_separate_head = True
+
     def __init__(self) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, WIDTH)

@@ -134,6 +134,8 @@ class NormalizedBlock(nn.Module):
 
 
 class NormalizedModel(nn.Module):
+    has_separate_head = True
+
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)

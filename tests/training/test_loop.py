@@ -74,6 +74,8 @@ def test_a_step_without_a_finite_gradient_changes_nothing() -> None:
 class NormalizedEmbedding(nn.Module):
     """An embedding with rows normalized over the batch; they are nan in the second step."""
 
+    has_separate_head = True
+
     def __init__(self) -> None:
         super().__init__()
         self.table, self.norm, self.head = nn.Embedding(256, 8), nn.BatchNorm1d(8), nn.Linear(8, 256)

@@ -43,6 +43,12 @@ class Prediction:
         return self.head(self.hidden)
 
 
+def output_head(model: nn.Module) -> nn.Module | None:
+    """Return the `head` of a model that returns hidden states, or None if it returns logits. A model of the first kind
+    has the attribute `has_separate_head = True`."""
+    return getattr(model, "head", None) if getattr(model, "has_separate_head", False) else None
+
+
 @dataclass(frozen=True)
 class ChatLearningSettings:
     """Settings for conversations: the tokens to learn, and the packing into rows."""

@@ -222,7 +222,7 @@ def is_mixture(data: Any) -> bool:
 
 
 def _check_objective_reads(data: Any, objective: ObjectiveSettings) -> None:
-    """Raise UsageError if an objective by name cannot read a user's own dataset. Some objectives read labelled texts."""
+    """Raise UsageError if an objective by name cannot read a user's own dataset. Some read labelled texts."""
     reads_labels = "labelled_text" in chosen_objective(objective).learns_from
     if not (reads_labels and has_texts(data)):
         raise UsageError(

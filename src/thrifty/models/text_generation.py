@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thrifty.core.errors import ThriftyError, UsageError
+from thrifty.core.objective import output_head
 from thrifty.models.attention_layers import Attention, RotaryPositions, causal_attention
 from thrifty.models.transformer import Transformer
 from thrifty.models.transformer_blocks import PostNormBlock, TokenEmbedding, TransformerBlock
@@ -154,7 +155,7 @@ def _reader(model: nn.Module, limit: int | None) -> Iterator[Reader]:
 
 def last_logits(model: nn.Module, tokens: Tensor) -> Tensor:
     """Return the logits (b, v) after the last token, also for a model without a separate head."""
-    out, head = model(tokens), getattr(model, "head", None)
+    out, head = model(tokens), output_head(model)
     return getattr(out, "logits", out)[:, -1] if head is None else head(out[:, -1])
 
 

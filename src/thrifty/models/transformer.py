@@ -38,6 +38,7 @@ class Transformer(nn.Module):
     """
 
     task: Task = "next_token"
+    has_separate_head = True
 
     def __init__(
         self,
@@ -78,6 +79,7 @@ class Encoder(nn.Module):
     module between the last block and the head."""
 
     task: Task = "masked_token"
+    has_separate_head = True
 
     def __init__(self, embedding: nn.Module, blocks: Sequence[nn.Module], transform: nn.Module, head: nn.Linear):
         super().__init__()
@@ -118,6 +120,7 @@ class EncoderDecoder(nn.Module):
     require `positions` (b, t). Encoder and decoder share one embedding; `scale` multiplies the head's input."""
 
     task: Task = "sequence_to_sequence"
+    has_separate_head = True
 
     def __init__(
         self,

@@ -1,7 +1,7 @@
 """Base class of token objectives. The loss of an example is the mean softmax cross-entropy of its predictions.
 
-If the model has a linear `head`, the loss computes the logits in chunks. Other models return logits, or an object with
-an attribute `logits`.
+If the model returns hidden states and has a linear `head`, the loss computes the logits in chunks. Other models return
+logits, or an object with an attribute `logits`.
 """
 
 from collections.abc import Callable
@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
 from thrifty.core.dtensors import is_dtensor
-from thrifty.core.objective import Objective, Prediction
+from thrifty.core.objective import Objective, Prediction, output_head
 from thrifty.core.setting_bounds import check_bounds
 from thrifty.kernels import vocab_parallel_cross_entropy
 from thrifty.kernels.chunked_cross_entropy import IGNORED, chunk_step, gradient_norm_scores, linear_cross_entropy
@@ -23,11 +23,11 @@ from thrifty.kernels.token_gather import gather_tokens
 
 
 def prediction_of(model: nn.Module, output: Any, places: Tensor | None = None) -> Prediction:
-    """Convert a model's output (b, t, …) to a prediction: hidden states if the model has a `head`, else logits.
+    """Convert a model's output (b, t, …) to a prediction: hidden states if the model returns them, else logits.
 
     With `places` (b, k), the prediction has only these k positions.
     """
-    head = getattr(model, "head", None)
+    head = output_head(model)
     values = output if head is not None else getattr(output, "logits", output)
     if places is not None:
         values = gather_tokens(values, places)
