@@ -14,11 +14,10 @@ export PYTHONDONTWRITEBYTECODE :=
 
 .PHONY: demo quick test test-all test-gpu explore lint bench docs clean
 
-# what each run of its comparison, and its planned run, may take
-COMPARISON_BUDGET := 4s
-TRAIN_BUDGET := 1min
+# seconds of training of each of its four programs
+SECONDS := 40
 demo: $(VENV)/installed
-	PATH="$(CURDIR)/$(BIN):$$PATH" COMPARISON_BUDGET=$(COMPARISON_BUDGET) TRAIN_BUDGET=$(TRAIN_BUDGET) tools/demo.sh
+	@$(BIN)/python demo/demo.py $(SECONDS)
 
 # one more worker than cores, since tests of several processes often wait; one thread for each, which would fight otherwise
 WORKERS := $(shell $(PYTHON) -c "import os; print(min(os.cpu_count() + 1, 8))")
@@ -75,7 +74,7 @@ $(BIN)/pip:
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/installed: pyproject.toml constraints.txt | $(BIN)/pip
-	$(INSTALL) '.[charts]'
+	$(INSTALL) '.[demo]'
 	touch $@
 
 $(VENV)/documented: pyproject.toml constraints.txt | $(BIN)/pip

@@ -1,59 +1,71 @@
 """The demo: four programs train the same small GPT on the same text for the same time.
 
-python demo/demo.py [SECONDS]
+    python demo/demo.py [SECONDS]
 
 The loop of PyTorch's tutorials, that loop compiled, and Trainer of Hugging Face are programs of their own in this
-folder. The fourth is what `thrifty.plan` chooses for the loop's model and data.
+folder. The fourth is what `thrifty.plan` chooses for the same module and text.
 """
 
 import json
+import os
 import subprocess
 import sys
+import textwrap
 from pathlib import Path
+from typing import Any
 
-import torch
 from page import write_page
 from rich.console import Console
-from rich.table import Table
-from shared import BATCH, HELD_OUT, LENGTH, RATE, Clock, build, held_out_loss, prepare, rows
+from shared import BATCH, BATCHES_PER_EVALUATION, LENGTH, RATE, Clock, build, prepare
 
 import thrifty as th
+from thrifty.reporting.run_tables import TextTable
 
 HERE = Path(__file__).parent
 SECONDS = 40.0
 PLANNED = "Thrifty"
-PROGRAMS = {
-    "PyTorch loop": ("plain_loop.py", "loop"),
-    "PyTorch loop, torch.compile": ("plain_loop.py", "compiled"),
-    "Hugging Face Trainer": ("hf_trainer.py", "trainer"),
-}
-"""File and name of each program."""
+COLUMNS = ("Program", "Steps", "First step", "Held-out loss", f"{PLANNED} reached it in")
+Programs = dict[str, dict[str, Any]]
+"""Results by program: number of steps, seconds of the first step, curve of (seconds, loss), and text."""
 
 
 def main() -> None:
     seconds = float(sys.argv[1]) if len(sys.argv) > 1 else SECONDS
-    console, folder = Console(highlight=False), new_folder(Path("runs"))
+    console, folder = Console(highlight=False, soft_wrap=True), new_folder(Path("runs"))
     documents, title = texts()
     prepare(documents, folder)
     parameters = sum(each.numel() for each in build().parameters())
-    console.print(
-        f"\n[bold]Which program learns fastest?[/bold] A GPT of {parameters / 1e6:.1f}M parameters learns {title}. Each "
-        f"program trains for {seconds:g} s on {torch.get_num_threads()} threads, with the same model, text and batch size."
+    about = (
+        f"Four programs train the same GPT of {parameters / 1e6:.1f}M parameters on {title}, for {seconds:g} s each on "
+        "this machine. Which one learns fastest?"
     )
-    ended = {}
-    for label, (file, name) in PROGRAMS.items():
-        arguments = {"loop": [seconds], "compiled": [seconds, "compile"]}.get(name) or [ended["PyTorch loop"]["steps"]]
-        with console.status(label):
-            ended[label] = run(file, folder, name, arguments)
-        console.print(f"  {label:<28} loss {ended[label]['curve'][-1][1]:.2f} after {ended[label]['steps']} steps")
-    with console.status("thrifty.plan chooses techniques"):
+    console.print(f"[bold]{wrapped(about)}[/bold]\n")
+    programs: Programs = {}
+    for label, file, arguments in (
+        ("PyTorch loop", "plain_loop.py", [seconds]),
+        ("PyTorch loop, torch.compile", "plain_loop.py", [seconds, "compile"]),
+        ("Hugging Face Trainer", "hf_trainer.py", [seconds]),
+    ):
+        with console.status(f"{label}: {seconds:g} s"):
+            programs[label] = run(folder, file, *arguments)
+        console.print(f"  {label:<28} loss {last_loss(programs[label]):.2f} after {programs[label]['steps']} steps")
+    with console.status("thrifty.plan times candidates on this machine"):
         plan = choose(folder, seconds)
-    console.print(f"\n[bold]thrifty.plan[/bold] timed candidates on this machine and chose:")
-    for technique, why in reasons(plan):
-        console.print(f"  {technique}: {why}")
-    with console.status(PLANNED):
-        ended[PLANNED] = train(plan, folder)
-    report(console, ended, folder, write_page(ended, folder, reasons(plan)))
+    console.print("\nthrifty.plan chose, for the same module and text:")
+    chosen = reasons(plan)
+    for reason in chosen:
+        console.print(wrapped(reason, "  "))
+    with console.status(f"{PLANNED}: {seconds:g} s"):
+        programs[PLANNED] = train(plan, folder)
+    table, verdict = TextTable("Programs", COLUMNS, rows(programs), frozenset(range(1, 5))), in_words(programs)
+    console.print(f"\n{th_table(table)}\n\n[bold]{wrapped(verdict)}[/bold]\n")
+    for label in ("PyTorch loop", PLANNED):
+        console.print(wrapped(f"{label}: {programs[label]['text']}") + "\n")
+    page = write_page(folder, about, verdict, table, programs, chosen)
+    console.print(f"Page with all curves   {page}")
+    console.print("Your own text          thrifty train --data my.txt --budget 5min")
+    console.print("Your own module        docs/own_model.md")
+    open_in_browser(page)
 
 
 def new_folder(runs: Path) -> Path:
@@ -66,58 +78,119 @@ def new_folder(runs: Path) -> Path:
 
 
 def texts() -> tuple[list[str], str]:
-    """Return documents and their title: the King James Bible, or without a network this Python's library."""
+    """Return documents and their title: the King James Bible, or without a network the reference of Python."""
     try:
-        th.datasets.get("kjv", quiet=True)
+        cache = Path(th.datasets.get("kjv", quiet=True).as_dict()["cache"])
     except th.ThriftyError:
-        files = sorted(Path(json.__file__).parents[1].glob("*.py"))
-        return [file.read_text(errors="ignore") for file in files], "the source code of Python's library"
-    file = th.datasets.known().as_dict()
-    lines = (Path(file["cache"]) / "sets" / "kjv" / "documents.jsonl").read_text(encoding="utf-8").splitlines()
+        from pydoc_data.topics import topics
+
+        return [*topics.values()], "Python's language reference"
+    lines = (cache / "sets" / "kjv" / "documents.jsonl").read_text(encoding="utf-8").splitlines()
     return [json.loads(line)["text"] for line in lines], "the King James Bible"
 
 
-def run(file: str, folder: Path, name: str, arguments: list) -> dict:
-    """Run a program, and return the curve and text that it wrote."""
-    command = [sys.executable, HERE / file, folder, *map(str, arguments)]
-    with (folder / f"{name}.log").open("w") as log:
-        subprocess.run(command, stdout=log, stderr=subprocess.STDOUT, check=True)
-    return json.loads((folder / f"{name}.json").read_text())
+def run(folder: Path, file: str, *arguments: object) -> dict[str, Any]:
+    """Run a program of this folder in a process, and return its result."""
+    command = [sys.executable, str(HERE / file), str(folder), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stderr}")
+    return json.loads(done.stdout.splitlines()[-1])
 
 
 def choose(folder: Path, seconds: float) -> th.RecipePlan:
-    """Plan the loop's training, with techniques that change the result too if a comparison found them better."""
+    """Plan the training of the loop's module and text. Techniques that change the result are allowed; the plan takes
+    them if a comparison found them better."""
     return th.plan(
         model=build,
-        data=[{"input_ids": row} for row in rows(folder, "train")],
-        held_out=[{"input_ids": row} for row in rows(folder, "held_out")],
-        loss="next_token",
+        data=folder / "train.jsonl",
         techniques=[th.AdamW(lr=RATE), th.LinearDecay(), th.GradientClipping()],
         batch=BATCH,
         budget=f"{seconds}s",
-        settings={"budget.counts": "training", "evaluation.every": 10, "evaluation.examples": HELD_OUT},
+        settings={
+            "budget.counts": "training",
+            "data.length": LENGTH,
+            "data.tokenizer": str(folder / "tokenizer.json"),
+            "data.held_out": 0.02,
+            "evaluation.every": BATCHES_PER_EVALUATION,
+            "evaluation.examples": BATCH,
+        },
         allow="different",
         quiet=True,
     )
 
 
-def reasons(plan: th.RecipePlan) -> list[tuple[str, str]]:
-    """Return the changes of a plan and the reason of each."""
-    return [(each["technique"], each["why"]) for each in plan.as_dict()["reasons"] if each["verdict"] == "added"]
+def reasons(plan: th.RecipePlan) -> list[str]:
+    """Return each technique that the plan added, with the reason."""
+    return [f"{each['technique']}: {each['why']}" for each in plan.as_dict()["reasons"] if each["verdict"] == "added"]
 
 
-def train(plan: th.RecipePlan, folder: Path) -> dict:
-    clock = Clock(folder, "thrifty", 0)
+def train(plan: th.RecipePlan, folder: Path) -> dict[str, Any]:
+    """Train the planned recipe. Its curve has the same held-out loss as those of the other programs."""
+    clock = Clock(folder)
 
     def follow(record: th.Record) -> None:
-        clock.steps = record.step
-        clock.seconds += record.seconds if record.step > 1 else 0
+        clock.count(record.seconds)
         if record.held_out_loss is not None:
-            clock.add(clock.seconds, record.held_out_loss)
+            clock.evaluate(record.model)
 
     trained = th.train(recipe=plan.recipe, observers=[follow], name="thrifty", runs=folder, quiet=True)
-    clock.save(trained.model)
-    return json.loads((folder / "thrifty.json").read_text())
+    return clock.result(trained.model)
+
+
+def last_loss(program: dict[str, Any]) -> float:
+    return program["curve"][-1][1]
+
+
+def seconds_to(program: dict[str, Any], loss: float) -> float | None:
+    """Return the seconds after which an evaluation of a program had this loss or a lower one."""
+    return next((seconds for seconds, value in program["curve"] if value <= loss), None)
+
+
+def rows(programs: Programs) -> list[list[str]]:
+    """Return a row per program: steps, seconds of the first step, final loss, and Thrifty's time to this loss."""
+    table = []
+    for label, each in programs.items():
+        reached = seconds_to(programs[PLANNED], last_loss(each))
+        time = each["curve"][-1][0]
+        faster = "not reached" if reached is None else f"{reached:.0f} s instead of {time:.0f} s: {time / reached:.1f}x"
+        loss, first = f"{last_loss(each):.2f}", f"{each['first']:.1f} s"
+        table.append([label, str(each["steps"]), first, loss, "" if label == PLANNED else faster])
+    return table
+
+
+def in_words(programs: Programs) -> str:
+    """Return the verdict: how much sooner Thrifty reached the final loss of each other program."""
+    times = {label: seconds_to(programs[PLANNED], last_loss(each)) for label, each in programs.items()}
+    factors = {
+        label: programs[label]["curve"][-1][0] / seconds for label, seconds in times.items() if seconds is not None
+    }
+    factors.pop(PLANNED, None)
+    if not factors:
+        return f"{PLANNED} did not reach the loss of any other program on this machine"
+    parts = [f"{factor:.1f} times as fast as {label}" for label, factor in factors.items()]
+    missing = [label for label in programs if label not in (*factors, PLANNED)]
+    also = f"; it did not reach the loss of {' and '.join(missing)}" if missing else ""
+    return f"{PLANNED} reached equal quality sooner: {', '.join(parts)}{also}"
+
+
+def th_table(table: TextTable) -> str:
+    """Return a table as text with aligned columns."""
+    lines = [list(table.columns), *map(list, table.rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(table.columns))]
+    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)) for line in lines)
+
+
+def wrapped(text: str, indent: str = "") -> str:
+    return textwrap.fill(text, 100, initial_indent=indent, subsequent_indent=indent + "  " * bool(indent))
+
+
+def open_in_browser(page: Path) -> None:
+    """Open the page if somebody watches."""
+    if sys.stdout.isatty() and (os.environ.get("DISPLAY") or sys.platform == "darwin"):
+        import webbrowser
+
+        webbrowser.open(page.resolve().as_uri())
 
 
 if __name__ == "__main__":

@@ -1,67 +1,60 @@
-"""`make demo` runs commands that anybody could type, in an order that makes sense, and ends where one of them fails."""
+"""`make demo` trains four programs for the same time, and says in words which was faster."""
 
 import os
+import re
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from typed_commands import parse
 
 REPOSITORY = Path(__file__).parents[2]
-STUB = r"""#!/bin/sh
-for word; do printf '%s\037' "$word"; done >> commands
-echo >> commands
-[ "$1" = "$FAILS" ] && exit "$CODE" || exit 0
-"""
-"""Writes down how it was called, instead of what thrifty does."""
+sys.path.append(str(REPOSITORY / "demo"))
+
+import demo  # noqa: E402
 
 
-def told(folder: Path, *variables: str, fails: str = "", code: int = 0) -> tuple[list[list[str]], str, int]:
-    """The commands of `make demo`, its output, and its exit code where the verb `fails` ends with `code`."""
-    shutil.copyfile(REPOSITORY / "Makefile", folder / "Makefile")
-    (folder / "tools").symlink_to(REPOSITORY / "tools")
-    (folder / ".venv" / "bin").mkdir(parents=True)
-    for name in ("pyproject.toml", "constraints.txt", ".venv/bin/pip", ".venv/installed"):  # as if it were installed
-        (folder / name).touch()
-    stub = folder / ".venv" / "bin" / "thrifty"
-    stub.write_text(STUB)
-    stub.chmod(0o755)
+def programs(*losses: float, seconds: float = 40.0) -> demo.Programs:
+    """Return results of a loop, of Trainer and of Thrifty. A curve falls linearly to the loss of its program."""
+    return {
+        label: {"steps": 100, "first": 1.0, "curve": [(seconds * i / 4, loss + 4 - i) for i in range(5)], "text": ""}
+        for label, loss in zip(("PyTorch loop", "Hugging Face Trainer", demo.PLANNED), losses, strict=True)
+    }
+
+
+def test_verdict_is_the_time_to_equal_quality() -> None:
+    assert demo.in_words(programs(5.0, 4.0, 3.0)) == (
+        "Thrifty reached equal quality sooner: 2.0 times as fast as PyTorch loop, 1.3 times as fast as Hugging Face "
+        "Trainer"
+    )
+    _, trainer, planned = demo.rows(programs(5.0, 4.0, 3.0))
+    assert trainer == ["Hugging Face Trainer", "100", "1.0 s", "4.00", "30 s instead of 40 s: 1.3x"]
+    assert planned[-1] == ""
+
+
+def test_verdict_names_what_was_not_reached() -> None:
+    assert demo.in_words(programs(5.0, 2.0, 3.0)).endswith("; it did not reach the loss of Hugging Face Trainer")
+    assert demo.in_words(programs(1.0, 2.0, 3.0)).startswith("Thrifty did not reach the loss of any other program")
+
+
+def test_make_demo_runs_the_demo(tmp_path: Path) -> None:
+    if shutil.which("make") is None:
+        pytest.skip("there is no make here")
     own = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES")}
-    own |= {"DEMO_NAME": "story", "FAILS": fails, "CODE": str(code)}
-    done = subprocess.run(["make", "demo", *variables], cwd=folder, env=own, capture_output=True, text=True)
-    lines = (folder / "commands").read_text().splitlines()
-    return [line.split("\037")[:-1] for line in lines], done.stdout, done.returncode
+    done = subprocess.run(["make", "-n", "demo", "SECONDS=5"], cwd=REPOSITORY, env=own, capture_output=True, text=True)
+    assert done.returncode == 0 and ".venv/bin/python demo/demo.py 5" in done.stdout
 
 
-pytestmark = pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
-STORY = ["data", "plan", "check", "compare", "train", "report", "sample"]
-
-
-def test_every_command_is_shown_and_one_that_its_verb_takes(tmp_path: Path) -> None:
-    commands, output, code = told(tmp_path, "COMPARISON_BUDGET=2s", "TRAIN_BUDGET=3s")
-    assert code == 0 and [words[0] for words in commands] == STORY
-    for words in commands:
-        assert f"$ thrifty {words[0]} {words[1]}" in output
-        parse(words)
-    budgets = {words[0]: words[words.index("--budget") + 1] for words in commands if "--budget" in words}
-    assert budgets == {"compare": "2s", "train": "3s"}
-    assert "charts: runs/story-comparison/report.html" in output
-
-
-def test_without_a_network_the_text_is_this_python(tmp_path: Path) -> None:
-    commands, _, code = told(tmp_path, fails="data", code=1)
-    assert code == 0
-    assert [words[0] for words in commands if "python-stdlib" in words] == ["plan", "compare"]
-
-
-def test_a_comparison_that_is_refused_leaves_the_rest_as_it_is(tmp_path: Path) -> None:
-    commands, output, code = told(tmp_path, fails="compare", code=2)
-    assert code == 0 and [words[0] for words in commands] == STORY
-    assert "charts: none" in output
-
-
-@pytest.mark.parametrize(("verb", "code"), [("check", 4), ("compare", 1), ("sample", 2)])
-def test_it_ends_where_a_verb_fails(tmp_path: Path, verb: str, code: int) -> None:
-    commands, output, ended = told(tmp_path, fails=verb, code=code)
-    assert ended != 0 and commands[-1][0] == verb and "charts" not in output
+@pytest.mark.slow
+def test_demo_ends_with_verdict_text_and_page(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    pytest.importorskip("accelerate")
+    command = [sys.executable, str(REPOSITORY / "demo" / "demo.py"), "4"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "Thrifty reached equal quality sooner" in done.stdout or "Thrifty did not reach" in done.stdout
+    lines = done.stdout.splitlines()
+    assert len(lines) <= 48 and max(map(len, lines)) <= 100
+    page = tmp_path / re.search(r"Page with all curves +(\S+)", done.stdout)[1]  # type: ignore[index]
+    assert page.read_text().count("<svg") == 2

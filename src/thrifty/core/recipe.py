@@ -136,7 +136,7 @@ class DataSettings:
     label_column: str = ""
     """Column of labels, for labeled texts. By default, common names are tried."""
     held_out_source: str = ""
-    """File of held-out rows, for labeled texts, in place of a fraction of `source`."""
+    """Source of held-out texts or rows, in place of the fraction `held_out` of `source`."""
     tokenizer: str = ""
     """Path of a tokenizer.json. If empty, a byte-level BPE tokenizer is trained on the training documents."""
     vocabulary: int = 4096

@@ -271,8 +271,9 @@ def open_examples(recipe: Recipe, say: Callable[[str], None] = print_to_stderr) 
             raise UsageError(f"data.{name} is only for images, but {why}", fix=f"leave data.{name} out")
     for name in ("pair_column", "label_column", "held_out_source"):
         if getattr(settings, name) and name not in kind.own_settings:
+            kinds_of_text = "texts" if name == "held_out_source" else "labelled texts"
             raise UsageError(
-                f"data.{name} is only for labelled texts, but {recipe.objective.name} learns from other data",
+                f"data.{name} is only for {kinds_of_text}, but {recipe.objective.name} learns from other data",
                 fix=f"leave data.{name} out; or --set objective.name=classification; or objective.name=regression",
             )
     if kind.name == "labelled_text" and objective.label_form != "number" and not HAS_SCORES:

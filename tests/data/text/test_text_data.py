@@ -56,6 +56,23 @@ def test_seed_orders_training_but_not_evaluation(stories):
     assert torch.equal(first["tokens"], second["tokens"])
 
 
+def test_a_held_out_file_is_the_held_out_text(stories, tmp_path):
+    (tmp_path / "valid.txt").write_text("A sentence that only the held-out file has. " * 40)
+    chosen = settings(stories, held_out_source=str(tmp_path / "valid.txt"))
+    data, split = open_text(chosen, 0, quiet), open_text(settings(stories), 0, quiet)
+    assert data.train_tokens >= split.train_tokens + split.held_out_tokens - 40  # other merges
+    held_out = data.tokenizer.decode(data.held_out.windows.tokens.tolist())
+    assert held_out.removesuffix("<|endoftext|>") == (tmp_path / "valid.txt").read_text()
+    (tmp_path / "valid.txt").write_text("Another text. " * 40)
+    assert open_text(chosen, 0, quiet).folder != data.folder
+
+
+def test_a_held_out_file_without_text_is_refused(stories, tmp_path):
+    (tmp_path / "valid.txt").write_text("\n")
+    with pytest.raises(UsageError, match=r"valid\.txt"):
+        open_text(settings(stories, held_out_source=str(tmp_path / "valid.txt")), 0, quiet)
+
+
 @pytest.mark.slow
 def test_two_processes_read_the_same_examples(stories, tmp_path):
     rows = set()

@@ -128,6 +128,11 @@ def open_mixture(
 
     Raises UsageError like `open_text`, and for invalid weights.
     """
+    if settings.held_out_source:
+        raise UsageError(
+            "a mixture of sources holds out documents of each source, so data.held_out_source is not read",
+            fix="leave data.held_out_source out; or train on one source",
+        )
     counts = example_counts(settings.sources)
     parts: list[TextData] = []
     for name in settings.sources:
@@ -201,7 +206,7 @@ def _pairs(
 class PlainText(DataKind):
     """Plain text, cut into windows. It is the default for sources that no other kind recognizes."""
 
-    name, own_settings = "text", ("near_duplicates", "sources", "separate")
+    name, own_settings = "text", ("near_duplicates", "sources", "separate", "held_out_source")
     about, recipe = "plain text", "text"
 
     def holds(self, settings: DataSettings) -> bool:
@@ -228,7 +233,7 @@ class PlainText(DataKind):
 class PairsOfTexts(DataKind):
     """Pairs of source and target texts. Span corruption is not applied."""
 
-    name, own_settings = "text_pairs", ("near_duplicates",)
+    name, own_settings = "text_pairs", ("near_duplicates", "held_out_source")
     about, recipe = "pairs of texts", "spans"
 
     def holds(self, settings: DataSettings) -> bool:

@@ -9,6 +9,7 @@ If several ranks need the same data, one rank prepares them and the others wait.
 """
 
 from collections.abc import Callable, Sequence
+from itertools import chain
 from pathlib import Path
 
 from thrifty.core.errors import UsageError
@@ -26,7 +27,7 @@ from thrifty.data.text.near_duplicates import DeduplicatedSource
 from thrifty.data.text.text_pairs import SEPARATOR, PairFile
 from thrifty.data.text.token_files import token_type, unigram_entropy, write_streams
 from thrifty.data.tokenizer import check_vocabulary, read_tokenizer, train_tokenizer
-from thrifty.data.train_split import DataSplit, plan_split
+from thrifty.data.train_split import DataSplit, SplitPlan, plan_split
 
 FORMAT = 1
 
@@ -41,33 +42,51 @@ def open_token_cache(
     """
     if not settings.tokenizer:
         check_vocabulary(settings.vocabulary, special)
-    path = Path(settings.source).expanduser()
-    source = PairFile(path) if pairs else open_source(settings.source, settings.column)
+    source = _open(settings.source, settings, pairs)
+    held_out = _open(settings.held_out_source, settings, pairs) if settings.held_out_source else None
     if settings.near_duplicates is not None:
         source = DeduplicatedSource(source, settings.near_duplicates)
-    key = _key(settings, source, special)
+    key = _key(settings, source, held_out, special)
+    size = source.size() + (held_out.size() if held_out else 0)
     prepared = open_or_build_tokens(
-        key, settings.source, lambda folder: _build(settings, source, special, pairs, folder), say, source.size()
+        key, settings.source, lambda folder: _build(settings, source, held_out, special, pairs, folder), say, size
     )
     if left_out := prepared.manifest.get("left_out"):  # older manifests lack this field
         say(left_out)
     return prepared
 
 
-def _key(settings: DataSettings, source: DocumentSource, special: Sequence[str]) -> str:
+def _open(source: str, settings: DataSettings, pairs: bool) -> DocumentSource:
+    return PairFile(Path(source).expanduser()) if pairs else open_source(source, settings.column)
+
+
+def _key(
+    settings: DataSettings, source: DocumentSource, held_out: DocumentSource | None, special: Sequence[str]
+) -> str:
     if settings.tokenizer:
         path = Path(settings.tokenizer).expanduser()
         tokenizer = file_sha256(path) if path.is_file() else ""
     else:
         tokenizer = " ".join(("trained", str(settings.vocabulary), *special))
-    return cache_key(FORMAT, source.identity(), settings.column or TEXT, tokenizer, settings.held_out)
+    judged = held_out.identity() if held_out else settings.held_out
+    return cache_key(FORMAT, source.identity(), settings.column or TEXT, tokenizer, judged)
 
 
-def _build(settings: DataSettings, source: DocumentSource, special: Sequence[str], pairs: bool, folder: Path) -> None:
-    identity = source.identity()
+def _build(
+    settings: DataSettings,
+    source: DocumentSource,
+    held_out_source: DocumentSource | None,
+    special: Sequence[str],
+    pairs: bool,
+    folder: Path,
+) -> None:
+    sources = [each for each in (source, held_out_source) if each]
+    identities = [each.identity() for each in sources]
     own_tokenizer = read_tokenizer(Path(settings.tokenizer).expanduser()) if settings.tokenizer else None
     pieces: Callable[[str], list[str]] = (lambda text: text.split(SEPARATOR)) if pairs else (lambda text: [text])
-    split = plan_split(source.documents(), settings.held_out, settings.source, lambda text: pieces(text)[0])
+    fraction = 0.0 if held_out_source else settings.held_out
+    split = plan_split(source.documents(), fraction, settings.source, lambda text: pieces(text)[0])
+    held_out_texts = held_out_source.documents() if held_out_source else ()
     if split.longest is not None and pairs:  # cutting the longest document would cut a pair
         raise UsageError(
             f"{settings.source!r} has too few pairs to hold {100 * settings.held_out:g}% of them out",
@@ -77,9 +96,14 @@ def _build(settings: DataSettings, source: DocumentSource, special: Sequence[str
     tokenizer = own_tokenizer or train_tokenizer(texts, settings.vocabulary, special)
     with build_folder(folder) as temporary:
         tokenizer.save(temporary)
-        streams = write_streams(split.parts(source.documents()), pieces, tokenizer, temporary)
+        parts = chain(split.parts(source.documents()), ((DataSplit.HELD_OUT, text) for text in held_out_texts))
+        streams = write_streams(parts, pieces, tokenizer, temporary)
         train, held_out = streams[DataSplit.TRAIN], streams[DataSplit.HELD_OUT]
-        if source.identity() != identity or not (train.tokens and held_out.tokens):
+        if held_out_source and not held_out.tokens:
+            raise UsageError(
+                f"{settings.held_out_source!r} has no text to evaluate on", fix="--held-out FILE, a file with text"
+            )
+        if [each.identity() for each in sources] != identities or not (train.tokens and held_out.tokens):
             raise UsageError(
                 f"{settings.source!r} changed while it was read", fix="start again when no process writes to it"
             )
@@ -90,7 +114,7 @@ def _build(settings: DataSettings, source: DocumentSource, special: Sequence[str
             "tokenizer": settings.tokenizer or "byte-level BPE trained on the training documents",
             "vocabulary": tokenizer.vocabulary,
             "type": token_type(tokenizer),
-            "split": "hash of each document" if split.longest is None else "end of the longest document",
+            "split": _split_in_words(split, settings.held_out_source),
             "documents": {part: stream.documents for part, stream in streams.items()},
             "bytes": {part: stream.bytes for part, stream in streams.items()},
             "tokens": {part: stream.tokens for part, stream in streams.items()},
@@ -101,3 +125,9 @@ def _build(settings: DataSettings, source: DocumentSource, special: Sequence[str
         if isinstance(source, DeduplicatedSource):
             manifest["near_duplicates"] = source.report()
         write_manifest(temporary, manifest)
+
+
+def _split_in_words(split: SplitPlan, held_out_source: str) -> str:
+    if held_out_source:
+        return f"{held_out_source!r} is held out"
+    return "hash of each document" if split.longest is None else "end of the longest document"
