@@ -33,7 +33,7 @@ WITHOUT_TORCH = "\n".join(
         *(("--help", 0), ("--version", 0), ("train --help", 0), ("train --bogus", 2), ("trian", 2)),
         *((f"list {kind}", 0) for kind in get_args(Kind)),
         *((f"show {name}", 0) for name in ("lora", "gpt-small", "next_token", "a3 --kind design")),
-        *(("show lorra", 2), ("list --json", 0), ("show lora --json", 0)),
+        *(("show lorra", 2), ("list --json", 0), ("show lora --json", 0), ("data list", 0), ("data list --json", 0)),
     ],
 )
 def test_answers_that_need_no_torch_do_not_import_it(words: str, code: int) -> None:

@@ -32,9 +32,9 @@ def command() -> None:
 @AS_JSON
 def list_sets(as_json: bool) -> None:
     """List the named datasets and models: size, licence, and if they are on this machine."""
-    import thrifty
+    from thrifty.interface.known_sources import known
 
-    print_result(thrifty.datasets.known(), as_json)
+    print_result(known(), as_json)
 
 
 @command.command()

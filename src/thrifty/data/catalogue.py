@@ -4,15 +4,20 @@ Thrifty does not include the data. `thrifty data get NAME` downloads the package
 npm or apt. `python-stdlib` and `python-functions` exist on every machine.
 """
 
+from __future__ import annotations
+
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from thrifty.core.cache_dir import cache_folder
 from thrifty.core.errors import UsageError, did_you_mean
-from thrifty.core.recipe import DataSettings, ModelSettings
+
+if TYPE_CHECKING:  # torch takes seconds to import
+    from thrifty.core.recipe import DataSettings, ModelSettings
 
 PYTHON_STDLIB = "python-stdlib"
 PYTHON_FUNCTIONS = "python-functions"

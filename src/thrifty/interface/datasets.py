@@ -1,12 +1,9 @@
 """Datasets and pretrained models by name; functions that inspect sources and score examples."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Unpack
 
-from rich.console import RenderableType
-
-from thrifty.core.cache_dir import cache_folder
 from thrifty.core.errors import UsageError
 from thrifty.core.objective import ChatLearningSettings
 from thrifty.core.recipe import DataSettings, Recipe
@@ -23,43 +20,15 @@ from thrifty.experiments.scoring.example_scoring import ScoringSettings
 from thrifty.experiments.scoring.example_scoring import score as score_all
 from thrifty.experiments.scoring.review_page import open_scored, page, suspicious
 from thrifty.experiments.scoring.score_selection import count_labels
+from thrifty.interface.known_sources import KnownSources
 from thrifty.interface.progress import progress
 from thrifty.interface.recipe_arguments import RecipeArguments
 from thrifty.interface.recipe_arguments import recipe as recipe_of
 from thrifty.interface.scored_examples import ReviewPage, ScoredExamples, SelectedExamples, choice_by, write_pruned
 from thrifty.interface.source_summaries import ConversationPreview, SourceSummary
-from thrifty.reporting.printed_result import PrintedResult, lines
 
 Method = Literal["el2n", "grand", "forgetting", "loss", "margin", "prototype", "random", "input_norm"]
 Order = Literal["hard", "easy", "auto", "random"]
-
-
-@dataclass(frozen=True, repr=False)
-class KnownSources(PrintedResult):
-    """Catalog of datasets and models: name, size, licence, and presence on this machine."""
-
-    entries: tuple[CatalogueEntry, ...]
-
-    def as_dict(self) -> dict[str, Any]:
-        return {"cache": str(cache_folder()), "entries": [_described(each) for each in self.entries]}
-
-    def __rich__(self) -> RenderableType:
-        printed = []
-        for each in self.entries:
-            state = "here" if each.present else f"thrifty data get {each.name}"
-            printed.append(f"{each.name:<14} {each.kind:<6} {each.size / 1e6:>6.1f} MB  {state}")
-            printed.append(f"    {each.about}\n    licence: {each.licence}")
-        return lines(*printed, f"\ncache: {cache_folder()}")
-
-
-def known() -> KnownSources:
-    """Return the catalog of datasets and models that have a name in Thrifty.
-
-    Example::
-
-        print(thrifty.datasets.known())
-    """
-    return KnownSources(tuple(entries().values()))
 
 
 def get(*names: str, quiet: bool = False) -> KnownSources:
@@ -277,21 +246,6 @@ def review(
     chosen = choice_by(Path(scores), **settings) if is_chosen else None
     target.write_text(page(table, data, str(source), chosen), encoding="utf-8")
     return ReviewPage(target, table, tuple(suspicious(table).tolist()))
-
-
-def _described(each: CatalogueEntry) -> dict[str, Any]:
-    """Return a catalog entry as plain data."""
-    return {
-        "name": each.name,
-        "kind": each.kind,
-        "about": each.about,
-        "bytes": each.size,
-        "download_bytes": sum(package.size for package in each.needed),
-        "licence": each.licence,
-        "origin": each.origin,
-        "present": each.present,
-        "folder": str(each.model_folder if each.kind == "model" else each.folder) if each.packages else None,
-    }
 
 
 def _convert(each: CatalogueEntry, say: Any) -> None:
