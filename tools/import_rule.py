@@ -19,7 +19,9 @@ Import = tuple[str, str]
 Rule = Mapping[str, frozenset[str]]
 
 DESIGN = Path(__file__).parents[1] / "DESIGN.md"
-ASSEMBLERS = {f"thrifty.training.{name}" for name in ("trainer", "session_start", "run_setup", "trained_model")}
+ASSEMBLERS = {
+    f"thrifty.training.{name}" for name in ("trainer", "session_start", "run_setup", "data_opening", "trained_model")
+}
 ASSEMBLED = {"models", "objectives", "data", "recipes"}
 
 

@@ -31,7 +31,7 @@ from thrifty.recipes.recipe_toml import read_recipe, recipe_to_data
 from thrifty.training import run_ledger
 from thrifty.training.memory_meter import MemoryMeter
 from thrifty.training.process_launch import launch_command
-from thrifty.training.run_setup import mesh_sizes
+from thrifty.training.rank_setup import mesh_sizes
 from thrifty.training.trainer import train
 
 

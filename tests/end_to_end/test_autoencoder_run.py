@@ -16,8 +16,8 @@ from PIL import Image
 
 from thrifty.kernels.token_gather import gather_tokens
 from thrifty.techniques.data_selection.drop_masked_patches import DropMaskedPatches
+from thrifty.training.data_opening import open_examples
 from thrifty.training.evaluation import held_out_loss
-from thrifty.training.run_setup import open_examples
 from thrifty.training.trained_model import load_trained_model
 
 SMALL = {"model.width": 32, "model.heads": 4, "model.depth": 2, "model.decoder_depth": 1, "data.batch": 16}

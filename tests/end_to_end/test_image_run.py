@@ -17,7 +17,8 @@ from thrifty.core.errors import InfeasibleError, UsageError
 from thrifty.core.recipe import AugmentationSettings, Budget, ObjectiveSettings
 from thrifty.data.images.image_data import open_images
 from thrifty.recipes import RECIPES
-from thrifty.training.run_setup import open_examples, prepare_run
+from thrifty.training.data_opening import open_examples
+from thrifty.training.run_setup import prepare_run
 from thrifty.training.trained_model import load_trained_model
 
 SMALL = {"model.width": 32, "model.heads": 4, "model.depth": 2, "data.batch": 16, "evaluation.examples": 100}

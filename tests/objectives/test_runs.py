@@ -18,7 +18,7 @@ from thrifty.core.recipe import Budget, DataSettings, EvaluationSettings, Object
 from thrifty.core.user_objects import UserObjects
 from thrifty.techniques.curriculum.sequence_length import SequenceLengthWarmup
 from thrifty.techniques.optimizers.adamw import AdamW
-from thrifty.training.run_setup import open_examples
+from thrifty.training.data_opening import open_examples
 from thrifty.training.trainer import train
 
 LEARNED = {

@@ -19,7 +19,7 @@ from thrifty.planning.plan_search import PlanSearch
 from thrifty.planning.planner import allowed_options
 from thrifty.planning.rank_options import RANKS, without_rank_techniques
 from thrifty.planning.search_space import PlanOption
-from thrifty.training.run_setup import mesh_sizes
+from thrifty.training.rank_setup import mesh_sizes
 
 
 def options(ranks: int, batch: int = BATCH, allow: Numerics = Numerics.ROUNDING) -> Sequence[PlanOption]:

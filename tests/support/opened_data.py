@@ -7,7 +7,7 @@ from unittest.mock import patch
 
 from thrifty.core.recipe import Recipe
 from thrifty.data.data_kind import DataKind, DataRequest
-from thrifty.training import run_setup
+from thrifty.training import data_opening, run_setup
 
 
 @contextmanager
@@ -20,7 +20,7 @@ def opened_kinds() -> Iterator[list[str]]:
         return open_kind(request)
 
     with ExitStack() as patches:
-        for kind in run_setup.DATA_KINDS.values():
+        for kind in data_opening.DATA_KINDS.values():
             patches.enter_context(patch.object(kind, "open", partial(open_counted, kind, kind.open)))
         yield names
 

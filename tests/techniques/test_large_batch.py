@@ -18,7 +18,7 @@ from thrifty.optim.fused_updates import FusedAdamWUpdate, fused_tail
 from thrifty.techniques.large_batch.batch_ramp import BatchRamp, size_at
 from thrifty.techniques.large_batch.scale_learning_rate import scaled_rate, warmed_up_from_base
 from thrifty.techniques.optimizers.adamw import AdamW
-from thrifty.training.run_setup import _steps_in_tokens
+from thrifty.training.step_budget import steps_in_tokens
 
 
 def test_linear_rule_matches_one_hour_imagenet() -> None:
@@ -152,7 +152,7 @@ def test_two_ranks_equal_one_process() -> None:
 def test_token_budget_is_spent_exactly_with_a_ramp(until: int | float, full: int, budget: int) -> None:
     plain, per_step = plain_run(batch=8), 8 * 16
     ramp = BatchRamp(start=0.125, until=until, multiple=2, batch=full)
-    steps = _steps_in_tokens(budget, per_step, Recipe(techniques=(AdamW(), ramp)), plain, torch.device("cpu"))
+    steps = steps_in_tokens(budget, per_step, Recipe(techniques=(AdamW(), ramp)), plain, torch.device("cpu"))
 
     def spent(steps: int) -> int:
         source = compose(plain, (AdamW(), ramp), steps).source

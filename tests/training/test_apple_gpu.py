@@ -7,7 +7,7 @@ import torch
 
 from thrifty.core.errors import UsageError
 from thrifty.machine.machine_info import free_memory
-from thrifty.training import run_setup
+from thrifty.training import rank_setup
 from thrifty.training.determinism import unordered_kernels
 from thrifty.training.memory_meter import MemoryMeter
 
@@ -22,23 +22,23 @@ def apple(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_mps_without_such_a_gpu_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     with pytest.raises(UsageError, match='device = "mps", but torch finds no GPU of an Apple chip'):
-        run_setup.choose_device("mps")
+        rank_setup.choose_device("mps")
     with pytest.raises(UsageError, match="unknown device 'mpz'\n  fix: did you mean 'mps'"):
-        run_setup.choose_device("mpz")
+        rank_setup.choose_device("mpz")
 
 
 @pytest.mark.usefixtures("apple")
 def test_mps_is_chosen_by_name_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert run_setup.choose_device("mps") == MPS
-    assert run_setup.choose_device("auto").type == "cpu"
+    assert rank_setup.choose_device("mps") == MPS
+    assert rank_setup.choose_device("auto").type == "cpu"
 
 
 @pytest.mark.usefixtures("apple")
 def test_mps_has_one_rank(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(run_setup, "ranks", lambda: 2)
+    monkeypatch.setattr(rank_setup, "ranks", lambda: 2)
     with pytest.raises(UsageError, match="allows '1' rank"):
-        run_setup.choose_device("mps")
+        rank_setup.choose_device("mps")
 
 
 def test_memory_of_mps_is_what_torch_allocated(monkeypatch: pytest.MonkeyPatch) -> None:

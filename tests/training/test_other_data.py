@@ -11,7 +11,7 @@ from thrifty.core.errors import InfeasibleError, UsageError
 from thrifty.core.recipe import DataSettings, ObjectiveSettings, Recipe
 from thrifty.data.data_kind import DataKind
 from thrifty.recipes import RECIPES
-from thrifty.training.run_setup import open_examples
+from thrifty.training.data_opening import open_examples
 
 CLASSIFY, ALONE = "masked --data SOURCE --loss classification", "; or --set data.column="
 

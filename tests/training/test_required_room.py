@@ -12,8 +12,8 @@ from thrifty.core.errors import InfeasibleError
 from thrifty.core.out_of_memory import OutOfMemory
 from thrifty.core.recipe import CheckpointSettings, DataSettings, ModelSettings, ObjectiveSettings
 from thrifty.training import required_room
+from thrifty.training.data_opening import open_examples
 from thrifty.training.run_folder import RunFolder
-from thrifty.training.run_setup import open_examples
 from thrifty.training.trainer import resume, train
 
 

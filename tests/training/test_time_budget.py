@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import thrifty as th
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import Budget
-from thrifty.training import loop, run_setup, time_budget
+from thrifty.training import loop, run_setup, step_budget, time_budget
 from thrifty.training.time_budget import TimeBudget, steady
 
 SECONDS = 200.0
@@ -34,7 +34,7 @@ class Clock:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, cost: Callable[[float], float]):
         self.now, self.cost = 1000.0, cost
         simulated = SimpleNamespace(monotonic=lambda: self.now, perf_counter=lambda: self.now)
-        for module in (time_budget, loop, run_setup):
+        for module in (time_budget, loop, run_setup, step_budget):
             monkeypatch.setattr(module, "time", simulated)
 
     def loss(self, model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

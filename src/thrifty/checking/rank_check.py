@@ -29,7 +29,8 @@ from thrifty.core.mesh import AXES, Mesh
 from thrifty.core.out_of_memory import OutOfMemory, explain_out_of_memory
 from thrifty.core.recipe import Recipe
 from thrifty.recipes.recipe_toml import read_recipe, write_recipe
-from thrifty.training.run_setup import mesh_sizes, prepare_run
+from thrifty.training.rank_setup import mesh_sizes
+from thrifty.training.run_setup import prepare_run
 from thrifty.training.sent_objects import read_value, write_value
 
 PROMISE, ABOUT = "one rank or several", "ranks"

@@ -10,8 +10,9 @@ from thrifty.core.run_relative_settings import moments_of
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Technique
+from thrifty.training.rank_setup import ranks_of
 from thrifty.training.run_folder import RunFolder
-from thrifty.training.run_setup import prepare_run, ranks_of
+from thrifty.training.run_setup import prepare_run
 from thrifty.training.session_start import counted_facts
 
 SAMPLED, MOST_SAMPLED = 4, 64

@@ -28,7 +28,7 @@ class DataRequest:
 
 
 class DataKind:
-    """A kind of data that objectives learn from, listed in `training.run_setup.DATA_KINDS`."""
+    """A kind of data that objectives learn from, listed in `training.data_opening.DATA_KINDS`."""
 
     name: str
     """Name of the kind in `learns_from` of objectives."""

@@ -20,7 +20,7 @@ from thrifty.simulators.accelerator.attention_trace import AttentionTrace
 from thrifty.simulators.accelerator.synthetic_traces import PATTERNS, synthetic_trace
 from thrifty.simulators.accelerator.trace_file import load_pruned_masks, save_trace, with_dtype
 from thrifty.simulators.accelerator.trace_recorder import record_attention
-from thrifty.training.run_setup import open_examples
+from thrifty.training.data_opening import open_examples
 from thrifty.training.trained_model import load_trained_model
 
 

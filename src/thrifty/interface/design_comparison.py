@@ -24,8 +24,8 @@ from thrifty.simulators.accelerator.iso_peak import iso_peak
 from thrifty.simulators.accelerator.masked_replay import replay_with_masks
 from thrifty.simulators.accelerator.measured_attention import all_pairs_seconds, kept_pairs_seconds
 from thrifty.simulators.accelerator.simulation_result import SimulationResult, frame
+from thrifty.training.data_opening import open_examples
 from thrifty.training.evaluation import held_out_loss
-from thrifty.training.run_setup import open_examples
 from thrifty.training.trained_model import load_trained_model
 
 if TYPE_CHECKING:

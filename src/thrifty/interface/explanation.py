@@ -19,7 +19,8 @@ from thrifty.interface.recipe_arguments import recipe as recipe_of
 from thrifty.reporting.number_format import scaled
 from thrifty.reporting.printed_result import PrintedResult, lines, open_table
 from thrifty.training.memory_meter import MemoryMeter
-from thrifty.training.run_setup import mesh_sizes, prepare_run
+from thrifty.training.rank_setup import mesh_sizes
+from thrifty.training.run_setup import prepare_run
 
 STEPS = 1000
 """Assumed number of steps, if the budget of a run is not in steps."""

@@ -49,8 +49,9 @@ def plan_on_machine(
     from thrifty.planning.rank_options import without_rank_techniques
     from thrifty.recipes.recipe_toml import recipe_to_data
     from thrifty.training.memory_meter import MemoryMeter
+    from thrifty.training.rank_setup import choose_device
     from thrifty.training.run_ledger import record_forecast
-    from thrifty.training.run_setup import choose_device, prepare_run
+    from thrifty.training.run_setup import prepare_run
     from thrifty.training.sent_objects import can_be_sent, refuse_start_during_import
 
     began = time.monotonic()

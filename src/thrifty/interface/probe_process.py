@@ -11,7 +11,7 @@ def main(job_file: Path) -> None:
     from thrifty.core.out_of_memory import explain_out_of_memory
     from thrifty.core.ranks import rank
     from thrifty.planning.probe_jobs import write_probe_answer
-    from thrifty.training.run_setup import process_group
+    from thrifty.training.rank_setup import process_group
 
     try:
         with process_group():

@@ -31,7 +31,8 @@ from thrifty.objectives.retrieval_metrics import (
 from thrifty.reporting.printed_result import PrintedResult, lines
 from thrifty.reporting.run_record import run_folder
 from thrifty.training.checkpoint_index import CheckpointChoice
-from thrifty.training.run_setup import choose_device, open_examples
+from thrifty.training.data_opening import open_examples
+from thrifty.training.rank_setup import choose_device
 from thrifty.training.trained_model import load_trained_model
 
 BATCH = 256

@@ -22,11 +22,12 @@ from thrifty.training import checkpoint, checkpoint_index
 from thrifty.training.budget_extension import extend
 from thrifty.training.judged_measure import reason_to_stop
 from thrifty.training.progress_display import ProgressDisplay
+from thrifty.training.rank_setup import ranks_of
 from thrifty.training.rank_sync import process_group_sync
 from thrifty.training.rendezvous import current_agent
 from thrifty.training.run_folder import RunFolder
 from thrifty.training.run_fork import copy_matching_state
-from thrifty.training.run_setup import prepare_run, ranks_of
+from thrifty.training.run_setup import prepare_run
 from thrifty.training.session_start import run_session, stored_json
 from thrifty.training.state_loading import load_state
 from thrifty.training.time_budget import RunLength

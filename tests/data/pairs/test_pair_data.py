@@ -18,7 +18,7 @@ from thrifty.data.pairs.pair_data import open_image_pairs
 from thrifty.data.run_metadata import read_model_spec
 from thrifty.data.tokenizer import TextTokenizer
 from thrifty.data.train_split import DataSplit
-from thrifty.training.run_setup import open_examples
+from thrifty.training.data_opening import open_examples
 
 LENGTH = 8
 

@@ -11,7 +11,7 @@ from labelled_texts import write_csv, write_jsonl
 from thrifty.core.errors import TYPED, ThriftyError, UsageError
 from thrifty.core.recipe import DataSettings, ObjectiveSettings, Recipe
 from thrifty.data.text.labelled_data import LabelledData
-from thrifty.training.run_setup import open_examples
+from thrifty.training.data_opening import open_examples
 
 REVIEWS = labelled_texts.reviews(40)
 

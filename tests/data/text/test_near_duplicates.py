@@ -18,7 +18,7 @@ from thrifty.data.text.near_duplicates import DeduplicatedSource, difference, fi
 from thrifty.data.text.token_cache import open_token_cache
 from thrifty.data.train_split import DataSplit
 from thrifty.recipes import RECIPES
-from thrifty.training.run_setup import open_examples
+from thrifty.training.data_opening import open_examples
 
 WORDS = [f"{first}{second}" for first in "bdfgklmnprst" for second in ("ab", "eck", "im", "ort", "uss")]
 

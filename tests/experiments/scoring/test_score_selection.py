@@ -25,7 +25,7 @@ from thrifty.experiments.scoring.review_page import open_scored, page, suspiciou
 from thrifty.experiments.scoring.score_selection import LabelCount, changed_settings, count_labels, format_option
 from thrifty.recipes.recipe_layers import RecipeLayers
 from thrifty.techniques.data_selection.prune import PrunedExamples
-from thrifty.training.run_setup import open_examples
+from thrifty.training.data_opening import open_examples
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from thrifty.reporting.example_gallery import ExampleCard, card
 from thrifty.reporting.number_format import duration, percent, scaled, significant
 from thrifty.reporting.page_templates import template
 from thrifty.techniques.data_selection.prune import PrunedExamples
-from thrifty.training.run_setup import open_examples
+from thrifty.training.data_opening import open_examples
 
 EACH = 24
 """Maximum number of cards per section."""
