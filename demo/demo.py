@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -122,7 +123,8 @@ def choose(folder: Path, seconds: float) -> th.RecipePlan:
 
 def reasons(plan: th.RecipePlan) -> list[str]:
     """Return each technique that the plan added, with the reason."""
-    return [f"{each['technique']}: {each['why']}" for each in plan.as_dict()["reasons"] if each["verdict"] == "added"]
+    added = [each for each in plan.as_dict()["techniques"] if each["verdict"] == "added"]
+    return [f"{each['technique']}: {each['why'].partition('; proven')[0]}" for each in added]
 
 
 def train(plan: th.RecipePlan, folder: Path) -> dict[str, Any]:
@@ -130,7 +132,7 @@ def train(plan: th.RecipePlan, folder: Path) -> dict[str, Any]:
     clock = Clock(folder)
 
     def follow(record: th.Record) -> None:
-        clock.count(record.seconds)
+        clock.count(time.perf_counter() - clock.since if record.step == 1 else record.seconds)
         if record.held_out_loss is not None:
             clock.evaluate(record.model)
 

@@ -11,7 +11,7 @@ from planned_runs import CATALOGUE, PLANNER, by_expectation, recipe, searching
 from thrifty.core.recipe import ModelSettings, ObjectiveSettings
 from thrifty.core.technique import Numerics
 from thrifty.core.user_objects import PythonObjects
-from thrifty.experiments.past_results import OWN, PastComparison
+from thrifty.experiments.past_results import OWN, OWN_RESULTS, PastComparison, past_comparisons
 from thrifty.interface.plan_evidence import proven_gains
 from thrifty.planning.cost_estimates import StepTiming
 from thrifty.planning.forecast import PlanRequest
@@ -145,3 +145,10 @@ def test_plan_gives_a_reason_for_a_proven_gain(ratio: float, verdict: str, why: 
     assert reasons["optimizers.muon"].verdict == verdict and why in reasons["optimizers.muon"].why
     assert ("optimizers.muon" in names(plan.chosen)) == (verdict == "added")
     assert reasons["optimizers.adamw"].verdict == ("taken out" if verdict == "added" else "kept")
+
+
+def test_kept_comparison_of_muon_proves_a_gain() -> None:
+    """Settings in files are plain data, such as lists for tuples."""
+    kept = [each for each in past_comparisons(OWN_RESULTS) if each.technique == "optimizers.muon"]
+    (gain,) = proven_gains(kept, RECIPE, CATALOGUE)
+    assert gain.option.techniques[0].name == "optimizers.muon" and gain.relative_steps < 0.5

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from thrifty.core.errors import ThriftyError
+from thrifty.core.plain_values import build
 from thrifty.core.technique import Numerics
 from thrifty.experiments.evidence import evidence_by_technique
 from thrifty.experiments.past_results import OWN
@@ -64,7 +65,7 @@ def _option(kind: type[Technique], one: PastComparison, recipe: Recipe) -> PlanO
         scale = rates[0] / one.baseline_rate
         settings |= {name: value * scale for name, value in settings.items() if name.rpartition("_")[2] == "lr"}
     try:
-        technique = kind(**settings)
-    except (ThriftyError, TypeError):  # settings of another version
+        technique = build(kind, settings, kind.name)
+    except ThriftyError:  # settings of another version
         return None
     return PlanOption(AXIS, (technique,), frozenset(one.others), 1.0, Numerics.DIFFERENT, label_of(technique))

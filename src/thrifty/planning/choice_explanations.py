@@ -13,6 +13,7 @@ from thrifty.planning.cost_estimates import COUNTED_HIGH, largest_part
 from thrifty.planning.plan_candidate import PlanCandidate
 from thrifty.planning.plan_search import PlanSearch
 from thrifty.planning.proven_gains import AXIS as PROVEN
+from thrifty.planning.proven_gains import ProvenGain
 from thrifty.planning.rank_options import RANKS
 from thrifty.planning.search_space import NUMERICS_ORDER, Catalogue, PlanOption
 
@@ -57,6 +58,7 @@ class ChoiceExplainer:
     allow: Numerics
     evidence: Mapping[str, str]
     """Paths of measured results, by technique name."""
+    gains: Sequence[ProvenGain] = ()
 
     def all(self) -> list[ChoiceReason]:
         return [self.of(name) for name in sorted(self.catalogue)]
@@ -69,8 +71,12 @@ class ChoiceExplainer:
         if verdict == "kept":
             return ChoiceReason(name, verdict, self._kept(name))
         option = self._chosen_with(name)
-        proven = option.axis == PROVEN and self.evidence.get(name)
-        return ChoiceReason(name, verdict, self._effect(option) + (f"; proven: {proven}" if proven else ""))
+        proven = next((gain for gain in self.gains if gain.option == option), None)
+        if proven is None:
+            return ChoiceReason(name, verdict, self._effect(option))
+        gain = f"equal loss after {proven.relative_steps:.0%} of the steps"
+        why = f"{gain}; {self._effect(option)}; proven: {self.evidence.get(name, 'by a comparison')}"
+        return ChoiceReason(name, verdict, why)
 
     def _chosen_with(self, name: str) -> PlanOption:
         """Return the chosen option that adds or removes a technique."""
@@ -88,15 +94,27 @@ class ChoiceExplainer:
         return "your recipe has it"
 
     def _effect(self, option: PlanOption) -> str:
-        """Return the effect of an option: alone, and with all changes of the plan."""
+        """Return the effect of an option on the peak memory, and on the measured time of a step."""
         alone = self.search.alone(option)
         saved = 1 - alone.memory / self.search.plainest.memory
         effects = []
         if abs(saved) >= LITTLE:
             effects.append(f"alone it needs {abs(saved):.0%} {'less' if saved > 0 else 'more'} peak memory")
-        if self.chosen.timing and any(not candidate.options for candidate in self.search.tried):
+        if ratio := self._step_ratio(option):
+            effects.append(f"a step takes {ratio:.2f} times the time without it")
+        elif self.chosen.timing and any(not candidate.options for candidate in self.search.tried):
             effects.append(f"with all changes {self._against_base(self.chosen)}")
         return "; ".join(effects) or "part of the fastest combination that fits"
+
+    def _step_ratio(self, option: PlanOption) -> float | None:
+        """Return the measured step time with an option relative to that without it; None if no two probes differ by
+        this option only. Probes of the plan come first."""
+        timed = {frozenset(each.options): each.least_step for each in self.search.tried if each.timing}
+        chosen = frozenset(self.chosen.options)
+        for options in sorted(timed, key=lambda options: options != chosen):
+            if option in options and options - {option} in timed:
+                return timed[options] / timed[options - {option}]
+        return None
 
     def _against_base(self, candidate: PlanCandidate) -> str:
         base = next((c for c in self.search.tried if not c.options and c.timing), None)

@@ -66,6 +66,8 @@ class PlanSearch(SingleOptionCosts):
     allowance: Callable[[float], float] = lambda step: inf
     """Function from the seconds of the fastest step (infinite until the first probe) to the time limit of planning."""
     began: float = field(default_factory=monotonic)
+    later_probes: int = 0
+    """Number of probes after `run` for which time is kept."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -137,7 +139,7 @@ class PlanSearch(SingleOptionCosts):
         to be fastest.
         """
         has_begun = self.tried or self.probes > 1 or self.counts >= FINALISTS
-        if not has_begun or self.seconds_left > (self.longest_probe if self.time else 0.0):
+        if not has_begun or self.seconds_left > (1 + self.later_probes) * (self.longest_probe if self.time else 0.0):
             return False
         self.stopped = "some combinations"
         return True
@@ -348,6 +350,7 @@ class PlanSearch(SingleOptionCosts):
     def try_in_addition(self, chosen: PlanCandidate, option: PlanOption) -> PlanCandidate | None:
         """Count and probe `chosen` with one more option. Return None if it is refused or does not fit, or at the time
         limit of planning."""
+        self.later_probes = max(self.later_probes - 1, 0)
         if self._is_late() or not self.count_alone(option):
             return None
         counted = self._counted(self._candidate((*chosen.options, option)))

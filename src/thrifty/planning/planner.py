@@ -18,7 +18,7 @@ from thrifty.planning.forecast import MARGIN, UNSURE, Forecast, Forecaster, refu
 from thrifty.planning.forecast_ledger import LedgerEntry, PredictionRecord, prediction_record
 from thrifty.planning.plan_candidate import PlanCandidate
 from thrifty.planning.plan_search import FINALISTS, NO_ROOM, PlanSearch, TimeOf
-from thrifty.planning.proven_gains import ProvenGain, add_proven_gains
+from thrifty.planning.proven_gains import MOST_GAINS, ProvenGain, add_proven_gains
 from thrifty.planning.rank_options import RANKS, options_over_ranks
 from thrifty.planning.search_space import (
     ADAPTER_OPTIONS,
@@ -143,6 +143,7 @@ class Planner(Forecaster):
             self.free,
             self._allowance,
             self.began,
+            later_probes=min(len(self.gains), MOST_GAINS),
             device=self.device,
             say=self.say,
         )
@@ -162,6 +163,7 @@ class Planner(Forecaster):
             missing_requirements(self.catalogue, kind),
             self.request.allow,
             self.evidence,
+            self.gains,
         )
         name = f"{self.recipe.name}-planned"
         return Plan(

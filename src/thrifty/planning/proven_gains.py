@@ -13,6 +13,8 @@ from thrifty.planning.search_space import PlanOption
 AXIS = "proven gains"
 FLOAT32 = 4
 """Bytes of a parameter."""
+MOST_GAINS = 2
+"""Maximum number of proven gains for whose probes a search keeps time."""
 SIMILAR_SIZE = 10.0
 """Maximum ratio of the parameters of the recipe's model and of the compared model."""
 
