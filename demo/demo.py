@@ -23,7 +23,7 @@ import thrifty as th
 from thrifty.reporting.run_tables import TextTable
 
 HERE = Path(__file__).parent
-SECONDS = 40.0
+SECONDS = 30.0
 PLANNED = "Thrifty"
 COLUMNS = ("Program", "Steps", "First step", "Held-out loss", f"{PLANNED} reached it in")
 Programs = dict[str, dict[str, Any]]
@@ -33,8 +33,8 @@ Programs = dict[str, dict[str, Any]]
 def main() -> None:
     seconds = float(sys.argv[1]) if len(sys.argv) > 1 else SECONDS
     console, folder = Console(highlight=False, soft_wrap=True), new_folder(Path("runs"))
-    documents, title = texts()
-    prepare(documents, folder)
+    documents, title, prompt = texts()
+    prepare(documents, prompt, folder)
     parameters = sum(each.numel() for each in build().parameters())
     about = (
         f"Four programs train the same GPT of {parameters / 1e6:.1f}M parameters on {title}, for {seconds:g} s each on "
@@ -50,16 +50,18 @@ def main() -> None:
         with console.status(f"{label}: {seconds:g} s"):
             programs[label] = run(folder, file, *arguments)
         console.print(f"  {label:<28} loss {last_loss(programs[label]):.2f} after {programs[label]['steps']} steps")
+    began = time.perf_counter()
     with console.status("thrifty.plan times candidates on this machine"):
         plan = choose(folder, seconds)
-    console.print("\nthrifty.plan chose, for the same module and text:")
+    took = time.perf_counter() - began
+    console.print(f"\nthrifty.plan took {took:.0f} s, once, and chose for the same module and text:")
     chosen = reasons(plan)
     for reason in chosen:
         console.print(wrapped(reason, "  "))
     with console.status(f"{PLANNED}: {seconds:g} s"):
         programs[PLANNED] = train(plan, folder)
     table, verdict = TextTable("Programs", COLUMNS, rows(programs), frozenset(range(1, 5))), in_words(programs)
-    console.print(f"\n{th_table(table)}\n\n[bold]{wrapped(verdict)}[/bold]\n")
+    console.print(f"\n{in_columns(table)}\n\n[bold]{wrapped(verdict)}[/bold]\n")
     for label in ("PyTorch loop", PLANNED):
         console.print(wrapped(f"{label}: {programs[label]['text']}") + "\n")
     page = write_page(folder, about, verdict, table, programs, chosen)
@@ -78,16 +80,16 @@ def new_folder(runs: Path) -> Path:
     return folder
 
 
-def texts() -> tuple[list[str], str]:
-    """Return documents and their title: the King James Bible, or without a network the reference of Python."""
+def texts() -> tuple[list[str], str, str]:
+    """Return documents, their title and a prompt: the King James Bible, or without a network Python's reference."""
     try:
         cache = Path(th.datasets.get("kjv", quiet=True).as_dict()["cache"])
     except th.ThriftyError:
         from pydoc_data.topics import topics
 
-        return [*topics.values()], "Python's language reference"
+        return [*topics.values()], "Python's language reference", "The statement"
     lines = (cache / "sets" / "kjv" / "documents.jsonl").read_text(encoding="utf-8").splitlines()
-    return [json.loads(line)["text"] for line in lines], "the King James Bible"
+    return [json.loads(line)["text"] for line in lines], "the King James Bible", "And it came to pass"
 
 
 def run(folder: Path, file: str, *arguments: object) -> dict[str, Any]:
@@ -163,20 +165,25 @@ def rows(programs: Programs) -> list[list[str]]:
 
 def in_words(programs: Programs) -> str:
     """Return the verdict: how much sooner Thrifty reached the final loss of each other program."""
-    times = {label: seconds_to(programs[PLANNED], last_loss(each)) for label, each in programs.items()}
-    factors = {
-        label: programs[label]["curve"][-1][0] / seconds for label, seconds in times.items() if seconds is not None
-    }
-    factors.pop(PLANNED, None)
+    factors, reached, missed = [], [], []
+    for label, each in programs.items():
+        seconds, whole = seconds_to(programs[PLANNED], last_loss(each)), each["curve"][-1][0]
+        if label == PLANNED:
+            continue
+        if seconds is None:
+            missed.append(label)
+        else:
+            factors.append(whole / seconds)
+            reached.append(f"of {label} after {seconds:.0f} s instead of {whole:.0f} s")
     if not factors:
         return f"{PLANNED} did not reach the loss of any other program on this machine"
-    parts = [f"{factor:.1f} times as fast as {label}" for label, factor in factors.items()]
-    missing = [label for label in programs if label not in (*factors, PLANNED)]
-    also = f"; it did not reach the loss of {' and '.join(missing)}" if missing else ""
-    return f"{PLANNED} reached equal quality sooner: {', '.join(parts)}{also}"
+    low, high = f"{min(factors):.1f}", f"{max(factors):.1f}"
+    also = f"; it did not reach that of {' and '.join(missed)}" if missed else ""
+    span = low if low == high else f"{low} to {high}"
+    return f"Equal quality {span} times as fast: {PLANNED} reached the final loss {', '.join(reached)}{also}"
 
 
-def th_table(table: TextTable) -> str:
+def in_columns(table: TextTable) -> str:
     """Return a table as text with aligned columns."""
     lines = [list(table.columns), *map(list, table.rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(table.columns))]

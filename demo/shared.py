@@ -68,7 +68,7 @@ def build() -> GPT:
 
 
 def prepare(documents: list[str], prompt: str, folder: Path) -> None:
-    """Train a tokenizer on `documents`, and write it and the token rows to `folder`. Every 20th document is held
+    """Train a tokenizer on `documents`, and write it and the token ids to `folder`. Every 20th document is held
     out."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -93,7 +93,7 @@ def prepare(documents: list[str], prompt: str, folder: Path) -> None:
 
 
 def rows(folder: Path, part: str) -> torch.Tensor:
-    """Return the token rows of "train" or "held_out", of shape (rows, LENGTH + 1)."""
+    """Return the token rows of "train" or "held_out", (rows, LENGTH + 1), or the tokens of the "prompt", (1, t)."""
     return torch.load(folder / "rows.pt", weights_only=True, map_location=DEVICE)[part]
 
 
@@ -151,17 +151,16 @@ class Clock:
         """Return number of steps, seconds of the first step, curve, and a text that the model generates."""
         self.evaluate(model)
         text = self.tokenizer.decode(generate(model, self.prompt)[0].tolist())
-        return {"steps": self.steps, "first": self.first, "curve": self.curve, "text": text}
+        return {"steps": self.steps, "first": self.first, "curve": self.curve, "text": " ".join(text.split())}
 
 
 @torch.no_grad()
-def generate(model: nn.Module, tokenizer: Tokenizer, prompt: str = "And the LORD said unto", tokens: int = 50) -> str:
-    """Return `prompt` and the text that follows: temperature 0.7, the 40 most likely tokens."""
+def generate(model: nn.Module, ids: torch.Tensor, tokens: int = 50) -> torch.Tensor:
+    """Return the token ids (1, t) and those that follow: temperature 0.7, the 40 most likely tokens."""
     model.eval()
-    ids = torch.tensor([tokenizer.encode(prompt).ids], device=DEVICE)
     random = torch.Generator(DEVICE).manual_seed(SEED)
     for _ in range(tokens):
         best = model(ids)[0, -1].float().div(0.7).topk(40)
         chosen = best.values.softmax(0).multinomial(1, generator=random)
         ids = torch.cat([ids, best.indices[chosen][None]], 1)
-    return " ".join(tokenizer.decode(ids[0].tolist()).split())
+    return ids
