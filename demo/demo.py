@@ -23,7 +23,7 @@ import thrifty as th
 from thrifty.reporting.run_tables import TextTable
 
 HERE = Path(__file__).parent
-SECONDS = 30.0
+SECONDS = 40.0
 PLANNED = "Thrifty"
 COLUMNS = ("Program", "Steps", "First step", "Held-out loss", f"{PLANNED} reached it in")
 Programs = dict[str, dict[str, Any]]
@@ -56,8 +56,8 @@ def main() -> None:
     took = time.perf_counter() - began
     console.print(f"\nthrifty.plan took {took:.0f} s, once, and chose for the same module and text:")
     chosen = reasons(plan)
-    for reason in chosen:
-        console.print(wrapped(reason, "  "))
+    for technique, why in chosen.items():
+        console.print(wrapped(f"{technique}: {why.partition('; proven')[0]}", "  "))
     with console.status(f"{PLANNED}: {seconds:g} s"):
         programs[PLANNED] = train(plan, folder)
     table, verdict = TextTable("Programs", COLUMNS, rows(programs), frozenset(range(1, 5))), in_words(programs)
@@ -123,10 +123,9 @@ def choose(folder: Path, seconds: float) -> th.RecipePlan:
     )
 
 
-def reasons(plan: th.RecipePlan) -> list[str]:
-    """Return each technique that the plan added, with the reason."""
-    added = [each for each in plan.as_dict()["techniques"] if each["verdict"] == "added"]
-    return [f"{each['technique']}: {each['why'].partition('; proven')[0]}" for each in added]
+def reasons(plan: th.RecipePlan) -> dict[str, str]:
+    """Return the reason for each technique that the plan added."""
+    return {each["technique"]: each["why"] for each in plan.as_dict()["techniques"] if each["verdict"] == "added"}
 
 
 def train(plan: th.RecipePlan, folder: Path) -> dict[str, Any]:

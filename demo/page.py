@@ -1,6 +1,6 @@
 """The page of the demo: the verdict in words, the curves of all programs, their values and texts."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ BEGINNING = 0.1
 
 
 def write_page(
-    folder: Path, about: str, verdict: str, table: TextTable, programs: Mapping[str, Any], reasons: Sequence[str]
+    folder: Path, about: str, verdict: str, table: TextTable, programs: Mapping[str, Any], reasons: Mapping[str, str]
 ) -> Path:
     """Write report.html in `folder`, and return its path."""
     headline, _, sentence = verdict.partition(": ")
@@ -24,10 +24,10 @@ def write_page(
     page = ResultPage(
         kind="demo",
         name="Time to equal quality",
-        status="finished",
+        status="",
         about=about,
         verdicts=[PageVerdict(headline, sentence, tone=GOOD)],
-        statements=[("", "Chosen", reason) for reason in reasons],
+        statements=[("", f"Chosen {technique}", why) for technique, why in reasons.items()],
         charts=[
             page_chart(
                 "Held-out loss over training time",
