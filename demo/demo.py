@@ -17,10 +17,11 @@ from typing import Any
 
 from page import write_page
 from rich.console import Console
-from shared import BATCH, BATCHES_PER_EVALUATION, LENGTH, RATE, Clock, build, prepare
+from shared import BATCH, BATCHES_PER_EVALUATION, DEVICE, LENGTH, RATE, Clock, build, prepare
 
 import thrifty as th
 from thrifty.reporting.run_tables import TextTable
+from thrifty.training.run_environment import environment
 
 HERE = Path(__file__).parent
 SECONDS = 40.0
@@ -64,11 +65,24 @@ def main() -> None:
     console.print(f"\n{in_columns(table)}\n\n[bold]{wrapped(verdict)}[/bold]\n")
     for label in ("PyTorch loop", PLANNED):
         console.print(wrapped(f"{label}: {programs[label]['text']}") + "\n")
+    (folder / "demo.json").write_text(json.dumps(values(programs, chosen, took)), encoding="utf-8")
     page = write_page(folder, about, verdict, table, programs, chosen)
     console.print(f"Page with all curves   {page}")
     console.print("Your own text          thrifty train --data my.txt --budget 5min")
     console.print("Your own module        docs/own_model.md")
     open_in_browser(page)
+
+
+def values(programs: Programs, reasons: dict[str, str], planning: float) -> dict[str, Any]:
+    """Return all measured values as plain data, with machine and versions."""
+    return {
+        "benchmark": "demo: time to equal quality",
+        "command": f"make demo SECONDS={programs['PyTorch loop']['curve'][-1][0]:.0f}",
+        "seconds of planning": planning,
+        "chosen": reasons,
+        "programs": programs,
+        "environment": environment(DEVICE),
+    }
 
 
 def new_folder(runs: Path) -> Path:

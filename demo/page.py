@@ -36,7 +36,7 @@ def write_page(
             )
         ],
         tables=[table, TextTable("Text after training", ("Program", "Text"), texts)],
-        source="The values are in the .json files of this folder.",
+        source="The values are in demo.json in this folder.",
     )
     path = folder / "report.html"
     path.write_text(page.render(), encoding="utf-8")
