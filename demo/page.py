@@ -31,7 +31,7 @@ def write_page(
         charts=[
             page_chart(
                 "Held-out loss over training time",
-                "Start-up, compilation in the first step, and evaluations are not counted. Lower is better.",
+                "The first step, evaluations and planning are not counted. Lower is better.",
                 lambda width: _curves(programs, width),
             )
         ],

@@ -43,7 +43,7 @@ def proven_gains(comparisons: Iterable[PastComparison], recipe: Recipe, catalogu
         if option is None or not _applies(one, recipe) or option.techniques[0].overrides("batches", "changes"):
             continue
         if one.technique not in gains or steps < gains[one.technique].relative_steps:
-            gains[one.technique] = ProvenGain(option, steps, one.parameters)
+            gains[one.technique] = ProvenGain(option, steps, one.parameters, one.pairs)
     return sorted(gains.values(), key=lambda gain: gain.relative_steps)
 
 

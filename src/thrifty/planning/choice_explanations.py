@@ -74,7 +74,7 @@ class ChoiceExplainer:
         proven = next((gain for gain in self.gains if gain.option == option), None)
         if proven is None:
             return ChoiceReason(name, verdict, self._effect(option))
-        gain = f"equal loss after {proven.relative_steps:.0%} of the steps"
+        gain = f"equal loss after {proven.relative_steps:.0%} of the steps in {proven.pairs} paired runs"
         why = f"{gain}; {self._effect(option)}; proven: {self.evidence.get(name, 'by a comparison')}"
         return ChoiceReason(name, verdict, why)
 

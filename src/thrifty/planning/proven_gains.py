@@ -27,6 +27,8 @@ class ProvenGain:
     relative_steps: float
     parameters: int
     """Number of parameters of the compared model."""
+    pairs: int
+    """Number of paired runs of the comparison."""
 
     def is_similar(self, parameters: float) -> bool:
         return 1 / SIMILAR_SIZE <= self.parameters / max(parameters, 1.0) <= SIMILAR_SIZE
