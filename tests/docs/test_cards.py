@@ -179,7 +179,7 @@ def test_the_use_lines_of_a_technique_card_run(name: str, tmp_path: Path, monkey
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("style", [style for style in FAMILIES if style != "clip"])
+@pytest.mark.parametrize("style", FAMILIES)
 def test_the_use_lines_of_a_model_card_run(style: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "my.txt").write_text("\n\n".join(f"the cat sat on the mat {i} times" * 9 for i in range(400)))
     run_use(read_card(FAMILIES[style].__doc__), tmp_path, monkeypatch)
