@@ -15,7 +15,7 @@ VOCABULARY, LENGTH, WIDTH, BLOCKS, HEADS = 2048, 256, 128, 4, 4
 BATCH, SEED = 8, 0
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 RATE = 2e-3
-"""Learning rate of AdamW: the best of 1e-3 to 6e-3, in factors of 1.5, for the loop and for Trainer."""
+"""Learning rate of AdamW. Of 1.5e-3, 2e-3, 3e-3 and 6e-3, constant or decaying, it has the lowest loss after 200 steps."""
 HELD_OUT = 24
 """Number of held-out rows in an evaluation."""
 BATCHES_PER_EVALUATION = 10
@@ -42,7 +42,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Decoder with learned positions; shape (batch, tokens) to (batch, tokens, vocabulary)."""
+    """Decoder with learned positions and GPT-2's initial values, from tokens (b, t) to logits (b, t, v)."""
 
     def __init__(self) -> None:
         super().__init__()
