@@ -17,6 +17,8 @@ OBJECTIVE = SequenceToSequence()
 class HiddenStates(nn.Module):
     """The same T5 with hidden states as output and a separate head."""
 
+    has_separate_head = True
+
     def __init__(self, inner: T5ForConditionalGeneration):
         super().__init__()
         self.inner = inner

@@ -19,6 +19,8 @@ def bert() -> BertForMaskedLM:
 class HeadApart(nn.Module):
     """A BERT that returns hidden states, and a separate last linear layer with a bias."""
 
+    has_separate_head = True
+
     def __init__(self, inner: BertForMaskedLM):
         super().__init__()
         self.inner = inner

@@ -21,6 +21,7 @@ from thrifty.experiments.scoring.example_scoring import score as score_all
 from thrifty.experiments.scoring.review_page import open_scored, page, suspicious
 from thrifty.experiments.scoring.score_selection import count_labels
 from thrifty.interface.known_sources import KnownSources
+from thrifty.interface.known_sources import known as known
 from thrifty.interface.progress import progress
 from thrifty.interface.recipe_arguments import RecipeArguments
 from thrifty.interface.recipe_arguments import recipe as recipe_of
