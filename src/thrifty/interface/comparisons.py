@@ -163,7 +163,7 @@ def compare(
     say = progress(quiet)
     if protocol.seeds < (least := least_pairs(ALPHA / max(len(read) - 1, 1))):
         some = "a variant requires" if len(read) == 2 else f"{len(read) - 1} variants require"
-        say(f"caution: without a verdict, because {some} {least} pairs: {for_reader(f'--seeds {least}')}")
+        say(f"caution: there will be no verdict, because {some} {least} pairs: {for_reader(f'--seeds {least}')}")
     able = able_launchers(launchers, [variant.recipe for variant in read], say)
     result = comparison.compare(read, protocol, folder, retry=retry, workers=able, say=say)
     if save_result and result["status"] == "finished":
