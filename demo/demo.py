@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from page import write_page
 from rich.console import Console
-from shared import BATCH, BATCHES_PER_EVALUATION, DEVICE, LENGTH, RATE, Clock, build, prepare
+from shared import BATCH, DEVICE, LENGTH, RATE, STEPS_PER_EVALUATION, Clock, build, prepare
 
 import thrifty as th
 from thrifty.reporting.run_tables import TextTable
@@ -73,7 +73,7 @@ def main() -> None:
     console.print(f"\n{in_columns(table)}\n\n[bold]{wrapped(verdict)}[/bold]\n")
     console.print(wrapped(f"Text of the planned model: {programs[PLANNED]['text']}") + "\n")
     (folder / "demo.json").write_text(json.dumps(values(programs, chosen, took)), encoding="utf-8")
-    page = write_page(folder, about, verdict, table, programs, chosen)
+    page = write_page(folder, about, verdict, is_faster(programs), table, programs, chosen)
     console.print(f"Page with all curves   {page}")
     console.print("Your own text          thrifty train --data my.txt --budget 5min")
     console.print("Your own module        docs/own_model.md")
@@ -136,7 +136,7 @@ def choose(folder: Path, seconds: float) -> th.RecipePlan:
             "data.length": LENGTH,
             "data.tokenizer": str(folder / "tokenizer.json"),
             "data.held_out": 0.02,
-            "evaluation.every": BATCHES_PER_EVALUATION,
+            "evaluation.every": STEPS_PER_EVALUATION,
             "evaluation.examples": BATCH,
         },
         allow="different",
@@ -201,6 +201,13 @@ def in_words(programs: Programs) -> str:
     also = f"; it did not reach that of {' and '.join(missed)}" if missed else ""
     span = low if low == high else f"{low} to {high}"
     return f"Equal quality {span} times as fast: {PLANNED} reached the final loss {', '.join(reached)}{also}"
+
+
+def is_faster(programs: Programs) -> bool:
+    """Return True if Thrifty reached the final loss of each other program in less time."""
+    others = [each for label, each in programs.items() if label != PLANNED]
+    times = [(seconds_to(programs[PLANNED], last_loss(each)), each["curve"][-1][0]) for each in others]
+    return all(seconds is not None and seconds < whole for seconds, whole in times)
 
 
 def in_columns(table: TextTable) -> str:

@@ -8,7 +8,7 @@ import altair as alt
 
 from thrifty.reporting.color_theme import css_variable
 from thrifty.reporting.comparison_charts import SERIES
-from thrifty.reporting.result_page import GOOD, PageVerdict, ResultPage, page_chart
+from thrifty.reporting.result_page import BAD, GOOD, PageVerdict, ResultPage, page_chart
 from thrifty.reporting.run_tables import TextTable
 
 BEGINNING = 0.1
@@ -16,7 +16,13 @@ BEGINNING = 0.1
 
 
 def write_page(
-    folder: Path, about: str, verdict: str, table: TextTable, programs: Mapping[str, Any], reasons: Mapping[str, str]
+    folder: Path,
+    about: str,
+    verdict: str,
+    is_faster: bool,
+    table: TextTable,
+    programs: Mapping[str, Any],
+    reasons: Mapping[str, str],
 ) -> Path:
     """Write report.html in `folder`, and return its path."""
     headline, _, sentence = verdict.partition(": ")
@@ -26,7 +32,7 @@ def write_page(
         name="Time to equal quality",
         status="",
         about=about,
-        verdicts=[PageVerdict(headline, sentence, tone=GOOD)],
+        verdicts=[PageVerdict(headline, sentence, tone=GOOD if is_faster else BAD)],
         statements=[("", f"Chosen {technique}", why) for technique, why in reasons.items()],
         charts=[
             page_chart(

@@ -19,7 +19,7 @@ RATE = 2e-3
 decaying."""
 HELD_OUT = 24
 """Number of held-out rows in an evaluation."""
-BATCHES_PER_EVALUATION = 10
+STEPS_PER_EVALUATION = 10
 """Number of steps between evaluations."""
 
 
@@ -128,7 +128,7 @@ class Clock:
     def after_step(self, model: nn.Module) -> None:
         """Count a step, and evaluate if it is due."""
         self.count(time.perf_counter() - self.since)
-        if self.steps % BATCHES_PER_EVALUATION == 0:
+        if self.steps % STEPS_PER_EVALUATION == 0:
             self.evaluate(model)
         self.since = time.perf_counter()
 

@@ -38,9 +38,13 @@ def test_verdict_names_what_was_not_reached() -> None:
     assert demo.in_words(programs(1.0, 2.0, 3.0)).startswith("Thrifty did not reach the loss of any other program")
 
 
-def test_make_demo_runs_the_demo(tmp_path: Path) -> None:
-    if shutil.which("make") is None:
-        pytest.skip("there is no make here")
+def test_only_a_plan_that_beats_every_program_is_shown_as_good() -> None:
+    assert demo.is_faster(programs(5.0, 4.0, 3.0))
+    assert not demo.is_faster(programs(5.0, 2.0, 3.0)) and not demo.is_faster(programs(3.0, 4.0, 3.0))
+
+
+@pytest.mark.skipif(shutil.which("make") is None, reason="there is no make here")
+def test_make_demo_runs_the_demo() -> None:
     own = {name: value for name, value in os.environ.items() if name not in ("MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES")}
     done = subprocess.run(["make", "-n", "demo", "SECONDS=5"], cwd=REPOSITORY, env=own, capture_output=True, text=True)
     assert done.returncode == 0 and ".venv/bin/python demo/demo.py 5" in done.stdout
