@@ -57,6 +57,12 @@ def test_look_works_on_text_shorter_than_an_example(tmp_path):
     assert len(seen["examples"]) == 1 and seen["examples"][0].startswith("A short")
 
 
+def test_an_empty_source_is_not_the_working_folder(stories):
+    for command in ("look", "preview"):
+        with pytest.raises(UsageError, match="the source is empty"):
+            run(command, "")
+
+
 def test_look_reports_the_number_of_kept_names(tmp_path, monkeypatch):
     monkeypatch.setattr(skipped_files, "KEPT", 6)
     folder = write_folder(tmp_path / "set")

@@ -128,10 +128,11 @@ def test_rows_and_chart_have_every_rung(tmp_path: Path) -> None:
         ({"budget.steps": [8, 16]}, "cannot differ between trials"),
         ({"lion.lr": [1e-4]}, "the recipe does not use 'optimizers.lion'"),
         ({"adamv.lr": [1e-4]}, "did you mean"),
-        ({"adamw.rate": [1e-4]}, "rate"),
+        ({"adamw.rate": [1e-4, 1e-3]}, "rate"),
         ({"data.batch": "16..8"}, "is not a range"),
         ({"data.batch": "0..8:log"}, "is not a range"),
         ({"data.batch": "8,8"}, "list different values"),
+        ({"data.batch": "8", "adamw.lr": [1e-3]}, "the sweep has one point"),
         ({"data.batch": [-1, 8]}, "batch is -1"),
     ],
 )

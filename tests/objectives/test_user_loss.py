@@ -54,7 +54,11 @@ def halved(model: nn.Module, rows: dict[str, Tensor]) -> tuple[Tensor, Tensor]:
     return losses, torch.full_like(losses, 0.5)
 
 
-@pytest.mark.parametrize("loss", [mean, each, halved])
+def column(model: nn.Module, rows: dict[str, Tensor]) -> Tensor:
+    return each(model, rows)[:, None]
+
+
+@pytest.mark.parametrize("loss", [mean, each, column, halved])
 @pytest.mark.parametrize("micro_batches", [1, 3])
 def test_each_form_of_loss_has_the_gradient_of_torch(loss: Any, micro_batches: int) -> None:
     model = network()
@@ -97,6 +101,7 @@ def weighted(weight: Any) -> Any:
         (lambda model, rows: (model(rows["x"]).argmax(1) == rows["y"]).long().sum(), "has no gradient"),
         (lambda model, rows: model(rows["x"]).argmax(1) != rows["y"], "has dtype torch.bool"),
         (lambda model, rows: each(model, rows)[:5], r"of shape \(5,\)"),
+        (lambda model, rows: model(rows["x"]), r"of shape \(12, 3\) and torch.float32, without weights"),
         (lambda model, rows: None, "is a NoneType"),
         (lambda model, rows: {"loss": mean(model, rows)}, "is a dict"),
         (lambda model, rows: each(model, rows).to("meta"), "is on meta, but the batch is on cpu"),
@@ -161,6 +166,8 @@ def test_dataset_metrics_equal_scikit_learn() -> None:
         (DatasetMetric(lambda model, rows: rows["y"], max), "returns a tensor"),
         (DatasetMetric(lambda model, rows: (rows["y"], rows["y"]), lambda *rows: "high"), "is a str"),
         (ModelMetric(lambda model: None), "is a NoneType"),
+        (lambda model, rows: model(rows["x"]), "the metric 'm' .* without weights"),
+        (lambda model, rows: rows["z"], r"write it as def m\(model, batch\)"),
         (lambda model, rows: "a", "the metric 'm' of a batch of 12 examples is a str"),
     ],
 )

@@ -50,11 +50,17 @@ Space = Mapping[str, SettingRange | tuple[Any, ...]]
 
 def read_space(over: Mapping[str, str | Sequence[Any]], recipe: Recipe) -> Space:
     """Return the search space. Raise UsageError for values that cannot be read, for a technique that the recipe does
-    not use, and for an empty space."""
+    not use, and for a space of fewer than two points."""
     if not over:
         fix = "--over optimizers.adamw.lr=1e-4..1e-2:log --over data.batch=8,16,32"
         raise UsageError("the sweep has no setting to vary", fix=fix)
-    return {_setting_path(path, recipe): _read_values(path, values) for path, values in over.items()}
+    space = {_setting_path(path, recipe): _read_values(path, values) for path, values in over.items()}
+    if all(isinstance(values, tuple) and len(values) == 1 for values in space.values()):
+        raise UsageError(
+            f"--over {', '.join(over)}: the sweep has one point, since each setting has one value",
+            fix="list different values, such as 8,16,32, or a range, such as 1e-4..1e-2:log",
+        )
+    return space
 
 
 def sample_settings(space: Space, trials: int | None, seed: int) -> list[dict[str, Any]]:

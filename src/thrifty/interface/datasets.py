@@ -84,7 +84,7 @@ def look(
     given = {"column": column, "size": size, "tokenizer": tokenizer, "vocabulary": vocabulary, "length": length}
     given |= {"held_out": held_out, "near_duplicates": near_duplicates}
     settings = replace(
-        DataSettings(source=str(source)), **{name: value for name, value in given.items() if value is not None}
+        DataSettings(source=_given(source)), **{name: value for name, value in given.items() if value is not None}
     )
     say = progress(quiet)
     if holds_image_pairs(settings.source):
@@ -92,6 +92,13 @@ def look(
     if holds_mainly_images(settings.source):
         return SourceSummary(inspect_images(settings, say))
     return SourceSummary(inspect_text(settings, examples, say))
+
+
+def _given(source: str | Path) -> str:
+    """Return the source as text. Raises UsageError for "", which as a path would be the working folder."""
+    if not str(source):
+        raise UsageError("the source is empty", fix="pass a file, a folder or a dataset name, such as my.txt")
+    return str(source)
 
 
 def preview(
@@ -126,7 +133,7 @@ def preview(
     if model is not None and tokenizer is None:
         folder = entries()[str(model)].model_folder if str(model) in entries() else Path(model)
         tokenizer = folder / "tokenizer.json"
-    settings = DataSettings(source=str(source), tokenizer=str(tokenizer or ""), length=length)
+    settings = DataSettings(source=_given(source), tokenizer=str(tokenizer or ""), length=length)
     learning = ChatLearningSettings(everything=learn_questions, template=template)
     return ConversationPreview(chat_preview.preview(settings, learning, examples, progress(quiet)))
 

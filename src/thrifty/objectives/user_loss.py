@@ -127,7 +127,7 @@ class UserLoss(Objective):
                 raise
             raise UsageError(
                 f"{what} fails with {reason_of(error)!r}; a batch is {_content(given)}",
-                fix="write it as def loss(model, batch): …, and read these parts of the batch",
+                fix=f"write it as def {what.removeprefix('the ')}(model, batch): …, and read these parts of the batch",
             ) from error
         changed = [name for name, tensor in batch.fields.items() if tensor._version != before[name]]
         if changed:
@@ -224,7 +224,13 @@ def _per_example(result: Any, batch: Batch, what: str) -> tuple[Tensor, Tensor |
         )
     values = values.float()
     if weights is None:
-        return (values.reshape(count, -1).mean(1) if values.ndim else values), None
+        if values.ndim and values.numel() != count:  # such as logits, whose mean would be trained in silence
+            raise UsageError(
+                f"{what} of a batch of {count} examples is {_form(values)}, without weights",
+                fix=f"return a tensor ({count},) of one value per example, such as values.flatten(1).mean(1); or "
+                "(values, weights) for the weighted mean of all parts",
+            )
+        return (values.reshape(count) if values.ndim else values), None
     if not isinstance(weights, Tensor) or weights.shape != values.shape or not values.ndim:
         raise UsageError(
             f"{what} has values of shape {tuple(values.shape)}, but the weights are {_form(weights)}",
