@@ -46,6 +46,9 @@ class LabelledRow(NamedTuple):
     """Position of the row, for messages."""
 
 
+RowsByPart = dict[DataSplit, list[LabelledRow]]
+
+
 def open_tables(source: str) -> dict[DataSplit, list[Table]]:
     """Return the tables of a source by part. A source without a held-out part has only a training part.
 
