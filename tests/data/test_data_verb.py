@@ -58,9 +58,9 @@ def test_look_works_on_text_shorter_than_an_example(tmp_path):
 
 
 def test_an_empty_source_is_not_the_working_folder(stories):
-    for command in ("look", "preview"):
+    for verb in ("look", "preview"):
         with pytest.raises(UsageError, match="the source is empty"):
-            run(command, "")
+            run(verb, "")
 
 
 def test_look_reports_the_number_of_kept_names(tmp_path, monkeypatch):
