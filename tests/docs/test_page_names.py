@@ -11,13 +11,13 @@ import pytest
 
 import thrifty
 from generator.recipe_reference import RECIPE_TABLES
-from thrifty import techniques
+from thrifty import recipes, techniques
 from thrifty.cli.main import thrifty as command_line
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted(page for page in (ROOT / "docs").rglob("*.md") if "generated" not in page.parts)
-FOREIGN = {"--max-restarts", "--nnodes", "--nproc-per-node"}
-"""Options of torchrun."""
+FOREIGN = {"--max-restarts", "--nnodes", "--nproc-per-node", "--local-dir"}
+"""Options of torchrun and of hf."""
 
 
 def spans(page: Path) -> list[str]:
@@ -38,11 +38,31 @@ def options(command: click.Command) -> set[str]:
 
 OPTIONS = options(command_line) | FOREIGN | {"--help"}
 SETTINGS = {f"{table}.{field.name}" for table, kind in RECIPE_TABLES.items() for field in fields(kind)}
+RECIPES = {name: build() for name, build in recipes.RECIPES.items()}
+TRAINING = ("train", "check", "explain", "estimate", "plan", "compare", "sweep", "lottery")
 TABLE = "|".join(RECIPE_TABLES).replace(".", r"\.")
+
+
+def wrong_words(line: str) -> Iterator[str]:
+    """Yield the options of a command that its verb does not have, and a recipe without data."""
+    words = line.partition(" # ")[0].split()
+    command: click.Command = command_line
+    for word in words[1:]:
+        below = command.get_command(click.Context(command), word) if isinstance(command, click.Group) else None
+        if below is None:
+            break
+        command = below
+    known = options(command) | {"--help"}
+    yield from (word for word in words if re.match(r"--[a-z]", word) and word.partition("=")[0] not in known)
+    verb, recipe = words[1:3] if len(words) > 2 else ("", "")
+    if verb in TRAINING and recipe in RECIPES and not ("--data" in words or RECIPES[recipe].data.source):
+        yield f"{recipe} without --data"
 
 
 def unknown_names(code: str) -> Iterator[str]:
     """Yield the names of a span of code that Thrifty does not have."""
+    lines = code.replace("\\\n", " ").splitlines()
+    yield from (word for line in lines if line.startswith("thrifty ") for word in wrong_words(line))
     yield from (option for option in re.findall(r"(?<!\S)--[a-z][a-z-]+", code) if option not in OPTIONS)
     for name in re.findall(r"\bth\.([a-zA-Z_.]+[a-zA-Z_])", code):
         try:
@@ -75,7 +95,16 @@ def test_source_files_on_pages_exist() -> None:
 
 
 @pytest.mark.parametrize(
-    "code", ["thrifty train text --bacth 8", "th.trian(model)", "--set data.bacth=8", "--with lora:rnak=8", "data.none"]
+    "code",
+    [
+        "thrifty train text --bacth 8",
+        "th.trian(model)",
+        "--set data.bacth=8",
+        "--with lora:rnak=8",
+        "data.none",
+        "thrifty sample NAME --variant x",
+        "thrifty train mass --lr 1e-3",
+    ],
 )
 def test_an_unknown_name_is_found(code: str) -> None:
     assert [*unknown_names(code)]

@@ -81,6 +81,20 @@ def test_every_preset_is_counted_here():
     assert PRESETS.keys() == PUBLISHED.keys() | OURS.keys()
 
 
+@pytest.mark.parametrize(
+    ("name", "fix"),
+    [
+        ("gpt2", "did you mean 'gpt-small'"),
+        ("openai-community/gpt2", r'snapshot_download\("openai-community/gpt2", local_dir="gpt2"\), and model="gpt2"'),
+        ("hub:org/m-1.5", r'snapshot_download\("org/m-1.5"'),
+        ("./models/mine", "the folder of a Hugging Face model"),
+    ],
+)
+def test_models_of_the_hub_are_downloaded_by_the_user(name, fix):
+    with pytest.raises(UsageError, match=fix):
+        shape_of(ModelSettings(preset=name))
+
+
 def test_vocabulary_and_length_of_the_data():
     model = assemble(shape_of(ModelSettings(preset="gpt-nano"), vocabulary=100, length=8))
     assert model.head.weight.shape == (100, 128)

@@ -1,6 +1,7 @@
 """Named model sizes from `presets.toml`, and changes of these sizes by settings."""
 
 import math
+import re
 import tomllib
 from dataclasses import fields, replace
 from importlib.resources import files
@@ -46,6 +47,9 @@ def resized(shape: ModelConfig, settings: ModelSettings, images: ImageModelSpec 
 
 PEER_PRESETS = {"gpt2": "gpt-small", "gpt2-medium": "gpt-medium", "gpt2-large": "gpt-large", "gpt2-xl": "gpt-xl"}
 """Presets of the same shape as models of the Hugging Face hub."""
+HUB_MODEL = re.compile(r"(?:hub:)?(?P<owner>[\w-][\w.-]*)/(?P<model>[\w.-]+)")
+"""Name of a model of the Hugging Face hub. Thrifty downloads only datasets, so that no model's code or weights arrive
+unasked."""
 
 
 def shape_of(
@@ -57,12 +61,20 @@ def shape_of(
     """Return the preset's shape with the changes in the settings. By default vocabulary, length and image size are the
     published values."""
     if settings.preset not in PRESETS:
-        every = spelled("thrifty list presets", 'thrifty.list("presets")')
-        preset = PEER_PRESETS.get(settings.preset, settings.preset)
-        near = did_you_mean(preset, PRESETS, f"{every}; or the folder of a Hugging Face model")
-        raise UsageError(f"model.preset: there is no preset {settings.preset!r}", fix=near)
+        raise UsageError(f"model.preset: there is no preset {settings.preset!r}", fix=_nearest_model(settings.preset))
     shape = resized(PRESETS[settings.preset], settings, images)
     if shape.style in ("vit", "mae"):
         return shape
     sizes = {"vocabulary": vocabulary, "length": length}
     return replace(shape, **{name: size for name, size in sizes.items() if size is not None})
+
+
+def _nearest_model(name: str) -> str:
+    """Return the fix for a name that is neither a preset nor a folder."""
+    every = spelled("thrifty list presets", 'thrifty.list("presets")')
+    if on_hub := HUB_MODEL.fullmatch(name):
+        owner, folder = on_hub["owner"], on_hub["model"]
+        command = f"hf download {owner}/{folder} --local-dir {folder}, and --model {folder}"
+        call = f'huggingface_hub.snapshot_download("{owner}/{folder}", local_dir="{folder}"), and model="{folder}"'
+        return f"{spelled(command, call)}; or {every}"
+    return did_you_mean(PEER_PRESETS.get(name, name), PRESETS, f"{every}; or the folder of a Hugging Face model")
