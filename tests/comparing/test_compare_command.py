@@ -37,7 +37,7 @@ def test_unnamed_variants_are_named_by_their_changes() -> None:
     result = typed("--variant", texts[0], "--variant", texts[1], "--seeds", "8", "--budget", "40steps", "--json")
     assert result.exit_code == 0
     results = json.loads(result.stdout)
-    assert [*results["definition"]["arms"]][1:] == texts
+    assert [*results["definition"]["variants"]][1:] == texts
     assert results["folder"] == "runs/vit-digits-comparison"
 
 

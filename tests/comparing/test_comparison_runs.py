@@ -126,17 +126,19 @@ def test_real_runs_in_one_process(tmp_path: Path) -> None:
     baseline = Variant("baseline", "baseline", short("tiny", 6))
     other = replace(baseline.recipe, data=replace(baseline.recipe.data, batch=16))
     protocol = ComparisonProtocol(equal="flops", seeds=1, trials=1, pilot=4)
-    result = compare([baseline, Variant("small", "arm-1", other)], protocol, tmp_path / "race", workers=[SameProcess()])
+    result = compare(
+        [baseline, Variant("small", "variant-1", other)], protocol, tmp_path / "race", workers=[SameProcess()]
+    )
     assert result["status"] == "finished"
-    assert {entry["steps"] for entry in by_kind(result, "seed") if entry["arm"] == "small"} == {
+    assert {entry["steps"] for entry in by_kind(result, "seed") if entry["variant"] == "small"} == {
         result["budgets"]["small"]["steps"]
     }
     assert result["budgets"]["small"]["steps"] > 12
-    arm = result["outcome"]["arms"]["small"]
-    assert arm["used"] == pytest.approx(1, rel=0.1)
-    assert arm["measured_differences"].keys() == {"accuracy"}
-    assert arm["verdict"]["verdict"] == "undecided"  # one pair is too few
-    recipe = (tmp_path / "race" / "arm-1-seed-0" / "recipe.toml").read_text()
+    outcome = result["outcome"]["variants"]["small"]
+    assert outcome["used"] == pytest.approx(1, rel=0.1)
+    assert outcome["measured_differences"].keys() == {"accuracy"}
+    assert outcome["verdict"]["verdict"] == "undecided"  # one pair is too few
+    recipe = (tmp_path / "race" / "variant-1-seed-0" / "recipe.toml").read_text()
     assert "seed = 0" in recipe and f"steps = {result['budgets']['small']['steps']}" in recipe
 
 
@@ -176,6 +178,6 @@ def test_equal_variants_with_other_seeds_do_not_differ(tmp_path: Path) -> None:
     """Real runs of a variant that differs only in its seed."""
     baseline = Variant("baseline", "baseline", short("tiny", 12))
     protocol = ComparisonProtocol(equal="steps", seeds=8, trials=1, pilot=4)
-    other = Variant("equal", "arm-1", replace(baseline.recipe, seed=1000))
+    other = Variant("equal", "variant-1", replace(baseline.recipe, seed=1000))
     result = compare([baseline, other], protocol, tmp_path / "race", workers=[SameProcess()])
-    assert result["outcome"]["arms"]["equal"]["verdict"]["verdict"] == "no difference"
+    assert result["outcome"]["variants"]["equal"]["verdict"]["verdict"] == "no difference"

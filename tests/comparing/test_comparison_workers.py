@@ -6,7 +6,7 @@ from pathlib import Path
 from threading import Barrier, Event
 
 import pytest
-from simulated_runs import Simulated, arms
+from simulated_runs import Simulated, variants
 from small_recipes import tiny_digits
 
 from thrifty.comparing.comparison import compare
@@ -40,10 +40,10 @@ def seeds_of(worker: Simulated) -> list[str]:
 
 
 def test_workers_run_in_parallel_and_a_pair_stays_in_one(tmp_path: Path) -> None:
-    alone = compare(arms("batch 16: --set data.batch=16"), PROTOCOL, tmp_path / "alone", workers=[Simulated()])
+    alone = compare(variants("batch 16: --set data.batch=16"), PROTOCOL, tmp_path / "alone", workers=[Simulated()])
     both = Barrier(2)
     workers = [SynchronizedWorker(barrier=both), SynchronizedWorker(barrier=both)]
-    result = compare(arms("batch 16: --set data.batch=16"), PROTOCOL, tmp_path / "race", workers=workers)
+    result = compare(variants("batch 16: --set data.batch=16"), PROTOCOL, tmp_path / "race", workers=workers)
     assert result["outcome"] == alone["outcome"]
     assert all(seeds_of(workers[0])) and all(seeds_of(workers[1]))
     assert not {*seeds_of(workers[0])} & {*seeds_of(workers[1])}
@@ -75,14 +75,14 @@ class WaitingWorker(Simulated):
 
 
 def test_stop_in_one_worker_stops_all_and_can_be_resumed(tmp_path: Path) -> None:
-    whole = compare(arms("batch 16: --set data.batch=16"), PROTOCOL, tmp_path / "whole", workers=[Simulated()])
+    whole = compare(variants("batch 16: --set data.batch=16"), PROTOCOL, tmp_path / "whole", workers=[Simulated()])
     workers = [InterruptedWorker(), WaitingWorker()]
-    first = compare(arms("batch 16: --set data.batch=16"), PROTOCOL, tmp_path / "race", workers=workers)
+    first = compare(variants("batch 16: --set data.batch=16"), PROTOCOL, tmp_path / "race", workers=workers)
     assert (first["status"], first["exit_code"]) == ("interrupted", 143)
     assert workers[0].stopped and len(workers[1].started) <= 1
     assert not any("seed" in entry for entry in first["runs"])
     again = compare(
-        arms("batch 16: --set data.batch=16"), PROTOCOL, tmp_path / "race", workers=[Simulated(), Simulated()]
+        variants("batch 16: --set data.batch=16"), PROTOCOL, tmp_path / "race", workers=[Simulated(), Simulated()]
     )
     assert again["outcome"] == whole["outcome"]
 
@@ -90,7 +90,7 @@ def test_stop_in_one_worker_stops_all_and_can_be_resumed(tmp_path: Path) -> None
 def test_runs_on_different_machines_cause_a_caution(tmp_path: Path) -> None:
     both = Barrier(2)
     workers = [SynchronizedWorker(processor="old", barrier=both), SynchronizedWorker(processor="new", barrier=both)]
-    result = compare(arms("batch 16: --set data.batch=16"), PROTOCOL, tmp_path / "race", workers=workers)
+    result = compare(variants("batch 16: --set data.batch=16"), PROTOCOL, tmp_path / "race", workers=workers)
     assert any("different machines" in one and "new, cpu; old, cpu" in one for one in cautions(result))
 
 

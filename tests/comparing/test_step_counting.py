@@ -56,13 +56,13 @@ def test_unknown_measure_is_refused(tmp_path: Path) -> None:
 
 def test_runs_reuse_the_counted_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     recipe = digits()
-    count_run(replace(recipe, name="arm-1-count"), tmp_path)
-    folders = [RunFolder(tmp_path / name) for name in ("alone", "arm-1-seed-3")]
+    count_run(replace(recipe, name="variant-1-count"), tmp_path)
+    folders = [RunFolder(tmp_path / name) for name in ("alone", "variant-1-seed-3")]
     alone = replace(Variant("", "", recipe).at_rate(2.0).recipe, name="alone", budget=Budget(steps=6))
     run_to_end(alone, tmp_path)
     monkeypatch.setattr("thrifty.training.session_start.explain", None)
     monkeypatch.setattr("thrifty.training.session_start.peak_flops", None)
-    run_to_end(replace(alone, name="arm-1-seed-3"), tmp_path)
+    run_to_end(replace(alone, name="variant-1-seed-3"), tmp_path)
     first, second = (folder.read_json("explanation") for folder in folders)
     assert first == second
     assert folders[0].read_json("summary")["held_out_loss"] == folders[1].read_json("summary")["held_out_loss"]

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from simulated_runs import arms
+from simulated_runs import variants
 
 from thrifty.comparing.variants import Change, variants_of
 from thrifty.core.errors import TYPED, UsageError
@@ -21,7 +21,7 @@ def names(variant) -> list[str]:
 
 
 def test_variant_adds_removes_and_sets() -> None:
-    baseline, variant = arms(
+    baseline, variant = variants(
         "--without optimizers.adamw --with optimizers.lion:lr=2e-4,betas=[0.9,0.98] --set data.batch=16"
     )
     assert "optimizers.adamw" in names(baseline) and "optimizers.adamw" not in names(variant)
@@ -31,14 +31,14 @@ def test_variant_adds_removes_and_sets() -> None:
 
 
 def test_variant_may_be_a_recipe_and_have_a_name() -> None:
-    baseline, variant, other = arms(
+    baseline, variant, other = variants(
         "small steps: vit-digits --set techniques.optimizers.adamw.lr=1e-3", "--with=growth.stacking"
     )
     assert (variant.label, other.label, variant.folder, other.folder) == (
         "small steps",
         "--with=growth.stacking",
-        "arm-1",
-        "arm-2",
+        "variant-1",
+        "variant-2",
     )
     assert variant.against(baseline) == {"added": [], "removed": [], "changed": ["optimizers.adamw"]}
 
@@ -54,7 +54,7 @@ def test_variant_may_be_a_file_with_spaces_in_its_name(tmp_path: Path) -> None:
 
 
 def test_learning_rate_is_changed_alone() -> None:
-    baseline = arms("--set data.batch=16")[0]
+    baseline = variants("--set data.batch=16")[0]
     tried = baseline.at_rate(0.5)
     assert tried.rate == baseline.rate / 2
     assert names(tried) == names(baseline)
@@ -85,17 +85,17 @@ def test_learning_rate_is_changed_alone() -> None:
 def test_invalid_variant_is_refused_with_a_fix(text: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(TYPED, "1")
     with pytest.raises(UsageError, match=message) as refused:
-        arms(text)
+        variants(text)
     assert refused.value.fix
 
 
 def test_missing_and_duplicate_variants_are_refused() -> None:
     with pytest.raises(UsageError, match="no variant besides"):
-        arms()
+        variants()
     with pytest.raises(UsageError, match=r"the same run as '--set data\.batch=16'"):
-        arms("--set data.batch=16", "again: --set data.batch=16")
+        variants("--set data.batch=16", "again: --set data.batch=16")
     with pytest.raises(UsageError, match="two variants are called 'one'"):
-        arms("one: --set data.batch=16", "one: --set data.batch=8")
+        variants("one: --set data.batch=16", "one: --set data.batch=8")
 
 
 def test_names_short_names_and_objects_are_equal_changes() -> None:

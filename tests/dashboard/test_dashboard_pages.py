@@ -108,8 +108,8 @@ def test_run_texts_are_escaped_and_secrets_redacted(site, run_folder, runs):
 
 def test_runs_of_a_comparison_are_listed_below_it(site, runs, run_folder, tmp_path):
     run_folder("race/adamw-0")
-    arms = {"lion": {"verdict": {"verdict": "no difference"}}}
-    (runs / "race" / "comparison.json").write_text(json.dumps({"about": "A race.", "outcome": {"arms": arms}}))
+    variants = {"lion": {"verdict": {"verdict": "no difference"}}}
+    (runs / "race" / "comparison.json").write_text(json.dumps({"about": "A race.", "outcome": {"variants": variants}}))
     assert [(entry.name, entry.kind) for entry in entries(runs)] == [("race", "comparison"), ("race/adamw-0", "run")]
     page = text(site, "studies")
     assert "A race." in page and "lion: no difference" in page and 'href="page?name=race"' not in page

@@ -41,7 +41,7 @@ def opened(folder: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> Measured
 SIZES = {"run": 7, "comparison": 2, "sweep": 3, "study": 2 * len(tiny_studies.levels().cases)}
 COLUMNS = {
     "run": {"step", "loss", "learning_rate", "held_out_loss", "held_out_accuracy"},
-    "comparison": {"run", "arm", "seed", "held_out_loss", "measured.accuracy", "peak_memory"},
+    "comparison": {"run", "variant", "seed", "held_out_loss", "measured.accuracy", "peak_memory"},
     "sweep": {"trial", "data.batch", "fraction", "judged"},
     "study": {"case", "seed", "run_seconds"},
 }

@@ -43,7 +43,7 @@ MUON = PastComparison(
     tokens=1e6,
     steps=400,
     file=Path("results/comparisons/muon/cpu.json"),
-    arm="muon",
+    variant="muon",
 )
 RECIPE = recipe(CATALOGUE["gradients.clip"]())
 

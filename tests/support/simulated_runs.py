@@ -21,7 +21,7 @@ from thrifty.training.time_budget import AIM
 PEAK = 1e9
 
 
-def arms(*texts: str, steps: int = 100) -> tuple[Variant, ...]:
+def variants(*texts: str, steps: int = 100) -> tuple[Variant, ...]:
     """Arms against the recipe for digits, with so many steps as its budget."""
 
     def lay(name: str = "vit-digits") -> RecipeLayers:
@@ -46,7 +46,7 @@ class Simulated:
     fails: Collection[str] = ()
     """Runs that fail at their end."""
     breaks: Collection[str] = ()
-    """Runs that fail before their first step; "arm-1-count" is counted."""
+    """Runs that fail before their first step; "variant-1-count" is counted."""
     varies: Callable[[Recipe], bool] = lambda recipe: False
     """True if the FLOPs of a step change over the run."""
     stops_at: str = ""

@@ -16,7 +16,15 @@ from safetensors.torch import load_file
 
 from thrifty import techniques
 from thrifty.core.errors import UsageError
-from thrifty.core.old_names import OBJECTIVES, RECIPE_KEYS, SETTINGS, TECHNIQUES, rename_recipe, rename_tensor
+from thrifty.core.old_names import (
+    OBJECTIVES,
+    RECIPE_KEYS,
+    SETTINGS,
+    TECHNIQUES,
+    rename_comparison,
+    rename_recipe,
+    rename_tensor,
+)
 from thrifty.experiments.past_results import past_comparisons
 from thrifty.objectives import find_objective
 from thrifty.recipes.recipe_toml import read_recipe, read_tables, recipe_from_data
@@ -153,3 +161,17 @@ def test_customary_names_are_accepted_everywhere(word: str, name: str, tmp_path:
 def test_similar_but_different_names_are_refused(word: str, hint: str) -> None:
     with pytest.raises(UsageError, match=f"did you mean .*{hint}"):
         techniques.find(word)
+
+
+def test_a_comparison_with_earlier_keys_has_the_present_ones() -> None:
+    recipe = {"techniques": {}, "data": {"source": "kjv"}}
+    earlier = {
+        "definition": {"terms": {"seeds": 7}, "arms": {"baseline": recipe, "arm": recipe}},
+        "outcome": {"arms": {"arm": {"used": 1.0}}},
+        "runs": [{"run": "arm-1-seed-0", "arm": "arm", "seed": 0}],
+    }
+    present = rename_comparison(earlier)
+    assert present["definition"] == {"protocol": {"seeds": 7}, "variants": {"baseline": recipe, "arm": recipe}}
+    assert present["outcome"] == {"variants": {"arm": {"used": 1.0}}}, "labels stay"
+    assert present["runs"] == [{"run": "arm-1-seed-0", "variant": "arm", "seed": 0}]
+    assert rename_comparison(present) == present

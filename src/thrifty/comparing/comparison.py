@@ -7,7 +7,7 @@ Pilots, trials and seeds are ordinary training runs with their own folders. The 
     comparison.json            record of the comparison, see `comparison_protocol.py`
     report.html                the same record as a page
     ARM-count.json             counted step and peak speed of the machine, which all runs of the variant reuse
-    ARM-pilot-0, ARM-trial-0, ARM-seed-0, …   run folders; ARM is "baseline", "arm-1", "arm-2", …
+    VARIANT-pilot-0, VARIANT-trial-0, VARIANT-seed-0, …   run folders of "baseline", "variant-1", …
 
 Runs of different variants alternate, so that all variants meet the same machine conditions. The same call resumes an
 interrupted or killed comparison, also in the middle of a run. Failed runs are kept and counted.
@@ -192,7 +192,7 @@ class _ComparisonRunner:
         """Run a pilot and return its step time in seconds. Raises UsageError if the pilot fails."""
         name, steps = f"{variant.folder}-pilot-0", min(self.protocol.pilot, costs[self.variants[0].label].steps)
         recipe = self.recipe(variant, name, Budget(steps=steps), 0, evaluations=1)
-        entry = self.run(self.workers[0], recipe, arm=variant.label, pilot=0)
+        entry = self.run(self.workers[0], recipe, variant=variant.label, pilot=0)
         if entry["status"] == "failed":
             raise UsageError(f"{variant.label} fails in its pilot of {steps} steps: {entry['error']}", fix=CORRECT)
         return measured_step(self.folder.path / name)
@@ -206,7 +206,7 @@ class _ComparisonRunner:
             for variant in _turned(self.variants, turn):
                 name = f"{variant.folder}-trial-{turn}"
                 recipe = self.recipe(variant.at_rate(factor), name, budgets[variant.label], TRIAL_SEED)
-                self.run(worker, recipe, arm=variant.label, trial=turn, factor=factor)
+                self.run(worker, recipe, variant=variant.label, trial=turn, factor=factor)
 
         rates = enumerate(self.protocol.factors)
         run_on_workers(self.workers, [partial(at_rate, turn=turn, factor=factor) for turn, factor in rates])
@@ -218,7 +218,7 @@ class _ComparisonRunner:
         def with_seed(worker: RunLauncher, seed: int) -> None:
             for variant in _turned(variants, seed):
                 recipe = self.recipe(variant, f"{variant.folder}-seed-{seed}", budgets[variant.label], seed)
-                self.run(worker, recipe, arm=variant.label, seed=seed)
+                self.run(worker, recipe, variant=variant.label, seed=seed)
 
         run_on_workers(self.workers, [partial(with_seed, seed=seed) for seed in range(self.protocol.seeds)])
 
@@ -286,10 +286,13 @@ class _ComparisonRunner:
         """
         if entry["status"] == "finished" or "pilot" in entry or entry.get("trial", entry.get("seed")):
             return entry
-        done = any(other["arm"] == entry["arm"] and other["status"] == "finished" for other in self.runs.values())
+        done = any(
+            other["variant"] == entry["variant"] and other["status"] == "finished" for other in self.runs.values()
+        )
         if not done and made_steps(self.folder.path / entry["run"]) < self.protocol.pilot:
             raise UsageError(
-                f"{entry['arm']} fails within the first {self.protocol.pilot} steps of its first run: {entry['error']}",
+                f"{entry['variant']} fails within the first {self.protocol.pilot} steps of its first run: "
+                f"{entry['error']}",
                 fix=f"{CORRECT} under another --name; or --retry, if the cause is outside the variant",
             )
         return entry
@@ -301,7 +304,7 @@ class _ComparisonRunner:
         result = f"held-out loss {significant(loss, 4)}" if is_finished else f"failed: {entry['error']}"
         kind = next(f"{kind} {entry[kind]}" for kind in ("pilot", "trial", "seed") if kind in entry)
         took = duration(entry["elapsed"]) + (f"; about {duration(left)} left" if left else "")
-        return f"[{len(self.runs)}/{self.planned}] {entry['arm']}, {kind}: {result} ({took})"
+        return f"[{len(self.runs)}/{self.planned}] {entry['variant']}, {kind}: {result} ({took})"
 
 
 def _turned(variants: Sequence[Variant], turn: int) -> list[Variant]:

@@ -2,10 +2,10 @@
 
     schema  name  status  exit_code  environment
     error            message of the error that stopped the comparison, if any
-    definition       "terms": the protocol; "arms": the recipe of each variant by label, the baseline first
+    definition       "protocol": the protocol; "variants": the recipe of each by label, the baseline first
     folders          for each variant: the prefix of its run folders' names
     changes          for each variant: the techniques "added", "removed" and "changed" relative to the baseline
-    runs             for each run: run (its folder), arm, pilot or trial or seed, status, error, and measured values
+    runs             for each run: run (its folder), variant, pilot or trial or seed, status, error, and measured values
     budgets          for each variant: the "budget" of its runs; planned steps, seconds, tokens and flops; the cost of a
                      "step". For equal time, steps are the first estimate.
     rates            for each variant: the learning rates of all trials, and the chosen learning rate
@@ -80,8 +80,8 @@ def claim_folder(path: Path, variants: Sequence[Variant], protocol: ComparisonPr
     different comparison may use the folder, and the same comparison restarts after an error.
     """
     definition = {
-        "terms": asdict(protocol),
-        "arms": {variant.label: recipe_to_data(variant.recipe) for variant in variants},
+        "protocol": asdict(protocol),
+        "variants": {variant.label: recipe_to_data(variant.recipe) for variant in variants},
     }
     here = environment("cpu")
     exists = (path / FILE).is_file()

@@ -77,12 +77,11 @@ def summarize_comparison(
 ) -> dict[str, Any]:
     """Return the summary of a comparison in which each planned run has finished or failed.
 
-    "arms" has the means of each variant. For variants other than the baseline, "arms" also has ratios to the baseline
-    and a "verdict". "used" is the variant's spent budget divided by the baseline's, both in the quantity
-    `protocol.equal`.
+    "variants" has the means of each variant, and for all but the baseline also ratios to the baseline and a "verdict".
+    "used" is the variant's spent budget divided by the baseline's, both in the quantity `protocol.equal`.
     """
     settings = settings or EvaluationSettings()
-    by_place = {(entry["arm"], entry["seed"]): entry for entry in runs}
+    by_place = {(entry["variant"], entry["seed"]): entry for entry in runs}
     entries = {label: [by_place[label, seed] for seed in range(protocol.seeds)] for label in labels}
     variants: dict[str, dict[str, Any]] = {}
     for label in labels:
@@ -111,7 +110,7 @@ def summarize_comparison(
             "time_to_quality": time_to_quality(entries[BASELINE], entries[label]),
             "measured_differences": _measured_differences(entries[BASELINE], entries[label], verdict.confidence),
         }
-    return {"arms": variants}
+    return {"variants": variants}
 
 
 def time_to_quality(baseline: Sequence[Entry], variant: Sequence[Entry]) -> dict[str, Any]:

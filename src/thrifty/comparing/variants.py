@@ -76,7 +76,7 @@ def variants_of(baseline: Recipe, changes: Mapping[str, Recipe | Change | Sequen
         if label == BASELINE:
             raise UsageError(f"two variants are called {label!r}", fix="use another name for the variant")
         listed = own if isinstance(own, Sequence) and not isinstance(own, str) else [own]
-        variant = Variant(label, f"arm-{number}", _changed(baseline, listed, label))
+        variant = Variant(label, f"variant-{number}", _changed(baseline, listed, label))
         same = [other.label for other in variants if _but_name(other.recipe) == _but_name(variant.recipe)]
         if same:
             raise UsageError(

@@ -18,6 +18,7 @@ VALUES: dict[str, dict[str, str]] = {"objective.name": OBJECTIVES, **_TABLES["va
 GONE: dict[str, str] = _TABLES["gone"]
 """Removed settings, each with the only value that stored files may have. Any other value is refused as unknown."""
 RECIPE_KEYS: dict[str, dict[str, str]] = _TABLES["recipe_keys"]
+COMPARISON_KEYS: dict[str, str] = _TABLES["comparison_keys"]
 
 _OLD_TECHNIQUES = {new: old for old, new in TECHNIQUES.items()}
 
@@ -62,12 +63,20 @@ def rename_techniques(value: Any) -> Any:
 
 
 def rename_comparison(data: Mapping[str, Any]) -> dict[str, Any]:
-    """Rename techniques, and the contents of recipes, in a stored comparison. Labels stay unchanged."""
+    """Rename keys, techniques, and the contents of recipes, in a stored comparison. Labels stay unchanged."""
     renamed = {**data, "changes": {label: rename_techniques(roles) for label, roles in data.get("changes", {}).items()}}
-    if isinstance(arms := data.get("definition", {}).get("arms"), Mapping):
-        recipes = {label: rename_recipe(recipe) for label, recipe in arms.items()}
-        renamed["definition"] = {**data["definition"], "arms": recipes}
+    for part in renamed.keys() & {"definition", "outcome"}:
+        renamed[part] = _rekeyed(renamed[part], COMPARISON_KEYS)
+    if "runs" in renamed:
+        renamed["runs"] = [_rekeyed(run, COMPARISON_KEYS) for run in renamed["runs"]]
+    if isinstance(variants := renamed.get("definition", {}).get("variants"), Mapping):
+        recipes = {label: rename_recipe(recipe) for label, recipe in variants.items()}
+        renamed["definition"] = {**renamed["definition"], "variants": recipes}
     return renamed
+
+
+def _rekeyed(table: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:
+    return {names.get(key, key): value for key, value in table.items()}
 
 
 def rename_cases(cases: Mapping[str, Any]) -> dict[str, Any]:

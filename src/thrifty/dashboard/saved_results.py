@@ -144,7 +144,7 @@ def outcome(data: Mapping[str, Any]) -> str:
     verdicts = [each.get("verdict") for each in mappings(data.get("expectations"))]
     if verdicts:
         return f"{verdicts.count('holds')} of {len(verdicts)} expectations hold"
-    variants = mapping(mapping(data.get("outcome")).get("arms"))
+    variants = mapping(mapping(data.get("outcome")).get("variants"))
     words = {label: mapping(mapping(variant).get("verdict")).get("verdict") for label, variant in variants.items()}
     return "; ".join(f"{label}: {word}" for label, word in words.items() if word) or str(data.get("status", ""))
 

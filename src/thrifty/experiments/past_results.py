@@ -72,7 +72,7 @@ class PastComparison:
     """Number of tokens or images of a baseline run."""
     steps: int
     file: Path
-    arm: str
+    variant: str
 
     @property
     def is_replacement(self) -> bool:
@@ -117,14 +117,14 @@ def _of_comparison(data: dict[str, Any], file: Path) -> list[PastComparison]:
     runs = [
         entry
         for entry in data["runs"]
-        if entry["arm"] == BASELINE and "seed" in entry and entry["status"] == "finished"
+        if entry["variant"] == BASELINE and "seed" in entry and entry["status"] == "finished"
     ]
     comparisons = []
     for label, roles in data["changes"].items() if runs else ():
-        arm, last = data["outcome"]["arms"][label], runs[-1]
-        quality, verdict = arm["time_to_quality"], arm["verdict"]
+        outcome, last = data["outcome"]["variants"][label], runs[-1]
+        quality, verdict = outcome["time_to_quality"], outcome["verdict"]
         touched = [name for names in roles.values() for name in names]
-        recipe, rates = data["definition"]["arms"][label], data.get("rates", {})
+        recipe, rates = data["definition"]["variants"][label], data.get("rates", {})
         model, own = recipe["model"], recipe.get("python", {})
         of_arm = {
             "objective": OWN if any(own.get(name) for name in ("loss", "data")) else recipe["objective"]["name"],
@@ -134,14 +134,14 @@ def _of_comparison(data: dict[str, Any], file: Path) -> list[PastComparison]:
             "sentence": verdict["sentence"],
             "relative": verdict["relative"],
             "pairs": verdict["planned"] - verdict["failed"],
-            "equal": data["definition"]["terms"]["equal"],
-            **{name: arm["ratios"][name] for name in ("step_time", "flops", "peak_memory")},
+            "equal": data["definition"]["protocol"]["equal"],
+            **{name: outcome["ratios"][name] for name in ("step_time", "flops", "peak_memory")},
             "steps_to_quality": _relative_steps(data["runs"], label),
             "time_to_quality": quality["mean"] if quality["reached"] == quality["pairs"] else None,
             "cpu": data["environment"]["cpu"],
             **{name: last[name] for name in ("device", "parameters", "tokens", "steps")},
             "file": file,
-            "arm": label,
+            "variant": label,
         }
         for role, names in roles.items():
             for name in names:
@@ -158,10 +158,12 @@ def _relative_steps(runs: Sequence[Mapping[str, Any]], label: str) -> float | No
     """Return the mean of the steps that a variant needs to the final loss of the baseline with the same seed, relative
     to the baseline's steps.
     """
-    finished = {(each["arm"], each["seed"]): each for each in runs if "seed" in each and each["status"] == "finished"}
+    finished = {
+        (each["variant"], each["seed"]): each for each in runs if "seed" in each and each["status"] == "finished"
+    }
     ratios = []
-    for (arm, seed), run in finished.items():
-        if arm == label and (base := finished.get((BASELINE, seed))):
+    for (variant, seed), run in finished.items():
+        if variant == label and (base := finished.get((BASELINE, seed))):
             steps = steps_to_loss(run["curve"], base["held_out_loss"])
             ratios.append(None if steps is None else steps / base["steps"])
     return fmean(ratios) if ratios and None not in ratios else None  # type: ignore[arg-type]
@@ -190,7 +192,7 @@ def _kept(folders: Sequence[Path], *patterns: str) -> Iterator[tuple[Any, Path]]
 
 
 def _differs_by_techniques(data: dict[str, Any], label: str) -> bool:
-    recipes = data["definition"]["arms"]
+    recipes = data["definition"]["variants"]
     plain = [{key: value for key, value in recipes[one].items() if key != "techniques"} for one in (BASELINE, label)]
     return plain[0] == plain[1]
 

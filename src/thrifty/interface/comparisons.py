@@ -60,7 +60,7 @@ class ComparisonResult(MeasuredResult):
         baseline, and step time.
         """
         judged, rows = judged_of(self.content), []
-        for label, variant in self.content.get("outcome", {}).get("arms", {}).items():
+        for label, variant in self.content.get("outcome", {}).get("variants", {}).items():
             verdict = variant.get("verdict", {})
             difference = found_difference(self.content, label) or {}
             ends = "" if difference.get("low") is None else f" ({difference['low']:+.3g} to {difference['high']:+.3g})"
@@ -92,7 +92,7 @@ class ComparisonResult(MeasuredResult):
         printed += [f"{label}: {sentence}" for label, _, sentence in verdicts(result)]
         printed += [f"caution: {caution}" for caution in cautions(result)]
         failed = [entry for entry in result["runs"] if entry["status"] == "failed"]
-        printed += [f"failed: {entry['run']} ({entry['arm']}): {entry['error']}" for entry in failed]
+        printed += [f"failed: {entry['run']} ({entry['variant']}): {entry['error']}" for entry in failed]
         if result["status"] == "interrupted":
             printed.append(f"interrupted; the same {spelled('command', 'call')} resumes it")
         return lines(*printed, f"{result['folder']}/report.html")

@@ -35,7 +35,7 @@ def named_charts(data: Comparison, width: int) -> dict[str, alt.LayerChart]:
 
 def judged_of(data: Comparison) -> str:
     """Return the name of the held-out metric that the verdict uses, such as "loss"."""
-    return data["definition"]["arms"][BASELINE].get("evaluation", {}).get("judge", "loss")
+    return data["definition"]["variants"][BASELINE].get("evaluation", {}).get("judge", "loss")
 
 
 def judged_value(measured: Mapping[str, Any], judged: str) -> float | None:
@@ -47,7 +47,7 @@ def found_difference(data: Comparison, label: str) -> Mapping[str, float | None]
     """Return a variant's mean difference from the baseline, with the ends "low" and "high" of its interval; None if it
     was not measured.
     """
-    found = data["outcome"]["arms"][label].get("verdict", {}).get("found")
+    found = data["outcome"]["variants"][label].get("verdict", {}).get("found")
     if found is None or _is_lower_better(data):
         return found
     ends = {"low": found["high"], "high": found["low"]}  # a verdict negates the metric if higher is better
@@ -55,7 +55,7 @@ def found_difference(data: Comparison, label: str) -> Mapping[str, float | None]
 
 
 def _is_lower_better(data: Comparison) -> bool:
-    lower = data["definition"]["arms"][BASELINE].get("evaluation", {}).get("lower_is_better")
+    lower = data["definition"]["variants"][BASELINE].get("evaluation", {}).get("lower_is_better")
     return judged_of(data) == "loss" if lower is None else lower
 
 
@@ -63,18 +63,18 @@ def _differences(
     data: Comparison, done: Sequence[Mapping[str, Any]], width: int
 ) -> tuple[str, str, alt.LayerChart] | None:
     judged = judged_of(data)
-    values = {(entry["arm"], entry["seed"]): judged_value(entry, judged) for entry in done}
+    values = {(entry["variant"], entry["seed"]): judged_value(entry, judged) for entry in done}
     losses = {place: value for place, value in values.items() if value is not None}
     pairs = [
-        {"arm": label, "difference": loss - losses[BASELINE, seed]}
+        {"variant": label, "difference": loss - losses[BASELINE, seed]}
         for (label, seed), loss in losses.items()
         if label != BASELINE and (BASELINE, seed) in losses
     ]
-    differences = {label: found_difference(data, label) for label in data.get("outcome", {}).get("arms", {})}
-    means = [{"arm": label, **one} for label, one in differences.items() if one and one["low"] is not None]
+    differences = {label: found_difference(data, label) for label in data.get("outcome", {}).get("variants", {})}
+    means = [{"variant": label, **one} for label, one in differences.items() if one and one["low"] is not None]
     if not pairs:
         return None
-    y = alt.Y("arm:N", title=None, sort=None, axis=alt.Axis(labelLimit=width // 3))
+    y = alt.Y("variant:N", title=None, sort=None, axis=alt.Axis(labelLimit=width // 3))
     zero = alt.Chart(alt.Data(values=[{"zero": 0}])).mark_rule(style="reference").encode(x="zero:Q")
     dots = alt.Chart(alt.Data(values=pairs)).mark_circle(size=45, color=css_variable("faint"), opacity=1)
     x = alt.X("difference:Q", title=f"held-out {judged} minus baseline, per pair", axis=alt.Axis(tickCount=6))
@@ -96,28 +96,28 @@ def _curves(data: Comparison, done: Sequence[Mapping[str, Any]], width: int) -> 
     for entry in done:
         for step, seconds, value in entry.get("curve" if judged == "loss" else "judged_curve", ()):
             if value is not None:
-                measured[entry["arm"], step].append((seconds, value))
+                measured[entry["variant"], step].append((seconds, value))
     points = []
     for (label, _), pairs in sorted(measured.items(), key=lambda item: item[0][1]):
         seconds, values = zip(*pairs, strict=True)
         ends = {"low": min(values), "high": max(values)}
-        points.append({"arm": label, "seconds": fmean(seconds), "loss": fmean(values), **ends})
+        points.append({"variant": label, "seconds": fmean(seconds), "loss": fmean(values), **ends})
     if not points:
         return None
-    labels = [*data["definition"]["arms"]]
+    labels = [*data["definition"]["variants"]]
     colours = [css_variable(SERIES[index % len(SERIES)]) for index in range(len(labels))]
     dashes = [DASHES[index // len(SERIES) % len(DASHES)] for index in range(len(labels))]
     legend = alt.Legend(orient="top", title=None, labelLimit=width, columns=4 if width > PHONE else 1)
     legend.symbolType, legend.symbolOpacity, legend.symbolFillColor = "stroke", 1, "transparent"
     base = alt.Chart(alt.Data(values=points)).encode(
         x=alt.X("seconds:Q", title="seconds in training steps", axis=alt.Axis(tickCount=width // 100)),
-        color=alt.Color("arm:N", scale=alt.Scale(domain=labels, range=colours), legend=legend),
+        color=alt.Color("variant:N", scale=alt.Scale(domain=labels, range=colours), legend=legend),
     )
     axis, scale = alt.Axis(title=f"held-out {judged}", tickCount=5), _scale(points, judged)
     bands = base.mark_area(opacity=0.18, clip=True).encode(y=alt.Y("low:Q", axis=axis, scale=scale), y2="high:Q")
     lines = base.mark_line(strokeWidth=2.5, clip=True).encode(
         y=alt.Y("loss:Q", axis=axis, scale=scale),
-        strokeDash=alt.StrokeDash("arm:N", scale=alt.Scale(domain=labels, range=dashes), legend=None),
+        strokeDash=alt.StrokeDash("variant:N", scale=alt.Scale(domain=labels, range=dashes), legend=None),
     )
     caption = "Lines are means over seeds; bands reach from the lowest to the highest seed."
     chart = alt.layer(bands, lines).properties(width=width, height=340 if width > PHONE else 240)

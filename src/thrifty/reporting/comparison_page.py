@@ -81,7 +81,7 @@ def render(data: Comparison) -> str:
 
 def about(data: Comparison) -> str:
     """Return a sentence that describes the comparison."""
-    protocol, variants = data["definition"]["terms"], len(data["definition"]["arms"]) - 1
+    protocol, variants = data["definition"]["protocol"], len(data["definition"]["variants"]) - 1
     equal = {"flops": "counted FLOPs", "time": "seconds in training steps", "tokens": _unit(data)}.get(
         protocol["equal"], protocol["equal"]
     )
@@ -97,7 +97,7 @@ def about(data: Comparison) -> str:
 
 def verdicts(data: Comparison) -> list[tuple[str, str, str]]:
     """Return the label, verdict and sentence of each variant."""
-    outcomes = data.get("outcome", {}).get("arms", {})
+    outcomes = data.get("outcome", {}).get("variants", {})
     return [
         (label, variant["verdict"]["verdict"], variant["verdict"]["sentence"])
         for label, variant in outcomes.items()
@@ -108,7 +108,7 @@ def verdicts(data: Comparison) -> list[tuple[str, str, str]]:
 def gains(data: Comparison, label: str) -> str:
     """Return a sentence on a variant's step time, peak memory, and time to the final loss of the baseline. Return "" if
     all three are unknown."""
-    variant = data["outcome"]["arms"][label]
+    variant = data["outcome"]["variants"][label]
     ratios, time = variant.get("ratios", {}), _time_to_quality(variant)
     known = [f"time to the baseline's loss {time}"] if time != MISSING else []
     known += [
@@ -125,7 +125,7 @@ def _as_sentence(text: str) -> str:
 
 def cautions(data: Comparison) -> list[str]:
     """Return cautions that restrict the meaning of the verdicts."""
-    variants, protocol = data.get("outcome", {}).get("arms", {}), data["definition"]["terms"]
+    variants, protocol = data.get("outcome", {}).get("variants", {}), data["definition"]["protocol"]
     equal = {"flops": "FLOPs", "time": "seconds", "tokens": _unit(data)}.get(protocol["equal"], protocol["equal"])
     warnings = [*data.get("cautions", [])]
     warnings += [
@@ -160,7 +160,7 @@ def _filled_columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple
 
 
 def _rungs(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
-    variants = data.get("outcome", {}).get("arms", {})
+    variants = data.get("outcome", {}).get("variants", {})
     head = [
         "variant",
         "FLOPs per step",
@@ -213,7 +213,7 @@ def _time_to_quality(variant: Mapping[str, Any]) -> str:
 
 
 def _used(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
-    variants, budgets = data.get("outcome", {}).get("arms", {}), data.get("budgets", {})
+    variants, budgets = data.get("outcome", {}).get("variants", {}), data.get("budgets", {})
     head = ["variant", "held-out loss", "steps", _unit(data), "FLOPs", "seconds", "planned", "with starts", "elapsed"]
     rows = [
         [
@@ -242,7 +242,7 @@ def _unit(data: Comparison) -> str:
 
 
 def _measured(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
-    variants = data.get("outcome", {}).get("arms", {})
+    variants = data.get("outcome", {}).get("variants", {})
     rows = [
         [label, name, significant(variant["measured"].get(name)), _difference(variant, name)]
         for label, variant in variants.items()
@@ -306,7 +306,7 @@ def _runs(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
     rows = [
         [
             entry["run"],
-            entry["arm"],
+            entry["variant"],
             entry["status"],
             significant(entry.get("held_out_loss"), 4),
             duration(entry.get("seconds")),
