@@ -87,9 +87,9 @@ def measure(
         own_steps = max(1, round(steps * flops(BERT, **sizes) / flops(way, **sizes)))
         model, seconds = trained(composed(way, own_steps, **sizes), seed)
     return {
-        "told": probe_accuracy(model, length, seed),
+        "probe_accuracy": probe_accuracy(model, length, seed),
         "tuned_loss": tuned_loss(model, tuning, length, batch, lr, seed),
-        "paid": own_steps,
+        "own_steps": own_steps,
         "seconds": seconds,
     }
 
@@ -145,35 +145,35 @@ def masked_tokens(
         measure=measure,
         cases={UNTRAINED: {"way": UNTRAINED, "steps": 0, **fixed}} | trained_cases,
         quantities={
-            "told": MeasuredQuantity("accuracy of a linear probe on four kinds of letters, percent"),
+            "probe_accuracy": MeasuredQuantity("accuracy of a linear probe on four kinds of letters, percent"),
             "tuned_loss": MeasuredQuantity(
                 "held-out loss at 15 % after the same short training at 15 %, nats per masked byte"
             ),
-            "paid": MeasuredQuantity("steps at equal FLOP"),
+            "own_steps": MeasuredQuantity("steps at equal FLOP"),
             "seconds": MeasuredQuantity("seconds in these steps, one thread", of_machine=True),
         },
         seeds=seeds,
         expect={
             "at the larger budget, every variant beats none: by 2 points in the probe, and after tuning": lambda c: (
-                least(c, "told", RATES, more) > c[UNTRAINED]["told"] + 2
+                least(c, "probe_accuracy", RATES, more) > c[UNTRAINED]["probe_accuracy"] + 2
                 and most(c, "tuned_loss", RATES, more) < c[UNTRAINED]["tuned_loss"]
             ),
             ("at the small budget, both decoder variants beat BERT by 5 points of the probe and 0.2 nats"): lambda c: (
-                least(c, "told", DECODERS, little) > most(c, "told", [BERT], little) + 5
+                least(c, "probe_accuracy", DECODERS, little) > most(c, "probe_accuracy", [BERT], little) + 5
                 and most(c, "tuned_loss", DECODERS, little) < least(c, "tuned_loss", [BERT], little) - 0.2
             ),
             "at the larger budget, one of them is less than one point behind BERT in the probe": lambda c: (
-                most(c, "told", DECODERS, more) > most(c, "told", [BERT], more) - 1
+                most(c, "probe_accuracy", DECODERS, more) > most(c, "probe_accuracy", [BERT], more) - 1
             ),
             "at the larger budget, one of them is less than 0.05 nats behind BERT after tuning at 15 %": lambda c: (
                 least(c, "tuned_loss", DECODERS, more) < least(c, "tuned_loss", [BERT], more) + 0.05
             ),
             "at the larger budget, one of them beats half masked in the probe": lambda c: (
-                most(c, "told", DECODERS, more) > most(c, "told", [MORE], more)
+                most(c, "probe_accuracy", DECODERS, more) > most(c, "probe_accuracy", [MORE], more)
             ),
         },
         plots=[
-            StudyPlot("told", "Accuracy of a linear probe, percent", x="steps", y="told", by="way"),
+            StudyPlot("probe_accuracy", "Accuracy of a linear probe, percent", x="steps", y="probe_accuracy", by="way"),
             StudyPlot(
                 "tuned_loss", "Held-out loss at 15 % after tuning, nats per byte", x="steps", y="tuned_loss", by="way"
             ),
