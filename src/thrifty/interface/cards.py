@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args
 from rich.console import RenderableType
 
 from thrifty.core.card import read_card
-from thrifty.core.errors import UsageError, did_you_mean, refuse_unknown
+from thrifty.core.errors import UsageError, did_you_mean, refuse_unknown, spelled
 from thrifty.experiments.past_results import FOLDERS
 from thrifty.interface.catalog import Kind, catalog
 from thrifty.interface.technique_profiles import TechniqueProfile, setting_lines, technique_profile
@@ -65,12 +65,28 @@ def show(
         try:
             return technique_profile(name, results or FOLDERS)
         except UsageError:
+            _refuse_other_kind(str(name))
             if kind or not others:
                 raise
     for each, names in others.items():
         if kind in (None, each):
             return NamedCard(each, name, **catalog()[names][name])
     raise UsageError(f"there is no {kind} {name!r}", fix=did_you_mean(name, catalog()[_OTHERS[kind]]))
+
+
+def _refuse_other_kind(name: str) -> None:
+    """Raise UsageError for a recipe or a study, which have no card."""
+    if name in catalog()["recipes"]:
+        from thrifty.recipes import RECIPES  # imports torch
+
+        has_data = bool(RECIPES[name]().data.source)
+        command = f"thrifty explain {name}" + ("" if has_data else " --data my.txt")
+        call = f'thrifty.explain(thrifty.recipe(recipe="{name}"' + ("))" if has_data else ', data="my.txt"))')
+        raise UsageError(f"{name!r} is a recipe, which has no card", fix=spelled(command, call))
+    if name in catalog()["studies"]:
+        raise UsageError(
+            f"{name!r} is a study, which has no card", spelled(f"thrifty study {name}", f'thrifty.study("{name}")')
+        )
 
 
 _OTHERS: dict[CardKind, Kind] = {"objective": "objectives", "preset": "presets", "design": "designs"}
