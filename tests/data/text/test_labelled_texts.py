@@ -182,6 +182,17 @@ def test_folder_with_held_out_texts(tmp_path: Path) -> None:
     assert other.identity == data.identity
 
 
+def test_held_out_texts_that_are_training_texts_too_are_counted(tmp_path: Path) -> None:
+    (tmp_path / "set").mkdir()
+    write_jsonl(tmp_path / "set" / "train.jsonl", REVIEWS[:30])
+    for first, count in ((30, 0), (25, 5)):
+        write_jsonl(tmp_path / "set" / "test.jsonl", REVIEWS[first:])
+        opened(tmp_path / "set", printed=(printed := []))
+        assert [each for each in printed if "training texts too" in each] == [
+            f"{count} of {40 - first} held-out texts are training texts too, so their loss is too low"
+        ] * bool(count)
+
+
 def test_held_out_label_without_training_texts_is_refused(tmp_path: Path) -> None:
     (tmp_path / "set").mkdir()
     write_jsonl(tmp_path / "set" / "train.jsonl", REVIEWS[:30])

@@ -67,6 +67,20 @@ def test_a_held_out_file_is_the_held_out_text(stories, tmp_path):
     assert open_text(chosen, 0, quiet).folder != data.folder
 
 
+def test_held_out_text_that_is_training_text_too_is_said(stories, tmp_path):
+    said, lines = [], [f"Line {n} of a text that is divided into two files." for n in range(200)]
+    (tmp_path / "train.txt").write_text("\n".join(lines[:150]))
+    for first, share in ((150, None), (147, "6%"), (125, "33%")):
+        (tmp_path / "valid.txt").write_text("\n".join(lines[first:]))
+        held_out_source = str(tmp_path / "valid.txt")
+        said.clear()
+        for _ in range(2):  # built, and from the cache
+            open_text(settings(tmp_path / "train.txt", held_out_source=held_out_source, length=32), 0, said.append)
+        repeated = [each for each in said if "is in the training text too" in each]
+        assert len(repeated) == (2 if share else 0)
+        assert all(each.startswith(f"{share} of '{held_out_source}'") for each in repeated)
+
+
 def test_a_held_out_file_without_text_is_refused(stories, tmp_path):
     (tmp_path / "valid.txt").write_text("\n")
     with pytest.raises(UsageError, match=r"valid\.txt"):

@@ -38,6 +38,7 @@ from thrifty.data.text.labelled_rows import (
 )
 from thrifty.data.text.labelled_tokens import padding_token, tokenized_rows
 from thrifty.data.text.padded_texts import PaddedTexts
+from thrifty.data.text.repeated_text import NOTABLE
 from thrifty.data.tokenizer import TOKENIZER, TextTokenizer, read_tokenizer
 from thrifty.data.train_split import DataSplit, label_entropy
 
@@ -119,7 +120,9 @@ class LabelledTexts(DataKind):
         rows = _read(recipe.objects, settings, form, request.say)
         rows = named_by_model(rows, form, config)
         names = class_names(rows, settings, form, config)
-        if DataSplit.HELD_OUT not in rows:
+        if DataSplit.HELD_OUT in rows:
+            _report_repeated(rows, request.say)
+        else:
             rows = _split(rows[DataSplit.TRAIN], settings)
         folder = tokenized_rows(rows, names, settings, form, request.say)
         tokenizer, manifest = read_tokenizer(folder / TOKENIZER), read_manifest(folder)
@@ -174,6 +177,14 @@ def _read(objects: Any, settings: DataSettings, form: str, say: Callable[[str], 
         if not each:
             raise UsageError(f"{settings.source or 'data'} has no {part} texts with labels", fix="add rows with labels")
     return rows
+
+
+def _report_repeated(rows: RowsByPart, say: Callable[[str], None]) -> None:
+    """Say how many held-out texts are training texts too."""
+    trained, held_out = {row.texts for row in rows[DataSplit.TRAIN]}, rows[DataSplit.HELD_OUT]
+    repeated = sum(row.texts in trained for row in held_out)
+    if repeated > NOTABLE * len(held_out):
+        say(f"{repeated:,} of {len(held_out):,} held-out texts are training texts too, so their loss is too low")
 
 
 def _split(rows: Sequence[LabelledRow], settings: DataSettings) -> RowsByPart:
