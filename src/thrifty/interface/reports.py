@@ -1,31 +1,30 @@
 """`report`: write the page of a run, comparison, study, sweep or lottery, and return its measured values."""
 
-from collections.abc import Callable
+from importlib import import_module
 from pathlib import Path
-from typing import Any, overload
+from typing import TYPE_CHECKING, Any, overload
 
-from thrifty.interface.comparisons import open_comparison
-from thrifty.interface.lotteries import open_lottery
 from thrifty.interface.run_reports import RunReport, report_run
-from thrifty.interface.studies import open_study
-from thrifty.interface.sweeps import open_sweep
-from thrifty.interface.training import RunResult
 from thrifty.reporting.measured_result import MeasuredResult
 
-OPENERS: dict[str, Callable[[Path], MeasuredResult]] = {
-    "comparison.json": open_comparison,
-    "lottery.json": open_lottery,
-    "study.json": open_study,
-    "sweep.json": open_sweep,
+if TYPE_CHECKING:
+    from thrifty.interface.training import RunResult
+
+OPENERS = {
+    "comparison.json": "comparisons:open_comparison",
+    "lottery.json": "lotteries:open_lottery",
+    "study.json": "studies:open_study",
+    "sweep.json": "sweeps:open_sweep",
 }
-"""Functions that open a result folder, by the file that identifies the folder."""
+"""Functions that open a result folder, by the file that identifies the folder. They import torch, which the report of a
+run does not need."""
 
 
 @overload
-def report(run: RunResult) -> RunReport: ...
+def report(run: "RunResult") -> RunReport: ...
 @overload
 def report(run: MeasuredResult | str | Path) -> Any: ...
-def report(run: MeasuredResult | RunResult | str | Path) -> MeasuredResult:
+def report(run: "MeasuredResult | RunResult | str | Path") -> MeasuredResult:
     """Write report.html to the folder of a run, comparison, study, sweep or lottery. Return the result.
 
     `run` is a result, its folder, or its name under ./runs. It may be unfinished. The returned RunReport,
@@ -41,7 +40,8 @@ def report(run: MeasuredResult | RunResult | str | Path) -> MeasuredResult:
     """
     place = getattr(run, "folder", run)
     for folder in (Path(place), Path("runs") / place) if isinstance(place, str | Path) else ():
-        for file, opened in OPENERS.items():
+        for file, opener in OPENERS.items():
             if (folder / file).is_file():
-                return opened(folder)
+                module, _, function = opener.partition(":")
+                return getattr(import_module(f"thrifty.interface.{module}"), function)(folder)
     return report_run(run)

@@ -8,7 +8,7 @@ from typing import Any
 from rich.console import RenderableType
 
 from thrifty.core.secret_redaction import redact
-from thrifty.interface.samples import sample_of_run
+from thrifty.interface.run_samples import sample_of_run
 from thrifty.reporting.key_figures import KeyFigures, key_figures, verdict
 from thrifty.reporting.measured_result import MeasuredResult, Rows
 from thrifty.reporting.notebook_view import run_html

@@ -1,7 +1,6 @@
 """`sample`: generate text with a trained model."""
 
 import time
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -9,21 +8,12 @@ import torch
 from rich.console import RenderableType
 from torch import nn
 
-from thrifty.core.errors import ThriftyError, reason_of
 from thrifty.core.setting_bounds import check_plain
 from thrifty.core.user_objects import BuildModel
 from thrifty.interface.loaded_model import load_for_sampling, own_model, read_prompt, read_question
 from thrifty.models.text_generation import generate
 from thrifty.reporting.printed_result import PrintedResult, lines
-from thrifty.reporting.run_record import RunRecord, mapping, number
-from thrifty.reporting.run_state import RUNNING
 from thrifty.training.checkpoint_index import CheckpointChoice
-from thrifty.training.run_folder import RunFolder
-
-SAMPLED = 100
-"""Number of tokens in the sample of a run."""
-LARGEST = 3e8
-"""Maximum number of parameters of a model whose run has a sample."""
 
 
 @dataclass(frozen=True, repr=False)
@@ -44,28 +34,6 @@ class SampledText(PrintedResult):
 
     def __rich__(self) -> RenderableType:
         return lines(self.text)
-
-
-def sample_of_run(run: Any, record: RunRecord) -> Mapping[str, Any]:
-    """Return the "text" that a run's language model generates, or the "reason" why there is no text. The result is
-    stored in sample.json. Return an empty mapping if the run is training, has no checkpoint or is no small language
-    model.
-    """
-    size = number(record.explanation.get("parameters"))
-    is_text = mapping(record.recipe.get("objective")).get("name", "next_token") == "next_token"
-    is_own_loss = bool(mapping(record.recipe.get("python")).get("loss"))
-    is_saved = (record.folder / "checkpoints" / "LATEST").is_file()
-    if not is_text or is_own_loss or not is_saved or record.state.name == RUNNING or size is None or size > LARGEST:
-        return {}
-    if record.sample.get("step") == record.last_step and record.sample.get("text"):
-        return record.sample
-    try:
-        made = {"text": sample(run, tokens=SAMPLED).text}
-    except ThriftyError as error:
-        made = {"reason": reason_of(error)}
-    made = {"step": record.last_step, **made}
-    RunFolder(record.folder).write_json("sample", made)
-    return made
 
 
 def sample(

@@ -21,7 +21,7 @@ from thrifty.interface.recipe_arguments import Function, Metric, RecipeArguments
 from thrifty.interface.recipe_arguments import recipe as recipe_of
 from thrifty.interface.run_endings import ending, next_commands
 from thrifty.interface.run_reports import RunReport, charts_of, report_run
-from thrifty.interface.samples import sample_of_run
+from thrifty.interface.run_samples import sample_of_run
 from thrifty.recipes.recipe_toml import recipe_from_data
 from thrifty.reporting.bar_page import shorten
 from thrifty.reporting.measured_result import MeasuredResult, Rows
