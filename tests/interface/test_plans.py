@@ -45,3 +45,24 @@ def test_predicted_steps_have_the_order_of_the_candidates() -> None:
     expected = [candidate.relative for candidate, _ in candidates]
     assert len({*expected}) > 1 and steps == sorted(steps)
     assert [step / steps[0] for step in steps] == pytest.approx([each / expected[0] for each in expected], rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("place", "allowed"),
+    [
+        ({}, "exact"),
+        ({"ranks": 1}, "exact"),
+        ({"ranks": 2}, "rounding"),
+        ({"cluster": "h100-box"}, "rounding"),
+        ({"cluster": "h100-box", "ranks": 1}, "exact"),
+        ({"cluster": "h100-box", "allow": "exact"}, "exact"),
+    ],
+)
+def test_several_ranks_allow_rounding_by_default(
+    place: dict[str, Any], allowed: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    requests = []
+    for name in ("plan_on_machine", "plan_on_cluster"):
+        monkeypatch.setattr(f"thrifty.interface.plans.{name}", lambda recipe, wanted, *_, **__: requests.append(wanted))
+    thrifty.plan("text", data="kjv", **place)
+    assert requests[0].allow.value == allowed

@@ -14,10 +14,11 @@ from planned_runs import BATCH, CATALOGUE, plain_techniques, recipe
 from tiny_runs import plain_run, technique
 
 from thrifty.composition.compose import compose
-from thrifty.core.errors import InfeasibleError, RefusedError, UsageError
+from thrifty.core.errors import TYPED, InfeasibleError, RefusedError, UsageError
 from thrifty.core.footprint import Footprint
 from thrifty.core.technique import Numerics, Technique
 from thrifty.distributed.fake_ranks import fake_rank
+from thrifty.interface.plans import RecipePlan
 from thrifty.planning.cluster_file import read_cluster
 from thrifty.planning.cluster_layouts import ClusterLayout, layouts, meshes
 from thrifty.planning.cluster_plan import COUNTS, MOST_COUNTS, TOO_MUCH, ClusterPlanner
@@ -78,6 +79,27 @@ def test_plans_use_all_ranks_and_fit_the_memory() -> None:
     assert steps[0] <= 1.03 * min(steps)
     assert plan.as_dict()["simulated"] and plan.step(plan.chosen).low < steps[0] < plan.step(plan.chosen).high
     assert 0 < plan.dominant["time"][1] <= 1
+
+
+@pytest.mark.parametrize(
+    ("nodes", "command"),
+    [
+        (1, "thrifty train --ranks 4 plan.toml"),
+        (2, "torchrun --nnodes 2 --nproc-per-node 2 -m thrifty train plan.toml"),
+    ],
+)
+def test_the_page_and_the_command_of_a_cluster_plan(
+    nodes: int, command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(TYPED, "1")
+    plan = RecipePlan(planner(cluster=replace(BOX, nodes=nodes, per_node=4 // nodes)).plan())
+    plan.write("plan.toml")
+    page = plan.write_page("plan.html").read_text()
+    placed = (plan.plan.chosen, *plan.plan.alternatives)
+    assert all(each.layout.label in page for each in placed) and page.count("<figure") == 2
+    assert f"All {len(placed)} layouts that fit" in page and "simulated" in page
+    assert f"start it with {command}\npage: plan.html" in str(plan)
 
 
 @pytest.mark.slow

@@ -6,18 +6,20 @@ from functools import partial
 from math import isinf
 from typing import TYPE_CHECKING
 
-import altair as alt
-
-from thrifty.interface.plan_output import NOT_TAKEN, format_plan, near_candidates
+from thrifty.interface.plan_charts import memory_chart, step_chart
+from thrifty.interface.plan_on_cluster import format_cluster_plan
+from thrifty.interface.plan_output import NEAR, NOT_TAKEN, format_plan, near_candidates
+from thrifty.planning.cost_estimates import Estimate
 from thrifty.recipes.recipe_toml import write_recipe
-from thrifty.reporting.color_theme import css_variable
 from thrifty.reporting.number_format import duration, scaled
-from thrifty.reporting.result_page import GOOD, PageVerdict, ResultPage, RowLabels, page_chart
+from thrifty.reporting.result_page import GOOD, PageVerdict, ResultPage, page_chart
 from thrifty.reporting.run_tables import COMPONENTS, TextTable
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
+    from collections.abc import Mapping, Sequence
 
+    from thrifty.core.footprint import Footprint
+    from thrifty.planning.cluster_plan import ClusterPlan, PlacedLayout
     from thrifty.planning.forecast import Forecast
     from thrifty.planning.plan_candidate import PlanCandidate
     from thrifty.planning.planner import Plan
@@ -26,49 +28,107 @@ if TYPE_CHECKING:
 
 SHOWN = ("memory", "step", "budget")
 """Lines of the forecast that the page shows below the choice."""
-FAR = 3.0
-"""Ratio of the memory limit to the largest bar above which the limit is only named, because bars would be short."""
+INTERVALS = "The near candidates, with 90 % intervals. The plan is highlighted."
 
 
-def plan_page(plan: Plan) -> str:
+def machine_plan_page(plan: Plan) -> str:
     """Return the page of a plan on this machine."""
-    forecast = [(word, text) for word, _, text in (line.partition(" ") for line in format_plan(plan))]
-    near = near_candidates(plan)
-    peak = plan.forecast.process + plan.forecast.memory.value
+    forecast, near = plan.forecast, near_candidates(plan)
+    sizes = {"process before the model": forecast.process} if forecast.process else {}
+    peak = forecast.memory.plus(forecast.process)
+    return _page(
+        plan,
+        about="" if isinf(plan.limit) else f"Techniques for {_limited(peak, plan.limit)} of memory.",
+        headline=_headline(plan),
+        predictions=format_plan(plan),
+        cautions=[plan.stopped] if plan.stopped else [],
+        parts=sizes | _parts(plan.chosen.footprint),
+        peak=peak,
+        seconds={candidate.label: each.step for candidate, each in near},
+        chosen=plan.chosen.label,
+        tables=[
+            _candidates("Near candidates, fastest first", plan, near),
+            _candidates(f"All {len(plan.alternatives)} candidates that fit", plan, plan.alternatives),
+        ],
+        source="Memory is counted on fake tensors; step times are measured in probes, unless the page says otherwise.",
+    )
+
+
+def cluster_plan_page(plan: ClusterPlan) -> str:
+    """Return the page of a plan on a simulated cluster."""
+    placed, footprint = (plan.chosen, *plan.alternatives), plan.chosen.footprint
+    peak = Estimate.within(footprint.memory, 1, 1)
+    return _page(
+        plan,
+        about=f"A layout on {plan.place} for {_limited(peak, plan.limit)} of memory per rank.",
+        headline=plan.chosen.layout.label,
+        predictions=format_cluster_plan(plan),
+        cautions=[],
+        parts=_parts(footprint),
+        peak=peak,
+        seconds={each.layout.label: plan.step(each) for each in placed[:NEAR]},
+        chosen=plan.chosen.layout.label,
+        tables=[
+            _layouts("Near layouts, fastest first", plan, placed[:NEAR]),
+            _layouts(f"All {len(placed)} layouts that fit", plan, placed),
+        ],
+        source="Memory is counted on fake tensors; step times are simulated, with intervals from published runs.",
+    )
+
+
+def _page(
+    plan: Plan | ClusterPlan,
+    about: str,
+    headline: str,
+    predictions: Sequence[str],
+    cautions: Sequence[str],
+    parts: Mapping[str, float],
+    peak: Estimate,
+    seconds: Mapping[str, Estimate],
+    chosen: str,
+    tables: Sequence[TextTable],
+    source: str,
+) -> str:
+    forecast = [(word, text.strip()) for word, _, text in (line.partition(" ") for line in predictions)]
     limit = "" if isinf(plan.limit) else f"The limit is {scaled(plan.limit, 'B')}. "
-    parts = f"{limit}Gradients exist only after the activations are freed, so the peak is below the sum of the parts."
-    texts = {"Recipe with these changes": write_recipe(plan.recipe)} if plan.recipe.object_options is not None else {}
+    memory = f"{limit}Gradients exist only after the activations are freed, so the peak is below the sum of the parts."
     reasons = [(each.technique, each.verdict, each.why) for each in plan.reasons]
+    near, *rest = tables
     return ResultPage(
         kind="plan",
         name=plan.recipe.name,
         status="",
-        about=f"Techniques for {scaled(peak, 'B')} of {scaled(plan.limit, 'B')} of memory." if limit else "",
-        verdicts=[PageVerdict(_headline(plan), tone=GOOD)],
+        about=about,
+        verdicts=[PageVerdict(headline, tone=GOOD)],
         statements=[
-            *(("", word.capitalize(), text.strip()) for word, text in forecast if word in SHOWN),
-            *(("", f"{each.technique} {each.verdict}", each.why) for each in plan.reasons if each.verdict != NOT_TAKEN),
+            *(("", word.capitalize(), text) for word, text in forecast if word in SHOWN),
+            *(("", f"{name} {verdict}", why) for name, verdict, why in reasons if verdict != NOT_TAKEN),
         ],
-        cautions=[plan.stopped] if plan.stopped else [],
+        cautions=cautions,
         charts=[
-            page_chart("Predicted memory", parts, partial(_memory_chart, plan), is_whole=False),
-            page_chart(
-                "Seconds per step of the near candidates",
-                "Bars are 90 % intervals. The plan is highlighted.",
-                partial(_step_chart, plan, near),
-                is_whole=False,
-            ),
+            page_chart("Predicted memory", memory, partial(memory_chart, parts, peak, plan.limit), is_whole=False),
+            page_chart("Seconds per step", INTERVALS, partial(step_chart, seconds, chosen), is_whole=False),
         ],
-        tables=[_candidates("Near candidates, fastest first", plan, near)],
+        tables=[near],
         folded=[
-            _candidates(f"All {len(plan.alternatives)} candidates that fit", plan, plan.alternatives),
+            *rest,
             TextTable("Candidates that do not fit", ("Candidate", "Reason"), list(plan.misfits.items())),
             TextTable("All techniques", ("Technique", "Verdict", "Reason"), sorted(reasons, key=_not_taken_last)),
-            TextTable("Forecast", ("Quantity", "Prediction"), [(word, text.strip()) for word, text in forecast]),
+            TextTable("Forecast", ("Quantity", "Prediction"), forecast),
         ],
-        texts=texts,
-        source="Memory is counted on fake tensors; step times are measured in probes, unless the page says otherwise.",
+        texts=(
+            {"Recipe with these changes": write_recipe(plan.recipe)} if plan.recipe.object_options is not None else {}
+        ),
+        source=source,
     ).render()
+
+
+def _limited(peak: Estimate, limit: float) -> str:
+    return f"{scaled(peak.value, 'B')} of {scaled(limit, 'B')}"
+
+
+def _parts(footprint: Footprint) -> dict[str, float]:
+    return {part: size for part in COMPONENTS if (size := getattr(footprint, part))}
 
 
 def _headline(plan: Plan) -> str:
@@ -95,49 +155,14 @@ def _candidates(title: str, plan: Plan, candidates: Candidates) -> TextTable:
     return TextTable(title, columns, rows, frozenset(range(1, len(columns))))
 
 
-def _memory_chart(plan: Plan, width: int) -> alt.LayerChart:
-    """Return a bar for each part of the predicted memory and for the peak, with the limit as a line."""
-    forecast, footprint = plan.forecast, plan.chosen.footprint
-    peak = forecast.memory.plus(forecast.process)
-    sizes = {"process before the model": forecast.process} if forecast.process else {}
-    sizes |= {part: getattr(footprint, part) for part in COMPONENTS if getattr(footprint, part)}
-    labels = RowLabels([*sizes, "peak"], width - 60)
-    rows = [{"part": labels.wrap(part), "bytes": size, "text": scaled(size, "B")} for part, size in sizes.items()]
-    rows.append({"part": "peak", "bytes": peak.value, "text": scaled(peak.value, "B"), "is_peak": True})
-    for row in rows:
-        row["end"] = peak.high if "is_peak" in row else row["bytes"]
-    y = alt.Y("part:N", title=None, sort=None, axis=labels.axis())
-    base = alt.Chart(alt.Data(values=rows)).encode(y=y)
-    highlight = alt.condition("datum.is_peak", alt.value(css_variable("train")), alt.value(css_variable("faint")))
-    bars = base.mark_bar(height={"band": 0.6}).encode(x=alt.X("bytes:Q", axis=None), color=highlight)
-    texts = base.mark_text(align="left", dx=5, color=css_variable("ink"), fontSize=12)
-    layers: list[alt.Chart] = [bars, texts.encode(x=alt.X("end:Q", axis=None), text="text:N")]
-    ends = alt.Chart(alt.Data(values=[{"part": "peak", "low": peak.low, "high": peak.high}]))
-    layers.append(
-        ends.mark_rule(strokeWidth=2, color=css_variable("ink")).encode(x=alt.X("low:Q", axis=None), x2="high:Q", y=y)
-    )
-    if plan.limit < FAR * max(row["end"] for row in rows):
-        line = alt.Chart(alt.Data(values=[{"limit": plan.limit}]))
-        layers.append(
-            line.mark_rule(style="reference", color=css_variable("bad")).encode(x=alt.X("limit:Q", axis=None))
-        )
-    return alt.layer(*layers).properties(**labels.size())
-
-
-def _step_chart(plan: Plan, near: Candidates, width: int) -> alt.LayerChart:
-    labels = RowLabels([candidate.label for candidate, _ in near], width)
+def _layouts(title: str, plan: ClusterPlan, placed: Sequence[PlacedLayout]) -> TextTable:
     rows = [
-        {
-            "candidate": labels.wrap(candidate.label),
-            "plan": candidate.options == plan.chosen.options,
-            **forecast.step.as_dict(),
-        }
-        for candidate, forecast in near
+        (
+            f"→ {each.layout.label}" if each is plan.chosen else each.layout.label,
+            scaled(each.footprint.memory, "B"),
+            duration(each.layout.seconds),
+            scaled(plan.tokens / each.layout.seconds),
+        )
+        for each in placed
     ]
-    y = alt.Y("candidate:N", title=None, sort=None, axis=labels.axis())
-    colour = alt.condition("datum.plan", alt.value(css_variable("train")), alt.value(css_variable("control")))
-    base = alt.Chart(alt.Data(values=rows)).encode(y=y, color=colour)
-    x = alt.X("low:Q", title="seconds per step", scale=alt.Scale(zero=True), axis=alt.Axis(tickCount=4))
-    rules = base.mark_rule(strokeWidth=2).encode(x=x, x2="high:Q")
-    dots = base.mark_circle(size=70, opacity=1).encode(x=alt.X("value:Q", title="seconds per step"))
-    return alt.layer(rules, dots).properties(**labels.size())
+    return TextTable(title, ("Layout", "Memory", "Step", "tokens/s"), rows, frozenset({1, 2, 3}))

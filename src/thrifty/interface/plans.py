@@ -94,19 +94,17 @@ class RecipePlan(PrintedResult):
     def write_page(self, file: str | Path) -> Path:
         """Write an HTML page with the choice, its reasons, the forecast and everything considered; return its path. An
         existing file is never replaced: the page is then NAME-2.html, NAME-3.html and so on.
-
-        Raises UsageError for a cluster plan, which has no page.
         """
-        from thrifty.interface.plan_page import plan_page
+        from thrifty.interface.plan_page import cluster_plan_page, machine_plan_page
 
-        if isinstance(self.plan, ClusterPlan):
-            raise UsageError("a cluster plan has no page", fix="print(plan.everything())")
         page, number = Path(file), 1
         while page.exists():
             number += 1
             page = Path(file).with_stem(f"{Path(file).stem}-{number}")
         page.parent.mkdir(parents=True, exist_ok=True)
-        page.write_text(plan_page(self.plan), encoding="utf-8")
+        plan = self.plan
+        text = cluster_plan_page(plan) if isinstance(plan, ClusterPlan) else machine_plan_page(plan)
+        page.write_text(text, encoding="utf-8")
         self.pages.append(page)
         return page
 
@@ -124,17 +122,21 @@ class RecipePlan(PrintedResult):
         return self.plan.as_dict() | {"written": [str(path) for path in self.written]}
 
     def __rich__(self) -> RenderableType:
-        files = ", ".join(map(str, self.written))
-        if isinstance(self.plan, ClusterPlan):
-            start = f"written: {files}; start it with torchrun"
-            parts = cluster_plan_parts(self.plan, self.is_whole)
-        else:
-            options = self.recipe.object_options
-            command = f"{launch_command(self.plan.chosen.ranks, options or '')} {files.split(', ')[0]}"
-            start = f"written: {files}; start it with {command if options is not None else CALL}"
-            parts = plan_parts(self.plan, self.is_whole)
+        files, options = ", ".join(map(str, self.written)), self.recipe.object_options
+        shown = cluster_plan_parts if isinstance(self.plan, ClusterPlan) else plan_parts
+        command = CALL if options is None else f"{_launch_command(self.plan, options)} {files.split(', ')[0]}"
         pages = [f"page: {page}" for page in self.pages]
-        return lines(*parts, start if files else "write it with --out plan.toml", *pages)
+        start = f"written: {files}; start it with {command}" if files else "write it with --out plan.toml"
+        return lines(*shown(self.plan, self.is_whole), start, *pages)
+
+
+def _launch_command(plan: Plan | ClusterPlan, options: str) -> str:
+    if not isinstance(plan, ClusterPlan):
+        return launch_command(plan.chosen.ranks, options)
+    cluster = plan.cluster
+    if cluster.nodes == 1:
+        return launch_command(cluster.ranks, options)
+    return f"torchrun --nnodes {cluster.nodes} --nproc-per-node {cluster.per_node} -m thrifty train{options}"
 
 
 def plan(
@@ -145,7 +147,7 @@ def plan(
     hours: float | None = None,
     tokens: float | None = None,
     flops: float | None = None,
-    allow: Literal["exact", "rounding", "different"] = "exact",
+    allow: Literal["exact", "rounding", "different"] | None = None,
     price_per_hour: float | None = None,
     probe: bool | None = None,
     probe_seconds: float | None = None,
@@ -164,7 +166,8 @@ def plan(
         disk: Disk limit for checkpoints and prepared data.
         hours: Training time. If `tokens` or `flops` is passed, `hours` is an upper limit.
         allow: Largest allowed change of numerical values: "exact", "rounding" or "different". "different" also allows
-            techniques that a comparison found better, for the same objective and a similar model size.
+            techniques that a comparison found better, for the same objective and a similar model size. The default is
+            "exact" for one rank. Several ranks sum in another order, so their default is "rounding".
         probe: False to run no training steps.
         probe_seconds: Time limit of timing one candidate. The default is 20 s.
         probed_candidates: Number of candidates to time. The default is 4.
@@ -186,8 +189,9 @@ def plan(
             check_amount(f"--{name}", amount)
     if tokens is not None and flops is not None:
         raise UsageError("--tokens and --flops exclude each other", fix="remove --tokens; or remove --flops")
+    has_ranks = ranks != 1 if cluster else (ranks or 1) > 1
     wanted = PlanRequest(
-        allow=Numerics(allow),
+        allow=Numerics(allow or ("rounding" if has_ranks else "exact")),
         memory=_bytes(memory, "--memory"),
         disk=_bytes(disk, "--disk"),
         seconds=None if hours is None else 3600 * hours,

@@ -51,7 +51,9 @@ class PlacedLayout:
 @dataclass(frozen=True)
 class ClusterPlan:
     recipe: Recipe
+    cluster: Cluster
     place: str
+    """Name or file of the cluster."""
     limit: float
     """Memory limit per rank, in bytes."""
     chosen: PlacedLayout
@@ -161,6 +163,7 @@ class ClusterPlanner:
                 mesh=recipe_mesh(chosen.layout.mesh),
                 budget=budget,
             ),
+            cluster=self.cluster,
             place=self.place,
             limit=self._limit,
             chosen=chosen,

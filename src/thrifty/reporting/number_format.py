@@ -40,9 +40,12 @@ def percent(share: float | None, digits: int = 1) -> str:
 
 
 def duration(seconds: float | None) -> str:
-    """Return a duration as text: 0.81 -> "0.81 s", 161 -> "2 min 41 s", 9000 -> "2 h 30 min"."""
+    """Return a duration as text: 7.8e-4 -> "780 µs", 0.81 -> "0.81 s", 161 -> "2 min 41 s", 9000 -> "2 h 30 min"."""
     if seconds is None:
         return MISSING
+    if 0 < seconds < 1e-3:
+        unit, size = ("µs", 1e-6) if seconds >= 1e-6 else ("ns", 1e-9)
+        return f"{significant(seconds / size)} {unit}"
     if seconds < 59.95:
         return f"{significant(seconds)} s"
     total = round(seconds)

@@ -36,9 +36,7 @@ PROBING = ("probe", "probe_seconds", "probed_candidates", "seconds")
 @click.option(
     "--allow",
     type=click.Choice(ALLOWED),
-    default="exact",
-    show_default=True,
-    help="Largest change of numerical values that techniques may make.",
+    help="Largest change of numerical values that techniques may make.  [default: exact; several ranks: rounding]",
 )
 @click.option("--price-per-hour", type=float, help="Price of this machine per hour, to print the cost.")
 @click.option("--probe/--no-probe", default=None, help="Time the best candidates, or only predict.  [default: probe]")
@@ -108,7 +106,7 @@ def plan_recipe(
             plan.write(out)
             for name in exports:
                 plan.export(name, export_path(name, out))  # type: ignore[arg-type]
-        if cluster is None and not as_json:
+        if not as_json:
             plan.write_page(out.with_suffix(".html") if out else PAGES / f"{chosen.name}.html")
     finally:  # print the plan even if an export fails, because planning takes minutes
         print_result(plan.everything() if is_whole else plan, as_json)
