@@ -256,6 +256,11 @@ def test_an_offline_report_runs_its_own_scripts_only(browser, serve, run_folder,
     quiet.append("Content Security Policy")
 
 
+LISTS_FIT = (
+    "[...document.querySelectorAll('.listed')].every(list => list.scrollWidth <= list.closest('.scroll').clientWidth)"
+)
+
+
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("page", ["", "run?name=a-run", "studies", "techniques", "technique?name=optimizers.lion"])
 def test_a_phone_needs_no_sideways_scrolling(browser, serve, run_folder, page):
@@ -267,5 +272,6 @@ def test_a_phone_needs_no_sideways_scrolling(browser, serve, run_folder, page):
         browser.until("document.readyState == 'complete' && document.querySelector('main').textContent.length > 50")
         wide = browser.value("[document.documentElement.scrollWidth, innerWidth]")
         assert wide[0] <= wide[1]
+        assert browser.value(LISTS_FIT), "lists of results have no hidden columns"
     finally:
         browser.tell("Emulation.clearDeviceMetricsOverride")

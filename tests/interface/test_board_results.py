@@ -29,6 +29,12 @@ def test_saved_results_have_their_own_pages(site: BoardSite, name: str, words: s
     assert 'aria-label="Board"' in page and "Content-Security-Policy" not in page and "<script" not in page
 
 
+def test_a_saved_comparison_is_described_by_its_protocol(site: BoardSite) -> None:
+    page = site.respond("studies", {}).body.decode()
+    assert "A baseline and one variant at equal steps, 7 paired seeds, each at the best of 3 learning rates." in page
+    assert "technique_table" not in page and ">Page</th>" not in page
+
+
 @pytest.mark.parametrize(("name", "charts"), [("float8-4096-1024-4096", 1), ("plan-others-cpu", 2), ("waiting-cpu", 6)])
 def test_benchmarks_have_charts(site: BoardSite, name: str, charts: int) -> None:
     page = site.respond("result", {"name": f"benchmarks/{name}"}).body.decode()

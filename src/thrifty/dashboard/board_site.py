@@ -19,7 +19,7 @@ from thrifty.dashboard.page_responses import PageResponse, Query, changed_parts,
 from thrifty.dashboard.run_listing import RunListing
 from thrifty.dashboard.run_summary import RunListRow
 from thrifty.dashboard.run_watcher import RunWatcher
-from thrifty.dashboard.saved_results import outcome, saved_results
+from thrifty.dashboard.saved_results import description, outcome, saved_results
 from thrifty.dashboard.technique_cards import TechniqueCard, card_from
 from thrifty.reporting.chart_renderer import VEGA_LITE, vega_bundle
 from thrifty.reporting.color_theme import chart_look, css_variable
@@ -209,7 +209,7 @@ class BoardSite:
     def _listed_folder(self, entry: RunListing) -> ListedResult:
         data = redact(self.files.json_object(entry.path / f"{entry.kind}.json"))
         offline = _at("page", entry.name) if (entry.path / "report.html").is_file() else ""
-        return entry.name, _at("folder", entry.name), str(data.get("about") or entry.kind), outcome(data), offline
+        return entry.name, _at("folder", entry.name), description(data) or entry.kind, outcome(data), offline
 
     def folder_page(self, query: Query) -> PageResponse | None:
         entry = self._entry(query, "study", "comparison", "lottery", "sweep")

@@ -7,6 +7,7 @@ from typing import Any
 
 from thrifty.core.secret_redaction import redact
 from thrifty.dashboard.cached_files import CachedFiles
+from thrifty.reporting import comparison_page
 from thrifty.reporting.number_format import MISSING, scaled, significant
 from thrifty.reporting.result_page import FACTS
 from thrifty.reporting.run_record import mapping, mappings, number
@@ -38,15 +39,24 @@ def saved_results(folders: Sequence[Path], files: CachedFiles) -> list[SavedResu
     """Return all readable results, sorted by name. If several folders have a result, the first of them is used."""
     paths: dict[str, Path] = {}
     for folder in folders:
-        for path in sorted(folder.glob("**/*.json"))[:MOST]:
+        for path in sorted(folder.glob("*/**/*.json"))[:MOST]:
             paths.setdefault(path.relative_to(folder).with_suffix("").as_posix(), path)
     results = []
     for name, path in sorted(paths.items()):
         data = redact(files.json_object(path))
         if data:
-            about, group = str(data.get("about", "")), name.partition("/")[0]
-            results.append(SavedResult(name, group, about, outcome(data), data))
+            results.append(SavedResult(name, name.partition("/")[0], description(data), outcome(data), data))
     return results
+
+
+def description(data: Mapping[str, Any]) -> str:
+    """Return the sentence on a result that its file or its page has, or an empty text."""
+    if "about" in data:
+        return str(data["about"])
+    try:
+        return comparison_page.about(data)
+    except (AttributeError, KeyError, TypeError):  # not a comparison, or a damaged one
+        return ""
 
 
 def tables(data: Mapping[str, Any]) -> list[TextTable]:
