@@ -248,7 +248,7 @@ def test_the_first_format_stays_readable() -> None:
 def test_a_newer_format_is_refused_and_kept(tmp_path: Path) -> None:
     paths = [save(tmp_path, step, *state_of(step)).path for step in (1, 2)]
     reseal(paths[1], format=99)
-    with pytest.raises(NewerFormatError, match=r"step-00000002' .* newer version .*\n.*install -U"):
+    with pytest.raises(NewerFormatError, match=r"step-00000002' .* newer version .*\n.*update Thrifty"):
         load(tmp_path)
     assert names(tmp_path) == ["LATEST", "step-00000001", "step-00000002"]
     save(tmp_path, 3, *state_of(3), keep=1)

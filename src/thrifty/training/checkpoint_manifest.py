@@ -32,7 +32,7 @@ def verify(folder: Path) -> int:
     if is_newer(folder):
         raise NewerFormatError(
             f"'{folder}' was written by a newer version of thrifty, in a format that this version does not know",
-            fix="pip install -U thrifty",
+            fix="update Thrifty: git pull in its clone, or install the newer package",
         )
     manifest = _read(folder / MANIFEST)
     try:

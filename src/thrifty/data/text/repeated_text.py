@@ -4,7 +4,7 @@ from collections.abc import Iterable
 from hashlib import blake2b
 
 SHORTEST = 40
-"""Minimum number of characters of a compared line. Shorter lines are often equal by chance."""
+"""Minimum number of characters of a compared line. Shorter lines are often equal in unrelated texts."""
 NOTABLE = 0.05
 """Share of repeated held-out text above which a run says so."""
 
