@@ -96,7 +96,7 @@ class Killed(Exception):
 
 @pytest.mark.parametrize("counts", ["run", "training"])
 def test_resumed_run_repeats_recorded_lengths(counts: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    clock = Clock(monkeypatch, lambda now: 1.0 if now < 0.3 * SECONDS else 3.0)
+    clock = Clock(monkeypatch, lambda now: 1.0 if now < 0.25 * SECONDS else 3.0)
 
     def kill(record: th.Record) -> None:
         if record.step == 55:  # after the checkpoint of step 40
@@ -147,3 +147,32 @@ def test_compilation_is_no_training_time() -> None:
     resumed.observe(200.0, is_changed=False)
     resumed.observe(1.0, is_changed=False)
     assert resumed.estimate(12, 98, 510.0, {}) == 98 and resumed.used(510.0) == 12.0
+
+
+class SlowOnce:
+    """Cost of a pass: `slow` seconds for the first pass with gradients and for the first without, then 1 s."""
+
+    def __init__(self, slow: float):
+        self.slow, self.seen = slow, set[bool]()
+
+    def __call__(self, now: float) -> float:
+        mode = torch.is_grad_enabled()
+        is_first = mode not in self.seen
+        self.seen.add(mode)
+        return self.slow if is_first else 1.0
+
+
+def test_slow_first_passes_are_not_the_expected_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compilation and the first evaluation take half of the budget."""
+    summary = trained(Clock(monkeypatch, SlowOnce(0.25 * SECONDS)), tmp_path)
+    assert 0.95 * SECONDS <= summary["used_seconds"] <= 1.01 * SECONDS and summary["steps"] > 0.4 * SECONDS
+
+
+def test_an_extension_of_a_run_of_few_slow_steps_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch, SlowOnce(18.0))
+    short = trained(clock, tmp_path, budget="42s")
+    assert short["steps"] <= 5
+    clock.cost = SlowOnce(18.0)
+    objects: dict[str, Any] = dict(model=build, data=Numbers(), held_out=Numbers(), loss=clock.loss, quiet=True)
+    longer = th.resume(tmp_path / "run", budget="+100s", **objects).summary
+    assert 0.95 * 142 <= longer["used_seconds"] <= 1.01 * 142 and longer["steps"] > 25

@@ -12,19 +12,22 @@ from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.techniques.precision.mixed import MixedPrecision
 from thrifty.techniques.schedules.linear import LinearDecay
 
+LEAST_COMPILED = 120.0
+"""Smallest budget in seconds in which compilation, which takes up to a minute, pays."""
+
 
 def text_techniques(lr: float) -> tuple[Technique, ...]:
     """Return the techniques that help in nearly every run of a causal language model.
 
     The techniques are AdamW, linear decay and gradient clipping. Mixed precision is added if the processor has bfloat16
-    instructions. Compiled blocks are added if there is a compiler. On CPUs, tiled attention is added to compiled blocks
-    if the model allows it.
+    instructions. Blocks are compiled if there is a compiler and the budget is not very short. On CPUs, tiled attention
+    is added to compiled blocks if the model allows it.
     """
     chosen: list[Technique] = [AdamW(lr=lr), LinearDecay(), GradientClipping()]
     if has_fast_bfloat16():
         chosen.append(MixedPrecision())
     if can_compile():
-        chosen.append(CompiledBlocks())
+        chosen.append(CompiledBlocks(least_seconds=LEAST_COMPILED))
         if not torch.cuda.is_available():
             chosen.append(TiledAttention(optional=True))
     return tuple(chosen)

@@ -4,7 +4,7 @@ Paper       Ansel et al. 2024, PyTorch 2 (ASPLOS), doi 10.1145/3620665.3640366.
 Promise     Elementwise operations are fused. Equal blocks share one compilation.
 Use         model = thrifty.apply(model, "compile")
 Start with  `compile`. Use `dynamic=true` if batch shapes vary.
-Cost        About ten seconds before the first step, and again after each change of the model's structure.
+Cost        Ten seconds before the first step, the first time up to a minute; again after each change of the structure.
 Avoid       Very short runs. CPUs without a C++ compiler (`thrifty doctor` reports a missing compiler).
 Does not    Change results beyond rounding, or rename parameters.
 """
@@ -18,6 +18,7 @@ from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError
 from thrifty.core.objective import Objective
 from thrifty.core.run_notes import add_note
+from thrifty.core.setting_bounds import Rate
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.machine.cpu_features import can_compile
@@ -32,6 +33,8 @@ class CompiledBlocks(Technique):
     """Backend of torch.compile; "aot_eager" traces without generating code."""
     dynamic: bool = False
     """True to compile once for all shapes, instead of once per shape."""
+    least_seconds: Rate = 0.0
+    """Smallest budget in seconds of a run that is compiled. A run with a smaller budget starts without compilation."""
 
     @property
     def optional_seams(self) -> frozenset[str]:

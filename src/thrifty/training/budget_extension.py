@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from thrifty.core.recipe import Budget
+from thrifty.training.time_budget import LEAST_STEPS
 
 
 def extend(
@@ -27,7 +28,7 @@ def extend(
         used = training if budget.counts == "training" else counters.get("used_seconds", training)
         seconds = round((used if before is None else before) + amount, 3)
         more = math.floor((seconds - used) / used * step)  # a first estimate at the mean speed so far
-        return Budget(seconds=seconds, counts=budget.counts), step + max(1, more)
+        return Budget(seconds=seconds, counts=budget.counts), step + max(LEAST_STEPS, more)
     if before is None:
         steps += steps_within(Budget(**{unit: amount}))  # type: ignore[arg-type]
         return Budget(steps=steps), steps

@@ -36,10 +36,13 @@ def evaluation_interval(recipe: Recipe, steps: int) -> int:
 
 @contextmanager
 def _evaluation_mode(model: nn.Module) -> Iterator[None]:
-    """Switch off gradients and randomness (dropout) inside the context, then restore the training mode."""
+    """Switch off gradients, randomness (dropout) and compilation inside the context, then restore the training mode.
+
+    Compiling the forward pass a second time, without gradients, would take longer than most evaluations.
+    """
     was_training = model.training
     model.eval()
-    with torch.no_grad():
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
         yield
     model.train(was_training)
 

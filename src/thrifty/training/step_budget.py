@@ -15,9 +15,8 @@ from thrifty.core.stages import Stage
 from thrifty.training.determinism import deterministic_kernels
 from thrifty.training.rank_sync import process_group_sync
 
-PROBED = 6
-"""Number of timed steps that convert a budget of seconds to steps. The first two steps are excluded from the
-average."""
+PROBED = 4
+"""Number of timed steps that convert a budget of seconds to a first number of steps. The first two are not averaged."""
 
 
 def number_of_steps(recipe: Recipe, plain: BaseRun, device: torch.device, example_unit: int, unit: str) -> int:

@@ -81,10 +81,12 @@ class TimeBudget:
     _recent: deque[float] = field(default_factory=deque)
     """Seconds of recent steps."""
     _work: dict[str, float] = field(default_factory=dict)
-    """Latest seconds of each kind of work between steps, such as an evaluation."""
+    """Least seconds of each kind of work between steps, such as an evaluation; the first one may be slow."""
     _between: float = 0.0
     """Seconds of work between the last two steps."""
     _slow_steps: int = SLOW_STEPS
+    _latest: float = 0.0
+    """Seconds of the last step, which may be slow."""
     _next_check: int = 0
     _last_step: float = field(default_factory=time.monotonic)
     _ignored: float = 0.0
@@ -110,8 +112,9 @@ class TimeBudget:
         """Measure the time of work between steps, which is done inside the context."""
         start = time.monotonic()
         yield
-        self._work[kind] = time.monotonic() - start
-        self._between += self._work[kind]
+        seconds = time.monotonic() - start
+        self._work[kind] = min(seconds, self._work.get(kind, math.inf))
+        self._between += seconds
 
     def observe(self, seconds: float, is_changed: bool) -> None:
         """Add the seconds of one training step. `is_changed` is True after a structural change."""
@@ -120,7 +123,7 @@ class TimeBudget:
             seconds = max(now - self._last_step - self._between, seconds)
         else:
             self.step_times.append(seconds)
-        self._last_step, self._between = now, 0.0
+        self._last_step, self._between, self._latest = now, 0.0, seconds
         if is_changed:
             self._slow_steps = SLOW_STEPS
             self._recent.clear()
@@ -166,7 +169,12 @@ class TimeBudget:
         used, work = self.used(training), self._work if is_whole_run else {}
         last = sum(work.values())
         if len(self._recent) < LEAST_STEPS:
-            return step + 1 if is_whole_run and used + last >= LATE * self.seconds else steps
+            if not is_whole_run:
+                return steps
+            if used + last >= LATE * self.seconds:
+                return step + 1
+            # a slow step is an upper bound: steps that fit by it are added, and none are taken away
+            return max(steps, step + math.floor((AIM * self.seconds - used - last) / self._latest))
         seconds = fmean(self._recent)
         if step < FINAL_FROM * steps:
             seconds = max(seconds, self.final_step)

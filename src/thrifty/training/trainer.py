@@ -18,6 +18,7 @@ from thrifty.core.recipe import Budget, Recipe
 from thrifty.core.state import TrainState, read_log
 from thrifty.recipes.data_parallelism import with_data_parallelism
 from thrifty.recipes.recipe_toml import read_recipe, recipe_from_data, recipe_to_data
+from thrifty.recipes.short_budgets import without_slow_start
 from thrifty.training import checkpoint, checkpoint_index
 from thrifty.training.budget_extension import extend
 from thrifty.training.judged_measure import reason_to_stop
@@ -84,6 +85,7 @@ def train_steps(
         if folder.name != recipe.name:
             display.say(f"'{Path(runs) / recipe.name}' exists already, so the name of this run is '{folder.name}'")
         recipe = replace(with_data_parallelism(recipe), name=folder.name)
+        recipe = without_slow_start(recipe, display.say)
         if process_group_sync().run_first(folder.recipe.is_file):
             return (yield from _resume(folder, recipe, origins or {}, display, observers))
         prepared = prepare_run(recipe, quiet=quiet, phase=display.phase)
