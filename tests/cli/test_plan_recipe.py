@@ -253,7 +253,7 @@ def test_the_process_counts_on_a_processor(recipe: str, monkeypatch: pytest.Monk
 
 
 def test_unusable_ranks_are_refused_with_the_reason(recipe: str) -> None:
-    error = refused(recipe, "--ranks", "2")
+    error = refused(recipe, "--ranks", "2", "--allow", "exact")
     assert "--allow exact forbids" in error.what and error.fix == "--allow rounding"
     assert launch_command(2) == "thrifty train --ranks 2" and launch_command(1) == "thrifty train"
 

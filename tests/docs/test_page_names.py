@@ -70,9 +70,8 @@ def unknown_names(code: str) -> Iterator[str]:
         except AttributeError:
             yield f"th.{name}"
     if re.match(rf"(--set )?({TABLE})\.\w", code) and not re.search(r"\.(md|py|json|txt|csv)\b", code):
-        yield from (
-            path for path in re.findall(rf"(?<![\w.])(?:{TABLE})\.[a-z_.]*[a-z_]", code) if path not in SETTINGS
-        )
+        paths = re.findall(rf"(?<![\w.])(?:{TABLE})\.[a-z_.]*[a-z_]", code)
+        yield from (path for path in paths if path not in SETTINGS and not path.startswith("model.arguments."))
     for name, settings in re.findall(r"--with(?:out)? ([a-z][a-z0-9_.]+)(?::(\S+))?", code):
         known = {field.name for field in fields(techniques.find(name))}  # raises UsageError for an unknown name
         yield from (f"{name}:{key}" for key in re.findall(r"(?:^|,)(\w+)=", settings) if key not in known)

@@ -84,6 +84,17 @@ def test_mean_is_evaluated_over_equal_batches_with_a_note() -> None:
     assert exact["loss"] == pytest.approx(float(mean(network(), {"x": X, "y": Y}))) and len(notes) == 1
 
 
+def total(model: nn.Module, rows: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(model(rows["x"]), rows["y"], reduction="sum")
+
+
+def test_a_sum_is_refused_and_a_mean_is_not() -> None:
+    with pytest.raises(UsageError, match=r"the loss of 12 examples is the sum over the examples, .*\n.*reduction"):
+        evaluate(network(), objective(total), [batch()], CPU)
+    for loss in (mean, each, lambda model, rows: 0 * mean(model, rows)):
+        evaluate(network(), objective(loss), [batch()], CPU)
+
+
 def changing(model: nn.Module, rows: dict[str, Tensor]) -> Tensor:
     rows["x"].mul_(2)
     return each(model, rows)

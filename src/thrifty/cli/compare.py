@@ -58,8 +58,8 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Compare variants with the baseline RECIPE at an equal budget. A variant is another recipe, or quoted options of
-    thrifty train that change the baseline:
+    """Compare variants with the baseline RECIPE at an equal budget. A variant is another recipe, or quoted --with,
+    --without and --set that change the baseline:
 
     \b
         thrifty compare kjv --variant "--with growth.stacking"

@@ -29,7 +29,9 @@ MODEL_ARGUMENTS = click.option(
     help="Argument of the function that builds the model.",
 )
 HELD_OUT = click.option(
-    "--held-out", metavar="PACKAGE.MODULE:NAME", help="Held-out dataset, required with your own --data."
+    "--held-out",
+    metavar="FILE|PACKAGE.MODULE:NAME",
+    help="File of held-out text, or your own held-out dataset, which your own --data requires.",
 )
 LOSS = click.option("--loss", help="Objective name, or your package.module:function(model, batch).")
 OWN_MODEL = click.option(

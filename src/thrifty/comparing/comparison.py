@@ -13,6 +13,7 @@ Runs of different variants alternate, so that all variants meet the same machine
 interrupted or killed comparison, also in the middle of a run. Failed runs are kept and counted.
 """
 
+import math
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -36,7 +37,7 @@ from thrifty.comparing.equal_budgets import (
 from thrifty.comparing.run_launchers import RunLauncher, RunStopped, SameProcess, Worker, closing_workers
 from thrifty.comparing.run_process import COUNT
 from thrifty.comparing.variants import Variant
-from thrifty.core.errors import InfeasibleError, ThriftyError, UsageError
+from thrifty.core.errors import InfeasibleError, ThriftyError, UsageError, spelled
 from thrifty.core.old_names import rename_comparison
 from thrifty.core.plain_values import differences
 from thrifty.core.recipe import Budget, Recipe
@@ -111,7 +112,7 @@ class _ComparisonRunner:
             self.forget_failures()
         trials = protocol.trials if protocol.trials > 1 else 0
         self.planned = len(variants) * ((protocol.equal == "time") + trials + protocol.seeds)
-        self.began, self.finished = time.monotonic(), 0
+        self.finished, self.first_end = 0, math.inf
 
     def forget_failures(self) -> None:
         """Remove failed runs from the record, so that they run again. Failed trials stay if a run with a compared seed
@@ -123,6 +124,8 @@ class _ComparisonRunner:
                 del self.runs[run]
 
     def run_all(self) -> dict[str, Any]:
+        done = f"; {len(self.runs)} of them are done" if self.runs else ""
+        self.say(f"{len(self.variants)} variants take {self.planned} runs{done}")
         try:
             if "budgets" not in self.state:
                 self.state["budgets"] = self.plan()
@@ -138,6 +141,8 @@ class _ComparisonRunner:
             raise
         except BaseException as ended:
             self.write_state("interrupted", getattr(ended, "code", 1))
+            again = spelled("command", "call")
+            self.say(f"interrupted after {len(self.runs)} of {self.planned} runs; the same {again} continues")
             raise
         labels = [variant.label for variant in self.variants]
         entries = [entry for entry in self.runs.values() if "seed" in entry]
@@ -276,6 +281,7 @@ class _ComparisonRunner:
         with self.write_lock:
             self.runs[name] = entry
             self.finished += 1
+            self.first_end = min(self.first_end, time.monotonic())
             self.write_state("running", 0)
             self.say(self.progress(entry))
         return self.checked(entry)
@@ -298,7 +304,9 @@ class _ComparisonRunner:
         return entry
 
     def progress(self, entry: Mapping[str, Any]) -> str:
-        left = (time.monotonic() - self.began) / self.finished * (self.planned - len(self.runs))
+        # the first run includes the start of the server and first compilations
+        of_each = (time.monotonic() - self.first_end) / (self.finished - 1) if self.finished > 1 else 0.0
+        left = of_each * (self.planned - len(self.runs))
         loss = entry.get("held_out_loss")
         is_finished = entry["status"] == "finished"
         result = f"held-out loss {significant(loss, 4)}" if is_finished else f"failed: {entry['error']}"

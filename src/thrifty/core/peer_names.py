@@ -2,6 +2,7 @@
 
 PEER_OPTIONS = {
     "--lr 1e-3": ("lr", "learning_rate"),
+    "--lr 1e-3, or --with adamw:weight_decay=0.1": ("optim", "optimizer"),
     "--batch 32": ("batch", "batch_size", "train_batch_size", "per_device_train_batch_size", "global_batch_size"),
     "--epochs 3": ("epochs", "num_epochs", "num_train_epochs", "max_epochs"),
     "--budget 500steps": ("steps", "max_steps", "num_steps", "train_steps", "iterations", "max_iters"),
@@ -18,7 +19,7 @@ PEER_OPTIONS = {
     "--with recompute": ("gradient_checkpointing", "activation_checkpointing"),
     "--with gradient_accumulation:micro_batches=4": ("gradient_accumulation_steps", "accumulate_grad_batches"),
     "--with clip:max_norm=1.0": ("max_grad_norm", "gradient_clip_val"),
-    "--with adamw:weight_decay=0.1": ("weight_decay", "optim", "optimizer"),
+    "--with adamw:weight_decay=0.1": ("weight_decay",),
     "--with lora": ("lora", "peft", "lora_r", "lora_rank", "lora_alpha", "use_peft"),
     "--with schedules.cosine": ("lr_scheduler_type", "scheduler", "lr_scheduler", "schedule"),
     "--with schedules.cosine:warmup=0.05": ("warmup", "warmup_steps", "warmup_ratio"),

@@ -81,8 +81,8 @@ def reached(summary: Mapping[str, Any]) -> list[str]:
     if loss is not None and start is not None:
         words.append(f"{'better' if loss < start else 'not better'} than before the first step")
     if loss is not None and best is not None and loss > WORSE * best:
-        fix = for_reader("--set evaluation.patience=3")
-        words.append(f"the best held-out loss was {best:.3f}, before the end: use more data, or stop earlier ({fix})")
+        fix = "lower the learning rate" if "stopped_early" in summary else f"stop early ({for_reader('--patience 3')})"
+        words.append(f"the best held-out loss was {best:.3f}, before the end: use more data, or {fix}")
     return words
 
 

@@ -175,7 +175,12 @@ class SweepResult(MeasuredResult):
     def _cautions(self) -> list[str]:
         """Return a caution for each best value at an end of its range or list of numbers."""
         cautions = []
-        for path, values in self.content["definition"]["over"].items():
+        definition = self.content["definition"]
+        if "data.batch" in definition["over"] and definition["recipe"].get("budget", {}).get("steps"):
+            cautions.append(
+                "with equal steps, a larger batch sees more examples: a budget in tokens, epochs or time is fairer"
+            )
+        for path, values in definition["over"].items():
             best = self.best_settings[path]
             ends = [values["low"], values["high"]] if isinstance(values, Mapping) else values
             if isinstance(best, int | float) and len(ends) > 1 and best in (min(ends), max(ends)):

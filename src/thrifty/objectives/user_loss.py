@@ -53,6 +53,7 @@ class UserLoss(Objective):
         example_unit: int = 1,
     ):
         self.loss, self.assembled, self.example_unit = loss, assembled, example_unit
+        self.is_checked = False
         for name in metrics or {}:
             if not name.isidentifier() or name in RESERVED:
                 raise UsageError(
@@ -75,8 +76,30 @@ class UserLoss(Objective):
                 "frozen model, train parameters: parameter.requires_grad_(True)",
             )
         is_mean = not values.ndim
+        if is_mean and not torch.is_grad_enabled() and not self.is_checked and not isinstance(values, FakeTensor):
+            self.is_checked = True
+            self._refuse_sum(model, batch, values)
         losses = values.expand(len(batch)) if is_mean else values
         return UserPrediction(output=losses, part_weights=weights, is_mean=is_mean, model=model)
+
+    def _refuse_sum(self, model: nn.Module, batch: Batch, whole: Tensor) -> None:
+        """Raise UsageError if the loss of a batch is the sum of the losses of its halves, so not a mean."""
+        middle = len(batch) // 2
+        if not middle or not whole:
+            return
+        parts = []
+        for half in (batch.rows(0, middle), batch.rows(middle, len(batch))):
+            try:
+                with torch.random.fork_rng():
+                    result = self.loss(model, self.assembled(half))
+                parts.append(_per_example(result, half, "the loss")[0])
+            except Exception:  # a loss may need whole batches
+                return
+        if torch.isclose(whole, parts[0] + parts[1], rtol=1e-4):
+            raise UsageError(
+                f"the loss of {len(batch)} examples is the sum over the examples, {float(whole):.4g}, not the mean",
+                fix='return the mean; or one loss per example, such as with reduction="none"',
+            )
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
         return prediction.logits

@@ -92,7 +92,8 @@ def about(data: Comparison) -> str:
     )
     others = "one variant" if variants == 1 else f"{variants} variants"
     judged = "" if judged_of(data) == "loss" else f", compared by held-out {judged_of(data)}"
-    return f"A baseline and {others} at equal {equal}, {protocol['seeds']} paired seeds, {tried}{judged}."
+    seeds = "1 paired seed" if protocol["seeds"] == 1 else f"{protocol['seeds']} paired seeds"
+    return f"A baseline and {others} at equal {equal}, {seeds}, {tried}{judged}."
 
 
 def verdicts(data: Comparison) -> list[tuple[str, str, str]]:

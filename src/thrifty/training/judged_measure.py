@@ -28,4 +28,5 @@ def reason_to_stop(settings: EvaluationSettings, counters: Mapping[str, float]) 
     evaluations = counters.get(WITHOUT_GAIN, 0)
     if settings.patience is None or evaluations < settings.patience:
         return ""
-    return f"held-out {settings.judge} has not improved for {int(evaluations)} evaluations"
+    since = "1 evaluation" if evaluations == 1 else f"{int(evaluations)} evaluations"
+    return f"held-out {settings.judge} has not improved for {since}"
