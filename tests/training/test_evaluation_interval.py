@@ -8,7 +8,7 @@ import pytest
 import tiny_recipes
 
 from thrifty.core.recipe import Budget, EvaluationSettings, Recipe
-from thrifty.training.evaluation import evaluation_interval
+from thrifty.training.evaluation import caution_on_patience, evaluation_interval
 from thrifty.training.trainer import train
 
 
@@ -35,3 +35,11 @@ def test_records_have_ten_evaluations(tmp_path: Path) -> None:
     lines = (tmp_path / recipe.name / "records.jsonl").read_text().splitlines()
     steps = [each["step"] for each in map(json.loads, lines) if each["kind"] == "evaluation"]
     assert steps == [4, 8, 12, 16, 20, 24, 28, 32, 36, 40]
+
+
+@pytest.mark.parametrize(("steps", "every", "is_named"), [(100, 100, True), (200, 100, True), (201, 100, False)])
+def test_patience_without_enough_evaluations_is_said(steps: int, every: int, is_named: bool) -> None:
+    recipe = Recipe(evaluation=EvaluationSettings(every=every, patience=2), budget=Budget(steps=steps))
+    assert bool(caution_on_patience(recipe, steps)) == is_named
+    assert not is_named or f'evaluation.every": {steps // 8}' in caution_on_patience(recipe, steps)
+    assert not caution_on_patience(Recipe(budget=Budget(steps=steps)), steps)

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
+from thrifty.core.errors import for_reader
 from thrifty.core.objective import Objective, Prediction
 from thrifty.core.recipe import Recipe
 
@@ -32,6 +33,17 @@ def evaluation_interval(recipe: Recipe, steps: int) -> int:
         return settings.every
     cost = 0.0 if recipe.budget.seconds else FORWARD * settings.examples / recipe.data.batch
     return min(settings.every, max(steps // EVALUATIONS, math.ceil(cost / EVALUATION_COST), 1))
+
+
+def caution_on_patience(recipe: Recipe, steps: int) -> str:
+    """Return a caution if a run of `steps` steps has too few evaluations to stop early; otherwise an empty text."""
+    patience, every = recipe.evaluation.patience, evaluation_interval(recipe, steps)
+    if patience is None or steps > patience * every:
+        return ""
+    often = for_reader(f"--set evaluation.every={max(1, steps // (4 * patience))}")
+    return (
+        f"caution: patience {patience} cannot stop a run of {steps} steps with an evaluation every {every}: {often}"
+    )
 
 
 @contextmanager
