@@ -151,19 +151,23 @@ def test_compiled_steps_equal_plain_ones_and_closures_run_once() -> None:
     assert calls == [True]
 
 
-def test_a_scheduler_of_torch_reaches_what_muon_leaves_to_adamw() -> None:
-    def moved(rate: float, scheduled: bool) -> Tensor:
+def test_schedules_reach_what_muon_leaves_to_adamw() -> None:
+    """By a scheduler of torch, by a loop that sets "lr", and by a loop that sets both rates."""
+
+    def moved(rate: float, how: str) -> Tensor:
         model = network()
         before = torch.cat([parameter.detach().flatten().clone() for parameter in model.parameters()])
         optimizer = thrifty.optim.Muon(model, lr=1e-2, adamw_lr=3e-3)
-        if scheduled:
+        if how == "scheduler":
             schedulers.LambdaLR(optimizer, lambda step: rate)
         else:
-            optimizer.param_groups[0].update(lr=1e-2 * rate, adamw_lr=3e-3 * rate)
+            both = {"adamw_lr": 3e-3 * rate} if how == "both" else {}
+            optimizer.param_groups[0].update(lr=1e-2 * rate, **both)
         return train(model, optimizer, range(3)) - before
 
-    assert not moved(0.0, scheduled=True).any()
-    torch.testing.assert_close(moved(0.5, scheduled=True), moved(0.5, scheduled=False))
+    for how in ("scheduler", "lr"):
+        assert not moved(0.0, how).any()
+        torch.testing.assert_close(moved(0.5, how), moved(0.5, "both"))
 
 
 def test_a_plateau_lowers_the_rate() -> None:

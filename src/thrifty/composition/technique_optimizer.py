@@ -24,9 +24,10 @@ Params = nn.Module | Iterable[Tensor] | Iterable[tuple[str, Tensor]] | Iterable[
 DECAYS_ALL = "decays_all"
 """Key of a parameter group. It is True if weight decay applies to all parameters of the group, vectors included."""
 FOLLOWING_RATES = ("adamw_lr",)
-"""Settings that keep their ratio to "lr", because torch's schedulers change only "lr"."""
-BUILT_RATE = "built_lr"
-"""Key of a parameter group: the initial "lr", from which the ratio is computed."""
+"""Settings that keep their ratio to "lr", because schedulers and loops change only "lr". If a loop changes the setting
+too, its value counts."""
+BUILT = "built_{}"
+"""Keys of a parameter group: the initial values of "lr" and of `FOLLOWING_RATES`, from which ratios are computed."""
 _GROUP = re.compile(r"(^|\.)partition(#\d+)?\.group\d+(@\d+)?\.")
 
 
@@ -92,8 +93,9 @@ class TechniqueOptimizer(TransformOptimizer):
         super().add_param_group({**own, **names, "params": members})
         group = self.param_groups[-1]
         group.update(vars(self._technique(self._settings(group))))
-        if group.keys() & {*FOLLOWING_RATES}:
-            group.setdefault(BUILT_RATE, group["lr"])
+        if following := group.keys() & {*FOLLOWING_RATES}:
+            for name in ("lr", *following):
+                group.setdefault(BUILT.format(name), group[name])
         self._steps.extend([0] * len(members))
 
     @property
@@ -206,9 +208,9 @@ class TechniqueOptimizer(TransformOptimizer):
 
     def _settings(self, group: Mapping[str, Any]) -> dict[str, Any]:
         settings = {field.name: _plain(group[field.name]) for field in fields(self.technique)}
-        if "initial_lr" in group and group.get(BUILT_RATE):  # a scheduler's key
-            for name in settings.keys() & {*FOLLOWING_RATES}:
-                settings[name] *= settings["lr"] / group[BUILT_RATE]
+        for name in settings.keys() & {*FOLLOWING_RATES} if group.get(BUILT.format("lr")) else ():
+            if "initial_lr" in group or group[name] == group.get(BUILT.format(name)):  # the first is a scheduler's key
+                settings[name] *= settings["lr"] / group[BUILT.format("lr")]
         return settings
 
     @torch._disable_dynamo

@@ -41,9 +41,7 @@ def caution_on_patience(recipe: Recipe, steps: int) -> str:
     if patience is None or steps > patience * every:
         return ""
     often = for_reader(f"--set evaluation.every={max(1, steps // (4 * patience))}")
-    return (
-        f"caution: patience {patience} cannot stop a run of {steps} steps with an evaluation every {every}: {often}"
-    )
+    return f"caution: patience {patience} cannot stop a run of {steps} steps with an evaluation every {every}: {often}"
 
 
 @contextmanager
