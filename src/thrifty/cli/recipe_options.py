@@ -165,7 +165,7 @@ def build_recipe(
             layers.override(f"--{option}", {option: value})
     for option, value in short.items():
         layers.assign(f"--{option}", SHORT[option], value)
-    layers.apply_changes(removals, additions, ())
+    layers.apply_changes(removals, additions, ()).lower_rate()
     if lr is not None:
         layers.assign("--lr", f"techniques.{layers.optimizer_name('--lr')}.lr", lr)
     layers.apply_changes((), (), assignments)
@@ -180,11 +180,15 @@ def _refuse_two_budgets(options: Mapping[str, Any]) -> None:
 
 def announce(layers: "RecipeLayers", quiet: bool = False) -> "RecipeLayers":
     """Print what each short option sets, on standard error, and return the layers."""
+    from thrifty.recipes.recipe_layers import PRETRAINED
+
     values = {} if quiet else layers.values()
     for path, value in values.items():
         option = layers.origins.get(path, "").removeprefix("--")
         if option == "lr" or option in SHORT:
             click.echo(f"--{option} sets {path} = {value}", err=True)
+        elif option == PRETRAINED:
+            click.echo(f"the model is pretrained, so {path} = {value}; --lr sets another", err=True)
     return layers
 
 

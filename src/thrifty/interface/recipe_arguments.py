@@ -25,9 +25,10 @@ from thrifty.models.model_resolution import own_shape
 from thrifty.objectives import chosen_objective
 from thrifty.objectives.user_metrics import DatasetMetric, ModelMetric
 from thrifty.recipes import RECIPES, load_recipe
-from thrifty.recipes.recipe_layers import RecipeLayers
+from thrifty.recipes.recipe_layers import RecipeLayers, fine_tuning_rate
 from thrifty.reporting.run_record import find_run
 from thrifty.techniques import find
+from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.training.trained_model import stored_recipe
 
 Function = Callable[[nn.Module, Any], Any]
@@ -84,6 +85,7 @@ def recipe(
         metrics: By name: a function with the same signature and return values as a loss, a `DatasetMetric` or a
             `ModelMetric`.
         techniques: Techniques as objects, classes or names. The default optimizer is AdamW with linear decay.
+            Its learning rate is 1e-3; 5e-5 for a pretrained model, and 5e-4 for adapters of one.
         budget: "20 steps", "1e7 tokens", "3 epochs", "90s", "10min", "2h" or a number of steps.
         batch: Effective batch: number of examples per step.
         settings: Other values by dotted path in the recipe, as in {"evaluation.examples": 1000}.
@@ -178,7 +180,7 @@ def recipe(
     named = {"name": name, "seed": seed, "device": None if device is None else str(device)}
     base = replace(
         base,
-        techniques=_with_optimizer(chosen),
+        techniques=_with_optimizer(chosen, base.model),
         objects=objects,
         **{key: value for key, value in named.items() if value is not None},  # type: ignore[arg-type]
     )
@@ -268,12 +270,16 @@ def _model_settings(model: str | Path) -> ModelSettings:
     return ModelSettings(str(model))
 
 
-def _with_optimizer(chosen: tuple[Technique, ...]) -> tuple[Technique, ...]:
+def _with_optimizer(chosen: tuple[Technique, ...], model: ModelSettings) -> tuple[Technique, ...]:
     claims = {claim for each in chosen for claim in each.claims}
     defaults = {Claim.OPTIMIZER: "optimizers.adamw", Claim.SCHEDULE: "schedules.linear"}
     if Claim.OPTIMIZER in claims:
         return chosen
-    return (*chosen, *(find(name)() for claim, name in defaults.items() if claim not in claims))
+    added = [find(name)() for claim, name in defaults.items() if claim not in claims]
+    if model.folder and not model.reinitialize:
+        rate = fine_tuning_rate(each.name for each in chosen)
+        added = [AdamW(lr=rate) if isinstance(each, AdamW) else each for each in added]
+    return (*chosen, *added)
 
 
 def _budget(budget: int | str) -> Budget:

@@ -114,5 +114,5 @@ def check_fit(folder: str, own_vocabulary: int, own_length: int, vocabulary: int
     if length > own_length:
         raise UsageError(
             f"data.length is {length}, but the model in {folder!r} is limited to {own_length} tokens",
-            fix=f"set data.length to {own_length} or less",
+            fix=f"--length {own_length}, or less",
         )

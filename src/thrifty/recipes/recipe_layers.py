@@ -5,7 +5,7 @@ defaults  <  a recipe (a function's name or a TOML file)  <  --data, --budget, â
 
 import re
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +18,21 @@ from thrifty.core.plain_values import DEEPEST, parse_toml
 from thrifty.core.recipe import Recipe
 from thrifty.core.user_objects import UserObjects
 from thrifty.core.user_sources import is_dataset_name, is_function_name
+from thrifty.data.catalogue import entries
 from thrifty.recipes.recipe_toml import recipe_from_data, recipe_to_data, technique_tables
 
 AMOUNTS = ("budget.steps", "budget.tokens", "budget.epochs", "budget.seconds")
 """Settings of a budget that exclude each other."""
+
+PRETRAINED = "pretrained model"
+"""Origin of a learning rate that replaces the one of a recipe for a new model."""
+FINE_TUNING_RATE, ADAPTER_RATE = 5e-5, 5e-4
+"""Learning rates of AdamW for all weights of a pretrained model, and for adapters, which need about ten times more."""
+
+
+def fine_tuning_rate(names: Iterable[str]) -> float:
+    """Return AdamW's learning rate for a pretrained model with the techniques of these names."""
+    return ADAPTER_RATE if any(name.startswith("adapters.") for name in names) else FINE_TUNING_RATE
 
 
 @dataclass
@@ -36,6 +47,8 @@ class RecipeLayers:
     """Name of the layer that set each value, by path."""
     names: dict[str, str] = field(default_factory=dict)
     """Names "package.module:name" of the user's model function, data and loss, as typed."""
+    is_now_pretrained: bool = False
+    """True if the recipe was written for a new model, and its model is now pretrained."""
 
     @classmethod
     def above(cls, origin: str, recipe: Recipe) -> "RecipeLayers":
@@ -141,20 +154,25 @@ class RecipeLayers:
         return (_values(recipe_to_data(self.base)) if self.base else {}) | _values(self.changes)
 
     def apply_model(self, model: str | None, arguments: Sequence[str] = ()) -> "RecipeLayers":
-        """Set the model to a preset, a folder, or the name of a function with arguments `key=value`.
+        """Set the model to a preset, a folder, a model of `thrifty data list`, or the name of a function with arguments
+        `key=value`.
 
         If the recipe already uses this function, its arguments remain. Sizes of another model are removed. A folder's
         tokenizer is used, unless the recipe sets a tokenizer.
         """
         present = self.values()
+        fetched = entries().get(model or "")
+        if fetched is not None and fetched.kind == "model":
+            model = str(fetched.model_folder)
         if is_function_name(model):
             self.names["model"] = model or ""
             if present.get("model.build") != model:
                 self.replace("--model", "model", {"build": model})
                 self.override("--model", {"about": ""} if present.get("about") else {})
-        elif model is not None and Path(model).is_dir():
+        elif model is not None and (fetched or Path(model).is_dir()):
             reinitialize = present.get("model.reinitialize", False)
             folder = str(Path(model).resolve())  # valid also if the run is resumed from another folder
+            self.is_now_pretrained = not present.get("model.folder")
             self.replace("--model", "model", {"folder": folder, "reinitialize": reinitialize})
             tokenizer = Path(folder, "tokenizer.json")
             if tokenizer.is_file() and not present.get("data.tokenizer"):
@@ -168,6 +186,14 @@ class RecipeLayers:
             if not equals or not name.isidentifier():
                 raise UsageError(f"--model-arg {assignment!r} is not key=value", fix="for example --model-arg width=64")
             self.override("--model-arg", {"model": {"arguments": {name: toml_value(text)}}})
+        return self
+
+    def lower_rate(self) -> "RecipeLayers":
+        """Replace the recipe's learning rate of AdamW, which is for a new model, if the model is pretrained."""
+        path, values = "techniques.optimizers.adamw.lr", self.values()
+        is_of_recipe = self.origins.get(path, "").startswith("recipe ")
+        if self.is_now_pretrained and not values.get("model.reinitialize") and is_of_recipe:
+            self.assign(PRETRAINED, path, fine_tuning_rate(self._technique_names()))
         return self
 
     def apply_objects(self, data: str | None, held_out: str | None, loss: str | None) -> "RecipeLayers":
