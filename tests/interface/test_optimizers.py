@@ -170,6 +170,20 @@ def test_schedules_reach_what_muon_leaves_to_adamw() -> None:
         torch.testing.assert_close(moved(0.5, how), moved(0.5, "both"))
 
 
+def test_a_state_with_an_average_is_refused_without_the_technique() -> None:
+    model = network()
+    model, averaged = thrifty.apply((model, thrifty.optim.Muon(model, lr=1e-2)), "ema")
+    train(model, averaged, range(3))
+    other = network()
+    plain = thrifty.optim.Muon(other, lr=1e-2)
+    with pytest.raises(UsageError, match=r"of a technique that the optimizer lacks\n.*\"ema\""):
+        plain.load_state_dict(averaged.state_dict())
+    train(other, plain, range(2))
+    other, again = thrifty.apply((other, thrifty.optim.Muon(other, lr=1e-2)), "ema")
+    again.load_state_dict(averaged.state_dict())
+    assert again.state_dict()["state"].keys() == averaged.state_dict()["state"].keys()
+
+
 def test_a_plateau_lowers_the_rate() -> None:
     model = network()
     optimizer = thrifty.optim.AdamW(model, lr=1e-2)

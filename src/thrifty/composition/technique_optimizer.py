@@ -293,6 +293,11 @@ class TechniqueOptimizer(TransformOptimizer):
             stored = self.state.get(parameter, {})
             if stored:
                 restored = True
+                if not is_known and (lost := stored.keys() - slots.keys() - {"step"}):
+                    raise UsageError(
+                        f"this state has {min(lost)!r} of a technique that the optimizer lacks",
+                        fix='add the technique before loading, such as thrifty.apply((model, optimizer), "ema")',
+                    )
                 for slot, (name, tensor) in slots.items():
                     if slot not in stored and not self.updates:
                         continue  # belongs to a technique that was added later

@@ -19,6 +19,7 @@ from thrifty.core.old_names import rename_origins, rename_techniques
 from thrifty.core.out_of_memory import OutOfMemory, explain_out_of_memory
 from thrifty.core.ranks import rank, ranks
 from thrifty.core.recipe import Recipe
+from thrifty.core.stages import Stage
 from thrifty.core.state import StructureLogEntry, TrainState
 from thrifty.data.example_previews import selection
 from thrifty.machine.machine_info import peak_flops
@@ -95,6 +96,9 @@ def run_session(
             summary = {"status": "stopped", "exit_code": error.exit_code, "steps": 0, "error": str(error)}
             folder.write_json("summary", summary)
         raise
+    for technique in run.techniques if log is None else ():
+        if technique.stage is Stage.ADAPTERS:
+            display.say(f"{technique.name}: {'; '.join(run.notes.get(technique.name, ()))}")
     explained = explanation.as_dict(run.notes) if explanation else known["explanation"]
     if known is counted is not None:
         own = [{"settings": asdict(each), "touched": run.notes.get(each.name, [])} for each in run.techniques]
