@@ -404,8 +404,8 @@ class PlanSearch(SingleOptionCosts):
             further = f"--seconds {self.further_seconds}; or "
         raise InfeasibleError(
             f"{among} fits in {self.memory / 1e6:,.4g} MB: {what}",
-            fix=f"{further}--memory {ceil(needed / 1e6)}MB; or --allow rounding or different; or a smaller model, "
-            "data.length or data.batch",
+            fix=f"{further}--memory {ceil(needed / 1e6)}MB; or --allow rounding; or --allow different; or a smaller "
+            "model, data.length or data.batch",
         )
 
 
