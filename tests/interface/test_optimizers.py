@@ -170,7 +170,7 @@ def test_schedules_reach_what_muon_leaves_to_adamw() -> None:
         torch.testing.assert_close(moved(0.5, how), moved(0.5, "both"))
 
 
-def test_a_state_with_an_average_is_refused_without_the_technique() -> None:
+def test_a_state_of_a_missing_technique_is_refused() -> None:
     model = network()
     model, averaged = thrifty.apply((model, thrifty.optim.Muon(model, lr=1e-2)), "ema")
     train(model, averaged, range(3))
