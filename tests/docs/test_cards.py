@@ -107,6 +107,7 @@ def test_a_design_shows_its_card_and_settings(name: str) -> None:
 def test_one_name_of_two_kinds_shows_either_card() -> None:
     assert thrifty.show("a3").name == "attention.a3"
     assert thrifty.show("a3", kind="design").kind == "design"
+    assert thrifty.show("mass").kind == "objective", "also the name of a recipe"
     assert thrifty.show("next_token").kind == "objective" and not thrifty.show("next_token").settings
     assert [each["name"] for each in thrifty.show("masked_token").settings] == ["rate", "mask_share", "random_share"]
     with pytest.raises(UsageError, match="there is no preset 'lora'"):

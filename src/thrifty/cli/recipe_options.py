@@ -165,10 +165,10 @@ def build_recipe(
             layers.override(f"--{option}", {option: value})
     for option, value in short.items():
         layers.assign(f"--{option}", SHORT[option], value)
-    layers.apply_changes(removals, additions, ()).lower_rate()
+    layers.apply_changes(removals, additions, ())
     if lr is not None:
         layers.assign("--lr", f"techniques.{layers.optimizer_name('--lr')}.lr", lr)
-    layers.apply_changes((), (), assignments)
+    layers.apply_changes((), (), assignments).lower_rate()
     return layers if mesh is None else layers.apply_mesh(mesh)
 
 

@@ -6,7 +6,7 @@ Pilots, trials and seeds are ordinary training runs with their own folders. The 
 
     comparison.json            record of the comparison, see `comparison_protocol.py`
     report.html                the same record as a page
-    ARM-count.json             counted step and peak speed of the machine, which all runs of the variant reuse
+    VARIANT-count.json         counted step and peak speed of the machine, which all runs of the variant reuse
     VARIANT-pilot-0, VARIANT-trial-0, VARIANT-seed-0, …   run folders of "baseline", "variant-1", …
 
 Runs of different variants alternate, so that all variants meet the same machine conditions. The same call resumes an
@@ -125,7 +125,7 @@ class _ComparisonRunner:
 
     def run_all(self) -> dict[str, Any]:
         done = f"; {len(self.runs)} of them are done" if self.runs else ""
-        self.say(f"{len(self.variants)} variants take {self.planned} runs{done}")
+        self.say(f"the comparison takes {self.planned} runs{done}")
         try:
             if "budgets" not in self.state:
                 self.state["budgets"] = self.plan()

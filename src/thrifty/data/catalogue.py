@@ -125,6 +125,12 @@ def entry(name: str) -> CatalogueEntry:
     return entries()[name]
 
 
+def folder_of_model(name: str) -> Path | None:
+    """Return the folder of a model of the catalogue, which may not be downloaded yet; None for another name."""
+    known = entries().get(name)
+    return known.model_folder if known is not None and known.kind == "model" else None
+
+
 def refuse_model_to_be_fetched(folder: Path) -> None:
     """Raise UsageError if `folder` belongs to a catalogue model that is not downloaded."""
     models = (entry for entry in entries().values() if entry.kind == "model")

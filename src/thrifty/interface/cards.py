@@ -65,8 +65,8 @@ def show(
         try:
             return technique_profile(name, results or FOLDERS)
         except UsageError:
-            _refuse_other_kind(str(name))
             if kind or not others:
+                _refuse_other_kind(str(name))
                 raise
     for each, names in others.items():
         if kind in (None, each):

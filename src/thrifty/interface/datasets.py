@@ -8,7 +8,7 @@ from thrifty.core.errors import UsageError
 from thrifty.core.objective import ChatLearningSettings
 from thrifty.core.recipe import DataSettings, Recipe
 from thrifty.core.score_file import read_scores
-from thrifty.data.catalogue import CatalogueEntry, entries, entry
+from thrifty.data.catalogue import CatalogueEntry, entry, folder_of_model
 from thrifty.data.chat import chat_preview
 from thrifty.data.download.dataset_download import download_dataset
 from thrifty.data.images.image_data import holds_mainly_images
@@ -131,7 +131,7 @@ def preview(
         print(thrifty.datasets.preview("chats.jsonl"))
     """
     if model is not None and tokenizer is None:
-        folder = entries()[str(model)].model_folder if str(model) in entries() else Path(model)
+        folder = folder_of_model(str(model)) or Path(model)
         tokenizer = folder / "tokenizer.json"
     settings = DataSettings(source=_given(source), tokenizer=str(tokenizer or ""), length=length)
     learning = ChatLearningSettings(everything=learn_questions, template=template)

@@ -15,6 +15,7 @@ from thrifty.core.recipe import Argument, Budget, ModelSettings, ObjectiveSettin
 from thrifty.core.technique import Technique
 from thrifty.core.user_objects import BuildModel, UserObjects
 from thrifty.core.user_sources import is_dataset_name, is_function_name
+from thrifty.data.catalogue import folder_of_model
 from thrifty.data.chat.conversation_sources import holds_conversations
 from thrifty.data.data_loading import dataset_of
 from thrifty.data.text.labelled_data import has_texts
@@ -103,6 +104,7 @@ def recipe(
         run = thrifty.train(recipe=mine)
     """
     base, batch_size = _given(recipe), batch
+    is_for_new_model = isinstance(recipe, str) and recipe in RECIPES and not base.model.folder
     if isinstance(techniques, str):
         raise UsageError(f"techniques is {techniques!r}, not a list", fix=f'techniques=["{techniques}"]')
     changes = (
@@ -177,6 +179,9 @@ def recipe(
     names = {key: text for key, text in base.objects.names.items() if key not in passed} | typed
     objects = replace(base.objects, **passed, names=names)
     chosen = tuple(technique_of(each, {}) for each in techniques) or base.techniques
+    if is_for_new_model and not techniques and base.model.folder:  # as RecipeLayers.lower_rate
+        rate = fine_tuning_rate(each.name for each in chosen)
+        chosen = tuple(replace(each, lr=rate) if isinstance(each, AdamW) else each for each in chosen)
     named = {"name": name, "seed": seed, "device": None if device is None else str(device)}
     base = replace(
         base,
@@ -264,6 +269,8 @@ def _fitting(recipe: Recipe, is_free: bool) -> Recipe:
 def _model_settings(model: str | Path) -> ModelSettings:
     if Path(model).is_dir():
         return ModelSettings(folder=str(Path(model).resolve()))
+    if fetched := folder_of_model(str(model)):
+        return ModelSettings(folder=str(fetched))
     if str(model) in RECIPES:
         fix = spelled(f"thrifty train {model}", f'recipe="{model}"')
         raise UsageError(f"'{model}' is a recipe, not a model", fix)

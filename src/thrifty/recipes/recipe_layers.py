@@ -18,7 +18,7 @@ from thrifty.core.plain_values import DEEPEST, parse_toml
 from thrifty.core.recipe import Recipe
 from thrifty.core.user_objects import UserObjects
 from thrifty.core.user_sources import is_dataset_name, is_function_name
-from thrifty.data.catalogue import entries
+from thrifty.data.catalogue import folder_of_model
 from thrifty.recipes.recipe_toml import recipe_from_data, recipe_to_data, technique_tables
 
 AMOUNTS = ("budget.steps", "budget.tokens", "budget.epochs", "budget.seconds")
@@ -161,9 +161,8 @@ class RecipeLayers:
         tokenizer is used, unless the recipe sets a tokenizer.
         """
         present = self.values()
-        fetched = entries().get(model or "")
-        if fetched is not None and fetched.kind == "model":
-            model = str(fetched.model_folder)
+        fetched = folder_of_model(model or "")
+        model = model if fetched is None else str(fetched)
         if is_function_name(model):
             self.names["model"] = model or ""
             if present.get("model.build") != model:
@@ -189,10 +188,12 @@ class RecipeLayers:
         return self
 
     def lower_rate(self) -> "RecipeLayers":
-        """Replace the recipe's learning rate of AdamW, which is for a new model, if the model is pretrained."""
+        """Replace the learning rate of AdamW, which Thrifty's recipe has for a new model, if the model is pretrained. A
+        rate of the user, also in a recipe file, stays."""
         path, values = "techniques.optimizers.adamw.lr", self.values()
-        is_of_recipe = self.origins.get(path, "").startswith("recipe ")
-        if self.is_now_pretrained and not values.get("model.reinitialize") and is_of_recipe:
+        origin = self.origins.get(path, "")
+        is_own = origin.startswith("recipe ") and not origin.endswith(".toml")
+        if self.is_now_pretrained and not values.get("model.reinitialize") and is_own:
             self.assign(PRETRAINED, path, fine_tuning_rate(self._technique_names()))
         return self
 

@@ -118,7 +118,9 @@ def run_session(
     if rank() == 0:
         first = {name: before["environment"][name] for name in ("command", "started") if name in before["environment"]}
         folder.write_text("recipe.toml", write_recipe(recipe))
-        folder.write_json("origins", {**before["origins"], **origins})
+        used = tuple(f"techniques.{technique.name}" for technique in recipe.techniques)
+        own = {path: at for path, at in origins.items() if not path.startswith("techniques.") or path.startswith(used)}
+        folder.write_json("origins", {**before["origins"], **own})
         folder.write_json("environment", here | first)
         folder.write_json("explanation", explained)
         for name, text in data.metadata().items():
