@@ -27,7 +27,6 @@ EXTRAS = {
     "huggingface": ("transformers",),
     "gguf": ("gguf",),
     "images": ("pillow",),
-    "charts": ("vl_convert_python",),
     "pruning": ("scikit_learn",),
     "metrics": ("scikit_learn",),
     "duplicates": ("datasketch",),
@@ -35,7 +34,7 @@ EXTRAS = {
     "mlflow": ("mlflow",),
     "wandb": ("wandb",),
     "trackio": ("trackio",),
-    "docs": ("vl_convert_python", "sphinx", "myst_parser", "furo"),
+    "docs": ("sphinx", "myst_parser", "furo"),
 }
 """Optional extras of Thrifty, with the packages of each extra."""
 

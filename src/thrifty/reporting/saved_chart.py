@@ -25,7 +25,7 @@ class SavedChart:
 
     def save(self, file: str | Path) -> Path:
         """Write the chart as .svg, .png or .pdf, and return the path. An existing file is replaced. Raises UsageError
-        for any other suffix, or without the extra `charts`.
+        for any other suffix.
         """
         path = Path(file)
         if path.suffix not in FORMATS:
