@@ -45,7 +45,7 @@ def main() -> None:
     )
     verdict = th.compare(
         recipe,
-        {"lion": ["-adamw", th.Lion(lr=4e-3)]},
+        {"lion": th.Lion(lr=4e-3)},
         equal_budget="steps",
         seeds=7,
         rate_trials=2,

@@ -154,7 +154,7 @@ def test_probed_plans_print_and_store_earlier_errors(recipe: str, monkeypatch: p
     written = read_recipe(Path("probed.toml"))
     assert written.budget.seconds == pytest.approx(3.6)
     kept = run_ledger.forecast_file(recipe_to_data(written))
-    disturbed = "step times are upper bounds and are discarded" in result.stdout
+    disturbed = "step times are upper bounds, and the next plan measures them again" in result.stdout
     assert json.loads(kept.read_text()).keys() == ({"memory"} if disturbed else {"memory", "step"})
 
 
@@ -249,7 +249,7 @@ def test_the_process_counts_on_a_processor(recipe: str, monkeypatch: pytest.Monk
     found = plan(recipe, "--memory", error.fix.split(",")[0].split()[-1])
     assert found["forecast"]["process"] == 300e6 and found["forecast"]["memory"]["value"] < 10e6
     printed = run(recipe, "--no-probe").stdout
-    assert re.search(r"memory   30\d MB .*at the peak: 300 MB of the process before the model is built, and ", printed)
+    assert re.search(r"memory   30\d MB .*at the peak: 300 MB of the process before the model is built, ", printed)
 
 
 def test_unusable_ranks_are_refused_with_the_reason(recipe: str) -> None:

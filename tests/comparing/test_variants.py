@@ -14,6 +14,7 @@ from thrifty.recipes.typed_variants import read_variants
 from thrifty.recipes.vision_recipes import vit_digits
 from thrifty.techniques.optimizers.adamw import AdamW
 from thrifty.techniques.optimizers.lion import Lion
+from thrifty.techniques.optimizers.muon import Muon
 
 
 def names(variant) -> list[str]:
@@ -103,10 +104,12 @@ def test_names_short_names_and_objects_are_equal_changes() -> None:
         ["-optimizers.adamw", "optimizers.lion:lr=2e-4", "data.batch=16"],
         ["-adamw", "lion:lr=2e-4", "data.batch=16"],
         ["-adamw", Lion(lr=2e-4), "data.batch=16"],
+        [Lion(lr=2e-4), "data.batch=16"],
+        ["lion:lr=2e-4", "data.batch=16"],
     ]
     first, *others = (variants_of(vit_digits(), {"lion": changes})[1].recipe for changes in spelled)
-    assert others == [first, first] and first.data.batch == 16
-    (_, plain) = variants_of(vit_digits(), {"lion": ["-adamw", Lion]})
+    assert all(other == first for other in others) and first.data.batch == 16
+    (_, plain) = variants_of(vit_digits(), {"lion": Lion})
     assert plain.optimizer == Lion()
 
 
@@ -114,6 +117,12 @@ def test_variant_may_be_a_recipe_or_start_from_one() -> None:
     other = replace(vit_digits(), seed=7)
     _, whole, changed = variants_of(vit_digits(), {"seed": other, "both": [other, "data.batch=16"]})
     assert (whole.recipe.seed, changed.recipe.seed, changed.recipe.data.batch) == (7, 7, 16)
+
+
+def test_optimizers_of_one_variant_do_not_replace_each_other() -> None:
+    for changes in (["lion", Muon()], [Muon(), "lion"], [Muon, Lion]):
+        _, both = variants_of(vit_digits(), {"both": changes})
+        assert {"optimizers.lion", "optimizers.muon"} < {*names(both)}
 
 
 def test_technique_object_replaces_the_recipes_technique() -> None:

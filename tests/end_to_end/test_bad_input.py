@@ -43,7 +43,7 @@ def refused(thrifty: CommandLine, *words: str | Path, exit_code: int = USAGE, sa
         (("--with", "optimizers.adamw:lr=fast"), ("techniques.optimizers.adamw.lr must be a number, not 'fast'",)),
         (("--set", "model.preset=lama-nano"), ("no preset 'lama-nano'", "did you mean 'llama-nano'")),
         (("--set", "model.width=30"), ("width 30 does not divide into 4 heads",)),
-        (("--with", "optimizers.lion"), ("both decide the optimizer", "--without optimizers.adamw")),
+        (("--with", "muon", "--with", "lion"), ("both decide the optimizer", "--without optimizers.lion")),
         (("--with", "adapters.lora", "--with", "sparsity.rigl"), ("cannot be combined",)),
         (("--data", "nowhere.txt"), ("nowhere.txt",)),
         (("--data", ""), ("has no data to train on", "--data my.txt")),

@@ -318,6 +318,35 @@ def test_an_optimizer_object_counts_its_own_parameters() -> None:
     assert state == thrifty.estimate(model, TOKENS, loss=token_loss, optimizer="lion").parts["optimizer"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "applied"),
+    [
+        ("AdamW", ["ema"]),
+        ("Muon", ["ema", "clip"]),
+        ("Muon", ["rigl"]),
+        ("Lion", ["rigl:density=0.3", "ema"]),
+        ("Sgd", ["set"]),
+        ("Soap", ["averaging.latest"]),
+        ("AdamW", ["precision.optimizer_state", "ema"]),
+        ("Adafactor", []),
+        ("Adafactor", ["ema"]),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:.*masks never move")
+def test_state_of_techniques_applied_to_the_optimizer_is_counted(kind: str, applied: list[str]) -> None:
+    model = encoder()
+    optimizer = getattr(thrifty.optim, kind)(model, lr=1e-3)
+    for words in applied:
+        is_mask = words.startswith(("rigl", "set"))
+        thrifty.apply((model, optimizer) if is_mask else optimizer, words, total_steps=50)
+    fit = thrifty.estimate(model, TOKENS, loss=token_loss, optimizer=optimizer)
+    token_loss(model, TOKENS).mean().backward()
+    optimizer.step()
+    slots = [value for state in optimizer.state.values() for value in state.values()]
+    real = sum(value.nbytes for value in slots if torch.is_tensor(value))
+    assert fit.parts["optimizer"] == pytest.approx(real, abs=8 * len(slots))
+
+
 def test_a_model_of_transformers_computes_its_own_loss() -> None:
     transformers = pytest.importorskip("transformers")
     config = transformers.GPT2Config(n_layer=2, n_embd=64, n_head=4, vocab_size=200)

@@ -85,7 +85,7 @@ def test_a_plan_is_explained_checked_compared_and_exported(
     assert not report.broken, report
     verdict = th.compare(
         plan.recipe,
-        {"lion": ["-adamw", th.Lion(lr=2e-4)]},
+        {"lion": th.Lion(lr=2e-4)},
         seeds=1,
         budget="12 steps",
         rate_trials=1,

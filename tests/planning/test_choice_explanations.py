@@ -55,7 +55,7 @@ def test_every_technique_has_a_verdict_and_a_reason(
 
 def test_reasons_of_added_techniques(exact: dict[str, ChoiceReason]) -> None:
     taken = [reason for reason in exact.values() if reason.verdict == "added"]
-    assert taken and all("less peak memory" in reason.why for reason in taken)
+    assert taken and all("reduces the tensors at the peak" in reason.why for reason in taken)
     assert exact["optimizers.adamw"].verdict == "kept"
 
 
@@ -70,7 +70,7 @@ def test_reasons_of_added_techniques(exact: dict[str, ChoiceReason]) -> None:
         ("large_batch.gradient_accumulation", "rounds differently; the plan allows only exact changes"),
         ("parallelism.tensor", "the plan has one rank"),
         ("memory.offload_activations", "other options suffice, and are expected to take less time; alone it saves"),
-        ("memory.offload_optimizer", "alone it saves 8% of the peak, to 870 MB, which is not enough"),
+        ("memory.offload_optimizer", "alone it saves 8% of the tensors, to 870 MB, which is not enough"),
     ],
 )
 def test_reasons_against_techniques_under_exact(exact: dict[str, ChoiceReason], name: str, why: str) -> None:

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 
 from thrifty.cli.recipe_options import announce, build_recipe
+from thrifty.composition.compose import refuse_illegal
+from thrifty.core.claims import Claim
 from thrifty.core.errors import UsageError
 from thrifty.core.plain_values import read_budget
 from thrifty.core.recipe import Budget, Recipe
@@ -130,6 +132,29 @@ def test_with_changes_only_named_settings() -> None:
     assert (adamw.weight_decay, adamw.lr) == (0.3, 2e-3)
     assert layers.changed()["techniques.optimizers.adamw.weight_decay"] == "--with"
     assert layers.changed()["techniques.optimizers.adamw.lr"] == "recipe text"
+
+
+def test_an_added_technique_replaces_one_of_the_recipe_with_the_same_decision() -> None:
+    for words, removed in {
+        "muon:lr=3e-3": {"optimizers.adamw": "optimizers.muon"},
+        "schedule_free": {
+            "optimizers.adamw": "optimizers.schedule_free",
+            "schedules.linear": "optimizers.schedule_free",
+        },
+        "ema": {},
+    }.items():
+        layers = build_recipe("text", additions=(words,))
+        assert layers.replaced == removed
+        before, after = ([t.name for t in each.recipe().techniques] for each in (build_recipe("text"), layers))
+        assert {*before} - {*after} == {*removed}
+        assert not any(path.startswith(tuple(f"techniques.{name}" for name in removed)) for path in layers.values())
+
+
+def test_two_added_techniques_with_the_same_decision_are_refused() -> None:
+    recipe = build_recipe("text", additions=("muon", "lion")).recipe()
+    assert {"optimizers.muon", "optimizers.lion"} == {t.name for t in recipe.techniques if Claim.OPTIMIZER in t.claims}
+    with pytest.raises(UsageError, match="both decide the optimizer"):
+        refuse_illegal(recipe.techniques)
 
 
 def test_without_removes_a_technique_and_its_origins() -> None:

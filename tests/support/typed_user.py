@@ -109,7 +109,7 @@ def verbs(dataset: Rows) -> None:
     assert_type(th.explain(plan.recipe).peak, float)
     report = th.check(plan.recipe)
     print(report.broken, report)
-    verdict = th.compare(plan.recipe, {"lion": ["-adamw", th.Lion(lr=2e-4)]}, seeds=8, budget="1min")
+    verdict = th.compare(plan.recipe, {"lion": th.Lion(lr=2e-4)}, seeds=8, budget="1min")
     assert_type(verdict.verdicts, dict[str, str])
     print(verdict.table().rows, verdict.figure().save("race.pdf"))
     print(th.list("recipes")["kjv"], th.show("lora").card, th.doctor(quick=True))

@@ -63,7 +63,7 @@ def command(
 
     \b
         thrifty compare kjv --variant "--with growth.stacking"
-        thrifty compare kjv --variant "lion: --without optimizers.adamw --with optimizers.lion:lr=2e-4"
+        thrifty compare kjv --variant "lion: --with optimizers.lion:lr=2e-4"
         thrifty compare plain --variant "planned: plan.toml" --variant "--set data.batch=16"
 
     A word and a colon before the changes name the variant. Options outside the quotes (--data, --with, --set, …) change

@@ -179,7 +179,7 @@ def _refuse_two_budgets(options: Mapping[str, Any]) -> None:
 
 
 def announce(layers: "RecipeLayers", quiet: bool = False) -> "RecipeLayers":
-    """Print what each short option sets, on standard error, and return the layers."""
+    """Print what each short option sets and which techniques are replaced, on standard error. Return the layers."""
     from thrifty.recipes.recipe_layers import PRETRAINED
 
     values = {} if quiet else layers.values()
@@ -189,6 +189,8 @@ def announce(layers: "RecipeLayers", quiet: bool = False) -> "RecipeLayers":
             click.echo(f"--{option} sets {path} = {value}", err=True)
         elif option == PRETRAINED:
             click.echo(f"the model is pretrained, so {path} = {value}; --lr sets another", err=True)
+    for name, by in ({} if quiet else layers.replaced).items():
+        click.echo(f"{by} replaces {name} of the recipe", err=True)
     return layers
 
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import click
 
-from thrifty.cli.recipe_options import HELD_OUT, LOSS, MESH, MODEL_ARGUMENTS, OWN_MODEL, RANKS
+from thrifty.cli.recipe_options import HELD_OUT, LOSS, MESH, MODEL_ARGUMENTS, OWN_MODEL, RANKS, announce
 
 
 @click.command()
@@ -58,7 +58,7 @@ def command(
     layers = stored_layers(run)
     layers.apply_objects(data, held_out, loss)
     layers.apply_model(model, model_arguments)
-    layers.apply_changes(removals, additions, assignments)
+    announce(layers.apply_changes(removals, additions, assignments), quiet)
     if mesh is not None:
         layers.apply_mesh(mesh)
     origins = {where: origin for where, origin in layers.origins.items() if origin.startswith("--")}

@@ -69,7 +69,7 @@ def variants_of(baseline: Recipe, changes: Mapping[str, Recipe | Change | Sequen
     if not changes:
         raise UsageError(
             "the comparison has no variant besides the baseline",
-            fix=spelled('--variant "--with growth.stacking"', 'variants={"lion": ["-adamw", "lion:lr=2e-4"]}'),
+            fix=spelled('--variant "--with growth.stacking"', 'variants={"lion": "lion:lr=2e-4"}'),
         )
     variants = [Variant(BASELINE, BASELINE, baseline)]
     for number, (label, own) in enumerate(changes.items(), start=1):
@@ -91,25 +91,27 @@ def variants_of(baseline: Recipe, changes: Mapping[str, Recipe | Change | Sequen
 
 def _changed(recipe: Recipe, changes: Sequence[Recipe | Change], label: str) -> Recipe:
     """Return the recipe after all changes, applied in order."""
+    layers = RecipeLayers.above("recipe", recipe)
     for change in changes:
         if isinstance(change, Recipe):
-            recipe = change
+            layers = RecipeLayers.above("recipe", change)
         elif isinstance(change, str):
-            recipe = _changed_by_text(recipe, change.strip(), label)
+            _change_by_text(layers, change.strip(), label)
         else:
             chosen = change if isinstance(change, Technique) else change()
-            others = tuple(one for one in recipe.techniques if one.name != chosen.name)
-            recipe = replace(recipe, techniques=(*others, chosen))
-    return recipe
+            layers.make_room(chosen.name)
+            others = tuple(one for one in layers.recipe().techniques if one.name != chosen.name)
+            changed = replace(layers.recipe(), techniques=(*others, chosen))
+            layers = RecipeLayers(changed, added=layers.added)
+    return layers.recipe()
 
 
-def _changed_by_text(recipe: Recipe, change: str, label: str) -> Recipe:
-    layers = RecipeLayers.above("recipe", recipe)
+def _change_by_text(layers: RecipeLayers, change: str, label: str) -> RecipeLayers:
     if change.startswith("-"):
-        return layers.drop_technique(change[1:].strip()).recipe()
+        return layers.drop_technique(change[1:].strip())
     name = change.partition("=")[0]
     if name == change or ":" in name:
-        return layers.add_technique(change).recipe()
+        return layers.add_technique(change)
     if name.partition(".")[0] in OF_THE_RACE:
         raise UsageError(
             f"variant {label!r}: {change!r} cannot differ between variants",
@@ -117,7 +119,7 @@ def _changed_by_text(recipe: Recipe, change: str, label: str) -> Recipe:
                 f"put --set {change} outside the quotes, for all variants", "change the baseline, for all variants"
             ),
         )
-    return layers.set(change).recipe()
+    return layers.set(change)
 
 
 def check_alike(variants: Iterable[Variant]) -> None:

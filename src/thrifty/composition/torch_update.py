@@ -66,3 +66,17 @@ class TorchOptimizer(Technique):
 
     def update(self, transform: GradientTransform) -> GradientTransform:
         return chain(TorchStep(self.make), transform)
+
+
+class AppliedUpdates(Technique):
+    """Updates of techniques that were applied to an optimizer. Their changes of the model were made by `apply`. The
+    technique is only for counting, not for training."""
+
+    stage, numerics = Stage.AVERAGE, Numerics.DIFFERENT
+
+    applied: tuple[Technique, ...]
+
+    def update(self, transform: GradientTransform) -> GradientTransform:
+        for technique in sorted(self.applied, key=lambda each: each.stage, reverse=True):
+            transform = technique.update(transform)
+        return transform

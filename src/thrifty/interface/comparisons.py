@@ -131,8 +131,8 @@ def compare(
         recipe: Baseline: a recipe, its name or its file. `arguments` are as in `thrifty.recipe`; `name` is the
             name of the comparison.
         variants: Variants by name: another recipe, or one or more changes of the baseline. A change adds a technique
-            (object, class, or name such as "lion:lr=2e-4"), removes a technique ("-adamw"), or sets a value
-            ("data.batch=16").
+            (object, class, or name such as "lion:lr=2e-4", which replaces the baseline's optimizer), removes a
+            technique ("-compile"), or sets a value ("data.batch=16").
         equal_budget: Budget that all variants share: "time", "flops", "tokens" or "steps".
         rate_trials: Number of learning rates to try per variant. Neighboring rates differ by the factor `rate_factor`.
         min_effect: Smallest relevant difference, as a fraction of the loss.
@@ -148,7 +148,7 @@ def compare(
 
     Example::
 
-        verdict = thrifty.compare(recipe, {"lion": ["-adamw", thrifty.Lion(lr=2e-4)]}, seeds=8, budget="1min")
+        verdict = thrifty.compare(recipe, {"lion": thrifty.Lion(lr=2e-4)}, seeds=8, budget="1min")
         print(verdict.table(), verdict.verdicts["lion"])
         verdict.figure().save("race.pdf")
     """

@@ -18,7 +18,7 @@ from thrifty.composition.compose import BaseRun, compose
 from thrifty.composition.explain import explain
 from thrifty.composition.index_check import refuse_indices_without_row
 from thrifty.composition.technique_optimizer import TechniqueOptimizer
-from thrifty.composition.torch_update import TorchOptimizer
+from thrifty.composition.torch_update import AppliedUpdates, TorchOptimizer
 from thrifty.core.claims import Claim
 from thrifty.core.errors import InfeasibleError, ThriftyError, UsageError, reason_of
 from thrifty.core.footprint import Footprint
@@ -161,7 +161,7 @@ def estimate(
     kind = place.type
     numerics = _numerics(allow)
     limit = own_memory if memory is None else _bytes(memory)
-    chosen = (_optimizer(optimizer, model, kind), *(technique_of(each, {}) for each in techniques))
+    chosen = (*_optimizer(optimizer, model, kind), *(technique_of(each, {}) for each in techniques))
     run = estimated_run(model, batch, loss, data, length)
     options: tuple[EstimatedOption, ...] = ()
     late = ""
@@ -237,19 +237,23 @@ def _bytes(memory: str | float) -> float:
     return float(memory)
 
 
-def _optimizer(optimizer: Any, model: Any, kind: str) -> Technique:
+def _optimizer(optimizer: Any, model: Any, kind: str) -> list[Technique]:
+    """Return the technique of an optimizer, and the updates that were applied to it."""
     if isinstance(optimizer, TechniqueOptimizer):
         known = optimizer.technique.__dataclass_fields__
         settings = {name: value for name, value in optimizer.param_groups[0].items() if name in known}
-        return technique_of(optimizer.technique, settings)
+        changed = [each for each in optimizer.added if {"model"} - each.optional_seams and each.overrides("model")]
+        others = [each for each in optimizer.added if each not in changed]
+        updates = [AppliedUpdates(applied=tuple(changed))] if changed else []
+        return [optimizer.technique(**settings), *others, *updates]
     if isinstance(optimizer, Optimizer) or (inspect.isclass(optimizer) and issubclass(optimizer, Optimizer)):
         if technique := getattr(optimizer, "technique", None):  # a class of thrifty.optim
-            return technique_of(technique, {})
-        return TorchOptimizer(make=partial(_torch_optimizer, optimizer, _own_names(optimizer, model), kind))
+            return [technique_of(technique, {})]
+        return [TorchOptimizer(make=partial(_torch_optimizer, optimizer, _own_names(optimizer, model), kind))]
     chosen = technique_of(optimizer, {})
     if Claim.OPTIMIZER not in chosen.claims:
         raise UsageError(f"{chosen.name} is not an optimizer", fix="optimizer='adamw', or a class of torch.optim")
-    return chosen
+    return [chosen]
 
 
 def _own_names(optimizer: Any, model: Any) -> list[set[str]] | None:

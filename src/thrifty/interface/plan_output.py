@@ -28,6 +28,8 @@ if TYPE_CHECKING:
 NEAR = 4
 """Number of candidates that a plan prints by default, fastest first."""
 NOT_TAKEN = "not taken"
+NOTABLE = 0.01
+"""Minimum size of other memory relative to the tensors to be printed."""
 
 
 def plan_parts(plan: Plan, is_whole: bool) -> list[RenderableType]:
@@ -61,8 +63,13 @@ def format_plan(plan: Plan) -> list[str]:
     most = f"largest part of the tensors: {name}, {percent(share, 0)}"
     memory, step = _between(forecast.memory.plus(forecast.process), _bytes), _between(forecast.step, duration)
     memory += " at the peak" + (" of a rank" if plan.chosen.ranks > 1 else "")
-    process = f"{_bytes(forecast.process)} of the process before the model is built, and " if forecast.process else ""
-    memory += f": {process}{_bytes(forecast.counted)} of tensors; {most}"
+    rest = forecast.memory.value - forecast.counted
+    places = {
+        "of the process before the model is built": forecast.process,
+        "of tensors": forecast.counted,
+        "of kernels and freed blocks": rest if rest > NOTABLE * forecast.counted else 0.0,
+    }
+    memory += f": {', '.join(f'{_bytes(size)} {place}' for place, size in places.items() if size)}; {most}"
     if plan.chosen.timing:
         memory += _past(plan.past["memory"])
         part, of_time = forecast.time_is
@@ -90,12 +97,12 @@ def _disturbed(forecast: Forecast) -> str:
     if not forecast.others:
         return ""
     took = f"other processes used {forecast.others:.1f} of {forecast.cores} cores"
-    return f"; measured while {took}: step times are upper bounds and are discarded"
+    return f"; measured while {took}: step times are upper bounds, and the next plan measures them again"
 
 
 def _past(record: PredictionRecord) -> str:
     if record.error is None:
-        return "; no earlier run checked such forecasts"
+        return "; no finished run of this machine to compare with"
     return f"; median error of such forecasts over {len(record.ratios)} earlier runs: {percent(record.error)}"
 
 

@@ -17,8 +17,8 @@ from thrifty.reporting.number_format import significant
 from thrifty.reporting.run_record import read_run
 from thrifty.training.rendezvous import connect
 
-LITTLE = 0.05
-"""Gain in nats per token up to which a model has learned almost nothing."""
+LEARNED = {0.0: "nothing", 0.05: "almost nothing", 0.25: "little"}
+"""Words for what a model has learned, by the maximum gain in nats per token or label."""
 WORSE = 1.01
 """Ratio of the last to the best held-out loss above which the end names the best loss."""
 
@@ -52,6 +52,7 @@ def ending(summary: Mapping[str, Any]) -> list[str]:
         printed.append(f"memory at the peak {measured}, predicted {predicted}")
     if "unrepeatable" in summary:
         printed.append(summary["unrepeatable"])
+    printed += [f"caution: {caution}" for caution in summary.get("cautions", ())]
     if advice := _batch_advice(Path(summary["folder"])):
         printed.append(advice)
     if summary["status"] == "interrupted":
@@ -75,7 +76,7 @@ def reached(summary: Mapping[str, Any]) -> list[str]:
     ):
         if loss is not None and entropy is not None:
             gain = entropy - loss
-            how = "nothing" if gain <= 0 else "almost nothing" if gain < LITTLE else ""
+            how = next((how for most, how in LEARNED.items() if gain <= most), "")
             learned = f"learned {how} from {source} yet" if how else f"learned from {source}"
             words.append(f"{learned}: perplexity {_perplexity(loss)}, {frequencies} alone {_perplexity(entropy)}")
     if loss is not None and start is not None:

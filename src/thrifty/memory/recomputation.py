@@ -1,5 +1,6 @@
 """Recomputation of a function's forward pass during its backward pass (gradient checkpointing)."""
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -9,6 +10,14 @@ from torch.utils.checkpoint import checkpoint
 
 from thrifty.core.randomness import GeneratorStates
 from thrifty.core.written_buffers import BufferSnapshot
+
+_FIXED = (
+    {"respect_saved_tensors_hooks": False}
+    if "respect_saved_tensors_hooks" in inspect.signature(checkpoint).parameters
+    else {}
+)
+"""Tensors that a selective policy keeps bypass the hooks of other techniques. Newer torch warns without this argument,
+because its default will change."""
 
 RERUN_FIX = (
     "make the block deterministic; or, for a mixture of experts with quantized inputs, "
@@ -50,4 +59,4 @@ def recompute(
         with before[0].restored(), before[1].restored():
             return function(*values[:count], **named)
 
-    return checkpoint(by_position, *args, *kwargs.values(), use_reentrant=False, **options)
+    return checkpoint(by_position, *args, *kwargs.values(), use_reentrant=False, **_FIXED, **options)

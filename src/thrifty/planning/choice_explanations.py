@@ -18,7 +18,7 @@ from thrifty.planning.rank_options import RANKS
 from thrifty.planning.search_space import NUMERICS_ORDER, Catalogue, PlanOption
 
 LITTLE = 0.02
-"""Minimum saved fraction of peak memory that counts as a gain."""
+"""Minimum saved fraction of the tensors at the peak that counts as a gain."""
 DETAIL = {
     "activations": "activation memory",
     "optimizer": "optimizer state",
@@ -94,12 +94,14 @@ class ChoiceExplainer:
         return "your recipe has it"
 
     def _effect(self, option: PlanOption) -> str:
-        """Return the effect of an option on the peak memory, and on the measured time of a step."""
+        """Return the effect of an option on the tensors at the peak, and on the measured time of a step."""
         alone = self.search.alone(option)
         saved = 1 - alone.memory / self.search.plainest.memory
         effects = []
         if abs(saved) >= LITTLE:
-            effects.append(f"alone it needs {abs(saved):.0%} {'less' if saved > 0 else 'more'} peak memory")
+            effects.append(
+                f"alone it {'reduces' if saved > 0 else 'raises'} the tensors at the peak by {abs(saved):.0%}"
+            )
         if ratio := self._step_ratio(option):
             effects.append(f"a step takes {ratio:.2f} times the time without it")
         elif self.chosen.timing and any(not candidate.options for candidate in self.search.tried):
@@ -189,11 +191,11 @@ class ChoiceExplainer:
         saved = 1 - least / base.memory
         if saved < LITTLE:
             name, share = largest_part(base)
-            return f"no gain: it saves {saved:.1%} of peak memory; {DETAIL.get(name, name)} is {share:.0%} of the peak"
+            return f"no gain: it saves {saved:.1%} of the tensors; {DETAIL.get(name, name)} is {share:.0%} of them"
         if any(not candidate.options for candidate in self.search.tried):
-            return f"not needed: the run fits without it; it would save {saved:.0%} of the peak but take time"
+            return f"not needed: the run fits without it; it would save {saved:.0%} of the tensors but take time"
         measured = self._measured(counted)
-        alone = f"alone it saves {saved:.0%} of the peak"
+        alone = f"alone it saves {saved:.0%} of the tensors"
         if least * COUNTED_HIGH > self.search.memory:
             alone += f", to {least / 1e6:,.0f} MB, which is not enough"
         return f"other options suffice, and {measured or 'are expected to take less time'}; {alone}"

@@ -48,7 +48,9 @@ def memory_savers(recipe: Recipe, check: Callable[[Recipe], object]) -> Iterator
     words = [f"large_batch.{cut}" for cut in cuts if 2 * parts <= recipe.data.batch]
     for word in (*words, *(word for word in SAVERS if word.partition(":")[0] not in present)):
         try:
-            check(RecipeLayers.above("", recipe).add_technique(word).recipe())
+            leaner = RecipeLayers.above("", recipe).add_technique(word)
+            check(leaner.recipe())
         except ThriftyError:
             continue
-        yield word
+        if not leaner.replaced:
+            yield word

@@ -47,6 +47,10 @@ class RecipeLayers:
     """Name of the layer that set each value, by path."""
     names: dict[str, str] = field(default_factory=dict)
     """Names "package.module:name" of the user's model function, data and loss, as typed."""
+    added: set[str] = field(default_factory=set)
+    """Names of the techniques that were added to the recipe."""
+    replaced: dict[str, str] = field(default_factory=dict)
+    """Name of the added technique that replaces a technique of the recipe, by the name of the latter."""
     is_now_pretrained: bool = False
     """True if the recipe was written for a new model, and its model is now pretrained."""
 
@@ -100,7 +104,20 @@ class RecipeLayers:
         settings.
         """
         name, settings = techniques.split_settings(words)
+        self.make_room(name)
         return self.override("--with", {"techniques": _nested(name, toml_table(settings, words))})
+
+    def make_room(self, name: str) -> None:
+        """Remove the recipe's techniques that make the same decision as the technique `name`, which will be added: an
+        added optimizer replaces the recipe's. Other added techniques stay, so that `compose` refuses the pair."""
+        if name in (present := self._technique_names()):
+            return
+        claims = techniques.find(name).claims
+        for other in present:
+            if other not in self.added and claims & techniques.find(other).claims:
+                self.drop_technique(other)
+                self.replaced[other] = name
+        self.added.add(name)
 
     def drop_technique(self, name: str) -> "RecipeLayers":
         """Remove a technique. Raises UsageError if the recipe does not use it."""

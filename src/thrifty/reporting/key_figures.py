@@ -1,7 +1,7 @@
 """Key figures of a run, its state, and a sentence that compares the held-out loss with a simple reference."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -54,6 +54,10 @@ class KeyFigures:
     """Budget in seconds; None if the recipe's budget is not in seconds."""
     used_seconds: float | None = None
     """Used seconds of that budget."""
+    parameters: float | None = None
+    """Number of parameters of the model; None for runs on several ranks."""
+    cautions: Sequence[str] = ()
+    """Cautions that restrict the meaning of the held-out loss."""
 
     @property
     def nats(self) -> str:
@@ -118,19 +122,22 @@ def key_figures(record: RunRecord, curves: RunCurves | None = None) -> KeyFigure
         loss_in=str(summary.get("loss_in", "nats")),
         budget_seconds=number(mapping(record.recipe.get("budget")).get("seconds")),
         used_seconds=number(current.get("used_seconds")),
+        parameters=number(summary.get("parameters")),
+        cautions=[each for each in summary.get("cautions") or () if isinstance(each, str)],
     )
 
 
 def verdict(key: KeyFigures) -> str:
     """Return a sentence that compares the held-out loss with the unigram entropy or the label entropy.
 
-    A second sentence states the used budget in seconds of a finished run, or the command that resumes a killed run.
+    Further sentences are cautions, and state the used budget in seconds of a finished run, or the command that resumes
+    a killed run.
     """
-    used = ""
+    used = "".join(f" Caution: {caution}." for caution in key.cautions)
     if key.status == "finished" and key.budget_seconds and key.used_seconds is not None:
-        used = f" It used {duration(key.used_seconds)} of its budget of {duration(key.budget_seconds)}."
+        used += f" It used {duration(key.used_seconds)} of its budget of {duration(key.budget_seconds)}."
     if key.status == KILLED:
-        used = f" Its process was killed after step {key.steps:,}; `thrifty resume` continues the run."
+        used += f" Its process was killed after step {key.steps:,}; `thrifty resume` continues the run."
     return _verdict_on_loss(key) + used
 
 

@@ -33,6 +33,7 @@ def tiles(key: KeyFigures) -> list[tuple[str, str, str]]:
     bits = key.bits_per_byte(key.held_out_loss)
     pace = key.seconds / key.steps if key.seconds is not None and key.steps else None
     noise = [("Gradient noise scale", significant(key.noise_scale), "examples: much larger batches gain little")]
+    model = [("Parameters", scaled(key.parameters), "of the model")]
     of_text = [("Bits per byte", significant(bits), f"perplexity {significant(key.perplexity)}")]
     last = "at the last evaluation"
     metrics = [(f"Held-out {name}", significant(value, 4), last) for name, value in key.measured.items()]
@@ -50,12 +51,13 @@ def tiles(key: KeyFigures) -> list[tuple[str, str, str]]:
             peak if key.peak_flops_per_second else f"{scaled(key.flops_per_second, 'FLOP/s')}, peak not measured",
         ),
         ("Peak memory", scaled(key.peak_memory, "B"), _memory_remark(key)),
+        *(model if key.parameters is not None else []),
         *(noise if key.noise_scale is not None else []),
     ]
 
 
 def techniques(record: RunRecord, key: KeyFigures) -> TextTable:
-    columns = ("Technique", "Stage", "Numerics", "Settings", "Modules changed", "Predicted memory", "FLOPs per step")
+    columns = ("Technique", "Stage", "Numerics", "Settings", "Modules changed", "Predicted tensors", "FLOPs per step")
     rows = []
     for technique in mappings(record.explanation.get("techniques")):
         before, after = mapping(technique.get("before")), mapping(technique.get("after"))

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -99,6 +100,9 @@ def run_session(
     for technique in run.techniques if log is None else ():
         if technique.stage is Stage.ADAPTERS:
             display.say(f"{technique.name}: {'; '.join(run.notes.get(technique.name, ()))}")
+    parameters = sum(parameter.numel() for parameter in state.model.parameters())
+    if log is None and ranks() == 1:
+        display.say(f"model {_name_of_model(recipe)}: {parameters:,} parameters")
     explained = explanation.as_dict(run.notes) if explanation else known["explanation"]
     if known is counted is not None:
         own = [{"settings": asdict(each), "touched": run.notes.get(each.name, [])} for each in run.techniques]
@@ -110,6 +114,7 @@ def run_session(
         **({"measured": list(run.eval_objective.metrics)} if run.eval_objective.metrics else {}),
         **({"unrepeatable": source.unrepeatable} if source.unrepeatable else {}),
         **({"budget_seconds": recipe.budget.seconds} if recipe.budget.seconds else {}),
+        **({"parameters": parameters} if ranks() == 1 else {}),  # a rank may hold a part of the model
         "predicted_memory": predicted,
         "flops_per_step": explained["plain"]["flops"],
         "peak_flops_per_second": peak,
@@ -180,6 +185,11 @@ def _time_budget(prepared: PreparedRun, folder: RunFolder, state: TrainState) ->
         sync.run_first(last_recorded),
         sync.run_first(step_times) if budget.counts == "training" else [],
     )
+
+
+def _name_of_model(recipe: Recipe) -> str:
+    model = recipe.model
+    return model.build or (Path(model.folder).name if model.folder else model.preset)
 
 
 def _partly_judged(prepared: PreparedRun) -> list[str]:

@@ -38,7 +38,7 @@ from thrifty.data.text.labelled_rows import (
 )
 from thrifty.data.text.labelled_tokens import padding_token, tokenized_rows
 from thrifty.data.text.padded_texts import PaddedTexts
-from thrifty.data.text.repeated_text import NOTABLE
+from thrifty.data.text.repeated_text import caution_on_repeated
 from thrifty.data.tokenizer import TOKENIZER, TextTokenizer, read_tokenizer
 from thrifty.data.train_split import DataSplit, label_entropy
 
@@ -56,6 +56,8 @@ class LabelledData:
     """Training examples."""
     label_entropy: float | None = None
     """Cross-entropy of held-out labels under the training frequencies, in nats; None unless labels are classes."""
+    cautions: Sequence[str] = ()
+    """Cautions that restrict the meaning of the held-out loss."""
 
     @property
     def example_unit(self) -> int:
@@ -65,7 +67,8 @@ class LabelledData:
     @property
     def facts(self) -> dict[str, Any]:
         known = {} if self.label_entropy is None else {"label_entropy": self.label_entropy}
-        return {"unit": "words" if self.contents.has_words else "texts", **known}
+        cautions = {"cautions": self.cautions} if self.cautions else {}
+        return {"unit": "words" if self.contents.has_words else "texts", **known, **cautions}
 
     def description(self) -> dict[str, Any]:
         sizes = {"training_texts": len(self.contents), "held_out_texts": len(self.held_out)}
@@ -120,9 +123,10 @@ class LabelledTexts(DataKind):
         rows = _read(recipe.objects, settings, form, request.say)
         rows = named_by_model(rows, form, config)
         names = class_names(rows, settings, form, config)
-        if DataSplit.HELD_OUT in rows:
-            _report_repeated(rows, request.say)
-        else:
+        cautions = _cautions(rows) if DataSplit.HELD_OUT in rows else []
+        for caution in cautions:
+            request.say(caution)
+        if DataSplit.HELD_OUT not in rows:
             rows = _split(rows[DataSplit.TRAIN], settings)
         folder = tokenized_rows(rows, names, settings, form, request.say)
         tokenizer, manifest = read_tokenizer(folder / TOKENIZER), read_manifest(folder)
@@ -143,6 +147,7 @@ class LabelledTexts(DataKind):
             identity={**files, TEXT_LABELS: "/".join(names)},
             contents=train,
             label_entropy=label_entropy(train.classes, held_out.classes, len(names)) if is_class else None,
+            cautions=cautions,
         )
 
 
@@ -179,12 +184,9 @@ def _read(objects: Any, settings: DataSettings, form: str, say: Callable[[str], 
     return rows
 
 
-def _report_repeated(rows: RowsByPart, say: Callable[[str], None]) -> None:
-    """Say how many held-out texts are training texts too."""
+def _cautions(rows: RowsByPart) -> list[str]:
     trained, held_out = {row.texts for row in rows[DataSplit.TRAIN]}, rows[DataSplit.HELD_OUT]
-    repeated = sum(row.texts in trained for row in held_out)
-    if repeated > NOTABLE * len(held_out):
-        say(f"{repeated:,} of {len(held_out):,} held-out texts are training texts too, so their loss is too low")
+    return caution_on_repeated(sum(row.texts in trained for row in held_out) / len(held_out))
 
 
 def _split(rows: Sequence[LabelledRow], settings: DataSettings) -> RowsByPart:

@@ -6,7 +6,7 @@ from hashlib import blake2b
 SHORTEST = 40
 """Minimum number of characters of a compared line. Shorter lines are often equal in unrelated texts."""
 NOTABLE = 0.05
-"""Share of repeated held-out text above which a run says so."""
+"""Minimum share of repeated held-out text for a caution."""
 
 
 def repeated_share(train: Iterable[str], held_out: Iterable[str]) -> float:
@@ -16,6 +16,12 @@ def repeated_share(train: Iterable[str], held_out: Iterable[str]) -> float:
         sizes[_digest(line)] = sizes.get(_digest(line), 0) + len(line)
     repeated = {digest for line in _lines(train) if (digest := _digest(line)) in sizes}
     return sum(sizes[digest] for digest in repeated) / max(1, sum(sizes.values()))
+
+
+def caution_on_repeated(share: float) -> list[str]:
+    """Return a caution if more than `NOTABLE` of the held-out text is in the training text."""
+    text = f"{share:.0%} of the held-out text is in the training text too, so the held-out loss is too low"
+    return [text] if share > NOTABLE else []
 
 
 def _lines(texts: Iterable[str]) -> Iterable[str]:

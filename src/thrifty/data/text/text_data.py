@@ -61,6 +61,8 @@ class TextData:
     """Training examples for previews; None if they cannot be decoded."""
     shares: Mapping[str, float] = field(default_factory=dict)
     """Fraction of examples from each source of a mixture."""
+    cautions: Sequence[str] = ()
+    """Cautions that restrict the meaning of the held-out loss."""
 
     @property
     def ends(self) -> TextModelSpec:
@@ -72,7 +74,8 @@ class TextData:
 
     @property
     def facts(self) -> dict[str, Any]:
-        return {"unigram_entropy": self.unigram_entropy, "bytes_per_token": self.bytes_per_token}
+        facts = {"unigram_entropy": self.unigram_entropy, "bytes_per_token": self.bytes_per_token}
+        return facts | ({"cautions": self.cautions} if self.cautions else {})
 
     def description(self) -> dict[str, Any]:
         names = ("train_tokens", "held_out_tokens", "vocabulary", "unigram_entropy")
@@ -182,6 +185,7 @@ def text_data(
         identity={name: file["sha256"] for name, file in manifest["files"].items()},
         folder=prepared.folder,
         readable=readable,
+        cautions=prepared.cautions,
     )
 
 

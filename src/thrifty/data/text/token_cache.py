@@ -24,7 +24,7 @@ from thrifty.data.prepared_cache import (
 )
 from thrifty.data.text.document_sources import TEXT, DocumentSource, open_source
 from thrifty.data.text.near_duplicates import DeduplicatedSource
-from thrifty.data.text.repeated_text import NOTABLE, repeated_share
+from thrifty.data.text.repeated_text import repeated_share
 from thrifty.data.text.text_pairs import SEPARATOR, PairFile
 from thrifty.data.text.token_files import token_type, unigram_entropy, write_streams
 from thrifty.data.tokenizer import check_vocabulary, read_tokenizer, train_tokenizer
@@ -54,8 +54,8 @@ def open_token_cache(
     )
     if left_out := prepared.manifest.get("left_out"):  # older manifests lack this field
         say(left_out)
-    if (repeated := prepared.manifest.get("repeated", 0.0)) > NOTABLE:
-        say(f"{repeated:.0%} of {settings.held_out_source!r} is in the training text too, so its loss is too low")
+    for caution in prepared.cautions:
+        say(caution)
     return prepared
 
 
