@@ -16,10 +16,11 @@ from thrifty.composition.explain import count, explain, touched_modules
 from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError
 from thrifty.core.recipe import ModelSettings
+from thrifty.modeling.parameter_kinds import is_hidden_matrix
 from thrifty.models import build_model
 from thrifty.objectives.next_token import NextToken
 
-ADAMW = technique("optimizers.adamw")
+ADAMW, MUON = technique("optimizers.adamw"), technique("optimizers.muon")
 
 
 @pytest.mark.slow
@@ -73,6 +74,25 @@ def test_each_row_equals_a_separate_count(name: str) -> None:
     for place, row in enumerate(explanation.rows):
         _, alone = count(run, run.techniques[: place + 1])
         assert row.after == alone
+
+
+@pytest.mark.parametrize("others", [(), ("large_batch.gradient_accumulation",), ("averaging.ema", "gradients.clip")])
+def test_matrix_products_of_muon_count_once_per_step(others: tuple[str, ...]) -> None:
+    chosen = [technique(name) for name in others]
+    muon, adamw = (explain(compose(plain_run(batch=16), [*chosen, each], 10)) for each in (MUON, ADAMW))
+    model = plain_run(batch=16).build()
+    shapes = [sorted(p.shape) for name, p in model.named_parameters() if is_hidden_matrix(name, p)]
+    products = sum(20 * r * r * c + 10 * r**3 for r, c in shapes)  # Newton-Schulz, five iterations
+    assert muon.footprint.flops - adamw.footprint.flops == pytest.approx(products, rel=1e-9)
+    assert muon.plain.flops == adamw.plain.flops
+
+
+def test_seldom_matrix_products_of_an_update_count_by_their_share() -> None:
+    often, seldom = (
+        explain(compose(plain_run(), [technique("optimizers.soap", every=every)], 100)).footprint
+        for every in (1, 10)
+    )
+    assert often.update_flops > 2 * seldom.update_flops > 0
 
 
 def test_explain_does_not_change_the_run() -> None:

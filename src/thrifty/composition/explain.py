@@ -167,7 +167,8 @@ class _RunCounts:
         if is_joint:
             footprint = footprint.scale(**dict.fromkeys(OF_EXAMPLES, 1 / shards))
         parameters = sum(parameter.numel() for parameter in self._passes.model.parameters())
-        return parameters, footprint.scale(flops=times * len(whole) / len(shard))
+        passes = footprint.scale(flops=times * len(whole) / len(shard))
+        return parameters, passes.add(flops=footprint.update_flops)
 
     def _counted_passes(self, part: Run, batch: Batch) -> CountedPasses:
         casts = part.device.type == "cpu"

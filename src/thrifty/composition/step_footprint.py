@@ -1,7 +1,9 @@
 """Memory and work of one step: a forward pass, a backward pass and the update."""
 
+from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any, Self
 
 from torch import OutOfMemoryError, Size, Tensor, nn
@@ -12,7 +14,7 @@ from thrifty.core.batches import Batch
 from thrifty.core.errors import RefusedError
 from thrifty.core.fake_branches import causal_masks_of_plain_rows
 from thrifty.core.footprint import Footprint
-from thrifty.core.gradient_transform import GradientTransform
+from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.run_notes import add_note
 from thrifty.core.tensor_tracing import StepTrace, gc_disabled, tensor_bytes
@@ -65,8 +67,8 @@ class CountedPasses:
 
         Activations are the bytes alive at the end of the first micro-batch's forward pass. Temporary bytes are the rest
         of the peak above activations or gradients. FLOPs count matrix products and attention in forward and backward
-        pass. If the run has several kinds of update, the largest counts. An update that reads values is counted up to
-        the read.
+        pass; `update_flops` counts those of the mean update. If the run has several kinds of update, the largest counts
+        for memory. An update that reads values is counted up to the read.
         """
         model, live = self.model, self.live
         with gc_disabled(), live:
@@ -75,12 +77,14 @@ class CountedPasses:
             optimizer = TransformOptimizer(named, transform)
             slots = [tensor for tensors in optimizer.slots.values() for tensor in tensors]
             buffers = self.buffers + live.held_besides(slots, existing)
-            keep_distinct_chunks(optimizer.site.tail, optimizer.parameters)
+            keep_distinct_chunks(optimizer.site.tail, optimizer.parameters, live)
             live.peak, before = live.now, live.now - self.left
-            kinds = distinct_updates(optimizer, steps)
-            for optimizer.updates in kinds:
+            kinds, update_flops = distinct_updates(optimizer, steps), 0.0
+            for optimizer.updates, share in kinds.items():
+                flops = live.flops
                 with suppress(DataDependentOutputException, DynamicOutputShapeException):
                     optimizer.step()
+                update_flops += share * (live.flops - flops)
             peak = max(self.peak, live.peak - before)
         gradients = sum(tensor_bytes(parameter) for parameter in optimizer.parameters)
         parameters = sum(map(tensor_bytes, model.parameters()))
@@ -100,29 +104,50 @@ class CountedPasses:
             inside=self.inside,
             temporary=max(peak - max(self.activations, gradients), 0),
             flops=self.flops,
+            update_flops=update_flops,
         )
 
 
-def distinct_updates(optimizer: TransformOptimizer, steps: int, limit: int = 1000) -> list[int]:
-    """Return one step number for each kind of update among the first `limit` steps. Two updates are of one kind if the
-    same scalars are 0 in both."""
-    kinds: dict[tuple[bool, ...], int] = {}
-    for step in range(min(steps, limit)):
-        kinds.setdefault(tuple(bool(number) for number in optimizer.transform.scalars(step, step).values()), step)
-    return list(kinds.values())
+def distinct_updates(optimizer: TransformOptimizer, steps: int, limit: int = 1000) -> dict[int, float]:
+    """Return one step number for each kind of update among the first `limit` steps, with the share of the kind. Two
+    updates are of one kind if the same scalars are 0 in both."""
+    kinds: dict[tuple[bool, ...], list[int]] = {}
+    numbers = range(min(steps, limit))
+    for step in numbers:
+        kind = tuple(bool(number) for number in optimizer.transform.scalars(step, step).values())
+        kinds.setdefault(kind, []).append(step)
+    return {alike[0]: len(alike) / len(numbers) for alike in kinds.values()}
 
 
-def keep_distinct_chunks(tail: UpdateExecutor, parameters: Sequence[Tensor]) -> None:
-    """Keep only one chunk of each group of equal chunks in an update. Chunks run one after another, so equal chunks do
-    not raise the peak. An update of billions of parameters has many chunks."""
+def keep_distinct_chunks(tail: UpdateExecutor, parameters: Sequence[Tensor], live: StepTrace) -> None:
+    """Keep only one chunk of each group of equal chunks in an update. Its FLOPs count for the group. Chunks run one
+    after another, so equal chunks do not raise the peak. An update of billions of parameters has many chunks."""
     if isinstance(tail, TwoPartUpdate):
-        keep_distinct_chunks(tail.first, parameters)
-        keep_distinct_chunks(tail.then, parameters)
+        keep_distinct_chunks(tail.first, parameters, live)
+        keep_distinct_chunks(tail.then, parameters, live)
     elif isinstance(tail, PartitionedUpdate):
         for own, member in tail.tails:
-            keep_distinct_chunks(member, [parameters[i] for i in own])
+            keep_distinct_chunks(member, [parameters[i] for i in own], live)
     elif isinstance(tail, ChunkedUpdate):
-        tail.pieces = list({_likeness(piece, parameters): piece for piece in tail.pieces}.values())
+        alike = Counter(_likeness(piece, parameters) for piece in tail.pieces)
+        distinct = {_likeness(piece, parameters): piece for piece in tail.pieces}
+        tail.pieces = [
+            replace(piece, work=_RepeatedWork(piece.work, live, alike[kind])) for kind, piece in distinct.items()
+        ]
+
+
+@dataclass(frozen=True)
+class _RepeatedWork:
+    """Work on one chunk whose FLOPs count for `times` equal chunks."""
+
+    inner: UpdateExecutor
+    live: StepTrace
+    times: int
+
+    def apply(self, updates: list[Tensor], slots: Slots, parameters: list[Tensor], numbers: Scalars) -> None:
+        before = self.live.flops
+        self.inner.apply(updates, slots, parameters, numbers)
+        self.live.flops += (self.times - 1) * (self.live.flops - before)
 
 
 def _likeness(piece: UpdateChunk, parameters: Sequence[Tensor]) -> tuple[tuple[Size, int | None], ...]:

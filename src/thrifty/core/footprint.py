@@ -38,6 +38,8 @@ class Footprint:
     temporary: float = 0.0
     flops: float = 0.0
     """Floating-point operations of one step over all ranks; a multiply-add counts as two."""
+    update_flops: float = 0.0
+    """Part of `flops` that the update takes, such as the matrix products of Muon."""
     traffic: float = 0.0
     """Bytes that one rank sends to others in one step."""
 
