@@ -119,6 +119,14 @@ def test_variant_may_be_a_recipe_or_start_from_one() -> None:
     assert (whole.recipe.seed, changed.recipe.seed, changed.recipe.data.batch) == (7, 7, 16)
 
 
+@pytest.mark.parametrize("muon", [Muon(lr=2e-3), Muon(lr=2e-3, adamw_lr=1e-3)])
+def test_learning_rates_of_an_optimizer_are_tuned_together(muon: Muon) -> None:
+    """A comparison that tuned only Muon's own rate would underestimate Muon."""
+    _, variant = variants_of(vit_digits(), {"muon": muon})
+    tuned = variant.at_rate(4.0).optimizer
+    assert tuned == replace(muon, lr=8e-3, adamw_lr=muon.adamw_lr and 4e-3)
+
+
 def test_optimizers_of_one_variant_do_not_replace_each_other() -> None:
     for changes in (["lion", Muon()], [Muon(), "lion"], [Muon, Lion]):
         _, both = variants_of(vit_digits(), {"both": changes})

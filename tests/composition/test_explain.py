@@ -89,8 +89,7 @@ def test_matrix_products_of_muon_count_once_per_step(others: tuple[str, ...]) ->
 
 def test_seldom_matrix_products_of_an_update_count_by_their_share() -> None:
     often, seldom = (
-        explain(compose(plain_run(), [technique("optimizers.soap", every=every)], 100)).footprint
-        for every in (1, 10)
+        explain(compose(plain_run(), [technique("optimizers.soap", every=every)], 100)).footprint for every in (1, 10)
     )
     assert often.update_flops > 2 * seldom.update_flops > 0
 

@@ -170,6 +170,17 @@ def test_schedules_reach_what_muon_leaves_to_adamw() -> None:
         torch.testing.assert_close(moved(0.5, how), moved(0.5, "both"))
 
 
+@pytest.mark.parametrize(("scale", "share"), [("match_rms", 1.0), ("original", 0.05)])
+def test_one_learning_rate_of_muon_suffices(scale: str, share: float) -> None:
+    results = []
+    for settings in ({}, {"adamw_lr": 4e-3 * share}):
+        model = network()
+        optimizer = thrifty.optim.Muon(model, lr=4e-3, scale=scale, **settings)
+        schedulers.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+        results.append(train(model, optimizer, range(3)))
+    assert torch.equal(*results)
+
+
 def test_a_state_of_a_missing_technique_is_refused() -> None:
     model = network()
     model, averaged = thrifty.apply((model, thrifty.optim.Muon(model, lr=1e-2)), "ema")

@@ -5,6 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from thrifty.comparing.saved_comparison import BASELINE
+from thrifty.composition.technique_optimizer import FOLLOWING_RATES
 from thrifty.core.claims import Claim
 from thrifty.core.errors import UsageError, spelled
 from thrifty.core.plain_values import differences, to_data
@@ -43,10 +44,11 @@ class Variant:
         return None if self.optimizer is None else float(self.optimizer.lr)  # type: ignore[attr-defined]
 
     def at_rate(self, factor: float) -> "Variant":
-        """Return the variant with its learning rate multiplied by a factor."""
+        """Return the variant with its learning rates multiplied by a factor."""
         if factor == 1 or (optimizer := self.optimizer) is None:
             return self
-        changed = replace(optimizer, lr=optimizer.lr * factor)  # type: ignore[attr-defined]
+        rates = {name: getattr(optimizer, name, None) for name in ("lr", *FOLLOWING_RATES)}
+        changed = replace(optimizer, **{name: rate * factor for name, rate in rates.items() if rate is not None})
         techniques = tuple(changed if one is optimizer else one for one in self.recipe.techniques)
         return replace(self, recipe=replace(self.recipe, techniques=techniques))
 

@@ -93,7 +93,7 @@ class TechniqueOptimizer(TransformOptimizer):
         super().add_param_group({**own, **names, "params": members})
         group = self.param_groups[-1]
         group.update(vars(self._technique(self._settings(group))))
-        if following := group.keys() & {*FOLLOWING_RATES}:
+        if following := [name for name in FOLLOWING_RATES if group.get(name) is not None]:
             for name in ("lr", *following):
                 group.setdefault(BUILT.format(name), group[name])
         self._steps.extend([0] * len(members))
@@ -208,7 +208,9 @@ class TechniqueOptimizer(TransformOptimizer):
 
     def _settings(self, group: Mapping[str, Any]) -> dict[str, Any]:
         settings = {field.name: _plain(group[field.name]) for field in fields(self.technique)}
-        for name in settings.keys() & {*FOLLOWING_RATES} if group.get(BUILT.format("lr")) else ():
+        for name in [
+            each for each in FOLLOWING_RATES if settings.get(each) is not None and group.get(BUILT.format("lr"))
+        ]:
             if "initial_lr" in group or group[name] == group.get(BUILT.format(name)):  # the first is a scheduler's key
                 settings[name] *= settings["lr"] / group[BUILT.format("lr")]
         return settings

@@ -17,7 +17,6 @@ from thrifty.core.cache_dir import cache_folder
 from thrifty.core.errors import UsageError
 from thrifty.core.recipe import DataSettings
 from thrifty.data.data_cache import file_sha256, lock_folder
-from thrifty.data.text.repeated_text import caution_on_repeated
 from thrifty.data.tokenizer import TOKENIZER, TextTokenizer, read_tokenizer
 from thrifty.data.train_split import DataSplit
 
@@ -45,10 +44,6 @@ class TokenCache:
     folder: Path
     manifest: dict
     tokenizer: TextTokenizer
-
-    @property
-    def cautions(self) -> list[str]:
-        return caution_on_repeated(self.manifest.get("repeated", 0.0))
 
     def tokens(self, part: DataSplit) -> np.ndarray:
         """Return the memory-mapped tokens (n,) of the training or held-out part."""

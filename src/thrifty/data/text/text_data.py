@@ -24,7 +24,7 @@ from thrifty.data.text.document_sources import holds_text
 from thrifty.data.text.row_tables import first_row
 from thrifty.data.text.text_mixture import MixedSource, example_counts, mixed_held_out
 from thrifty.data.text.text_pairs import TextPairs, holds_pairs
-from thrifty.data.text.token_cache import open_token_cache
+from thrifty.data.text.token_cache import cautions_of, open_token_cache
 from thrifty.data.text.token_windows import HeldOutWindows, PackedTokens
 from thrifty.data.tokenizer import TextTokenizer, read_tokenizer
 from thrifty.data.train_split import DataSplit
@@ -185,7 +185,7 @@ def text_data(
         identity={name: file["sha256"] for name, file in manifest["files"].items()},
         folder=prepared.folder,
         readable=readable,
-        cautions=prepared.cautions,
+        cautions=cautions_of(prepared),
     )
 
 

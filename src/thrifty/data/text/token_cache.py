@@ -24,7 +24,7 @@ from thrifty.data.prepared_cache import (
 )
 from thrifty.data.text.document_sources import TEXT, DocumentSource, open_source
 from thrifty.data.text.near_duplicates import DeduplicatedSource
-from thrifty.data.text.repeated_text import repeated_share
+from thrifty.data.text.repeated_text import caution_on_repeated, repeated_share
 from thrifty.data.text.text_pairs import SEPARATOR, PairFile
 from thrifty.data.text.token_files import token_type, unigram_entropy, write_streams
 from thrifty.data.tokenizer import check_vocabulary, read_tokenizer, train_tokenizer
@@ -54,9 +54,14 @@ def open_token_cache(
     )
     if left_out := prepared.manifest.get("left_out"):  # older manifests lack this field
         say(left_out)
-    for caution in prepared.cautions:
+    for caution in cautions_of(prepared):
         say(caution)
     return prepared
+
+
+def cautions_of(prepared: TokenCache) -> list[str]:
+    """Return cautions that restrict the meaning of a loss on the held-out part."""
+    return caution_on_repeated(prepared.manifest.get("repeated", 0.0))
 
 
 def _open(source: str, settings: DataSettings, pairs: bool) -> DocumentSource:

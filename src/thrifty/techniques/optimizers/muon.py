@@ -4,9 +4,9 @@ Paper       Jordan et al. 2024, Muon (kellerjordan.github.io/posts/muon). The up
             is Scalable for LLM Training (arXiv 2502.16982).
 Promise     One moment per hidden matrix; Liu et al. claim half of AdamW's compute for equal loss. Equal to
             torch.optim.Muon within bfloat16 rounding.
-Use         optimizer = thrifty.optim.Muon(model, lr=1e-3, adamw_lr=1e-3)
-Start with  `muon:lr=1e-3,adamw_lr=1e-3`, which are AdamW's learning rates. For `scale=original`, `lr` is about 20 times
-            larger.
+Use         optimizer = thrifty.optim.Muon(model, lr=2e-3)
+Start with  `muon:lr=2e-3`. Try AdamW's learning rate, twice and four times this rate. For `scale=original`, `lr` is
+            about 20 times larger.
 Cost        15 bfloat16 matmuls per hidden matrix and step. These matmuls take 20 r² c + 10 r³ FLOPs for the smaller dim
             r and the larger dim c.
 Avoid       Small batches, because Muon's matmuls then dominate the step. Models that consist mostly of embeddings.
@@ -15,7 +15,7 @@ Does not    Orthogonalize embeddings, the output head, vectors or convolutions; 
 
 from collections.abc import Callable, Sequence
 from copy import copy
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +24,7 @@ from thrifty.core.claims import Claim
 from thrifty.core.dtensors import is_dtensor
 from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots, TransformScope, chain
 from thrifty.core.run_notes import add_note
-from thrifty.core.setting_bounds import Betas, Epsilon, Positive, Probability, Rate
+from thrifty.core.setting_bounds import Betas, Epsilon, Positive, Probability, Rate, SettingBound
 from thrifty.core.shard_layout import order_of
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
@@ -58,6 +58,8 @@ HALVED = 256
 """
 
 Scale = Literal["original", "match_rms"]
+ORIGINAL = 20
+"""Typical ratio of Muon's learning rate with the scale "original" to AdamW's."""
 
 
 def orthogonalized(matrix: Tensor, steps: int = 5, dtype: torch.dtype = torch.bfloat16, eps: float = 1e-7) -> Tensor:
@@ -187,15 +189,16 @@ def muon(
     steps: int = 5,
     slices: bool = False,
     dtype: torch.dtype = torch.bfloat16,
-    adamw_lr: float = 1e-3,
+    adamw_lr: float | None = None,
     adamw_betas: tuple[float, float] = (0.9, 0.95),
     adamw_eps: float = 1e-8,
 ) -> GradientTransform:
     """Return Muon for hidden matrices (`modeling/parameter_kinds.py`), and AdamW for all other parameters.
 
-    Muon: parameter -= lr · (orthogonal update + weight_decay · parameter). AdamW uses the learning rate `adamw_lr` and
-    the same weight decay as Muon.
+    Muon: parameter -= lr · (orthogonal update + weight_decay · parameter). AdamW uses the learning rate `adamw_lr`, by
+    default `lr` on AdamW's scale, and the same weight decay as Muon.
     """
+    adamw_lr = (lr if scale == "match_rms" else lr / ORIGINAL) if adamw_lr is None else adamw_lr
     hidden = chain(
         ScaleByMomentum(momentum, nesterov),
         ScaleByOrthogonalization(steps, scale, slices, dtype),
@@ -235,8 +238,9 @@ class Muon(Technique):
     """True to orthogonalize each slice of a fused matrix separately (queries, keys, values; gate, value)."""
     precision: Literal["bfloat16", "float32"] = "bfloat16"
     """Dtype of the Newton-Schulz iterations."""
-    adamw_lr: Rate = 1e-3
-    """AdamW's learning rate, for all parameters except hidden matrices."""
+    adamw_lr: Annotated[float | None, SettingBound(least=0)] = None
+    """AdamW's learning rate, for all parameters except hidden matrices. The default is `lr`; with `scale = "original"`
+    it is `lr` / 20."""
     adamw_betas: Betas = (0.9, 0.95)
     adamw_eps: Epsilon = 1e-8
 
