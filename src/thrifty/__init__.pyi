@@ -33,6 +33,7 @@ from .interface.own_loop import apply as apply
 from .interface.own_loop import merge as merge
 from .interface.plans import RecipePlan as RecipePlan
 from .interface.plans import plan as plan
+from .interface.predictions import predict as predict
 from .interface.promises import check as check
 from .interface.recipe_arguments import recipe as recipe
 from .interface.reports import report as report

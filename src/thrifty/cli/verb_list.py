@@ -46,6 +46,7 @@ TASKS: dict[str, dict[str, VerbHelp]] = {
     "Trained models": {
         "sample": VerbHelp("Generate text.", 'thrifty sample runs/text --prompt "In the"'),
         "chat": VerbHelp("Chat with a model.", "thrifty chat runs/instruct"),
+        "predict": VerbHelp("Predict labels of texts or images.", 'thrifty predict runs/reviews "A wonderful film."'),
         "retrieve": VerbHelp("Measure image-caption retrieval.", "thrifty retrieve runs/flip-emoji"),
         "export": VerbHelp("Write a Hugging Face folder or a PEFT adapter.", "thrifty export runs/text my-model"),
     },

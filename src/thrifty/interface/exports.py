@@ -15,11 +15,13 @@ from thrifty.core.recipe import Recipe
 from thrifty.core.run_notes import collect_notes
 from thrifty.core.user_objects import BuildModel
 from thrifty.data.run_metadata import read_model_spec
+from thrifty.data.tokenizer import TOKENIZER
 from thrifty.experiments.mask_export import export_masks
 from thrifty.interface.loaded_model import own_model
 from thrifty.interface.model_card import write_model_card
 from thrifty.modeling.module_surgery import find_blocks
 from thrifty.models import export_model, export_own_model, shape_for
+from thrifty.models.hf_folder import write_tokenizer
 from thrifty.models.pad_pruned import FILLED_UP
 from thrifty.peft_format import save_adapter
 from thrifty.reporting.printed_result import PrintedResult, lines
@@ -127,6 +129,8 @@ def _write(
         shape = replace(shape, depth=len(find_blocks(trained)[1]))
     if part == "adapter":
         save_adapter(trained, target, shape=shape, base=recipe.model.folder or None, dtype=number_format)
+        if (tokenizer := run / TOKENIZER).is_file():
+            write_tokenizer(target, tokenizer, recipe.data.length)
     elif isinstance(ends, ImageModelSpec):
         export_model(trained, shape, target, dtype=number_format, images=ends)
     else:

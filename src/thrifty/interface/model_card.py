@@ -11,9 +11,11 @@ from typing import Any
 
 import thrifty
 from thrifty.core.atomic_files import AtomicFiles
+from thrifty.core.model_spec import TextModelSpec
 from thrifty.core.plain_values import to_data
 from thrifty.core.recipe import Recipe
 from thrifty.core.secret_redaction import redact, redact_text
+from thrifty.data.run_metadata import read_model_spec
 from thrifty.recipes.recipe_toml import write_recipe
 from thrifty.reporting.key_figures import key_figures
 from thrifty.reporting.number_format import duration, scaled, significant
@@ -29,6 +31,13 @@ PIPELINES = {
     "contrastive": "zero-shot-image-classification",
 }
 """Pipeline tags of the Hub, by objective. Other objectives have none, or one that depends on the data."""
+AUTO = {
+    "CAUSAL_LM": "AutoModelForCausalLM",
+    "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM",
+    "SEQ_CLS": "AutoModelForSequenceClassification",
+    "TOKEN_CLS": "AutoModelForTokenClassification",
+}
+"""Class of transformers that loads the base model of an adapter, by PEFT's task type."""
 UNITS = ("steps", "tokens", "epochs", "seconds")
 HUB = "hub:"
 """Start of a data source on the Hugging Face Hub."""
@@ -55,7 +64,7 @@ def write_model_card(run: Path, folder: Path, recipe: Recipe, step: int, *, is_a
         f"## Held-out results after step {step:,}",
         _results(record, step, is_raw),
         "## Use",
-        f"```python\n{_loading(folder, recipe, is_adapter)}\n```",
+        f"```python\n{_adapter_loading(run, folder, recipe) if is_adapter else _loading(folder, recipe)}\n```",
     ]
     AtomicFiles().swap_text(folder / FILE, "\n\n".join(parts) + "\n")
 
@@ -120,16 +129,29 @@ def _results(record: RunRecord, step: int, is_raw: bool) -> str:
     return f"{about}\n\n{_table(('measure', 'value'), measured + known)}"
 
 
-def _loading(folder: Path, recipe: Recipe, is_adapter: bool) -> str:
+def _adapter_loading(run: Path, folder: Path, recipe: Recipe) -> str:
+    """Return Python code that loads an exported adapter and its base model."""
+    if recipe.model.build:
+        built = f"# base: built by {recipe.model.build}\n"
+        return f'from peft import PeftModel\n\n{built}model = PeftModel.from_pretrained(base, "{folder.name}")'
+    kind = AUTO.get(json.loads((folder / "adapter_config.json").read_bytes())["task_type"], "AutoModel")
+    ends = read_model_spec(run, recipe)
+    labels = ends.labels if isinstance(ends, TextModelSpec) else ()
+    names = f", id2label={dict(enumerate(labels))}" if labels else ""
+    base = Path(recipe.model.folder).name or "folder of thrifty export --part base"
+    return "\n".join(
+        [
+            f"from peft import PeftModel\nfrom transformers import AutoTokenizer, {kind}\n",
+            f'base = {kind}.from_pretrained("{base}"{names})',
+            f'model = PeftModel.from_pretrained(base, "{folder.name}")',
+            f'tokenizer = AutoTokenizer.from_pretrained("{folder.name}")',
+        ]
+    )
+
+
+def _loading(folder: Path, recipe: Recipe) -> str:
     """Return Python code that loads the exported folder."""
     config = folder / "config.json"
-    if is_adapter:
-        base = Path(recipe.model.folder).name or "thrifty export --part base"
-        return (
-            "from peft import PeftModel\n\n"
-            f"# base: the base model ({base}), loaded with transformers\n"
-            f'model = PeftModel.from_pretrained(base, "{folder.name}")'
-        )
     if not config.is_file():
         return (
             "from safetensors.torch import load_model\n\n"

@@ -188,13 +188,16 @@ def special_ids(tokenizer_json: Path | None, task: str) -> dict[str, int | None]
     return ids
 
 
-def write_tokenizer(folder: Path, tokenizer_json: Path, length: int) -> None:
+def write_tokenizer(folder: Path, tokenizer_json: Path, length: int, token_types: int = 0) -> None:
     """Write tokenizer.json, tokenizer_config.json for `AutoTokenizer`, and the tokenizer's chat template if there is
-    one."""
+    one. `token_types` is the model's `type_vocab_size`: with several, `AutoTokenizer` marks the second text of a
+    pair."""
     shutil.copyfile(tokenizer_json, folder / "tokenizer.json")
     template = tokenizer_json.with_name(CHAT_TEMPLATE)
     if template.is_file():
         shutil.copyfile(template, folder / CHAT_TEMPLATE)
     special = {part: word for part, (word, _) in special_tokens(tokenizer_json).items()}
-    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length}
+    settings: dict[str, Any] = {"tokenizer_class": "PreTrainedTokenizerFast", "model_max_length": length}
+    if token_types > 1:
+        settings["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
     write_json(folder / "tokenizer_config.json", settings | special | {"clean_up_tokenization_spaces": False})

@@ -4,7 +4,8 @@ Only architectures of `transformers` itself are supported. Code in the folder is
 and nothing is downloaded.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
@@ -119,7 +120,10 @@ def _with_weights(kind: Any, folder: Any, config: Any, new_head: bool) -> tuple[
     may lack the head."""
     options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
     options["ignore_mismatched_sizes"] = new_head
-    lm, report = kind.from_pretrained(folder, config=config, dtype=torch.float32, output_loading_info=True, **options)
+    with _quiet_transformers():
+        lm, report = kind.from_pretrained(
+            folder, config=config, dtype=torch.float32, output_loading_info=True, **options
+        )
     missing = {str(each[0] if isinstance(each, tuple) else each) for each in report["mismatched_keys"]}
     missing |= set(report["missing_keys"])
     body = f"{lm.base_model_prefix}."
@@ -132,6 +136,22 @@ def _with_weights(kind: Any, folder: Any, config: Any, new_head: bool) -> tuple[
             fix="fetch the whole folder again; or set model.reinitialize = true to start from random values",
         )
     return lm, head
+
+
+@contextmanager
+def _quiet_transformers() -> Iterator[None]:
+    """Silence the progress bar and the report of missing weights, which the caller checks."""
+    from transformers.utils import logging
+
+    before, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        if had_bar:
+            logging.enable_progress_bar()
 
 
 def export_wrapped(
@@ -156,7 +176,8 @@ def export_wrapped(
             for name, number in ids.items():
                 setattr(config, name, number)
             _write_generation(aside / "generation_config.json", ids)
-            write_tokenizer(aside, tokenizer_json, getattr(config, "max_position_embeddings", None) or 1024)
+            length, types = (getattr(config, name, None) for name in ("max_position_embeddings", "type_vocab_size"))
+            write_tokenizer(aside, tokenizer_json, length or 1024, types or 0)
         config.save_pretrained(aside)
 
 

@@ -84,7 +84,7 @@ class Muon(TechniqueOptimizer):
         newton_schulz_steps: int = 5,
         slices: bool = False,
         precision: Literal["bfloat16", "float32"] = "bfloat16",
-        adamw_lr: float = 0.001,
+        adamw_lr: float | None = None,
         adamw_betas: tuple[float, float] = (0.9, 0.95),
         adamw_eps: float = 1e-08,
         total_steps: int | None = None,

@@ -121,8 +121,32 @@ def read_rows(tables: Sequence[Table], settings: DataSettings, form: str, left_o
     return rows
 
 
+def read_texts(table: Table, settings: DataSettings, form: str) -> list[tuple[Any, ...]]:
+    """Return the texts of a table without labels: one text, a pair, or a list of words per row. The columns are named
+    as in training. Raises UsageError for a missing column or text."""
+    rows: list[tuple[Any, ...]] = []
+    columns: tuple[str, ...] = ()
+    for where, row in table.rows:
+        columns = columns or _text_columns(row, settings, form, table.name)
+        texts = [_words(row.get(name), f"{where}: column {name!r}", form == "tags") for name in columns]
+        if not all(texts):
+            raise UsageError(f"{where} has no text", fix="remove the row")
+        rows.append(tuple(texts))
+    return rows
+
+
 def _columns(row: Mapping[str, Any], settings: DataSettings, form: str, name: str) -> tuple[tuple[str, ...], str]:
     """Return the text columns and the label column. Raises UsageError that lists all columns if one is missing."""
+    texts = _text_columns(row, settings, form, name)
+    label = settings.label_column or next((each for each in (TAGS if form == "tags" else LABELS) if each in row), "")
+    if label not in row:
+        what = f"no column {label!r}" if label else "no column of labels"
+        present = ", ".join(map(str, row))
+        raise UsageError(f"{name}: {what}; there are: {present}", fix="--set data.label_column=LABEL_COLUMN")
+    return texts, label
+
+
+def _text_columns(row: Mapping[str, Any], settings: DataSettings, form: str, name: str) -> tuple[str, ...]:
     present = ", ".join(map(str, row))
     usual = WORDS if form == "tags" else TEXTS
     chosen = "" if settings.column == "text" else settings.column  # the default of recipes of earlier versions
@@ -133,15 +157,11 @@ def _columns(row: Mapping[str, Any], settings: DataSettings, form: str, name: st
     else:
         likely = [names if names[1:] else (*names, *pair) for names in usual if not pair or names[1:] in ((), pair)]
         texts = next((names for names in likely if all(each in row for each in names)), None)
-    label = settings.label_column or next((each for each in (TAGS if form == "tags" else LABELS) if each in row), "")
     missing = next((each for each in texts or pair if each not in row), None)
     if texts is None or missing:
         what = f"no column {missing!r}" if missing else "no column of texts"
         raise UsageError(f"{name}: {what}; there are: {present}", fix="--set data.column=TEXT_COLUMN")
-    if label not in row:
-        what = f"no column {label!r}" if label else "no column of labels"
-        raise UsageError(f"{name}: {what}; there are: {present}", fix="--set data.label_column=LABEL_COLUMN")
-    return texts, label
+    return texts
 
 
 def _plain(value: Any) -> Any:

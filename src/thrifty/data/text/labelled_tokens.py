@@ -16,11 +16,12 @@ from safetensors.numpy import save_file
 from tokenizers import Tokenizer, processors
 
 from thrifty.core.errors import UsageError
+from thrifty.core.model_spec import TextModelSpec
 from thrifty.core.recipe import DataSettings
 from thrifty.data.data_cache import build_folder, file_sha256
 from thrifty.data.prepared_cache import cache_key, open_or_build, write_manifest
 from thrifty.data.text.labelled_rows import LabelledRow, RowsByPart
-from thrifty.data.text.padded_texts import NO_LABEL
+from thrifty.data.text.padded_texts import NO_LABEL, PaddedTexts
 from thrifty.data.tokenizer import END_OF_TEXT, TextTokenizer, read_tokenizer, train_tokenizer
 from thrifty.data.train_split import DataSplit
 
@@ -101,6 +102,22 @@ def _encoded(
         "labels": np.array(labels, kind),
     }
     return arrays, cut
+
+
+def texts_without_labels(
+    texts: Sequence[tuple[Any, ...]], ends: TextModelSpec, form: str, tokenizer: TextTokenizer, length: int
+) -> PaddedTexts:
+    """Return new texts, tokenized and padded as for training, for a model with the outputs `ends`. Their labels have no
+    meaning. A label of word labels differs from NO_LABEL at the first token of each word."""
+    anything: dict[str, Any] = {"number": 0.0, "classes": ()}
+
+    def row(each: tuple[Any, ...]) -> LabelledRow:
+        first = ends.labels[0]
+        return LabelledRow(each, (first,) * len(each[0]) if form == "tags" else anything.get(form, first), "")
+
+    arrays, _ = _encoded([row(each) for each in texts], ends.labels, form, tokenizer, length)
+    longest = int(np.diff(arrays["ends"], prepend=0).max())
+    return PaddedTexts(arrays, longest, ends.padding, ends.labels, form)
 
 
 def _inputs(row: LabelledRow) -> Any:
