@@ -8,7 +8,7 @@ import pytest
 import tiny_recipes
 
 from thrifty.core.recipe import Budget, EvaluationSettings, Recipe
-from thrifty.training.evaluation import caution_on_patience, evaluation_interval
+from thrifty.training.evaluation import evaluation_interval, note_on_patience
 from thrifty.training.trainer import train
 
 
@@ -23,9 +23,23 @@ def test_a_run_has_ten_cheap_evaluations(steps: int, every: int, interval: int) 
     assert evaluation_interval(recipe, steps) == interval
 
 
-def test_patience_counts_the_evaluations_of_the_recipe() -> None:
-    recipe = Recipe(evaluation=EvaluationSettings(every=100, patience=2), budget=Budget(steps=200))
-    assert evaluation_interval(recipe, 200) == 100
+@pytest.mark.parametrize(
+    ("steps", "every", "interval", "note"),
+    [
+        (1000, 100, 100, ""),
+        (201, 100, 100, ""),
+        (200, 100, 25, "evaluating every 25 steps, not evaluation.every = 100"),
+        (34, 100, 4, "evaluating every 4 steps"),
+        (34, 5, 5, ""),
+        (3, 100, 1, "evaluating every 1 steps"),
+        (2, 100, 1, "cannot stop a run of 2 steps"),
+    ],
+)
+def test_patience_can_stop_a_run(steps: int, every: int, interval: int, note: str) -> None:
+    recipe = Recipe(evaluation=EvaluationSettings(every=every, patience=2), budget=Budget(steps=steps))
+    assert evaluation_interval(recipe, steps) == interval
+    assert note in note_on_patience(recipe, steps) and bool(note) == bool(note_on_patience(recipe, steps))
+    assert not note_on_patience(Recipe(budget=Budget(steps=steps)), steps)
 
 
 def test_records_have_ten_evaluations(tmp_path: Path) -> None:
@@ -35,11 +49,3 @@ def test_records_have_ten_evaluations(tmp_path: Path) -> None:
     lines = (tmp_path / recipe.name / "records.jsonl").read_text().splitlines()
     steps = [each["step"] for each in map(json.loads, lines) if each["kind"] == "evaluation"]
     assert steps == [4, 8, 12, 16, 20, 24, 28, 32, 36, 40]
-
-
-@pytest.mark.parametrize(("steps", "every", "is_named"), [(100, 100, True), (200, 100, True), (201, 100, False)])
-def test_patience_without_enough_evaluations_is_said(steps: int, every: int, is_named: bool) -> None:
-    recipe = Recipe(evaluation=EvaluationSettings(every=every, patience=2), budget=Budget(steps=steps))
-    assert bool(caution_on_patience(recipe, steps)) == is_named
-    assert not is_named or f'evaluation.every": {steps // 8}' in caution_on_patience(recipe, steps)
-    assert not caution_on_patience(Recipe(budget=Budget(steps=steps)), steps)

@@ -1,5 +1,6 @@
 """`thrifty data`: list, download and inspect datasets; score and prune training examples."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -7,6 +8,7 @@ import click
 
 from thrifty.cli.recipe_options import build_recipe, read_moment, recipe_options, together
 from thrifty.cli.verb_output import print_result
+from thrifty.core.errors import UsageError
 
 AS_JSON = click.option("--json", "as_json", is_flag=True, help="Print one JSON document.")
 CHOICE = ("keep_fraction", "order", "drop_hardest", "min_class_share")
@@ -87,7 +89,12 @@ def look(source: str, examples: int, scores: Path | None, out: Path | None, as_j
         print_result(thrifty.datasets.review(scores, source, out=out, **choice), as_json)
     else:
         _refuse({"out": out, **choice}, "without --scores", "it changes only the page of scores")
-        print_result(thrifty.datasets.look(source, examples=examples, **options), as_json)
+        try:
+            seen = thrifty.datasets.look(source, examples=examples, **options)
+        except UsageError as error:  # this command has options in place of --set
+            options_in_fix = re.sub(r"--set data\.(\w+)=", lambda name: f"--{name[1].replace('_', '-')} ", error.fix)
+            raise UsageError(error.what, fix=options_in_fix) from None
+        print_result(seen, as_json)
 
 
 @command.command()

@@ -233,7 +233,8 @@ class EvaluationSettings:
 
     every: Positive = 100
     """Maximum number of steps between evaluations on held-out data. A run has at least ten evaluations, unless they
-    would cost more than 5 % of its work, or patience counts them. The last step is always evaluated."""
+    would cost more than 5 % of its work, or patience counts them. A run that would end before patience can stop it
+    has more evaluations. The last step is always evaluated."""
     examples: Positive = 64
     at_start: bool = False
     """True to evaluate before the first step too, for runs that start from a trained model."""

@@ -90,8 +90,9 @@ def predict(
 
     Args:
         run: Run, run folder or its name under ./runs.
-        examples: Texts, pairs of texts (tuples), lists of words for word labels, or paths of image files. A `Path` is a
-            table (.csv, .tsv, .jsonl, .parquet), a text file with one text per line, or a folder of images.
+        examples: Texts, pairs of texts (tuples), lists of words for word labels (a text is divided at spaces), or paths
+            of image files. A `Path` is a table (.csv, .tsv, .jsonl, .parquet), a text file with one text per line, or a
+            folder of images.
         column: Column of texts in a table, and `pair_column` that of second texts; by default as in training.
         checkpoint: "best" (best held-out value), "last" or the step of a checkpoint.
         model: Your own model, if the run trained it.
@@ -115,6 +116,8 @@ def predict(
     objective, ends = chosen_objective(recipe.objective), read_model_spec(path, recipe)
     device = choose_device(recipe.device)
     examples = _read(examples, recipe, objective, column, pair_column) if isinstance(examples, Path) else [*examples]
+    if objective.label_form == "tags":
+        examples = [each.split() if isinstance(each, str) else each for each in examples]
     if not examples:
         raise UsageError("there are no examples", fix="pass a list of texts, or a file")
     if isinstance(ends, TextModelSpec) and ends.labels and objective.needs_labels:
@@ -144,7 +147,7 @@ def _read(source: Path, recipe: Recipe, objective: Objective, column: str, pair_
         raise UsageError(f"'{source}' does not exist", fix="pass a table, a text file or a folder of images")
     if not is_table(path):
         lines = path.read_text(encoding="utf-8").splitlines()
-        return [line.split() if objective.label_form == "tags" else line for line in lines if line.strip()]
+        return [line for line in lines if line.strip()]
     own = {"column": column, "pair_column": pair_column}
     settings = replace(recipe.data, **{name: value for name, value in own.items() if value})  # type: ignore[arg-type]
     rows = read_texts(read_table(path), settings, objective.label_form)

@@ -130,7 +130,7 @@ def recipe(
     model, data, held_out, loss = (getattr(own, key) if key in typed else value for key, value in given.items())
     passed: dict[str, Any] = {"metrics": dict(metrics) if metrics else None, "collate": collate}
     if isinstance(model, str | Path):
-        base = replace(base.without_objects("model"), model=_model_settings(model))
+        base = replace(base.without_objects("model"), model=_model_settings(model), about="")
     elif model is not None:
         passed |= {"model": model}
         build = UserObjects(model, names=typed).build

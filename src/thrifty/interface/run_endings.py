@@ -15,6 +15,7 @@ from thrifty.core.recipe import Budget, Recipe
 from thrifty.reporting.key_figures import batch_advice, key_figures
 from thrifty.reporting.number_format import significant
 from thrifty.reporting.run_record import read_run
+from thrifty.training.checkpoint_index import named_steps
 from thrifty.training.rendezvous import connect
 
 LEARNED = {0.0: "nothing", 0.05: "almost nothing", 0.25: "little"}
@@ -46,6 +47,8 @@ def ending(summary: Mapping[str, Any]) -> list[str]:
         unit = f", {summary['loss_in']}" if "loss_in" in summary else " nats"
         printed.append(f"{held_out} {loss:.3f}{unit}{measured}")
     printed += reached(summary)
+    if best := _best_checkpoint(summary):
+        printed.append(best)
     if summary.get("peak_memory") and summary.get("predicted_memory"):
         process = summary.get("process_memory", 0.0)
         measured, predicted = (write_size(process + summary[f"{name}_memory"]) for name in ("peak", "predicted"))
@@ -58,6 +61,19 @@ def ending(summary: Mapping[str, Any]) -> list[str]:
     if summary["status"] == "interrupted":
         printed.append(f"resume by: {summary['resume']}")
     return [*printed, f"run folder {summary['folder']}"]
+
+
+def _best_checkpoint(summary: Mapping[str, Any]) -> str:
+    """Return how to export the best checkpoint, if the last one is not the best."""
+    folder = summary["folder"]
+    best = named_steps(Path(folder) / "checkpoints").get("best")
+    if best is None or best == summary["steps"]:
+        return ""
+    fix = spelled(
+        f"thrifty export {shlex.quote(folder)} my-model --checkpoint best",
+        f"thrifty.export({folder!r}, 'my-model', checkpoint='best')",
+    )
+    return f"the best checkpoint is of step {best:,}: {fix}"
 
 
 def _amount(seconds: float) -> str:
@@ -100,13 +116,14 @@ def next_commands(summary: Mapping[str, Any], recipe: Recipe) -> list[str]:
         "chat_answers": spelled(f"thrifty chat {path}", f"thrifty.chat({folder!r})"),
         "contrastive": spelled(f"thrifty retrieve {path}", f"thrifty.retrieve({folder!r})"),
     }.get("" if recipe.python.loss or recipe.model.build else objective, "")
+    if summary.get("label_entropy") is not None or objective == "regression":
+        example = {"texts": "a text", "words": "some words"}.get(summary.get("unit", ""), "image.png")
+        use = spelled(f'thrifty predict {path} "{example}"', f"thrifty.predict({folder!r}, [{example!r}])")
     report = spelled(f"thrifty report {path} --open", f"thrifty.report({folder!r})")
     again = "" if "stopped_early" in summary else recipe.resume_line(folder, budget=_same_again(recipe.budget))
-    board, track = (
-        spelled("thrifty board", "thrifty.board()"),
-        spelled(f"thrifty track {path} --to tensorboard", f"thrifty.track({folder!r}, 'tensorboard')"),
-    )
-    return [each for each in (use, report, again, board, track) if each][:3]
+    export = spelled(f"thrifty export {path} my-model", f"thrifty.export({folder!r}, 'my-model')")
+    board = spelled("thrifty board", "thrifty.board()")
+    return [each for each in (use, report, again, export, board) if each][:3]
 
 
 def _same_again(budget: Budget) -> str:

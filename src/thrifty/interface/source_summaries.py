@@ -66,8 +66,10 @@ def _text_counts(seen: TextSummary) -> list[str]:
         ("tokens", seen.tokens, whole),
     ):
         rows.append(f"{title:<12}{show(counts['train']):>14}{show(counts['held_out']):>14}")
+    labels = "for labels: thrifty train --loss classification --set data.label_column=NAME"
     return [
         *rows,
+        *([f"\nother columns    {', '.join(seen.other_columns)}; {labels}"] if seen.other_columns else []),
         "",
         f"vocabulary       {whole(seen.vocabulary)}",
         f"bytes per token  {significant(seen.bytes_per_token)}",

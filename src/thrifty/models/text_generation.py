@@ -98,7 +98,7 @@ def check_task(model: nn.Module) -> None:
     if task != "next_token":
         raise UsageError(
             f"a model trained for {task} does not predict the next token, so it cannot continue text",
-            fix="use a decoder, such as a model of the GPT or Llama family",
+            fix="thrifty predict RUN, for labels of new texts; or a run of a decoder, such as a GPT or Llama",
         )
 
 

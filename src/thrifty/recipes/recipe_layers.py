@@ -178,13 +178,14 @@ class RecipeLayers:
         tokenizer is used, unless the recipe sets a tokenizer.
         """
         present = self.values()
+        if model is not None and present.get("about"):
+            self.override("--model", {"about": ""})  # it describes the recipe's model
         fetched = folder_of_model(model or "")
         model = model if fetched is None else str(fetched)
         if is_function_name(model):
             self.names["model"] = model or ""
             if present.get("model.build") != model:
                 self.replace("--model", "model", {"build": model})
-                self.override("--model", {"about": ""} if present.get("about") else {})
         elif model is not None and (fetched or Path(model).is_dir()):
             reinitialize = present.get("model.reinitialize", False)
             folder = str(Path(model).resolve())  # valid also if the run is resumed from another folder

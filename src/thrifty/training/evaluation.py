@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
-from thrifty.core.errors import for_reader
 from thrifty.core.objective import Objective, Prediction
 from thrifty.core.recipe import Recipe
 
@@ -25,23 +24,26 @@ def evaluation_interval(recipe: Recipe, steps: int) -> int:
     """Return the number of steps between evaluations in a run of `steps` steps.
 
     It is at most the recipe's number, and small enough for `EVALUATIONS` evaluations, unless these cost more than
-    `EVALUATION_COST`. With patience, it is the recipe's number, because patience counts evaluations. With a budget in
-    seconds, the cost is not limited, because evaluations measure the duration of the last evaluation.
+    `EVALUATION_COST`. Patience counts evaluations, so with patience it is the recipe's number, unless the run would end
+    before patience could stop it. With a budget in seconds, the cost is not limited, because evaluations measure the
+    duration of the last evaluation.
     """
     settings = recipe.evaluation
-    if settings.patience is not None:
-        return settings.every
+    if (patience := settings.patience) is not None:
+        return settings.every if steps > patience * settings.every else max(1, steps // (4 * patience))
     cost = 0.0 if recipe.budget.seconds else FORWARD * settings.examples / recipe.data.batch
     return min(settings.every, max(steps // EVALUATIONS, math.ceil(cost / EVALUATION_COST), 1))
 
 
-def caution_on_patience(recipe: Recipe, steps: int) -> str:
-    """Return a caution if a run of `steps` steps has too few evaluations to stop early; otherwise an empty text."""
+def note_on_patience(recipe: Recipe, steps: int) -> str:
+    """Return a note if patience changes the interval of evaluations, or cannot stop a run of `steps` steps."""
     patience, every = recipe.evaluation.patience, evaluation_interval(recipe, steps)
-    if patience is None or steps > patience * every:
+    if patience is None or every == recipe.evaluation.every:
         return ""
-    often = for_reader(f"--set evaluation.every={max(1, steps // (4 * patience))}")
-    return f"caution: patience {patience} cannot stop a run of {steps} steps with an evaluation every {every}: {often}"
+    if steps <= patience:
+        return f"caution: patience {patience} cannot stop a run of {steps} steps"
+    usual = f"evaluation.every = {recipe.evaluation.every}"
+    return f"evaluating every {every} steps, not {usual}, so that patience {patience} can stop a run of {steps} steps"
 
 
 @contextmanager

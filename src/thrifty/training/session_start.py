@@ -193,9 +193,11 @@ def _name_of_model(recipe: Recipe) -> str:
 
 
 def _partly_judged(prepared: PreparedRun) -> list[str]:
-    """Return a notice if the user's held-out data have more examples than an evaluation uses."""
+    """Return a notice if an evaluation uses only some held-out examples, for the user's data or if it measures shares
+    of examples, such as the accuracy."""
     judged, there = prepared.recipe.evaluation.examples, len(prepared.data.held_out)
-    if prepared.recipe.objects.data is None or there <= judged:
+    is_rough = prepared.recipe.objects.data is not None or prepared.run.eval_objective.metrics
+    if not is_rough or there <= judged:
         return []
     more = for_reader(f"--set evaluation.examples={there}")
     return [f"{judged:,} of {there:,} held-out examples are judged; {more} judges all"]

@@ -26,7 +26,7 @@ from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
 from thrifty.training import checkpoint, heartbeat
 from thrifty.training.determinism import deterministic_kernels
-from thrifty.training.evaluation import caution_on_patience, evaluate, evaluation_interval, see
+from thrifty.training.evaluation import evaluate, evaluation_interval, note_on_patience, see
 from thrifty.training.judged_measure import WITHOUT_GAIN, count, reason_to_stop, worth
 from thrifty.training.loop import Record, train
 from thrifty.training.memory_meter import MemoryMeter
@@ -126,8 +126,8 @@ class _Observer:
         steps = session.lengths[0].steps if session.time_budget else session.run.steps
         self.evaluate_every = evaluation_interval(self.recipe, steps)
         self.started_at = state.step
-        if state.step == 0 and (caution := caution_on_patience(self.recipe, steps)):
-            self.display.say(caution)
+        if state.step == 0 and (note := note_on_patience(self.recipe, steps)):
+            self.display.say(note)
         self._ending, self._has_ended = Lock(), False
 
     def follow(self, stop: StopRequest) -> Iterator[Record]:

@@ -3,11 +3,13 @@
 import hashlib
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 
 from thrifty.core.recipe import DataSettings
-from thrifty.data.text.document_sources import open_source
+from thrifty.data.text.document_sources import TEXT, open_source
+from thrifty.data.text.row_tables import first_row
 from thrifty.data.text.token_cache import open_token_cache
 from thrifty.data.text.token_windows import TokenWindows
 from thrifty.data.train_split import DataSplit
@@ -47,6 +49,8 @@ class TextSummary:
     lengths: list[LengthBin]
     examples: list[str]
     """Decoded training examples."""
+    other_columns: list[str]
+    """Other columns of a table, which may have labels."""
 
 
 def inspect_text(settings: DataSettings, examples: int, say: Callable[[str], None]) -> TextSummary:
@@ -65,6 +69,7 @@ def inspect_text(settings: DataSettings, examples: int, say: Callable[[str], Non
         near_duplicates=manifest.get("near_duplicates"),
         lengths=histogram(np.concatenate(lengths)),
         examples=[tokenizer.decode(window.tolist()) for window in windows.at(chosen)],
+        other_columns=[name for name in first_row(Path(settings.source)) if name != (settings.column or TEXT)],
     )
 
 
