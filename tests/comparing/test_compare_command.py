@@ -115,7 +115,7 @@ def test_show_prints_measured_evidence() -> None:
     assert "not measured yet" in CliRunner().invoke(show, ["losses.z_loss"]).stdout
     typed(*SWAP, "--seeds", "8", "--rate-trials", "1", "--name", "race")
     printed = CliRunner().invoke(show, ["optimizers.lion"]).stdout
-    (line,) = re.findall(r"added with optimizers\.adamw.*runs/race.*", printed)
+    (line,) = re.findall(r"added in place of optimizers\.adamw.*runs/race.*", printed)
     assert "equal time: worse: held-out loss higher" in line and "runs/race/comparison.json" in line
     document = json.loads(CliRunner().invoke(show, ["optimizers.lion", "--json"]).stdout)
     files = {one["file"]: one["verdict"] for one in document["evidence"]["comparisons"]}

@@ -71,7 +71,10 @@ def accumulation(subject: CheckSubject, run: Run, state: TrainState) -> PromiseV
     if subject.batch_norms:
         fix = _blame("backward", subject, "use norms of single examples, such as GroupNorm and LayerNorm")
         return broken(promise, "gradients", f"{text}; {normalized_apart(subject.batch_norms)}", fix)
-    fix = _blame("backward", subject, "sum weighted losses instead of averaging means of micro-batches")
+    if _is_at_once(run):
+        fix = "make the loss of an example depend on this example only; or never divide the batch"
+    else:
+        fix = _blame("backward", subject, "sum weighted losses instead of averaging means of micro-batches")
     return broken(promise, "gradients", text, fix)
 
 
@@ -149,8 +152,11 @@ def _of(run: Run, predicate: Callable[[Technique], bool]) -> Run:
 
 
 def _is_at_once(run: Run) -> bool:
-    """Return True if all techniques that override `backward` change the function or its precision."""
-    overriding = [one for one in _settled(run).techniques if one.overrides("backward")]
+    """Return True if no technique divides the batch: all that override `backward` change the function or its precision,
+    or override it only as an addition to their change of the model."""
+    overriding = [
+        one for one in _settled(run).techniques if one.overrides("backward") and "backward" not in one.optional_seams
+    ]
     return all(one in _at_once(run).techniques for one in overriding)
 
 

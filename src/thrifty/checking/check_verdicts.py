@@ -71,5 +71,6 @@ class CheckReport(PrintedResult):
             table.add_row(escape(verdict.promise), escape(verdict.about), outcome, escape(text))
         previews = [f"\nexample, with learned tokens between ⟦ and ⟧\n{text}" for text in self.preview]
         result = f"{len(self.broken)} broken" if self.broken else "nothing is broken"
-        last = f"\n{result}; {len(self.verdicts)} promises checked in {self.seconds:g} s"
+        checked = sum(verdict.outcome != "not applicable" for verdict in self.verdicts)
+        last = f"\n{result}; {checked} promises checked in {self.seconds:g} s"
         return lines(f"{self.name}: {', '.join(self.cuts)}\n", table, *previews, last)

@@ -243,6 +243,7 @@ class _ComparisonRunner:
         self.state.setdefault("rates", {})[variant.label] = {
             "lr": variant.rate * best["factor"],
             "factor": best["factor"],
+            "tuned": list(variant.rates),
             "trials": [
                 {"lr": variant.rate * entry["factor"], "held_out_loss": entry.get("held_out_loss"), "judged": value}
                 for entry, value in zip(entries, judged, strict=True)

@@ -43,12 +43,17 @@ class Variant:
         """Learning rate of the variant's recipe; None without a tuned optimizer."""
         return None if self.optimizer is None else float(self.optimizer.lr)  # type: ignore[attr-defined]
 
+    @property
+    def rates(self) -> dict[str, float]:
+        """Learning rates of the optimizer by the name of the setting. They are tuned together."""
+        values = {name: getattr(self.optimizer, name, None) for name in ("lr", *FOLLOWING_RATES)}
+        return {name: value for name, value in values.items() if value is not None}
+
     def at_rate(self, factor: float) -> "Variant":
         """Return the variant with its learning rates multiplied by a factor."""
         if factor == 1 or (optimizer := self.optimizer) is None:
             return self
-        rates = {name: getattr(optimizer, name, None) for name in ("lr", *FOLLOWING_RATES)}
-        changed = replace(optimizer, **{name: rate * factor for name, rate in rates.items() if rate is not None})
+        changed = replace(optimizer, **{name: rate * factor for name, rate in self.rates.items()})  # type: ignore[arg-type]
         techniques = tuple(changed if one is optimizer else one for one in self.recipe.techniques)
         return replace(self, recipe=replace(self.recipe, techniques=techniques))
 

@@ -256,9 +256,10 @@ class BoardSite:
     def _addresses(self) -> dict[str, str]:
         """Return the address of the page of each result file."""
         results = {
-            str(folder / f"{each.name}.json"): _at("result", each.name)
+            str(Path(place) / f"{each.name}.json"): _at("result", each.name)
             for each in saved_results(self.results, self.files)
             for folder in self.results
+            for place in (folder, folder.name)  # evidence names Thrifty's own results relative to their parent
         }
         entries = [entry for entry in self.watch.entries() if entry.kind != "run"]
         return results | {str(entry.path / f"{entry.kind}.json"): _at("folder", entry.name) for entry in entries}

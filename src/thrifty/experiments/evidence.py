@@ -6,7 +6,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from thrifty.experiments.findings import TOLERANCE, Finding, read_findings
-from thrifty.experiments.past_results import FOLDERS, PastComparison, PastStudy, past_comparisons, past_studies
+from thrifty.experiments.past_results import (
+    FOLDERS,
+    PastComparison,
+    PastStudy,
+    past_comparisons,
+    past_studies,
+    shown_path,
+)
 
 ASPECTS = ("time", "memory", "data", "quality", "exactness")
 _OF_EQUAL = {"time": "time", "flops": "time", "tokens": "data", "steps": "data"}
@@ -30,7 +37,7 @@ class Evidence:
         measurement.
         """
         lines = [(each.in_words(), each.source) for each in self.findings]
-        lines += [(each.in_words(), str(each.file)) for each in (*self.comparisons, *self.studies)]
+        lines += [(each.in_words(), shown_path(each.file)) for each in (*self.comparisons, *self.studies)]
         return [(line.removesuffix(f": {source}"), source) for line, source in lines]
 
     def best(self) -> str:

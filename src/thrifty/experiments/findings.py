@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from thrifty.core.errors import UsageError
-from thrifty.experiments.past_results import files_in
+from thrifty.experiments.past_results import files_in, shown_path
 
 Aspect = Literal["time", "memory", "data", "quality", "exactness", "prediction"]
 FindingVerdict = Literal["better", "equal", "worse", "mixed"]
@@ -78,7 +78,7 @@ def _finding(table: dict[str, Any], file: Path, folder: Path) -> Finding:
             verdict=_verdict(low, high, table.get("higher_is_better", False)),
             text=f"{table['of']} {bounds}",
             device=_device(data) or table["device"],
-            source=str(folder / table["file"]) if "file" in table else table.get("source", ""),
+            source=shown_path(folder / table["file"]) if "file" in table else table.get("source", ""),
             **conditions,
         )
     except (KeyError, ValueError, TypeError, OSError) as error:

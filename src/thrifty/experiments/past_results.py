@@ -2,7 +2,7 @@
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import cache
@@ -24,6 +24,12 @@ OWN_RESULTS = next((each for each in (PACKAGE / "results", PACKAGE.parents[1] / 
 OWN = ""
 """Objective of a comparison whose loss or data are a user's own objects: equal names would not mean equal losses."""
 FOLDERS = (Path("results"), Path("runs"), OWN_RESULTS)
+
+
+def shown_path(file: Path) -> str:
+    """Return the path of a result for display: that of Thrifty's own results starts with "results/"."""
+    own = OWN_RESULTS.parent.resolve()
+    return str(file.resolve().relative_to(own)) if file.resolve().is_relative_to(own / "results") else str(file)
 
 
 @dataclass(frozen=True)
@@ -82,11 +88,11 @@ class PastComparison:
 
     def in_words(self) -> str:
         """Return the verdict, the size of the runs and the machine on one line."""
-        others = f" with {', '.join(self.others)}" if self.others else "" if self.alone else " with other settings"
-        size = f"{self.parameters / 1e6:.2g}M parameters, {self.steps:,} steps"
-        return (
-            f"{self.role}{others}, equal {self.equal}: {self.sentence} ({size}, {self.cpu}, {self.device}): {self.file}"
-        )
+        joined = f" {'in place of' if self.is_replacement else 'with'} {', '.join(self.others)}"
+        others = joined if self.others else "" if self.alone else " with other settings"
+        conditions = f"{self.parameters / 1e6:.2g}M parameters, {self.steps:,} steps, {self.cpu}, {self.device}"
+        where = shown_path(self.file)
+        return f"{self.role}{others}, equal {self.equal}: {self.sentence} ({conditions}): {where}"
 
 
 def files_in(folders: Sequence[Path], *patterns: str) -> list[Path]:
@@ -147,7 +153,9 @@ def _of_comparison(data: dict[str, Any], file: Path) -> list[PastComparison]:
             for name in names:
                 others = tuple(other for other in touched if other != name)
                 alone = not others and _differs_by_techniques(data, label)
-                settings = _settings(recipe["techniques"], name, rates.get(label, {}).get("factor") or 1.0)
+                rate = rates.get(label, {})
+                tuned = rate.get("tuned", ["lr"])  # earlier comparisons tuned only "lr"
+                settings = _settings(recipe["techniques"], name, rate.get("factor") or 1.0, tuned)
                 comparisons.append(
                     PastComparison(technique=name, role=role, others=others, alone=alone, settings=settings, **of_arm)  # type: ignore[arg-type]
                 )
@@ -169,12 +177,12 @@ def _relative_steps(runs: Sequence[Mapping[str, Any]], label: str) -> float | No
     return fmean(ratios) if ratios and None not in ratios else None  # type: ignore[arg-type]
 
 
-def _settings(techniques: Mapping[str, Any], name: str, factor: float) -> dict[str, Any]:
-    """Return the settings of a technique in a variant, with its learning rate multiplied by the tuned factor."""
+def _settings(techniques: Mapping[str, Any], name: str, factor: float, tuned: Collection[str]) -> dict[str, Any]:
+    """Return the settings of a technique in a variant, with its `tuned` learning rates multiplied by the factor."""
     settings: Any = techniques
     for part in name.split("."):
         settings = settings.get(part, {})
-    return settings | {"lr": settings["lr"] * factor} if "lr" in settings else dict(settings)
+    return {key: value * factor if key in tuned and value is not None else value for key, value in settings.items()}
 
 
 def _comparisons(folders: Sequence[Path]) -> Iterator[tuple[dict[str, Any], Path]]:
@@ -210,13 +218,15 @@ class PastStudy:
     """Number of expectations, which were written before the study ran."""
     held: int
     """Number of expectations that hold."""
+    sentences: tuple[str, ...]
+    """Expectations with their verdicts."""
     cpu: str
     file: Path
 
     def in_words(self) -> str:
         """Return the result of the study on one line."""
         outcome = f"{self.held} of {self.expected} expectations hold"
-        return f"study {self.study}: {self.about} {outcome} ({self.cpu}): {self.file}"
+        return f"study {self.study}: {self.about} {outcome} ({self.cpu}): {shown_path(self.file)}"
 
 
 def past_studies(folders: Sequence[Path] = FOLDERS) -> list[PastStudy]:
@@ -227,7 +237,8 @@ def past_studies(folders: Sequence[Path] = FOLDERS) -> list[PastStudy]:
             name, expectations = data["study"], data["expectations"]
             held = sum(each["verdict"] == "holds" for each in expectations)
             about, cpu = data.get("about", ""), data["environment"]["cpu"]
-            past.append(PastStudy(name, about, _used_in(name), len(expectations), held, cpu, file))
+            sentences = tuple(f"{each['verdict']}: {each['sentence']}" for each in expectations)
+            past.append(PastStudy(name, about, _used_in(name), len(expectations), held, sentences, cpu, file))
     return past
 
 

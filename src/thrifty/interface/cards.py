@@ -9,7 +9,7 @@ from rich.console import RenderableType
 
 from thrifty.core.card import read_card
 from thrifty.core.errors import UsageError, did_you_mean, refuse_unknown, spelled
-from thrifty.experiments.past_results import FOLDERS
+from thrifty.experiments.past_results import FOLDERS, past_studies, shown_path
 from thrifty.interface.catalog import Kind, catalog
 from thrifty.interface.technique_profiles import TechniqueProfile, setting_lines, technique_profile
 from thrifty.reporting.printed_result import PrintedResult, lines
@@ -43,10 +43,28 @@ class NamedCard(PrintedResult):
         )
 
 
+@dataclass(frozen=True, repr=False)
+class StudyCard(PrintedResult):
+    """Results of a study: each kept or finished run with its expectations."""
+
+    name: str
+    about: str
+    results: tuple[tuple[str, tuple[str, ...]], ...]
+    """One line per result, with the verdict on each expectation."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+    def __rich__(self) -> RenderableType:
+        results = [line for title, sentences in self.results for line in (title, *(f"  {each}" for each in sentences))]
+        again = spelled(f"thrifty study {self.name}", f'thrifty.study("{self.name}")')
+        return lines(f"{self.name}  (study)\n", f"{self.about}\n", *(results or ["no result"]), f"\nrepeat by: {again}")
+
+
 def show(
     name: "str | type[Technique]", *, kind: CardKind | None = None, results: Sequence[Path] | None = None
-) -> TechniqueProfile | NamedCard:
-    """Return the card of a technique, an objective, a model preset or an accelerator design.
+) -> TechniqueProfile | NamedCard | StudyCard:
+    """Return the card of a technique, an objective, a model preset or an accelerator design, or a study's results.
 
     The card of a technique includes its measured evidence from the folders `results`: by default ./results, ./runs and
     the results in the package. If a technique and a design have the same name, such as "a3", `kind` selects one. The
@@ -61,6 +79,13 @@ def show(
     """
     refuse_unknown("there is no card of kind", kind or "technique", get_args(CardKind))
     others = {each: names for each, names in _OTHERS.items() if name in catalog()[names]}
+    if kind is None and not others and name in catalog()["studies"]:
+        past = [each for each in past_studies(results or FOLDERS) if each.study == name]
+        titles = [
+            f"{each.held} of {each.expected} expectations hold ({each.cpu}): {shown_path(each.file)}" for each in past
+        ]
+        about = catalog()["studies"][name]["about"]
+        return StudyCard(str(name), about, tuple(zip(titles, (each.sentences for each in past), strict=True)))
     if kind == "technique" or kind is None:
         try:
             return technique_profile(name, results or FOLDERS)
@@ -75,7 +100,7 @@ def show(
 
 
 def _refuse_other_kind(name: str) -> None:
-    """Raise UsageError for a recipe or a study, which have no card."""
+    """Raise UsageError for a recipe, which has no card."""
     if name in catalog()["recipes"]:
         from thrifty.recipes import RECIPES  # imports torch
 
@@ -83,10 +108,6 @@ def _refuse_other_kind(name: str) -> None:
         command = f"thrifty explain {name}" + ("" if has_data else " --data my.txt")
         call = f'thrifty.explain(thrifty.recipe(recipe="{name}"' + ("))" if has_data else ', data="my.txt"))')
         raise UsageError(f"{name!r} is a recipe, which has no card", fix=spelled(command, call))
-    if name in catalog()["studies"]:
-        raise UsageError(
-            f"{name!r} is a study, which has no card", spelled(f"thrifty study {name}", f'thrifty.study("{name}")')
-        )
 
 
 _OTHERS: dict[CardKind, Kind] = {"objective": "objectives", "preset": "presets", "design": "designs"}

@@ -16,7 +16,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from thrifty.composition.compose import BaseRun
 from thrifty.core.batches import Batch, BatchSource
-from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.errors import UsageError, did_you_mean, spelled
 from thrifty.core.tensor_tracing import storage_bytes
 from thrifty.core.user_objects import UserObjects
 from thrifty.core.user_sources import import_function, is_function_name
@@ -24,9 +24,10 @@ from thrifty.data.text.token_windows import PackedTokens
 from thrifty.interface.recipe_arguments import is_mixture, names_object, recipe
 from thrifty.models.families import FAMILIES, assemble
 from thrifty.models.hf_folder import read_config, weight_files
-from thrifty.models.model_presets import PRESETS
+from thrifty.models.model_presets import PRESETS, nearest_model
 from thrifty.objectives import find_objective
 from thrifty.objectives.user_loss import UserFunction, UserLoss, loss_of_output
+from thrifty.recipes import RECIPES
 from thrifty.training.run_setup import prepare_run
 
 EXAMPLES, LENGTH = 8, 512
@@ -159,11 +160,15 @@ def _model_folder(model: str | Path) -> Path | None:
 
 
 def _preset(model: str | Path) -> str:
-    if str(model) not in PRESETS:
-        raise UsageError(
-            f"{str(model)!r} is neither a preset nor a folder with config.json", fix=did_you_mean(str(model), PRESETS)
-        )
-    return str(model)
+    name = str(model)
+    if name in RECIPES:
+        preset = RECIPES[name]().model.preset
+        typed, call = f"thrifty estimate {preset}", f'thrifty.estimate("{preset}", batch)'
+        whole = spelled(f"thrifty explain {name}", f'thrifty.explain("{name}")')
+        raise UsageError(f"{name!r} is a recipe, not a model", fix=f"{spelled(typed, call)}; or {whole}")
+    if name not in PRESETS:
+        raise UsageError(f"{name!r} is neither a preset nor a folder with config.json", fix=nearest_model(name))
+    return name
 
 
 def _has_weights(folder: Path) -> bool:

@@ -60,7 +60,7 @@ class TechniqueProfile(PrintedResult):
         verdicts = self.verdicts()
         shown = [f"{aspect} {verdicts.get(aspect, 'not measured')}" for aspect in ASPECTS if aspect != "quality"]
         quality = [f"quality {verdicts['quality']}"] if "quality" in verdicts else []
-        return " | ".join([*shown, *quality, f"measured on {', '.join(self.evidence.machines()) or 'no machine'}"])
+        return " | ".join([*shown, *quality, f"measured on {'; '.join(self.evidence.machines()) or 'no machine'}"])
 
     def __rich__(self) -> RenderableType:
         start = read_card(self.card).start or f"{self.name}{self._example()}"

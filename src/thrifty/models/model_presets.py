@@ -61,7 +61,7 @@ def shape_of(
     """Return the preset's shape with the changes in the settings. By default vocabulary, length and image size are the
     published values."""
     if settings.preset not in PRESETS:
-        raise UsageError(f"model.preset: there is no preset {settings.preset!r}", fix=_nearest_model(settings.preset))
+        raise UsageError(f"model.preset: there is no preset {settings.preset!r}", fix=nearest_model(settings.preset))
     shape = resized(PRESETS[settings.preset], settings, images)
     if shape.style in ("vit", "mae"):
         return shape
@@ -69,7 +69,7 @@ def shape_of(
     return replace(shape, **{name: size for name, size in sizes.items() if size is not None})
 
 
-def _nearest_model(name: str) -> str:
+def nearest_model(name: str) -> str:
     """Return the fix for a name that is neither a preset nor a folder."""
     every = spelled("thrifty list presets", 'thrifty.list("presets")')
     if on_hub := HUB_MODEL.fullmatch(name):
