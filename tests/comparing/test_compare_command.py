@@ -14,7 +14,8 @@ from thrifty.cli.show import command as show
 from thrifty.core.errors import UsageError
 from thrifty.experiments.evidence import evidence_by_technique
 from thrifty.experiments.past_results import past_comparisons
-from thrifty.reporting.comparison_page import render
+from thrifty.reporting.comparison_charts import charts
+from thrifty.reporting.comparison_page import cautions, render, tables
 
 SWAP = ("--variant", "lion: --without optimizers.adamw --with optimizers.lion:lr=2e-4")
 
@@ -135,6 +136,57 @@ def test_page_names_the_device_of_the_runs(tmp_path: Path) -> None:
     for entry in data["runs"]:
         entry["device"] = "cuda:0"
     assert "<td>cuda:0</td>" in render(data)
+
+
+def test_page_has_setup_rates_and_seeds(tmp_path: Path) -> None:
+    typed(*SWAP, "--seeds", "1", "--rate-trials", "3", "--name", "race")
+    data = json.loads((tmp_path / "runs" / "race" / "comparison.json").read_text())
+    shown = {title: (head, rows) for title, _, head, rows in tables(data)}
+    setup = [tuple(row) for row in shown["Setup"][1]]
+    assert ("baseline", "data = digits") in setup and ("lion", "without optimizers.adamw") in setup
+    assert ("lion", "optimizers.lion.lr = 0.0002") in setup
+    head, rows = shown["All runs"]
+    rates = {row[0]: (row[head.index("seed")], row[head.index("learning rate")]) for row in rows}
+    assert rates["variant-1-trial-0"] == ("", "0.0001") and rates["variant-1-trial-2"] == ("", "0.0004")
+    assert rates["variant-1-seed-0"] == ("0", f"{data['rates']['lion']['lr']:.3g}")
+
+
+@pytest.mark.parametrize(
+    ("relative", "effect", "headline"),
+    [
+        (0.004, 0.01, "lion is worse than the baseline, by less than 1.0 %"),
+        (0.04, 0.01, "lion is worse than the baseline<"),
+    ],
+)
+def test_headline_of_a_small_difference_says_so(tmp_path: Path, relative: float, effect: float, headline: str) -> None:
+    typed(*SWAP, "--seeds", "8", "--rate-trials", "1", "--budget", "40steps", "--name", "race")
+    data = json.loads((tmp_path / "runs" / "race" / "comparison.json").read_text())
+    data["definition"]["protocol"]["effect"] = effect
+    data["outcome"]["variants"]["lion"]["verdict"] |= {"verdict": "worse", "relative": relative}
+    assert headline in render(data)
+
+
+def test_cautions_name_untuned_rates_and_models_that_learned_nothing(tmp_path: Path) -> None:
+    typed(*SWAP, "--seeds", "1", "--rate-trials", "1", "--name", "race")
+    data = json.loads((tmp_path / "runs" / "race" / "comparison.json").read_text())
+    assert any("not tuned" in caution for caution in cautions(data))
+    for entropy, is_said in ((0.5, True), (9.0, False)):
+        for fact in ("unigram_entropy", "label_entropy"):
+            for entry in data["runs"]:
+                entry["judged_on"] = {fact: entropy}
+            assert any("frequencies alone" in caution for caution in cautions(data)) == is_said
+
+
+@pytest.mark.parametrize("equal", ["time", "steps", "tokens", "flops"])
+def test_curves_are_over_the_equal_budget(tmp_path: Path, equal: str) -> None:
+    typed(*SWAP, "--seeds", "1", "--rate-trials", "1", "--name", "race")
+    data = json.loads((tmp_path / "runs" / "race" / "comparison.json").read_text())
+    data["definition"]["protocol"]["equal"] = equal
+    ((_, _, chart),) = [each for each in charts(data) if each[0].startswith("Held-out")]
+    last = {point["variant"]: point["used"] for point in chart.to_dict()["data"]["values"]}
+    run = next(entry for entry in data["runs"] if entry["run"] == "baseline-seed-0")
+    expected = {"time": run["curve"][-1][1]}.get(equal, run.get(equal))
+    assert last["baseline"] == pytest.approx(expected)
 
 
 def test_page_begins_with_verdict_and_chart(tmp_path: Path) -> None:

@@ -272,7 +272,8 @@ class _ComparisonRunner:
         if (before := self.runs.get(name)) and before["status"] in ("finished", "failed"):
             return self.checked(before)
         ended = worker(recipe, self.folder.path)
-        entry = {"run": name, **place, **ended.as_data()}
+        rates = Variant("", "", recipe).rates
+        entry = {"run": name, **place, **({"lr": rates["lr"]} if rates else {}), **ended.as_data()}
         if entry["status"] == "interrupted":
             raise RunStopped(ended.exit_code)
         if entry["status"] == "finished":
@@ -312,6 +313,7 @@ class _ComparisonRunner:
         is_finished = entry["status"] == "finished"
         result = f"held-out loss {significant(loss, 4)}" if is_finished else f"failed: {entry['error']}"
         kind = next(f"{kind} {entry[kind]}" for kind in ("pilot", "trial", "seed") if kind in entry)
+        kind += f" at lr {entry['lr']:.3g}" if "trial" in entry and "lr" in entry else ""
         took = duration(entry["elapsed"]) + (f"; about {duration(left)} left" if left else "")
         return f"[{len(self.runs)}/{self.planned}] {entry['variant']}, {kind}: {result} ({took})"
 

@@ -1,4 +1,4 @@
-"""Charts of a comparison as SVG with CSS colors: losses over time, and paired differences."""
+"""Charts of a comparison as SVG with CSS colors: losses over the used budget, and paired differences."""
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
@@ -16,6 +16,8 @@ SERIES = ("control", "train", "held-out", "trained", "bad")
 DASHES = ([1, 0], [6, 3], [2, 2], [8, 2, 2, 2])
 PAPER = 640
 """Width in pixels of the plot in a file."""
+USED = {"time": "seconds in training steps", "steps": "steps", "tokens": "tokens", "flops": "FLOPs"}
+"""Title of the x axis of curves, by the budget that is equal for all variants."""
 BEGINNING = 0.15
 """Fraction of the time axis whose higher losses are cut off."""
 Comparison = Mapping[str, Any]
@@ -29,7 +31,7 @@ def charts(data: Comparison, width: int = WIDE) -> list[tuple[str, str, alt.Laye
 
 
 def named_charts(data: Comparison, width: int) -> dict[str, alt.LayerChart]:
-    """Return the charts by name: the judged metric over time, such as "loss", and "differences"."""
+    """Return the charts by name: the judged metric over the equal budget, such as "loss", and "differences"."""
     return {title.split()[-3 if " over " in title else 0].lower(): chart for title, _, chart in charts(data, width)}
 
 
@@ -92,16 +94,19 @@ def _differences(
 def _curves(data: Comparison, done: Sequence[Mapping[str, Any]], width: int) -> tuple[str, str, alt.LayerChart] | None:
     """Return one line per variant, the mean over seeds, in a band from the lowest to the highest seed."""
     judged = judged_of(data)
+    equal = data["definition"]["protocol"]["equal"]
     measured: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
     for entry in done:
+        per_step = {"tokens": entry["tokens"] / entry["steps"], "flops": (entry["flops"] or 0.0) / entry["steps"]}
         for step, seconds, value in entry.get("curve" if judged == "loss" else "judged_curve", ()):
             if value is not None:
-                measured[entry["variant"], step].append((seconds, value))
+                used = seconds if equal == "time" else step * per_step.get(equal, 1.0)
+                measured[entry["variant"], step].append((used, value))
     points = []
     for (label, _), pairs in sorted(measured.items(), key=lambda item: item[0][1]):
-        seconds, values = zip(*pairs, strict=True)
+        used, values = zip(*pairs, strict=True)
         ends = {"low": min(values), "high": max(values)}
-        points.append({"variant": label, "seconds": fmean(seconds), "loss": fmean(values), **ends})
+        points.append({"variant": label, "used": fmean(used), "loss": fmean(values), **ends})
     if not points:
         return None
     labels = [*data["definition"]["variants"]]
@@ -110,7 +115,7 @@ def _curves(data: Comparison, done: Sequence[Mapping[str, Any]], width: int) -> 
     legend = alt.Legend(orient="top", title=None, labelLimit=width, columns=4 if width > PHONE else 1)
     legend.symbolType, legend.symbolOpacity, legend.symbolFillColor = "stroke", 1, "transparent"
     base = alt.Chart(alt.Data(values=points)).encode(
-        x=alt.X("seconds:Q", title="seconds in training steps", axis=alt.Axis(tickCount=width // 100)),
+        x=alt.X("used:Q", title=USED[equal], axis=alt.Axis(tickCount=width // 100)),
         color=alt.Color("variant:N", scale=alt.Scale(domain=labels, range=colours), legend=legend),
     )
     axis, scale = alt.Axis(title=f"held-out {judged}", tickCount=5), _scale(points, judged)
@@ -121,13 +126,11 @@ def _curves(data: Comparison, done: Sequence[Mapping[str, Any]], width: int) -> 
     )
     caption = "Lines are means over seeds; bands reach from the lowest to the highest seed."
     chart = alt.layer(bands, lines).properties(width=width, height=340 if width > PHONE else 240)
-    return f"Held-out {judged} over time", caption, chart
+    return f"Held-out {judged} over {'time' if equal == 'time' else USED[equal]}", caption, chart
 
 
 def _scale(points: Sequence[Mapping[str, Any]], judged: str) -> alt.Scale:
     """Return a y scale. For a loss, the scale cuts off the steep beginning of the curve."""
-    begin = BEGINNING * max(point["seconds"] for point in points)
-    most = (
-        {"domainMax": max(point["high"] for point in points if point["seconds"] >= begin)} if judged == "loss" else {}
-    )
+    begin = BEGINNING * max(point["used"] for point in points)
+    most = {"domainMax": max(point["high"] for point in points if point["used"] >= begin)} if judged == "loss" else {}
     return alt.Scale(zero=False, **most)

@@ -57,12 +57,13 @@ def render(data: Comparison) -> str:
         about=about(data),
         verdicts=[
             PageVerdict(
-                HEADLINES[word].format(label),
+                HEADLINES[word].format(label) + small,
                 _as_sentence(sentence.partition(": ")[2]),
                 gains(data, label),
-                OUTCOMES.get(word, ""),
+                "" if small else OUTCOMES.get(word, ""),
             )
             for label, word, sentence in verdicts(data)
+            for small in [_small_effect(data, label)]
         ],
         rule=RULE,
         pending="The verdict appears after all pairs have finished, because interim verdicts would make false findings "
@@ -106,6 +107,13 @@ def verdicts(data: Comparison) -> list[tuple[str, str, str]]:
     ]
 
 
+def _small_effect(data: Comparison, label: str) -> str:
+    """Return the end of a headline for a difference below the smallest relevant effect; otherwise ""."""
+    verdict, effect = data["outcome"]["variants"][label]["verdict"], data["definition"]["protocol"]["effect"]
+    is_small = verdict["verdict"] in OUTCOMES and abs(verdict.get("relative") or effect) < effect
+    return f", by less than {percent(effect)}" if is_small else ""
+
+
 def gains(data: Comparison, label: str) -> str:
     """Return a sentence on a variant's step time, peak memory, and time to the final loss of the baseline. Return "" if
     all three are unknown."""
@@ -128,7 +136,9 @@ def cautions(data: Comparison) -> list[str]:
     """Return cautions that restrict the meaning of the verdicts."""
     variants, protocol = data.get("outcome", {}).get("variants", {}), data["definition"]["protocol"]
     equal = {"flops": "FLOPs", "time": "seconds", "tokens": _unit(data)}.get(protocol["equal"], protocol["equal"])
-    warnings = [*data.get("cautions", [])]
+    warnings = [*data.get("cautions", []), *_nothing_learned(data)]
+    if protocol["trials"] == 1:
+        warnings.append("learning rates are not tuned, which favors the variant whose rate fits best")
     warnings += [
         f"{label} used {significant(variant['used'])} times the {equal} of the baseline, although the budget was equal"
         for label, variant in variants.items()
@@ -147,17 +157,67 @@ def cautions(data: Comparison) -> list[str]:
     return warnings
 
 
+def _nothing_learned(data: Comparison) -> list[str]:
+    """Return a caution if no variant is better than the frequencies of tokens or labels."""
+    losses = [each["held_out_loss"] for each in data.get("outcome", {}).get("variants", {}).values()]
+    facts = next((entry["judged_on"] for entry in data["runs"] if "judged_on" in entry), {})
+    for fact, words in (("unigram_entropy", "token frequencies"), ("label_entropy", "label frequencies")):
+        entropy = facts.get(fact)
+        if entropy is not None and losses and None not in losses and min(losses) >= entropy:
+            why = f"every held-out loss is above that of the {words} alone, {significant(entropy)}"
+            return [f"no variant has learned enough: {why}; longer runs may give another verdict"]
+    return []
+
+
 def tables(data: Comparison) -> list[tuple[str, str, list[str], list[list[str]]]]:
     """Return the title, note, header and rows of every table. Columns without values are omitted, and a table without
     data has no rows.
     """
-    every = [_rungs(data), _used(data), _measured(data), _rates(data), _planned(data), _runs(data)]
+    every = [_rungs(data), _used(data), _measured(data), _rates(data), _planned(data), _setup(data), _runs(data)]
     return [(title, note, *_filled_columns(head, rows)) for title, note, head, rows in every]
 
 
 def _filled_columns(head: Sequence[str], rows: Sequence[Sequence[str]]) -> tuple[list[str], list[list[str]]]:
     filled = [column for column in range(len(head)) if any(row[column] not in EMPTY for row in rows)]
     return [head[column] for column in filled], [[row[column] for column in filled] for row in rows]
+
+
+def _setup(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
+    recipes = data["definition"]["variants"]
+    plain, finished = recipes[BASELINE], [entry for entry in data["runs"] if entry["status"] == "finished"]
+    model, settings = plain.get("model", {}), plain.get("data", {})
+    facts = {
+        "model": model.get("build") or model.get("folder") or model.get("preset"),
+        "parameters": f"{finished[0]['parameters']:,}" if finished else "",
+        "data": settings.get("source"),
+        "tokens per example": settings.get("length") if _unit(data) == "tokens" else None,
+        "examples per step": settings.get("batch"),
+        "held-out examples": plain.get("evaluation", {}).get("examples"),
+        "unit of the loss": _unit_of_loss(finished[0]["judged_on"]) if finished else "",
+    }
+    rows = [["baseline", f"{name} = {value}"] for name, value in facts.items() if value]
+    baseline = _values(plain)
+    for label, recipe in recipes.items():
+        removed = data["changes"].get(label, {}).get("removed", [])
+        rows += [[label, f"without {name}"] for name in removed]
+        rows += [
+            [label, f"{path.removeprefix('techniques.')} = {value}"]
+            for path, value in _values(recipe).items()
+            if baseline.get(path) != value
+        ]
+    return "Setup", "Settings of the baseline, and what each variant changes.", ["variant", "setting"], rows
+
+
+def _values(table: Mapping[str, Any], path: str = "") -> dict[str, Any]:
+    """Return the values of nested tables by dotted path."""
+    values: dict[str, Any] = {}
+    for key, value in table.items():
+        values |= _values(value, f"{path}{key}.") if isinstance(value, Mapping) else {f"{path}{key}": value}
+    return values
+
+
+def _unit_of_loss(facts: Mapping[str, Any]) -> str:
+    return facts.get("loss_in") or f"nats per {facts.get('unit', 'tokens').removesuffix('s')}"
 
 
 def _rungs(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
@@ -308,6 +368,8 @@ def _runs(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
         [
             entry["run"],
             entry["variant"],
+            str(entry.get("seed", "")),
+            f"{entry['lr']:.3g}" if "lr" in entry else "",
             entry["status"],
             significant(entry.get("held_out_loss"), 4),
             duration(entry.get("seconds")),
@@ -316,5 +378,5 @@ def _runs(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
         for entry in data["runs"]
     ]
     failed = sum(entry["status"] == "failed" for entry in data["runs"])
-    head = ["run", "variant", "status", "held-out loss", "seconds in steps", "error"]
+    head = ["run", "variant", "seed", "learning rate", "status", "held-out loss", "seconds in steps", "error"]
     return "All runs", f"{len(rows)} runs, {failed} of them failed.", head, rows
