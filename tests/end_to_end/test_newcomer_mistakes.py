@@ -104,7 +104,7 @@ TYPED_MISTAKES = [
     ("sweep text --data my.txt --over model.preset=a..b", USAGE, "'a..b' is not a range", "--over model.preset=a,b"),
     ("show text", USAGE, "'text' is a recipe", "thrifty explain text --data my.txt"),
     ("show vit-digits", USAGE, "'vit-digits' is a recipe", "thrifty explain vit-digits"),
-    ("show lion_rate", USAGE, "'lion_rate' is a study", "thrifty study lion_rate"),
+    ("explain lion_rate", USAGE, "'lion_rate' is a study", "thrifty study lion_rate"),
     ("train --model openai-community/gpt2 --data my.txt", USAGE, "no preset", "hf download openai-community/gpt2"),
     ("data look ''", USAGE, "the source is empty", "such as my.txt"),
     ("show lorra", USAGE, "no technique 'lorra'", "did you mean 'lora'?"),

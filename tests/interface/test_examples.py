@@ -25,6 +25,7 @@ ONLY_CALLS = {
     "estimate": "its own tests are dearer",
     "lottery": "it takes four runs",
     "plan": "it runs probes",
+    "predict": "it requires a run on labelled texts",
     "retrieve": "it requires images with captions",
     "study": "it takes minutes",
 }

@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import Any
@@ -179,6 +180,19 @@ def test_one_learning_rate_of_muon_suffices(scale: str, share: float) -> None:
         schedulers.LambdaLR(optimizer, lambda step: 1 / (1 + step))
         results.append(train(model, optimizer, range(3)))
     assert torch.equal(*results)
+
+
+def test_parameters_added_after_the_optimizer_are_named() -> None:
+    model = network()
+    early = thrifty.optim.AdamW(model, lr=1e-3)
+    model = thrifty.apply(model, "lora", rank=2)
+    with pytest.warns(UserWarning, match="trainable parameters of the model are not in the optimizer"):
+        train(model, early, range(1))
+    late = thrifty.optim.AdamW(model, lr=1e-3)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        train(model, early, range(1))  # said once
+        train(model, late, range(2))
 
 
 def test_a_state_of_a_missing_technique_is_refused() -> None:

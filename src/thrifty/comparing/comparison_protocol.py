@@ -95,7 +95,7 @@ def claim_folder(path: Path, variants: Sequence[Variant], protocol: ComparisonPr
         elif other:
             raise UsageError(
                 f"'{path}' holds a different comparison: " + "; ".join(other),
-                fix="undo the change; or choose another --name (seeds added after a verdict cause false findings)",
+                fix="undo the change; or, since seeds added after a verdict cause false findings, use --name NAME",
             )
         if not before:
             folders = {variant.label: variant.folder for variant in variants}

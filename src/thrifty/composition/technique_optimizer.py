@@ -1,9 +1,11 @@
 """Optimizer techniques as `torch.optim.Optimizer`, with torch's parameter groups, schedulers and state dicts."""
 
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import fields
 from typing import Any, ClassVar
+from weakref import ref
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +45,8 @@ class TechniqueOptimizer(TransformOptimizer):
     """
 
     technique: ClassVar[type[Technique]]
+    _model: Callable[[], nn.Module | None] = staticmethod(lambda: None)
+    """Weak reference to the module passed as `params`."""
 
     def __init__(self, params: Params, *, total_steps: int | None = None, **settings: Any):
         self.total_steps, self.added = total_steps, ()
@@ -68,6 +72,7 @@ class TechniqueOptimizer(TransformOptimizer):
 
     def _groups(self, params: Params, chosen: Technique) -> list[dict[str, Any]]:
         if isinstance(params, nn.Module):
+            self._model = ref(params)
             chosen.model(params)
             params = [pair for pair in params.named_parameters() if pair[1].requires_grad]
         groups = [params] if isinstance(params, Tensor | dict) else list(params)
@@ -130,6 +135,8 @@ class TechniqueOptimizer(TransformOptimizer):
         active = [index for index, parameter in enumerate(parameters) if parameter.grad is not None]
         if not active:
             return
+        if not self.updates:
+            self._warn_of_untrained()
         self._locate(active)
         own = [parameters[index] for index in active]
         self.site.update([each.grad for each in own], own, self.updates, self.age)
@@ -138,6 +145,14 @@ class TechniqueOptimizer(TransformOptimizer):
             self._steps[index] += 1
         for count in self._counts:
             count += 1
+
+    def _warn_of_untrained(self) -> None:
+        """Warn if the model has trainable parameters that the optimizer lacks, such as adapters applied later."""
+        known, model = {id(each) for each in self.parameters}, self._model()
+        named = model.named_parameters() if model is not None else ()
+        if missing := [name for name, each in named if each.requires_grad and id(each) not in known]:
+            what = f"{len(missing)} trainable parameters of the model are not in the optimizer, such as {missing[0]}"
+            warnings.warn(f"{what}: build the optimizer after thrifty.apply(model, …)", stacklevel=4)
 
     @torch.no_grad()
     def scalars(self) -> dict[str, float]:

@@ -17,12 +17,12 @@ from thrifty.reporting.printed_result import PrintedResult, lines
 if TYPE_CHECKING:
     from thrifty.core.technique import Technique
 
-CardKind = Literal["technique", "objective", "preset", "design"]
+CardKind = Literal["technique", "objective", "preset", "design", "study"]
 
 
 @dataclass(frozen=True, repr=False)
 class NamedCard(PrintedResult):
-    """Card and settings of an objective, a preset or a design."""
+    """Card and settings of an objective, a preset or a design; or the results of a study."""
 
     kind: CardKind
     name: str
@@ -38,32 +38,13 @@ class NamedCard(PrintedResult):
 
     def __rich__(self) -> RenderableType:
         notes = [f"{self.notes}\n"] if self.notes else []
-        return lines(
-            f"{self.name}  ({self.kind})\n", f"{self.card}\n", *notes, "Settings", *setting_lines(self.settings)
-        )
-
-
-@dataclass(frozen=True, repr=False)
-class StudyCard(PrintedResult):
-    """Results of a study: each kept or finished run with its expectations."""
-
-    name: str
-    about: str
-    results: tuple[tuple[str, tuple[str, ...]], ...]
-    """One line per result, with the verdict on each expectation."""
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
-
-    def __rich__(self) -> RenderableType:
-        results = [line for title, sentences in self.results for line in (title, *(f"  {each}" for each in sentences))]
-        again = spelled(f"thrifty study {self.name}", f'thrifty.study("{self.name}")')
-        return lines(f"{self.name}  (study)\n", f"{self.about}\n", *(results or ["no result"]), f"\nrepeat by: {again}")
+        settings = [] if self.kind == "study" else ["Settings", *setting_lines(self.settings)]
+        return lines(f"{self.name}  ({self.kind})\n", f"{self.card}\n", *notes, *settings)
 
 
 def show(
     name: "str | type[Technique]", *, kind: CardKind | None = None, results: Sequence[Path] | None = None
-) -> TechniqueProfile | NamedCard | StudyCard:
+) -> TechniqueProfile | NamedCard:
     """Return the card of a technique, an objective, a model preset or an accelerator design, or a study's results.
 
     The card of a technique includes its measured evidence from the folders `results`: by default ./results, ./runs and
@@ -79,13 +60,6 @@ def show(
     """
     refuse_unknown("there is no card of kind", kind or "technique", get_args(CardKind))
     others = {each: names for each, names in _OTHERS.items() if name in catalog()[names]}
-    if kind is None and not others and name in catalog()["studies"]:
-        past = [each for each in past_studies(results or FOLDERS) if each.study == name]
-        titles = [
-            f"{each.held} of {each.expected} expectations hold ({each.cpu}): {shown_path(each.file)}" for each in past
-        ]
-        about = catalog()["studies"][name]["about"]
-        return StudyCard(str(name), about, tuple(zip(titles, (each.sentences for each in past), strict=True)))
     if kind == "technique" or kind is None:
         try:
             return technique_profile(name, results or FOLDERS)
@@ -95,8 +69,20 @@ def show(
                 raise
     for each, names in others.items():
         if kind in (None, each):
-            return NamedCard(each, name, **catalog()[names][name])
+            entry = catalog()[names][name]
+            return _study_card(str(name), entry, results) if each == "study" else NamedCard(each, name, **entry)
     raise UsageError(f"there is no {kind} {name!r}", fix=did_you_mean(name, catalog()[_OTHERS[kind]]))
+
+
+def _study_card(name: str, entry: dict[str, Any], results: Sequence[Path] | None) -> NamedCard:
+    """Return the kept and finished results of a study, with the verdict on each expectation."""
+    found: list[str] = []
+    for past in past_studies(results or FOLDERS):
+        if past.study == name:
+            title = f"{past.held} of {past.expected} expectations hold ({past.cpu}): {shown_path(past.file)}"
+            found += [title, *(f"  {sentence}" for sentence in past.sentences)]
+    again = spelled(f"thrifty study {name}", f'thrifty.study("{name}")')
+    return NamedCard("study", name, entry["about"], "\n".join([entry["about"], "", *found]), f"Repeat by: {again}", ())
 
 
 def _refuse_other_kind(name: str) -> None:
@@ -110,5 +96,7 @@ def _refuse_other_kind(name: str) -> None:
         raise UsageError(f"{name!r} is a recipe, which has no card", fix=spelled(command, call))
 
 
-_OTHERS: dict[CardKind, Kind] = {"objective": "objectives", "preset": "presets", "design": "designs"}
+_OTHERS: dict[CardKind, Kind] = {
+    "objective": "objectives", "preset": "presets", "design": "designs", "study": "studies",
+}  # fmt: skip
 """List of the names of each kind of card, except techniques."""

@@ -107,7 +107,8 @@ class StepEstimate(PrintedResult):
         tensors = f"{write_size(self.peak)} of tensors at the peak"
         head = f"{self.parameters:,} parameters, {scaled(self.flops, 'FLOP')} a step, {tensors}"
         parts = [f"  {name:<12}{write_size(value):>12}" for name, value in self.parts.items() if value]
-        verdict = [] if self.memory == inf else [f"{'fits' if self.fits else 'does not fit'} {write_size(self.memory)}"]
+        fit = f"{'fits' if self.fits else 'does not fit'} {write_size(self.memory)}"
+        verdict = [] if self.memory == inf else [fit if self.process is None else f"{fit}, without the process"]
         if self.process is not None:
             low, high = map(write_size, self.process)
             verdict.append(f"predicted memory of the process at the peak {low} to {high}")

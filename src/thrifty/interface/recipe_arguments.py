@@ -146,7 +146,8 @@ def recipe(
         sources = {str(name): float(weight) for name, weight in data.items()}
         base = replace(base.without_objects("data", "held_out"), data=replace(base.data, sources=sources))
     elif isinstance(data, str | Path):
-        base = replace(base.without_objects("data", "held_out"), data=replace(base.data, source=str(data), sources={}))
+        source = replace(base.data, source=_absolute(data), sources={})
+        base = replace(base.without_objects("data", "held_out"), data=source)
         if recipe is None:
             base = _fitting(base, loss is None)
     elif data is not None:
@@ -162,7 +163,7 @@ def recipe(
         passed |= {"data": data}
         base = _fitting(base, is_free=False) if recipe is None and isinstance(loss, str) else base
     if has_path or not (is_own or data is None):
-        base = replace(base, data=replace(base.data, held_out_source=str(held_out) if has_path else ""))
+        base = replace(base, data=replace(base.data, held_out_source=_absolute(held_out) if has_path else ""))  # type: ignore[arg-type]
     elif held_out is not None:
         passed |= {"held_out": held_out}
     if isinstance(loss, str):
@@ -226,6 +227,11 @@ def names_object(value: Any, is_data: bool = False) -> bool:
 def is_mixture(data: Any) -> bool:
     """Return True if `data` is a dict of sampling weights by source."""
     return isinstance(data, Mapping) and bool(data) and all(isinstance(each, int | float) for each in data.values())
+
+
+def _absolute(source: str | Path) -> str:
+    """Return the absolute path of an existing source, as on the command line; names of datasets stay."""
+    return str(Path(source).resolve()) if str(source) and Path(source).exists() else str(source)
 
 
 def _check_objective_reads(data: Any, objective: ObjectiveSettings) -> None:

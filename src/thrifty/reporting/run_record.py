@@ -2,6 +2,7 @@
 
 import json
 import math
+import shlex
 import tomllib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -69,6 +70,10 @@ def find_run(run: str | Path) -> Path:
         if is_run_folder(folder):
             return folder
     existing = next((folder for folder in candidates if folder.exists()), None)
+    if existing is not None and (kept := existing / "comparison.json").is_file():
+        typed = json.loads(kept.read_bytes()).get("environment", {}).get("command", [])
+        again = shlex.join(map(str, typed)) or spelled("thrifty compare …", "thrifty.compare(…)")
+        raise UsageError(f"'{existing}' is a comparison, not a run", fix=f"the same command continues it: {again}")
     if existing is not None:
         raise UsageError(
             f"'{existing}' is not a run folder: it has none of {', '.join(RUN_FILES)}",
