@@ -166,7 +166,7 @@ def test_headline_of_a_small_difference_says_so(tmp_path: Path, relative: float,
     assert headline in render(data)
 
 
-def test_cautions_name_untuned_rates_and_models_that_learned_nothing(tmp_path: Path) -> None:
+def test_untuned_rates_and_unlearned_models_are_said(tmp_path: Path) -> None:
     typed(*SWAP, "--seeds", "1", "--rate-trials", "1", "--name", "race")
     data = json.loads((tmp_path / "runs" / "race" / "comparison.json").read_text())
     assert any("not tuned" in caution for caution in cautions(data))

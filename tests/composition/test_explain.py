@@ -87,7 +87,7 @@ def test_matrix_products_of_muon_count_once_per_step(others: tuple[str, ...]) ->
     assert muon.plain.flops == adamw.plain.flops
 
 
-def test_seldom_matrix_products_of_an_update_count_by_their_share() -> None:
+def test_seldom_products_of_an_update_count_by_their_share() -> None:
     often, seldom = (
         explain(compose(plain_run(), [technique("optimizers.soap", every=every)], 100)).footprint for every in (1, 10)
     )

@@ -80,7 +80,7 @@ def test_numbers_and_several_labels_are_those_of_the_export(tmp_path: Path, obje
             assert label == [names[n] for n in logits[first].argmax(-1).tolist()]
 
 
-def test_the_card_of_an_adapter_loads_it_with_labels_and_tokenizer(tmp_path: Path) -> None:
+def test_the_card_of_an_adapter_loads_it(tmp_path: Path) -> None:
     peft = pytest.importorskip("peft")
     run, texts = trained(tmp_path, "classification", adapter="lora:rank=2"), examples("classification", 5)
     thrifty.export(run, tmp_path / "adapter", part="adapter")

@@ -134,7 +134,7 @@ def test_with_changes_only_named_settings() -> None:
     assert layers.changed()["techniques.optimizers.adamw.lr"] == "recipe text"
 
 
-def test_an_added_technique_replaces_one_of_the_recipe_with_the_same_decision() -> None:
+def test_an_added_technique_replaces_that_of_the_recipe() -> None:
     for words, removed in {
         "muon:lr=3e-3": {"optimizers.adamw": "optimizers.muon"},
         "schedule_free": {
@@ -150,7 +150,7 @@ def test_an_added_technique_replaces_one_of_the_recipe_with_the_same_decision() 
         assert not any(path.startswith(tuple(f"techniques.{name}" for name in removed)) for path in layers.values())
 
 
-def test_two_added_techniques_with_the_same_decision_are_refused() -> None:
+def test_two_added_optimizers_are_refused() -> None:
     recipe = build_recipe("text", additions=("muon", "lion")).recipe()
     assert {"optimizers.muon", "optimizers.lion"} == {t.name for t in recipe.techniques if Claim.OPTIMIZER in t.claims}
     with pytest.raises(UsageError, match="both decide the optimizer"):

@@ -2,6 +2,7 @@
 
 import re
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import psutil
@@ -9,15 +10,17 @@ import pytest
 import tiny_recipes
 import torch
 from click.testing import CliRunner
+from tiny_runs import plain_run, technique
 
 from thrifty.cli.explain import command
+from thrifty.composition.compose import compose
 from thrifty.interface.run_endings import ending
 from thrifty.memory.disk_tier import DiskTier
 from thrifty.recipes.recipe_toml import write_recipe
 from thrifty.reporting.key_figures import key_figures
 from thrifty.reporting.run_record import read_run
 from thrifty.reporting.run_tables import tiles
-from thrifty.training.memory_meter import MemoryMeter
+from thrifty.training.memory_meter import MemoryMeter, kept_bytes
 from thrifty.training.trainer import train
 
 SIZE = r"([\d.]+ [kMG]B)"
@@ -46,7 +49,8 @@ def test_process_memory_is_in_summary_and_report(tmp_path: Path) -> None:
     assert whole > 2e8 and abs(whole / psutil.Process().memory_info().rss - 1) < 0.3
     key = key_figures(read_run(tmp_path / "text"))
     assert key.peak_memory == whole
-    assert key.predicted_memory == summary["process_memory"] + summary["predicted_memory"]
+    predicted = [summary[f"{part}_memory"] for part in ("process", "predicted", "kept")]
+    assert key.predicted_memory == sum(predicted)
     ((peak, remark),) = ((value, remark) for label, value, remark in tiles(key) if label == "Peak memory")
     assert bytes_of(peak) == pytest.approx(whole, rel=0.005)
     assert re.fullmatch(rf"predicted {SIZE}, [\d.]+ % too (low|high)", remark)
@@ -57,13 +61,30 @@ def test_explain_prints_process_memory(tmp_path: Path) -> None:
     file.write_text(write_recipe(tiny_recipes.text(tmp_path)))
     output = CliRunner().invoke(command, [str(file)], catch_exceptions=False).stdout
     match = re.search(
-        rf"predicted memory at the peak {SIZE}: {SIZE} of the process before the model is built, and "
-        rf"{SIZE} of tensors\ntensors: parameters ",
+        rf"predicted memory at the peak {SIZE}: {SIZE} of the process before the model is built, "
+        rf"{SIZE} of tensors, {SIZE} of kernels and freed blocks\ntensors: parameters ",
         output,
     )
     assert match
-    whole, process, tensors = map(bytes_of, match.groups())
-    assert whole == pytest.approx(process + tensors, rel=0.01)
+    whole, *places = map(bytes_of, match.groups())
+    assert whole == pytest.approx(sum(places), rel=0.01)
+
+
+@pytest.mark.parametrize(
+    ("names", "kept"),
+    [
+        ([], 60e6 + 0.4 * 1e9),
+        (["memory.recompute"], 60e6 + 0.4 * 1e9),
+        (["compile"], 60e6),
+        (["memory.activation_budget"], 60e6),
+    ],
+)
+def test_freed_memory_that_a_process_keeps_is_predicted(names: list[str], kept: float) -> None:
+    techniques = [technique(name, bytes=0.5) if "budget" in name else technique(name) for name in names]
+    run = compose(plain_run(), [*techniques, technique("optimizers.adamw")], 10)
+    assert kept_bytes(run, 1e9) == pytest.approx(kept)
+    assert kept_bytes(replace(run, device=torch.device("cuda")), 1e9) == 0
+    assert kept_bytes(run, 1e6) <= 1.4e6
 
 
 def test_peak_excludes_memory_from_before_the_run() -> None:

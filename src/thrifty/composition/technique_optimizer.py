@@ -131,12 +131,11 @@ class TechniqueOptimizer(TransformOptimizer):
         return parts
 
     def make_update(self) -> None:
+        self._warn_of_untrained()
         parameters = self.parameters
         active = [index for index, parameter in enumerate(parameters) if parameter.grad is not None]
         if not active:
             return
-        if not self.updates:
-            self._warn_of_untrained()
         self._locate(active)
         own = [parameters[index] for index in active]
         self.site.update([each.grad for each in own], own, self.updates, self.age)
@@ -147,9 +146,11 @@ class TechniqueOptimizer(TransformOptimizer):
             count += 1
 
     def _warn_of_untrained(self) -> None:
-        """Warn if the model has trainable parameters that the optimizer lacks, such as adapters applied later."""
-        known, model = {id(each) for each in self.parameters}, self._model()
-        named = model.named_parameters() if model is not None else ()
+        """Warn once if the model has trainable parameters that the optimizer lacks, such as adapters applied later."""
+        if (model := self._model()) is None:
+            return
+        self._model = lambda: None
+        known, named = {id(each) for each in self.parameters}, model.named_parameters()
         if missing := [name for name, each in named if each.requires_grad and id(each) not in known]:
             what = f"{len(missing)} trainable parameters of the model are not in the optimizer, such as {missing[0]}"
             warnings.warn(f"{what}: build the optimizer after thrifty.apply(model, …)", stacklevel=4)

@@ -18,7 +18,7 @@ from thrifty.interface.recipe_arguments import RecipeArguments
 from thrifty.interface.recipe_arguments import recipe as recipe_of
 from thrifty.reporting.number_format import scaled
 from thrifty.reporting.printed_result import PrintedResult, lines, open_table
-from thrifty.training.memory_meter import MemoryMeter
+from thrifty.training.memory_meter import MemoryMeter, kept_bytes
 from thrifty.training.rank_setup import mesh_sizes
 from thrifty.training.run_setup import prepare_run
 
@@ -41,6 +41,8 @@ class RecipeExplanation(PrintedResult):
     """Techniques that do not support the model or the data, with the reasons."""
     process: float
     """Bytes of the process before the model is built."""
+    kept: float = 0.0
+    """Expected bytes of kernels' workspaces and of freed blocks that the process keeps."""
     ranks: Mapping[str, Any] = field(default_factory=dict)
     """The "mesh", and under "stages" the contents of one rank of each pipeline stage. Empty without a mesh."""
     origins: Mapping[str, str] = field(default_factory=dict)
@@ -61,6 +63,7 @@ class RecipeExplanation(PrintedResult):
             **self.explanation.as_dict(self.notes),
             **self.ranks,
             "process": self.process,
+            "kept": self.kept,
             "refused": dict(self.refused),
             "origins": dict(self.origins),
         }
@@ -71,10 +74,14 @@ class RecipeExplanation(PrintedResult):
         parts = ", ".join(f"{name} {write_size(total[name])}" for name in PARTS)
         printed = [f"{self.recipe}: {facts['parameters']:,} parameters, {_in_words(facts['data'])}\n"]
         printed += [f"refused {name}: {reason.partition(': ')[2]}" for name, reason in self.refused.items()]
-        process = f"{write_size(self.process)} of the process before the model is built, and " if self.process else ""
+        places = {
+            "of the process before the model is built": self.process,
+            "of tensors": total["memory"],
+            "of kernels and freed blocks": self.kept,
+        }
+        sizes = ", ".join(f"{write_size(size)} {place}" for place, size in places.items() if size)
         below = [
-            f"\npredicted memory at the peak {write_size(self.process + total['memory'])}: {process}"
-            f"{write_size(total['memory'])} of tensors",
+            f"\npredicted memory at the peak {write_size(sum(places.values()))}: {sizes}",
             f"tensors: {parts}, temporary {write_size(total['temporary'])}",
         ]
         if self.ranks:
@@ -123,9 +130,9 @@ def explain(
     else:
         run, refused, notes = _without_refused(run, touched_modules)
         explanation = explain_run(run)
-    process = MemoryMeter(run.device).process
+    process, kept = MemoryMeter(run.device).process, kept_bytes(run, explanation.footprint.activations)
     data = prepared.data.description()
-    return RecipeExplanation(recipe.name, data, explanation, notes, refused, process, places, origins or {})
+    return RecipeExplanation(recipe.name, data, explanation, notes, refused, process, kept, places, origins or {})
 
 
 def _without_refused(run: Run, look: Callable[[Run], Found]) -> tuple[Run, dict[str, str], Found]:

