@@ -5,8 +5,8 @@ Paper       Jordan et al. 2024, Muon (kellerjordan.github.io/posts/muon). The up
 Promise     One moment per hidden matrix; Liu et al. claim half of AdamW's compute for equal loss. Equal to
             torch.optim.Muon within bfloat16 rounding.
 Use         optimizer = thrifty.optim.Muon(model, lr=2e-3)
-Start with  `muon:lr=2e-3`; the best rate is often two to four times AdamW's. For `scale=original`, `lr` is about 20 times
-            larger.
+Start with  `muon:lr=2e-3`; the best rate is often two to four times AdamW's. For `scale=original`, `lr` is about 20
+            times larger.
 Cost        15 bfloat16 matmuls per hidden matrix and step. These matmuls take 20 r² c + 10 r³ FLOPs for the smaller dim
             r and the larger dim c.
 Avoid       Small batches, because Muon's matmuls then dominate the step. Models that consist mostly of embeddings.
