@@ -148,9 +148,10 @@ def _resources(machine: MachineInfo) -> Iterator[DoctorFinding]:
 
 
 def _optional(machine: MachineInfo) -> Iterator[DoctorFinding]:
-    for extra, modules in machine.missing_extras.items():
-        what = f"extra `{extra}` is not installed ({', '.join(modules)})"
-        yield DoctorFinding(what, f'pip install "thrifty[{extra}]"')
+    if extras := machine.missing_extras:
+        names = ", ".join(f"{extra} ({', '.join(modules)})" for extra, modules in extras.items())
+        one = next(iter(extras))
+        yield DoctorFinding(f"optional extras are not installed: {names}", f'pip install "thrifty[{one}]" installs one')
     if "gloo" not in machine.backends:
         what = "torch has no gloo backend, so several CPU ranks cannot train together"
         yield DoctorFinding(what, "install an official torch wheel")
