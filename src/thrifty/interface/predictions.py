@@ -105,7 +105,10 @@ def predict(
         print(thrifty.predict("runs/reviews", ["A wonderful film.", "Two lost hours."]).labels)
     """
     if isinstance(examples, str):
-        raise UsageError("examples is one text, not a list of texts", fix="thrifty.predict(run, [text]); or pathlib.Path(…) for a file")
+        raise UsageError(
+            "examples is one text, not a list of texts",
+            fix="thrifty.predict(run, [text]); or pathlib.Path(…) for a file",
+        )
     path = run_folder(run)
     trained, recipe = load_trained_model(path, checkpoint, plain=False, objects=own_model(run, model))
     if recipe.python.loss:
