@@ -50,11 +50,17 @@ def test_workers_run_in_parallel_and_a_pair_stays_in_one(tmp_path: Path) -> None
     assert sorted(seeds_of(workers[0]) + seeds_of(workers[1])) == sorted("00112233")
 
 
+@dataclass
 class InterruptedWorker(Simulated):
-    """A worker that is interrupted in its first run with a seed."""
+    """A worker that is interrupted in its first run with a seed, while another worker makes a run with a seed."""
+
+    is_other_busy: Event = field(default_factory=Event)
 
     def __call__(self, recipe: Recipe, runs: Path, /) -> RunExit:
-        return STOPPED if "-seed-" in recipe.name else super().__call__(recipe, runs)
+        if "-seed-" not in recipe.name:
+            return super().__call__(recipe, runs)
+        assert self.is_other_busy.wait(30)
+        return STOPPED
 
 
 @dataclass
@@ -62,11 +68,13 @@ class WaitingWorker(Simulated):
     """A worker whose first run with a seed ends only when a stop is requested."""
 
     stop_requested: Event = field(default_factory=Event)
+    is_busy: Event = field(default_factory=Event)
 
     def __call__(self, recipe: Recipe, runs: Path, /) -> RunExit:
         if "-seed-" not in recipe.name or self.stop_requested.is_set():
             return super().__call__(recipe, runs)
         self.started.append(recipe.name)
+        self.is_busy.set()
         assert self.stop_requested.wait(30)
         return STOPPED
 
@@ -76,7 +84,8 @@ class WaitingWorker(Simulated):
 
 def test_stop_in_one_worker_stops_all_and_can_be_resumed(tmp_path: Path) -> None:
     whole = compare(variants("batch 16: --set data.batch=16"), PROTOCOL, tmp_path / "whole", workers=[Simulated()])
-    workers = [InterruptedWorker(), WaitingWorker()]
+    waiting = WaitingWorker()
+    workers = [InterruptedWorker(is_other_busy=waiting.is_busy), waiting]
     first = compare(variants("batch 16: --set data.batch=16"), PROTOCOL, tmp_path / "race", workers=workers)
     assert (first["status"], first["exit_code"]) == ("interrupted", 143)
     assert workers[0].stopped and len(workers[1].started) <= 1

@@ -157,8 +157,11 @@ def test_commands_are_printed_only_for_objects_with_names(monkeypatch: pytest.Mo
     )
     assert words("model") == "if you trust the code, add --model user_work:build"
     assert "--model" not in words(model=user_work.build(), **named)
-    assert "--data" not in words(data=user_work.NoisySums(20), held_out=user_work.NoisySums(20))
-    assert "--data" not in words(data=[1, 2], held_out=[3]) and "--data" not in words(**named, loss=WeightedLoss())
+    for data in (user_work.NoisySums(20), [1, 2]):
+        fix = words(data=data, held_out=data)
+        assert "--data package.module:my_data --held-out package.module:my_held_out" in fix
+    assert "--data user_work:some_sums" in (fix := words(**named, loss=WeightedLoss()))
+    assert "--loss package.module:my_loss" in fix
     monkeypatch.delenv(TYPED)
     assert words("model") == "if you trust the code, pass model=… in Python"
     assert own(**named).resume_line("runs/own") == (

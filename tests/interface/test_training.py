@@ -168,6 +168,25 @@ def test_signals_end_after_a_saved_step_with_a_resume_call(
     assert thrifty.resume(run, quiet=True).summary["status"] == "finished"
 
 
+def test_a_run_from_python_resumes_with_objects_by_name(tmp_path: Path) -> None:
+    """Python records the class of a dataset; a command names a function that returns the dataset."""
+    named = {name: "user_work:some_sums" for name in ("data", "held_out")}
+    passed = dict.fromkeys(named, user_work.some_sums())
+    common = {"model": "user_work:build", "loss": "user_work:loss", "quiet": True}
+    settings = {"budget": 4, "batch": 16, "name": "own"}
+    whole = thrifty.train(**common, **passed, **settings, runs=tmp_path / "whole")
+    observers = [lambda record: record.step < 2]
+    first = thrifty.train(**common, **passed, **settings, runs=tmp_path / "parts", observers=observers)
+    second = thrifty.resume(first.folder, **common, **named)
+    assert second.loss == whole.loss and (first.summary["status"], second.summary["status"]) == (
+        "interrupted",
+        "finished",
+    )
+    again = thrifty.train(**common, **passed, **settings, runs=tmp_path / "other", observers=observers)
+    with pytest.raises(UsageError, match="not the one this run was started with"):
+        thrifty.resume(again.folder, **common, data="user_work:Sentences", held_out="user_work:Sentences")
+
+
 def test_a_resumed_run_whose_loss_has_changed_is_refused(tmp_path: Path) -> None:
     train(tmp_path, name="own")
     with pytest.raises(UsageError, match=r"the recipe names Python objects .loss: "):

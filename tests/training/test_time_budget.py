@@ -127,6 +127,8 @@ def test_wrong_budget_is_refused(wrong: dict[str, Any]) -> None:
 def test_rare_slow_steps_do_not_count() -> None:
     assert steady([30.0, 1.0, 1.0, 1.0, 9.0, 1.0, 1.0])[1:] == [1.0] * 6
     assert steady([1.0] * 4 + [2.0] * 4) == [1.0] * 4 + [2.0] * 4
+    interrupted = [30.0, 2.0, *[1.0] * 9, 9.0, 3.0, *[1.0] * 9]
+    assert max(steady(interrupted)[2:]) > 1.0 and steady(interrupted, rare=4)[2:] == [1.0] * 20
 
 
 @pytest.mark.parametrize("every", [3, 4, 10])

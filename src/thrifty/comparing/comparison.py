@@ -271,13 +271,18 @@ class _ComparisonRunner:
         name = recipe.name
         if (before := self.runs.get(name)) and before["status"] in ("finished", "failed"):
             return self.checked(before)
+        if (self.folder.path / name).is_dir() and made_steps(self.folder.path / name):
+            with self.write_lock:
+                restarts = self.state.setdefault("restarts", {})
+                restarts[name] = restarts.get(name, 0) + 1
         ended = worker(recipe, self.folder.path)
         rates = Variant("", "", recipe).rates
         entry = {"run": name, **place, **({"lr": rates["lr"]} if rates else {}), **ended.as_data()}
         if entry["status"] == "interrupted":
             raise RunStopped(ended.exit_code)
         if entry["status"] == "finished":
-            entry |= read_run_result(self.folder.path / name, recipe.evaluation.judge)
+            restarts = self.state.get("restarts", {}).get(name, 0)
+            entry |= read_run_result(self.folder.path / name, recipe.evaluation.judge, restarts)
             if entry["held_out_loss"] is None:
                 entry |= {"status": "failed", "error": "its held-out loss is not finite"}
         with self.write_lock:

@@ -15,7 +15,7 @@ from thrifty.comparing.saved_comparison import BASELINE
 from thrifty.comparing.variant_verdict import judge
 from thrifty.core.recipe import EvaluationSettings
 from thrifty.training.run_folder import RunFolder
-from thrifty.training.time_budget import steady
+from thrifty.training.time_budget import ONCE, steady
 
 MEANS = ("held_out_loss", "steps", "tokens", "flops", "seconds", "step_time", "flop_rate", "share_of_peak")
 MEANS += ("peak_memory", "joules", "elapsed", "seconds_with_starts")
@@ -24,18 +24,19 @@ Entry = Mapping[str, Any]
 """A run in comparison.json."""
 
 
-def read_run_result(folder: Path, judged: str = "loss") -> dict[str, Any]:
+def read_run_result(folder: Path, judged: str = "loss", restarts: int = 0) -> dict[str, Any]:
     """Return the summary of a finished run, with the curves of the held-out loss and of the metric `judged`.
 
     `seconds` is the sum of step times after rare slow steps are shortened. `seconds_with_starts` includes compilation
-    in the first steps. FLOPs are the FLOPs of one counted step times the number of steps.
+    in the first steps, which are slow after each of `restarts` too. FLOPs are the FLOPs of one counted step times the
+    number of steps.
     """
     run = RunFolder(folder)
     summary, explanation = run.read_json("summary"), run.read_json("explanation")
     machine = run.read_json("environment")
     records = run.read_records()
     steps = [record for record in records if record["kind"] == "step"]
-    times = steady([step["step_seconds"] for step in steps])
+    times = steady([step["step_seconds"] for step in steps], ONCE * (1 + restarts))
     at = dict(zip((step["step"] for step in steps), accumulate(times), strict=True))
     evaluations = [record for record in records if record["kind"] == "evaluation" and record["step"] in at]
     measures = {"curve": "loss"} | ({} if judged == "loss" else {"judged_curve": judged})

@@ -369,6 +369,10 @@ class Recipe:
             return
         call = f"pass {', '.join(f'{name}=…' for name in recorded)} in Python"
         options = self._options_of(recorded)
+        if options is None and not self.model.weights and recorded.keys() <= {"model", "data", "held_out", "loss"}:
+            # a class records one of its objects, whose name only the user knows
+            names = {name: text if _is_named(text) else f"package.module:my_{name}" for name, text in recorded.items()}
+            options = self._options_of(names)
         raise UsageError(
             f"the recipe names Python objects ({', '.join(f'{name}: {text}' for name, text in missing.items())}), "
             "which a file never runs by itself",

@@ -62,7 +62,8 @@ class Evidence:
         for finding in self.findings:
             yield finding.aspect, finding.verdict
         for comparison in self.comparisons:
-            if comparison.role == "added" and (comparison.alone or comparison.is_replacement):
+            is_clear = comparison.has_learned and (comparison.alone or comparison.is_replacement)
+            if comparison.role == "added" and is_clear:
                 yield _OF_EQUAL[comparison.equal], comparison.verdict
                 if ratio := comparison.peak_memory:
                     yield "memory", "equal" if abs(ratio - 1) <= TOLERANCE else "better" if ratio < 1 else "worse"

@@ -77,6 +77,8 @@ class PastComparison:
     tokens: float
     """Number of tokens or images of a baseline run."""
     steps: int
+    has_learned: bool
+    """False if no variant has a held-out loss below that of token or label frequencies."""
     file: Path
     variant: str
 
@@ -91,6 +93,7 @@ class PastComparison:
         joined = f" {'in place of' if self.is_replacement else 'with'} {', '.join(self.others)}"
         others = joined if self.others else "" if self.alone else " with other settings"
         conditions = f"{self.parameters / 1e6:.2g}M parameters, {self.steps:,} steps, {self.cpu}, {self.device}"
+        conditions += "" if self.has_learned else ", no variant better than frequencies"
         where = shown_path(self.file)
         return f"{self.role}{others}, equal {self.equal}: {self.sentence} ({conditions}): {where}"
 
@@ -126,6 +129,9 @@ def _of_comparison(data: dict[str, Any], file: Path) -> list[PastComparison]:
         if entry["variant"] == BASELINE and "seed" in entry and entry["status"] == "finished"
     ]
     comparisons = []
+    facts = runs[-1].get("judged_on", {}) if runs else {}
+    entropy = facts.get("unigram_entropy") or facts.get("label_entropy")
+    losses = [variant["held_out_loss"] for variant in data["outcome"]["variants"].values()]
     for label, roles in data["changes"].items() if runs else ():
         outcome, last = data["outcome"]["variants"][label], runs[-1]
         quality, verdict = outcome["time_to_quality"], outcome["verdict"]
@@ -146,6 +152,7 @@ def _of_comparison(data: dict[str, Any], file: Path) -> list[PastComparison]:
             "time_to_quality": quality["mean"] if quality["reached"] == quality["pairs"] else None,
             "cpu": data["environment"]["cpu"],
             **{name: last[name] for name in ("device", "parameters", "tokens", "steps")},
+            "has_learned": not entropy or None in losses or min(losses) < entropy,
             "file": file,
             "variant": label,
         }

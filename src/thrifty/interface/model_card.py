@@ -138,11 +138,12 @@ def _adapter_loading(run: Path, folder: Path, recipe: Recipe) -> str:
     ends = read_model_spec(run, recipe)
     labels = ends.labels if isinstance(ends, TextModelSpec) else ()
     names = f", id2label={dict(enumerate(labels))}" if labels else ""
-    base = Path(recipe.model.folder).name or "folder of thrifty export --part base"
+    path = f'PeftConfig.from_pretrained("{folder.name}").base_model_name_or_path'
+    base = path if recipe.model.folder else '"folder of thrifty export --part base"'
     return "\n".join(
         [
-            f"from peft import PeftModel\nfrom transformers import AutoTokenizer, {kind}\n",
-            f'base = {kind}.from_pretrained("{base}"{names})',
+            f"from peft import PeftConfig, PeftModel\nfrom transformers import AutoTokenizer, {kind}\n",
+            f"base = {kind}.from_pretrained({base}{names})",
             f'model = PeftModel.from_pretrained(base, "{folder.name}")',
             f'tokenizer = AutoTokenizer.from_pretrained("{folder.name}")',
         ]

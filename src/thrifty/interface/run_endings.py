@@ -98,7 +98,8 @@ def reached(summary: Mapping[str, Any]) -> list[str]:
             words.append(f"{learned}: perplexity {_perplexity(loss)}, {frequencies} alone {_perplexity(entropy)}")
     if loss is not None and start is not None:
         words.append(f"{'better' if loss < start else 'not better'} than before the first step")
-    if loss is not None and best is not None and loss > WORSE * best:
+    is_judged_by_loss = summary.get("judge", "loss") == "loss"
+    if loss is not None and best is not None and loss > WORSE * best and is_judged_by_loss:
         fix = "lower the learning rate" if "stopped_early" in summary else f"stop early ({for_reader('--patience 3')})"
         words.append(f"the best held-out loss was {best:.3f}, before the end: use more data, or {fix}")
     return words
@@ -122,7 +123,11 @@ def next_commands(summary: Mapping[str, Any], recipe: Recipe) -> list[str]:
         use = spelled(f'thrifty predict {path} "{example}"', f"thrifty.predict({folder!r}, [{example!r}])")
     report = spelled(f"thrifty report {path} --open", f"thrifty.report({folder!r})")
     again = "" if "stopped_early" in summary else recipe.resume_line(folder, budget=_same_again(recipe.budget))
-    export = spelled(f"thrifty export {path} my-model", f"thrifty.export({folder!r}, 'my-model')")
+    best = ("", "") if _best_checkpoint(summary) == "" else (" --checkpoint best", ", checkpoint='best'")
+    own = (f" --model {recipe.model.build}", ", model=build") if recipe.model.build else ("", "")
+    export = spelled(
+        f"thrifty export {path} my-model{best[0]}{own[0]}", f"thrifty.export({folder!r}, 'my-model'{best[1]}{own[1]})"
+    )
     board = spelled("thrifty board", "thrifty.board()")
     return [each for each in (use, report, again, export, board) if each][:3]
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from thrifty.core.atomic_files import AtomicFiles
+from thrifty.core.errors import for_reader
 from thrifty.core.old_names import rename_comparison
 from thrifty.core.secret_redaction import redact
 from thrifty.reporting.comparison_charts import BASELINE, Comparison, charts, judged_of
@@ -153,7 +154,9 @@ def cautions(data: Comparison) -> list[str]:
     if len(machines) > 1:
         warnings.append(f"runs used different machines, so times are mixed: {'; '.join(machines)}")
     if edge := [label for label, sweep in data.get("rates", {}).items() if sweep["at_edge"]]:
-        warnings.append(f"the best learning rate was at the edge of the grid for: {', '.join(edge)}")
+        wider = for_reader("--rate-trials 5")
+        where = f"at the edge of the grid for: {', '.join(edge)}"
+        warnings.append(f"the best learning rate was {where}; a wider search may find a better rate: {wider}")
     return warnings
 
 
@@ -192,6 +195,7 @@ def _setup(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
         "data": settings.get("source"),
         "tokens per example": settings.get("length") if _unit(data) == "tokens" else None,
         "examples per step": settings.get("batch"),
+        "techniques": ", ".join(_technique_names(plain.get("techniques", {}))),
         "held-out examples": plain.get("evaluation", {}).get("examples"),
         "unit of the loss": _unit_of_loss(finished[0]["judged_on"]) if finished else "",
     }
@@ -205,7 +209,16 @@ def _setup(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
             for path, value in _values(recipe).items()
             if baseline.get(path) != value
         ]
+    rows += [[label, f"selected learning rate = {sweep['lr']:.3g}"] for label, sweep in data.get("rates", {}).items()]
     return "Setup", "Settings of the baseline, and what each variant changes.", ["variant", "setting"], rows
+
+
+def _technique_names(table: Mapping[str, Any], path: str = "") -> list[str]:
+    """Return the dotted names of the techniques in a recipe's tables."""
+    is_technique = any(not isinstance(value, Mapping) for value in table.values()) or (path and not table)
+    if is_technique:
+        return [path.removesuffix(".")]
+    return [name for key, value in table.items() for name in _technique_names(value, f"{path}{key}.")]
 
 
 def _values(table: Mapping[str, Any], path: str = "") -> dict[str, Any]:
@@ -229,7 +242,7 @@ def _rungs(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
         "of peak",
         "step time",
         "time to the baseline's loss",
-        "peak memory",
+        "peak memory above the process",
         "energy",
     ]
     rows = []
@@ -269,7 +282,9 @@ def _time_to_quality(variant: Mapping[str, Any]) -> str:
     if time["mean"] is None:
         return f"reached in 0 of {time['pairs']} pairs"
     interval = f" ({significant(time['low'])} to {significant(time['high'])})" if time["low"] is not None else ""
-    reached = "" if time["reached"] == time["pairs"] else f", reached in {time['reached']} of {time['pairs']}"
+    reached = (
+        "" if time["reached"] == time["pairs"] else f", of the {time['reached']} of {time['pairs']} that reached it"
+    )
     return f"× {significant(time['mean'])}{interval}{reached}"
 
 
@@ -332,7 +347,7 @@ def _rates(data: Comparison) -> tuple[str, str, list[str], list[list[str]]]:
                 for trial in sweep["trials"]
             ),
             f"{sweep['lr']:.3g}",
-            "at the edge: a wider search may find a better rate" if sweep["at_edge"] else "inside",
+            "at the edge" if sweep["at_edge"] else "inside",
         ]
         for label, sweep in data.get("rates", {}).items()
     ]

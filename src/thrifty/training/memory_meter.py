@@ -84,8 +84,8 @@ def kept_bytes(run: Run, activations: float) -> float:
     """Return the expected bytes that a run on a CPU holds in addition to its tensors at the peak.
 
     These are workspaces of kernels, and freed blocks that the process keeps for the next step. Without compiled blocks,
-    the freed blocks grow with the activations. The constants are from runs of eight models with torch 2.13; the largest
-    error was 9 % of a process.
+    the freed blocks grow with the activations. The constants are from runs of eight models with torch 2.13; the
+    largest error was 9 % of a process, and 14 % for other models.
     """
     if run.device.type != "cpu" or _glibc() is None:
         return 0.0

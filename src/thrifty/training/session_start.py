@@ -115,6 +115,7 @@ def run_session(
         **({"unrepeatable": source.unrepeatable} if source.unrepeatable else {}),
         **({"budget_seconds": recipe.budget.seconds} if recipe.budget.seconds else {}),
         **({"parameters": parameters} if ranks() == 1 else {}),  # a rank may hold a part of the model
+        "judge": recipe.evaluation.judge,
         "predicted_memory": predicted,
         "kept_memory": kept_bytes(run, footprint["activations"]),
         "flops_per_step": explained["plain"]["flops"],

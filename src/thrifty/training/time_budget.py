@@ -42,9 +42,9 @@ Events that occur more often count as cost, such as an update of a preconditione
 """
 
 
-def steady(seconds: Sequence[float]) -> list[float]:
-    """Return the step times with rare slow steps shortened. Excesses over the running median are clipped to the (`ONCE`
-    + 1)-th largest excess.
+def steady(seconds: Sequence[float], rare: int = ONCE) -> list[float]:
+    """Return the step times with rare slow steps shortened. Excesses over the running median are clipped to the
+    (`rare` + 1)-th largest excess.
     """
     if not len(seconds):
         return []
@@ -52,7 +52,7 @@ def steady(seconds: Sequence[float]) -> list[float]:
     around = sliding_window_view(np.pad(times, AROUND // 2, constant_values=np.nan), AROUND)
     usual = np.nanmedian(around, axis=1)
     above = np.sort(times - usual)[::-1]
-    most = max(0.0, above[ONCE]) if len(above) > ONCE else 0.0
+    most = max(0.0, above[rare]) if len(above) > rare else 0.0
     return np.minimum(times, usual + most).tolist()
 
 

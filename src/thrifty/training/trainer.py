@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 from thrifty.composition.compose import refuse_trained_start
-from thrifty.core.errors import IntegrityError, UsageError
+from thrifty.core.errors import IntegrityError, UsageError, for_reader
 from thrifty.core.old_names import rename_origins
 from thrifty.core.plain_values import differences, read_extension
 from thrifty.core.ranks import rank
 from thrifty.core.recipe import Budget, Recipe
 from thrifty.core.state import TrainState, read_log
+from thrifty.core.user_sources import reference
 from thrifty.recipes.data_parallelism import with_data_parallelism
 from thrifty.recipes.recipe_toml import read_recipe, recipe_from_data, recipe_to_data
 from thrifty.recipes.short_budgets import without_slow_start
@@ -164,7 +165,7 @@ def _resume(
     for record in recorded.values():  # a budget that was extended after the checkpoint
         if "extended" in record:
             started = replace(started, budget=Budget(**record["extended"]))
-    if refused := differences(_binding(started), _binding(recipe)):
+    if refused := differences(_binding(started), _binding(_as_recorded(recipe, started))):
         raise UsageError(
             "the recipe is not the one this run was started with: " + "; ".join(refused),
             fix=f"undo the change; or continue as a new run: {recipe.resume_line(folder.path, fork='NAME')}",
@@ -190,7 +191,9 @@ def _resume(
         if early or not extension:
             why = f"it stopped early, because {early}" if early else f"it made all its {saved.step} steps"
             more = recipe.resume_line(folder.path, budget=f"+{saved.step}steps")
-            fix = "continue it as a new run: --fork NAME" + ("" if early else f"; or train longer: {more}")
+            new = recipe.resume_line(folder.path, fork="NAME")
+            longer = for_reader(f" --set budget.steps={2 * saved.step}") if early else ""
+            fix = f"continue it as a new run: {new}{longer}" + ("" if early else f"; or train longer: {more}")
             raise UsageError(f"'{folder.path}' is finished: {why}", fix)
 
     def fill(state: TrainState) -> list[str]:
@@ -224,6 +227,19 @@ def _resume(
         )
     log = read_log(saved.scalars)
     return (yield from run_session(prepared, folder, display, origins, observers, log, fill, lengths, recorded))
+
+
+def _as_recorded(recipe: Recipe, started: Recipe) -> Recipe:
+    """Return a recipe in which data have the recorded name, if this is the name of their class. A run from Python
+    records the class, and a command names a function or a variable."""
+    passed = {name: getattr(recipe.objects, name) for name in ("data", "held_out")}
+    recorded = {name: getattr(started.python, name) for name in passed}
+    alike = {
+        name: text for name, text in recorded.items() if passed[name] is not None and reference(passed[name]) == text
+    }
+    if not alike:
+        return recipe
+    return replace(recipe, objects=replace(recipe.objects, names={**recipe.objects.names, **alike}))
 
 
 def _binding(recipe: Recipe) -> dict[str, Any]:
