@@ -34,11 +34,22 @@ def test_noisy_probes_have_positive_bounds() -> None:
     assert 0 < result.tokens_per_second.low < result.tokens_per_second.value < result.tokens_per_second.high
 
 
-def test_evaluations_and_checkpoints_add_to_a_time_budget() -> None:
-    result = PLANNER.forecast(candidate(TIMING), Budget(seconds=1017.0), NONE)
-    assert result.steps.value == 800  # the start, an evaluation and a checkpoint take 17 s
+def test_a_time_budget_counts_the_whole_run_or_its_steps() -> None:
+    planner = replace(PLANNER, loading=4.0)
+    whole = planner.forecast(candidate(TIMING), Budget(seconds=1017.0), NONE)
+    # the start, an evaluation and a checkpoint take 17 s, four timed steps 5 s, nine more evaluations 90 s
+    assert whole.steps.value == (1017 - 17 - 4 - 5 - 90) / 1.25
+    assert whole.seconds.low == whole.seconds.high == 1017
+    steps = planner.forecast(candidate(TIMING), Budget(seconds=1000.0, counts="training"), NONE)
     aside = 10.0 / PLANNER.recipe.evaluation.every + 2.0 / PLANNER.recipe.checkpoints.every
-    assert result.seconds.value == 1017 and result.seconds.high == pytest.approx(1017 + aside * result.steps.high)
+    assert steps.steps.value == 800
+    assert steps.seconds.value == 1017 and steps.seconds.high == pytest.approx(1017 + aside * steps.steps.high)
+
+
+def test_the_process_of_a_run_may_be_larger_than_that_of_its_probe() -> None:
+    result = replace(PLANNER.forecast(candidate(TIMING), Budget(steps=10), NONE), process=100.0)
+    assert result.peak.value == result.memory.value + 100
+    assert result.peak.low == result.memory.low + 95 and result.peak.high == pytest.approx(result.memory.high + 110)
 
 
 def test_compiler_memory_widens_the_lower_bound() -> None:

@@ -77,10 +77,10 @@ class PastComparison:
     tokens: float
     """Number of tokens or images of a baseline run."""
     steps: int
-    has_learned: bool
-    """False if no variant has a held-out loss below that of token or label frequencies."""
     file: Path
     variant: str
+    has_learned: bool = True
+    """False if no variant has a held-out loss below that of token or label frequencies."""
 
     @property
     def is_replacement(self) -> bool:

@@ -97,6 +97,7 @@ def plan_on_machine(
         free=free,
         seconds=seconds,
         began=began,
+        loading=max(began - prepared.began, 0.0),
     ).plan()
     record_forecast(recipe_to_data(plan.recipe), _expected(plan))
     return plan

@@ -61,7 +61,7 @@ def format_plan(plan: Plan) -> list[str]:
     changes = ", ".join(option.label for option in plan.chosen.options) or "nothing: the recipe stays unchanged"
     name, share = forecast.memory_is
     most = f"largest part of the tensors: {name}, {percent(share, 0)}"
-    memory, step = _between(forecast.memory.plus(forecast.process), _bytes), _between(forecast.step, duration)
+    memory, step = _between(forecast.peak, _bytes), _between(forecast.step, duration)
     memory += " at the peak" + (" of a rank" if plan.chosen.ranks > 1 else "")
     rest = forecast.memory.value - forecast.counted
     places = {

@@ -35,7 +35,7 @@ def machine_plan_page(plan: Plan) -> str:
     """Return the page of a plan on this machine."""
     forecast, near = plan.forecast, near_candidates(plan)
     sizes = {"process before the model": forecast.process} if forecast.process else {}
-    peak = forecast.memory.plus(forecast.process)
+    peak = forecast.peak
     return _page(
         plan,
         about="" if isinf(plan.limit) else f"Techniques for {_limited(peak, plan.limit)} of memory.",

@@ -16,10 +16,14 @@ from thrifty.core.technique import Numerics
 from thrifty.planning.cost_estimates import Estimate, StepTiming, largest_part
 from thrifty.planning.forecast_ledger import PredictionRecord
 from thrifty.planning.plan_candidate import PlanCandidate
+from thrifty.training.evaluation import EVALUATIONS
 from thrifty.training.required_room import disk_bytes
+from thrifty.training.step_budget import PROBED
 
 SURE, UNSURE = 0.15, 3.0
 """Error of a predicted step time: a fraction for measured steps, a factor for steps with only counted FLOPs."""
+PROCESS = (0.95, 1.1)
+"""Bounds of a process before it builds the model, relative to that of a probe."""
 MARGIN = 1.1
 """Factor from the memory of a probe to the maximum memory of a run, until the ledger has enough runs."""
 
@@ -113,6 +117,12 @@ class Forecast:
     unit: str = "tokens"
     """Unit of examples, such as tokens or images."""
 
+    @property
+    def peak(self) -> Estimate:
+        """Peak memory with the process. A run imports more than a probe, so its process may be larger."""
+        whole, low, high = (self.process * factor for factor in (1.0, *PROCESS))
+        return Estimate(self.memory.value + whole, self.memory.low + low, self.memory.high + high)
+
     def as_dict(self) -> dict[str, Any]:
         plain = {name: value.as_dict() for name, value in vars(self).items() if isinstance(value, Estimate)}
         dominant = {"memory": [*self.memory_is], "time": [*self.time_is]}
@@ -146,6 +156,8 @@ class Forecaster:
     rate: float = 1e12
     process: float = 0.0
     """Expected bytes of a process before it builds the model, on a CPU. Used until the first probe."""
+    loading: float = 0.0
+    """Seconds from the start of a command until PyTorch is loaded."""
 
     def forecast(
         self, candidate: PlanCandidate, budget: Budget, past: Mapping[str, PredictionRecord], slowdown: float = 1.0
@@ -174,10 +186,15 @@ class Forecaster:
             time_is = ("update", share) if share > 0.5 else ("forward and backward", 1 - share)
             started = timing.startup + timing.evaluation + timing.save
         per_step = candidate.batch * self.tokens
-        if budget.seconds is not None:
-            steps = step.over(max(budget.seconds - started, 0.0))
-            # as in training, the budget is for steps; evaluations and checkpoints take additional time
-            seconds = Estimate(budget.seconds, budget.seconds, budget.seconds + aside * steps.high)
+        if budget.seconds is not None and budget.counts == "run":
+            evaluations = (EVALUATIONS - 1) * timing.evaluation if timing else 0.0
+            outside = started + self.loading + PROBED * step.value + evaluations
+            steps = step.over(max(budget.seconds - outside, 0.0))
+            seconds = Estimate(budget.seconds, budget.seconds, budget.seconds)
+        elif budget.seconds is not None:
+            steps = step.over(budget.seconds)
+            whole = budget.seconds + started
+            seconds = Estimate(whole, whole, whole + aside * steps.high)
         else:
             number = budget.steps or math.floor((budget.tokens or 0) / per_step)
             steps = Estimate(number, number, number)
