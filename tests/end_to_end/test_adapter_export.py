@@ -37,7 +37,8 @@ def test_peft_loads_an_exported_adapter_onto_the_exported_base(thrifty: CommandL
     thrifty.train("run", *LORA, *QUICK, steps=12, model__preset=preset)
     thrifty("export", "run", "base", "--part", "base")
     exported = thrifty.json("export", "run", "adapter", "--part", "adapter")
-    assert exported["files"] == ["README.md", "adapter_config.json", "adapter_model.safetensors"]
+    tokenizer = ["tokenizer.json", "tokenizer_config.json"]
+    assert exported["files"] == ["README.md", "adapter_config.json", "adapter_model.safetensors", *tokenizer]
     folder = thrifty.folder
     assert 'library_name: "peft"' in (folder / "adapter" / "README.md").read_text()
     assert not (folder / "base" / "README.md").exists()

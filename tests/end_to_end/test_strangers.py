@@ -29,6 +29,7 @@ WORDS: dict[str, tuple[str, ...]] = {
     "sample": ("sample", "stranger"),
     "chat": ("chat", "stranger", "--prompt", "a"),
     "trace": ("trace", "stranger"),
+    "predict": ("predict", "stranger", "a text"),
     "retrieve": ("retrieve", "stranger"),
     "data": ("data", "score", "stranger.toml", "--out", "a.scores"),
 }

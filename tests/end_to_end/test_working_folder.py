@@ -40,6 +40,7 @@ CHEAP = [
     ("data", "get", "kjv"),
     ("data", "score", *DIGITS, "--runs", "1", "--out", "digits.scores"),
     ("data", "prune", "digits.scores"),
+    ("predict", "run", "a text"),
     ("retrieve", "run"),
     ("list",),
     ("list", "recipes"),
@@ -57,8 +58,8 @@ DEAR = [
     ("plan", *TEXT),
     ("plan", *SHORT, *WITHOUT_FAST, "--model", "my_model:build"),
 ]
-ENDS = {"board": 130, "data get": 1, "retrieve": 2}
-"""Exit codes other than 0: the board is stopped, the registry is unreachable, the run has no captions."""
+ENDS = {"board": 130, "data get": 1, "predict": 2, "retrieve": 2}
+"""Exit codes other than 0: the board is stopped, the registry is unreachable, the run has no labels and no captions."""
 MODEL = """
 from thrifty.models.families import assemble
 from thrifty.models.model_presets import PRESETS

@@ -46,7 +46,7 @@ def test_a_time_budget_counts_the_whole_run_or_its_steps() -> None:
     assert steps.seconds.value == 1017 and steps.seconds.high == pytest.approx(1017 + aside * steps.steps.high)
 
 
-def test_the_process_of_a_run_may_be_larger_than_that_of_its_probe() -> None:
+def test_the_process_of_a_run_may_exceed_that_of_its_probe() -> None:
     result = replace(PLANNER.forecast(candidate(TIMING), Budget(steps=10), NONE), process=100.0)
     assert result.peak.value == result.memory.value + 100
     assert result.peak.low == result.memory.low + 95 and result.peak.high == pytest.approx(result.memory.high + 110)
