@@ -93,6 +93,16 @@ def test_the_card_of_an_adapter_loads_it(tmp_path: Path) -> None:
     assert [each["label"] for each in pipeline(texts)] == thrifty.predict(run, texts).labels
 
 
+def test_tokenizers_of_exports_mark_second_texts(tmp_path: Path) -> None:
+    run, (pair, *_) = trained(tmp_path, "regression", adapter="lora:rank=2"), examples("regression", 1)
+    types = []
+    for part in ("adapter", None):
+        thrifty.export(run, tmp_path / str(part), part=part)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(tmp_path / str(part))
+        types.append(tokenizer(*pair)["token_type_ids"])
+    assert types[0] == types[1] and set(types[0]) == {0, 1}
+
+
 @pytest.mark.parametrize("objective", sorted(ROWS))
 def test_files_are_read_like_the_training_data(tmp_path: Path, objective: str) -> None:
     run, rows = trained(tmp_path, objective), ROWS[objective](9)

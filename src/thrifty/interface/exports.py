@@ -21,7 +21,9 @@ from thrifty.interface.loaded_model import own_model
 from thrifty.interface.model_card import write_model_card
 from thrifty.modeling.module_surgery import find_blocks
 from thrifty.models import export_model, export_own_model, shape_for
+from thrifty.models.hf_config import write_config
 from thrifty.models.hf_folder import write_tokenizer
+from thrifty.models.model_builder import folder_config
 from thrifty.models.pad_pruned import FILLED_UP
 from thrifty.peft_format import save_adapter
 from thrifty.reporting.printed_result import PrintedResult, lines
@@ -130,7 +132,8 @@ def _write(
     if part == "adapter":
         save_adapter(trained, target, shape=shape, base=recipe.model.folder or None, dtype=number_format)
         if (tokenizer := run / TOKENIZER).is_file():
-            write_tokenizer(target, tokenizer, recipe.data.length)
+            base = folder_config(recipe.model) or (write_config(shape) if shape else {})
+            write_tokenizer(target, tokenizer, recipe.data.length, base.get("type_vocab_size", 0))
     elif isinstance(ends, ImageModelSpec):
         export_model(trained, shape, target, dtype=number_format, images=ends)
     else:

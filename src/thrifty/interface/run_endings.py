@@ -124,7 +124,9 @@ def next_commands(summary: Mapping[str, Any], recipe: Recipe) -> list[str]:
     report = spelled(f"thrifty report {path} --open", f"thrifty.report({folder!r})")
     again = "" if "stopped_early" in summary else recipe.resume_line(folder, budget=_same_again(recipe.budget))
     best = ("", "") if _best_checkpoint(summary) == "" else (" --checkpoint best", ", checkpoint='best'")
-    own = (f" --model {recipe.model.build}", ", model=build") if recipe.model.build else ("", "")
+    build = recipe.model.build
+    passed = "…" if recipe.model.weights else str(build).rpartition(":")[2]
+    own = (f" --model {build}", f", model={passed}") if build else ("", "")
     export = spelled(
         f"thrifty export {path} my-model{best[0]}{own[0]}", f"thrifty.export({folder!r}, 'my-model'{best[1]}{own[1]})"
     )
