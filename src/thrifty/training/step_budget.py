@@ -19,6 +19,8 @@ PROBED = 4
 """Number of timed steps that convert a budget of seconds to a first number of steps. The first two are not averaged."""
 PROBING = 0.05
 """Fraction of a budget that counts the start. If two timed steps take longer, the second is the last, and counts."""
+SLOW = 0.5
+"""Seconds of a slow step. If the second step takes longer, it is the last, and counts."""
 
 
 def number_of_steps(recipe: Recipe, plain: BaseRun, device: torch.device, example_unit: int, unit: str) -> int:
@@ -81,7 +83,7 @@ def time_step(recipe: Recipe, plain: BaseRun, device: torch.device) -> float:
             state.optimizer.step()
             state.optimizer.zero_grad()
             seconds.append(time.monotonic() - start)
-            if len(seconds) == 2 and all_ranks.run_first(lambda: sum(seconds) > most):
+            if len(seconds) == 2 and all_ranks.run_first(lambda: sum(seconds) > most or seconds[1] > SLOW):
                 break
     return all_ranks.run_first(lambda: statistics.median(seconds[2:] or seconds[1:]))
 
