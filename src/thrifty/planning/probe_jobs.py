@@ -1,6 +1,5 @@
 """Probes: timed steps of a candidate in a separate process. Results are cached for this machine."""
 
-import hashlib
 import json
 import math
 import os
@@ -15,9 +14,9 @@ from typing import Any
 
 import psutil
 
-from thrifty.core.cache_dir import cache_folder
 from thrifty.core.child_python import child_environment
 from thrifty.core.errors import ThriftyError
+from thrifty.core.kept_results import keep, kept_path, read_kept
 from thrifty.core.user_objects import UserObjects
 from thrifty.machine.machine_info import machine_identity
 from thrifty.planning.cost_estimates import StepTiming
@@ -87,20 +86,14 @@ def cache_probe(probe: Probe, device: str) -> Probe:
 
     def cached(job: ProbeJob) -> StepTiming:
         identity = {name: value for name, value in job.as_dict().items() if name != "bar"}
-        key = json.dumps(identity | machine, sort_keys=True, default=str)
-        path = cache_folder() / "plans" / "probes" / f"{hashlib.sha256(key.encode()).hexdigest()[:24]}.json"
-        with suppress(OSError, ValueError, TypeError, LookupError):  # missing or damaged
-            timing = StepTiming.from_dict(json.loads(path.read_text(encoding="utf-8"))["timing"])
+        path = kept_path("plans/probes", identity | machine)
+        with suppress(ValueError, TypeError, LookupError):  # missing or damaged
+            timing = StepTiming.from_dict(read_kept(path)["timing"])
             if job.is_covered_by(timing):
                 return timing
         timing = probe(job)
-        if timing.is_disturbed:
-            return timing
-        with suppress(OSError):  # no space or no permission: the next call measures again
-            path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False, encoding="utf-8") as file:
-                json.dump({"timing": timing.as_dict(), "job": job.as_dict(), "machine": machine}, file, default=str)
-            os.replace(file.name, path)
+        if not timing.is_disturbed:
+            keep(path, {"timing": timing.as_dict(), "job": job.as_dict(), "machine": machine})
         return timing
 
     return cached

@@ -15,6 +15,7 @@ from thrifty.core.batch_norms import batch_norms, explain_divided_norms
 from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError, for_reader
 from thrifty.core.footprint import Footprint
+from thrifty.core.kept_results import keep, read_kept
 from thrifty.core.mesh import AXES, axis
 from thrifty.core.old_names import rename_origins, rename_techniques
 from thrifty.core.out_of_memory import OutOfMemory, explain_out_of_memory
@@ -28,6 +29,7 @@ from thrifty.recipes.memory_savers import leaner_start
 from thrifty.recipes.recipe_toml import recipe_to_data, write_recipe
 from thrifty.training import run_ledger
 from thrifty.training.determinism import unordered_kernels
+from thrifty.training.kept_counts import path_of_counts
 from thrifty.training.memory_meter import MemoryMeter, kept_bytes, set_freed_memory_policy
 from thrifty.training.progress_display import ProgressDisplay
 from thrifty.training.rank_sync import process_group_sync
@@ -69,7 +71,9 @@ def run_session(
     here = _machine(run)
     before = {name: stored_json(folder, name) for name in ("origins", "environment", "explanation", "summary")}
     before |= {"origins": rename_origins(before["origins"]), "explanation": rename_techniques(before["explanation"])}
-    known = next((facts for facts in (before, counted or {}) if _are_reusable(facts, here)), None)
+    kept = path_of_counts(prepared, recipe_to_data(recipe))
+    reused = counted or (read_kept(kept) if kept else {})
+    known = next((facts for facts in (before, reused) if _are_reusable(facts, here)), None)
     if known is None:
         display.phase("predicting memory and work")
     explanation = explain(run) if known is None else None
@@ -104,10 +108,12 @@ def run_session(
     if log is None and ranks() == 1:
         display.say(f"model {_name_of_model(recipe)}: {parameters:,} parameters")
     explained = explanation.as_dict(run.notes) if explanation else known["explanation"]
-    if known is counted is not None:
+    if known is reused:
         own = [{"settings": asdict(each), "touched": run.notes.get(each.name, [])} for each in run.techniques]
         rows = zip(explained["techniques"], own, strict=True)
         explained = {**explained, "techniques": [row | settings for row, settings in rows]}
+    if known is None and kept:
+        keep(kept, {"environment": here, "explanation": explained, "summary": {"peak_flops_per_second": peak}})
     facts = {
         "folder": str(folder.path),
         **prepared.facts,
