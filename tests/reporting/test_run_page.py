@@ -287,3 +287,13 @@ def test_a_report_never_writes_through_links(write_run, tmp_path):
     (run / "plots" / "rate.png").symlink_to(precious)
     write_report(run)
     assert precious.read_text() == "precious"
+
+
+def test_an_extended_run_is_repeated_by_its_commands(write_run):
+    steps = [{"kind": "step", "step": step, "loss": 4.0} for step in (1, 2, 3)]
+    asked = {"kind": "length", "step": 2, "steps": 3, "asked": "+1steps", "extended": {"steps": 3}}
+    estimated = {"kind": "length", "step": 1, "steps": 2, "used": 3.0, "budget": 9.0}
+    text = Reader(page_alone(write_run(records=[*steps[:2], asked, estimated, steps[2]]))).text
+    assert "resumed with a budget extended by 1steps" in text and "thrifty resume kjv --budget +1steps" in text
+    assert text.count("resumed with a budget") == 1
+    assert "The budget was extended" not in Reader(page_alone(write_run(name="plain"))).text

@@ -8,7 +8,7 @@ from typing import Any
 
 from thrifty.reporting.file_tail import FileTail
 from thrifty.reporting.run_curves import RunCurves
-from thrifty.reporting.run_record import EVENTS, RunRecord, parse_record, read_run
+from thrifty.reporting.run_record import RunRecord, is_event, parse_record, read_run
 
 MOST_EVENTS = 20_000
 SMALL_FILES = ("recipe.toml", "origins.json", "environment.json", "explanation.json", "summary.json")
@@ -73,7 +73,7 @@ class RunIndex:
         kind = record["kind"]
         if kind in ("step", "evaluation"):
             self.curves.put(record)
-        elif kind in EVENTS:
+        elif is_event(record):
             key = (kind, record["step"], str(record.get("text")), str(record.get("technique")))
             self.events.pop(key, None)
             self.events[key] = record

@@ -73,6 +73,7 @@ def render(record: RunRecord, charts: Sequence[ChartFigure]) -> str:
         environment=run_tables.environment(record),
         repeat=repeat_command(record),
         command=original_command(record),
+        extensions=extension_commands(record),
         charts=_charts_json(charts),
         policy=_policy([vega, script]),
         vega=vega,
@@ -89,6 +90,12 @@ def repeat_command(record: RunRecord) -> str:
     inside_runs = record.folder.parent.name == "runs"
     recipe = Path("runs") / record.name / "recipe.toml" if inside_runs else Path("recipe.toml")
     return shlex.join(["thrifty", "train", str(recipe)])
+
+
+def extension_commands(record: RunRecord) -> str:
+    """Return the commands that extended the budget of the run, one per line."""
+    commands = (["thrifty", "resume", record.name, "--budget", asked] for asked in record.extensions)
+    return "\n".join(map(shlex.join, commands))
 
 
 def original_command(record: RunRecord) -> str:

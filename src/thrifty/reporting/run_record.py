@@ -56,8 +56,18 @@ class RunRecord:
         return self.folder.name
 
     @property
+    def extensions(self) -> tuple[str, ...]:
+        """Extensions of the budget by `thrifty resume`, such as "+10min"."""
+        return tuple(str(event["asked"]) for event in self.events if event["kind"] == "length")
+
+    @property
     def last_step(self) -> int:
         return int(self.steps[-1]["step"]) if self.steps else 0
+
+
+def is_event(record: Mapping[str, Any]) -> bool:
+    """Return True for a record that the timeline shows."""
+    return record["kind"] in EVENTS or (record["kind"] == "length" and "asked" in record)
 
 
 def find_run(run: str | Path) -> Path:
@@ -128,7 +138,7 @@ def read_run(folder: Path, records: Sequence[Mapping[str, Any]] | None = None) -
         sample=redact(_read_object(folder / "sample.json", damage)),
         steps=kinds["step"],
         evaluations=kinds["evaluation"],
-        events=tuple(rename_techniques(redact(record)) for record in records if record["kind"] in EVENTS),
+        events=tuple(rename_techniques(redact(record)) for record in records if is_event(record)),
         damage=tuple(damage),
         state=run_state(folder, files["summary"], max((record["step"] for record in kinds["step"]), default=0)),
     )

@@ -77,7 +77,10 @@ def predicted_parts(record: RunRecord) -> TextTable:
 
 
 def timeline(record: RunRecord) -> TextTable:
-    rows = [(whole(event["step"]), event["kind"], _event(event)) for event in record.events]
+    rows = [
+        (whole(event["step"]), "budget" if event["kind"] == "length" else event["kind"], _event(event))
+        for event in record.events
+    ]
     note = ""
     if len(rows) > TIMELINE_ROWS:
         note = f"The last {TIMELINE_ROWS:,} of {len(rows):,}; records.jsonl has all."
@@ -147,6 +150,8 @@ def _change(before: Mapping[str, Any], after: Mapping[str, Any], name: str, unit
 def _event(event: Mapping[str, Any]) -> str:
     if event["kind"] == "checkpoint":
         return f"{scaled(number(event.get('bytes')), 'B')} in {duration(number(event.get('seconds')))}"
+    if event["kind"] == "length":
+        return f"resumed with a budget extended by {_text(event['asked']).lstrip('+')}"
     if event["kind"] == "change":
         return f"{_text(event.get('technique'))}: {_text(event.get('reason'))}"
     return _text(event.get("text"))
