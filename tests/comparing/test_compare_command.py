@@ -4,6 +4,7 @@ import json
 import os
 import re
 from pathlib import Path
+from statistics import mean, stdev
 
 import pytest
 from click.testing import CliRunner, Result
@@ -15,7 +16,8 @@ from thrifty.core.errors import UsageError
 from thrifty.experiments.evidence import evidence_by_technique
 from thrifty.experiments.past_results import past_comparisons
 from thrifty.reporting.comparison_charts import charts
-from thrifty.reporting.comparison_page import cautions, render, tables
+from thrifty.reporting.comparison_page import cautions, render
+from thrifty.reporting.comparison_tables import tables
 
 SWAP = ("--variant", "lion: --without optimizers.adamw --with optimizers.lion:lr=2e-4")
 
@@ -149,6 +151,25 @@ def test_page_has_setup_rates_and_seeds(tmp_path: Path) -> None:
     rates = {row[0]: (row[head.index("seed")], row[head.index("learning rate")]) for row in rows}
     assert rates["variant-1-trial-0"] == ("", "0.0001") and rates["variant-1-trial-2"] == ("", "0.0004")
     assert rates["variant-1-seed-0"] == ("0", f"{data['rates']['lion']['lr']:.3g}")
+
+
+def test_page_has_losses_by_seed_with_means_and_deviations(tmp_path: Path) -> None:
+    typed(*SWAP, "--seeds", "4", "--rate-trials", "1", "--name", "race")
+    data = json.loads((tmp_path / "runs" / "race" / "comparison.json").read_text())
+    head, rows = next((head, rows) for title, _, head, rows in tables(data) if title == "Held-out loss by seed")
+    assert head == ["seed", "baseline", "lion", "lion - baseline"]
+    losses = {
+        (entry["variant"], str(entry["seed"])): entry["held_out_loss"] for entry in data["runs"] if "seed" in entry
+    }
+    assert [row[0] for row in rows] == ["0", "1", "2", "3", "mean", "standard deviation"]
+    gaps = [losses["lion", seed] - losses["baseline", seed] for seed in "0123"]
+    assert [float(row[3]) for row in rows] == pytest.approx([*gaps, mean(gaps), stdev(gaps)], rel=1e-3)
+    data["runs"] = [entry for entry in data["runs"] if (entry["variant"], entry.get("seed")) != ("lion", 2)]
+    assert [row[0] for row in next(rows for title, _, _, rows in tables(data) if "by seed" in title)][:3] == [
+        "0",
+        "1",
+        "3",
+    ]
 
 
 @pytest.mark.parametrize(

@@ -24,7 +24,8 @@ from thrifty.interface.progress import progress
 from thrifty.interface.recipe_arguments import RecipeArguments
 from thrifty.interface.recipe_arguments import recipe as recipe_of
 from thrifty.reporting.comparison_charts import PAPER, found_difference, judged_of, judged_value, named_charts
-from thrifty.reporting.comparison_page import about, cautions, tables, verdicts, write_comparison_page
+from thrifty.reporting.comparison_page import about, cautions, verdicts, write_comparison_page
+from thrifty.reporting.comparison_tables import tables
 from thrifty.reporting.measured_result import MeasuredResult, Rows, flat
 from thrifty.reporting.number_format import MISSING, duration, significant
 from thrifty.reporting.printed_result import ResultTable, lines
