@@ -15,6 +15,7 @@ from thrifty.core.shard_layout import order_of, tag_order
 
 _TABLE = re.compile(
     r"(^|[._])(position|positions|wpe|embed_positions|pos_embed|cls_token|class_token|relative_attention_bias)([._]|$)"
+    r"|(^|\.)(pos|pe|cls|pos_emb|pos_embedding|positional|positional_embedding|positional_encoding)$"
 )
 _END = re.compile(r"\w*embed\w*|wte|wpe|positions?|shared|\w*head|heads|\w*classifier|scores?|qa_outputs|proj_out")
 _LAST = re.compile(r"((.*\.)?predictions\.)?decoder|fc|output")

@@ -7,6 +7,7 @@ and nothing is downloaded.
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -73,13 +74,9 @@ def load_model(
     Raise UsageError without `transformers`, or for a folder without config.json or safetensors. Raise RefusedError if
     `transformers` has no model of this architecture for the task, or if the attention mask contradicts the task.
     """
-    try:
-        import transformers
-    except ImportError as error:
-        raise UsageError(
-            "models outside Thrifty's own families require the package transformers, which is not installed",
-            fix="pip install 'thrifty[huggingface]'",
-        ) from error
+    refuse_without_transformers(f"a {WRAPPERS[task].words} of transformers")
+    import transformers
+
     wrapper, content = WRAPPERS[task], read_config(folder) if isinstance(folder, Path) else dict(folder)
     if isinstance(folder, Path) and not fresh:
         weight_files(folder)
@@ -106,6 +103,15 @@ def load_model(
     model = wrapper(lm)
     ALSO_TRAINED.set(model, frozenset(f"lm.{name}" for name in new))
     return model
+
+
+def refuse_without_transformers(what: str) -> None:
+    """Raise UsageError if the package transformers is not installed."""
+    if find_spec("transformers") is None:
+        raise UsageError(
+            f"{what} requires the package transformers, which is not installed",
+            fix="pip install 'thrifty[huggingface]'",
+        )
 
 
 def load_causal_lm(

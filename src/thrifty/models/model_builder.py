@@ -97,10 +97,14 @@ def build_model_for(
 
 
 def check_model(settings: ModelSettings, task: Task | Literal["chat_answers", "mass"]) -> None:
-    """Raise UsageError if the model is missing, or cannot learn `task` with any data."""
+    """Raise UsageError if the model is missing, cannot learn `task` with any data, or requires a package that is
+    missing."""
+    from thrifty.models.hf_loader import refuse_without_transformers
+
     try:
         shape = own_shape(settings)
     except RefusedError:  # an architecture that transformers may know
+        refuse_without_transformers("a model outside Thrifty's own families")
         return
     if settings.folder and not settings.reinitialize:
         weight_files(Path(settings.folder))
@@ -108,6 +112,8 @@ def check_model(settings: ModelSettings, task: Task | Literal["chat_answers", "m
             return
     if task not in PROBLEM_TYPES or FAMILIES[shape.style].task not in ("next_token", "masked_token"):
         _refuse_another_kind(settings, shape, _KIND_FOR.get(task, task))
+    else:
+        refuse_without_transformers("a classifier of texts")
 
 
 def _build_classifier(settings: ModelSettings, ends: TextModelSpec, seed: int, task: str, values: bool) -> nn.Module:
