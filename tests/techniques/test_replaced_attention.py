@@ -17,7 +17,8 @@ from thrifty.core.state import TrainState
 from thrifty.kernels.attention_filters import dota_filter, elsa_filter, sanger_filter
 from thrifty.kernels.attention_filters.keep_masks import exact_scores, visible_pairs
 from thrifty.kernels.tiled_attention import causal_attention_reference, full_attention, segment_mask
-from thrifty.modeling.attention_sites import ATTENTION_SITES, LOSING_CORES, find_attention_sites
+from thrifty.modeling.attention_cores import ATTENTION_SITES, LOSING_CORES
+from thrifty.modeling.attention_sites import find_attention_sites
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM
 from thrifty.techniques.memory.recompute import Recompute
 

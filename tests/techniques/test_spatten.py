@@ -14,7 +14,7 @@ from thrifty.composition.compose import compose
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.kernels.attention_filters.keep_masks import visible_pairs
 from thrifty.kernels.attention_filters.spatten_filter import CascadeState, KeptShares, cascade_attention
-from thrifty.modeling.attention_sites import ATTENTION_SITES
+from thrifty.modeling.attention_cores import ATTENTION_SITES
 from thrifty.techniques.large_batch.gradient_accumulation import GradientAccumulation
 from thrifty.techniques.memory.recompute import Recompute
 

@@ -21,7 +21,8 @@ from thrifty.core.state import TrainState
 from thrifty.kernels.attention_filters import vitcod_filter
 from thrifty.kernels.attention_filters.keep_masks import exact_scores, visible_pairs
 from thrifty.kernels.sparse_attention.block_grid import NONE, WHOLE, BlockGrid
-from thrifty.modeling.attention_sites import ATTENTION_SITES, find_attention_sites
+from thrifty.modeling.attention_cores import ATTENTION_SITES
+from thrifty.modeling.attention_sites import find_attention_sites
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM
 from thrifty.techniques.attention._replaced_attention import SWAPPABLE_CORES
 from thrifty.techniques.memory.recompute import Recompute

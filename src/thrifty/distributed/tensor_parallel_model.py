@@ -13,7 +13,7 @@ from thrifty.core.run_notes import add_note
 from thrifty.distributed.tensor_parallel_layers import TOKENS, WHOLE, TensorParallelizer
 from thrifty.distributed.tensor_parallel_plan import Style, split_plan
 from thrifty.distributed.tensor_parallel_rng import ParallelRandomRegion, drops
-from thrifty.modeling.attention_sites import HEAD_WIDTHS
+from thrifty.modeling.attention_cores import HEAD_WIDTHS
 from thrifty.modeling.embeddings import find_head, token_tables
 from thrifty.modeling.module_surgery import find_stacks, is_under
 from thrifty.modeling.parameter_kinds import fused_slices

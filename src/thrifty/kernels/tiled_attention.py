@@ -21,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from thrifty.core.errors import UsageError
+from thrifty.kernels.attention_dropout import draw_seed, dropout_factors
 
 AttentionFunction = TypeVar("AttentionFunction", bound=Callable[..., Any])
 
@@ -36,36 +37,48 @@ def mark_plain_attention(causal: bool) -> Callable[[AttentionFunction], Attentio
 
 
 def tiled_causal_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, tile: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    tile: int | None = None,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Return causal attention (b, h, t, k) of q (b, h, t, k) over k and v (b, g, t, k).
 
     Pairs that are False in `mask` (b, 1, t, t) are hidden in addition to later keys; every token must see itself.
     Matmuls run in the dtype of the inputs, softmax in float32. The r query heads of one key head are stacked as rows of
     one matrix, so keys are not copied. `tile` is a number of tokens, by default t / 4, but between 64 and 512. Small
-    tiles skip more of the upper triangle than large tiles, but each tile is unrolled and lengthens compilation.
+    tiles skip more of the upper triangle than large tiles, but each tile is unrolled and lengthens compilation. Weights
+    are dropped at the rate `dropout`.
     """
     tile = tile or min(max(-(-q.shape[2] // 4), 64), 512)
     with torch.autocast("cpu" if q.is_meta else q.device.type, enabled=False):
-        return _TiledCausalAttention.apply(q, k, v, mask, tile)
+        seed = draw_seed(q.device) if dropout else None
+        return _TiledCausalAttention.apply(q, k, v, mask, tile, dropout, seed)
 
 
 @mark_plain_attention(causal=True)
-def causal_attention_reference(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+def causal_attention_reference(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0
+) -> Tensor:
     """Return the result (b, h, t, k) of `tiled_causal_attention` from torch's own kernel. Here, a mask must also hide
     later tokens.
     """
     shared = q.shape[1] != k.shape[1]
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=shared)
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=mask is None, enable_gqa=shared)
 
 
 @mark_plain_attention(causal=False)
-def full_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None) -> Tensor:
+def full_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, scale: float | None = None, dropout: float = 0.0
+) -> Tensor:
     """Return softmax attention over all pairs that the mask allows, by torch's kernels.
 
     `scale` multiplies the scores; the default is 1 / sqrt(k).
     """
-    return F.scaled_dot_product_attention(q, k, v, mask, scale=scale, enable_gqa=q.shape[1] != k.shape[1])
+    shared = q.shape[1] != k.shape[1]
+    return F.scaled_dot_product_attention(q, k, v, mask, dropout, scale=scale, enable_gqa=shared)
 
 
 def segment_mask(segments: Tensor) -> Tensor:
@@ -76,7 +89,9 @@ def segment_mask(segments: Tensor) -> Tensor:
     return (segments[:, :, None] == segments[:, None, :]).tril()[:, None]
 
 
-def tiled_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tile: int) -> tuple[Tensor, Tensor]:
+def tiled_forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tile: int, dropout: float = 0.0, seed: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Return the output (b, h, t, k), and the log-sum-exp of each query's scores (b, h, t, 1)."""
     outputs, lses = [], []
     grouped = q.unflatten(1, (k.shape[1], -1))  # (b, g, r, t, k)
@@ -86,6 +101,8 @@ def tiled_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tile: in
         largest = scores.amax(-1, keepdim=True)
         probability = (scores - largest).exp()
         total = probability.sum(-1, keepdim=True)
+        if seed is not None:
+            probability = probability * _factors(grouped[..., start:stop, :], start, stop, 0, dropout, seed)
         output = (probability.to(v.dtype) @ v[:, :, :stop]).to(total.dtype) / total
         outputs.append(output.to(v.dtype).unflatten(2, (-1, stop - start)))
         lses.append((largest + total.log()).unflatten(2, (-1, stop - start)))
@@ -93,8 +110,9 @@ def tiled_forward(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, tile: in
 
 
 def tiled_backward(
-    grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, output: Tensor, lse: Tensor, tile: int
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, output: Tensor, lse: Tensor, tile: int,
+    dropout: float = 0.0, seed: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Return the gradients of q (b, h, t, k), k and v (b, g, t, k)."""
     accurate = lse.dtype
     grouped, grad_grouped, lse = (x.unflatten(1, (k.shape[1], -1)) for x in (q, grad_output, lse))
@@ -108,8 +126,12 @@ def tiled_backward(
         )
         probability = (_scores(grouped[..., start:, :], start, keys, start, mask) - row_lse).exp()
         grad_probability = (grad_rows @ values.transpose(-1, -2)).to(accurate)
+        used = probability
+        if seed is not None:
+            factors = _factors(grouped[..., start:, :], start, start + keys.shape[2], start, dropout, seed)
+            used, grad_probability = probability * factors, grad_probability * factors
         grad_scores = (probability * (grad_probability - row_shared) * q.shape[-1] ** -0.5).to(q.dtype)
-        grad_v.append(probability.to(v.dtype).transpose(-1, -2) @ grad_rows)
+        grad_v.append(used.to(v.dtype).transpose(-1, -2) @ grad_rows)
         grad_k.append(grad_scores.transpose(-1, -2) @ rows)
         columns.append(grad_scores.unflatten(2, (-1, q.shape[2] - start)))
     for start in starts:
@@ -137,12 +159,21 @@ def _scores(grouped: Tensor, first_query: int, keys: Tensor, first_key: int, mas
     return scores.masked_fill(hidden, float("-inf"))
 
 
+def _factors(grouped: Tensor, first_query: int, end: int, first_key: int, dropout: float, seed: Tensor) -> Tensor:
+    """Return the dropout factors (b, g, r·n, m) of queries (b, g, r, n, k) and keys from `first_key` to `end`."""
+    heads = torch.arange(grouped[..., 0, 0].numel(), device=grouped.device).view(*grouped.shape[:3], 1, 1)
+    queries = torch.arange(first_query, first_query + grouped.shape[3], device=grouped.device)[:, None]
+    return dropout_factors(seed, dropout, heads, queries, torch.arange(first_key, end, device=grouped.device)).flatten(
+        2, 3
+    )
+
+
 class _TiledCausalAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, q, k, v, mask, tile):  # type: ignore[override]
-        output, lse = tiled_forward(q, k, v, mask, tile)
-        ctx.tile = tile
-        ctx.save_for_backward(q, k, v, mask, output, lse)
+    def forward(ctx, q, k, v, mask, tile, dropout, seed):  # type: ignore[override]
+        output, lse = tiled_forward(q, k, v, mask, tile, dropout, seed)
+        ctx.tile, ctx.dropout = tile, dropout
+        ctx.save_for_backward(q, k, v, mask, output, lse, seed)
         return output
 
     @staticmethod
@@ -151,4 +182,5 @@ class _TiledCausalAttention(torch.autograd.Function):
             raise UsageError(
                 "tiled causal attention has no second derivative", fix="use torch's attention with SDPBackend.MATH"
             )
-        return *tiled_backward(grad_output, *ctx.saved_tensors, ctx.tile), None, None
+        *tensors, seed = ctx.saved_tensors
+        return *tiled_backward(grad_output, *tensors, ctx.tile, ctx.dropout, seed), None, None, None, None

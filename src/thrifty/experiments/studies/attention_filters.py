@@ -22,7 +22,7 @@ from thrifty.experiments.study import Cells, MeasuredQuantity, Study, StudyPlot
 from thrifty.experiments.tasks.image_task import train_on_images
 from thrifty.experiments.tasks.language_task import decayed_adamw, source_text, train_llama
 from thrifty.kernels.attention_filters.keep_masks import core_weights
-from thrifty.modeling.attention_sites import ATTENTION_SITES
+from thrifty.modeling.attention_cores import ATTENTION_SITES
 from thrifty.techniques.attention.a3 import A3
 from thrifty.techniques.attention.block_sparse import BlockSparseAttention
 from thrifty.techniques.attention.dota import Dota

@@ -42,21 +42,27 @@ def with_one(keep: Tensor, scores: Tensor, visible: Tensor) -> Tensor:
     return keep | (alone & visible & ~keep.any(-1, keepdim=True))
 
 
-def attend_kept(q: Tensor, k: Tensor, v: Tensor, keep: Tensor) -> Tensor:
+def attend_kept(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, dropout: float = 0.0) -> Tensor:
     """Return exact softmax attention over a keep set (b, h, t, s), by torch's masked kernels. This saves no
     computation.
     """
-    return F.scaled_dot_product_attention(q, k, v, keep, enable_gqa=q.shape[1] != k.shape[1])
+    return F.scaled_dot_product_attention(q, k, v, keep, dropout, enable_gqa=q.shape[1] != k.shape[1])
 
 
 def filtered_attention(
-    keep: Callable[..., Tensor], causal: bool, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
+    keep: Callable[..., Tensor],
+    causal: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Return attention of q (b, h, t, k) over the keys and values (b, g, s, k) that `keep(q, k, visible=…)` keeps."""
     visible = visible_pairs(q.shape[2], k.shape[2], causal, mask, q.device)
     with torch.no_grad():
         kept = keep(q, k, visible=visible)
-    return attend_kept(q, k, v, kept)
+    return attend_kept(q, k, v, kept, dropout)
 
 
 def seen_softmax(scores: Tensor, seen: Tensor) -> Tensor:

@@ -11,6 +11,7 @@ that has read only the tokens that the query can see. In an encoder all views ar
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from thrifty.kernels.attention_filters.keep_masks import exact_scores, heads_of_keys, seen_softmax
@@ -123,7 +124,14 @@ def add_importance(standing: CascadeState, weights: Tensor, outputs: Tensor) -> 
 
 
 def cascade_attention(
-    q: Tensor, k: Tensor, v: Tensor, visible: Tensor, before: CascadeState | None, keep: KeptShares, bits: int = 0
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    visible: Tensor,
+    before: CascadeState | None,
+    keep: KeptShares,
+    bits: int = 0,
+    dropout: float = 0.0,
 ) -> tuple[Tensor, CascadeState]:
     """Return attention of q (b, h, t, k) over the remaining k and v (b, g, t, k), and the state after it.
 
@@ -143,7 +151,7 @@ def cascade_attention(
             computed = now.working.mT[..., None]
             fetched = highest(rounded, share_of(seen.sum(-1, keepdim=True), keep.values)) & computed
         weights = weights + (rounded - weights).detach()
-        output = (weights * fetched).to(v.dtype) @ v
+        output = F.dropout(weights * fetched, dropout).to(v.dtype) @ v
         with torch.no_grad():
             return output, add_importance(now, weights * computed, output)
 

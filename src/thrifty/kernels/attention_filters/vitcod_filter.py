@@ -95,7 +95,9 @@ def split_blocks(masks: np.ndarray, limit: int, block: int) -> tuple[np.ndarray,
     return order, padded.reshape(-1, side, block, side, block).any((2, 4))
 
 
-def split_attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, order: Tensor, kept: BlockGrid) -> Tensor:
+def split_attention(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor, order: Tensor, kept: BlockGrid, dropout: float = 0.0
+) -> Tensor:
     """Return attention of q (b, h, t, k) over k and v (b, g, t, k) with a mask (b or 1, h, t, t).
 
     Tokens of each head are processed in `order` (h, t). Only nonempty blocks (1, h, T, T) of this order are computed.
@@ -104,4 +106,5 @@ def split_attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, order: Tensor
     along = order[None, :, :, None].expand(b, h, t, width)
     q, k, v = (heads_of_keys(x, h).gather(2, along) for x in (q, k, v))
     keep = keep.gather(2, order[None, :, :, None].expand_as(keep)).gather(3, order[None, :, None].expand_as(keep))
-    return block_attention(q, k, v, kept, keep).gather(2, order.argsort(-1)[None, :, :, None].expand_as(along))
+    out = block_attention(q, k, v, kept, keep, dropout=dropout)
+    return out.gather(2, order.argsort(-1)[None, :, :, None].expand_as(along))

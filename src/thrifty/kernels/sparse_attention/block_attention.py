@@ -15,9 +15,10 @@ from torch import Tensor
 
 from thrifty.core.errors import UsageError
 from thrifty.core.op_flops import FLOPS_OF
+from thrifty.kernels.attention_dropout import draw_seed
 from thrifty.kernels.autocast_inputs import cast_for_autocast
 from thrifty.kernels.sparse_attention.block_grid import BlockGrid, check_grid
-from thrifty.kernels.sparse_attention.block_layout import chunks, from_blocks, lay_out_blocks, to_blocks
+from thrifty.kernels.sparse_attention.block_layout import chunks, dropout_of, from_blocks, lay_out_blocks, to_blocks
 from thrifty.kernels.sparse_attention.visibility import VisibilityRule
 
 
@@ -29,12 +30,13 @@ def block_attention(
     mask: Tensor | None = None,
     segments: Tensor | None = None,
     scale: float | None = None,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Return attention (b, h, t, k) of q (b, h, t, k) over the visible keys and values (b, g, s, k) in kept blocks.
 
     `mask`, boolean (b, 1 or h, 1 or t, s), and `segments` int64 (b, t) hide more pairs: with `segments`, tokens see
-    only tokens with an equal segment id. `scale` multiplies the scores; the default is 1 / sqrt(k). Second derivatives
-    and grids that do not fit raise UsageError.
+    only tokens with an equal segment id. `scale` multiplies the scores; the default is 1 / sqrt(k). Weights are dropped
+    at the rate `dropout`. Second derivatives and grids that do not fit raise UsageError.
     """
     check_grid(grid, q, k)
     q, k, v = cast_for_autocast(q, k, v)
@@ -42,6 +44,7 @@ def block_attention(
     return torch.ops.thrifty.block_attention(
         q, k, v, grid.codes, mask, segments, grid.block, grid.count,
         sight.causal, sight.window, sight.first, q.shape[-1] ** -0.5 if scale is None else scale,
+        dropout, draw_seed(q.device) if dropout else None,
     )[0]  # fmt: skip
 
 
@@ -59,6 +62,8 @@ def _attention(
     window: int,
     first: int,
     scale: float,
+    dropout: float,
+    seed: Tensor | None,
 ) -> tuple[Tensor, Tensor]:
     """Return the output (b, h, t, k), and the log-sum-exp of each query's scores (b, h, t, 1), 0 if no key is kept."""
     with torch.autocast(q.device.type, enabled=False):
@@ -71,6 +76,8 @@ def _attention(
             probability = scores.sub_(largest).exp_()
             total = probability.sum(-1, keepdim=True)
             values = work.v.index_select(0, chunk.keys).view(len(chunk.rows), -1, v.shape[-1])
+            if seed is not None:
+                probability.mul_(dropout_of(work, chunk, dropout, seed))
             weighted = torch.bmm(probability.to(v.dtype), values).to(total.dtype)
             output[chunk.rows] = weighted.div_(total.clamp(min=torch.finfo(total.dtype).tiny)).to(v.dtype)
             lse[chunk.rows] = torch.where(total > 0, largest + total.log(), 0.0).squeeze(-1)
@@ -78,7 +85,7 @@ def _attention(
 
 
 @_attention.register_fake
-def _(q, k, v, codes, mask, segments, block, count, causal, window, first, scale):
+def _(q, k, v, codes, mask, segments, block, count, causal, window, first, scale, dropout, seed):
     return torch.empty_like(q, memory_format=torch.contiguous_format), q.new_empty(
         (*q.shape[:3], 1), dtype=_accurate(q)
     )
@@ -101,6 +108,8 @@ def _attention_backward(
     window: int,
     first: int,
     scale: float,
+    dropout: float,
+    seed: Tensor | None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     with torch.autocast(q.device.type, enabled=False):
         work = lay_out_blocks(q, k, v, codes, mask, segments, block, VisibilityRule(causal, window, first), scale)
@@ -112,9 +121,13 @@ def _attention_backward(
             probability = chunk.scores.sub_(sums[chunk.rows]).exp_()
             upstream = grad_out.index_select(0, chunk.rows)
             values = work.v.index_select(0, chunk.keys).view(len(chunk.rows), -1, v.shape[-1])
-            _add(grad_v, chunk.keys, torch.bmm(probability.to(v.dtype).transpose(1, 2), upstream).view(n, block, -1))
             grad_scores = torch.bmm(upstream, values.transpose(1, 2)).to(sums.dtype)
             del values
+            used = probability
+            if seed is not None:
+                factors = dropout_of(work, chunk, dropout, seed)
+                used, grad_scores = probability * factors, grad_scores.mul_(factors)
+            _add(grad_v, chunk.keys, torch.bmm(used.to(v.dtype).transpose(1, 2), upstream).view(n, block, -1))
             grad_scores = grad_scores.sub_(shared[chunk.rows]).mul_(probability).mul_(scale).to(q.dtype)
             keys = work.k.index_select(0, chunk.keys).view(len(chunk.rows), -1, k.shape[-1])
             grad_q[chunk.rows] = torch.bmm(grad_scores, keys)
@@ -146,17 +159,17 @@ def _add(sums: Tensor, places: Tensor, terms: Tensor) -> None:
 
 
 def _keep_for_backward(ctx, inputs, output) -> None:
-    q, k, v, codes, mask, segments, *numbers = inputs
-    ctx.numbers = numbers
-    ctx.save_for_backward(q, k, v, codes, mask, segments, *output)
+    q, k, v, codes, mask, segments, *ctx.numbers, seed = inputs
+    ctx.save_for_backward(q, k, v, codes, mask, segments, *output, seed)
     ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx, grad_output: Tensor, grad_lse: Tensor | None):
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise UsageError("sparse attention has no second derivative", fix="use torch's attention with a mask")
-    gradients = torch.ops.thrifty.block_attention_backward(grad_output.contiguous(), *ctx.saved_tensors, *ctx.numbers)
-    return *gradients, *[None] * 9
+    *tensors, seed = ctx.saved_tensors
+    gradients = torch.ops.thrifty.block_attention_backward(grad_output.contiguous(), *tensors, *ctx.numbers, seed)
+    return *gradients, *[None] * 11
 
 
 _attention.register_autograd(_backward, setup_context=_keep_for_backward)

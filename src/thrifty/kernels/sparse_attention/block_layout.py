@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from thrifty.kernels.attention_dropout import dropout_factors
 from thrifty.kernels.sparse_attention.block_grid import NONE, WHOLE
 from thrifty.kernels.sparse_attention.visibility import VisibilityRule, same_text
 
@@ -123,6 +124,19 @@ def chunks(work: BlockedInputs) -> Iterator[RowChunk]:
         scores = scores.to(torch.promote_types(scores.dtype, torch.float32)).mul_(work.scale)
         _hide(work, scores, chosen, own)
         yield RowChunk(chosen, own, keys, scores)
+
+
+def dropout_of(work: BlockedInputs, chunk: RowChunk, rate: float, seed: Tensor) -> Tensor:
+    """Return the factors of the weights of a chunk, in the shape of its scores."""
+    _, _, r, _, _ = work.shape
+    lane = torch.arange(work.block, device=chunk.rows.device)
+    heads = (chunk.rows // work.sides[0])[:, None] * r + torch.arange(r, device=lane.device)
+    queries = (chunk.rows % work.sides[0] * work.block)[:, None] + lane
+    keys = (chunk.columns * work.block)[..., None] + lane
+    factors = dropout_factors(
+        seed, rate, heads[:, :, None, None, None], queries[:, None, :, None, None], keys[:, None, None]
+    )
+    return factors.view_as(chunk.scores)
 
 
 def _hide(work: BlockedInputs, scores: Tensor, rows: Tensor, columns: Tensor) -> None:

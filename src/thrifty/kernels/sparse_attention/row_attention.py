@@ -12,16 +12,19 @@ from torch import Tensor
 
 from thrifty.core.errors import UsageError
 from thrifty.core.op_flops import FLOPS_OF
+from thrifty.kernels.attention_dropout import draw_seed, dropout_factors
 from thrifty.kernels.autocast_inputs import cast_for_autocast
 from thrifty.kernels.sparse.csr_matrix import CsrMatrix
 from thrifty.kernels.sparse.sparsity_pattern import rows_of
 
 
-def row_attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, scale: float | None = None) -> Tensor:
+def row_attention(
+    q: Tensor, k: Tensor, v: Tensor, keys: Tensor, scale: float | None = None, dropout: float = 0.0
+) -> Tensor:
     """Return attention of q (b, h, t, k) over the kept keys and values of k and v (b, g, s, k).
 
     `keys` int64 (b or 1, h or 1, t, m) contains the indices of each query's kept keys, without duplicates; -1 means no
-    key. Raises UsageError if an index is out of range.
+    key. Weights are dropped at the rate `dropout`. Raises UsageError if an index is out of range.
     """
     if keys.dtype != torch.int64 or keys.ndim != 4:
         raise UsageError(
@@ -29,7 +32,8 @@ def row_attention(q: Tensor, k: Tensor, v: Tensor, keys: Tensor, scale: float | 
             fix="pass int64 of shape (b or 1, h or 1, t, m)",
         )
     scale = q.shape[-1] ** -0.5 if scale is None else scale
-    return torch.ops.thrifty.row_attention(*cast_for_autocast(q, k, v), keys, scale)[0]
+    seed = draw_seed(q.device) if dropout else None
+    return torch.ops.thrifty.row_attention(*cast_for_autocast(q, k, v), keys, scale, dropout, seed)[0]
 
 
 def csr_of_rows(keys: Tensor, count: int) -> CsrMatrix:
@@ -68,13 +72,21 @@ def _scores(q: Tensor, k: Tensor, pattern: CsrMatrix, scale: float) -> Tensor:
     return pattern.sddmm(q.T, k.T).mul_(scale)
 
 
+def _dropout_of(pattern: CsrMatrix, at: tuple[int, int], heads: int, rate: float, seed: Tensor) -> Tensor:
+    """Return the factors (nnz,) of the weights of example and head `at`."""
+    head = torch.tensor(at[0] * heads + at[1], device=seed.device)
+    return dropout_factors(seed, rate, head, rows_of(pattern.starts).long(), pattern.columns.long())
+
+
 def _by_row(values: Tensor, starts: Tensor, reduce: str, empty: float) -> Tensor:
     """Return the maximum or the sum of each row's elements. A row without elements returns `empty`."""
     return torch.segment_reduce(values, reduce, offsets=starts, initial=empty)
 
 
 @torch.library.custom_op("thrifty::row_attention", mutates_args=())
-def _attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float) -> tuple[Tensor, Tensor]:
+def _attention(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float, dropout: float, seed: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Return the output (b, h, t, k), and the log-sum-exp of each query's scores (b, h, t), 0 if no key is kept."""
     accurate = torch.promote_types(q.dtype, torch.float32)
     output = torch.zeros_like(q, memory_format=torch.contiguous_format)
@@ -87,21 +99,24 @@ def _attention(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, scale: float) -> t
             probability = scores.sub_(largest[row]).exp_()
             total = _by_row(probability, pattern.starts, "sum", 0.0)
             probability /= total[row]
+            if seed is not None:
+                probability *= _dropout_of(pattern, at, q.shape[1], dropout, seed)
             output[at] = pattern.spmm(v[key_head].to(accurate).T, probability).T
             lse[at] = torch.where(total > 0, largest + total.log(), 0.0)
     return output, lse
 
 
 @_attention.register_fake
-def _(q, k, v, keep, scale):
+def _(q, k, v, keep, scale, dropout, seed):
     lse = q.new_empty(q.shape[:3], dtype=torch.promote_types(q.dtype, torch.float32))
     return torch.empty_like(q, memory_format=torch.contiguous_format), lse
 
 
 @torch.library.custom_op("thrifty::row_attention_backward", mutates_args=())
 def _attention_backward(
-    grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, keep: Tensor, output: Tensor, lse: Tensor, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
+    grad_output: Tensor, q: Tensor, k: Tensor, v: Tensor, keep: Tensor, output: Tensor, lse: Tensor, scale: float,
+    dropout: float, seed: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     accurate = lse.dtype
     grad_q, grad_k, grad_v = (
         torch.zeros_like(x, dtype=accurate, memory_format=torch.contiguous_format) for x in (q, k, v)
@@ -114,8 +129,10 @@ def _attention_backward(
             )
             probability = _scores(queries, keys, pattern, scale).sub_(lse[at][row]).exp_()
             shared = (upstream * output[at].to(accurate)).sum(-1)
-            grad_scores = pattern.sddmm(upstream.T, values.T).sub_(shared[row]).mul_(probability).mul_(scale)
-            grad_v[key_head] += pattern.spmm_turned(upstream.T, pattern.turn(probability)).T
+            factors = 1.0 if seed is None else _dropout_of(pattern, at, q.shape[1], dropout, seed)
+            grad_scores = pattern.sddmm(upstream.T, values.T).mul_(factors).sub_(shared[row]).mul_(probability)
+            grad_scores.mul_(scale)
+            grad_v[key_head] += pattern.spmm_turned(upstream.T, pattern.turn(probability * factors)).T
             grad_k[key_head] += pattern.spmm_turned(queries.T, pattern.turn(grad_scores)).T
             grad_q[at] = pattern.spmm(keys.T, grad_scores).T
     # a custom operation must return new tensors; these are the sums, converted if their dtype differs
@@ -123,21 +140,22 @@ def _attention_backward(
 
 
 @_attention_backward.register_fake
-def _(grad_output, q, k, v, keep, output, lse, scale):
+def _(grad_output, q, k, v, keep, output, lse, scale, dropout, seed):
     return tuple(torch.empty_like(x, memory_format=torch.contiguous_format) for x in (q, k, v))
 
 
 def _keep_for_backward(ctx, inputs, output) -> None:
-    *tensors, ctx.scale = inputs
-    ctx.save_for_backward(*tensors, *output)
+    *tensors, ctx.scale, ctx.dropout, seed = inputs
+    ctx.save_for_backward(*tensors, *output, seed)
     ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx, grad_output: Tensor, grad_lse: Tensor | None):
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise UsageError("sparse attention has no second derivative", fix="use torch's attention with a mask")
-    saved = ctx.saved_tensors
-    return *torch.ops.thrifty.row_attention_backward(grad_output.contiguous(), *saved, ctx.scale), None, None
+    *saved, seed = ctx.saved_tensors
+    gradients = torch.ops.thrifty.row_attention_backward(grad_output.contiguous(), *saved, ctx.scale, ctx.dropout, seed)
+    return *gradients, None, None, None, None
 
 
 _attention.register_autograd(_backward, setup_context=_keep_for_backward)

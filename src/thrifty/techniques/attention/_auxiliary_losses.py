@@ -5,7 +5,7 @@ from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
-from thrifty.modeling.attention_sites import LOSING_CORES
+from thrifty.modeling.attention_cores import LOSING_CORES
 
 
 class AuxiliaryLossObjective(WrappedObjective):

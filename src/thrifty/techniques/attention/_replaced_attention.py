@@ -32,13 +32,8 @@ from thrifty.core.state import TrainState
 from thrifty.core.structural_change import StructuralChange
 from thrifty.core.technique import Numerics, Technique
 from thrifty.core.tensor_tracing import untraced
-from thrifty.modeling.attention_sites import (
-    ATTENTION_SITES,
-    AttentionCore,
-    AttentionSite,
-    SwappableCore,
-    find_attention_sites,
-)
+from thrifty.modeling.attention_cores import ATTENTION_SITES, AttentionCore, AttentionSite, SwappableCore
+from thrifty.modeling.attention_sites import find_attention_sites
 
 PLAIN, CHOSEN = "plain", "chosen"
 PHASE: ModuleNote[Mapping[str, Any]] = ModuleNote("attention_phase")

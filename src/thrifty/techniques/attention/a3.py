@@ -26,7 +26,7 @@ from thrifty.core.run_relative_settings import StepOrFraction
 from thrifty.core.setting_bounds import Fraction, SettingBound
 from thrifty.kernels.attention_filters.a3_filter import a3_keep
 from thrifty.kernels.attention_filters.keep_masks import filtered_attention
-from thrifty.modeling.attention_sites import AttentionCore, AttentionSite
+from thrifty.modeling.attention_cores import AttentionCore, AttentionSite
 from thrifty.techniques.attention._replaced_attention import ReplacedAttention
 
 

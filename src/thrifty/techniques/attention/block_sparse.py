@@ -24,13 +24,13 @@ from thrifty.core.setting_bounds import Natural, Positive
 from thrifty.kernels.attention_filters.keep_masks import refuse_other_lengths
 from thrifty.kernels.sparse_attention.block_attention import block_attention
 from thrifty.kernels.sparse_attention.block_grid import scattered_grid
-from thrifty.modeling.attention_sites import AttentionCore, AttentionSite
+from thrifty.modeling.attention_cores import AttentionCore, AttentionSite
 from thrifty.techniques.attention._replaced_attention import ReplacedAttention
 
 
 def scattered_attention(
     block: int, near: int, first: int, sampled: int, causal: bool, seed: int, q: Tensor, k: Tensor, v: Tensor,
-    mask: Tensor | None = None,
+    mask: Tensor | None = None, dropout: float = 0.0,
 ) -> Tensor:  # fmt: skip
     """Return attention in which queries see keys in neighboring blocks, in the first blocks and in random blocks.
 
@@ -38,7 +38,7 @@ def scattered_attention(
     """
     refuse_other_lengths(q.shape[2], k.shape[2])
     grid = scattered_grid(q.shape[2], block, near, first, sampled, causal, seed, q.device)
-    return block_attention(q, k, v, grid, mask)
+    return block_attention(q, k, v, grid, mask, dropout=dropout)
 
 
 class BlockSparseAttention(ReplacedAttention):

@@ -23,7 +23,6 @@ from torch._subclasses.fake_tensor import is_fake
 from torch.utils._python_dispatch import _disable_current_modes
 
 from thrifty.core.claims import Claim
-from thrifty.core.errors import RefusedError
 from thrifty.core.module_notes import ModuleNote
 from thrifty.core.objective import Objective
 from thrifty.core.randomness import keyed_generator
@@ -39,7 +38,7 @@ from thrifty.kernels.attention_filters.dota_filter import (
 from thrifty.kernels.attention_filters.keep_masks import attend_kept, exact_scores, visible_pairs
 from thrifty.kernels.attention_filters.sanger_filter import quantized
 from thrifty.kernels.sparse_attention.row_attention import row_attention
-from thrifty.modeling.attention_sites import ATTENTION_SITES, LOSING_CORES, AttentionCore, AttentionSite
+from thrifty.modeling.attention_cores import ATTENTION_SITES, LOSING_CORES, AttentionCore, AttentionSite, call_core
 from thrifty.modeling.module_surgery import wrap_forward
 from thrifty.techniques.attention._auxiliary_losses import AuxiliaryLossObjective
 from thrifty.techniques.attention._replaced_attention import CHOSEN, ReplacedAttention, decided_phase
@@ -59,7 +58,7 @@ class DetectorCore:
         self.input: Tensor | None = None
         self.losses: list[Tensor] | None = None  # a list during collection
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0) -> Tensor:
         visible = visible_pairs(q.shape[2], k.shape[2], self.site.causal, mask, q.device)
         # a recomputed forward pass must save the same tensors, with or without collection
         is_training = torch.is_grad_enabled()
@@ -69,12 +68,12 @@ class DetectorCore:
             if self.losses is not None:
                 self.losses.append(loss)
         if not self.is_active or estimated is None:
-            return self.site.plain(q, k, v) if mask is None else self.site.plain(q, k, v, mask)
+            return call_core(self.site.plain, q, k, v, mask, dropout)
         most, counts = self.kept_counts(visible)
         keys = balanced_keys(estimated.detach(), most, visible, counts)
         if self.settings.products == "rows":
-            return row_attention(q, k, v, keys)
-        return attend_kept(q, k, v, keep_of(keys, k.shape[2]))
+            return row_attention(q, k, v, keys, dropout=dropout)
+        return attend_kept(q, k, v, keep_of(keys, k.shape[2]), dropout)
 
     def kept_counts(self, visible: Tensor) -> tuple[int, Tensor | None]:
         """Return the maximum number of kept keys per query, and the number for each example (b,).
@@ -200,22 +199,16 @@ class Dota(ReplacedAttention):
 
     def attach(self, site: AttentionSite) -> None:
         """Add the projection and the detector to an attention."""
-        qkv = getattr(site.module, "qkv", None)
-        if qkv is None:
-            raise RefusedError(
-                f"{site.name} has no fused projection `qkv`, from which the input width is read",
-                fix="use a preset, such as --set model.preset=gpt-nano",
-            )
-        width, heads = qkv.weight.shape[1], site.module.heads
+        width, heads, like = site.width, site.heads, next(site.module.parameters())
         reduced = max(round(self.ratio * width), 1)
         if rotary_tables(site.module) is not None:
             reduced += reduced % 2  # channels rotate in pairs
-        generator = keyed_generator(f"{self.seed}/{site.name}.detector_projection", qkv.weight)
-        projection = sparse_projection(width, reduced, generator).to(qkv.weight.device)
+        generator = keyed_generator(f"{self.seed}/{site.name}.detector_projection", like)
+        projection = sparse_projection(width, reduced, generator).to(like.device)
         site.module.register_buffer("detector_projection", projection, persistent=False)
-        site.module.register_buffer("longest_text", torch.zeros((), dtype=torch.int64, device=qkv.weight.device))
+        site.module.register_buffer("longest_text", torch.zeros((), dtype=torch.int64, device=like.device))
         for name in DETECTOR:
-            weight = torch.empty(heads, reduced, reduced, device=qkv.weight.device)
+            weight = torch.empty(heads, reduced, reduced, device=like.device)
             weight.normal_(
                 0, (width * reduced**0.5) ** -0.5, generator=keyed_generator(f"{self.seed}/{site.name}.{name}", weight)
             )

@@ -30,7 +30,7 @@ from thrifty.kernels.attention_filters.elsa_filter import (
     threshold_samples,
 )
 from thrifty.kernels.attention_filters.keep_masks import filtered_attention, visible_pairs
-from thrifty.modeling.attention_sites import AttentionCore, AttentionSite
+from thrifty.modeling.attention_cores import AttentionCore, AttentionSite
 from thrifty.techniques.attention._replaced_attention import CalibratedAttention
 
 PlainMatrix = tuple[tuple[float, ...], ...]

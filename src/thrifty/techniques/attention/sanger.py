@@ -24,7 +24,7 @@ from torch import Tensor
 from thrifty.core.setting_bounds import Probability, SettingBound
 from thrifty.kernels.attention_filters.keep_masks import filtered_attention
 from thrifty.kernels.attention_filters.sanger_filter import sanger_keep, unit_rows
-from thrifty.modeling.attention_sites import AttentionCore, AttentionSite
+from thrifty.modeling.attention_cores import AttentionCore, AttentionSite
 from thrifty.techniques.attention._replaced_attention import CalibratedAttention
 
 UNKNOWN = (1.0, 1.0)

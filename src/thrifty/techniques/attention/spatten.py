@@ -36,7 +36,7 @@ from thrifty.kernels.attention_filters.spatten_filter import (
     cascade_attention,
     pruned_share,
 )
-from thrifty.modeling.attention_sites import ATTENTION_SITES, AttentionCore, AttentionSite
+from thrifty.modeling.attention_cores import ATTENTION_SITES, AttentionCore, AttentionSite
 from thrifty.modeling.module_surgery import find_stacks, is_under
 from thrifty.techniques.attention._replaced_attention import CHOSEN, ReplacedAttention, decided_phase
 
@@ -67,16 +67,16 @@ class CascadeCore:
         self.relay, self.site, self.keep, self.bits = relay, site, keep, bits
         self.received: CascadeState | None = None
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0) -> Tensor:
         refuse_other_lengths(q.shape[2], k.shape[2])
         visible = visible_pairs(q.shape[2], k.shape[2], self.site.causal, mask, q.device)
         if in_backward():
             self.refuse_several_passes()
-            return cascade_attention(q, k, v, visible, self.received, self.keep, self.bits)[0]
+            return cascade_attention(q, k, v, visible, self.received, self.keep, self.bits, dropout)[0]
         before = self.relay.current
         if self.relay.is_training:
             self.received = before
-        output, self.relay.current = cascade_attention(q, k, v, visible, before, self.keep, self.bits)
+        output, self.relay.current = cascade_attention(q, k, v, visible, before, self.keep, self.bits, dropout)
         return output
 
     def refuse_several_passes(self) -> None:
@@ -161,7 +161,7 @@ class Spatten(ReplacedAttention):
         relay, connected = CascadeRelay(), []
         for number, block in enumerate(blocks):
             for site in ATTENTION_SITES.of(model):
-                if is_under(site.name, f"{stack}.{number}"):
+                if is_under(f"{site.name}.", f"{stack}.{number}"):
                     latest = self.recent_fraction if site.causal else 0.0
                     site.put(CascadeCore(relay, site, self.kept_shares(number, len(blocks), latest), self.bits))
                     connected.append(site.name)

@@ -11,8 +11,7 @@ Cost        Work is split into many short steps. If other processes use the core
             vanish.
 Avoid       Training without `compile`, because the gain requires compiled code. GPUs, because torch's own kernel is
             faster there.
-Does not    Change the result beyond rounding, or support models of transformers, because it replaces only the attention
-            of this package's models.
+Does not    Change the result beyond rounding, or replace attention that is not causal.
 """
 
 from functools import partial
@@ -27,16 +26,24 @@ from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Natural
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.kernels.tiled_attention import causal_attention_reference, tiled_causal_attention
+from thrifty.kernels.tiled_attention import tiled_causal_attention
+from thrifty.modeling.attention_sites import find_attention_sites, find_own_sites
 
 
-def triton_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, tile: int | None = None) -> Tensor:
-    """Return causal attention, computed by Triton. With a mask, torch computes it in tiles.
+def triton_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    tile: int | None = None,
+    dropout: float = 0.0,
+) -> Tensor:
+    """Return causal attention, computed by Triton. With a mask or dropout, torch computes it in tiles.
 
     q and the result are (b, h, t, k), k and v are (b, g, t, k).
     """
-    if mask is not None:
-        return tiled_causal_attention(q, k, v, mask, tile)
+    if mask is not None or dropout:
+        return tiled_causal_attention(q, k, v, mask, tile, dropout)
     from thrifty.kernels.flash_attention_triton import TILE, flash_attention
 
     return flash_attention(q, k, v, tile=tile or TILE)
@@ -56,27 +63,26 @@ class TiledAttention(Technique):
     kernel: Literal["torch", "triton"] = "torch"
     """Implementation: torch's operations, or a Triton kernel on a GPU."""
     optional: bool = False
-    """Leave a model without plain causal attention unchanged, with a note, instead of raising RefusedError."""
+    """Replace only causal attention of Thrifty's models, and leave other models unchanged, with a note."""
 
     def model(self, model: nn.Module) -> nn.Module:
-        attentions = [module for module in model.modules() if hasattr(module, "core")]
-        causal = [module for module in attentions if module.core is causal_attention_reference]
+        sites = find_own_sites(model) if self.optional else find_attention_sites(model)
+        causal = [site for site in sites if site.causal]
         if not causal and self.optional:
-            add_note("unchanged: the model has no plain causal attention with a replaceable core")
+            add_note("unchanged: the model has no causal attention of Thrifty's")
             return model
         if not causal:
             raise RefusedError(
-                f"none of the {len(attentions)} replaceable attention cores is plain and causal",
-                fix=f"--without {self.name}; or a gpt or llama preset; or a model whose attention has "
-                "causal_attention_reference of thrifty.kernels.tiled_attention as attribute `core`",
+                f"none of the {len(sites)} attention modules is always causal",
+                fix=f"--without {self.name}; or call scaled_dot_product_attention with is_causal=True",
             )
         if self.kernel == "triton":
             self.refuse_without_triton(model)
         core = tiled_causal_attention if self.kernel == "torch" else triton_attention
-        for module in causal:
-            module.core = partial(core, tile=self.tile or None)
-        others = len(attentions) - len(causal)
-        add_note(f"{len(causal)} attention cores" + (f"; {others} unchanged, not plain and causal" if others else ""))
+        for site in causal:
+            site.put(partial(core, tile=self.tile or None))
+        others = len(sites) - len(causal)
+        add_note(f"{len(causal)} attention cores" + (f"; {others} unchanged, not causal" if others else ""))
         return model
 
     def refuse_without_triton(self, model: nn.Module) -> None:

@@ -39,7 +39,7 @@ from thrifty.kernels.attention_filters.keep_masks import (
     visible_pairs,
 )
 from thrifty.kernels.sparse_attention.block_grid import NONE, WHOLE, BlockGrid
-from thrifty.modeling.attention_sites import ATTENTION_SITES, LOSING_CORES, AttentionCore, AttentionSite
+from thrifty.modeling.attention_cores import ATTENTION_SITES, LOSING_CORES, AttentionCore, AttentionSite
 from thrifty.techniques.attention._auxiliary_losses import AuxiliaryLossObjective
 from thrifty.techniques.attention._replaced_attention import CHOSEN, SWAPPABLE_CORES, CalibratedAttention, decided_phase
 
@@ -57,14 +57,14 @@ class AutoencodedCore:
         self.site, self.inner = site, inner
         self.losses: list[Tensor] | None = None  # a list during collection
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *mask: Tensor) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *mask: Tensor, **options: float) -> Tensor:
         decoded = autoencode_attention(self.site, q, k)
         # a recomputed forward pass must save the same tensors, with or without collection
         if torch.is_grad_enabled():
             loss = vitcod_filter.autoencoder_loss(q, decoded[0]) + vitcod_filter.autoencoder_loss(k, decoded[1])
             if self.losses is not None:
                 self.losses.append(loss)
-        return self.inner(*decoded, v, *mask)
+        return self.inner(*decoded, v, *mask, **options)
 
 
 def autoencode_attention(site: AttentionSite, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
@@ -77,7 +77,14 @@ def autoencode_attention(site: AttentionSite, q: Tensor, k: Tensor) -> tuple[Ten
 
 
 def fixed_attention(
-    site: AttentionSite, block: int, count: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
+    site: AttentionSite,
+    block: int,
+    count: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Return attention with the fixed masks of the attention module `site`.
 
@@ -94,8 +101,10 @@ def fixed_attention(
     keep = visible_pairs(t, t, site.causal, mask, q.device) & kept[:, :t, :t]
     if count and t == kept.shape[-1]:
         codes = torch.where(site.module.kept_blocks, WHOLE, NONE).to(torch.int8)[None]
-        return vitcod_filter.split_attention(q, k, v, keep, site.module.kept_order, BlockGrid(codes, block, count))
-    return attend_kept(q, k, v, keep)
+        return vitcod_filter.split_attention(
+            q, k, v, keep, site.module.kept_order, BlockGrid(codes, block, count), dropout
+        )
+    return attend_kept(q, k, v, keep, dropout)
 
 
 class Vitcod(CalibratedAttention):

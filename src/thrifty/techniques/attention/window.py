@@ -25,19 +25,25 @@ from thrifty.kernels.attention_filters.keep_masks import refuse_other_lengths
 from thrifty.kernels.sparse_attention.block_attention import block_attention
 from thrifty.kernels.sparse_attention.block_grid import window_grid
 from thrifty.kernels.sparse_attention.visibility import VisibilityRule
-from thrifty.modeling.attention_sites import AttentionCore, AttentionSite
+from thrifty.modeling.attention_cores import AttentionCore, AttentionSite
 from thrifty.techniques.attention._replaced_attention import ReplacedAttention
 
 
 def window_attention(
-    rule: VisibilityRule, block: int, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
+    rule: VisibilityRule,
+    block: int,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
 ) -> Tensor:
     """Return attention in which `rule` and a boolean mask limit the visible keys.
 
     q and the result are (b, h, t, k), k and v are (b, g, t, k).
     """
     refuse_other_lengths(q.shape[2], k.shape[2])
-    return block_attention(q, k, v, window_grid(q.shape[2], rule, block, q.device), mask)
+    return block_attention(q, k, v, window_grid(q.shape[2], rule, block, q.device), mask, dropout=dropout)
 
 
 class WindowAttention(ReplacedAttention):

@@ -53,7 +53,7 @@ from thrifty.memory.planner.plan_report import decisions, summary
 from thrifty.memory.planner.plan_storage import Bits, TierStore, build_block_plan, bytes_per_second, stored_bits
 from thrifty.memory.recompute_overhead import measured_overheads
 from thrifty.memory.selective_recompute import BlockPlan, keep_tensor, run_block_plan
-from thrifty.modeling.attention_sites import LOSING_CORES
+from thrifty.modeling.attention_cores import LOSING_CORES
 from thrifty.modeling.module_surgery import find_stacks, refuse_copies, wrap_forward
 
 OVERHEADS = 45e-6, 12e-6

@@ -31,7 +31,7 @@ from thrifty.memory.block_recompute import BlockChain
 from thrifty.memory.planner.chain_schedule import periodic_schedule
 from thrifty.memory.recomputation import RERUN_FIX, recompute
 from thrifty.memory.recompute_schedule import RecomputeSchedule
-from thrifty.modeling.attention_sites import LOSING_CORES
+from thrifty.modeling.attention_cores import LOSING_CORES
 from thrifty.modeling.module_surgery import find_stacks, wrap_forward
 
 

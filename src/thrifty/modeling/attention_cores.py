@@ -1,0 +1,113 @@
+"""Attention cores, and places in models where cores can be replaced.
+
+A core maps q (b, h, t, k), k and v (b, g, s, k), an optional boolean mask, and an optional dropout rate of the weights
+to (b, h, t, k).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor, nn
+
+from thrifty.core.errors import RefusedError
+from thrifty.core.module_notes import ModuleNote
+
+AttentionCore = Callable[..., Tensor]
+HEAD_WIDTHS = (
+    "qk_head_dim",
+    "head_width",
+    "head_dim",
+    "head_size",
+    "attention_head_size",
+    "key_value_proj_dim",
+    "d_head",
+    "d_k",
+)
+HEADS = ("heads", "num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "nheads", "h")
+KEY_HEADS = ("kv_heads", "num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
+"""Attributes of attention modules or configs that store the number of key heads."""
+CONFIGS = ("config", "cfg", "args")
+
+
+def call_core(
+    core: AttentionCore, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0
+) -> Tensor:
+    """Call a core without the arguments that have no effect. A core without dropout may then lack this argument."""
+    options = {"dropout": dropout} if dropout else {}
+    return core(q, k, v, **options) if mask is None else core(q, k, v, mask, **options)
+
+
+class SwappableCore:
+    """An attention core that calls another core, its attribute `core`, which can be replaced at any time. `watch`
+    receives the queries, keys and mask of each call."""
+
+    def __init__(self, core: AttentionCore):
+        self.core = core
+        self.watch: Callable[[Tensor, Tensor, Tensor | None], None] | None = None
+
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0) -> Tensor:
+        if self.watch is not None:
+            self.watch(q, k, mask)
+        return call_core(self.core, q, k, v, mask, dropout)
+
+
+@dataclass(frozen=True)
+class AttentionSite:
+    """One attention module of a model. The module calls its attribute `core`, as modules of Thrifty's models do."""
+
+    name: str
+    module: nn.Module
+    causal: bool
+    """True if every call is causal without a mask. Other causal calls have a mask."""
+    plain: AttentionCore
+    """The module's own attention, or an equivalent core."""
+
+    @property
+    def head_width(self) -> int:
+        """Width of a head. Raise RefusedError if it is unknown."""
+        return self._number(HEAD_WIDTHS) or self.width // self.heads
+
+    @property
+    def heads(self) -> int:
+        """Number of query heads. Raise RefusedError if neither the module nor its config has an attribute for this
+        number."""
+        return self._required(HEADS, "its number of heads")
+
+    @property
+    def key_heads(self) -> int:
+        """Number of key heads; by default the number of query heads."""
+        return self._required((*KEY_HEADS, *HEADS), "its number of heads")
+
+    def put(self, core: AttentionCore) -> None:
+        self.module.core = core
+
+    def take_away(self) -> None:
+        """Restore the original core."""
+        self.module.core = self.plain
+
+    @property
+    def width(self) -> int:
+        """Return the width of the module's input: the number of columns of its first matrix."""
+        matrix = next((each for each in self.module.parameters() if each.ndim == 2), None)
+        if matrix is None:
+            raise RefusedError(f"{self.name} has no weight matrix", fix=f"set one of: {', '.join(HEAD_WIDTHS)}")
+        return matrix.shape[1]
+
+    def _number(self, names: Sequence[str]) -> int | None:
+        for owner in (self.module, *(getattr(self.module, name, None) for name in CONFIGS)):
+            for name in names:
+                if isinstance(number := getattr(owner, name, None), int):
+                    return number
+        return None
+
+    def _required(self, names: Sequence[str], what: str) -> int:
+        if (number := self._number(names)) is None:
+            raise RefusedError(f"{self.name} has no attribute for {what}", fix=f"set one of: {', '.join(names)}")
+        return number
+
+
+ATTENTION_SITES: ModuleNote[list[AttentionSite]] = ModuleNote("attention_sites")
+"""Note on a model: the sites of its replaced cores."""
+LOSING_CORES: ModuleNote[list[Any]] = ModuleNote("losing_cores")
+"""Note on a model: cores with an attribute `losses`, which is a list while losses are collected."""
