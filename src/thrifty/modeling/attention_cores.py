@@ -1,14 +1,16 @@
 """Attention cores, and places in models where cores can be replaced.
 
-A core maps q (b, h, t, k), k and v (b, g, s, k), an optional boolean mask, and an optional dropout rate of the weights
-to (b, h, t, k).
+A core maps q (b, h, t, k), k and v (b, g, s, k) and an optional boolean mask to (b, h, t, k). Further optional
+arguments are a dropout rate of the weights, and a bias (b or 1, h or 1, t, s) that is added to the scores.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake
 
 from thrifty.core.errors import RefusedError
 from thrifty.core.module_notes import ModuleNote
@@ -31,10 +33,17 @@ CONFIGS = ("config", "cfg", "args")
 
 
 def call_core(
-    core: AttentionCore, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0
+    core: AttentionCore,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    bias: Tensor | None = None,
 ) -> Tensor:
-    """Call a core without the arguments that have no effect. A core without dropout may then lack this argument."""
-    options = {"dropout": dropout} if dropout else {}
+    """Call a core without the arguments that have no effect, so that a core may lack them."""
+    options: dict[str, Any] = {"dropout": dropout} if dropout else {}
+    options |= {"bias": bias} if bias is not None else {}
     return core(q, k, v, **options) if mask is None else core(q, k, v, mask, **options)
 
 
@@ -46,10 +55,26 @@ class SwappableCore:
         self.core = core
         self.watch: Callable[[Tensor, Tensor, Tensor | None], None] | None = None
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
         if self.watch is not None:
             self.watch(q, k, mask)
-        return call_core(self.core, q, k, v, mask, dropout)
+        return call_core(self.core, q, k, v, mask, **options)
+
+
+HIDDEN = -9e3
+"""Numbers below this number hide pairs when they are added to scores."""
+
+
+def visible_and_bias(mask: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """Return an additive mask as a boolean mask and a bias. Without values, as while code is compiled, the mask may be
+    a bias."""
+    if mask.dtype == torch.bool:
+        return mask, None
+    seen = mask > HIDDEN
+    has_values = not (torch.compiler.is_compiling() or mask.is_meta or is_fake(mask))
+    if has_values and not mask.requires_grad and bool(((mask == 0) | ~seen).all()):
+        return seen, None
+    return seen, mask
 
 
 @dataclass(frozen=True)

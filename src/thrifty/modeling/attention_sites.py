@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from thrifty.core.errors import RefusedError
 from thrifty.core.run_notes import add_note
+from thrifty.kernels.attention_filters.keep_masks import attend_kept, visible_pairs
 from thrifty.modeling.attention_cores import AttentionSite
 from thrifty.modeling.caught_attention import CaughtSite, calls_attention, is_causal
 from thrifty.modeling.module_surgery import is_under
@@ -73,8 +74,17 @@ def _site(name: str, module: nn.Module, whole: nn.Module | None) -> AttentionSit
 
 
 def torch_attention(
-    causal: bool, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0
+    causal: bool,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    bias: Tensor | None = None,
 ) -> Tensor:
+    """Return the attention of torch, see `attention_cores`."""
+    if bias is not None:
+        return attend_kept(q, k, v, visible_pairs(q.shape[2], k.shape[2], causal, mask, q.device), dropout, bias)
     shared = q.shape[1] != k.shape[1]
     return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal=causal and mask is None, enable_gqa=shared)
 

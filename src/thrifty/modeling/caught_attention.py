@@ -11,7 +11,7 @@ import ast
 import dis
 import inspect
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import CodeType, FunctionType, MethodType
 from typing import Any
@@ -19,15 +19,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import is_fake
 from torch.overrides import TorchFunctionMode
 
 from thrifty.core.errors import RefusedError
-from thrifty.modeling.attention_cores import AttentionCore, AttentionSite, call_core
+from thrifty.modeling.attention_cores import HIDDEN, AttentionCore, AttentionSite, call_core, visible_and_bias
 from thrifty.modeling.module_surgery import wrap_forward
 
-LEAST = -9e3
-"""Scores below this number are those of hidden pairs."""
 MATMUL = "@"
 SDPA = "scaled_dot_product_attention"
 PRODUCTS = {torch.matmul, Tensor.matmul, Tensor.__matmul__, torch.bmm, Tensor.bmm}
@@ -37,8 +34,11 @@ SCALINGS = {
     **dict.fromkeys((torch.div, Tensor.div, Tensor.__truediv__, Tensor.div_, Tensor.__itruediv__), -1),
 }
 """Functions that scale scores by a number, with the exponent of the number."""
+ADDED_PRODUCTS = {torch.baddbmm, Tensor.baddbmm}
+"""Matmuls that add a tensor."""
 ADDITIONS = {torch.add, Tensor.add, Tensor.__add__, Tensor.add_, Tensor.__iadd__, Tensor.__radd__}
-HIDING = {torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_}
+HIDING = {torch.masked_fill, Tensor.masked_fill, Tensor.masked_fill_, torch.where, torch.max}
+RESHAPES = {Tensor.view, Tensor.reshape, torch.reshape, Tensor.unflatten, Tensor.flatten, torch.flatten}
 CONVERSIONS = {Tensor.to, Tensor.type_as, Tensor.float, Tensor.half, Tensor.bfloat16, Tensor.contiguous, Tensor.type}
 """Functions that change the dtype or the layout of scores and weights, but not their values."""
 
@@ -78,7 +78,10 @@ def _catching(module: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs
 
 
 class CatchAttention(TorchFunctionMode):
-    """A mode that answers the attention of one module by a core."""
+    """A mode that answers the attention of one module by a core.
+
+    Scores are `scale` · q kᵀ + `bias` until the module's softmax. Scores far below zero are hidden pairs.
+    """
 
     def __init__(self, site: CaughtSite, core: AttentionCore):
         super().__init__()
@@ -89,9 +92,10 @@ class CatchAttention(TorchFunctionMode):
         self.scores: Tensor | None = None
         """The latest scores, and the result of the module's operations on them."""
         self.scale = 1.0
-        """Factor of the scores so far."""
+        self.bias: Tensor | None = None
         self.mask: Tensor | None = None
         self.weights: Tensor | None = None
+        """Result of the softmax, and of the module's operations on it."""
         self.dropout = 0.0
 
     def __torch_function__(
@@ -101,58 +105,81 @@ class CatchAttention(TorchFunctionMode):
         if func is F.scaled_dot_product_attention:
             return self.attend(*args, **kwargs)
         if func is F.multi_head_attention_forward:
-            return self.multi_head(*args, **kwargs)
-        first = args[0] if args else kwargs.get("input")
-        if self.weights is not None and first is self.weights:
+            return self.multi_head(func, *args, **kwargs)
+        if self.weights is not None and _has(args, kwargs, self.weights):
             return self.on_weights(func, args, kwargs)
-        if self.scores is not None and (first is self.scores or _has(args, self.scores)):
+        if self.scores is not None and _has(args, kwargs, self.scores):
             return self.on_scores(func, args, kwargs)
         result = func(*args, **kwargs)
-        operands = _operands(func, args)
-        if operands is not None and _are_scores(*operands, result):
-            self.queries, self.keys = operands
-            self.scores, self.scale, self.mask = result, 1.0, None
+        if (product := score_product(func, args, kwargs)) is not None and _are_scores(product, result):
+            self.queries, self.keys, self.scale, self.bias = product
+            self.scores = result
         return result
 
     def on_scores(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Follow the module's operations on the scores to its softmax."""
-        result = func(*args, **kwargs)
+        scores, result = self.scores, func(*args, **kwargs)
+        assert scores is not None
         if func in SOFTMAX:
             dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
             if dim in (-1, result.ndim - 1):
-                self.weights, self.mask = result, args[0].detach() > LEAST
+                self.weights, self.mask = result, scores.detach() > HIDDEN
             return result
-        if not isinstance(result, Tensor) or result.shape[-2:] != self.scores.shape[-2:]:  # type: ignore[union-attr]
+        if not isinstance(result, Tensor) or not result.is_floating_point() or result.shape[-2:] != scores.shape[-2:]:
             return result
-        other = args[1] if len(args) > 1 and args[0] is self.scores else args[0] if len(args) > 1 else None
+        other = next((each for each in args if each is not scores), None)
         if func in SCALINGS and _is_number(other):
-            self.scale *= float(other) ** SCALINGS[func]
+            factor = float(other) ** SCALINGS[func]
+            self.scale, self.bias = self.scale * factor, None if self.bias is None else self.bias * factor
         elif func in ADDITIONS and isinstance(other, Tensor):
-            refuse_biases(other, self.site.name)
-        elif func not in HIDING and func not in CONVERSIONS and func is not torch.where:
+            addend = visible_and_bias(other)[1]
+            if addend is not None:
+                self.bias = addend if self.bias is None else self.bias + addend
+        elif func in RESHAPES:
+            self.reshape(result.shape[:-2])
+        elif func not in HIDING and func not in CONVERSIONS:
             self.reason = f"its scores pass {getattr(func, '__name__', func)}"
             self.scores = None
             return result
         self.scores = result
         return result
 
+    def reshape(self, lead: torch.Size) -> None:
+        """Change the dimensions before tokens and channels, as the module does to its scores."""
+        assert self.queries is not None and self.keys is not None and self.scores is not None
+        before = self.scores.shape[:-2]
+        self.queries, self.keys, self.bias = (
+            None if each is None else each.expand(*before, *each.shape[-2:]).reshape(*lead, *each.shape[-2:])
+            for each in (self.queries, self.keys, self.bias)
+        )
+
     def on_weights(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer the matmul of weights and values. Follow dropout and conversions of the weights until then."""
-        if func in PRODUCTS:
-            return self.attended(args[1])
+        if (product := value_product(func, args)) is not None:
+            return self.attended(*product)
         result = func(*args, **kwargs)
         if func in (F.dropout, torch.dropout):
             values = {"p": 0.5, "training": True} | dict(zip(("p", "training"), args[1:], strict=False)) | kwargs
             self.dropout = values["p"] if values["training"] else 0.0
-        if isinstance(result, Tensor) and result.shape == self.weights.shape:  # type: ignore[union-attr]
+        is_followed = func in (F.dropout, torch.dropout) or func in CONVERSIONS or func in RESHAPES
+        if is_followed and isinstance(result, Tensor):
             self.weights = result
         return result
 
-    def attended(self, values: Tensor) -> Tensor:
-        assert self.queries is not None and self.keys is not None
-        scale, mask, dropout = self.scale, self.mask, self.dropout
+    def attended(self, values: Tensor, finish: Callable[[Tensor], Tensor]) -> Tensor:
+        """Return the attention over values (…, s, k), whose other dimensions may be merged."""
+        assert self.queries is not None and self.keys is not None and self.mask is not None
+        lead = self.mask.shape[:-2]
+        result = self.answer(
+            self.queries, self.keys, values.reshape(*lead, *values.shape[-2:]) if values.shape[:-2].numel() == lead.numel()
+            else values, self.mask, self.dropout, self.bias, self.scale,
+        )  # fmt: skip
         self.weights = self.scores = None
-        return self.attend(self.queries, self.keys, values, mask, dropout, scale=scale)
+        return finish(
+            result.reshape(*values.shape[:-2], *result.shape[-2:])
+            if values.shape[:-2].numel() == lead.numel()
+            else result
+        )
 
     def attend(
         self,
@@ -167,29 +194,39 @@ class CatchAttention(TorchFunctionMode):
     ) -> Tensor:
         """Answer a call with the arguments of torch's function. Queries of another sequence are left to torch, as is
         a single query of a cached text."""
-        self.is_done = True
         if query.shape[-2] != key.shape[-2] or (self.site.causal and not is_causal and attn_mask is None):
+            self.is_done = True
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
-        mask = None if attn_mask is None else visible_in(attn_mask, self.site.name)
+        mask, bias = (None, None) if attn_mask is None else visible_and_bias(attn_mask)
         if is_causal and not self.site.causal:
             mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
-        if mask is not None:
-            mask = mask[(None,) * (query.ndim - mask.ndim)]
-            mask = with_heads(
-                mask.expand(*query.shape[: max(1, query.ndim - 3)], *mask.shape[max(1, query.ndim - 3) :])
-            )
-        if query.ndim > 4:
-            key, value = (each.expand(*query.shape[:-2], *each.shape[-2:]) for each in (key, value))
+        return self.answer(query, key, value, mask, dropout_p, bias, scale or query.shape[-1] ** -0.5)
+
+    def answer(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Tensor | None,
+        dropout: float,
+        bias: Tensor | None,
+        scale: float,
+    ) -> Tensor:
+        self.is_done = True
+        lead = query.shape[:-2]
+        if len(lead) > 2:
+            key, value = (each.expand(*lead, *each.shape[-2:]) for each in (key, value))
         q, k, v = (with_heads(each) for each in (query, key, value))
-        if scale is not None and scale != (usual := q.shape[-1] ** -0.5):
+        if scale != (usual := q.shape[-1] ** -0.5):
             q = q * (scale / usual)
-        result = call_core(self.core, q, k, v, mask, dropout_p)
-        return result.reshape(*query.shape[:-1], value.shape[-1])
+        mask, bias = (None if each is None else _like_scores(each, lead) for each in (mask, bias))
+        return call_core(self.core, q, k, v, mask, dropout, bias).reshape(*lead, -1, value.shape[-1])
 
     def multi_head(
         self,
+        func: Callable[..., Any],
         query: Tensor,
         key: Tensor,
         value: Tensor,
@@ -208,25 +245,33 @@ class CatchAttention(TorchFunctionMode):
         need_weights: bool = True,
         attn_mask: Tensor | None = None,
         **others: Any,
-    ) -> tuple[Tensor, None]:
-        """Answer a call of nn.MultiheadAttention, for queries (t, b, d) or (t, d). Weights are not returned."""
-        is_plain = query is key and key is value and in_proj_weight is not None and bias_k is None
-        if not is_plain or add_zero_attn:
-            raise RefusedError(
-                f"{self.site.name} attends to another sequence, or to additional keys",
-                fix=f"use one nn.MultiheadAttention for each kind of attention; or {SDPA}",
-            )
+    ) -> tuple[Tensor, Tensor | None]:
+        """Answer a call of nn.MultiheadAttention, for queries (t, b, d) or (t, d). Attention to another sequence is left
+        to torch. Otherwise weights are not returned."""
+        is_own = query is key and key is value and in_proj_weight is not None and bias_k is None
+        if not is_own or add_zero_attn:
+            self.is_done = True
+            return func(
+                query, key, value, embed_dim_to_check, num_heads, in_proj_weight, in_proj_bias, bias_k, bias_v,
+                add_zero_attn, dropout_p, out_proj_weight, out_proj_bias, training, key_padding_mask, need_weights,
+                attn_mask, **others,
+            )  # fmt: skip
         x = query if query.ndim == 3 else query[:, None]
         t, b, d = x.shape
         projected = F.linear(x, in_proj_weight, in_proj_bias).view(t, b, 3, num_heads, d // num_heads)
         q, k, v = projected.permute(2, 1, 3, 0, 4)  # (b, h, t, k) each
-        masks = []
-        if attn_mask is not None:
-            seen = seen_by_module(attn_mask, self.site.name)
-            masks.append(seen.view(b, num_heads, t, t) if seen.ndim == 3 else seen[None, None])
-        if key_padding_mask is not None:
-            masks.append(seen_by_module(key_padding_mask, self.site.name).view(b, 1, 1, t))
-        mask = masks[0] & masks[1] if len(masks) == 2 else masks[0] if masks else None
+        mask: Tensor | None = None
+        for given, shape in ((attn_mask, (-1, t, t)), (key_padding_mask, (b, 1, t))):
+            if given is not None:
+                hidden = given if given.dtype == torch.bool else None
+                added = (
+                    torch.zeros_like(hidden, dtype=x.dtype).masked_fill(hidden, -torch.inf)
+                    if hidden is not None
+                    else given
+                )
+                added = added.view(shape)
+                added = added.view(b, num_heads, t, t) if len(added) == b * num_heads != b else added[:, None]
+                mask = added if mask is None else mask + added
         result = self.attend(q, k, v, mask, dropout_p if training else 0.0)
         out = F.linear(result.permute(2, 0, 1, 3).reshape(t, b, d), out_proj_weight, out_proj_bias)
         return (out if query.ndim == 3 else out[:, 0]), None
@@ -239,29 +284,11 @@ def with_heads(x: Tensor) -> Tensor:
     return x if x.ndim == 4 else x[:, None] if x.ndim == 3 else x[None, None]
 
 
-def visible_in(mask: Tensor, name: str) -> Tensor:
-    """Return an additive or boolean mask of torch as a boolean mask, in which visible pairs are True."""
-    if mask.dtype == torch.bool:
-        return mask
-    refuse_biases(mask, name)
-    return mask > LEAST
-
-
-def seen_by_module(mask: Tensor, name: str) -> Tensor:
-    """Return a mask of nn.MultiheadAttention, which is True at hidden pairs, as a mask of visible pairs."""
-    return ~mask if mask.dtype == torch.bool else visible_in(mask, name)
-
-
-def refuse_biases(addend: Tensor, name: str) -> None:
-    """Raise RefusedError if a tensor that is added to scores does more than hide pairs. Without values, as while
-    code is compiled, nothing is checked."""
-    if torch.compiler.is_compiling() or addend.is_meta or is_fake(addend):
-        return
-    if not bool(((addend == 0) | (addend < LEAST)).all()):
-        raise RefusedError(
-            f"{name} adds a position bias to its attention scores, which replaced attention cannot represent",
-            fix="use positions in the embedding, or rotary positions",
-        )
+def _like_scores(mask: Tensor, lead: torch.Size) -> Tensor:
+    """Return a mask or bias (…, t, s) of scores (*lead, t, s) in four dimensions, with one row per example."""
+    mask = mask[(None,) * (len(lead) + 2 - mask.ndim)]
+    rows = max(1, len(lead) - 1)  # dimensions other than that of the heads
+    return with_heads(mask.expand(*lead[:rows], *mask.shape[rows:]) if lead else mask)
 
 
 def calls_attention(module: nn.Module) -> bool:
@@ -331,20 +358,68 @@ def _value(node: ast.expr | None, module: nn.Module, own_name: tuple[str, ...]) 
     return None
 
 
-def _operands(func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Tensor, Tensor] | None:
-    """Return the queries (…, t, k) and keys (…, s, k) of a matmul of two tensors; None for other functions."""
+def score_product(
+    func: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> tuple[Tensor, Tensor, float, Tensor | None] | None:
+    """Return queries (…, t, k), keys (…, s, k), scale and bias of a matmul of two activations; None for other calls."""
     if func in PRODUCTS and len(args) > 1 and args[0].ndim > 2 and args[1].ndim > 2:
-        return args[0], args[1].transpose(-2, -1)
+        return args[0], args[1].transpose(-2, -1), 1.0, None
+    if func in ADDED_PRODUCTS and len(args) == 1:
+        args = (args[0], kwargs["batch1"], kwargs["batch2"])
+    if func in ADDED_PRODUCTS and len(args) == 3:
+        bias = args[0] * kwargs["beta"] if kwargs.get("beta", 1) != 1 else args[0]
+        return (
+            args[1],
+            args[2].transpose(-2, -1),
+            float(kwargs.get("alpha", 1)),
+            bias if kwargs.get("beta", 1) else None,
+        )
+    if func is torch.einsum and len(args) == 3 and (parts := _letters(args[0])):
+        (q, k, out), (t, s) = parts, parts[2][-2:]
+        common = [letter for letter in q if letter in k and letter not in out]
+        if len(common) == 1 and t in q and t not in k and s in k and s not in q:
+            lead = out[:-2]
+            if all(letter in q and letter in k for letter in lead):
+                order = [*lead, t, common[0]], [*lead, s, common[0]]
+                return _permuted(args[1], q, order[0]), _permuted(args[2], k, order[1]), 1.0, None
     return None
 
 
-def _are_scores(queries: Tensor, keys: Tensor, result: Any) -> bool:
-    return result.is_floating_point() and result.shape[-2:] == (queries.shape[-2], keys.shape[-2])
+def value_product(func: Callable[..., Any], args: tuple[Any, ...]) -> tuple[Tensor, Callable[[Tensor], Tensor]] | None:
+    """Return the values (…, s, k) of a matmul with attention weights, and a function that orders the dimensions of the
+    result (…, t, k) as the matmul does; None for other calls."""
+    if func in PRODUCTS:
+        return args[1], lambda result: result
+    if func is torch.einsum and len(args) == 3 and (parts := _letters(args[0])):
+        weights, v, out = parts
+        (lead, (t, s)), width = (weights[:-2], weights[-2:]), [letter for letter in v if letter not in weights]
+        if len(width) == 1 and {*out} == {*lead, t, *width} and {*v} == {*lead, s, *width}:
+            return _permuted(args[2], v, [*lead, s, *width]), lambda result: _permuted(result, [*lead, t, *width], out)
+    return None
+
+
+def _letters(equation: Any) -> tuple[list[str], list[str], list[str]] | None:
+    """Return the letters of an einsum of two tensors; None for equations without an arrow or with an ellipsis."""
+    if not isinstance(equation, str) or "." in equation or equation.count(",") != 1 or "->" not in equation:
+        return None
+    inputs, out = equation.replace(" ", "").split("->")
+    first, second = inputs.split(",")
+    return (list(first), list(second), list(out)) if len(out) > 2 else None
+
+
+def _permuted(x: Tensor, letters: Sequence[str], order: Sequence[str]) -> Tensor:
+    return x.permute([letters.index(letter) for letter in order])
+
+
+def _are_scores(product: tuple[Tensor, Tensor, float, Tensor | None], result: Any) -> bool:
+    queries, keys, _, _ = product
+    is_matrix = isinstance(result, Tensor) and result.is_floating_point()
+    return is_matrix and result.shape[-2:] == (queries.shape[-2], keys.shape[-2])
 
 
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float)
 
 
-def _has(args: tuple[Any, ...], tensor: Tensor) -> bool:
-    return any(each is tensor for each in args)
+def _has(args: tuple[Any, ...], kwargs: Mapping[str, Any], tensor: Tensor) -> bool:
+    return any(each is tensor for each in (*args, *kwargs.values()))

@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.errors import RefusedError
-from thrifty.modeling.attention_cores import AttentionCore, AttentionSite, call_core
+from thrifty.modeling.attention_cores import AttentionCore, AttentionSite, call_core, visible_and_bias
 
 INTERFACE = "thrifty"
 """Name of Thrifty's attention function in transformers."""
-FURTHER = ("softcap", "s_aux", "position_bias")
+FURTHER = ("softcap", "s_aux")
 """Arguments of some attention functions of transformers that cores do not support."""
 
 
@@ -93,10 +93,13 @@ def _attend(
         )
     if attention_mask is None:
         attention_mask = _causality(module, query, key, options.get("is_causal"))
+    mask, bias = (None, None) if attention_mask is None else visible_and_bias(attention_mask)
+    if (positions := options.get("position_bias")) is not None:
+        bias = positions if bias is None else bias + positions
     usual = query.shape[-1] ** -0.5
     if scaling is not None and scaling != usual:
         query = query * (scaling / usual)
-    out = call_core(core, query, key, value, attention_mask, dropout)
+    out = call_core(core, query, key, value, mask, dropout, bias)
     return out.transpose(1, 2).contiguous(), None
 
 

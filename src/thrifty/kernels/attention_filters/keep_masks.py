@@ -42,10 +42,15 @@ def with_one(keep: Tensor, scores: Tensor, visible: Tensor) -> Tensor:
     return keep | (alone & visible & ~keep.any(-1, keepdim=True))
 
 
-def attend_kept(q: Tensor, k: Tensor, v: Tensor, keep: Tensor, dropout: float = 0.0) -> Tensor:
+def attend_kept(
+    q: Tensor, k: Tensor, v: Tensor, keep: Tensor, dropout: float = 0.0, bias: Tensor | None = None
+) -> Tensor:
     """Return exact softmax attention over a keep set (b, h, t, s), by torch's masked kernels. This saves no
-    computation.
+    computation. `bias` is added to the scores.
     """
+    if bias is not None:
+        bias = bias.to(q.dtype)
+        keep = bias.masked_fill(~keep, torch.finfo(q.dtype).min)
     return F.scaled_dot_product_attention(q, k, v, keep, dropout, enable_gqa=q.shape[1] != k.shape[1])
 
 
@@ -57,12 +62,13 @@ def filtered_attention(
     v: Tensor,
     mask: Tensor | None = None,
     dropout: float = 0.0,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Return attention of q (b, h, t, k) over the keys and values (b, g, s, k) that `keep(q, k, visible=…)` keeps."""
     visible = visible_pairs(q.shape[2], k.shape[2], causal, mask, q.device)
     with torch.no_grad():
         kept = keep(q, k, visible=visible)
-    return attend_kept(q, k, v, kept, dropout)
+    return attend_kept(q, k, v, kept, dropout, bias)
 
 
 def seen_softmax(scores: Tensor, seen: Tensor) -> Tensor:

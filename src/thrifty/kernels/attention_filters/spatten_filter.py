@@ -132,6 +132,7 @@ def cascade_attention(
     keep: KeptShares,
     bits: int = 0,
     dropout: float = 0.0,
+    bias: Tensor | None = None,
 ) -> tuple[Tensor, CascadeState]:
     """Return attention of q (b, h, t, k) over the remaining k and v (b, g, t, k), and the state after it.
 
@@ -145,7 +146,8 @@ def cascade_attention(
             visible = visible.expand(len(q), -1, -1, -1)
             now = prune_tokens(before or initial_state(visible, q.shape[1]), visible, keep)
             seen = visible & now.alive[:, None]
-        weights = seen_softmax(exact_scores(q, k), seen)
+        scores = exact_scores(q, k)
+        weights = seen_softmax(scores if bias is None else scores + bias, seen)
         with torch.no_grad():
             rounded = progressive_probabilities(q, k, seen, bits, LOW_BITS)[0] if bits else weights
             computed = now.working.mT[..., None]

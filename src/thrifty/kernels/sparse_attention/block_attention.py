@@ -16,8 +16,9 @@ from torch import Tensor
 from thrifty.core.errors import UsageError
 from thrifty.core.op_flops import FLOPS_OF
 from thrifty.kernels.attention_dropout import draw_seed
+from thrifty.kernels.attention_filters.keep_masks import attend_kept
 from thrifty.kernels.autocast_inputs import cast_for_autocast
-from thrifty.kernels.sparse_attention.block_grid import BlockGrid, check_grid
+from thrifty.kernels.sparse_attention.block_grid import BlockGrid, check_grid, visible_in_grid
 from thrifty.kernels.sparse_attention.block_layout import chunks, dropout_of, from_blocks, lay_out_blocks, to_blocks
 from thrifty.kernels.sparse_attention.visibility import VisibilityRule
 
@@ -31,14 +32,20 @@ def block_attention(
     segments: Tensor | None = None,
     scale: float | None = None,
     dropout: float = 0.0,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Return attention (b, h, t, k) of q (b, h, t, k) over the visible keys and values (b, g, s, k) in kept blocks.
 
     `mask`, boolean (b, 1 or h, 1 or t, s), and `segments` int64 (b, t) hide more pairs: with `segments`, tokens see
     only tokens with an equal segment id. `scale` multiplies the scores; the default is 1 / sqrt(k). Weights are dropped
-    at the rate `dropout`. Second derivatives and grids that do not fit raise UsageError.
+    at the rate `dropout`. With a `bias` (b or 1, h or 1, t, s) of the scores, all pairs are computed. Second
+    derivatives and grids that do not fit raise UsageError.
     """
     check_grid(grid, q, k)
+    if bias is not None:
+        assert segments is None and scale is None
+        keep = visible_in_grid(grid, q.shape[2], k.shape[2])
+        return attend_kept(q, k, v, keep if mask is None else keep & mask, dropout, bias)
     q, k, v = cast_for_autocast(q, k, v)
     sight = grid.sight
     return torch.ops.thrifty.block_attention(

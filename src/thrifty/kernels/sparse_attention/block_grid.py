@@ -78,6 +78,14 @@ def scattered_grid(
     )
 
 
+def visible_in_grid(grid: BlockGrid, queries: int, keys: int) -> Tensor:
+    """Return the visible pairs in kept blocks, boolean (b or 1, h or 1, t, s)."""
+    kept = (grid.codes != NONE).repeat_interleave(grid.block, -2).repeat_interleave(grid.block, -1)
+    device = grid.codes.device
+    at = torch.arange(queries, device=device)[:, None], torch.arange(keys, device=device)
+    return kept[..., :queries, :keys] & grid.sight.visible(*at)
+
+
 def check_grid(grid: BlockGrid, q: Tensor, k: Tensor) -> None:
     """Raise UsageError if a grid does not fit queries (b, h, t, k) and keys (b, g, s, k)."""
     heads = {1, k.shape[1], q.shape[1]}

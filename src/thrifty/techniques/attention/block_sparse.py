@@ -31,6 +31,7 @@ from thrifty.techniques.attention._replaced_attention import ReplacedAttention
 def scattered_attention(
     block: int, near: int, first: int, sampled: int, causal: bool, seed: int, q: Tensor, k: Tensor, v: Tensor,
     mask: Tensor | None = None, dropout: float = 0.0,
+    bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return attention in which queries see keys in neighboring blocks, in the first blocks and in random blocks.
 
@@ -38,7 +39,7 @@ def scattered_attention(
     """
     refuse_other_lengths(q.shape[2], k.shape[2])
     grid = scattered_grid(q.shape[2], block, near, first, sampled, causal, seed, q.device)
-    return block_attention(q, k, v, grid, mask, dropout=dropout)
+    return block_attention(q, k, v, grid, mask, dropout=dropout, bias=bias)
 
 
 class BlockSparseAttention(ReplacedAttention):

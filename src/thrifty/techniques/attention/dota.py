@@ -58,7 +58,7 @@ class DetectorCore:
         self.input: Tensor | None = None
         self.losses: list[Tensor] | None = None  # a list during collection
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
         visible = visible_pairs(q.shape[2], k.shape[2], self.site.causal, mask, q.device)
         # a recomputed forward pass must save the same tensors, with or without collection
         is_training = torch.is_grad_enabled()
@@ -68,12 +68,12 @@ class DetectorCore:
             if self.losses is not None:
                 self.losses.append(loss)
         if not self.is_active or estimated is None:
-            return call_core(self.site.plain, q, k, v, mask, dropout)
+            return call_core(self.site.plain, q, k, v, mask, **options)
         most, counts = self.kept_counts(visible)
         keys = balanced_keys(estimated.detach(), most, visible, counts)
-        if self.settings.products == "rows":
-            return row_attention(q, k, v, keys, dropout=dropout)
-        return attend_kept(q, k, v, keep_of(keys, k.shape[2]), dropout)
+        if self.settings.products == "rows" and "bias" not in options:
+            return row_attention(q, k, v, keys, **options)
+        return attend_kept(q, k, v, keep_of(keys, k.shape[2]), **options)
 
     def kept_counts(self, visible: Tensor) -> tuple[int, Tensor | None]:
         """Return the maximum number of kept keys per query, and the number for each example (b,).

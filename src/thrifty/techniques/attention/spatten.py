@@ -67,16 +67,16 @@ class CascadeCore:
         self.relay, self.site, self.keep, self.bits = relay, site, keep, bits
         self.received: CascadeState | None = None
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, **options: Any) -> Tensor:
         refuse_other_lengths(q.shape[2], k.shape[2])
         visible = visible_pairs(q.shape[2], k.shape[2], self.site.causal, mask, q.device)
         if in_backward():
             self.refuse_several_passes()
-            return cascade_attention(q, k, v, visible, self.received, self.keep, self.bits, dropout)[0]
+            return cascade_attention(q, k, v, visible, self.received, self.keep, self.bits, **options)[0]
         before = self.relay.current
         if self.relay.is_training:
             self.received = before
-        output, self.relay.current = cascade_attention(q, k, v, visible, before, self.keep, self.bits, dropout)
+        output, self.relay.current = cascade_attention(q, k, v, visible, before, self.keep, self.bits, **options)
         return output
 
     def refuse_several_passes(self) -> None:

@@ -15,7 +15,7 @@ Does not    Change the result beyond rounding, or replace attention that is not 
 """
 
 from functools import partial
-from typing import Literal
+from typing import Any, Literal
 
 from torch import Tensor, nn
 from torch.utils._triton import has_triton_package
@@ -27,6 +27,7 @@ from thrifty.core.setting_bounds import Natural
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.kernels.tiled_attention import tiled_causal_attention
+from thrifty.modeling.attention_cores import AttentionCore
 from thrifty.modeling.attention_sites import find_attention_sites, find_own_sites
 
 
@@ -47,6 +48,16 @@ def triton_attention(
     from thrifty.kernels.flash_attention_triton import TILE, flash_attention
 
     return flash_attention(q, k, v, tile=tile or TILE)
+
+
+def without_bias(kernel: AttentionCore, *inputs: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
+    """Call a kernel. Raise RefusedError if positions are added to the scores."""
+    if bias is not None:
+        raise RefusedError(
+            "attention.tiled has no position bias of attention scores, which this model adds",
+            fix="--without attention.tiled",
+        )
+    return kernel(*inputs, **options)
 
 
 class TiledAttention(Technique):
@@ -78,9 +89,9 @@ class TiledAttention(Technique):
             )
         if self.kernel == "triton":
             self.refuse_without_triton(model)
-        core = tiled_causal_attention if self.kernel == "torch" else triton_attention
+        kernel = tiled_causal_attention if self.kernel == "torch" else triton_attention
         for site in causal:
-            site.put(partial(core, tile=self.tile or None))
+            site.put(partial(without_bias, partial(kernel, tile=self.tile or None)))
         others = len(sites) - len(causal)
         add_note(f"{len(causal)} attention cores" + (f"; {others} unchanged, not causal" if others else ""))
         return model

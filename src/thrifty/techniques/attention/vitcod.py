@@ -57,7 +57,7 @@ class AutoencodedCore:
         self.site, self.inner = site, inner
         self.losses: list[Tensor] | None = None  # a list during collection
 
-    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *mask: Tensor, **options: float) -> Tensor:
+    def __call__(self, q: Tensor, k: Tensor, v: Tensor, *mask: Tensor, **options: Any) -> Tensor:
         decoded = autoencode_attention(self.site, q, k)
         # a recomputed forward pass must save the same tensors, with or without collection
         if torch.is_grad_enabled():
@@ -85,6 +85,7 @@ def fixed_attention(
     v: Tensor,
     mask: Tensor | None = None,
     dropout: float = 0.0,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Return attention with the fixed masks of the attention module `site`.
 
@@ -99,12 +100,12 @@ def fixed_attention(
             fix=f"start a new run with --set techniques.{Vitcod.name}.tokens={t}",
         )
     keep = visible_pairs(t, t, site.causal, mask, q.device) & kept[:, :t, :t]
-    if count and t == kept.shape[-1]:
+    if count and bias is None and t == kept.shape[-1]:
         codes = torch.where(site.module.kept_blocks, WHOLE, NONE).to(torch.int8)[None]
         return vitcod_filter.split_attention(
             q, k, v, keep, site.module.kept_order, BlockGrid(codes, block, count), dropout
         )
-    return attend_kept(q, k, v, keep, dropout)
+    return attend_kept(q, k, v, keep, dropout, bias)
 
 
 class Vitcod(CalibratedAttention):

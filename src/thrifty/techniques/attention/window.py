@@ -37,13 +37,14 @@ def window_attention(
     v: Tensor,
     mask: Tensor | None = None,
     dropout: float = 0.0,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Return attention in which `rule` and a boolean mask limit the visible keys.
 
     q and the result are (b, h, t, k), k and v are (b, g, t, k).
     """
     refuse_other_lengths(q.shape[2], k.shape[2])
-    return block_attention(q, k, v, window_grid(q.shape[2], rule, block, q.device), mask, dropout=dropout)
+    return block_attention(q, k, v, window_grid(q.shape[2], rule, block, q.device), mask, dropout=dropout, bias=bias)
 
 
 class WindowAttention(ReplacedAttention):
