@@ -12,13 +12,11 @@ from torch import Tensor, nn
 from thrifty.core.errors import RefusedError
 from thrifty.core.run_notes import add_note
 from thrifty.kernels.attention_filters.keep_masks import attend_kept, visible_pairs
+from thrifty.modeling.attention_calls import attends_to_other, calls_attention, is_causal
 from thrifty.modeling.attention_cores import AttentionSite
-from thrifty.modeling.caught_attention import CaughtSite, calls_attention, is_causal
+from thrifty.modeling.caught_attention import CaughtSite
 from thrifty.modeling.module_surgery import is_under
 from thrifty.modeling.transformers_attention import TransformersSite, looks_up_attention
-
-CROSS = ("cross", "encoder_attn", "encdec", "multihead_attn")
-"""Parts of names, in lower case, of attention between two sequences."""
 
 
 def find_attention_sites(model: nn.Module) -> list[AttentionSite]:
@@ -34,7 +32,7 @@ def find_attention_sites(model: nn.Module) -> list[AttentionSite]:
             continue
         if (site := _site(name, module, whole)) is None:
             continue
-        if any(word in f"{name} {type(module).__name__}".lower() for word in CROSS):
+        if attends_to_other(model, name):
             left_out.append(name)
         else:
             sites[name] = site

@@ -74,6 +74,12 @@ class CascadeCore:
             self.refuse_several_passes()
             return cascade_attention(q, k, v, visible, self.received, self.keep, self.bits, **options)[0]
         before = self.relay.current
+        if before is not None and before.alive.shape[:2] != (len(q), q.shape[2]):
+            raise RefusedError(
+                f"{Spatten.name}: {self.site.name} has {len(q)} sequences of {q.shape[2]} tokens, but the attention "
+                f"before it has {before.alive.shape[0]} of {before.alive.shape[1]}",
+                fix="choose attention.window, or a model without windows and without merged patches",
+            )
         if self.relay.is_training:
             self.received = before
         output, self.relay.current = cascade_attention(q, k, v, visible, before, self.keep, self.bits, **options)

@@ -1,0 +1,323 @@
+"""Attention as it is written: every form is found, and its core replaced, with equal outputs and gradients."""
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.transformer import TransformerEncoderLayer
+
+from thrifty.core.errors import RefusedError
+from thrifty.core.run_notes import collect_notes
+from thrifty.modeling.attention_calls import is_causal
+from thrifty.modeling.attention_cores import call_core
+from thrifty.modeling.attention_sites import find_attention_sites
+from thrifty.techniques.attention.window import WindowAttention
+
+WIDTH, HEADS, LENGTH, ROWS = 16, 4, 12, 2
+
+
+class Attention(nn.Module):
+    """Projections of a hand-written attention; forms differ in `forward`."""
+
+    def __init__(self, causal: bool = True, dropout: float = 0.0):
+        super().__init__()
+        self.heads, self.causal, self.rate = HEADS, causal, dropout
+        self.qkv, self.proj, self.dropout = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH), nn.Dropout(dropout)
+        self.softmax = nn.Softmax(dim=-1)
+        self.register_buffer("past", torch.ones(64, 64, dtype=torch.bool).tril())
+        self.slopes = nn.Parameter(torch.linspace(0.5, 1.5, HEADS))
+        self.table = nn.Parameter(torch.linspace(-1, 1, HEADS * LENGTH * LENGTH).view(1, HEADS, LENGTH, LENGTH))
+
+    def split(self, x: Tensor) -> tuple[Tensor, ...]:
+        return tuple(each.unflatten(-1, (HEADS, -1)).transpose(1, 2) for each in self.qkv(x).chunk(3, -1))
+
+    def merge(self, y: Tensor) -> Tensor:
+        return self.proj(y.transpose(1, 2).flatten(2))
+
+    def hidden(self, x: Tensor) -> Tensor:
+        return ~self.past[: x.shape[1], : x.shape[1]] & self.causal
+
+
+class Fused(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        rate = self.rate if self.training else 0.0
+        return self.merge(F.scaled_dot_product_attention(q, k, v, dropout_p=rate, is_causal=self.causal))
+
+
+class FusedInHelper(Attention):
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, k, v, None, 0.0, self.causal)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.merge(self.attend(*self.split(x)))
+
+
+class FusedWithMask(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        mask = torch.zeros(x.shape[1], x.shape[1]).masked_fill(self.hidden(x), -math.inf)
+        return self.merge(F.scaled_dot_product_attention(*self.split(x), attn_mask=mask, scale=0.5))
+
+
+class Nano(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        att = (q @ k.transpose(-2, -1)) * (1.0 / math.sqrt(k.size(-1)))
+        att = att.masked_fill(self.hidden(x), float("-inf"))
+        att = self.dropout(F.softmax(att, dim=-1))
+        return self.merge(att @ v)
+
+
+class Additive(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        scores = torch.matmul(q / k.shape[-1] ** 0.5, k.mT) + self.hidden(x).float() * -1e9
+        return self.merge(torch.matmul(self.softmax(scores.float()).type_as(v), v))
+
+
+class Einsum(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.transpose(1, 2) for each in self.split(x))  # (b, t, h, k)
+        scores = torch.einsum("bthd,bshd->bhts", q, k) / math.sqrt(q.shape[-1])
+        weights = torch.where(self.hidden(x), -1e9, scores).softmax(-1)
+        return self.proj(torch.einsum("bhts,bshd->bthd", weights, v).flatten(2))
+
+
+class MergedHeads(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.flatten(0, 1) for each in self.split(x))
+        scores = torch.bmm(q, k.transpose(1, 2)) * q.shape[-1] ** -0.5
+        scores = scores.view(len(x), HEADS, x.shape[1], x.shape[1]).masked_fill(
+            self.hidden(x), torch.finfo(x.dtype).min
+        )
+        weights = F.softmax(scores, dim=-1).view(len(x) * HEADS, x.shape[1], x.shape[1])
+        return self.merge(torch.bmm(weights, v).view(len(x), HEADS, x.shape[1], -1))
+
+
+class Grouped(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        q, k, v = q.unflatten(1, (2, 2)), k[:, :2, None], v[:, :2, None]  # (b, g, r, t, k)
+        weights = (q @ k.mT * q.shape[-1] ** -0.5).masked_fill(self.hidden(x), -math.inf).softmax(-1)
+        return self.merge((weights @ v).flatten(1, 2))
+
+
+class Temperature(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        scores = (q @ k.mT) * self.slopes[:, None, None]
+        return self.merge(scores.masked_fill(self.hidden(x), -math.inf).softmax(-1) @ v)
+
+
+class PositionBias(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        scores = (q @ k.mT + self.table[..., : x.shape[1], : x.shape[1]]) * 0.5
+        return self.merge(scores.masked_fill(self.hidden(x), -math.inf).softmax(-1) @ v)
+
+
+class AddedProduct(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (each.flatten(0, 1) for each in self.split(x))
+        bias = self.table[0].repeat(len(x), 1, 1)
+        scores = bias.baddbmm(batch1=q, batch2=k.mT, beta=0.5, alpha=0.3).masked_fill(self.hidden(x), -1e9)
+        return self.merge((scores.softmax(-1) @ v).unflatten(0, (-1, HEADS)))
+
+
+class Bundled(Attention):
+    """torch's own module."""
+
+    def __init__(self, causal: bool = True, dropout: float = 0.0):
+        super().__init__(causal, dropout)
+        self.bundle = nn.MultiheadAttention(WIDTH, HEADS, dropout, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        padding = torch.zeros(len(x), x.shape[1], dtype=torch.bool)
+        padding[0, -3:] = True
+        return self.bundle(x, x, x, attn_mask=self.hidden(x), key_padding_mask=padding, need_weights=False)[0]
+
+
+FORMS: dict[str, type[Attention]] = {
+    form.__name__: form
+    for form in (
+        Fused, FusedInHelper, FusedWithMask, Nano, Additive, Einsum, MergedHeads, Grouped, Temperature, PositionBias,
+        AddedProduct, Bundled,
+    )
+}  # fmt: skip
+
+
+def build(form: str, causal: bool, dropout: float = 0.0) -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(FORMS[form](causal, dropout), FORMS[form](causal, dropout))
+
+
+def inputs() -> Tensor:
+    return torch.randn(ROWS, LENGTH, WIDTH, generator=torch.Generator().manual_seed(1))
+
+
+def outputs_and_gradients(model: nn.Module) -> list[Tensor]:
+    x = inputs().requires_grad_()
+    out = model(x)
+    out.square().sum().backward()
+    gradients = [p.grad for _, p in model.named_parameters() if p.grad is not None]
+    return [out.detach(), x.grad, *gradients]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_window_over_all_tokens_equals_the_module(form: str, causal: bool) -> None:
+    plain, replaced = (build(form, causal) for _ in range(2))
+    called = count_calls(replaced, WindowAttention(window=64, block=4))
+    torch.testing.assert_close(outputs_and_gradients(replaced), outputs_and_gradients(plain), rtol=1e-4, atol=1e-5)
+    assert len(called) == 2
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("form", FORMS)
+def test_a_window_hides_the_same_pairs_in_every_form(form: str, causal: bool) -> None:
+    model = build(form, causal)
+    WindowAttention(window=3, block=4).model(model)
+    x = inputs().requires_grad_()
+    model[0](x)[0, 8].sum().backward()
+    reached = x.grad[0].abs().sum(-1).nonzero().flatten().tolist()
+    assert reached == ([6, 7, 8] if causal else [6, 7, 8, *([9, 10] if form != "Bundled" else [])])
+
+
+def count_calls(model: nn.Module, technique: WindowAttention) -> list[str]:
+    """Replace the cores of a model, and return a list to which each core appends its site's name."""
+    called: list[str] = []
+
+    def counting(name: str, core: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        def count(*args: Tensor, **options: float) -> Tensor:
+            called.append(name)
+            return core(*args, **options)
+
+        return count
+
+    for site in find_attention_sites(model):
+        site.put(counting(site.name, technique.core(site, {})))
+    return called
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_taking_cores_away_restores_the_module(form: str) -> None:
+    model = build(form, causal=True)
+    before = model(inputs())
+    for site in find_attention_sites(model):
+        site.put(lambda q, k, v, *rest, **options: torch.zeros_like(q))
+    assert not torch.equal(model(inputs()), before)
+    for site in find_attention_sites(model):
+        site.take_away()
+    assert torch.equal(model(inputs()), before)
+
+
+@pytest.mark.parametrize("form", ["Fused", "Nano", "Bundled"])
+def test_dropout_of_weights_reaches_the_core(form: str) -> None:
+    model = build(form, True, dropout=0.25)
+    seen: list[float] = []
+
+    def core(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None, dropout: float = 0.0) -> Tensor:
+        seen.append(dropout)
+        return torch.zeros_like(q)
+
+    for site in find_attention_sites(model):
+        site.put(core)
+    model(inputs())
+    model.eval()(inputs())
+    assert seen == [0.25, 0.25, 0.0, 0.0]
+
+
+@pytest.mark.parametrize("form", ["Fused", "FusedWithMask", "Nano", "Additive", "Einsum", "Temperature"])
+def test_compiled_code_calls_the_core(form: str) -> None:
+    model = build(form, causal=True)
+    WindowAttention(window=3, block=4).model(model)
+    eager = outputs_and_gradients(model)
+    model.zero_grad()
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    torch.testing.assert_close(outputs_and_gradients(compiled), eager, rtol=1e-4, atol=1e-5)
+
+
+def test_causal_calls_are_known_before_they_run() -> None:
+    causal = {form: is_causal(FORMS[form](causal=True)) for form in ("Fused", "FusedWithMask", "Nano")}
+    assert causal == {"Fused": True, "FusedWithMask": False, "Nano": False}
+    assert not is_causal(Fused(causal=False))
+
+
+class Decoder(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.own, self.cross = nn.MultiheadAttention(WIDTH, HEADS), nn.MultiheadAttention(WIDTH, HEADS)
+        self.reader, self.memory = nn.MultiheadAttention(WIDTH, HEADS), nn.Parameter(torch.randn(3, 1, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x + self.own(x, x, x)[0]
+        return x + self.reader(x, self.memory.expand(-1, x.shape[1], -1), self.memory.expand(-1, x.shape[1], -1))[0]
+
+
+def test_attention_to_another_sequence_is_left_out_and_named() -> None:
+    with collect_notes() as notes:
+        sites = find_attention_sites(Decoder())
+    assert [site.name for site in sites] == ["own"]
+    assert any("reader" in note and "cross" in note for note in notes)
+    layer = nn.TransformerDecoderLayer(WIDTH, HEADS)
+    assert [site.name for site in find_attention_sites(layer)] == ["self_attn"]
+
+
+class TalkingHeads(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        scores = torch.tanh(q @ k.mT)
+        return self.merge(scores.softmax(-1) @ v)
+
+
+class Router(nn.Module):
+    """A mixture of experts: a softmax and matmuls, but no attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.experts = nn.Linear(WIDTH, 3), nn.Parameter(torch.randn(3, WIDTH, WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = self.gate(x).softmax(-1)  # (b, t, e)
+        each = torch.bmm(x.flatten(0, 1).expand(3, -1, -1), self.experts)
+        return torch.einsum("bte,etd->btd", weights, F.gelu(each)[:, : x.shape[1]])
+
+
+def test_unusual_scores_are_refused_with_the_reason() -> None:
+    model = nn.Sequential(TalkingHeads())
+    WindowAttention(window=3, block=4).model(model)
+    with pytest.raises(RefusedError, match="the attention of 0 was not recognized: its scores pass tanh"):
+        model(inputs())
+
+
+def test_a_softmax_that_is_no_attention_is_left_alone() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(Nano(), Router())
+    x, router = inputs(), model[1]
+    WindowAttention(window=64, block=4).model(model)
+    plain = nn.Sequential(Nano())
+    plain[0].load_state_dict(model[0].state_dict())
+    torch.testing.assert_close(model(x), router(plain(x)), rtol=1e-4, atol=1e-5)
+
+
+def test_a_model_without_attention_is_refused() -> None:
+    with pytest.raises(RefusedError, match="no self-attention was found in Sequential"):
+        find_attention_sites(nn.Sequential(nn.Linear(4, 4)))
+
+
+def test_fused_encoder_layers_call_the_core_in_evaluation() -> None:
+    layer = TransformerEncoderLayer(WIDTH, HEADS, 32, batch_first=True).eval()
+    with torch.no_grad():
+        plain = layer(inputs())
+        called = count_calls(layer, WindowAttention(window=64, block=4))
+        torch.testing.assert_close(layer(inputs()), plain, rtol=1e-4, atol=1e-5)
+    assert called == ["self_attn"]
+
+
+def test_cores_may_lack_options_that_have_no_effect() -> None:
+    q = torch.randn(1, 2, 3, 4)
+    assert torch.equal(call_core(lambda q, k, v: v, q, q, q), q)
+    assert torch.equal(call_core(lambda q, k, v, mask: v, q, q, q, torch.ones(1, 1, 3, 3, dtype=torch.bool)), q)
