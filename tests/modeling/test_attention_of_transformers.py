@@ -31,14 +31,6 @@ OF_SWIN = {
 OF_GPT2 = {
     "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 99, "bos_token_id": 0, "eos_token_id": 0,
 }  # fmt: skip
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 32,
-    "vocab_size": 99,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
 t = transformers
 MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "Llama": (lambda: t.LlamaForCausalLM(t.LlamaConfig(**TEXT, num_key_value_heads=2)), 2),

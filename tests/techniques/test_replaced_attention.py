@@ -313,8 +313,8 @@ def test_a_missing_phase_in_the_log_is_an_error() -> None:
         run.verify(state)
 
 
-def test_models_without_plain_attention_are_refused() -> None:
-    with pytest.raises(RefusedError, match="no plain self-attention"):
+def test_models_without_attention_are_refused() -> None:
+    with pytest.raises(RefusedError, match="no self-attention was found in Linear"):
         find_attention_sites(nn.Linear(2, 2))
     places = find_attention_sites(tiny_vit())
     assert [place.causal for place in places] == [False] * 4
@@ -352,10 +352,14 @@ class TestModelsOfTransformers:
         if name in CALIBRATED:
             assert len(state.log[-1].decision["found"]) == 2
 
-    def test_dropout_of_attention_is_refused(self) -> None:
-        model = technique("attention.window").model(theirs("gpt2")).train()
-        with pytest.raises(RefusedError, match="requires an attention with dropout"):
-            model(TOKENS)
+    @pytest.mark.parametrize("name", ["attention.window", "attention.elsa", "attention.tiled"])
+    def test_dropout_of_attention_is_applied(self, name: str) -> None:
+        model = technique(name).model(theirs("gpt2")).train()
+        for path, module in model.named_modules():
+            if isinstance(module, nn.Dropout):
+                module.p = 0.5 * path.endswith("attn_dropout")
+        first, second = (model(TOKENS).logits for _ in range(2))
+        assert not torch.equal(first, second)
 
     def test_finishing_restores_their_own_attention(self) -> None:
         model = theirs("llama")
