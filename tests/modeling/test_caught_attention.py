@@ -14,6 +14,7 @@ from thrifty.core.run_notes import collect_notes
 from thrifty.modeling.attention_calls import is_causal
 from thrifty.modeling.attention_cores import call_core
 from thrifty.modeling.attention_sites import find_attention_sites
+from thrifty.techniques.attention.tiled import TiledAttention
 from thrifty.techniques.attention.window import WindowAttention
 
 WIDTH, HEADS, LENGTH, ROWS = 16, 4, 12, 2
@@ -54,6 +55,12 @@ class FusedInHelper(Attention):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.merge(self.attend(*self.split(x)))
+
+
+class Chosen(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        is_causal = self.causal and x.shape[1] > 1
+        return self.merge(F.scaled_dot_product_attention(*self.split(x), is_causal=is_causal))
 
 
 class FusedWithMask(Attention):
@@ -143,7 +150,7 @@ class Bundled(Attention):
 FORMS: dict[str, type[Attention]] = {
     form.__name__: form
     for form in (
-        Fused, FusedInHelper, FusedWithMask, Nano, Additive, Einsum, MergedHeads, Grouped, Temperature, PositionBias,
+        Fused, FusedInHelper, Chosen, FusedWithMask, Nano, Additive, Einsum, MergedHeads, Grouped, Temperature, PositionBias,
         AddedProduct, Bundled,
     )
 }  # fmt: skip
@@ -243,7 +250,24 @@ def test_compiled_code_calls_the_core(form: str) -> None:
 def test_causal_calls_are_known_before_they_run() -> None:
     causal = {form: is_causal(FORMS[form](causal=True)) for form in ("Fused", "FusedWithMask", "Nano")}
     assert causal == {"Fused": True, "FusedWithMask": False, "Nano": False}
-    assert not is_causal(Fused(causal=False))
+    assert is_causal(Fused(causal=False)) is False
+    assert is_causal(Chosen()) is None
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_tiles_answer_causal_calls_only(causal: bool) -> None:
+    """Whether calls are causal may be known only when they run."""
+    torch.manual_seed(0)
+    plain = Chosen(causal)
+    expected = outputs_and_gradients(plain)
+    plain.zero_grad()
+    sites = find_attention_sites(nn.Sequential(plain))
+    calls = []
+    tiles = TiledAttention(tile=4).model(nn.Sequential(plain))
+    core = plain.thrifty_core
+    plain.thrifty_core = lambda *inputs, **options: (calls.append(1), core(*inputs, **options))[1]
+    torch.testing.assert_close(outputs_and_gradients(tiles), expected, rtol=1e-4, atol=1e-5)
+    assert [site.causal for site in sites] == [False] and len(calls) == causal
 
 
 class Decoder(nn.Module):

@@ -57,15 +57,18 @@ def _passes_other_keys(call: ast.Call) -> bool:
     return query is not None and key is not None and ast.dump(query) != ast.dump(key)
 
 
-def is_causal(module: nn.Module) -> bool:
-    """Return True if the module's code calls torch's attention with `is_causal=True`, as a constant or as an
-    attribute of the module, and in no other way."""
+def is_causal(module: nn.Module) -> bool | None:
+    """Return True if the module's code calls torch's attention with `is_causal=True`, as a constant or as an attribute
+    of the module, and in no other way. Return False if no call can be causal, and None if it is unknown."""
     values = [
         _value(node, module, function.__code__.co_varnames[:1])
         for function in _reachable(module)
         for node in _causal_arguments(function)
     ]
-    return bool(values) and all(value is True for value in values)
+    if not values:
+        uses_torch = any(SDPA in _names(function.__code__) for function in _reachable(module))
+        return None if uses_torch else False
+    return values[0] if len({*values}) == 1 else None
 
 
 def _reachable(module: nn.Module) -> Iterator[FunctionType]:
@@ -109,9 +112,12 @@ def _calls(function: FunctionType) -> Iterator[ast.Call]:
     yield from (node for node in ast.walk(tree) if isinstance(node, ast.Call))
 
 
-def _value(node: ast.expr | None, module: nn.Module, own_name: tuple[str, ...]) -> Any:
-    if isinstance(node, ast.Constant):
-        return node.value
-    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in own_name:
-        return getattr(module, node.attr, None)
-    return None
+def _value(node: ast.expr | None, module: nn.Module, own_name: tuple[str, ...]) -> bool | None:
+    value: Any = None
+    if node is None:
+        value = False
+    elif isinstance(node, ast.Constant):
+        value = node.value
+    elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id in own_name:
+        value = getattr(module, node.attr, None)
+    return value if isinstance(value, bool) else None

@@ -104,8 +104,17 @@ class AttentionSite:
         """Number of key heads; by default the number of query heads."""
         return self._required((*KEY_HEADS, *HEADS), "its number of heads")
 
+    @property
+    def may_be_causal(self) -> bool:
+        """True if some calls may be causal without a mask."""
+        return self.causal
+
     def put(self, core: AttentionCore) -> None:
         self.module.core = core
+
+    def put_causal(self, core: AttentionCore) -> None:
+        """Replace the attention of causal calls only."""
+        self.put(core)
 
     def take_away(self) -> None:
         """Restore the original core."""

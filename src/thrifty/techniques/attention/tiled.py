@@ -78,20 +78,20 @@ class TiledAttention(Technique):
 
     def model(self, model: nn.Module) -> nn.Module:
         sites = find_own_sites(model) if self.optional else find_attention_sites(model)
-        causal = [site for site in sites if site.causal]
+        causal = [site for site in sites if site.may_be_causal]
         if not causal and self.optional:
             add_note("unchanged: the model has no causal attention of Thrifty's")
             return model
         if not causal:
             raise RefusedError(
-                f"none of the {len(sites)} attention modules is always causal",
+                f"none of the {len(sites)} attention modules is causal",
                 fix=f"--without {self.name}; or call scaled_dot_product_attention with is_causal=True",
             )
         if self.kernel == "triton":
             self.refuse_without_triton(model)
         kernel = tiled_causal_attention if self.kernel == "torch" else triton_attention
         for site in causal:
-            site.put(partial(without_bias, partial(kernel, tile=self.tile or None)))
+            site.put_causal(partial(without_bias, partial(kernel, tile=self.tile or None)))
         others = len(sites) - len(causal)
         add_note(f"{len(causal)} attention cores" + (f"; {others} unchanged, not causal" if others else ""))
         return model
