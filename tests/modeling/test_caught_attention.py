@@ -150,8 +150,8 @@ class Bundled(Attention):
 FORMS: dict[str, type[Attention]] = {
     form.__name__: form
     for form in (
-        Fused, FusedInHelper, Chosen, FusedWithMask, Nano, Additive, Einsum, MergedHeads, Grouped, Temperature, PositionBias,
-        AddedProduct, Bundled,
+        Fused, FusedInHelper, Chosen, FusedWithMask, Nano, Additive, Einsum, MergedHeads, Grouped, Temperature,
+        PositionBias, AddedProduct, Bundled,
     )
 }  # fmt: skip
 
@@ -256,7 +256,7 @@ def test_causal_calls_are_known_before_they_run() -> None:
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_tiles_answer_causal_calls_only(causal: bool) -> None:
-    """Whether calls are causal may be known only when they run."""
+    """The module decides when it runs if a call is causal."""
     torch.manual_seed(0)
     plain = Chosen(causal)
     expected = outputs_and_gradients(plain)

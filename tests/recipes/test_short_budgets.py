@@ -1,4 +1,4 @@
-"""Runs with a short time budget are not compiled, unless the recipe says so."""
+"""Runs with a short budget are not compiled, unless the recipe says so."""
 
 from dataclasses import replace
 
@@ -9,7 +9,7 @@ from thrifty.recipes.short_budgets import without_slow_start
 from thrifty.techniques.compile import CompiledBlocks
 from thrifty.techniques.optimizers.adamw import AdamW
 
-RECIPE = Recipe(techniques=(AdamW(), CompiledBlocks(least_seconds=120.0)))
+RECIPE = Recipe(techniques=(AdamW(), CompiledBlocks(least_seconds=120.0, least_steps=100)))
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,9 @@ RECIPE = Recipe(techniques=(AdamW(), CompiledBlocks(least_seconds=120.0)))
         (Budget(seconds=119.0), False),
         (Budget(seconds=120.0), True),
         (Budget(seconds=45.0, counts="training"), True),
-        (Budget(steps=5), True),
+        (Budget(steps=99), False),
+        (Budget(steps=100), True),
+        (Budget(epochs=1.0), True),
     ],
     ids=str,
 )

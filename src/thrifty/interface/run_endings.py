@@ -31,6 +31,9 @@ def ending(summary: Mapping[str, Any]) -> list[str]:
     budget = f", used {_amount(used)} of {_amount(seconds)} s" if seconds and used is not None else ""
     budget += f"; {summary['stopped_early']}" if "stopped_early" in summary else ""
     measured = "".join(f", {name} {significant(value, 4)}" for name, value in summary.get("held_out", {}).items())
+    if measured and "judged_examples" in summary:
+        unit = summary.get("unit", "examples")
+        measured += f" (of {summary['judged_examples']:,} {unit if unit in ('texts', 'images') else 'examples'})"
     evaluated = summary.get("evaluated_step", summary["steps"])
     held_out = "held-out loss" + (f" after step {evaluated:,}" if evaluated not in (None, summary["steps"]) else "")
     printed = [f"{summary['status']} after {summary['steps']:,} steps, {summary['seconds']:.0f} s of training{budget}"]
@@ -41,7 +44,7 @@ def ending(summary: Mapping[str, Any]) -> list[str]:
         if summary.get("held_out_loss_at_start") is not None:
             printed.append(f"held-out loss before the first step {summary['held_out_loss_at_start']:.3f} nats/token")
     if loss is not None and summary.get("label_entropy") is not None:
-        frequencies = f"entropy of the label frequencies {summary['label_entropy']:.3f}"
+        frequencies = f"label frequencies alone {summary['label_entropy']:.3f}"
         printed.append(f"{held_out} {loss:.3f} nats{measured}; {frequencies}")
     elif loss is not None and unigram is None:
         unit = f", {summary['loss_in']}" if "loss_in" in summary else " nats"

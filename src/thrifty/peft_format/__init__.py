@@ -43,7 +43,9 @@ def save_adapter(
             config = {"peft_type": form.peft_type, "task_type": task, "base_model_name_or_path": origin}
             write_adapter(Path(folder), StoredAdapter(config | stored.config, stored.tensors), dtype)
             return
-    raise UsageError(f"the model has no adapter {name!r} in a format of PEFT", fix="add one first")
+    raise UsageError(
+        f"the model has no adapter {name!r} in a format of PEFT", fix="export without --part; or train with --with lora"
+    )
 
 
 def load_adapter(

@@ -13,6 +13,7 @@ from thrifty.techniques.precision.mixed import MixedPrecision
 from thrifty.techniques.schedules.linear import LinearDecay
 
 LEAST_COMPILED = 120.0
+LEAST_COMPILED_STEPS = 100
 """Smallest budget in seconds in which compilation, which takes up to a minute, pays."""
 
 
@@ -27,7 +28,7 @@ def text_techniques(lr: float) -> tuple[Technique, ...]:
     if has_fast_bfloat16():
         chosen.append(MixedPrecision())
     if can_compile():
-        chosen.append(CompiledBlocks(least_seconds=LEAST_COMPILED))
+        chosen.append(CompiledBlocks(least_seconds=LEAST_COMPILED, least_steps=LEAST_COMPILED_STEPS))
         if not torch.cuda.is_available():
             chosen.append(TiledAttention(optional=True))
     return tuple(chosen)

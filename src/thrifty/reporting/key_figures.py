@@ -163,7 +163,7 @@ def _verdict_on_loss(key: KeyFigures) -> str:
 
 
 def _verdict_on_labels(key: KeyFigures) -> str:
-    """Return a sentence that compares the held-out loss with the entropy of label frequencies."""
+    """Return a sentence that compares the held-out loss with the loss of label frequencies."""
     loss, entropy = key.held_out_loss, key.label_entropy
     if loss is None:
         training = f"; the last training loss is {significant(key.loss)} {key.nats}" if key.loss is not None else ""
@@ -174,8 +174,8 @@ def _verdict_on_labels(key: KeyFigures) -> str:
     if entropy is None:
         return f"{opening}."
     if loss >= entropy:
-        return f"{opening}, not below the label entropy of {significant(entropy)}: the model has not learned yet."
-    return f"{opening}; the label entropy is {significant(entropy)}."
+        return f"{opening}, not below {significant(entropy)} of label frequencies alone: the model has not learned yet."
+    return f"{opening}; label frequencies alone have {significant(entropy)}."
 
 
 def batch_advice(key: KeyFigures) -> str | None:

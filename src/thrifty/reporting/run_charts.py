@@ -68,7 +68,7 @@ class ChartFigure:
 class ChartTheme:
     scale: str = "linear"
     from_zero: bool = False
-    number_format: str = "~s"
+    number_format: str = "~g"
     height: int = 210
 
     def y(self) -> alt.Y:
@@ -99,7 +99,7 @@ def figures(record: RunRecord, key: KeyFigures, curves: RunCurves | None = None)
     curves = curves or curves_of(record)
     steps, evaluations = curves.steps, curves.evaluations
     metrics = [name for name in key.measured if name in evaluations.columns]
-    of_rates = ChartTheme(from_zero=True, number_format="~g")
+    of_rates = ChartTheme(from_zero=True)
     plots = [
         _loss(steps.curve("loss"), evaluations, record, key),
         *(_Plot(name, f"Held-out {name}", name, evaluations.curve(name), smoothing=False) for name in metrics),
@@ -191,7 +191,7 @@ def _memory(curve: Curve, key: KeyFigures) -> _Plot:
 
 def _throughput(curve: Curve, key: KeyFigures) -> _Plot:
     remark = f"The median is {scaled(curve.median)}." if len(curve) else ""
-    return _Plot("throughput", "Throughput", f"{key.unit}/s", curve, remark=remark)
+    return _Plot("throughput", "Throughput", f"{key.unit}/s", curve, ChartTheme(number_format="~s"), remark=remark)
 
 
 def _gradient_norm(curve: Curve) -> _Plot:
@@ -205,7 +205,7 @@ def _gradient_norm(curve: Curve) -> _Plot:
 def _noise_scale(curve: Curve) -> _Plot:
     above = curve.values > 0
     curve = Curve(curve.steps[above], curve.values[above])
-    return _Plot(NOTED, "Gradient noise scale", "examples", curve, ChartTheme(scale="log"))
+    return _Plot(NOTED, "Gradient noise scale", "examples", curve, ChartTheme(scale="log", number_format="~s"))
 
 
 def _figure(plot: _Plot) -> ChartFigure:

@@ -18,7 +18,7 @@ from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError
 from thrifty.core.objective import Objective
 from thrifty.core.run_notes import add_note
-from thrifty.core.setting_bounds import Rate
+from thrifty.core.setting_bounds import Natural, Rate
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.machine.compile_cache import cache_custom_functions
@@ -36,6 +36,8 @@ class CompiledBlocks(Technique):
     """True to compile once for all shapes, instead of once per shape."""
     least_seconds: Rate = 0.0
     """Smallest budget in seconds of a run that is compiled. A run with a smaller budget starts without compilation."""
+    least_steps: Natural = 0
+    """Smallest budget in steps of a run that is compiled."""
 
     @property
     def optional_seams(self) -> frozenset[str]:

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict
 from functools import partial
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,7 @@ def run_session(
     if known is None:
         display.phase("measuring the peak speed of this machine")
     peak = _peak(recipe, run.device) if known is None else known["summary"]["peak_flops_per_second"]
+    import_module("torch._dynamo")  # the first step imports it; its memory belongs to the process
     meter = MemoryMeter(run.device)
     footprint = explanation.footprint.as_dict() if explanation else known["explanation"]["footprint"]
     predicted = footprint["memory"]
@@ -122,6 +124,7 @@ def run_session(
         **({"budget_seconds": recipe.budget.seconds} if recipe.budget.seconds else {}),
         **({"parameters": parameters} if ranks() == 1 else {}),  # a rank may hold a part of the model
         "judge": recipe.evaluation.judge,
+        "judged_examples": min(len(data.held_out), recipe.evaluation.examples),
         "predicted_memory": predicted,
         "kept_memory": kept_bytes(run, footprint["activations"]),
         "flops_per_step": explained["plain"]["flops"],

@@ -165,7 +165,7 @@ def _resume(
     for record in recorded.values():  # a budget that was extended after the checkpoint
         if "extended" in record:
             started = replace(started, budget=Budget(**record["extended"]))
-    if refused := differences(_binding(started), _binding(_as_recorded(recipe, started))):
+    if refused := differences(_binding(started), _binding(recipe, started)):
         raise UsageError(
             "the recipe is not the one this run was started with: " + "; ".join(refused),
             fix=f"undo the change; or continue as a new run: {recipe.resume_line(folder.path, fork='NAME')}",
@@ -206,8 +206,9 @@ def _resume(
     for length in lengths[1:]:
         prepared.run.change_length(length.steps, length.step)
     if other := [name for name, sha256 in saved.scalars["data"].items() if prepared.data.identity.get(name) != sha256]:
+        source = repr(recipe.data.source) if recipe.data.source else "the data set"
         raise IntegrityError(
-            f"'{recipe.data.source}' is not what this run was trained on: {' and '.join(sorted(other))} differ",
+            f"{source} is not what this run was trained on: {' and '.join(sorted(other))} differ",
             fix="restore the old data; or start a new run on the new data",
         )
     if extension:
@@ -229,24 +230,17 @@ def _resume(
     return (yield from run_session(prepared, folder, display, origins, observers, log, fill, lengths, recorded))
 
 
-def _as_recorded(recipe: Recipe, started: Recipe) -> Recipe:
-    """Return a recipe in which data have the recorded name, if this is the name of their class. A run from Python
-    records the class, and a command names a function or a variable."""
-    passed = {name: getattr(recipe.objects, name) for name in ("data", "held_out")}
-    recorded = {name: getattr(started.python, name) for name in passed}
-    alike = {
-        name: text for name, text in recorded.items() if passed[name] is not None and reference(passed[name]) == text
-    }
-    if not alike:
-        return recipe
-    return replace(recipe, objects=replace(recipe.objects, names={**recipe.objects.names, **alike}))
-
-
-def _binding(recipe: Recipe) -> dict[str, Any]:
+def _binding(recipe: Recipe, started: Recipe | None = None) -> dict[str, Any]:
     """Return the parts of a recipe that a resume may not change. Sections in `FREE_TO_CHANGE` and techniques that
-    divide the work among ranks are excluded."""
+    divide the work among ranks are excluded. Data whose class has the name that the `started` recipe recorded have this
+    name: a run from Python records the class, and a command names a function or a variable."""
     techniques = tuple(technique for technique in recipe.techniques if not technique.divides_ranks)
     data = recipe_to_data(replace(recipe, techniques=techniques))
+    for name in ("data", "held_out") if started else ():
+        passed, recorded = getattr(recipe.objects, name), getattr(started.python, name)
+        if passed is not None and reference(passed) == recorded:
+            data["python"][name] = recorded
+            data["python"]["sources"].pop(recipe.objects.names.get(name), None)  # makes the data set, as the caller did
     return {name: section for name, section in data.items() if name not in FREE_TO_CHANGE}
 
 
