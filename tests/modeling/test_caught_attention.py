@@ -11,6 +11,7 @@ from torch.nn.modules.transformer import TransformerEncoderLayer
 
 from thrifty.core.errors import RefusedError
 from thrifty.core.run_notes import collect_notes
+from thrifty.core.technique import Technique
 from thrifty.modeling.attention_calls import is_causal
 from thrifty.modeling.attention_cores import call_core
 from thrifty.modeling.attention_sites import find_attention_sites
@@ -207,6 +208,20 @@ def count_calls(model: nn.Module, technique: WindowAttention) -> list[str]:
     for site in find_attention_sites(model):
         site.put(counting(site.name, technique.core(site, {})))
     return called
+
+
+@pytest.mark.parametrize(
+    "technique", [WindowAttention(window=64, block=4), TiledAttention(tile=4)], ids=["window", "tiled"]
+)
+@pytest.mark.parametrize("form", FORMS)
+def test_autocast_has_the_result_of_the_module(form: str, technique: Technique) -> None:
+    plain, replaced = (build(form, causal=True) for _ in range(2))
+    if technique.name == "attention.tiled" and form not in ("Fused", "FusedInHelper", "Chosen"):
+        return
+    technique.model(replaced)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected, actual = plain(inputs()), replaced(inputs())
+    torch.testing.assert_close(actual, expected, rtol=0.05, atol=0.05)
 
 
 @pytest.mark.parametrize("form", FORMS)

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import is_fake
 
 from thrifty.core.errors import RefusedError
 from thrifty.core.module_notes import ModuleNote
+from thrifty.kernels.autocast_inputs import cast_for_autocast
 
 AttentionCore = Callable[..., Tensor]
 HEAD_WIDTHS = (
@@ -41,7 +42,9 @@ def call_core(
     dropout: float = 0.0,
     bias: Tensor | None = None,
 ) -> Tensor:
-    """Call a core without the arguments that have no effect, so that a core may lack them."""
+    """Call a core without the arguments that have no effect, so that a core may lack them. Under autocast, queries,
+    keys and values have its dtype, as in torch's attention."""
+    q, k, v = cast_for_autocast(q, k, v)
     options: dict[str, Any] = {"dropout": dropout} if dropout else {}
     options |= {"bias": bias} if bias is not None else {}
     return core(q, k, v, **options) if mask is None else core(q, k, v, mask, **options)
