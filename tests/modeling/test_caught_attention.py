@@ -98,9 +98,8 @@ class MergedHeads(Attention):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = (each.flatten(0, 1) for each in self.split(x))
         scores = torch.bmm(q, k.transpose(1, 2)) * q.shape[-1] ** -0.5
-        scores = scores.view(len(x), HEADS, x.shape[1], x.shape[1]).masked_fill(
-            self.hidden(x), torch.finfo(x.dtype).min
-        )
+        scores = scores.view(len(x), HEADS, x.shape[1], x.shape[1])
+        scores = scores.masked_fill(self.hidden(x), torch.finfo(scores.dtype).min)
         weights = F.softmax(scores, dim=-1).view(len(x) * HEADS, x.shape[1], x.shape[1])
         return self.merge(torch.bmm(weights, v).view(len(x), HEADS, x.shape[1], -1))
 
