@@ -12,7 +12,7 @@ from rich.markup import escape
 from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
-from thrifty.core.errors import UsageError
+from thrifty.core.errors import UsageError, spelled
 from thrifty.core.model_spec import ImageModelSpec, TextModelSpec
 from thrifty.core.objective import Objective
 from thrifty.core.recipe import Recipe
@@ -153,7 +153,8 @@ def _read(source: Path, recipe: Recipe, objective: Objective, column: str, pair_
         return [line for line in lines if line.strip()]
     own = {"column": column, "pair_column": pair_column}
     settings = replace(recipe.data, **{name: value for name, value in own.items() if value})  # type: ignore[arg-type]
-    rows = read_texts(read_table(path), settings, objective.label_form)
+    fix = spelled("--column TEXT_COLUMN", "column='TEXT_COLUMN'")
+    rows = read_texts(read_table(path), settings, objective.label_form, fix)
     if objective.label_form == "tags":
         return [list(words) for (words,) in rows]
     return [row if len(row) > 1 else row[0] for row in rows]

@@ -28,6 +28,8 @@ LABELS = ("label", "labels", "class", "target", "score", "stars")
 CLEAR_LABELS = ("label", "labels")
 """Columns that mark a table of labelled texts even for objectives that read only its texts."""
 TAGS = ("tags", "ner_tags", "pos_tags", "labels", "label")
+NAME_COLUMN, NAME_LABEL = "--set data.column=TEXT_COLUMN", "--set data.label_column=LABEL_COLUMN"
+"""Fixes for missing columns."""
 PARTS = {DataSplit.TRAIN: ("train",), DataSplit.HELD_OUT: ("held_out", "validation", "valid", "dev", "eval", "test")}
 """Prefixes of the names of files and splits, by part."""
 INDICATORS = {"0", "1", "true", "false"}
@@ -121,13 +123,13 @@ def read_rows(tables: Sequence[Table], settings: DataSettings, form: str, left_o
     return rows
 
 
-def read_texts(table: Table, settings: DataSettings, form: str) -> list[tuple[Any, ...]]:
+def read_texts(table: Table, settings: DataSettings, form: str, fix: str = NAME_COLUMN) -> list[tuple[Any, ...]]:
     """Return the texts of a table without labels: one text, a pair, or a list of words per row. The columns are named
-    as in training. Raises UsageError for a missing column or text."""
+    as in training. Raises UsageError for a missing column, with the given fix, or for a missing text."""
     rows: list[tuple[Any, ...]] = []
     columns: tuple[str, ...] = ()
     for where, row in table.rows:
-        columns = columns or _text_columns(row, settings, form, table.name)
+        columns = columns or _text_columns(row, settings, form, table.name, fix)
         texts = [_words(row.get(name), f"{where}: column {name!r}", form == "tags") for name in columns]
         if not all(texts):
             raise UsageError(f"{where} has no text", fix="remove the row")
@@ -137,16 +139,17 @@ def read_texts(table: Table, settings: DataSettings, form: str) -> list[tuple[An
 
 def _columns(row: Mapping[str, Any], settings: DataSettings, form: str, name: str) -> tuple[tuple[str, ...], str]:
     """Return the text columns and the label column. Raises UsageError that lists all columns if one is missing."""
-    texts = _text_columns(row, settings, form, name)
     label = settings.label_column or next((each for each in (TAGS if form == "tags" else LABELS) if each in row), "")
+    fix = NAME_COLUMN + ("" if label in row else f" {NAME_LABEL}")
+    texts = _text_columns(row, settings, form, name, fix)
     if label not in row:
         what = f"no column {label!r}" if label else "no column of labels"
         present = ", ".join(map(str, row))
-        raise UsageError(f"{name}: {what}; there are: {present}", fix="--set data.label_column=LABEL_COLUMN")
+        raise UsageError(f"{name}: {what}; there are: {present}", fix=NAME_LABEL)
     return texts, label
 
 
-def _text_columns(row: Mapping[str, Any], settings: DataSettings, form: str, name: str) -> tuple[str, ...]:
+def _text_columns(row: Mapping[str, Any], settings: DataSettings, form: str, name: str, fix: str) -> tuple[str, ...]:
     present = ", ".join(map(str, row))
     usual = WORDS if form == "tags" else TEXTS
     chosen = "" if settings.column == "text" else settings.column  # the default of recipes of earlier versions
@@ -160,7 +163,7 @@ def _text_columns(row: Mapping[str, Any], settings: DataSettings, form: str, nam
     missing = next((each for each in texts or pair if each not in row), None)
     if texts is None or missing:
         what = f"no column {missing!r}" if missing else "no column of texts"
-        raise UsageError(f"{name}: {what}; there are: {present}", fix="--set data.column=TEXT_COLUMN")
+        raise UsageError(f"{name}: {what}; there are: {present}", fix=fix)
     return texts
 
 
