@@ -32,6 +32,10 @@ def test_an_evaluation_of_an_earlier_step_names_its_step() -> None:
     assert "held-out 0.750, accuracy 0.5 after step 5" in parts(replace(PROGRESS, evaluated_step=5))
 
 
+def test_the_time_left_is_unknown_after_a_first_step() -> None:
+    assert parts(replace(PROGRESS, seconds_left=None))[0] == "-:-- left"
+
+
 @pytest.mark.parametrize("width", [20, 40, 100, 200])
 def test_progress_line_fits_the_terminal(width: int) -> None:
     console = Console(file=io.StringIO(), width=width, force_terminal=True, no_color=True, legacy_windows=False)

@@ -42,7 +42,8 @@ class StepProgress:
     """Bytes in use: allocated on a GPU, resident in the process on a CPU."""
     predicted_memory: float | None
     """Predicted peak of `memory`."""
-    seconds_left: float
+    seconds_left: float | None
+    """Expected time until the end; None after a step that may include compilation."""
     measured: Mapping[str, float] = field(default_factory=dict)
     """Metrics on held-out data in addition to the loss, by name."""
     unit: str = "tokens"
@@ -67,7 +68,8 @@ class StepProgress:
 
 def parts(p: StepProgress) -> list[str]:
     """Return the parts of the progress line, most important first."""
-    texts = [f"{duration(p.seconds_left)} left", f"step {p.step:,}/{p.steps:,}", f"loss {p.loss:.3f}"]
+    left = "-:--" if p.seconds_left is None else duration(p.seconds_left)
+    texts = [f"{left} left", f"step {p.step:,}/{p.steps:,}", f"loss {p.loss:.3f}"]
     if p.held_out is not None:
         measured = "".join(f", {name} {value:.4g}" for name, value in p.measured.items())
         when = "" if p.evaluated_step == p.step else f" after step {p.evaluated_step:,}"

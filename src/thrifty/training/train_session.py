@@ -267,6 +267,7 @@ class _Observer:
     def show(self, record: Record, now: bool) -> None:
         flops, peak = (self.session.facts.get(name) for name in ("flops_per_step", "peak_flops_per_second"))
         left = (self.session.run.steps - record.step) * record.tokens / self.rate
+        left = None if left and self.slow_steps == SLOW_STEPS - 1 else left  # the first step may include compilation
         budget, used = self.session.time_budget, None
         if budget:
             used = self.state.counters["used_seconds"], budget.seconds
