@@ -2,10 +2,10 @@
 
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from statistics import fmean
 from typing import Any
 
 import altair as alt
+import numpy as np
 
 from thrifty.reporting.color_theme import css_variable
 from thrifty.reporting.result_page import PHONE, WIDE
@@ -18,6 +18,8 @@ PAPER = 640
 """Width in pixels of the plot in a file."""
 USED = {"time": "seconds in training steps", "steps": "steps", "tokens": "tokens", "flops": "FLOPs"}
 """Title of the x axis of curves, by the budget that is equal for all variants."""
+INTERPOLATED = 64
+"""Number of points of a mean curve of runs that are measured at different amounts."""
 BEGINNING = 0.15
 """Fraction of the time axis whose higher losses are cut off."""
 Comparison = Mapping[str, Any]
@@ -95,18 +97,17 @@ def _curves(data: Comparison, done: Sequence[Mapping[str, Any]], width: int) -> 
     """Return one line per variant, the mean over seeds, in a band from the lowest to the highest seed."""
     judged = judged_of(data)
     equal = data["definition"]["protocol"]["equal"]
-    measured: dict[tuple[str, int], list[tuple[float, float]]] = defaultdict(list)
+    measured: dict[str, list[np.ndarray]] = defaultdict(list)
     for entry in done:
         per_step = {"tokens": entry["tokens"] / entry["steps"], "flops": (entry["flops"] or 0.0) / entry["steps"]}
-        for step, seconds, value in entry.get("curve" if judged == "loss" else "judged_curve", ()):
-            if value is not None:
-                used = seconds if equal == "time" else step * per_step.get(equal, 1.0)
-                measured[entry["variant"], step].append((used, value))
-    points = []
-    for (label, _), pairs in sorted(measured.items(), key=lambda item: item[0][1]):
-        used, values = zip(*pairs, strict=True)
-        ends = {"low": min(values), "high": max(values)}
-        points.append({"variant": label, "used": fmean(used), "loss": fmean(values), **ends})
+        curve = [
+            (seconds if equal == "time" else step * per_step.get(equal, 1.0), value)
+            for step, seconds, value in entry.get("curve" if judged == "loss" else "judged_curve", ())
+            if value is not None
+        ]
+        if curve:
+            measured[entry["variant"]].append(np.array(curve).T)
+    points = [point for label, curves in measured.items() for point in _mean_curve(label, curves)]
     if not points:
         return None
     labels = [*data["definition"]["variants"]]
@@ -127,6 +128,21 @@ def _curves(data: Comparison, done: Sequence[Mapping[str, Any]], width: int) -> 
     caption = "Lines are means over seeds; bands reach from the lowest to the highest seed."
     chart = alt.layer(bands, lines).properties(width=width, height=340 if width > PHONE else 240)
     return f"Held-out {judged} over {'time' if equal == 'time' else USED[equal]}", caption, chart
+
+
+def _mean_curve(label: str, curves: Sequence[np.ndarray]) -> list[dict[str, Any]]:
+    """Return the points of a variant's mean curve, with the lowest and the highest run. A run's curve (2, n) has used
+    amounts and losses. Where runs are not measured at equal amounts, their losses are interpolated, from the first
+    amount that all runs reached to the last."""
+    grid = curves[0][0]
+    if any(not np.array_equal(used, grid) for used, _ in curves):
+        first, last = max(used[0] for used, _ in curves), min(used[-1] for used, _ in curves)
+        grid = np.unique(np.linspace(min(first, last), last, INTERPOLATED))
+    losses = np.array([np.interp(grid, used, values) for used, values in curves])
+    rows = zip(grid, losses.mean(0), losses.min(0), losses.max(0), strict=True)
+    return [
+        {"variant": label, **dict(zip(("used", "loss", "low", "high"), map(float, row), strict=True))} for row in rows
+    ]
 
 
 def _scale(points: Sequence[Mapping[str, Any]], judged: str) -> alt.Scale:
