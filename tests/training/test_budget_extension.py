@@ -51,6 +51,17 @@ def summary(run: Path) -> dict[str, Any]:
     return json.loads((run / "summary.json").read_text())
 
 
+def test_the_peak_memory_is_that_of_all_parts(tmp_path: Path) -> None:
+    run = trained(tmp_path)
+    first = {**summary(run), "process_memory": 8e9, "peak_memory": 2e9}
+    (run / "summary.json").write_text(json.dumps(first))
+    th.resume(run, budget="+6 steps", **OBJECTS)
+    assert (summary(run)["process_memory"], summary(run)["peak_memory"]) == (8e9, 2e9)
+    (run / "summary.json").write_text(json.dumps({**first, "process_memory": 1e6, "peak_memory": 1e6}))
+    th.resume(run, budget="+6 steps", **OBJECTS)
+    assert summary(run)["process_memory"] > 1e7 and summary(run)["peak_memory"] > 0
+
+
 def test_finished_run_continues_with_a_longer_schedule(tmp_path: Path) -> None:
     run = trained(tmp_path)
     first = steps(run)

@@ -48,6 +48,7 @@ def plan_on_machine(
     from thrifty.planning.planner import STEPS, Planner
     from thrifty.planning.rank_options import without_rank_techniques
     from thrifty.recipes.recipe_toml import recipe_to_data
+    from thrifty.recipes.short_budgets import without_slow_start
     from thrifty.training.memory_meter import MemoryMeter
     from thrifty.training.rank_setup import choose_device
     from thrifty.training.run_ledger import record_forecast
@@ -65,6 +66,7 @@ def plan_on_machine(
     if ranks > 1:
         _refuse_ranks(ranks, choose_device(recipe.device), wanted.allow)
         recipe = replace(recipe, techniques=without_rank_techniques(recipe.techniques))
+    recipe = without_slow_start(recipe, progress(quiet, "planning: "))  # as the run does
     probe = probe and can_be_sent(recipe.objects)
     prepared = prepare_run(recipe, steps=recipe.budget.steps or STEPS, quiet=quiet)
     run = prepared.run

@@ -123,6 +123,7 @@ def run_session(
         **({"unrepeatable": source.unrepeatable} if source.unrepeatable else {}),
         **({"budget_seconds": recipe.budget.seconds} if recipe.budget.seconds else {}),
         **({"parameters": parameters} if ranks() == 1 else {}),  # a rank may hold a part of the model
+        **_peak_of_earlier_parts(before["summary"] if log is not None else {}, meter),
         "judge": recipe.evaluation.judge,
         "judged_examples": min(len(data.held_out), recipe.evaluation.examples),
         "predicted_memory": predicted,
@@ -196,6 +197,15 @@ def _time_budget(prepared: PreparedRun, folder: RunFolder, state: TrainState) ->
         sync.run_first(last_recorded),
         sync.run_first(step_times) if budget.counts == "training" else [],
     )
+
+
+def _peak_of_earlier_parts(earlier: Mapping[str, Any], meter: MemoryMeter) -> dict[str, float]:
+    """Return facts of the memory of a resumed run, so that its peak is the largest of all its processes."""
+    process, peak = (earlier.get(f"{name}_memory") for name in ("process", "peak"))
+    if not (isinstance(process, int | float) and isinstance(peak, int | float)):
+        return {}
+    largest = max(process, meter.process)
+    return {"process_memory": largest, "peak_memory": process + peak - largest}
 
 
 def _name_of_model(recipe: Recipe) -> str:

@@ -405,6 +405,13 @@ class _Observer:
                 self.note("notice", text=text)
                 self.summarize("stopped", exit_code, error=text)
 
+    def peak(self) -> dict[str, float]:
+        """Return the memory of the process before the run, and the peak above it, over all parts of a resumed run."""
+        facts = self.session.facts
+        process = facts.get("process_memory", self.meter.process)
+        peak = self.meter.process + self.meter.peak() - process
+        return {"peak_memory": max(peak, facts.get("peak_memory", 0.0)), "process_memory": process}
+
     def summarize(self, status: str, exit_code: int, **more: str) -> dict[str, Any]:
         counters = self.state.counters
         if budget := self.session.time_budget:
@@ -421,10 +428,9 @@ class _Observer:
             **({"held_out": {name: _finite(value) for name, value in self.measured.items()}} if self.measured else {}),
             "held_out_loss_at_start": _finite(counters.get("held_out_loss_at_start")),
             "best_held_out_loss": _finite(counters.get("best_held_out_loss")),
-            "peak_memory": self.meter.peak(),
-            "process_memory": self.meter.process,
             "skipped_steps": int(counters.get("skipped", 0)),
             **self.session.facts,
+            **self.peak(),
             **more,
         }
         if rank() == 0:
