@@ -103,7 +103,7 @@ def test_only_plain_causal_cores_are_tiled():
 
 def test_optional_tiling_notes_a_model_without_attention():
     model = nn.ModuleList([Attention(8, heads=2, core=full_attention)])
-    with pytest.raises(RefusedError, match="cores is plain and causal"):
+    with pytest.raises(RefusedError, match="attention modules is causal"):
         TiledAttention().model(model)
     with collect_notes() as notes:
         TiledAttention(optional=True).model(model)

@@ -2,7 +2,6 @@
 
 import hashlib
 import math
-from array import array
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
@@ -11,8 +10,8 @@ import numpy as np
 
 from thrifty.core.errors import UsageError
 
-NEAR = 2.0
-"""Largest ratio, or inverse ratio, of the held-out part of a split by hash to its intended size."""
+SCARCE = 0.25
+"""Minimum size of each part after a split by hash, as a fraction of the intended size."""
 
 
 class DataSplit(StrEnum):
@@ -24,9 +23,8 @@ class DataSplit(StrEnum):
 class SplitPlan:
     """A train and held-out split of documents, and the size of the training part.
 
-    A document is held out if the hash of its text, from 0 to 1, is below `held_out`, the intended fraction. With few
-    documents, the size of the part may be far from the intended size. Then the end of the longest document is held out
-    instead if it is long enough; otherwise `held_out` is another number, with which the size is as near as possible.
+    A document is held out if the hash of its text, from 0 to 1, is below the held-out fraction. With few documents, one
+    part may become almost empty. The end of the longest document is then held out instead.
     """
 
     held_out: float
@@ -35,8 +33,6 @@ class SplitPlan:
     train_characters: int
     key: Callable[[str], str] = str
     """Function that returns the text to hash. Documents with equal keys belong to the same part."""
-    end: int = 0
-    """Number of characters at the end of the longest document that are held out."""
 
     def parts(self, documents: Iterable[str]) -> Iterator[tuple[DataSplit, str]]:
         """Yield each document with its part. The longest document may be yielded in two pieces."""
@@ -45,7 +41,7 @@ class SplitPlan:
             if self.longest is None:
                 yield _part(digest, self.held_out), text
             elif digest == self.longest:
-                cut = min(max(1, len(text) - self.end), len(text) - 1)  # each piece has at least one character
+                cut = _cut(text, self.held_out)
                 yield DataSplit.TRAIN, text[:cut]
                 yield DataSplit.HELD_OUT, text[cut:]
             else:
@@ -64,26 +60,19 @@ def plan_split(documents: Iterable[str], held_out: float, name: str, key: Callab
 
     Raises UsageError if there is not enough text to divide.
     """
-    hashed, lengths, longest = array("d"), array("q"), (0, b"")
+    characters = {DataSplit.TRAIN: 0, DataSplit.HELD_OUT: 0}
+    longest = (0, b"")
     for text in documents:
         digest = _digest(key(text))
-        hashed.append(_fraction(digest[:8]))
-        lengths.append(len(text))
+        characters[_part(digest, held_out)] += len(text)
         longest = max(longest, (len(text), digest))
+    total = sum(characters.values())
     if longest[0] < 2:
         raise UsageError(f"{name!r} has no text to train on", fix="--data my.txt, a file with text")
-    order = np.argsort(hashed)
-    at, below = np.array(hashed)[order], np.array([0, *np.array(lengths)[order].cumsum()])
-    total, target = int(below[-1]), held_out * int(below[-1])
-    size = int(below[at.searchsorted(held_out)])
-    if target / NEAR <= size <= target * NEAR and total - size >= (total - target) / NEAR:
-        return SplitPlan(held_out, None, total - size, key)
-    thresholds = np.unique(at)[1:]  # each leaves documents on both sides
-    if longest[0] >= NEAR * target or not len(thresholds):
-        return SplitPlan(held_out, longest[1], total, key, round(target))
-    sizes = below[at.searchsorted(thresholds)]
-    nearest = np.abs(sizes - target).argmin()
-    return SplitPlan(float(thresholds[nearest]), None, total - int(sizes[nearest]), key)
+    enough = characters[DataSplit.HELD_OUT] >= SCARCE * held_out * total
+    if enough and characters[DataSplit.TRAIN] >= SCARCE * (1 - held_out) * total:
+        return SplitPlan(held_out, None, characters[DataSplit.TRAIN], key)
+    return SplitPlan(held_out, longest[1], total, key)
 
 
 def _part(digest: bytes, held_out: float) -> DataSplit:
@@ -92,6 +81,11 @@ def _part(digest: bytes, held_out: float) -> DataSplit:
 
 def _fraction(digest: bytes) -> float:
     return int.from_bytes(digest, "big") / 2**64
+
+
+def _cut(text: str, held_out: float) -> int:
+    """Return the index at which a text is cut. Both pieces have at least one character."""
+    return min(max(1, round(len(text) * (1 - held_out))), len(text) - 1)
 
 
 def _digest(text: str) -> bytes:
