@@ -134,6 +134,15 @@ class AddedProduct(Attention):
         return self.merge((scores.softmax(-1) @ v).unflatten(0, (-1, HEADS)))
 
 
+class InPlace(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        scores = q @ k.mT
+        scores *= self.slopes[:, None, None].detach()
+        scores += self.hidden(x).float() * -1e9
+        return self.merge(scores.softmax(-1) @ v) + self.merge(q)
+
+
 class Bundled(Attention):
     """torch's own module."""
 
@@ -151,7 +160,7 @@ FORMS: dict[str, type[Attention]] = {
     form.__name__: form
     for form in (
         Fused, FusedInHelper, Chosen, FusedWithMask, Nano, Additive, Einsum, MergedHeads, Grouped, Temperature,
-        PositionBias, AddedProduct, Bundled,
+        PositionBias, AddedProduct, InPlace, Bundled,
     )
 }  # fmt: skip
 
@@ -302,6 +311,60 @@ def test_attention_to_another_sequence_is_left_out_and_named() -> None:
     assert any("reader" in note and "cross" in note for note in notes)
     layer = nn.TransformerDecoderLayer(WIDTH, HEADS)
     assert [site.name for site in find_attention_sites(layer)] == ["self_attn"]
+
+
+class Named(nn.Module):
+    """A model whose names resemble those of attention to another sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.crossformer = nn.ModuleList([Nano()])
+        self.multihead_attn = nn.MultiheadAttention(WIDTH, HEADS, batch_first=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.crossformer[0](x)
+        return self.multihead_attn(x, x, x, need_weights=False)[0]
+
+
+def test_names_that_resemble_cross_attention_are_found() -> None:
+    assert [site.name for site in find_attention_sites(Named())] == ["crossformer.0", "multihead_attn"]
+
+
+class Gated(nn.Module):
+    """A block with a softmax and a matmul of its own, around an attention module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.gate = Nano(), nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.attention(x) @ self.gate(x).mean((0, 1), keepdim=True).softmax(-1).mT
+
+
+def test_a_block_has_the_site_of_its_attention() -> None:
+    assert [site.name for site in find_attention_sites(nn.Sequential(Gated()))] == ["0.attention"]
+
+
+class Replacing(Attention):
+    """Puts zeros in the place of some scores, which hides nothing."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        return self.merge((q @ k.mT).masked_fill(self.hidden(x), 0.0).softmax(-1) @ v)
+
+
+class Doubled(Attention):
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        return self.merge(torch.add(q @ k.mT, self.table, alpha=2).softmax(-1) @ v)
+
+
+@pytest.mark.parametrize("form", [Replacing, Doubled], ids=lambda each: each.__name__)
+def test_operations_that_cores_cannot_repeat_are_refused(form: type[Attention]) -> None:
+    model = nn.Sequential(form())
+    WindowAttention(window=64, block=4).model(model)
+    with pytest.raises(RefusedError, match=r"was not recognized: its scores pass (masked_fill|add)"):
+        model(inputs())
 
 
 class TalkingHeads(Attention):

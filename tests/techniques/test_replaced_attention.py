@@ -341,12 +341,14 @@ class TestModelsOfTransformers:
         same = (model(changed).logits - model(TOKENS).logits).abs().amax((0, 2)) < 1e-6
         assert same.tolist() == [False] * 3 + [True] * 9  # two blocks reach one token further each
 
+    @pytest.mark.parametrize("kind", ["llama-grouped", "gpt2"])
     @pytest.mark.parametrize(
-        "name", ["attention.elsa", "attention.sanger", "attention.block_sparse", "attention.a3", "attention.spatten"]
+        "name",
+        [f"attention.{each}" for each in ("elsa", "sanger", "block_sparse", "a3", "spatten", "dota", "tiled")],
     )
-    def test_filters_calibrate_and_train_in_transformers(self, name: str) -> None:
+    def test_filters_calibrate_and_train_in_transformers(self, name: str, kind: str) -> None:
         plain = plain_run()
-        changed = type(plain)(lambda: HuggingFaceCausalLM(theirs("llama")), plain.source, plain.objective)
+        changed = type(plain)(lambda: HuggingFaceCausalLM(theirs(kind)), plain.source, plain.objective)
         records, state = run_through(changed, with_optimizer([technique(name)]), 4)
         assert losses(records)[-1] < losses(records)[0]
         if name in CALIBRATED:

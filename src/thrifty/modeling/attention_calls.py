@@ -3,6 +3,7 @@
 import ast
 import dis
 import inspect
+import re
 import textwrap
 from collections.abc import Iterator
 from types import CodeType, FunctionType, MethodType
@@ -12,8 +13,8 @@ from torch import nn
 
 MATMUL = "@"
 SDPA = "scaled_dot_product_attention"
-CROSS = ("cross", "encoder_attn", "encdec", "multihead_attn")
-"""Parts of names, in lower case, of attention to another sequence."""
+CROSS = re.compile(r"cross_?att|encoder_attn|encdec|(^|\.)cross(\.| |$)")
+"""Names, in lower case, of attention to another sequence."""
 OTHER_SEQUENCE = {"memory", "context", "encoder_hidden_states", "key_value_states", "source"}
 """Names of required inputs that are another sequence."""
 
@@ -34,7 +35,7 @@ def attends_to_other(model: nn.Module, name: str) -> bool:
     """Return True if an attention module attends to another sequence, judging by its name, its inputs, or by the code
     of its parent, which passes other keys than queries."""
     module = model.get_submodule(name)
-    if any(word in f"{name} {type(module).__name__}".lower() for word in CROSS):
+    if CROSS.search(f"{name} {type(module).__name__}".lower()):
         return True
     inputs = inspect.signature(type(module).forward).parameters.values()
     if any(each.name in OTHER_SEQUENCE and each.default is each.empty for each in inputs):

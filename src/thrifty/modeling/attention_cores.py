@@ -30,6 +30,8 @@ HEAD_WIDTHS = (
 HEADS = ("heads", "num_heads", "num_attention_heads", "n_heads", "n_head", "nhead", "nheads", "h")
 KEY_HEADS = ("kv_heads", "num_key_value_heads", "num_kv_heads", "n_kv_heads", "n_kv_head")
 """Attributes of attention modules or configs that store the number of key heads."""
+INPUT_WIDTHS = ("in_features", "embed_dim", "nx")
+"""Attributes of linear layers, of nn.MultiheadAttention and of Conv1D of transformers."""
 CONFIGS = ("config", "cfg", "args")
 
 
@@ -68,14 +70,18 @@ HIDDEN = -9e3
 """Numbers below this number hide pairs when they are added to scores."""
 
 
+def has_values(x: Tensor) -> bool:
+    """Return False while code is compiled, and for tensors without values."""
+    return not (torch.compiler.is_compiling() or x.is_meta or is_fake(x))
+
+
 def visible_and_bias(mask: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Return an additive mask as a boolean mask and a bias. Without values, as while code is compiled, the mask may be
     a bias."""
     if mask.dtype == torch.bool:
         return mask, None
     seen = mask > HIDDEN
-    has_values = not (torch.compiler.is_compiling() or mask.is_meta or is_fake(mask))
-    if has_values and not mask.requires_grad and bool(((mask == 0) | ~seen).all()):
+    if has_values(mask) and not mask.requires_grad and bool(((mask == 0) | ~seen).all()):
         return seen, None
     return seen, mask
 
@@ -125,11 +131,12 @@ class AttentionSite:
 
     @property
     def width(self) -> int:
-        """Return the width of the module's input: the number of columns of its first matrix."""
-        matrix = next((each for each in self.module.parameters() if each.ndim == 2), None)
-        if matrix is None:
-            raise RefusedError(f"{self.name} has no weight matrix", fix=f"set one of: {', '.join(HEAD_WIDTHS)}")
-        return matrix.shape[1]
+        """Width of the module's input, read from its first layer. Raise RefusedError if it has no layer."""
+        for layer in self.module.modules():
+            for name in INPUT_WIDTHS:
+                if isinstance(number := getattr(layer, name, None), int):
+                    return number
+        raise RefusedError(f"{self.name} has no linear layer", fix=f"set one of: {', '.join(HEAD_WIDTHS)}")
 
     def _number(self, names: Sequence[str]) -> int | None:
         for owner in (self.module, *(getattr(self.module, name, None) for name in CONFIGS)):

@@ -28,8 +28,6 @@ def find_attention_sites(model: nn.Module) -> list[AttentionSite]:
     for name, module in model.named_modules():
         if hasattr(module, "set_attn_implementation"):
             whole = whole or module
-        if any(is_under(name, site) for site in sites if site):
-            continue
         if (site := _site(name, module, whole)) is None:
             continue
         if attends_to_other(model, name):

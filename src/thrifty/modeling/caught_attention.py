@@ -19,7 +19,15 @@ from torch.overrides import TorchFunctionMode
 
 from thrifty.core.errors import RefusedError
 from thrifty.modeling.attention_calls import SDPA
-from thrifty.modeling.attention_cores import HEADS, HIDDEN, AttentionCore, AttentionSite, call_core, visible_and_bias
+from thrifty.modeling.attention_cores import (
+    HEADS,
+    HIDDEN,
+    AttentionCore,
+    AttentionSite,
+    call_core,
+    has_values,
+    visible_and_bias,
+)
 from thrifty.modeling.attention_products import are_scores, score_product, value_product
 from thrifty.modeling.module_surgery import wrap_forward
 
@@ -156,15 +164,15 @@ class CaughtCall:
             self.scale, self.bias = self.scale * factor, None if self.bias is None else self.bias * factor
         elif func in SCALINGS and isinstance(other, Tensor) and other.shape[-2:].numel() == 1:  # one number per head
             assert self.queries is not None
-            self.queries = func(self.queries, other)
-            self.bias = None if self.bias is None else func(self.bias, other)
-        elif func in ADDITIONS and isinstance(other, Tensor):
+            factors = other if SCALINGS[func] > 0 else 1 / other
+            self.queries, self.bias = self.queries * factors, None if self.bias is None else self.bias * factors
+        elif func in ADDITIONS and isinstance(other, Tensor) and kwargs.get("alpha", 1) == 1:
             addend = visible_and_bias(other)[1]
             if addend is not None:
                 self.bias = addend if self.bias is None else self.bias + addend
         elif func in RESHAPES:
             self.reshape(result.shape[:-2])
-        elif func not in HIDING and func not in CONVERSIONS:
+        elif func not in CONVERSIONS and not (func in HIDING and _only_hides(args, kwargs, scores)):
             self.passed, self.scores = getattr(func, "__name__", str(func)), None
             return result
         self.scores = result
@@ -306,6 +314,17 @@ class CaughtCall:
         result = self.attend(q, k, v, mask, dropout_p if training else 0.0)
         out = F.linear(result.permute(2, 0, 1, 3).reshape(t, b, d), out_proj_weight, out_proj_bias)
         return (out if query.ndim == 3 else out[:, 0]), None
+
+
+def _only_hides(args: tuple[Any, ...], kwargs: Mapping[str, Any], scores: Tensor) -> bool:
+    """Return True if all numbers that a function puts in the place of scores hide pairs. Without values, as while code
+    is compiled, tensors of one element are taken to hide."""
+    values = [each for each in (*args, *kwargs.values()) if each is not scores]
+    numbers = [each for each in values if isinstance(each, int | float) and not isinstance(each, bool)]
+    tensors = [each for each in values if isinstance(each, Tensor) and each.is_floating_point()]
+    if has_values(scores):
+        numbers += [each.max().item() for each in tensors]
+    return all(number < HIDDEN for number in numbers) and all(each.numel() == 1 or has_values(each) for each in tensors)
 
 
 def called(func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

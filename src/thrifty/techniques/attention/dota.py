@@ -134,11 +134,13 @@ DETECTOR_CORE: ModuleNote[DetectorCore] = ModuleNote("detector_core")
 """Attention core of a module, with its detector."""
 
 
-def with_input(module: nn.Module, inner: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+def with_input(module: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
     core = DETECTOR_CORE.of(module)
-    core.input = x
+    x = next(each for each in (*args, *kwargs.values()) if isinstance(each, Tensor))
+    tokens_first = isinstance(module, nn.MultiheadAttention) and not module.batch_first
+    core.input = x.transpose(0, 1) if tokens_first else x
     try:
-        return inner(x, *args, **kwargs)
+        return inner(*args, **kwargs)
     finally:
         core.input = None
 
