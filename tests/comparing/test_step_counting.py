@@ -13,6 +13,7 @@ from thrifty.comparing.variants import Variant
 from thrifty.core.errors import InfeasibleError, UsageError
 from thrifty.core.recipe import Budget, EvaluationSettings, Recipe
 from thrifty.core.technique import Technique
+from thrifty.techniques.compile import CompiledBlocks
 from thrifty.techniques.curriculum.patch_size import PatchSizeCurriculum
 from thrifty.techniques.curriculum.resolution import ResolutionCurriculum
 from thrifty.techniques.growth.stacking import ProgressiveStacking
@@ -38,6 +39,15 @@ def test_counted_step_equals_a_run(tmp_path: Path) -> None:
     assert counted.flops == run.read_json("explanation")["footprint"]["flops"]
     assert counted.judged_on == {name: summary[name] for name in JUDGED_ON if name in summary} != {}
     assert not counted.flops_vary
+
+
+@pytest.mark.parametrize("counted_for", [4, 200])
+def test_a_run_without_a_counted_technique_counts_its_own_step(counted_for: int, tmp_path: Path) -> None:
+    recipe = digits(CompiledBlocks(least_steps=100), steps=4)
+    count_run(replace(recipe, name="variant-1-count", budget=Budget(steps=counted_for)), tmp_path)
+    run_to_end(replace(recipe, name="variant-1-seed-0"), tmp_path)
+    rows = RunFolder(tmp_path / "variant-1-seed-0").read_json("explanation")["techniques"]
+    assert rows and "compile" not in {row["name"] for row in rows}
 
 
 def test_budgets_of_data_are_counted_in_steps(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from thrifty.planning.cost_estimates import COUNTED_HIGH, StepTiming
 from thrifty.planning.forecast import PlanRequest
 from thrifty.planning.plan_candidate import PlanCandidate
 from thrifty.planning.plan_search import NEAR, PROBES, PlanSearch, TimeOf
-from thrifty.planning.probe_jobs import ProbeError
+from thrifty.planning.probe_jobs import ProbeError, ProbeTimeout
 from thrifty.planning.search_space import NUMERICS_ORDER
 
 
@@ -427,6 +427,35 @@ def test_plans_end_at_their_time_limit(fits: bool, monkeypatch: pytest.MonkeyPat
     assert "not counted" in " ".join(search.refused.values())
     in_time = searching(memory, Numerics.DIFFERENT, count=counted, time=timed, began=seconds[0])
     assert in_time.run().least_step <= best.least_step and not in_time.stopped
+
+
+def timing_out(after: int) -> TimeOf:
+    """Return a probe that reaches its time limit after some results."""
+    results: list[StepTiming] = []
+
+    def timed(candidate: PlanCandidate, bar: float) -> StepTiming:
+        if len(results) == after:
+            raise ProbeTimeout("its steps did not complete within 5 s")
+        results.append(by_expectation(candidate))
+        return results[-1]
+
+    return timed
+
+
+@pytest.mark.parametrize("memory", [math.inf, 420.0])
+def test_plans_without_a_result_in_time_are_counted(memory: float) -> None:
+    search = searching(memory, Numerics.DIFFERENT, time=timing_out(0))
+    counted = searching(memory, Numerics.DIFFERENT, time=None)
+    assert search.run().options == counted.run().options
+    assert search.best().timing is None and "counted" in search.stopped
+    assert {*search.misfits} == {*counted.misfits}
+
+
+def test_candidates_that_time_out_later_are_left_out() -> None:
+    search = searching(math.inf, Numerics.DIFFERENT, time=timing_out(2))
+    assert search.run().timing and search.stopped
+    assert all(candidate.timing for candidate in search.tried)
+    assert "its steps did not complete within 5 s" in search.misfits.values()
 
 
 def test_without_time_only_the_recipe_is_probed() -> None:

@@ -78,7 +78,7 @@ def test_all_ranks_are_killed_at_the_time_limit(module: Path, tmp_path: Path, mo
     module.write_text(HANGS)
     monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
     with pytest.raises(ProbeError, match="not complete within 30 s"):
-        probe_in_process("a_probe", limit=30.0)(job(2))
+        probe_in_process("a_probe", limit=lambda: 30.0)(job(2))
     started = (tmp_path / "pids").read_text().split()
     assert len(started) == 2
     until = time.monotonic() + 10

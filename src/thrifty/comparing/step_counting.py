@@ -10,6 +10,7 @@ from thrifty.core.run_relative_settings import moments_of
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Technique
+from thrifty.recipes.short_budgets import without_slow_start
 from thrifty.training.rank_setup import ranks_of
 from thrifty.training.run_folder import RunFolder
 from thrifty.training.run_setup import prepare_run
@@ -23,6 +24,7 @@ def count_run(recipe: Recipe, runs: Path) -> StepCost:
     """Count a step of a recipe's run on fake tensors, without training. Raise the error with which the run would
     fail before its first step. The counted facts, which later runs reuse, are written to runs/NAME.json."""
     with ranks_of(recipe):
+        recipe = without_slow_start(recipe, lambda text: None)  # as the run does
         prepared = prepare_run(recipe, quiet=True)
         run = prepared.run
         tokens = _sampled_tokens(run, SAMPLED)

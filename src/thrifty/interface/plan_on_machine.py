@@ -76,6 +76,7 @@ def plan_on_machine(
         wanted = replace(wanted, memory=free)
     known = {*techniques.own_names(), *(technique.name for technique in recipe.techniques)}
     catalogue = {name: techniques.find(name) for name in sorted(known)}
+    ending = None if seconds is None else began + seconds
     plan = Planner(
         recipe=prepared.recipe_in_steps,
         plain=run.plain,
@@ -86,7 +87,7 @@ def plan_on_machine(
         unit=prepared.unit,
         data=_prepared_bytes(prepared),
         rate=measure_throughput(0.4).sustained,
-        time=_probing(prepared, probe_seconds, wanted.allow is Numerics.EXACT, seconds) if probe else None,
+        time=_probing(prepared, probe_seconds, wanted.allow is Numerics.EXACT, ending) if probe else None,
         ledger=entries(run.device.type),
         outside=sorted({*techniques.names()} - known),
         evidence=evidence_lines(catalogue),
@@ -138,20 +139,22 @@ def _prepared_bytes(prepared: PreparedRun) -> float:
     return float(sum(path.stat().st_size for path in Path(file).parent.iterdir())) if file else 0.0
 
 
-def _probing(prepared: PreparedRun, seconds: float, fixed: bool, allowed: float | None) -> TimeOf:
+def _probing(prepared: PreparedRun, seconds: float, fixed: bool, ending: float | None) -> TimeOf:
     """Return a function that times candidates in separate processes. Results are cached per machine.
 
-    `fixed` is True if no candidate changes the micro-batches. The time limit of a probe is `allowed` seconds, which is
-    the limit of the whole plan, but at least 60 s.
+    `fixed` is True if no candidate changes the micro-batches. Probes end before the monotonic time `ending`, if given.
     """
+    import time as clock
 
     from thrifty.core.claims import Claim
     from thrifty.planning.cost_estimates import StepTiming
     from thrifty.planning.plan_candidate import PlanCandidate
-    from thrifty.planning.probe_jobs import LONGEST, ProbeJob, cache_probe, probe_in_process, sizes
+    from thrifty.planning.probe_jobs import ENDING, LONGEST, ProbeJob, cache_probe, probe_in_process, sizes
     from thrifty.recipes.recipe_toml import recipe_to_data
 
-    limit = LONGEST if allowed is None else min(LONGEST, max(allowed, 60.0))
+    def limit() -> float:
+        return LONGEST if ending is None else min(LONGEST, ending - clock.monotonic() - ENDING)
+
     started = probe_in_process("thrifty.interface.probe_process", limit, prepared.recipe.objects)
     probe = cache_probe(started, prepared.run.device.type)
     joint = prepared.run.plain.objective.joint

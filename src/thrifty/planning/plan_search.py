@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
-from math import ceil, inf, prod
+from math import ceil, inf, isinf, prod
 from time import monotonic
 from typing import NoReturn
 
@@ -18,7 +18,7 @@ from thrifty.core.errors import InfeasibleError, ThriftyError, reason_of
 from thrifty.core.footprint import Footprint
 from thrifty.planning.cost_estimates import StepTiming
 from thrifty.planning.plan_candidate import PlanCandidate
-from thrifty.planning.probe_jobs import ProbeError
+from thrifty.planning.probe_jobs import ProbeError, ProbeTimeout
 from thrifty.planning.process_memory import ProcessMemory
 from thrifty.planning.search_space import MICRO_BATCHES, ONE_RANK, PlanOption, apply_options
 from thrifty.planning.single_options import SingleOptionCosts
@@ -40,7 +40,8 @@ SOME_PROBE = 10.0
 NO_ROOM = "does not fit the disk"
 
 TimeOf = Callable[[PlanCandidate, float], StepTiming]
-"""Function that probes a candidate. The probe may stop early if a step exceeds the given seconds. Raises ProbeError."""
+"""Function that probes a candidate. The probe may stop early if a step exceeds the given seconds. Raises ProbeError,
+and ProbeTimeout at the time limit."""
 
 
 @dataclass
@@ -91,8 +92,8 @@ class PlanSearch(SingleOptionCosts):
     def run(self) -> PlanCandidate:
         """Return the best candidate. Raises InfeasibleError if no candidate fits; the error names the limit to relax.
 
-        Even at a very short time limit, one candidate is probed. Before the error is
-        raised, the candidate with the least memory is tried.
+        If the time limit comes before the first probe has a result, candidates are counted, but not probed. Before the
+        error is raised, the candidate with the least memory is tried.
         """
         self.say(f"the unchanged recipe: {self.plainest.memory / 1e6:,.0f} MB counted")
         self._try_recipe()
@@ -129,7 +130,7 @@ class PlanSearch(SingleOptionCosts):
         for_probes = (1 - COUNTING) * self.allowance(self.fastest) if self.time else 0.0
         if not has_each_axis or self.seconds_left >= for_probes:
             return False
-        self.stopped = "some options"
+        self.stopped = self.stopped or "some options"
         return True
 
     def _is_late(self) -> bool:
@@ -141,7 +142,7 @@ class PlanSearch(SingleOptionCosts):
         has_begun = self.tried or self.probes > 1 or self.counts >= FINALISTS
         if not has_begun or self.seconds_left > (1 + self.later_probes) * (self.longest_probe if self.time else 0.0):
             return False
-        self.stopped = "some combinations"
+        self.stopped = self.stopped or "some combinations"
         return True
 
     def _expected(self, candidate: PlanCandidate) -> float:
@@ -258,9 +259,14 @@ class PlanSearch(SingleOptionCosts):
         return counted
 
     def _run(self, candidate: PlanCandidate) -> None:
-        timed = candidate if self.time is None else self._timed(candidate)
-        if self.time is None or timed.timing is not None:
+        if self.time is None:
+            self.tried.append(candidate)
+            return
+        timed = self._timed(candidate)
+        if timed.timing is not None:
             self.tried.append(timed)
+        elif self.time is None:  # the time limit came before any result
+            self._run_if_possible(candidate)
 
     def _try_leanest(self) -> None:
         """Probe up to two combinations whose counted footprint does not fit. Raises InfeasibleError if neither
@@ -314,6 +320,14 @@ class PlanSearch(SingleOptionCosts):
         began = monotonic()
         try:
             timing = self.time(candidate, NEAR * self.bar)
+        except ProbeTimeout as failure:
+            self.stopped = "further steps"
+            if isinf(self.fastest):
+                self.time, self.stopped = None, "all measured steps, so memory and time are counted"
+            else:
+                self.misfits[candidate.options] = failure.what
+            self.say(failure.what)
+            return candidate
         except ProbeError as failure:
             self.misfits[candidate.options] = failure.what
             if self.processes.fits(candidate):

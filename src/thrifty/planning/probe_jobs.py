@@ -28,10 +28,18 @@ IRRELEVANT = ("name", "about", "budget", "checkpoints")
 
 LONGEST = 600.0
 """Time limit of a probe in seconds."""
+SHORTEST = 3.0
+"""Minimum seconds for a probe: importing torch takes about this long."""
+ENDING = 2.0
+"""Seconds for a compiler to remove its unfinished files at the time limit, before its process is killed."""
 
 
 class ProbeError(ThriftyError):
     """The error of a probe that ended without a result."""
+
+
+class ProbeTimeout(ProbeError):
+    """The error of a probe that did not complete within its time limit."""
 
 
 @dataclass(frozen=True)
@@ -99,18 +107,23 @@ def cache_probe(probe: Probe, device: str) -> Probe:
     return cached
 
 
-def probe_in_process(module: str, limit: float = LONGEST, objects: UserObjects | None = None) -> Probe:
-    """Return a probe that runs `module` in one process per rank of the job's mesh, for at most `limit` seconds.
+def probe_in_process(
+    module: str, limit: Callable[[], float] = lambda: LONGEST, objects: UserObjects | None = None
+) -> Probe:
+    """Return a probe that runs `module` in one process per rank of the job's mesh, for at most `limit()` seconds.
 
     The module receives the path of a job file and writes its result to `answer_file(job_file)`.
     """
 
     def probe(job: ProbeJob) -> StepTiming:
+        seconds = limit()
+        if seconds < SHORTEST:
+            raise ProbeTimeout("no time was left to run its steps")
         with tempfile.TemporaryDirectory() as folder:
             job_file = Path(folder, "job.json")
             job_file.write_text(json.dumps(job.as_dict(), default=str), encoding="utf-8")
             write_value(objects or UserObjects(), objects_file(job_file))
-            code, stderr = _run([*python(job.ranks), "-m", module, str(job_file)], job.ranks, limit)
+            code, stderr = _run([*python(job.ranks), "-m", module, str(job_file)], job.ranks, seconds)
             with suppress(OSError):
                 answer = json.loads(answer_file(job_file).read_text(encoding="utf-8"))
                 if "refused" in answer:
@@ -144,7 +157,7 @@ def write_probe_answer(job_file: Path, answer: Mapping[str, Any]) -> None:
 
 
 def _run(command: Sequence[str], ranks: int, limit: float) -> tuple[int, str]:
-    """Run a command and return its exit code and standard error. Raises ProbeError at the time limit."""
+    """Run a command and return its exit code and standard error. Raises ProbeTimeout at the time limit."""
     process = subprocess.Popen(
         [*command],
         stdin=subprocess.DEVNULL,
@@ -157,18 +170,24 @@ def _run(command: Sequence[str], ranks: int, limit: float) -> tuple[int, str]:
         stderr = process.communicate(timeout=limit)[1]
         return process.returncode, stderr
     except subprocess.TimeoutExpired:
-        raise ProbeError(f"its steps did not complete within {limit:.0f} s") from None
+        raise ProbeTimeout(f"its steps did not complete within {limit:.0f} s") from None
     finally:
         _end(process)
 
 
 def _end(process: subprocess.Popen[str]) -> None:
-    """Kill a process and its children, because the ranks of torchrun would otherwise continue to run."""
+    """End a process and its children, because the ranks of torchrun would otherwise continue to run.
+
+    A terminated compiler removes its unfinished file, which would otherwise stay in the cache of compiled code.
+    """
     if process.poll() is not None:
         return
     with suppress(psutil.NoSuchProcess):
-        family = psutil.Process(process.pid)
-        for one in [*family.children(recursive=True), family]:
-            with suppress(psutil.NoSuchProcess):
-                one.kill()
+        parent = psutil.Process(process.pid)
+        family = [*parent.children(recursive=True), parent]
+        for signal in (psutil.Process.terminate, psutil.Process.kill):
+            for one in family:
+                with suppress(psutil.NoSuchProcess):
+                    signal(one)
+            _, family = psutil.wait_procs(family, timeout=ENDING)
     process.wait()

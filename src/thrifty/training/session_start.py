@@ -74,7 +74,7 @@ def run_session(
     before |= {"origins": rename_origins(before["origins"]), "explanation": rename_techniques(before["explanation"])}
     kept = path_of_counts(prepared, recipe_to_data(recipe))
     reused = counted or (read_kept(kept) if kept else {})
-    known = next((facts for facts in (before, reused) if _are_reusable(facts, here)), None)
+    known = next((facts for facts in (before, reused) if _are_reusable(facts, here, run)), None)
     if known is None:
         display.phase("predicting memory and work")
     explanation = explain(run) if known is None else None
@@ -268,9 +268,11 @@ def _machine(run: Run) -> dict[str, Any]:
     return environment(str(run.device)) | {"ranks": ranks(), "mesh": {name: axis(name).size for name in AXES}}
 
 
-def _are_reusable(facts: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
-    """Return True if the facts are of this machine and contain all values that a run reuses."""
+def _are_reusable(facts: Mapping[str, Any], here: Mapping[str, Any], run: Run) -> bool:
+    """Return True if the facts are of this machine, of the run's techniques, and contain all values that a run
+    reuses."""
     try:
+        names = [row["name"] for row in facts["explanation"]["techniques"]]
         numbers = (
             facts["explanation"]["footprint"]["memory"],
             facts["explanation"]["plain"]["flops"],
@@ -279,7 +281,8 @@ def _are_reusable(facts: Mapping[str, Any], here: Mapping[str, Any]) -> bool:
     except (KeyError, TypeError):
         return False
     is_complete = all(isinstance(number, int | float) for number in numbers)
-    return is_complete and all(facts["environment"].get(name) == here.get(name) for name in MACHINE)
+    are_of_run = names == [technique.name for technique in run.techniques]
+    return is_complete and are_of_run and all(facts["environment"].get(name) == here.get(name) for name in MACHINE)
 
 
 def _peak(recipe: Recipe, device: torch.device) -> float:

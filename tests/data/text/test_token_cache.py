@@ -19,7 +19,7 @@ from thrifty.core.errors import UsageError
 from thrifty.core.recipe import DataSettings
 from thrifty.data import prepared_cache
 from thrifty.data.text import token_cache
-from thrifty.data.text.token_cache import open_token_cache, write_streams
+from thrifty.data.text.token_cache import cautions_of, open_token_cache, write_streams
 from thrifty.data.train_split import DataSplit
 
 PREPARE = """
@@ -222,6 +222,16 @@ def test_end_of_a_single_text_is_held_out(tmp_path):
     assert prepared.manifest["split"] == "end of the longest document"
     assert prepared.manifest["documents"] == {"train": 1, "held_out": 1}
     assert documents_of(prepared, DataSplit.HELD_OUT)[0].endswith("word299 ")
+
+
+def test_a_caution_names_a_held_out_part_far_below_its_setting(tmp_path):
+    for number in range(9):
+        (tmp_path / f"{number}.txt").write_text("".join(f"word{number * 500 + each} " for each in range(500)))
+    said = []
+    prepared = open_token_cache(settings(tmp_path, held_out=0.02), said.append)
+    (caution,) = cautions_of(prepared)
+    assert caution in said and "of the text is held out instead of" in caution
+    assert not cautions_of(open_token_cache(settings(tmp_path, held_out=0.4), quiet))
 
 
 @pytest.mark.parametrize(

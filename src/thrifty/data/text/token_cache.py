@@ -31,6 +31,8 @@ from thrifty.data.tokenizer import check_vocabulary, read_tokenizer, train_token
 from thrifty.data.train_split import DataSplit, SplitPlan, plan_split
 
 FORMAT = 1
+SCANT = 0.5
+"""Fraction of the asked held-out size below which a caution is given."""
 
 
 def open_token_cache(
@@ -61,7 +63,14 @@ def open_token_cache(
 
 def cautions_of(prepared: TokenCache) -> list[str]:
     """Return cautions that restrict the meaning of a loss on the held-out part."""
-    return caution_on_repeated(prepared.manifest.get("repeated", 0.0))
+    manifest = prepared.manifest
+    asked, tokens = manifest.get("held_out", 0.0), manifest["tokens"]
+    share = tokens[DataSplit.HELD_OUT] / sum(tokens.values())
+    scant = (
+        f"only {share:.1%} of the text is held out instead of {asked:.1%}, because it has few documents, so losses on "
+        "it are uncertain: raise data.held_out, or name a file with --held-out"
+    )
+    return [*caution_on_repeated(manifest.get("repeated", 0.0)), *([scant] if share < SCANT * asked else [])]
 
 
 def _open(source: str, settings: DataSettings, pairs: bool) -> DocumentSource:
@@ -130,7 +139,9 @@ def _build(
             "bytes_per_token": held_out.bytes / held_out.tokens,
             "left_out": source.left_out(),
         }
-        if held_out_source:
+        if held_out_source is None:
+            manifest["held_out"] = settings.held_out
+        else:
             manifest["repeated"] = repeated_share(source.documents(), held_out_source.documents())
         if isinstance(source, DeduplicatedSource):
             manifest["near_duplicates"] = source.report()
