@@ -103,6 +103,15 @@ def test_runs_on_different_machines_cause_a_caution(tmp_path: Path) -> None:
     assert any("different machines" in one and "new, cpu; old, cpu" in one for one in cautions(result))
 
 
+@pytest.mark.parametrize(("slow", "is_disturbed"), [(1.2, False), (3.0, True)])
+def test_step_times_that_differ_between_runs_cause_a_caution(slow: float, is_disturbed: bool, tmp_path: Path) -> None:
+    start = Simulated(step_time=lambda recipe: 0.01 * (slow if recipe.name == "variant-1-seed-1" else 1.0))
+    protocol = replace(PROTOCOL, equal="steps")
+    result = compare(variants("batch 16: --set data.batch=16"), protocol, tmp_path / "race", workers=[start])
+    said = [each for each in cautions(result) if "do not compare times" in each]
+    assert [each.startswith("a step of batch 16 took 0.01") for each in said] == [True] * is_disturbed
+
+
 def test_typed_workers_are_parsed() -> None:
     assert read_workers([], "time") == read_workers(["here"], "time") == [Worker()]
     assert read_workers(["srun -w 'node b'", "here"], "time") == [Worker(("srun", "-w", "node b")), Worker()]

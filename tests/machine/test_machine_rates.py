@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import thrifty
-from thrifty.machine import measured_rates
+from thrifty.machine import machine_info, measured_rates
 from thrifty.machine.cgroup_limits import cgroup_limits
 from thrifty.machine.machine_info import EXTRAS, MachineInfo, peak_flops, probe, try_compile
 from thrifty.machine.measured_rates import MeasuredRate, disk_rate, matmul_rate, memory_rate
@@ -67,6 +67,17 @@ def test_peak_flops_are_near_those_of_a_plain_product():
         a @ a
         times.append(time.perf_counter() - start)
     assert 0.2 < peak_flops("cpu", torch.float32) / (2 * 1024**3 / min(times)) < 5
+
+
+def test_the_fastest_measured_peak_of_a_machine_is_kept(monkeypatch, tmp_path):
+    monkeypatch.setenv("THRIFTY_CACHE", str(tmp_path))
+    rates = iter([3e11, 2e11, 4e11, 1e11, 1e11])
+    monkeypatch.setattr(machine_info, "matmul_rate", lambda *_: MeasuredRate(0.0, 0.0, next(rates), 3))
+    peaks = [peak_flops("cpu", torch.float32) for _ in range(3)]
+    assert peaks == [3e11, 3e11, 4e11]
+    assert peak_flops("cpu", torch.bfloat16) == 1e11
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    assert peak_flops("cpu", torch.float32) == 1e11
 
 
 def test_extras_equal_those_of_pyproject():

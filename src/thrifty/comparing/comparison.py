@@ -44,10 +44,13 @@ from thrifty.core.recipe import Budget, Recipe
 from thrifty.reporting.comparison_charts import judged_value
 from thrifty.reporting.comparison_page import write_comparison_page
 from thrifty.reporting.number_format import duration, significant
+from thrifty.training.evaluation import FORWARD
 from thrifty.training.run_folder import RunFolder
 
 EVALUATIONS = 20
 """Number of evaluations in each run. They show when a run reaches a given quality."""
+EVALUATION_COST = 0.5
+"""Maximum work of these evaluations relative to that of training steps."""
 TRIAL_SEED = 10_000
 """Number added to the seeds of trials, so that learning rates are not chosen on the compared seeds."""
 CORRECT = "correct the variant or remove it, then compare again"
@@ -168,6 +171,10 @@ class _ComparisonRunner:
         for label, budget in planned.items():
             adapted = f", in {duration(budget['seconds'])} of training" if equal == "time" else ""
             self.say(f"{label}: {'about ' * (equal == 'time')}{budget['steps']:,} steps a run{adapted}")
+        if equal == "time" and (left := self.planned - len(self.runs)):
+            share = left / len(self.variants) / len(self.workers)
+            training = share * sum(budget["seconds"] for budget in planned.values())
+            self.say(f"about {duration(training)} of training in all; starts and evaluations are added")
         return planned
 
     def count(self) -> dict[str, StepCost]:
@@ -255,12 +262,14 @@ class _ComparisonRunner:
     def recipe(self, variant: Variant, name: str, budget: Budget, seed: int, evaluations: int = EVALUATIONS) -> Recipe:
         """Return the recipe of one run of a variant, with the baseline's evaluation settings."""
         settings, steps = self.variants[0].recipe.evaluation, budget.steps or budget.estimate or 1
+        batch = self.variants[0].recipe.data.batch
+        every = max(1, steps // evaluations, math.ceil(FORWARD * settings.examples / batch / EVALUATION_COST))
         return replace(
             variant.recipe,
             name=name,
             seed=variant.recipe.seed + seed,
             budget=budget,
-            evaluation=replace(settings, every=max(1, steps // evaluations), at_start=False, patience=None),
+            evaluation=replace(settings, every=every, at_start=False, patience=None),
             checkpoints=replace(variant.recipe.checkpoints, keep=1, extra_steps=()),
         )
 
@@ -311,8 +320,9 @@ class _ComparisonRunner:
         return entry
 
     def progress(self, entry: Mapping[str, Any]) -> str:
-        # the first run includes the start of the server and first compilations
-        of_each = (time.monotonic() - self.first_end) / (self.finished - 1) if self.finished > 1 else 0.0
+        of_each = entry["elapsed"]
+        if self.finished > 1:  # without the first run, which includes the start of the server and first compilations
+            of_each = (time.monotonic() - self.first_end) / (self.finished - 1)
         left = of_each * (self.planned - len(self.runs))
         loss = entry.get("held_out_loss")
         is_finished = entry["status"] == "finished"

@@ -23,7 +23,14 @@ from thrifty.core.recipe import Recipe
 from thrifty.interface.progress import progress
 from thrifty.interface.recipe_arguments import RecipeArguments
 from thrifty.interface.recipe_arguments import recipe as recipe_of
-from thrifty.reporting.comparison_charts import PAPER, found_difference, judged_of, judged_value, named_charts
+from thrifty.reporting.comparison_charts import (
+    PAPER,
+    found_difference,
+    interval_in_words,
+    judged_of,
+    judged_value,
+    named_charts,
+)
 from thrifty.reporting.comparison_page import about, cautions, verdicts, write_comparison_page
 from thrifty.reporting.comparison_tables import tables
 from thrifty.reporting.measured_result import MeasuredResult, Rows, flat
@@ -68,7 +75,13 @@ class ComparisonResult(MeasuredResult):
             gap = f"{difference['mean']:+.3g}{ends}" if difference else MISSING
             loss, step = significant(judged_value(variant, judged), 4), duration(variant["step_time"])
             rows.append([label, verdict.get("verdict", "baseline"), loss, gap, step])
-        head = ("variant", "verdict", f"held-out {judged}", "minus baseline (95 %)", "step time")
+        head = (
+            "variant",
+            "verdict",
+            f"held-out {judged}",
+            f"minus baseline ({interval_in_words(self.content)})",
+            "step time",
+        )
         return ResultTable(head, rows)
 
     @property

@@ -20,6 +20,8 @@ USED = {"time": "seconds in training steps", "steps": "steps", "tokens": "tokens
 """Title of the x axis of curves, by the budget that is equal for all variants."""
 INTERPOLATED = 64
 """Number of points of a mean curve of runs that are measured at different amounts."""
+LEAST_PAIRS = 6
+"""Number of pairs from which an interval is not the range of the pairs."""
 BEGINNING = 0.15
 """Fraction of the time axis whose higher losses are cut off."""
 Comparison = Mapping[str, Any]
@@ -58,6 +60,11 @@ def found_difference(data: Comparison, label: str) -> Mapping[str, float | None]
     return {name: value and -value for name, value in {"mean": found["mean"], **ends}.items()}
 
 
+def interval_in_words(data: Comparison) -> str:
+    """Return the meaning of the ends of the interval of a difference."""
+    return "95 %" if data["definition"]["protocol"]["seeds"] >= LEAST_PAIRS else "range of pairs"
+
+
 def _is_lower_better(data: Comparison) -> bool:
     lower = data["definition"]["variants"][BASELINE].get("evaluation", {}).get("lower_is_better")
     return judged_of(data) == "loss" if lower is None else lower
@@ -89,7 +96,9 @@ def _differences(
         layers.append(base.mark_tick(thickness=3, size=18, color=css_variable("train")).encode(x="mean:Q"))
     chart = alt.layer(*layers).properties(width=width, height=alt.Step(46))
     better = "Left" if _is_lower_better(data) else "Right"
-    caption = f"Dots are pairs; the bar is the interval of their mean. {better} of the line, a variant is better."
+    caption = (
+        f"Dots are pairs; the bar is their mean ({interval_in_words(data)}). {better} of the line, a variant is better."
+    )
     return "Differences", caption, chart
 
 

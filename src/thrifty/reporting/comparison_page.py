@@ -3,6 +3,7 @@ scripts.
 """
 
 import json
+from collections import defaultdict
 from pathlib import Path
 
 from thrifty.core.atomic_files import AtomicFiles
@@ -18,6 +19,8 @@ from thrifty.reporting.saved_chart import page_svg
 
 UNEQUAL = 0.03
 """Relative deviation from the equal budget above which page and verdict show a caution."""
+DISTURBED = 1.5
+"""Ratio of the step times of a variant's runs above which the page shows a caution."""
 OUTCOMES = {"better": GOOD, "worse": BAD}
 HEADLINES = {
     "better": "{} is better than the baseline",
@@ -147,6 +150,7 @@ def cautions(data: Comparison) -> list[str]:
         for label, each in data.get("budgets", {}).items()
         if each["step"]["flops_vary"]
     ]
+    warnings += _disturbed(data)
     machines = sorted({f"{entry['cpu']}, {entry['device']}" for entry in data["runs"] if "cpu" in entry})
     if len(machines) > 1:
         warnings.append(f"runs used different machines, so times are mixed: {'; '.join(machines)}")
@@ -155,6 +159,20 @@ def cautions(data: Comparison) -> list[str]:
         where = f"at the edge of the grid for: {', '.join(edge)}"
         warnings.append(f"the best learning rate was {where}; a wider search may find a better rate: {wider}")
     return warnings
+
+
+def _disturbed(data: Comparison) -> list[str]:
+    """Return a caution on each variant whose step time differs much between its runs."""
+    times: dict[str, list[float]] = defaultdict(list)
+    for entry in data["runs"]:
+        if entry["status"] == "finished" and "seed" in entry and entry.get("step_time"):
+            times[entry["variant"]].append(entry["step_time"])
+    return [
+        f"a step of {label} took {duration(min(each))} in one run and {duration(max(each))} in another, probably "
+        "because of other programs; do not compare times"
+        for label, each in times.items()
+        if max(each) > DISTURBED * min(each)
+    ]
 
 
 def _nothing_learned(data: Comparison) -> list[str]:
