@@ -1,5 +1,6 @@
 """Model card of an export: metadata of the Hub, recorded facts, code that loads the folder, and nothing else."""
 
+import json
 import re
 from pathlib import Path
 
@@ -7,7 +8,7 @@ import pytest
 import yaml
 from command_line import CommandLine
 
-from thrifty.core.recipe import DataSettings, Recipe
+from thrifty.core.recipe import DataSettings, ModelSettings, Recipe
 from thrifty.interface.model_card import write_model_card
 
 
@@ -41,12 +42,17 @@ def test_a_card_never_replaces_a_readme(tmp_path: Path) -> None:
     assert (tmp_path / "README.md").read_text() == "mine"
 
 
-def test_a_card_names_data_of_the_hub(thrifty: CommandLine) -> None:
+def test_a_card_names_data_and_base_model_of_the_hub(thrifty: CommandLine) -> None:
     thrifty.train("run", steps=2)
     folder = thrifty.folder / "card"
     folder.mkdir()
-    recipe = Recipe("named", data=DataSettings("hub:owner/name"))
+    base = ModelSettings(folder="hub/models--owner--some--model/snapshots/abc")
+    recipe = Recipe("named", model=base, data=DataSettings("hub:owner/name"))
+    summary = {**json.loads((thrifty.run("run") / "summary.json").read_text()), "status": "interrupted"}
+    (thrifty.run("run") / "summary.json").write_text(json.dumps(summary))
     write_model_card(thrifty.run("run"), folder, recipe, 1, is_adapter=False, is_raw=False)
     text = (folder / "README.md").read_text(encoding="utf-8")
-    assert yaml.safe_load(text.split("---\n")[1])["datasets"] == ["owner/name"]
+    metadata = yaml.safe_load(text.split("---\n")[1])
+    assert (metadata["datasets"], metadata["base_model"]) == (["owner/name"], "owner/some--model")
+    assert "step 1 of an unfinished run" in text
     assert "This checkpoint was not evaluated." in text and "load_model(model" in text

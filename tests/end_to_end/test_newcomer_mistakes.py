@@ -94,6 +94,9 @@ TYPED_MISTAKES = [
     ("report photos", USAGE, "'photos' is not a run folder", "runs/NAME"),
     ("track nope --to tensorboard", USAGE, "no run 'nope'", "thrifty train text --data my.txt"),
     ("plan text --data my.txt --memory lots", USAGE, "'lots' is not a size", "16GB"),
+    ("plan text --data my.txt --memory 1", USAGE, "'1' is 1 B", "--memory 1GB"),
+    ("train text --data my.txt --set compile=false", USAGE, "compile is a technique", "--without compile"),
+    ("train text --data my.txt --set techniques.recompute=true", USAGE, "is a technique", "--with recompute"),
     ("plan text --data my.txt --allow all", USAGE, "--allow 'all' is not known", "exact, rounding"),
     ("estimate gpt-smal --memory 8GB", USAGE, "'gpt-smal'", "did you mean 'gpt-small'?"),
     ("compare text --data my.txt", USAGE, "no variant", '--variant "--with growth.stacking"'),
@@ -253,7 +256,7 @@ def test_typed_mistake(words: str, code: int, what: str, fix: str, capsys: pytes
     if fix.startswith("thrifty ") and not fix.endswith(("--help", "--data")):
         parse(shlex.split(fix)[1:])
     elif fix.startswith("--") and not fix.endswith((" ", "=")):
-        verb = words.split()[0] if words.startswith(("compare", "sweep")) else "train"
+        verb = words.split()[0] if words.startswith(("compare", "sweep", "plan")) else "train"
         parse([verb, "text", *shlex.split(fix)])
 
 

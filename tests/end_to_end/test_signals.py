@@ -37,6 +37,7 @@ def test_a_signal_in_training_saves_for_an_identical_resume(
     assert process.returncode == 128 + number
     saved = len(thrifty.records("run"))
     assert 0 < saved < STEPS and stdout.startswith(f"interrupted after {saved} steps")
+    assert "stopping after this step, then saving" in stderr
     assert f"stopped by signal {number.value} at step {saved}, which is saved" in stderr
     assert "resume by: thrifty resume" in stderr and "Traceback" not in stderr
     thrifty("resume", "run")

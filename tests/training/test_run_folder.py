@@ -46,6 +46,16 @@ def test_the_folder_of_a_run_without_files_can_be_reused(tmp_path: Path) -> None
     RunFolder.create(tmp_path / "mine").close()
 
 
+def test_a_refused_start_leaves_no_folder(tmp_path: Path) -> None:
+    with pytest.raises(UsageError, match="refused"), RunFolder.create(tmp_path / "runs" / "new"):
+        raise UsageError("refused")
+    assert not (tmp_path / "runs" / "new").exists()
+    with pytest.raises(UsageError, match="refused"), RunFolder.create(tmp_path / "runs" / "new") as run:
+        run.write_text("recipe.toml", "seed = 0\n")
+        raise UsageError("refused")
+    assert run.recipe.is_file()
+
+
 def test_unnamed_runs_are_numbered(tmp_path: Path) -> None:
     with RunFolder.create_numbered(tmp_path / "text") as first:
         first.write_text("recipe.toml", "")

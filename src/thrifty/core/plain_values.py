@@ -208,6 +208,9 @@ def read_size(text: str, option: str = "--memory") -> float:
     size = float(match[1]) * (1024 if match[3] else 1000) ** " kmgt".index(match[2] or " ") if match else 0.0
     if size <= 0:
         raise UsageError(f"{option} {text!r} is not a size", fix="for example 400MB, 16GB or 16GiB")
+    assert match
+    if not match[2] and size < 1e6:
+        raise UsageError(f"{option} {text!r} is {write_size(size)}", fix=f"name the unit: {option} {match[1]}GB")
     return size
 
 

@@ -78,11 +78,18 @@ def _metadata(folder: Path, recipe: Recipe, is_adapter: bool) -> str:
     values: dict[str, Any] = {
         "library_name": library,
         "pipeline_tag": "" if is_own else PIPELINES.get(recipe.objective.name, ""),
+        "base_model": _base_on_hub(recipe),
         "datasets": datasets,
         "tags": ["thrifty"],
     }
     lines = [f"{name}: {json.dumps(value)}" for name, value in values.items() if value]
     return "\n".join(["---", *lines, "# license: to be chosen by the author", "---"])
+
+
+def _base_on_hub(recipe: Recipe) -> str:
+    """Return the name owner/name of a base model in the Hub's cache; "" for other folders."""
+    found = re.search(r"/models--([^/]+?)--([^/]+)/snapshots/", Path(recipe.model.folder).as_posix())
+    return "/".join(found.groups()) if found else ""
 
 
 def _facts(record: RunRecord, recipe: Recipe, step: int) -> list[tuple[str, str]]:
@@ -96,7 +103,7 @@ def _facts(record: RunRecord, recipe: Recipe, step: int) -> list[tuple[str, str]
         "Data": data,
         "Objective": recipe.python.loss or recipe.objective.name,
         "Budget": budget,
-        "Exported checkpoint": f"step {step:,} of {summary.get('steps', step):,}",
+        "Exported checkpoint": f"step {step:,} of {_whole(summary, step)}",
         "Trained on": f"{scaled(here['tokens'])} {summary.get('unit', 'tokens')}" if "tokens" in here else "",
         "Training time": duration(here["seconds"]) if "seconds" in here else "",
         "Device": str(redact(machine.get("gpu") or machine.get("cpu") or "")),
@@ -105,6 +112,10 @@ def _facts(record: RunRecord, recipe: Recipe, step: int) -> list[tuple[str, str]
         "Software": f"thrifty {thrifty.__version__}, torch {machine.get('torch', '')}",
     }
     return [(name, value) for name, value in facts.items() if value]
+
+
+def _whole(summary: Mapping[str, Any], step: int) -> str:
+    return f"{summary.get('steps', step):,}" if summary.get("status") == "finished" else "an unfinished run"
 
 
 def _technique(name: str, settings: Mapping[str, Any]) -> str:
@@ -121,7 +132,7 @@ def _results(record: RunRecord, step: int, is_raw: bool) -> str:
     measured = [(name, significant(value, 4)) for name, value in values.items() if isinstance(value, int | float)]
     if not measured:
         return "This checkpoint was not evaluated."
-    facts = {"Entropy of token frequencies": "unigram_entropy", "Entropy of label frequencies": "label_entropy"}
+    facts = {"Token frequencies alone": "unigram_entropy", "Label frequencies alone": "label_entropy"}
     known = [(name, significant(record.summary[key], 4)) for name, key in facts.items() if record.summary.get(key)]
     examples = record.recipe.get("evaluation", {}).get("examples")
     about = f"On at most {examples:,} held-out examples. " if examples else ""

@@ -87,7 +87,12 @@ class RecipeLayers:
         path, equals, text = assignment.partition("=")
         if not equals or not path or path.count(".") > DEEPEST:
             raise UsageError(f"--set {assignment!r} is not path=value", fix="for example --set data.batch=16")
-        return self.assign("--set", path, toml_value(text))
+        value = toml_value(text)
+        word = path.removeprefix("techniques.")
+        if isinstance(value, bool) and techniques.is_name(word):
+            fix = f"--with {word}" if value else f"--without {word}"
+            raise UsageError(f"--set {assignment}: {word} is a technique, not a setting", fix)
+        return self.assign("--set", path, value)
 
     def assign(self, origin: str, path: str, value: Any) -> "RecipeLayers":
         """Set the value of a path such as `data.batch`. Raises UsageError if the path names a Python object."""

@@ -132,7 +132,16 @@ class RunFolder:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None:
+            self._remove_if_empty()
         self.close()
+
+    def _remove_if_empty(self) -> None:
+        """Remove the folder if it has only this process's lock, after a start that was refused."""
+        with suppress(OSError):  # a folder that cannot be removed may stay
+            if self._lock is not None and [entry.name for entry in self.path.iterdir()] == ["lock"]:
+                AtomicFiles().remove_file(self.path / "lock")
+                AtomicFiles().remove_folder(self.path)
 
     @property
     def name(self) -> str:

@@ -4,6 +4,8 @@ codes. A second signal ends the process at once."""
 import os
 import signal
 import threading
+from collections.abc import Callable
+from contextlib import suppress
 from types import FrameType
 from typing import Any
 
@@ -18,10 +20,12 @@ ASKED = 1
 
 
 class StopRequest:
-    """Handler of stop signals, which records the first signal. `code` is the resulting exit code."""
+    """Handler of stop signals, which records the first signal. `code` is the resulting exit code. `say` receives a line
+    at the first signal, because the step that must end may take long."""
 
-    def __init__(self) -> None:
+    def __init__(self, say: Callable[[str], None] = lambda text: None) -> None:
         self.signal = 0
+        self._say = say
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
@@ -39,6 +43,9 @@ class StopRequest:
         if self.signal > ASKED:
             os._exit(128 + number)
         self.signal = number
+        again = "; Ctrl-C again ends at once, without saving" if number == signal.SIGINT else ""
+        with suppress(RuntimeError):  # the signal interrupted another line
+            self._say(f"stopping after this step, then saving{again}")
 
     def ask(self) -> None:
         """Request a stop without a signal."""

@@ -83,7 +83,7 @@ class TrainSession:
         together = ProcessGroupSync() if ranks() > 1 else SingleProcess()
         observer = _Observer(self, state, meter)
         observer.summarize("running", 0)
-        with StopRequest() as stop:
+        with StopRequest(self.display.say) as stop:
             for notice in self.notices:
                 self.display.say(notice)
             try:
