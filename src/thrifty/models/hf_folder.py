@@ -5,6 +5,7 @@ Folders are read and written without `transformers`. Pickled weights (.bin, .pt)
 
 import json
 import shutil
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from copy import deepcopy
@@ -201,3 +202,22 @@ def write_tokenizer(folder: Path, tokenizer_json: Path, length: int, token_types
     if token_types > 1:
         settings["model_input_names"] = ["input_ids", "token_type_ids", "attention_mask"]
     write_json(folder / "tokenizer_config.json", settings | special | {"clean_up_tokenization_spaces": False})
+
+
+@contextmanager
+def quiet_transformers() -> Iterator[None]:
+    """Silence the progress bars of transformers, and its report of missing weights, which the caller checks."""
+    if "transformers" not in sys.modules:
+        yield
+        return
+    from transformers.utils import logging
+
+    before, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(before)
+        if had_bar:
+            logging.enable_progress_bar()

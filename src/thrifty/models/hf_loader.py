@@ -4,8 +4,7 @@ Only architectures of `transformers` itself are supported. Code in the folder is
 and nothing is downloaded.
 """
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from copy import deepcopy
 from importlib.util import find_spec
 from pathlib import Path
@@ -20,6 +19,7 @@ from thrifty.modeling.adapter_base import ALSO_TRAINED
 from thrifty.modeling.module_surgery import tied_names
 from thrifty.modeling.structured_pruning import is_pruned
 from thrifty.models.hf_folder import (
+    quiet_transformers,
     read_config,
     read_json,
     special_ids,
@@ -126,7 +126,7 @@ def _with_weights(kind: Any, folder: Any, config: Any, new_head: bool) -> tuple[
     may lack the head."""
     options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
     options["ignore_mismatched_sizes"] = new_head
-    with _quiet_transformers():
+    with quiet_transformers():
         lm, report = kind.from_pretrained(
             folder, config=config, dtype=torch.float32, output_loading_info=True, **options
         )
@@ -144,22 +144,6 @@ def _with_weights(kind: Any, folder: Any, config: Any, new_head: bool) -> tuple[
     return lm, head
 
 
-@contextmanager
-def _quiet_transformers() -> Iterator[None]:
-    """Silence the progress bar and the report of missing weights, which the caller checks."""
-    from transformers.utils import logging
-
-    before, had_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(before)
-        if had_bar:
-            logging.enable_progress_bar()
-
-
 def export_wrapped(
     model: HuggingFaceModel, folder: Path, tokenizer_json: Path | None = None, dtype: torch.dtype = torch.float32
 ) -> None:
@@ -173,7 +157,8 @@ def export_wrapped(
     config = deepcopy(model.lm.config)
     config.architectures = [type(model.lm).__name__]  # a folder of another kind may have been loaded
     with written_aside(folder) as aside:
-        model.lm.save_pretrained(aside, state_dict=values)
+        with quiet_transformers():
+            model.lm.save_pretrained(aside, state_dict=values)
         config.dtype = dtype
         if tokenizer_json is not None:
             # a classifier of texts may pool at a special token of its own configuration

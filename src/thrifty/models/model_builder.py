@@ -9,7 +9,7 @@ from torch import nn
 from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
-from thrifty.core.errors import RefusedError, UsageError
+from thrifty.core.errors import RefusedError, UsageError, for_reader
 from thrifty.core.model_spec import ModelSpec, TextModelSpec, UserModelSpec
 from thrifty.core.recipe import ModelSettings
 from thrifty.models.contrastive_model import ContrastiveModel
@@ -187,10 +187,11 @@ def _refuse_another_kind(settings: ModelSettings, shape: ModelConfig, task: Task
     own = FAMILIES[shape.style].task
     if own != task:
         fitting = [name for name, preset in PRESETS.items() if FAMILIES[preset.style].task == task]
-        instead = f"; or choose a model that learns {task}: set model.preset = {fitting[0]}" if fitting else ""
+        instead = f"; or choose a model that learns {task}: {for_reader(f'--model {fitting[0]}')}" if fitting else ""
+        labels = f"; {for_reader('--loss classification')} for labeled texts" if own == "masked_token" else ""
         raise UsageError(
             f"the model {settings.folder or settings.preset!r} cannot learn {task}: {_TASK_DESCRIPTIONS[own]}",
-            fix=f"set objective.name = {own}{instead}",
+            fix=f"{for_reader(f'--loss {own}')}{labels}{instead}",
         )
 
 

@@ -15,7 +15,7 @@ from thrifty.core.user_sources import reference
 from thrifty.modeling.module_surgery import find_blocks
 from thrifty.modeling.structured_pruning import is_pruned
 from thrifty.models.contrastive_model import LARGEST_SCALE, ContrastiveModel
-from thrifty.models.hf_folder import write_json, written_aside
+from thrifty.models.hf_folder import quiet_transformers, write_json, written_aside
 from thrifty.models.masked_autoencoder import MaskedAutoencoder
 from thrifty.models.model_config import ModelConfig
 from thrifty.models.pad_pruned import pad_pruned_model
@@ -83,7 +83,8 @@ def export_own_model(
     model = model.to(dtype)
     with written_aside(folder) as aside:
         if hasattr(model, "save_pretrained"):
-            model.save_pretrained(aside)
+            with quiet_transformers():
+                model.save_pretrained(aside)
         else:
             save_model(model, str(aside / "model.safetensors"))
         built = {name: value for name, value in settings.items() if name in ("build", "arguments")}

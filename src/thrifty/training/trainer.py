@@ -165,7 +165,7 @@ def _resume(
     for record in recorded.values():  # a budget that was extended after the checkpoint
         if "extended" in record:
             started = replace(started, budget=Budget(**record["extended"]))
-    if refused := differences(_binding(started), _binding(recipe, started)):
+    if refused := _changes(_binding(started), _binding(recipe, started)):
         raise UsageError(
             "the recipe is not the one this run was started with: " + "; ".join(refused),
             fix=f"undo the change; or continue as a new run: {recipe.resume_line(folder.path, fork='NAME')}",
@@ -242,6 +242,16 @@ def _binding(recipe: Recipe, started: Recipe | None = None) -> dict[str, Any]:
             data["python"][name] = recorded
             data["python"]["sources"].pop(recipe.objects.names.get(name), None)  # makes the data set, as the caller did
     return {name: section for name, section in data.items() if name not in FREE_TO_CHANGE}
+
+
+def _changes(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    """Return the differences between the binding parts of two recipes, in words."""
+    old, new = (recipe.get("python", {}).pop("sources", {}) for recipe in (before, now))
+    edited = {name for name in old.keys() & new.keys() if old[name] != new[name]}
+    other = [line.removeprefix("python.") for line in differences(before, now)]
+    if not other:  # a function of another name has another source
+        edited |= old.keys() ^ new.keys()
+    return [*other, *(f"the source of {name} has changed" for name in sorted(edited))]
 
 
 def _newest(folder: RunFolder) -> checkpoint.FoundCheckpoint | None:
