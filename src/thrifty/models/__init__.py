@@ -9,7 +9,7 @@ from thrifty.models.model_builder import (
     label_objective,
 )
 from thrifty.models.model_export import export_model, export_own_model
-from thrifty.models.model_resolution import model_shape, own_sizes, shape_for
+from thrifty.models.model_resolution import model_shape, own_sizes, sees_images, shape_for
 
 __all__ = [
     "PROBLEM_TYPES",
@@ -22,5 +22,6 @@ __all__ = [
     "label_objective",
     "model_shape",
     "own_sizes",
+    "sees_images",
     "shape_for",
 ]

@@ -70,6 +70,13 @@ def _read_config(file: Path, *state: int) -> dict[str, Any]:
     return read_json(file)
 
 
+def image_sizes(config: Mapping[str, Any]) -> tuple[int | None, int | None]:
+    """Return the sides of images and patches in pixels by config.json; None for a size that is not there, or for
+    images or patches that are not square."""
+    visual = config.get("vision_config") or config
+    return tuple(_side(visual.get(name)) for name in ("image_size", "patch_size"))  # type: ignore[return-value]
+
+
 def weight_files(folder: Path) -> list[Path]:
     """Return the safetensors files of a folder, whole or sharded. Raise UsageError if there are no safetensors
     files."""
@@ -221,3 +228,9 @@ def quiet_transformers() -> Iterator[None]:
         logging.set_verbosity(before)
         if had_bar:
             logging.enable_progress_bar()
+
+
+def _side(size: Any) -> int | None:
+    if isinstance(size, int):
+        return size
+    return size[0] if isinstance(size, list | tuple) and len({*size}) == 1 else None

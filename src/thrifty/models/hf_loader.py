@@ -1,4 +1,4 @@
-"""Loading of any language model of `transformers` from a local folder (extra `huggingface`).
+"""Loading of any language model or image classifier of `transformers` from a local folder (extra `huggingface`).
 
 Only architectures of `transformers` itself are supported. Code in the folder is never run, pickles are never opened,
 and nothing is downloaded.
@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from thrifty.core.errors import RefusedError, ThriftyError, UsageError, reason_of
+from thrifty.core.model_spec import ImageModelSpec
 from thrifty.core.out_of_memory import is_out_of_memory
 from thrifty.modeling.adapter_base import ALSO_TRAINED
 from thrifty.modeling.module_surgery import tied_names
@@ -27,6 +28,12 @@ from thrifty.models.hf_folder import (
     write_json,
     write_tokenizer,
     written_aside,
+)
+from thrifty.models.hf_images import (
+    HuggingFaceImageClassifier,
+    refuse_other_size,
+    resize_positions,
+    settings_for,
 )
 from thrifty.models.hf_wrapper import (
     HuggingFaceCausalLM,
@@ -47,11 +54,15 @@ WRAPPERS: dict[Task, type[HuggingFaceModel]] = {
         HuggingFaceSeq2Seq,
         HuggingFaceTextClassifier,
         HuggingFaceTokenClassifier,
+        HuggingFaceImageClassifier,
     )
 }
 
-CLASSIFIERS = ("text_classification", "token_classification")
+CLASSIFIERS = ("text_classification", "token_classification", "image_classification")
 """Tasks that add a new head if the folder has no head for the number of labels."""
+
+HEADS = {"classifier.", "head.", "score."}
+"""Beginnings of the names of a head's parameters in a classifier of transformers whose body is not one module."""
 
 
 def load_model(
@@ -62,6 +73,7 @@ def load_model(
     length: int | None = None,
     values: bool = True,
     settings: Mapping[str, Any] | None = None,
+    images: ImageModelSpec | None = None,
 ) -> HuggingFaceModel:
     """Return the model of a folder in float32 for `task`. With `fresh`, return the same architecture with random
     values.
@@ -69,7 +81,8 @@ def load_model(
     `fresh` uses torch's generator, and `folder` may then be a configuration. `vocabulary` and `length` (tokens of
     context) change a fresh architecture and are ignored otherwise. `settings` replace values of config.json. Without
     `values` the weights are random and no weights are read; this suffices to count parameters. The head of a classifier
-    is random unless the folder has a head for the number of labels.
+    is random unless the folder has a head for the number of labels. A classifier of images is adapted to the labels and
+    the size of `images`.
 
     Raise UsageError without `transformers`, or for a folder without config.json or safetensors. Raise RefusedError if
     `transformers` has no model of this architecture for the task, or if the attention mask contradicts the task.
@@ -82,16 +95,18 @@ def load_model(
         weight_files(folder)
     kind = getattr(transformers, wrapper.auto)
     try:
-        config = transformers.CONFIG_MAPPING[content["model_type"]].from_dict(content)
-        if fresh:
-            _resize(config, vocabulary, length)
-        for name, value in (settings or {}).items():
-            setattr(config, name, value)
-        new: set[str] = set()
-        if fresh or not values:
-            lm = kind.from_config(config, dtype=torch.float32, trust_remote_code=False)
-        else:
-            lm, new = _with_weights(kind, folder, config, task in CLASSIFIERS)
+        with quiet_transformers():
+            config = transformers.CONFIG_MAPPING[content["model_type"]].from_dict(content)
+            if fresh:
+                _resize(config, vocabulary, length)
+            adapted = settings_for(config, images, fresh) if images else {}
+            for name, value in (adapted | dict(settings or {})).items():
+                setattr(config, name, value)
+            new: set[str] = set()
+            if fresh or not values:
+                lm = kind.from_config(config, dtype=torch.float32, trust_remote_code=False)
+            else:
+                lm, new = _with_weights(kind, folder, config, task in CLASSIFIERS, images)
     except Exception as error:  # the folder's settings may make code of transformers fail in any way
         if isinstance(error, ThriftyError) or is_out_of_memory(error):
             raise
@@ -121,20 +136,21 @@ def load_causal_lm(
     return load_model(folder, "next_token", fresh, vocabulary, length)
 
 
-def _with_weights(kind: Any, folder: Any, config: Any, new_head: bool) -> tuple[nn.Module, set[str]]:
+def _with_weights(
+    kind: Any, folder: Any, config: Any, new_head: bool, images: ImageModelSpec | None
+) -> tuple[nn.Module, set[str]]:
     """Return a model with the weights of a folder, and the names of the head's parameters. With `new_head` the folder
-    may lack the head."""
+    may lack the head. Positions are interpolated for the size of `images`."""
     options = {"local_files_only": True, "trust_remote_code": False, "use_safetensors": True}
     options["ignore_mismatched_sizes"] = new_head
-    with quiet_transformers():
-        lm, report = kind.from_pretrained(
-            folder, config=config, dtype=torch.float32, output_loading_info=True, **options
-        )
+    lm, report = kind.from_pretrained(folder, config=config, dtype=torch.float32, output_loading_info=True, **options)
     missing = {str(each[0] if isinstance(each, tuple) else each) for each in report["mismatched_keys"]}
     missing |= set(report["missing_keys"])
-    body = f"{lm.base_model_prefix}."
-    head = {name for name, _ in lm.named_parameters() if not name.startswith(body)} if new_head else set()
+    head = _head_names(lm) if new_head else set()
     head |= {name for name in missing if new_head and "pooler" in name.split(".")}
+    if images is not None:
+        missing -= resize_positions(lm, folder, missing)
+        refuse_other_size(folder, missing - head, images)
     if missing := missing - head:
         names = sorted(missing)
         raise RefusedError(
@@ -144,10 +160,22 @@ def _with_weights(kind: Any, folder: Any, config: Any, new_head: bool) -> tuple[
     return lm, head
 
 
+def _head_names(lm: Any) -> set[str]:
+    """Return the names of the parameters outside the body that a classifier shares with other models."""
+    is_inside = lm.base_model is not lm
+    parts = {f"{lm.base_model_prefix}."} if is_inside else {f"{name}." for name, _ in lm.named_children()} - HEADS
+    return {name for name, _ in lm.named_parameters() if not name.startswith(tuple(parts))}
+
+
 def export_wrapped(
-    model: HuggingFaceModel, folder: Path, tokenizer_json: Path | None = None, dtype: torch.dtype = torch.float32
+    model: HuggingFaceModel,
+    folder: Path,
+    tokenizer_json: Path | None = None,
+    dtype: torch.dtype = torch.float32,
+    processor: Mapping[str, Any] | None = None,
 ) -> None:
-    """Write the model's folder with `save_pretrained`, and its tokenizer. After an error no folder remains."""
+    """Write the model's folder with `save_pretrained`, and its tokenizer, or the settings of its image `processor`.
+    After an error no folder remains."""
     if is_pruned(model):
         model = pad_pruned_wrapper(model)
     values = {
@@ -169,6 +197,8 @@ def export_wrapped(
             _write_generation(aside / "generation_config.json", ids)
             length, types = (getattr(config, name, None) for name in ("max_position_embeddings", "type_vocab_size"))
             write_tokenizer(aside, tokenizer_json, length or 1024, types or 0)
+        if processor is not None:
+            write_json(aside / "preprocessor_config.json", processor)
         config.save_pretrained(aside)
 
 

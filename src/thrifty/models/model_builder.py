@@ -10,7 +10,7 @@ from torch._guards import active_fake_mode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from thrifty.core.errors import RefusedError, UsageError, for_reader
-from thrifty.core.model_spec import ModelSpec, TextModelSpec, UserModelSpec
+from thrifty.core.model_spec import ImageModelSpec, ModelSpec, TextModelSpec, UserModelSpec
 from thrifty.core.recipe import ModelSettings
 from thrifty.models.contrastive_model import ContrastiveModel
 from thrifty.models.families import FAMILIES, assemble
@@ -32,6 +32,7 @@ _TASK_DESCRIPTIONS = {
     "contrastive": "it compares images with captions",
     "masked_reconstruction": "it reconstructs the pixels of images",
 }
+LANGUAGE_TASKS = ("next_token", "masked_token", "sequence_to_sequence")
 _KIND_FOR = {"chat_answers": "next_token", "mass": "sequence_to_sequence"}
 """Objectives, mapped to the task of the models that they train."""
 PROBLEM_TYPES = {
@@ -110,6 +111,8 @@ def check_model(settings: ModelSettings, task: Task | Literal["chat_answers", "m
         weight_files(Path(settings.folder))
         if shape.style == "mae" and task == "classification":  # its encoder can
             return
+        if shape.style == "clip" and task == "classification":  # its image tower can
+            return refuse_without_transformers("a classifier of images from a model of two towers")
     if task not in PROBLEM_TYPES or FAMILIES[shape.style].task not in ("next_token", "masked_token"):
         _refuse_another_kind(settings, shape, _KIND_FOR.get(task, task))
     else:
@@ -143,19 +146,23 @@ def _build_classifier(settings: ModelSettings, ends: TextModelSpec, seed: int, t
 
 
 def _build_other(settings: ModelSettings, ends: ModelSpec, seed: int, task: Task, values: bool) -> nn.Module:
-    if not isinstance(ends, TextModelSpec):
-        raise UsageError(
-            f"the model in {settings.folder!r} is not a supported image model",
-            fix="pass the folder of a ViTForImageClassification without a distillation token; or set model.preset = "
-            "vit-nano",
-        )
-    from thrifty.models.hf_loader import WRAPPERS, load_model
+    from thrifty.models.hf_loader import load_model
 
     _refuse_sizes_of_folder(settings)
-    if task not in WRAPPERS:
+    if isinstance(ends, ImageModelSpec) and task == "classification":
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            folder, fresh = Path(settings.folder), settings.reinitialize
+            return load_model(folder, "image_classification", fresh, values=values, images=ends)
+    if not isinstance(ends, TextModelSpec):
+        raise UsageError(
+            f"the model in {settings.folder!r} cannot learn {task}",
+            fix="--loss classification; or --model mae-nano, or --model clip-nano",
+        )
+    if task not in LANGUAGE_TASKS:
         raise UsageError(
             f"a language model such as the model in {settings.folder!r} cannot learn {task}",
-            fix=f"set objective.name to {' or '.join(WRAPPERS)}",
+            fix=f"set objective.name to {' or '.join(LANGUAGE_TASKS)}",
         )
     vocabulary, length = ends.vocabulary, ends.length
     with torch.random.fork_rng(devices=[]):
@@ -201,8 +208,10 @@ def folder_config(settings: ModelSettings) -> Mapping[str, Any]:
 
 
 def label_objective(config: Mapping[str, Any]) -> str:
-    """Return the objective on labeled texts that a folder of transformers was trained for; "" for any other folder."""
+    """Return the objective with labels that a folder of transformers was trained for; "" for any other folder."""
     kind, labels = str(config.get("architectures")), config.get("id2label")
+    if "ForImageClassification" in kind:
+        return "classification"
     if "ForTokenClassification" in kind:
         return "token_classification"
     if "ForSequenceClassification" not in kind:

@@ -21,7 +21,7 @@ from thrifty.models.model_config import ModelConfig
 from thrifty.models.pad_pruned import pad_pruned_model
 from thrifty.models.transformer import Encoder, EncoderDecoder, Transformer
 from thrifty.models.vision_transformer import VisionTransformer
-from thrifty.models.weight_conversion import export_folder
+from thrifty.models.weight_conversion import export_folder, image_processor
 
 
 def export_model(
@@ -71,7 +71,7 @@ def export_model(
         raise RefusedError(
             f"a {type(model).__name__} has no Hugging Face format", fix="use thrifty.models.export_own_model"
         )
-    export_wrapped(model, folder, tokenizer_json, dtype)
+    export_wrapped(model, folder, tokenizer_json, dtype, image_processor(images) if images else None)
 
 
 def export_own_model(

@@ -8,6 +8,7 @@ from thrifty.core.model_spec import ImageModelSpec, ModelSpec, PairModelSpec, Te
 from thrifty.core.recipe import ModelSettings
 from thrifty.models.families import FAMILIES
 from thrifty.models.families.vit_mae import encoder_shape
+from thrifty.models.hf_folder import image_sizes, read_config
 from thrifty.models.model_config import ModelConfig
 from thrifty.models.model_presets import resized, shape_of
 from thrifty.models.weight_conversion import folder_shape
@@ -39,6 +40,8 @@ def shape_for(ends: ModelSpec, settings: ModelSettings) -> ModelConfig | None:
         shape = folder_shape(Path(settings.folder), settings.reinitialize)
     except RefusedError:  # a variant that only transformers supports
         return None
+    if shape.style == "clip" and isinstance(ends, ImageModelSpec):  # transformers adds a head to its image tower
+        return None
     if shape.style == "mae" and images is not None and images.labels:
         shape = encoder_shape(shape, settings.pool or "class", len(images.labels))
     else:
@@ -58,8 +61,24 @@ def own_sizes(settings: ModelSettings) -> tuple[int | None, int | None]:
     """Return the sides of images and patches in pixels; (None, None) for a model without images."""
     if settings.build:
         return None, None
-    shape = own_shape(settings)
+    try:
+        shape = own_shape(settings)
+    except RefusedError:  # an architecture that transformers may know
+        return image_sizes(read_config(Path(settings.folder)))
     return (shape.image, shape.patch) if shape.style in _IMAGE_STYLES else (None, None)
+
+
+def sees_images(settings: ModelSettings) -> bool | None:
+    """Return True if the inputs of a model are images; None if this is unknown."""
+    if settings.build:
+        return None
+    try:
+        return own_shape(settings).style in _IMAGE_STYLES
+    except RefusedError:  # an architecture that transformers may know
+        config = read_config(Path(settings.folder))
+        return "ForImageClassification" in str(config.get("architectures")) or "num_channels" in config
+    except UsageError:  # an invalid model, which is refused later
+        return None
 
 
 def own_shape(settings: ModelSettings) -> ModelConfig:

@@ -24,7 +24,7 @@ from thrifty.models.vision_transformer import VisionTransformer
 
 Task = Literal[
     "next_token", "masked_token", "sequence_to_sequence", "classification", "contrastive", "masked_reconstruction",
-    "text_classification", "token_classification",
+    "text_classification", "token_classification", "image_classification",
 ]  # fmt: skip
 """Tasks of models."""
 

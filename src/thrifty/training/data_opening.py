@@ -1,7 +1,6 @@
 """Opening of a run's data: the kind of data, the objective, and a user's own data."""
 
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial
 
 from torch import Tensor
@@ -18,7 +17,7 @@ from thrifty.data.run_data import RunData
 from thrifty.data.text.labelled_data import LabelledTexts, has_texts
 from thrifty.data.text.text_data import PairsOfTexts, PlainText, print_to_stderr
 from thrifty.data.user_data import open_user_data
-from thrifty.models import folder_config, own_sizes
+from thrifty.models import folder_config, own_sizes, sees_images
 from thrifty.objectives import chosen_objective
 from thrifty.objectives.labelled_text import HAS_SCORES
 from thrifty.objectives.user_loss import UserLoss, loss_of_output
@@ -48,7 +47,7 @@ def open_examples(recipe: Recipe, say: Callable[[str], None] = print_to_stderr) 
             fix="--data my.txt, which may be a file, a folder or a dataset name, such as --data python-stdlib",
         )
     if not is_passed:
-        fitting = [each for each in kinds if each.is_visual == _sees_images(recipe)]
+        fitting = [each for each in kinds if each.is_visual == sees_images(recipe.model)]
         refuse_other_data(recipe, fitting or kinds, DATA_KINDS.values())
     kind = kinds[-1] if is_passed else next((each for each in kinds if each.holds(settings)), kinds[-1])
     if settings.sources or settings.separate:  # settings of plain text
@@ -69,13 +68,6 @@ def open_examples(recipe: Recipe, say: Callable[[str], None] = print_to_stderr) 
         say("accuracy is the only metric: F1 needs scikit-learn (pip install 'thrifty[metrics]')")
     own = partial(own_sizes, recipe.model), say, partial(folder_config, recipe.model)
     return kind.open(DataRequest(recipe, objective, *own))
-
-
-def _sees_images(recipe: Recipe) -> bool | None:
-    """Return True if the inputs of the recipe's model are images; None if this is unknown."""
-    with suppress(UsageError):  # an invalid model, or one that only transformers knows
-        return None if recipe.model.build else own_sizes(recipe.model)[1] is not None
-    return None
 
 
 def open_first_on_rank_0(recipe: Recipe, say: Callable[[str], None]) -> tuple[Objective, RunData]:
