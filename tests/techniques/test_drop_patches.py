@@ -18,9 +18,10 @@ from thrifty.techniques.data_selection.drop_patches import (
     FIELD,
     DropPatches,
     drop_patches,
-    find_embedding,
     kept_patches,
+    prepare,
     visible_patches,
+    without_patches,
 )
 
 STEPS = 4
@@ -211,15 +212,65 @@ def test_models_without_patches_or_with_masks_are_refused():
         compose(plain_run(), with_optimizer([DropPatches()]), STEPS).start()
 
 
-def test_positions_added_outside_the_embedding_are_refused():
-    model = nn.ModuleDict(
-        {
-            "cut": nn.Conv2d(1, 8, 2, 2),
-            "blocks": nn.ModuleList(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)) for _ in range(2)),
-        }
+class HandWritten(nn.Module):
+    """ViT whose positions are added in its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cut = nn.Conv2d(1, 32, 2, 2)
+        self.class_token = nn.Parameter(torch.zeros(1, 1, 32))
+        self.where = nn.Parameter(torch.randn(1, 17, 32))
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(32, 3)
+        self.seen: list[int] = []
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.cut(images).flatten(2).mT
+        x = torch.cat((self.class_token.expand(len(x), -1, -1), x), 1) + self.where
+        for block in self.blocks:
+            x = block(x)
+        self.seen.append(x.shape[1])
+        return self.head(x[:, 0])
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_patches_with_positions_from_outside_the_embedding_are_dropped_before_the_first_block(compiled):
+    model = HandWritten()
+    assert prepare(model) == "blocks.0"
+    if compiled:
+        for block in model.blocks:
+            block.compile(backend="eager")
+    images = torch.randn(4, 1, 8, 8)
+    inputs = []
+    model.blocks[1].register_forward_pre_hook(lambda block, args: inputs.append(args[0]))
+    with drop_patches(model, keys(4), 0.75):
+        model(images)
+    kept = without_patches(
+        torch.cat((model.class_token.expand(4, -1, -1), model.cut(images).flatten(2).mT), 1) + model.where,
+        visible_patches(keys(4), 16, 0.75),
+        1,
     )
-    with pytest.raises(RefusedError, match="cut cuts the patches but does not add positions"):
-        find_embedding(model)
+    expected = type(model.blocks[0]).forward(model.blocks[0], kept) if not compiled else inputs[0]
+    torch.testing.assert_close(inputs[0], expected)
+    model(images)
+    assert model.seen == [5, 17]
+
+
+def test_blocks_that_require_all_patches_are_refused():
+    config = transformers.SwinConfig(
+        image_size=8,
+        patch_size=1,
+        num_channels=1,
+        embed_dim=16,
+        depths=[1, 1],
+        num_heads=[2, 2],
+        window_size=4,
+        id2label=dict(enumerate("abc")),
+    )
+    plain, model = image_run(), transformers.SwinForImageClassification(config)
+    run = compose(BaseRun(lambda: model, plain.source, plain.objective), with_optimizer([DropPatches()]), 3)
+    with pytest.raises(RefusedError, match="does not accept a part of the patches"):
+        advance(run, run.start())
 
 
 class WithoutKeys(MappedSource):

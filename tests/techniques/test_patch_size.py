@@ -102,7 +102,7 @@ def test_the_image_tower_of_a_contrastive_model_is_supported() -> None:
 def test_models_without_patches_are_refused() -> None:
     with pytest.raises(RefusedError, match="texts have no patches"):
         run_of(plain=plain_run()).objective  # noqa: B018
-    with pytest.raises(RefusedError, match="is not a model of this package with image patches"):
+    with pytest.raises(RefusedError, match="is not a model with image patches at learned positions"):
         run_of(plain=autoencoder_run()).start()
     with pytest.raises(RefusedError, match="8 x 8 pixels cannot be cut into patches of 16 x 16"):
         run_of(one=PatchSizeCurriculum(at=(1, 2, 3))).start()
@@ -111,7 +111,7 @@ def test_models_without_patches_are_refused() -> None:
 def test_a_patch_size_unlike_the_log_is_an_error() -> None:
     run = run_of()
     state = run.start()
-    state.model.embedding.patch_size = 2
+    state.model.embedding.patch.stride = state.model.embedding.patch.kernel_size = (2, 2)
     with pytest.raises(IntegrityError, match="side of patches is 2, but the run's log has 4 times the final side 2"):
         run.verify(state)
 

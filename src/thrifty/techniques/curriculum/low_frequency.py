@@ -17,6 +17,8 @@ Does not    Accept batches without images, or change the model, which must accep
 
 from typing import Annotated
 
+from torch import nn
+
 from thrifty.core.batches import BatchSource
 from thrifty.core.claims import Claim
 from thrifty.core.errors import UsageError
@@ -27,6 +29,7 @@ from thrifty.core.technique import Numerics, Technique
 from thrifty.kernels.image_resizing import scaled_side
 from thrifty.kernels.low_pass import crop_spectrum
 from thrifty.modeling.image_sizes import resized_images
+from thrifty.modeling.patch_grid import accept_other_sizes
 
 
 class LowFrequencyCurriculum(Technique):
@@ -56,6 +59,10 @@ class LowFrequencyCurriculum(Technique):
     def side_at(self, step: int, side: int) -> int:
         fraction = next((each for each, end in zip(self.fractions, self.until, strict=True) if step < end), 1.0)
         return scaled_side(side, fraction, self.multiple)
+
+    def model(self, model: nn.Module) -> nn.Module:
+        accept_other_sizes(model, self.name)
+        return model
 
     def batches(self, source: BatchSource) -> BatchSource:
         return resized_images(source, self.name, self.side_at, crop_spectrum)

@@ -10,11 +10,11 @@ Cost        The optimizer state is reset at each change. With `compile` the mode
             patches.
 Avoid       Tasks in which small details matter early. Use curriculum.resolution, which keeps the patches and shrinks
             the images.
-Does not    Change the weights of the blocks, or support models other than this package's classifiers and two-tower
-            models; their weights may come from Hugging Face folders.
+Does not    Change the weights of the blocks, or support models without one table of learned positions (Swin, ConvNeXt).
 """
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any, ClassVar
 
 import torch
@@ -29,51 +29,42 @@ from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
 from thrifty.core.structural_change import StructuralChange
 from thrifty.core.technique import Numerics, Technique
-from thrifty.kernels.image_resizing import resized_patches, resized_positions
+from thrifty.kernels.image_resizing import resized_patches
+from thrifty.modeling.patch_grid import PatchGrid, find_grid, images_among, resize_patches, resized_table
 
 FINAL_PATCH: ModuleNote[int] = ModuleNote("final_patch")
-EMBEDDING_ATTRIBUTES = ("patch", "patch_size", "position", "before", "side")
-"""Attributes of a patch embedding, the module that cuts images into patches."""
 
 
-def find_embedding(model: nn.Module) -> tuple[str, Any]:
-    """Return the name and module of the patch embedding.
+def find_patches(model: nn.Module) -> PatchGrid:
+    """Return the patches of a model.
 
-    Raises RefusedError if the model has no patch embedding with learned positions, or has a decoder.
+    Raises RefusedError if the model has no convolution that cuts patches at learned positions, or has a decoder.
     """
-    embeddings = [
-        (name, each)
-        for name, each in model.named_modules()
-        if all(hasattr(each, part) for part in EMBEDDING_ATTRIBUTES)
-    ]
-    if len(embeddings) != 1 or not isinstance(embeddings[0][1].position, nn.Parameter) or hasattr(model, "decoder"):
+    grid = find_grid(model)
+    is_learned = grid.tables and all(isinstance(table.value, nn.Parameter) for table in grid.tables)
+    if grid.cut.kernel_size != grid.cut.stride or not is_learned or hasattr(model, "decoder"):
         raise RefusedError(
-            f"{type(model).__name__} is not a model of this package with image patches at learned positions",
+            f"{type(model).__name__} is not a model with image patches at learned positions",
             fix="use a Vision Transformer, such as --set model.preset=vit-nano",
         )
-    return embeddings[0]
+    return grid
 
 
-@torch.no_grad()
-def resize_patches(embedding: Any, patch: int) -> None:
-    """Change the patches of an embedding to a side of `patch` pixels. Its weights and positions are resized."""
-    if embedding.side % patch:
+def _refuse_uneven_grid(grid: PatchGrid, patch: int) -> None:
+    """Raise RefusedError if full images cannot be cut into whole patches of `patch` pixels."""
+    side = grid.tables[0].side * grid.patch
+    if side % patch:
         raise RefusedError(
-            f"images of {embedding.side} x {embedding.side} pixels cannot be cut into patches of {patch} x {patch}",
-            fix=f"fewer steps in curriculum.patch_size.at; or --set data.size={-(-embedding.side // patch) * patch}",
+            f"images of {side} x {side} pixels cannot be cut into patches of {patch} x {patch}",
+            fix=f"fewer steps in curriculum.patch_size.at; or --set data.size={-(-side // patch) * patch}",
         )
-    weight = embedding.patch.weight
-    embedding.patch.weight = nn.Parameter(resized_patches(weight, patch), weight.requires_grad)
-    embedding.patch.kernel_size = embedding.patch.stride = (patch, patch)
-    grid = (embedding.side // patch,) * 2
-    table = resized_positions(embedding.position, grid, embedding.before)
-    embedding.position = nn.Parameter(table.clone(), embedding.position.requires_grad)
-    embedding.patch_size = patch
 
 
-def _refuse_uneven_images(embedding: Any, args: tuple[Any, ...]) -> None:
-    """Raise UsageError if reduced images cannot be cut into whole patches. `resize_patches` checks only full images."""
-    (height, width), patch = args[0].shape[-2:], embedding.patch_size
+def _refuse_uneven_images(cut: nn.Conv2d, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    """Raise UsageError if reduced images cannot be cut into whole patches."""
+    if (images := images_among(args, kwargs)) is None:
+        return
+    (height, width), patch = images.shape[-2:], cut.stride[0]
     if height % patch or width % patch:
         raise UsageError(
             f"images reduced to {height} x {width} pixels cannot be cut into the initial patches of {patch} x {patch}",
@@ -108,34 +99,35 @@ class PatchSizeCurriculum(Technique):
         factor = decided["patch_factor"] if decided else 2 ** sum(1 for moment in self.at if moment > step)
 
         def restructure(model: nn.Module) -> nn.Module:
-            _, embedding = find_embedding(model)
-            FINAL_PATCH.set(model, embedding.patch_size)
-            resize_patches(embedding, embedding.patch_size * factor)
+            grid = find_patches(model)
+            FINAL_PATCH.set(model, grid.patch)
+            _refuse_uneven_grid(grid, grid.patch * factor)
+            resize_patches(grid, grid.patch * factor)
             if factor > 1:
-                embedding.register_forward_pre_hook(_refuse_uneven_images)
+                grid.owners[-2].register_forward_pre_hook(partial(_refuse_uneven_images, grid.cut), with_kwargs=True)
             return model
 
         def resize(parameter: str, value: Tensor, shape: torch.Size) -> Tensor:
             if value.ndim == 4:
                 return resized_patches(value, shape[-1])
             assert state.model is not None
-            before = find_embedding(state.model)[1].before
-            return resized_positions(value, (round((shape[1] - before) ** 0.5),) * 2, before)
+            before = find_patches(state.model).tables[0].before
+            return resized_table(value, (round((shape[-2] - before) ** 0.5),) * 2, before)
 
         reason = "large patches first" if step == 0 else "smaller patches"
         return StructuralChange(reason, {"patch_factor": factor}, restructure, resize=resize, moments="reset")
 
     def finish(self, model: nn.Module) -> nn.Module:
         """Return the plain architecture: the model with patches of the final size."""
-        resize_patches(find_embedding(model)[1], FINAL_PATCH.of(model))
+        resize_patches(find_patches(model), FINAL_PATCH.of(model))
         return model
 
     def holds(self, state: TrainState) -> None:
         assert state.model is not None
         factors = [entry.decision["patch_factor"] for entry in state.log if entry.technique == self.name]
-        _, embedding = find_embedding(state.model)
-        if not factors or embedding.patch_size != FINAL_PATCH.of(state.model) * factors[-1]:
+        patch = find_patches(state.model).patch
+        if not factors or patch != FINAL_PATCH.of(state.model) * factors[-1]:
             raise IntegrityError(
-                f"{self.name}: the side of patches is {embedding.patch_size}, but the run's log has "
+                f"{self.name}: the side of patches is {patch}, but the run's log has "
                 f"{factors[-1] if factors else 'no'} times the final side {FINAL_PATCH.of(state.model)}"
             )

@@ -14,6 +14,8 @@ Does not    Accept batches without images, or change the model, which must accep
             its positions).
 """
 
+from torch import nn
+
 from thrifty.core.batches import BatchSource
 from thrifty.core.claims import Claim
 from thrifty.core.run_relative_settings import MovingMoment
@@ -22,6 +24,7 @@ from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.kernels.image_resizing import resize
 from thrifty.modeling.image_sizes import resized_images
+from thrifty.modeling.patch_grid import accept_other_sizes
 from thrifty.techniques.curriculum._size_schedule import phased_size
 
 
@@ -45,6 +48,10 @@ class ResolutionCurriculum(Technique):
 
     def side_at(self, step: int, side: int) -> int:
         return phased_size(step, self.start * side, side, int(self.until), self.multiple, self.phases)
+
+    def model(self, model: nn.Module) -> nn.Module:
+        accept_other_sizes(model, self.name)
+        return model
 
     def batches(self, source: BatchSource) -> BatchSource:
         return resized_images(source, self.name, self.side_at, resize)

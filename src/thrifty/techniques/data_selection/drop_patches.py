@@ -23,9 +23,10 @@ from torch import Tensor, nn
 
 from thrifty.core.batches import Batch, BatchSource, MappedSource
 from thrifty.core.claims import Claim
-from thrifty.core.errors import RefusedError
+from thrifty.core.errors import RefusedError, reason_of
 from thrifty.core.module_notes import ModuleNote
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
+from thrifty.core.out_of_memory import is_out_of_memory
 from thrifty.core.randomness import seed_of
 from thrifty.core.run_notes import add_note
 from thrifty.core.run_relative_settings import MovingMoment
@@ -35,6 +36,7 @@ from thrifty.core.technique import Numerics, Technique
 from thrifty.kernels.example_rng_torch import random_integers_torch, random_subset_torch
 from thrifty.kernels.token_gather import gather_tokens
 from thrifty.modeling.module_surgery import find_stacks, is_under, wrap_forward
+from thrifty.modeling.patch_grid import find_grid
 
 FIELD = "patch_key"
 """Name of the batch field with keys (b,), the random bits that select the visible patches of each example."""
@@ -61,45 +63,60 @@ def without_patches(tokens: Tensor, visible: Tensor, before: int) -> Tensor:
     return torch.cat((tokens[:, :before], gather_tokens(tokens[:, before:], visible)), 1)
 
 
-def find_embedding(model: nn.Module) -> tuple[str, nn.Module, nn.Conv2d]:
-    """Return the name and module of the patch embedding, and its convolution.
-
-    The embedding is the largest module that contains the convolution and no blocks. Raises RefusedError without a
-    patch convolution. Also raises RefusedError if positions are added outside the embedding, because visible patches
-    would lose their positions.
-    """
-    stacks = find_stacks(model)
-    convolutions = {name: module for name, module in model.named_modules() if isinstance(module, nn.Conv2d)}
-    cuts = {name: module for name, module in convolutions.items() if module.kernel_size == module.stride}
-    if not cuts:
-        raise RefusedError(
-            f"no convolution that cuts images into patches was found in {type(model).__name__}",
-            fix="use an image model, such as --set model.preset=vit-nano",
-        )
-    name, cut = next(iter(cuts.items()))
-    parts = name.split(".")
-    owners = [".".join(parts[:count]) for count in range(1, len(parts) + 1)]
-    owner = next(each for each in owners if not any(is_under(stack, each) for stack in stacks))
-    embedding = model.get_submodule(owner)
-    tensors = (*embedding.named_parameters(), *embedding.named_buffers())
-    if not any("pos" in path for path, _ in tensors):
-        raise RefusedError(
-            f"{owner} cuts the patches but does not add positions, so the kept patches would lose their positions",
-            fix="use a model whose patch embedding adds positions, such as --set model.preset=vit-nano",
-        )
-    return owner, embedding, cut
-
-
 DROPPING: ModuleNote[tuple[Tensor, float] | None] = ModuleNote("patch_dropping")
 """Keys of the examples (b,) and the drop rate; None while no patches are dropped."""
+PATCHES: ModuleNote[int] = ModuleNote("patches_of_images")
+"""Number of patches of the current images, on the convolution that cuts them."""
 
 
-def _embedded(cut: nn.Conv2d, embedding: nn.Module, inner: Any, images: Tensor, *args: Any, **kwargs: Any) -> Any:
-    tokens = inner(images, *args, **kwargs)
-    if (dropping := DROPPING.of(embedding)) is None:
+def prepare(model: nn.Module) -> str:
+    """Prepare a model so that `drop_patches` acts on it, and return the name of the place.
+
+    Patches are dropped from the output of the patch embedding if it adds the positions; otherwise from the input of the
+    first block. Raises RefusedError without a convolution in front of the blocks.
+    """
+    grid, stacks = find_grid(model), find_stacks(model)
+    PATCHES.set(grid.cut, 0)
+    grid.cut.register_forward_hook(_count)
+    parts = grid.name.split(".")
+    owners = [".".join(parts[:count]) for count in range(len(parts) + 1)]
+    around = [owner for owner in owners if any(is_under(stack, owner) for stack in stacks)]
+    embedding = model.get_submodule(owners[len(around)])
+    tensors = (*embedding.named_parameters(), *embedding.named_buffers())
+    if any("pos" in path for path, _ in tensors):
+        place, wrapper = embedding, _embedded
+    else:
+        nearest = next(stack for stack in stacks if is_under(stack, around[-1]))
+        place, wrapper = stacks[nearest][0], _first_block
+    DROPPING.set(place, None)
+    wrap_forward(place, partial(wrapper, grid.cut))
+    return next(name for name, module in model.named_modules() if module is place)
+
+
+def _count(cut: nn.Module, inputs: Any, output: Tensor) -> None:
+    PATCHES.set(cut, output.shape[-2] * output.shape[-1])
+
+
+def _embedded(cut: nn.Module, embedding: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
+    return _dropped(cut, embedding, inner(*args, **kwargs))
+
+
+def _first_block(cut: nn.Module, block: nn.Module, inner: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
+    return inner(_dropped(cut, block, x), *args, **kwargs)
+
+
+@torch.compiler.disable
+def _dropped(cut: nn.Module, place: nn.Module, tokens: Tensor) -> Tensor:
+    if (dropping := DROPPING.of(place)) is None:
         return tokens
     keys, rate = dropping
-    patches = (images.shape[-2] // cut.stride[0]) * (images.shape[-1] // cut.stride[1])
+    patches = PATCHES.of(cut)
+    if tokens.ndim != 3 or tokens.shape[1] < patches:
+        raise RefusedError(
+            f"{type(place).__name__} has no sequence of patches (batch, patches, width), but a tensor of shape "
+            f"{tuple(tokens.shape)}",
+            fix="use a Vision Transformer, such as --set model.preset=vit-nano",
+        )
     return without_patches(tokens, visible_patches(keys, patches, rate), tokens.shape[1] - patches)
 
 
@@ -133,7 +150,16 @@ class PatchDropObjective(WrappedObjective):
         if FIELD not in batch.fields:
             return super().predict(model, batch)
         with drop_patches(model, batch[FIELD], self.rate):
-            return super().predict(model, batch)
+            try:
+                return super().predict(model, batch)
+            except (RuntimeError, ValueError, AssertionError) as error:
+                if is_out_of_memory(error):
+                    raise
+                raise RefusedError(
+                    f"{type(model).__name__} does not accept a part of the patches of an image: {reason_of(error)}",
+                    fix="--without data_selection.drop_patches; or use a model whose blocks accept any number of "
+                    "tokens, such as a ViT",
+                ) from error
 
 
 class DropPatches(Technique):
@@ -143,8 +169,9 @@ class DropPatches(Technique):
     hundredth of the learning rate; a schedule that decays to zero has a similar effect here. In FLIP the saved memory
     allows a larger contrastive batch, which is part of the gain (from memory, unverified).
 
-    Works for models whose patch embedding has one convolution and adds the positions: models of this package and of
-    transformers. The estimated footprint describes the last step, so with `until` below 1 it describes whole images.
+    Works for models with a convolution that cuts the patches, and blocks that accept any number of tokens: models of
+    this package, of transformers and timm, and hand-written ones. The estimated footprint describes the last step, so
+    with `until` below 1 it describes whole images.
     """
 
     stage, numerics = Stage.RESHAPE, Numerics.DIFFERENT
@@ -158,10 +185,7 @@ class DropPatches(Technique):
     """Seed of the random subsets, combined with each example's key."""
 
     def model(self, model: nn.Module) -> nn.Module:
-        name, embedding, cut = find_embedding(model)
-        DROPPING.set(embedding, None)
-        wrap_forward(embedding, partial(_embedded, cut))
-        add_note(f"after {name}, {self.rate:.0%} of the patches are dropped before step {self.until}")
+        add_note(f"at {prepare(model)}, {self.rate:.0%} of the patches are dropped before step {self.until}")
         return model
 
     def batches(self, source: BatchSource) -> BatchSource:

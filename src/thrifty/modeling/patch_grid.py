@@ -1,0 +1,254 @@
+"""The patches of an image model: the convolution that cuts images, and learned or fixed positions of the patches.
+
+Found by structure in models of this package, of transformers and timm, and in hand-written models. Tokens are the
+patches row by row, after the tokens that are no patches, such as a class token.
+"""
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from thrifty.core.errors import RefusedError, reason_of
+from thrifty.core.module_notes import ModuleNote
+from thrifty.core.out_of_memory import is_out_of_memory
+from thrifty.kernels.image_resizing import resized_patches, resized_positions
+from thrifty.modeling.module_surgery import find_stacks, is_under, wrap_forward
+
+SIZES = ("image_size", "img_size", "input_size")
+"""Attributes in which models keep the size of images, and compare it with that of their input."""
+COUNTS = ("num_patches", "num_positions", "grid_size", "patch_size")
+"""Attributes in which models keep numbers that depend on the size of patches."""
+LEAST = 4
+"""Number of positions of the smallest table; a class token is a table of one."""
+
+
+@dataclass(frozen=True)
+class PositionTable:
+    """Positions (1, n, d) or (n, d) of the tokens of full images: a parameter or buffer of `owner`."""
+
+    owner: nn.Module
+    name: str
+    side: int
+    """Height and width of full images in patches."""
+    before: int
+    """Number of positions before those of patches."""
+    ids: tuple[tuple[nn.Module, str], ...] = ()
+    """Buffers with the indices of positions, for a table that is an embedding."""
+
+    @property
+    def value(self) -> Tensor:
+        return getattr(self.owner, self.name)
+
+    def resized(self, grid: tuple[int, int]) -> Tensor:
+        """Return the table for images of another height and width in patches."""
+        return resized_table(self.value, grid, self.before)
+
+    def put(self, value: Tensor) -> None:
+        """Replace the table, without a check of its type, and the indices of positions."""
+        place = self.owner._parameters if self.name in self.owner._parameters else self.owner._buffers
+        place[self.name] = value  # type: ignore[assignment]
+        for owner, name in self.ids:
+            like = owner._buffers[name]
+            assert like is not None
+            count = torch.arange(value.shape[-2], dtype=like.dtype, device=like.device)
+            owner._buffers[name] = count.reshape((1,) * (like.ndim - 1) + (-1,))
+
+
+@dataclass(frozen=True)
+class PatchGrid:
+    """The convolution that cuts images into patches, and the position tables of a model."""
+
+    name: str
+    cut: nn.Conv2d
+    tables: tuple[PositionTable, ...]
+    owners: tuple[nn.Module, ...]
+    """Modules that contain the convolution, from the model down to the convolution."""
+
+    @property
+    def patch(self) -> int:
+        return self.cut.stride[0]
+
+
+TABLES: ModuleNote[tuple[tuple[str, str, int], ...]] = ModuleNote("position_tables")
+"""Module and name of each position table of a model, with the number of positions before those of patches. Noted at
+first, because tables of large patches may be as small as other parameters."""
+INTERPOLATED: ModuleNote[bool] = ModuleNote("interpolated_positions")
+"""True on a model whose positions are interpolated for it; False as long as it accepts all images itself."""
+
+
+def resized_table(value: Tensor, grid: tuple[int, int], before: int) -> Tensor:
+    """Return positions (1, n, d) or (n, d) for another height and width in patches."""
+    shape = (*value.shape[:-2], before + math.prod(grid), value.shape[-1])
+    return resized_positions(value.reshape(1, *value.shape[-2:]), grid, before).reshape(shape)
+
+
+def find_grid(model: nn.Module) -> PatchGrid:
+    """Return the patches of a model. Raise RefusedError without a convolution in front of its blocks."""
+    stacks = find_stacks(model)
+    inside = {name for name, _ in model.named_modules() if any(is_under(name, stack) for stack in stacks)}
+    cuts = {
+        name: module
+        for name, module in model.named_modules()
+        if isinstance(module, nn.Conv2d) and name not in inside and module.stride[0] == module.stride[1]
+    }
+    name, cut = next(iter(cuts.items()), ("", None))
+    if len(cuts) > 1:  # in a stem of convolutions, the last gives the tokens
+        width = [(each, module) for each, module in cuts.items() if module.stride == module.kernel_size]
+        name, cut = width[0] if width else list(cuts.items())[-1]
+    if cut is None:
+        raise RefusedError(
+            f"no convolution that cuts images into patches was found in {type(model).__name__}",
+            fix="use an image model, such as --set model.preset=vit-nano",
+        )
+    parts = name.split(".")
+    owners = tuple(model.get_submodule(".".join(parts[:count])) for count in range(len(parts) + 1))
+    if (places := TABLES.get(model)) is None:
+        around = (".".join(parts[:count]) for count in range(len(parts) - 1, -1, -1))
+        found = (tuple(_search_tables(model, each, inside, cut.out_channels)) for each in around)
+        places = TABLES.set(model, next(filter(None, found), ()))
+    return PatchGrid(name, cut, tuple(_table(model, *place) for place in places), owners)
+
+
+def images_among(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """Return the first images (b, c, h, w) among arguments; None if there are none."""
+    return next((each for each in (*args, *kwargs.values()) if isinstance(each, Tensor) and each.ndim == 4), None)
+
+
+def _search_tables(model: nn.Module, around: str, inside: set[str], width: int) -> Iterator[tuple[str, str, int]]:
+    """Yield the largest tables of the width of a token in the module `around`, which has the convolution."""
+    found: dict[tuple[str, str], int] = {}
+    for path, module in model.named_modules():
+        is_embedding = isinstance(module, nn.Embedding)
+        is_outside = path != around and not is_under(path, around)
+        if is_outside or path in inside or (type(module).__module__.startswith("torch.nn") and not is_embedding):
+            continue
+        tensors = (*module.named_parameters(recurse=False), *module.named_buffers(recurse=False))
+        found |= {(path, name): tensor.shape[-2] for name, tensor in tensors if _is_table(tensor, width)}
+    for (path, name), count in found.items():
+        if count == max(found.values()):
+            yield path, name, count - math.isqrt(count) ** 2
+
+
+def _table(model: nn.Module, path: str, name: str, before: int) -> PositionTable:
+    owner = model.get_submodule(path)
+    count = getattr(owner, name).shape[-2]
+    ids = [
+        (module, buffer)
+        for module in model.modules()
+        for buffer, value in module.named_buffers(recurse=False)
+        if isinstance(owner, nn.Embedding) and not value.is_floating_point() and value.numel() == count
+    ]
+    return PositionTable(owner, name, math.isqrt(count - before), before, tuple(ids))
+
+
+def _is_table(tensor: Tensor, width: int) -> bool:
+    is_flat = tensor.ndim == 2 or (tensor.ndim == 3 and tensor.shape[0] == 1)
+    return is_flat and tensor.is_floating_point() and tensor.shape[-1] == width and tensor.shape[-2] >= LEAST
+
+
+@torch.no_grad()
+def resize_patches(grid: PatchGrid, patch: int) -> None:
+    """Change the side of patches in pixels. The convolution's weight and all positions are resized, and the numbers
+    that the model keeps follow."""
+    cut, before = grid.cut, grid.patch
+    weight = resized_patches(cut.weight, patch)
+    cut.weight = nn.Parameter(weight, cut.weight.requires_grad)
+    cut.kernel_size = cut.stride = (patch, patch)
+    changed: dict[int, int] = {before: patch}
+    for table in grid.tables:
+        side = table.side * before // patch
+        value = table.resized((side, side)).clone()
+        changed |= {table.side**2: side * side, table.value.shape[-2]: value.shape[-2], table.side: side}
+        is_parameter = isinstance(table.value, nn.Parameter)
+        table.put(nn.Parameter(value, table.value.requires_grad) if is_parameter else value)
+        if isinstance(table.owner, nn.Embedding):
+            table.owner.num_embeddings = value.shape[-2]
+    for owner in {*grid.owners, *(table.owner for table in grid.tables)}:
+        for name in COUNTS:
+            _replace_number(owner, name, changed if name != "patch_size" else {before: patch})
+
+
+def _replace_number(owner: nn.Module, name: str, changed: dict[int, int]) -> None:
+    value = vars(owner).get(name)
+    if isinstance(value, int) and value in changed:
+        setattr(owner, name, changed[value])
+    elif isinstance(value, tuple | list) and all(each in changed for each in value):
+        setattr(owner, name, type(value)(changed[each] for each in value))
+
+
+def accept_other_sizes(model: nn.Module, who: str) -> None:
+    """Make a model accept images of other sizes than it was built for. Where the model does not do this itself, its
+    positions are interpolated at each call. A call that fails nevertheless raises RefusedError; `who` is the technique
+    that the message names."""
+    if INTERPOLATED.get(model) is None:
+        INTERPOLATED.set(model, False)
+        wrap_forward(model, partial(_at_size, who))
+
+
+def _at_size(who: str, model: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
+    images = images_among(args, kwargs)
+    grid = None
+    with suppress(RefusedError):  # a model without patches, which may accept any size
+        grid = find_grid(model)
+    if images is None or grid is None or not _differs(model, grid, images):
+        return inner(*args, **kwargs)
+    if not INTERPOLATED.of(model):
+        try:
+            return inner(*args, **kwargs)
+        except (RuntimeError, ValueError, AssertionError):
+            INTERPOLATED.set(model, True)
+    try:
+        with _positions_for(grid, images):
+            return inner(*args, **kwargs)
+    except (RuntimeError, ValueError, AssertionError) as error:
+        if is_out_of_memory(error):
+            raise
+        height, width = images.shape[-2:]
+        raise RefusedError(
+            f"{type(model).__name__} does not accept images of {height} x {width} pixels: {reason_of(error)}",
+            fix=f"--without {who}; or use a model whose positions can be interpolated, such as a ViT",
+        ) from error
+
+
+def _differs(model: nn.Module, grid: PatchGrid, images: Tensor) -> bool:
+    """Return True if images may have another size than the model's."""
+    places = [*grid.owners, *filter(None, [getattr(model, "config", None)])]
+    known = [vars(place)[name] for place in places for name in SIZES if vars(place).get(name)]
+    sizes = {side for each in known for side in (each if isinstance(each, tuple | list) else (each,))}
+    sizes |= {table.side * grid.patch for table in grid.tables}
+    return bool(sizes) and len({*sizes, *images.shape[-2:]}) > 1
+
+
+@contextmanager
+def _positions_for(grid: PatchGrid, images: Tensor) -> Iterator[None]:
+    """Interpolate the positions inside the context, once the convolution has cut the images, and let modules that
+    compare the size of images accept this size."""
+    before = [(table, table.value, [owner._buffers[name] for owner, name in table.ids]) for table in grid.tables]
+    sizes = [(owner, name, vars(owner)[name]) for owner in grid.owners for name in SIZES if name in vars(owner)]
+    hook = grid.cut.register_forward_hook(partial(_swap, grid))
+    try:
+        for owner, name, value in sizes:
+            side = images.shape[-1] if isinstance(value, int) else type(value)(images.shape[-2:])
+            setattr(owner, name, side)
+        yield
+    finally:
+        hook.remove()
+        for owner, name, value in sizes:
+            setattr(owner, name, value)
+        for table, value, ids in before:
+            table.put(value)
+            for (owner, name), buffer in zip(table.ids, ids, strict=True):
+                owner._buffers[name] = buffer
+
+
+def _swap(grid: PatchGrid, cut: nn.Module, inputs: Any, output: Tensor) -> None:
+    height, width = output.shape[-2:]
+    for table in grid.tables:
+        if (height, width) != (table.side, table.side):
+            table.put(table.resized((height, width)))
