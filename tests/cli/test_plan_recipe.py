@@ -245,7 +245,7 @@ def test_the_process_counts_on_a_processor(recipe: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(planner, "AXES", {})
     monkeypatch.setattr(MemoryMeter, "process", 300e6)
     error = refused(recipe, "--memory", "200MB")
-    assert "the smallest needs about 304 MB" in error.what and "of the process" in error.what
+    assert re.search(r"the smallest needs about 30\d MB", error.what) and "of the process" in error.what
     found = plan(recipe, "--memory", error.fix.split(",")[0].split()[-1])
     assert found["forecast"]["process"] == 300e6 and found["forecast"]["memory"]["value"] < 10e6
     printed = run(recipe, "--no-probe").stdout

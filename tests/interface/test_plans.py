@@ -40,7 +40,7 @@ def test_predicted_steps_have_the_order_of_the_candidates() -> None:
     model = nn.Sequential(nn.Linear(128, 128), nn.Sequential(*blocks))
     work: Any = dict(model=model, data=data, held_out=data, loss=loss, budget=4, batch=4096, quiet=True, probe=False)
     whole = thrifty.plan(**work).forecast
-    candidates = thrifty.plan(**work, memory=whole.process + 0.6 * whole.counted).plan.alternatives  # type: ignore[union-attr]
+    candidates = thrifty.plan(**work, memory=whole.process + 0.75 * whole.memory.value).plan.alternatives  # type: ignore[union-attr]
     steps = [forecast.step.value for _, forecast in candidates]
     expected = [candidate.relative for candidate, _ in candidates]
     assert len({*expected}) > 1 and steps == sorted(steps)

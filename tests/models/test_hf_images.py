@@ -58,7 +58,7 @@ def built(folder: Path, ends: ImageModelSpec = ENDS, **settings: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_logits_equal_those_of_transformers_before_and_after_an_export(name: str, tmp_path: Path) -> None:
+def test_logits_equal_those_of_transformers_and_of_an_export(name: str, tmp_path: Path) -> None:
     folder, images = folder_of(name, tmp_path / "in"), torch.randn(2, 3, 32, 32)
     model = built(folder)
     theirs = getattr(transformers, name).from_pretrained(folder).eval()

@@ -100,9 +100,6 @@ def test_unsupported_settings_are_refused(tmp_path):
     transformers.ViTConfig(**SIZES, qkv_bias=False).save_pretrained(tmp_path)
     with pytest.raises(RefusedError, match="qkv_bias = False"):
         import_folder(tmp_path)
-    transformers.DeiTConfig(**SIZES).save_pretrained(tmp_path)
-    with pytest.raises(UsageError, match="not a supported image model"):
-        build_model_for(ENDS, ModelSettings(folder=str(tmp_path)), 0, "classification")
     transformers.ViTConfig(**(SIZES | {"image_size": [16, 24]})).save_pretrained(tmp_path)
     with pytest.raises(RefusedError, match="square"):
         import_folder(tmp_path)

@@ -19,6 +19,7 @@ from thrifty.techniques.data_selection.drop_patches import (
     DropPatches,
     drop_patches,
     kept_patches,
+    keys_of_content,
     prepare,
     visible_patches,
     without_patches,
@@ -234,7 +235,7 @@ class HandWritten(nn.Module):
 
 
 @pytest.mark.parametrize("compiled", [False, True])
-def test_patches_with_positions_from_outside_the_embedding_are_dropped_before_the_first_block(compiled):
+def test_patches_of_hand_written_models_are_dropped(compiled):
     model = HandWritten()
     assert prepare(model) == "blocks.0"
     if compiled:
@@ -278,9 +279,14 @@ class WithoutKeys(MappedSource):
         super().__init__(source, lambda step, batch: Batch({n: batch[n] for n in ("inputs", "labels")}, batch.weight))
 
 
-def test_data_without_keys_is_refused_with_a_fix():
+def test_data_without_keys_drop_patches_by_content():
     plain = image_run()
     run = compose(BaseRun(plain.build, WithoutKeys(plain.source), plain.objective), with_optimizer([DropPatches()]), 3)
-    with pytest.raises(RefusedError, match="no field `key`") as refused:
-        run.source.at(0)
+    whole = run.source.at(0)[FIELD]
+    assert len(set(whole.tolist())) == len(whole)
+    assert torch.equal(run.source.rows(0, 2, 4)[FIELD], whole[2:4])
+    assert not torch.equal(run.source.at(1)[FIELD], whole)
+    assert all(loss == loss for loss in losses(advance(run, run.start())))
+    with pytest.raises(RefusedError, match=r"neither images .* nor the field `key`") as refused:
+        keys_of_content(Batch({"labels": torch.zeros(2)}, torch.ones(2)), 0)
     assert "int64" in refused.value.fix

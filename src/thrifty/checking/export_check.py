@@ -11,13 +11,13 @@ from thrifty.checking.check_verdicts import PromiseVerdict, broken, holds, not_a
 from thrifty.checking.observed_runs import CheckSubject, one_line_error
 from thrifty.composition.compose import Run
 from thrifty.core.errors import RefusedError
+from thrifty.core.eval_mode import eval_mode
 from thrifty.core.model_spec import ImageModelSpec, ModelSpec, PairModelSpec
 from thrifty.core.plain_values import to_data
 from thrifty.core.recipe import ModelSettings, Recipe
 from thrifty.core.state import TrainState
 from thrifty.modeling.module_surgery import find_blocks
 from thrifty.models import build_model_for, export_model, export_own_model, shape_for
-from thrifty.models.text_generation import eval_mode
 
 NEAR = 1e-4
 """Allowed difference of logits, relative to the largest logit."""

@@ -16,6 +16,11 @@ def usage_error(error: click.UsageError) -> UsageError:
     message = error.format_message().rstrip(".")
     usual = f"{error.ctx.command_path if error.ctx else 'thrifty'} --help"
     if isinstance(error, click.NoSuchOption):
+        parameters = error.ctx.command.params if error.ctx else ()
+        word = error.option_name.lstrip("-")
+        if any(isinstance(each, click.Argument) and each.name == word for each in parameters):
+            fix = f"pass the {word} without an option: {usual.removesuffix('--help')}{word.upper()}"
+            return UsageError(f"No such option '{error.option_name}'", fix)
         known = [option for each in (error.ctx.command.params if error.ctx else ()) for option in each.opts]
         option = peer_option(error.option_name)
         near = option if option.partition(" ")[0] in known else next(iter(error.possibilities or ()), "")

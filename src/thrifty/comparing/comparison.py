@@ -172,9 +172,10 @@ class _ComparisonRunner:
             adapted = f", in {duration(budget['seconds'])} of training" if equal == "time" else ""
             self.say(f"{label}: {'about ' * (equal == 'time')}{budget['steps']:,} steps a run{adapted}")
         if equal == "time" and (left := self.planned - len(self.runs)):
-            share = left / len(self.variants) / len(self.workers)
-            training = share * sum(budget["seconds"] for budget in planned.values())
-            self.say(f"about {duration(training)} of training in all; starts and evaluations are added")
+            pilots = [entry["elapsed"] for entry in self.runs.values() if "pilot" in entry]
+            whole = [budget["seconds"] + (max(pilots) if pilots else 0.0) for budget in planned.values()]
+            whole_duration = left / len(self.variants) / len(self.workers) * sum(whole)
+            self.say(f"about {duration(whole_duration)} in all, with starts and evaluations")
         return planned
 
     def count(self) -> dict[str, StepCost]:
@@ -191,7 +192,7 @@ class _ComparisonRunner:
                 what, _, fix = ended.error.partition(" fix: ")
                 raise kind(f"{variant.label} fails before its first step: {what}", fix=fix or CORRECT)
             if not costs:
-                judged_on, budget = cost.judged_on, Budget(steps=cost.steps)
+                judged_on, budget = cost.judged_on, Budget(steps=cost.steps, counts=budget.counts)
             if other := differences(judged_on, cost.judged_on):
                 raise UsageError(
                     f"{variant.label} is not comparable with the baseline: {'; '.join(other)}",
@@ -203,7 +204,7 @@ class _ComparisonRunner:
     def pilot(self, variant: Variant, costs: Mapping[str, StepCost]) -> float:
         """Run a pilot and return its step time in seconds. Raises UsageError if the pilot fails."""
         name, steps = f"{variant.folder}-pilot-0", min(self.protocol.pilot, costs[self.variants[0].label].steps)
-        recipe = self.recipe(variant, name, Budget(steps=steps), 0, evaluations=1)
+        recipe = self.recipe(variant, name, Budget(steps=steps, counts="training"), 0, evaluations=1)
         entry = self.run(self.workers[0], recipe, variant=variant.label, pilot=0)
         if entry["status"] == "failed":
             raise UsageError(f"{variant.label} fails in its pilot of {steps} steps: {entry['error']}", fix=CORRECT)
@@ -292,12 +293,14 @@ class _ComparisonRunner:
         if entry["status"] == "finished":
             restarts = self.state.get("restarts", {}).get(name, 0)
             entry |= read_run_result(self.folder.path / name, recipe.evaluation.judge, restarts)
+            entry["elapsed"] = max(entry["elapsed"], entry["seconds_with_starts"])  # of all processes of the run
             if entry["held_out_loss"] is None:
                 entry |= {"status": "failed", "error": "its held-out loss is not finite"}
         with self.write_lock:
             self.runs[name] = entry
-            self.finished += 1
-            self.first_end = min(self.first_end, time.monotonic())
+            if "pilot" not in entry:
+                self.finished += 1
+                self.first_end = min(self.first_end, time.monotonic())
             self.write_state("running", 0)
             self.say(self.progress(entry))
         return self.checked(entry)
@@ -323,7 +326,7 @@ class _ComparisonRunner:
         of_each = entry["elapsed"]
         if self.finished > 1:  # without the first run, which includes the start of the server and first compilations
             of_each = (time.monotonic() - self.first_end) / (self.finished - 1)
-        left = of_each * (self.planned - len(self.runs))
+        left = 0.0 if "pilot" in entry else of_each * (self.planned - len(self.runs))
         loss = entry.get("held_out_loss")
         is_finished = entry["status"] == "finished"
         result = f"held-out loss {significant(loss, 4)}" if is_finished else f"failed: {entry['error']}"

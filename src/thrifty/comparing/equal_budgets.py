@@ -77,7 +77,9 @@ def counted_budget(budget: Budget, equal: Equal, pilot: int) -> Budget:
     seconds. Otherwise, some timed steps convert it."""
     if budget.seconds is None:
         return budget
-    return Budget(steps=pilot) if equal == "time" else Budget(seconds=budget.seconds, counts="training")
+    return (
+        Budget(steps=pilot, counts="training") if equal == "time" else Budget(seconds=budget.seconds, counts="training")
+    )
 
 
 def measured_step(folder: Path) -> float:

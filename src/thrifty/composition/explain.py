@@ -34,6 +34,7 @@ from thrifty.core.batch_norms import batch_norms, effective_numerics
 from thrifty.core.batches import Batch
 from thrifty.core.errors import RefusedError, ThriftyError, reason_of
 from thrifty.core.footprint import Footprint
+from thrifty.core.out_of_memory import is_out_of_memory
 from thrifty.core.randomness import GeneratorStates, preserved_draws
 from thrifty.core.run_notes import add_note, collect_notes
 from thrifty.core.shard_layout import local_tensors
@@ -112,13 +113,26 @@ def _explained(run: Run) -> Explanation:
         shards = data_shard_count(so_far)
         is_counted = not technique.overrides("footprint") and technique.overrides(*COUNTED)
         if is_counted or shards > data_shard_count(so_far[:-1]):
-            _, counted = counts.of(tuple(t for t in so_far if not t.overrides("footprint")), shards)
+            counted = _counted_with(counts, technique, so_far, shards)
         after = counted
         for claimed in so_far:
             after = claimed.footprint(after)
         rows.append(TechniqueFootprint(technique, before, after, effective_numerics(technique, counts.batch_norms)))
         before = after
     return Explanation(parameters, plain, tuple(rows), tuple(counts.decisions))
+
+
+def _counted_with(counts: "_RunCounts", technique: Technique, so_far: tuple[Technique, ...], shards: int) -> Footprint:
+    """Return the footprint with the techniques `so_far`, of which `technique` is the last. Raise RefusedError if the
+    step fails with it, because the step without it did not."""
+    try:
+        return counts.of(tuple(t for t in so_far if not t.overrides("footprint")), shards)[1]
+    except Exception as error:
+        if isinstance(error, ThriftyError) or is_out_of_memory(error):
+            raise
+        raise RefusedError(
+            f"{technique.name} does not work on this model: {reason_of(error)}", fix=f"--without {technique.name}"
+        ) from error
 
 
 def count(run: Run, techniques: tuple[Technique, ...], shards: int = 1) -> tuple[int, Footprint]:

@@ -130,7 +130,8 @@ def explain(
     else:
         run, refused, notes = _without_refused(run, touched_modules)
         explanation = explain_run(run)
-    process, kept = MemoryMeter(run.device).process, kept_bytes(run, explanation.footprint.activations)
+    process = MemoryMeter(run.device).process
+    kept = kept_bytes(run.device, run.techniques, explanation.footprint.activations)
     data = prepared.data.description()
     return RecipeExplanation(recipe.name, data, explanation, notes, refused, process, kept, places, origins or {})
 

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from thrifty.core.recipe import Recipe
     from thrifty.core.technique import Numerics
     from thrifty.planning.forecast import PlanRequest
+    from thrifty.planning.plan_candidate import PlanCandidate
     from thrifty.planning.plan_search import TimeOf
     from thrifty.planning.planner import Plan
     from thrifty.training.run_setup import PreparedRun
@@ -36,6 +37,7 @@ def plan_on_machine(
     if no candidate fits.
     """
     import time
+    from importlib import import_module
     from math import isinf
 
     from thrifty import techniques
@@ -49,7 +51,7 @@ def plan_on_machine(
     from thrifty.planning.rank_options import without_rank_techniques
     from thrifty.recipes.recipe_toml import recipe_to_data
     from thrifty.recipes.short_budgets import without_slow_start
-    from thrifty.training.memory_meter import MemoryMeter
+    from thrifty.training.memory_meter import MemoryMeter, kept_bytes
     from thrifty.training.rank_setup import choose_device
     from thrifty.training.run_ledger import record_forecast
     from thrifty.training.run_setup import prepare_run
@@ -76,6 +78,12 @@ def plan_on_machine(
         wanted = replace(wanted, memory=free)
     known = {*techniques.own_names(), *(technique.name for technique in recipe.techniques)}
     catalogue = {name: techniques.find(name) for name in sorted(known)}
+    import_module("torch._dynamo")  # a run imports it before it builds the model
+
+    def kept(candidate: PlanCandidate) -> float:
+        activations = candidate.footprint.activations if candidate.footprint else 0.0
+        return kept_bytes(run.device, candidate.techniques, activations)
+
     ending = None if seconds is None else began + seconds
     plan = Planner(
         recipe=prepared.recipe_in_steps,
@@ -97,6 +105,7 @@ def plan_on_machine(
         ranks=ranks,
         shared=shared,
         process=MemoryMeter(run.device).process,
+        kept=kept,
         free=free,
         seconds=seconds,
         began=began,
@@ -148,7 +157,6 @@ def _probing(prepared: PreparedRun, seconds: float, fixed: bool, ending: float |
 
     from thrifty.core.claims import Claim
     from thrifty.planning.cost_estimates import StepTiming
-    from thrifty.planning.plan_candidate import PlanCandidate
     from thrifty.planning.probe_jobs import ENDING, LONGEST, ProbeJob, cache_probe, probe_in_process, sizes
     from thrifty.recipes.recipe_toml import recipe_to_data
 

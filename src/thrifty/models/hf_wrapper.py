@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from thrifty.core.classifier_inputs import classifier_inputs
 from thrifty.core.errors import RefusedError
-from thrifty.models.text_generation import eval_mode
+from thrifty.core.eval_mode import eval_mode
 from thrifty.models.transformer import Task, segment_positions
 
 

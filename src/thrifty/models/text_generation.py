@@ -12,6 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thrifty.core.errors import ThriftyError, UsageError
+from thrifty.core.eval_mode import eval_mode
 from thrifty.core.objective import output_head
 from thrifty.models.attention_layers import Attention, RotaryPositions, causal_attention
 from thrifty.models.transformer import Transformer
@@ -117,18 +118,6 @@ def _check(model: nn.Module, tokens: Tensor, temperature: float, top_k: int | No
         raise UsageError(f"top_k is {top_k}, below 1", fix="use 1 or more")
     if top_p is not None and not 0 < top_p <= 1:
         raise UsageError(f"top_p is {top_p}, not in (0, 1]", fix="use a probability above 0, up to 1")
-
-
-@contextmanager
-def eval_mode(model: nn.Module) -> Iterator[None]:
-    """Set eval mode inside the context, then restore the mode of each module."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
-    try:
-        yield
-    finally:
-        for module in training:
-            module.training = True
 
 
 @contextmanager

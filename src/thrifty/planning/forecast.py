@@ -4,7 +4,7 @@ A candidate is a recipe with options of the plan. A probe times steps of a candi
 contains predicted and measured values of earlier runs."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -156,6 +156,8 @@ class Forecaster:
     rate: float = 1e12
     process: float = 0.0
     """Expected bytes of a process before it builds the model, on a CPU. Used until the first probe."""
+    kept: Callable[[PlanCandidate], float] = lambda candidate: 0.0
+    """Function that returns the bytes of a process in addition to tensors, for candidates without a probe."""
     loading: float = 0.0
     """Seconds from the start of a command until PyTorch is loaded."""
 
@@ -173,7 +175,8 @@ class Forecaster:
             rate = self.rate * (1 if self.device.type == "cpu" else candidate.ranks)
             factor = math.prod(option.factor for option in candidate.options)
             step = Estimate.within(factor * footprint.flops / rate, 1 / UNSURE, UNSURE)
-            memory, started, aside = Estimate.within(footprint.memory, 0.9, candidate.counted_high), 0.0, 0.0
+            memory = Estimate.within(footprint.memory, 0.9, candidate.counted_high).plus(self.kept(candidate))
+            started = aside = 0.0
             time_is = ("not measured", 0.0)
         else:
             step = _step(slowdown * candidate.least_step, timing, past["step"])

@@ -62,6 +62,8 @@ class PlanSearch(SingleOptionCosts):
     shared: bool = False
     """True if `memory` is for all ranks together, False if `memory` is per rank."""
     process: float = 0.0
+    kept: Callable[[PlanCandidate], float] = lambda candidate: 0.0
+    """Function that returns the bytes of a process in addition to tensors, until the first probe."""
     free: float = inf
     """Free memory of this machine for a probe, in bytes."""
     allowance: Callable[[float], float] = lambda step: inf
@@ -82,7 +84,7 @@ class PlanSearch(SingleOptionCosts):
         self.needs: dict[tuple[PlanOption, ...], tuple[float, str]] = {}
         """Required bytes, and their description, of candidates that do not fit. Included are probed candidates, and
         candidates for whose probe this machine has too little memory."""
-        self.processes = ProcessMemory(self.memory, self.shared, self.margin, self.process)
+        self.processes = ProcessMemory(self.memory, self.shared, self.margin, self.process, self.kept)
         self.probes = 0
         self.fastest, self.longest_probe = inf, SOME_PROBE
         """Seconds of the fastest probed step (of all candidates, even if they do not fit), and of the longest probe."""
@@ -323,7 +325,7 @@ class PlanSearch(SingleOptionCosts):
         except ProbeTimeout as failure:
             self.stopped = "further steps"
             if isinf(self.fastest):
-                self.time, self.stopped = None, "all measured steps, so memory and time are counted"
+                self.time, self.stopped = None, "all measurements: memory is counted, and time is estimated from FLOPs"
             else:
                 self.misfits[candidate.options] = failure.what
             self.say(failure.what)

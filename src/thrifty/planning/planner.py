@@ -140,6 +140,7 @@ class Planner(Forecaster):
             self.no_room,
             self.shared,
             self.process,
+            self.kept,
             self.free,
             self._allowance,
             self.began,

@@ -22,6 +22,8 @@ class ProcessMemory:
     """Factor from the memory of a probe to the maximum memory of a run."""
     process: float
     """Expected size of a process before it builds the model, until the first probe."""
+    kept: Callable[[PlanCandidate], float] = lambda candidate: 0.0
+    """Function that returns the expected size in addition to tensors, until the first probe."""
     surpluses: dict[tuple[bool, bool, int], list[float]] = field(default_factory=lambda: defaultdict(list))
     """Measured sizes in addition to tensors, by kind of process."""
     processes: dict[int, float] = field(default_factory=dict)
@@ -49,10 +51,10 @@ class ProcessMemory:
         """Return the expected size in addition to tensors, from probes of the same kind of process.
 
         Before the first such probe, a compiled candidate is expected to need as much as the same kind without
-        compilation. Without probes of either kind, 0 is expected.
+        compilation.
         """
         own = self.surpluses[candidate.process_kind] or self.surpluses[False, *candidate.process_kind[1:]]
-        return reduce(own) if own else 0.0
+        return reduce(own) if own else self.kept(candidate)
 
     def expected(self, candidate: PlanCandidate, tensors: float) -> float:
         """Return the expected size of a candidate's process, from the estimated size of its tensors."""

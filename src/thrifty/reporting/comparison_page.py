@@ -151,6 +151,8 @@ def cautions(data: Comparison) -> list[str]:
         if each["step"]["flops_vary"]
     ]
     warnings += _disturbed(data)
+    if restarted := sorted(data.get("restarts", {})):
+        warnings.append(f"{len(restarted)} runs were interrupted and resumed: {', '.join(restarted)}")
     machines = sorted({f"{entry['cpu']}, {entry['device']}" for entry in data["runs"] if "cpu" in entry})
     if len(machines) > 1:
         warnings.append(f"runs used different machines, so times are mixed: {'; '.join(machines)}")
@@ -163,25 +165,29 @@ def cautions(data: Comparison) -> list[str]:
 
 def _disturbed(data: Comparison) -> list[str]:
     """Return a caution on each variant whose step time differs much between its runs."""
-    times: dict[str, list[float]] = defaultdict(list)
+    depends, times = "", defaultdict(list)
+    if data["definition"]["protocol"]["equal"] == "time":
+        depends = ". The verdict depends on them: compare on a quiet machine, or with --equal-budget steps"
     for entry in data["runs"]:
         if entry["status"] == "finished" and "seed" in entry and entry.get("step_time"):
             times[entry["variant"]].append(entry["step_time"])
     return [
         f"a step of {label} took {duration(min(each))} in one run and {duration(max(each))} in another, probably "
-        "because of other programs; do not compare times"
+        f"because of other programs; do not compare times{depends}"
         for label, each in times.items()
         if max(each) > DISTURBED * min(each)
     ]
 
 
 def _nothing_learned(data: Comparison) -> list[str]:
-    """Return a caution if no variant is better than the frequencies of tokens or labels."""
-    losses = [each["held_out_loss"] for each in data.get("outcome", {}).get("variants", {}).values()]
+    """Return a caution if variants are not better than the frequencies of tokens or labels."""
+    losses = {name: each["held_out_loss"] for name, each in data.get("outcome", {}).get("variants", {}).items()}
     facts = next((entry["judged_on"] for entry in data["runs"] if "judged_on" in entry), {})
     for fact, words in (("unigram_entropy", "token frequencies"), ("label_entropy", "label frequencies")):
         entropy = facts.get(fact)
-        if entropy is not None and losses and None not in losses and min(losses) >= entropy:
-            why = f"every held-out loss is above that of the {words} alone, {significant(entropy)}"
-            return [f"no variant has learned enough: {why}; longer runs may give another verdict"]
+        above = [name for name, loss in losses.items() if entropy is not None and loss is not None and loss >= entropy]
+        if above:
+            who = "no variant" if len(above) == len(losses) else f"not every variant ({', '.join(above)})"
+            why = f"the held-out loss is above that of the {words} alone, {significant(entropy)}"
+            return [f"{who} has learned enough: {why}; longer runs may give another verdict"]
     return []

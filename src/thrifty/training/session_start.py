@@ -127,7 +127,7 @@ def run_session(
         "judge": recipe.evaluation.judge,
         "judged_examples": min(len(data.held_out), recipe.evaluation.examples),
         "predicted_memory": predicted,
-        "kept_memory": kept_bytes(run, footprint["activations"]),
+        "kept_memory": kept_bytes(run.device, run.techniques, footprint["activations"]),
         "flops_per_step": explained["plain"]["flops"],
         "peak_flops_per_second": peak,
         "peak_format": str(matrix_type(recipe)).removeprefix("torch."),
@@ -178,6 +178,7 @@ def _time_budget(prepared: PreparedRun, folder: RunFolder, state: TrainState) ->
     budget, counters = prepared.recipe.budget, state.counters
     if budget.seconds is None:
         return None
+    counters["starts"] = counters.get("starts", 0.0) + 1
     if any(technique.overrides("changes", "batches") for technique in prepared.run.techniques):
         counters.setdefault("final_step_seconds", prepared.step_seconds)
 
@@ -196,6 +197,7 @@ def _time_budget(prepared: PreparedRun, folder: RunFolder, state: TrainState) ->
         counters.get("final_step_seconds", 0.0),
         sync.run_first(last_recorded),
         sync.run_first(step_times) if budget.counts == "training" else [],
+        int(counters.get("starts", 1.0)),
     )
 
 

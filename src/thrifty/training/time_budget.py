@@ -78,6 +78,8 @@ class TimeBudget:
     """Last step of the interrupted run. No new estimate is made before this step."""
     step_times: list[float] = field(default_factory=list)
     """Seconds of all steps so far, if only training steps count."""
+    starts: int = 1
+    """Number of processes of the run so far. Each has slow first steps."""
     _recent: deque[float] = field(default_factory=deque)
     """Seconds of recent steps."""
     _work: dict[str, float] = field(default_factory=dict)
@@ -93,7 +95,11 @@ class TimeBudget:
     """Additional seconds of rare slow steps (`steady`), known at the last check."""
 
     def __post_init__(self) -> None:
-        self._ignored = sum(self.step_times) - sum(steady(self.step_times))
+        self._ignored = self._excess()
+
+    def _excess(self) -> float:
+        """Return the additional seconds of rare slow steps so far."""
+        return sum(self.step_times) - sum(steady(self.step_times, ONCE * self.starts))
 
     @property
     def seconds(self) -> float:
@@ -165,7 +171,7 @@ class TimeBudget:
         step is left.
         """
         is_whole_run = self.budget.counts == "run"
-        self._ignored = sum(self.step_times) - sum(steady(self.step_times))
+        self._ignored = self._excess()
         used, work = self.used(training), self._work if is_whole_run else {}
         last = sum(work.values())
         if len(self._recent) < LEAST_STEPS:

@@ -11,8 +11,8 @@ Cost        Two Fourier transforms per image in the process that loads data. Wit
             per image size.
 Avoid       Images with sharp edges or bounded pixel values, because an ideal low-pass filter rings near edges, also
             beyond [0, 1].
-Does not    Accept batches without images, or change the model, which must accept smaller images (a ViT must interpolate
-            its positions).
+Does not    Accept batches without images. The trainer interpolates the positions of a ViT for smaller images; in your
+            own loop, the model must accept them.
 """
 
 from typing import Annotated
@@ -59,6 +59,10 @@ class LowFrequencyCurriculum(Technique):
     def side_at(self, step: int, side: int) -> int:
         fraction = next((each for each, end in zip(self.fractions, self.until, strict=True) if step < end), 1.0)
         return scaled_side(side, fraction, self.multiple)
+
+    @property
+    def optional_seams(self) -> frozenset[str]:
+        return frozenset({"model"})  # in a user's own loop, the model must accept the images itself
 
     def model(self, model: nn.Module) -> nn.Module:
         accept_other_sizes(model, self.name)

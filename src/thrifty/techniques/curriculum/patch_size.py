@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.claims import Claim
-from thrifty.core.errors import IntegrityError, RefusedError, UsageError
+from thrifty.core.errors import IntegrityError, RefusedError, UsageError, reason_of
+from thrifty.core.eval_mode import eval_mode
 from thrifty.core.module_notes import ModuleNote
 from thrifty.core.objective import Objective
 from thrifty.core.run_relative_settings import MovingMoment
@@ -60,6 +61,22 @@ def _refuse_uneven_grid(grid: PatchGrid, patch: int) -> None:
         )
 
 
+def _refuse_fixed_grid(model: nn.Module, grid: PatchGrid) -> None:
+    """Raise RefusedError if a blank image shows that other parts of the model depend on the number of patches."""
+    side = grid.tables[0].side * grid.patch
+    blank = torch.zeros(1, grid.cut.in_channels, side, side, device=grid.cut.weight.device)
+    try:
+        with eval_mode(model), torch.no_grad():
+            model(blank)
+    except TypeError:  # the model has other arguments, and the first step shows it
+        pass
+    except Exception as error:
+        raise RefusedError(
+            f"{type(model).__name__} does not accept patches of {grid.patch} pixels: {reason_of(error)}",
+            fix="--without curriculum.patch_size; or use a Vision Transformer whose positions are one table",
+        ) from error
+
+
 def _refuse_uneven_images(cut: nn.Conv2d, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     """Raise UsageError if reduced images cannot be cut into whole patches."""
     if (images := images_among(args, kwargs)) is None:
@@ -85,7 +102,7 @@ class PatchSizeCurriculum(Technique):
     """Steps that halve the side of a patch. With n steps, the initial side is 2^n times the final side."""
 
     def objective(self, objective: Objective) -> Objective:
-        if not objective.sees_images:
+        if objective.learns_from and not objective.sees_images:
             raise RefusedError(
                 f"{self.name} requires images, because texts have no patches",
                 fix=f"--without {self.name}; or --with curriculum.sequence_length",
@@ -103,6 +120,7 @@ class PatchSizeCurriculum(Technique):
             FINAL_PATCH.set(model, grid.patch)
             _refuse_uneven_grid(grid, grid.patch * factor)
             resize_patches(grid, grid.patch * factor)
+            _refuse_fixed_grid(model, grid)
             if factor > 1:
                 grid.owners[-2].register_forward_pre_hook(partial(_refuse_uneven_images, grid.cut), with_kwargs=True)
             return model

@@ -10,8 +10,8 @@ Start with  `resolution:start=0.5,until=0.8`. Set `multiple` to the side of a pa
             side.
 Cost        With `compile` the model is compiled once per image size.
 Avoid       Images of a few pixels, because shrinking them removes most information.
-Does not    Accept batches without images, or change the model, which must accept smaller images (a ViT must interpolate
-            its positions).
+Does not    Accept batches without images. The trainer interpolates the positions of a ViT for smaller images; in your
+            own loop, the model must accept them.
 """
 
 from torch import nn
@@ -48,6 +48,10 @@ class ResolutionCurriculum(Technique):
 
     def side_at(self, step: int, side: int) -> int:
         return phased_size(step, self.start * side, side, int(self.until), self.multiple, self.phases)
+
+    @property
+    def optional_seams(self) -> frozenset[str]:
+        return frozenset({"model"})  # in a user's own loop, the model must accept the images itself
 
     def model(self, model: nn.Module) -> nn.Module:
         accept_other_sizes(model, self.name)

@@ -35,6 +35,7 @@ from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.kernels.example_rng_torch import random_integers_torch, random_subset_torch
 from thrifty.kernels.token_gather import gather_tokens
+from thrifty.modeling.image_sizes import images_of
 from thrifty.modeling.module_surgery import find_stacks, is_under, wrap_forward
 from thrifty.modeling.patch_grid import find_grid
 
@@ -65,6 +66,8 @@ def without_patches(tokens: Tensor, visible: Tensor, before: int) -> Tensor:
 
 DROPPING: ModuleNote[tuple[Tensor, float] | None] = ModuleNote("patch_dropping")
 """Keys of the examples (b,) and the drop rate; None while no patches are dropped."""
+DROPPED: ModuleNote[bool] = ModuleNote("dropped_patches")
+"""True on a place once patches were dropped there in the current call."""
 PATCHES: ModuleNote[int] = ModuleNote("patches_of_images")
 """Number of patches of the current images, on the convolution that cuts them."""
 
@@ -82,6 +85,11 @@ def prepare(model: nn.Module) -> str:
     owners = [".".join(parts[:count]) for count in range(len(parts) + 1)]
     around = [owner for owner in owners if any(is_under(stack, owner) for stack in stacks)]
     embedding = model.get_submodule(owners[len(around)])
+    if isinstance(embedding, nn.ModuleList | nn.ModuleDict):
+        raise RefusedError(
+            f"{type(model).__name__} cuts its images several times, so a part of the patches is no input",
+            fix="use a Vision Transformer, such as --set model.preset=vit-nano",
+        )
     tensors = (*embedding.named_parameters(), *embedding.named_buffers())
     if any("pos" in path for path, _ in tensors):
         place, wrapper = embedding, _embedded
@@ -111,12 +119,13 @@ def _dropped(cut: nn.Module, place: nn.Module, tokens: Tensor) -> Tensor:
         return tokens
     keys, rate = dropping
     patches = PATCHES.of(cut)
-    if tokens.ndim != 3 or tokens.shape[1] < patches:
+    if not isinstance(tokens, Tensor) or tokens.ndim != 3 or tokens.shape[1] < patches:
         raise RefusedError(
             f"{type(place).__name__} has no sequence of patches (batch, patches, width), but a tensor of shape "
-            f"{tuple(tokens.shape)}",
+            f"{tuple(getattr(tokens, 'shape', ()))}",
             fix="use a Vision Transformer, such as --set model.preset=vit-nano",
         )
+    DROPPED.set(place, True)
     return without_patches(tokens, visible_patches(keys, patches, rate), tokens.shape[1] - patches)
 
 
@@ -127,11 +136,34 @@ def drop_patches(model: nn.Module, keys: Tensor, rate: float) -> Iterator[None]:
     embeddings = [module for _, module in DROPPING.noted(model)]
     for module in embeddings:
         DROPPING.set(module, (keys, rate))
+        DROPPED.set(module, False)
     try:
         yield
+        if not all(map(DROPPED.of, embeddings)):
+            raise RefusedError(
+                f"no patches were dropped, because the loss does not call a part of {type(model).__name__} in the "
+                "usual way",
+                fix="call the model itself in the loss; or --without data_selection.drop_patches",
+            )
     finally:
         for module in embeddings:
             DROPPING.set(module, None)
+
+
+def keys_of_content(batch: Batch, step: int) -> Tensor:
+    """Return keys (b,) from the bits of each image and the step, for data without the field `key`. Integer sums are
+    exact, so a key does not depend on the other examples. Raises RefusedError for batches without images."""
+    images = images_of(batch)
+    if images is None:
+        raise RefusedError(
+            "data_selection.drop_patches: the batches have neither images (b, c, h, w) nor the field `key`, which "
+            "selects the visible patches",
+            fix="add images, or random int64 values (b,) that are fixed for each example",
+        )
+    bits = images.float().contiguous().view(torch.int32).flatten(1).long()
+    draws = torch.Generator().manual_seed(seed_of(f"patches/{step}") % 2**63)
+    factors = torch.randint(-(2**62), 2**62, (bits.shape[1],), generator=draws) * 2 + 1
+    return (bits * factors.to(bits.device)).sum(1)
 
 
 class PatchDropObjective(WrappedObjective):
@@ -194,12 +226,8 @@ class DropPatches(Technique):
         def change(step: int, batch: Batch) -> Batch:
             if step >= self.until:
                 return batch
-            if "key" not in batch.fields:
-                raise RefusedError(
-                    f"{self.name}: the batches have no field `key`, which selects the visible patches",
-                    fix='add the field "key" to the batches: random int64 values (b,), fixed for each example',
-                )
-            return Batch({**batch.fields, FIELD: batch["key"] ^ seed}, batch.weight, batch.last)
+            keys = batch["key"] if "key" in batch.fields else keys_of_content(batch, step)
+            return Batch({**batch.fields, FIELD: keys ^ seed}, batch.weight, batch.last)
 
         return MappedSource(source, change)
 
