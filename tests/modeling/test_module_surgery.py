@@ -96,6 +96,41 @@ def test_a_decoder_has_a_single_stack() -> None:
     assert [*find_stacks(model).items()] == [find_blocks(model)]
 
 
+PYRAMIDS = {
+    "Swin": (
+        lambda: transformers.SwinModel(transformers.SwinConfig(
+            image_size=32, patch_size=2, embed_dim=16, depths=[1, 2, 3], num_heads=[2, 2, 2], window_size=4
+        )),
+        {"encoder.layers.0.blocks": 1, "encoder.layers.1.blocks": 2, "encoder.layers.2.blocks": 3},
+    ),
+    "ConvNeXt": (
+        lambda: transformers.ConvNextModel(transformers.ConvNextConfig(
+            hidden_sizes=[8, 16], depths=[1, 3], num_stages=2
+        )),
+        {"encoder.stages.0.layers": 1, "encoder.stages.1.layers": 3},
+    ),
+    "PVT": (
+        lambda: transformers.PvtModel(transformers.PvtConfig(
+            image_size=32, hidden_sizes=[8, 16, 24, 32], depths=[1, 1, 2, 1], num_attention_heads=[1, 1, 2, 2]
+        )),
+        {"encoder.block.0": 1, "encoder.block.1": 1, "encoder.block.2": 2, "encoder.block.3": 1},
+    ),
+    "experts in blocks": (
+        lambda: transformers.MixtralModel(transformers.MixtralConfig(
+            vocab_size=32, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+            intermediate_size=16, num_local_experts=3,
+        )),
+        {"layers": 2},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PYRAMIDS)
+def test_a_pyramid_has_one_stack_per_stage(name: str) -> None:
+    build, expected = PYRAMIDS[name]
+    assert {stack: len(blocks) for stack, blocks in find_stacks(build()).items()} == expected
+
+
 def test_a_list_of_single_layers_is_the_last_resort() -> None:
     model = nn.Module()
     model.heads = nn.ModuleList(nn.Linear(2, 2) for _ in range(5))

@@ -23,7 +23,7 @@ from thrifty.core.errors import IntegrityError, RefusedError
 from thrifty.core.randomness import GeneratorStates
 from thrifty.core.tensor_tracing import tensors_in
 from thrifty.core.written_buffers import BufferSnapshot
-from thrifty.memory.recomputation import RERUN_FIX
+from thrifty.memory.recomputation import RERUN_FIX, without_caches
 from thrifty.memory.recompute_schedule import RecomputeAction, RecomputeSchedule
 
 
@@ -50,6 +50,7 @@ class BlockChain:
         schedule = self.schedule if torch.is_grad_enabled() else None
         if self.replacement is None and schedule is None:
             return inner(*args, **kwargs)
+        args, kwargs = without_caches(args), without_caches(kwargs)
         refuse_writable(module, (args, kwargs))
         if self.replacement is not None:
             return self.replacement(module, inner, *args, **kwargs)

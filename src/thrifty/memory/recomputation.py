@@ -2,14 +2,17 @@
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 from thrifty.core.randomness import GeneratorStates
 from thrifty.core.written_buffers import BufferSnapshot
+
+A = TypeVar("A")
 
 _FIXED = (
     {"respect_saved_tensors_hooks": False}
@@ -38,9 +41,12 @@ def recompute(
     `options` are passed to torch's `checkpoint`. The generators of torch, Python and NumPy return the same values in
     the recomputation. Buffers of `module` are written only once.
 
+    Key-value caches of transformers among the arguments are left out (`without_caches`).
+
     All arguments are passed to torch by position, because `checkpoint` restores the random state only for devices of
     positional tensors. With keyword arguments, dropout on a GPU would sample a new mask in the recomputation.
     """
+    args, kwargs = without_caches(args), without_caches(kwargs)
     names, count = tuple(kwargs), len(args)
     modules = () if module is None else (module,)
     before = None if torch.compiler.is_compiling() else (BufferSnapshot(*modules), GeneratorStates())
@@ -60,3 +66,13 @@ def recompute(
             return function(*values[:count], **named)
 
     return checkpoint(by_position, *args, *kwargs.values(), use_reentrant=False, **_FIXED, **options)
+
+
+def without_caches(arguments: A) -> A:
+    """Return a tuple or dictionary of arguments with None in place of key-value caches of transformers. In training, a
+    model fills such a cache without reading it, and a recomputation would fill it twice."""
+    return tree_map_only(_is_cache, lambda cache: None, arguments, is_leaf=_is_cache)
+
+
+def _is_cache(value: Any) -> bool:
+    return type(value).__module__ == "transformers.cache_utils" and hasattr(value, "update")

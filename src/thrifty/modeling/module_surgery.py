@@ -78,9 +78,9 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
 def find_stacks(model: nn.Module) -> dict[str, nn.ModuleList]:
     """Return every outermost list of equal blocks, by name, in order of definition.
 
-    A decoder has one stack, an encoder-decoder has two. Lists inside a block and lists of single layers are no stacks.
-    Blocks of other pipeline stages are left out. In a model without ModuleLists of blocks, an `nn.Sequential` of
-    several equal blocks is a stack. Raise RefusedError if the model has no stack.
+    A decoder has one stack, an encoder-decoder has two, and a pyramid has one per stage. Lists inside a block and lists
+    of single layers are no stacks. Blocks of other pipeline stages are left out. In a model without ModuleLists of
+    blocks, an `nn.Sequential` of several equal blocks is a stack. Raise RefusedError if the model has no stack.
     """
     return _stacks(model, nn.ModuleList) or _stacks(model, nn.Sequential) or dict([find_blocks(model)])
 
@@ -111,7 +111,16 @@ def is_under(name: str, module: str) -> bool:
 def _is_list_of_equals(module: nn.Module, kind: type[nn.Module] = nn.ModuleList) -> TypeGuard[nn.ModuleList]:
     if not isinstance(module, kind) or (kind is nn.Sequential and len(module) == 1):  # type: ignore[arg-type]
         return False  # a sequence of one is a wrapper of a model, not a list of blocks
-    return len({type(child) for child in present(module)}) == 1
+    children = present(module)
+    return len({type(child) for child in children}) == 1 and len({*map(_widths, children)}) == 1
+
+
+def _widths(block: nn.Module) -> frozenset[int]:
+    """Return the widths of the norms of a block. Stages of a pyramid, such as Swin, have different widths, so they are
+    not equal blocks, but contain lists of equal blocks."""
+    named = (module for module in block.modules() if "norm" in type(module).__name__.lower())
+    scales = (getattr(module, "weight", None) for module in named)
+    return frozenset(scale.numel() for scale in scales if isinstance(scale, Tensor) and scale.ndim == 1)
 
 
 def _local_blocks(blocks: nn.ModuleList) -> nn.ModuleList:

@@ -27,7 +27,7 @@ Blocks = list[list["ResidualBranch"]]
 
 _PART = r"q|k|v|qkv|kv|quer(?:y|ies)|keys?|values?|query_key_value"
 _ATTENTION = re.compile(rf"(?:to_?|w_?|linear_)?({_PART})(?:_?(?:proj|lin|linear|layer|attn))?")
-_OTHER_ATTENTION = re.compile(r"(c_attn)|(in_proj)|(?:q|k|v|kv)_[ab]_proj\w*")
+_OTHER_ATTENTION = re.compile(r"(c_attn)|(in_proj)|(?:q|k|v|kv)_[ab]_proj\w*|pos_(?:q|k|query|key)_proj")
 _INNER = re.compile(r"up|gate|w1|w3|wi(_\d)?|fc1|lin1|linear1|c_fc|fc_in|dense_h_to_4h|(up|gate|gate_up)_proj")
 _LAST = re.compile(r"o|out|down|proj|wo|w2|fc2|lin2|linear2|fc_out|(o|out|c|down)_proj|(out|o)_lin|dense_4h_to_h")
 _CROSS = re.compile(r"cross|encoder_?att|enc_?dec|multihead_attn")
@@ -151,15 +151,15 @@ def _kind(end: str, inner: Mapping[str, nn.Module], before: list[ResidualBranch]
 
 
 def part_of_attention(path: str) -> str:
-    """Return, from a layer's name, the part of attention that the layer computes, such as "q" or "qkv". Return "low
-    rank" for a factor of a low-rank projection, and "" for a layer outside attention."""
+    """Return, from a layer's name, the part of attention that the layer computes, such as "q" or "qkv". Return "other"
+    for a factor of a low-rank projection or a projection of positions, and "" for a layer outside attention."""
     last = path.rpartition(".")[2].lower()
     if match := _ATTENTION.fullmatch(last):
         return match[1]
     match = _OTHER_ATTENTION.fullmatch(last)
     if not match or (match[2] and "att" not in path.lower()):
         return ""
-    return "qkv" if match[1] or match[2] else "low rank"
+    return "qkv" if match[1] or match[2] else "other"
 
 
 def _refuse_leftovers(name: str, block: nn.Module, branches: list[ResidualBranch]) -> None:

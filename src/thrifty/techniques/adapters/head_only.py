@@ -40,7 +40,8 @@ class HeadOnly(AdapterTechnique):
         if not trained:
             raise RefusedError(
                 f"{type(model).__name__} has no head with its own weight to train",
-                fix="--set model.tied=false if the head shares the embedding's weight; or --with adapters.lora",
+                fix="--with adapters.lora; or, if the head shares the embedding's weight, an untied head: --set "
+                "model.tied=false for a preset with random weights",
             )
         train_only(model, trained)
         return model

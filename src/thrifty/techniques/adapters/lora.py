@@ -187,7 +187,7 @@ def _letters(name: str, cut: FusedSlices | None) -> str:
     part = part_of_attention(name)
     if cut is not None:
         return "qkv" if len(cut.sizes) == 3 else "kv" if part else ""
-    whole = {"query_key_value": "qkv", "qkv": "qkv", "kv": "kv", "low rank": ""}
+    whole = {"query_key_value": "qkv", "qkv": "qkv", "kv": "kv", "other": ""}
     return whole.get(part, part[:1])
 
 

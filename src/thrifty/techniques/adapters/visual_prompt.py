@@ -99,7 +99,8 @@ def patch_size(model: nn.Module) -> int:
             return module.kernel_size[0]
     raise RefusedError(
         "no convolution that cuts an image into patches was found",
-        fix="--set techniques.adapters.visual_prompt.patch=16, the side of a patch in pixels",
+        fix="--with adapters.prompt_tuning for text; or, for images, --set techniques.adapters.visual_prompt.patch=16, "
+        "the side of a patch in pixels",
     )
 
 

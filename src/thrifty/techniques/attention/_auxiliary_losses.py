@@ -12,7 +12,8 @@ class AuxiliaryLossObjective(WrappedObjective):
     """Wrapper of an objective that adds the auxiliary losses of attention cores to its losses.
 
     It adds λ = `weight` times the mean auxiliary loss of all cores, (b,). In the forward pass each core appends its
-    auxiliary loss (b,) to the list `losses`, which exists only during `predict`.
+    auxiliary loss (b,) to the list `losses`, which exists only during `predict`. Attention in windows has several
+    losses per example, which are averaged.
     """
 
     def __init__(self, inner: Objective, weight: float):
@@ -31,9 +32,15 @@ class AuxiliaryLossObjective(WrappedObjective):
             for core in cores:
                 core.losses = None
         if collected:
-            prediction.auxiliary_loss = torch.stack(collected).mean(0)  # type: ignore[attr-defined]
+            means = [_per_example(losses, len(batch)) for losses in collected]
+            prediction.auxiliary_loss = torch.stack(means).mean(0)  # type: ignore[attr-defined]
         return prediction
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
         losses, auxiliary = super().losses(prediction, batch), getattr(prediction, "auxiliary_loss", None)
         return losses if auxiliary is None else losses + self.weight * auxiliary
+
+
+def _per_example(losses: Tensor, examples: int) -> Tensor:
+    """Return the mean loss (b,) of each example from losses (b · w,) of w sequences per example."""
+    return losses.unflatten(0, (examples, -1)).mean(1)

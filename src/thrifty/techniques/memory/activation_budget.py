@@ -51,6 +51,7 @@ from thrifty.memory.planner.memory_plan import (
 from thrifty.memory.planner.plan_choice import AllowedActions, agree_on_plan, best_plan, least_peak
 from thrifty.memory.planner.plan_report import decisions, summary
 from thrifty.memory.planner.plan_storage import Bits, TierStore, build_block_plan, bytes_per_second, stored_bits
+from thrifty.memory.recomputation import without_caches
 from thrifty.memory.recompute_overhead import measured_overheads
 from thrifty.memory.selective_recompute import BlockPlan, keep_tensor, run_block_plan
 from thrifty.modeling.attention_cores import LOSING_CORES
@@ -86,6 +87,7 @@ class ActivationPlanner:
         self.seed, self.passes = 0, 0
 
     def run(self, name: str, block: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
+        args, kwargs = without_caches(args), without_caches(kwargs)
         if self.rehearsal is not None:
             return self.rehearsal.run(name, block, inner, args, kwargs)
         if self.called == len(self.current):  # a forward pass without gradients, as in evaluation

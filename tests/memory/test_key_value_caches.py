@@ -1,0 +1,24 @@
+"""Key-value caches that models of transformers fill in training."""
+
+import pytest
+import torch
+import transformers
+
+import thrifty
+
+
+@pytest.mark.parametrize("name", ["Llama", "Bloom", "GPTNeoX"])
+@pytest.mark.parametrize("how", ["memory.recompute", "memory.optimal_recompute", "memory.activation_budget"])
+def test_caches_are_left_out_of_recomputed_blocks(name: str, how: str) -> None:
+    sizes = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "use_cache": True}
+    kind = getattr(transformers, f"{name}ForCausalLM")
+    tokens = torch.randint(32, (2, 6))
+    grads = []
+    for technique in (None, how):
+        torch.manual_seed(0)
+        model = kind(kind.config_class(**sizes))
+        if technique:
+            thrifty.apply(model, technique, **({"bytes": 0.5} if technique == "memory.optimal_recompute" else {}))
+        model(input_ids=tokens, labels=tokens).loss.backward()
+        grads.append([parameter.grad for parameter in model.parameters()])
+    torch.testing.assert_close(*grads)
