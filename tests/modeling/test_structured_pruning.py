@@ -6,6 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import transformers
+from drawn_models import OddDecoder
 from tiny_models import SMALL
 from torch import Tensor, nn
 
@@ -13,6 +14,7 @@ from thrifty.core.errors import RefusedError
 from thrifty.modeling.structured_pruning import (
     ZERO,
     add_coefficients,
+    find_columns,
     find_units,
     fold_coefficients,
     is_pruned,
@@ -61,15 +63,21 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "Mistral of transformers": lambda: theirs("Mistral", **GROUPED),
     "BERT of transformers": lambda: theirs("Bert", HuggingFaceMaskedLM),
     "DistilBERT of transformers": lambda: theirs("DistilBert", HuggingFaceMaskedLM, dim=32, n_heads=4, n_layers=2),
+    "hand-written, queries, keys and values in one": lambda: OddDecoder(depth=2).double().eval(),
+    "NeoX of transformers": lambda: theirs("GPTNeoX"),
+    "StableLM of transformers": lambda: theirs("StableLm", num_key_value_heads=4),
     "OPT of transformers": lambda: theirs("OPT", ffn_dim=48, word_embed_proj_dim=32),
 }
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "two stacks": (lambda: ours("t5"), "two stacks"),
     "fused in Conv1D": (lambda: theirs("GPT2", n_embd=32, n_head=4, n_layer=2), "Conv1D"),
-    "heads in turn": (lambda: theirs("GPTNeoX"), "cannot be separated"),
     "a norm over all heads": (lambda: theirs("Olmo2", num_key_value_heads=4), "an element for each unit"),
-    "a width of its own": (lambda: theirs("StableLm", num_key_value_heads=4), "pruning cannot change"),
-    "queries, keys and values in one": (lambda: theirs("Phi3", num_key_value_heads=4), "cannot be separated"),
+    "sizes of the configuration": (lambda: theirs("Phi3", num_key_value_heads=4), "pruning cannot change"),
+    "ALiBi": (lambda: theirs("Bloom", n_head=4, n_layer=2), "cannot change the position biases"),
+    "projected positions": (
+        lambda: theirs("DebertaV2", HuggingFaceMaskedLM, relative_attention=True, pos_att_type=["p2c", "c2p"]),
+        "pos_key_proj.weight, which has a part for each head",
+    ),
 }
 
 
@@ -166,6 +174,13 @@ def test_unsupported_structures_are_refused(case: str) -> None:
     with pytest.raises(RefusedError, match=re.escape(reason)) as refused:
         find_units(make())
     assert refused.value.fix
+
+
+@pytest.mark.parametrize("name", ["Bloom", "Falcon", "Phi3"])
+def test_heads_that_cannot_be_removed_are_columns(name: str) -> None:
+    model = theirs(name, **({"n_head": 4, "n_layer": 2} if name == "Bloom" else {}))
+    columns = find_columns(model, neurons=False)
+    assert [(each.count, each.width, each.rows) for each in columns.values()] == [(4, 8, ())] * 2
 
 
 def test_zero_in_an_order_is_a_unit_of_zeros() -> None:

@@ -189,12 +189,12 @@ class OddBlock(nn.Module):
 
 
 class OddDecoder(nn.Module):
-    def __init__(self, form: str = "before", shared: bool = False, **attention: Any):
+    def __init__(self, form: str = "before", shared: bool = False, depth: int = 3, **attention: Any):
         super().__init__()
         torch.manual_seed(0)
         self.tokens, self.places = nn.Embedding(64, 32), nn.Parameter(0.1 * torch.randn(LENGTH, 32))
         block = OddBlock(32, form, **attention)
-        self.blocks = nn.ModuleList(block if shared else OddBlock(32, form, **attention) for _ in range(3))
+        self.blocks = nn.ModuleList(block if shared else OddBlock(32, form, **attention) for _ in range(depth))
         self.norm, self.head = nn.LayerNorm(32), nn.Linear(32, 64, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:

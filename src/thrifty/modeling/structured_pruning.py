@@ -8,6 +8,7 @@ coefficient zero adds nothing, so its removal does not change the model's output
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, Literal
 
 import torch
@@ -15,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thrifty.core.errors import RefusedError
-from thrifty.modeling.residual_branches import ResidualBranch, find_branches, part_of_attention
+from thrifty.modeling.residual_branches import ResidualBranch, find_branches, in_width, is_decoder, part_of_attention
 
 Kind = Literal["heads", "neurons"]
 
@@ -24,9 +25,12 @@ GROUP = "heads_in_a_group"
 ZERO = -1
 """Index of an added unit of zeros, in a list of unit indices."""
 
-_HEAD_WIDTH = ("head_width", "head_dim", "attention_head_size")
+_HEAD_WIDTH = ("head_width", "head_dim", "attention_head_size", "head_size")
+_HEADS = ("heads", "num_attention_heads", "num_heads", "n_heads", "n_head")
+_ALL_HEADS = ("embed_dim", "attn_dim", "hidden_size", "all_head_size", "split_size")
+"""Attributes that may store the total width of all heads. They may also store the width of the stream."""
 _OF_HEADS = re.compile(r"heads$|head_size$|num_key_value_groups|embed_dim|hidden_size")
-_INSTEAD = "use Thrifty's Llama, GPT or BERT, or a Llama-like model, BERT, DistilBERT or OPT of transformers"
+_INSTEAD = "use a model with separate or fused linear layers for queries, keys and values, such as Llama, BERT or NeoX"
 
 
 @dataclass(frozen=True)
@@ -63,35 +67,91 @@ class PrunableUnits:
 def find_units(model: nn.Module) -> dict[str, PrunableUnits]:
     """Return the units of every branch, by the name of the branch's output layer. Raise RefusedError for an
     encoder-decoder, and for branches of an unsupported structure."""
-    stacks = find_branches(model)
-    if len(stacks) > 1:
-        raise RefusedError(f"pruning does not support two stacks ({' and '.join(stacks)})", fix=_INSTEAD)
-    branches = (branch for blocks in stacks.values() for block in blocks for branch in block)
+    branches = _own_branches(model)
     return {branch.name: _heads(branch) if branch.kind == "attention" else _neurons(branch) for branch in branches}
+
+
+def find_columns(model: nn.Module, neurons: bool) -> dict[str, PrunableUnits]:
+    """Return the heads of each branch, and with `neurons` its neurons, as columns of the output layer, which suffices
+    to set units to zero. Raise RefusedError for an encoder-decoder, and for attention whose number of heads is
+    unknown."""
+    found = {}
+    for branch in _own_branches(model):
+        is_heads = branch.kind == "attention"
+        kind: Kind = "heads" if is_heads else "neurons"
+        if not (is_heads or neurons):
+            continue
+        writer, width = _linear(branch.name, branch.writer), _width(branch) if is_heads else 1
+        columns = writer.weight.shape[1]
+        if not width or columns % width:
+            raise RefusedError(f"the number of heads before {branch.name} is unknown", fix=_INSTEAD)
+        found[branch.name] = PrunableUnits(kind, branch.name, writer, columns // width, width, (), branch.owner, {})
+    return found
+
+
+def _own_branches(model: nn.Module) -> list[ResidualBranch]:
+    stacks = find_branches(model)
+    if len(stacks) > 1 and any(is_decoder(blocks) for blocks in stacks.values()):
+        raise RefusedError(f"pruning does not support two stacks ({' and '.join(stacks)})", fix=_INSTEAD)
+    return [branch for blocks in stacks.values() for block in blocks for branch in block]
+
+
+def _width(branch: ResidualBranch) -> int:
+    """Return the number of columns of a head in the output layer of attention; 0 if it is unknown."""
+    owner, columns = branch.owner, in_width(branch.writer)
+    stated = next((value for name in _HEAD_WIDTH if isinstance(value := getattr(owner, name, None), int)), 0)
+    heads = next((value for name in _HEADS if isinstance(value := getattr(owner, name, None), int)), 0)
+    return stated or (columns // heads if heads and columns % heads == 0 else 0)
 
 
 def _heads(branch: ResidualBranch) -> PrunableUnits:
     owner, writer = branch.owner, _linear(branch.name, branch.writer)
-    width = next((value for name in _HEAD_WIDTH if isinstance(value := getattr(owner, name, None), int)), 0)
+    width = _width(branch)
     parts = {rows.part: (rows, size) for name, layer in branch.inner.items() for rows, size in _parts(name, layer)}
+    if width and len(parts) == 1:
+        return _fused_heads(branch, writer, width, *next(iter(parts.items())))
     if not width or parts.keys() != {"q", "k", "v"}:
         raise RefusedError(f"the heads before {branch.name} cannot be separated", fix=_INSTEAD)
     heads, shared = (parts[part][1] // width for part in "qk")
     # after pruning, the counts alone no longer determine which heads share keys and values
     group = getattr(owner, GROUP, 0 if heads > shared == 1 else heads // shared)
     per_unit = group or 1
-    known = dict.fromkeys(("heads", "num_attention_heads", "num_heads", "n_heads"), per_unit)
-    known |= {"all_head_size": per_unit * width}
-    if getattr(owner, "embed_dim", None) == heads * width:  # the total width of all heads, not of the stream
-        known |= {"embed_dim": per_unit * width}
+    known = _known_sizes(owner, heads, width, per_unit)
     known |= dict.fromkeys(("kv_heads", "num_key_value_heads"), 1 if group else 0)
     known |= {"num_key_value_groups": 0 if group else 1}
     _refuse_unknown_sizes(branch, known)
     _refuse_parameters_per_unit(branch, {heads * width, shared * width} - {width})
+    _refuse_fixed_heads(branch, heads, [rows.layer for rows, _ in parts.values()])
     widths = {"q": per_unit * width} | ({"k": width, "v": width} if group else {})
     rows = tuple(UnitRows(parts[part][0].layer, parts[part][0].start, each, part) for part, each in widths.items())
     sizes = {name: each for name, each in known.items() if isinstance(getattr(owner, name, None), int)}
     return PrunableUnits("heads", branch.name, writer, heads // per_unit, per_unit * width, rows, owner, sizes, group)
+
+
+def _fused_heads(
+    branch: ResidualBranch, writer: nn.Linear, width: int, part: str, found: tuple[UnitRows, int]
+) -> PrunableUnits:
+    """Return the heads of a layer that computes queries, keys and values of equal width: as three blocks of rows, or
+    head by head."""
+    (rows, size), columns = found, writer.weight.shape[1]
+    if size != 3 * columns or columns % width:
+        raise RefusedError(f"the heads before {branch.name} share keys and values in a fused layer", fix=_INSTEAD)
+    known = _known_sizes(branch.owner, columns // width, width, 1)
+    _refuse_unknown_sizes(branch, known)
+    _refuse_parameters_per_unit(branch, {columns} - {width})
+    _refuse_fixed_heads(branch, columns // width, [rows.layer])
+    starts = (0,) if part == "query_key_value" else (0, columns, 2 * columns)
+    each = 3 * width if part == "query_key_value" else width
+    placed = tuple(UnitRows(rows.layer, start, each) for start in starts)
+    sizes = {name: one for name, one in known.items() if isinstance(getattr(branch.owner, name, None), int)}
+    return PrunableUnits("heads", branch.name, writer, columns // width, width, placed, branch.owner, sizes, 1)
+
+
+def _known_sizes(owner: nn.Module, heads: int, width: int, per_unit: int) -> dict[str, int]:
+    """Return attributes of an attention module that store numbers of heads or their total width, with the size per
+    unit."""
+    whole = {name: per_unit * width for name in _ALL_HEADS if getattr(owner, name, None) == heads * width}
+    return dict.fromkeys(_HEADS, per_unit) | whole
 
 
 def _parts(name: str, layer: nn.Module) -> Iterator[tuple[UnitRows, int]]:
@@ -102,8 +162,12 @@ def _parts(name: str, layer: nn.Module) -> Iterator[tuple[UnitRows, int]]:
         for part, size in stated.items():
             yield UnitRows(layer, start, 0, part), size
             start += size
-    elif (part := part_of_attention(name)[:1]) in ("q", "k", "v") and part_of_attention(name) not in ("qkv", "kv"):
+        return
+    part = part_of_attention(name)
+    if part in ("qkv", "query_key_value"):
         yield UnitRows(layer, 0, 0, part), layer.weight.shape[0]
+    elif part != "kv" and part[:1] in ("q", "k", "v"):
+        yield UnitRows(layer, 0, 0, part[:1]), layer.weight.shape[0]
 
 
 def _neurons(branch: ResidualBranch) -> PrunableUnits:
@@ -131,6 +195,22 @@ def _refuse_unknown_sizes(branch: ResidualBranch, known: Mapping[str, int]) -> N
     for name, value in vars(branch.owner).items():
         if isinstance(value, int) and _OF_HEADS.search(name) and name not in {*known, *_HEAD_WIDTH}:
             raise RefusedError(f"pruning cannot change {name} = {value} of {type(branch.owner).__name__}", fix=_INSTEAD)
+
+
+def _refuse_fixed_heads(branch: ResidualBranch, heads: int, layers: Sequence[nn.Module]) -> None:
+    """Raise RefusedError for attention whose number of heads is also stored outside the `layers` of queries, keys and
+    values: in position biases, in projections of positions, or in biases that the model passes (ALiBi)."""
+    owner, writer = branch.owner, branch.writer
+    placed = {id(layer) for layer in (*layers, writer)}
+    for name, module in owner.named_modules():
+        for last, parameter in module.named_parameters(recurse=False):
+            per_head = parameter.ndim > 1 and heads in parameter.shape and not isinstance(module, nn.Linear)
+            projects = isinstance(module, nn.Linear) and module.out_features == in_width(writer)
+            if id(module) not in placed and (per_head or projects):
+                where = f"{name}.{last}" if name else last
+                raise RefusedError(f"pruning refuses {where}, which has a part for each head", fix=_INSTEAD)
+    if "alibi" in signature(owner.forward).parameters:
+        raise RefusedError(f"pruning cannot change the position biases of {type(owner).__name__}", fix=_INSTEAD)
 
 
 def _refuse_parameters_per_unit(branch: ResidualBranch, sizes: set[int]) -> None:

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.claims import Claim
-from thrifty.core.errors import IntegrityError
+from thrifty.core.errors import IntegrityError, RefusedError
 from thrifty.core.randomness import keyed_generator
 from thrifty.core.run_notes import add_note
 from thrifty.core.run_relative_settings import MovingMoment
 from thrifty.core.setting_bounds import Fraction, Positive, Probability
 from thrifty.core.shard_layout import order_of
 from thrifty.core.state import TrainState, full_value
-from thrifty.modeling.structured_pruning import PrunableUnits, find_units, prune_units
+from thrifty.modeling.structured_pruning import PrunableUnits, find_columns, find_units, prune_units
 from thrifty.optim.mask_selection import Shapes, drop_fraction, largest, replace_connections, shard_like_parameter
 from thrifty.optim.weight_masks import LayerReader, check_masks, masks_in
 from thrifty.techniques.sparsity._mask_techniques import MaskTechnique
@@ -100,7 +100,11 @@ class DynamicHeads(MaskTechnique):
         return model
 
     def _masked(self, model: nn.Module) -> list[PrunableUnits]:
-        return [pieces for pieces in find_units(model).values() if self.kept_count(pieces) < pieces.count]
+        try:
+            found = find_units(model)
+        except RefusedError:  # they can be set to zero, but not be removed
+            found = find_columns(model, self.neurons < 1)
+        return [pieces for pieces in found.values() if self.kept_count(pieces) < pieces.count]
 
     def kept_count(self, pieces: PrunableUnits) -> int:
         return max(round((self.density if pieces.kind == "heads" else self.neurons) * pieces.count), 1)
@@ -131,8 +135,11 @@ class DynamicHeads(MaskTechnique):
             yield name, columns_of(pieces, matrix.mask.shape)
 
     def finish(self, model: nn.Module) -> nn.Module:
-        """Remove the dropped heads and neurons, whose output is zero."""
+        """Remove the dropped heads and neurons, whose output is zero. If they cannot be removed, the zeros stay."""
         for pieces in self._masked(model):
+            if not pieces.rows:
+                add_note(f"{pieces.name}: the weights of dropped {pieces.kind} stay, as zeros")
+                continue
             sizes = by_piece(pieces.writer.weight.detach(), pieces.count).norm(dim=1)
             prune_units(pieces, largest(sizes, self.kept_count(pieces)).nonzero().flatten().tolist())
         return model
