@@ -1,8 +1,11 @@
 """Progressive patch size: an enlarged patch keeps its token, and the final model is plain."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 from image_runs import PIXELS, autoencoder_run, image_run
@@ -13,9 +16,34 @@ from torch import nn
 from thrifty.composition.compose import BaseRun, compose
 from thrifty.core.errors import IntegrityError, RefusedError, UsageError
 from thrifty.kernels.image_resizing import resized_patches
+from thrifty.modeling.patch_grid import find_grid
 from thrifty.techniques.curriculum.patch_size import PatchSizeCurriculum
 
 HALVING = PatchSizeCurriculum(at=(1, 3))
+
+
+VIT = {
+    "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64, "image_size": 8,
+    "patch_size": 2, "num_channels": 1, "num_labels": 10,
+}  # fmt: skip
+
+
+class HandWritten(nn.Module):
+    """Vision Transformer with positions added in its own forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cut, self.start = nn.Conv2d(1, 32, 2, 2), nn.Parameter(torch.zeros(1, 1, 32))
+        self.where = nn.Parameter(torch.randn(17, 32))
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True) for _ in range(2))
+        self.head = nn.Linear(32, 10)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.cut(images).flatten(2).mT
+        x = torch.cat((self.start.expand(len(x), -1, -1), x), 1) + self.where
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x[:, 0])
 
 
 def run_of(*others: str, plain: BaseRun | None = None, one: PatchSizeCurriculum = HALVING):
@@ -97,6 +125,42 @@ def test_the_image_tower_of_a_contrastive_model_is_supported() -> None:
     assert state.model.image.embedding.patch_size == 2 * pair_run().build().image.embedding.patch_size
     assert advance(run, state)[-1].loss < 2 * first.loss
     run.verify(state)
+
+
+FOREIGN = {
+    "DeiT": lambda: transformers.DeiTForImageClassification(transformers.DeiTConfig(**VIT)),
+    "DINOv2": lambda: transformers.Dinov2ForImageClassification(transformers.Dinov2Config(**VIT)),
+    "SigLIP": lambda: transformers.SiglipForImageClassification(
+        transformers.SiglipConfig(vision_config=VIT, text_config={"vocab_size": 9}, num_labels=10)
+    ),
+    "hand-written": HandWritten,
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_patches_of_foreign_models_start_large_and_end_at_their_size(name: str) -> None:
+    torch.manual_seed(0)
+    start = FOREIGN[name]().state_dict()
+
+    def build() -> nn.Module:
+        model = FOREIGN[name]()
+        model.load_state_dict(start)
+        return model
+
+    run = run_of(plain=replace(image_run(), build=build), one=PatchSizeCurriculum(at=(2,)))
+    state = run.start()
+    shapes = [(value.shape, value.numel()) for value in start.values()]
+    assert find_grid(state.model).patch == 4
+    assert all(loss == loss for loss in (record.loss for record in advance(run, state)))
+    assert find_grid(state.model).patch == 2
+    assert [(value.shape, value.numel()) for value in state.model.state_dict().values()] == shapes
+
+
+def test_models_whose_blocks_depend_on_the_patches_are_refused() -> None:
+    model = HandWritten()
+    model.blocks[0].norm1 = nn.LayerNorm((17, 32))
+    with pytest.raises(RefusedError, match="does not accept patches of 4 pixels"):
+        run_of(plain=replace(image_run(), build=lambda: model), one=PatchSizeCurriculum(at=(2,))).start()
 
 
 def test_models_without_patches_are_refused() -> None:

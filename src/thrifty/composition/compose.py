@@ -232,7 +232,8 @@ def refuse_trained_start(techniques: Sequence[Technique]) -> None:
         if reason := technique.clashes.get(Claim.TRAINED_START):
             raise RefusedError(
                 f"{technique.name} is not for trained weights: {reason}",
-                fix=f"--without {technique.name}; or random initial weights: --set model.reinitialize=true",
+                fix=f"--without {technique.name}; or random initial weights: --set model.reinitialize=true for a "
+                "folder, or a function that builds the model in place of the model",
             )
 
 

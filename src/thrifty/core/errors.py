@@ -83,7 +83,9 @@ def for_reader(text: str) -> str:
     """Return a text with options rewritten as Python arguments if the reader called a Python function. `--set
     data.batch=16` becomes `settings={"data.batch": 16}`. Texts with a whole command stay unchanged."""
     is_command = "thrifty " in text or "torchrun " in text
-    return text if TYPED in os.environ or is_command else OPTION.sub(_argument, text)
+    if TYPED in os.environ or is_command:
+        return text
+    return OPTION.sub(_argument, text).replace("} settings={", ", ")  # one argument for neighboring settings
 
 
 SHORT = {

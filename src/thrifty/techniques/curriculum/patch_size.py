@@ -51,9 +51,8 @@ def find_patches(model: nn.Module) -> PatchGrid:
     return grid
 
 
-def _refuse_uneven_grid(grid: PatchGrid, patch: int) -> None:
-    """Raise RefusedError if full images cannot be cut into whole patches of `patch` pixels."""
-    side = grid.tables[0].side * grid.patch
+def _refuse_uneven_side(side: int, patch: int) -> None:
+    """Raise RefusedError if full images of `side` pixels cannot be cut into whole patches of `patch` pixels."""
     if side % patch:
         raise RefusedError(
             f"images of {side} x {side} pixels cannot be cut into patches of {patch} x {patch}",
@@ -61,9 +60,9 @@ def _refuse_uneven_grid(grid: PatchGrid, patch: int) -> None:
         )
 
 
-def _refuse_fixed_grid(model: nn.Module, grid: PatchGrid) -> None:
-    """Raise RefusedError if a blank image shows that other parts of the model depend on the number of patches."""
-    side = grid.tables[0].side * grid.patch
+def _refuse_fixed_grid(model: nn.Module, grid: PatchGrid, side: int) -> None:
+    """Raise RefusedError if a blank image of `side` pixels shows that other parts of the model depend on the number of
+    patches."""
     blank = torch.zeros(1, grid.cut.in_channels, side, side, device=grid.cut.weight.device)
     try:
         with eval_mode(model), torch.no_grad():
@@ -118,9 +117,10 @@ class PatchSizeCurriculum(Technique):
         def restructure(model: nn.Module) -> nn.Module:
             grid = find_patches(model)
             FINAL_PATCH.set(model, grid.patch)
-            _refuse_uneven_grid(grid, grid.patch * factor)
+            side = grid.tables[0].side * grid.patch
+            _refuse_uneven_side(side, grid.patch * factor)
             resize_patches(grid, grid.patch * factor)
-            _refuse_fixed_grid(model, grid)
+            _refuse_fixed_grid(model, grid, side)
             if factor > 1:
                 grid.owners[-2].register_forward_pre_hook(partial(_refuse_uneven_images, grid.cut), with_kwargs=True)
             return model
