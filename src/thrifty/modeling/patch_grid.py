@@ -186,7 +186,8 @@ def accept_other_sizes(model: nn.Module, who: str) -> None:
     """Make a model accept images of other sizes than it was built for. Where the model does not do this itself, its
     positions are interpolated at each call. A call that fails nevertheless raises RefusedError; `who` is the technique
     that the message names."""
-    if INTERPOLATED.get(model) is None:
+    sees_images = any(isinstance(module, nn.Conv2d) for module in model.modules())
+    if sees_images and INTERPOLATED.get(model) is None:
         INTERPOLATED.set(model, False)
         wrap_forward(model, partial(_at_size, who))
 

@@ -39,6 +39,7 @@ from thrifty.core.structural_change import Moments, StructuralChange
 from thrifty.core.technique import Numerics, Technique
 from thrifty.kernels.image_resizing import resize, scaled_side
 from thrifty.modeling.image_sizes import images_of, replace_images
+from thrifty.modeling.patch_grid import accept_other_sizes
 from thrifty.modeling.module_surgery import find_stacks
 from thrifty.modeling.text_lengths import has_only_text, truncate_texts
 from thrifty.optim.weight_average import EmaTransform
@@ -194,6 +195,7 @@ class AutoGrow(Technique):
 
     def model(self, model: nn.Module) -> nn.Module:
         add_gates(model, self.name)
+        accept_other_sizes(model, self.name)
         return model
 
     def backward(self, backward: Backward) -> Backward:
