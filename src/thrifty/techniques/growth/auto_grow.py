@@ -39,8 +39,8 @@ from thrifty.core.structural_change import Moments, StructuralChange
 from thrifty.core.technique import Numerics, Technique
 from thrifty.kernels.image_resizing import resize, scaled_side
 from thrifty.modeling.image_sizes import images_of, replace_images
-from thrifty.modeling.patch_grid import accept_other_sizes
 from thrifty.modeling.module_surgery import find_stacks
+from thrifty.modeling.patch_grid import accept_other_sizes
 from thrifty.modeling.text_lengths import has_only_text, truncate_texts
 from thrifty.optim.weight_average import EmaTransform
 from thrifty.techniques.growth._block_gates import add_gates, gates
