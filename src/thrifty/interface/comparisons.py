@@ -21,8 +21,7 @@ from thrifty.core.old_names import rename_comparison
 from thrifty.core.plain_values import build
 from thrifty.core.recipe import Recipe
 from thrifty.interface.progress import progress
-from thrifty.interface.recipe_arguments import RecipeArguments
-from thrifty.interface.recipe_arguments import recipe as recipe_of
+from thrifty.interface.recipe_arguments import RecipeArguments, recipe_from
 from thrifty.reporting.comparison_charts import (
     PAPER,
     found_difference,
@@ -172,7 +171,7 @@ def compare(
     if save_result:
         refuse_existing_comparison(Path(save_result))
     name = arguments.pop("name", None)
-    read = variants_of(recipe_of(recipe=recipe, **arguments), variants or {})
+    read = variants_of(recipe_from("compare", recipe, arguments), variants or {})
     folder = Path(runs) / check_name(name or f"{read[0].recipe.name}-comparison", "--name")
     say = progress(quiet)
     if protocol.seeds < (least := least_pairs(ALPHA / max(len(read) - 1, 1))):

@@ -23,8 +23,7 @@ from thrifty.experiments.scoring.score_selection import count_labels
 from thrifty.interface.known_sources import KnownSources
 from thrifty.interface.known_sources import known as known
 from thrifty.interface.progress import progress
-from thrifty.interface.recipe_arguments import RecipeArguments
-from thrifty.interface.recipe_arguments import recipe as recipe_of
+from thrifty.interface.recipe_arguments import RecipeArguments, recipe_from
 from thrifty.interface.scored_examples import ReviewPage, ScoredExamples, SelectedExamples, choice_by, write_pruned
 from thrifty.interface.source_summaries import ConversationPreview, SourceSummary
 
@@ -174,7 +173,7 @@ def score(
     """
     given = str(embed_with or "")
     scoring = ScoringSettings(by=method, runs=runs, steps=steps, embed_with=given, clusters=clusters)
-    chosen = recipe_of(recipe=recipe, **arguments)
+    chosen = recipe_from("score", recipe, arguments)
     target = Path(out or f"{chosen.name}-{method}.safetensors")
     scores, sha256 = score_all(chosen, scoring, target, say=progress(quiet))
     return ScoredExamples(target, sha256, scores, chosen.data.source)

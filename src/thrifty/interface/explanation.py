@@ -14,8 +14,7 @@ from thrifty.core.errors import RefusedError
 from thrifty.core.plain_values import write_size
 from thrifty.core.recipe import Recipe
 from thrifty.distributed.fake_ranks import fake_rank, ranks_of_stages
-from thrifty.interface.recipe_arguments import RecipeArguments
-from thrifty.interface.recipe_arguments import recipe as recipe_of
+from thrifty.interface.recipe_arguments import RecipeArguments, recipe_from
 from thrifty.reporting.number_format import scaled
 from thrifty.reporting.printed_result import PrintedResult, lines, open_table
 from thrifty.training.memory_meter import MemoryMeter, kept_bytes
@@ -114,7 +113,7 @@ def explain(
         explanation = thrifty.explain(recipe)
         print(explanation, explanation.peak, explanation.refused)
     """
-    recipe = recipe_of(recipe=recipe, **arguments)
+    recipe = recipe_from("explain", recipe, arguments)
     prepared = prepare_run(recipe, steps=recipe.budget.steps or STEPS, quiet=quiet)
     run, refused, places = prepared.run, {}, {}
     if (count := recipe.mesh.least_ranks) > 1:

@@ -12,8 +12,7 @@ from thrifty.core.plain_values import build
 from thrifty.core.recipe import Recipe
 from thrifty.experiments.lottery_rounds import LotterySettings, run_lottery
 from thrifty.interface.progress import progress
-from thrifty.interface.recipe_arguments import RecipeArguments
-from thrifty.interface.recipe_arguments import recipe as recipe_of
+from thrifty.interface.recipe_arguments import RecipeArguments, recipe_from
 from thrifty.reporting.color_theme import css_variable
 from thrifty.reporting.measured_result import MeasuredResult, Rows
 from thrifty.reporting.number_format import percent, significant
@@ -162,7 +161,7 @@ def lottery(
     """
     values = {"rounds": rounds, "prune": prune_fraction, "rewind": rewind, "scope": scope}
     values |= {"where": where, "half": half_rate, "controls": tuple(controls)}
-    chosen = recipe_of(recipe=recipe, **arguments)
+    chosen = recipe_from("lottery", recipe, arguments)
     settings, say = build(LotterySettings, values, "lottery"), progress(quiet)
     content = run_lottery(chosen, settings, Path(runs), origins=origins, quiet=quiet, say=say)
     result = LotteryResult(content["rounds"], content["folder"], content)

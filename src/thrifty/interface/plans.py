@@ -18,8 +18,7 @@ from thrifty.interface.plan_exports import export_recipe
 from thrifty.interface.plan_on_cluster import cluster_plan_parts, format_cluster_plan, plan_on_cluster
 from thrifty.interface.plan_on_machine import plan_on_machine
 from thrifty.interface.plan_output import format_plan, plan_parts
-from thrifty.interface.recipe_arguments import RecipeArguments
-from thrifty.interface.recipe_arguments import recipe as recipe_of
+from thrifty.interface.recipe_arguments import RecipeArguments, recipe_from
 from thrifty.machine.cpu_features import assume_bfloat16
 from thrifty.planning.cluster_file import read_cluster
 from thrifty.planning.cluster_plan import ClusterPlan
@@ -209,7 +208,7 @@ def plan(
     if cluster is not None:
         _refuse_on_cluster(probing, wanted)
     with units_of(cluster):
-        chosen = recipe_of(recipe=recipe, **arguments)
+        chosen = recipe_from("plan", recipe, arguments)
     if cluster is None:
         return RecipePlan(plan_on_machine(chosen, wanted, **probing, ranks=ranks or 1, quiet=quiet))
     return RecipePlan(plan_on_cluster(chosen, wanted, cluster, ranks, quiet=quiet))

@@ -7,8 +7,7 @@ from thrifty.checking import promise_check
 from thrifty.checking.check_verdicts import CheckReport
 from thrifty.core.recipe import Recipe
 from thrifty.interface.progress import progress
-from thrifty.interface.recipe_arguments import RecipeArguments
-from thrifty.interface.recipe_arguments import recipe as recipe_of
+from thrifty.interface.recipe_arguments import RecipeArguments, recipe_from
 
 
 def check(
@@ -41,5 +40,5 @@ def check(
         assert not report.broken, report
     """
     say = progress(quiet, "checking: ")
-    chosen = recipe_of(recipe=recipe, **arguments)
+    chosen = recipe_from("check", recipe, arguments)
     return promise_check.check(chosen, steps=steps, examples=examples, length=length, ranks=ranks, say=say)

@@ -9,7 +9,8 @@ from typing import Any, TypedDict
 from torch import nn
 
 from thrifty.core.claims import Claim
-from thrifty.core.errors import RefusedError, UsageError, spelled
+from thrifty.core.errors import RefusedError, UsageError, did_you_mean, for_reader, spelled
+from thrifty.core.peer_names import peer_option
 from thrifty.core.plain_values import read_budget
 from thrifty.core.recipe import Argument, Budget, ModelSettings, ObjectiveSettings, Recipe
 from thrifty.core.technique import Technique
@@ -53,6 +54,18 @@ class RecipeArguments(TypedDict, total=False):
     seed: int | None
     device: str | None
     settings: Mapping[str, Any] | None
+
+
+def recipe_from(call: str, base: Recipe | str | Path | None, arguments: RecipeArguments) -> Recipe:
+    """Return the recipe of a call of `thrifty.<call>` with a base recipe and the arguments of `recipe`. Raises
+    UsageError for any other argument."""
+    known = RecipeArguments.__annotations__
+    if unknown := next((name for name in arguments if name not in known), ""):
+        raise UsageError(
+            f"thrifty.{call} has no argument {unknown!r}",
+            for_reader(peer_option(unknown)) or did_you_mean(unknown, known),
+        )
+    return recipe(recipe=base, **arguments)
 
 
 def recipe(

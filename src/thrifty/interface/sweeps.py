@@ -19,8 +19,7 @@ from thrifty.experiments.setting_ranges import read_space
 from thrifty.experiments.successive_halving import SweepSettings, run_sweep
 from thrifty.interface.comparisons import able_launchers
 from thrifty.interface.progress import progress
-from thrifty.interface.recipe_arguments import RecipeArguments
-from thrifty.interface.recipe_arguments import recipe as recipe_of
+from thrifty.interface.recipe_arguments import RecipeArguments, recipe_from
 from thrifty.interface.training import RunResult
 from thrifty.reporting.color_theme import css_variable
 from thrifty.reporting.measured_result import MeasuredResult, Rows
@@ -242,7 +241,7 @@ def sweep(
     chosen = {"trials": trials, "reduction": reduction, "rungs": rungs}
     settings = build(SweepSettings, {name: value for name, value in chosen.items() if value is not None}, "sweep")
     name = arguments.pop("name", None)
-    base = recipe_of(recipe=recipe, **arguments)
+    base = recipe_from("sweep", recipe, arguments)
     launchers = read_workers(workers, "time" if base.budget.seconds else "steps")
     say = progress(quiet)
     content = run_sweep(

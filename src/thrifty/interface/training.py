@@ -17,7 +17,7 @@ from thrifty.core.recipe import Argument, Recipe
 from thrifty.core.technique import Technique
 from thrifty.core.user_objects import BuildModel, UserObjects
 from thrifty.interface.plans import plan
-from thrifty.interface.recipe_arguments import Function, Metric, RecipeArguments
+from thrifty.interface.recipe_arguments import Function, Metric, RecipeArguments, recipe_from
 from thrifty.interface.recipe_arguments import recipe as recipe_of
 from thrifty.interface.run_endings import ending, next_commands
 from thrifty.interface.run_reports import RunReport, charts_of, report_run
@@ -297,7 +297,7 @@ def steps(
         folder, chosen = _started(run, None, UserObjects.from_arguments(**passed))
         summary = yield from trainer.resume_steps(folder, chosen, quiet=quiet)
     else:
-        chosen, is_unnamed = recipe_of(recipe=run, **arguments), arguments.get("name") is None
+        chosen, is_unnamed = recipe_from("steps", run, arguments), arguments.get("name") is None
         summary = yield from trainer.train_steps(chosen, Path(runs), numbered=is_unnamed, quiet=quiet)
     _uninterrupted(RunResult(Path(summary["folder"]), summary, chosen.objects))
 
