@@ -49,5 +49,8 @@ def is_text(tensor: Tensor) -> bool:
 def truncate_texts(batch: Batch, length: int) -> Batch:
     """Keep the first `length` tokens of each text. In plain text also keep the next token, which is the last target."""
     end = length + has_only_text(batch)
-    fields = {name: tensor[:, :end] if is_text(tensor) else tensor for name, tensor in batch.fields.items()}
+    # contiguous, as a loader's batches are, because losses of users may call view
+    fields = {
+        name: tensor[:, :end].contiguous() if is_text(tensor) else tensor for name, tensor in batch.fields.items()
+    }
     return Batch(fields, batch.weight, batch.last)

@@ -1,0 +1,217 @@
+"""Table of techniques on foreign models: each trains, resumes bit for bit and is exported, or is refused with a reason.
+
+    python benchmarks/foreign_models.py                  # every cell that results/foreign_models.json lacks
+    python benchmarks/foreign_models.py --again lora     # recompute the cells of one technique
+    python benchmarks/foreign_models.py --model Swin     # the cells of one model
+
+The models are hand-written or of transformers. They are passed to thrifty.train as functions, with their data and
+loss. A cell with any other error contains it.
+"""
+
+import argparse
+import json
+import random
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+ROOT = Path(__file__).parents[1]
+sys.path.insert(0, str(ROOT / "tests" / "support"))
+
+from drawn_models import LENGTH, ODDITIES, OddBlock, OddDecoder, Rows, built, classified, own_loss, sizes_of  # noqa: E402
+from tiny_runs import technique  # noqa: E402
+
+import thrifty  # noqa: E402
+from thrifty import techniques  # noqa: E402
+from thrifty.core.claims import Claim  # noqa: E402
+from thrifty.core.errors import ThriftyError  # noqa: E402
+from thrifty.interface.exports import export  # noqa: E402
+
+FILE, PAGE = ROOT / "results" / "foreign_models.json", ROOT / "results" / "foreign_models.md"
+STEPS, BATCH = 4, 6
+LEFT_OUT = ("parallelism.", "sparsity.mask_from_file")
+"""Techniques that require several ranks or a file; `technique_table.py` has them."""
+Case = tuple[Callable[[], nn.Module], Dataset, Callable[..., Tensor]]
+
+
+class Experts(nn.Module):
+    """Mixture of two experts per token, in place of a feed-forward network."""
+
+    def __init__(self, width: int, count: int):
+        super().__init__()
+        self.gate = nn.Linear(width, count, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(width, 2 * width), nn.GELU(), nn.Linear(2 * width, width)) for _ in range(count)
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        shares, chosen = self.gate(x).softmax(-1).topk(2)
+        result = torch.zeros_like(x)
+        for index, expert in enumerate(self.experts):
+            share = (shares * (chosen == index)).sum(-1, keepdim=True)
+            result = result + share * expert(x)
+        return result
+
+
+class ExpertDecoder(OddDecoder):
+    def __init__(self) -> None:
+        super().__init__()
+        for block in self.blocks:
+            assert isinstance(block, OddBlock)
+            block.mlp = Experts(32, 3)  # type: ignore[assignment]
+
+
+class Encoder(nn.Module):
+    """Encoder of torch's layers that predicts masked tokens."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.places = nn.Embedding(64, 32), nn.Embedding(LENGTH, 32)
+        layer = nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.head = nn.Linear(32, 64)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.encoder(self.tokens(tokens) + self.places.weight[: tokens.shape[1]]))
+
+
+def masked(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    tokens = batch["input_ids"]
+    hidden = torch.arange(tokens.shape[1]) % 4 == 0
+    logits = model(tokens.masked_fill(hidden, 0))
+    return F.cross_entropy(logits[:, hidden].flatten(0, 1), tokens[:, hidden].flatten())
+
+
+def of_transformers(name: str, family: str, kind: str) -> Case:
+    sizes = sizes_of(random.Random(1), family, kind, 64)
+    model = getattr(transformers, name)
+    return (
+        partial(built, model, sizes),
+        Rows(0 if kind == "vision" else 64),
+        classified if kind == "vision" else own_loss,
+    )
+
+
+MODELS: dict[str, Case] = {
+    "decoder": (OddDecoder, Rows(64), ODDITIES["ALiBi"][2]),
+    "encoder": (Encoder, Rows(64), masked),
+    "ViT with a stem": ODDITIES["a stem of convolutions"],
+    "mixture of experts": (ExpertDecoder, Rows(64), ODDITIES["ALiBi"][2]),
+    "Llama": of_transformers("LlamaForCausalLM", "Llama", "causal"),
+    "Qwen3": of_transformers("Qwen3ForCausalLM", "Qwen3", "causal"),
+    "GPT-2": of_transformers("GPT2LMHeadModel", "GPT2", "causal"),
+    "NeoX": of_transformers("GPTNeoXForCausalLM", "GPTNeoX", "causal"),
+    "BERT": of_transformers("BertForMaskedLM", "Bert", "masked"),
+    "DeBERTa": of_transformers("DebertaV2ForMaskedLM", "DebertaV2", "masked"),
+    "T5": of_transformers("T5ForConditionalGeneration", "T5", "seq2seq"),
+    "ViT": of_transformers("ViTForImageClassification", "ViT", "vision"),
+    "DeiT": of_transformers("DeiTForImageClassification", "DeiT", "vision"),
+    "Swin": of_transformers("SwinForImageClassification", "Swin", "vision"),
+    "SigLIP": (
+        partial(
+            built,
+            transformers.SiglipForImageClassification,
+            {
+                "vision_config": sizes_of(random.Random(1), "ViT", "vision", 64),
+                "text_config": {"vocab_size": 9, "hidden_size": 32},
+                "num_labels": 3,
+            },
+        ),
+        Rows(),
+        classified,
+    ),
+}
+
+
+def cell(case: Case, name: str, folder: Path) -> str:
+    """Return what was shown for a technique on a model, or the refusal, or the error."""
+    build, data, loss = case
+    one = technique(name)
+    optimizer = [] if Claim.OPTIMIZER in one.claims else [thrifty.AdamW(lr=3e-3)]
+    whole = {"data": data, "held_out": data, "loss": loss}
+
+    def trained(run: str, **options: Any) -> Any:
+        options |= {"techniques": [one, *optimizer], "budget": STEPS, "batch": BATCH, "runs": folder}
+        return thrifty.train(build, name=run, quiet=True, **whole, **options)
+
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            end = trained("whole")
+            trained("parts", observers=[lambda record: record.step < 2])
+            again = thrifty.resume(folder / "parts", model=build, **whole, quiet=True)
+            one_state, other = end.load_model().state_dict(), again.load_model().state_dict()
+            if not all(torch.equal(value, other[key]) for key, value in one_state.items()):
+                return "error: the resumed run differs"
+            shown = "trains, resumes"
+            if hasattr(build(), "save_pretrained"):
+                export(folder / "whole", folder / "out", model=build)
+                shown += ", is exported"
+            return shown
+    except ThriftyError as refused:
+        return f"refused: {refused.what}" + (f"; {refused.fix}" if refused.fix else "")
+    except Exception as error:  # the table shows every error
+        return f"error: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def write(table: dict[str, dict[str, str]]) -> None:
+    FILE.write_text(json.dumps(table, indent=1, ensure_ascii=False) + "\n", "utf-8")
+    lines = [
+        "# Techniques on foreign models",
+        "",
+        "Made by `python benchmarks/foreign_models.py`; each cell is the",
+        "",
+    ]
+    lines[2] += " result of runs of a tiny model."
+    counts = {model: sum(row.get(model, "").startswith("trains") for row in table.values()) for model in MODELS}
+    lines += [
+        f"Of {len(table)} techniques: " + ", ".join(f"{count} {model}" for model, count in counts.items()) + ".",
+        "",
+    ]
+    lines += [f"| technique | {' | '.join(MODELS)} |", f"|---|{'---|' * len(MODELS)}"]
+    reasons: list[str] = []
+    for name, row in table.items():
+        cells = []
+        for text in (row.get(model, "") for model in MODELS):
+            word, _, reason = text.partition(": ")
+            if reason and reason not in reasons:
+                reasons.append(reason)
+            cells.append(f"{word} [{reasons.index(reason) + 1}]" if reason else text)
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    lines += ["", "Reasons", "", *(f"{place}. {reason}" for place, reason in enumerate(reasons, 1))]
+    PAGE.write_text("\n".join(lines) + "\n", "utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--again", nargs="*", default=[], help="techniques whose cells are recomputed")
+    parser.add_argument("--model", nargs="*", default=[*MODELS], choices=MODELS)
+    options = parser.parse_args()
+    again = {techniques.full_name(name) for name in options.again}
+    names = [name for name in techniques.own_names() if not name.startswith(LEFT_OUT)]
+    table = json.loads(FILE.read_text("utf-8")) if FILE.is_file() else {}
+    table = {name: table.get(name, {}) for name in names}
+    for name in names:
+        for model in options.model:
+            if model in table[name] and name not in again:
+                continue
+            with tempfile.TemporaryDirectory() as folder:
+                torch._dynamo.reset()
+                table[name][model] = cell(MODELS[model], name, Path(folder))
+            print(f"{name}, {model}: {table[name][model]}", flush=True)
+            write(table)
+
+
+if __name__ == "__main__":
+    main()
