@@ -154,15 +154,22 @@ def cell(case: Case, name: str, folder: Path) -> str:
             one_state, other = end.load_model().state_dict(), again.load_model().state_dict()
             if not all(torch.equal(value, other[key]) for key, value in one_state.items()):
                 return "error: the resumed run differs"
-            shown = "trains, resumes"
-            if hasattr(build(), "save_pretrained"):
-                export(folder / "whole", folder / "out", model=build)
-                shown += ", is exported"
-            return shown
+            return "trains, resumes" + exported(build, folder)
     except ThriftyError as refused:
         return f"refused: {refused.what}" + (f"; {refused.fix}" if refused.fix else "")
     except Exception as error:  # the table shows every error
         return f"error: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+
+
+def exported(build: Callable[[], nn.Module], folder: Path) -> str:
+    """Export the run, if transformers has a format for its model, and return the result in words."""
+    if not hasattr(build(), "save_pretrained"):
+        return ""
+    try:
+        export(folder / "whole", folder / "out", model=build)
+        return ", is exported"
+    except ThriftyError as refused:
+        return f", is not exported ({refused.what})"
 
 
 def write(table: dict[str, dict[str, str]]) -> None:
