@@ -107,5 +107,5 @@ def test_an_installed_wheel_shows_the_evidence_of_the_clone(wheel: Path, tmp_pat
     for technique in ("initializations.fixup", "optimizers.lion", "adapters.lora", "memory.recompute"):
         installed = printed(fresh / "bin" / "python", technique)
         cloned = printed(sys.executable, technique, PYTHONPATH=str(ROOT / "src"))
-        assert str(site / "thrifty" / "results") in installed and "not measured yet" not in installed
-        assert installed.replace(str(site / "thrifty"), "") == cloned.replace(str(ROOT), "")
+        assert "results/" in installed and "not measured yet" not in installed
+        assert installed == cloned

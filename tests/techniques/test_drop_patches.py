@@ -237,7 +237,7 @@ class HandWritten(nn.Module):
 @pytest.mark.parametrize("compiled", [False, True])
 def test_patches_of_hand_written_models_are_dropped(compiled):
     model = HandWritten()
-    assert prepare(model) == "blocks.0"
+    assert prepare(model) == "before blocks.0"
     if compiled:
         for block in model.blocks:
             block.compile(backend="eager")

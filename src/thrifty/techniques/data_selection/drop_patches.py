@@ -73,7 +73,7 @@ PATCHES: ModuleNote[int] = ModuleNote("patches_of_images")
 
 
 def prepare(model: nn.Module) -> str:
-    """Prepare a model so that `drop_patches` acts on it, and return the name of the place.
+    """Prepare a model so that `drop_patches` acts on it, and return the place in words.
 
     Patches are dropped from the output of the patch embedding if it adds the positions; otherwise from the input of the
     first block. Raises RefusedError without a convolution in front of the blocks.
@@ -92,13 +92,13 @@ def prepare(model: nn.Module) -> str:
         )
     tensors = (*embedding.named_parameters(), *embedding.named_buffers())
     if any("pos" in path for path, _ in tensors):
-        place, wrapper = embedding, _embedded
+        where, place, wrapper = "after", embedding, _embedded
     else:
         nearest = next(stack for stack in stacks if is_under(stack, around[-1]))
-        place, wrapper = stacks[nearest][0], _first_block
+        where, place, wrapper = "before", stacks[nearest][0], _first_block
     DROPPING.set(place, None)
     wrap_forward(place, partial(wrapper, grid.cut))
-    return next(name for name, module in model.named_modules() if module is place)
+    return f"{where} {next(name for name, module in model.named_modules() if module is place)}"
 
 
 def _count(cut: nn.Module, inputs: Any, output: Tensor) -> None:
@@ -217,7 +217,7 @@ class DropPatches(Technique):
     """Seed of the random subsets, combined with each example's key."""
 
     def model(self, model: nn.Module) -> nn.Module:
-        add_note(f"at {prepare(model)}, {self.rate:.0%} of the patches are dropped before step {self.until}")
+        add_note(f"{prepare(model)}, {self.rate:.0%} of the patches are dropped before step {self.until}")
         return model
 
     def batches(self, source: BatchSource) -> BatchSource:
