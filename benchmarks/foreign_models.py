@@ -32,6 +32,7 @@ from drawn_models import LENGTH, ODDITIES, OddBlock, OddDecoder, Rows, built, cl
 from tiny_runs import technique  # noqa: E402
 
 import thrifty  # noqa: E402
+from technique_table import rows_with_reasons  # noqa: E402
 from thrifty import techniques  # noqa: E402
 from thrifty.core.claims import Claim  # noqa: E402
 from thrifty.core.errors import ThriftyError  # noqa: E402
@@ -186,17 +187,7 @@ def write(table: dict[str, dict[str, str]]) -> None:
         f"Of {len(table)} techniques: " + ", ".join(f"{count} {model}" for model, count in counts.items()) + ".",
         "",
     ]
-    lines += [f"| technique | {' | '.join(MODELS)} |", f"|---|{'---|' * len(MODELS)}"]
-    reasons: list[str] = []
-    for name, row in table.items():
-        cells = []
-        for text in (row.get(model, "") for model in MODELS):
-            word, _, reason = text.partition(": ")
-            if reason and reason not in reasons:
-                reasons.append(reason)
-            cells.append(f"{word} [{reasons.index(reason) + 1}]" if reason else text)
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
-    lines += ["", "Reasons", "", *(f"{place}. {reason}" for place, reason in enumerate(reasons, 1))]
+    lines += rows_with_reasons(table, [*MODELS])
     PAGE.write_text("\n".join(lines) + "\n", "utf-8")
 
 

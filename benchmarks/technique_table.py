@@ -383,6 +383,22 @@ def cell(column: str, name: str, folder: Path) -> str:
         return f"error: {type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
 
 
+def rows_with_reasons(table: dict[str, dict[str, str]], columns: list[str]) -> list[str]:
+    """Return the lines of a table of techniques, whose cells are a word, or a word, a colon and a reason. Reasons are
+    numbered and listed below."""
+    lines = [f"| technique | {' | '.join(columns)} |", f"|---|{'---|' * len(columns)}"]
+    reasons: list[str] = []
+    for name, row in table.items():
+        cells = []
+        for text in (row.get(column, "") for column in columns):
+            word, _, reason = text.partition(": ")
+            if reason and reason not in reasons:
+                reasons.append(reason)
+            cells.append(f"{word} [{reasons.index(reason) + 1}]" if reason else text)
+        lines.append(f"| `{name}` | {' | '.join(cells)} |")
+    return [*lines, "", "Reasons", "", *(f"{place}. {reason}" for place, reason in enumerate(reasons, 1))]
+
+
 def write(table: dict[str, dict[str, str]]) -> None:
     FILE.write_text(json.dumps({"columns": COLUMNS, "techniques": table}, indent=1, ensure_ascii=False) + "\n", "utf-8")
     lines = [
@@ -396,17 +412,7 @@ def write(table: dict[str, dict[str, str]]) -> None:
     loops = sum("yes" in row.get("own loop", "")[:3] + row.get("transformers model", "")[:3] for row in table.values())
     lines += ["", f"Yes: {', '.join(f'{count} {column}' for column, count in counts.items())}, of {len(table)};"]
     lines += [f"{loops} in a hand-written loop on one of the two models.", ""]
-    lines += [f"| technique | {' | '.join(COLUMNS)} |", f"|---|{'---|' * len(COLUMNS)}"]
-    reasons: list[str] = []
-    for name, row in table.items():
-        cells = []
-        for text in (row.get(column, "") for column in COLUMNS):
-            word, _, reason = text.partition(": ")
-            if reason and reason not in reasons:
-                reasons.append(reason)
-            cells.append(f"{word} [{reasons.index(reason) + 1}]" if reason else text)
-        lines.append(f"| `{name}` | {' | '.join(cells)} |")
-    lines += ["", "Reasons", "", *(f"{place}. {reason}" for place, reason in enumerate(reasons, 1))]
+    lines += rows_with_reasons(table, [*COLUMNS])
     PAGE.write_text("\n".join(lines).replace("\n\n\n", "\n\n") + "\n", "utf-8")
 
 
