@@ -27,7 +27,7 @@ LEFT_OUT = ("parallelism.", "compile", "sparsity.mask_from_file")
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("seed", range(CASES))
-def test_drawn_techniques_train_and_resume_or_are_refused_with_a_fix(seed: int, tmp_path: Path) -> None:
+def test_drawn_techniques_train_and_resume_or_are_refused(seed: int, tmp_path: Path) -> None:
     model, draw = drawn_model(seed), random.Random(f"techniques {seed}")
     names = [name for name in techniques.own_names() if not name.startswith(LEFT_OUT)]
     for name in draw.sample(names, EACH):

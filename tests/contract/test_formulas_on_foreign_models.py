@@ -76,7 +76,7 @@ def agreement(one: dict[str, Tensor], other: dict[str, Tensor]) -> float:
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODELS)
-def test_snip_keeps_the_largest_products_of_weight_and_gradient(name: str, tmp_path: Path) -> None:
+def test_snip_keeps_the_largest_gradient_products(name: str, tmp_path: Path) -> None:
     case = MODELS[name]
     masks, _ = masks_after(case, thrifty.Snip(density=0.3), 2, tmp_path)
     model = case[0]()
@@ -88,7 +88,7 @@ def test_snip_keeps_the_largest_products_of_weight_and_gradient(name: str, tmp_p
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", MODELS)
-def test_grasp_keeps_the_largest_products_of_weight_and_hessian_gradient(name: str, tmp_path: Path) -> None:
+def test_grasp_keeps_the_largest_hessian_products(name: str, tmp_path: Path) -> None:
     case = MODELS[name]
     masks, _ = masks_after(case, thrifty.Grasp(density=0.3, temperature=1.0), 2, tmp_path)
     model = case[0]()
