@@ -50,7 +50,7 @@ class BlockChain:
         schedule = self.schedule if torch.is_grad_enabled() else None
         if self.replacement is None and schedule is None:
             return inner(*args, **kwargs)
-        args, kwargs = without_caches(args), without_caches(kwargs)
+        args, kwargs = without_caches(args, module), without_caches(kwargs, module)
         refuse_writable(module, (args, kwargs))
         if self.replacement is not None:
             return self.replacement(module, inner, *args, **kwargs)

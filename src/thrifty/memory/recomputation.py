@@ -41,12 +41,12 @@ def recompute(
     `options` are passed to torch's `checkpoint`. The generators of torch, Python and NumPy return the same values in
     the recomputation. Buffers of `module` are written only once.
 
-    Key-value caches of transformers among the arguments are left out (`without_caches`).
+    Key-value caches that the block would only fill are left out (`without_caches`).
 
     All arguments are passed to torch by position, because `checkpoint` restores the random state only for devices of
     positional tensors. With keyword arguments, dropout on a GPU would sample a new mask in the recomputation.
     """
-    args, kwargs = without_caches(args), without_caches(kwargs)
+    args, kwargs = without_caches(args, module), without_caches(kwargs, module)
     names, count = tuple(kwargs), len(args)
     modules = () if module is None else (module,)
     before = None if torch.compiler.is_compiling() else (BufferSnapshot(*modules), GeneratorStates())
@@ -68,11 +68,15 @@ def recompute(
     return checkpoint(by_position, *args, *kwargs.values(), use_reentrant=False, **_FIXED, **options)
 
 
-def without_caches(arguments: A) -> A:
-    """Return a tuple or dictionary of arguments with None in place of key-value caches of transformers. In training, a
-    model fills such a cache without reading it, and a recomputation would fill it twice."""
-    return tree_map_only(_is_cache, lambda cache: None, arguments, is_leaf=_is_cache)
+def without_caches(arguments: A, module: nn.Module | None) -> A:
+    """Return a tuple or dictionary of a block's arguments with None in place of key-value caches of transformers that
+    have no entry for the block. In training, the block would fill its entry without reading it, and a recomputation
+    would fill it twice. A cache with an entry, such as a prefix, stays."""
+    modules = () if module is None else module.modules()
+    places = (getattr(each, "layer_idx", None) for each in modules)
+    place = next((place for place in places if isinstance(place, int)), 0)
 
+    def is_unread(value: Any) -> bool:
+        return type(value).__module__ == "transformers.cache_utils" and value.get_seq_length(place) == 0
 
-def _is_cache(value: Any) -> bool:
-    return type(value).__module__ == "transformers.cache_utils" and hasattr(value, "update")
+    return tree_map_only(is_unread, lambda cache: None, arguments, is_leaf=is_unread)

@@ -87,7 +87,7 @@ class ActivationPlanner:
         self.seed, self.passes = 0, 0
 
     def run(self, name: str, block: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs = without_caches(args), without_caches(kwargs)
+        args, kwargs = without_caches(args, block), without_caches(kwargs, block)
         if self.rehearsal is not None:
             return self.rehearsal.run(name, block, inner, args, kwargs)
         if self.called == len(self.current):  # a forward pass without gradients, as in evaluation
