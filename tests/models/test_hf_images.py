@@ -10,6 +10,7 @@ import torch
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.model_spec import ImageModelSpec
 from thrifty.core.recipe import ModelSettings
+from thrifty.modeling.patch_grid import accept_other_sizes
 from thrifty.models import sees_images
 from thrifty.models.hf_folder import read_config
 from thrifty.models.model_builder import build_model_for, label_objective
@@ -108,6 +109,7 @@ def test_weights_are_adapted_to_another_size_or_refused(name: str, side: int, tm
 @pytest.mark.parametrize("name", ["DeiTForImageClassification", "SiglipForImageClassification"])
 def test_smaller_images_of_a_curriculum_are_interpolated(name: str, tmp_path: Path) -> None:
     model = built(folder_of(name, tmp_path))
+    accept_other_sizes(model, "curriculum.resolution")
     assert model(torch.randn(2, 3, 16, 24)).shape == (2, 5)
 
 

@@ -192,13 +192,13 @@ class OddDecoder(nn.Module):
     def __init__(self, form: str = "before", shared: bool = False, depth: int = 3, **attention: Any):
         super().__init__()
         torch.manual_seed(0)
-        self.tokens, self.places = nn.Embedding(64, 32), nn.Parameter(0.1 * torch.randn(LENGTH, 32))
+        self.tokens, self.positions = nn.Embedding(64, 32), nn.Parameter(0.1 * torch.randn(LENGTH, 32))
         block = OddBlock(32, form, **attention)
         self.blocks = nn.ModuleList(block if shared else OddBlock(32, form, **attention) for _ in range(depth))
         self.norm, self.head = nn.LayerNorm(32), nn.Linear(32, 64, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        x = self.tokens(tokens) + self.places
+        x = self.tokens(tokens) + self.positions
         for block in self.blocks:
             x = block(x)
         return self.head(self.norm(x))

@@ -8,9 +8,11 @@ import pytest
 import torch
 import transformers
 from adapter_models import CONFIGS, LENGTH, TOKENS, next_token_loss, ours, theirs
+from drawn_models import OddDecoder
 from tiny_runs import advance, plain_run, technique, tiny_model
 from torch import nn
 
+import thrifty
 from thrifty.composition.compose import compose
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM
@@ -149,6 +151,15 @@ def test_unsupported_inputs_are_refused() -> None:
         model(inputs_embeds=torch.zeros(2, 3, 32))
     with pytest.raises(UsageError, match="attention_mask has shape"):
         model(input_ids=TOKENS, attention_mask=torch.ones(2, 1, 12, 12))
+
+
+def test_a_prompt_beyond_a_bare_position_table_is_refused() -> None:
+    model, tokens = OddDecoder(), torch.randint(64, (2, 12))  # its 12 positions are a parameter
+    thrifty.apply(model, "adapters.prompt_tuning", tokens=4)
+    with pytest.raises(UsageError, match="'4' virtual tokens and '12' text tokens exceed the 12 positions") as refused:
+        model(tokens)
+    assert "data.length=8" in refused.value.fix or '"data.length": 8' in refused.value.fix
+    assert model(tokens[:, :8]).shape == (2, 8, 64)
 
 
 def test_packed_rows_are_refused_with_a_fix() -> None:

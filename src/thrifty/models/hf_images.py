@@ -1,7 +1,6 @@
 """Image classifiers of `transformers` from a local folder: DeiT, BEiT, Swin, DINOv2, SigLIP, ConvNeXt and others."""
 
 import math
-from inspect import signature
 from pathlib import Path
 from typing import Any
 
@@ -10,29 +9,18 @@ from torch import Tensor, nn
 
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.model_spec import ImageModelSpec
-from thrifty.kernels.image_resizing import resized_positions
+from thrifty.modeling.patch_grid import resized_table
 from thrifty.models.hf_folder import StoredTensors, image_sizes, read_config
 from thrifty.models.hf_wrapper import HuggingFaceModel
 
-RESIZES = "interpolate_pos_encoding"
-"""Argument of `forward` with which models of transformers accept other image sizes."""
-
 
 class HuggingFaceImageClassifier(HuggingFaceModel):
-    """Image classifier: `model(images)` maps (b, c, h, w) to logits (b, labels). Positions are interpolated for images
-    of another size than the model's, if transformers does this for the architecture."""
+    """Image classifier: `model(images)` maps (b, c, h, w) to logits (b, labels)."""
 
     task, auto, words = "image_classification", "AutoModelForImageClassification", "classifier of images"
 
-    def __init__(self, lm: nn.Module):
-        super().__init__(lm)
-        self.resizes = RESIZES in signature(lm.forward).parameters
-
     def inputs(self, *tensors: Tensor | None) -> dict[str, Any]:
-        (images,) = tensors
-        assert images is not None
-        is_resized = self.resizes and tuple(images.shape[-2:]) != sides_of(self.lm.config)
-        return {"pixel_values": images} | ({RESIZES: True} if is_resized else {})
+        return {"pixel_values": tensors[0]}
 
     def check_visibility(self) -> None:
         """Accept every model, because the label is not in the image."""
@@ -81,7 +69,7 @@ def resize_positions(lm: nn.Module, folder: Path, mismatched: set[str]) -> set[s
                 continue
             if round((value.shape[-2] - before) ** 0.5) ** 2 != value.shape[-2] - before:
                 continue
-            table.copy_(resized_positions(value.reshape(1, *value.shape[-2:]), grid, before).reshape(table.shape))
+            table.copy_(resized_table(value, (grid[0], grid[1]), before))
             filled.add(name)
     return filled
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from thrifty.core.errors import RefusedError, UsageError
 
-_POSITIONS = re.compile(r"positions?|wpe|pos_embed\w*|embed_positions|positions?_embed\w*")
+_POSITIONS = re.compile(r"positions?|wpe|pos|pos_emb|pos_embed\w*|embed_positions|positions?_embed\w*")
 _MASKS = ("attention_mask", "keep")
 
 
@@ -63,13 +63,16 @@ def refuse_shared_rows(inputs: dict[str, Any]) -> None:
 
 
 def position_limit(model: nn.Module) -> int | None:
-    """Return the number of positions in the model's smallest position table; None without position tables."""
+    """Return the number of positions in the model's smallest position table; None without position tables. A table is
+    an embedding, a parameter (t, d) or (1, t, d), or a rotary table."""
     limits = []
     for name, module in model.named_modules():
         if isinstance(table := getattr(module, "cos", None), Tensor):  # rotary positions
             limits.append(len(table))
         elif _POSITIONS.fullmatch(name.rpartition(".")[2]) and hasattr(module, "num_embeddings"):
             limits.append(module.num_embeddings)
+        own = (each for last, each in module.named_parameters(recurse=False) if _POSITIONS.fullmatch(last))
+        limits += [parameter.shape[-2] for parameter in own if parameter.ndim > 1]
     return min(limits, default=None)
 
 

@@ -14,6 +14,7 @@ Does not    Change the length of the output, because the prompts are removed aft
 """
 
 import math
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
@@ -26,6 +27,7 @@ from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Natural, Positive
 from thrifty.modeling.adapter_base import AdapterTechnique, head_names, names_ending, train_only
 from thrifty.modeling.module_surgery import change_first, find_stacks, wrap_forward
+from thrifty.modeling.patch_grid import find_grid
 from thrifty.modeling.residual_branches import find_branches, in_width
 
 NAME = "visual_prompt"
@@ -92,11 +94,9 @@ def _has_token_dim(value: Any, x: Tensor) -> bool:
 
 
 def patch_size(model: nn.Module) -> int:
-    """Return the side of a patch in pixels, from the first patch convolution. Raise RefusedError if there is no patch
-    convolution."""
-    for module in model.modules():
-        if isinstance(module, nn.Conv2d) and module.kernel_size == module.stride:
-            return module.kernel_size[0]
+    """Return the side of a patch in pixels. Raise RefusedError if no convolution cuts patches."""
+    with suppress(RefusedError):
+        return find_grid(model).patch
     raise RefusedError(
         "no convolution that cuts an image into patches was found",
         fix="--with adapters.prompt_tuning for text; or, for images, --set techniques.adapters.visual_prompt.patch=16, "

@@ -17,29 +17,21 @@ Does not    Accept batches without images. The trainer interpolates the position
 
 from typing import Annotated
 
-from torch import nn
-
-from thrifty.core.batches import BatchSource
-from thrifty.core.claims import Claim
 from thrifty.core.errors import UsageError
 from thrifty.core.run_relative_settings import MovingMoment
 from thrifty.core.setting_bounds import Positive, SettingBound
-from thrifty.core.stages import Stage
-from thrifty.core.technique import Numerics, Technique
 from thrifty.kernels.image_resizing import scaled_side
 from thrifty.kernels.low_pass import crop_spectrum
-from thrifty.modeling.image_sizes import resized_images
-from thrifty.modeling.patch_grid import accept_other_sizes
+from thrifty.techniques.curriculum._image_size_curriculum import ImageSizeCurriculum
 
 
-class LowFrequencyCurriculum(Technique):
+class LowFrequencyCurriculum(ImageSizeCurriculum):
     """Images are the batch field "inputs" of shape (b, c, h, w) or (b, h, w). In your own loop, each batch of the
     loader counts as a step. The paper also uses augmentation that grows stronger; this technique does not change the
     augmentation.
     """
 
-    stage, numerics = Stage.RESHAPE, Numerics.DIFFERENT
-    claims = frozenset({Claim.RESOLUTION})
+    resized = staticmethod(crop_spectrum)
 
     fractions: Annotated[tuple[float, ...], SettingBound(above=0, most=1)] = (160 / 224, 192 / 224)
     """Image side of each phase, as a fraction of the full side. A last phase with full images follows."""
@@ -59,14 +51,3 @@ class LowFrequencyCurriculum(Technique):
     def side_at(self, step: int, side: int) -> int:
         fraction = next((each for each, end in zip(self.fractions, self.until, strict=True) if step < end), 1.0)
         return scaled_side(side, fraction, self.multiple)
-
-    @property
-    def optional_seams(self) -> frozenset[str]:
-        return frozenset({"model"})  # in a user's own loop, the model must accept the images itself
-
-    def model(self, model: nn.Module) -> nn.Module:
-        accept_other_sizes(model, self.name)
-        return model
-
-    def batches(self, source: BatchSource) -> BatchSource:
-        return resized_images(source, self.name, self.side_at, crop_spectrum)

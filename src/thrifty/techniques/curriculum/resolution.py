@@ -14,28 +14,20 @@ Does not    Accept batches without images. The trainer interpolates the position
             own loop, the model must accept them.
 """
 
-from torch import nn
-
-from thrifty.core.batches import BatchSource
-from thrifty.core.claims import Claim
 from thrifty.core.run_relative_settings import MovingMoment
 from thrifty.core.setting_bounds import Fraction, Positive
-from thrifty.core.stages import Stage
-from thrifty.core.technique import Numerics, Technique
 from thrifty.kernels.image_resizing import resize
-from thrifty.modeling.image_sizes import resized_images
-from thrifty.modeling.patch_grid import accept_other_sizes
+from thrifty.techniques.curriculum._image_size_curriculum import ImageSizeCurriculum
 from thrifty.techniques.curriculum._size_schedule import phased_size
 
 
-class ResolutionCurriculum(Technique):
+class ResolutionCurriculum(ImageSizeCurriculum):
     """Images are the batch field "inputs" of shape (b, c, h, w) or (b, h, w). In your own loop, each batch of the
     loader counts as a step. Images are low-pass filtered before resampling, so that detail finer than a new pixel is
     averaged out. The size grows in `phases` phases. By default the last fifth of the run has full images.
     """
 
-    stage, numerics = Stage.RESHAPE, Numerics.DIFFERENT
-    claims = frozenset({Claim.RESOLUTION})
+    resized = staticmethod(resize)
 
     start: Fraction = 0.5
     """Side of the first images as a fraction of the full side."""
@@ -48,14 +40,3 @@ class ResolutionCurriculum(Technique):
 
     def side_at(self, step: int, side: int) -> int:
         return phased_size(step, self.start * side, side, int(self.until), self.multiple, self.phases)
-
-    @property
-    def optional_seams(self) -> frozenset[str]:
-        return frozenset({"model"})  # in a user's own loop, the model must accept the images itself
-
-    def model(self, model: nn.Module) -> nn.Module:
-        accept_other_sizes(model, self.name)
-        return model
-
-    def batches(self, source: BatchSource) -> BatchSource:
-        return resized_images(source, self.name, self.side_at, resize)
