@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 import transformers
 from adapter_models import CONFIGS, LENGTH, TOKENS, next_token_loss, ours, theirs
+from drawn_models import Attention as OddAttention
+from drawn_models import OddDecoder
 from tiny_runs import advance, plain_run, run_through, technique, tiny_model
 from torch import nn
 
@@ -187,18 +189,70 @@ def test_a_model_with_its_own_checkpointing_is_refused() -> None:
         model.train()(input_ids=TOKENS)
 
 
-def test_models_without_a_cache_are_refused(tmp_path: Path) -> None:
+def without_cache(kind: str) -> tuple[nn.Module, torch.Tensor]:
+    """Return a model whose attention has no cache of keys and values, equal at every call, and its input."""
+    torch.manual_seed(0)
     sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 48}
-    vit = transformers.ViTModel(transformers.ViTConfig(image_size=16, patch_size=4, **sizes))
-    distilbert = transformers.DistilBertModel(
-        transformers.DistilBertConfig(vocab_size=300, dim=32, n_layers=2, n_heads=4)
-    )
-    for model in (vit, distilbert):
-        with pytest.raises(RefusedError, match="nor a cache of keys and values"):
-            PrefixTuning().model(model)
-    t5 = PrefixTuning(tokens=3, hidden=0).model(encoder_or_encoder_decoder("t5"))
-    with pytest.raises(RefusedError, match="prefixes for the blocks of a decoder"):
-        save_adapter(t5, tmp_path / "adapter")
+    if kind == "vit":
+        images = torch.randn(2, 3, 16, 16)
+        return transformers.ViTModel(transformers.ViTConfig(image_size=16, patch_size=4, **sizes)).eval(), images
+    if kind == "distilbert":
+        config = transformers.DistilBertConfig(vocab_size=300, dim=32, n_layers=2, n_heads=4)
+        return transformers.DistilBertModel(config).eval(), TOKENS
+    if kind == "torch":
+        layer = nn.TransformerEncoderLayer(32, 4, 48, batch_first=True)
+        return nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).eval(), torch.randn(2, 7, 32)
+    return OddDecoder(alibi=kind == "alibi").eval(), TOKENS % 64
+
+
+@pytest.mark.parametrize("kind", ["vit", "distilbert", "torch", "decoder", "alibi"])
+def test_a_model_without_a_cache_has_a_prefix_in_each_attention(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The outputs equal those of the plain model whose calls of torch's attention get the same keys and values."""
+    model, inputs = without_cache(kind)
+    model = PrefixTuning(tokens=COUNT, hidden=0).model(model)
+    prefixes = [module.prefix for module in model.modules() if hasattr(module, "prefix")]
+    actual = model(inputs)
+    used = iter(prefixes)
+
+    def by_hand(q: Any, k: Any, v: Any, attn_mask: Any = None, *_: float, is_causal: bool = False, **more: Any) -> Any:
+        keys, values = (x.expand(len(q), -1, -1, -1) for x in keys_and_values(next(used), 4))
+        scores = q @ k.mT / q.shape[-1] ** 0.5
+        if is_causal:
+            scores = scores.masked_fill(~torch.ones(scores.shape[-2:], dtype=torch.bool).tril(), -torch.inf)
+        if attn_mask is not None:
+            scores = scores + attn_mask
+        scores = torch.cat((q @ keys.mT / q.shape[-1] ** 0.5, scores), -1)
+        return scores.softmax(-1) @ torch.cat((values, v), 2)
+
+    monkeypatch.setattr(F, "scaled_dot_product_attention", by_hand)
+    monkeypatch.setattr(torch.backends.mha, "get_fastpath_enabled", lambda: False)
+    expected = without_cache(kind)[0](inputs)
+    for one, other in zip(*(x if isinstance(x, torch.Tensor) else x[0] for x in (actual, expected)), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+    assert next(used, None) is None
+    (actual if isinstance(actual, torch.Tensor) else actual[0]).square().mean().backward()
+    assert all(prefix.grad is not None and prefix.grad.any() for prefix in prefixes)
+
+
+def test_peft_stores_prefixes_of_decoders_alone(tmp_path: Path) -> None:
+    for model in (encoder_or_encoder_decoder("t5"), without_cache("vit")[0], without_cache("decoder")[0]):
+        with pytest.raises(RefusedError, match="prefixes for the blocks of a decoder"):
+            save_adapter(PrefixTuning(tokens=3, hidden=0).model(model), tmp_path / "adapter")
+
+
+def test_a_call_with_cached_keys_is_refused() -> None:
+    class Cached(OddAttention):
+        def forward(self, x: torch.Tensor, past: torch.Tensor | None = None) -> torch.Tensor:
+            q, k, v = self.qkv(x).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+            k, v = (k, v) if past is None else (torch.cat((past, k), 2), torch.cat((past, v), 2))
+            return self.out(F.scaled_dot_product_attention(q, k, v, is_causal=past is None).transpose(1, 2).flatten(2))
+
+    model = OddDecoder(depth=2)
+    model.blocks[0].attention = Cached(32, 4)  # type: ignore[union-attr]
+    model = PrefixTuning(tokens=2, hidden=0).model(model)
+    model(TOKENS % 64)
+    with pytest.raises(UsageError, match="left out its prefix"):
+        model.blocks[0].attention(torch.randn(1, 1, 32), torch.randn(1, 4, 3, 8))  # type: ignore[operator, union-attr]
 
 
 @pytest.mark.parametrize("core", [causal_attention_reference, tiled_causal_attention])

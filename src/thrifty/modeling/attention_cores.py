@@ -125,6 +125,11 @@ class AttentionSite:
         """Replace the attention of causal calls only."""
         self.put(core)
 
+    @property
+    def current(self) -> AttentionCore:
+        """The module's core now."""
+        return self.module.core  # type: ignore[return-value]
+
     def take_away(self) -> None:
         """Restore the original core."""
         self.module.core = self.plain

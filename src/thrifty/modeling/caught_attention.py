@@ -68,6 +68,10 @@ class CaughtSite(AttentionSite):
             wrap_forward(self.module, partial(_catching, self.name, self.causal, self._number(HEADS)))
         self.module.thrifty_core, self.module.only_causal = core, only_causal
 
+    @property
+    def current(self) -> AttentionCore:
+        return getattr(self.module, "thrifty_core", None) or self.plain
+
     def take_away(self) -> None:
         if hasattr(self.module, "thrifty_core"):
             self.module.thrifty_core = None

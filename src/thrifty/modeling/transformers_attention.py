@@ -37,6 +37,10 @@ class TransformersSite(AttentionSite):
         name = self.whole.config._attn_implementation  # type: ignore[union-attr]
         return self.whole.plain_attention if name == INTERFACE else name  # type: ignore[return-value]
 
+    @property
+    def current(self) -> AttentionCore:
+        return getattr(self.module, "thrifty_core", None) or self.plain
+
     def take_away(self) -> None:
         """Restore the original core. If no replaced core remains in the model, also restore the model's attention
         function."""

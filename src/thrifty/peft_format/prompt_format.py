@@ -9,7 +9,9 @@ from torch import Tensor, nn
 
 from thrifty.core.errors import IntegrityError, RefusedError, UsageError
 from thrifty.modeling.adapter_base import names_ending, train_only
+from thrifty.modeling.caught_attention import CaughtSite
 from thrifty.modeling.module_surgery import find_stacks
+from thrifty.modeling.transformers_attention import TransformersSite
 from thrifty.models.families import FAMILIES
 from thrifty.models.model_config import ModelConfig
 from thrifty.peft_format.adapter_folder import AdapterFormat, StoredAdapter
@@ -139,7 +141,9 @@ class PrefixFormat(_VirtualTokens):
 def _places(model: nn.Module) -> Mapping[str, PrefixSite]:
     places = find_prefix_sites(model)
     stacks = [*find_stacks(model).values()]
-    if len(stacks) > 1 or len(places) != len(stacks[0]) or getattr(model, "task", "next_token") != "next_token":
+    is_decoder = getattr(model, "task", "next_token") == "next_token"
+    is_catching = any(isinstance(place.attention, CaughtSite | TransformersSite) for place in places.values())
+    if len(stacks) > 1 or len(places) != len(stacks[0]) or not is_decoder or is_catching:
         raise RefusedError(
             f"PEFT stores prefixes for the blocks of a decoder, not of {type(model).__name__}",
             fix="use LoRA, which PEFT stores for any model",

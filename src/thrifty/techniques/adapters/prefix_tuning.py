@@ -13,7 +13,7 @@ Avoid       Deployments that require the plain architecture, because a prefix ca
 Does not    Change the frozen weights or the length of the output.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -21,11 +21,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thrifty.core.errors import RefusedError
+from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.randomness import keyed_generator
 from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Natural, Positive
 from thrifty.modeling.adapter_base import AdapterTechnique, names_ending, train_only
+from thrifty.modeling.attention_cores import AttentionCore, AttentionSite, call_core
+from thrifty.modeling.attention_sites import find_attention_sites
+from thrifty.modeling.caught_attention import CaughtSite
 from thrifty.modeling.module_surgery import find_stacks, wrap_forward
 from thrifty.techniques.adapters._kv_cache import (
     cache_shapes,
@@ -47,16 +50,17 @@ SITE_PARAMETERS = ("prefix_out", "prefix_out_bias")
 
 
 class PrefixSite(NamedTuple):
-    """A module with a prefix: an attention of this package, or a block of transformers."""
+    """A module with a prefix: an attention, or a block of transformers that caches keys and values."""
 
     module: nn.Module
     heads: int
     """Number of key-value heads, g."""
     head_width: int
+    attention: AttentionSite | None = None
+    """The attention whose core gets the prefix; None if a cache passes the prefix."""
 
 
 PrefixSites = Mapping[str, PrefixSite]
-AttentionCore = Callable[..., Tensor]
 
 
 def make_prefix(table: Tensor, w_in: Tensor, b_in: Tensor, w_out: Tensor, b_out: Tensor) -> Tensor:
@@ -78,26 +82,39 @@ def keys_and_values(prefix: Tensor, heads: int) -> tuple[Tensor, Tensor]:
 
 
 def attend_with_prefix(
-    core: AttentionCore, prefix: Tensor, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None = None
+    core: AttentionCore,
+    prefix: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None = None,
+    dropout: float = 0.0,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Return the attention of queries over a prefix and the keys and values after the prefix.
 
     q and the result are (b, h, t, k), the prefix is (p, 2 · g · k), k and v are (b, g, s, k). Without a mask the core
     may be causal and align the last query with the last key. So p = `len(prefix)` queries are prepended, and their
-    outputs are dropped.
+    outputs are dropped. Scores of prefixes have no bias.
     """
+    count = len(prefix)
     prefixes = [x.to(k.dtype).expand(len(k), -1, -1, -1) for x in keys_and_values(prefix, k.shape[1])]
+    if bias is not None:
+        bias = F.pad(
+            bias.expand(*bias.shape[:2], q.shape[2], k.shape[2]), (count, 0, 0 if mask is not None else count, 0)
+        )
     k, v = (torch.cat(pair, 2) for pair in zip(prefixes, (k, v), strict=True))
     if mask is None:
-        return core(F.pad(q, (0, 0, len(prefix), 0)), k, v)[:, :, len(prefix) :]
-    return core(q, k, v, F.pad(mask, (len(prefix), 0), value=True if mask.dtype == torch.bool else 0.0))
+        return call_core(core, F.pad(q, (0, 0, count, 0)), k, v, None, dropout, bias)[:, :, count:]
+    mask = F.pad(mask, (count, 0), value=True if mask.dtype == torch.bool else 0.0)
+    return call_core(core, q, k, v, mask, dropout, bias)
 
 
 def body_of(model: nn.Module) -> nn.Module:
     """Return the module that owns the table of the prefix network.
 
-    In a model of transformers the owner is the module that contains the (last) stack of blocks and takes tokens and a
-    cache. In other models the owner is the parent of the (first) stack.
+    In a model of transformers with a cache, the owner is the module that contains the (last) stack of blocks and takes
+    tokens and the cache. In other models the owner is the parent of the (first) stack.
     """
     return model.get_submodule(_body_path(model))
 
@@ -127,8 +144,8 @@ def set_prefixes(model: nn.Module, sites: PrefixSites, tokens: int, hidden: int,
     shapes: dict[str, tuple[int, ...]] = {}
     path = _body_path(model)
     body_prefix = f"{path}." if path else ""
-    for name, (_, heads, head_width) in sites.items():
-        width = heads * head_width
+    for name, site in sites.items():
+        width = site.heads * site.head_width
         if hidden:
             shapes |= {f"{name}.prefix_out": (2 * width, hidden), f"{name}.prefix_out_bias": (2 * width,)}
             network_shapes = ((tokens, width), (hidden, width), (hidden,))
@@ -163,26 +180,29 @@ def collapse(model: nn.Module) -> None:
 
 
 def find_prefix_sites(model: nn.Module) -> PrefixSites:
-    """Return the modules that get a prefix, by name. These are all attentions with a replaceable core, or, in a model
-    of transformers, the blocks that cache keys and values."""
-    cores = {
-        name: PrefixSite(module, getattr(module, "kv_heads", module.heads), module.head_width)
-        for name, module in model.named_modules()
-        if hasattr(module, "core")
-    }
-    return cores or _cached_blocks(model)
+    """Return the modules that get a prefix, by name. These are all attentions with an attribute `core`; or, in a model
+    of transformers, the blocks that cache keys and values; or all self-attentions that can be replaced."""
+    cores = {name: _own_site(name, module) for name, module in model.named_modules() if hasattr(module, "core")}
+    return cores or _cached_blocks(model) or _attentions(model)
+
+
+def _own_site(name: str, module: nn.Module) -> PrefixSite:
+    attention = AttentionSite(name, module, causal=False, plain=module.core)
+    return PrefixSite(module, getattr(module, "kv_heads", module.heads), module.head_width, attention)
+
+
+def _attentions(model: nn.Module) -> PrefixSites:
+    sites = find_attention_sites(model)
+    return {site.name: PrefixSite(site.module, site.key_heads, site.head_width, site) for site in sites}
 
 
 def _cached_blocks(model: nn.Module) -> PrefixSites:
+    """Return the blocks of a model of transformers that cache keys and values; none for a model without a cache."""
     stacks = find_stacks(model)
     name, blocks = [*stacks.items()][-1]
     body = body_of(model)
     if len(stacks) > 2 or not hasattr(body, "config") or not is_reader(body):
-        raise RefusedError(
-            f"{type(model).__name__} has neither attention with a replaceable core nor a cache of keys and values",
-            fix="--with adapters.lora; or --set model.preset=gpt-nano; or a decoder, encoder-decoder or BERT of "
-            "transformers",
-        )
+        return {}
     shapes = cache_shapes(body)
     if len(shapes) != len(blocks):
         raise RefusedError(
@@ -194,16 +214,20 @@ def _cached_blocks(model: nn.Module) -> PrefixSites:
 
 
 def prepend_prefix(model: nn.Module, sites: PrefixSites, tokens: int) -> None:
-    """Prepend the prefix in every attention. Shift token positions by the length of the prefix."""
+    """Prepend the prefix in every attention. In Thrifty's models, positions start after the prefix."""
     body = body_of(model)
-    if not all(hasattr(site.module, "core") for site in sites.values()):
+    attentions = [site.attention for site in sites.values() if site.attention is not None]
+    if not attentions:
         wrap_forward(
             body, partial(_with_prefix_cache, [*sites.values()], tokens, position_limit(body), is_two_sided(model))
         )
         return
     wrap_forward(body, _refuse_packed_rows)
-    for site in sites.values():
-        site.module.core = partial(_core_with_prefix, site.module, body, site.module.core)
+    for attention in attentions:
+        attention.put(partial(_core_with_prefix, attention.module, body, attention.current))
+        if isinstance(attention, CaughtSite):
+            attention.module.has_attended = True
+            wrap_forward(attention.module, partial(_require_prefix, attention.name))
     if len(find_stacks(model)) == 1:
         for module in model.modules():
             if isinstance(getattr(module, "start", None), int):
@@ -215,8 +239,22 @@ def _refuse_packed_rows(body: nn.Module, inner: Any, *args: Any, **kwargs: Any) 
     return inner(*args, **kwargs)
 
 
-def _core_with_prefix(attention: nn.Module, body: nn.Module, core: AttentionCore, *inputs: Tensor) -> Tensor:
-    return attend_with_prefix(core, prefix_of(attention, body), *inputs)
+def _core_with_prefix(
+    attention: nn.Module, body: nn.Module, core: AttentionCore, *inputs: Tensor, **options: Any
+) -> Tensor:
+    attention.has_attended = True
+    return attend_with_prefix(core, prefix_of(attention, body), *inputs, **options)
+
+
+def _require_prefix(name: str, attention: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
+    attention.has_attended = False
+    output = inner(*args, **kwargs)
+    if not attention.has_attended:
+        raise UsageError(
+            f"a call of {name} left out its prefix, because it has more keys than queries",
+            fix="pass whole texts, without a cache of keys and values",
+        )
+    return output
 
 
 def _with_prefix_cache(
@@ -252,9 +290,10 @@ class PrefixTuning(AdapterTechnique):
     summaries the code uses 200 tokens and a network width of 800. Real tokens take the positions after the prefix, as
     in the published code.
 
-    Models of transformers receive the prefix through a read-only cache of keys and values, so recomputation works. ViT
-    and DistilBERT accept no cache and are refused; peft fails on both too. Encoder-decoders of transformers receive
-    prefixes in decoder self-attention only. Models of this package receive prefixes in every attention.
+    Models of transformers with a cache receive the prefix through a read-only cache of keys and values, as in peft, so
+    recomputation works. Their encoder-decoders receive prefixes in decoder self-attention only. Models without a cache,
+    such as ViT, DistilBERT and hand-written modules, receive prefixes in every self-attention, before unchanged
+    positions; peft fails on ViT and DistilBERT. Models of this package receive prefixes in every attention.
 
     Differs from peft 0.21 for encoder-decoders: here every block has its own prefix. In peft, block i of L uses prefix
     2 i mod L. For even L, half of the prefixes are used twice and the other half never.
