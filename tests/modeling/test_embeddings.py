@@ -5,6 +5,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import transformers
 from stacked_models import KINDS, VOCABULARY, WIDTH
 from torch import Tensor, nn
 
@@ -48,6 +49,17 @@ class NamelessBlock(nn.Module):
         super().__init__()
         self.x1, self.x2 = nn.Linear(8, 24), nn.Linear(8, 8)
         self.w1, self.w2, self.w3 = nn.Linear(8, 32), nn.Linear(32, 8), nn.Linear(8, 32)
+
+
+@pytest.mark.parametrize(("kind", "heads"), [("CLIP", {"visual_projection", "text_projection"}), ("Siglip", set())])
+def test_two_towers_and_their_classifier(kind: str, heads: set[str]) -> None:
+    """The models are their own base models; the layers of the towers are no output layers."""
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    vision, text = sizes | {"image_size": 8, "patch_size": 2}, sizes | {"vocab_size": 50}
+    config = getattr(transformers, f"{kind}Config")(vision_config=vision, text_config=text)
+    assert {*output_layers(getattr(transformers, f"{kind}Model")(config))} == heads
+    classifier = getattr(transformers, f"{kind}ForImageClassification")(config)
+    assert {*output_layers(classifier)} == {"classifier"}
 
 
 def nameless(**parts: nn.Module) -> nn.Module:

@@ -58,7 +58,7 @@ def test_the_trained_model_is_plain_and_unfrozen() -> None:
 
 
 def test_a_head_that_is_also_the_embedding_is_refused() -> None:
-    with pytest.raises(RefusedError, match="no head with its own weight to train") as refused:
+    with pytest.raises(RefusedError, match="shares the embedding's weight") as refused:
         HeadOnly().model(tiny_model())
     assert "model.tied=false" in refused.value.fix
     free = HeadOnly().model(tiny_model(tied=False))

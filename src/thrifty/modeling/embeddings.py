@@ -147,16 +147,26 @@ def _returns_stream_width(block: nn.Module) -> bool:
 
 
 def _parts_of_transformers(model: nn.Module) -> tuple[set[nn.Module], set[nn.Module]]:
-    """Return the modules inside base models of `transformers`, and the output heads of its models."""
+    """Return the modules inside base models of `transformers`, and the output heads of its models.
+
+    A model that is its own base, contains other models and has no output embedding, such as CLIPForImageClassification,
+    may have output layers outside those models.
+    """
     inner: set[nn.Module] = set()
     heads: set[nn.Module] = set()
     for module in model.modules():
-        base = getattr(module, "base_model", None)
-        if isinstance(base, nn.Module) and hasattr(module, "get_output_embeddings"):
-            head = module.get_output_embeddings()
-            heads.update([] if head is None else [head])
-            inner.update(base.modules() if base is not module or head is None else ())
+        if not _has_base(module):
+            continue
+        base, head = module.base_model, module.get_output_embeddings()  # type: ignore[operator]
+        heads.update([] if head is None else [head])
+        contains_others = sum(map(_has_base, module.modules())) > 1
+        if base is not module or (head is None and not contains_others):
+            inner.update(base.modules())  # type: ignore[union-attr]
     return inner - heads, heads
+
+
+def _has_base(module: nn.Module) -> bool:
+    return isinstance(getattr(module, "base_model", None), nn.Module) and hasattr(module, "get_output_embeddings")
 
 
 def find_head(model: nn.Module) -> tuple[str, nn.Module] | None:

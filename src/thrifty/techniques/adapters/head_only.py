@@ -23,6 +23,7 @@ from torch import nn
 from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError
 from thrifty.modeling.adapter_base import AdapterTechnique, head_names, train_only
+from thrifty.modeling.embeddings import output_layers
 
 
 class HeadOnly(AdapterTechnique):
@@ -39,9 +40,11 @@ class HeadOnly(AdapterTechnique):
         trained = head_names(model)
         if not trained:
             raise RefusedError(
-                f"{type(model).__name__} has no head with its own weight to train",
-                fix="--with adapters.lora; or, if the head shares the embedding's weight, an untied head: --set "
-                "model.tied=false for a preset with random weights",
+                f"the output head of {type(model).__name__} shares the embedding's weight"
+                if output_layers(model)
+                else f"{type(model).__name__} has no output head",
+                fix="--with adapters.lora; or build the model with a head of its own: tie_word_embeddings=False in "
+                "transformers, --set model.tied=false for a preset with random weights",
             )
         train_only(model, trained)
         return model
