@@ -1,5 +1,8 @@
 """Random patch subsets: sampling, supported models, schedule and cost."""
 
+from contextlib import AbstractContextManager
+from functools import partial
+
 import pytest
 import torch
 import transformers
@@ -14,18 +17,20 @@ from thrifty.composition.compose import BaseRun, compose
 from thrifty.composition.explain import explain
 from thrifty.core.batches import Batch, BatchSource, MappedSource
 from thrifty.core.errors import RefusedError, UsageError
+from thrifty.modeling.visible_patches import prepare, visible_only, without_patches
 from thrifty.techniques.data_selection.drop_patches import (
     FIELD,
     DropPatches,
-    drop_patches,
     kept_patches,
     keys_of_content,
-    prepare,
     visible_patches,
-    without_patches,
 )
 
 STEPS = 4
+
+
+def dropping(model: nn.Module, own: torch.Tensor, rate: float) -> AbstractContextManager[None]:
+    return visible_only(model, partial(visible_patches, own, rate=rate))
 
 
 def keys(count: int, seed: int = 0) -> torch.Tensor:
@@ -115,7 +120,7 @@ def test_blocks_see_visible_patches_only_at_their_positions(kind):
         hook = model.get_submodule(stack_of(model)).register_forward_pre_hook(
             lambda module, args: lengths.append(args[0].shape[1])
         )
-        with drop_patches(model, own, 0.5):
+        with dropping(model, own, 0.5):
             seen = model.logits(images)
             assert torch.allclose(model.logits(changed), seen, atol=1e-6)
         hook.remove()
@@ -139,7 +144,7 @@ def test_outputs_equal_our_models_with_explicit_patches():
     images = torch.randn(3, 1, 8, 8)
     with torch.no_grad():
         expected = model(images, visible_patches(own, 16, 0.25))
-        with drop_patches(DropPatches().model(model), own, 0.25):
+        with dropping(DropPatches().model(model), own, 0.25):
             assert torch.equal(model(images), expected)
 
 
@@ -222,7 +227,7 @@ class HandWritten(nn.Module):
         self.class_token = nn.Parameter(torch.zeros(1, 1, 32))
         self.where = nn.Parameter(torch.randn(1, 17, 32))
         self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True) for _ in range(2))
-        self.head = nn.Linear(32, 3)
+        self.head = nn.Linear(32, 10)
         self.seen: list[int] = []
 
     def forward(self, images: torch.Tensor) -> torch.Tensor:
@@ -244,7 +249,7 @@ def test_patches_of_hand_written_models_are_dropped(compiled):
     images = torch.randn(4, 1, 8, 8)
     inputs = []
     model.blocks[1].register_forward_pre_hook(lambda block, args: inputs.append(args[0]))
-    with drop_patches(model, keys(4), 0.75):
+    with dropping(model, keys(4), 0.75):
         model(images)
     kept = without_patches(
         torch.cat((model.class_token.expand(4, -1, -1), model.cut(images).flatten(2).mT), 1) + model.where,
@@ -255,6 +260,33 @@ def test_patches_of_hand_written_models_are_dropped(compiled):
     torch.testing.assert_close(inputs[0], expected)
     model(images)
     assert model.seen == [5, 17]
+
+
+RECOMPUTING = ["memory.recompute", "memory.optimal_recompute", "memory.activation_budget"]
+
+
+@pytest.mark.parametrize("name", RECOMPUTING)
+def test_recomputed_blocks_drop_the_same_patches(name: str) -> None:
+    """The first block drops them where positions are added outside the embedding."""
+    plain = image_run()
+    drop = technique("data_selection.drop_patches", until=1.0)
+    seen = []
+    for more in ([], [technique(name)]):
+        torch.manual_seed(0)
+        run = compose(BaseRun(HandWritten, plain.source, plain.objective), with_optimizer([drop, *more]), STEPS)
+        torch.manual_seed(0)
+        seen.append(losses(advance(run, run.start())))
+    assert seen[0] == seen[1]
+
+
+def test_copied_blocks_drop_no_patches_again() -> None:
+    chosen = [technique("data_selection.drop_patches", until=1.0), technique("growth.stacking", at=(2,))]
+    plain = image_run()
+    run = compose(BaseRun(HandWritten, plain.source, plain.objective), with_optimizer(chosen), STEPS)
+    state = run.start()
+    advance(run, state)
+    assert isinstance(state.model, HandWritten) and len(state.model.blocks) == 2
+    assert {*state.model.seen} == {9}
 
 
 def test_blocks_that_require_all_patches_are_refused():

@@ -17,7 +17,7 @@ from thrifty.core.plain_values import to_data
 from thrifty.core.recipe import ModelSettings, Recipe
 from thrifty.core.state import TrainState
 from thrifty.modeling.module_surgery import find_blocks
-from thrifty.models import build_model_for, export_model, export_own_model, shape_for
+from thrifty.models import build_model_for, build_run_model, export_model, export_own_model, shape_for
 
 NEAR = 1e-4
 """Allowed difference of logits, relative to the largest logit."""
@@ -61,7 +61,7 @@ def export_round_trip(
 def _loaded(recipe: Recipe, ends: ModelSpec, folder: Path) -> nn.Module:
     if not recipe.model.build:
         return build_model_for(ends, ModelSettings(folder=str(folder)), recipe.seed, task=recipe.objective.name)
-    model = recipe.objects.build_model(recipe.model.arguments)
+    model = build_run_model(recipe, ends)
     if hasattr(model, "from_pretrained"):
         return type(model).from_pretrained(folder)  # type: ignore[attr-defined]
     load_model(model, str(folder / "model.safetensors"))

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from thrifty.core.errors import InfeasibleError, spelled
+from thrifty.core.model_spec import ImageModelSpec
 from thrifty.core.objective import Objective
 from thrifty.core.recipe import DataSettings, Recipe
 from thrifty.core.user_sources import HUB
@@ -19,8 +20,10 @@ class DataRequest:
     recipe: Recipe
     objective: Objective
     """Objective of the recipe, before tokenizer, labels and patch size are set."""
-    image_sizes: Callable[[], tuple[int | None, int | None]]
-    """Function that returns the image size and the patch size of the recipe's model, in pixels per side."""
+    image_side: Callable[[], int | None]
+    """Function that returns the side of the model's images in pixels; None if any size is possible."""
+    patch_side: Callable[[ImageModelSpec], int | None]
+    """Function that returns the side of a patch of the model in pixels, for images of these sizes."""
     say: Callable[[str], None]
     """Function that prints a message."""
     model_config: Callable[[], Mapping[str, Any]] = dict

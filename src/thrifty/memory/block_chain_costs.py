@@ -7,6 +7,7 @@ copies of its arguments and parameters. The next block receives zeros in the sha
 import time
 from collections.abc import Callable, Hashable
 from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import torch
@@ -37,6 +38,10 @@ class ChainSurvey:
         """Costs by operation trace. Most blocks have the same trace as the previous block."""
 
     def call(self, module: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Count a call of a module, without its hooks, which run."""
+        return between_hooks(module, partial(self.count, module, inner), args, kwargs)
+
+    def count(self, module: nn.Module, inner: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         tensors = tensors_in((args, kwargs))
         own = [tensor for tensor in tensors if not any(tensor is output for output in self.outputs)]
         self.inputs |= {tensor.untyped_storage()._cdata: tensor for tensor in own}
@@ -57,6 +62,26 @@ class ChainSurvey:
 
     def cost(self) -> ChainCost:
         return ChainCost(storage_bytes(self.inputs.values()), tuple(self.stages))
+
+
+def between_hooks(module: nn.Module, function: Callable[..., Any], args: tuple, kwargs: dict[str, Any]) -> Any:
+    """Call a module's hooks, and `function` in place of its forward function. While `function` runs, the module has its
+    own forward function."""
+    before = vars(module).get("forward")
+
+    def restore() -> None:
+        vars(module).pop("forward", None)
+        vars(module).update({} if before is None else {"forward": before})
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        restore()
+        return function(*args, **kwargs)
+
+    module.forward = forward  # type: ignore[method-assign]
+    try:
+        return module._call_impl(*args, **kwargs)
+    finally:
+        restore()
 
 
 def survey(

@@ -11,6 +11,7 @@ blocks, call a block twice, or change hidden states between blocks; the result s
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from contextvars import copy_context
 from functools import cache, partial
 from typing import Any
 
@@ -155,7 +156,7 @@ class BlockCall:
         outputs: list[Tensor] = []
         contexts = self.context.restored(), self.buffers.restored(), saved_tensors_hooks(pack, _refuse_unpack)
         with contexts[0], contexts[1], contexts[2], suppress(_StopRecompute):
-            result = self._call(linked)
+            result = self.context.variables.run(self._call, linked)
             outputs = [tensor.detach() for tensor in tensors_in(result)]
         if keep:
             self._check([(tensor.shape, tensor.dtype) for tensor in tensors if tensor is not None])
@@ -190,9 +191,10 @@ def refuse_writable(module: nn.Module, inputs: Any) -> None:
 
 
 class CallContext:
-    """State that a call depends on in addition to its arguments: random generators and autocast."""
+    """State that a call depends on in addition to its arguments: context variables, random generators and autocast."""
 
     def __init__(self, tensors: Iterable[Tensor]):
+        self.variables = copy_context()
         devices = {tensor.device for tensor in tensors}
         self.generators = GeneratorStates(devices)
         self.autocasts = [

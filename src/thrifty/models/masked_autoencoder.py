@@ -22,8 +22,9 @@ from thrifty.models.vision_transformer import PatchEmbedding, Pool, VisionTransf
 
 
 class PatchDecoder(nn.Module):
-    """Decoder that maps encoder states (b, 1 + n, d) to states (b, t, e) of all t patches. Encoder states belong to the
-    class token and the n visible patches. `position` (1, 1 + t, e) is fixed, and interpolated for other image sizes."""
+    """Decoder that maps encoder states (b, m + n, d) to states (b, t, e) of all t patches. Encoder states belong to m
+    tokens that are no patches, such as a class token, and to the n visible patches. `position` (1, 1 + t, e) is fixed,
+    and interpolated for other image sizes; its first row is for the m tokens."""
 
     position: Tensor
 
@@ -37,14 +38,15 @@ class PatchDecoder(nn.Module):
     def forward(self, hidden: Tensor, visible: Tensor | None, grid: tuple[int, int]) -> Tensor:
         """Return states (b, t, e). `visible` (b, n) are indices of patches in a `grid` of (rows, columns); None means
         all patches."""
-        x = self.embed(hidden)
+        x, total = self.embed(hidden), grid[0] * grid[1]
+        before = x.shape[1] - (total if visible is None else visible.shape[1])
         if visible is not None:
-            patches = scatter_tokens(x[:, 1:], visible, self.mask_token, grid[0] * grid[1])
-            x = torch.cat((x[:, :1], patches), 1)
-        x = x + resized_positions(self.position, grid, 1).to(self.embed.weight.dtype)  # the table stays float32
+            x = torch.cat((x[:, :before], scatter_tokens(x[:, before:], visible, self.mask_token, total)), 1)
+        positions = resized_positions(self.position, grid, 1).to(self.embed.weight.dtype)  # the table stays float32
+        x = x + torch.cat((positions[:, :1].expand(-1, before, -1), positions[:, 1:]), 1)
         for block in self.blocks:
             x = block(x)
-        return self.norm(x)[:, 1:]
+        return self.norm(x)[:, before:]
 
 
 class MaskedAutoencoder(nn.Module):

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 
 from thrifty.core.errors import RefusedError, UsageError, for_reader
 from thrifty.core.model_spec import ImageModelSpec, ModelSpec, TextModelSpec, UserModelSpec
-from thrifty.core.recipe import ModelSettings
+from thrifty.core.recipe import ModelSettings, Recipe
 from thrifty.models.contrastive_model import ContrastiveModel
 from thrifty.models.families import FAMILIES, assemble
 from thrifty.models.hf_config import write_config
@@ -23,6 +23,7 @@ from thrifty.models.model_resolution import check_fit, own_shape, shape_for, sta
 from thrifty.models.transformer import Task, initialize
 from thrifty.models.vision_transformer import VisionTransformer, refit
 from thrifty.models.weight_conversion import folder_shape, import_folder
+from thrifty.models.wrapped_autoencoder import autoencoder_around
 
 _TASK_DESCRIPTIONS = {
     "next_token": "its tokens do not attend to later tokens",
@@ -55,6 +56,20 @@ def build_model(
 ) -> nn.Module:
     """Return the initialized model of a run on text before any technique, see `build_model_for`."""
     return build_model_for(TextModelSpec(vocabulary, length), settings, seed, task)
+
+
+def build_run_model(recipe: Recipe, ends: ModelSpec) -> nn.Module:
+    """Return the initialized model of a run before any technique: the user's own, or see `build_model_for`. An own
+    image model that learns masked reconstruction becomes the encoder of a masked autoencoder."""
+    torch.manual_seed(recipe.seed)
+    task = recipe.objective.name
+    if recipe.objects.model is None:
+        return build_model_for(ends, recipe.model, recipe.seed, task=task)
+    model = recipe.objects.build_model(recipe.model.arguments)
+    is_encoder = task == "masked_reconstruction" and isinstance(ends, ImageModelSpec) and recipe.objects.loss is None
+    if not is_encoder or getattr(model, "task", None) == task:
+        return model
+    return autoencoder_around(model, ends.side, ends.channels, recipe.seed)
 
 
 def build_model_for(

@@ -5,13 +5,14 @@ from pathlib import Path
 
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.model_spec import ImageModelSpec, ModelSpec, PairModelSpec, TextModelSpec, UserModelSpec
-from thrifty.core.recipe import ModelSettings
+from thrifty.core.recipe import ModelSettings, Recipe
 from thrifty.models.families import FAMILIES
 from thrifty.models.families.vit_mae import encoder_shape
 from thrifty.models.hf_folder import image_sizes, read_config
 from thrifty.models.model_config import ModelConfig
 from thrifty.models.model_presets import resized, shape_of
 from thrifty.models.weight_conversion import folder_shape
+from thrifty.models.wrapped_autoencoder import patch_side
 
 _IMAGE_STYLES = ("vit", "clip", "mae")
 """Values of `ModelConfig.style` for models with images as input."""
@@ -57,10 +58,22 @@ def shape_for(ends: ModelSpec, settings: ModelSettings) -> ModelConfig | None:
     return shape
 
 
-def own_sizes(settings: ModelSettings) -> tuple[int | None, int | None]:
-    """Return the sides of images and patches in pixels; (None, None) for a model without images."""
-    if settings.build:
-        return None, None
+def image_side(settings: ModelSettings) -> int | None:
+    """Return the side of a model's images in pixels; None for a model without images and for the user's own."""
+    return None if settings.build else _image_sizes(settings)[0]
+
+
+def patch_side_in(recipe: Recipe, images: ImageModelSpec) -> int | None:
+    """Return the side of a patch in pixels; None for a model without patches. The user's own model is asked only by
+    masked reconstruction."""
+    if not recipe.model.build:
+        return _image_sizes(recipe.model)[1]
+    if recipe.objects.model is None or recipe.objective.name != "masked_reconstruction":
+        return None
+    return patch_side(recipe.objects.build_model(recipe.model.arguments), images.side, images.channels)
+
+
+def _image_sizes(settings: ModelSettings) -> tuple[int | None, int | None]:
     try:
         shape = own_shape(settings)
     except RefusedError:  # an architecture that transformers may know

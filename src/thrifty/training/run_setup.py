@@ -4,10 +4,10 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
 from thrifty.composition.compose import BaseRun, Run, compose
@@ -22,7 +22,7 @@ from thrifty.core.recipe import Budget, Recipe
 from thrifty.data.catalogue import refuse_model_to_be_fetched
 from thrifty.data.run_data import RunData
 from thrifty.data.text.text_data import print_to_stderr
-from thrifty.models import build_model_for, check_model
+from thrifty.models import build_run_model, check_model
 from thrifty.objectives import chosen_objective
 from thrifty.training.data_opening import open_first_on_rank_0
 from thrifty.training.rank_setup import choose_device, mesh_sizes
@@ -96,15 +96,9 @@ def prepare_run(
     phase("opening the data")
     objective, data = open_first_on_rank_0(recipe, _ignore if quiet else print_to_stderr)
 
-    def build() -> nn.Module:
-        torch.manual_seed(recipe.seed)
-        if model is not None:
-            return recipe.objects.build_model(recipe.model.arguments)
-        return build_model_for(data.ends, recipe.model, recipe.seed, task=recipe.objective.name)
-
     is_folder = model is None and bool(recipe.model.folder) and not recipe.model.reinitialize
     is_trained = is_folder or isinstance(model, nn.Module)
-    plain = BaseRun(build, data.train, objective, is_trained)
+    plain = BaseRun(partial(build_run_model, recipe, data.ends), data.train, objective, is_trained)
     if model is not None or recipe.objects.data is not None:  # otherwise the model is built for the data
         process_group_sync().run_first(
             lambda: refuse_indices_without_row(plain, _batches_to_check(recipe, data, objective))

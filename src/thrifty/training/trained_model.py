@@ -4,12 +4,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
 from torch import nn
 
 from thrifty.composition.compose import BaseRun, compose
 from thrifty.core.batches import BatchSource
 from thrifty.core.errors import UsageError, spelled
+from thrifty.core.model_spec import UserModelSpec
 from thrifty.core.recipe import Recipe
 from thrifty.core.stages import Stage
 from thrifty.core.state import fill_tensor, read_log
@@ -17,7 +17,7 @@ from thrifty.core.user_objects import UserObjects
 from thrifty.core.user_sources import is_function_name
 from thrifty.data.run_metadata import read_model_spec
 from thrifty.data.text.text_data import print_to_stderr
-from thrifty.models import build_model_for
+from thrifty.models import build_run_model
 from thrifty.objectives import find_objective
 from thrifty.recipes.recipe_toml import read_stored_tables, recipe_from_data
 from thrifty.training import checkpoint
@@ -63,11 +63,8 @@ def load_trained_model(
     stored = checkpoint.load(folder / "checkpoints", step)
 
     def built() -> nn.Module:
-        torch.manual_seed(recipe.seed)
-        if recipe.objects.model is not None:
-            return recipe.objects.build_model(recipe.model.arguments)
-        ends = read_model_spec(folder, recipe)
-        return build_model_for(ends, recipe.model, recipe.seed, task=recipe.objective.name)
+        is_own = recipe.objects.model is not None and recipe.objective.name != "masked_reconstruction"
+        return build_run_model(recipe, UserModelSpec() if is_own else read_model_spec(folder, recipe))
 
     chosen = [technique for technique in recipe.techniques if technique.stage not in RUNNING]
     run = compose(BaseRun(built, BatchSource(), find_objective(recipe.objective.name)), chosen, stored.scalars["steps"])

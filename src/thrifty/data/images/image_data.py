@@ -243,7 +243,7 @@ class Images(DataKind):
         return holds_mainly_images(settings.source)
 
     def open(self, request: DataRequest) -> tuple[Objective, ImageData]:
-        side, patch = request.image_sizes()
-        objective, recipe = request.objective.with_patch_size(patch), request.recipe
-        data = open_images(recipe.data, recipe.seed, side, request.say, objective.needs_labels)
+        recipe = request.recipe
+        data = open_images(recipe.data, recipe.seed, request.image_side(), request.say, request.objective.needs_labels)
+        objective = request.objective.with_patch_size(request.patch_side(data.ends))
         return objective, replace(data, held_out=data.held_out.shaped(objective.examples))

@@ -54,19 +54,22 @@ class ViTMAE(PatchEncoder):
     renamed: ClassVar = {"decoder.decoder_encoder.layer.": "decoder.decoder_layers."}
 
     def assemble(self, shape: ModelConfig) -> MaskedAutoencoder:
-        heads = {"heads": shape.decoder_heads, "kv_heads": shape.decoder_heads}
-        decoder = replace(shape, width=shape.decoder_width, hidden=shape.decoder_hidden, **heads)
         return MaskedAutoencoder(
             PatchEmbedding(shape.image, shape.patch, shape.channels, shape.width, fixed=_positions(shape, shape.width)),
             [self.layer_norm_block(shape) for _ in range(shape.depth)],
             nn.LayerNorm(shape.width, eps=shape.norm_eps),
-            PatchDecoder(
-                nn.Linear(shape.width, shape.decoder_width),
-                _positions(shape, shape.decoder_width),
-                [self.layer_norm_block(decoder) for _ in range(shape.decoder_blocks)],
-                nn.LayerNorm(shape.decoder_width, eps=shape.norm_eps),
-            ),
+            self.decoder(shape),
             nn.Linear(shape.decoder_width, shape.vocabulary),
+        )
+
+    def decoder(self, shape: ModelConfig) -> PatchDecoder:
+        heads = {"heads": shape.decoder_heads, "kv_heads": shape.decoder_heads}
+        sizes = replace(shape, width=shape.decoder_width, hidden=shape.decoder_hidden, **heads)
+        return PatchDecoder(
+            nn.Linear(shape.width, shape.decoder_width),
+            _positions(shape, shape.decoder_width),
+            [self.layer_norm_block(sizes) for _ in range(shape.decoder_blocks)],
+            nn.LayerNorm(shape.decoder_width, eps=shape.norm_eps),
         )
 
     def shape(self, config: Config) -> ModelConfig:

@@ -13,10 +13,8 @@ Does not    Reduce the small work of the patch convolution, its norm and the pos
             patches.
 """
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from functools import partial
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +22,6 @@ from torch import Tensor, nn
 from thrifty.core.batches import Batch, BatchSource, MappedSource
 from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError, reason_of
-from thrifty.core.module_notes import ModuleNote
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.out_of_memory import is_out_of_memory
 from thrifty.core.randomness import seed_of
@@ -34,10 +31,8 @@ from thrifty.core.setting_bounds import SettingBound
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.kernels.example_rng_torch import random_integers_torch, random_subset_torch
-from thrifty.kernels.token_gather import gather_tokens
 from thrifty.modeling.image_sizes import images_of
-from thrifty.modeling.module_surgery import find_stacks, is_under, wrap_forward
-from thrifty.modeling.patch_grid import find_grid
+from thrifty.modeling.visible_patches import prepare, visible_only
 
 FIELD = "patch_key"
 """Name of the batch field with keys (b,), the random bits that select the visible patches of each example."""
@@ -54,100 +49,6 @@ def visible_patches(keys: Tensor, patches: int, rate: float) -> Tensor:
     Every subset of n patches has the same probability.
     """
     return random_subset_torch(random_integers_torch(keys, patches), kept_patches(patches, rate))
-
-
-def without_patches(tokens: Tensor, visible: Tensor, before: int) -> Tensor:
-    """Remove the patches that are not visible. Tokens are (b, before + t, d), the result is (b, before + n, d).
-
-    `visible` (b, n) are indices of patches. The first `before` tokens are no patches and stay.
-    """
-    return torch.cat((tokens[:, :before], gather_tokens(tokens[:, before:], visible)), 1)
-
-
-DROPPING: ModuleNote[tuple[Tensor, float] | None] = ModuleNote("patch_dropping")
-"""Keys of the examples (b,) and the drop rate; None while no patches are dropped."""
-DROPPED: ModuleNote[bool] = ModuleNote("dropped_patches")
-"""True on a place once patches were dropped there in the current call."""
-PATCHES: ModuleNote[int] = ModuleNote("patches_of_images")
-"""Number of patches of the current images, on the convolution that cuts them."""
-
-
-def prepare(model: nn.Module) -> str:
-    """Prepare a model so that `drop_patches` acts on it, and return the place in words.
-
-    Patches are dropped from the output of the patch embedding if it adds the positions; otherwise from the input of the
-    first block. Raises RefusedError without a convolution in front of the blocks.
-    """
-    grid, stacks = find_grid(model), find_stacks(model)
-    PATCHES.set(grid.cut, 0)
-    grid.cut.register_forward_hook(_count)
-    parts = grid.name.split(".")
-    owners = [".".join(parts[:count]) for count in range(len(parts) + 1)]
-    around = [owner for owner in owners if any(is_under(stack, owner) for stack in stacks)]
-    embedding = model.get_submodule(owners[len(around)])
-    if isinstance(embedding, nn.ModuleList | nn.ModuleDict):
-        raise RefusedError(
-            f"{type(model).__name__} cuts its images several times, so a part of the patches is no input",
-            fix="use a Vision Transformer, such as --set model.preset=vit-nano",
-        )
-    tensors = (*embedding.named_parameters(), *embedding.named_buffers())
-    if any("pos" in path for path, _ in tensors):
-        where, place, wrapper = "after", embedding, _embedded
-    else:
-        nearest = next(stack for stack in stacks if is_under(stack, around[-1]))
-        where, place, wrapper = "before", stacks[nearest][0], _first_block
-    DROPPING.set(place, None)
-    wrap_forward(place, partial(wrapper, grid.cut))
-    return f"{where} {next(name for name, module in model.named_modules() if module is place)}"
-
-
-def _count(cut: nn.Module, inputs: Any, output: Tensor) -> None:
-    PATCHES.set(cut, output.shape[-2] * output.shape[-1])
-
-
-def _embedded(cut: nn.Module, embedding: nn.Module, inner: Any, *args: Any, **kwargs: Any) -> Any:
-    return _dropped(cut, embedding, inner(*args, **kwargs))
-
-
-def _first_block(cut: nn.Module, block: nn.Module, inner: Any, x: Tensor, *args: Any, **kwargs: Any) -> Any:
-    return inner(_dropped(cut, block, x), *args, **kwargs)
-
-
-@torch.compiler.disable
-def _dropped(cut: nn.Module, place: nn.Module, tokens: Tensor) -> Tensor:
-    if (dropping := DROPPING.of(place)) is None:
-        return tokens
-    keys, rate = dropping
-    patches = PATCHES.of(cut)
-    if not isinstance(tokens, Tensor) or tokens.ndim != 3 or tokens.shape[1] < patches:
-        raise RefusedError(
-            f"{type(place).__name__} has no sequence of patches (batch, patches, width), but a tensor of shape "
-            f"{tuple(getattr(tokens, 'shape', ()))}",
-            fix="use a Vision Transformer, such as --set model.preset=vit-nano",
-        )
-    DROPPED.set(place, True)
-    return without_patches(tokens, visible_patches(keys, patches, rate), tokens.shape[1] - patches)
-
-
-@contextmanager
-def drop_patches(model: nn.Module, keys: Tensor, rate: float) -> Iterator[None]:
-    """Drop patches of the model's images inside the context. The keys (b,) of the examples select the visible
-    patches."""
-    embeddings = [module for _, module in DROPPING.noted(model)]
-    for module in embeddings:
-        DROPPING.set(module, (keys, rate))
-        DROPPED.set(module, False)
-    try:
-        yield
-        if not all(map(DROPPED.of, embeddings)):
-            raise RefusedError(
-                f"no patches were dropped, because the loss does not call a part of {type(model).__name__} in the "
-                "usual way",
-                fix="call the model itself in the loss; or --without data_selection.drop_patches",
-            )
-    finally:
-        for module in embeddings:
-            DROPPING.set(module, None)
 
 
 def keys_of_content(batch: Batch, step: int) -> Tensor:
@@ -181,7 +82,7 @@ class PatchDropObjective(WrappedObjective):
             )
         if FIELD not in batch.fields:
             return super().predict(model, batch)
-        with drop_patches(model, batch[FIELD], self.rate):
+        with visible_only(model, partial(visible_patches, batch[FIELD], rate=self.rate)):
             try:
                 return super().predict(model, batch)
             except (RuntimeError, ValueError, AssertionError) as error:
