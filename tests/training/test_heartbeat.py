@@ -53,6 +53,8 @@ def test_waiting_and_compiling_are_neither_work_nor_progress(excused: ThreadStat
     own.update(excused, 599)
     assert not own.hangs and not own.is_stuck
     own.update(excused, 2)
+    assert not own.is_stuck  # the ranks that watch others speak first
+    own.update(excused, progress_watchdog.GRACE)
     assert not own.hangs and own.is_stuck
     own.at("step 2", step=True)
     own.update(WORKING, 1)
@@ -146,13 +148,13 @@ def beats(**of_rank: dict) -> dist.Store:
 
 def test_the_stuck_rank_that_does_not_wait_is_at_fault() -> None:
     own = stepped([0.1] * 5, hang=60)
-    own.update(WAITING, 61)
+    own.update(WAITING, 64)
     waits = {"waits": True, "where": "distributed_c10d.py:1 in all_reduce"}
     verdict = FaultDetector(beats(a=waits, b={}), 0, 2, [], 30, own).find_failure(1, lost=False)
     assert (
         verdict
         and verdict.rank == 1
-        and "hangs in step 9: no progress for 61 s, at model.py:1 in forward" in verdict.text
+        and "hangs in step 9: no progress for 64 s, at model.py:1 in forward" in verdict.text
     )
     verdict = FaultDetector(beats(a=waits, b=waits), 0, 2, [], 30, own).find_failure(1, lost=False)
     assert verdict and verdict.rank == 0 and "all ranks wait: in different calls" in verdict.text

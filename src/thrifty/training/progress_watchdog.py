@@ -15,6 +15,8 @@ SLACK = 10
 """Maximum duration of a step, as a multiple of the longest recent step."""
 FLOOR = 45.0
 """Seconds below which a step never counts as hanging."""
+GRACE = 3.0
+"""Seconds after the limit in which a waiting rank still expects that another rank names the cause."""
 KNOWN = 3
 """Number of steps after which the step duration is known."""
 
@@ -84,4 +86,4 @@ class ProgressWatchdog:
     @property
     def is_stuck(self) -> bool:
         """True if there is no progress for so long that this rank, or a rank that it waits for, must hang."""
-        return not self.starting and self.still > self.hang
+        return not self.starting and self.still > self.hang + GRACE

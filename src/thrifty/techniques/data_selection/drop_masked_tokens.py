@@ -16,6 +16,7 @@ Does not    Make losses at different mask rates comparable, or change the maskin
 
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
+from functools import partial
 from typing import Any, ClassVar, Literal
 
 import torch
@@ -34,6 +35,7 @@ from thrifty.core.technique import Numerics, Technique
 from thrifty.kernels.token_gather import gather_tokens, scatter_tokens
 from thrifty.modeling.module_surgery import wrap_forward
 from thrifty.modeling.parameter_kinds import is_matrix
+from thrifty.modeling.visible_tokens import Rest, prepare, visible_tokens_only
 
 Attend = Literal["self", "cross"]
 
@@ -142,6 +144,14 @@ def read_around_masks(
     return model.transform(model.mask_decoder(states, absent, visible, places))
 
 
+def decode(blocks: nn.ModuleList, states: Tensor, rest: Rest) -> Tensor:
+    """Return the states (b, t, d) after the decoder's blocks. `rest` are the arguments of a block after its input."""
+    for block in blocks:
+        output = block(states, *rest[0], **rest[1])
+        states = output[0] if isinstance(output, tuple) else output
+    return states
+
+
 class VisibleTokenObjective(WrappedObjective):
     """A masked-token objective whose encoder reads visible tokens only."""
 
@@ -154,6 +164,9 @@ class VisibleTokenObjective(WrappedObjective):
             raise RefusedError(
                 "every token of a text is masked, so the encoder has no input", fix="--set objective.rate=0.5, or lower"
             )
+        if not isinstance(model.mask_decoder, MaskDecoder):
+            with visible_tokens_only(model, batch["visible"], partial(decode, model.mask_decoder)):
+                return self.inner.predict(model, batch)
         hidden = model(batch["tokens"], visible=batch["visible"], places=batch["places"])
         return Prediction(hidden=hidden, head=model.head)
 
@@ -168,9 +181,12 @@ class DropMaskedTokens(Technique):
     masked tokens only after further training.
 
     The decoder "self" runs on the whole text, with the encoder states at their positions. The decoder "cross" is our
-    reading of the paper's second decoder: tokens to predict attend to each other, then to the encoder states. Only
-    encoders of this package are supported, including BERT folders loaded into them, because each architecture of
-    transformers calls its blocks differently.
+    reading of the paper's second decoder, for encoders of this package: tokens to predict attend to each other, then to
+    the encoder states.
+
+    Other encoders, of transformers or hand-written, need one stack of blocks that accept any number of tokens, with
+    positions in the embedding or passed to each block. Their decoder is the whole text's with the model's own
+    embeddings of masks, and the model's own head follows.
     """
 
     stage, numerics = Stage.ARCHITECTURE, Numerics.DIFFERENT
@@ -190,17 +206,21 @@ class DropMaskedTokens(Technique):
 
     def model(self, model: nn.Module) -> nn.Module:
         parts = (getattr(model, "embedding", None), "placed"), (model, "blocks"), (model, "transform"), (model, "head")
-        if not all(hasattr(owner, part) for owner, part in parts):
+        if all(hasattr(owner, part) for owner, part in parts):
+            blocks = model.blocks
+            model.mask_decoder = MaskDecoder(model, self.blocks, self.attend, self.seed)
+            wrap_forward(model, read_around_masks)
+        elif self.attend == "self":
+            _, blocks = prepare(model)
+            key = f"{self.seed}/mask_decoder"
+            model.mask_decoder = nn.ModuleList(block_like(blocks[0], f"{key}.{index}") for index in range(self.blocks))
+        else:
             raise RefusedError(
-                f"{type(model).__name__} is not an encoder of this package",
-                fix="--set model.preset=bert-micro; or the folder of a BertForMaskedLM as model",
+                f"cross-attention to the states of {type(model).__name__} is unknown",
+                fix=f"--set techniques.{self.name}.attend=self",
             )
-        model.mask_decoder = MaskDecoder(model, self.blocks, self.attend, self.seed)
-        wrap_forward(model, read_around_masks)
         parameters = sum(parameter.numel() for parameter in model.mask_decoder.parameters())
-        add_note(
-            f"a decoder of {self.blocks} blocks after {len(model.blocks)} encoder blocks, {parameters:,} parameters"
-        )
+        add_note(f"a decoder of {self.blocks} blocks after {len(blocks)} encoder blocks, {parameters:,} parameters")
         return model
 
     def objective(self, objective: Objective) -> Objective:

@@ -1,0 +1,179 @@
+"""Encoders of text whose blocks process a part of the tokens of each text, at the tokens' own positions.
+
+The blocks receive the visible tokens, and the rows of masks and positions that belong to them. After the last block all
+tokens are put together again. Shapes: b batch, t tokens of a text, n visible tokens, d width.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from thrifty.core.errors import RefusedError, reason_of
+from thrifty.core.eval_mode import eval_mode
+from thrifty.core.objective import output_head
+from thrifty.core.randomness import preserved_draws
+from thrifty.kernels.token_gather import gather_tokens, scatter_tokens
+from thrifty.modeling.attention_cores import has_values
+from thrifty.modeling.embeddings import token_tables
+from thrifty.modeling.module_surgery import change_first, find_stacks, refuse_repeated
+
+Rest = tuple[tuple[Any, ...], dict[str, Any]]
+"""Arguments of a block after its input."""
+Finish = Callable[[Tensor, Rest], Tensor]
+"""Function of all states (b, t, d) after the last block and of the first block's further arguments for all tokens."""
+PROBE = 7
+"""Number of tokens of a test call; no usual width is 7."""
+
+
+@dataclass
+class Selection:
+    """The visible tokens in one call of a model."""
+
+    visible: Tensor
+    blocks: tuple[nn.Module, ...]
+    finish: Finish
+    embedded: Tensor | None = None
+    """Input of the first block for all tokens, (b, t, d)."""
+    rest: Rest = field(default_factory=lambda: ((), {}))
+    calls: int = 0
+    """Number of calls of the last block."""
+
+
+# the hooks have no state of their own, so that copies of a model act as the model does
+CURRENT: ContextVar[Selection | None] = ContextVar("selection", default=None)
+
+
+def prepare(model: nn.Module) -> tuple[str, nn.ModuleList]:
+    """Prepare an encoder for `visible_tokens_only`, and return the name and the list of its blocks.
+
+    Raises RefusedError for a model with several stacks, for blocks in several places, and for a model whose blocks
+    determine positions by the order of their inputs, such as rotary positions computed in each block.
+    """
+    stacks = find_stacks(model)
+    if len(stacks) > 1:
+        raise RefusedError(
+            f"{type(model).__name__} has {len(stacks)} stacks of blocks, but an encoder has one",
+            fix="use an encoder, such as --set model.preset=bert-micro",
+        )
+    ((name, blocks),) = stacks.items()
+    refuse_repeated(name, blocks)
+    for block in blocks:
+        block.register_forward_pre_hook(_select, with_kwargs=True)
+        block.register_forward_hook(_put_together)
+    refuse_own_positions(model)
+    return name, blocks
+
+
+@torch.no_grad()
+def refuse_own_positions(model: nn.Module) -> None:
+    """Raise RefusedError if the outputs depend on the order in which the blocks receive the tokens. Without values, as
+    while shapes are counted, only errors are found."""
+    table = next(iter(token_tables(model).values()), None)
+    like = next(model.parameters())
+    rows = PROBE if table is None else table.num_embeddings
+    tokens = (torch.arange(2 * PROBE, device=like.device) % rows).view(2, PROBE)
+    draws = torch.Generator().manual_seed(0)
+    order = torch.stack([torch.randperm(PROBE, generator=draws) for _ in tokens]).to(like.device)
+    try:
+        with eval_mode(model), preserved_draws([tokens]):
+            expected = _states(model, tokens)
+            with visible_tokens_only(model, order) as selection:
+                actual = _states(model, tokens)
+    except (RuntimeError, ValueError, TypeError, AssertionError) as error:
+        raise RefusedError(
+            f"{type(model).__name__} does not accept a part of the tokens of a text: {reason_of(error)}",
+            fix="use an encoder whose blocks accept any number of tokens, such as --set model.preset=bert-micro",
+        ) from error
+    if selection.calls != 1:
+        raise RefusedError(
+            f"{type(model).__name__} calls its last block {selection.calls} times, not once",
+            fix="use an encoder with a block of its own in each place, such as --set model.preset=bert-micro",
+        )
+    tolerance = 1e-4 if expected.dtype == torch.float32 else 5e-2
+    if has_values(expected) and (actual - expected).abs().max() > tolerance * expected.abs().max():
+        raise RefusedError(
+            f"the blocks of {type(model).__name__} know positions only by the order of their inputs, so they cannot "
+            "process a part of the tokens",
+            fix="use an encoder with positions in its embedding, such as --set model.preset=bert-micro",
+        )
+
+
+def _states(model: nn.Module, tokens: Tensor) -> Tensor:
+    output = model(tokens)
+    is_plain = output_head(model) is not None or isinstance(output, Tensor)
+    return output if is_plain else next(iter(output.values()))
+
+
+@contextmanager
+def visible_tokens_only(
+    model: nn.Module, visible: Tensor, finish: Finish = lambda states, rest: states
+) -> Iterator[Selection]:
+    """Let the blocks of a prepared model process only the tokens at the positions `visible` (b, n) inside the context.
+
+    The states of all other tokens are those of the first block's input. `finish` changes all states after the last
+    block.
+    """
+    ((_, blocks),) = [(name, blocks) for name, blocks in find_stacks(model).items() if "mask_decoder" not in name]
+    token = CURRENT.set(selection := Selection(visible, (*blocks,), finish))
+    try:
+        yield selection
+    finally:
+        CURRENT.reset(token)
+    if not selection.calls:
+        raise RefusedError(
+            f"the loss did not call the blocks of {type(model).__name__}, so they read all tokens",
+            fix="call the model itself in the loss; or --without data_selection.drop_masked_tokens",
+        )
+
+
+@torch.compiler.disable
+def _select(block: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    selection = CURRENT.get()
+    if selection is None or not any(block is each for each in selection.blocks):
+        return None
+    name = None if args else next(iter(kwargs))
+    x = args[0] if name is None else kwargs[name]
+    rest = args[1:], {key: value for key, value in kwargs.items() if key != name}
+    if block is selection.blocks[0]:
+        selection.embedded, selection.rest = x, rest
+        x = gather_tokens(x, selection.visible)
+    assert selection.embedded is not None
+    more, named = tree_map(partial(_rows_of, selection.visible, selection.embedded.shape[1]), rest)
+    return ((x, *more), named) if name is None else (more, {name: x, **named})
+
+
+def _rows_of(visible: Tensor, total: int, value: Any) -> Any:
+    """Return the part of an argument that belongs to the visible tokens: (…, n, k) of positions (…, t, k), and
+    (…, n, n) of a mask (…, t, t)."""
+    if not isinstance(value, Tensor) or value.ndim < 2:
+        return value
+    for dim in (-2, -1):
+        if value.shape[dim] == total and value.ndim + dim > 0:
+            value = value.expand(len(visible), *value.shape[1:])
+            shape, sizes = [1] * value.ndim, [*value.shape]
+            shape[0], shape[dim] = visible.shape
+            sizes[dim] = -1
+            value = value.gather(dim, visible.view(shape).expand(sizes))
+    return value
+
+
+@torch.compiler.disable
+def _put_together(block: nn.Module, inputs: Any, output: Any) -> Any:
+    selection = CURRENT.get()
+    if selection is None or block is not selection.blocks[-1]:
+        return None
+    selection.calls += 1
+    embedded = selection.embedded
+    assert embedded is not None
+
+    def whole(states: Tensor) -> Tensor:
+        return selection.finish(scatter_tokens(states, selection.visible, embedded, embedded.shape[1]), selection.rest)
+
+    return change_first(output, whole)
