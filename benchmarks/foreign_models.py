@@ -28,7 +28,7 @@ from torch.utils.data import Dataset
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
-from drawn_models import LENGTH, ODDITIES, OddBlock, OddDecoder, Rows, built, classified, own_loss, sizes_of  # noqa: E402
+from drawn_models import ODDITIES, Encoder, OddBlock, OddDecoder, Rows, built, classified, own_loss, sizes_of  # noqa: E402
 from tiny_runs import technique  # noqa: E402
 
 import thrifty  # noqa: E402
@@ -70,21 +70,6 @@ class ExpertDecoder(OddDecoder):
         for block in self.blocks:
             assert isinstance(block, OddBlock)
             block.mlp = Experts(32, 3)  # type: ignore[assignment]
-
-
-class Encoder(nn.Module):
-    """Encoder of torch's layers that predicts masked tokens."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.tokens, self.places = nn.Embedding(64, 32), nn.Embedding(LENGTH, 32)
-        layer = nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True, norm_first=True)
-        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
-        self.head = nn.Linear(32, 64)
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        return self.head(self.encoder(self.tokens(tokens) + self.places.weight[: tokens.shape[1]]))
 
 
 def masked(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

@@ -204,6 +204,21 @@ class OddDecoder(nn.Module):
         return self.head(self.norm(x))
 
 
+class Encoder(nn.Module):
+    """Encoder of torch's layers that predicts masked tokens."""
+
+    def __init__(self, vocabulary: int = 64, length: int = LENGTH) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.tokens, self.places = nn.Embedding(vocabulary, 32), nn.Embedding(length, 32)
+        layer = nn.TransformerEncoderLayer(32, 4, 64, 0.0, batch_first=True, norm_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 3, enable_nested_tensor=False)
+        self.head = nn.Linear(32, vocabulary)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        return self.head(self.encoder(self.tokens(tokens) + self.places.weight[: tokens.shape[1]]))
+
+
 class StemVit(nn.Module):
     """Vision Transformer with a stem of convolutions, and positions added in its own forward."""
 

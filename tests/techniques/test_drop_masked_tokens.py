@@ -1,5 +1,6 @@
 """Encoders without mask tokens: equal to references of transformers and loops, exported, and trained on ranks."""
 
+from copy import deepcopy
 from dataclasses import replace
 from pathlib import Path
 
@@ -7,6 +8,8 @@ import numpy as np
 import pytest
 import torch
 from benchmarks.allocator_trace import measure_allocations
+from drawn_models import Encoder as OwnEncoder
+from drawn_models import built
 from hypothesis import given
 from hypothesis import strategies as some
 from masked_work import ALONG, SETTINGS, double, trained_along
@@ -22,6 +25,7 @@ from thrifty.core.batches import Batch
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.data.text.token_windows import PackedTokens
 from thrifty.kernels.token_gather import gather_tokens, scatter_tokens
+from thrifty.modeling.module_surgery import find_stacks
 from thrifty.models.families import assemble
 from thrifty.models.model_config import ModelConfig
 from thrifty.models.transformer import Encoder, initialize
@@ -284,7 +288,7 @@ def test_two_ranks_equal_a_single_process() -> None:
 @pytest.mark.parametrize(
     ("model", "objective", "what"),
     [
-        (lambda: tiny_model(), OBJECTIVE, "is not an encoder of this package"),
+        (lambda: tiny_model(), OBJECTIVE, "know positions only by the order of their inputs"),
         (encoder, replace(OBJECTIVE, rate=1.0, mask_share=1.0, random_share=0.0), "the encoder has no input"),
         (encoder, plain_run().objective, "have no field `visible`"),
     ],
@@ -302,12 +306,92 @@ def test_frozen_decoders_and_pipelines_are_refused(other: str) -> None:
         compose(masked_run(), with_optimizer([DropMaskedTokens(), technique(other)]), 2)
 
 
-def test_an_encoder_of_transformers_is_refused() -> None:
-    from thrifty.models.hf_wrapper import HuggingFaceMaskedLM
+def foreign(family: str, **changed: object) -> nn.Module:
+    sizes = {
+        "vocab_size": VOCABULARY, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+        "intermediate_size": 48, "max_position_embeddings": 40, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
+        "cls_token_id": 1, "sep_token_id": 2,
+    }  # fmt: skip
+    return built(getattr(transformers, f"{family}ForMaskedLM"), sizes | changed).eval()
 
-    config = transformers.RobertaConfig(
-        vocab_size=40, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, intermediate_size=16,
-        max_position_embeddings=20,
-    )  # fmt: skip
-    with pytest.raises(RefusedError, match="is not an encoder of this package"):
-        DropMaskedTokens().model(HuggingFaceMaskedLM(transformers.RobertaForMaskedLM(config)))
+
+def test_predictions_of_a_foreign_encoder_equal_its_parts_by_hand() -> None:
+    plain, rows = foreign("Bert"), batch()
+    model, objective = with_decoder(deepcopy(plain))
+    visible, places = rows["visible"], rows["places"]
+    with torch.no_grad():
+        embedded = plain.bert.embeddings(rows["tokens"])
+        states, text = gather_tokens(embedded, visible), embedded.clone()
+        for layer in plain.bert.encoder.layer:
+            states = layer(states)
+        for row in range(3):
+            for number, place in enumerate(visible[row].tolist()):
+                text[row, place] = states[row, number]
+        for layer in model.mask_decoder:
+            text = layer(text)
+        expected = gather_tokens(plain.cls(text), places)
+        torch.testing.assert_close(objective.predict(model, rows).logits, expected, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(model(rows["tokens"]).logits, plain(rows["tokens"]).logits)
+    weights = [dict(block.named_parameters()) for block in (*model.mask_decoder, plain.bert.encoder.layer[0])]
+    for name, values in weights[-1].items():
+        if values.ndim > 1:
+            assert not torch.equal(weights[0][name], weights[1][name]) and not torch.equal(weights[0][name], values)
+
+
+FOREIGN = {
+    "Roberta": {}, "DistilBert": {"dim": 32, "n_layers": 2, "n_heads": 4, "hidden_dim": 48},
+    "ModernBert": {"global_attn_every_n_layers": 2, "local_attention": 8}, "MPNet": {}, "RoFormer": {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("family", [*FOREIGN, "torch"])
+def test_foreign_encoders_read_visible_tokens_at_their_positions(family: str) -> None:
+    """The blocks see fewer tokens, no prediction depends on the masked ones, and each depends on its position."""
+    model = OwnEncoder(VOCABULARY, 40) if family == "torch" else foreign(family, **FOREIGN[family])
+    model, objective = with_decoder(model.eval())
+    rows, lengths = batch(), []
+    stack = next(blocks for name, blocks in find_stacks(model).items() if "mask_decoder" not in name)
+    stack[1].register_forward_pre_hook(
+        lambda block, args, kwargs: lengths.append((args or [*kwargs.values()])[0].shape[1]), with_kwargs=True
+    )
+    with torch.no_grad():
+        before = objective.predict(model, rows).logits
+        moved = Batch({**rows.fields, "visible": rows["visible"].clone()}, rows.weight)
+        hidden = sorted({*range(24)} - {*rows["visible"][0].tolist()})
+        moved["visible"][0, -1] = hidden[-1] if hidden[-1] > rows["visible"][0, -2] else hidden[0]
+        moved["visible"][0] = moved["visible"][0].sort().values
+        assert lengths == [rows["visible"].shape[1]]
+        assert (objective.predict(model, moved).logits[0] - before[0]).abs().max() > 1e-5
+        torch.testing.assert_close(objective.predict(model, moved).logits[1:], before[1:])
+
+
+@pytest.mark.parametrize(
+    ("family", "changed", "what"),
+    [
+        ("Albert", {"embedding_size": 16}, "calls its last block 2 times"),
+        ("DebertaV2", {"relative_attention": True, "pos_att_type": ["c2p"]}, "does not accept a part of the tokens"),
+        ("ConvBert", {"embedding_size": 32}, "know positions only by the order of their inputs"),
+        ("FNet", {}, "know positions only by the order of their inputs"),
+    ],
+)
+def test_encoders_that_need_all_tokens_are_refused(family: str, changed: dict[str, object], what: str) -> None:
+    with pytest.raises(RefusedError, match=what) as refused:
+        DropMaskedTokens().model(foreign(family, **changed))
+    assert "bert-micro" in refused.value.fix
+
+
+def test_a_foreign_encoder_has_no_cross_attention() -> None:
+    with pytest.raises(RefusedError, match="cross-attention to the states of BertForMaskedLM is unknown"):
+        DropMaskedTokens(attend="cross").model(foreign("Bert"))
+
+
+@pytest.mark.parametrize("more", ["memory.recompute", "memory.optimal_recompute", "memory.activation_budget"])
+def test_foreign_recomputed_blocks_read_the_same_tokens(more: str) -> None:
+    plain = BaseRun(lambda: foreign("Bert").train(), PackedTokens(corpus(), 16, 2, seed=0), OBJECTIVE)
+    seen = []
+    for chosen in ([], [technique(more)]):
+        torch.manual_seed(0)
+        records, state = run_through(plain, with_optimizer([DropMaskedTokens(), *chosen]), 3)
+        seen.append(losses(records))
+        assert state.model is not None and not hasattr(DropMaskedTokens().finish(state.model), "mask_decoder")
+    assert seen[0] == seen[1]
