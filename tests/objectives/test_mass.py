@@ -5,6 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
+import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as some
 from tiny_networks import VOCABULARY
@@ -126,11 +127,39 @@ def test_other_models_than_encoder_decoders_are_refused() -> None:
     with pytest.raises(UsageError, match="cannot learn sequence_to_sequence"):
         build_model(ModelSettings(preset="bert-nano"), 40, 16, 0, "mass")
     torch.manual_seed(0)
-    with pytest.raises(RefusedError, match="has no input for the positions of its target"):
-        OBJECTIVE.predict(HuggingFaceSeq2Seq(MarianMTModel(marian())), rows())
+    with pytest.raises(RefusedError, match="has no table of positions"):
+        t5 = T5Config(vocab_size=VOCABULARY, d_model=32, d_kv=8, d_ff=48, num_layers=1, num_heads=4)
+        OBJECTIVE.predict(HuggingFaceSeq2Seq(T5ForConditionalGeneration(t5)), rows())
     with pytest.raises(UsageError, match="rate is 0"):
         Mass(rate=0.0)
 
 
 def test_prepared_rows_are_unchanged() -> None:
     assert OBJECTIVE.examples(batch := rows()) is batch
+
+
+@pytest.mark.parametrize("kind", ["Bart", "MBart", "Marian", "Pegasus"])
+def test_the_decoder_of_a_foreign_model_reads_the_span_at_its_positions(kind: str) -> None:
+    config = getattr(transformers, f"{kind}Config")(
+        vocab_size=VOCABULARY, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=40,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=2,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    name = "MarianMTModel" if kind == "Marian" else f"{kind}ForConditionalGeneration"
+    lm = getattr(transformers, name)(config).eval()
+    batch = rows()
+    tokens, positions = batch["tokens"][:, :-1], batch["positions"]
+    decoder = lm.get_decoder()
+    with torch.no_grad():
+        table = decoder.embed_positions(torch.zeros(1, 24).long() if "Bart" in kind else torch.Size((1, 24)))
+        table = table.reshape(24, 32)
+        words = decoder.embed_tokens(tokens)
+        moved = words + table[positions] - table[: tokens.shape[1]]
+        expected = lm(input_ids=batch["source"], decoder_inputs_embeds=moved).logits
+        model = HuggingFaceSeq2Seq(lm)
+        actual = OBJECTIVE.predict(model, batch).logits
+        torch.testing.assert_close(actual, expected, rtol=1e-4, atol=1e-5)
+        plain = lm(input_ids=batch["source"], decoder_input_ids=tokens).logits
+        torch.testing.assert_close(model.logits(batch["source"], tokens), plain)
+        assert (actual - plain).abs().max() > 1e-4

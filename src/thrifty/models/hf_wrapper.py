@@ -6,10 +6,15 @@ have more than one module between hidden state and logits (a soft cap, a scale, 
 the head and the attention mask when the model is wrapped.
 """
 
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from functools import cached_property
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thrifty.core.classifier_inputs import classifier_inputs
@@ -184,21 +189,53 @@ class HuggingFaceTokenClassifier(HuggingFaceTextClassifier):
 
 
 class HuggingFaceSeq2Seq(HuggingFaceModel):
-    """Encoder-decoder: `model(source, tokens, keep)`, `keep` (b, s) False on the source's padding. Raise RefusedError
-    for a model whose target tokens attend to later target tokens."""
+    """Encoder-decoder: `model(source, tokens, keep, positions)`. `keep` (b, s) is False on the source's padding.
+    `positions` (b, t) are the positions of the target in the source's text, for decoders with a table of positions.
+    Raise RefusedError for a model whose target tokens attend to later target tokens."""
 
     task, auto, words = "sequence_to_sequence", "AutoModelForSeq2SeqLM", "sequence-to-sequence model"
+
+    def __init__(self, lm: nn.Module):
+        super().__init__(lm)
+        named = lm.get_decoder().named_modules()  # type: ignore[operator]
+        tables = [table for name, table in named if isinstance(table, nn.Embedding) and "position" in name]
+        for table in tables:
+            table.register_forward_hook(_at_own_positions)
+        self.has_positions = bool(tables)
 
     def inputs(
         self, source: Tensor, tokens: Tensor, keep: Tensor | None = None, positions: Tensor | None = None
     ) -> dict[str, Any]:
-        if positions is not None:
-            raise RefusedError(
-                f"{type(self.lm).__name__} has no input for the positions of its target in a text",
-                fix="use model.preset = marian-nano or t5-nano; or use a folder of the Marian or T5 family",
-            )
         inputs = {"input_ids": source, "decoder_input_ids": tokens, "use_cache": False}
         return inputs | ({} if keep is None else {"attention_mask": keep.long()})
+
+    def forward(
+        self, source: Tensor, tokens: Tensor, keep: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
+        with self._placed(source, positions):
+            return super().forward(source, tokens, keep)
+
+    def logits(
+        self, source: Tensor, tokens: Tensor, keep: Tensor | None = None, positions: Tensor | None = None
+    ) -> Tensor:
+        with self._placed(source, positions):
+            return super().logits(source, tokens, keep)
+
+    @contextmanager
+    def _placed(self, source: Tensor, positions: Tensor | None) -> Iterator[None]:
+        if positions is None:
+            yield
+            return
+        if not self.has_positions:
+            raise RefusedError(
+                f"{type(self.lm).__name__} has no table of positions, so its target has no positions in a text",
+                fix="use a model with absolute positions, such as model.preset = marian-nano, or a folder of BART",
+            )
+        token = POSITIONS.set((positions, source.shape[1]))
+        try:
+            yield
+        finally:
+            POSITIONS.reset(token)
 
     def probe(self, tokens: Tensor) -> tuple[Tensor, ...]:
         return self._tokens(), tokens
@@ -209,3 +246,24 @@ class HuggingFaceSeq2Seq(HuggingFaceModel):
                 f"{type(self.lm).__name__} attends to later tokens of the target",
                 fix="choose another model, because this model would learn to copy its target",
             )
+
+
+POSITIONS: ContextVar[tuple[Tensor, int] | None] = ContextVar("positions", default=None)
+"""Positions (b, t) of the current target, and the length of the source."""
+
+
+def _at_own_positions(table: nn.Module, args: Any, output: Tensor) -> Tensor | None:
+    """Return the rows of a decoder's table of positions for the positions of the target, (b, t, d)."""
+    if (current := POSITIONS.get()) is None:
+        return None
+    positions, total = current
+    first = [*inspect.signature(type(table).forward).parameters][1]
+    shape = torch.Size((1, total))
+    inputs = shape if first.endswith("shape") else positions.new_zeros(shape)
+    rows = type(table).forward(table, inputs)  # type: ignore[arg-type]
+    if not isinstance(rows, Tensor):
+        raise RefusedError(
+            f"{type(table).__name__} returns more than the rows of positions",
+            fix="use a model with absolute positions, such as model.preset = marian-nano, or a folder of BART",
+        )
+    return F.embedding(positions, rows.reshape(total, -1))
