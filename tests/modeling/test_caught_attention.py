@@ -134,6 +134,29 @@ class AddedProduct(Attention):
         return self.merge((scores.softmax(-1) @ v).unflatten(0, (-1, HEADS)))
 
 
+class Disentangled(Attention):
+    """Scores of contents and of distances, as in DeBERTa: a second matmul of the queries, gathered by distance."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        places = torch.arange(x.shape[1])
+        distance = (places[:, None] - places).expand(len(x), HEADS, -1, -1) + x.shape[1] - 1
+        far = self.table.reshape(HEADS, -1, WIDTH // HEADS)[:, : 2 * x.shape[1] - 1]
+        scores = q @ k.mT / 3.0
+        scores = scores + torch.matmul(q, far.mT).gather(-1, distance)
+        return self.merge(scores.masked_fill(self.hidden(x), -1e9).softmax(-1) @ v)
+
+
+class TwoProducts(Attention):
+    """Scores of contents and positions of the same shape, added before the scale."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        places = self.table[0, :, : x.shape[1], : WIDTH // HEADS].expand(len(x), -1, -1, -1)
+        scores = (q @ k.mT + q @ places.mT) * 0.5
+        return self.merge(scores.masked_fill(self.hidden(x), -1e9).softmax(-1) @ v)
+
+
 class InPlace(Attention):
     def forward(self, x: Tensor) -> Tensor:
         q, k, v = self.split(x)
@@ -160,7 +183,7 @@ FORMS: dict[str, type[Attention]] = {
     form.__name__: form
     for form in (
         Fused, FusedInHelper, Chosen, FusedWithMask, Nano, Additive, Einsum, MergedHeads, Grouped, Temperature,
-        PositionBias, AddedProduct, InPlace, Bundled,
+        PositionBias, AddedProduct, Disentangled, TwoProducts, InPlace, Bundled,
     )
 }  # fmt: skip
 
@@ -374,6 +397,15 @@ class TalkingHeads(Attention):
         return self.merge(scores.softmax(-1) @ v)
 
 
+class Copied(Attention):
+    """Scores that reach the softmax through an operation without a result of the same kind."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = self.split(x)
+        scores = torch.stack([each for each in (q @ k.mT).unbind(1)], 1)
+        return self.merge(scores.softmax(-1) @ v)
+
+
 class Router(nn.Module):
     """A mixture of experts: a softmax and matmuls, but no attention."""
 
@@ -391,6 +423,13 @@ def test_unusual_scores_are_refused_with_the_reason() -> None:
     model = nn.Sequential(TalkingHeads())
     WindowAttention(window=3, block=4).model(model)
     with pytest.raises(RefusedError, match="the attention of 0 was not recognized: its scores pass tanh"):
+        model(inputs())
+
+
+def test_lost_scores_are_refused() -> None:
+    model = nn.Sequential(Copied())
+    WindowAttention(window=3, block=4).model(model)
+    with pytest.raises(RefusedError, match="the attention of 0 was not recognized: its scores pass other operations"):
         model(inputs())
 
 

@@ -119,7 +119,31 @@ def _explained(run: Run) -> Explanation:
             after = claimed.footprint(after)
         rows.append(TechniqueFootprint(technique, before, after, effective_numerics(technique, counts.batch_norms)))
         before = after
+    _try_first_batch(run)
     return Explanation(parameters, plain, tuple(rows), tuple(counts.decisions))
+
+
+def _try_first_batch(run: Run) -> None:
+    """Raise RefusedError if the step fails on the first batch, whose examples a curriculum made smaller."""
+    changing = [technique.name for technique in run.techniques if technique.overrides("batches")]
+    first, last = (run.source.at(step) for step in (0, run.steps - 1))
+    if not changing or _sizes(first) == _sizes(last):
+        return
+    try:
+        _RunCounts(run).passes_on(first)
+    except Exception as error:
+        if isinstance(error, ThriftyError) or is_out_of_memory(error):
+            raise
+        shown = ", ".join(f"{name} {size}" for name, size in _sizes(first).items() if size != _sizes(last).get(name))
+        raise RefusedError(
+            f"{changing[-1]} changes the examples of the first step ({shown}), which this model does not accept: "
+            f"{reason_of(error)}",
+            fix=f"--without {changing[-1]}; or use a model that accepts examples of any size",
+        ) from error
+
+
+def _sizes(batch: Batch) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(values.shape[1:]) for name, values in batch.fields.items()}
 
 
 def _counted_with(counts: "_RunCounts", technique: Technique, so_far: tuple[Technique, ...], shards: int) -> Footprint:
@@ -183,6 +207,12 @@ class _RunCounts:
         parameters = sum(parameter.numel() for parameter in self._passes.model.parameters())
         passes = footprint.scale(flops=times * len(whole) / len(shard))
         return parameters, passes.add(flops=footprint.update_flops)
+
+    def passes_on(self, whole: Batch) -> None:
+        """Trace the run's forward and backward pass on a batch."""
+        part, batch, _ = representative_micro_batches(replace(self.run, notes={}), whole)
+        with collect_notes():
+            self._counted_passes(part, batch)
 
     def _counted_passes(self, part: Run, batch: Batch) -> CountedPasses:
         casts = part.device.type == "cpu"

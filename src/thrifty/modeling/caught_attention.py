@@ -106,10 +106,33 @@ class CatchAttention(TorchFunctionMode):
         return self.call.result_of(func, args, kwargs or {})
 
 
+@dataclass(eq=False)
+class Scores:
+    """Scores `scale` · q kᵀ + `bias` of a module, from their matmul to its softmax."""
+
+    value: Tensor
+    """The scores, and the result of the module's operations on them."""
+    queries: Tensor
+    keys: Tensor
+    scale: float
+    bias: Tensor | None
+
+    def reshape(self, lead: torch.Size) -> None:
+        """Change the dimensions before tokens and channels, as the module does to its scores."""
+        before = self.value.shape[:-2]
+        self.queries, self.keys = (_reshaped(each, before, lead) for each in (self.queries, self.keys))
+        self.bias = None if self.bias is None else _reshaped(self.bias, before, lead)
+
+
+def _reshaped(x: Tensor, before: torch.Size, lead: torch.Size) -> Tensor:
+    return x.expand(*before, *x.shape[-2:]).reshape(*lead, *x.shape[-2:])
+
+
 class CaughtCall:
     """One call of an attention module, whose attention is answered by a core.
 
-    Scores are `scale` · q kᵀ + `bias` until the module's softmax. Scores far below zero are hidden pairs.
+    A module may compute other matmuls of queries too, such as with its positions, so all are followed to the softmax.
+    Scores far below zero are hidden pairs.
     """
 
     def __init__(self, core: AttentionCore, causal: bool, heads: int | None = None, only_causal: bool = False):
@@ -118,16 +141,13 @@ class CaughtCall:
         """True if only causal calls without a mask are answered."""
         self.reason = ""
         """Why a softmax over keys was not recognized as attention; "" if there was none."""
-        self.queries: Tensor | None = None
-        self.keys: Tensor | None = None
-        self.scores: Tensor | None = None
-        """The latest scores, and the result of the module's operations on them."""
-        self.pairs: tuple[int, ...] = ()
-        """Numbers of queries and keys."""
+        self.followed: list[Scores] = []
+        self.pairs: set[torch.Size] = set()
+        """Numbers of queries and keys of all matmuls."""
         self.passed = ""
-        """Name of the function that ended the operations on the scores; "" if there was none."""
-        self.scale = 1.0
-        self.bias: Tensor | None = None
+        """Name of the function that ended the operations on the latest scores; "" if there was none."""
+        self.scores: Scores | None = None
+        """The scores of the softmax."""
         self.mask: Tensor | None = None
         self.weights: Tensor | None = None
         """Result of the softmax, and of the module's operations on it."""
@@ -140,56 +160,47 @@ class CaughtCall:
             return self.multi_head(func, *args, **kwargs)
         if self.weights is not None and _has(args, kwargs, self.weights):
             return self.on_weights(func, args, kwargs)
-        if self.scores is not None and _has(args, kwargs, self.scores):
-            return self.on_scores(func, args, kwargs)
+        if scores := next((each for each in self.followed if _has(args, kwargs, each.value)), None):
+            return self.on_scores(scores, func, args, kwargs)
         result = called(func, args, kwargs)
         if (product := score_product(func, args, kwargs)) is not None and are_scores(product, result):
-            self.queries, self.keys, self.scale, self.bias = product
-            self.scores, self.pairs, self.passed = result, result.shape[-2:], ""
-        if func in SOFTMAX and self.passed and result.shape[-2:] == self.pairs:
-            self.reason = f"its scores pass {self.passed}"
+            self.followed.append(Scores(result, *product))
+            self.pairs.add(result.shape[-2:])
+        if func in SOFTMAX and result.shape[-2:] in self.pairs:
+            self.reason = f"its scores pass {self.passed or 'other operations'}"
         return result
 
-    def on_scores(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Follow the module's operations on the scores to its softmax."""
-        scores, result = self.scores, called(func, args, kwargs)
-        assert scores is not None
+    def on_scores(self, scores: Scores, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Follow the module's operations on scores to its softmax."""
+        before, result = scores.value, called(func, args, kwargs)
         if func in SOFTMAX:
             dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
             if dim in (-1, result.ndim - 1):
-                self.weights, self.mask = result, scores.detach() > HIDDEN
+                self.weights, self.mask, self.scores = result, before.detach() > HIDDEN, scores
                 self.reason = "its weights are not multiplied with values"
             return result
-        if not isinstance(result, Tensor) or not result.is_floating_point() or result.shape[-2:] != scores.shape[-2:]:
+        if not isinstance(result, Tensor) or not result.is_floating_point() or result.shape[-2:] != before.shape[-2:]:
             return result
-        other = next((each for each in args if each is not scores), None)
+        other = next((each for each in args if each is not before), None)
         if func in SCALINGS and isinstance(other, int | float):
             factor = float(other) ** SCALINGS[func]
-            self.scale, self.bias = self.scale * factor, None if self.bias is None else self.bias * factor
+            scores.scale, scores.bias = scores.scale * factor, None if scores.bias is None else scores.bias * factor
         elif func in SCALINGS and isinstance(other, Tensor) and other.shape[-2:].numel() == 1:  # one number per head
-            assert self.queries is not None
             factors = other if SCALINGS[func] > 0 else 1 / other
-            self.queries, self.bias = self.queries * factors, None if self.bias is None else self.bias * factors
+            scores.queries = scores.queries * factors
+            scores.bias = None if scores.bias is None else scores.bias * factors
         elif func in ADDITIONS and isinstance(other, Tensor) and kwargs.get("alpha", 1) == 1:
             addend = visible_and_bias(other)[1]
             if addend is not None:
-                self.bias = addend if self.bias is None else self.bias + addend
+                scores.bias = addend if scores.bias is None else scores.bias + addend
         elif func in RESHAPES:
-            self.reshape(result.shape[:-2])
-        elif func not in CONVERSIONS and not (func in HIDING and _only_hides(args, kwargs, scores)):
-            self.passed, self.scores = getattr(func, "__name__", str(func)), None
+            scores.reshape(result.shape[:-2])
+        elif func not in CONVERSIONS and not (func in HIDING and _only_hides(args, kwargs, before)):
+            self.passed = getattr(func, "__name__", str(func))
+            self.followed.remove(scores)
             return result
-        self.scores = result
+        scores.value = result
         return result
-
-    def reshape(self, lead: torch.Size) -> None:
-        """Change the dimensions before tokens and channels, as the module does to its scores."""
-        assert self.queries is not None and self.keys is not None and self.scores is not None
-        before = self.scores.shape[:-2]
-        self.queries, self.keys, self.bias = (
-            None if each is None else each.expand(*before, *each.shape[-2:]).reshape(*lead, *each.shape[-2:])
-            for each in (self.queries, self.keys, self.bias)
-        )
 
     def on_weights(self, func: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Answer the matmul of weights and values. Follow dropout and conversions of the weights until then."""
@@ -207,12 +218,12 @@ class CaughtCall:
 
     def attended(self, values: Tensor, finish: Callable[[Tensor], Tensor]) -> Tensor:
         """Return the attention over values (…, s, k), whose other dimensions may be merged."""
-        assert self.queries is not None and self.keys is not None and self.mask is not None
-        assert self.weights is not None
+        assert self.scores is not None and self.mask is not None and self.weights is not None
         lead, final = self.mask.shape[:-2], torch.broadcast_shapes(self.weights.shape[:-2], values.shape[:-2])
         if values.shape[:-2].numel() == lead.numel():
             values = values.reshape(*lead, *values.shape[-2:])
-        result = self.answer(self.queries, self.keys, values, self.mask, self.dropout, self.bias, self.scale)
+        scores = self.scores
+        result = self.answer(scores.queries, scores.keys, values, self.mask, self.dropout, scores.bias, scores.scale)
         self.weights = self.scores = None
         return finish(result.reshape(*final, *result.shape[-2:]))
 

@@ -62,6 +62,11 @@ def prepare(model: nn.Module) -> tuple[str, nn.ModuleList]:
             f"{type(model).__name__} has {len(stacks)} stacks of blocks, but an encoder has one",
             fix="use an encoder, such as --set model.preset=bert-micro",
         )
+    if not token_tables(model):
+        raise RefusedError(
+            f"{type(model).__name__} has no embedding of tokens, so it is no encoder of text",
+            fix="use an encoder, such as --set model.preset=bert-micro",
+        )
     ((name, blocks),) = stacks.items()
     refuse_repeated(name, blocks)
     for block in blocks:
@@ -75,9 +80,7 @@ def prepare(model: nn.Module) -> tuple[str, nn.ModuleList]:
 def refuse_own_positions(model: nn.Module) -> None:
     """Raise RefusedError if the outputs depend on the order in which the blocks receive the tokens. Without values, as
     while shapes are counted, only errors are found."""
-    table = next(iter(token_tables(model).values()), None)
-    like = next(model.parameters())
-    rows = PROBE if table is None else table.num_embeddings
+    rows, like = next(iter(token_tables(model).values())).num_embeddings, next(model.parameters())
     tokens = (torch.arange(2 * PROBE, device=like.device) % rows).view(2, PROBE)
     draws = torch.Generator().manual_seed(0)
     order = torch.stack([torch.randperm(PROBE, generator=draws) for _ in tokens]).to(like.device)

@@ -19,6 +19,7 @@ from thrifty.data.run_metadata import read_model_spec
 from thrifty.data.text.text_data import print_to_stderr
 from thrifty.models import build_run_model
 from thrifty.objectives import find_objective
+from thrifty.objectives.user_loss import UserLoss, loss_of_output
 from thrifty.recipes.recipe_toml import read_stored_tables, recipe_from_data
 from thrifty.training import checkpoint
 from thrifty.training.checkpoint_index import CheckpointChoice
@@ -67,7 +68,10 @@ def load_trained_model(
         return build_run_model(recipe, UserModelSpec() if is_own else read_model_spec(folder, recipe))
 
     chosen = [technique for technique in recipe.techniques if technique.stage not in RUNNING]
-    run = compose(BaseRun(built, BatchSource(), find_objective(recipe.objective.name)), chosen, stored.scalars["steps"])
+    objective = find_objective(recipe.objective.name)
+    if trained_as.python.loss or (trained_as.python.data and "labelled_text" not in objective.learns_from):
+        objective = UserLoss(loss_of_output, dict)
+    run = compose(BaseRun(built, BatchSource(), objective), chosen, stored.scalars["steps"])
     state = run.init_state(read_log(stored.scalars))
     model, optimizer = state.model, state.optimizer
     assert model is not None and optimizer is not None
