@@ -14,6 +14,7 @@ from thrifty.core.errors import RefusedError, UsageError
 from thrifty.objectives.user_loss import UserLoss
 from thrifty.objectives.user_metrics import DatasetMetric, ModelMetric
 from thrifty.techniques.large_batch.gradient_accumulation import accumulated
+from thrifty.techniques.losses.z_loss import ZLoss
 from thrifty.training.evaluation import evaluate
 
 CPU = torch.device("cpu")
@@ -186,3 +187,23 @@ def test_invalid_metric_is_refused_with_the_fix(metric: Any, words: str) -> None
     with pytest.raises(UsageError, match=words) as error:
         evaluate(network(), objective(each, m=metric), [batch()], CPU)
     assert error.value.fix
+
+
+def in_module(model: nn.Module, rows: dict[str, Tensor]) -> Tensor:
+    return nn.CrossEntropyLoss(torch.tensor([1.0, 2.0, 3.0]), ignore_index=1)(model(rows["x"]), rows["y"])
+
+
+@pytest.mark.parametrize("loss", [mean, each, in_module])
+def test_z_loss_is_added_to_the_cross_entropy_of_a_function(loss: Any) -> None:
+    model, rows = network(), batch()
+    plain, changed = objective(loss), ZLoss(coefficient=0.5).objective(objective(loss))
+    before, after = (each.losses(each.predict(model, rows), rows).mean() for each in (plain, changed))
+    squares = model(X).logsumexp(-1).square()
+    weights = torch.tensor([1.0, 0.0, 3.0])[Y] if loss is in_module else torch.ones_like(squares)
+    torch.testing.assert_close(after, before + 0.5 * (squares * weights).sum() / weights.sum())
+
+
+def test_z_loss_of_a_function_without_a_softmax_is_refused() -> None:
+    changed = ZLoss().objective(objective(lambda model, rows: model(rows["x"]).square().mean()))
+    with pytest.raises(RefusedError, match=r"calls no torch.nn.functional.cross_entropy"):
+        changed.predict(network(), batch())

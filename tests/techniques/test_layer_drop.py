@@ -238,19 +238,3 @@ def test_frozen_base_weights_are_refused() -> None:
     with pytest.raises(UsageError, match="a dropped block is not computed"):
         chosen = [DROPPING, technique("memory.activation_budget"), technique("optimizers.adamw")]
         compose(plain_run(), chosen, 4)
-
-
-def test_a_block_with_further_outputs_is_refused() -> None:
-    class Pair(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
-
-        def forward(self, x: Tensor) -> tuple[Tensor, None]:
-            return x + self.down(self.up(x)), None
-
-    model = nn.Module()
-    model.blocks = nn.ModuleList([Pair(), Pair()])
-    DROPPING.model(model)
-    with pytest.raises(RefusedError, match="not hidden states"):
-        model.blocks[0](torch.zeros(1, 2, 8))

@@ -12,9 +12,12 @@ Does not    Change the forward pass of the model.
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from thrifty.core.batches import Batch
 from thrifty.core.errors import NeedsTrainer, RefusedError
@@ -41,21 +44,71 @@ class ZLossObjective(WrappedObjective):
         return losses + self.coefficient * (squares.mean(-1) if shares is None else (squares * shares).sum(-1))
 
 
-def _with_z_loss(
-    coefficient: float, criterion: nn.CrossEntropyLoss, inner: Callable[..., Tensor], logits: Tensor, target: Tensor
+def z_loss_of(
+    coefficient: float,
+    logits: Tensor,
+    target: Tensor,
+    weight: Tensor | None = None,
+    ignore_index: int = -100,
+    reduction: str = "mean",
 ) -> Tensor:
-    """Return the cross-entropy plus the z-loss, with the same reduction. Logits are (b, v, …) for v classes."""
+    """Return the z-loss that belongs to a cross-entropy with these arguments. Logits are (b, v, …) for v classes."""
     squares = logits.logsumexp(min(1, logits.ndim - 1)).square()
     if target.is_floating_point():  # class probabilities: no class is ignored
         weights = torch.ones_like(squares)
     else:
-        weights = (target != criterion.ignore_index).to(squares.dtype)
-        if criterion.weight is not None:
-            weights = weights * criterion.weight[target.clamp(0, len(criterion.weight) - 1)]
+        weights = (target != ignore_index).to(squares.dtype)
+        if weight is not None:
+            weights = weights * weight[target.clamp(0, len(weight) - 1)]
     terms = coefficient * squares * weights
-    if criterion.reduction == "mean":
+    if reduction == "mean":
         terms = terms.sum() / weights.sum()
-    return inner(logits, target) + (terms.sum() if criterion.reduction == "sum" else terms)
+    return terms.sum() if reduction == "sum" else terms
+
+
+def _with_z_loss(
+    coefficient: float, criterion: nn.CrossEntropyLoss, inner: Callable[..., Tensor], logits: Tensor, target: Tensor
+) -> Tensor:
+    own = criterion.weight, criterion.ignore_index, criterion.reduction
+    return inner(logits, target) + z_loss_of(coefficient, logits, target, *own)
+
+
+class CaughtCrossEntropy(TorchFunctionMode):
+    """A mode that adds the z-loss to each call of torch's cross-entropy."""
+
+    def __init__(self, coefficient: float):
+        super().__init__()
+        self.coefficient, self.calls = coefficient, 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is not F.cross_entropy:
+            return result
+        self.calls += 1
+        names = ("input", "target", "weight", "size_average", "ignore_index", "reduce", "reduction", "label_smoothing")
+        given = dict(zip(names, args, strict=False)) | (kwargs or {})
+        options = {name: given[name] for name in ("weight", "ignore_index", "reduction") if name in given}
+        return result + z_loss_of(self.coefficient, given["input"], given["target"], **options)
+
+
+class ZLossInFunction(WrappedObjective):
+    """A user's loss function, whose calls of torch's cross-entropy have the z-loss."""
+
+    def __init__(self, inner: Objective, coefficient: float):
+        super().__init__(inner)
+        self.coefficient = coefficient
+
+    def predict(self, model: nn.Module, batch: Batch) -> Prediction:
+        with CaughtCrossEntropy(self.coefficient) as caught:
+            prediction = super().predict(model, batch)
+        if not caught.calls:
+            raise RefusedError(
+                "the loss calls no torch.nn.functional.cross_entropy, so it has no softmax",
+                fix="use that function in the loss; or --without losses.z_loss",
+            )
+        return prediction
 
 
 class ZLoss(Technique):
@@ -83,6 +136,8 @@ class ZLoss(Technique):
                 fix=f"--without {self.name}",
             )
         plain = type(objective.baseline)
+        if not objective.learns_from:  # the user's own loss
+            return ZLossInFunction(objective, self.coefficient)
         if plain.normalizers is Objective.normalizers:
             raise RefusedError(f"the objective {plain.__name__!r} has no softmax", fix=f"--without {self.name}")
         return ZLossObjective(objective, self.coefficient)
