@@ -5,7 +5,8 @@
     python benchmarks/foreign_models.py --model Swin     # the cells of one model
 
 The models are hand-written or of transformers. They are passed to thrifty.train as functions, with their data and
-loss. A cell with any other error contains it.
+loss. Techniques that leave out masked tokens or patches require a loss of Thrifty, so their data are a text file or a
+folder of images. A cell with any other error contains it.
 """
 
 import argparse
@@ -22,13 +23,26 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 import transformers
+from PIL import Image
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
 
-from drawn_models import ODDITIES, Encoder, OddBlock, OddDecoder, Rows, built, classified, own_loss, sizes_of  # noqa: E402
+from drawn_models import (  # noqa: E402
+    LENGTH,
+    ODDITIES,
+    SIDE,
+    Encoder,
+    OddBlock,
+    OddDecoder,
+    Rows,
+    built,
+    classified,
+    own_loss,
+    sizes_of,
+)
 from tiny_runs import technique  # noqa: E402
 
 import thrifty  # noqa: E402
@@ -39,7 +53,7 @@ from thrifty.core.errors import ThriftyError  # noqa: E402
 from thrifty.interface.exports import export  # noqa: E402
 
 FILE, PAGE = ROOT / "results" / "foreign_models.json", ROOT / "results" / "foreign_models.md"
-STEPS, BATCH = 4, 6
+STEPS, BATCH, VOCABULARY = 4, 6, 320
 LEFT_OUT = ("parallelism.", "sparsity.mask_from_file")
 """Techniques that require several ranks or a file; `technique_table.py` has them."""
 Case = tuple[Callable[[], nn.Module], Dataset, Callable[..., Tensor]]
@@ -66,7 +80,7 @@ class Experts(nn.Module):
 
 class ExpertDecoder(OddDecoder):
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(vocabulary=VOCABULARY)
         for block in self.blocks:
             assert isinstance(block, OddBlock)
             block.mlp = Experts(32, 3)  # type: ignore[assignment]
@@ -80,20 +94,20 @@ def masked(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 
 def of_transformers(name: str, family: str, kind: str) -> Case:
-    sizes = sizes_of(random.Random(1), family, kind, 64)
+    sizes = sizes_of(random.Random(1), family, kind, VOCABULARY)
     model = getattr(transformers, name)
     return (
         partial(built, model, sizes),
-        Rows(0 if kind == "vision" else 64),
+        Rows(0 if kind == "vision" else VOCABULARY),
         classified if kind == "vision" else own_loss,
     )
 
 
 MODELS: dict[str, Case] = {
-    "decoder": (OddDecoder, Rows(64), ODDITIES["ALiBi"][2]),
-    "encoder": (Encoder, Rows(64), masked),
+    "decoder": (partial(OddDecoder, vocabulary=VOCABULARY), Rows(VOCABULARY), ODDITIES["ALiBi"][2]),
+    "encoder": (partial(Encoder, VOCABULARY), Rows(VOCABULARY), masked),
     "ViT with a stem": ODDITIES["a stem of convolutions"],
-    "mixture of experts": (ExpertDecoder, Rows(64), ODDITIES["ALiBi"][2]),
+    "mixture of experts": (ExpertDecoder, Rows(VOCABULARY), ODDITIES["ALiBi"][2]),
     "Llama": of_transformers("LlamaForCausalLM", "Llama", "causal"),
     "Qwen3": of_transformers("Qwen3ForCausalLM", "Qwen3", "causal"),
     "GPT-2": of_transformers("GPT2LMHeadModel", "GPT2", "causal"),
@@ -109,7 +123,7 @@ MODELS: dict[str, Case] = {
             built,
             transformers.SiglipForImageClassification,
             {
-                "vision_config": sizes_of(random.Random(1), "ViT", "vision", 64),
+                "vision_config": sizes_of(random.Random(1), "ViT", "vision", VOCABULARY),
                 "text_config": {"vocab_size": 9, "hidden_size": 32},
                 "num_labels": 3,
             },
@@ -120,12 +134,32 @@ MODELS: dict[str, Case] = {
 }
 
 
+def data_of(name: str, case: Case, folder: Path) -> dict[str, Any]:
+    """Return the data and the loss of a cell, as arguments of thrifty.train."""
+    _, data, loss = case
+    is_visual = "pixel_values" in data[0]
+    if name == "data_selection.drop_masked_tokens" and not is_visual:
+        text = folder / "text.txt"
+        text.write_text(Path(random.__file__).read_text("utf-8"), "utf-8")
+        settings = {"data.length": LENGTH, "objective.rate": 0.5, "evaluation.examples": 8}
+        return {"data": str(text), "loss": "masked_token", "settings": settings}
+    if name == "data_selection.drop_masked_patches" and is_visual:
+        images = folder / "images"
+        images.mkdir()
+        for index in range(len(data)):  # type: ignore[arg-type]
+            pixels = (data[index]["pixel_values"].movedim(0, -1) * 40 + 128).clamp(0, 255).byte().numpy()
+            Image.fromarray(pixels).save(images / f"{index}.png")
+        settings = {"data.size": SIDE, "evaluation.examples": 8}
+        return {"data": str(images), "loss": "masked_reconstruction", "settings": settings}
+    return {"data": data, "held_out": data, "loss": loss}
+
+
 def cell(case: Case, name: str, folder: Path) -> str:
     """Return what was shown for a technique on a model, or the refusal, or the error."""
-    build, data, loss = case
-    one = technique(name)
+    build, one = case[0], technique(name)
     optimizer = [] if Claim.OPTIMIZER in one.claims else [thrifty.AdamW(lr=3e-3)]
-    whole = {"data": data, "held_out": data, "loss": loss}
+    whole = data_of(name, case, folder)
+    passed = {} if isinstance(whole["data"], str) else whole
 
     def trained(run: str, **options: Any) -> Any:
         options |= {"techniques": [one, *optimizer], "budget": STEPS, "batch": BATCH, "runs": folder}
@@ -136,7 +170,7 @@ def cell(case: Case, name: str, folder: Path) -> str:
             warnings.simplefilter("ignore")
             end = trained("whole")
             trained("parts", observers=[lambda record: record.step < 2])
-            again = thrifty.resume(folder / "parts", model=build, **whole, quiet=True)
+            again = thrifty.resume(folder / "parts", model=build, **passed, quiet=True)
             one_state, other = end.load_model().state_dict(), again.load_model().state_dict()
             if not all(torch.equal(value, other[key]) for key, value in one_state.items()):
                 return "error: the resumed run differs"
@@ -155,7 +189,7 @@ def exported(build: Callable[[], nn.Module], folder: Path) -> str:
         export(folder / "whole", folder / "out", model=build)
         return ", is exported"
     except ThriftyError as refused:
-        return f", is not exported ({refused.what})"
+        return f", is not exported: {refused.what}"
 
 
 def write(table: dict[str, dict[str, str]]) -> None:
@@ -163,16 +197,17 @@ def write(table: dict[str, dict[str, str]]) -> None:
     lines = [
         "# Techniques on foreign models",
         "",
-        "Made by `python benchmarks/foreign_models.py`; each cell is the",
+        "Made by `python benchmarks/foreign_models.py`; each cell is the result of runs of a tiny model.",
         "",
     ]
-    lines[2] += " result of runs of a tiny model."
     counts = {model: sum(row.get(model, "").startswith("trains") for row in table.values()) for model in MODELS}
     lines += [
         f"Of {len(table)} techniques: " + ", ".join(f"{count} {model}" for model, count in counts.items()) + ".",
         "",
     ]
-    lines += rows_with_reasons(table, [*MODELS])
+    trained = {name: sum(cell.startswith("trains") for cell in row.values()) for name, row in table.items()}
+    rows = {name: row | {"models": str(trained[name])} for name, row in table.items()}
+    lines += rows_with_reasons(rows, [*MODELS, "models"])
     PAGE.write_text("\n".join(lines) + "\n", "utf-8")
 
 

@@ -189,13 +189,15 @@ class OddBlock(nn.Module):
 
 
 class OddDecoder(nn.Module):
-    def __init__(self, form: str = "before", shared: bool = False, depth: int = 3, **attention: Any):
+    def __init__(
+        self, form: str = "before", shared: bool = False, depth: int = 3, vocabulary: int = 64, **attention: Any
+    ):
         super().__init__()
         torch.manual_seed(0)
-        self.tokens, self.positions = nn.Embedding(64, 32), nn.Parameter(0.1 * torch.randn(LENGTH, 32))
+        self.tokens, self.positions = nn.Embedding(vocabulary, 32), nn.Parameter(0.1 * torch.randn(LENGTH, 32))
         block = OddBlock(32, form, **attention)
         self.blocks = nn.ModuleList(block if shared else OddBlock(32, form, **attention) for _ in range(depth))
-        self.norm, self.head = nn.LayerNorm(32), nn.Linear(32, 64, bias=False)
+        self.norm, self.head = nn.LayerNorm(32), nn.Linear(32, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
         x = self.tokens(tokens) + self.positions
