@@ -6,7 +6,7 @@ from collections.abc import Callable
 import pytest
 import torch
 import transformers
-from drawn_models import OddDecoder
+from drawn_models import Encoder, OddDecoder
 from tiny_models import SMALL
 from torch import Tensor, nn
 
@@ -64,13 +64,14 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "BERT of transformers": lambda: theirs("Bert", HuggingFaceMaskedLM),
     "DistilBERT of transformers": lambda: theirs("DistilBert", HuggingFaceMaskedLM, dim=32, n_heads=4, n_layers=2),
     "hand-written, queries, keys and values in one": lambda: OddDecoder(depth=2).double().eval(),
+    "GPT-2 of transformers, fused in Conv1D": lambda: theirs("GPT2", n_embd=32, n_head=4, n_layer=2, n_inner=24),
     "NeoX of transformers": lambda: theirs("GPTNeoX"),
     "StableLM of transformers": lambda: theirs("StableLm", num_key_value_heads=4),
     "OPT of transformers": lambda: theirs("OPT", ffn_dim=48, word_embed_proj_dim=32),
 }
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
     "two stacks": (lambda: ours("t5"), "two stacks"),
-    "fused in Conv1D": (lambda: theirs("GPT2", n_embd=32, n_head=4, n_layer=2), "Conv1D"),
+    "a module of torch": (lambda: Encoder(), "MultiheadAttention, from which no unit can be removed"),
     "a norm over all heads": (lambda: theirs("Olmo2", num_key_value_heads=4), "an element for each unit"),
     "sizes of the configuration": (lambda: theirs("Phi3", num_key_value_heads=4), "pruning cannot change"),
     "ALiBi": (lambda: theirs("Bloom", n_head=4, n_layer=2), "cannot change the position biases"),
@@ -114,7 +115,7 @@ def test_every_branch_has_its_units(model: nn.Module) -> None:
     units = list(find_units(model).values())
     assert [pieces.kind for pieces in units] == ["heads", "neurons"] * 2
     for pieces in units:
-        assert pieces.count * pieces.width == pieces.writer.weight.shape[1]
+        assert pieces.count * pieces.width == pieces.writer.weight.shape[pieces.dim]
         assert not is_pruned(model)
 
 
@@ -176,11 +177,14 @@ def test_unsupported_structures_are_refused(case: str) -> None:
     assert refused.value.fix
 
 
-@pytest.mark.parametrize("name", ["Bloom", "Falcon", "Phi3"])
+@pytest.mark.parametrize("name", ["Bloom", "Falcon", "Phi3", "torch"])
 def test_heads_that_cannot_be_removed_are_columns(name: str) -> None:
-    model = theirs(name, **({"n_head": 4, "n_layer": 2} if name == "Bloom" else {}))
+    more = {"n_head": 4, "n_layer": 2} if name == "Bloom" else {}
+    model = Encoder() if name == "torch" else theirs(name, **more)
     columns = find_columns(model, neurons=False)
-    assert [(each.count, each.width, each.rows) for each in columns.values()] == [(4, 8, ())] * 2
+    assert {(each.count, each.width, each.rows) for each in columns.values()} == {(4, 8, ())}
+    for path, each in columns.items():
+        assert model.get_submodule(path) is each.writer and isinstance(each.writer, nn.Linear)
 
 
 def test_zero_in_an_order_is_a_unit_of_zeros() -> None:

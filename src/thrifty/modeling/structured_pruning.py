@@ -16,12 +16,22 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thrifty.core.errors import RefusedError
-from thrifty.modeling.residual_branches import ResidualBranch, find_branches, in_width, is_decoder, part_of_attention
+from thrifty.modeling.residual_branches import (
+    ResidualBranch,
+    find_branches,
+    in_width,
+    is_decoder,
+    is_transposed,
+    out_width,
+    part_of_attention,
+)
 
 Kind = Literal["heads", "neurons"]
 
 GROUP = "heads_in_a_group"
 """Attribute of a pruned attention module that stores the number of heads per unit (`PrunableUnits.group`)."""
+OUT_WIDTHS, IN_WIDTHS = ("out_features", "nf"), ("in_features", "nx")
+"""Attributes in which linear layers, and the Conv1D of GPT-2, keep their widths."""
 ZERO = -1
 """Index of an added unit of zeros, in a list of unit indices."""
 
@@ -38,7 +48,7 @@ class UnitRows:
     """Rows of a branch's units (heads or neurons) in a layer before the output layer. Each unit has `width` consecutive
     rows, and the first unit starts at `start`."""
 
-    layer: nn.Linear
+    layer: nn.Module
     start: int
     width: int
     part: str = ""
@@ -52,7 +62,7 @@ class PrunableUnits:
     kind: Kind
     name: str
     """Name of the branch's output layer in the model."""
-    writer: nn.Linear
+    writer: nn.Module
     count: int
     width: int
     """Number of columns of the output layer per unit."""
@@ -62,6 +72,11 @@ class PrunableUnits:
     """Attributes of the branch's module that store sizes, mapped to the size per unit."""
     group: int = 0
     """Number of heads per unit if each unit has its own key and value; 0 if all units share one key and value."""
+
+    @property
+    def dim(self) -> int:
+        """Dimension of the output layer's weight that its columns are: 1, or 0 for the Conv1D of GPT-2."""
+        return 0 if is_transposed(self.writer) else 1
 
 
 def find_units(model: nn.Module) -> dict[str, PrunableUnits]:
@@ -81,11 +96,12 @@ def find_columns(model: nn.Module, neurons: bool) -> dict[str, PrunableUnits]:
         kind: Kind = "heads" if is_heads else "neurons"
         if not (is_heads or neurons):
             continue
-        writer, width = _linear(branch.name, branch.writer), _width(branch) if is_heads else 1
-        columns = writer.weight.shape[1]
+        name = f"{branch.name}.out_proj" if isinstance(branch.writer, nn.MultiheadAttention) else branch.name
+        writer, width = _linear(name, branch.last), _width(branch) if is_heads else 1
+        columns = in_width(writer)
         if not width or columns % width:
-            raise RefusedError(f"the number of heads before {branch.name} is unknown", fix=_INSTEAD)
-        found[branch.name] = PrunableUnits(kind, branch.name, writer, columns // width, width, (), branch.owner, {})
+            raise RefusedError(f"the number of heads before {name} is unknown", fix=_INSTEAD)
+        found[name] = PrunableUnits(kind, name, writer, columns // width, width, (), branch.owner, {})
     return found
 
 
@@ -98,7 +114,8 @@ def _own_branches(model: nn.Module) -> list[ResidualBranch]:
 
 def _width(branch: ResidualBranch) -> int:
     """Return the number of columns of a head in the output layer of attention; 0 if it is unknown."""
-    owner, columns = branch.owner, in_width(branch.writer)
+    bundled = isinstance(branch.writer, nn.MultiheadAttention)
+    owner, columns = branch.writer if bundled else branch.owner, in_width(branch.writer)
     stated = next((value for name in _HEAD_WIDTH if isinstance(value := getattr(owner, name, None), int)), 0)
     heads = next((value for name in _HEADS if isinstance(value := getattr(owner, name, None), int)), 0)
     return stated or (columns // heads if heads and columns % heads == 0 else 0)
@@ -129,11 +146,11 @@ def _heads(branch: ResidualBranch) -> PrunableUnits:
 
 
 def _fused_heads(
-    branch: ResidualBranch, writer: nn.Linear, width: int, part: str, found: tuple[UnitRows, int]
+    branch: ResidualBranch, writer: nn.Module, width: int, part: str, found: tuple[UnitRows, int]
 ) -> PrunableUnits:
     """Return the heads of a layer that computes queries, keys and values of equal width: as three blocks of rows, or
     head by head."""
-    (rows, size), columns = found, writer.weight.shape[1]
+    (rows, size), columns = found, in_width(writer)
     if size != 3 * columns or columns % width:
         raise RefusedError(f"the heads before {branch.name} share keys and values in a fused layer", fix=_INSTEAD)
     known = _known_sizes(branch.owner, columns // width, width, 1)
@@ -165,18 +182,18 @@ def _parts(name: str, layer: nn.Module) -> Iterator[tuple[UnitRows, int]]:
         return
     part = part_of_attention(name)
     if part in ("qkv", "query_key_value"):
-        yield UnitRows(layer, 0, 0, part), layer.weight.shape[0]
+        yield UnitRows(layer, 0, 0, part), out_width(layer)
     elif part != "kv" and part[:1] in ("q", "k", "v"):
-        yield UnitRows(layer, 0, 0, part[:1]), layer.weight.shape[0]
+        yield UnitRows(layer, 0, 0, part[:1]), out_width(layer)
 
 
 def _neurons(branch: ResidualBranch) -> PrunableUnits:
     writer = _linear(branch.name, branch.writer)
-    count = writer.weight.shape[1]
+    count = in_width(writer)
     rows: list[UnitRows] = []
     for name, layer in branch.inner.items():
         layer = _linear(name, layer)
-        parts = getattr(layer, "parts", {"": layer.weight.shape[0]})
+        parts = getattr(layer, "parts", {"": out_width(layer)})
         if set(parts.values()) != {count}:
             raise RefusedError(f"the outputs of {name} do not match the inputs of {branch.name}", fix=_INSTEAD)
         rows += [UnitRows(layer, index * count, 1, part) for index, part in enumerate(parts)]
@@ -185,8 +202,8 @@ def _neurons(branch: ResidualBranch) -> PrunableUnits:
     return PrunableUnits("neurons", branch.name, writer, count, 1, tuple(rows), branch.owner, sizes)
 
 
-def _linear(name: str, layer: nn.Module) -> nn.Linear:
-    if not isinstance(layer, nn.Linear):
+def _linear(name: str, layer: nn.Module) -> nn.Module:
+    if not isinstance(layer, nn.Linear) and not is_transposed(layer):
         raise RefusedError(f"{name} is a {type(layer).__name__}, from which no unit can be removed", fix=_INSTEAD)
     return layer
 
@@ -238,17 +255,23 @@ def prune_units(units: PrunableUnits, order: Sequence[int]) -> None:
             at = rows.start + units.count * rows.width
             if rows.part and hasattr(layer, "parts"):
                 layer.parts[rows.part] = len(order) * rows.width
-        lines += range(at, layer.weight.shape[0])
-        layer.weight = _selected(layer.weight, 0, lines)
-        layer.out_features = len(lines)
+        lines += range(at, out_width(layer))
+        layer.weight = _selected(layer.weight, int(is_transposed(layer)), lines)
+        _set_width(layer, OUT_WIDTHS, len(lines))
         if layer.bias is not None:
             layer.bias = _selected(layer.bias, 0, lines)
-    units.writer.weight = _selected(units.writer.weight, 1, _lines(order, 0, units.width))
-    units.writer.in_features = len(order) * units.width
+    units.writer.weight = _selected(units.writer.weight, units.dim, _lines(order, 0, units.width))
+    _set_width(units.writer, IN_WIDTHS, len(order) * units.width)
     if units.kind == "heads":
         setattr(units.owner, GROUP, units.group)
     for name, each in units.sizes.items():
         setattr(units.owner, name, getattr(units.owner, name) + each * (len(order) - units.count))
+
+
+def _set_width(layer: nn.Module, names: Sequence[str], width: int) -> None:
+    for name in names:
+        if hasattr(layer, name):
+            setattr(layer, name, width)
 
 
 def _lines(order: Sequence[int], start: int, width: int) -> list[int]:
@@ -278,7 +301,7 @@ def pad_with_zeros(units: PrunableUnits, count: int) -> list[int]:
 def add_coefficients(units: PrunableUnits) -> None:
     """Add a trainable factor per unit, initially 1, as parameter `coefficients` of the output layer."""
     writer = units.writer
-    writer.coefficients = nn.Parameter(torch.ones_like(writer.weight[0, :: units.width]))
+    writer.coefficients = nn.Parameter(torch.ones_like(writer.weight.select(1 - units.dim, 0)[:: units.width]))
     writer.coefficients_hook = writer.register_forward_pre_hook(_times_coefficients)
 
 
@@ -293,7 +316,8 @@ def fold_coefficients(model: nn.Module) -> None:
     """Multiply all coefficients into the weights of the output layers, and remove the coefficients."""
     for name, coefficients in coefficients_of(model).items():
         writer = model.get_submodule(name)
-        writer.weight.mul_(_per_column(coefficients, writer.weight.shape[1]).to(writer.weight.dtype))
+        factors = _per_column(coefficients, in_width(writer)).to(writer.weight.dtype)
+        writer.weight.mul_(factors[:, None] if is_transposed(writer) else factors)
         writer.coefficients_hook.remove()
         del writer.coefficients, writer.coefficients_hook
 

@@ -34,25 +34,27 @@ from thrifty.optim.weight_masks import LayerReader, check_masks, masks_in
 from thrifty.techniques.sparsity._mask_techniques import MaskTechnique
 
 
-def by_piece(values: Tensor, pieces: int) -> Tensor:
-    """Group an output layer's weight (out, in) by its n heads or neurons. The result is (n, out · in / n)."""
-    return values.unflatten(1, (pieces, -1)).transpose(0, 1).flatten(1)
+def by_piece(values: Tensor, pieces: int, dim: int = 1) -> Tensor:
+    """Group an output layer's weight (out, in) by its n heads or neurons. The result is (n, out · in / n). `dim` is the
+    dimension of the columns, 0 for a weight (in, out)."""
+    return values.unflatten(dim, (pieces, -1)).movedim(dim, 0).flatten(1)
 
 
-def columns_of(kept: Tensor, shape: Sequence[int]) -> Tensor:
-    """Expand a mask (n,) of n heads or neurons to the shape (out, in) of the output layer's weight."""
-    return kept.repeat_interleave(shape[1] // len(kept)).expand(*shape).contiguous()
+def columns_of(kept: Tensor, shape: Sequence[int], dim: int = 1) -> Tensor:
+    """Expand a mask (n,) of n heads or neurons to the shape of the output layer's weight."""
+    columns = kept.repeat_interleave(shape[dim] // len(kept))
+    return (columns if dim else columns[:, None]).expand(*shape).contiguous()
 
 
-def moved_pieces(kept: Tensor, weight: Tensor, gradient: Tensor, fraction: float) -> Tensor:
+def moved_pieces(kept: Tensor, weight: Tensor, gradient: Tensor, fraction: float, dim: int = 1) -> Tensor:
     """Return the new mask (n,) of n heads or neurons after a drop-and-grow step.
 
     The `fraction` of active heads or neurons with the smallest |sum of weight · gradient| is dropped. The same number
     of inactive ones, with the largest gradient norm, becomes active. `weight` and `gradient` (out, in) belong to the
     branch's output layer.
     """
-    importance = by_piece(weight.double() * gradient, len(kept)).sum(1).abs()
-    return replace_connections(kept, importance, by_piece(gradient.double(), len(kept)).norm(dim=1), fraction)
+    importance = by_piece(weight.double() * gradient, len(kept), dim).sum(1).abs()
+    return replace_connections(kept, importance, by_piece(gradient.double(), len(kept), dim).norm(dim=1), fraction)
 
 
 class DynamicHeads(MaskTechnique):
@@ -87,14 +89,15 @@ class DynamicHeads(MaskTechnique):
     seed: int = 0
 
     @cached_property
-    def counts(self) -> dict[str, tuple[int, int]]:
-        """Number of all and of active heads or neurons, by name of the masked weight. Filled by `model`."""
+    def counts(self) -> dict[str, tuple[int, int, int]]:
+        """Number of all and of active heads or neurons, and the dimension of their columns, by name of the masked
+        weight. Filled by `model`."""
         return {}
 
     def model(self, model: nn.Module) -> nn.Module:
         for pieces in self._masked(model):
             kept = self.kept_count(pieces)
-            self.counts[f"{pieces.name}.weight"] = pieces.count, kept
+            self.counts[f"{pieces.name}.weight"] = pieces.count, kept, pieces.dim
             moves = self.moves_at(self.every) and round(self.fraction(self.every) * kept)
             add_note(f"{kept} of {pieces.count} {pieces.kind} a block" + ("" if moves else ", which never move"))
         return model
@@ -122,17 +125,20 @@ class DynamicHeads(MaskTechnique):
     def initial_masks(self, parameters: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         masks = {}
         for name, parameter in parameters.items():
-            count, kept = self.counts[name]
+            count, kept, dim = self.counts[name]
             random_scores = torch.rand(count, generator=keyed_generator(f"{self.seed}/{name}"))
-            masks[name] = shard_like_parameter(columns_of(largest(random_scores, kept), parameter.shape), parameter)
+            masks[name] = shard_like_parameter(
+                columns_of(largest(random_scores, kept), parameter.shape, dim), parameter
+            )
         return masks
 
     def next_masks(self, names: Sequence[str], layer: LayerReader, step: int) -> Iterator[tuple[str, Tensor]]:
         for name in names:
             matrix = layer(name)
-            kept = by_piece(matrix.mask, self.counts[name][0]).any(1)
-            pieces = moved_pieces(kept, matrix.weight, matrix.gradient, self.fraction(step))
-            yield name, columns_of(pieces, matrix.mask.shape)
+            count, _, dim = self.counts[name]
+            kept = by_piece(matrix.mask, count, dim).any(1)
+            pieces = moved_pieces(kept, matrix.weight, matrix.gradient, self.fraction(step), dim)
+            yield name, columns_of(pieces, matrix.mask.shape, dim)
 
     def finish(self, model: nn.Module) -> nn.Module:
         """Remove the dropped heads and neurons, whose output is zero. If they cannot be removed, the zeros stay."""
@@ -140,7 +146,7 @@ class DynamicHeads(MaskTechnique):
             if not pieces.rows:
                 add_note(f"{pieces.name}: the weights of dropped {pieces.kind} stay, as zeros")
                 continue
-            sizes = by_piece(pieces.writer.weight.detach(), pieces.count).norm(dim=1)
+            sizes = by_piece(pieces.writer.weight.detach(), pieces.count, pieces.dim).norm(dim=1)
             prune_units(pieces, largest(sizes, self.kept_count(pieces)).nonzero().flatten().tolist())
         return model
 
@@ -148,7 +154,7 @@ class DynamicHeads(MaskTechnique):
         assert state.model is not None
         masks, units = masks_in(state), {f"{each.name}.weight": each for each in self._masked(state.model)}
         for name, pieces in units.items():
-            mask = by_piece(full_value(masks[name], order_of(masks[name])), pieces.count)
+            mask = by_piece(full_value(masks[name], order_of(masks[name])), pieces.count, pieces.dim)
             if not torch.equal(mask.any(1), mask.all(1)) or int(mask.any(1).sum()) != self.kept_count(pieces):
                 kept = f"{int(mask.any(1).sum())} {pieces.kind}, not all whole"
                 raise IntegrityError(
