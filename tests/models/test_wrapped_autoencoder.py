@@ -11,6 +11,7 @@ import torch
 import transformers
 from drawn_models import StemVit, built
 from image_runs import tiny_mae
+from safetensors.torch import load_model
 from torch import nn
 
 import thrifty
@@ -101,6 +102,28 @@ def test_an_own_model_trains_as_an_encoder(chosen: list[Any], folder: Path, tmp_
         if not torch.equal(value, whole.encoder.state_dict()[name])
     }
     assert moved >= {"stem.0.weight", "places", "blocks.0.attention.qkv.weight", "blocks.1.mlp.2.weight"}
+
+
+@pytest.mark.parametrize("is_own", [True, False])
+def test_the_export_is_the_encoder(is_own: bool, folder: Path, tmp_path: Path) -> None:
+    make = StemVit if is_own else partial(build, image_size=32, patch_size=8, num_channels=3)
+    run = thrifty.train(
+        make, str(folder), loss="masked_reconstruction", techniques=["drop_masked_patches", thrifty.AdamW(lr=1e-3)],
+        budget=2, batch=4, runs=tmp_path, quiet=True, settings={"data.size": 32},
+    )  # fmt: skip
+    thrifty.export(run, tmp_path / "out", model=make)
+    expected = run.load_model().encoder
+    if is_own:
+        again = StemVit()
+        load_model(again, str(tmp_path / "out" / "model.safetensors"))
+    else:
+        again = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "out")
+    assert all(torch.equal(value, again.state_dict()[name]) for name, value in expected.state_dict().items())
+    checked = thrifty.check(
+        model=make, data=str(folder), loss="masked_reconstruction", techniques=["drop_masked_patches", thrifty.AdamW()], batch=4,
+        settings={"data.size": 32}, quiet=True, ranks=False,
+    )  # fmt: skip
+    assert not checked.broken, str(checked)
 
 
 def test_recomputed_blocks_encode_the_same_patches(folder: Path, tmp_path: Path) -> None:

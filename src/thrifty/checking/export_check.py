@@ -18,6 +18,7 @@ from thrifty.core.recipe import ModelSettings, Recipe
 from thrifty.core.state import TrainState
 from thrifty.modeling.module_surgery import find_blocks
 from thrifty.models import build_model_for, build_run_model, export_model, export_own_model, shape_for
+from thrifty.models.wrapped_autoencoder import WrappedAutoencoder
 
 NEAR = 1e-4
 """Allowed difference of logits, relative to the largest logit."""
@@ -45,7 +46,7 @@ def export_round_trip(
     except RefusedError as refused:
         return not_applicable(promise, about, refused.what)
     try:
-        again = _loaded(recipe, ends, folder).to(subject.device)
+        again = _loaded(recipe, ends, folder, model).to(subject.device)
     except Exception as error:  # any reader of the folder may raise anything
         text = f"the export cannot be loaded: {one_line_error(error)}"
         return broken(promise, about, text, "export the plain architecture: leave out techniques that change it")
@@ -58,10 +59,19 @@ def export_round_trip(
     return broken(promise, about, text, "; or ".join(names) or "compare thrifty sample of the run and of the export")
 
 
-def _loaded(recipe: Recipe, ends: ModelSpec, folder: Path) -> nn.Module:
+def _loaded(recipe: Recipe, ends: ModelSpec, folder: Path, trained: nn.Module) -> nn.Module:
     if not recipe.model.build:
         return build_model_for(ends, ModelSettings(folder=str(folder)), recipe.seed, task=recipe.objective.name)
     model = build_run_model(recipe, ends)
+    if not isinstance(model, WrappedAutoencoder):
+        return _of_folder(model, folder)
+    encoder = _of_folder(model.encoder, folder)  # the export of an autoencoder is its encoder
+    model.encoder.load_state_dict(encoder.state_dict())
+    model.decoder, model.head = trained.decoder, trained.head  # type: ignore[assignment]
+    return model
+
+
+def _of_folder(model: nn.Module, folder: Path) -> nn.Module:
     if hasattr(model, "from_pretrained"):
         return type(model).from_pretrained(folder)  # type: ignore[attr-defined]
     load_model(model, str(folder / "model.safetensors"))

@@ -22,6 +22,7 @@ from thrifty.models.pad_pruned import pad_pruned_model
 from thrifty.models.transformer import Encoder, EncoderDecoder, Transformer
 from thrifty.models.vision_transformer import VisionTransformer
 from thrifty.models.weight_conversion import export_folder, image_processor
+from thrifty.models.wrapped_autoencoder import WrappedAutoencoder
 
 
 def export_model(
@@ -78,9 +79,9 @@ def export_own_model(
     model: nn.Module, settings: Mapping[str, Any], folder: Path, dtype: torch.dtype = torch.float32
 ) -> None:
     """Write a user's own model. A model of `transformers` is written by `save_pretrained`. Any other model becomes a
-    state dict in model.safetensors, with a model.json of the `settings` that built the model. Raise UsageError if the
-    folder exists."""
-    model = model.to(dtype)
+    state dict in model.safetensors, with a model.json of the `settings` that built the model. Of a masked autoencoder
+    around the user's model, this model is written. Raise UsageError if the folder exists."""
+    model = (model.encoder if isinstance(model, WrappedAutoencoder) else model).to(dtype)
     with written_aside(folder) as aside:
         if hasattr(model, "save_pretrained"):
             with quiet_transformers():
