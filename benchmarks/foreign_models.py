@@ -86,11 +86,12 @@ class ExpertDecoder(OddDecoder):
             block.mlp = Experts(32, 3)  # type: ignore[assignment]
 
 
-def masked(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def masked(model: nn.Module, batch: dict[str, Tensor], reduction: str = "mean") -> Tensor:
     tokens = batch["input_ids"]
     hidden = torch.arange(tokens.shape[1]) % 4 == 0
     logits = model(tokens.masked_fill(hidden, 0))
-    return F.cross_entropy(logits[:, hidden].flatten(0, 1), tokens[:, hidden].flatten())
+    losses = F.cross_entropy(logits[:, hidden].mT, tokens[:, hidden], reduction=reduction)
+    return losses.mean(1) if reduction == "none" else losses
 
 
 def of_transformers(name: str, family: str, kind: str) -> Case:
@@ -151,6 +152,8 @@ def data_of(name: str, case: Case, folder: Path) -> dict[str, Any]:
             Image.fromarray(pixels).save(images / f"{index}.png")
         settings = {"data.size": SIDE, "evaluation.examples": 8}
         return {"data": str(images), "loss": "masked_reconstruction", "settings": settings}
+    if name == "data_selection.gradient_norm_sampling" and loss is not own_loss:
+        loss = partial(loss, reduction="none")  # a score needs the loss of each example
     return {"data": data, "held_out": data, "loss": loss}
 
 

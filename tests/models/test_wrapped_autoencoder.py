@@ -120,8 +120,8 @@ def test_the_export_is_the_encoder(is_own: bool, folder: Path, tmp_path: Path) -
         again = transformers.AutoModelForImageClassification.from_pretrained(tmp_path / "out")
     assert all(torch.equal(value, again.state_dict()[name]) for name, value in expected.state_dict().items())
     checked = thrifty.check(
-        model=make, data=str(folder), loss="masked_reconstruction", techniques=["drop_masked_patches", thrifty.AdamW()], batch=4,
-        settings={"data.size": 32}, quiet=True, ranks=False,
+        model=make, data=str(folder), loss="masked_reconstruction", techniques=["drop_masked_patches", thrifty.AdamW()],
+        batch=4, settings={"data.size": 32}, quiet=True, ranks=False,
     )  # fmt: skip
     assert not checked.broken, str(checked)
 

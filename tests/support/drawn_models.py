@@ -48,14 +48,15 @@ def own_loss(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return model(**batch).loss
 
 
-def classified(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def classified(model: nn.Module, batch: dict[str, Tensor], reduction: str = "mean") -> Tensor:
     output = model(batch["pixel_values"])
-    return F.cross_entropy(getattr(output, "logits", output), batch["labels"])
+    return F.cross_entropy(getattr(output, "logits", output), batch["labels"], reduction=reduction)
 
 
-def next_tokens(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+def next_tokens(model: nn.Module, batch: dict[str, Tensor], reduction: str = "mean") -> Tensor:
     tokens = batch["input_ids"]
-    return F.cross_entropy(model(tokens)[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    losses = F.cross_entropy(model(tokens)[:, :-1].mT, tokens[:, 1:], reduction=reduction)
+    return losses.mean(1) if reduction == "none" else losses
 
 
 CAUSAL = (

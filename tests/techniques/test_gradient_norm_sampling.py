@@ -3,27 +3,31 @@
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from image_runs import image_run
 from rank_processes import on_ranks
 from sampling_work import NAME, ScoredAs, sample_with_nan_on_one_rank, sampled_runs
 from technique_runs import plain_for
 from tiny_runs import advance, assert_same, plain_run, restored, run_through, snapshot, technique, with_optimizer
 from torch import Tensor, nn
 
-from thrifty.composition.compose import compose
+from thrifty.composition.compose import BaseRun, compose
 from thrifty.core.backward import BackwardResult
 from thrifty.core.batches import Batch, BatchSource, RankShard
 from thrifty.core.errors import InfeasibleError, RefusedError
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.recipe import Budget
+from thrifty.objectives.user_loss import UserLoss
 from thrifty.recipes import RECIPES
 from thrifty.techniques.data_selection.gradient_norm_sampling import (
     GradientNormBackward,
+    LossFunctionScores,
     probabilities,
     sample,
     variance_reduction,
@@ -386,3 +390,43 @@ def test_a_token_budget_counts_scored_examples() -> None:
     assert prepare_run(sampling, quiet=True).run.steps == 2
     with pytest.raises(InfeasibleError, match="is less than one step of 192"):
         prepare_run(replace(sampling, budget=Budget(tokens=100.0)), quiet=True)
+
+
+def own_losses(model: nn.Module, rows: dict[str, Tensor]) -> Tensor:
+    return F.cross_entropy(model.logits(rows["inputs"]), rows["labels"], reduction="none")
+
+
+@pytest.mark.parametrize("recorded", [False, True])
+def test_scores_of_a_loss_function_equal_those_of_the_objective(recorded: bool) -> None:
+    plain = image_run(batch=6)
+    model, batch = plain.build(), plain.objective.examples(plain.source.at(0))
+    own = LossFunctionScores(UserLoss(own_losses, lambda batch: dict(batch.fields)))
+    with torch.set_grad_enabled(recorded):
+        expected = plain.objective.scores(plain.objective.predict(model, batch), batch)
+        actual = own.scores(own.predict(model, batch), batch)
+        assert torch.is_grad_enabled() == recorded
+    torch.testing.assert_close(actual, expected.detach(), rtol=1e-5, atol=1e-6)
+    assert not model.head._forward_hooks and all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_loss_function_is_sampled() -> None:
+    plain = image_run(batch=6)
+    objective = UserLoss(own_losses, lambda batch: dict(batch.fields))
+    sampling = technique(NAME, presample=2, momentum=0.0)
+    records, _ = run_through(BaseRun(plain.build, plain.source, objective), with_optimizer([sampling]), 4)
+    assert all(math.isfinite(record.loss) and "tau" in record.notes for record in records)
+
+
+@pytest.mark.parametrize(
+    ("loss", "what"),
+    [
+        (lambda model, rows: own_losses(model, rows).mean(), "no loss of each example"),
+        (lambda model, rows: own_losses(model, rows) + own_losses(model, rows), "output layer 2 times"),
+    ],
+)
+def test_loss_functions_without_scores_are_refused(loss: Any, what: str) -> None:
+    plain = image_run(batch=6)
+    own = LossFunctionScores(UserLoss(loss, lambda batch: dict(batch.fields)))
+    batch = plain.source.at(0)
+    with pytest.raises(RefusedError, match=what):
+        own.scores(own.predict(plain.build(), batch), batch)

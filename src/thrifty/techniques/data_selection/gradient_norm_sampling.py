@@ -10,7 +10,7 @@ Start with  `gradient_norm_sampling:presample=3`. With many micro-batches, set `
 Cost        While sampling is active, a forward pass scores `presample` times as many examples as are trained. The token
             count of the run includes all loaded examples.
 Avoid       Runs that end early, because all examples score alike at the start of training. Losses that compare the
-            examples of a batch; such losses are refused.
+            examples of a batch, or that are no losses of single examples; such losses are refused.
 Does not    Keep the expectation of Adam's second moments, because Adam averages squares of the reweighted gradients.
 """
 
@@ -29,6 +29,7 @@ from thrifty.core.ranks import mean_over_ranks
 from thrifty.core.setting_bounds import Natural, Positive, Probability
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
+from thrifty.modeling.embeddings import find_head
 
 
 def variance_reduction(scores: Tensor) -> Tensor:
@@ -68,6 +69,49 @@ def weighted_scores(model: nn.Module, objective: Objective, batch: Batch, at_onc
     scores = [part.weight * objective.scores(objective.predict(model, part), part) for part in parts]
     model.train(was_training)
     return torch.cat(scores)
+
+
+class LossFunctionScores(WrappedObjective):
+    """A user's loss function with scores: the norms of its gradient with respect to the output of the model's last
+    layer. While gradients are off, only the part after this layer is differentiated."""
+
+    def predict(self, model: nn.Module, batch: Batch) -> Prediction:
+        if (named_head := find_head(model)) is None:
+            raise RefusedError(
+                f"{type(model).__name__} has no output layer, so the scores of its loss are unknown",
+                fix="--without data_selection.gradient_norm_sampling",
+            )
+        self.logits: list[Tensor] = []
+        is_training = torch.is_grad_enabled()
+
+        def keep(head: nn.Module, inputs: object, output: Tensor) -> Tensor:
+            self.logits.append(output if is_training else output.detach().requires_grad_())
+            torch.set_grad_enabled(True)
+            return self.logits[-1]
+
+        hook = named_head[1].register_forward_hook(keep)
+        try:
+            return super().predict(model, batch)
+        finally:
+            torch.set_grad_enabled(is_training)
+            hook.remove()
+
+    def scores(self, prediction: Prediction, batch: Batch) -> Tensor:
+        losses, count = self.losses(prediction, batch), len(batch)
+        is_single = losses.shape == (count,) and not getattr(prediction, "is_mean", False)
+        if not is_single or getattr(prediction, "part_weights", None) is not None:
+            raise RefusedError(
+                "the loss is no loss of each example, so an example has no score",
+                fix='return one loss per example, such as with reduction="none"',
+            )
+        if len(self.logits) != 1 or len(self.logits[0]) % count:
+            raise RefusedError(
+                f"the loss calls the model's output layer {len(self.logits)} times, not once for all examples",
+                fix="call the model once in the loss; or --without data_selection.gradient_norm_sampling",
+            )
+        with torch.enable_grad():
+            (gradient,) = torch.autograd.grad(losses.sum(), self.logits, retain_graph=True)
+        return gradient.reshape(count, -1).float().norm(dim=1)
 
 
 class GradientNormObjective(WrappedObjective):
@@ -150,6 +194,8 @@ class GradientNormSampling(Technique):
                 f"the loss of {kind} compares several examples, so a single example has no score",
                 fix=f"--without {self.name}",
             )
+        if not objective.learns_from:  # the user's own loss
+            return LossFunctionScores(objective)
         if type(baseline).scores is Objective.scores:
             raise RefusedError(f"{kind} does not implement gradient-norm scores", fix=f"--without {self.name}")
         return objective
