@@ -142,7 +142,7 @@ def data_of(name: str, case: Case, folder: Path) -> dict[str, Any]:
     if name == "data_selection.drop_masked_tokens" and not is_visual:
         text = folder / "text.txt"
         text.write_text(Path(random.__file__).read_text("utf-8"), "utf-8")
-        settings = {"data.length": LENGTH, "objective.rate": 0.5, "evaluation.examples": 8}
+        settings = {"data.length": LENGTH, "data.vocabulary": 300, "objective.rate": 0.5, "evaluation.examples": 8}
         return {"data": str(text), "loss": "masked_token", "settings": settings}
     if name == "data_selection.drop_masked_patches" and is_visual:
         images = folder / "images"

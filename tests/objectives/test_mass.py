@@ -139,7 +139,7 @@ def test_prepared_rows_are_unchanged() -> None:
 
 
 @pytest.mark.parametrize("kind", ["Bart", "MBart", "Marian", "Pegasus"])
-def test_the_decoder_of_a_foreign_model_reads_the_span_at_its_positions(kind: str) -> None:
+def test_a_foreign_decoder_reads_the_span_at_its_positions(kind: str) -> None:
     config = getattr(transformers, f"{kind}Config")(
         vocab_size=VOCABULARY, d_model=32, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
         decoder_attention_heads=4, encoder_ffn_dim=48, decoder_ffn_dim=48, max_position_embeddings=40,

@@ -39,7 +39,7 @@ class Stack(nn.Module):
 
 @pytest.mark.parametrize("was_open", [True, False])
 @pytest.mark.parametrize("form", ["alone", "weights", "passed"])
-def test_a_closed_gate_returns_the_input_in_the_form_of_the_block(form: str, was_open: bool) -> None:
+def test_a_closed_gate_returns_its_input_in_the_form_of_blocks(form: str, was_open: bool) -> None:
     model, (x, mask, bias) = Stack(form), torch.randn(3, 2, 8)
     add_gates(model, "growth.layer_drop")
     if was_open:

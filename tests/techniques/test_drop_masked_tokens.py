@@ -315,7 +315,7 @@ def foreign(family: str, **changed: object) -> nn.Module:
     return built(getattr(transformers, f"{family}ForMaskedLM"), sizes | changed).eval()
 
 
-def test_predictions_of_a_foreign_encoder_equal_its_parts_by_hand() -> None:
+def test_foreign_predictions_equal_the_parts_by_hand() -> None:
     plain, rows = foreign("Bert"), batch()
     model, objective = with_decoder(deepcopy(plain))
     visible, places = rows["visible"], rows["places"]
@@ -345,7 +345,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize("family", [*FOREIGN, "torch"])
-def test_foreign_encoders_read_visible_tokens_at_their_positions(family: str) -> None:
+def test_foreign_encoders_read_visible_tokens_in_place(family: str) -> None:
     """The blocks see fewer tokens, no prediction depends on the masked ones, and each depends on its position."""
     model = OwnEncoder(VOCABULARY, 40) if family == "torch" else foreign(family, **FOREIGN[family])
     model, objective = with_decoder(model.eval())

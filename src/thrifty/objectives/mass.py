@@ -8,8 +8,8 @@ Use         run = thrifty.train("marian-nano", "my.txt", loss="mass", budget="20
             print(run.loss)
 Start with  `--set objective.name=mass --set objective.rate=0.5`, as in the paper.
 Cost        The encoder reads the whole text, and the decoder reads the span.
-Avoid       Models without a decoder. T5, because its decoder uses distances inside the span, not text positions.
-            Encoder-decoders of transformers need a table of positions, as in BART.
+Avoid       Models without a decoder. T5 and other models without a table of positions, because their decoder uses
+            distances inside the span, not text positions.
 Does not    Leave some tokens of the span unmasked; the paper does so (unverified).
 """
 

@@ -6,8 +6,8 @@ Promise     Logits do not drift, so long low-precision runs stay stable.
 Use         criterion = thrifty.apply(torch.nn.CrossEntropyLoss(), "z_loss")
 Start with  `z_loss:coefficient=1e-4`, the value of PaLM.
 Cost        A second pass over the vocabulary in the backward pass of the loss.
-Avoid       Losses without a softmax, and losses that compare examples. Both are refused. A loss function of one's own
-            needs torch's cross_entropy.
+Avoid       Losses without a softmax, and losses that compare examples. Both are refused, as is a user's loss function
+            without a call of torch's cross_entropy.
 Does not    Change the forward pass of the model.
 """
 
