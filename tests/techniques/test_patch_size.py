@@ -14,7 +14,7 @@ from tiny_runs import advance, assert_same, plain_run, restored, snapshot, techn
 from torch import nn
 
 from thrifty.composition.compose import BaseRun, compose
-from thrifty.core.errors import IntegrityError, RefusedError, UsageError
+from thrifty.core.errors import IntegrityError, RefusedError
 from thrifty.kernels.image_resizing import resized_patches
 from thrifty.modeling.patch_grid import find_grid
 from thrifty.techniques.curriculum.patch_size import PatchSizeCurriculum
@@ -183,8 +183,6 @@ def test_a_patch_size_unlike_the_log_is_an_error() -> None:
 def test_images_smaller_than_multiples_of_patches_are_refused() -> None:
     grows = technique("curriculum.resolution", start=0.5, until=3, multiple=2, phases=3)
     run = compose(image_run(), with_optimizer([HALVING, grows]), 4)
-    with pytest.raises(
-        UsageError, match="reduced to 4 x 4 pixels cannot be cut into the initial patches of 8 x 8"
-    ) as refused:
+    with pytest.raises(RefusedError, match="multiple of 2 pixels, cannot be cut into patches of 8 x 8") as refused:
         advance(run, run.start())
     assert "curriculum.resolution.multiple=8" in refused.value.fix and "data.size" not in refused.value.fix

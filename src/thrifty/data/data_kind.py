@@ -20,8 +20,8 @@ class DataRequest:
     recipe: Recipe
     objective: Objective
     """Objective of the recipe, before tokenizer, labels and patch size are set."""
-    image_side: Callable[[], int | None]
-    """Function that returns the side of the model's images in pixels; None if any size is possible."""
+    image_side: int | None
+    """Side of the model's images in pixels; None if any size is possible."""
     patch_side: Callable[[ImageModelSpec], int | None]
     """Function that returns the side of a patch of the model in pixels, for images of these sizes."""
     say: Callable[[str], None]

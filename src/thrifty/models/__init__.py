@@ -10,7 +10,7 @@ from thrifty.models.model_builder import (
     label_objective,
 )
 from thrifty.models.model_export import export_model, export_own_model
-from thrifty.models.model_resolution import image_side, model_shape, patch_side_in, sees_images, shape_for
+from thrifty.models.model_resolution import model_shape, own_sizes, patch_side_in, sees_images, shape_for
 
 __all__ = [
     "PROBLEM_TYPES",
@@ -21,9 +21,9 @@ __all__ = [
     "export_model",
     "export_own_model",
     "folder_config",
-    "image_side",
     "label_objective",
     "model_shape",
+    "own_sizes",
     "patch_side_in",
     "sees_images",
     "shape_for",

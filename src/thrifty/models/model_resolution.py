@@ -58,27 +58,25 @@ def shape_for(ends: ModelSpec, settings: ModelSettings) -> ModelConfig | None:
     return shape
 
 
-def image_side(settings: ModelSettings) -> int | None:
-    """Return the side of a model's images in pixels; None for a model without images and for the user's own."""
-    return None if settings.build else _image_sizes(settings)[0]
-
-
-def patch_side_in(recipe: Recipe, images: ImageModelSpec) -> int | None:
-    """Return the side of a patch in pixels; None for a model without patches. The user's own model is asked only by
-    masked reconstruction."""
-    if not recipe.model.build:
-        return _image_sizes(recipe.model)[1]
-    if recipe.objects.model is None or recipe.objective.name != "masked_reconstruction":
-        return None
-    return patch_side(recipe.objects.build_model(recipe.model.arguments), images.side, images.channels)
-
-
-def _image_sizes(settings: ModelSettings) -> tuple[int | None, int | None]:
+def own_sizes(settings: ModelSettings) -> tuple[int | None, int | None]:
+    """Return the sides of images and patches in pixels; (None, None) for a model without images, and for the user's
+    own."""
+    if settings.build:
+        return None, None
     try:
         shape = own_shape(settings)
     except RefusedError:  # an architecture that transformers may know
         return image_sizes(read_config(Path(settings.folder)))
     return (shape.image, shape.patch) if shape.style in _IMAGE_STYLES else (None, None)
+
+
+def patch_side_in(recipe: Recipe, images: ImageModelSpec) -> int | None:
+    """Return the side of a patch in pixels; None for a model without patches. The user's own model is asked only by
+    masked reconstruction."""
+    model = recipe.objects.model
+    if model is None or recipe.objective.name != "masked_reconstruction":
+        return own_sizes(recipe.model)[1]
+    return patch_side(recipe.objects.build_model(recipe.model.arguments), images.side, images.channels)
 
 
 def sees_images(settings: ModelSettings) -> bool | None:

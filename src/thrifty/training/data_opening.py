@@ -17,7 +17,7 @@ from thrifty.data.run_data import RunData
 from thrifty.data.text.labelled_data import LabelledTexts, has_texts
 from thrifty.data.text.text_data import PairsOfTexts, PlainText, print_to_stderr
 from thrifty.data.user_data import open_user_data
-from thrifty.models import folder_config, image_side, patch_side_in, sees_images
+from thrifty.models import folder_config, own_sizes, patch_side_in, sees_images
 from thrifty.objectives import chosen_objective
 from thrifty.objectives.labelled_text import HAS_SCORES
 from thrifty.objectives.user_loss import UserLoss, loss_of_output
@@ -66,8 +66,9 @@ def open_examples(recipe: Recipe, say: Callable[[str], None] = print_to_stderr) 
             )
     if kind.name == "labelled_text" and objective.label_form != "number" and not HAS_SCORES:
         say("accuracy is the only metric: F1 needs scikit-learn (pip install 'thrifty[metrics]')")
-    sizes = partial(image_side, recipe.model), partial(patch_side_in, recipe)
-    return kind.open(DataRequest(recipe, objective, *sizes, say, partial(folder_config, recipe.model)))
+    side = own_sizes(recipe.model)[0] if kind.is_visual else None
+    patch = partial(patch_side_in, recipe)
+    return kind.open(DataRequest(recipe, objective, side, patch, say, partial(folder_config, recipe.model)))
 
 
 def open_first_on_rank_0(recipe: Recipe, say: Callable[[str], None]) -> tuple[Objective, RunData]:

@@ -244,6 +244,6 @@ class Images(DataKind):
 
     def open(self, request: DataRequest) -> tuple[Objective, ImageData]:
         recipe = request.recipe
-        data = open_images(recipe.data, recipe.seed, request.image_side(), request.say, request.objective.needs_labels)
+        data = open_images(recipe.data, recipe.seed, request.image_side, request.say, request.objective.needs_labels)
         objective = request.objective.with_patch_size(request.patch_side(data.ends))
         return objective, replace(data, held_out=data.held_out.shaped(objective.examples))

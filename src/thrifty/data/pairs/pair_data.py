@@ -205,5 +205,5 @@ class ImagesWithCaptions(DataKind):
 
     def open(self, request: DataRequest) -> tuple[Objective, PairData]:
         objective, recipe = request.objective, request.recipe
-        data = open_image_pairs(recipe.data, recipe.seed, request.image_side(), request.say)
+        data = open_image_pairs(recipe.data, recipe.seed, request.image_side, request.say)
         return objective, replace(data, held_out=data.held_out.shaped(objective.examples))

@@ -1,16 +1,19 @@
 """Base class of curricula that change the size of images."""
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import ClassVar
 
 from torch import Tensor, nn
 
 from thrifty.core.batches import BatchSource
 from thrifty.core.claims import Claim
+from thrifty.core.errors import RefusedError
+from thrifty.core.setting_bounds import Positive
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.modeling.image_sizes import resized_images
-from thrifty.modeling.patch_grid import accept_other_sizes
+from thrifty.modeling.patch_grid import accept_other_sizes, find_grid
 
 
 class ImageSizeCurriculum(Technique):
@@ -19,6 +22,9 @@ class ImageSizeCurriculum(Technique):
     stage, numerics = Stage.RESHAPE, Numerics.DIFFERENT
     claims = frozenset({Claim.RESOLUTION})
     resized: ClassVar[Callable[[Tensor, int, int], Tensor]]
+
+    multiple: Positive
+    """Common divisor of the sides of reduced images, in pixels."""
 
     @property
     def optional_seams(self) -> frozenset[str]:
@@ -29,6 +35,15 @@ class ImageSizeCurriculum(Technique):
         raise NotImplementedError
 
     def model(self, model: nn.Module) -> nn.Module:
+        patch = 1
+        with suppress(RefusedError):  # a model without patches
+            patch = find_grid(model).patch
+        if self.multiple % patch:
+            raise RefusedError(
+                f"reduced images, with sides of a multiple of {self.multiple} pixels, cannot be cut into patches of "
+                f"{patch} x {patch}",
+                fix=f"--set techniques.{self.name}.multiple={patch}",
+            )
         accept_other_sizes(model, self.name)
         return model
 

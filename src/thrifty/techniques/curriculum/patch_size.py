@@ -14,14 +14,13 @@ Does not    Change the weights of the blocks, or support models without one tabl
 """
 
 from collections.abc import Mapping
-from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 from thrifty.core.claims import Claim
-from thrifty.core.errors import IntegrityError, RefusedError, UsageError, reason_of
+from thrifty.core.errors import IntegrityError, RefusedError, reason_of
 from thrifty.core.eval_mode import eval_mode
 from thrifty.core.module_notes import ModuleNote
 from thrifty.core.objective import Objective
@@ -31,7 +30,7 @@ from thrifty.core.state import TrainState
 from thrifty.core.structural_change import StructuralChange
 from thrifty.core.technique import Numerics, Technique
 from thrifty.kernels.image_resizing import resized_patches
-from thrifty.modeling.patch_grid import PatchGrid, find_grid, images_among, resize_patches, resized_table
+from thrifty.modeling.patch_grid import PatchGrid, find_grid, resize_patches, resized_table
 
 FINAL_PATCH: ModuleNote[int] = ModuleNote("final_patch")
 
@@ -76,18 +75,6 @@ def _refuse_fixed_grid(model: nn.Module, grid: PatchGrid, side: int) -> None:
         ) from error
 
 
-def _refuse_uneven_images(cut: nn.Conv2d, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    """Raise UsageError if reduced images cannot be cut into whole patches."""
-    if (images := images_among(args, kwargs)) is None:
-        return
-    (height, width), patch = images.shape[-2:], cut.stride[0]
-    if height % patch or width % patch:
-        raise UsageError(
-            f"images reduced to {height} x {width} pixels cannot be cut into the initial patches of {patch} x {patch}",
-            fix=f"--set techniques.curriculum.resolution.multiple={patch}; or fewer steps in curriculum.patch_size.at",
-        )
-
-
 class PatchSizeCurriculum(Technique):
     """At each change of the patch size, new patch weights map a small patch to the token that the old weights compute
     for the enlarged patch. The learned positions are interpolated. Sides of images must be multiples of the largest
@@ -121,8 +108,6 @@ class PatchSizeCurriculum(Technique):
             _refuse_uneven_side(side, grid.patch * factor)
             resize_patches(grid, grid.patch * factor)
             _refuse_fixed_grid(model, grid, side)
-            if factor > 1:
-                grid.owners[-2].register_forward_pre_hook(partial(_refuse_uneven_images, grid.cut), with_kwargs=True)
             return model
 
         def resize(parameter: str, value: Tensor, shape: torch.Size) -> Tensor:
