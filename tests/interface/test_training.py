@@ -15,7 +15,7 @@ import torch
 import user_models
 import user_work
 from command_line import CommandLine, assert_equal, write_corpus
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils.data import DataLoader, WeightedRandomSampler
 
 import thrifty
@@ -102,6 +102,31 @@ def test_arguments_that_do_not_fit_are_refused_with_the_fix(
     with pytest.raises(ThriftyError, match=words) as error:
         train(tmp_path, **changed)
     assert error.value.fix
+
+
+def test_a_named_loss_that_cannot_call_the_model_is_refused(tmp_path: Path) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("All models are wrong, but some are useful.\n" * 400, "utf-8")
+    with pytest.raises(RefusedError, match="the objective masked_token cannot call Bart: ValueError") as refused:
+        thrifty.train(
+            Bart, str(text), loss="masked_token", budget=2, batch=4, runs=tmp_path, quiet=True,
+            settings={"data.length": 12, "data.vocabulary": 300},
+        )  # fmt: skip
+    assert "loss=, a function of (model, batch)" in refused.value.fix
+    assert not (tmp_path / "run").exists()
+
+
+class Bart(nn.Module):
+    """A model that needs a second input, which no objective of one text passes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.head = nn.Embedding(400, 8), nn.Linear(8, 400)
+
+    def forward(self, tokens: Tensor, later: Tensor | None = None) -> Tensor:
+        if later is None:
+            raise ValueError("specify the tokens of the decoder")
+        return self.head(self.tokens(tokens) + self.tokens(later))
 
 
 def final_tensors(runs: Path, name: str) -> dict[str, Tensor]:

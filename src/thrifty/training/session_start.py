@@ -11,15 +11,15 @@ from typing import Any
 import torch
 
 from thrifty.composition.compose import Run, compose
-from thrifty.composition.explain import explain, resident_bytes
+from thrifty.composition.explain import Explanation, explain, resident_bytes
 from thrifty.core.batch_norms import batch_norms, explain_divided_norms
 from thrifty.core.claims import Claim
-from thrifty.core.errors import IntegrityError, for_reader
+from thrifty.core.errors import IntegrityError, RefusedError, ThriftyError, for_reader, reason_of, spelled
 from thrifty.core.footprint import Footprint
 from thrifty.core.kept_results import keep, read_kept
 from thrifty.core.mesh import AXES, axis
 from thrifty.core.old_names import rename_origins, rename_techniques
-from thrifty.core.out_of_memory import OutOfMemory, explain_out_of_memory
+from thrifty.core.out_of_memory import OutOfMemory, explain_out_of_memory, is_out_of_memory
 from thrifty.core.ranks import rank, ranks
 from thrifty.core.recipe import Recipe
 from thrifty.core.stages import Stage
@@ -50,7 +50,23 @@ def counted_facts(prepared: PreparedRun) -> dict[str, Any]:
     """Count a step of a run and measure the peak speed of this machine. Return JSON values for `train_steps`."""
     run = prepared.run
     peak = {"peak_flops_per_second": _peak(prepared.recipe, run.device)}
-    return {"environment": _machine(run), "explanation": explain(run).as_dict({}), "summary": peak}
+    return {"environment": _machine(run), "explanation": explain_run(prepared).as_dict({}), "summary": peak}
+
+
+def explain_run(prepared: PreparedRun) -> Explanation:
+    """Return the footprints of a run. Raise RefusedError for a model of the user that the recipe's objective cannot
+    call."""
+    try:
+        return explain(prepared.run)
+    except Exception as error:
+        is_called_by_name = prepared.recipe.objects.model is not None and prepared.run.plain.objective.learns_from
+        if not is_called_by_name or isinstance(error, ThriftyError) or is_out_of_memory(error):
+            raise
+        name = prepared.recipe.objective.name
+        raise RefusedError(
+            f"the objective {name} cannot call {prepared.recipe.model.build}: {reason_of(error)}",
+            fix=spelled("--loss package.module:function", "pass loss=, a function of (model, batch)"),
+        ) from error
 
 
 def run_session(
@@ -77,7 +93,7 @@ def run_session(
     known = next((facts for facts in (before, reused) if _are_reusable(facts, here, run)), None)
     if known is None:
         display.phase("predicting memory and work")
-    explanation = explain(run) if known is None else None
+    explanation = explain_run(prepared) if known is None else None
     if known is None:
         display.phase("measuring the peak speed of this machine")
     peak = _peak(recipe, run.device) if known is None else known["summary"]["peak_flops_per_second"]
