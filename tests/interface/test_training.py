@@ -107,7 +107,7 @@ def test_arguments_that_do_not_fit_are_refused_with_the_fix(
 def test_a_named_loss_that_cannot_call_the_model_is_refused(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("All models are wrong, but some are useful.\n" * 400, "utf-8")
-    with pytest.raises(RefusedError, match="the objective masked_token cannot call Bart: ValueError") as refused:
+    with pytest.raises(RefusedError, match=r"the objective masked_token cannot call \S+Bart: ValueError") as refused:
         thrifty.train(
             Bart, str(text), loss="masked_token", budget=2, batch=4, runs=tmp_path, quiet=True,
             settings={"data.length": 12, "data.vocabulary": 300},
