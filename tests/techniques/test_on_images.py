@@ -16,9 +16,9 @@ from thrifty.training.evaluation import evaluate
 
 OF_TEXT = {
     "adapters.prompt_tuning": "adapters.visual_prompt",
-    "attention.tiled": "cores is plain and causal",
+    "attention.tiled": "attention modules is causal",
     "data_selection.drop_masked_patches": "is not a masked autoencoder",
-    "data_selection.drop_masked_tokens": "is not an encoder of this package",
+    "data_selection.drop_masked_tokens": "has no embedding of tokens",
     "growth.compound": "train on plain text",
     "large_batch.gradient_cache": "need no second forward pass",
     "curriculum.sequence_length": "train on plain text",
