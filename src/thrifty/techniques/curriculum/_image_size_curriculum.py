@@ -9,7 +9,6 @@ from torch import Tensor, nn
 from thrifty.core.batches import BatchSource
 from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError
-from thrifty.core.setting_bounds import Positive
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.modeling.image_sizes import resized_images
@@ -17,14 +16,12 @@ from thrifty.modeling.patch_grid import accept_other_sizes, find_grid
 
 
 class ImageSizeCurriculum(Technique):
-    """A curriculum whose images at each step are `resized(images, height, width)`."""
+    """A curriculum whose images at each step are `resized(images, height, width)`. A subclass has the setting
+    `multiple`, the common divisor of the sides of reduced images in pixels."""
 
     stage, numerics = Stage.RESHAPE, Numerics.DIFFERENT
     claims = frozenset({Claim.RESOLUTION})
     resized: ClassVar[Callable[[Tensor, int, int], Tensor]]
-
-    multiple: Positive
-    """Common divisor of the sides of reduced images, in pixels."""
 
     @property
     def optional_seams(self) -> frozenset[str]:
@@ -35,12 +32,12 @@ class ImageSizeCurriculum(Technique):
         raise NotImplementedError
 
     def model(self, model: nn.Module) -> nn.Module:
-        patch = 1
+        patch, multiple = 1, self.multiple  # type: ignore[attr-defined]
         with suppress(RefusedError):  # a model without patches
             patch = find_grid(model).patch
-        if self.multiple % patch:
+        if multiple % patch:
             raise RefusedError(
-                f"reduced images, with sides of a multiple of {self.multiple} pixels, cannot be cut into patches of "
+                f"reduced images, with sides of a multiple of {multiple} pixels, cannot be cut into patches of "
                 f"{patch} x {patch}",
                 fix=f"--set techniques.{self.name}.multiple={patch}",
             )
