@@ -56,6 +56,10 @@ FILE, PAGE = ROOT / "results" / "foreign_models.json", ROOT / "results" / "forei
 STEPS, BATCH, VOCABULARY = 4, 6, 320
 LEFT_OUT = ("parallelism.", "sparsity.mask_from_file")
 """Techniques that require several ranks or a file; `technique_table.py` has them."""
+SETTINGS: dict[str, dict[str, Any]] = {
+    "curriculum.low_frequency": {"multiple": 8},
+    "curriculum.resolution": {"multiple": 8},
+}
 Case = tuple[Callable[[], nn.Module], Dataset, Callable[..., Tensor]]
 
 
@@ -159,7 +163,7 @@ def data_of(name: str, case: Case, folder: Path) -> dict[str, Any]:
 
 def cell(case: Case, name: str, folder: Path) -> str:
     """Return what was shown for a technique on a model, or the refusal, or the error."""
-    build, one = case[0], technique(name)
+    build, one = case[0], technique(name, **SETTINGS.get(name, {}))
     optimizer = [] if Claim.OPTIMIZER in one.claims else [thrifty.AdamW(lr=3e-3)]
     whole = data_of(name, case, folder)
     passed = {} if isinstance(whole["data"], str) else whole
