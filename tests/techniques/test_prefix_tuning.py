@@ -15,6 +15,7 @@ from drawn_models import OddDecoder
 from tiny_runs import advance, plain_run, run_through, technique, tiny_model
 from torch import nn
 
+import thrifty
 from thrifty.composition.compose import compose
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.kernels.tiled_attention import causal_attention_reference, tiled_causal_attention
@@ -424,3 +425,25 @@ def test_cache_shapes_of_a_model_in_training_mode(kind: str) -> None:
     model = PrefixTuning(tokens=3, hidden=0).model(model)
     assert sum(hasattr(module, "prefix") for module in model.modules()) == 4
     assert [module.training for module in model.modules()] == modes
+
+
+def test_a_core_that_would_drop_the_prefix_is_refused() -> None:
+    """In a user's own loop, the order of techniques is the user's."""
+    model = PrefixTuning(tokens=2, hidden=0).model(OddDecoder())
+    with pytest.raises(RefusedError, match="which another technique, such as a prefix, has changed"):
+        technique("attention.window", from_step=0).model(model)
+    model = OddDecoder()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    thrifty.apply((model, optimizer), technique("attention.window", from_step=1))
+    thrifty.apply(model, "prefix_tuning", tokens=2, hidden=0)
+    model(TOKENS % 64).mean().backward()
+    optimizer.step()
+    with pytest.raises(RefusedError, match="which another technique, such as a prefix, has changed"):
+        model(TOKENS % 64)
+
+
+def test_a_prefix_after_a_window_keeps_both() -> None:
+    model = technique("attention.window", from_step=0).model(OddDecoder())
+    before = model(TOKENS % 64)
+    model = PrefixTuning(tokens=2, hidden=0).model(model)
+    assert not torch.allclose(model(TOKENS % 64), before, atol=1e-3)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.composition.compose import CPU, BaseRun, Run, compose
-from thrifty.composition.explain import trained_batch_norms
+from thrifty.composition.fake_runs import trained_batch_norms
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
 from thrifty.core.errors import ThriftyError

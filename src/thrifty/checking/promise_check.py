@@ -25,7 +25,7 @@ from thrifty.checking.observed_runs import CheckSubject, one_line_error, train_o
 from thrifty.checking.rank_check import PROMISE, Start, across_ranks, smaller_mesh
 from thrifty.checking.resume_check import StateSaver, check_resume
 from thrifty.composition.compose import BaseRun, Run
-from thrifty.composition.explain import trained_batch_norms
+from thrifty.composition.fake_runs import trained_batch_norms
 from thrifty.core.batches import Batch, BatchSource, WrappedSource
 from thrifty.core.errors import IntegrityError, UsageError, spelled
 from thrifty.core.recipe import Recipe

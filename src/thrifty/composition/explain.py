@@ -6,27 +6,25 @@ ranks or values. A lower memory use of compiled code is not counted. A model tha
 tensors. Such a model is counted on a real batch.
 """
 
-import copy
 import gc
-import logging
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, replace
 from math import inf
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
     FakeTensorMode,
     unset_fake_temporarily,
 )
-from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from thrifty.composition.compose import CPU, BaseRun, Run
+from thrifty.composition.compose import CPU, Run
+from thrifty.composition.fake_runs import on_fakes, without_log
 from thrifty.composition.micro_batches import data_shard_count, representative_micro_batches
 from thrifty.composition.step_footprint import CountedPasses
 from thrifty.composition.torch_update import TorchOptimizer
@@ -35,11 +33,11 @@ from thrifty.core.batches import Batch
 from thrifty.core.errors import RefusedError, ThriftyError, reason_of
 from thrifty.core.footprint import Footprint
 from thrifty.core.out_of_memory import is_out_of_memory
-from thrifty.core.randomness import GeneratorStates, preserved_draws
+from thrifty.core.randomness import GeneratorStates
 from thrifty.core.run_notes import add_note, collect_notes
 from thrifty.core.shard_layout import local_tensors
 from thrifty.core.technique import Numerics, Technique
-from thrifty.core.tensor_tracing import StepTrace, gc_frozen, one_thread, tensor_bytes, untraced
+from thrifty.core.tensor_tracing import StepTrace, gc_frozen, one_thread, tensor_bytes
 from thrifty.machine.machine_info import free_memory
 from thrifty.optim.torch_optimizer import TransformOptimizer
 
@@ -125,21 +123,31 @@ def _explained(run: Run) -> Explanation:
 
 def _try_first_batch(run: Run) -> None:
     """Raise RefusedError if the step fails on the first batch, whose examples a curriculum made smaller."""
-    changing = [technique.name for technique in run.techniques if technique.overrides("batches")]
+    changing = [technique for technique in run.techniques if technique.overrides("batches")]
+    if not changing:
+        return
     first, last = (run.source.at(step) for step in (0, run.steps - 1))
-    if not changing or _sizes(first) == _sizes(last):
+    if _sizes(first) == _sizes(last):
         return
     try:
         _RunCounts(run).passes_on(first)
     except Exception as error:
         if isinstance(error, ThriftyError) or is_out_of_memory(error):
             raise
+        name = next((each.name for each in changing if _sizes(_first_batch_without(run, each)) != _sizes(first)), "")
+        name = name or changing[-1].name
         shown = ", ".join(f"{name} {size}" for name, size in _sizes(first).items() if size != _sizes(last).get(name))
         raise RefusedError(
-            f"{changing[-1]} changes the examples of the first step ({shown}), which this model does not accept: "
+            f"{name} changes the examples of the first step ({shown}), which this model does not accept: "
             f"{reason_of(error)}",
-            fix=f"--without {changing[-1]}; or use a model that accepts examples of any size",
+            fix=f"--without {name}; or use a model that accepts examples of any size",
         ) from error
+
+
+def _first_batch_without(run: Run, technique: Technique) -> Batch:
+    return replace(run, techniques=tuple(each for each in run.techniques if each is not technique), notes={}).source.at(
+        0
+    )
 
 
 def _sizes(batch: Batch) -> dict[str, tuple[int, ...]]:
@@ -269,18 +277,6 @@ class _SingleDraws(TorchDispatchMode):
         return result
 
 
-@contextmanager
-def without_log() -> Iterator[None]:
-    """Silence torch's log of an operation that fails on fake tensors, since the error is raised anyway."""
-    logger = logging.getLogger("torch._subclasses.fake_tensor")
-    before = logger.level
-    logger.setLevel(logging.CRITICAL)
-    try:
-        yield
-    finally:
-        logger.setLevel(before)
-
-
 def _refusal_without_values(error: Exception) -> Exception:
     """Return the error to raise if a step does not run on fake tensors, and there are no real tensors."""
     if not isinstance(error, DataDependentOutputException | DynamicOutputShapeException):
@@ -298,84 +294,6 @@ def passes_of(run: Run, batch: Batch, limit: float = inf, casts: bool = True) ->
         with StepTrace(limit=limit, casts=casts) as built:
             model = run.build_model()
         return CountedPasses(model, run.objective, run.backward, batch, built)
-
-
-def on_fakes(run: Run, fake: FakeTensorMode) -> Run:
-    """Return the run with its model on fake tensors."""
-    return replace(run, plain=plain_on_fakes(run.plain, fake), device=CPU)
-
-
-def plain_on_fakes(plain: BaseRun, fake: FakeTensorMode) -> BaseRun:
-    """Return the run without techniques, with its model on fake tensors."""
-
-    def build() -> nn.Module:
-        model: nn.Module | None = None
-        with (
-            suppress(Exception),
-            fake,
-            _FakeCopies(),
-        ):  # building may read values; a real error is raised again below
-            model = plain.build()
-        if model is None:
-            gc.collect()  # the partly built model is in reference cycles with the error
-            with suppress(Exception), unset_fake_temporarily(), torch.device("meta"):
-                model = plain.build()
-        if model is None:
-            with unset_fake_temporarily(), untraced():  # a source to copy from, not part of the step
-                model = plain.build()
-        with fake:
-            return _faked(model, fake)
-
-    return replace(plain, build=build)
-
-
-def trained_batch_norms(plain: BaseRun) -> list[str]:
-    """Return the names of layers that normalize with batch statistics in training mode."""
-    with preserved_draws(), without_log():
-        return batch_norms(plain_on_fakes(plain, FakeTensorMode(allow_non_fake_inputs=True)).build().train())
-
-
-class _FakeCopies(TorchFunctionMode):
-    """Mode in which `copy.deepcopy` of a fake tensor returns a new fake tensor. A copy by torch shares the storage and
-    remembered value of the original. The process may crash when such a copy is freed (torch 2.13)."""
-
-    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None) -> Any:
-        if func is not Tensor.__deepcopy__:
-            return func(*args, **(kwargs or {}))
-        tensor, copies = args
-        if id(tensor) not in copies:
-            twin = torch.empty_like(tensor, requires_grad=tensor.requires_grad)
-            twin = nn.Parameter(twin, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else twin
-            copies[id(tensor)] = twin
-            own = {name: value for name, value in vars(tensor).items() if name not in vars(twin)}
-            vars(twin).update(copy.deepcopy(own, copies))
-        return copies[id(tensor)]
-
-
-def _faked(model: nn.Module, fake: FakeTensorMode) -> nn.Module:
-    """Replace the model's remaining real tensors, such as weights loaded from a file, by fake tensors."""
-    converted: dict[int, nn.Parameter] = {}
-    for module in model.modules():
-        for name, parameter in module._parameters.items():
-            if parameter is not None and _is_to_be_faked(parameter):
-                if id(parameter) not in converted:
-                    converted[id(parameter)] = nn.Parameter(_fake_of(parameter.detach(), fake), parameter.requires_grad)
-                module._parameters[name] = converted[id(parameter)]
-        for name, buffer in module._buffers.items():
-            if buffer is not None and _is_to_be_faked(buffer):
-                module._buffers[name] = _fake_of(buffer, fake)
-    return model
-
-
-def _is_to_be_faked(tensor: Tensor) -> bool:
-    return not hasattr(tensor, "fake_mode") or tensor.device.type == "meta"
-
-
-def _fake_of(tensor: Tensor, fake: FakeTensorMode) -> Tensor:
-    """Return a fake tensor like another tensor. For a tensor on the meta device, the fake tensor is on the CPU."""
-    if hasattr(tensor, "fake_mode") or tensor.device.type == "meta":
-        return torch.empty_like(tensor, device="cpu")
-    return fake.from_tensor(tensor)
 
 
 def touched_modules(run: Run) -> dict[str, list[str]]:

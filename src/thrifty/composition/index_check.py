@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from thrifty.composition.compose import BaseRun
-from thrifty.composition.explain import plain_on_fakes, without_log
+from thrifty.composition.fake_runs import plain_on_fakes, without_log
 from thrifty.core.batches import Batch
 from thrifty.core.errors import UsageError
 from thrifty.core.fake_branches import causal_masks_of_plain_rows

@@ -22,6 +22,9 @@ from thrifty.core.errors import RefusedError
 from thrifty.core.eval_mode import eval_mode
 from thrifty.models.transformer import Task, segment_positions
 
+POSITIONS: ContextVar[tuple[Tensor, int] | None] = ContextVar("positions", default=None)
+"""Positions (b, t) of the current target, and the length of the source."""
+
 
 class HuggingFaceModel(nn.Module):
     """Base class of the wrappers. `lm` is the model of transformers; a subclass defines its `inputs`."""
@@ -246,10 +249,6 @@ class HuggingFaceSeq2Seq(HuggingFaceModel):
                 f"{type(self.lm).__name__} attends to later tokens of the target",
                 fix="choose another model, because this model would learn to copy its target",
             )
-
-
-POSITIONS: ContextVar[tuple[Tensor, int] | None] = ContextVar("positions", default=None)
-"""Positions (b, t) of the current target, and the length of the source."""
 
 
 def _at_own_positions(table: nn.Module, args: Any, output: Tensor) -> Tensor | None:

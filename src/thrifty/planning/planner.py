@@ -9,7 +9,8 @@ from time import monotonic
 from typing import Any
 
 from thrifty.composition.compose import BaseRun, compose
-from thrifty.composition.explain import count, trained_batch_norms
+from thrifty.composition.explain import count
+from thrifty.composition.fake_runs import trained_batch_norms
 from thrifty.core.recipe import Budget, Recipe
 from thrifty.core.technique import Numerics
 from thrifty.core.tensor_tracing import gc_frozen

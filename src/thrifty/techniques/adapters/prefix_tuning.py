@@ -93,21 +93,23 @@ def attend_with_prefix(
 ) -> Tensor:
     """Return the attention of queries over a prefix and the keys and values after the prefix.
 
-    q and the result are (b, h, t, k), the prefix is (p, 2 · g · k), k and v are (b, g, s, k). Without a mask the core
-    may be causal and align the last query with the last key. So p = `len(prefix)` queries are prepended, and their
-    outputs are dropped. Scores of prefixes have no bias.
+    q and the result are (b, h, t, k), the prefix is (p, 2 · g · k), k and v are (b, g, s, k). The core may be causal,
+    align the last query with the last key, or require as many queries as keys. So p = `len(prefix)` queries are
+    prepended, and their outputs are dropped. Scores of prefixes have no bias.
     """
     count = len(prefix)
     prefixes = [x.to(k.dtype).expand(len(k), -1, -1, -1) for x in keys_and_values(prefix, k.shape[1])]
-    if bias is not None:
-        bias = F.pad(
-            bias.expand(*bias.shape[:2], q.shape[2], k.shape[2]), (count, 0, 0 if mask is not None else count, 0)
-        )
     k, v = (torch.cat(pair, 2) for pair in zip(prefixes, (k, v), strict=True))
-    if mask is None:
-        return call_core(core, F.pad(q, (0, 0, count, 0)), k, v, None, dropout, bias)[:, :, count:]
-    mask = F.pad(mask, (count, 0), value=True if mask.dtype == torch.bool else 0.0)
-    return call_core(core, q, k, v, mask, dropout, bias)
+    if mask is not None:
+        mask = _before(mask, count, True if mask.dtype == torch.bool else 0.0)
+    if bias is not None:
+        bias = _before(bias.expand(*bias.shape[:-1], k.shape[2] - count), count, 0.0)
+    return call_core(core, F.pad(q, (0, 0, count, 0)), k, v, mask, dropout, bias)[:, :, count:]
+
+
+def _before(x: Tensor, count: int, value: float) -> Tensor:
+    """Add `count` rows and columns of a value before a mask or a bias (…, t, s); no rows if t is 1 for all queries."""
+    return F.pad(x, (count, 0, count if x.shape[-2] > 1 else 0, 0), value=value)
 
 
 def body_of(model: nn.Module) -> nn.Module:
