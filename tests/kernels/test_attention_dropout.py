@@ -9,7 +9,6 @@ from thrifty.kernels.attention_dropout import dropout_factors
 from thrifty.kernels.sparse_attention import block_attention, row_attention
 from thrifty.kernels.sparse_attention.block_grid import window_grid
 from thrifty.kernels.sparse_attention.visibility import VisibilityRule
-from thrifty.kernels.tiled_attention import tiled_causal_attention
 
 SEED, RATE, B, H, G, T, K = 1234567, 0.3, 2, 4, 2, 24, 8
 
@@ -39,7 +38,7 @@ def by_rows(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def by_tiles(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return tiled_causal_attention(q, k, v, tile=8, dropout=RATE)
+    return tiled_attention.tiled_attention(q, k, v, tile=8, dropout=RATE)
 
 
 def compiled_tiles(q: Tensor, k: Tensor, v: Tensor) -> Tensor:

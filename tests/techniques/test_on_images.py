@@ -16,7 +16,6 @@ from thrifty.training.evaluation import evaluate
 
 OF_TEXT = {
     "adapters.prompt_tuning": "adapters.visual_prompt",
-    "attention.tiled": "attention modules is causal",
     "data_selection.drop_masked_patches": "is not a masked autoencoder",
     "data_selection.drop_masked_tokens": "has no embedding of tokens",
     "growth.compound": "train on plain text",

@@ -18,7 +18,7 @@ from torch import nn
 import thrifty
 from thrifty.composition.compose import compose
 from thrifty.core.errors import RefusedError, UsageError
-from thrifty.kernels.tiled_attention import causal_attention_reference, tiled_causal_attention
+from thrifty.kernels.tiled_attention import causal_attention_reference, tiled_attention
 from thrifty.models.attention_layers import full_attention
 from thrifty.models.families import assemble
 from thrifty.models.hf_wrapper import HuggingFaceCausalLM
@@ -256,7 +256,7 @@ def test_a_call_with_cached_keys_is_refused() -> None:
         model.blocks[0].attention(torch.randn(1, 1, 32), torch.randn(1, 4, 3, 8))  # type: ignore[operator, union-attr]
 
 
-@pytest.mark.parametrize("core", [causal_attention_reference, tiled_causal_attention])
+@pytest.mark.parametrize("core", [causal_attention_reference, tiled_attention])
 def test_a_causal_core_attends_to_prefix_and_past(core: Any) -> None:
     generator = torch.Generator().manual_seed(0)
     q, k, v = (torch.randn(2, heads, 6, 8, generator=generator) for heads in (4, 2, 2))

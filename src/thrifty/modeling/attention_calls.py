@@ -58,18 +58,15 @@ def _passes_other_keys(call: ast.Call) -> bool:
     return query is not None and key is not None and ast.dump(query) != ast.dump(key)
 
 
-def is_causal(module: nn.Module) -> bool | None:
+def is_causal(module: nn.Module) -> bool:
     """Return True if the module's code calls torch's attention with `is_causal=True`, as a constant or as an attribute
-    of the module, and in no other way. Return False if no call can be causal, and None if it is unknown."""
-    values = [
+    of the module, and in no other way."""
+    values = {
         _value(node, module, function.__code__.co_varnames[:1])
         for function in _reachable(module)
         for node in _causal_arguments(function)
-    ]
-    if not values:
-        uses_torch = any(SDPA in _names(function.__code__) for function in _reachable(module))
-        return None if uses_torch else False
-    return values[0] if len({*values}) == 1 else None
+    }
+    return values == {True}
 
 
 def _reachable(module: nn.Module) -> Iterator[FunctionType]:

@@ -4,7 +4,7 @@ A core maps q (b, h, t, k), k and v (b, g, s, k) and an optional boolean mask to
 arguments are a dropout rate of the weights, and a bias (b or 1, h or 1, t, s) that is added to the scores.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -113,17 +113,8 @@ class AttentionSite:
         """Number of key heads; by default the number of query heads."""
         return self._required((*KEY_HEADS, *HEADS), "its number of heads")
 
-    @property
-    def may_be_causal(self) -> bool:
-        """True if some calls may be causal without a mask."""
-        return self.causal
-
     def put(self, core: AttentionCore) -> None:
         self.module.core = core
-
-    def put_causal(self, core: AttentionCore) -> None:
-        """Replace the attention of causal calls only."""
-        self.put(core)
 
     @property
     def current(self) -> AttentionCore:
@@ -160,3 +151,17 @@ ATTENTION_SITES: ModuleNote[list[AttentionSite]] = ModuleNote("attention_sites")
 """Note on a model: the sites of its replaced cores."""
 LOSING_CORES: ModuleNote[list[Any]] = ModuleNote("losing_cores")
 """Note on a model: cores with an attribute `losses`, which is a list while losses are collected."""
+
+
+def refuse_changed_cores(
+    technique: str, sites: Sequence[AttentionSite], own: Mapping[str, AttentionCore] | None = None
+) -> None:
+    """Raise RefusedError if another technique has changed a core, which a new core of `technique` would drop. `own` are
+    the cores of this technique by name."""
+    for site in sites:
+        if site.current is not (own or {}).get(site.name, site.plain):
+            raise RefusedError(
+                f"{technique} would replace the attention of {site.name}, which another technique, such as a prefix, "
+                "has changed",
+                fix="apply it before the other, from step 0; or use thrifty.train, which orders them",
+            )

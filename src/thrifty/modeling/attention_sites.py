@@ -65,8 +65,7 @@ def _site(name: str, module: nn.Module, whole: nn.Module | None) -> AttentionSit
         return TransformersSite(name, module, causal, partial(torch_attention, causal), whole)
     if calls_attention(module):
         causal = is_causal(module)
-        plain = partial(torch_attention, bool(causal))
-        return CaughtSite(name, module, bool(causal), plain, is_causality_known=causal is not None)
+        return CaughtSite(name, module, causal, partial(torch_attention, causal))
     return None
 
 

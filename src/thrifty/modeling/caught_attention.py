@@ -51,22 +51,10 @@ CONVERSIONS = {
 class CaughtSite(AttentionSite):
     """An attention module whose call of an attention function is replaced."""
 
-    is_causality_known: bool = True
-
-    @property
-    def may_be_causal(self) -> bool:
-        return self.causal or not self.is_causality_known
-
     def put(self, core: AttentionCore) -> None:
-        self._put(core, only_causal=False)
-
-    def put_causal(self, core: AttentionCore) -> None:
-        self._put(core, only_causal=True)
-
-    def _put(self, core: AttentionCore, only_causal: bool) -> None:
         if not hasattr(self.module, "thrifty_core"):
             wrap_forward(self.module, partial(_catching, self.name, self.causal, self._number(HEADS)))
-        self.module.thrifty_core, self.module.only_causal = core, only_causal
+        self.module.thrifty_core = core
 
     @property
     def current(self) -> AttentionCore:
@@ -82,7 +70,7 @@ def _catching(
 ) -> Any:
     if module.thrifty_core is None:
         return inner(*args, **kwargs)
-    call = CaughtCall(module.thrifty_core, causal, heads, bool(module.only_causal))
+    call = CaughtCall(module.thrifty_core, causal, heads)
     with CatchAttention(call):
         result = inner(*args, **kwargs)
     if call.reason and not call.is_done:
@@ -135,10 +123,8 @@ class CaughtCall:
     Scores far below zero are hidden pairs.
     """
 
-    def __init__(self, core: AttentionCore, causal: bool, heads: int | None = None, only_causal: bool = False):
+    def __init__(self, core: AttentionCore, causal: bool, heads: int | None = None):
         self.core, self.causal, self.heads, self.is_done = core, causal, heads, False
-        self.only_causal = only_causal
-        """True if only causal calls without a mask are answered."""
         self.reason = ""
         """Why a softmax over keys was not recognized as attention; "" if there was none."""
         self.followed: list[Scores] = []
@@ -241,14 +227,13 @@ class CaughtCall:
         """Answer a call with the arguments of torch's function. Queries of another sequence are left to torch, as is
         a single query of a cached text."""
         is_single = self.causal and not is_causal and attn_mask is None
-        is_other = self.only_causal and not (is_causal and attn_mask is None)
-        if query.shape[-2] != key.shape[-2] or is_single or is_other:
+        if query.shape[-2] != key.shape[-2] or is_single:
             self.is_done = True
             return F.scaled_dot_product_attention(
                 query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
             )
         mask, bias = (None, None) if attn_mask is None else visible_and_bias(attn_mask)
-        if is_causal and not self.causal and not self.only_causal:
+        if is_causal and not self.causal:
             mask = torch.ones(query.shape[-2], key.shape[-2], dtype=torch.bool, device=query.device).tril()
         return self.answer(query, key, value, mask, dropout_p, bias, scale or query.shape[-1] ** -0.5)
 

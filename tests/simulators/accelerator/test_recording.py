@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from thrifty.cli.trace import command
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.kernels.attention_filters.keep_masks import core_weights
-from thrifty.kernels.tiled_attention import causal_attention_reference, tiled_causal_attention
+from thrifty.kernels.tiled_attention import causal_attention_reference, tiled_attention
 from thrifty.models.attention_layers import Attention, full_attention
 from thrifty.simulators.accelerator.synthetic_traces import PATTERNS
 from thrifty.simulators.accelerator.trace_file import load_trace
@@ -40,7 +40,7 @@ def vectors(examples: int = 2, tokens: int = TOKENS) -> Tensor:
 
 
 def tiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return tiled_causal_attention(q, k, v, tile=4)
+    return tiled_attention(q, k, v, tile=4)
 
 
 @pytest.mark.parametrize("core", [causal_attention_reference, tiled])

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.interface.design_comparison import held_out_losses
-from thrifty.kernels.tiled_attention import causal_attention_reference, tiled_causal_attention
+from thrifty.kernels.tiled_attention import causal_attention_reference, tiled_attention
 from thrifty.models.attention_layers import Attention
 from thrifty.simulators.accelerator.attention_trace import AttentionTrace
 from thrifty.simulators.accelerator.design_filters import apply_design_filter
@@ -101,7 +101,7 @@ def test_attention_other_than_softmax_is_refused(
         return x.detach().std().item()
 
     def tiled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return tiled_causal_attention(q, k, v, tile=4)
+        return tiled_attention(q, k, v, tile=4)
 
     monkeypatch.setattr(f"{here}.load_trained_model", lambda *a, **k: (Two(tiled), None))
     assert held_out_losses(Path("mine"), [trace]) == pytest.approx([spread(MODEL(X))])
@@ -127,7 +127,7 @@ def test_other_examples_and_unseen_attention_are_refused() -> None:
 
 
 def test_tiled_cores_use_the_same_masks() -> None:
-    tiled, trace = Two(lambda q, k, v: tiled_causal_attention(q, k, v, tile=4)), apply_design_filter(TRACE, "elsa", 0.4)
+    tiled, trace = Two(lambda q, k, v: tiled_attention(q, k, v, tile=4)), apply_design_filter(TRACE, "elsa", 0.4)
     core = tiled.first.core
     for masks in (TRACE, trace):
         torch.testing.assert_close(masked(tiled, masks), masked(MODEL, masks), rtol=1e-4, atol=1e-5)

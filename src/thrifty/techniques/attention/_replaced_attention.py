@@ -6,7 +6,7 @@ log. New cores are built from the settings and the calibrated values. Calibrated
 ranks and after a resume.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, ClassVar
 
@@ -32,7 +32,13 @@ from thrifty.core.state import TrainState
 from thrifty.core.structural_change import StructuralChange
 from thrifty.core.technique import Numerics, Technique
 from thrifty.core.tensor_tracing import untraced
-from thrifty.modeling.attention_cores import ATTENTION_SITES, AttentionCore, AttentionSite, SwappableCore
+from thrifty.modeling.attention_cores import (
+    ATTENTION_SITES,
+    AttentionCore,
+    AttentionSite,
+    SwappableCore,
+    refuse_changed_cores,
+)
 from thrifty.modeling.attention_sites import find_attention_sites
 
 PLAIN, CHOSEN = "plain", "chosen"
@@ -86,7 +92,7 @@ class ReplacedAttention(Technique):
 
     def model(self, model: nn.Module) -> nn.Module:
         sites, decided = find_attention_sites(model), decided_phase(model)
-        self._refuse_changed(sites, {})
+        refuse_changed_cores(self.name, sites)
         ATTENTION_SITES.set(model, sites)
         for site in sites:
             if decided["phase"] == CHOSEN:
@@ -94,17 +100,6 @@ class ReplacedAttention(Technique):
         phase = "replaced" if decided["phase"] == CHOSEN else f"plain before step {self.start}"
         add_note(f"{len(sites)} attention cores, {phase}")
         return model
-
-    def _refuse_changed(self, sites: Sequence[AttentionSite], own: Mapping[str, AttentionCore]) -> None:
-        """Raise RefusedError if another technique has changed a core, which a new core would drop. `own` are the cores
-        of this technique by name."""
-        for site in sites:
-            if site.current is not own.get(site.name, site.plain):
-                raise RefusedError(
-                    f"{self.name} would replace the attention of {site.name}, which another technique, such as a "
-                    "prefix, has changed",
-                    fix="apply it before the other, with from_step=0; or use thrifty.train, which orders them",
-                )
 
     def change_forward(self, model: nn.Module) -> None:
         if self.start:
@@ -116,7 +111,7 @@ class ReplacedAttention(Technique):
                 return
             if (step := finished_steps(optimizer)) >= self.start:
                 values = self.calibrated_values(TrainState(step, model))
-                self._refuse_changed(ATTENTION_SITES.of(model), SWAPPABLE_CORES.get(model) or {})
+                refuse_changed_cores(self.name, ATTENTION_SITES.of(model), SWAPPABLE_CORES.get(model) or {})
                 for site in ATTENTION_SITES.of(model):
                     site.take_away()
                 self.model(_mark(model, {"phase": CHOSEN, "found": values}))

@@ -1,7 +1,7 @@
-"""Tiled attention (Dao et al. 2022): compute exact causal attention in tiles that fit a CPU cache.
+"""Tiled attention (Dao et al. 2022): compute exact attention in tiles that fit a CPU cache.
 
 Paper       Dao et al. 2022, FlashAttention (arXiv 2205.14135). Its tiling is used without the online softmax, because
-            all past keys of a tile of queries fit a CPU cache.
+            all visible keys of a tile of queries fit a CPU cache.
 Promise     Compiled attention on CPUs takes less time than torch's own kernel, with the same result. Tiled attention
             saves as few activations as that kernel.
 Use         run = thrifty.train("gpt-nano", "my.txt", techniques=["attention.tiled"], budget="2000 steps")
@@ -11,11 +11,11 @@ Cost        Work is split into many short steps. If other processes use the core
             vanish.
 Avoid       Training without `compile`, because the gain requires compiled code. GPUs, because torch's own kernel is
             faster there.
-Does not    Change the result beyond rounding, or replace attention that is not causal.
+Does not    Change the result beyond rounding.
 """
 
 from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor, nn
 from torch.utils._triton import has_triton_package
@@ -26,8 +26,8 @@ from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Natural
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.kernels.tiled_attention import tiled_causal_attention
-from thrifty.modeling.attention_cores import AttentionCore
+from thrifty.kernels.tiled_attention import tiled_attention
+from thrifty.modeling.attention_cores import refuse_changed_cores
 from thrifty.modeling.attention_sites import find_attention_sites, find_own_sites
 
 
@@ -38,32 +38,24 @@ def triton_attention(
     mask: Tensor | None = None,
     tile: int | None = None,
     dropout: float = 0.0,
+    bias: Tensor | None = None,
+    causal: bool = True,
 ) -> Tensor:
-    """Return causal attention, computed by Triton. With a mask or dropout, torch computes it in tiles.
+    """Return attention, computed by Triton. With a mask, a bias, dropout or earlier keys, torch computes it in tiles.
 
-    q and the result are (b, h, t, k), k and v are (b, g, t, k).
+    q and the result are (b, h, t, k), k and v are (b, g, s, k).
     """
-    if mask is not None or dropout:
-        return tiled_causal_attention(q, k, v, mask, tile, dropout)
+    if mask is not None or bias is not None or dropout or q.shape[2] != k.shape[2]:
+        return tiled_attention(q, k, v, mask, tile, dropout, bias, causal)
     from thrifty.kernels.flash_attention_triton import TILE, flash_attention
 
-    return flash_attention(q, k, v, tile=tile or TILE)
-
-
-def without_bias(kernel: AttentionCore, *inputs: Tensor, bias: Tensor | None = None, **options: Any) -> Tensor:
-    """Call a kernel. Raise RefusedError if positions are added to the scores."""
-    if bias is not None:
-        raise RefusedError(
-            "attention.tiled has no position bias of attention scores, which this model adds",
-            fix="--without attention.tiled",
-        )
-    return kernel(*inputs, **options)
+    return flash_attention(q, k, v, causal, tile=tile or TILE)
 
 
 class TiledAttention(Technique):
     """`kernel=triton` runs FlashAttention's loops with online softmax (`kernels/flash_attention_triton.py`). Tests
     compare this kernel with torch's attention in Triton's interpreter and on an H100. The kernel was never timed.
-    For packed rows, the kernel is always the one in torch, also with `kernel=triton`.
+    With masks, as of packed rows, with position biases and with dropout, the kernel is always the one in torch.
     """
 
     stage, numerics, tolerance = Stage.ATTENTION, Numerics.ROUNDING, 1e-4
@@ -77,23 +69,19 @@ class TiledAttention(Technique):
     """Replace only causal attention of Thrifty's models, and leave other models unchanged, with a note."""
 
     def model(self, model: nn.Module) -> nn.Module:
-        sites = find_own_sites(model) if self.optional else find_attention_sites(model)
-        causal = [site for site in sites if site.may_be_causal]
-        if not causal and self.optional:
+        sites = (
+            [site for site in find_own_sites(model) if site.causal] if self.optional else find_attention_sites(model)
+        )
+        if not sites:
             add_note("unchanged: the model has no causal attention of Thrifty's")
             return model
-        if not causal:
-            raise RefusedError(
-                f"none of the {len(sites)} attention modules is causal",
-                fix=f"--without {self.name}; or call scaled_dot_product_attention with is_causal=True",
-            )
+        refuse_changed_cores(self.name, sites)
         if self.kernel == "triton":
             self.refuse_without_triton(model)
-        kernel = tiled_causal_attention if self.kernel == "torch" else triton_attention
-        for site in causal:
-            site.put_causal(partial(without_bias, partial(kernel, tile=self.tile or None)))
-        others = len(sites) - len(causal)
-        add_note(f"{len(causal)} attention cores" + (f"; {others} unchanged, not causal" if others else ""))
+        kernel = tiled_attention if self.kernel == "torch" else triton_attention
+        for site in sites:
+            site.put(partial(kernel, tile=self.tile or None, causal=site.causal))
+        add_note(f"{len(sites)} attention cores")
         return model
 
     def refuse_without_triton(self, model: nn.Module) -> None:
