@@ -25,7 +25,7 @@ import torch.nn.functional as F
 import transformers
 from PIL import Image
 from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, default_collate
 
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT / "tests" / "support"))
@@ -51,6 +51,7 @@ from thrifty import techniques  # noqa: E402
 from thrifty.core.claims import Claim  # noqa: E402
 from thrifty.core.errors import ThriftyError  # noqa: E402
 from thrifty.interface.exports import export  # noqa: E402
+from thrifty.models.wrapped_autoencoder import WrappedAutoencoder  # noqa: E402
 
 FILE, PAGE = ROOT / "results" / "foreign_models.json", ROOT / "results" / "foreign_models.md"
 STEPS, BATCH, VOCABULARY = 4, 6, 320
@@ -178,25 +179,32 @@ def cell(case: Case, name: str, folder: Path) -> str:
             end = trained("whole")
             trained("parts", observers=[lambda record: record.step < 2])
             again = thrifty.resume(folder / "parts", model=build, **passed, quiet=True)
-            one_state, other = end.load_model().state_dict(), again.load_model().state_dict()
-            if not all(torch.equal(value, other[key]) for key, value in one_state.items()):
+            model, other = end.load_model(), again.load_model().state_dict()
+            if not all(torch.equal(value, other[key]) for key, value in model.state_dict().items()):
                 return "error: the resumed run differs"
-            return "trains, resumes" + exported(build, folder)
+            return "trains, resumes" + exported(case, model, folder)
     except ThriftyError as refused:
         return f"refused: {refused.what}" + (f"; {refused.fix}" if refused.fix else "")
     except Exception as error:  # the table shows every error
         return f"error: {type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
 
 
-def exported(build: Callable[[], nn.Module], folder: Path) -> str:
-    """Export the run, if transformers has a format for its model, and return the result in words."""
+@torch.no_grad()
+def exported(case: Case, trained: nn.Module, folder: Path) -> str:
+    """Export the run, if transformers has a format for its model. Return the result in words, after the exported model
+    was loaded by transformers and gave the loss of the trained model."""
+    build, data, loss = case
     if not hasattr(build(), "save_pretrained"):
         return ""
     try:
         export(folder / "whole", folder / "out", model=build)
-        return ", is exported"
     except ThriftyError as refused:
         return f", is not exported: {refused.what}"
+    loaded = type(build()).from_pretrained(folder / "out").eval()  # type: ignore[attr-defined]
+    trained = (trained.encoder if isinstance(trained, WrappedAutoencoder) else trained).eval()
+    batch = default_collate([data[index] for index in range(BATCH)])
+    difference = abs(float(loss(loaded, batch) - loss(trained, batch)))
+    return ", is exported" if difference < 1e-4 else f", error: the exported model's loss differs by {difference:.2g}"
 
 
 def write(table: dict[str, dict[str, str]]) -> None:

@@ -40,6 +40,14 @@ def ours(style: str, heads: int = 4, kv_heads: int | None = None, **more: object
     return model.double().eval()
 
 
+def bart() -> nn.Module:
+    torch.manual_seed(0)
+    shape = {f"{part}_{name}": number for part in ("encoder", "decoder") for name, number in
+             (("layers", 2), ("attention_heads", 4), ("ffn_dim", 24))}  # fmt: skip
+    config = transformers.BartConfig(vocab_size=60, d_model=32, max_position_embeddings=64, init_std=0.2, **shape)
+    return transformers.BartForConditionalGeneration(config).double().eval()
+
+
 def theirs(kind: str, wrapper: type = HuggingFaceCausalLM, **more: object) -> nn.Module:
     config = getattr(transformers, f"{kind}Config")(**SMALL, **more)
     torch.manual_seed(0)
@@ -54,6 +62,7 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt": lambda: ours("gpt"),
     "gpt1": lambda: ours("gpt1"),
     "bert": lambda: ours("bert"),
+    "marian": lambda: ours("marian"),
     "vit": lambda: ours("vit", image=8, patch=4, channels=1),
     "Llama of transformers": lambda: theirs("Llama", num_key_value_heads=4),
     "Llama of transformers with groups": lambda: theirs("Llama", **GROUPED),
@@ -67,10 +76,11 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
     "GPT-2 of transformers, fused in Conv1D": lambda: theirs("GPT2", n_embd=32, n_head=4, n_layer=2, n_inner=24),
     "NeoX of transformers": lambda: theirs("GPTNeoX"),
     "StableLM of transformers": lambda: theirs("StableLm", num_key_value_heads=4),
+    "BART of transformers": bart,
     "OPT of transformers": lambda: theirs("OPT", ffn_dim=48, word_embed_proj_dim=32),
 }
 REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
-    "two stacks": (lambda: ours("t5"), "two stacks"),
+    "position biases for all blocks": (lambda: ours("t5"), "relative.scores.weight, which has a part for each head"),
     "a module of torch": (lambda: Encoder(), "MultiheadAttention, from which no unit can be removed"),
     "a norm over all heads": (lambda: theirs("Olmo2", num_key_value_heads=4), "an element for each unit"),
     "sizes of the configuration": (lambda: theirs("Phi3", num_key_value_heads=4), "pruning cannot change"),
@@ -84,6 +94,10 @@ REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
 
 @torch.no_grad()
 def answer(model: nn.Module) -> Tensor:
+    if isinstance(model, transformers.BartForConditionalGeneration):
+        return model(input_ids=TOKENS, decoder_input_ids=TOKENS[:, :5]).logits
+    if hasattr(model, "decoder"):
+        return model(TOKENS, TOKENS[:, :5])
     return model(IMAGES.double() if hasattr(model, "pool") else TOKENS)
 
 
@@ -113,7 +127,8 @@ def masked(model: nn.Module, kept: dict[str, list[int]]) -> Tensor:
 
 def test_every_branch_has_its_units(model: nn.Module) -> None:
     units = list(find_units(model).values())
-    assert [pieces.kind for pieces in units] == ["heads", "neurons"] * 2
+    kinds = [pieces.kind for pieces in units]
+    assert kinds in (["heads", "neurons"] * 2, ["heads", "neurons"] * 2 + ["heads", "heads", "neurons"] * 2)
     for pieces in units:
         assert pieces.count * pieces.width == pieces.writer.weight.shape[pieces.dim]
         assert not is_pruned(model)
@@ -167,6 +182,17 @@ def test_coefficients_start_at_one_and_fold_into_the_weights(model: nn.Module) -
     assert float((answer(model) - scaled).abs().max()) < 1e-6
     assert list(dict(model.named_parameters())) == names
     assert float((scaled - before).abs().max()) > 1e-3
+
+
+@pytest.mark.parametrize("case", ["position biases for all blocks", "a module of torch", "projected positions"])
+def test_neurons_are_removed_where_heads_cannot_be(case: str) -> None:
+    model = REFUSED[case][0]()
+    units = find_units(model, {"neurons"})
+    assert {pieces.kind for pieces in units.values()} == {"neurons"} and not is_pruned(model)
+    first = next(iter(units.values()))
+    prune_units(first, [0, 1])
+    assert is_pruned(model, {"neurons"}) and not is_pruned(model, {"heads"})
+    assert answer(model).isfinite().all()
 
 
 @pytest.mark.parametrize("case", REFUSED)

@@ -181,6 +181,16 @@ def test_conflicting_techniques_are_refused(other: str, reason: str) -> None:
         run_of(MOVING, other)
 
 
-def test_model_with_unknown_heads_is_refused() -> None:
-    with pytest.raises(RefusedError, match="two stacks"):
+def test_heads_of_an_encoder_decoder_are_zeros() -> None:
+    with collect_notes() as notes:
         MOVING.model(plain_run(style="t5").build())
+    assert any(note.startswith("2 of 4 heads a block") for note in notes)
+
+
+def test_model_with_unknown_heads_is_refused() -> None:
+    model = plain_run(style="gpt").build()
+    for module in model.modules():
+        vars(module).pop("heads", None)
+        vars(module).pop("head_width", None)
+    with pytest.raises(RefusedError, match="number of heads"):
+        MOVING.model(model)

@@ -22,7 +22,7 @@ from tiny_runs import (
 from torch import Tensor, nn
 
 from thrifty.composition.compose import Run, compose
-from thrifty.core.errors import IntegrityError, UsageError
+from thrifty.core.errors import IntegrityError, RefusedError, UsageError
 from thrifty.core.state import TrainState, read_log
 from thrifty.core.structural_change import StructuralChange
 from thrifty.modeling.structured_pruning import coefficients_of, find_units
@@ -260,3 +260,26 @@ def test_wrong_size_raises_integrity_error() -> None:
 def test_conflicting_techniques_are_refused(other: str) -> None:
     with pytest.raises(UsageError, match="cannot be combined"):
         run_of(4, others=(other,))
+
+
+@pytest.mark.parametrize(("heads", "neurons"), [(0.0, 0.4), (0.5, 0.0)])
+def test_one_kind_alone_is_removed(heads: float, neurons: float) -> None:
+    run = run_of(heads=heads, neurons=neurons, every=1, queue=2, latest=3, distance=1.0)
+    state = run.start()
+    before = kept_in(state)
+    advance(run, state)
+    run.verify(state)
+    changed = {name for name, count in kept_in(state).items() if count < before[name]}
+    assert changed == {name for name, each in find_units(state.model, {"heads" if heads else "neurons"}).items()}
+
+
+def test_the_fix_selects_the_kind_that_can_be_removed() -> None:
+    with pytest.raises(RefusedError, match="for each head") as refused:
+        EarlyBird().model(plain_run(style="t5").build())
+    assert refused.value.fix.startswith("--set techniques.sparsity.early_bird.heads=0, which removes neurons only")
+    EarlyBird(heads=0.0).model(plain_run(style="t5").build())
+
+
+def test_removing_nothing_is_refused() -> None:
+    with pytest.raises(UsageError, match="neither heads nor neurons"):
+        EarlyBird(heads=0.0, neurons=0.0)

@@ -42,13 +42,14 @@ def test_loss_and_gradients_equal_those_of_transformers(name: str, family: str, 
     torch.testing.assert_close(found[1], found[0], rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
 @pytest.mark.parametrize("name", ["LlamaForCausalLM", "GPT2LMHeadModel"])
-def test_cached_keys_are_attended_to(name: str) -> None:
+def test_cached_keys_are_attended_to(name: str, cache: str) -> None:
     family = name.removesuffix("ForCausalLM").removesuffix("LMHeadModel")
     plain = built(getattr(transformers, name), sizes_of(random.Random(1), family, "causal", VOCABULARY)).eval()
     tiled = TiledAttention(tile=5).model(copy.deepcopy(plain))
     tokens = torch.randint(3, VOCABULARY, (2, 6))
-    texts = [each.generate(tokens, max_new_tokens=5, do_sample=False, output_logits=True,
+    texts = [each.generate(tokens, max_new_tokens=5, do_sample=False, cache_implementation=cache, output_logits=True,
                            return_dict_in_generate=True) for each in (plain, tiled)]  # fmt: skip
     torch.testing.assert_close(texts[1].logits, texts[0].logits)
     prefixed = []

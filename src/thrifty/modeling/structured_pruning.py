@@ -6,7 +6,7 @@ coefficient zero adds nothing, so its removal does not change the model's output
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, Literal
@@ -16,17 +16,20 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from thrifty.core.errors import RefusedError
+from thrifty.core.module_notes import ModuleNote
 from thrifty.modeling.residual_branches import (
     ResidualBranch,
     find_branches,
     in_width,
-    is_decoder,
     is_transposed,
     out_width,
     part_of_attention,
 )
 
 Kind = Literal["heads", "neurons"]
+KINDS: tuple[Kind, ...] = ("heads", "neurons")
+PRUNED: ModuleNote[Kind] = ModuleNote("pruned")
+"""Note on an output layer before which units were removed or added."""
 
 GROUP = "heads_in_a_group"
 """Attribute of a pruned attention module that stores the number of heads per unit (`PrunableUnits.group`)."""
@@ -79,20 +82,24 @@ class PrunableUnits:
         return 0 if is_transposed(self.writer) else 1
 
 
-def find_units(model: nn.Module) -> dict[str, PrunableUnits]:
-    """Return the units of every branch, by the name of the branch's output layer. Raise RefusedError for an
-    encoder-decoder, and for branches of an unsupported structure."""
-    branches = _own_branches(model)
-    return {branch.name: _heads(branch) if branch.kind == "attention" else _neurons(branch) for branch in branches}
+def find_units(model: nn.Module, kinds: Collection[Kind] = KINDS) -> dict[str, PrunableUnits]:
+    """Return the units of `kinds` in every branch, by the name of the branch's output layer. Raise RefusedError for
+    branches of an unsupported structure."""
+    units: dict[str, PrunableUnits] = {}
+    for branch in _all_branches(model):
+        kind, find = ("neurons", _neurons) if branch.kind == "mlp" else ("heads", _heads)
+        if kind in kinds:
+            units[branch.name] = find(branch)
+    _refuse_shared_biases(model, units.values())
+    return units
 
 
 def find_columns(model: nn.Module, neurons: bool) -> dict[str, PrunableUnits]:
     """Return the heads of each branch, and with `neurons` its neurons, as columns of the output layer, which suffices
-    to set units to zero. Raise RefusedError for an encoder-decoder, and for attention whose number of heads is
-    unknown."""
+    to set units to zero. Raise RefusedError for attention whose number of heads is unknown."""
     found = {}
-    for branch in _own_branches(model):
-        is_heads = branch.kind == "attention"
+    for branch in _all_branches(model):
+        is_heads = branch.kind != "mlp"
         kind: Kind = "heads" if is_heads else "neurons"
         if not (is_heads or neurons):
             continue
@@ -105,11 +112,8 @@ def find_columns(model: nn.Module, neurons: bool) -> dict[str, PrunableUnits]:
     return found
 
 
-def _own_branches(model: nn.Module) -> list[ResidualBranch]:
-    stacks = find_branches(model)
-    if len(stacks) > 1 and any(is_decoder(blocks) for blocks in stacks.values()):
-        raise RefusedError(f"pruning does not support two stacks ({' and '.join(stacks)})", fix=_INSTEAD)
-    return [branch for blocks in stacks.values() for block in blocks for branch in block]
+def _all_branches(model: nn.Module) -> list[ResidualBranch]:
+    return [branch for blocks in find_branches(model).values() for block in blocks for branch in block]
 
 
 def _width(branch: ResidualBranch) -> int:
@@ -230,6 +234,14 @@ def _refuse_fixed_heads(branch: ResidualBranch, heads: int, layers: Sequence[nn.
         raise RefusedError(f"pruning cannot change the position biases of {type(owner).__name__}", fix=_INSTEAD)
 
 
+def _refuse_shared_biases(model: nn.Module, units: Iterable[PrunableUnits]) -> None:
+    """Raise RefusedError for position biases of heads that the model computes once for several blocks."""
+    heads = {each.count * each.group for each in units if each.group}
+    for name, module in model.named_modules():
+        if isinstance(module, nn.Embedding) and module.embedding_dim in heads:
+            raise RefusedError(f"pruning refuses {name}.weight, which has a part for each head", fix=_INSTEAD)
+
+
 def _refuse_parameters_per_unit(branch: ResidualBranch, sizes: set[int]) -> None:
     """Raise RefusedError for parameters with one element per unit, such as norms over all heads and attention sinks.
     Pruning does not support them."""
@@ -262,6 +274,7 @@ def prune_units(units: PrunableUnits, order: Sequence[int]) -> None:
             layer.bias = _selected(layer.bias, 0, lines)
     units.writer.weight = _selected(units.writer.weight, units.dim, _lines(order, 0, units.width))
     _set_width(units.writer, IN_WIDTHS, len(order) * units.width)
+    PRUNED.set(units.writer, units.kind)
     if units.kind == "heads":
         setattr(units.owner, GROUP, units.group)
     for name, each in units.sizes.items():
@@ -288,9 +301,9 @@ def _selected(parameter: nn.Parameter, dim: int, lines: Sequence[int]) -> nn.Par
     return nn.Parameter(values.index_select(dim, places), parameter.requires_grad)
 
 
-def is_pruned(model: nn.Module) -> bool:
-    """Return True if units of a model were removed or added."""
-    return any(GROUP in vars(module) for module in model.modules())
+def is_pruned(model: nn.Module, kinds: Collection[Kind] = KINDS) -> bool:
+    """Return True if units of these kinds were removed or added."""
+    return any(PRUNED.get(module) in kinds for module in model.modules())
 
 
 def pad_with_zeros(units: PrunableUnits, count: int) -> list[int]:

@@ -95,6 +95,9 @@ def _attend(
             f"{type(module).__name__} requires an attention with {', '.join(more)}",
             fix=f"choose a model without {' and '.join(more)}",
         )
+    t = query.shape[2]
+    if attention_mask is None and module.is_causal and t > 1:  # further keys are empty places of a static cache
+        key, value = key[:, :, :t], value[:, :, :t]
     if attention_mask is None:
         attention_mask = _causality(module, query, key, options.get("is_causal"))
     mask, bias = (None, None) if attention_mask is None else visible_and_bias(attention_mask)

@@ -43,7 +43,7 @@ from thrifty.models.hf_wrapper import (
     HuggingFaceTextClassifier,
     HuggingFaceTokenClassifier,
 )
-from thrifty.models.pad_pruned import pad_pruned_wrapper
+from thrifty.models.pad_pruned import pad_pruned_transformers
 from thrifty.models.transformer import Task
 
 WRAPPERS: dict[Task, type[HuggingFaceModel]] = {
@@ -176,17 +176,16 @@ def export_wrapped(
 ) -> None:
     """Write the model's folder with `save_pretrained`, and its tokenizer, or the settings of its image `processor`.
     After an error no folder remains."""
-    if is_pruned(model):
-        model = pad_pruned_wrapper(model)
+    lm = pad_pruned_transformers(model.lm) if is_pruned(model) else model.lm
     values = {
         name: value.to("cpu", dtype if value.is_floating_point() else value.dtype)
-        for name, value in _untied(model.lm).items()
+        for name, value in _untied(lm).items()
     }
-    config = deepcopy(model.lm.config)
-    config.architectures = [type(model.lm).__name__]  # a folder of another kind may have been loaded
+    config = deepcopy(lm.config)
+    config.architectures = [type(lm).__name__]  # a folder of another kind may have been loaded
     with written_aside(folder) as aside:
         with quiet_transformers():
-            model.lm.save_pretrained(aside, state_dict=values)
+            lm.save_pretrained(aside, state_dict=values)
         config.dtype = dtype
         if tokenizer_json is not None:
             # a classifier of texts may pool at a special token of its own configuration

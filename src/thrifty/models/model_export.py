@@ -18,7 +18,7 @@ from thrifty.models.contrastive_model import LARGEST_SCALE, ContrastiveModel
 from thrifty.models.hf_folder import quiet_transformers, write_json, written_aside
 from thrifty.models.masked_autoencoder import MaskedAutoencoder
 from thrifty.models.model_config import ModelConfig
-from thrifty.models.pad_pruned import pad_pruned_model
+from thrifty.models.pad_pruned import pad_pruned_model, pad_pruned_transformers
 from thrifty.models.transformer import Encoder, EncoderDecoder, Transformer
 from thrifty.models.vision_transformer import VisionTransformer
 from thrifty.models.weight_conversion import export_folder, image_processor
@@ -82,6 +82,8 @@ def export_own_model(
     state dict in model.safetensors, with a model.json of the `settings` that built the model. Of a masked autoencoder
     around the user's model, this model is written. Raise UsageError if the folder exists."""
     model = (model.encoder if isinstance(model, WrappedAutoencoder) else model).to(dtype)
+    if hasattr(model, "save_pretrained") and is_pruned(model):
+        model = pad_pruned_transformers(model)
     with written_aside(folder) as aside:
         if hasattr(model, "save_pretrained"):
             with quiet_transformers():

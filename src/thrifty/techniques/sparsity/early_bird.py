@@ -13,7 +13,7 @@ Does not    Keep the weights of the search, or restart data or schedule; the sma
             weights with a fresh optimizer.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -24,7 +24,7 @@ from torch._subclasses.fake_tensor import is_fake
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch
 from thrifty.core.claims import Claim
-from thrifty.core.errors import IntegrityError
+from thrifty.core.errors import IntegrityError, RefusedError, UsageError
 from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots, TransformScope, chain
 from thrifty.core.module_notes import ModuleNote
 from thrifty.core.objective import Objective
@@ -37,6 +37,9 @@ from thrifty.core.state import TrainState, full_value
 from thrifty.core.structural_change import StructuralChange
 from thrifty.core.technique import Numerics, Technique
 from thrifty.modeling.structured_pruning import (
+    KINDS,
+    Kind,
+    PrunableUnits,
     add_coefficients,
     coefficients_of,
     find_units,
@@ -49,7 +52,6 @@ from thrifty.optim.transform_elements import SelectiveTransform
 Part = Annotated[float, SettingBound(least=0, below=1)]
 Draw = Literal["coefficients", "random", "late"]
 SEARCH, TRAIN = "search", "train"
-KINDS = ("heads", "neurons")
 KIND_OF_PIECES: ModuleNote[str] = ModuleNote("kind_of_pieces")
 """Kind of the units ("heads" or "neurons") whose coefficients an output layer has."""
 KEPT_PIECES: ModuleNote[Mapping[str, Any]] = ModuleNote("kept_pieces")
@@ -93,11 +95,18 @@ def from_hex(text: str, count: int) -> list[int]:
     return [place for place, bit in enumerate(f"{int(text, 16):0{count}b}") if bit == "1"]
 
 
-def prune_model(model: nn.Module, kept: Mapping[str, Any]) -> None:
-    """Remove the heads and neurons of a model that are not in the ticket `kept`. The model must not be divided among
-    ranks."""
-    for name, pieces in find_units(model).items():
+def prune_model(model: nn.Module, kept: Mapping[str, Any], kinds: Collection[Kind] = KINDS) -> None:
+    """Remove the heads and neurons (only `kinds`) of a model that are not in the ticket `kept`. The model must not be
+    divided among ranks."""
+    for name, pieces in find_units(model, kinds).items():
         prune_units(pieces, kept[name] if pieces.kind == "heads" else from_hex(kept[name], pieces.count))
+
+
+def _has_units(model: nn.Module, kind: Kind) -> bool:
+    try:
+        return bool(find_units(model, {kind}))
+    except RefusedError:
+        return False
 
 
 class AddSignPenalty(SelectiveTransform):
@@ -168,9 +177,9 @@ class EarlyBird(Technique):
     }
 
     heads: Part = 1 / 3
-    """Removed fraction of the heads of each block."""
+    """Removed fraction of the heads of each block. With 0, attention stays unchanged."""
     neurons: Part = 0.4
-    """Removed fraction of the feed-forward neurons."""
+    """Removed fraction of the feed-forward neurons. With 0, feed-forward networks stay unchanged."""
     spread: Literal["global", "layerwise"] = "global"
     """Scope of the comparison of neurons: all blocks, or each block separately."""
     penalty: Rate = 1e-4
@@ -187,12 +196,34 @@ class EarlyBird(Technique):
     seed: int = 0
     """Seed of random tickets."""
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.kinds:
+            raise UsageError(f"{self.name} removes neither heads nor neurons", fix=f"--without {self.name}")
+
     @property
     def spacing(self) -> int:
         return max(1, int(self.every))
 
+    @property
+    def kinds(self) -> list[Kind]:
+        """Kinds of units that are removed."""
+        return [kind for kind in KINDS if getattr(self, kind)]
+
+    def units(self, model: nn.Module) -> dict[str, PrunableUnits]:
+        """Return the units that may be removed, by name of the output layer. Raise RefusedError for a model of an
+        unsupported structure; if one kind of units is supported, the fix selects it."""
+        try:
+            return find_units(model, self.kinds)
+        except RefusedError as refused:
+            for kind, other in zip(KINDS, reversed(KINDS), strict=True):
+                if len(self.kinds) > 1 and _has_units(model, kind):
+                    fix = f"--set techniques.{self.name}.{other}=0, which removes {kind} only; or {refused.fix}"
+                    raise RefusedError(refused.what, fix=fix) from None
+            raise
+
     def model(self, model: nn.Module) -> nn.Module:
-        units, kept = find_units(model), KEPT_PIECES.get(model)
+        units, kept = self.units(model), KEPT_PIECES.get(model)
         if kept is None:
             for pieces in units.values():
                 add_coefficients(pieces)
@@ -201,13 +232,13 @@ class EarlyBird(Technique):
                     self.queue, pieces.count, dtype=torch.bool, device=pieces.writer.weight.device
                 )
                 pieces.writer.register_buffer("recent_masks", recent_masks)
-            for kind in KINDS:
+            for kind in self.kinds:
                 add_note(f"{sum(each.count for each in units.values() if each.kind == kind)} {kind} have a coefficient")
             return model
-        prune_model(model, kept)
-        for kind in KINDS:
-            units = [each for each in find_units(model).values() if each.kind == kind]
-            add_note(f"{sum(each.count for each in units)} {kind} remain")
+        prune_model(model, kept, self.kinds)
+        for kind in self.kinds:
+            count = sum(each.count for each in find_units(model, {kind}).values())
+            add_note(f"{count} {kind} remain")
         return model
 
     def backward(self, backward: Backward) -> Backward:
@@ -294,7 +325,7 @@ class EarlyBird(Technique):
         phases = [entry.decision for entry in state.log if entry.technique == self.name]
         if not phases:
             raise IntegrityError(f"{self.name}: the run's log has no entry about a ticket")
-        units, coefficients = find_units(state.model), coefficients_of(state.model)
+        units, coefficients = find_units(state.model, self.kinds), coefficients_of(state.model)
         if phases[-1]["phase"] == SEARCH:
             if coefficients.keys() != units.keys():
                 raise IntegrityError(
