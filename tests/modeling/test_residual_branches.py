@@ -8,7 +8,8 @@ from torch import Tensor, nn
 
 from thrifty.core.errors import RefusedError
 from thrifty.core.run_notes import collect_notes
-from thrifty.modeling.residual_branches import ResidualBranch, add_gain, biases, find_branches, is_decoder, out_width
+from thrifty.modeling.layer_shapes import out_width
+from thrifty.modeling.residual_branches import ResidualBranch, add_gain, biases, find_branches, is_decoder
 from thrifty.modeling.stream_norms import bypass_norms
 
 

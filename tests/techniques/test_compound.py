@@ -12,8 +12,9 @@ from thrifty.composition.compose import Run, compose
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Technique
+from thrifty.modeling.layer_shapes import in_width
 from thrifty.modeling.module_surgery import find_blocks
-from thrifty.modeling.residual_branches import find_branches, in_width
+from thrifty.modeling.residual_branches import find_branches
 from thrifty.techniques.growth._token_pooling import POOLED_IN, add_pooling, pool_targets, pool_tokens
 from thrifty.techniques.growth._width_growth import (
     copied_units,

@@ -22,8 +22,8 @@ from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.shard_layout import FusedOrder, record_orders
 from thrifty.core.state import full_value
 from thrifty.distributed.tensor_parallel_rng import ParallelRandomRegion, parallel_randomness
+from thrifty.modeling.layer_shapes import is_transposed
 from thrifty.modeling.module_surgery import wrap_forward
-from thrifty.modeling.residual_branches import is_transposed
 
 WHOLE, LAST, TOKENS = Replicate(), Shard(-1), Shard(1)
 

@@ -14,10 +14,11 @@ from thrifty.distributed.tensor_parallel_layers import TOKENS, WHOLE, TensorPara
 from thrifty.distributed.tensor_parallel_plan import Style, split_plan
 from thrifty.distributed.tensor_parallel_rng import ParallelRandomRegion, drops
 from thrifty.modeling.attention_cores import HEAD_WIDTHS
+from thrifty.modeling.attention_parts import part_of_attention, part_of_layer
 from thrifty.modeling.embeddings import find_head, token_tables
+from thrifty.modeling.layer_shapes import in_width, is_transposed, out_width
 from thrifty.modeling.module_surgery import find_stacks, is_under
 from thrifty.modeling.parameter_kinds import fused_slices
-from thrifty.modeling.residual_branches import in_width, is_transposed, out_width, part_of_attention
 
 HEAD_COUNTS = (
     "heads", "kv_heads", "n_head", "n_heads", "n_kv_heads", "num_heads", "num_kv_heads", "num_key_value_heads",
@@ -106,8 +107,16 @@ def _splits(model: nn.Module, plan: Mapping[str, Style]) -> list[LayerSplit]:
             sizes: tuple[int, ...] = (in_width(layer),)
         elif isinstance(layer, nn.Embedding):
             sizes = (layer.embedding_dim,)
+        elif stated := getattr(layer, "parts", None):
+            sizes = tuple(stated.values())
         else:
-            sizes = tuple(getattr(layer, "parts", {}).values()) or (cut.sizes if cut else (out_width(layer),))
+            part = part_of_layer(name, layer, model.get_submodule(name.rpartition(".")[0]))
+            if part == "other":
+                raise RefusedError(
+                    f"{name!r} stores queries, keys and values in an unknown order",
+                    fix="store all queries, then all keys and all values; or leave the layer out of plan",
+                )
+            sizes = cut.sizes if cut and part != "query_key_value" else (out_width(layer),)
         splits.append(LayerSplit(name, layer, style, sizes, _unit(model, name, plan)))
     return splits
 
@@ -120,7 +129,8 @@ def _unit(model: nn.Module, name: str, plan: Mapping[str, Style]) -> int:
     module = model.get_submodule(owner)
     for attribute in HEAD_WIDTHS:
         if isinstance(width := getattr(module, attribute, None), int):
-            return 3 * width if part_of_attention(name) == "query_key_value" else width
+            part = part_of_layer(name, model.get_submodule(name), module)
+            return 3 * width if part == "query_key_value" else width
     raise RefusedError(f"the attention head width of {owner!r} is unknown", fix=f"set its attribute {HEAD_WIDTHS[0]}")
 
 

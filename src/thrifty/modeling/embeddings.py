@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from thrifty.core.errors import RefusedError
 from thrifty.core.run_notes import add_note
+from thrifty.modeling.layer_shapes import in_width, out_width
 from thrifty.modeling.module_surgery import change_first, find_stacks, is_under, weight_layers
-from thrifty.modeling.residual_branches import in_width, out_width
 
 _SCORES = re.compile(r"relative")
 _NO_TOKENS = re.compile(r"pos|wpe|type|segment")

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 
 from thrifty.core.module_notes import ModuleNote
 from thrifty.kernels.low_rank_product import add_low_rank, low_rank_product, on_diagonal
+from thrifty.modeling.layer_shapes import is_transposed
 from thrifty.modeling.module_surgery import wrap_forward
-from thrifty.modeling.residual_branches import is_transposed
 
 DEFAULT = "default"
 

@@ -18,6 +18,8 @@ from torch.utils.hooks import RemovableHandle
 from thrifty.core.errors import RefusedError
 from thrifty.core.module_notes import ModuleNote
 from thrifty.core.run_notes import add_note
+from thrifty.modeling.attention_parts import part_of_layer
+from thrifty.modeling.layer_shapes import in_width, out_width
 from thrifty.modeling.module_surgery import change_first, find_stacks, refuse_repeated, weight_layers
 from thrifty.modeling.parameter_kinds import is_matrix
 from thrifty.modeling.stream_norms import is_norm
@@ -25,9 +27,6 @@ from thrifty.modeling.stream_norms import is_norm
 Kind = Literal["attention", "cross-attention", "mlp"]
 Blocks = list[list["ResidualBranch"]]
 
-_PART = r"q|k|v|qkv|kv|quer(?:y|ies)|keys?|values?|query_key_value"
-_ATTENTION = re.compile(rf"(?:to_?|w_?|linear_)?({_PART})(?:_?(?:proj|lin|linear|layer|attn))?")
-_OTHER_ATTENTION = re.compile(r"(c_attn)|(in_proj)|(?:q|k|v|kv)_[ab]_proj\w*|pos_(?:q|k|query|key)_proj")
 _INNER = re.compile(r"up|gate|w1|w3|wi(_\d)?|fc1|lin1|linear1|c_fc|fc_in|dense_h_to_4h|(up|gate|gate_up)_proj")
 _LAST = re.compile(r"o|out|down|proj|wo|w2|fc2|lin2|linear2|fc_out|(o|out|c|down)_proj|(out|o)_lin|dense_4h_to_h")
 _CROSS = re.compile(r"cross|encoder_?att|enc_?dec|multihead_attn")
@@ -91,7 +90,8 @@ def is_decoder(blocks: Blocks) -> bool:
 
 def _branches(name: str, block: nn.Module, where: str) -> list[ResidualBranch]:
     layers = weight_layers(block)
-    ends = _ends(layers, where)
+    parts = {path: part_of_layer(path, each, _owner(block, path)) for path, each in layers.items()}
+    ends = _ends(layers, parts, where)
     inner: dict[str, dict[str, nn.Module]] = {end: {} for end in ends}
     for index, (path, layer) in enumerate(layers.items()):
         if isinstance(layer, nn.MultiheadAttention):
@@ -101,8 +101,12 @@ def _branches(name: str, block: nn.Module, where: str) -> list[ResidualBranch]:
     branches: list[ResidualBranch] = []
     for end in ends:
         full = {f"{name}.{path}": layer for path, layer in inner[end].items()}
-        owner = block.get_submodule(next(iter(inner[end]), end).rpartition(".")[0])
-        branches.append(ResidualBranch(layers[end], f"{name}.{end}", full, owner, _kind(end, inner[end], branches)))
+        owner = _owner(block, next(iter(inner[end]), end))
+        of_attention = any(parts[path] or "att" in path.lower() for path in (end, *inner[end]))
+        is_second = any(branch.kind == "attention" for branch in branches)
+        kind: Kind = "attention" if of_attention else "mlp"
+        kind = "cross-attention" if of_attention and is_second and _CROSS.search(end.lower()) else kind
+        branches.append(ResidualBranch(layers[end], f"{name}.{end}", full, owner, kind))
     _refuse_leftovers(name, block, branches)
     return branches
 
@@ -116,7 +120,7 @@ def _end_of(path: str, ends: Sequence[str], later: Sequence[str]) -> str | None:
     return next((end for end in nearest if end in later), nearest[-1] if near else None)
 
 
-def _ends(layers: Mapping[str, nn.Module], where: str) -> list[str]:
+def _ends(layers: Mapping[str, nn.Module], parts: Mapping[str, str], where: str) -> list[str]:
     """Return the names of the output layers of a block's branches, in order of definition. A layer with an unknown name
     is an output layer if it has the stream's width and is not directly after another output layer."""
     width = next((in_width(layer) for layer in layers.values()), 0)
@@ -127,7 +131,7 @@ def _ends(layers: Mapping[str, nn.Module], where: str) -> list[str]:
         if where:
             is_end = re.search(where, path) is not None
         else:
-            inside = bool(part_of_attention(path)) or _INNER.fullmatch(last) is not None
+            inside = bool(parts[path]) or _INNER.fullmatch(last) is not None
             is_end = out_width(layer) == width and not inside and (is_open or _LAST.fullmatch(last) is not None)
         is_end = is_end or isinstance(layer, nn.MultiheadAttention)
         is_open = not is_end
@@ -143,23 +147,8 @@ def _shared(path: str, other: str) -> int:
     )
 
 
-def _kind(end: str, inner: Mapping[str, nn.Module], before: list[ResidualBranch]) -> Kind:
-    if not any(part_of_attention(path) or "att" in path.lower() for path in (end, *inner)):
-        return "mlp"
-    is_second = any(branch.kind == "attention" for branch in before)
-    return "cross-attention" if is_second and _CROSS.search(end.lower()) else "attention"
-
-
-def part_of_attention(path: str) -> str:
-    """Return, from a layer's name, the part of attention that the layer computes, such as "q" or "qkv". Return "other"
-    for a factor of a low-rank projection or a projection of positions, and "" for a layer outside attention."""
-    last = path.rpartition(".")[2].lower()
-    if match := _ATTENTION.fullmatch(last):
-        return match[1]
-    match = _OTHER_ATTENTION.fullmatch(last)
-    if not match or (match[2] and "att" not in path.lower()):
-        return ""
-    return "qkv" if match[1] or match[2] else "other"
+def _owner(block: nn.Module, path: str) -> nn.Module:
+    return block.get_submodule(path.rpartition(".")[0])
 
 
 def _refuse_leftovers(name: str, block: nn.Module, branches: list[ResidualBranch]) -> None:
@@ -189,24 +178,6 @@ def _refuse_leftovers(name: str, block: nn.Module, branches: list[ResidualBranch
             raise RefusedError(f"{name}.{path} belongs to no residual branch", fix=_NAME_THE_ENDS)
     if not branches:
         raise RefusedError(f"{name} has no layer that writes into a residual stream", fix=_NAME_THE_ENDS)
-
-
-def is_transposed(layer: nn.Module) -> bool:
-    """Return True if a layer stores its weight as (in, out), as `Conv1D` of transformers does."""
-    # the class of a sharded layer is derived from its original class
-    return any(kind.__name__ == "Conv1D" for kind in type(layer).__mro__)
-
-
-def in_width(layer: nn.Module) -> int:
-    if isinstance(layer, nn.MultiheadAttention):
-        return layer.embed_dim
-    return layer.weight.shape[0 if is_transposed(layer) else 1]
-
-
-def out_width(layer: nn.Module) -> int:
-    if isinstance(layer, nn.MultiheadAttention):
-        return layer.embed_dim
-    return layer.weight.shape[1 if is_transposed(layer) else 0]
 
 
 def biases(layer: nn.Module) -> list[nn.Parameter]:

@@ -16,8 +16,9 @@ from thrifty.core.errors import RefusedError
 from thrifty.core.randomness import preserved_draws
 from thrifty.core.run_notes import add_note
 from thrifty.core.tensor_tracing import untraced
+from thrifty.modeling.layer_shapes import in_width
 from thrifty.modeling.module_surgery import change_first, find_stacks
-from thrifty.modeling.residual_branches import ResidualBranch, find_branches, in_width, is_decoder
+from thrifty.modeling.residual_branches import ResidualBranch, find_branches, is_decoder
 
 TOKENS = 4
 """Number of tokens in a trial of a block."""

@@ -7,6 +7,7 @@ coefficient zero adds nothing, so its removal does not change the model's output
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, Literal
@@ -17,17 +18,14 @@ from torch import Tensor, nn
 
 from thrifty.core.errors import RefusedError
 from thrifty.core.module_notes import ModuleNote
-from thrifty.modeling.residual_branches import (
-    ResidualBranch,
-    find_branches,
-    in_width,
-    is_transposed,
-    out_width,
-    part_of_attention,
-)
+from thrifty.modeling.attention_parts import part_of_layer
+from thrifty.modeling.attention_trial import attention_inputs, fill_with_random_numbers, observed_heads
+from thrifty.modeling.layer_shapes import in_width, is_transposed, out_width
+from thrifty.modeling.residual_branches import ResidualBranch, find_branches
 
 Kind = Literal["heads", "neurons"]
 KINDS: tuple[Kind, ...] = ("heads", "neurons")
+TRIED: ModuleNote[bool] = ModuleNote("tried_with_fewer_heads")
 PRUNED: ModuleNote[Kind] = ModuleNote("pruned")
 """Note on an output layer before which units were removed or added."""
 
@@ -90,6 +88,8 @@ def find_units(model: nn.Module, kinds: Collection[Kind] = KINDS) -> dict[str, P
         kind, find = ("neurons", _neurons) if branch.kind == "mlp" else ("heads", _heads)
         if kind in kinds:
             units[branch.name] = find(branch)
+            if kind == "heads":
+                _refuse_failing_trial(branch, units[branch.name])
     _refuse_shared_biases(model, units.values())
     return units
 
@@ -105,6 +105,8 @@ def find_columns(model: nn.Module, neurons: bool) -> dict[str, PrunableUnits]:
             continue
         name = f"{branch.name}.out_proj" if isinstance(branch.writer, nn.MultiheadAttention) else branch.name
         writer, width = _linear(name, branch.last), _width(branch) if is_heads else 1
+        if not width and (observed := observed_heads(branch.owner, _in_width(branch))):
+            width = observed.width
         columns = in_width(writer)
         if not width or columns % width:
             raise RefusedError(f"the number of heads before {name} is unknown", fix=_INSTEAD)
@@ -128,7 +130,8 @@ def _width(branch: ResidualBranch) -> int:
 def _heads(branch: ResidualBranch) -> PrunableUnits:
     owner, writer = branch.owner, _linear(branch.name, branch.writer)
     width = _width(branch)
-    parts = {rows.part: (rows, size) for name, layer in branch.inner.items() for rows, size in _parts(name, layer)}
+    found = (each for name, layer in branch.inner.items() for each in _parts(name, layer, owner))
+    parts = {rows.part: (rows, size) for rows, size in found}
     if width and len(parts) == 1:
         return _fused_heads(branch, writer, width, *next(iter(parts.items())))
     if not width or parts.keys() != {"q", "k", "v"}:
@@ -175,7 +178,7 @@ def _known_sizes(owner: nn.Module, heads: int, width: int, per_unit: int) -> dic
     return dict.fromkeys(_HEADS, per_unit) | whole
 
 
-def _parts(name: str, layer: nn.Module) -> Iterator[tuple[UnitRows, int]]:
+def _parts(name: str, layer: nn.Module, owner: nn.Module) -> Iterator[tuple[UnitRows, int]]:
     """Yield the rows of queries, keys and values in a layer, each with the number of rows."""
     layer = _linear(name, layer)
     if stated := getattr(layer, "parts", None):  # an attribute of Thrifty's models
@@ -184,7 +187,7 @@ def _parts(name: str, layer: nn.Module) -> Iterator[tuple[UnitRows, int]]:
             yield UnitRows(layer, start, 0, part), size
             start += size
         return
-    part = part_of_attention(name)
+    part = part_of_layer(name, layer, owner)
     if part in ("qkv", "query_key_value"):
         yield UnitRows(layer, 0, 0, part), out_width(layer)
     elif part != "kv" and part[:1] in ("q", "k", "v"):
@@ -232,6 +235,37 @@ def _refuse_fixed_heads(branch: ResidualBranch, heads: int, layers: Sequence[nn.
                 raise RefusedError(f"pruning refuses {where}, which has a part for each head", fix=_INSTEAD)
     if "alibi" in signature(owner.forward).parameters:
         raise RefusedError(f"pruning cannot change the position biases of {type(owner).__name__}", fix=_INSTEAD)
+
+
+def _refuse_failing_trial(branch: ResidualBranch, units: PrunableUnits) -> None:
+    """Raise RefusedError for attention that computes something else with fewer heads, since it also stores their number
+    under another name. A copy of the module is called alone, if it can be called so, once."""
+    if TRIED.get(branch.owner) or units.count < 2:
+        return
+    smaller = deepcopy(branch)
+    fill_with_random_numbers(smaller.owner)
+    before = attention_inputs(smaller.owner, _in_width(branch))
+    if before is not None:
+        prune_units(_heads(smaller), range(1, units.count))
+        after = attention_inputs(smaller.owner, _in_width(branch))
+        heads, removed = before[0].shape[1], units.group or 1
+        # keys are repeated for each query head, shared in the unit, or shared by all heads
+        starts = (removed if each.shape[1] == heads else int(units.group > 0) for each in before)
+        expected = [each[:, start:] for each, start in zip(before, starts, strict=True)]
+        if after is None or not all(map(_are_close, after, expected)):
+            raise RefusedError(
+                f"{type(branch.owner).__name__} computes other attention with fewer heads",
+                fix="store the number of heads once, in the attribute num_heads, and read it in forward",
+            )
+    TRIED.set(branch.owner, True)
+
+
+def _are_close(one: Tensor, other: Tensor) -> bool:
+    return one.shape == other.shape and torch.allclose(one, other, rtol=1e-4, atol=1e-4)
+
+
+def _in_width(branch: ResidualBranch) -> int:
+    return in_width(next(iter(branch.inner.values())))
 
 
 def _refuse_shared_biases(model: nn.Module, units: Iterable[PrunableUnits]) -> None:

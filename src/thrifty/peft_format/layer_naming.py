@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.errors import IntegrityError, RefusedError, UsageError
+from thrifty.modeling.layer_shapes import is_transposed
 from thrifty.modeling.lora_layers import parameter_names, weight_name
 from thrifty.modeling.lora_model import adapters
 from thrifty.modeling.module_surgery import tied_names
-from thrifty.modeling.residual_branches import is_transposed
 from thrifty.models.families import FAMILIES
 from thrifty.models.families.model_family import ParameterPacking
 from thrifty.models.model_config import ModelConfig

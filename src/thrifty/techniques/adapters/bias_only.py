@@ -24,8 +24,8 @@ from thrifty.core.claims import Claim
 from thrifty.core.errors import RefusedError
 from thrifty.core.run_notes import add_note
 from thrifty.modeling.adapter_base import AdapterTechnique, head_names, names_ending, train_only
+from thrifty.modeling.layer_shapes import is_transposed, out_width
 from thrifty.modeling.module_surgery import find_stacks, is_under, weight_layers
-from thrifty.modeling.residual_branches import is_transposed, out_width
 
 ADDED = "added_bias"
 

@@ -27,8 +27,9 @@ from thrifty.core.randomness import keyed_generator
 from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Positive, Rate
 from thrifty.modeling.adapter_base import AdapterTechnique, head_names, names_ending, norm_names, train_only
+from thrifty.modeling.layer_shapes import out_width
 from thrifty.modeling.module_surgery import change_first
-from thrifty.modeling.residual_branches import find_branches, out_width
+from thrifty.modeling.residual_branches import find_branches
 
 PARTS = ("adapter_down", "adapter_down_bias", "adapter_up", "adapter_up_bias")
 

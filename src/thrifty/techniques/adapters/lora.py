@@ -28,12 +28,13 @@ from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Positive, Probability
 from thrifty.core.state import TrainState
 from thrifty.modeling.adapter_base import AdapterTechnique, train_only
+from thrifty.modeling.attention_parts import part_of_attention, part_of_layer
 from thrifty.modeling.embeddings import output_layers
+from thrifty.modeling.layer_shapes import is_transposed
 from thrifty.modeling.lora_layers import DEFAULT, LoraFactors, weight_name, widths
 from thrifty.modeling.lora_model import attach, factor_names, is_merged, merge_and_remove
 from thrifty.modeling.module_surgery import select, tied_names, weight_layers
 from thrifty.modeling.parameter_kinds import FusedSlices, fused_slices
-from thrifty.modeling.residual_branches import is_transposed, part_of_attention
 
 _USED_BY_ATTENTION = (nn.MultiheadAttention, NonDynamicallyQuantizableLinear)
 """torch's attention, and the class of its output layer. The attention reads the output layer's weight without calling
@@ -179,7 +180,18 @@ def _narrow(layer: nn.Module) -> int:
 def _cuts(model: nn.Module) -> dict[str, FusedSlices]:
     named = {name: p for name, p in model.named_parameters(remove_duplicate=False) if name.endswith("weight")}
     cuts = zip(named, fused_slices([*named], [*named.values()]), strict=True)
-    return {re.sub(r"\.(in_proj_)?weight$", "", name): cut for name, cut in cuts if cut is not None}
+    fused = {re.sub(r"\.(in_proj_)?weight$", "", name): cut for name, cut in cuts if cut is not None}
+    return {name: cut for name, cut in fused.items() if len(cut.sizes) < 3 or _stores_parts(model, name)}
+
+
+def _stores_parts(model: nn.Module, name: str) -> bool:
+    """Return True if a fused layer stores all queries, then all keys and all values."""
+    layer, owner = model.get_submodule(name), model.get_submodule(name.rpartition(".")[0])
+    return (
+        hasattr(layer, "parts")
+        or isinstance(layer, nn.MultiheadAttention)
+        or part_of_layer(name, layer, owner) == "qkv"
+    )
 
 
 def _letters(name: str, cut: FusedSlices | None) -> str:

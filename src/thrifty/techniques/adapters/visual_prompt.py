@@ -26,9 +26,10 @@ from thrifty.core.randomness import keyed_generator
 from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Natural, Positive
 from thrifty.modeling.adapter_base import AdapterTechnique, head_names, names_ending, train_only
+from thrifty.modeling.layer_shapes import in_width
 from thrifty.modeling.module_surgery import change_first, find_stacks, wrap_forward
 from thrifty.modeling.patch_grid import find_grid
-from thrifty.modeling.residual_branches import find_branches, in_width
+from thrifty.modeling.residual_branches import find_branches
 
 NAME = "visual_prompt"
 

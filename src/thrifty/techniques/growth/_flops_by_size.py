@@ -9,9 +9,9 @@ from thrifty.core.batches import Batch
 from thrifty.core.errors import RefusedError
 from thrifty.modeling.embeddings import find_head
 from thrifty.modeling.image_sizes import images_of
+from thrifty.modeling.layer_shapes import in_width
 from thrifty.modeling.module_surgery import find_stacks, weight_layers
 from thrifty.modeling.parameter_kinds import is_matrix
-from thrifty.modeling.residual_branches import in_width
 
 
 def positions_of(model: nn.Module, batch: Batch) -> int:

@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 from thrifty.core.errors import RefusedError
 from thrifty.core.randomness import keyed_generator
-from thrifty.modeling.residual_branches import ResidualBranch, find_branches, in_width, is_transposed, out_width
+from thrifty.modeling.layer_shapes import in_width, is_transposed, out_width
+from thrifty.modeling.residual_branches import ResidualBranch, find_branches
 
 
 def copied_units(old: int, new: int) -> Tensor:

@@ -11,8 +11,10 @@ from torch import Tensor, nn
 from thrifty.core.errors import RefusedError
 from thrifty.core.randomness import keyed_generator
 from thrifty.core.run_notes import add_note
+from thrifty.modeling.attention_parts import part_of_layer
+from thrifty.modeling.layer_shapes import in_width, is_transposed
 from thrifty.modeling.module_surgery import find_stacks, is_under
-from thrifty.modeling.residual_branches import ResidualBranch, in_width, is_transposed, part_of_attention
+from thrifty.modeling.residual_branches import ResidualBranch
 
 Role = Literal["query", "key", "value", "hidden", "last"]
 _ATTENTION: tuple[Role, ...] = ("query", "key", "value")
@@ -81,7 +83,7 @@ def _mlp_matrices(branch: ResidualBranch, name: str, layer: nn.Module) -> Iterat
 
 def _attention_matrices(branch: ResidualBranch, name: str, layer: nn.Module) -> list[BranchMatrix]:
     rows = _rows(layer)
-    if part_of_attention(name) == "query_key_value":
+    if part_of_layer(name, layer, branch.owner) == "query_key_value":
         parts = _headwise_matrices(branch, name, rows)
     else:
         sizes = _sizes(branch, name, layer, len(rows))
@@ -94,7 +96,7 @@ def _attention_matrices(branch: ResidualBranch, name: str, layer: nn.Module) -> 
 
 def _sizes(branch: ResidualBranch, name: str, layer: nn.Module, rows: int) -> dict[Role, int]:
     """Return the number of rows of queries, keys and values in a layer, in order; {} if unknown."""
-    part, queries = part_of_attention(name), in_width(branch.last)
+    part, queries = part_of_layer(name, layer, branch.owner), in_width(branch.last)
     if stated := getattr(layer, "parts", None):  # as our own models do
         return {_ROLES[each[0]]: size for each, size in stated.items()}
     if part == "kv" or (part == "qkv" and len(branch.inner) > 1):

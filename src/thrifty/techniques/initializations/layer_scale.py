@@ -22,7 +22,8 @@ from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Rate
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.modeling.residual_branches import GAIN_HOOK, add_gain, depths, find_branches, is_transposed, out_width
+from thrifty.modeling.layer_shapes import is_transposed, out_width
+from thrifty.modeling.residual_branches import GAIN_HOOK, add_gain, depths, find_branches
 from thrifty.modeling.residual_checks import refuse_undone_gains
 
 

@@ -30,6 +30,7 @@ from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.machine.cpu_features import has_fast_bfloat16
 from thrifty.modeling.embeddings import output_layers
+from thrifty.modeling.layer_shapes import is_transposed
 from thrifty.modeling.parameter_kinds import (
     FusedSlices,
     fused_slices,
@@ -38,7 +39,6 @@ from thrifty.modeling.parameter_kinds import (
     mark_end,
     set_transposed,
 )
-from thrifty.modeling.residual_branches import is_transposed
 from thrifty.optim.parameter_partition import partition
 from thrifty.optim.transform_elements import (
     AddDecayedWeights,

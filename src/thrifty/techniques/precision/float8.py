@@ -36,8 +36,8 @@ from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.kernels.float8 import FORMATS, MULTIPLE, has_units
 from thrifty.kernels.float8_linear import CastRule, DelayedScaling, float8_linear, next_scales
+from thrifty.modeling.layer_shapes import is_transposed
 from thrifty.modeling.module_surgery import find_stacks, is_under, select, weight_layers, wrap_forward
-from thrifty.modeling.residual_branches import is_transposed
 
 CASTING: ModuleNote[CastRule] = ModuleNote("float8_casting")
 FORMER_FORWARD: ModuleNote[Callable[..., Any] | None] = ModuleNote("float8_former_forward")

@@ -95,7 +95,10 @@ class DynamicHeads(MaskTechnique):
         return {}
 
     def model(self, model: nn.Module) -> nn.Module:
-        for pieces in self._masked(model):
+        masked = self._masked(model)
+        if not masked:
+            add_note("every head stays, since density leaves all heads of a block")
+        for pieces in masked:
             kept = self.kept_count(pieces)
             self.counts[f"{pieces.name}.weight"] = pieces.count, kept, pieces.dim
             moves = self.moves_at(self.every) and round(self.fraction(self.every) * kept)
@@ -107,6 +110,8 @@ class DynamicHeads(MaskTechnique):
             found = find_units(model)
         except RefusedError:  # they can be set to zero, but not be removed
             found = find_columns(model, self.neurons < 1)
+            if not found:
+                raise
         return [pieces for pieces in found.values() if self.kept_count(pieces) < pieces.count]
 
     def kept_count(self, pieces: PrunableUnits) -> int:

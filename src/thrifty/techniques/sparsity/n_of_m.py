@@ -41,8 +41,8 @@ from thrifty.core.state import TrainState, full_value
 from thrifty.core.technique import Numerics, Technique
 from thrifty.kernels.n_of_m_linear import NOfMProducts, has_sparse_units, masked_linear
 from thrifty.kernels.n_of_m_masks import NOfMPattern, add_masked_decay
+from thrifty.modeling.layer_shapes import is_transposed
 from thrifty.modeling.module_surgery import find_stacks, is_under, select, weight_layers, wrap_forward
-from thrifty.modeling.residual_branches import is_transposed
 
 MASK = "n_of_m_mask"
 """Name of the mask buffer of a masked layer. The mask has the shape of the layer's weight."""

@@ -1,0 +1,120 @@
+"""A trial call of an attention module alone, with random inputs, whose attention call is caught.
+
+It shows the number and width of the heads. The gradients of the first head's query, key and value with respect to the
+output of a layer show which rows of the layer they come from. The values of the module's parameters do not matter.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
+from torch.func import functional_call
+from torch.utils._python_dispatch import _disable_current_modes
+
+from thrifty.core.randomness import preserved_draws
+from thrifty.modeling.attention_catcher import CatchAttention, CaughtCall
+from thrifty.modeling.layer_shapes import in_width
+
+TOKENS = 3
+
+
+class ObservedHeads(NamedTuple):
+    """Numbers of heads in an attention call. A module may repeat its key heads before the call."""
+
+    heads: int
+    key_heads: int
+    width: int
+
+
+class HeadRows(NamedTuple):
+    """Rows of a layer from which the first head's query, key and value come."""
+
+    q: list[int]
+    k: list[int]
+    v: list[int]
+    heads: int
+    width: int
+
+
+def observed_heads(owner: nn.Module, width: int) -> ObservedHeads | None:
+    """Return the numbers of heads, and their width, of an attention module with inputs of `width` channels. Return None
+    if it cannot be called alone, or if its attention is not recognized."""
+    if (seen := attention_inputs(owner, width)) is None:
+        return None
+    q, k, _ = seen
+    return ObservedHeads(q.shape[1], k.shape[1], q.shape[3])
+
+
+def first_head_rows(layer: nn.Module, owner: nn.Module) -> HeadRows | None:
+    """Return the rows of a layer of the module `owner` from which the first head comes. Return None if the module
+    cannot be called alone, or if its attention is not recognized."""
+    outputs: list[Tensor] = []
+
+    def replace(module: nn.Module, args: object, output: Tensor) -> Tensor:
+        outputs.append(torch.randn(output.shape).requires_grad_())
+        return outputs[-1]
+
+    handle = layer.register_forward_hook(replace)
+    try:
+        seen = attention_inputs(owner, in_width(layer))
+    finally:
+        handle.remove()
+    if seen is None or len(outputs) != 1:
+        return None
+    with _apart():
+        q, k, v = (_nonzero_rows(each, outputs[0]) for each in seen)
+    return HeadRows(q, k, v, seen[0].shape[1], seen[0].shape[3])
+
+
+def attention_inputs(owner: nn.Module, width: int) -> tuple[Tensor, Tensor, Tensor] | None:
+    """Return queries, keys and values (b, heads, tokens, head width) of the only attention call of a module."""
+    seen: list[tuple[Tensor, Tensor, Tensor]] = []
+
+    def core(q: Tensor, k: Tensor, v: Tensor, *rest: object, **options: object) -> Tensor:
+        seen.append((q, k, v))
+        return torch.zeros_like(q)
+
+    tensors = {name: _real(each) for name, each in (*owner.named_parameters(), *owner.named_buffers())}
+    with _apart():
+        try:
+            with CatchAttention(CaughtCall(core, causal=False)):
+                functional_call(owner, tensors, (torch.randn(1, TOKENS, width),))
+        except Exception:  # the module requires more inputs, or cannot be called without its values
+            return None
+    return seen[0] if len(seen) == 1 else None
+
+
+@contextmanager
+def _apart() -> Iterator[None]:
+    """Compute with real tensors, and leave the global random generators unchanged."""
+    with _disable_current_modes(), unset_fake_temporarily(), preserved_draws(), torch.enable_grad():
+        yield
+
+
+def _nonzero_rows(heads: Tensor, output: Tensor) -> list[int]:
+    """Return the channels of `output` that the first head of (b, heads, tokens, head width) depends on."""
+    first = heads[:, 0]
+    if not first.requires_grad:
+        return []
+    (gradient,) = torch.autograd.grad(first, output, torch.randn(first.shape), retain_graph=True, allow_unused=True)
+    return [] if gradient is None else gradient.flatten(0, -2).any(0).nonzero().flatten().tolist()
+
+
+def _real(tensor: Tensor) -> Tensor:
+    """Return a tensor on the CPU in float32; for one without values, ones that need no memory."""
+    dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
+    if tensor.is_meta or is_fake(tensor):
+        with _apart():
+            return torch.ones((), dtype=dtype).expand(tensor.shape)
+    return tensor.detach().to("cpu", dtype)
+
+
+def fill_with_random_numbers(module: nn.Module) -> None:
+    """Replace the parameters of a module by random numbers on the CPU, in float32."""
+    with _apart():
+        for each in module.modules():
+            for name, parameter in each.named_parameters(recurse=False):
+                setattr(each, name, nn.Parameter(torch.randn(parameter.shape), parameter.requires_grad))
