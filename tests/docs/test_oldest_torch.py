@@ -69,7 +69,6 @@ def is_there(name: str) -> bool:
     return True
 
 
-@pytest.mark.slow
 def test_used_names_of_torch_exist_in_the_oldest_version() -> None:
     new = used() - set(LIST.read_text().split())
     assert not new, f"to be tried with torch 2.11: {', '.join(sorted(new))}"
