@@ -106,7 +106,7 @@ def segment_mask(segments: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class Pairs:
-    """What changes the weights of pairs of queries and keys, apart from the scores."""
+    """Mask, position bias, causality and dropout of the pairs of queries and keys."""
 
     mask: Tensor | None
     bias: Tensor | None

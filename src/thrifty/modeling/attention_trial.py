@@ -64,7 +64,7 @@ def first_head_rows(layer: nn.Module, owner: nn.Module) -> HeadRows | None:
         handle.remove()
     if seen is None or len(outputs) != 1:
         return None
-    with _apart():
+    with with_real_tensors():
         q, k, v = (_nonzero_rows(each, outputs[0]) for each in seen)
     return HeadRows(q, k, v, seen[0].shape[1], seen[0].shape[3])
 
@@ -78,7 +78,7 @@ def attention_inputs(owner: nn.Module, width: int) -> tuple[Tensor, Tensor, Tens
         return torch.zeros_like(q)
 
     tensors = {name: _real(each) for name, each in (*owner.named_parameters(), *owner.named_buffers())}
-    with _apart():
+    with with_real_tensors():
         try:
             with CatchAttention(CaughtCall(core, causal=False)):
                 functional_call(owner, tensors, (torch.randn(1, TOKENS, width),))
@@ -88,7 +88,7 @@ def attention_inputs(owner: nn.Module, width: int) -> tuple[Tensor, Tensor, Tens
 
 
 @contextmanager
-def _apart() -> Iterator[None]:
+def with_real_tensors() -> Iterator[None]:
     """Compute with real tensors, and leave the global random generators unchanged."""
     with _disable_current_modes(), unset_fake_temporarily(), preserved_draws(), torch.enable_grad():
         yield
@@ -107,14 +107,13 @@ def _real(tensor: Tensor) -> Tensor:
     """Return a tensor on the CPU in float32; for one without values, ones that need no memory."""
     dtype = torch.float32 if tensor.is_floating_point() else tensor.dtype
     if tensor.is_meta or is_fake(tensor):
-        with _apart():
+        with with_real_tensors():
             return torch.ones((), dtype=dtype).expand(tensor.shape)
     return tensor.detach().to("cpu", dtype)
 
 
 def fill_with_random_numbers(module: nn.Module) -> None:
     """Replace the parameters of a module by random numbers on the CPU, in float32."""
-    with _apart():
-        for each in module.modules():
-            for name, parameter in each.named_parameters(recurse=False):
-                setattr(each, name, nn.Parameter(torch.randn(parameter.shape), parameter.requires_grad))
+    for each in module.modules():
+        for name, parameter in each.named_parameters(recurse=False):
+            setattr(each, name, nn.Parameter(torch.randn(parameter.shape), parameter.requires_grad))

@@ -40,6 +40,9 @@ from thrifty.modeling.attention_cores import ATTENTION_SITES, AttentionCore, Att
 from thrifty.modeling.module_surgery import find_stacks, is_under
 from thrifty.techniques.attention._replaced_attention import CHOSEN, ReplacedAttention, decided_phase
 
+FORWARD_PASSES: ModuleNote[int] = ModuleNote("forward_passes")
+"""Note on a first block, not an attribute of its relay: measurements that restore a model's modules restore it."""
+
 
 class CascadeRelay:
     """The state that one block passes to the next in a forward pass.
@@ -50,14 +53,20 @@ class CascadeRelay:
     def __init__(self) -> None:
         self.current: CascadeState | None = None
         self.is_training = False
-        self.passes = 0
-        """Number of forward passes with gradients since the last recomputation."""
+        self.first: nn.Module | None = None
 
-    def begin(self, *called: Any) -> None:
+    def begin(self, block: nn.Module, *called: Any) -> None:
         """Reset the state at the first block of a forward pass."""
         if not in_backward():
-            self.current, self.is_training = None, torch.is_grad_enabled()
-            self.passes += self.is_training
+            self.first, self.current, self.is_training = block, None, torch.is_grad_enabled()
+            FORWARD_PASSES.set(block, (FORWARD_PASSES.get(block) or 0) + self.is_training)
+
+    def count_passes(self) -> int:
+        """Return the number of forward passes with gradients since the last call."""
+        assert self.first is not None
+        passes = FORWARD_PASSES.get(self.first) or 0
+        FORWARD_PASSES.set(self.first, 0)
+        return passes
 
 
 class CascadeCore:
@@ -86,8 +95,7 @@ class CascadeCore:
         return output
 
     def refuse_several_passes(self) -> None:
-        passes, self.relay.passes = self.relay.passes, 0
-        if passes > 1:
+        if (passes := self.relay.count_passes()) > 1:
             raise RefusedError(
                 f"{Spatten.name}: {self.site.name} cannot be recomputed after {passes} forward passes, because it "
                 "stores the state of the last pass only",
