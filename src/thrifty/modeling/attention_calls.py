@@ -6,6 +6,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterator
+from functools import cache
 from types import CodeType, FunctionType, MethodType
 from typing import Any
 
@@ -22,11 +23,16 @@ OTHER_SEQUENCE = {"memory", "context", "encoder_hidden_states", "key_value_state
 def calls_attention(module: nn.Module) -> bool:
     """Return True if the module's own code, but not a child, calls attention: torch's function, or a softmax and a
     matmul."""
-    if isinstance(module, nn.MultiheadAttention):
+    return _calls_attention(type(module))
+
+
+@cache
+def _calls_attention(kind: type[nn.Module]) -> bool:
+    if issubclass(kind, nn.MultiheadAttention):
         return True
-    if type(module).__module__.startswith("torch."):
+    if kind.__module__.startswith("torch."):
         return False
-    used = {name for function in _reachable(module) for name in _names(function.__code__)}
+    used = {name for function in _reachable(kind) for name in _names(function.__code__)}
     has_product = not used.isdisjoint({"matmul", "bmm", "einsum", MATMUL})
     return SDPA in used or ("softmax" in used and has_product)
 
@@ -43,7 +49,7 @@ def attends_to_other(model: nn.Module, name: str) -> bool:
     parent, _, attribute = name.rpartition(".")
     calls = [
         node
-        for function in _reachable(model.get_submodule(parent))
+        for function in _reachable(type(model.get_submodule(parent)))
         for node in _calls(function)
         if getattr(node.func, "attr", None) == attribute
     ]
@@ -63,15 +69,14 @@ def is_causal(module: nn.Module) -> bool:
     of the module, and in no other way."""
     values = {
         _value(node, module, function.__code__.co_varnames[:1])
-        for function in _reachable(module)
+        for function in _reachable(type(module))
         for node in _causal_arguments(function)
     }
     return values == {True}
 
 
-def _reachable(module: nn.Module) -> Iterator[FunctionType]:
-    """Yield the forward function of a module, and the methods and functions of its file that this function calls."""
-    kind = type(module)
+def _reachable(kind: type[nn.Module]) -> Iterator[FunctionType]:
+    """Yield the forward function of a class, and the methods and functions of its file that this function calls."""
     todo: list[Any] = [kind.forward]
     seen: set[int] = set()
     while todo:

@@ -89,12 +89,14 @@ def find_units(model: nn.Module, kinds: Collection[Kind] = KINDS) -> dict[str, P
     """Return the units of `kinds` in every branch, by the name of the branch's output layer. Raise RefusedError for
     branches of an unsupported structure."""
     units: dict[str, PrunableUnits] = {}
+    tried: set[type] = set()
     for branch in _all_branches(model):
         kind, find = ("neurons", _neurons) if branch.kind == "mlp" else ("heads", _heads)
         if kind in kinds:
             units[branch.name] = find(branch)
-            if kind == "heads":
+            if kind == "heads" and type(branch.owner) not in tried:
                 _refuse_failing_trial(branch, units[branch.name])
+                tried.add(type(branch.owner))
     _refuse_shared_biases(model, units.values())
     return units
 
@@ -280,7 +282,7 @@ def _in_width(branch: ResidualBranch) -> int:
 
 def _refuse_shared_biases(model: nn.Module, units: Iterable[PrunableUnits]) -> None:
     """Raise RefusedError for position biases of heads that the model computes once for several blocks."""
-    heads = {each.count * each.group for each in units if each.group}
+    heads = {each.count * (each.group or 1) for each in units if each.kind == "heads"}
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding) and module.embedding_dim in heads:
             raise RefusedError(f"pruning refuses {name}.weight, which has a part for each head", fix=_INSTEAD)
