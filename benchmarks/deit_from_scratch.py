@@ -24,8 +24,10 @@ TECHNIQUES = {
 
 
 def build() -> torch.nn.Module:
-    shape = {"hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 512}
-    return DeiTForImageClassification(DeiTConfig(**shape, image_size=32, patch_size=4, num_labels=10))
+    sizes = {"hidden_size": 128, "num_hidden_layers": 6, "num_attention_heads": 4, "intermediate_size": 512}
+    config = DeiTConfig(**sizes, image_size=32, patch_size=4)
+    config.num_labels = 10
+    return DeiTForImageClassification(config)
 
 
 def main() -> None:

@@ -9,6 +9,7 @@ from tiny_runs import advance, losses, plain_run, restored, run_through, snapsho
 from torch import Tensor, nn
 
 from thrifty.composition.compose import Run, compose
+from thrifty.core.batches import Batch, BatchSource
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Technique
@@ -243,3 +244,27 @@ def test_an_encoder_decoder_grows_wider_on_both_sides() -> None:
     assert {path for path in inner_parameters(model)} == {"mlp.up.weight", "mlp.down.weight"}
     narrow_networks(model, 2)
     assert KINDS["our t5"].loss(model).isfinite()
+
+
+class RepeatedBatch(BatchSource):
+    def __init__(self, whole: Batch):
+        self.whole, self.batch = whole, len(whole.weight)
+
+    def rows(self, step: int, start: int, stop: int) -> Batch:
+        return self.whole.rows(start, stop)
+
+
+def test_texts_of_the_user_with_masks_and_labels_grow_in_length() -> None:
+    fields = {name: torch.ones(4, 12, dtype=torch.int64) for name in ("input_ids", "attention_mask", "labels")}
+    whole = Batch({**fields, "score": torch.zeros(4)}, torch.ones(4))
+    source = CompoundGrowth(at=(1, 2), length=4).batches(RepeatedBatch(whole))
+    assert [source.at(step)["labels"].shape for step in range(3)] == [(4, 3), (4, 6), (4, 12)]
+    assert source.at(0)["score"].shape == (4,)
+
+
+def test_images_are_refused_with_the_setting_that_keeps_them() -> None:
+    images = Batch({"pixel_values": torch.zeros(4, 3, 8, 8), "labels": torch.zeros(4)}, torch.ones(4))
+    source = CompoundGrowth(at=(1, 2), length=4).batches(RepeatedBatch(images))
+    with pytest.raises(RefusedError, match="pixel_values") as refused:
+        source.at(0)
+    assert "length" in refused.value.fix.partition(";")[0]

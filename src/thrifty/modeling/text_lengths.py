@@ -2,7 +2,7 @@
 
 from torch import Tensor
 
-from thrifty.core.batches import Batch
+from thrifty.core.batches import Batch, BatchSource
 from thrifty.core.errors import RefusedError
 
 
@@ -11,30 +11,39 @@ def has_only_text(batch: Batch) -> bool:
     return batch.fields.keys() - {"key"} == {"tokens"}
 
 
-def refuse_more_than_tokens(batch: Batch, who: str, otherwise: str = "") -> None:
-    """Raise RefusedError if a batch is not plain text. `who` is the technique that the message names, `otherwise` an
-    alternative fix."""
+def refuse_more_than_tokens(batch: Batch, who: str, first_fix: str = "") -> None:
+    """Raise RefusedError if a batch is not plain text. `who` is the technique that the message names, `first_fix` a
+    better fix."""
     if not has_only_text(batch):
         others = " and ".join(sorted(batch.fields.keys() - {"tokens", "key"}))
         raise RefusedError(
             f"{who} requires batches of tokens alone; these have {others or 'no tokens'}",
-            fix="train on plain text" + (f"; or {otherwise}" if otherwise else ""),
+            fix=(f"{first_fix}; or " if first_fix else "") + "train on plain text",
         )
 
 
-def text_length(batch: Batch, who: str) -> int:
+def full_text_length(source: BatchSource, step: int, batch: Batch, who: str, first_fix: str = "") -> int:
+    """Return the length of the texts in the whole batch of a step, of which `batch` may be a micro-batch, padded only
+    to its own longest text. Raise RefusedError as `text_length` does."""
+    if len(batch.weight) < source.size(step) and not has_only_text(batch):
+        batch = source.at(step)
+    return text_length(batch, who, first_fix)
+
+
+def text_length(batch: Batch, who: str, first_fix: str = "") -> int:
     """Return the length of the texts in a batch. For plain text, this is the number of tokens with a next token. For a
     user's own data, this is the length t of integer fields (b, t): token ids, masks and labels. Raise RefusedError for
-    other batches; `who` is the technique that the message names."""
+    other batches; `who` is the technique that the message names, `first_fix` a better fix."""
     if has_only_text(batch) or "key" in batch.fields:
-        refuse_more_than_tokens(batch, who)
+        refuse_more_than_tokens(batch, who, first_fix)
         return batch["tokens"].shape[1] - 1
     lengths = {tensor.shape[1] for tensor in batch.fields.values() if is_text(tensor)}
     if len(lengths) != 1 or any(tensor.ndim > 1 and not is_text(tensor) for tensor in batch.fields.values()):
         shapes = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in batch.fields.items())
         raise RefusedError(
             f"{who} can truncate integers (b, t) of one length, but a batch has {shapes}",
-            fix="return examples of token ids, masks and labels (t,), and one label for each text",
+            fix=(f"{first_fix}; or " if first_fix else "")
+            + "return examples of token ids, masks and labels (t,), and one label for each text",
         )
     mask = batch.fields.get("attention_mask")
     if mask is not None and bool((mask[:, 0] < mask[:, -1]).any()):

@@ -17,7 +17,7 @@ from thrifty.core.run_relative_settings import MovingMoment
 from thrifty.core.setting_bounds import Positive
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.modeling.text_lengths import has_only_text, text_length, truncate_texts
+from thrifty.modeling.text_lengths import full_text_length, truncate_texts
 from thrifty.techniques.curriculum._size_schedule import phased_size
 
 
@@ -40,10 +40,9 @@ class SequenceLengthWarmup(Technique):
 
     def batches(self, source: BatchSource) -> BatchSource:
         def shorten(step: int, batch: Batch) -> Batch:
-            full = text_length(batch, self.name)
-            is_micro_batch = len(batch.weight) < source.size(step) and not has_only_text(batch)
-            if is_micro_batch and step < int(self.until):  # a micro-batch is padded only to its own longest text
-                full = text_length(source.at(step), self.name)
+            if step >= int(self.until):
+                return batch
+            full = full_text_length(source, step, batch, self.name)
             length = phased_size(step, min(self.start, full), full, int(self.until), self.multiple, self.phases)
             return truncate_texts(batch, length)
 

@@ -85,5 +85,5 @@ class PooledObjective(WrappedObjective):
     def _pooled_targets(self, batch: Batch) -> Batch:
         if self.group == 1:
             return batch
-        refuse_more_than_tokens(batch, "pooling", "keep the full length: length=1")
+        refuse_more_than_tokens(batch, "pooling", "--set techniques.growth.compound.length=1")
         return Batch({**batch.fields, "tokens": pool_targets(batch["tokens"], self.group)}, batch.weight, batch.last)

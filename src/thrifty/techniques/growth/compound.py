@@ -28,7 +28,7 @@ from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
 from thrifty.core.structural_change import Moments, StructuralChange
 from thrifty.core.technique import Numerics, Technique
-from thrifty.modeling.text_lengths import refuse_more_than_tokens, truncate_texts
+from thrifty.modeling.text_lengths import full_text_length, truncate_texts
 from thrifty.techniques.growth._depth_growth import DepthMapping, cut_stacks
 from thrifty.techniques.growth._token_pooling import PooledObjective, add_pooling
 from thrifty.techniques.growth._width_growth import (
@@ -91,8 +91,8 @@ class CompoundGrowth(Technique):
             divisor = divisor_at(step, self.length, self.at)
             if divisor == 1:
                 return batch
-            refuse_more_than_tokens(batch, self.name, "keep the full length: length=1")
-            return truncate_texts(batch, max((batch["tokens"].shape[1] - 1) // divisor, 1))
+            full = full_text_length(source, step, batch, self.name, f"--set techniques.{self.name}.length=1")
+            return truncate_texts(batch, max(full // divisor, 1))
 
         return MappedSource(source, shorten)
 
