@@ -4,9 +4,10 @@ It shows the number and width of the heads. The gradients of the first head's qu
 output of a layer show which rows of the layer they come from. The values of the module's parameters do not matter.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import NamedTuple
+from copy import deepcopy
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ from thrifty.core.randomness import preserved_draws
 from thrifty.modeling.attention_catcher import CatchAttention, CaughtCall
 from thrifty.modeling.layer_shapes import in_width
 
+T = TypeVar("T")
 TOKENS = 3
 
 
@@ -112,8 +114,14 @@ def _real(tensor: Tensor) -> Tensor:
     return tensor.detach().to("cpu", dtype)
 
 
-def fill_with_random_numbers(module: nn.Module) -> None:
-    """Replace the parameters of a module by random numbers on the CPU, in float32."""
-    for each in module.modules():
-        for name, parameter in each.named_parameters(recurse=False):
-            setattr(each, name, nn.Parameter(torch.randn(parameter.shape), parameter.requires_grad))
+def random_copy(copied: T, modules: Iterable[nn.Module]) -> T:
+    """Return a deep copy of an object, in which the parameters of `modules` are random numbers on the CPU, in float32.
+    Tensors of the modules are not copied, since they may have no values."""
+    memo: dict[int, Any] = {}
+    for module in modules:
+        for name, tensor in (*module._parameters.items(), *module._buffers.items(), *vars(module).items()):
+            if name in module._parameters and isinstance(tensor, Tensor):
+                memo[id(tensor)] = nn.Parameter(torch.randn(tensor.shape), tensor.requires_grad)
+            elif isinstance(tensor, Tensor):
+                memo[id(tensor)] = _real(tensor)
+    return deepcopy(copied, memo)

@@ -7,7 +7,6 @@ coefficient zero adds nothing, so its removal does not change the model's output
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from copy import deepcopy
 from dataclasses import dataclass
 from inspect import signature
 from typing import Any, Literal
@@ -21,8 +20,8 @@ from thrifty.core.module_notes import ModuleNote
 from thrifty.modeling.attention_parts import part_of_layer
 from thrifty.modeling.attention_trial import (
     attention_inputs,
-    fill_with_random_numbers,
     observed_heads,
+    random_copy,
     with_real_tensors,
 )
 from thrifty.modeling.layer_shapes import in_width, is_transposed, out_width
@@ -250,8 +249,7 @@ def _refuse_failing_trial(branch: ResidualBranch, units: PrunableUnits) -> None:
     if TRIED.get(branch.owner) or units.count < 2:
         return
     with with_real_tensors():
-        smaller = deepcopy(branch)
-        fill_with_random_numbers(smaller.owner)
+        smaller = random_copy(branch, (*branch.owner.modules(), branch.writer))
         before = attention_inputs(smaller.owner, _in_width(branch))
         if before is not None:
             prune_units(_heads(smaller), range(1, units.count))
