@@ -5,8 +5,6 @@ Promise     The loss is the mean squared error of the removed patches only. Remo
             and fixed in evaluation.
 Use         run = thrifty.train(recipe="mae-digits", budget="2000 steps")
             thrifty.export(run, "encoder")
-            run = thrifty.train(build_vit, "cifar10", loss="masked_reconstruction", budget="2000 steps")
-            vit = run.load_model().encoder
 Start with  `--set objective.name=masked_reconstruction --set objective.rate=0.75`. `objective.normalize=true`
             standardizes each target patch.
 Cost        The encoder computes removed patches as blank patches. `data_selection.drop_masked_patches` leaves removed
@@ -14,7 +12,8 @@ Cost        The encoder computes removed patches as blank patches. `data_selecti
 Avoid       Comparing the loss with a loss in nats. With `normalize`, predicting the mean of each patch has a loss of
             about 1.
 Does not    Use labels; a classifier can start from the exported encoder. Train a decoder of the user's own: around an
-            own Vision Transformer, it has two blocks of half the width.
+            own Vision Transformer (`thrifty.train(build_vit, images, loss="masked_reconstruction")`), it has two blocks
+            of half the width.
 """
 
 from dataclasses import dataclass, replace
