@@ -1,5 +1,7 @@
 """Parts of attention that layers compute, in hand-written modules whose names do not say it, or say it wrongly."""
 
+import copy
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -153,6 +155,37 @@ def test_a_module_that_stores_its_heads_twice_is_refused() -> None:
         block.mix.order = "heads"
     with pytest.raises(RefusedError, match="Fused computes other attention with fewer heads"):
         find_units(model)
+
+
+class Inline(nn.Module):
+    """A block that computes attention in its own code."""
+
+    def __init__(self, fixed: bool):
+        super().__init__()
+        self.fixed, self.heads = fixed, HEADS
+        self.before, self.between = nn.LayerNorm(WIDTH), nn.LayerNorm(WIDTH)
+        self.c_attn, self.c_proj = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.fc, self.proj = nn.Linear(WIDTH, 48), nn.Linear(48, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        heads, width = (self.heads, WIDTH // self.heads) if self.fixed else (-1, HEAD)
+        q, k, v = self.c_attn(self.before(x)).unflatten(-1, (3, heads, width)).permute(2, 0, 3, 1, 4)
+        x = x + self.c_proj(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2))
+        return x + self.proj(F.gelu(self.fc(self.between(x))))
+
+
+def test_heads_of_a_block_with_attention_in_its_code_are_removed() -> None:
+    torch.manual_seed(0)
+    masked = nn.Sequential(*(Inline(fixed=False) for _ in range(2)))
+    smaller, x = copy.deepcopy(masked), torch.randn(2, 5, WIDTH)
+    with torch.no_grad():
+        for units in find_units(masked, {"heads"}).values():
+            units.writer.weight[:, : units.width] = 0
+    for units in find_units(smaller, {"heads"}).values():
+        prune_units(units, range(1, units.count))
+    torch.testing.assert_close(smaller(x), masked(x))
+    with pytest.raises(RefusedError, match="Inline computes other attention with fewer heads"):
+        find_units(nn.Sequential(*(Inline(fixed=True) for _ in range(2))))
 
 
 def test_slices_of_an_unnamed_order_are_refused() -> None:

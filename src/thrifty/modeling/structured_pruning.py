@@ -25,6 +25,7 @@ from thrifty.modeling.attention_trial import (
     with_real_tensors,
 )
 from thrifty.modeling.layer_shapes import in_width, is_transposed, out_width
+from thrifty.modeling.module_surgery import weight_layers
 from thrifty.modeling.residual_branches import ResidualBranch, find_branches
 
 Kind = Literal["heads", "neurons"]
@@ -230,12 +231,12 @@ def _refuse_unknown_sizes(branch: ResidualBranch, known: Mapping[str, int]) -> N
 def _refuse_fixed_heads(branch: ResidualBranch, heads: int, layers: Sequence[nn.Module]) -> None:
     """Raise RefusedError for attention whose number of heads is also stored outside the `layers` of queries, keys and
     values: in position biases, in projections of positions, or in biases that the model passes (ALiBi)."""
-    owner, writer = branch.owner, branch.writer
+    owner, writer, is_tried_block = branch.owner, branch.writer, _is_tried_block(branch)
     placed = {id(layer) for layer in (*layers, writer)}
     for name, module in owner.named_modules():
         for last, parameter in module.named_parameters(recurse=False):
             per_head = parameter.ndim > 1 and heads in parameter.shape and not isinstance(module, nn.Linear)
-            projects = isinstance(module, nn.Linear) and module.out_features == in_width(writer)
+            projects = isinstance(module, nn.Linear) and module.out_features == in_width(writer) and not is_tried_block
             if id(module) not in placed and (per_head or projects):
                 where = f"{name}.{last}" if name else last
                 raise RefusedError(f"pruning refuses {where}, which has a part for each head", fix=_INSTEAD)
@@ -257,7 +258,7 @@ def _refuse_failing_trial(branch: ResidualBranch, units: PrunableUnits) -> None:
             if after is None or not all(map(_are_close, after, _without_first(before, units.group))):
                 raise RefusedError(
                     f"{type(branch.owner).__name__} computes other attention with fewer heads",
-                    fix="store the number of heads once, in the attribute num_heads, and read it in forward",
+                    fix="reshape by the width of a head, such as .view(b, t, -1, head_dim), and store no other number",
                 )
     TRIED.set(branch.owner, True)
 
@@ -278,6 +279,14 @@ def _in_width(branch: ResidualBranch) -> int:
     return in_width(next(iter(branch.inner.values())))
 
 
+def _is_tried_block(branch: ResidualBranch) -> bool:
+    """Return True for a block that computes attention in its own code, if it can be called alone. It has norms of the
+    stream and layers of other branches, which cannot be told from those of attention, so the trial decides."""
+    layers = {id(layer) for layer in (*branch.inner.values(), branch.writer)}
+    is_block = any(id(layer) not in layers for layer in weight_layers(branch.owner).values())
+    return is_block and branch.kind != "mlp" and attention_inputs(branch.owner, _in_width(branch)) is not None
+
+
 def _refuse_shared_biases(model: nn.Module, units: Iterable[PrunableUnits]) -> None:
     """Raise RefusedError for position biases of heads that the model computes once for several blocks."""
     heads = {each.count * (each.group or 1) for each in units if each.kind == "heads"}
@@ -289,6 +298,8 @@ def _refuse_shared_biases(model: nn.Module, units: Iterable[PrunableUnits]) -> N
 def _refuse_parameters_per_unit(branch: ResidualBranch, sizes: set[int]) -> None:
     """Raise RefusedError for parameters with one element per unit, such as norms over all heads and attention sinks.
     Pruning does not support them."""
+    if _is_tried_block(branch):
+        return
     layers = {id(layer) for layer in (*branch.inner.values(), branch.writer)}
     for name, module in branch.owner.named_modules():
         own = () if id(module) in layers else module.named_parameters(recurse=False)
