@@ -111,6 +111,14 @@ def test_the_random_numbers_of_a_run_stay_the_same() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_the_buffers_of_a_module_stay_the_same() -> None:
+    module = Fused()
+    module.register_buffer("calls", torch.zeros(()))
+    module.register_forward_pre_hook(lambda module, args: module.calls.add_(1) and None)
+    observed_heads(module, WIDTH)
+    assert float(module.calls) == 0
+
+
 @pytest.mark.parametrize("attention", [Fused, Separate])
 def test_branches_of_unnamed_attention_are_found(attention: type[nn.Module]) -> None:
     options = {"name": "wide"} if attention is Fused else {}

@@ -79,7 +79,8 @@ def attention_inputs(owner: nn.Module, width: int) -> tuple[Tensor, Tensor, Tens
         seen.append((q, k, v))
         return torch.zeros_like(q)
 
-    tensors = {name: _real(each) for name, each in (*owner.named_parameters(), *owner.named_buffers())}
+    tensors = {name: _real(each) for name, each in owner.named_parameters()}
+    tensors |= {name: _real(each).clone() for name, each in owner.named_buffers()}  # which the call may change
     with with_real_tensors():
         try:
             with CatchAttention(CaughtCall(core, causal=False)):
