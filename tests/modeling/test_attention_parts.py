@@ -111,12 +111,16 @@ def test_the_random_numbers_of_a_run_stay_the_same() -> None:
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_the_buffers_of_a_module_stay_the_same() -> None:
+def test_a_trial_call_leaves_the_module_unchanged() -> None:
+    def count(module: nn.Module, args: object) -> None:
+        module.calls.add_(1)
+        module.last = args
+
     module = Fused()
     module.register_buffer("calls", torch.zeros(()))
-    module.register_forward_pre_hook(lambda module, args: module.calls.add_(1) and None)
-    observed_heads(module, WIDTH)
-    assert float(module.calls) == 0
+    module.register_forward_pre_hook(count)
+    assert observed_heads(module, WIDTH) is not None
+    assert float(module.calls) == 0 and not hasattr(module, "last")
 
 
 @pytest.mark.parametrize("attention", [Fused, Separate])

@@ -17,10 +17,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import _disable_current_modes
 
 from thrifty.core.errors import RefusedError, ThriftyError, reason_of
+from thrifty.core.module_state import restore_module_state
 from thrifty.core.randomness import preserved_draws
 from thrifty.core.ranks import mean_over_ranks
 from thrifty.core.tensor_tracing import gc_disabled, storage_bytes, tensors_in
-from thrifty.memory.block_costs import block_cost, in_seconds, restore_module_state
+from thrifty.memory.block_costs import block_cost, in_seconds
 from thrifty.memory.block_recompute import BlockChain
 from thrifty.memory.recompute_schedule import ChainCost, ChainStageCost
 

@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 
 from thrifty.core.errors import ThriftyError
+from thrifty.core.module_state import restore_module_state
 from thrifty.core.tensor_tracing import StepTrace, fillable, gc_disabled, storage_bytes, tensors_in
 from thrifty.memory.call_signature import CallSignature
 from thrifty.memory.recompute_schedule import ChainStageCost
@@ -48,27 +49,6 @@ def counted_stage(module: nn.Module, forward: Callable[..., Any], args: tuple, k
             raise
         except Exception:  # a block can raise any exception on fake tensors
             return None
-
-
-@contextmanager
-def restore_module_state(model: nn.Module) -> Iterator[None]:
-    """Undo changes that a forward pass makes to modules, such as buffers and attributes."""
-    before = [(module, dict(module.__dict__), dict(module._buffers)) for module in model.modules()]
-    values = [(buffer, buffer.clone()) for buffer in model.buffers()]
-    try:
-        yield
-    finally:
-        for module, attributes, buffers in before:
-            _replace_entries(module.__dict__, attributes)
-            _replace_entries(module._buffers, buffers)
-        with torch.no_grad():
-            for buffer, value in values:
-                buffer.copy_(value)
-
-
-def _replace_entries(old: dict, new: dict) -> None:
-    old.clear()
-    old.update(new)
 
 
 def block_cost(

@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from thrifty.core.errors import ThriftyError
+from thrifty.core.module_state import restore_module_state
 from thrifty.core.tensor_tracing import StepTrace, gc_disabled, storage_bytes, tensors_in
-from thrifty.memory.block_costs import empty_copy, fake_parameters, restore_module_state
+from thrifty.memory.block_costs import empty_copy, fake_parameters
 from thrifty.memory.op_trace import INPUT, OpTrace, same_casts
 from thrifty.memory.saved_tensor_hooks import SMALLEST, use_activation_store
 

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import is_fake, unset_fake_temporarily
 from torch.func import functional_call
 from torch.utils._python_dispatch import _disable_current_modes
 
+from thrifty.core.module_state import restore_module_state
 from thrifty.core.randomness import preserved_draws
 from thrifty.modeling.attention_catcher import CatchAttention, CaughtCall
 from thrifty.modeling.layer_shapes import in_width
@@ -79,9 +80,8 @@ def attention_inputs(owner: nn.Module, width: int) -> tuple[Tensor, Tensor, Tens
         seen.append((q, k, v))
         return torch.zeros_like(q)
 
-    tensors = {name: _real(each) for name, each in owner.named_parameters()}
-    tensors |= {name: _real(each).clone() for name, each in owner.named_buffers()}  # which the call may change
-    with with_real_tensors():
+    tensors = {name: _real(each) for name, each in (*owner.named_parameters(), *owner.named_buffers())}
+    with with_real_tensors(), restore_module_state(owner):
         try:
             with CatchAttention(CaughtCall(core, causal=False)):
                 functional_call(owner, tensors, (torch.randn(1, TOKENS, width),))

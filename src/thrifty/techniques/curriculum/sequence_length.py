@@ -17,7 +17,7 @@ from thrifty.core.run_relative_settings import MovingMoment
 from thrifty.core.setting_bounds import Positive
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.modeling.text_lengths import full_text_length, truncate_texts
+from thrifty.modeling.text_lengths import full_text_length, text_length, truncate_texts
 from thrifty.techniques.curriculum._size_schedule import phased_size
 
 
@@ -41,6 +41,7 @@ class SequenceLengthWarmup(Technique):
     def batches(self, source: BatchSource) -> BatchSource:
         def shorten(step: int, batch: Batch) -> Batch:
             if step >= int(self.until):
+                text_length(batch, self.name)  # which refuses other data in every step
                 return batch
             full = full_text_length(source, step, batch, self.name)
             length = phased_size(step, min(self.start, full), full, int(self.until), self.multiple, self.phases)
