@@ -5,8 +5,8 @@
     python benchmarks/foreign_models.py --model Swin     # the cells of one model
 
 The models are hand-written or of transformers. They are passed to thrifty.train as functions, with their data and
-loss. Techniques that leave out masked tokens or patches require a loss of Thrifty, so their data are a text file or a
-folder of images. A cell with any other error contains it.
+loss; CLIP with a loss of all embeddings of a batch. Techniques that leave out masked tokens or patches require a loss
+of Thrifty, so their data are a text file or a folder of images. A cell with any other error contains it.
 """
 
 import argparse
@@ -109,6 +109,27 @@ def of_transformers(name: str, family: str, kind: str) -> Case:
     )
 
 
+class Captioned(Rows):
+    """Images with captions of their class."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.fields["labels"]
+        self.fields["input_ids"] = torch.full((len(self), LENGTH), 3) + self.classes[:, None]
+        self.fields["input_ids"][:, -1] = 2  # end of text, where CLIP reads a caption
+
+
+def pair_embeddings(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    output = model(**batch)
+    return torch.stack((model.logit_scale.exp() * output.image_embeds, output.text_embeds), 1)  # type: ignore[operator]
+
+
+PAIR_LOSS = thrifty.EmbeddingLoss(pair_embeddings)
+TOWERS = {
+    "vision_config": sizes_of(random.Random(1), "ViT", "vision", VOCABULARY),
+    "text_config": sizes_of(random.Random(1), "Bert", "masked", VOCABULARY),
+    "projection_dim": 16,
+}
 MODELS: dict[str, Case] = {
     "decoder": (partial(OddDecoder, vocabulary=VOCABULARY), Rows(VOCABULARY), ODDITIES["ALiBi"][2]),
     "encoder": (partial(Encoder, VOCABULARY), Rows(VOCABULARY), masked),
@@ -137,6 +158,7 @@ MODELS: dict[str, Case] = {
         Rows(),
         classified,
     ),
+    "CLIP": (partial(built, transformers.CLIPModel, TOWERS), Captioned(), PAIR_LOSS),
 }
 
 
@@ -157,7 +179,7 @@ def data_of(name: str, case: Case, folder: Path) -> dict[str, Any]:
             Image.fromarray(pixels).save(images / f"{index}.png")
         settings = {"data.size": SIDE, "evaluation.examples": 8}
         return {"data": str(images), "loss": "masked_reconstruction", "settings": settings}
-    if name == "data_selection.gradient_norm_sampling" and loss is not own_loss:
+    if name == "data_selection.gradient_norm_sampling" and loss not in (own_loss, PAIR_LOSS):
         loss = partial(loss, reduction="none")  # a score needs the loss of each example
     return {"data": data, "held_out": data, "loss": loss}
 

@@ -54,6 +54,7 @@ from .interface.training import RunTerminated as RunTerminated
 from .interface.training import resume as resume
 from .interface.training import steps as steps
 from .interface.training import train as train
+from .objectives.embedding_loss import EmbeddingLoss as EmbeddingLoss
 from .objectives.user_metrics import DatasetMetric as DatasetMetric
 from .objectives.user_metrics import ModelMetric as ModelMetric
 from .techniques.adapters.bias_only import BiasOnly as BiasOnly

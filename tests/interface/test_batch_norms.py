@@ -55,9 +55,10 @@ def work(model: Any, *techniques: Any) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("model", "numerics"), [(over_the_batch, "different"), (of_each_example, "rounding"), (frozen, "rounding")]
 )
-def test_explain_says_what_micro_batches_change_of_this_model(model: Any, numerics: str) -> None:
-    rows = thrifty.explain(**work(model, PARTS)).as_dict()["techniques"]
-    assert {row["name"]: row["numerics"] for row in rows}[PARTS] == numerics
+@pytest.mark.parametrize("technique", [PARTS, "measure.noise_scale"])
+def test_explain_says_what_parts_change_of_this_model(model: Any, numerics: str, technique: str) -> None:
+    rows = thrifty.explain(**work(model, technique)).as_dict()["techniques"]
+    assert {row["name"]: row["numerics"] for row in rows}[technique] == numerics
 
 
 def test_a_run_names_the_layers_and_the_technique(tmp_path: Path) -> None:

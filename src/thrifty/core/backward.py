@@ -51,14 +51,15 @@ Backward = Callable[[nn.Module, Objective, Batch], BackwardResult]
 def plain_backward(model: nn.Module, objective: Objective, batch: Batch) -> BackwardResult:
     """Run the whole batch in one forward and one backward pass."""
     prediction = objective.predict(model, batch)
+    losses, weights = objective.losses(prediction, batch), prediction.part_weights
     mean_of = len(batch) if prediction.is_mean else None
     if mean_of and not weigh_alike(batch):
         raise RefusedError(
             "examples are sampled with weights, but the loss is a mean with equal weights",
             fix="return one loss per example",
         )
-    loss, weights = (objective.losses(prediction, batch) * batch.weight).sum(), prediction.part_weights
-    del prediction  # free tensors that the backward pass does not read
+    loss = (losses * batch.weight).sum()
+    del prediction, losses  # free tensors that the backward pass does not read
     loss.backward()
     return BackwardResult(loss.detach(), parts=None if weights is None else weights.detach().sum(), mean_of=mean_of)
 

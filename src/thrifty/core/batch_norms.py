@@ -8,7 +8,9 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from thrifty.core.claims import Claim
 from thrifty.core.technique import Numerics, Technique
 
-DIVIDING = frozenset({Claim.MICRO_BATCHES, Claim.PIPELINE_PARALLELISM, Claim.DATA_PARALLELISM})
+DIVIDING = frozenset(
+    {Claim.MICRO_BATCHES, Claim.HALF_BATCH_GRADIENTS, Claim.PIPELINE_PARALLELISM, Claim.DATA_PARALLELISM}
+)
 """Claims of techniques that split the examples of a step into several forward passes."""
 
 
@@ -24,8 +26,13 @@ def effective_numerics(technique: Technique, norms: Sequence[str]) -> Numerics:
 
 def explain_divided_norms(norms: Sequence[str], techniques: Iterable[Technique]) -> str:
     """Return a sentence about how the techniques change the output of the layers `norms`; "" if no output changes."""
-    dividing = [technique.name for technique in techniques if _divides(technique)]
-    return f"{' and '.join(dividing)}: {normalized_apart(norms)}" if norms and dividing else ""
+    dividing = names_of_dividing(techniques)
+    return f"{dividing}: {normalized_apart(norms)}" if norms and dividing else ""
+
+
+def names_of_dividing(techniques: Iterable[Technique]) -> str:
+    """Return the names of the techniques that split the examples of a step, joined by "and"."""
+    return " and ".join(technique.name for technique in techniques if _divides(technique))
 
 
 def normalized_apart(norms: Sequence[str]) -> str:

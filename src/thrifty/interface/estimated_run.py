@@ -26,7 +26,8 @@ from thrifty.models.families import FAMILIES, assemble
 from thrifty.models.hf_folder import read_config, weight_files
 from thrifty.models.model_presets import PRESETS, nearest_model
 from thrifty.objectives import find_objective
-from thrifty.objectives.user_loss import UserFunction, UserLoss, loss_of_output
+from thrifty.objectives.embedding_loss import objective_of
+from thrifty.objectives.user_loss import UserFunction, loss_of_output
 from thrifty.recipes import RECIPES
 from thrifty.training.run_setup import prepare_run
 
@@ -130,7 +131,7 @@ def _of_batch(
     def assembled(part: Batch) -> Any:
         return tree_unflatten([part.fields.get(str(place), leaf) for place, leaf in enumerate(constant)], structure)
 
-    objective = UserLoss(loss or loss_of_output, assembled)
+    objective = objective_of(loss or loss_of_output, assembled)
     everything = [*own, *tensors.values()]
     here = [each for each in everything if not _is_shape_alone(each) and each.device.type == "cpu"]
     has_values = not any(map(_is_shape_alone, everything))

@@ -15,14 +15,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
 from thrifty.core.errors import UsageError
-from thrifty.core.mesh import axis
 from thrifty.core.objective import Objective, Prediction
 from thrifty.kernels.contrastive_loss import contrastive_losses, places_of_own
+from thrifty.objectives.embedding_loss import ranks_to_compare
 
 
 @dataclass
@@ -66,10 +65,7 @@ class Contrastive(Objective):
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
         assert prediction.hidden is not None
-        data = axis("data")
-        # all ranks have the same held-out batches, so evaluation requires no communication
-        group = data.group or dist.group.WORLD if data.size > 1 and torch.is_grad_enabled() else None
-        return contrastive_losses(*prediction.hidden.unbind(1), group)
+        return contrastive_losses(*prediction.hidden.unbind(1), ranks_to_compare())
 
     @torch.no_grad()
     def measures(self, prediction: Prediction, batch: Batch) -> dict[str, Tensor]:

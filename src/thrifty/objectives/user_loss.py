@@ -69,12 +69,7 @@ class UserLoss(Objective):
 
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         values, weights = _per_example(self._called(self.loss, model, batch, "the loss"), batch, "the loss")
-        if torch.is_grad_enabled() and not values.requires_grad:
-            raise UsageError(
-                "the loss has no gradient: the loss was detached, or does not depend on trained parameters",
-                fix="compute the loss from the model's output, without .item(), .detach() or torch.no_grad(); for a "
-                "frozen model, train parameters: parameter.requires_grad_(True)",
-            )
+        refuse_constant(values, "loss")
         is_mean = not values.ndim
         if is_mean and not torch.is_grad_enabled() and not self.is_checked and not isinstance(values, FakeTensor):
             self.is_checked = True
@@ -84,22 +79,38 @@ class UserLoss(Objective):
 
     def _refuse_sum(self, model: nn.Module, batch: Batch, whole: Tensor) -> None:
         """Raise UsageError if the loss of a batch is the sum of the losses of its halves, so not a mean."""
-        middle = len(batch) // 2
-        if not middle or not whole:
-            return
-        parts = []
-        for half in (batch.rows(0, middle), batch.rows(middle, len(batch))):
-            try:
-                with torch.random.fork_rng():
-                    result = self.loss(model, self.assembled(half))
-                parts.append(_per_example(result, half, "the loss")[0])
-            except Exception:  # a loss may need whole batches
-                return
-        if torch.isclose(whole, parts[0] + parts[1], rtol=1e-4):
+        halves = self._of_halves(model, batch)
+        if whole and halves and torch.isclose(whole, halves[0] + halves[1], rtol=1e-4):
             raise UsageError(
                 f"the loss of {len(batch)} examples is the sum over the examples, {float(whole):.4g}, not the mean",
                 fix='return the mean; or one loss per example, such as with reduction="none"',
             )
+
+    @torch.no_grad()
+    def explain_parts(self, model: nn.Module, batch: Batch) -> str:
+        """Return a sentence if the mean loss of an even number of examples is not the mean of the losses of their
+        halves; "" otherwise, and for a loss that is no mean."""
+        whole = _per_example(self._called(self.loss, model, batch, "the loss"), batch, "the loss")[0]
+        halves = None if whole.ndim else self._of_halves(model, batch)
+        mean = whole if halves is None else (halves[0] + halves[1]) / 2
+        if torch.allclose(whole, mean, rtol=1e-3, equal_nan=True):
+            return ""
+        return (
+            f"the loss of {len(batch)} examples, {float(whole):.4g}, is not the mean of the losses of their halves, "
+            f"{float(mean):.4g}, so results differ from the whole batch's; return one loss per example, or (losses, "
+            "weights), or for a loss that compares examples a thrifty.EmbeddingLoss"
+        )
+
+    def _of_halves(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor] | None:
+        """Return the losses of the halves of a batch; None if the batch or the loss cannot be divided."""
+        middle, parts = len(batch) // 2, []
+        for half in (batch.rows(0, middle), batch.rows(middle, len(batch))) if middle else ():
+            try:
+                with torch.random.fork_rng():
+                    parts.append(_per_example(self.loss(model, self.assembled(half)), half, "the loss")[0])
+            except Exception:  # a loss may need whole batches
+                return None
+        return (parts[0], parts[1]) if parts else None
 
     def losses(self, prediction: Prediction, batch: Batch) -> Tensor:
         return prediction.logits
@@ -117,7 +128,7 @@ class UserLoss(Objective):
                 rows = self._called(metric.predict, prediction.model, batch, name)
                 if not isinstance(rows, tuple | list) or len(rows) != 2 or len({len(each) for each in rows}) != 1:
                     raise UsageError(
-                        f"{_metric(name)} returns {_form(rows)} from `predict`",
+                        f"{_metric(name)} returns {form_of(rows)} from `predict`",
                         fix="return predictions and labels, two tensors with the same number of rows",
                     )
                 measured |= {key: torch.as_tensor(each) for key, each in zip(_rows_of(name), rows, strict=True)}
@@ -136,7 +147,7 @@ class UserLoss(Objective):
             try:
                 scores[name] = float(score)
             except (TypeError, ValueError):
-                raise UsageError(f"{_metric(name)} is {_form(score)}", fix="return a number") from None
+                raise UsageError(f"{_metric(name)} is {form_of(score)}", fix="return a number") from None
         return scores
 
     def _called(self, function: UserFunction, model: nn.Module, batch: Batch, what: str) -> Any:
@@ -159,6 +170,16 @@ class UserLoss(Objective):
                 fix="change a copy: part = part.clone()",
             )
         return result
+
+
+def refuse_constant(values: Tensor, what: str) -> None:
+    """Raise UsageError in a training step if values have no gradient."""
+    if torch.is_grad_enabled() and not values.requires_grad:
+        raise UsageError(
+            f"the {what} has no gradient: it was detached, or does not depend on trained parameters",
+            fix=f"compute the {what} from the model's output, without .item(), .detach() or torch.no_grad(); for a "
+            "frozen model, train parameters: parameter.requires_grad_(True)",
+        )
 
 
 def _array(rows: Tensor) -> np.ndarray:
@@ -188,7 +209,8 @@ def _content(batch: Any) -> str:
     return f"a {type(batch).__name__}" + (f" of {len(batch)} parts" if isinstance(batch, list | tuple) else "")
 
 
-def _form(value: Any) -> str:
+def form_of(value: Any) -> str:
+    """Describe a value for a message: a tensor by its shape and dtype, another value by its type."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
     return f"a {type(value).__name__}"
@@ -231,7 +253,7 @@ def _per_example(result: Any, batch: Batch, what: str) -> tuple[Tensor, Tensor |
         values = torch.tensor(float(values), device=batch.weight.device)
     if not isinstance(values, Tensor) or values.is_complex() or (values.ndim and len(values) != count):
         raise UsageError(
-            f"{what} of a batch of {count} examples is {_form(values)}",
+            f"{what} of a batch of {count} examples is {form_of(values)}",
             fix=f"return a tensor ({count},) of one value per example; or (values, weights); or a scalar mean",
         )
     for each in (values, weights):
@@ -249,14 +271,14 @@ def _per_example(result: Any, batch: Batch, what: str) -> tuple[Tensor, Tensor |
     if weights is None:
         if values.ndim and values.numel() != count:  # such as logits, whose mean would be trained in silence
             raise UsageError(
-                f"{what} of a batch of {count} examples is {_form(values)}, without weights",
+                f"{what} of a batch of {count} examples is {form_of(values)}, without weights",
                 fix=f"return a tensor ({count},) of one value per example, such as values.flatten(1).mean(1); or "
                 "(values, weights) for the weighted mean of all parts",
             )
         return (values.reshape(count) if values.ndim else values), None
     if not isinstance(weights, Tensor) or weights.shape != values.shape or not values.ndim:
         raise UsageError(
-            f"{what} has values of shape {tuple(values.shape)}, but the weights are {_form(weights)}",
+            f"{what} has values of shape {tuple(values.shape)}, but the weights are {form_of(weights)}",
             fix="return values and weights of the same shape, with one row per example",
         )
     weights = weights.detach().float()

@@ -19,8 +19,9 @@ from thrifty.data.text.text_data import PairsOfTexts, PlainText, print_to_stderr
 from thrifty.data.user_data import open_user_data
 from thrifty.models import folder_config, own_sizes, patch_side_in, sees_images
 from thrifty.objectives import chosen_objective
+from thrifty.objectives.embedding_loss import objective_of
 from thrifty.objectives.labelled_text import HAS_SCORES
-from thrifty.objectives.user_loss import UserLoss, loss_of_output
+from thrifty.objectives.user_loss import loss_of_output
 from thrifty.training.rank_sync import process_group_sync
 
 DATA_KINDS: dict[str, DataKind] = {
@@ -84,12 +85,13 @@ def open_first_on_rank_0(recipe: Recipe, say: Callable[[str], None]) -> tuple[Ob
                     fix="leave metrics out; or pass loss=, a function of (model, batch)",
                 )
             objective, data = open_examples(recipe, say)
-            own = UserLoss(objects.loss, _fields, objects.metrics, data.example_unit) if objects.loss else objective
-            return own, data
+            if objects.loss:
+                objective = objective_of(objects.loss, _fields, objects.metrics, data.example_unit)
+            return objective, data
         settings = recipe.data
         judged = recipe.evaluation.examples
         data = open_user_data(objects.data, objects.held_out, settings.batch, recipe.seed, objects.collate, judged)
-        return UserLoss(objects.loss or loss_of_output, data.assembled, objects.metrics), data
+        return objective_of(objects.loss or loss_of_output, data.assembled, objects.metrics), data
 
     opened: list[tuple[Objective, RunData]] = []
     process_group_sync().run_first(lambda: opened.append(opened_by(say)))

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
 from thrifty.composition.compose import Run, compose
 from thrifty.composition.explain import Explanation, explain, resident_bytes
-from thrifty.core.batch_norms import batch_norms, explain_divided_norms
+from thrifty.core.batch_norms import batch_norms, explain_divided_norms, names_of_dividing
 from thrifty.core.claims import Claim
 from thrifty.core.errors import IntegrityError, RefusedError, ThriftyError, for_reader, reason_of, spelled
+from thrifty.core.eval_mode import eval_mode
 from thrifty.core.footprint import Footprint
 from thrifty.core.kept_results import keep, read_kept
 from thrifty.core.mesh import AXES, axis
@@ -26,6 +28,7 @@ from thrifty.core.stages import Stage
 from thrifty.core.state import StructureLogEntry, TrainState
 from thrifty.data.example_previews import selection
 from thrifty.machine.machine_info import peak_flops
+from thrifty.objectives.user_loss import UserLoss
 from thrifty.recipes.memory_savers import leaner_start
 from thrifty.recipes.recipe_toml import recipe_to_data, write_recipe
 from thrifty.training import run_ledger
@@ -44,6 +47,8 @@ from thrifty.training.train_session import Observer, Steps, TrainSession
 MACHINE = ("cpu", "cores", "device", "gpu", "ranks", "mesh", "torch", "thrifty")
 """Entries of environment.json. If one of them has changed, a resumed run does not reuse the counts and measurements
 from its start."""
+EXAMPLES_OF_A_MEAN = 8
+"""Number of held-out examples for the check that a mean loss is the mean over its parts."""
 
 
 def counted_facts(prepared: PreparedRun) -> dict[str, Any]:
@@ -112,6 +117,7 @@ def run_session(
             assert state.model is not None
             divided = explain_divided_norms(batch_norms(state.model.train()), run.techniques)
             texts = [folder.notice, *source.notices, source.unrepeatable, divided, unordered_kernels(run.device)]
+            texts.append(_divided_mean(prepared, state.model))
             notices = [*fill(state), *_lost_updates(run, state), *_partly_judged(prepared), *filter(None, texts)]
     except OutOfMemory as error:
         if rank() == 0 and not before["summary"] and log is None:
@@ -253,6 +259,19 @@ def _lost_updates(run: Run, state: TrainState) -> list[str]:
         f"the model's trained weights are in {named}: rounding loses small updates; pass the model in float32 "
         "(model.float()), with precision.mixed for 16-bit products, or with precision.bfloat16_weights"
     ]
+
+
+def _divided_mean(prepared: PreparedRun, model: nn.Module) -> str:
+    """Return a notice if techniques split batches whose mean loss is not the mean over its parts; "" otherwise."""
+    run, objective = prepared.run, prepared.run.plain.objective
+    dividing = names_of_dividing(run.techniques)
+    is_whole = not any(Claim.PIPELINE_PARALLELISM in one.claims for one in run.techniques)
+    if not (dividing and is_whole and isinstance(objective, UserLoss)) or objective.joint:
+        return ""
+    batch = next(iter(prepared.data.held_out.batches(EXAMPLES_OF_A_MEAN, EXAMPLES_OF_A_MEAN))).to(run.device)
+    with eval_mode(model), torch.compiler.set_stance("force_eager"):
+        difference = objective.explain_parts(model, batch) if len(batch) == EXAMPLES_OF_A_MEAN else ""
+    return f"{dividing}: {difference}" if difference else ""
 
 
 def _remedy(prepared: PreparedRun, folder: RunFolder, memory: float) -> str:

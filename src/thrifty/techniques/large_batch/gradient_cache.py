@@ -5,6 +5,7 @@ Paper       Gao et al. 2021, GradCache: Scaling Deep Contrastive Learning Batch 
 Promise     The gradient of the whole batch, with the activation memory of one micro-batch. The batch may span several
             ranks.
 Use         run = thrifty.train(recipe="flip-emoji", data="captions", techniques=["gradient_cache"], budget="20 epochs")
+            loss = thrifty.EmbeddingLoss(embed)  # embed(model, batch) returns the embeddings of your own model
 Start with  `gradient_cache:micro_batches=4`. Double `micro_batches` until the step fits in memory.
 Cost        A second forward pass, which adds a third to the computation.
 Avoid       A batch that fits in memory as a whole. Losses that do not compare examples: use
@@ -113,7 +114,8 @@ class GradientCache(Technique):
         if not objective.joint:
             raise RefusedError(
                 "losses of single examples need no second forward pass",
-                fix="--with large_batch.gradient_accumulation in its place",
+                fix="--with large_batch.gradient_accumulation in its place; or, for your own loss that compares "
+                "examples, pass loss=thrifty.EmbeddingLoss(…)",
             )
         return objective
 
