@@ -88,6 +88,18 @@ def test_means_that_parts_change_are_explained(loss: Any, differs: bool) -> None
     assert ("not the mean of the losses of their halves" in text) == differs == bool(text)
 
 
+def test_runs_are_loaded_and_resumed_with_the_same_functions(tmp_path: Path) -> None:
+    def passed(loss: Any) -> dict[str, Any]:
+        return {"model": two_towers, "data": Pairs(), "held_out": Pairs(), "loss": loss, "quiet": True}
+
+    run = thrifty.train(**passed(LOSSES["mean"]), techniques=["gradient_cache", "sgd"], budget="4 steps", batch=8,
+                        runs=tmp_path, name="half", observers=[lambda record: record.step < 2])  # fmt: skip
+    assert isinstance(run.load_model(), nn.Module)
+    with pytest.raises(UsageError, match="source of two_towers:mean has changed"):
+        thrifty.resume(tmp_path / "half", **passed(LOSSES["each"]))
+    assert thrifty.resume(tmp_path / "half", **passed(LOSSES["mean"])).summary["steps"] == 4
+
+
 def test_training_in_parts_names_a_loss_of_whole_batches(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     def trained(loss: Any, technique: str) -> str:
         thrifty.train(

@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from image_runs import image_run, tiny_vit
 from tiny_runs import losses, run_through, technique, tiny_model, with_optimizer
 
@@ -63,6 +64,17 @@ def test_a_head_that_is_also_the_embedding_is_refused() -> None:
     assert "model.tied=false" in refused.value.fix
     free = HeadOnly().model(tiny_model(tied=False))
     assert [name for name, parameter in free.named_parameters() if parameter.requires_grad] == ["head.weight"]
+
+
+def test_all_output_layers_are_trained() -> None:
+    config = transformers.DeiTConfig(
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=48, image_size=16, patch_size=8
+    )
+    model = HeadOnly().model(transformers.DeiTForImageClassificationWithTeacher(config))
+    trained = {name.rpartition(".")[0] for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {"cls_classifier", "distillation_classifier"}
+    both = technique("initializations.fixup").model(transformers.DeiTForImageClassificationWithTeacher(config))
+    assert not any(both.get_parameter(f"{name}.weight").any() for name in trained)
 
 
 def test_only_one_technique_decides_what_is_frozen() -> None:

@@ -146,7 +146,7 @@ def description(value: Any) -> str:
 def _functions(value: Any) -> list[Any]:
     if isinstance(value, type) or not is_dataclass(value):
         return []
-    parts = [getattr(value, each.name) for each in fields(value)]
+    parts = [part for each in fields(value) if (part := getattr(value, each.name)) is not None]
     return parts if all(map(callable, parts)) else []
 
 

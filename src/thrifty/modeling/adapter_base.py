@@ -11,7 +11,7 @@ from thrifty.core.run_notes import add_note
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Numerics, Technique
-from thrifty.modeling.embeddings import find_head, is_tied, token_tables
+from thrifty.modeling.embeddings import is_tied, output_layers, token_tables
 from thrifty.modeling.stream_norms import is_norm
 
 TRAINED_NAMES: ModuleNote[frozenset[str]] = ModuleNote("trained_names")
@@ -51,16 +51,14 @@ def norm_names(model: nn.Module) -> set[str]:
 
 
 def head_names(model: nn.Module) -> set[str]:
-    """Return the names of the output head's parameters; empty if the head is missing or tied to the embedding."""
-    named_head = find_head(model)
-    if named_head is None:
+    """Return the names of the parameters of all output layers that are not tied to the embedding."""
+    heads, tables = output_layers(model), token_tables(model)
+    if not heads:
         add_note("no head was found; none is trained")
-        return set()
-    name, head = named_head
-    if is_tied(head, token_tables(model)):
+    tied = [name for name, head in heads.items() if is_tied(head, tables)]
+    for name in tied:
         add_note(f"{name} is tied to the embedding and stays frozen")
-        return set()
-    return {f"{name}.{last}" for last, _ in head.named_parameters()}
+    return {f"{name}.{last}" for name in heads.keys() - tied for last, _ in heads[name].named_parameters()}
 
 
 class AdapterTechnique(Technique):

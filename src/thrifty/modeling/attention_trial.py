@@ -117,12 +117,12 @@ def _real(tensor: Tensor) -> Tensor:
 
 def random_copy(copied: T, modules: Iterable[nn.Module]) -> T:
     """Return a deep copy of an object, in which the parameters of `modules` are random numbers on the CPU, in float32.
-    Tensors of the modules are not copied, since they may have no values."""
+    Tensors of the modules are not deep-copied, since they may have no values."""
     memo: dict[int, Any] = {}
     for module in modules:
         for name, tensor in (*module._parameters.items(), *module._buffers.items(), *vars(module).items()):
             if name in module._parameters and isinstance(tensor, Tensor):
                 memo[id(tensor)] = nn.Parameter(torch.randn(tensor.shape), tensor.requires_grad)
             elif isinstance(tensor, Tensor):
-                memo[id(tensor)] = _real(tensor)
+                memo[id(tensor)] = _real(tensor).clone(memory_format=torch.contiguous_format)
     return deepcopy(copied, memo)

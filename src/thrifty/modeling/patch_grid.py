@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -73,6 +74,11 @@ class PatchGrid:
     @property
     def patch(self) -> int:
         return self.cut.stride[0]
+
+    @property
+    def encoder(self) -> nn.Module:
+        """The outermost module whose first argument can be images, such as the image tower of a CLIP model."""
+        return next(each for each in self.owners if next(iter(signature(each.forward).parameters)) != "input_ids")
 
 
 TABLES: ModuleNote[tuple[tuple[str, str, int], ...]] = ModuleNote("position_tables")

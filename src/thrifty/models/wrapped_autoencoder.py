@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from thrifty.core.errors import RefusedError, reason_of
 from thrifty.core.eval_mode import eval_mode
+from thrifty.core.out_of_memory import is_out_of_memory
 from thrifty.core.randomness import preserved_draws
 from thrifty.kernels.image_patches import blank_patches
 from thrifty.modeling.module_surgery import change_first, find_stacks, is_under
@@ -147,10 +148,15 @@ def patch_side(model: nn.Module, side: int, channels: int) -> int:
     try:
         with eval_mode(model), preserved_draws([image]):
             model(image)
-    except (RuntimeError, ValueError, AssertionError) as error:
+    except Exception as error:
+        if is_out_of_memory(error):
+            raise
+        encoder = find_grid(model).encoder
         raise RefusedError(
             f"{type(model).__name__} does not accept images of {channels} x {side} x {side}: {reason_of(error)}",
-            fix="--set data.size=32, or the size of the model's images; images with as many channels as it takes",
+            fix="--set data.size=32, or the size of the model's images; images with as many channels as it takes"
+            if encoder is model
+            else f"pass its image encoder, the {type(encoder).__name__} inside, as the model",
         ) from error
     finally:
         for hook in hooks:

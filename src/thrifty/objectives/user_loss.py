@@ -173,7 +173,7 @@ class UserLoss(Objective):
 
 
 def refuse_constant(values: Tensor, what: str) -> None:
-    """Raise UsageError in a training step if values have no gradient."""
+    """Raise UsageError in a training step if values (b, …) have no gradient."""
     if torch.is_grad_enabled() and not values.requires_grad:
         raise UsageError(
             f"the {what} has no gradient: it was detached, or does not depend on trained parameters",

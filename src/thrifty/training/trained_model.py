@@ -24,7 +24,7 @@ from thrifty.recipes.recipe_toml import read_stored_tables, recipe_from_data
 from thrifty.training import checkpoint
 from thrifty.training.checkpoint_index import CheckpointChoice
 
-RUNNING = {stage for stage in Stage if Stage.SPLIT <= stage <= Stage.SHARD} | {Stage.REDUCE}
+RUNNING = {stage for stage in Stage if Stage.SPLIT <= stage <= Stage.SHARD} | {Stage.REDUCE, Stage.ACCUMULATE}
 """Stages of techniques that change only the computation, not the resulting model."""
 
 

@@ -28,8 +28,9 @@ from thrifty.modeling.embeddings import output_layers
 
 class HeadOnly(AdapterTechnique):
     """Differs from the MAE paper: the paper's probe standardizes the features over the batch before the head. Here the
-    model's last norm replaces the standardization. The paper's probe trains with LARS and no weight decay; this
-    sentence was not checked against the paper.
+    model's last norm replaces the standardization. Several output layers, such as the two of a DeiT with a teacher or
+    of a CLIP model, are all trained. The paper's probe trains with LARS and no weight decay; this sentence was not
+    checked against the paper.
     """
 
     clashes: ClassVar[Mapping[Claim, str]] = {

@@ -65,7 +65,7 @@ def _refuse_fixed_grid(model: nn.Module, grid: PatchGrid, side: int) -> None:
     blank = torch.zeros(1, grid.cut.in_channels, side, side, device=grid.cut.weight.device)
     try:
         with eval_mode(model), torch.no_grad():
-            model(blank)
+            grid.encoder(blank)
     except TypeError:  # the model has other arguments, and the first step shows it
         pass
     except Exception as error:

@@ -20,7 +20,7 @@ from thrifty.core.claims import Claim
 from thrifty.core.gradient_transform import GradientTransform, chain
 from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Fraction, Rate
-from thrifty.modeling.embeddings import find_head, is_tied, size_stream, token_tables
+from thrifty.modeling.embeddings import is_tied, output_layers, size_stream, token_tables
 from thrifty.modeling.module_surgery import is_under
 from thrifty.modeling.residual_branches import (
     Blocks,
@@ -155,7 +155,7 @@ class Fixup(NormFreeTechnique):
                 add_scalars(branch)
         add_note(f"L is {' and '.join(map(str, sorted(set(lengths.values()))))}")
         if are_joined(stacks):
-            _start_head_at_zero(model)
+            _start_heads_at_zero(model)
         else:
             add_note("separate stacks have no common head, so no head starts at 0")
         size_stream(model, self.multiplier)
@@ -169,14 +169,15 @@ class Fixup(NormFreeTechnique):
 
 
 @torch.no_grad()
-def _start_head_at_zero(model: nn.Module) -> None:
-    named_head = find_head(model)
-    if named_head is None:
+def _start_heads_at_zero(model: nn.Module) -> None:
+    heads, tables = output_layers(model), token_tables(model)
+    if not heads:
         add_note("the model has no head that could start at 0")
-    elif is_tied(named_head[1], token_tables(model)):
-        add_note(f"{named_head[0]} is tied to the embedding and keeps its values")
-    else:
-        named_head[1].weight.zero_()
-        for bias in biases(named_head[1]):
+    for name, head in heads.items():
+        if is_tied(head, tables):
+            add_note(f"{name} is tied to the embedding and keeps its values")
+            continue
+        head.weight.zero_()  # type: ignore[operator]
+        for bias in biases(head):
             bias.zero_()
-        add_note(f"{named_head[0]} starts at 0")
+        add_note(f"{name} starts at 0")
