@@ -1,6 +1,7 @@
 """Parts of attention that layers compute, in hand-written modules whose names do not say it, or say it wrongly."""
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+import thrifty
 from thrifty.core.errors import RefusedError
 from thrifty.core.run_notes import collect_notes
 from thrifty.modeling.attention_parts import part_of_layer
@@ -209,3 +211,16 @@ def test_slices_of_an_unnamed_order_are_refused() -> None:
 def test_heads_are_counted_by_a_call() -> None:
     (site, _) = find_attention_sites(model_of(heads="n"))
     assert (site.heads, site.key_heads, site.head_width) == (HEADS, HEADS, HEAD)
+
+
+@pytest.mark.parametrize("kind", [thrifty.optim.Muon, thrifty.optim.Lamb])
+@pytest.mark.parametrize("order", ORDERS)
+def test_optimizers_divide_only_rows_in_the_order_of_parts(kind: Any, order: str) -> None:
+    def stepped(slices: bool) -> Tensor:
+        model = model_of(order=order)
+        optimizer = kind(model, lr=0.01, slices=slices)
+        model(torch.randn(2, 5, WIDTH, generator=torch.Generator().manual_seed(0))).square().mean().backward()
+        optimizer.step()
+        return model.get_parameter("0.mix.qkv.weight").detach()
+
+    assert torch.equal(stepped(True), stepped(False)) is (order != "parts")

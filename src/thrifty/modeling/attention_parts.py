@@ -5,9 +5,12 @@ import re
 from torch import nn
 
 from thrifty.core.module_notes import ModuleNote
+from thrifty.core.run_notes import add_note
 from thrifty.modeling.attention_calls import calls_attention
 from thrifty.modeling.attention_trial import first_head_rows
 from thrifty.modeling.layer_shapes import out_width
+from thrifty.modeling.module_surgery import weight_layers
+from thrifty.modeling.parameter_kinds import mark_single
 
 _PART = r"q|k|v|qkv|kv|quer(?:y|ies)|keys?|values?|query_key_value"
 _ATTENTION = re.compile(rf"(?:to_?|w_?|linear_)?({_PART})(?:_?(?:proj|lin|linear|layer|attn))?")
@@ -45,6 +48,16 @@ def part_of_layer(name: str, layer: nn.Module, owner: nn.Module) -> str:
         return named
     part = PART.get(layer) or PART.set(layer, _observed_part(layer, owner))
     return named if part == UNKNOWN else part
+
+
+def mark_interleaved(model: nn.Module) -> None:
+    """Mark layers named as fused queries, keys and values whose rows are in another order, such as head by head, as
+    single layers."""
+    for name, layer in weight_layers(model).items():
+        owner = model.get_submodule(name.rpartition(".")[0])
+        if part_of_attention(name) == "qkv" and part_of_layer(name, layer, owner) != "qkv":
+            mark_single(layer.weight)  # type: ignore[arg-type]
+            add_note(f"the rows of {name} are not queries, then keys, then values, so it counts as one matrix")
 
 
 def _observed_part(layer: nn.Module, owner: nn.Module) -> str:

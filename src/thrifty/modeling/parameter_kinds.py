@@ -1,7 +1,7 @@
 """Kinds of parameters for optimizers: weight decay, hidden matrices, fused layers.
 
 Kinds are determined from names and shapes alone. Marks on a parameter store other facts: a learning rate factor, the
-input dim, and membership in an embedding or output head.
+input dim, the membership in an embedding or output head, and rows that cannot be divided into fused layers.
 """
 
 import re
@@ -58,6 +58,11 @@ def is_marked_end(parameter: Tensor) -> bool:
     return getattr(parameter, "is_model_end", False)
 
 
+def mark_single(parameter: Tensor) -> None:
+    """Mark a matrix as one layer, although its name is that of fused layers."""
+    parameter.is_single_layer = True  # type: ignore[attr-defined]
+
+
 def set_transposed(parameter: Tensor) -> None:
     """Mark a matrix as stored (in, out), unlike the weight of `nn.Linear`."""
     parameter.is_kept_transposed = True  # type: ignore[attr-defined]
@@ -70,7 +75,7 @@ def is_kept_transposed(parameter: Tensor) -> bool:
 
 def marks_of(parameter: Tensor) -> dict[str, Any]:
     """Return the marks of a parameter. A deep copy of a parameter loses its marks."""
-    marks = ("own_factor", "is_kept_transposed", "is_model_end")
+    marks = ("own_factor", "is_kept_transposed", "is_model_end", "is_single_layer")
     return {name: getattr(parameter, name) for name in marks if hasattr(parameter, name)}
 
 
@@ -97,7 +102,8 @@ def fused_slices(names: Sequence[str], parameters: Sequence[Tensor]) -> list[Fus
 
     Fused layers are queries, keys and values; keys and values; or the gate and value of a gated MLP. Keys and values
     have fewer rows if heads share them. The input width of the next layer in the same module determines the width of
-    the queries. `query_key_value` interleaves heads, so it cannot be split and counts as a single layer.
+    the queries. `query_key_value` interleaves heads, so it cannot be split and counts as a single layer, as does a
+    parameter that `mark_single` marked.
     """
     layers = [_layer(name) for name in names]
     siblings: dict[str, dict[str, Tensor]] = {}
@@ -105,7 +111,7 @@ def fused_slices(names: Sequence[str], parameters: Sequence[Tensor]) -> list[Fus
         if parameter.ndim == 2:
             siblings.setdefault(owner, {})[word] = parameter
     return [
-        _slices(word, siblings[owner]) if parameter.ndim == 2 else None
+        _slices(word, siblings[owner]) if parameter.ndim == 2 and not hasattr(parameter, "is_single_layer") else None
         for (owner, word), parameter in zip(layers, parameters, strict=True)
     ]
 

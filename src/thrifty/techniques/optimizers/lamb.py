@@ -12,11 +12,14 @@ Does not    Rescale vectors, biases or position embeddings, or apply weight deca
 
 import math
 
+from torch import nn
+
 from thrifty.core.claims import Claim
 from thrifty.core.gradient_transform import GradientTransform, chain
 from thrifty.core.setting_bounds import Betas, Epsilon, Rate
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
+from thrifty.modeling.attention_parts import mark_interleaved
 from thrifty.optim.transform_elements import AddDecayedWeights, ScaleByAdam, ScaleByTrustRatio, scale_by_learning_rate
 
 
@@ -61,6 +64,11 @@ class Lamb(Technique):
     """Limits of the weight norm, the paper's φ."""
     slices: bool = False
     """True to compute a separate trust ratio for each slice of a fused matrix (queries, keys, values; gate, value)."""
+
+    def model(self, model: nn.Module) -> nn.Module:
+        if self.slices:
+            mark_interleaved(model)
+        return model
 
     def update(self, transform: GradientTransform) -> GradientTransform:
         rates = self.lr, self.betas, self.eps, self.weight_decay

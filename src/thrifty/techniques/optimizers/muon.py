@@ -29,6 +29,7 @@ from thrifty.core.shard_layout import order_of
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.machine.cpu_features import has_fast_bfloat16
+from thrifty.modeling.attention_parts import mark_interleaved
 from thrifty.modeling.embeddings import output_layers
 from thrifty.modeling.layer_shapes import is_transposed
 from thrifty.modeling.parameter_kinds import (
@@ -253,6 +254,8 @@ class Muon(Technique):
         hidden = [name for name, p in model.named_parameters() if p.requires_grad and is_hidden_matrix(name, p)]
         for layer in filter(is_transposed, model.modules()):
             set_transposed(layer.weight)
+        if self.slices:
+            mark_interleaved(model)
         add_note(f"{len(hidden)} hidden matrices; {len(names) - len(hidden)} other parameters by AdamW")
         return model
 
