@@ -7,7 +7,7 @@ import torch
 import transformers
 from tiny_models import SMALL, TWO_SIDED, VOCABULARY, random_model
 
-from thrifty.core.errors import RefusedError, UsageError
+from thrifty.core.errors import RefusedError, UsageError, class_name
 from thrifty.core.recipe import ModelSettings
 from thrifty.models import build_model, export_model
 from thrifty.models.hf_loader import HuggingFaceMaskedLM, HuggingFaceSeq2Seq, load_model
@@ -72,6 +72,7 @@ def test_any_architecture_has_the_interface_of_own_models(architecture, texts):
     name, folder, theirs, task = architecture
     model = load_model(folder, task).eval()
     assert type(model) is (HuggingFaceMaskedLM if task == "masked_token" else HuggingFaceSeq2Seq)
+    assert class_name(model) == type(theirs).__name__
     assert (model.head is not None) == (name in HEAD_APART)
     out, expected = model(*given(task, texts)), expected_logits(theirs, task, texts)
     torch.testing.assert_close(out if model.head is None else model.head(out), expected)

@@ -53,6 +53,12 @@ def reason_of(error: Exception) -> str:
     return ": ".join(filter(None, (type(error).__name__, str(error).strip().partition("\n")[0])))
 
 
+def class_name(model: object) -> str:
+    """Return the name of a model's class. If the class is a wrapper, return the name of the class inside, which is in
+    the attribute that the wrapper names in `wraps_model_in`."""
+    return type(getattr(model, getattr(type(model), "wraps_model_in", ""), model)).__name__
+
+
 def refuse_unknown(complaint: str, word: object, known: Collection[str]) -> None:
     """Raise UsageError with the complaint and the word if `word` is not in `known`. The fix names the nearest known
     word."""

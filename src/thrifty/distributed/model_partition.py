@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
-from thrifty.core.errors import RefusedError, UsageError
+from thrifty.core.errors import RefusedError, UsageError, class_name
 from thrifty.core.tensor_tracing import StepTrace
 from thrifty.modeling.embeddings import find_head
 from thrifty.modeling.module_surgery import find_stacks, is_under
@@ -160,7 +160,7 @@ class _LayerTimer:
                 self.length //= 2
             except (TypeError, ValueError, RuntimeError, AttributeError) as error:
                 raise RefusedError(
-                    f"{type(self.model).__name__} cannot be called with tokens alone: {error}",
+                    f"{class_name(self.model)} cannot be called with tokens alone: {error}",
                     fix="--without parallelism.pipeline",
                 ) from error
 

@@ -15,7 +15,7 @@ from typing import Literal, get_args
 
 from torch import nn
 
-from thrifty.core.errors import RefusedError
+from thrifty.core.errors import RefusedError, class_name
 from thrifty.modeling.module_surgery import find_stacks, is_under
 
 Style = Literal["column", "row", "summed", "whole"]
@@ -49,7 +49,7 @@ def split_plan(model: nn.Module, rules: Sequence[str] = ()) -> dict[str, Style]:
                 styles.setdefault(name, style)
     if not any(style == "row" for style in styles.values()):
         raise RefusedError(
-            f"no tensor-parallel plan is known for {type(model).__name__}",
+            f"no tensor-parallel plan is known for {class_name(model)}",
             fix='name its layers, for instance plan = ["*.attn.c_attn=column", "*.attn.c_proj=row"]; or use a model of '
             "transformers that has a tensor-parallel plan",
         )

@@ -9,7 +9,7 @@ from functools import partial
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thrifty.core.errors import RefusedError
+from thrifty.core.errors import RefusedError, class_name
 from thrifty.core.run_notes import add_note
 from thrifty.kernels.attention_filters.keep_masks import attend_kept, visible_pairs
 from thrifty.modeling.attention_calls import attends_to_other, calls_attention, is_causal
@@ -38,7 +38,7 @@ def find_attention_sites(model: nn.Module) -> list[AttentionSite]:
     inner = [site for name, site in sites.items() if not any(is_under(other, name) for other in sites if other != name)]
     if not inner:
         raise RefusedError(
-            f"no self-attention was found in {type(model).__name__}",
+            f"no self-attention was found in {class_name(model)}",
             fix="call torch.nn.functional.scaled_dot_product_attention in one module per attention",
         )
     if left_out:

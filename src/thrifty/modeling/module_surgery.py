@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from thrifty.core.errors import RefusedError
+from thrifty.core.errors import RefusedError, class_name
 from thrifty.core.run_notes import add_note
 from thrifty.modeling.stage_placeholders import present
 
@@ -68,7 +68,7 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
     lists = {name: _local_blocks(module) for name, module in model.named_modules() if _is_list_of_equals(module)}
     if not lists:
         raise RefusedError(
-            f"no list of equal blocks was found in {type(model).__name__}",
+            f"no list of equal blocks was found in {class_name(model)}",
             fix="keep the repeated blocks of the model in one nn.ModuleList or nn.Sequential",
         )
     name = max(lists, key=lambda key: (len(lists[key]), sum(p.numel() for p in lists[key].parameters())))

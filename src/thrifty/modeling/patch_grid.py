@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.errors import RefusedError, reason_of
+from thrifty.core.errors import RefusedError, class_name, reason_of
 from thrifty.core.module_notes import ModuleNote
 from thrifty.core.out_of_memory import is_out_of_memory
 from thrifty.kernels.image_resizing import resized_patches, resized_positions
@@ -109,7 +109,7 @@ def find_grid(model: nn.Module) -> PatchGrid:
         name, cut = width[0] if width else list(cuts.items())[-1]
     if cut is None:
         raise RefusedError(
-            f"no convolution that cuts images into patches was found in {type(model).__name__}",
+            f"no convolution that cuts images into patches was found in {class_name(model)}",
             fix="use an image model, such as --set model.preset=vit-nano",
         )
     parts = name.split(".")
@@ -218,7 +218,7 @@ def _at_size(who: str, model: nn.Module, inner: Any, *args: Any, **kwargs: Any) 
             raise
         height, width = images.shape[-2:]
         raise RefusedError(
-            f"{type(model).__name__} does not accept images of {height} x {width} pixels: {reason_of(error)}",
+            f"{class_name(model)} does not accept images of {height} x {width} pixels: {reason_of(error)}",
             fix=f"--without {who}; or use a model whose positions can be interpolated, such as a ViT",
         ) from error
 

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from thrifty.core.claims import Claim
-from thrifty.core.errors import IntegrityError, RefusedError
+from thrifty.core.errors import IntegrityError, RefusedError, class_name
 from thrifty.core.run_notes import add_note
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
@@ -96,7 +96,7 @@ class NormFreeTechnique(Technique):
 
     def finish(self, model: nn.Module) -> nn.Module:
         raise RefusedError(
-            f"{type(model).__name__} was trained without its norms, "
+            f"{class_name(model)} was trained without its norms, "
             "and no weights of the plain architecture compute the same",
             fix="keep the run folder unchanged; or train with initializations.layer_scale, which can be merged",
         )

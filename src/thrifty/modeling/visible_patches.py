@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.errors import RefusedError
+from thrifty.core.errors import RefusedError, class_name
 from thrifty.kernels.token_gather import gather_tokens
 from thrifty.modeling.module_surgery import change_first, find_stacks, is_under
 from thrifty.modeling.patch_grid import find_grid
@@ -60,7 +60,7 @@ def prepare(model: nn.Module) -> str:
     embedding = model.get_submodule(owners[len(around)])
     if isinstance(embedding, nn.ModuleList | nn.ModuleDict):
         raise RefusedError(
-            f"{type(model).__name__} cuts its images several times, so a part of the patches is no input",
+            f"{class_name(model)} cuts its images several times, so a part of the patches is no input",
             fix="use a Vision Transformer, such as --set model.preset=vit-nano",
         )
     tensors = (*embedding.named_parameters(), *embedding.named_buffers())
@@ -116,7 +116,6 @@ def visible_only(model: nn.Module, choice: Choice) -> Iterator[None]:
         CURRENT.reset(token)
     if not removal.tokens:
         raise RefusedError(
-            f"no patches were removed, because the loss does not call a part of {type(model).__name__} in the usual "
-            "way",
+            f"no patches were removed, because the loss does not call a part of {class_name(model)} in the usual way",
             fix="call the model itself in the loss; or leave out the technique that drops patches",
         )

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from thrifty.core.errors import RefusedError, reason_of
+from thrifty.core.errors import RefusedError, class_name, reason_of
 from thrifty.core.eval_mode import eval_mode
 from thrifty.core.objective import output_head
 from thrifty.core.randomness import preserved_draws
@@ -59,12 +59,12 @@ def prepare(model: nn.Module) -> tuple[str, nn.ModuleList]:
     stacks = find_stacks(model)
     if len(stacks) > 1:
         raise RefusedError(
-            f"{type(model).__name__} has {len(stacks)} stacks of blocks, but an encoder has one",
+            f"{class_name(model)} has {len(stacks)} stacks of blocks, but an encoder has one",
             fix="use an encoder, such as --set model.preset=bert-micro",
         )
     if not token_tables(model):
         raise RefusedError(
-            f"{type(model).__name__} has no embedding of tokens, so it is no encoder of text",
+            f"{class_name(model)} has no embedding of tokens, so it is no encoder of text",
             fix="use an encoder, such as --set model.preset=bert-micro",
         )
     ((name, blocks),) = stacks.items()
@@ -91,18 +91,18 @@ def refuse_own_positions(model: nn.Module) -> None:
                 actual = _states(model, tokens)
     except (RuntimeError, ValueError, TypeError, AssertionError) as error:
         raise RefusedError(
-            f"{type(model).__name__} does not accept a part of the tokens of a text: {reason_of(error)}",
+            f"{class_name(model)} does not accept a part of the tokens of a text: {reason_of(error)}",
             fix="use an encoder whose blocks accept any number of tokens, such as --set model.preset=bert-micro",
         ) from error
     if selection.calls != 1:
         raise RefusedError(
-            f"{type(model).__name__} calls its last block {selection.calls} times, not once",
+            f"{class_name(model)} calls its last block {selection.calls} times, not once",
             fix="use an encoder with a block of its own in each place, such as --set model.preset=bert-micro",
         )
     tolerance = 1e-4 if expected.dtype == torch.float32 else 5e-2
     if has_values(expected) and (actual - expected).abs().max() > tolerance * expected.abs().max():
         raise RefusedError(
-            f"the blocks of {type(model).__name__} know positions only by the order of their inputs, so they cannot "
+            f"the blocks of {class_name(model)} know positions only by the order of their inputs, so they cannot "
             "process a part of the tokens",
             fix="use an encoder with positions in its embedding, such as --set model.preset=bert-micro",
         )
@@ -131,7 +131,7 @@ def visible_tokens_only(
         CURRENT.reset(token)
     if not selection.calls:
         raise RefusedError(
-            f"the loss did not call the blocks of {type(model).__name__}, so they read all tokens",
+            f"the loss did not call the blocks of {class_name(model)}, so they read all tokens",
             fix="call the model itself in the loss; or --without data_selection.drop_masked_tokens",
         )
 

@@ -29,6 +29,7 @@ POSITIONS: ContextVar[tuple[Tensor, int] | None] = ContextVar("positions", defau
 class HuggingFaceModel(nn.Module):
     """Base class of the wrappers. `lm` is the model of transformers; a subclass defines its `inputs`."""
 
+    wraps_model_in: ClassVar[str] = "lm"
     task: ClassVar[Task]
     auto: ClassVar[str]
     """Name of the Auto class of transformers that builds the model."""

@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_model
 from torch import nn
 
-from thrifty.core.errors import RefusedError
+from thrifty.core.errors import RefusedError, class_name
 from thrifty.core.model_spec import ImageModelSpec
 from thrifty.core.user_sources import reference
 from thrifty.modeling.module_surgery import find_blocks
@@ -70,7 +70,7 @@ def export_model(
 
     if not isinstance(model, HuggingFaceModel):
         raise RefusedError(
-            f"a {type(model).__name__} has no Hugging Face format", fix="use thrifty.models.export_own_model"
+            f"a {class_name(model)} has no Hugging Face format", fix="use thrifty.models.export_own_model"
         )
     export_wrapped(model, folder, tokenizer_json, dtype, image_processor(images) if images else None)
 

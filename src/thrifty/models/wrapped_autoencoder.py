@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.errors import RefusedError, reason_of
+from thrifty.core.errors import RefusedError, class_name, reason_of
 from thrifty.core.eval_mode import eval_mode
 from thrifty.core.out_of_memory import is_out_of_memory
 from thrifty.core.randomness import preserved_draws
@@ -153,7 +153,7 @@ def patch_side(model: nn.Module, side: int, channels: int) -> int:
             raise
         encoder = find_grid(model).encoder
         raise RefusedError(
-            f"{type(model).__name__} does not accept images of {channels} x {side} x {side}: {reason_of(error)}",
+            f"{class_name(model)} does not accept images of {channels} x {side} x {side}: {reason_of(error)}",
             fix="--set data.size=32, or the size of the model's images; images with as many channels as it takes"
             if encoder is model
             else f"pass its image encoder, the {type(encoder).__name__} inside, as the model",
@@ -164,7 +164,7 @@ def patch_side(model: nn.Module, side: int, channels: int) -> int:
     patches = shapes[cut][-2:].numel()
     if len(shapes[last]) != 3 or shapes[last][1] < patches:
         raise RefusedError(
-            f"the last block of {type(model).__name__} has no hidden state for each of the {patches} patches",
+            f"the last block of {class_name(model)} has no hidden state for each of the {patches} patches",
             fix="use a Vision Transformer without stages, such as a ViT, a DeiT or --model mae-nano",
         )
     return side // shapes[cut][-1]

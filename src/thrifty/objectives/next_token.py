@@ -18,7 +18,7 @@ from typing import Self
 from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
-from thrifty.core.errors import RefusedError
+from thrifty.core.errors import RefusedError, class_name
 from thrifty.core.objective import Prediction
 from thrifty.objectives.token_cross_entropy import TokenCrossEntropy, prediction_of
 
@@ -80,7 +80,7 @@ def _check_document_argument(model: nn.Module) -> None:
         return
     names = ", ".join(each.name for each in parameters)
     raise RefusedError(
-        f"data.separate is set, but {type(model).__name__}.forward({names}) does not take document numbers",
+        f"data.separate is set, but {class_name(model)}.forward({names}) does not take document numbers",
         fix="add a second argument, integers (b, t), and let tokens attend only to equal integers; or leave "
         "data.separate out",
     )

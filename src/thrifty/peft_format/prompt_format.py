@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.errors import IntegrityError, RefusedError, UsageError
+from thrifty.core.errors import IntegrityError, RefusedError, UsageError, class_name
 from thrifty.modeling.adapter_base import names_ending, train_only
 from thrifty.modeling.caught_attention import CaughtSite
 from thrifty.modeling.module_surgery import find_stacks
@@ -117,7 +117,7 @@ class PrefixFormat(_VirtualTokens):
         places = _places(model)
         if len({(place.heads, place.head_width) for place in places.values()}) > 1:
             raise RefusedError(
-                f"PEFT stores prefixes of one width for all blocks; the widths in {type(model).__name__} differ",
+                f"PEFT stores prefixes of one width for all blocks; the widths in {class_name(model)} differ",
                 fix="use LoRA, which PEFT stores for any model",
             )
         with torch.no_grad():
@@ -145,7 +145,7 @@ def _places(model: nn.Module) -> Mapping[str, PrefixSite]:
     is_catching = any(isinstance(place.attention, CaughtSite | TransformersSite) for place in places.values())
     if len(stacks) > 1 or len(places) != len(stacks[0]) or not is_decoder or is_catching:
         raise RefusedError(
-            f"PEFT stores prefixes for the blocks of a decoder, not of {type(model).__name__}",
+            f"PEFT stores prefixes for the blocks of a decoder, not of {class_name(model)}",
             fix="use LoRA, which PEFT stores for any model",
         )
     return places

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from thrifty.core.errors import RefusedError, UsageError
+from thrifty.core.errors import RefusedError, UsageError, class_name
 from thrifty.core.tensor_tracing import track_running_module
 from thrifty.simulators.accelerator.attention_error import computed_pairs
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer, AttentionTrace
@@ -38,7 +38,7 @@ def replay_with_masks(model: nn.Module, trace: AttentionTrace) -> Iterator[None]
             yield
     if missing := [name for name, layer in replay.layers.items() if replay.seen.get(name, 0) != layer.examples]:
         raise RefusedError(
-            f"{missing[0]!r} of {type(model).__name__} did not run its examples in torch's or Thrifty's attention",
+            f"{missing[0]!r} of {class_name(model)} did not run its examples in torch's or Thrifty's attention",
             fix="trace a run with plain attention",
         )
 

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from thrifty.core.errors import RefusedError
+from thrifty.core.errors import RefusedError, class_name
 from thrifty.core.tensor_tracing import track_running_module
 from thrifty.kernels.attention_filters.keep_masks import core_weights
 from thrifty.simulators.accelerator.attention_trace import AttentionLayer, AttentionTrace, layer_of
@@ -94,11 +94,11 @@ def record_attention(
         model.train(was_training)
     if not recorder.calls:
         raise RefusedError(
-            f"{type(model).__name__} calls neither torch's scaled_dot_product_attention nor an attention core",
+            f"{class_name(model)} calls neither torch's scaled_dot_product_attention nor an attention core",
             fix='load a transformers model with attn_implementation="sdpa"',
         )
     layers = tuple(_layer(layer, calls) for layer, calls in recorder.calls.items())
-    about = {"model": type(model).__name__, "torch": torch.__version__, **(provenance or {})}
+    about = {"model": class_name(model), "torch": torch.__version__, **(provenance or {})}
     return AttentionTrace(name, layers, about)
 
 

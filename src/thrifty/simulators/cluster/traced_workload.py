@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException, FakeTensorMode
 from torch.utils._pytree import tree_leaves, tree_map
 
-from thrifty.core.errors import RefusedError
+from thrifty.core.errors import RefusedError, class_name
 from thrifty.core.fake_branches import causal_masks_of_plain_rows
 from thrifty.modeling.module_surgery import find_stacks, wrap_forward
 from thrifty.simulators.cluster.gpu_op_forms import use_gpu_ops
@@ -100,7 +100,7 @@ class _BlockTracing:
             trace.section = ""
             if self.cut is None:
                 raise RefusedError(
-                    f"the forward pass of {type(self.model).__name__} calls none of its blocks one by one",
+                    f"the forward pass of {class_name(self.model)} calls none of its blocks one by one",
                     fix="call each block of the nn.ModuleList in forward",
                 )
             hidden, entry = self.cut

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.claims import Claim
-from thrifty.core.errors import RefusedError
+from thrifty.core.errors import RefusedError, class_name
 from thrifty.core.run_notes import add_note
 from thrifty.modeling.adapter_base import AdapterTechnique, head_names, names_ending, train_only
 from thrifty.modeling.layer_shapes import is_transposed, out_width
@@ -67,7 +67,7 @@ class BiasOnly(AdapterTechnique):
         trained = bias_names(model)
         if not trained:
             raise RefusedError(
-                f"{type(model).__name__} has no biases to train",
+                f"{class_name(model)} has no biases to train",
                 fix=f"--set techniques.{self.name}.add=true; or --with adapters.lora",
             )
         train_only(model, trained | (head_names(model) if self.head else set()))

@@ -21,7 +21,7 @@ from typing import ClassVar
 from torch import nn
 
 from thrifty.core.claims import Claim
-from thrifty.core.errors import RefusedError
+from thrifty.core.errors import RefusedError, class_name
 from thrifty.modeling.adapter_base import AdapterTechnique, head_names, train_only
 from thrifty.modeling.embeddings import output_layers
 
@@ -41,9 +41,9 @@ class HeadOnly(AdapterTechnique):
         trained = head_names(model)
         if not trained:
             raise RefusedError(
-                f"the output head of {type(model).__name__} shares the embedding's weight"
+                f"the output head of {class_name(model)} shares the embedding's weight"
                 if output_layers(model)
-                else f"{type(model).__name__} has no output head",
+                else f"{class_name(model)} has no output head",
                 fix="--with adapters.lora; or build the model with a head of its own: tie_word_embeddings=False in "
                 "transformers, --set model.tied=false for a preset with random weights",
             )

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thrifty.core.errors import RefusedError, UsageError
+from thrifty.core.errors import RefusedError, UsageError, class_name
 from thrifty.core.randomness import keyed_generator
 from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Natural, Positive
@@ -208,7 +208,7 @@ def _cached_blocks(model: nn.Module) -> PrefixSites:
     shapes = cache_shapes(body)
     if len(shapes) != len(blocks):
         raise RefusedError(
-            f"{type(model).__name__} has {len(blocks)} blocks, but caches keys and values of {len(shapes)} blocks",
+            f"{class_name(model)} has {len(blocks)} blocks, but caches keys and values of {len(shapes)} blocks",
             fix="--with adapters.lora",
         )
     pairs = enumerate(zip(blocks, shapes, strict=True))

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from thrifty.core.errors import RefusedError, UsageError
+from thrifty.core.errors import RefusedError, UsageError, class_name
 from thrifty.core.randomness import keyed_generator
 from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Positive
@@ -91,7 +91,7 @@ def feeding_tables(model: nn.Module) -> dict[str, nn.Embedding]:
     first = next((t for name, t in tables.items() if stack_after(name, stacks) == next(iter(stacks))), None)
     if first is None:
         raise RefusedError(
-            f"{type(model).__name__} has no token embedding to add a prompt to",
+            f"{class_name(model)} has no token embedding to add a prompt to",
             fix="--with adapters.visual_prompt, which adds prompts in the blocks",
         )
     return {name: table for name, table in tables.items() if table.weight is first.weight}

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from thrifty.core.errors import RefusedError, UsageError
+from thrifty.core.errors import RefusedError, UsageError, class_name
 from thrifty.core.randomness import keyed_generator
 from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Natural, Positive
@@ -131,7 +131,7 @@ class VisualPrompt(AdapterTechnique):
         stacks = find_stacks(model)
         if len(stacks) > 1:
             raise RefusedError(
-                f"prompts require one stack of blocks, but {type(model).__name__} has {len(stacks)} stacks of blocks",
+                f"prompts require one stack of blocks, but {class_name(model)} has {len(stacks)} stacks of blocks",
                 fix="use a model with one stack, such as a ViT",
             )
         ((name, blocks),) = stacks.items()

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.claims import Claim
-from thrifty.core.errors import IntegrityError, RefusedError, UsageError
+from thrifty.core.errors import IntegrityError, RefusedError, UsageError, class_name
 from thrifty.core.objective import Objective
 from thrifty.core.randomness import keyed_generator
 from thrifty.core.setting_bounds import Fraction, Natural, Positive, Rate
@@ -274,6 +274,6 @@ def positions_of(model: nn.Module, name: str) -> int:
         if path.rpartition(".")[2] in POSITIONS and tensor.ndim == 3:
             return tensor.shape[1]
     raise RefusedError(
-        f"{name}: {type(model).__name__} has no position table that limits the number of tokens",
+        f"{name}: {class_name(model)} has no position table that limits the number of tokens",
         fix=f"--set techniques.{name}.tokens=NUMBER, the maximum number of tokens",
     )

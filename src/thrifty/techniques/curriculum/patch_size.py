@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from thrifty.core.claims import Claim
-from thrifty.core.errors import IntegrityError, RefusedError, reason_of
+from thrifty.core.errors import IntegrityError, RefusedError, class_name, reason_of
 from thrifty.core.eval_mode import eval_mode
 from thrifty.core.module_notes import ModuleNote
 from thrifty.core.objective import Objective
@@ -44,7 +44,7 @@ def find_patches(model: nn.Module) -> PatchGrid:
     is_learned = grid.tables and all(isinstance(table.value, nn.Parameter) for table in grid.tables)
     if grid.cut.kernel_size != grid.cut.stride or not is_learned or hasattr(model, "decoder"):
         raise RefusedError(
-            f"{type(model).__name__} is not a model with image patches at learned positions",
+            f"{class_name(model)} is not a model with image patches at learned positions",
             fix="use a Vision Transformer, such as --set model.preset=vit-nano",
         )
     return grid
@@ -70,7 +70,7 @@ def _refuse_fixed_grid(model: nn.Module, grid: PatchGrid, side: int) -> None:
         pass
     except Exception as error:
         raise RefusedError(
-            f"{type(model).__name__} does not accept patches of {grid.patch} pixels: {reason_of(error)}",
+            f"{class_name(model)} does not accept patches of {grid.patch} pixels: {reason_of(error)}",
             fix="--without curriculum.patch_size; or use a Vision Transformer whose positions are one table",
         ) from error
 

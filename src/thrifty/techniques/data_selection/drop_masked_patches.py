@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
 from thrifty.core.claims import Claim
-from thrifty.core.errors import RefusedError
+from thrifty.core.errors import RefusedError, class_name
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.run_notes import add_note
 from thrifty.core.stages import Stage
@@ -52,7 +52,7 @@ class DropMaskedPatches(Technique):
     def model(self, model: nn.Module) -> nn.Module:
         if getattr(model, "task", None) != "masked_reconstruction":
             raise RefusedError(
-                f"{type(model).__name__} is not a masked autoencoder",
+                f"{class_name(model)} is not a masked autoencoder",
                 fix="--set objective.name=masked_reconstruction --set model.preset=mae-nano",
             )
         add_note(f"{len(model.blocks)} blocks process visible patches, {len(model.decoder.blocks)} all patches")

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
 from thrifty.core.claims import Claim
-from thrifty.core.errors import RefusedError
+from thrifty.core.errors import RefusedError, class_name
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.randomness import keyed_generator
 from thrifty.core.run_notes import add_note
@@ -216,7 +216,7 @@ class DropMaskedTokens(Technique):
             model.mask_decoder = nn.ModuleList(block_like(blocks[0], f"{key}.{index}") for index in range(self.blocks))
         else:
             raise RefusedError(
-                f"cross-attention to the states of {type(model).__name__} is unknown",
+                f"cross-attention to the states of {class_name(model)} is unknown",
                 fix=f"--set techniques.{self.name}.attend=self",
             )
         parameters = sum(parameter.numel() for parameter in model.mask_decoder.parameters())

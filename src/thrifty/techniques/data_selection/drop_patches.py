@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from thrifty.core.batches import Batch, BatchSource, MappedSource
 from thrifty.core.claims import Claim
-from thrifty.core.errors import RefusedError, reason_of
+from thrifty.core.errors import RefusedError, class_name, reason_of
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.out_of_memory import is_out_of_memory
 from thrifty.core.randomness import seed_of
@@ -89,7 +89,7 @@ class PatchDropObjective(WrappedObjective):
                 if is_out_of_memory(error):
                     raise
                 raise RefusedError(
-                    f"{type(model).__name__} does not accept a part of the patches of an image: {reason_of(error)}",
+                    f"{class_name(model)} does not accept a part of the patches of an image: {reason_of(error)}",
                     fix="--without data_selection.drop_patches; or use a model whose blocks accept any number of "
                     "tokens, such as a ViT",
                 ) from error

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from thrifty.core.backward import Backward, BackwardResult
 from thrifty.core.batches import Batch, BatchSource, OversampledSource
 from thrifty.core.claims import Claim
-from thrifty.core.errors import RefusedError
+from thrifty.core.errors import RefusedError, class_name
 from thrifty.core.footprint import Footprint
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.ranks import mean_over_ranks
@@ -78,7 +78,7 @@ class LossFunctionScores(WrappedObjective):
     def predict(self, model: nn.Module, batch: Batch) -> Prediction:
         if (named_head := find_head(model)) is None:
             raise RefusedError(
-                f"{type(model).__name__} has no output layer, so the scores of its loss are unknown",
+                f"{class_name(model)} has no output layer, so the scores of its loss are unknown",
                 fix="--without data_selection.gradient_norm_sampling",
             )
         self.logits: list[Tensor] = []

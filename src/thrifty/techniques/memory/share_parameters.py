@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from thrifty.core.batches import Batch
 from thrifty.core.claims import Claim
-from thrifty.core.errors import IntegrityError, RefusedError
+from thrifty.core.errors import IntegrityError, RefusedError, class_name
 from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.randomness import keyed_generator
 from thrifty.core.run_notes import add_note
@@ -86,7 +86,7 @@ def factorize(model: nn.Module, width: int, seed: int) -> None:
     tables = token_tables(model)
     if not tables:
         raise RefusedError(
-            f"{type(model).__name__} has no token embedding", fix="--set techniques.memory.share_parameters.embedding=0"
+            f"{class_name(model)} has no token embedding", fix="--set techniques.memory.share_parameters.embedding=0"
         )
     named_head = find_head(model)
     users = {**tables, **({named_head[0]: named_head[1]} if named_head and is_tied(named_head[1], tables) else {})}
