@@ -1,16 +1,26 @@
 """Key-value caches that models of transformers fill in training."""
 
+from typing import Any
+
 import pytest
 import torch
 import transformers
 
 import thrifty
 
+SIZES: dict[str, dict[str, Any]] = {
+    "Llama": {},
+    "Bloom": {},
+    "GPTNeoX": {},
+    "Mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8, "chunk_size": 4},
+}
 
-@pytest.mark.parametrize("name", ["Llama", "Bloom", "GPTNeoX"])
+
+@pytest.mark.parametrize("name", SIZES)
 @pytest.mark.parametrize("how", ["memory.recompute", "memory.optimal_recompute", "memory.activation_budget"])
 def test_caches_are_left_out_of_recomputed_blocks(name: str, how: str) -> None:
     sizes = {"vocab_size": 32, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "use_cache": True}
+    sizes |= SIZES[name]
     kind = getattr(transformers, f"{name}ForCausalLM")
     tokens = torch.randint(32, (2, 6))
     grads = []

@@ -19,7 +19,7 @@ from thrifty.core.objective import Objective, Prediction, WrappedObjective
 from thrifty.core.run_notes import add_note
 from thrifty.core.tensor_tracing import StepTrace, gc_disabled, tensor_bytes
 from thrifty.core.written_buffers import BufferSnapshot
-from thrifty.modeling.module_surgery import find_stacks
+from thrifty.modeling.module_surgery import find_stacks, first_of
 from thrifty.modeling.parameter_kinds import is_matrix
 from thrifty.optim.chunked_update import ChunkedUpdate, UpdateChunk, UpdateExecutor
 from thrifty.optim.torch_optimizer import TransformOptimizer
@@ -215,7 +215,7 @@ class _BlockPasses:
             self.saved -= self.live.now
 
     def _ends(self, block: nn.Module, args: tuple, output: Any) -> None:
-        self.hidden = max(self.hidden, tensor_bytes(output[0] if isinstance(output, tuple) else output))
+        self.hidden = max(self.hidden, tensor_bytes(first_of(output)))
         if block not in self._ended:
             self._ended.add(block)
             self.saved += self.live.now

@@ -77,6 +77,13 @@ def without_caches(arguments: A, module: nn.Module | None) -> A:
     place = next((place for place in places if isinstance(place, int)), 0)
 
     def is_unread(value: Any) -> bool:
-        return type(value).__module__ == "transformers.cache_utils" and value.get_seq_length(place) == 0
+        if type(value).__module__ != "transformers.cache_utils":
+            return False
+        layer = next(iter(getattr(value, "layers", [])[place:]), None)
+        states = getattr(layer, "has_previous_state", None)  # of linear attention and state-space layers
+        if states is None:
+            return value.get_seq_length(place) == 0
+        has_keys = hasattr(layer, "get_seq_length") and layer.get_seq_length()
+        return not any(states.values() if isinstance(states, dict) else [states]) and not has_keys
 
     return tree_map_only(is_unread, lambda cache: None, arguments, is_leaf=is_unread)

@@ -197,8 +197,16 @@ def replace_forward(module: nn.Module, forward: Callable[..., Any]) -> None:
 
 
 def change_first(output: Any, change: Callable[[Any], Any]) -> Any:
-    """Change the first element of a module's output, or the whole output if it is not a tuple."""
-    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+    """Change the first element of a module's output, or the whole output if it is neither a tuple nor a list."""
+    changed = change(first_of(output))
+    if isinstance(output, list):
+        return [changed, *output[1:]]
+    return (changed, *output[1:]) if isinstance(output, tuple) else changed
+
+
+def first_of(output: Any) -> Any:
+    """Return the first element of a module's output, or the whole output if it is neither a tuple nor a list."""
+    return output[0] if isinstance(output, tuple | list) else output
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:

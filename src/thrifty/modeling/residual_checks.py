@@ -17,7 +17,7 @@ from thrifty.core.randomness import preserved_draws
 from thrifty.core.run_notes import add_note
 from thrifty.core.tensor_tracing import untraced
 from thrifty.modeling.layer_shapes import in_width
-from thrifty.modeling.module_surgery import change_first, find_stacks
+from thrifty.modeling.module_surgery import change_first, find_stacks, first_of
 from thrifty.modeling.residual_branches import ResidualBranch, find_branches, is_decoder
 
 TOKENS = 4
@@ -110,7 +110,7 @@ class _BlockTrial(NamedTuple):
                 output = self.block(*self.args, **self.kwargs)
             except CANNOT_RUN:
                 return None
-        return output[0] if isinstance(output, tuple) else output
+        return first_of(output)
 
 
 def _trials(model: nn.Module, where: str = "") -> dict[str, _BlockTrial]:

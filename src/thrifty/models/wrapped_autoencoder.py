@@ -17,7 +17,7 @@ from thrifty.core.eval_mode import eval_mode
 from thrifty.core.out_of_memory import is_out_of_memory
 from thrifty.core.randomness import preserved_draws
 from thrifty.kernels.image_patches import blank_patches
-from thrifty.modeling.module_surgery import change_first, find_stacks, is_under
+from thrifty.modeling.module_surgery import change_first, find_stacks, first_of, is_under
 from thrifty.modeling.patch_grid import find_grid
 from thrifty.modeling.stream_norms import is_norm
 from thrifty.modeling.visible_patches import prepare, visible_only, without_patches
@@ -95,7 +95,7 @@ def _later_norms(encoder: nn.Module) -> list[nn.Module]:
 @torch.compiler.disable
 def _keep(block: nn.Module, inputs: Any, output: Any) -> None:
     if (capture := CURRENT.get()) is not None:
-        capture.states = output[0] if isinstance(output, tuple) else output
+        capture.states = first_of(output)
 
 
 @torch.compiler.disable

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from thrifty.core.errors import RefusedError, class_name
 from thrifty.core.fake_branches import causal_masks_of_plain_rows
-from thrifty.modeling.module_surgery import find_stacks, wrap_forward
+from thrifty.modeling.module_surgery import change_first, find_stacks, first_of, wrap_forward
 from thrifty.simulators.cluster.gpu_op_forms import use_gpu_ops
 from thrifty.simulators.cluster.sharded_op_trace import OperationTracer
 from thrifty.simulators.cluster.workload import DividedAmount, Workload, WorkloadPart
@@ -140,7 +140,7 @@ class _BlockTracing:
         is_repeat = bool(parameters) and all(id(p) in self.counted for p in parameters)
         self.counted |= {id(p) for p in parameters}
         self.blocks.append(replace(part, parameters=DividedAmount()) if is_repeat else part)
-        return (hidden, *result[1:]) if isinstance(result, tuple) else hidden
+        return change_first(result, lambda first: hidden)
 
     def _trace_block(
         self, inner: Callable[..., Any], block: nn.Module, args: tuple, kwargs: dict
@@ -152,7 +152,7 @@ class _BlockTracing:
         trace.add_inputs([value for value in tree_leaves((args, kwargs)) if isinstance(value, Tensor)])
         trace.section = f"{name} forward"
         result = inner(*args, **kwargs)
-        out = result[0] if isinstance(result, tuple) else result
+        out = first_of(result)
         inputs = [value for value in tree_leaves((args, kwargs, tuple(block.parameters()))) if _requires_grad(value)]
         self._backward(f"{name} backward", out, inputs, torch.empty_like(out))
         trace.section = around

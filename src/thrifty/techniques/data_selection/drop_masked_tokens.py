@@ -33,7 +33,7 @@ from thrifty.core.setting_bounds import Positive
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
 from thrifty.kernels.token_gather import gather_tokens, scatter_tokens
-from thrifty.modeling.module_surgery import wrap_forward
+from thrifty.modeling.module_surgery import first_of, wrap_forward
 from thrifty.modeling.parameter_kinds import is_matrix
 from thrifty.modeling.visible_tokens import Rest, prepare, visible_tokens_only
 
@@ -147,8 +147,7 @@ def read_around_masks(
 def decode(blocks: nn.ModuleList, states: Tensor, rest: Rest) -> Tensor:
     """Return the states (b, t, d) after the decoder's blocks. `rest` are the arguments of a block after its input."""
     for block in blocks:
-        output = block(states, *rest[0], **rest[1])
-        states = output[0] if isinstance(output, tuple) else output
+        states = first_of(block(states, *rest[0], **rest[1]))
     return states
 
 

@@ -94,7 +94,7 @@ def _form_of(block: nn.Module, output: Any, args: tuple[Any, ...], kwargs: dict[
         return None
     form: list[int | str | None] = []
     named = [*enumerate(args), *kwargs.items()]
-    for each in output[1:] if isinstance(output, tuple) and output else (block,):
+    for each in output[1:] if isinstance(output, tuple | list) and output else (block,):
         places = [key for key, value in named if value is each]
         if each is not None and not places:
             raise RefusedError(
