@@ -8,11 +8,13 @@ import transformers
 
 import thrifty
 
+STATES = {"mamba_n_heads": 8, "mamba_d_head": 8, "mamba_n_groups": 1, "mamba_d_state": 8, "mamba_chunk_size": 4}
 SIZES: dict[str, dict[str, Any]] = {
     "Llama": {},
     "Bloom": {},
     "GPTNeoX": {},
     "Mamba2": {"num_heads": 8, "head_dim": 8, "n_groups": 1, "state_size": 8, "chunk_size": 4},
+    "Bamba": {"attn_layer_indices": [1], "num_key_value_heads": 2, "intermediate_size": 48, **STATES},
 }
 
 

@@ -79,11 +79,11 @@ def without_caches(arguments: A, module: nn.Module | None) -> A:
     def is_unread(value: Any) -> bool:
         if type(value).__module__ != "transformers.cache_utils":
             return False
-        layer = next(iter(getattr(value, "layers", [])[place:]), None)
-        states = getattr(layer, "has_previous_state", None)  # of linear attention and state-space layers
-        if states is None:
+        if not hasattr(value, "layers"):
             return value.get_seq_length(place) == 0
+        layer = next(iter(value.layers[place:]), None)
+        states = getattr(layer, "has_previous_state", {})  # of linear attention and state spaces
         has_keys = hasattr(layer, "get_seq_length") and layer.get_seq_length()
-        return not any(states.values() if isinstance(states, dict) else [states]) and not has_keys
+        return not has_keys and not any(states.values() if isinstance(states, dict) else [states])
 
     return tree_map_only(is_unread, lambda cache: None, arguments, is_leaf=is_unread)

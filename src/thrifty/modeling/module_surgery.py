@@ -6,8 +6,10 @@ module's forward in place. So a weight has the same name in every checkpoint, wi
 
 import re
 import weakref
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from inspect import signature
 from types import MethodType
 from typing import Any, TypeGuard
 
@@ -78,7 +80,8 @@ def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
 def find_stacks(model: nn.Module) -> dict[str, nn.ModuleList]:
     """Return every outermost list of equal blocks, by name, in order of definition.
 
-    A decoder has one stack, an encoder-decoder has two, and a pyramid has one per stage. Lists inside a block and lists
+    A decoder has one stack, an encoder-decoder has two, and a pyramid has one per stage. The blocks of a hybrid have
+    different kinds, such as attention and state spaces, but one residual stream. Lists inside a block and lists
     of single layers are no stacks. Blocks of other pipeline stages are left out. In a model without ModuleLists of
     blocks, an `nn.Sequential` of several equal blocks is a stack. Raise RefusedError if the model has no stack.
     """
@@ -112,15 +115,36 @@ def _is_list_of_equals(module: nn.Module, kind: type[nn.Module] = nn.ModuleList)
     if not isinstance(module, kind) or (kind is nn.Sequential and len(module) == 1):  # type: ignore[arg-type]
         return False  # a sequence of one is a wrapper of a model, not a list of blocks
     children = present(module)
-    return len({type(child) for child in children}) == 1 and len({*map(_widths, children)}) == 1
+    have_equal_widths = len({frozenset(_norm_widths(child)) for child in children}) == 1
+    return (have_equal_widths and len({*map(type, children)}) == 1) or _are_mixed(children)
 
 
-def _widths(block: nn.Module) -> frozenset[int]:
-    """Return the widths of the norms of a block. Stages of a pyramid, such as Swin, have different widths, so they are
-    not equal blocks, but contain lists of equal blocks."""
+def _are_mixed(blocks: Sequence[nn.Module]) -> bool:
+    """Return True if blocks of different kinds continue one residual stream, such as the attention and state-space
+    blocks of a hybrid. Stages of a pyramid, such as Swin's, and towers are not blocks, but contain lists of blocks."""
+    if not all(_is_block(block) and not _contains_blocks(block) for block in blocks):
+        return False
+    calls = {tuple(signature(type(block).forward).parameters) for block in blocks}
+    bases = set.intersection(*({*type(block).__mro__} - {*nn.Module.__mro__} for block in blocks)) if blocks else set()
+    streams = [_norm_widths(block) for block in blocks]
+    usual = [{width for width, count in each.items() if count == max(each.values())} for each in streams]
+    return bool(usual and set.intersection(*usual) and (bases or len(calls) == 1))
+
+
+def _is_block(module: nn.Module) -> bool:
+    return len(_matrix_layers(module)) > 1 and bool(_norm_widths(module))
+
+
+def _contains_blocks(module: nn.Module) -> bool:
+    lists = (each for each in module.modules() if isinstance(each, nn.ModuleList | nn.Sequential) and len(each))
+    return any(all(map(_is_block, each)) for each in lists)
+
+
+def _norm_widths(block: nn.Module) -> Counter[int]:
+    """Return how often each width of a norm occurs in a block."""
     named = (module for module in block.modules() if "norm" in type(module).__name__.lower())
     scales = (getattr(module, "weight", None) for module in named)
-    return frozenset(scale.numel() for scale in scales if isinstance(scale, Tensor) and scale.ndim == 1)
+    return Counter(scale.numel() for scale in scales if isinstance(scale, Tensor) and scale.ndim == 1)
 
 
 def _local_blocks(blocks: nn.ModuleList) -> nn.ModuleList:

@@ -4,7 +4,8 @@ A block adds the outputs of its branches to a residual stream of one width. Bran
 names, not by a table of architectures. A branch ends in an output layer: its output width is the stream's width, and
 its name is not typical of a query, key, value, gate or inner layer. Every other layer belongs to the output layer with
 the longest common path. Among several such output layers, the next in order of definition is used. A block with a
-weight outside all branches raises RefusedError.
+weight outside all branches raises RefusedError. If only output layers matter, other weights than those of linear
+layers, such as convolutions and the decay rates of a state space, may be in the module of a branch.
 """
 
 import re
@@ -13,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 from torch.utils.hooks import RemovableHandle
 
 from thrifty.core.errors import RefusedError
@@ -57,15 +59,15 @@ class ResidualBranch:
         return self.writer.out_proj if isinstance(self.writer, nn.MultiheadAttention) else self.writer
 
 
-def find_branches(model: nn.Module, where: str = "") -> dict[str, Blocks]:
+def find_branches(model: nn.Module, where: str = "", ends_only: bool = False) -> dict[str, Blocks]:
     """Return the branches of each block of each stack. `where` is a pattern of output layer names inside a block; by
     default output layers are detected. Raise RefusedError for a model without blocks, or for a weight of a block
-    outside all branches."""
+    outside all branches. With `ends_only`, the inner layers of a branch need not include all of its weights."""
     branches: dict[str, Blocks] = {}
     for stack, blocks in find_stacks(model).items():
         refuse_repeated(stack, blocks)
         prefix = f"{stack}." if stack else ""
-        branches[stack] = [_branches(f"{prefix}{index}", block, where) for index, block in enumerate(blocks)]
+        branches[stack] = [_branches(f"{prefix}{index}", block, where, ends_only) for index, block in enumerate(blocks)]
         kinds = " + ".join(branch.kind for branch in branches[stack][0])
         add_note(f"{len(blocks)} blocks of {kinds} in {stack or 'the model'}")
     return branches
@@ -88,7 +90,7 @@ def is_decoder(blocks: Blocks) -> bool:
     return any(branch.kind == "cross-attention" for branch in blocks[0])
 
 
-def _branches(name: str, block: nn.Module, where: str) -> list[ResidualBranch]:
+def _branches(name: str, block: nn.Module, where: str, ends_only: bool) -> list[ResidualBranch]:
     layers = weight_layers(block)
     parts = {path: part_of_layer(path, each, _owner(block, path)) for path, each in layers.items()}
     ends = _ends(layers, parts, where)
@@ -107,7 +109,7 @@ def _branches(name: str, block: nn.Module, where: str) -> list[ResidualBranch]:
         kind: Kind = "attention" if of_attention else "mlp"
         kind = "cross-attention" if of_attention and is_second and _CROSS.search(end.lower()) else kind
         branches.append(ResidualBranch(layers[end], f"{name}.{end}", full, owner, kind))
-    _refuse_leftovers(name, block, branches)
+    _refuse_leftovers(name, block, branches, ends_only)
     return branches
 
 
@@ -151,7 +153,7 @@ def _owner(block: nn.Module, path: str) -> nn.Module:
     return block.get_submodule(path.rpartition(".")[0])
 
 
-def _refuse_leftovers(name: str, block: nn.Module, branches: list[ResidualBranch]) -> None:
+def _refuse_leftovers(name: str, block: nn.Module, branches: list[ResidualBranch], ends_only: bool) -> None:
     ends: dict[str, str] = {}
     for branch in branches:
         if not branch.inner:
@@ -173,11 +175,23 @@ def _refuse_leftovers(name: str, block: nn.Module, branches: list[ResidualBranch
     layers = [layer for branch in branches for layer in (*branch.inner.values(), branch.writer)]
     placed = {id(parameter) for layer in layers for parameter in layer.parameters()}
     placed |= {id(module.weight) for module in block.modules() if isinstance(module, nn.Embedding)}
+    if ends_only:
+        places = [branch.name.removeprefix(f"{name}.") for branch in branches]
+        placed |= {
+            id(parameter)
+            for path, parameter in block.named_parameters()
+            if any(_shared(path, place) for place in places) and not _is_of_experts(block, path)
+        }
     for path, parameter in block.named_parameters():
         if id(parameter) not in placed and is_matrix(path, parameter) and not _NO_WEIGHT.search(path.lower()):
             raise RefusedError(f"{name}.{path} belongs to no residual branch", fix=_NAME_THE_ENDS)
     if not branches:
         raise RefusedError(f"{name} has no layer that writes into a residual stream", fix=_NAME_THE_ENDS)
+
+
+def _is_of_experts(block: nn.Module, path: str) -> bool:
+    """Return True for a parameter that may contain matrices, one for each expert."""
+    return block.get_parameter(path).ndim > 2 and not isinstance(_owner(block, path), _ConvNd)
 
 
 def biases(layer: nn.Module) -> list[nn.Parameter]:

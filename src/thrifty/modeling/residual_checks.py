@@ -30,11 +30,11 @@ def refuse_normed_sums(model: nn.Module, why: str) -> None:
     """Raise RefusedError if a block changes the residual stream although its branches return zero. `why` is the
     consequence for the user.
 
-    The first block of each stack is run on random hidden states. If the block requires more inputs (for example
-    positions), it is run on its inputs in a forward pass of the model. A note names a block that cannot be run. Fake
-    tensors are not compared.
+    The first block of each kind in a stack is run on random hidden states. If the block requires more inputs (for
+    example positions), it is run on its inputs in a forward pass of the model. A note names a block that cannot be run.
+    Fake tensors are not compared.
     """
-    for stack, trial in _trials(model).items():
+    for stack, trial in _trials(model):
         stays = trial.keeps_the_stream()
         if stays is None:
             add_note(f"blocks of {stack or 'the model'} could not be run alone; they are assumed to be pre-norm")
@@ -48,7 +48,7 @@ def refuse_normed_sums(model: nn.Module, why: str) -> None:
 def refuse_normed_branches(model: nn.Module, why: str) -> None:
     """Raise RefusedError if the stream does not change in proportion to a branch's output, as with a norm after the
     branch. `why` is the consequence for the user. Blocks are run as in `refuse_normed_sums`."""
-    for trial in _trials(model).values():
+    for _, trial in _trials(model):
         for branch in trial.branches:
             if trial.adds_in_proportion(branch) is False:
                 raise _normed_branch(trial.block, branch, why)
@@ -57,7 +57,7 @@ def refuse_normed_branches(model: nn.Module, why: str) -> None:
 def refuse_undone_gains(model: nn.Module, where: str, why: str) -> None:
     """Raise RefusedError if doubling a branch's output does not change the stream, because a norm after the branch
     cancels the doubling. `where` is an argument of `find_branches`. Blocks are run as in `refuse_normed_sums`."""
-    for trial in _trials(model, where).values():
+    for _, trial in _trials(model, where):
         for branch in trial.branches:
             if trial.undoes_factors(branch):
                 raise _normed_branch(trial.block, branch, why)
@@ -113,14 +113,17 @@ class _BlockTrial(NamedTuple):
         return first_of(output)
 
 
-def _trials(model: nn.Module, where: str = "") -> dict[str, _BlockTrial]:
-    """Return a trial of each stack's first block, except blocks whose parameters have no values (fake tensors)."""
+def _trials(model: nn.Module, where: str = "") -> list[tuple[str, _BlockTrial]]:
+    """Return each stack's name with a trial of its first block of each kind, except blocks whose parameters have no
+    values (fake tensors)."""
     stacks, trials = find_stacks(model), {}
-    for stack, branches in find_branches(model, where).items():
-        block = stacks[stack][0]
-        if not any(is_fake(parameter) for parameter in block.parameters()):
-            trials[stack] = _trial(model, block, branches[0], is_decoder(branches))
-    return trials
+    for stack, blocks in find_branches(model, where, ends_only=True).items():
+        for block, branches in zip(stacks[stack], blocks, strict=True):
+            paths = (name for branch in branches for name in (branch.name, *branch.inner))
+            kind = (stack, type(block), *(path.removeprefix(f"{stack}.").partition(".")[2] for path in paths))
+            if kind not in trials and not any(is_fake(parameter) for parameter in block.parameters()):
+                trials[kind] = stack, _trial(model, block, branches, is_decoder(blocks))
+    return [*trials.values()]
 
 
 def _trial(model: nn.Module, block: nn.Module, branches: list[ResidualBranch], is_decoder: bool) -> _BlockTrial:

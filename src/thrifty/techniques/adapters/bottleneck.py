@@ -91,9 +91,8 @@ class BottleneckAdapter(AdapterTechnique):
     """Seed of the initial values, combined with each layer's name."""
 
     def model(self, model: nn.Module) -> nn.Module:
-        branches = (
-            branch for blocks in find_branches(model, self.where).values() for block in blocks for branch in block
-        )
+        stacks = find_branches(model, self.where, ends_only=True)
+        branches = [branch for blocks in stacks.values() for block in blocks for branch in block]
         chosen = [branch for branch in branches if self.placement == "both" or branch.kind == "mlp"]
         if not chosen:
             raise RefusedError("no feed-forward branch was found", fix=f"--set techniques.{self.name}.placement=both")

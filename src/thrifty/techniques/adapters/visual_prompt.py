@@ -135,7 +135,7 @@ class VisualPrompt(AdapterTechnique):
                 fix="use a model with one stack, such as a ViT",
             )
         ((name, blocks),) = stacks.items()
-        first = next(iter(find_branches(model)[name][0][0].inner.values()))
+        first = next(iter(find_branches(model, ends_only=True)[name][0][0].inner.values()))
         bound = initial_bound(self.patch or patch_size(model), in_width(first))
         prompts: dict[int, Tensor] = {}
         for index in range(len(blocks) if self.deep else 1):

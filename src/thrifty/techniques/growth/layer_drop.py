@@ -146,7 +146,7 @@ class LayerDrop(Technique):
     def model(self, model: nn.Module) -> nn.Module:
         refuse_normed_sums(model, "a dropped block would also lose this norm")
         refuse_normed_branches(model, "the norm undoes the factor of kept branches")
-        for blocks in find_branches(model).values():
+        for blocks in find_branches(model, ends_only=True).values():
             for branch in (branch for block in blocks for branch in block):
                 add_factor(branch.writer, next(branch.writer.parameters()))
         add_note(f"{len(add_gates(model, self.name))} blocks can be dropped")

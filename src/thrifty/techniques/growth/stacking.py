@@ -33,7 +33,7 @@ from thrifty.techniques.growth._depth_growth import DepthMapping, Order, cut_sta
 def written_by(model: nn.Module) -> set[str]:
     """Return the names, inside a block, of the parameters of the output layers of residual branches."""
     paths: set[str] = set()
-    for stack, blocks in find_branches(model).items():
+    for stack, blocks in find_branches(model, ends_only=True).items():
         for branch in blocks[0]:
             last = branch.name if branch.last is branch.writer else f"{branch.name}.out_proj"
             path = last.removeprefix(f"{stack}.").partition(".")[2]

@@ -66,7 +66,7 @@ class LayerScale(Technique):
 
     def model(self, model: nn.Module) -> nn.Module:
         refuse_undone_gains(model, self.where, "it would undo every gain before it")
-        stacks = find_branches(model, self.where)
+        stacks = find_branches(model, self.where, ends_only=True)
         for stack, depth in depths(model, stacks).items():
             blocks, start = stacks[stack], self.initial_value or initial_gain(depth)
             for branch in (branch for branches in blocks for branch in branches):

@@ -56,7 +56,7 @@ class ReZero(NormFreeTechnique):
 
     def model(self, model: nn.Module) -> nn.Module:
         count = 0
-        for blocks in find_branches(model, self.where).values():
+        for blocks in find_branches(model, self.where, ends_only=True).values():
             for branches in blocks:
                 for branch, alpha in zip(branches, alphas(branches, self.shared), strict=True):
                     add_gain(branch.writer, alpha)

@@ -56,7 +56,7 @@ class SkipInit(NormFreeTechnique):
 
     def model(self, model: nn.Module) -> nn.Module:
         count = 0
-        stacks = find_branches(model, self.where)
+        stacks = find_branches(model, self.where, ends_only=True)
         for stack, depth in depths(model, stacks).items():
             if self.initial_value > largest_start(depth):
                 raise RefusedError(
