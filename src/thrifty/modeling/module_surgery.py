@@ -9,7 +9,7 @@ import weakref
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from inspect import signature
+from inspect import getmro, signature
 from types import MethodType
 from typing import Any, TypeGuard
 
@@ -125,7 +125,7 @@ def _are_mixed(blocks: Sequence[nn.Module]) -> bool:
     if not all(_is_block(block) and not _contains_blocks(block) for block in blocks):
         return False
     calls = {tuple(signature(type(block).forward).parameters) for block in blocks}
-    bases = set.intersection(*({*type(block).__mro__} - {*nn.Module.__mro__} for block in blocks)) if blocks else set()
+    bases = set.intersection(*({*getmro(type(block))} - {*getmro(nn.Module)} for block in blocks)) if blocks else set()
     streams = [_norm_widths(block) for block in blocks]
     usual = [{width for width, count in each.items() if count == max(each.values())} for each in streams]
     return bool(usual and set.intersection(*usual) and (bases or len(calls) == 1))

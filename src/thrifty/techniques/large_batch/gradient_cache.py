@@ -5,9 +5,9 @@ Paper       Gao et al. 2021, GradCache: Scaling Deep Contrastive Learning Batch 
 Promise     The gradient of the whole batch, with the activation memory of one micro-batch. The batch may span several
             ranks.
 Use         run = thrifty.train(recipe="flip-emoji", data="captions", techniques=["gradient_cache"], budget="20 epochs")
-Start with  `gradient_cache:micro_batches=4`. Double `micro_batches` until the step fits in memory. The loss of your own
-            model is a `thrifty.EmbeddingLoss`.
-Cost        A second forward pass, which adds a third to the computation.
+Start with  `gradient_cache:micro_batches=4`. Double `micro_batches` until the step fits in memory.
+Cost        A second forward pass, which adds a third to the computation. The loss of your own model must be a
+            `thrifty.EmbeddingLoss`.
 Avoid       A batch that fits in memory as a whole. Losses that do not compare examples: use
             large_batch.gradient_accumulation.
 Does not    Change the result beyond rounding from a changed summation order; the second forward pass repeats the random
