@@ -190,7 +190,7 @@ def _refuse_leftovers(name: str, block: nn.Module, branches: list[ResidualBranch
 
 def _is_of_experts(block: nn.Module, path: str) -> bool:
     """Return True for a parameter that may contain matrices, one for each expert."""
-    return block.get_parameter(path).ndim > 2 and not isinstance(_owner(block, path), nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    return block.get_parameter(path).ndim > 2 and not isinstance(_owner(block, path), nn.Conv1d | nn.Conv2d)
 
 
 def biases(layer: nn.Module) -> list[nn.Parameter]:
