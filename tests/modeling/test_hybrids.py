@@ -9,10 +9,13 @@ from torch import Tensor, nn
 
 from thrifty.core.errors import RefusedError
 from thrifty.core.run_notes import collect_notes
+from thrifty.modeling.adapter_base import head_names
+from thrifty.modeling.embeddings import output_layers
 from thrifty.modeling.module_surgery import find_stacks
 from thrifty.modeling.residual_branches import find_branches
 from thrifty.modeling.residual_checks import refuse_normed_sums
 from thrifty.modeling.stream_norms import is_bypassed
+from thrifty.techniques.growth._depth_growth import cut_stacks
 from thrifty.techniques.growth.layer_drop import LayerDrop
 from thrifty.techniques.initializations.layer_scale import LayerScale
 from thrifty.techniques.initializations.rezero import ReZero
@@ -27,8 +30,6 @@ SIZES: dict[str, dict[str, Any]] = {
     "FalconH1": {"mamba_d_ssm": 64, "head_dim": 8, "mamba_expand": 2, **STATES},
     "Jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 1, "use_mamba_kernels": False},
     "Lfm2": {"layer_types": ["conv", "full_attention"] * 2, "block_ff_dim": 48},
-    "Zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "mamba_d_state": 8, "mamba_headdim": 8,
-               "n_mamba_heads": 8, "mamba_ngroups": 1, "chunk_size": 4, "use_mamba_kernels": False},
 }  # fmt: skip
 
 
@@ -64,7 +65,7 @@ def test_norms_with_a_gate_stay() -> None:
     with collect_notes() as notes:
         ReZero().model(model)
     kept = {type(norm).__name__ for norm in model.modules() if "Norm" in type(norm).__name__ and not is_bypassed(norm)}
-    assert kept == {"BambaRMSNormGated"} and any("it also reads gate" in note for note in notes)
+    assert kept == {"BambaRMSNormGated"} and any("it also multiplies by a gate" in note for note in notes)
 
 
 @pytest.mark.parametrize("technique", [LayerDrop(), LayerScale()])
@@ -114,8 +115,40 @@ def test_each_kind_of_block_is_tried() -> None:
 
 
 def test_stages_with_lists_of_blocks_are_no_blocks() -> None:
-    lists = [nn.Sequential(Block(False, width), Block(False, width)) for width in (8, 16)]
-    assert {*find_stacks(Stages(*lists))} == {"stages.0", "stages.1"}
+    class Stage(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([Block(False), Block(False)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.blocks[1](self.blocks[0](x))
+
+    class Wide(Stage):
+        def __init__(self) -> None:
+            super().__init__()
+            self.last, self.norm = nn.Linear(8, 8), nn.LayerNorm(16)
+
+    assert {*find_stacks(Stages(Stage(), Wide()))} == {"stages.0.blocks", "stages.1.blocks"}
+
+
+class Classifier(Block):
+    def __init__(self) -> None:
+        super().__init__(False)
+        self.down = nn.Linear(16, 3)
+
+
+def test_a_classifier_after_the_blocks_is_a_head() -> None:
+    model = nn.Sequential(Block(False), Block(False), Classifier())
+    assert [*output_layers(model)] == ["2.down"]
+    in_series = nn.Sequential(nn.ModuleDict({"blocks": nn.ModuleList([Block(False)] * 2)}))
+    in_series.add_module("reduce", nn.Linear(8, 2))
+    in_series.add_module("head", nn.Linear(10, 3))
+    assert {*head_names(in_series)} == {"head.weight", "head.bias"}
+
+
+def test_unequal_blocks_are_not_copied() -> None:
+    with pytest.raises(RefusedError, match="have different parameters"):
+        cut_stacks(hybrid("Bamba"), lambda blocks: blocks // 2)
 
 
 def _branches(model: nn.Module) -> list[Any]:

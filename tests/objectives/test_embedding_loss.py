@@ -13,7 +13,7 @@ import thrifty
 from thrifty.core.backward import plain_backward
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.objectives.embedding_loss import EmbeddingLoss, objective_of
-from thrifty.objectives.user_loss import UserLoss
+from thrifty.objectives.user_loss import UserLoss, explain_parts
 from thrifty.techniques.large_batch.gradient_cache import cached
 
 
@@ -84,7 +84,7 @@ def rows(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
 
 @pytest.mark.parametrize(("loss", "differs"), [(mean_of_batch, True), (padded, True), (plain, False), (rows, False)])
 def test_means_that_parts_change_are_explained(loss: Any, differs: bool) -> None:
-    text = UserLoss(loss, assembled).explain_parts(two_towers(), pairs(8))
+    text = explain_parts(UserLoss(loss, assembled), two_towers(), pairs(8))
     assert ("not the mean of the losses of their halves" in text) == differs == bool(text)
 
 
@@ -112,3 +112,18 @@ def test_training_in_parts_names_a_loss_of_whole_batches(tmp_path: Path, capsys:
     assert "not the mean" not in trained(LOSSES["mean"], "gradient_cache")
     with pytest.raises(RefusedError, match="gradient_accumulation"):
         trained(LOSSES["mean"], "gradient_accumulation")
+
+
+def test_the_notice_calls_the_loss_as_a_step_does(tmp_path: Path) -> None:
+    techniques = ["gradient_accumulation", "bfloat16_weights", "sgd"]
+    run = thrifty.train(lambda: two_towers().float(), Pairs(), held_out=Pairs(), loss=plain, techniques=techniques,
+                        budget="2 steps", batch=8, runs=tmp_path, quiet=True)  # fmt: skip
+    assert run.summary["steps"] == 2
+
+
+def drawn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    return (model.first(batch["x"]) + torch.randn(1, dtype=torch.float64)).square().mean()  # type: ignore[operator]
+
+
+def test_random_losses_are_not_explained() -> None:
+    assert not explain_parts(UserLoss(drawn, assembled), two_towers(), pairs(8))

@@ -11,7 +11,7 @@ from thrifty.core.run_notes import add_note
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
 from thrifty.core.technique import Numerics, Technique
-from thrifty.modeling.embeddings import is_tied, output_layers, token_tables
+from thrifty.modeling.embeddings import find_heads, is_tied, token_tables
 from thrifty.modeling.stream_norms import is_norm
 
 TRAINED_NAMES: ModuleNote[frozenset[str]] = ModuleNote("trained_names")
@@ -51,8 +51,8 @@ def norm_names(model: nn.Module) -> set[str]:
 
 
 def head_names(model: nn.Module) -> set[str]:
-    """Return the names of the parameters of all output layers that are not tied to the embedding."""
-    heads, tables = output_layers(model), token_tables(model)
+    """Return the names of the parameters of all heads (`find_heads`) that are not tied to the embedding."""
+    heads, tables = find_heads(model), token_tables(model)
     if not heads:
         add_note("no head was found; none is trained")
     tied = [name for name, head in heads.items() if is_tied(head, tables)]

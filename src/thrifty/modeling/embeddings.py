@@ -174,6 +174,18 @@ def find_head(model: nn.Module) -> tuple[str, nn.Module] | None:
     return next(reversed(output_layers(model).items()), None)
 
 
+def find_heads(model: nn.Module) -> dict[str, nn.Module]:
+    """Return the last output layer and those beside it, by name: the heads of a model of `transformers`, or layers in
+    one `nn.ModuleList` or `nn.ModuleDict`. Other output layers may be read by the last."""
+    layers = output_layers(model)
+    last = next(reversed(layers), "")
+    holder = last.rpartition(".")[0]
+    is_set = isinstance(model.get_submodule(holder), nn.ModuleList | nn.ModuleDict)
+    if _has_base(model) or _has_base(getattr(model, "lm", nn.Identity())):
+        return layers
+    return {name: layer for name, layer in layers.items() if name == last or (is_set and is_under(name, holder))}
+
+
 def is_tied(head: nn.Module, tables: Mapping[str, nn.Embedding]) -> bool:
     """Return True if an output head's weight is also the weight of a token embedding."""
     return any(head.weight is table.weight for table in tables.values())

@@ -19,6 +19,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from thrifty.core.errors import RefusedError, class_name
 from thrifty.core.run_notes import add_note
+from thrifty.modeling.layer_shapes import in_width, out_width
 from thrifty.modeling.stage_placeholders import present
 
 
@@ -65,8 +66,8 @@ def select(
 
 
 def find_blocks(model: nn.Module) -> tuple[str, nn.ModuleList]:
-    """Return the name and list of the repeated residual blocks: the longest ModuleList whose members have one class.
-    Blocks of other pipeline stages are left out. Raise RefusedError if the model has no list of equal blocks."""
+    """Return the name and list of the repeated residual blocks: the longest ModuleList of blocks. Blocks of other
+    pipeline stages are left out. Raise RefusedError if the model has no list of blocks."""
     lists = {name: _local_blocks(module) for name, module in model.named_modules() if _is_list_of_equals(module)}
     if not lists:
         raise RefusedError(
@@ -128,7 +129,17 @@ def _are_mixed(blocks: Sequence[nn.Module]) -> bool:
     bases = set.intersection(*({*getmro(type(block))} - {*getmro(nn.Module)} for block in blocks)) if blocks else set()
     streams = [_norm_widths(block) for block in blocks]
     usual = [{width for width, count in each.items() if count == max(each.values())} for each in streams]
-    return bool(usual and set.intersection(*usual) and (bases or len(calls) == 1))
+    widths = set.intersection(*usual) if usual else set()
+    return any(all(_returns_width(block, width) for block in blocks) for width in widths) and bool(
+        bases or len(calls) == 1
+    )
+
+
+def _returns_width(block: nn.Module, width: int) -> bool:
+    """Return True if a block's last layer has outputs of this width, and a layer has inputs of it. A classifier or a
+    layer between the stages of a pyramid has other outputs."""
+    layers = [*weight_layers(block).values()]
+    return bool(layers) and out_width(layers[-1]) == width and width in map(in_width, layers)
 
 
 def _is_block(module: nn.Module) -> bool:

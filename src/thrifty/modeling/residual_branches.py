@@ -179,13 +179,20 @@ def _refuse_leftovers(name: str, block: nn.Module, branches: list[ResidualBranch
         placed |= {
             id(parameter)
             for path, parameter in block.named_parameters()
-            if any(_shared(path, place) for place in places) and not _is_of_experts(block, path)
+            if any(_is_inside(block, path, place) for place in places) and not _is_of_experts(block, path)
         }
     for path, parameter in block.named_parameters():
         if id(parameter) not in placed and is_matrix(path, parameter) and not _NO_WEIGHT.search(path.lower()):
             raise RefusedError(f"{name}.{path} belongs to no residual branch", fix=_NAME_THE_ENDS)
     if not branches:
         raise RefusedError(f"{name} has no layer that writes into a residual stream", fix=_NAME_THE_ENDS)
+
+
+def _is_inside(block: nn.Module, path: str, end: str) -> bool:
+    """Return True if a parameter and an output layer are in one module inside the block that is no container."""
+    words = path.split(".")[: _shared(path, end)]
+    owners = (block.get_submodule(".".join(words[: count + 1])) for count in range(len(words)))
+    return any(not isinstance(owner, nn.ModuleList | nn.ModuleDict | nn.Sequential) for owner in owners)
 
 
 def _is_of_experts(block: nn.Module, path: str) -> bool:

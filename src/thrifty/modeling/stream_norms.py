@@ -1,7 +1,7 @@
 """Norms on the residual stream of any model, and a bypass that keeps parameter names."""
 
 import re
-from inspect import Parameter, signature
+from inspect import signature
 from typing import Any
 
 from torch import Tensor, nn
@@ -16,7 +16,6 @@ from thrifty.modeling.module_surgery import ModuleSelection, find_stacks, is_und
 
 _OF_HEADS = re.compile(r"(q|k|qk|query|key|q_a|kv_a)_?(layer_?)?norm")
 _OF_OUTPUT = re.compile(r"vocab|head|cls|predict|pool|classif")
-_VARIADIC = (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
 
 
 def is_norm(module: nn.Module) -> bool:
@@ -28,16 +27,15 @@ def is_norm(module: nn.Module) -> bool:
 
 def stream_norms(model: nn.Module) -> ModuleSelection:
     """Return the norms on the residual stream: in blocks, after the embedding and after the last block. Norms of
-    queries, keys and the output head, and norms with further inputs, are listed as skipped, with reasons."""
+    queries, keys and the output head, and norms with a gate, are listed as skipped, with reasons."""
     stacks, norms = list(find_stacks(model)), {n: module for n, module in model.named_modules() if is_norm(module)}
     skipped = {name: reason for name in norms if (reason := _why_it_stays(name, norms[name], stacks))}
     return ModuleSelection({name: norm for name, norm in norms.items() if name not in skipped}, skipped)
 
 
 def _why_it_stays(name: str, norm: nn.Module, stacks: list[str]) -> str:
-    inputs = [each for each in signature(type(norm).forward).parameters.values() if each.kind not in _VARIADIC]
-    if len(inputs) > 2:  # the module itself and the states
-        return f"it also reads {inputs[2].name}"
+    if "gate" in signature(type(norm).forward).parameters:
+        return "it also multiplies by a gate"
     # norms may be in separate lists next to the blocks, as in XLM
     parent, _, last = re.sub(r"(\.\d+)+$", "", name.lower()).rpartition(".")
     if any(is_under(name, stack) for stack in stacks):

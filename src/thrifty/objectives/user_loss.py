@@ -1,5 +1,6 @@
 """User-defined loss: a function of the model and a batch of any form."""
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -86,21 +87,6 @@ class UserLoss(Objective):
                 fix='return the mean; or one loss per example, such as with reduction="none"',
             )
 
-    @torch.no_grad()
-    def explain_parts(self, model: nn.Module, batch: Batch) -> str:
-        """Return a sentence if the mean loss of an even number of examples is not the mean of the losses of their
-        halves; "" otherwise, and for a loss that is no mean."""
-        whole = _per_example(self._called(self.loss, model, batch, "the loss"), batch, "the loss")[0]
-        halves = None if whole.ndim else self._of_halves(model, batch)
-        mean = whole if halves is None else (halves[0] + halves[1]) / 2
-        if torch.allclose(whole, mean, rtol=1e-3, equal_nan=True):
-            return ""
-        return (
-            f"the loss of {len(batch)} examples, {float(whole):.4g}, is not the mean of the losses of their halves, "
-            f"{float(mean):.4g}, so results differ from the whole batch's; return one loss per example, or (losses, "
-            "weights), or for a loss that compares examples a thrifty.EmbeddingLoss"
-        )
-
     def _of_halves(self, model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor] | None:
         """Return the losses of the halves of a batch; None if the batch or the loss cannot be divided."""
         middle, parts = len(batch) // 2, []
@@ -170,6 +156,35 @@ class UserLoss(Objective):
                 fix="change a copy: part = part.clone()",
             )
         return result
+
+
+@torch.no_grad()
+def explain_parts(objective: Objective, model: nn.Module, batch: Batch) -> str:
+    """Return a sentence if the mean loss of an even number of examples (b, …) is not the mean of the losses of their
+    halves; "" otherwise, and for a loss that is no mean, that draws random values, or that requires whole batches."""
+
+    def loss_of(part: Batch) -> float:
+        prediction = objective.predict(model, part)
+        loss = float(objective.losses(prediction, part).double().mean())
+        return loss if prediction.is_mean else math.nan
+
+    middle = len(batch) // 2
+    with torch.random.fork_rng():
+        whole, again = loss_of(batch), loss_of(batch)
+        if whole != again:  # also for NaN
+            return ""
+        try:
+            mean = (loss_of(batch.rows(0, middle)) + loss_of(batch.rows(middle, len(batch)))) / 2
+        except Exception:  # a loss may need whole batches
+            return ""
+    roundings = max((torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point()), default=0.0)
+    if math.isclose(whole, mean, rel_tol=max(1e-3, 8 * roundings)):
+        return ""
+    return (
+        f"the loss of {len(batch)} examples, {whole:.4g}, is not the mean of the losses of their halves, {mean:.4g}, "
+        "so results differ from the whole batch's; return one loss per example, or (losses, weights), or for a loss "
+        "that compares examples a thrifty.EmbeddingLoss"
+    )
 
 
 def refuse_constant(values: Tensor, what: str) -> None:

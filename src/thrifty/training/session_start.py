@@ -28,7 +28,7 @@ from thrifty.core.stages import Stage
 from thrifty.core.state import StructureLogEntry, TrainState
 from thrifty.data.example_previews import selection
 from thrifty.machine.machine_info import peak_flops
-from thrifty.objectives.user_loss import UserLoss
+from thrifty.objectives.user_loss import UserLoss, explain_parts
 from thrifty.recipes.memory_savers import leaner_start
 from thrifty.recipes.recipe_toml import recipe_to_data, write_recipe
 from thrifty.training import run_ledger
@@ -117,8 +117,8 @@ def run_session(
             assert state.model is not None
             divided = explain_divided_norms(batch_norms(state.model.train()), run.techniques)
             texts = [folder.notice, *source.notices, source.unrepeatable, divided, unordered_kernels(run.device)]
-            texts.append(_divided_mean(prepared, state.model))
             notices = [*fill(state), *_lost_updates(run, state), *_partly_judged(prepared), *filter(None, texts)]
+            notices += _divided_mean(prepared, state.model)
     except OutOfMemory as error:
         if rank() == 0 and not before["summary"] and log is None:
             folder.write_text("recipe.toml", write_recipe(recipe))
@@ -261,17 +261,17 @@ def _lost_updates(run: Run, state: TrainState) -> list[str]:
     ]
 
 
-def _divided_mean(prepared: PreparedRun, model: nn.Module) -> str:
-    """Return a notice if techniques split batches whose mean loss is not the mean over its parts; "" otherwise."""
+def _divided_mean(prepared: PreparedRun, model: nn.Module) -> list[str]:
+    """Return a notice if techniques split batches whose mean loss is not the mean over its parts."""
     run, objective = prepared.run, prepared.run.plain.objective
     dividing = names_of_dividing(run.techniques)
     is_whole = not any(Claim.PIPELINE_PARALLELISM in one.claims for one in run.techniques)
     if not (dividing and is_whole and isinstance(objective, UserLoss)) or objective.joint:
-        return ""
+        return []
     batch = next(iter(prepared.data.held_out.batches(EXAMPLES_OF_A_MEAN, EXAMPLES_OF_A_MEAN))).to(run.device)
     with eval_mode(model), torch.compiler.set_stance("force_eager"):
-        difference = objective.explain_parts(model, batch) if len(batch) == EXAMPLES_OF_A_MEAN else ""
-    return f"{dividing}: {difference}" if difference else ""
+        difference = explain_parts(run.eval_objective, model, batch) if len(batch) == EXAMPLES_OF_A_MEAN else ""
+    return [f"{dividing}: {difference}"] if difference else []
 
 
 def _remedy(prepared: PreparedRun, folder: RunFolder, memory: float) -> str:

@@ -8,6 +8,7 @@ from typing import Literal
 
 from torch import nn
 
+from thrifty.core.errors import RefusedError
 from thrifty.core.state import TrainState
 from thrifty.modeling.module_surgery import find_stacks
 
@@ -30,8 +31,15 @@ def is_copied_block(block: int, old_depth: int, order: Order = "ABCABC") -> bool
 
 
 def cut_stacks(model: nn.Module, depth: Callable[[int], int]) -> None:
-    """Shorten each stack to its first `depth(number of blocks)` blocks, at least one."""
-    for blocks in find_stacks(model).values():
+    """Shorten each stack to its first `depth(number of blocks)` blocks, at least one. Raise RefusedError for blocks
+    that cannot be copies of each other; the first block may have further parameters."""
+    for stack, blocks in find_stacks(model).items():
+        shapes = [{(name, p.shape) for name, p in block.named_parameters()} for block in blocks]
+        if len({*map(frozenset, shapes[1:])}) > 1 or not all(each <= shapes[0] for each in shapes):
+            raise RefusedError(
+                f"the blocks of {stack or 'the model'} have different parameters, so none can be a copy of another",
+                fix="--with growth.layer_drop in its place; or use a model of equal blocks",
+            )
         del blocks[max(depth(len(blocks)), 1) :]
 
 

@@ -20,7 +20,7 @@ from thrifty.core.claims import Claim
 from thrifty.core.gradient_transform import GradientTransform, chain
 from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Fraction, Rate
-from thrifty.modeling.embeddings import is_tied, output_layers, size_stream, token_tables
+from thrifty.modeling.embeddings import find_heads, is_tied, size_stream, token_tables
 from thrifty.modeling.module_surgery import is_under
 from thrifty.modeling.residual_branches import (
     Blocks,
@@ -170,7 +170,7 @@ class Fixup(NormFreeTechnique):
 
 @torch.no_grad()
 def _start_heads_at_zero(model: nn.Module) -> None:
-    heads, tables = output_layers(model), token_tables(model)
+    heads, tables = find_heads(model), token_tables(model)
     if not heads:
         add_note("the model has no head that could start at 0")
     for name, head in heads.items():
