@@ -45,6 +45,24 @@ def test_ranks_compare_the_examples_of_all_ranks(name: str) -> None:
         assert found == pytest.approx(expected, rel=1e-5)
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_embeddings_without_values_have_losses(name: str) -> None:
+    with torch.device("meta"):
+        assert LOSSES[name](two_towers(), {"x": torch.empty(6, 4).double(), "y": torch.empty(6, 4).double()}).is_meta
+
+
+def test_compared_values_are_not_rounded_by_autocast() -> None:
+    seen: list[torch.dtype] = []
+
+    def compare(vectors: Tensor) -> Tensor:
+        seen.append((vectors[:, 0] @ vectors[:, 1].T).dtype)
+        return mean(vectors)
+
+    with torch.autocast("cpu", torch.bfloat16):
+        EmbeddingLoss(embeddings, compare)(two_towers().float(), {k: v.float() for k, v in pairs().fields.items()})
+    assert seen == [torch.float32]
+
+
 def test_unequal_weights_need_a_loss_of_each_example() -> None:
     uneven = pairs().weighted(torch.linspace(0.1, 1, len(pairs()), dtype=torch.float64))
     with pytest.raises(RefusedError, match="sampled with weights"):

@@ -59,7 +59,7 @@ class EmbeddingLoss:
                 )
             return contrastive_losses(*embeddings.unbind(1), group)
         everything = embeddings if group is None else all_gather_single_autograd(embeddings.contiguous(), 0, group)
-        with torch.autocast(embeddings.device.type, enabled=False):
+        with torch.autocast("cpu" if embeddings.is_meta else embeddings.device.type, enabled=False):
             values = self.compare(everything.to(torch.promote_types(everything.dtype, torch.float32)))
         if not isinstance(values, Tensor) or values.shape not in ((), (len(everything),)):
             raise UsageError(
