@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoModelForCausalLM, CodeGenConfig, FalconConfig, Phi3Config
 
 import thrifty
 from thrifty.core.errors import RefusedError
@@ -104,6 +105,22 @@ def test_shared_keys_and_separate_layers_are_found(is_fake: bool) -> None:
         grouped, separate = Fused(key_heads=2), Separate()
     assert part_of_layer("qkv", grouped.qkv, grouped) == "qkv"
     assert [part_of_layer(name, each, separate) for name, each in separate.named_children()] == ["q", "k", "v", ""]
+
+
+def test_modules_that_require_masks_and_positions_are_called() -> None:
+    sizes = {"vocab_size": 50, "pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 0, "num_hidden_layers": 1}
+    sizes |= {"hidden_size": 64, "num_attention_heads": 8}
+    grouped = {"new_decoder_architecture": True, "num_kv_heads": 2}
+    orders = (
+        (CodeGenConfig(**sizes, rotary_dim=8), "transformer.h.0.attn.qkv_proj", "other"),  # four parts of q, v, k each
+        (FalconConfig(**sizes), "transformer.h.0.self_attention.query_key_value", "qkv"),  # one key head
+        (FalconConfig(**sizes, **grouped), "transformer.h.0.self_attention.query_key_value", "other"),
+        (Phi3Config(**sizes, intermediate_size=64), "model.layers.0.self_attn.qkv_proj", "qkv"),
+    )
+    for config, name, order in orders:
+        model = AutoModelForCausalLM.from_config(config)
+        owner = model.get_submodule(name.rpartition(".")[0])
+        assert part_of_layer(name, model.get_submodule(name), owner) == order, name
 
 
 def test_the_random_numbers_of_a_run_stay_the_same() -> None:

@@ -7,13 +7,15 @@ import pytest
 import torch
 from rank_processes import on_ranks
 from torch import Tensor, nn
+from transformers import GPT2Config, GPT2LMHeadModel
 from two_towers import LOSSES, Pairs, each, embeddings, gradient_on_ranks, mean, mean_of_batch, pairs, two_towers
 
 import thrifty
 from thrifty.core.backward import plain_backward
+from thrifty.core.batches import Batch
 from thrifty.core.errors import RefusedError, UsageError
 from thrifty.objectives.embedding_loss import EmbeddingLoss, objective_of
-from thrifty.objectives.user_loss import UserLoss, explain_parts
+from thrifty.objectives.user_loss import UserLoss, explain_parts, loss_of_output
 from thrifty.techniques.large_batch.gradient_cache import cached
 
 
@@ -137,6 +139,16 @@ def test_the_notice_calls_the_loss_as_a_step_does(tmp_path: Path) -> None:
     run = thrifty.train(lambda: two_towers().float(), Pairs(), held_out=Pairs(), loss=plain, techniques=techniques,
                         budget="2 steps", batch=8, runs=tmp_path, quiet=True)  # fmt: skip
     assert run.summary["steps"] == 2
+
+
+@pytest.mark.parametrize("is_padded", [True, False])
+def test_means_over_tokens_are_named_before_training(is_padded: bool) -> None:
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 500, "bos_token_id": 0, "eos_token_id": 0, "n_embd": 64, "n_layer": 2, "n_head": 4}
+    model, tokens = GPT2LMHeadModel(GPT2Config(**sizes)).eval(), torch.randint(500, (8, 32))
+    labels = tokens.where(torch.arange(32) < torch.randint(4, 32, (8, 1)), -100) if is_padded else tokens
+    rows = Batch({"input_ids": tokens, "labels": labels}, torch.full((8,), 1 / 8))
+    assert ("not the mean" in explain_parts(UserLoss(loss_of_output, assembled), model, rows)) is is_padded
 
 
 def drawn(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:

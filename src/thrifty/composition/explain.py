@@ -25,6 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from thrifty.composition.compose import CPU, Run
 from thrifty.composition.fake_runs import on_fakes, without_log
+from thrifty.composition.foreign_parameters import OwnParametersObjective
 from thrifty.composition.micro_batches import data_shard_count, representative_micro_batches
 from thrifty.composition.step_footprint import CountedPasses
 from thrifty.composition.torch_update import TorchOptimizer
@@ -293,7 +294,8 @@ def passes_of(run: Run, batch: Batch, limit: float = inf, casts: bool = True) ->
     with one_thread():
         with StepTrace(limit=limit, casts=casts) as built:
             model = run.build_model()
-        return CountedPasses(model, run.objective, run.backward, batch, built)
+        objective = run.objective if run.techniques else OwnParametersObjective(run.objective, model)
+        return CountedPasses(model, objective, run.backward, batch, built)
 
 
 def touched_modules(run: Run) -> dict[str, list[str]]:

@@ -4,6 +4,7 @@ It shows the number and width of the heads. The gradients of the first head's qu
 output of a layer show which rows of the layer they come from. The values of the module's parameters do not matter.
 """
 
+import inspect
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
@@ -84,10 +85,22 @@ def attention_inputs(owner: nn.Module, width: int) -> tuple[Tensor, Tensor, Tens
     with with_real_tensors(), restore_module_state(owner):
         try:
             with CatchAttention(CaughtCall(core, causal=False)):
-                functional_call(owner, tensors, (torch.randn(1, TOKENS, width),))
+                functional_call(owner, tensors, (torch.randn(1, TOKENS, width),), _other_inputs(owner))
         except Exception:  # the module requires more inputs, or cannot be called without its values
             return None
     return seen[0] if len(seen) == 1 else None
+
+
+def _other_inputs(owner: nn.Module) -> dict[str, Any]:
+    """Return the inputs of an attention module after the first: the customary positions of `transformers`, which are
+    their numbers (1, t), or their cosines and sines (1, t, head width) without rotation; None for other inputs that
+    have no default."""
+    positions: dict[str, Any] = {"position_ids": torch.arange(TOKENS)[None]}
+    if isinstance(width := getattr(owner, "head_dim", None), int):
+        positions["position_embeddings"] = torch.ones(1, TOKENS, width), torch.zeros(1, TOKENS, width)
+    others = [*inspect.signature(owner.forward).parameters.values()][1:]
+    is_needed = {each.name: each.default is each.empty for each in others if each.kind is each.POSITIONAL_OR_KEYWORD}
+    return {name: positions.get(name) for name, needed in is_needed.items() if needed or name in positions}
 
 
 @contextmanager

@@ -269,8 +269,11 @@ def _divided_mean(prepared: PreparedRun, model: nn.Module) -> list[str]:
     if not (dividing and is_whole and isinstance(objective, UserLoss)) or objective.joint:
         return []
     batch = next(iter(prepared.data.held_out.batches(EXAMPLES_OF_A_MEAN, EXAMPLES_OF_A_MEAN))).to(run.device)
+    if len(batch) < EXAMPLES_OF_A_MEAN:
+        return []
+    tolerance = 2e-5 if matrix_type(prepared.recipe) == torch.float32 else 1e-3
     with eval_mode(model), torch.compiler.set_stance("force_eager"):
-        difference = explain_parts(run.eval_objective, model, batch) if len(batch) == EXAMPLES_OF_A_MEAN else ""
+        difference = explain_parts(run.eval_objective, model, batch, tolerance)
     return [f"{dividing}: {difference}"] if difference else []
 
 
