@@ -31,11 +31,12 @@ def is_matrix(name: str, parameter: Tensor) -> bool:
 
 
 def is_hidden_matrix(name: str, parameter: Tensor) -> bool:
-    """Return True for a matrix that maps activations to activations. Embeddings and output heads (by name or
-    `mark_end`), position tables and convolution kernels are excluded."""
+    """Return True for a matrix that maps activations to activations, or for a stack of such matrices (`mark_stack`).
+    Embeddings and output heads (by name or `mark_end`), position tables and convolution kernels are excluded."""
     module = name.removesuffix(".weight")
     at_an_end = any(_END.fullmatch(word) for word in module.lower().split(".")) or _LAST.fullmatch(module)
-    return parameter.ndim == 2 and is_matrix(name, parameter) and not (at_an_end or is_marked_end(parameter))
+    is_one = parameter.ndim == 2 or hasattr(parameter, "is_stack")
+    return is_one and is_matrix(name, parameter) and not (at_an_end or is_marked_end(parameter))
 
 
 def set_learning_rate_factor(parameter: Tensor, factor: float) -> None:
@@ -58,6 +59,11 @@ def is_marked_end(parameter: Tensor) -> bool:
     return getattr(parameter, "is_model_end", False)
 
 
+def mark_stack(parameter: Tensor) -> None:
+    """Mark a parameter (experts, …, …) as a stack of one matrix per expert."""
+    parameter.is_stack = True  # type: ignore[attr-defined]
+
+
 def mark_single(parameter: Tensor) -> None:
     """Mark a matrix as one layer, although its name is that of fused layers."""
     parameter.is_single_layer = True  # type: ignore[attr-defined]
@@ -75,7 +81,7 @@ def is_kept_transposed(parameter: Tensor) -> bool:
 
 def marks_of(parameter: Tensor) -> dict[str, Any]:
     """Return the marks of a parameter. A deep copy of a parameter loses its marks."""
-    marks = ("own_factor", "is_kept_transposed", "is_model_end", "is_single_layer")
+    marks = ("own_factor", "is_kept_transposed", "is_model_end", "is_single_layer", "is_stack")
     return {name: getattr(parameter, name) for name in marks if hasattr(parameter, name)}
 
 

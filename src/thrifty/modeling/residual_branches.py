@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
@@ -20,6 +21,7 @@ from thrifty.core.errors import RefusedError
 from thrifty.core.module_notes import ModuleNote
 from thrifty.core.run_notes import add_note
 from thrifty.modeling.attention_parts import part_of_layer
+from thrifty.modeling.expert_stacks import is_expert_stack, last_parameters, stack_width
 from thrifty.modeling.layer_shapes import in_width, out_width
 from thrifty.modeling.module_surgery import change_first, find_stacks, refuse_repeated, weight_layers
 from thrifty.modeling.parameter_kinds import is_matrix
@@ -34,7 +36,7 @@ _CROSS = re.compile(r"cross|encoder_?att|enc_?dec|multihead_attn")
 _NO_WEIGHT = re.compile(r"position|relative|rotary")
 _NAME_THE_ENDS = (
     'name the layers that write into the residual stream, for instance where="(out|down)$"; blocks with weights '
-    "outside linear layers, such as experts, are not supported"
+    "outside linear layers are not supported"
 )
 
 
@@ -57,11 +59,29 @@ class ResidualBranch:
         """Layer with the last weight matrix of the branch."""
         return self.writer.out_proj if isinstance(self.writer, nn.MultiheadAttention) else self.writer
 
+    @property
+    def last_parameters(self) -> dict[str, nn.Parameter]:
+        """Parameters of the last layer, by their names inside the output layer; of all experts in an expert stack."""
+        if is_expert_stack(self.writer):
+            return last_parameters(self.writer)
+        prefix = "" if self.last is self.writer else "out_proj."
+        return {f"{prefix}{name}": parameter for name, parameter in self.last.named_parameters()}
+
+    @property
+    def width(self) -> int:
+        """Number of channels of the output."""
+        return stack_width(self.writer) if is_expert_stack(self.writer) else out_width(self.last)
+
+    @property
+    def device(self) -> torch.device:
+        return next(self.writer.parameters()).device
+
 
 def find_branches(model: nn.Module, where: str = "", ends_only: bool = False) -> dict[str, Blocks]:
     """Return the branches of each block of each stack. `where` is a pattern of output layer names inside a block; by
     default output layers are detected. Raise RefusedError for a model without blocks, or for a weight of a block
-    outside all branches. With `ends_only`, the inner layers of a branch need not include all of its weights."""
+    outside all branches. With `ends_only`, the inner layers of a branch need not include all of its weights, and the
+    output layer may be an expert stack."""
     branches: dict[str, Blocks] = {}
     for stack, blocks in find_stacks(model).items():
         refuse_repeated(stack, blocks)
@@ -90,7 +110,7 @@ def is_decoder(blocks: Blocks) -> bool:
 
 
 def _branches(name: str, block: nn.Module, where: str, ends_only: bool) -> list[ResidualBranch]:
-    layers = weight_layers(block)
+    layers = _weight_layers(block, ends_only)
     parts = {path: part_of_layer(path, each, _owner(block, path)) for path, each in layers.items()}
     ends = _ends(layers, parts, where)
     inner: dict[str, dict[str, nn.Module]] = {end: {} for end in ends}
@@ -112,6 +132,15 @@ def _branches(name: str, block: nn.Module, where: str, ends_only: bool) -> list[
     return branches
 
 
+def _weight_layers(block: nn.Module, with_stacks: bool) -> dict[str, nn.Module]:
+    """Return the weight layers of a block in order of definition, with its expert stacks if `with_stacks`."""
+    layers = weight_layers(block)
+    if with_stacks:
+        places = {name: module for name, module in block.named_modules() if is_expert_stack(module) or name in layers}
+        return {name: layers.get(name, module) for name, module in places.items()}
+    return layers
+
+
 def _end_of(path: str, ends: Sequence[str], later: Sequence[str]) -> str | None:
     """Return the name of the output layer of the branch that contains the layer `path`. Candidates are the output
     layers `ends` that share most modules with the layer. The first candidate in `later` is returned. Without one,
@@ -124,13 +153,15 @@ def _end_of(path: str, ends: Sequence[str], later: Sequence[str]) -> str | None:
 def _ends(layers: Mapping[str, nn.Module], parts: Mapping[str, str], where: str) -> list[str]:
     """Return the names of the output layers of a block's branches, in order of definition. A layer with an unknown name
     is an output layer if it has the stream's width and is not directly after another output layer."""
-    width = next((in_width(layer) for layer in layers.values()), 0)
+    width = next((in_width(layer) for layer in layers.values() if not is_expert_stack(layer)), 0)
     ends: list[str] = []
     is_open = False
     for path, layer in layers.items():
         last = path.rpartition(".")[2]
         if where:
             is_end = re.search(where, path) is not None
+        elif is_expert_stack(layer):
+            is_end = stack_width(layer) == width
         else:
             inside = bool(parts[path]) or _INNER.fullmatch(last) is not None
             is_end = out_width(layer) == width and not inside and (is_open or _LAST.fullmatch(last) is not None)
@@ -153,9 +184,15 @@ def _owner(block: nn.Module, path: str) -> nn.Module:
 
 
 def _refuse_leftovers(name: str, block: nn.Module, branches: list[ResidualBranch], ends_only: bool) -> None:
+    stack = next((path for path, module in block.named_modules() if is_expert_stack(module)), "")
+    if stack and not ends_only:
+        raise RefusedError(
+            f"{name}.{stack} has the matrices of all experts in one parameter, which this technique does not support",
+            fix="leave out this technique; or use a model without experts",
+        )
     ends: dict[str, str] = {}
     for branch in branches:
-        if not branch.inner:
+        if not (branch.inner or is_expert_stack(branch.writer)):
             raise RefusedError(f"{branch.name} has no inner layers", fix=_NAME_THE_ENDS)
         is_whole = isinstance(branch.writer, nn.MultiheadAttention)
         parent = branch.name if is_whole else branch.name.rpartition(".")[0]

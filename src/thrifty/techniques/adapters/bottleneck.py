@@ -27,7 +27,6 @@ from thrifty.core.randomness import keyed_generator
 from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Positive, Rate
 from thrifty.modeling.adapter_base import AdapterTechnique, head_names, names_ending, norm_names, train_only
-from thrifty.modeling.layer_shapes import out_width
 from thrifty.modeling.module_surgery import change_first
 from thrifty.modeling.residual_branches import find_branches
 
@@ -98,7 +97,7 @@ class BottleneckAdapter(AdapterTechnique):
             raise RefusedError("no feed-forward branch was found", fix=f"--set techniques.{self.name}.placement=both")
         for branch in chosen:
             generator = keyed_generator(f"{self.seed}/{branch.name}", next(branch.writer.parameters()))
-            add_bottleneck(branch.writer, out_width(branch.last), self.width, self.std, generator)
+            add_bottleneck(branch.writer, branch.width, self.width, self.std, generator)
         add_note(f"{len(chosen)} adapters of width {self.width}")
         trained = names_ending(model, *PARTS)
         trained |= norm_names(model) if self.norms else set()

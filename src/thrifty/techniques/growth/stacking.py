@@ -35,9 +35,8 @@ def written_by(model: nn.Module) -> set[str]:
     paths: set[str] = set()
     for stack, blocks in find_branches(model, ends_only=True).items():
         for branch in blocks[0]:
-            last = branch.name if branch.last is branch.writer else f"{branch.name}.out_proj"
-            path = last.removeprefix(f"{stack}.").partition(".")[2]
-            paths |= {f"{path}.{name}" for name, _ in branch.last.named_parameters()}
+            path = branch.name.removeprefix(f"{stack}.").partition(".")[2]
+            paths |= {f"{path}.{name}" for name in branch.last_parameters}
     return paths
 
 

@@ -22,7 +22,8 @@ from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Rate
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.modeling.layer_shapes import is_transposed, out_width
+from thrifty.modeling.expert_stacks import is_expert_stack, scale_outputs
+from thrifty.modeling.layer_shapes import is_transposed
 from thrifty.modeling.residual_branches import GAIN_HOOK, add_gain, depths, find_branches
 from thrifty.modeling.residual_checks import refuse_undone_gains
 
@@ -37,9 +38,12 @@ def fold(model: nn.Module) -> nn.Module:
     """Multiply every gain into the weight and bias before the gain, and remove the gain."""
     for _, module in GAIN_HOOK.noted(model):
         last = module.out_proj if isinstance(module, nn.MultiheadAttention) else module
-        last.weight.mul_(module.gain if is_transposed(last) else module.gain[:, None])
-        if last.bias is not None:
-            last.bias.mul_(module.gain)
+        if is_expert_stack(last):
+            scale_outputs(last, module.gain)
+        else:
+            last.weight.mul_(module.gain if is_transposed(last) else module.gain[:, None])
+            if last.bias is not None:
+                last.bias.mul_(module.gain)
         GAIN_HOOK.remove(module).remove()
         del module.gain
     return model
@@ -70,8 +74,7 @@ class LayerScale(Technique):
         for stack, depth in depths(model, stacks).items():
             blocks, start = stacks[stack], self.initial_value or initial_gain(depth)
             for branch in (branch for branches in blocks for branch in branches):
-                device = branch.last.weight.device
-                add_gain(branch.writer, nn.Parameter(torch.full((out_width(branch.last),), start, device=device)))
+                add_gain(branch.writer, nn.Parameter(torch.full((branch.width,), start, device=branch.device)))
             add_note(f"{sum(map(len, blocks))} branches in {len(blocks)} blocks, gains start at {start:g}")
         return model
 

@@ -15,7 +15,7 @@ from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from thrifty.core.claims import Claim
 from thrifty.core.run_notes import add_note
@@ -28,12 +28,8 @@ from thrifty.modeling.stream_norms import NormFreeTechnique, bypass_norms
 def alphas(branches: Sequence[ResidualBranch], shared: Literal["block", "branch"]) -> list[nn.Parameter]:
     """Return the residual weight α (1,), initially 0, of each branch. All branches of a block may share one α."""
 
-    def zero(like: Tensor) -> nn.Parameter:
-        return nn.Parameter(torch.zeros(1, device=like.device))
-
-    if shared == "block":
-        return [zero(branches[0].last.weight)] * len(branches)
-    return [zero(branch.last.weight) for branch in branches]
+    zeros = [nn.Parameter(torch.zeros(1, device=branch.device)) for branch in branches]
+    return zeros[:1] * len(branches) if shared == "block" else zeros
 
 
 class ReZero(NormFreeTechnique):

@@ -64,7 +64,7 @@ class SkipInit(NormFreeTechnique):
                     fix=f"--set techniques.{self.name}.initial_value={largest_start(depth):.3g} or less",
                 )
             for branch in (branch for branches in stacks[stack] for branch in branches):
-                start = torch.full((1,), self.initial_value, device=branch.last.weight.device)
+                start = torch.full((1,), self.initial_value, device=branch.device)
                 add_gain(branch.writer, nn.Parameter(start))
                 count += 1
         add_note(f"{count} scalars start at {self.initial_value:g}")

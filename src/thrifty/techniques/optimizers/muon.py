@@ -31,6 +31,7 @@ from thrifty.core.technique import Numerics, Technique
 from thrifty.machine.cpu_features import has_fast_bfloat16
 from thrifty.modeling.attention_parts import mark_interleaved
 from thrifty.modeling.embeddings import output_layers
+from thrifty.modeling.expert_stacks import is_expert_stack, is_transposed_stack, stacked_matrices
 from thrifty.modeling.layer_shapes import is_transposed
 from thrifty.modeling.parameter_kinds import (
     FusedSlices,
@@ -38,6 +39,7 @@ from thrifty.modeling.parameter_kinds import (
     is_hidden_matrix,
     is_kept_transposed,
     mark_end,
+    mark_stack,
     set_transposed,
 )
 from thrifty.optim.parameter_partition import partition
@@ -168,7 +170,7 @@ class ScaleByOrthogonalization(GradientTransform):
 
     def _layers(self, index: int, matrix: Tensor) -> Sequence[Tensor]:
         cut = self.cuts[index]
-        return cut.of(matrix) if cut else [matrix]
+        return cut.of(matrix) if cut else matrix.view(-1, *matrix.shape[-2:]).unbind()
 
     def _orthogonalize(self, layers: Sequence[Tensor], transposed: bool) -> None:
         by_shape: dict[torch.Size, list[Tensor]] = {}
@@ -216,10 +218,11 @@ class Muon(Technique):
     """Wen et al. 2025, Fantastic Pretraining Optimizers (arXiv 2509.02046), tuned all optimizers. They found Muon and
     SOAP faster than AdamW: 1.4 times at 0.1B parameters, 1.1 times at 1.2B.
 
-    A fused matrix of queries, keys and values counts as one matrix unless `slices = true`. Sharded matrices are
-    gathered one by one, and each rank orthogonalizes all matrices. In a model, embeddings and output heads are detected
-    by structure. Without a model, they are detected by the usual names of such parameters. `thrifty.summary(optimizer)`
-    lists the parameters that Muon updates and the parameters that AdamW updates.
+    A fused matrix of queries, keys and values counts as one matrix unless `slices = true`; experts in one parameter
+    count as one matrix each. Sharded matrices are gathered one by one, and each rank orthogonalizes all matrices. In a
+    model, embeddings, output heads and experts are detected by structure. Without a model, embeddings and heads are
+    detected by the usual names of such parameters. `thrifty.summary(optimizer)` lists the parameters that Muon updates
+    and the parameters that AdamW updates.
     """
 
     stage, numerics = Stage.PRECONDITION, Numerics.DIFFERENT
@@ -250,12 +253,17 @@ class Muon(Technique):
         for layer in (*tables, *output_layers(model).values()):
             for parameter in layer.parameters():
                 mark_end(parameter)
-        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
-        hidden = [name for name, p in model.named_parameters() if p.requires_grad and is_hidden_matrix(name, p)]
         for layer in filter(is_transposed, model.modules()):
             set_transposed(layer.weight)
+        for experts in filter(is_expert_stack, model.modules()):
+            for stack in stacked_matrices(experts):
+                mark_stack(stack)
+                if is_transposed_stack(experts):
+                    set_transposed(stack)
         if self.slices:
             mark_interleaved(model)
+        names = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+        hidden = [name for name, p in model.named_parameters() if p.requires_grad and is_hidden_matrix(name, p)]
         add_note(f"{len(hidden)} hidden matrices; {len(names) - len(hidden)} other parameters by AdamW")
         return model
 
