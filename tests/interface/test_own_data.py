@@ -154,6 +154,28 @@ def test_an_error_in_a_worker_keeps_its_fix() -> None:
     assert error.value.fix
 
 
+WHOLE = TensorDataset(X, Y)
+SHARED: dict[str, tuple[Any, Any, str]] = {
+    "the same dataset": (WHOLE, DataLoader(WHOLE, 8), "40 of 40"),
+    "a subset": (WHOLE, Subset(WHOLE, range(30, 40)), "10 of 10"),
+    "overlapping subsets": (Subset(WHOLE, range(32)), Subset(WHOLE, [1, 33, 39]), "1 of 3"),
+    "disjoint subsets": (Subset(WHOLE, range(32)), Subset(WHOLE, range(32, 40)), ""),
+    "a subset of a subset": (Subset(WHOLE, range(20)), Subset(Subset(WHOLE, range(10, 30)), [0, 15]), "1 of 2"),
+    "a concatenation": (ConcatDataset([WHOLE, TensorDataset(X, Y)]), Subset(WHOLE, range(9)), "9 of 9"),
+    "a slice of a list": (ROWS, ROWS[:12], "12 of 12"),
+    "the rest of a list": (ROWS[12:], ROWS[:12], ""),
+    "other objects": (ROWS, [dict(row) for row in ROWS], ""),
+    "columns": ((X, Y), (X[:20], Y[:20]), ""),
+}
+
+
+@pytest.mark.parametrize("name", SHARED)
+def test_held_out_examples_in_the_training_data_are_named(name: str) -> None:
+    data, held_out, words = SHARED[name]
+    notices = [each for each in opened(data, held_out).train.notices if "training examples too" in each]
+    assert [each.partition(" held-out")[0] for each in notices] == ([words] if words else [])
+
+
 def test_settings_of_a_data_loader_are_kept_or_named() -> None:
     in_order = opened(DataLoader(ROWS, 16), ROWS)
     assert torch.equal(in_order.train.at(1)["x"], X[8:16])

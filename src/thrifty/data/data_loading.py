@@ -5,7 +5,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset, RandomSampler, SequentialSampler
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    SubsetRandomSampler,
+)
 
 from thrifty.core.errors import RefusedError, UsageError
 
@@ -92,7 +100,9 @@ def _of_loader(loader: DataLoader[Any]) -> DataParts:
         raise RefusedError(
             f"the DataLoader has a sampler of its own ({name}), but a run can resume only if the order of examples is "
             "a function of seed and step",
-            fix="pass the dataset without its sampler; return weights of examples as the second result of the loss",
+            fix="pass torch.utils.data.Subset(loader.dataset, loader.sampler.indices)"
+            if isinstance(sampler, SubsetRandomSampler)
+            else "pass the dataset without its sampler; return weights of examples as the second result of the loss",
         )
     notices = []
     if not is_random:

@@ -14,6 +14,7 @@ from thrifty.data.collation import Collation
 from thrifty.data.data_loading import Collate, dataset_of
 from thrifty.data.epoch_sampler import HeldOutExamples
 from thrifty.data.run_data import ExamplePreview
+from thrifty.data.shared_examples import caution_on_shared
 from thrifty.data.user_dataset import UserDataset, UserSource
 from thrifty.data.user_stream import UserStream, first_examples
 
@@ -92,6 +93,8 @@ def open_user_data(
             f"held-out batches have the form {other.collation.form}, but training batches have {collation.form}",
             fix="pass datasets whose examples have the same parts",
         )
+    if parts.is_map_style and others.is_map_style:
+        train.notices = (*train.notices, *caution_on_shared(data, held_out))
     differing = "; ".join(filter(None, [train.unrepeatable, other.unrepeated_words("held_out")]))
     train.unrepeatable = differing and f"{differing}: a resumed run is not bit-identical to an uninterrupted one"
     identities = {"data": identity, "held_out": other.fingerprint(), "structure": collation.form}
