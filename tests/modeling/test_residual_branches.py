@@ -3,7 +3,7 @@
 import pytest
 import torch
 import transformers
-from stacked_models import HEADS, HIDDEN, KINDS, VOCABULARY, WIDTH
+from stacked_models import KINDS, WIDTH
 from torch import Tensor, nn
 
 from thrifty.core.errors import RefusedError
@@ -119,15 +119,6 @@ def test_an_unknown_block_is_refused(model: nn.Module, reason: str) -> None:
     with pytest.raises(RefusedError, match=reason) as refused:
         find_branches(model)
     assert "where=" in refused.value.fix
-
-
-def test_experts_are_refused() -> None:
-    config = transformers.MixtralConfig(
-        hidden_size=WIDTH, num_hidden_layers=1, intermediate_size=HIDDEN, vocab_size=VOCABULARY,
-        num_attention_heads=HEADS, num_local_experts=2, num_key_value_heads=2,
-    )  # fmt: skip
-    with pytest.raises(RefusedError, match=r"mlp\.gate"):
-        find_branches(transformers.MixtralForCausalLM(config))
 
 
 def test_each_stage_of_a_hierarchy_has_its_branches() -> None:

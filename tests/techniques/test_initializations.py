@@ -47,14 +47,17 @@ PARTLY = {
         v_head_dim=8, first_k_dense_replace=9,
     ),
     "one key for all heads, fused": lambda: transformers.FalconConfig(**SMALL, multi_query=True),
+    "one key for two heads, fused": lambda: transformers.FalconConfig(
+        **SMALL, new_decoder_architecture=True, num_kv_heads=2
+    ),
 }  # fmt: skip
 NEEDS_NO_PARTS = ("rezero", "skip_init", "layer_scale")
-RUNS = {(kind, name) for kind in KINDS for name in ALL} | {
-    (kind, name) for kind in ("low-rank attention", "one key for all heads, fused") for name in NEEDS_NO_PARTS
+RUNS = {(kind, name) for kind in (*KINDS, "one key for all heads, fused") for name in ALL} | {
+    (kind, name) for kind in PARTLY for name in NEEDS_NO_PARTS
 }
-REFUSES = {("experts", name): "belongs to no residual branch" for name in ALL} | {
+REFUSES = {("experts", name): "matrices of all experts in one parameter" for name in ("fixup", "t_fixup")} | {
     (kind, name): "keys and values are unknown"
-    for kind in ("low-rank attention", "one key for all heads, fused")
+    for kind in ("low-rank attention", "one key for two heads, fused")
     for name in ("fixup", "t_fixup")
 }
 
@@ -251,6 +254,26 @@ def test_first_gradients_reach_only_alphas_and_ends() -> None:
     for name, parameter in model.named_parameters():
         moves = parameter.grad is not None and bool(parameter.grad.any())
         assert moves == (name.endswith("gain") or name.startswith(("embedding", "head"))), name
+
+
+class GatedBlock(nn.Module):
+    """Block with a learned gate that multiplies the stream too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.gate = nn.Linear(WIDTH, 9), nn.Linear(9, WIDTH), nn.Parameter(torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate.sigmoid()
+        return x * (1 - gate) + gate * self.down(self.up(x).relu())
+
+
+@pytest.mark.parametrize("initialized", [ReZero(), SkipInit()])
+def test_gates_of_the_stream_are_refused(initialized: Technique) -> None:
+    blocks = nn.Sequential(GatedBlock(), GatedBlock())
+    model = nn.Sequential(nn.Embedding(VOCABULARY, WIDTH), blocks, nn.Linear(WIDTH, VOCABULARY))
+    with pytest.raises(RefusedError, match="GatedBlock changes the residual stream although its branches"):
+        initialized.model(model)
 
 
 # --- SkipInit ---------------------------------------------------------------------------------------------------------

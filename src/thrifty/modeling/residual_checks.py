@@ -45,6 +45,20 @@ def refuse_normed_sums(model: nn.Module, why: str) -> None:
             )
 
 
+def refuse_other_paths(model: nn.Module, where: str) -> None:
+    """Raise RefusedError if a block without norms in its stream changes the stream although its branches return zero,
+    for example by a gate on the stream. `where` is an argument of `find_branches`. Blocks are run as in
+    `refuse_normed_sums`."""
+    for _, trial in _trials(model, where):
+        if trial.keeps_the_stream() is False:
+            raise RefusedError(
+                f"{type(trial.block).__name__} changes the residual stream although its branches "
+                f"({', '.join(branch.name for branch in trial.branches)}) return zero",
+                fix='name the output layers of all branches, such as where="(out|down)$"; or use a model whose blocks '
+                "only add branches to the stream",
+            )
+
+
 def refuse_normed_branches(model: nn.Module, why: str) -> None:
     """Raise RefusedError if the stream does not change in proportion to a branch's output, as with a norm after the
     branch. `why` is the consequence for the user. Blocks are run as in `refuse_normed_sums`."""

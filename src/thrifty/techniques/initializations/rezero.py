@@ -22,6 +22,7 @@ from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Rate
 from thrifty.modeling.embeddings import size_stream
 from thrifty.modeling.residual_branches import ResidualBranch, add_gain, find_branches
+from thrifty.modeling.residual_checks import refuse_other_paths
 from thrifty.modeling.stream_norms import NormFreeTechnique, bypass_norms
 
 
@@ -60,4 +61,5 @@ class ReZero(NormFreeTechnique):
         add_note(f"{count} residual weights start at 0")
         size_stream(model, self.multiplier)
         bypass_norms(model)
+        refuse_other_paths(model, self.where)
         return model

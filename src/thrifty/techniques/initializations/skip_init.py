@@ -25,6 +25,7 @@ from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Rate
 from thrifty.modeling.embeddings import size_stream
 from thrifty.modeling.residual_branches import add_gain, depths, find_branches
+from thrifty.modeling.residual_checks import refuse_other_paths
 from thrifty.modeling.stream_norms import NormFreeTechnique, bypass_norms
 
 
@@ -70,4 +71,5 @@ class SkipInit(NormFreeTechnique):
         add_note(f"{count} scalars start at {self.initial_value:g}")
         size_stream(model, self.multiplier)
         bypass_norms(model)
+        refuse_other_paths(model, self.where)
         return model
