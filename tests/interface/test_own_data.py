@@ -303,6 +303,7 @@ class Complex(nn.Module):
         (on_meta, "torch's meta device: '.*' has no values"),
         (lambda: nn.LazyLinear(2), "lazy layers without weights, such as 'weight'"),
         (Complex, "'weight' is complex"),
+        (lambda: torch.jit.trace(nn.Linear(6, 2), X[:2]), "a module of TorchScript"),
     ],
 )
 def test_untrainable_models_are_refused_with_a_fix(build: Any, words: str, tmp_path: Path) -> None:

@@ -122,6 +122,21 @@ def test_muon_orthogonalizes_each_expert(name: str) -> None:
         torch.testing.assert_close(found, expected, rtol=0, atol=5e-3)
 
 
+class WholeBlock(nn.Module):
+    """Block that is a mixture of experts with its norm, router and residual connection."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.router = nn.LayerNorm(8), nn.Linear(8, 4)
+        self.w1, self.w2 = nn.Parameter(torch.randn(4, 8, 12)), nn.Parameter(torch.randn(4, 12, 8))
+
+
+def test_a_block_with_experts_of_its_own_is_refused() -> None:
+    model = nn.Sequential(nn.Embedding(9, 8), nn.ModuleList(WholeBlock() for _ in range(2)))
+    with pytest.raises(RefusedError, match="w1 belongs to no residual branch"):
+        find_branches(model, ends_only=True)
+
+
 def test_pruning_of_a_mixture_is_refused_with_the_reason() -> None:
     with pytest.raises(RefusedError, match="matrices of all experts in one parameter"):
         EarlyBird().model(mixture("Mixtral"))

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import nn
 from torch.nn.parameter import is_lazy
 
@@ -84,8 +85,13 @@ class UserObjects:
 
     def build_model(self, arguments: Mapping[str, Any] | None = None) -> nn.Module:
         """Return the model that the user's function builds, or a copy of the user's module. Raise UsageError if the
-        function fails, or returns no module or a module with lazy layers."""
+        function fails, or returns no module, a module with lazy layers or a module of TorchScript."""
         model = copy.deepcopy(self.model) if isinstance(self.model, nn.Module) else self._called(arguments)
+        if isinstance(model, torch.jit.ScriptModule):
+            raise UsageError(
+                f"{self.build} is a module of TorchScript, whose parts cannot be changed",
+                fix="pass the module that was traced or scripted",
+            )
         if lazy := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
             raise UsageError(
                 f"{self.build} has lazy layers without weights, such as {lazy[0]!r}",

@@ -9,9 +9,11 @@ _LAST = re.compile(r"(down|w2|wo|fc2)(_proj)?")
 
 
 def is_expert_stack(module: nn.Module) -> bool:
-    """Return True if a module has stacks of matrices (experts, …, …), known by their names: first and last layers of
-    feed-forward networks."""
+    """Return True if all parameters of a module are its own, and some are stacks of matrices (experts, …, …), known by
+    their names: first and last layers of feed-forward networks."""
     stacks = _stacks(module)
+    if not stacks or any(True for child in module.children() for _ in child.parameters()):
+        return False
     firsts = [stack for name, stack in stacks.items() if _FIRST.fullmatch(name)]
     lasts = [stack for name, stack in stacks.items() if _LAST.fullmatch(name)]
     return bool(firsts) and len(lasts) == 1 and len({len(stack) for stack in (*firsts, *lasts)}) == 1
