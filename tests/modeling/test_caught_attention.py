@@ -429,6 +429,7 @@ def test_a_softmax_that_is_no_attention_is_left_alone() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Nano(), Router())
     x, router = inputs(), model[1]
+    assert [site.name for site in find_attention_sites(model)] == ["0"]
     WindowAttention(window=64, block=4).model(model)
     plain = nn.Sequential(Nano())
     plain[0].load_state_dict(model[0].state_dict())
@@ -438,6 +439,8 @@ def test_a_softmax_that_is_no_attention_is_left_alone() -> None:
 def test_a_model_without_attention_is_refused() -> None:
     with pytest.raises(RefusedError, match="no self-attention was found in Sequential"):
         find_attention_sites(nn.Sequential(nn.Linear(4, 4)))
+    with pytest.raises(RefusedError, match="no self-attention was found in Sequential"):
+        find_attention_sites(nn.Sequential(Router()))
 
 
 def test_fused_encoder_layers_call_the_core_in_evaluation() -> None:

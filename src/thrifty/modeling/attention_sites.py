@@ -65,7 +65,8 @@ def _site(name: str, module: nn.Module, whole: nn.Module | None) -> AttentionSit
         return TransformersSite(name, module, causal, partial(torch_attention, causal), whole)
     if calls_attention(module):
         causal = is_causal(module)
-        return CaughtSite(name, module, causal, partial(torch_attention, causal))
+        site = CaughtSite(name, module, causal, partial(torch_attention, causal))
+        return None if site.is_mistaken else site
     return None
 
 

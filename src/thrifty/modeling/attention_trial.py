@@ -73,8 +73,24 @@ def first_head_rows(layer: nn.Module, owner: nn.Module) -> HeadRows | None:
     return HeadRows(q, k, v, seen[0].shape[1], seen[0].shape[3])
 
 
+def runs_without_attention(owner: nn.Module, width: int) -> bool:
+    """Return True if a module with inputs of `width` channels can be called alone and does not compute attention, such
+    as a mixture of experts with a softmax and matmuls. A module that requires other inputs is not tried."""
+    if any(value is None for value in _other_inputs(owner).values()):
+        return False
+    call, seen = _trial(owner, width)
+    return call is not None and not (seen or call.reason)
+
+
 def attention_inputs(owner: nn.Module, width: int) -> tuple[Tensor, Tensor, Tensor] | None:
     """Return queries, keys and values (b, heads, tokens, head width) of the only attention call of a module."""
+    _, seen = _trial(owner, width)
+    return seen[0] if len(seen) == 1 else None
+
+
+def _trial(owner: nn.Module, width: int) -> tuple[CaughtCall | None, list[tuple[Tensor, Tensor, Tensor]]]:
+    """Call a module alone. Return the call, and queries, keys and values of each attention call in it; None and no
+    tensors if the module requires more inputs, or cannot be called without its values."""
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def core(q: Tensor, k: Tensor, v: Tensor, *rest: object, **options: object) -> Tensor:
@@ -82,13 +98,14 @@ def attention_inputs(owner: nn.Module, width: int) -> tuple[Tensor, Tensor, Tens
         return torch.zeros_like(q)
 
     tensors = {name: _real(each) for name, each in (*owner.named_parameters(), *owner.named_buffers())}
+    call = CaughtCall(core, causal=False)
     with with_real_tensors(), restore_module_state(owner):
         try:
-            with CatchAttention(CaughtCall(core, causal=False)):
+            with CatchAttention(call):
                 functional_call(owner, tensors, (torch.randn(1, TOKENS, width),), _other_inputs(owner))
-        except Exception:  # the module requires more inputs, or cannot be called without its values
-            return None
-    return seen[0] if len(seen) == 1 else None
+        except Exception:  # of any module's code
+            return None, []
+    return call, seen
 
 
 def _other_inputs(owner: nn.Module) -> dict[str, Any]:

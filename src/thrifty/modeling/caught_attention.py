@@ -14,7 +14,7 @@ from thrifty.core.errors import RefusedError
 from thrifty.modeling.attention_calls import SDPA
 from thrifty.modeling.attention_catcher import CatchAttention, CaughtCall
 from thrifty.modeling.attention_cores import HEADS, KEY_HEADS, AttentionCore, AttentionSite
-from thrifty.modeling.attention_trial import ObservedHeads, observed_heads
+from thrifty.modeling.attention_trial import ObservedHeads, observed_heads, runs_without_attention
 from thrifty.modeling.module_surgery import wrap_forward
 
 
@@ -34,6 +34,16 @@ class CaughtSite(AttentionSite):
     @cached_property
     def _observed(self) -> ObservedHeads | None:
         return observed_heads(self.module, self.width)
+
+    @property
+    def is_mistaken(self) -> bool:
+        """True if a call of the module shows that it does not compute attention."""
+        if hasattr(self.module, "thrifty_core"):  # whose core answers the call
+            return False
+        try:
+            return runs_without_attention(self.module, self.width)
+        except RefusedError:  # the width of its inputs is unknown
+            return False
 
     def put(self, core: AttentionCore) -> None:
         if not hasattr(self.module, "thrifty_core"):
