@@ -429,7 +429,9 @@ def test_a_softmax_that_is_no_attention_is_left_alone() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(Nano(), Router())
     x, router = inputs(), model[1]
-    assert [site.name for site in find_attention_sites(model)] == ["0"]
+    with collect_notes() as notes:
+        assert [site.name for site in find_attention_sites(model)] == ["0"]
+    assert notes == ["left out, because a call showed no attention between all tokens: 1"]
     WindowAttention(window=64, block=4).model(model)
     plain = nn.Sequential(Nano())
     plain[0].load_state_dict(model[0].state_dict())

@@ -20,17 +20,20 @@ from thrifty.modeling.transformers_attention import TransformersSite, looks_up_a
 
 
 def find_attention_sites(model: nn.Module) -> list[AttentionSite]:
-    """Return the self-attention modules whose attention can be replaced. Attention between two sequences is left out,
-    and named in a note. Raise RefusedError if the model has no self-attention that can be replaced."""
+    """Return the self-attention modules whose attention can be replaced. Attention between two sequences, and modules
+    with a softmax and matmuls that are no attention, are left out and named in a note. Raise RefusedError if the model has no self-attention that can be replaced."""
     sites: dict[str, AttentionSite] = {}
     left_out: list[str] = []
+    mistaken: list[str] = []
     whole: nn.Module | None = None
     for name, module in model.named_modules():
         if hasattr(module, "set_attn_implementation"):
             whole = whole or module
         if (site := _site(name, module, whole)) is None:
             continue
-        if attends_to_other(model, name):
+        if isinstance(site, CaughtSite) and site.is_mistaken:
+            mistaken.append(name)
+        elif attends_to_other(model, name):
             left_out.append(name)
         else:
             sites[name] = site
@@ -41,6 +44,8 @@ def find_attention_sites(model: nn.Module) -> list[AttentionSite]:
             f"no self-attention was found in {class_name(model)}",
             fix="call torch.nn.functional.scaled_dot_product_attention in one module per attention",
         )
+    if mistaken:
+        add_note(f"left out, because a call showed no attention between all tokens: {', '.join(mistaken)}")
     if left_out:
         add_note(f"left out, because they attend to another sequence: {', '.join(left_out)}")
     return inner
@@ -65,8 +70,7 @@ def _site(name: str, module: nn.Module, whole: nn.Module | None) -> AttentionSit
         return TransformersSite(name, module, causal, partial(torch_attention, causal), whole)
     if calls_attention(module):
         causal = is_causal(module)
-        site = CaughtSite(name, module, causal, partial(torch_attention, causal))
-        return None if site.is_mistaken else site
+        return CaughtSite(name, module, causal, partial(torch_attention, causal))
     return None
 
 
