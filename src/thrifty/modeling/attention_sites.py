@@ -20,8 +20,9 @@ from thrifty.modeling.transformers_attention import TransformersSite, looks_up_a
 
 
 def find_attention_sites(model: nn.Module) -> list[AttentionSite]:
-    """Return the self-attention modules whose attention can be replaced. Attention between two sequences, and modules
-    with a softmax and matmuls that are no attention, are left out and named in a note. Raise RefusedError if the model has no self-attention that can be replaced."""
+    """Return the self-attention modules whose attention can be replaced. Attention between two sequences is left out,
+    and so are modules with a softmax and matmuls that are no attention; notes name them. Raise RefusedError if the
+    model has no self-attention that can be replaced."""
     sites: dict[str, AttentionSite] = {}
     left_out: list[str] = []
     mistaken: list[str] = []
