@@ -137,6 +137,7 @@ MODELS: dict[str, Case] = {
     "mixture of experts": (ExpertDecoder, Rows(VOCABULARY), ODDITIES["ALiBi"][2]),
     "Llama": of_transformers("LlamaForCausalLM", "Llama", "causal"),
     "Qwen3": of_transformers("Qwen3ForCausalLM", "Qwen3", "causal"),
+    "Qwen3-MoE": of_transformers("Qwen3MoeForCausalLM", "Qwen3Moe", "causal"),
     "GPT-2": of_transformers("GPT2LMHeadModel", "GPT2", "causal"),
     "NeoX": of_transformers("GPTNeoXForCausalLM", "GPTNeoX", "causal"),
     "BERT": of_transformers("BertForMaskedLM", "Bert", "masked"),

@@ -121,6 +121,8 @@ def sizes_of(draw: random.Random, family: str, kind: str, vocabulary: int) -> di
         "DistilBert": {"dim": width, "n_layers": depth, "n_heads": heads, "hidden_dim": hidden},
         "Electra": {"embedding_size": width},
         "Mixtral": {"num_local_experts": 3},
+        "Qwen3Moe": {"num_experts": 3, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "num_key_value_heads": 2,
+                     "head_dim": each},
         "DebertaV2": {"relative_attention": draw.random() < 0.5, "pos_att_type": ["p2c", "c2p"]},
         "ModernBert": {"global_attn_every_n_layers": 2, "local_attention": 8},
         "T5": {"d_model": width, "d_kv": each, "d_ff": hidden, "num_layers": depth, "num_heads": heads,
