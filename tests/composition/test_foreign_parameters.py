@@ -1,6 +1,7 @@
 """A loss that depends on trained parameters outside its model is refused before the first step."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -70,6 +71,11 @@ def with_temperature(scale: Tensor) -> thrifty.EmbeddingLoss:
     return thrifty.EmbeddingLoss(lambda model, batch: model(batch["x"]).view(-1, 2, 2), compare)
 
 
+def trained(model: Any, loss: Any, runs: Path) -> thrifty.RunResult:
+    rows = [dict(zip(BATCH, row, strict=True)) for row in zip(*BATCH.values(), strict=True)]
+    return thrifty.train(model, rows, held_out=rows, loss=loss, batch=6, budget=1, runs=runs, quiet=True)
+
+
 @pytest.mark.parametrize(
     ("model", "loss"),
     [
@@ -81,9 +87,9 @@ def with_temperature(scale: Tensor) -> thrifty.EmbeddingLoss:
     ],
     ids=["criterion", "another model", "temperature", "layers in a list", "of a model that reads values"],
 )
-def test_untrained_parameters_of_a_loss_are_refused(model: nn.Module, loss: Any) -> None:
+def test_untrained_parameters_of_a_loss_are_refused(model: nn.Module, loss: Any, tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="parameters that its model does not contain") as error:
-        thrifty.estimate(model, BATCH, loss=loss)
+        trained(model, loss, tmp_path)
     joined = "nn.ModuleDict" if isinstance(model, nn.Sequential) else "model.criterion = criterion"
     assert joined in str(error.value)
 
@@ -108,6 +114,27 @@ def smoothed(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
     return losses + gradient.square().sum(1)
 
 
+def attacked(model: nn.Module, batch: dict[str, Tensor]) -> Tensor:
+    """Losses at disturbed inputs (Goodfellow et al. 2015), where the disturbance is a parameter of its own."""
+    disturbance = nn.Parameter(torch.zeros_like(batch["x"]))
+    losses = F.cross_entropy(model(batch["x"] + disturbance), batch["y"], reduction="none")
+    (gradient,) = torch.autograd.grad(losses.sum(), disturbance, retain_graph=True)
+    return losses + losses_of(model, {**batch, "x": batch["x"] + gradient.sign()})
+
+
+class Tied(nn.Module):
+    """Model that keeps one of its parameters in a list too, and reads a value where it is built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(4, 4)
+        self.head = [self.body.weight]
+        self.rate = torch.linspace(0, 1, 3)[1].item()
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.rate * self.body(x).relu() @ self.head[0]
+
+
 TEACHER = network().requires_grad_(False)
 
 
@@ -118,8 +145,16 @@ TEACHER = network().requires_grad_(False)
         (nn.ModuleDict({"model": network(), "criterion": Criterion()}), in_module_dict),
         (network(), distilled),
         (network(), smoothed),
+        (network(), attacked),
+        (Tied, losses_of),
     ],
-    ids=["in the model", "in a ModuleDict", "frozen", "of an input"],
+    ids=["in the model", "in a ModuleDict", "frozen", "an input", "a parameter of one call", "a tied one"],
 )
-def test_trained_and_frozen_parameters_of_a_loss_are_accepted(model: nn.Module, loss: Any) -> None:
-    assert thrifty.estimate(model, BATCH, loss=loss).peak > 0
+def test_trained_and_frozen_parameters_of_a_loss_are_accepted(model: Any, loss: Any, tmp_path: Path) -> None:
+    assert trained(model, loss, tmp_path).summary["steps"] == 1
+
+
+def test_an_estimate_may_have_an_optimizer_of_the_loss() -> None:
+    model, criterion = network(), Criterion()
+    optimizer = torch.optim.AdamW([*model.parameters(), *criterion.parameters()])
+    assert thrifty.estimate(model, BATCH, loss=with_criterion(criterion), optimizer=optimizer).peak > 0

@@ -165,6 +165,8 @@ SHARED: dict[str, tuple[Any, Any, str]] = {
     "a slice of a list": (ROWS, ROWS[:12], "12 of 12"),
     "the rest of a list": (ROWS[12:], ROWS[:12], ""),
     "other objects": (ROWS, [dict(row) for row in ROWS], ""),
+    "indices from the end": (WHOLE, Subset(WHOLE, [-1, -2]), "2 of 2"),
+    "keys": (ROWS, Subset({"a": ROWS[0], "b": ROWS[1]}, ["a", "b"]), ""),
     "columns": ((X, Y), (X[:20], Y[:20]), ""),
 }
 

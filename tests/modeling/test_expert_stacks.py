@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 import thrifty
 from thrifty.core.errors import RefusedError
-from thrifty.modeling.expert_stacks import is_expert_stack, is_transposed_stack, stacked_matrices
+from thrifty.modeling.expert_stacks import is_expert_stack, is_transposed_stack, stack_width, stacked_matrices
 from thrifty.modeling.residual_branches import find_branches
 from thrifty.modeling.residual_checks import refuse_normed_branches, refuse_normed_sums
 from thrifty.techniques.growth.stacking import written_by
@@ -120,6 +120,28 @@ def test_muon_orthogonalizes_each_expert(name: str) -> None:
     for found, single in zip(updated, singles, strict=True):
         expected = single.weight.mT if is_transposed_stack(experts) else single.weight
         torch.testing.assert_close(found, expected, rtol=0, atol=5e-3)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "is_stack", "is_transposed"),
+    [
+        ({"gate_up_proj": (4, 24, 8), "down_proj": (4, 8, 12)}, True, False),
+        ({"w13": (4, 8, 24), "w2": (4, 12, 8), "w2_bias": (4, 8)}, True, True),
+        ({"w1": (4, 12, 8), "w2": (4, 8, 12)}, False, False),  # may be of either layout
+        ({"w13": (4, 24, 8), "w2": (4, 8, 12), "b2": (4, 8)}, False, False),
+        ({"w13": (4, 24, 8), "w2": (4, 8, 12), "bias": (8,)}, False, False),
+        ({"q": (8, 4, 2), "o": (8, 4, 2)}, False, False),  # heads of XLNet
+    ],
+)
+def test_only_stacks_of_known_layout_are_accepted(
+    shapes: dict[str, tuple[int, ...]], is_stack: bool, is_transposed: bool
+) -> None:
+    module = nn.Module()
+    for name, shape in shapes.items():
+        module.register_parameter(name, nn.Parameter(torch.zeros(shape)))
+    assert is_expert_stack(module) is is_stack
+    if is_stack:
+        assert is_transposed_stack(module) is is_transposed and stack_width(module) == 8
 
 
 class WholeBlock(nn.Module):

@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from thrifty.composition.compose import CPU, Run
 from thrifty.composition.fake_runs import on_fakes, without_log
-from thrifty.composition.foreign_parameters import OwnParametersObjective
+from thrifty.composition.foreign_parameters import ForeignParametersError, WatchedObjective
 from thrifty.composition.micro_batches import data_shard_count, representative_micro_batches
 from thrifty.composition.step_footprint import CountedPasses
 from thrifty.composition.torch_update import TorchOptimizer
@@ -95,15 +95,15 @@ class Explanation:
         }
 
 
-def explain(run: Run) -> Explanation:
+def explain(run: Run, refuses_foreign: bool = False) -> Explanation:
     """Return the footprints without techniques and after each technique, for the run's final structure and last
-    batch."""
+    batch. With `refuses_foreign`, raise UsageError if the loss depends on trained parameters outside the model."""
     with gc_frozen():
-        return _explained(run)
+        return _explained(run, refuses_foreign)
 
 
-def _explained(run: Run) -> Explanation:
-    counts = _RunCounts(run)
+def _explained(run: Run, refuses_foreign: bool) -> Explanation:
+    counts = _RunCounts(run, refuses_foreign)
     parameters, counted = counts.of(())
     plain, before = counted, counted
     rows: list[TechniqueFootprint] = []
@@ -178,8 +178,8 @@ class _RunCounts:
     """Footprints of a run with some of its techniques. If techniques differ from the previous ones only in the update,
     forward and backward pass are not traced again."""
 
-    def __init__(self, run: Run):
-        self.run = run
+    def __init__(self, run: Run, refuses_foreign: bool = False):
+        self.run, self._refuses_foreign = run, refuses_foreign
         self.decisions: list[str] = []
         """Decisions at the first batch of the techniques that were traced last."""
         self._fake: FakeTensorMode | None = FakeTensorMode(allow_non_fake_inputs=True)
@@ -228,7 +228,10 @@ class _RunCounts:
         if self._fake is not None:
             try:
                 with self._fake as fake, without_log():
-                    return passes_of(on_fakes(part, fake), batch.map(fake.from_tensor), casts=casts)
+                    return self._watched(on_fakes(part, fake), batch.map(fake.from_tensor), casts=casts)
+            except ForeignParametersError as error:
+                # a model may refer to its parameters outside its modules too, and such references stay real
+                self._fake, self._needs_values = None, error.what
             except ThriftyError:
                 raise
             except Exception as error:  # the model reads values, or calls code without support for fake tensors
@@ -243,6 +246,9 @@ class _RunCounts:
         with unset_fake_temporarily(), GeneratorStates([part.device]).restored():
             return self._largest_passes(part, batch.to(part.device), casts)
 
+    def _watched(self, part: Run, batch: Batch, limit: float = inf, casts: bool = True) -> CountedPasses:
+        return passes_of(part, batch, limit, casts, self._refuses_foreign and not part.techniques)
+
     def _largest_passes(self, part: Run, batch: Batch, casts: bool) -> CountedPasses:
         """Return the passes on a real batch. If the model drops layers at random, return the passes with all layers."""
         counted: list[CountedPasses] = []
@@ -250,7 +256,7 @@ class _RunCounts:
         for value in (1 - 2**-24, 0.0):
             with _SingleDraws(value) as draws:
                 try:
-                    counted.append(passes_of(part, batch, free_memory(part.device), casts))
+                    counted.append(self._watched(part, batch, free_memory(part.device), casts))
                 except Exception as error:  # without any layer, a loss has no gradient
                     failure = error
             if not draws.seen:
@@ -288,14 +294,19 @@ def _refusal_without_values(error: Exception) -> Exception:
     )
 
 
-def passes_of(run: Run, batch: Batch, limit: float = inf, casts: bool = True) -> CountedPasses:
+def passes_of(
+    run: Run, batch: Batch, limit: float = inf, casts: bool = True, refuses_foreign: bool = False
+) -> CountedPasses:
     """Return the traced passes of a run's model on a batch of real or fake tensors. Counting stops at more than `limit`
-    bytes. See `StepTrace` for `casts`."""
+    bytes. See `StepTrace` for `casts`. With `refuses_foreign`, raise ForeignParametersError if the loss depends on
+    trained parameters outside the model."""
     with one_thread():
         with StepTrace(limit=limit, casts=casts) as built:
             model = run.build_model()
-        objective = run.objective if run.techniques else OwnParametersObjective(run.objective, model)
-        return CountedPasses(model, objective, run.backward, batch, built)
+        watched = WatchedObjective(run.objective, model)
+        passes = CountedPasses(model, watched if refuses_foreign else run.objective, run.backward, batch, built)
+        watched.refuse_foreign()
+        return passes
 
 
 def touched_modules(run: Run) -> dict[str, list[str]]:

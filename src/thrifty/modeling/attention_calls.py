@@ -26,15 +26,25 @@ def calls_attention(module: nn.Module) -> bool:
     return _calls_attention(type(module))
 
 
+def has_own_softmax(module: nn.Module) -> bool:
+    """Return True if a module that calls attention does it by a softmax and matmuls only."""
+    return not isinstance(module, nn.MultiheadAttention) and SDPA not in _used_names(type(module))
+
+
 @cache
 def _calls_attention(kind: type[nn.Module]) -> bool:
     if issubclass(kind, nn.MultiheadAttention):
         return True
     if kind.__module__.startswith("torch."):
         return False
-    used = {name for function in _reachable(kind) for name in _names(function.__code__)}
+    used = _used_names(kind)
     has_product = not used.isdisjoint({"matmul", "bmm", "einsum", MATMUL})
     return SDPA in used or ("softmax" in used and has_product)
+
+
+@cache
+def _used_names(kind: type[nn.Module]) -> frozenset[str]:
+    return frozenset(name for function in _reachable(kind) for name in _names(function.__code__))
 
 
 def attends_to_other(model: nn.Module, name: str) -> bool:

@@ -5,7 +5,8 @@ output of a layer show which rows of the layer they come from. The values of the
 """
 
 import inspect
-from collections.abc import Iterable, Iterator
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from copy import deepcopy
 from typing import Any, NamedTuple, TypeVar
@@ -22,7 +23,7 @@ from thrifty.modeling.attention_catcher import CatchAttention, CaughtCall
 from thrifty.modeling.layer_shapes import in_width
 
 T = TypeVar("T")
-TOKENS = 3
+TOKENS, MORE_TOKENS = 3, 64
 
 
 class ObservedHeads(NamedTuple):
@@ -61,25 +62,22 @@ def first_head_rows(layer: nn.Module, owner: nn.Module) -> HeadRows | None:
         outputs.append(torch.randn(output.shape).requires_grad_())
         return outputs[-1]
 
-    handle = layer.register_forward_hook(replace)
-    try:
-        seen = attention_inputs(owner, in_width(layer))
-    finally:
-        handle.remove()
-    if seen is None or len(outputs) != 1:
+    _, seen = _trial(owner, in_width(layer), replaced=(layer, replace))
+    if len(seen) != 1 or len(outputs) != 1:
         return None
     with with_real_tensors():
-        q, k, v = (_nonzero_rows(each, outputs[0]) for each in seen)
-    return HeadRows(q, k, v, seen[0].shape[1], seen[0].shape[3])
+        q, k, v = (_nonzero_rows(each, outputs[0]) for each in seen[0])
+    return HeadRows(q, k, v, seen[0][0].shape[1], seen[0][0].shape[3])
 
 
 def runs_without_attention(owner: nn.Module, width: int) -> bool:
     """Return True if a module with inputs of `width` channels can be called alone and does not compute attention, such
-    as a mixture of experts with a softmax and matmuls. A module that requires other inputs is not tried."""
-    if any(value is None for value in _other_inputs(owner).values()):
+    as a mixture of experts with a softmax and matmuls. A module that requires other inputs is not tried. Short inputs
+    may be treated otherwise, so two lengths are tried."""
+    if any(value is None for value in _other_inputs(owner, TOKENS).values()):
         return False
-    call, seen = _trial(owner, width)
-    return call is not None and not (seen or call.reason)
+    trials = [_trial(owner, width, tokens) for tokens in (TOKENS, MORE_TOKENS)]
+    return all(call is not None and not (seen or call.reason) for call, seen in trials)
 
 
 def attention_inputs(owner: nn.Module, width: int) -> tuple[Tensor, Tensor, Tensor] | None:
@@ -88,9 +86,12 @@ def attention_inputs(owner: nn.Module, width: int) -> tuple[Tensor, Tensor, Tens
     return seen[0] if len(seen) == 1 else None
 
 
-def _trial(owner: nn.Module, width: int) -> tuple[CaughtCall | None, list[tuple[Tensor, Tensor, Tensor]]]:
-    """Call a module alone. Return the call, and queries, keys and values of each attention call in it; None and no
-    tensors if the module requires more inputs, or cannot be called without its values."""
+def _trial(
+    owner: nn.Module, width: int, tokens: int = TOKENS, replaced: tuple[nn.Module, Callable[..., Tensor]] | None = None
+) -> tuple[CaughtCall | None, list[tuple[Tensor, Tensor, Tensor]]]:
+    """Call a module alone, without its hooks on outputs but with the hook `replaced` of one module. Return the call,
+    and queries, keys and values of each attention call in it; None and no tensors if the module requires more inputs,
+    or cannot be called without its values."""
     seen: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def core(q: Tensor, k: Tensor, v: Tensor, *rest: object, **options: object) -> Tensor:
@@ -100,21 +101,25 @@ def _trial(owner: nn.Module, width: int) -> tuple[CaughtCall | None, list[tuple[
     tensors = {name: _real(each) for name, each in (*owner.named_parameters(), *owner.named_buffers())}
     call = CaughtCall(core, causal=False)
     with with_real_tensors(), restore_module_state(owner):
+        for module in owner.modules():
+            module._forward_hooks = OrderedDict()
+        if replaced:
+            replaced[0].register_forward_hook(replaced[1])
         try:
             with CatchAttention(call):
-                functional_call(owner, tensors, (torch.randn(1, TOKENS, width),), _other_inputs(owner))
+                functional_call(owner, tensors, (torch.randn(1, tokens, width),), _other_inputs(owner, tokens))
         except Exception:  # of any module's code
             return None, []
     return call, seen
 
 
-def _other_inputs(owner: nn.Module) -> dict[str, Any]:
+def _other_inputs(owner: nn.Module, tokens: int) -> dict[str, Any]:
     """Return the inputs of an attention module after the first: the customary positions of `transformers`, which are
     their numbers (1, t), or their cosines and sines (1, t, head width) without rotation; None for other inputs that
     have no default."""
-    positions: dict[str, Any] = {"position_ids": torch.arange(TOKENS)[None]}
+    positions: dict[str, Any] = {"position_ids": torch.arange(tokens)[None]}
     if isinstance(width := getattr(owner, "head_dim", None), int):
-        positions["position_embeddings"] = torch.ones(1, TOKENS, width), torch.zeros(1, TOKENS, width)
+        positions["position_embeddings"] = torch.ones(1, tokens, width), torch.zeros(1, tokens, width)
     others = [*inspect.signature(owner.forward).parameters.values()][1:]
     is_needed = {each.name: each.default is each.empty for each in others if each.kind is each.POSITIONAL_OR_KEYWORD}
     return {name: positions.get(name) for name, needed in is_needed.items() if needed or name in positions}

@@ -11,7 +11,7 @@ from typing import Any
 from torch import nn
 
 from thrifty.core.errors import RefusedError
-from thrifty.modeling.attention_calls import SDPA
+from thrifty.modeling.attention_calls import SDPA, has_own_softmax
 from thrifty.modeling.attention_catcher import CatchAttention, CaughtCall
 from thrifty.modeling.attention_cores import HEADS, KEY_HEADS, AttentionCore, AttentionSite
 from thrifty.modeling.attention_trial import ObservedHeads, observed_heads, runs_without_attention
@@ -37,8 +37,9 @@ class CaughtSite(AttentionSite):
 
     @property
     def is_mistaken(self) -> bool:
-        """True if a call of the module shows that it does not compute attention."""
-        if hasattr(self.module, "thrifty_core"):  # whose core answers the call
+        """True if a call of the module shows that its softmax is no attention."""
+        # a core that was put into the module answers its call
+        if hasattr(self.module, "thrifty_core") or not has_own_softmax(self.module):
             return False
         try:
             return runs_without_attention(self.module, self.width)

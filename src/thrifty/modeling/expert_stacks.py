@@ -9,30 +9,39 @@ _LAST = re.compile(r"(down|w2|wo|fc2)(_proj)?")
 
 
 def is_expert_stack(module: nn.Module) -> bool:
-    """Return True if all parameters of a module are its own, and some are stacks of matrices (experts, …, …), known by
-    their names: first and last layers of feed-forward networks."""
+    """Return True if all parameters of a module are stacks of matrices (experts, …, …) and of biases (experts, …),
+    known by their names: first and last layers of feed-forward networks. Their layout must be known too."""
+    own = dict(module.named_parameters())
     stacks = _stacks(module)
-    if not stacks or any(True for child in module.children() for _ in child.parameters()):
-        return False
     firsts = [stack for name, stack in stacks.items() if _FIRST.fullmatch(name)]
     lasts = [stack for name, stack in stacks.items() if _LAST.fullmatch(name)]
-    return bool(firsts) and len(lasts) == 1 and len({len(stack) for stack in (*firsts, *lasts)}) == 1
+    if not firsts or len(lasts) != 1 or len({len(stack) for stack in stacks.values()}) != 1:
+        return False
+    is_known = all(name in stacks or name.removesuffix("_bias") in stacks or name == "gain" for name in own)
+    return is_known and _layout(module, firsts[0], lasts[0]) is not None
 
 
 def stacked_matrices(module: nn.Module) -> list[nn.Parameter]:
     """Return the parameters (experts, …, …) of an expert stack that contain matrices."""
-    return [stack for name, stack in _stacks(module).items() if _FIRST.fullmatch(name) or _LAST.fullmatch(name)]
+    return [*_stacks(module).values()]
 
 
 def is_transposed_stack(module: nn.Module) -> bool:
-    """Return True if an expert stack stores its matrices as (in, out). Without the attribute `is_transposed` of
-    transformers, the shapes decide; square matrices count as (out, in)."""
-    if isinstance(known := getattr(module, "is_transposed", None), bool):
-        return known
+    """Return True if an expert stack stores its matrices as (in, out)."""
     first, last = (
         next(each for name, each in _stacks(module).items() if kind.fullmatch(name)) for kind in (_FIRST, _LAST)
     )
-    return first.shape[2] != last.shape[1]
+    return _layout(module, first, last) is True
+
+
+def _layout(module: nn.Module, first: Tensor, last: Tensor) -> bool | None:
+    """Return True if matrices are stored as (in, out): by the attribute `is_transposed` of transformers, or if the
+    first layer computes gate and value, by the shapes. Return None if the layout is unknown."""
+    if isinstance(known := getattr(module, "is_transposed", None), bool):
+        return known
+    fits = {False: (first.shape[2], first.shape[1]), True: (first.shape[1], first.shape[2])}
+    sizes = {False: (last.shape[1], 2 * last.shape[2]), True: (last.shape[2], 2 * last.shape[1])}
+    return next((layout for layout in fits if fits[layout] == sizes[layout]), None)
 
 
 def last_parameters(module: nn.Module) -> dict[str, nn.Parameter]:
@@ -55,4 +64,6 @@ def scale_outputs(module: nn.Module, gain: Tensor) -> None:
 
 
 def _stacks(module: nn.Module) -> dict[str, nn.Parameter]:
-    return {name: parameter for name, parameter in module.named_parameters(recurse=False) if parameter.ndim == 3}
+    """Return the parameters of 3 dims whose names are those of first and last layers."""
+    own = module.named_parameters(recurse=False)
+    return {name: each for name, each in own if each.ndim == 3 and (_FIRST.fullmatch(name) or _LAST.fullmatch(name))}

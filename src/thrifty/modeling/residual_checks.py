@@ -13,12 +13,14 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import is_fake
 
 from thrifty.core.errors import RefusedError
+from thrifty.core.eval_mode import eval_mode
+from thrifty.core.module_state import restore_module_state
 from thrifty.core.randomness import preserved_draws
 from thrifty.core.run_notes import add_note
 from thrifty.core.tensor_tracing import untraced
-from thrifty.modeling.layer_shapes import in_width
 from thrifty.modeling.module_surgery import change_first, find_stacks, first_of
 from thrifty.modeling.residual_branches import ResidualBranch, find_branches, is_decoder
+from thrifty.modeling.stream_norms import stream_norms
 
 TOKENS = 4
 """Number of tokens in a trial of a block."""
@@ -46,11 +48,18 @@ def refuse_normed_sums(model: nn.Module, why: str) -> None:
 
 
 def refuse_other_paths(model: nn.Module, where: str) -> None:
-    """Raise RefusedError if a block without norms in its stream changes the stream although its branches return zero,
-    for example by a gate on the stream. `where` is an argument of `find_branches`. Blocks are run as in
+    """Raise RefusedError if a block changes the stream although its branches return zero and norms of the stream do
+    nothing, for example by a gate on the stream. `where` is an argument of `find_branches`. Blocks are run as in
     `refuse_normed_sums`."""
-    for _, trial in _trials(model, where):
-        if trial.keeps_the_stream() is False:
+    norms = stream_norms(model).matched.values()
+    hooks = [norm.register_forward_hook(lambda norm, args, output: args[0] if args else output) for norm in norms]
+    try:
+        trials = [(trial, trial.keeps_the_stream()) for _, trial in _trials(model, where)]
+    finally:
+        for hook in hooks:
+            hook.remove()
+    for trial, stays in trials:
+        if stays is False:
             raise RefusedError(
                 f"{type(trial.block).__name__} changes the residual stream although its branches "
                 f"({', '.join(branch.name for branch in trial.branches)}) return zero",
@@ -95,8 +104,10 @@ class _BlockTrial(NamedTuple):
 
     def keeps_the_stream(self) -> bool | None:
         """Return True if the block returns its input when its branches return zero; None if it cannot be run."""
-        output = self._run({})
-        return None if output is None else torch.equal(output, self.args[0])
+        output, x = self._run({}), self.args[0]
+        if output is None or output.shape != x.shape:
+            return None
+        return torch.equal(output, x.to(output.dtype))
 
     def adds_in_proportion(self, branch: ResidualBranch) -> bool | None:
         """Return True if the stream changes in proportion to a branch's output; None if the block cannot be run."""
@@ -116,34 +127,40 @@ class _BlockTrial(NamedTuple):
         return moved > 0 and float((twice - once).abs().max()) < 1e-2 * moved
 
     def _run(self, factors: Mapping[str, float]) -> Tensor | None:
-        """Run the block, with each branch's output replaced by random values times a factor. Return None if the block
-        cannot be run."""
+        """Run the block in eval mode, with each branch's output replaced by random values times a factor. Return None
+        if the block cannot be run, or returns no tensor."""
         like = next(self.block.parameters())
-        with untraced(), torch.no_grad(), preserved_draws([like]), _replaced_outputs(self.branches, factors):
+        with (
+            untraced(),
+            torch.no_grad(),
+            preserved_draws([like]),
+            restore_module_state(self.block),
+            eval_mode(self.block),
+            _replaced_outputs(self.branches, factors),
+        ):
             try:
-                output = self.block(*self.args, **self.kwargs)
+                output = first_of(self.block(*self.args, **self.kwargs))
             except CANNOT_RUN:
                 return None
-        return first_of(output)
+        return output if isinstance(output, Tensor) else None
 
 
 def _trials(model: nn.Module, where: str = "") -> list[tuple[str, _BlockTrial]]:
     """Return each stack's name with a trial of its first block of each kind, except blocks whose parameters have no
-    values (fake tensors)."""
+    values."""
     stacks, trials = find_stacks(model), {}
     for stack, blocks in find_branches(model, where, ends_only=True).items():
         for block, branches in zip(stacks[stack], blocks, strict=True):
             paths = (name for branch in branches for name in (branch.name, *branch.inner))
             kind = (stack, type(block), *(path.removeprefix(f"{stack}.").partition(".")[2] for path in paths))
-            if kind not in trials and not any(is_fake(parameter) for parameter in block.parameters()):
+            if kind not in trials and not any(is_fake(each) or each.is_meta for each in block.parameters()):
                 trials[kind] = stack, _trial(model, block, branches, is_decoder(blocks))
     return [*trials.values()]
 
 
 def _trial(model: nn.Module, block: nn.Module, branches: list[ResidualBranch], is_decoder: bool) -> _BlockTrial:
     like = next(block.parameters())
-    width = in_width(next(iter(branches[0].inner.values())))
-    x = torch.randn(1, TOKENS, width, device="cpu", generator=torch.Generator().manual_seed(0)).to(like)
+    x = torch.randn(1, TOKENS, branches[0].width, device="cpu", generator=torch.Generator().manual_seed(0)).to(like)
     alone = _BlockTrial(block, branches, (x, None, x) if is_decoder else (x,), {})
     if alone.keeps_the_stream() is None and (inputs := _forward_inputs(model, block)) is not None:
         return _BlockTrial(block, branches, *inputs)
@@ -156,7 +173,7 @@ def _forward_inputs(model: nn.Module, block: nn.Module) -> tuple[Sequence[Any], 
     tokens = torch.arange(TOKENS, device=like.device)[None]
     hook = block.register_forward_pre_hook(lambda _, args, kwargs: calls.append((args, kwargs)), with_kwargs=True)
     try:
-        with untraced(), torch.no_grad(), preserved_draws([like]):
+        with untraced(), torch.no_grad(), preserved_draws([like]), restore_module_state(model):
             if (example := getattr(model, "example", None)) is not None:  # Thrifty's image models
                 model(example(like.device))
             else:  # models of transformers have `probe` for their other inputs

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map
 
 from thrifty.core.batches import Batch
 from thrifty.core.errors import UsageError, reason_of
@@ -142,6 +143,11 @@ class UserLoss(Objective):
         given = self.assembled(batch)
         try:
             result = function(model, given)
+        except RuntimeError as error:  # an evaluation of a function that computes gradients itself
+            if torch.is_grad_enabled() or "does not require grad" not in str(error):
+                raise
+            with torch.enable_grad():
+                result = tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, function(model, given))
         except (AttributeError, IndexError, KeyError, TypeError) as error:
             if not _is_raised_in(function, error):
                 raise
@@ -176,11 +182,12 @@ def explain_parts(objective: Objective, model: nn.Module, batch: Batch, toleranc
         if whole != again:  # also for NaN
             return ""
         try:
-            mean = (loss_of(batch.rows(0, middle)) + loss_of(batch.rows(middle, len(batch)))) / 2
+            halves = loss_of(batch.rows(0, middle)), loss_of(batch.rows(middle, len(batch)))
         except Exception:  # a loss may need whole batches
             return ""
     roundings = max((torch.finfo(p.dtype).eps for p in model.parameters() if p.is_floating_point()), default=0.0)
-    if math.isclose(whole, mean, rel_tol=max(tolerance, 8 * roundings)):
+    mean, relative = sum(halves) / 2, max(tolerance, 8 * roundings)
+    if math.isclose(whole, mean, rel_tol=relative, abs_tol=relative * max(map(abs, halves))):
         return ""
     digits = 8 if math.isclose(whole, mean, rel_tol=1e-3) else 4
     return (

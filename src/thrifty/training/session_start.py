@@ -62,7 +62,7 @@ def explain_run(prepared: PreparedRun) -> Explanation:
     """Return the footprints of a run. Raise RefusedError for a model of the user that the recipe's objective cannot
     call."""
     try:
-        return explain(prepared.run)
+        return explain(prepared.run, refuses_foreign=True)
     except Exception as error:
         is_called_by_name = prepared.recipe.objects.model is not None and prepared.run.plain.objective.learns_from
         if not is_called_by_name or isinstance(error, ThriftyError) or is_out_of_memory(error):

@@ -52,6 +52,7 @@ class ReZero(NormFreeTechnique):
     """Pattern in the names of the output layers of residual branches; by default these layers are detected."""
 
     def model(self, model: nn.Module) -> nn.Module:
+        refuse_other_paths(model, self.where)
         count = 0
         for blocks in find_branches(model, self.where, ends_only=True).values():
             for branches in blocks:
@@ -61,5 +62,4 @@ class ReZero(NormFreeTechnique):
         add_note(f"{count} residual weights start at 0")
         size_stream(model, self.multiplier)
         bypass_norms(model)
-        refuse_other_paths(model, self.where)
         return model

@@ -56,6 +56,7 @@ class SkipInit(NormFreeTechnique):
     """Pattern in the names of the output layers of residual branches; by default these layers are detected."""
 
     def model(self, model: nn.Module) -> nn.Module:
+        refuse_other_paths(model, self.where)
         count = 0
         stacks = find_branches(model, self.where, ends_only=True)
         for stack, depth in depths(model, stacks).items():
@@ -71,5 +72,4 @@ class SkipInit(NormFreeTechnique):
         add_note(f"{count} scalars start at {self.initial_value:g}")
         size_stream(model, self.multiplier)
         bypass_norms(model)
-        refuse_other_paths(model, self.where)
         return model

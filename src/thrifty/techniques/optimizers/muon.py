@@ -61,6 +61,8 @@ HALVED = 256
 """
 
 Scale = Literal["original", "match_rms"]
+TOGETHER = 2**24
+"""Number of elements of the matrices that are orthogonalized together. It limits temporary memory."""
 ORIGINAL = 20
 """Typical ratio of Muon's learning rate with the scale "original" to AdamW's."""
 
@@ -176,11 +178,13 @@ class ScaleByOrthogonalization(GradientTransform):
         by_shape: dict[torch.Size, list[Tensor]] = {}
         for layer in layers:
             by_shape.setdefault(layer.shape, []).append(layer)
-        for (rows, columns), group in by_shape.items():
-            stack = torch.stack(group) if len(group) > 1 else group[0]
-            orthogonal = orthogonalized(stack, self.steps, self.dtype).view(-1, rows, columns)
-            for layer, new in zip(group, orthogonal, strict=True):
-                layer.copy_(new).mul_(step_size(*((columns, rows) if transposed else (rows, columns)), self.scale))
+        for (rows, columns), alike in by_shape.items():
+            count = max(1, TOGETHER // (rows * columns))
+            for group in (alike[start : start + count] for start in range(0, len(alike), count)):
+                stack = torch.stack(group) if len(group) > 1 else group[0]
+                orthogonal = orthogonalized(stack, self.steps, self.dtype).view(-1, rows, columns)
+                for layer, new in zip(group, orthogonal, strict=True):
+                    layer.copy_(new).mul_(step_size(*((columns, rows) if transposed else (rows, columns)), self.scale))
 
 
 def muon(
@@ -219,8 +223,8 @@ class Muon(Technique):
     SOAP faster than AdamW: 1.4 times at 0.1B parameters, 1.1 times at 1.2B.
 
     A fused matrix of queries, keys and values counts as one matrix unless `slices = true`; experts in one parameter
-    count as one matrix each. Sharded matrices are gathered one by one, and each rank orthogonalizes all matrices. In a
-    model, embeddings, output heads and experts are detected by structure. Without a model, embeddings and heads are
+    count as one matrix each. Sharded parameters are gathered one by one, and each rank orthogonalizes all matrices. In
+    a model, embeddings, output heads and experts are detected by structure. Without a model, embeddings and heads are
     detected by the usual names of such parameters. `thrifty.summary(optimizer)` lists the parameters that Muon updates
     and the parameters that AdamW updates.
     """
