@@ -110,7 +110,7 @@ def test_queries_are_divided_if_scores_are_not_scaled(name: str, folded: float) 
 @pytest.mark.parametrize(
     "config",
     [
-        lambda: transformers.FalconConfig(multi_query=True, new_decoder_architecture=False, hidden_size=WIDTH),
+        lambda: transformers.FalconConfig(new_decoder_architecture=True, num_kv_heads=HEADS // 2, hidden_size=WIDTH),
         lambda: transformers.DeepseekV2Config(
             hidden_size=WIDTH, intermediate_size=64, q_lora_rank=8, kv_lora_rank=8, qk_rope_head_dim=8,
             qk_nope_head_dim=8, v_head_dim=8, first_k_dense_replace=9,
