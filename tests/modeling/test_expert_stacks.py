@@ -87,6 +87,14 @@ def test_blocks_of_experts_start_as_the_identity(name: str) -> None:
     assert all(torch.equal(*pair) for pair in outputs)
 
 
+def test_a_model_may_start_with_a_block_of_experts() -> None:
+    states = {"mamba_num_heads": 4, "mamba_head_dim": 8, "ssm_state_size": 8, "n_groups": 1, "expand": 1}
+    sizes = {"n_routed_experts": 4, "moe_intermediate_size": 24, "moe_shared_expert_intermediate_size": 24}
+    sizes |= {"n_group": 1, "topk_group": 1, "head_dim": 8, "layers_block_type": ["moe", "attention"]}
+    model = transformers.NemotronHForCausalLM(transformers.NemotronHConfig(**{**SHARED, **sizes, **states}))
+    assert "gain" in {path.rpartition(".")[2] for path, _ in LayerScale().model(model).named_parameters()}
+
+
 @pytest.mark.parametrize("name", SIZES)
 def test_blocks_with_zeroed_last_layers_are_the_identity(name: str) -> None:
     model, outputs = mixture(name), []
