@@ -1,19 +1,21 @@
 """RigL: masks against a plain loop of the paper, and density with other techniques."""
 
 import math
+import re
+from collections.abc import Callable
 
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as some
 from tiny_runs import advance, plain_run, technique, with_optimizer
-from torch import Tensor
+from torch import Tensor, nn
 
 from thrifty.composition.compose import Run, compose
-from thrifty.core.errors import IntegrityError, UsageError
+from thrifty.core.errors import IntegrityError, RefusedError, UsageError
 from thrifty.core.gradient_transform import GradientTransform, Scalars, Slots
 from thrifty.core.state import TrainState
-from thrifty.optim.mask_selection import drop_fraction
+from thrifty.optim.mask_selection import drop_fraction, masked_shapes
 from thrifty.optim.torch_optimizer import TransformOptimizer
 from thrifty.optim.weight_masks import MaskedUpdate
 from thrifty.techniques.sparsity.rigl import Rigl, moved_mask
@@ -127,6 +129,26 @@ def test_full_density_equals_the_dense_run() -> None:
         state = run.start()
         found.append([record.loss for record in advance(run, state)])
     assert found[0] == pytest.approx(found[1], rel=1e-5)
+
+
+class Tower(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.body, self.head = nn.Embedding(9, 4), nn.Linear(4, 8), nn.Linear(8, 2)
+
+
+@pytest.mark.parametrize(
+    ("build", "pattern"), [(Tower, "^(body|head)"), (lambda: nn.Sequential(Tower()), r"^(0\.body")]
+)
+def test_a_model_without_numbered_blocks_gets_a_pattern(build: Callable[[], nn.Module], pattern: str) -> None:
+    with pytest.raises(RefusedError, match="no matrix has a name that matches") as error:
+        Rigl(where="nothing").model(build())
+    assert pattern in error.value.fix
+    chosen = re.findall('r"(.*)"', error.value.fix)[0]
+    model = build()
+    Rigl(where=chosen).model(model)
+    masked = Rigl(where=chosen).masked(masked_shapes(dict(model.named_parameters())))
+    assert {name.split(".")[-2] for name in masked} == {"body", "head"}
 
 
 def test_nonzero_masked_weight_raises_integrity_error() -> None:

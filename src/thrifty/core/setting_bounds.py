@@ -2,12 +2,12 @@
 
 import re
 import typing
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, fields
 from functools import cache
 from typing import Annotated, Any, Literal
 
-from thrifty.core.errors import UsageError, did_you_mean
+from thrifty.core.errors import UsageError, did_you_mean, spelled
 
 
 @dataclass(frozen=True)
@@ -108,3 +108,15 @@ def check_pattern(value: Any, name: str, field: str) -> None:
     except re.error as error:
         what = f"{name}: {field} is not a regular expression: {error}"
         raise UsageError(what, fix=rf"for instance {field} = '\.mlp\.'") from None
+
+
+def set_pattern(technique: str, names: Sequence[str], others: Collection[str] = ()) -> str:
+    """Return a fix that sets the setting `where` of a technique to a pattern that matches the parameters or layers
+    `names`, but not `others`: the modules at the top of the model, or the whole names."""
+    if not names:
+        return f"--without {technique}"
+    pattern = f"^({'|'.join(map(re.escape, sorted({name.partition('.')[0] for name in names})))})"
+    if any(re.search(pattern, other) for other in others):
+        pattern = f"^({'|'.join(map(re.escape, names))})$"
+    setting = f"techniques.{technique}.where"
+    return spelled(f"--set '{setting}={pattern}'", f'settings={{"{setting}": r"{pattern}"}}')

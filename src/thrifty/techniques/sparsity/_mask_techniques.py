@@ -20,7 +20,7 @@ from thrifty.core.mesh import axis
 from thrifty.core.objective import Objective
 from thrifty.core.run_notes import add_note
 from thrifty.core.run_relative_settings import MovingMoment, refuse_shares
-from thrifty.core.setting_bounds import Fraction, Positive, Probability, check_pattern
+from thrifty.core.setting_bounds import Fraction, Positive, Probability, check_pattern, set_pattern
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState, full_value
 from thrifty.core.technique import Numerics, Technique
@@ -117,13 +117,14 @@ class MatrixMaskTechnique(MaskTechnique):
 
     def model(self, model: nn.Module) -> nn.Module:
         parameters = dict(model.named_parameters())
+        tables = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
         chosen = self.masked(masked_shapes(parameters))
         if not chosen:
+            others = [name for name in masked_shapes(parameters) if name not in tables]
             raise RefusedError(
                 f"no matrix has a name that matches {self.where!r}",
-                fix=f"--set techniques.{self.name}.where=PATTERN, a pattern of parameter names",
+                fix=set_pattern(self.name, others, tables),
             )
-        tables = {f"{name}.weight" for name, module in model.named_modules() if isinstance(module, nn.Embedding)}
         if self.where == type(self).where and (inside := tables.intersection(chosen)):
             raise RefusedError(
                 f"{self.where!r} would mask the embedding {min(inside)!r}, and first prune the rows of tokens that the "

@@ -34,7 +34,7 @@ from thrifty.core.errors import RefusedError, UsageError
 from thrifty.core.module_notes import ModuleNote
 from thrifty.core.objective import Objective
 from thrifty.core.run_notes import add_note
-from thrifty.core.setting_bounds import Positive, check_pattern
+from thrifty.core.setting_bounds import Positive, check_pattern, set_pattern
 from thrifty.core.stages import Stage
 from thrifty.core.state import TrainState
 from thrifty.core.structural_change import StructuralChange
@@ -190,11 +190,12 @@ class SparseProducts(Technique):
         check_pattern(self, self.name, "where")
 
     def model(self, model: nn.Module) -> nn.Module:
-        layers = {name: layer for name, layer in weight_layers(model).items() if re.search(self.where, name)}
+        named = weight_layers(model)
+        layers = {name: layer for name, layer in named.items() if re.search(self.where, name)}
         if not layers:
             raise RefusedError(
                 f"no layer has a name that matches {self.where!r}",
-                fix=f"--set techniques.{self.name}.where=PATTERN, a pattern of layer names",
+                fix=set_pattern(self.name, [*named]),
             )
         reasons = {name: reason for name, layer in layers.items() if (reason := _reason_to_skip(layer))}
         shapes: dict[tuple[int, ...], list[str]] = {}
