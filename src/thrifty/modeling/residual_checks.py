@@ -20,7 +20,7 @@ from thrifty.core.run_notes import add_note
 from thrifty.core.tensor_tracing import untraced
 from thrifty.modeling.module_surgery import change_first, find_stacks, first_of
 from thrifty.modeling.residual_branches import ResidualBranch, find_branches, is_decoder
-from thrifty.modeling.stream_norms import stream_norms
+from thrifty.modeling.stream_norms import refuse_norms_with_parts, stream_norms
 
 TOKENS = 4
 """Number of tokens in a trial of a block."""
@@ -49,17 +49,18 @@ def refuse_normed_sums(model: nn.Module, why: str) -> None:
 
 def refuse_other_paths(model: nn.Module, where: str) -> None:
     """Raise RefusedError if a block changes the stream although its branches return zero and norms of the stream do
-    nothing, for example by a gate on the stream. `where` is an argument of `find_branches`. Blocks are run as in
-    `refuse_normed_sums`."""
+    nothing, for example by a gate on the stream; or for a norm that cannot be bypassed. `where` is an argument of
+    `find_branches`. Blocks are run as in `refuse_normed_sums`."""
+    refuse_norms_with_parts(model)
     norms = stream_norms(model).matched.values()
     hooks = [norm.register_forward_hook(lambda norm, args, output: args[0] if args else output) for norm in norms]
     try:
-        trials = [(trial, trial.keeps_the_stream()) for _, trial in _trials(model, where)]
+        trials = [(trial, trial.adds_only_branches()) for _, trial in _trials(model, where)]
     finally:
         for hook in hooks:
             hook.remove()
-    for trial, stays in trials:
-        if stays is False:
+    for trial, is_sum in trials:
+        if is_sum is False:
             raise RefusedError(
                 f"{type(trial.block).__name__} changes the residual stream although its branches "
                 f"({', '.join(branch.name for branch in trial.branches)}) return zero",
@@ -108,6 +109,12 @@ class _BlockTrial(NamedTuple):
         if output is None or output.shape != x.shape:
             return None
         return torch.equal(output, x.to(output.dtype))
+
+    def adds_only_branches(self) -> bool | None:
+        """Return True if the block returns its input when its branches return zero; or zero, because the model adds
+        its output to the stream. Return None if it cannot be run."""
+        output = self._run({})
+        return self.keeps_the_stream() if output is None or output.any() else True
 
     def adds_in_proportion(self, branch: ResidualBranch) -> bool | None:
         """Return True if the stream changes in proportion to a branch's output; None if the block cannot be run."""

@@ -61,9 +61,8 @@ def is_bypassed(module: nn.Module) -> bool:
     return vars(module).get("forward") is pass_through
 
 
-def bypass_norms(model: nn.Module) -> ModuleSelection:
-    """Bypass every norm of the residual stream, add a note about skipped norms, and return the selection. Raise
-    RefusedError for a norm with child modules, such as a quantizer of its output."""
+def refuse_norms_with_parts(model: nn.Module) -> None:
+    """Raise RefusedError for a norm with child modules, such as a quantizer of its output."""
     for name, module in model.named_modules():
         own = any(True for _ in module.parameters(recurse=False))
         if own and type(module).__name__.endswith("Norm") and any(module.children()):
@@ -71,6 +70,12 @@ def bypass_norms(model: nn.Module) -> ModuleSelection:
                 f"the norm {name} has child modules and cannot be bypassed",
                 fix="use initializations.layer_scale, which keeps norms",
             )
+
+
+def bypass_norms(model: nn.Module) -> ModuleSelection:
+    """Bypass every norm of the residual stream, add a note about skipped norms, and return the selection. Raise
+    RefusedError for a norm with child modules."""
+    refuse_norms_with_parts(model)
     norms = stream_norms(model)
     for norm in norms.matched.values():
         bypass_norm(norm)
