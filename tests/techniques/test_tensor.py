@@ -224,7 +224,7 @@ def test_indivisible_models_are_refused(four: list[dict[str, Any]]) -> None:
         assert (
             "'blocks.0.attention.qkv': 2 heads cannot be divided equally among 4 ranks" in heads and "tensor=2" in heads
         )
-        assert "no tensor-parallel plan is known for HuggingFaceCausalLM" in no_plan and "plan = [" in no_plan
+        assert "no tensor-parallel plan is known for GPT2LMHeadModel" in no_plan and "plan = [" in no_plan
         assert "the styles are column, row, summed, whole" in no_style
         assert "do not fit the inputs" in no_pair
         assert "7 tokens cannot be divided equally among 4 ranks" in tokens
