@@ -1,12 +1,12 @@
 """DeiT of transformers, trained from scratch on CIFAR-10 in equal time: plain, and with three techniques for ViTs.
 
     thrifty data get cifar10
-    python benchmarks/deit_from_scratch.py                    # 32 runs of three minutes, two at a time
+    python benchmarks/deit_from_scratch.py                    # 32 runs of three minutes, one after the other
     python benchmarks/deit_from_scratch.py --seconds 20 --seeds 1 --name trial
 
 AutoProg grows depth and image size, EfficientTrain starts with low frequencies, PatchDropout drops half of the patches
 before 90 % of the run. All runs have the same time, learning rate and augmentation, and decay their learning rate to
-zero. Two runs share the machine, with OMP_NUM_THREADS=1 and one core each. The curves of all runs are in the result.
+zero. The curves of all runs are in the result.
 """
 
 import argparse
@@ -53,7 +53,6 @@ def main() -> None:
         equal_budget="time",
         seeds=options.seeds,
         rate_trials=1,
-        workers=("here", "here"),
         save_result=options.save_result,
     )
     print(verdict.table())
