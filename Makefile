@@ -15,7 +15,7 @@ export PYTHONDONTWRITEBYTECODE :=
 .PHONY: demo quick test test-all test-gpu explore lint bench docs clean
 
 # seconds of training of each of its four programs
-SECONDS := 40
+SECONDS := 34
 demo: $(VENV)/installed
 	@$(BIN)/python demo/demo.py $(SECONDS)
 

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from thrifty.machine.compile_cache import cache_custom_functions
+from thrifty.machine.compile_cache import prepare_compile_cache
 from thrifty.machine.cpu_features import can_compile
 
 pytestmark = pytest.mark.skipif(not can_compile(), reason="no C++ compiler")
@@ -40,8 +40,19 @@ def compiled_values(forward: float, backward: float) -> tuple[float, float, int]
 
 def test_loaded_from_disk_unless_a_pass_differs(tmp_path, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
-    cache_custom_functions()
+    prepare_compile_cache()
     assert compiled_values(2.0, 4.0) == (18.0, 12.0, 0)
     assert compiled_values(2.0, 4.0) == (18.0, 12.0, 1)
     assert compiled_values(2.0, 5.0) == (18.0, 15.0, 0), "another backward pass"
     assert compiled_values(3.0, 4.0) == (27.0, 12.0, 0), "another forward pass"
+
+
+def test_graphs_of_another_cpu_are_not_loaded(tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    hits = []
+    for capability in ("AVX2", "AVX512", "AVX2"):
+        monkeypatch.setattr(torch._inductor.config, "unsafe_marked_cacheable_functions", {})
+        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: capability)  # noqa: B023
+        prepare_compile_cache()
+        hits.append(compiled_values(2.0, 4.0)[2])
+    assert hits == [0, 0, 1]

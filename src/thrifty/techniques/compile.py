@@ -21,7 +21,7 @@ from thrifty.core.run_notes import add_note
 from thrifty.core.setting_bounds import Natural, Rate
 from thrifty.core.stages import Stage
 from thrifty.core.technique import Numerics, Technique
-from thrifty.machine.compile_cache import cache_custom_functions
+from thrifty.machine.compile_cache import prepare_compile_cache
 from thrifty.machine.cpu_features import can_compile
 from thrifty.modeling.module_surgery import find_stacks
 
@@ -50,7 +50,7 @@ class CompiledBlocks(Technique):
                 "backend 'inductor' requires a C++ compiler and Python headers, but this machine lacks one of them",
                 fix="apt-get install g++ python3-dev (Debian); or --without compile",
             )
-        cache_custom_functions()
+        prepare_compile_cache()
         stacks = find_stacks(model)
         for name, blocks in stacks.items():
             for block in blocks:
