@@ -1,5 +1,6 @@
 """Results of the machine probe agree with independent sources."""
 
+import json
 import os
 import sys
 import tomllib
@@ -12,7 +13,7 @@ import torch
 import thrifty
 from thrifty.machine import machine_info, measured_rates
 from thrifty.machine.cgroup_limits import cgroup_limits
-from thrifty.machine.machine_info import EXTRAS, MachineInfo, peak_flops, probe, try_compile
+from thrifty.machine.machine_info import EXTRAS, MachineInfo, machine_identity, peak_flops, probe, try_compile
 from thrifty.machine.measured_rates import MeasuredRate, disk_rate, matmul_rate, memory_rate
 
 
@@ -78,6 +79,18 @@ def test_the_fastest_measured_peak_of_a_machine_is_kept(monkeypatch, tmp_path):
     assert peak_flops("cpu", torch.bfloat16) == 1e11
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
     assert peak_flops("cpu", torch.float32) == 1e11
+
+
+def test_timings_hold_for_one_set_of_instructions_only(monkeypatch):
+    known = [machine_identity("cpu")]
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: "another")
+    known.append(machine_identity("cpu"))
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
+    known.append(machine_identity("cpu"))
+    monkeypatch.setattr(machine_info, "_instructions", lambda: ("AVX2",))
+    known.append(machine_identity("cpu"))
+    assert all(one != other for i, one in enumerate(known) for other in known[:i])
+    assert json.loads(json.dumps(known)) == known
 
 
 def test_extras_equal_those_of_pyproject():

@@ -151,8 +151,7 @@ def peak_flops(device: torch.device | str, dtype: torch.dtype) -> float:
     """Return the peak FLOP/s of matrix products, measured in about 0.3 s. The utilization of training steps is a
     fraction of this peak. The fastest repeat counts, also of earlier measurements on this machine, because a peak is
     the speed without other programs on the machine."""
-    limits = {name: os.environ[name] for name in INSTRUCTION_LIMITS if name in os.environ}
-    identity = machine_identity(torch.device(device).type) | {"dtype": str(dtype)} | limits
+    identity = machine_identity(torch.device(device).type) | {"dtype": str(dtype)}
     path = kept_path("peaks", identity)
     earlier, rate = read_kept(path).get("flops", 0.0), matmul_rate(device, dtype, 0.3).high
     if rate > earlier:
@@ -254,7 +253,11 @@ def _is_installed(package: str) -> bool:
 
 
 def machine_identity(device: str) -> dict[str, Any]:
-    """Return the facts that must be equal for a saved timing to be valid: device name, cores, threads, versions."""
+    """Return the facts that must be equal for a saved timing to be valid: device name, cores, threads, instructions,
+    versions. The name alone does not tell apart virtual machines of one vendor."""
     name = torch.cuda.get_device_name() if device == "cuda" else cpu_model()
+    instructions = [*_instructions(), torch.backends.cpu.get_cpu_capability()]
+    limits = {name: os.environ[name] for name in INSTRUCTION_LIMITS if name in os.environ}
     versions = {"torch": torch.__version__, "thrifty": thrifty.__version__}
-    return {"device": name, "cores": len(usable_cores()), "threads": torch.get_num_threads(), **versions}
+    threads = {"cores": len(usable_cores()), "threads": torch.get_num_threads()}
+    return {"device": name, **threads, "instructions": instructions, **limits, **versions}
