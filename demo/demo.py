@@ -67,6 +67,8 @@ def main() -> None:
     for technique, why in chosen.items():
         parts = [part for part in why.split("; ") if not part.startswith(("alone", "proven"))]
         console.print(wrapped(f"{technique}: {'; '.join(parts)}", "  "))
+    if not chosen:
+        console.print(wrapped("no technique, because none makes a step of the recipe faster here", "  "))
     with console.status(f"{PLANNED}: {seconds:g} s"):
         programs[PLANNED] = train(plan, folder)
     table, verdict = TextTable("Programs", COLUMNS, rows(programs), frozenset(range(1, 5))), in_words(programs)
