@@ -68,7 +68,7 @@ def main() -> None:
         parts = [part for part in why.split("; ") if not part.startswith(("alone", "proven"))]
         console.print(wrapped(f"{technique}: {'; '.join(parts)}", "  "))
     if not chosen:
-        console.print(wrapped("no technique, because none makes a step of the recipe faster here", "  "))
+        console.print(wrapped("no technique in addition to the recipe", "  "))
     with console.status(f"{PLANNED}: {seconds:g} s"):
         programs[PLANNED] = train(plan, folder)
     table, verdict = TextTable("Programs", COLUMNS, rows(programs), frozenset(range(1, 5))), in_words(programs)

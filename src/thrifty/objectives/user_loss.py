@@ -192,9 +192,8 @@ def explain_parts(objective: Objective, model: nn.Module, batch: Batch, toleranc
     digits = 8 if math.isclose(whole, mean, rel_tol=1e-3) else 4
     return (
         f"the loss of {len(batch)} examples, {whole:.{digits}g}, is not the mean of the losses of their halves, "
-        f"{mean:.{digits}g}, "
-        "so results differ from the whole batch's; return one loss per example, or (losses, weights), or for a loss "
-        "that compares examples a thrifty.EmbeddingLoss"
+        f"{mean:.{digits}g}, so results differ from the whole batch's; return one loss per example, or (losses, "
+        "weights), or for a loss that compares examples a thrifty.EmbeddingLoss"
     )
 
 

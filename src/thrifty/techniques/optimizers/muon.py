@@ -172,14 +172,14 @@ class ScaleByOrthogonalization(GradientTransform):
 
     def _layers(self, index: int, matrix: Tensor) -> Sequence[Tensor]:
         cut = self.cuts[index]
-        return cut.of(matrix) if cut else matrix.view(-1, *matrix.shape[-2:]).unbind()
+        return cut.of(matrix) if cut else matrix.unbind() if matrix.ndim == 3 else [matrix]
 
     def _orthogonalize(self, layers: Sequence[Tensor], transposed: bool) -> None:
         by_shape: dict[torch.Size, list[Tensor]] = {}
         for layer in layers:
             by_shape.setdefault(layer.shape, []).append(layer)
         for (rows, columns), alike in by_shape.items():
-            count = max(1, TOGETHER // (rows * columns))
+            count = max(1, TOGETHER // max(1, rows * columns))
             for group in (alike[start : start + count] for start in range(0, len(alike), count)):
                 stack = torch.stack(group) if len(group) > 1 else group[0]
                 orthogonal = orthogonalized(stack, self.steps, self.dtype).view(-1, rows, columns)
