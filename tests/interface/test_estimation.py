@@ -276,6 +276,14 @@ def test_a_step_that_does_not_fit_has_options_that_do() -> None:
     assert tight.options[0].label in tight._repr_html_()
 
 
+def test_techniques_for_fresh_weights_have_options_too() -> None:
+    """The options are for any weights, but the techniques of the step are the user's choice."""
+    shared: dict[str, Any] = {"loss": token_loss, "techniques": ["share_parameters"]}
+    whole = thrifty.estimate(encoder, TOKENS, **shared)
+    tight = thrifty.estimate(encoder, TOKENS, **shared, memory=0.7 * whole.peak)
+    assert not tight.fits and tight.options
+
+
 @pytest.mark.parametrize("rate", [0.5, 0.9])
 def test_layers_that_are_left_out_at_random_are_counted(rate: float) -> None:
     fit = thrifty.estimate(partial(LayersLeftOut, rate), ROWS, loss=image_loss)

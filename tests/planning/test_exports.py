@@ -223,6 +223,14 @@ def test_unsupported_mesh_axes_are_refused(export: Any) -> None:
     assert read["parallelism"]["tensor_parallel_degree"] == 2
 
 
+@pytest.mark.parametrize("export", [deepspeed, torchtitan])
+def test_other_optimizers_than_adamw_are_refused(export: Any) -> None:
+    recipe = Recipe(data=DataSettings(length=16, batch=8), techniques=(technique("optimizers.muon"), *UPDATE[1:]))
+    with pytest.raises(RefusedError, match=r"the recipe has optimizers\.muon") as error:
+        export.configuration(PortableRecipe.of(recipe, recipe.techniques, STEPS, "cpu"))
+    assert error.value.fix.startswith("--without optimizers.muon --with optimizers.adamw; ")
+
+
 def test_torchtitan_export_is_toml_with_notes() -> None:
     text = torchtitan.configuration(elsewhere(technique("memory.recompute"), technique("attention.tiled")))
     read = tomllib.loads(text)

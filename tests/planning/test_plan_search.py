@@ -18,7 +18,7 @@ from thrifty.planning import plan_search
 from thrifty.planning.cost_estimates import COUNTED_HIGH, StepTiming
 from thrifty.planning.forecast import PlanRequest
 from thrifty.planning.plan_candidate import PlanCandidate
-from thrifty.planning.plan_search import NEAR, PROBES, PlanSearch, TimeOf
+from thrifty.planning.plan_search import COUNTS, NEAR, PROBES, PlanSearch, TimeOf
 from thrifty.planning.probe_jobs import ProbeError, ProbeTimeout
 from thrifty.planning.search_space import NUMERICS_ORDER
 
@@ -220,6 +220,33 @@ def test_probes_receive_the_bar_of_the_best_step() -> None:
 
     searching(700.0, Numerics.ROUNDING, time=noted).run()
     assert bars[0] == math.inf and all(later <= sooner for sooner, later in pairwise(bars)) and bars[-1] < 10
+
+
+def test_models_without_counted_flops_are_planned() -> None:
+    """Only matrix products, convolutions and attention have FLOPs."""
+
+    def counted(run: Run) -> Footprint:
+        return replace(formula(run), flops=0.0)
+
+    assert searching(700.0, count=counted, time=by_expectation).run().timing
+    assert searching(700.0, count=counted).run().options
+    with pytest.raises(InfeasibleError, match="no matrix products") as error:
+        PlanRequest(flops=1e9).budget(PLANNER.recipe.budget, 0.0)
+    assert error.value.fix
+
+
+def test_plans_for_a_full_disk_end_after_some_counts() -> None:
+    counts: list[Run] = []
+
+    def counted(run: Run) -> Footprint:
+        counts.append(run)
+        return formula(run)
+
+    full = "does not fit the disk: 9 MB of checkpoints"
+    search = searching(2000.0, Numerics.DIFFERENT, count=counted, no_room=lambda candidate: full)
+    with pytest.raises(InfeasibleError, match="does not fit the disk"):
+        search.run()
+    assert len(counts) < 3 * COUNTS + sum(map(len, search.options.values()))
 
 
 def test_candidates_that_exceed_the_disk_are_dropped() -> None:

@@ -67,7 +67,7 @@ class PastComparison:
     cpu: str
     objective: str
     is_pretrained: bool
-    """True if the runs started from the weights of a model folder."""
+    """True if the runs started from the weights of a model folder or of a passed module."""
     settings: Mapping[str, Any]
     """Settings of the technique in the variant, with the tuned learning rate. Empty if the variant removed it."""
     baseline_rate: float | None
@@ -140,7 +140,8 @@ def _of_comparison(data: dict[str, Any], file: Path) -> list[PastComparison]:
         model, own = recipe["model"], recipe.get("python", {})
         of_arm = {
             "objective": OWN if any(own.get(name) for name in ("loss", "data")) else recipe["objective"]["name"],
-            "is_pretrained": bool(model.get("folder")) and not model.get("reinitialize"),
+            "is_pretrained": model.get("weights") == "given"
+            or (bool(model.get("folder")) and not model.get("reinitialize")),
             "baseline_rate": rates.get(BASELINE, {}).get("lr"),
             "verdict": verdict["verdict"],
             "sentence": verdict["sentence"],

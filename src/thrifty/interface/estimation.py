@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from thrifty import techniques as catalogue
-from thrifty.composition.compose import BaseRun, compose
+from thrifty.composition.compose import compose
 from thrifty.composition.explain import explain
 from thrifty.composition.index_check import refuse_indices_without_row
 from thrifty.composition.technique_optimizer import TechniqueOptimizer
@@ -308,13 +308,12 @@ def _options(
     run: EstimatedRun, chosen: tuple[Technique, ...], limit: float, allow: Numerics, device: torch.device
 ) -> tuple[tuple[EstimatedOption, ...], str]:
     """Return the options that fit, and a note if the time limit stopped the search."""
-    plain: BaseRun = replace(run.plain, is_trained=True)
     recipe = Recipe(model=ModelSettings(), techniques=chosen)
     known = {name: catalogue.find(name) for name in catalogue.own_names()}
-    ways, _ = allowed_options(recipe, plain, known, allow, device.type)
+    ways, _ = allowed_options(recipe, replace(run.plain, is_trained=True), known, allow, device.type)
     room = limit - run.batch_bytes
     search = PlanSearch(
-        plain, recipe.techniques, STEPS, ways, room, 1.0, device=device, allowance=lambda step: COUNTING
+        run.plain, recipe.techniques, STEPS, ways, room, 1.0, device=device, allowance=lambda step: COUNTING
     )
     search.look_at_singles()
     options = [

@@ -28,36 +28,41 @@ def evidence_lines(names: Iterable[str]) -> dict[str, str]:
 
 
 def proven_gains(comparisons: Iterable[PastComparison], recipe: Recipe, catalogue: Catalogue) -> list[ProvenGain]:
-    """Return the techniques with a proven gain for the objective of a recipe, the largest gain first.
+    """Return the gains that comparisons proved for the objective of a recipe.
 
     A gain is proven if the technique, alone or in place of another technique of the recipe, is better than the baseline
-    and reached the baseline's loss in fewer steps. Techniques whose steps change during a run are left out, because a
-    plan measures only a few steps.
+    and reached the baseline's loss in fewer steps, and no comparison of a similar model found it worse. Techniques
+    whose steps change during a run are left out, because a plan measures only a few steps.
     """
-    gains: dict[str, ProvenGain] = {}
+    gains, worse = [], []
     for one in comparisons:
+        if one.role != "added" or not one.has_learned or not _applies(one, recipe):
+            continue
+        if one.verdict == "worse":
+            worse.append(one)
         steps = one.steps_to_quality
-        if one.role != "added" or one.verdict != "better" or steps is None or steps >= 1:
+        if one.verdict != "better" or steps is None or steps >= 1 or one.technique not in catalogue:
             continue
-        option = _option(catalogue[one.technique], one, recipe) if one.technique in catalogue else None
-        if option is None or not _applies(one, recipe) or option.techniques[0].overrides("batches", "changes"):
-            continue
-        if one.technique not in gains or steps < gains[one.technique].relative_steps:
-            gains[one.technique] = ProvenGain(option, steps, one.parameters, one.pairs)
-    return sorted(gains.values(), key=lambda gain: gain.relative_steps)
+        option = _option(catalogue[one.technique], one, recipe, steps)
+        if option is not None and not option.techniques[0].overrides("batches", "changes"):
+            gains.append((one.technique, ProvenGain(option, one.parameters, one.pairs, one.step_time or 1.0)))
+    return [
+        gain for name, gain in gains if not any(o.technique == name and gain.is_similar(o.parameters) for o in worse)
+    ]
 
 
 def _applies(one: PastComparison, recipe: Recipe) -> bool:
     """Return True if the recipe has the same objective, and the techniques that the comparison replaced."""
     names = {technique.name for technique in recipe.techniques}
-    is_pretrained = bool(recipe.model.folder) and not recipe.model.reinitialize
+    model = recipe.model
+    is_pretrained = model.weights == "given" or (bool(model.folder) and not model.reinitialize)
     objective = OWN if recipe.python.loss or recipe.python.data else recipe.objective.name
     is_alike = OWN != one.objective == objective and one.is_pretrained == is_pretrained
     replaces = one.is_replacement and {*one.others} <= names
     return is_alike and one.technique not in names and (one.alone or replaces)
 
 
-def _option(kind: type[Technique], one: PastComparison, recipe: Recipe) -> PlanOption | None:
+def _option(kind: type[Technique], one: PastComparison, recipe: Recipe, steps: float) -> PlanOption | None:
     """Return the compared technique as an option. Its learning rates keep their ratio to the replaced optimizer's."""
     settings = dict(one.settings)
     rates = [getattr(each, "lr", None) for each in recipe.techniques if each.name in one.others]
@@ -68,4 +73,5 @@ def _option(kind: type[Technique], one: PastComparison, recipe: Recipe) -> PlanO
         technique = build(kind, settings, kind.name)
     except ThriftyError:  # settings of another version
         return None
-    return PlanOption(AXIS, (technique,), frozenset(one.others), 1.0, Numerics.DIFFERENT, label_of(technique))
+    drops, label = frozenset(one.others), label_of(technique)
+    return PlanOption(AXIS, (technique,), drops, 1.0, Numerics.DIFFERENT, label, relative_steps=steps)

@@ -20,6 +20,9 @@ if TYPE_CHECKING:
     from thrifty.planning.planner import Plan
     from thrifty.training.run_setup import PreparedRun
 
+UTILISATION = 0.4
+"""Fraction of a device's peak FLOP/s that steps without a probe are assumed to reach."""
+
 
 def plan_on_machine(
     recipe: Recipe,
@@ -33,8 +36,8 @@ def plan_on_machine(
 ) -> Plan:
     """Plan a recipe on this machine for a number of ranks.
 
-    Planning takes at most `seconds`. The default is a fifth of the run, and at least a minute. Raises InfeasibleError
-    if no candidate fits.
+    Planning takes at most `seconds`. By default, no probe starts after a fifth of the run, or after a minute if that is
+    longer. Raises InfeasibleError if no candidate fits.
     """
     import time
     from importlib import import_module
@@ -44,8 +47,7 @@ def plan_on_machine(
     from thrifty.core.technique import Numerics
     from thrifty.experiments.past_results import past_comparisons
     from thrifty.interface.plan_evidence import evidence_lines, proven_gains
-    from thrifty.machine.machine_info import free_memory
-    from thrifty.machine.throughput import measure_throughput
+    from thrifty.machine.machine_info import free_memory, peak_flops
     from thrifty.planning.forecast_ledger import entries
     from thrifty.planning.planner import STEPS, Planner
     from thrifty.planning.rank_options import without_rank_techniques
@@ -94,7 +96,7 @@ def plan_on_machine(
         tokens=prepared.data.example_unit,
         unit=prepared.unit,
         data=_prepared_bytes(prepared),
-        rate=measure_throughput(0.4).sustained,
+        rate=UTILISATION * peak_flops(run.device, _number_format(recipe)),
         time=_probing(prepared, probe_seconds, wanted.allow is Numerics.EXACT, ending) if probe else None,
         ledger=entries(run.device.type),
         outside=sorted({*techniques.names()} - known),
@@ -113,6 +115,14 @@ def plan_on_machine(
     ).plan()
     record_forecast(recipe_to_data(plan.recipe), _expected(plan))
     return plan
+
+
+def _number_format(recipe: Recipe) -> torch.dtype:
+    """Return the number format of most of a recipe's matrix products."""
+    import torch
+
+    names = {technique.name for technique in recipe.techniques}
+    return torch.bfloat16 if names & {"precision.mixed", "precision.bfloat16_weights"} else torch.float32
 
 
 def _refuse_ranks(ranks: int, device: torch.device, allow: Numerics) -> None:

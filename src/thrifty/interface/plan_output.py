@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 NEAR = 4
-"""Number of candidates that a plan prints by default, fastest first."""
+"""Number of candidates that a plan prints by default, best first."""
 NOT_TAKEN = "not taken"
 NOTABLE = 0.01
 """Minimum size of other memory relative to the tensors to be printed."""
@@ -39,9 +39,9 @@ def plan_parts(plan: Plan, is_whole: bool) -> list[RenderableType]:
 
 
 def near_candidates(plan: Plan) -> list[tuple[PlanCandidate, Forecast]]:
-    """Return the fastest candidates, and the chosen candidate if it is not among them."""
-    fastest = plan.alternatives[:NEAR]
-    return [*fastest, *(each for each in plan.alternatives[NEAR:] if each[0].options == plan.chosen.options)]
+    """Return the best candidates, and the chosen candidate if it is not among them."""
+    best = plan.alternatives[:NEAR]
+    return [*best, *(each for each in plan.alternatives[NEAR:] if each[0].options == plan.chosen.options)]
 
 
 def considered(plan: Plan | ClusterPlan, near: int, is_whole: bool) -> list[RenderableType]:
@@ -114,7 +114,7 @@ def _between(estimate: Estimate, show: Callable[[float], str]) -> str:
 
 def _alternatives(plan: Plan, near: Sequence[tuple[PlanCandidate, Forecast]]) -> Table:
     rate = f"{plan.forecast.unit}/s"
-    table = open_table("", "candidates, fastest first", "memory", "step", rate, "time to the budget")
+    table = open_table("", "candidates, best first", "memory", "step", rate, "time to the budget")
     for candidate, forecast in near:
         mark = "→" if candidate.options == plan.chosen.options else ""
         step, seconds = duration(forecast.step.value), duration(forecast.seconds.value)

@@ -47,7 +47,7 @@ def machine_plan_page(plan: Plan) -> str:
         seconds={candidate.label: each.step for candidate, each in near},
         chosen=plan.chosen.label,
         tables=[
-            _candidates("Near candidates, fastest first", plan, near),
+            _candidates("Near candidates, best first", plan, near),
             _candidates(f"All {len(plan.alternatives)} candidates that fit", plan, plan.alternatives),
         ],
         source="Memory is counted on fake tensors; step times are measured in probes, unless the page says otherwise.",

@@ -12,7 +12,7 @@ from thrifty.core.technique import Numerics, Technique
 from thrifty.planning.cost_estimates import COUNTED_HIGH, largest_part
 from thrifty.planning.plan_candidate import PlanCandidate
 from thrifty.planning.plan_search import PlanSearch
-from thrifty.planning.proven_gains import AXIS as PROVEN
+from thrifty.planning.proven_gains import AXIS as GAINS
 from thrifty.planning.proven_gains import ProvenGain
 from thrifty.planning.rank_options import RANKS
 from thrifty.planning.search_space import NUMERICS_ORDER, Catalogue, PlanOption
@@ -74,7 +74,7 @@ class ChoiceExplainer:
         proven = next((gain for gain in self.gains if gain.option == option), None)
         if proven is None:
             return ChoiceReason(name, verdict, self._effect(option))
-        gain = f"equal loss after {proven.relative_steps:.0%} of the steps in {proven.pairs} paired runs"
+        gain = f"equal loss after {option.relative_steps:.0%} of the steps in {proven.pairs} paired runs"
         why = f"{gain}; {self._effect(option)}; proven: {self.evidence.get(name, 'by a comparison')}"
         return ChoiceReason(name, verdict, why)
 
@@ -131,8 +131,6 @@ class ChoiceExplainer:
             return self.missing[name]
         if options:
             return self._offered(options)
-        if slow := self._measured([option for option in self._proven() if option.techniques[0].name == name]):
-            return f"its steps are too slow here for its proven gain: {slow}"
         if disallowed := self._options_with(name, self.disallowed):
             return self._disallowed(disallowed[0].numerics)
         if kind.claims & PARALLELISM:
@@ -150,9 +148,6 @@ class ChoiceExplainer:
         if technique.stage is Stage.MEASURE:
             return "it measures training, but changes nothing"
         return "nothing in this run requires it"
-
-    def _proven(self) -> list[PlanOption]:
-        return [option for option in self.search.singles if option.axis == PROVEN]
 
     def _undivided(self) -> str:
         if RANKS in self.search.options:
@@ -201,8 +196,13 @@ class ChoiceExplainer:
         return f"other options suffice, and {measured or 'are expected to take less time'}; {alone}"
 
     def _no_faster(self, options: Sequence[PlanOption]) -> str:
+        if options[0].axis == GAINS and self.chosen.relative_steps < 1:
+            other = next(option for option in self.chosen.options if option.axis == GAINS)
+            return f"its gain is proven alone, but not together with {other.label}"
         if measured := self._measured(options):
-            return f"no measured gain: {measured}"
+            is_proven = options[0].axis == GAINS
+            why = "its steps are too slow here for its proven gain" if is_proven else "no measured gain"
+            return f"{why}: {measured}"
         failed = [why for tried, why in self.search.misfits.items() if {*tried} & {*options}]
         if failed:
             return failed[0]
@@ -211,12 +211,14 @@ class ChoiceExplainer:
         return f"not run: {other}"
 
     def _measured(self, options: Sequence[PlanOption]) -> str:
-        """Return the step time of the fastest probe with any of `options`, relative to the plan, as text. Return "" if
-        no such probe ran.
+        """Return the time of the best probe with any of `options`, relative to the plan, as text. Return "" if no such
+        probe ran. It is the time of a step, or if the plan or the probe has a proven gain, the time to equal loss.
         """
         timed = [candidate for candidate in self.search.tried if {*candidate.options} & {*options} and candidate.timing]
         if not timed or not self.chosen.timing:
             return ""
-        fastest = min(timed, key=lambda candidate: candidate.least_step)
-        ratio = fastest.least_step / self.chosen.least_step
-        return f"a step with {fastest.label} takes {ratio:.2f} times the plan's time"
+        best = min(timed, key=self.search.seconds)
+        ratio = self.search.seconds(best) / self.search.seconds(self.chosen)
+        if best.relative_steps != self.chosen.relative_steps:
+            return f"equal loss with {best.label} takes {ratio:.2f} times the plan's time"
+        return f"a step with {best.label} takes {ratio:.2f} times the plan's time"

@@ -45,6 +45,11 @@ class PlanRequest:
         if self.tokens is not None:
             return Budget(tokens=self.tokens)
         if self.flops is not None:
+            if not flops_per_step:
+                raise InfeasibleError(
+                    "FLOPs are no budget for this model: a step has no matrix products, convolutions or attention",
+                    fix="a budget of time, steps or tokens",
+                )
             steps = int(self.flops // flops_per_step)
             if steps < 1:
                 raise InfeasibleError(
@@ -54,10 +59,13 @@ class PlanRequest:
             return Budget(steps=steps)
         return Budget(seconds=self.seconds) if self.seconds is not None else default
 
+    def is_in_time(self, seconds: Estimate) -> bool:
+        """Return False if a forecast exceeds the time limit for a budget of tokens or FLOPs."""
+        return self.seconds is None or (self.tokens is None and self.flops is None) or seconds.value <= self.seconds
+
     def refuse_late(self, least: Estimate) -> None:
-        """Raise InfeasibleError if the forecast `least` exceeds the time limit for a budget of tokens or FLOPs."""
-        limit = self.seconds
-        if limit is None or (self.tokens is None and self.flops is None) or least.value <= limit:
+        """Raise InfeasibleError if the forecast of the fastest candidate exceeds the time limit."""
+        if self.is_in_time(least) or (limit := self.seconds) is None:
             return
         raise InfeasibleError(
             f"the fastest candidate that fits takes {least.value / 3600:.3g} h ({least.low / 3600:.3g} to "
@@ -142,7 +150,7 @@ class Forecast:
 class Forecaster:
     """Forecaster for candidates of a recipe.
 
-    `rate` is the FLOP/s that training reaches on the device; it is used for candidates without a probe. `tokens` is the
+    `rate` is the FLOP/s that training reaches on one device; it is used for candidates without a probe. `tokens` is the
     number of tokens per example. `data` is the size of prepared data in bytes.
     """
 
@@ -172,9 +180,14 @@ class Forecaster:
         timing, footprint = candidate.timing, candidate.footprint
         assert footprint is not None
         if timing is None:
-            rate = self.rate * (1 if self.device.type == "cpu" else candidate.ranks)
-            factor = math.prod(option.factor for option in candidate.options)
-            step = Estimate.within(factor * footprint.flops / rate, 1 / UNSURE, UNSURE)
+            if not footprint.flops:
+                raise InfeasibleError(
+                    "step times of this model are only known from probes: a step has no matrix products, convolutions "
+                    "or attention whose FLOPs could be counted",
+                    fix="plan with probes: without --no-probe (in Python: probe=True), and with more --seconds",
+                )
+            factor = math.prod(option.factor for option in candidate.options)  # the factor of ranks divides the work
+            step = Estimate.within(factor * footprint.flops / self.rate, 1 / UNSURE, UNSURE)
             memory = Estimate.within(footprint.memory, 0.9, candidate.counted_high).plus(self.kept(candidate))
             started = aside = 0.0
             time_is = ("not measured", 0.0)

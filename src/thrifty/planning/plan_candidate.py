@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from math import prod
 
 from thrifty.core.claims import Claim
 from thrifty.core.footprint import Footprint
@@ -28,6 +29,16 @@ class PlanCandidate:
     @cached_property
     def parts(self) -> int:
         return max((t.micro_batches for t in self.techniques if Claim.MICRO_BATCHES in t.claims), default=1)
+
+    @cached_property
+    def relative_steps(self) -> float:
+        """Steps to equal loss, relative to the unchanged recipe."""
+        return prod(option.relative_steps for option in self.options)
+
+    @property
+    def expected(self) -> float:
+        """Expected time to equal loss, relative to the unchanged recipe."""
+        return self.relative * self.relative_steps
 
     @cached_property
     def mesh(self) -> Mesh:

@@ -5,13 +5,12 @@ separate process.
 Estimates only determine the order of the search. The counted footprint of a proposed candidate fits. If probes are
 allowed, a probe of the candidate also stayed within the requested memory."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from itertools import product
 from math import ceil, inf, isinf, prod
 from time import monotonic
-from typing import NoReturn
 
 from thrifty.composition.compose import refuse_illegal
 from thrifty.core.errors import InfeasibleError, ThriftyError, reason_of
@@ -20,6 +19,8 @@ from thrifty.planning.cost_estimates import StepTiming
 from thrifty.planning.plan_candidate import PlanCandidate
 from thrifty.planning.probe_jobs import ProbeError, ProbeTimeout
 from thrifty.planning.process_memory import ProcessMemory
+from thrifty.planning.proven_gains import AXIS as GAINS
+from thrifty.planning.proven_gains import ProvenGain, options_with_gains
 from thrifty.planning.search_space import MICRO_BATCHES, ONE_RANK, PlanOption, apply_options
 from thrifty.planning.single_options import SingleOptionCosts
 
@@ -29,7 +30,7 @@ footprint is counted, of probes, and of candidates that differ only in micro-bat
 TOO_HIGH = 1.25
 """Maximum factor by which the estimated memory of a combination is expected to exceed its counted memory."""
 NEAR = 1.25
-"""Maximum expected step time of a candidate to be probed, relative to the fastest probed candidate."""
+"""Maximum expected time to equal loss of a candidate to be probed, relative to the best probed candidate."""
 NO_DIFFERENCE = 0.03
 """Minimum fraction by which a candidate must be faster than a candidate with fewer changes."""
 COUNTING = 0.5
@@ -46,7 +47,9 @@ and ProbeTimeout at the time limit."""
 
 @dataclass
 class PlanSearch(SingleOptionCosts):
-    """Search for the fastest candidate that fits.
+    """Search for the candidate that fits and is expected to reach an equal loss first.
+
+    Candidates differ in the time of their steps. Only those with a proven gain also differ in the number of steps.
 
     `memory` is the limit in bytes. `margin` is the factor from the memory of a probe to the maximum memory of a run. On
     a CPU, `process` is the expected size in bytes of a process before it builds the model. It is used until the first
@@ -69,8 +72,8 @@ class PlanSearch(SingleOptionCosts):
     allowance: Callable[[float], float] = lambda step: inf
     """Function from the seconds of the fastest step (infinite until the first probe) to the time limit of planning."""
     began: float = field(default_factory=monotonic)
-    later_probes: int = 0
-    """Number of probes after `run` for which time is kept."""
+    gains: Sequence[ProvenGain] = ()
+    """Techniques that change the result of training, with a gain that comparisons proved."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -86,6 +89,8 @@ class PlanSearch(SingleOptionCosts):
         candidates for whose probe this machine has too little memory."""
         self.processes = ProcessMemory(self.memory, self.shared, self.margin, self.process, self.kept)
         self.probes = 0
+        self.fastest_steps: dict[tuple[PlanOption, ...], float] = {}
+        """Seconds of the fastest step of each probed candidate, even if it does not fit."""
         self.fastest, self.longest_probe = inf, SOME_PROBE
         """Seconds of the fastest probed step (of all candidates, even if they do not fit), and of the longest probe."""
         self.stopped = ""
@@ -100,7 +105,10 @@ class PlanSearch(SingleOptionCosts):
         self.say(f"the unchanged recipe: {self.plainest.memory / 1e6:,.0f} MB counted")
         self._try_recipe()
         self._refuse_less_than_a_process()
+        self.options = {**self.options, **options_with_gains(self.gains, self.plainest.parameters)}
+        self.measured = {gain.option: gain.step_time for gain in self.gains}
         self.look_at_singles()
+        self._time_gains()
         self.counts = 0
         for candidate in self._promising():
             if self._has_enough() or self._is_late():
@@ -138,11 +146,10 @@ class PlanSearch(SingleOptionCosts):
     def _is_late(self) -> bool:
         """Return True if no time is left for another probe.
 
-        The first probe after the unchanged recipe always runs, because it times the candidate that is expected
-        to be fastest.
+        If the unchanged recipe does not fit, the next probe always runs, because a plan needs a candidate that fits.
         """
         has_begun = self.tried or self.probes > 1 or self.counts >= FINALISTS
-        if not has_begun or self.seconds_left > (1 + self.later_probes) * (self.longest_probe if self.time else 0.0):
+        if not has_begun or self.seconds_left > (self.longest_probe if self.time else 0.0):
             return False
         self.stopped = self.stopped or "some combinations"
         return True
@@ -160,22 +167,23 @@ class PlanSearch(SingleOptionCosts):
         return len(self.processes.surpluses[kind]) >= PROBES // 2 and all(c.process_kind != kind for c in self.tried)
 
     def _has_enough(self) -> bool:
-        kinds = len({*map(self.kind, self.tried)})
+        kinds = len(
+            {self.kind(each) for each in self.tried if not {*each.options} & {*self.measured} or each.options[1:]}
+        )
         return kinds > self.finalists or self.counts >= COUNTS or self.probes >= PROBES
 
     def _is_too_slow(self, candidate: PlanCandidate) -> bool:
         """Return True if a candidate is expected to be far slower than the best candidate.
 
-        The expected step time is scaled from the probe that gives the lowest time.
+        The expected time is scaled from the probe that gives the lowest time.
         """
-        probed = [other for other in self.tried if other.timing]
-        fastest = min((other.least_step / other.relative for other in probed), default=0.0)
-        return candidate.relative * fastest > NEAR * self.bar
+        fastest = min((other.least_step / other.relative for other in self.tried if other.timing), default=0.0)
+        return candidate.expected * fastest > NEAR * self.bar
 
     @property
     def bar(self) -> float:
-        """Seconds of the fastest step of all probed candidates that fit."""
-        return min((candidate.least_step for candidate in self.tried if candidate.timing), default=inf)
+        """Least time (`seconds`) of all probed candidates that fit."""
+        return min((self.seconds(candidate) for candidate in self.tried if candidate.timing), default=inf)
 
     def kind(self, candidate: PlanCandidate) -> frozenset[PlanOption]:
         """Return the kind of a candidate: its options without the number of micro-batches. Candidates of one kind share
@@ -193,6 +201,9 @@ class PlanSearch(SingleOptionCosts):
         choices = [[None, *(option for option in axis if option in self.singles)] for axis in self.options.values()]
         for chosen in product(*choices):
             options = tuple(option for option in chosen if option is not None)
+            dropped = [name for option in options for name in option.drops]
+            if len(dropped) > len({*dropped}):  # two options replace the same technique
+                continue
             candidate = self._candidate(options)
             with suppress(ThriftyError):
                 refuse_illegal(candidate.techniques)
@@ -205,18 +216,39 @@ class PlanSearch(SingleOptionCosts):
     def _promising(self) -> Iterator[PlanCandidate]:
         """Yield combinations, sorted by expected time, then by number of changes."""
         changed = (candidate for candidate in self.combinations() if candidate.options)
-        ordered = sorted(changed, key=lambda c: (round(c.relative, 3), len(c.options)))
+        ordered = sorted(changed, key=lambda c: (round(c.expected, 3), len(c.options)))
         yield from (candidate for candidate in ordered if self._expected(candidate) <= self.processes.room(candidate))
         # estimates may be too high, so combinations slightly above the limit are last, in order of size
         above = [(self._expected(candidate), candidate) for candidate in ordered]
         little_above = [pair for pair in above if 1 < pair[0] / self.processes.room(pair[1]) <= TOO_HIGH]
         yield from (candidate for _, candidate in sorted(little_above, key=lambda pair: pair[0]))
 
+    def _time_gains(self) -> None:
+        """Probe each proven gain alone, even if it does not fit, so that combinations are ordered by its step time on
+        this machine. A gain whose probe fails is refused."""
+        for option in self.options.get(GAINS, ()):
+            if () not in self.fastest_steps or option not in self.singles or self._is_late():
+                continue
+            probes = self.probes
+            if counted := self._counted(self._candidate((option,))):
+                self._run_if_possible(counted)
+            if counted and counted.options in self.fastest_steps:
+                self.measured[option] = self.fastest_steps[counted.options] / self.fastest_steps[()]
+                alone = self._candidate(counted.options).relative
+                self.tried = [replace(c, relative=alone) if c.options == counted.options else c for c in self.tried]
+            elif counted and self.probes > probes:
+                del self.singles[option]
+                self.refused[option] = self.misfits.get(counted.options, "its steps were not completed")
+
     def try_out(self, candidate: PlanCandidate) -> None:
         """Count the footprint of a candidate and probe the candidate. Skip candidates that only add slower options to a
         tried candidate."""
         alike = sum(self.kind(other) == self.kind(candidate) for other in self.tried)
-        if alike >= ALIKE or any(self._only_costs(candidate, other) for other in self.tried):
+        if (
+            candidate.options in self.fastest_steps
+            or alike >= ALIKE
+            or any(self._only_costs(candidate, other) for other in self.tried)
+        ):
             return
         counted = self._counted(candidate)
         if counted is None:
@@ -279,21 +311,24 @@ class PlanSearch(SingleOptionCosts):
         combination with the smallest expected process.
         """
         waiting = [c for c in self.combinations() if c.options not in {*self.needs, *self.failed}]
-        runs = 0
-        while waiting and not self.tried:
+        runs = counts = 0
+        while waiting and not self.tried and counts < COUNTS:
             fitting = [c for c in waiting if not runs and self._expected_least(c) <= self.memory]
-            chosen = min(fitting, key=lambda c: c.relative) if fitting else min(waiting, key=self._expected_least)
+            chosen = min(fitting, key=lambda c: c.expected) if fitting else min(waiting, key=self._expected_least)
             least = self._expected_least(chosen)
             if least >= min(self.needs.values(), default=(inf,))[0]:
                 break
-            if runs and ((runs > 1 and least > self.memory) or self._is_late()):
+            if runs > 1 and least > self.memory:
+                break
+            if (runs or counts >= FINALISTS) and self._is_late():
                 break
             waiting.remove(chosen)
+            counts += 1
             if counted := self._counted(chosen):
                 runs += 1
                 self._run_if_possible(counted)
         if not self.tried:
-            self._raise_infeasible()
+            raise self._no_candidate()
 
     def _footprint(self, options: tuple[PlanOption, ...]) -> Footprint:
         if not options:
@@ -304,7 +339,8 @@ class PlanSearch(SingleOptionCosts):
 
     def _only_costs(self, candidate: PlanCandidate, other: PlanCandidate) -> bool:
         more = {*candidate.options} - {*other.options}
-        return {*other.options} <= {*candidate.options} and all(self.relative(option) >= 1 for option in more)
+        slower = all(self.relative(option) * option.relative_steps >= 1 for option in more)
+        return {*other.options} <= {*candidate.options} and slower
 
     def _timed(self, candidate: PlanCandidate) -> PlanCandidate:
         """Return the candidate with its timing, or without timing if the probe fails or exceeds the memory limit.
@@ -321,7 +357,7 @@ class PlanSearch(SingleOptionCosts):
         self.probes += 1
         began = monotonic()
         try:
-            timing = self.time(candidate, NEAR * self.bar)
+            timing = self.time(candidate, NEAR * self.bar / candidate.relative_steps)
         except ProbeTimeout as failure:
             self.stopped = "further steps"
             if isinf(self.fastest):
@@ -340,7 +376,8 @@ class PlanSearch(SingleOptionCosts):
             self.longest_probe = max(self.longest_probe, monotonic() - began)
         whole = timing.process + timing.memory
         self.processes.record(candidate, timing)
-        self.fastest = min(self.fastest, timing.least_step(candidate.batch, candidate.parts))
+        self.fastest_steps[candidate.options] = timing.least_step(candidate.batch, candidate.parts)
+        self.fastest = min(self.fastest, self.fastest_steps[candidate.options])
         before = f", {timing.process / 1e6:,.0f} MB of that before the model was built" if timing.process else ""
         measured = f"its process took {whole / 1e6:,.0f} MB{before}"
         self.say(f"its steps take {timing.step(candidate.batch, candidate.parts):.3g} s, and {measured}")
@@ -352,9 +389,9 @@ class PlanSearch(SingleOptionCosts):
             return candidate
         return replace(candidate, timing=timing)
 
-    def best(self) -> PlanCandidate:
-        """Return the fastest tried candidate, or an equally fast candidate (within noise) with fewer changes."""
-        ordered = self.ranked()
+    def best(self, among: Collection[PlanCandidate] = ()) -> PlanCandidate:
+        """Return the best tried candidate, or an equally good candidate (within noise) with fewer changes."""
+        ordered = [candidate for candidate in self.ranked() if not among or candidate in among]
         best = ordered[0]
         for other in sorted(ordered[1:], key=lambda c: len(c.options)):
             if len(other.options) < len(best.options) and self.seconds(other) <= self.seconds(best) * (
@@ -363,27 +400,13 @@ class PlanSearch(SingleOptionCosts):
                 return other
         return best
 
-    def try_in_addition(self, chosen: PlanCandidate, option: PlanOption) -> PlanCandidate | None:
-        """Count and probe `chosen` with one more option. Return None if it is refused or does not fit, or at the time
-        limit of planning."""
-        self.later_probes = max(self.later_probes - 1, 0)
-        if self._is_late() or not self.count_alone(option):
-            return None
-        counted = self._counted(self._candidate((*chosen.options, option)))
-        if counted is None:
-            return None
-        if not self.processes.fits(counted):
-            self.misfits[counted.options] = self.processes.misfit(counted)
-            return None
-        self._run(counted)
-        return next((tried for tried in self.tried if tried.options == counted.options), None)
-
     def ranked(self) -> list[PlanCandidate]:
         return sorted(self.tried, key=lambda c: (self.seconds(c), len(c.options)))
 
     def seconds(self, candidate: PlanCandidate) -> float:
-        """Return the seconds of a step. Without probes, return the step time relative to the unchanged recipe."""
-        return candidate.relative if candidate.timing is None else candidate.least_step
+        """Return the seconds in which a candidate trains as much as the unchanged recipe in a step. Without probes,
+        return them relative to the unchanged recipe."""
+        return candidate.expected if candidate.timing is None else candidate.least_step * candidate.relative_steps
 
     def noise(self, candidate: PlanCandidate) -> float:
         spread = candidate.timing.spread if candidate.timing else 0.0
@@ -400,16 +423,17 @@ class PlanSearch(SingleOptionCosts):
                 fix=f"--memory {ceil(needed / 1e6)}MB, which the unchanged recipe requires",
             )
 
-    def _raise_infeasible(self) -> NoReturn:
+    def _no_candidate(self) -> InfeasibleError:
+        """Return the error of a search without a candidate that fits and completed its steps."""
         if failures := [why for options, why in self.misfits.items() if options in self.failed]:
-            raise InfeasibleError(
+            return InfeasibleError(
                 f"no candidate that fits {self.memory / 1e6:,.0f} MB completed its steps: {failures[0]}",
                 fix="thrifty train RECIPE --budget 5steps (prints the whole error); or --no-probe",
             )
         if full := next((why for why in self.misfits.values() if why.startswith(NO_ROOM)), ""):
-            raise InfeasibleError(f"the counted candidate {full}", fix="a larger --disk; or --set checkpoints.keep=1")
+            return InfeasibleError(f"the counted candidate {full}", fix="a larger --disk; or --set checkpoints.keep=1")
         if not self.needs:
-            raise InfeasibleError(
+            return InfeasibleError(
                 f"every combination is refused: {next(iter(self.misfits.values()))}",
                 fix="remove the refused technique or setting",
             )
@@ -418,7 +442,7 @@ class PlanSearch(SingleOptionCosts):
         if self.stopped:
             among = f"stopped after {self.seconds_taken:.0f} s and skipped {self.stopped}: no tried combination"
             further = f"--seconds {self.further_seconds}; or "
-        raise InfeasibleError(
+        return InfeasibleError(
             f"{among} fits in {self.memory / 1e6:,.4g} MB: {what}",
             fix=f"{further}--memory {ceil(needed / 1e6)}MB; or --allow rounding; or --allow different; or a smaller "
             "model, data.length or data.batch",

@@ -19,7 +19,7 @@ from thrifty.planning.forecast import MARGIN, UNSURE, Forecast, Forecaster, refu
 from thrifty.planning.forecast_ledger import LedgerEntry, PredictionRecord, prediction_record
 from thrifty.planning.plan_candidate import PlanCandidate
 from thrifty.planning.plan_search import FINALISTS, NO_ROOM, PlanSearch, TimeOf
-from thrifty.planning.proven_gains import MOST_GAINS, ProvenGain, add_proven_gains
+from thrifty.planning.proven_gains import ProvenGain
 from thrifty.planning.rank_options import RANKS, options_over_ranks
 from thrifty.planning.search_space import (
     ADAPTER_OPTIONS,
@@ -47,7 +47,7 @@ class Plan:
     chosen: PlanCandidate
     forecast: Forecast
     alternatives: tuple[tuple[PlanCandidate, Forecast], ...]
-    """All candidates that fit (probed, or counted without probes), sorted by time."""
+    """All candidates that fit (probed, or counted without probes), sorted by expected time to equal loss."""
     misfits: Mapping[str, str]
     reasons: tuple[ChoiceReason, ...]
     past: Mapping[str, PredictionRecord]
@@ -145,18 +145,20 @@ class Planner(Forecaster):
             self.free,
             self._allowance,
             self.began,
-            later_probes=min(len(self.gains), MOST_GAINS),
+            gains=self.gains,
             device=self.device,
             say=self.say,
         )
-        chosen = add_proven_gains(search, search.run(), self.gains)
+        chosen = search.run()
         budget = self.budget
         slowdown = median([c.step / c.least_step for c in search.tried if c.timing] or [1.0])
         forecasts = {c.options: self.forecast(c, budget, records[c.ranks], slowdown) for c in search.tried}
+        if not self.request.is_in_time(forecasts[chosen.options].seconds):
+            self.request.refuse_late(min((each.seconds for each in forecasts.values()), key=lambda each: each.value))
+            chosen = search.best([c for c in search.tried if self.request.is_in_time(forecasts[c.options].seconds)])
         forecast = forecasts[chosen.options]
         per_step = chosen.batch * self.tokens
         refuse_no_step(budget, forecast.steps.value, forecast.step.value, per_step, forecast.startup, self.unit)
-        self.request.refuse_late(forecast.seconds)
         explainer = ChoiceExplainer(
             search,
             chosen,

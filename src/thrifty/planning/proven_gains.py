@@ -1,46 +1,44 @@
 """Proven gains: techniques that change the result of training, and that a comparison found better.
 
 The comparison measured the steps to equal loss. The plan measures the time of a step on this machine. Their product is
-the expected time to equal loss, so a technique is only chosen if its steps are fast enough on this machine."""
+the expected time to equal loss, so a technique is only chosen if its steps are fast enough on this machine. Without
+probes, steps are expected to take as long as in the comparison."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from thrifty.planning.plan_candidate import PlanCandidate
-from thrifty.planning.plan_search import PlanSearch
 from thrifty.planning.search_space import PlanOption
 
 AXIS = "proven gains"
 FLOAT32 = 4
 """Bytes of a parameter."""
 MOST_GAINS = 2
-"""Maximum number of proven gains for whose probes a search keeps time."""
+"""Maximum number of proven gains that a search considers."""
 SIMILAR_SIZE = 10.0
 """Maximum ratio of the parameters of the recipe's model and of the compared model."""
 
 
 @dataclass(frozen=True)
 class ProvenGain:
-    """A technique, and the steps that it needs to the baseline's final loss, relative to the baseline's steps."""
+    """A technique as an option of a plan, and the comparison that proved its gain."""
 
     option: PlanOption
-    relative_steps: float
     parameters: int
     """Number of parameters of the compared model."""
     pairs: int
     """Number of paired runs of the comparison."""
+    step_time: float = 1.0
+    """Step time in the comparison, relative to the baseline's."""
 
     def is_similar(self, parameters: float) -> bool:
         return 1 / SIMILAR_SIZE <= self.parameters / max(parameters, 1.0) <= SIMILAR_SIZE
 
 
-def add_proven_gains(search: PlanSearch, chosen: PlanCandidate, gains: Iterable[ProvenGain]) -> PlanCandidate:
-    """Return `chosen` with each technique that lowers its expected time to equal loss and fits."""
-    for gain in gains:
-        replaced = {name for option in chosen.options for name in option.drops}
-        if replaced & gain.option.drops or not gain.is_similar(search.plainest.parameters / FLOAT32):
-            continue
-        extended = search.try_in_addition(chosen, gain.option)
-        if extended and search.seconds(extended) * gain.relative_steps < search.seconds(chosen):
-            chosen = extended
-    return chosen
+def options_with_gains(gains: Iterable[ProvenGain], weights: float) -> dict[str, list[PlanOption]]:
+    """Return the axis of proven gains for a model with `weights` bytes of parameters, the largest gains first. Gains of
+    models of another size are left out. A plan has at most one gain, because gains were not measured together."""
+    similar: dict[str, PlanOption] = {}
+    for gain in sorted(gains, key=lambda gain: gain.option.relative_steps):
+        if gain.is_similar(weights / FLOAT32):
+            similar.setdefault(gain.option.techniques[0].name, gain.option)
+    return {AXIS: [*similar.values()][:MOST_GAINS]} if similar else {}

@@ -42,6 +42,8 @@ class SingleOptionCosts:
         self.refused: dict[PlanOption, str] = {}
         self.interpolated: set[PlanOption] = set()
         """Options with an interpolated (not counted) footprint."""
+        self.measured: dict[PlanOption, float] = {}
+        """Measured step times with options, relative to the unchanged recipe."""
         self.counts = 0
 
     @cached_property
@@ -87,19 +89,20 @@ class SingleOptionCosts:
 
     def _look_at(self, options: Iterable[PlanOption]) -> None:
         for option in options:
+            if option in self.singles or option in self.refused:
+                continue
             if self.is_counting_late():
                 self.refused[option] = "not counted: the time limit of planning was reached"
             else:
-                self.count_alone(option)
+                self._count_alone(option)
 
-    def count_alone(self, option: PlanOption) -> bool:
-        """Count the footprint of one option. If the option is refused, record the reason and return False."""
+    def _count_alone(self, option: PlanOption) -> None:
+        """Count the footprint of one option. If the option is refused, record the reason."""
         try:
             self.singles[option] = self.counted((option,))
             self.say(f"{option.label}: {self.singles[option].memory / 1e6:,.0f} MB counted")
         except Exception as refusal:  # a bug in one option must not stop planning
             self.refused[option] = reason_of(refusal)
-        return option in self.singles
 
     def _interpolate(self, options: Sequence[PlanOption], leanest: PlanOption, last: PlanOption | None) -> None:
         """Interpolate footprints of options between `leanest` and `last` (by default the unchanged recipe).
@@ -130,9 +133,10 @@ class SingleOptionCosts:
         return self.singles[option]
 
     def relative(self, option: PlanOption) -> float:
-        """Return the expected step time with an option, relative to the unchanged recipe. It is computed from the
-        factor in the option's card and the counted FLOPs."""
-        return option.factor * self.singles[option].flops / max(self.plainest.flops, 1.0)
+        """Return the expected step time with an option, relative to the unchanged recipe. If it is not measured, it is
+        computed from the factor in the option's card and the counted FLOPs."""
+        work = self.singles[option].flops / self.plainest.flops if self.plainest.flops else 1.0
+        return self.measured.get(option, option.factor * work)
 
     def estimated(self, options: Sequence[PlanOption]) -> float:
         """Return the estimated peak bytes with several options. The options' effects on each part of the footprint are

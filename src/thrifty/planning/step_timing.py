@@ -12,7 +12,7 @@ import torch
 
 from thrifty.composition.compose import Run
 from thrifty.core.backward import Backward
-from thrifty.core.batches import Batch
+from thrifty.core.batches import Batch, any_examples
 from thrifty.core.errors import ThriftyError
 from thrifty.core.state import TrainState
 from thrifty.machine.cpu_contention import CpuContention
@@ -106,7 +106,8 @@ def _step(run: Run, state: TrainState, rows: int, cut: int, number: int) -> tupl
     model, optimizer = state.model, state.optimizer
     assert model is not None and optimizer is not None
     model.train()
-    batch = run.source.at(max(run.steps - 1 - number, 0))
+    with any_examples():
+        batch = run.source.at(max(run.steps - 1 - number, 0))
     backward: Backward = run.backward
     start = time.perf_counter()
     for _ in range(cut):

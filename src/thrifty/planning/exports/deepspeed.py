@@ -7,10 +7,12 @@ from thrifty.planning.exports.portable_recipe import PortableRecipe
 
 
 def configuration(run: PortableRecipe) -> dict[str, Any]:
-    """Return DeepSpeed's configuration. Raises RefusedError for mesh axes that this configuration lacks.
+    """Return DeepSpeed's configuration.
 
-    Also raises RefusedError if micro-batches do not have equal size, which DeepSpeed requires.
+    Raises RefusedError for optimizers other than AdamW, for mesh axes that this configuration lacks, and if
+    micro-batches do not have equal size, which DeepSpeed requires.
     """
+    run.refuse_other_optimizers("deepspeed")
     run.refuse_other_axes("deepspeed")
     pieces = run.data_ranks * run.parts
     if run.batch % pieces:

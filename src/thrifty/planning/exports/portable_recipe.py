@@ -106,6 +106,16 @@ class PortableRecipe:
                     fix="--export torchtitan",
                 )
 
+    def refuse_other_optimizers(self, trainer: str) -> None:
+        """Raise RefusedError if the recipe has another optimizer than AdamW."""
+        if self.lr == 0.0:
+            others = [name for name in (*self.lost, *self.unsupported) if name.startswith("optimizers.")]
+            raise RefusedError(
+                f"{trainer}: the exported optimizer is AdamW, but the recipe has {', '.join(others) or 'none'}",
+                fix=" ".join([*(f"--without {name}" for name in others), "--with optimizers.adamw"])
+                + "; for a plan: --allow rounding",
+            )
+
     def notes(self) -> list[str]:
         """Return comments that name the techniques without an equivalent."""
         lines = []

@@ -9,7 +9,9 @@ RECOMPUTE_MODES = {"none": "none", "every": "full", "selective": "selective"}
 
 
 def configuration(run: PortableRecipe) -> str:
-    """Return TOML with the keys of torchtitan's job files. The user must set `model` to a model of torchtitan."""
+    """Return TOML with the keys of torchtitan's job files. The user must set `model` to a model of torchtitan. Raises
+    RefusedError for optimizers other than AdamW."""
+    run.refuse_other_optimizers("torchtitan")
     values = {
         "job": {"description": run.name},
         "model": {"name": "llama3", "flavor": "TO BE FILLED IN"},
