@@ -11,10 +11,25 @@ import pytest
 import torch
 import user_work
 from torch import Tensor, nn
-from torch.utils.data import ChainDataset, ConcatDataset, DataLoader, Dataset, IterableDataset, Subset, TensorDataset
+from torch.utils.data import (
+    BatchSampler,
+    ChainDataset,
+    ConcatDataset,
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 import thrifty
-from thrifty.core.errors import ThriftyError, UsageError
+from thrifty.core.errors import RefusedError, ThriftyError, UsageError
+from thrifty.data.batch_forms import deep_copy
+from thrifty.data.data_loading import dataset_of
 from thrifty.data.prefetch import prefetch
 from thrifty.data.user_data import UserData, open_user_data
 from thrifty.training import checkpoint
@@ -389,3 +404,88 @@ def test_a_preset_on_own_data_requires_a_loss(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="no loss was passed") as error:
         thrifty.train("gpt-nano", data, held_out=data, budget=2, batch=8, runs=tmp_path / "runs", quiet=True)
     assert "pass loss=" in error.value.fix
+
+
+@pytest.mark.parametrize(("sampler", "is_shuffled"), [(RandomSampler(ROWS), True), (SequentialSampler(ROWS), False)])
+def test_a_loader_with_torchs_batch_sampler_is_taken_apart(sampler: Any, is_shuffled: bool) -> None:
+    parts = dataset_of(DataLoader(ROWS, batch_sampler=BatchSampler(sampler, 4, True)))
+    assert parts.batch == 4 and parts.is_shuffled is is_shuffled
+
+
+@pytest.mark.parametrize("sampler", [SubsetRandomSampler([1, 2, 3]), WeightedRandomSampler([1.0] * 40, 40)])
+def test_samplers_inside_a_batch_sampler_are_refused(sampler: Any) -> None:
+    with pytest.raises(RefusedError, match="a sampler of its own") as error:
+        dataset_of(DataLoader(ROWS, batch_sampler=BatchSampler(sampler, 4, False)))
+    assert ("loader.batch_sampler.sampler.indices" in error.value.fix) is isinstance(sampler, SubsetRandomSampler)
+
+
+def zeros(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: 0 * each for name, each in torch.utils.data.default_collate(rows).items()}
+
+
+def test_held_out_loaders_keep_their_own_collate_function() -> None:
+    plain, zeroed = DataLoader(ROWS, 8), DataLoader(ROWS, 8, collate_fn=zeros)
+
+    def held_out_sum(data: Any, held_out: Any, **more: Any) -> float:
+        (batch,) = opened(data, held_out, **more).held_out.batches(8, 8)
+        return float(batch["x"].abs().sum())
+
+    assert held_out_sum(zeroed, plain) > 0 and held_out_sum(plain, zeroed) == 0
+    assert held_out_sum(zeroed, ROWS) == 0 and held_out_sum(zeroed, plain, collate=zeros) == 0
+
+
+class Counted(IterableDataset[dict[str, Tensor]]):
+    """A stream without end that counts what is read."""
+
+    def __init__(self) -> None:
+        self.read: list[int] = []
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        number = 0
+        while True:
+            self.read.append(number)
+            yield ROWS[number % len(ROWS)]
+            number += 1
+
+    def __deepcopy__(self, memo: Any) -> "Counted":
+        return self  # so that all reads are counted
+
+
+def test_long_runs_on_streams_start_without_reading_them(tmp_path: Path) -> None:
+    stream, steps = Counted(), []
+
+    def observe(record: Any) -> bool:
+        steps.append(record.step)
+        return False
+
+    objects = user_work.objects() | {"data": stream, "held_out": ROWS}
+    thrifty.train(**objects, batch=8, budget=5000, observers=[observe], runs=tmp_path, quiet=True)
+    assert steps == [1] and max(stream.read) < 100
+
+
+def test_streams_on_large_files_are_not_copied(tmp_path: Path) -> None:
+    np.arange(100, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
+
+    class Windows(IterableDataset[Tensor]):
+        def __init__(self) -> None:
+            self.tokens, self.places = np.memmap(tmp_path / "tokens.bin", np.uint16), [0, 1]
+
+        def __iter__(self) -> Iterator[Tensor]:
+            return iter(torch.from_numpy(self.tokens.astype(np.int64)).reshape(20, 5))
+
+    dataset = Windows()
+    copied = deep_copy(dataset)
+    assert copied.tokens is dataset.tokens and copied.places is not dataset.places
+    assert torch.equal(opened(dataset, dataset).train.at(0)["batch"][0], torch.arange(5))
+
+
+def test_streams_of_held_out_examples_are_judged_in_part(tmp_path: Path) -> None:
+    class Rows(IterableDataset[dict[str, Tensor]]):
+        def __iter__(self) -> Iterator[dict[str, Tensor]]:
+            return iter(ROWS)
+
+    data = opened(ROWS, Rows(), judged=16)
+    assert len(data.held_out) == 16 and "only its first 16 examples are judged" in " ".join(data.train.notices)
+    whole = opened(ROWS, Rows(), judged=40)
+    assert len(whole.held_out) == 40 and "first 40" not in " ".join(whole.train.notices)
+    assert data.identity == whole.identity

@@ -5,6 +5,7 @@ from statistics import fmean
 
 from thrifty.comparing.equal_budgets import JUDGED_ON, StepCost
 from thrifty.composition.compose import Run
+from thrifty.core.batches import any_examples
 from thrifty.core.recipe import Recipe
 from thrifty.core.run_relative_settings import moments_of
 from thrifty.core.stages import Stage
@@ -44,7 +45,8 @@ def count_run(recipe: Recipe, runs: Path) -> StepCost:
 def _sampled_tokens(run: Run, count: int) -> list[int]:
     count = min(count, run.steps)
     steps = {round(number * (run.steps - 1) / max(1, count - 1)) for number in range(count)}
-    return [run.objective.tokens(run.source.at(step)) for step in sorted(steps)]
+    with any_examples():
+        return [run.objective.tokens(run.source.at(step)) for step in sorted(steps)]
 
 
 def _changes_flops(technique: Technique) -> bool:

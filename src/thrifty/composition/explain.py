@@ -30,7 +30,7 @@ from thrifty.composition.micro_batches import data_shard_count, representative_m
 from thrifty.composition.step_footprint import CountedPasses
 from thrifty.composition.torch_update import TorchOptimizer
 from thrifty.core.batch_norms import batch_norms, effective_numerics
-from thrifty.core.batches import Batch
+from thrifty.core.batches import Batch, any_examples
 from thrifty.core.errors import RefusedError, ThriftyError, reason_of
 from thrifty.core.footprint import Footprint
 from thrifty.core.out_of_memory import is_out_of_memory
@@ -127,7 +127,8 @@ def _try_first_batch(run: Run) -> None:
     changing = [technique for technique in run.techniques if technique.overrides("batches")]
     if not changing:
         return
-    first, last = (run.source.at(step) for step in (0, run.steps - 1))
+    with any_examples():
+        first, last = (run.source.at(step) for step in (0, run.steps - 1))
     if _sizes(first) == _sizes(last):
         return
     try:
@@ -146,9 +147,8 @@ def _try_first_batch(run: Run) -> None:
 
 
 def _first_batch_without(run: Run, technique: Technique) -> Batch:
-    return replace(run, techniques=tuple(each for each in run.techniques if each is not technique), notes={}).source.at(
-        0
-    )
+    others = tuple(each for each in run.techniques if each is not technique)
+    return replace(run, techniques=others, notes={}).source.at(0)
 
 
 def _sizes(batch: Batch) -> dict[str, tuple[int, ...]]:
@@ -198,7 +198,8 @@ class _RunCounts:
 
     def _of(self, techniques: tuple[Technique, ...], shards: int) -> tuple[int, Footprint]:
         part = replace(self.run, techniques=techniques, notes={})
-        whole = part.source.at(self.run.steps - 1)
+        with any_examples():
+            whole = part.source.at(self.run.steps - 1)
         is_joint = self.run.objective.joint  # each rank compares its examples with those of all ranks
         shard = whole if is_joint else whole.rows(0, -(-len(whole) // shards))
         part, batch, times = representative_micro_batches(part, shard)

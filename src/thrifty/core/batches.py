@@ -5,7 +5,9 @@ micro-batches. A run can therefore resume from the step number alone.
 """
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from copy import copy
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -76,6 +78,24 @@ class ExampleSubset:
     """Numbers of the selected examples in `ExampleIndex`, int64 (k,), ascending."""
     scores: Tensor | None = None
     """Selection score of every example of the source, (n,); a higher score means a harder example."""
+
+
+_ANY_EXAMPLES: ContextVar[bool] = ContextVar("any examples", default=False)
+
+
+@contextmanager
+def any_examples() -> Iterator[None]:
+    """Inside the block, a source that reads its examples in order may return the same batch for any step. Counts and
+    timings of a step need the form of its batch, but not its examples."""
+    token = _ANY_EXAMPLES.set(True)
+    try:
+        yield
+    finally:
+        _ANY_EXAMPLES.reset(token)
+
+
+def may_be_any_examples() -> bool:
+    return _ANY_EXAMPLES.get()
 
 
 class BatchSource:

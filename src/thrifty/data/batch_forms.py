@@ -1,8 +1,10 @@
 """Conversion of batches of any form to named tensors, and back."""
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, is_dataclass
+from itertools import islice
+from types import ModuleType
 from typing import Any
 
 import numpy as np
@@ -11,6 +13,10 @@ from torch import Tensor
 
 from thrifty.core.errors import UsageError
 
+MOST_PARTS = 1000
+"""Number of parts of a container that are searched for arrays."""
+SHARED = 1 << 26
+"""Bytes from which copies of a dataset share an array."""
 Put = Callable[[Mapping[str, Tensor]], Any]
 """Function that assembles a batch from its named tensors."""
 
@@ -81,8 +87,24 @@ def hashed(tensor: Tensor) -> bytes:
 
 
 def deep_copy(value: Any) -> Any | None:
-    """Return a deep copy, or None for objects that cannot be copied, such as an open file."""
+    """Return a deep copy, or None for objects that cannot be copied, such as an open file. Arrays of more than `SHARED`
+    bytes and arrays in files are not copied, because they are the examples themselves, not a position among them."""
     try:
-        return copy.deepcopy(value)
+        return copy.deepcopy(value, {id(array): array for array in _large_arrays(value, set())})
     except Exception:  # a user's class may raise anything
         return None
+
+
+def _large_arrays(value: Any, seen: set[int]) -> Iterator[Any]:
+    """Yield the large arrays and tensors in the attributes and containers of an object."""
+    if id(value) in seen:
+        return
+    seen.add(id(value))
+    if isinstance(value, np.ndarray | Tensor):
+        if isinstance(value, np.memmap) or value.nbytes > SHARED:
+            yield value
+        return
+    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else ()
+    own = vars(value).values() if hasattr(value, "__dict__") and not isinstance(value, type | ModuleType) else ()
+    for part in (*own, *islice(parts, MOST_PARTS)):
+        yield from _large_arrays(part, seen)

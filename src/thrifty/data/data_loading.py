@@ -90,17 +90,17 @@ def _of_loader(loader: DataLoader[Any]) -> DataParts:
             if loader.num_workers
             else (),
         )
-    sampler = loader.sampler
+    batches = loader.batch_sampler  # a loader that was built with it has another `sampler`, and no `batch_size`
+    sampler = batches.sampler if type(batches) is BatchSampler else loader.sampler
     is_random = type(sampler) is RandomSampler
-    plain = type(sampler) is SequentialSampler or (
-        is_random and not sampler.replacement and sampler.num_samples == len(loader.dataset)
-    )
-    if not plain or type(loader.batch_sampler) is not BatchSampler:
-        name = type(loader.batch_sampler if plain else sampler).__name__
+    is_whole = type(sampler) is SequentialSampler or (is_random and not sampler.replacement)
+    plain = is_whole and len(sampler) == len(loader.dataset)
+    if not plain or type(batches) is not BatchSampler:
+        name = type(batches if plain else sampler).__name__
         raise RefusedError(
             f"the DataLoader has a sampler of its own ({name}), but a run can resume only if the order of examples is "
             "a function of seed and step",
-            fix="pass torch.utils.data.Subset(loader.dataset, loader.sampler.indices)"
+            fix="pass torch.utils.data.Subset(loader.dataset, loader.batch_sampler.sampler.indices)"
             if isinstance(sampler, SubsetRandomSampler)
             else "pass the dataset without its sampler; return weights of examples as the second result of the loss",
         )
@@ -109,13 +109,13 @@ def _of_loader(loader: DataLoader[Any]) -> DataParts:
         notices.append("the DataLoader has shuffle=False: each epoch reads examples in the order of the dataset")
     if is_random and sampler.generator is not None:
         notices.append("the DataLoader's generator is not used: the run's seed determines the order of examples")
-    if loader.drop_last and len(loader.dataset) % loader.batch_size:
+    if batches.drop_last and len(loader.dataset) % batches.batch_size:
         notices.append(
             "the DataLoader has drop_last=True: no batch is dropped, because batches continue into the next epoch"
         )
     return inner._replace(
         collate=loader.collate_fn,
-        batch=loader.batch_size,
+        batch=batches.batch_size,
         loading=loading,
         is_shuffled=is_random,
         notices=tuple(notices),

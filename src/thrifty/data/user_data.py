@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from thrifty.core.batches import Batch
-from thrifty.core.errors import RefusedError, UsageError
+from thrifty.core.errors import RefusedError, UsageError, for_reader
 from thrifty.core.model_spec import UserModelSpec
 from thrifty.data.collation import Collation
 from thrifty.data.data_loading import Collate, dataset_of
@@ -17,6 +17,9 @@ from thrifty.data.run_data import ExamplePreview
 from thrifty.data.shared_examples import caution_on_shared
 from thrifty.data.user_dataset import UserDataset, UserSource
 from thrifty.data.user_stream import UserStream, first_examples
+
+IDENTIFYING = 4
+"""Number of examples that identify an iterable held-out dataset."""
 
 
 @dataclass(frozen=True)
@@ -64,17 +67,24 @@ class UserData:
             )
 
 
+def _only_first(judged: int) -> str:
+    more = for_reader(f"--set evaluation.examples={4 * judged}")
+    return f"held_out is iterable: only its first {judged} examples are judged; {more} judges more"
+
+
 def open_user_data(
     data: Any, held_out: Any, batch: int, seed: int, collate: Collate | None = None, judged: int = 64
 ) -> UserData:
     """Open the datasets or DataLoaders of a user. If `held_out` is iterable, only its first `judged` examples are used.
+    `collate` joins the examples of both. Without it, each DataLoader joins its own, and a held-out dataset uses the
+    function of the training data.
 
     Raises UsageError for any other object.
     """
     parts, others = dataset_of(data), dataset_of(held_out)
-    collate, examples = collate or parts.collate, None
+    joined, examples = collate or parts.collate, None
     if parts.is_map_style:
-        examples = UserDataset(parts.dataset, collate)
+        examples = UserDataset(parts.dataset, joined)
         train: UserSource | UserStream = UserSource(examples, batch, seed, parts)
         identity = examples.fingerprint()
         if len(examples) < batch:
@@ -83,10 +93,15 @@ def open_user_data(
                 fix=f"batch={len(examples)}",
             )
     else:
-        train = UserStream(parts, batch, seed, collate)
+        train = UserStream(parts, batch, seed, joined)
         identity = train.fingerprint()
-    rest = others.dataset if others.is_map_style else first_examples(others.dataset, judged)
-    other = UserDataset(rest, collate or others.collate)
+    rest = others.dataset if others.is_map_style else first_examples(others.dataset, judged + 1)
+    if not others.is_map_style and len(rest) > judged:
+        rest = rest[:judged]
+        train.notices = (*train.notices, _only_first(judged))
+    other = UserDataset(rest, collate or others.collate or parts.collate)
+    # a resumed run may judge more examples of a stream
+    identified = other if others.is_map_style else UserDataset(rest[:IDENTIFYING], other.collation.collate)
     collation = train.collation
     if other.collation.form != collation.form:
         raise UsageError(
@@ -97,5 +112,5 @@ def open_user_data(
         train.notices = (*train.notices, *caution_on_shared(data, held_out))
     differing = "; ".join(filter(None, [train.unrepeatable, other.unrepeated_words("held_out")]))
     train.unrepeatable = differing and f"{differing}: a resumed run is not bit-identical to an uninterrupted one"
-    identities = {"data": identity, "held_out": other.fingerprint(), "structure": collation.form}
+    identities = {"data": identity, "held_out": identified.fingerprint(), "structure": collation.form}
     return UserData(train, HeldOutExamples(other), identities, collation, examples)

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from thrifty.core.batches import Batch, BatchSource
+from thrifty.core.batches import Batch, BatchSource, may_be_any_examples
 from thrifty.core.errors import RefusedError, ThriftyError, UsageError
 from thrifty.data.batch_forms import deep_copy, hashed, same_values
 from thrifty.data.collation import Collation, seeded_draws
@@ -66,6 +66,8 @@ class UserStream(BatchSource):
         return digest.hexdigest()
 
     def rows(self, step: int, start: int, stop: int) -> Batch:
+        if may_be_any_examples():
+            step = self._step if self._read else 0
         if step != self._step:
             self._move_to(step * self.batch)
             examples = [next(self._examples) for _ in range(self.batch)]

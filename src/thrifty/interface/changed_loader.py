@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Subset
+from torch.utils.data import BatchSampler, DataLoader, IterableDataset, SequentialSampler, Subset
 
 from thrifty.core.batches import Batch, BatchSource, ExampleIndex, ExampleSubset, ResizedSource
 from thrifty.core.errors import RefusedError, UsageError
@@ -25,7 +25,7 @@ class LoaderBatches(BatchSource):
     """A user's data as a batch source: the current batch, and examples by index."""
 
     def __init__(self, data: Any):
-        self.data, self.batch = data, getattr(data, "batch_size", None) or 0
+        self.data, self.batch = data, getattr(getattr(data, "batch_sampler", data), "batch_size", None) or 0
         self.current = Batch({}, torch.empty(0))
         self.choice: ExampleSubset | None = None
 
@@ -143,13 +143,14 @@ def change_data(data: Any, technique: Technique) -> Any:
     read = LoaderBatches(data)
     changed = technique.batches(read)
     if isinstance(changed, ResizedSource):
-        return _rebuilt(data, technique, lambda loader: RampSampler(loader.sampler, changed, loader.drop_last))
+        return _rebuilt(data, technique, lambda batches: RampSampler(batches.sampler, changed, batches.drop_last))
     if isinstance(changed, LoaderBatches) and changed.choice is not None:
         chosen = Subset(dataset_of(data)[0], changed.choice.kept.tolist())
         if not isinstance(data, DataLoader):
             return chosen
-        settings = {"batch_size": data.batch_size, "drop_last": data.drop_last}
-        shuffle = not isinstance(data.sampler, torch.utils.data.SequentialSampler)
+        batches: Any = data.batch_sampler
+        settings = {"batch_size": batches.batch_size, "drop_last": batches.drop_last}
+        shuffle = not isinstance(batches.sampler, SequentialSampler)
         return DataLoader(chosen, shuffle=shuffle, **settings, **_settings(data))
     if isinstance(data, Sequence) or not isinstance(data, Iterable):
         raise UsageError(
@@ -159,14 +160,14 @@ def change_data(data: Any, technique: Technique) -> Any:
     return ChangedLoader(data, technique, read, changed)
 
 
-def _rebuilt(data: Any, technique: Technique, sampler: Callable[[DataLoader], RampSampler]) -> DataLoader:
+def _rebuilt(data: Any, technique: Technique, sampler: Callable[[BatchSampler], RampSampler]) -> DataLoader:
     is_plain = type(data) is DataLoader and type(data.batch_sampler) is BatchSampler
     if not is_plain or isinstance(data.dataset, IterableDataset):
         raise UsageError(
             f"{technique.name} changes the batch size, which requires a DataLoader with a batch_size",
             fix=f"thrifty.apply(DataLoader(dataset, batch_size=…), {technique.name!r})",
         )
-    return DataLoader(data.dataset, batch_sampler=sampler(data), **_settings(data))  # type: ignore[arg-type]
+    return DataLoader(data.dataset, batch_sampler=sampler(data.batch_sampler), **_settings(data))  # type: ignore[arg-type]
 
 
 def _settings(loader: DataLoader) -> dict[str, Any]:
